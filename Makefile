@@ -1,0 +1,44 @@
+.DELETE_ON_ERROR:
+.PHONY: help demo test lint clean
+
+PYTHON ?= python3
+BIN := .venv/bin
+# Folders are listed too: their times change when a file in them is removed.
+SOURCES := pyproject.toml LICENSE README.md $(shell find perseus_planner profiler runtime -name __pycache__ -prune -o -print)
+
+help: ## list the targets
+	@awk -F ': .*## ' '/^[a-z]+:.*## / { printf "make %-6s %s\n", $$1, $$2 }' Makefile
+
+demo: .venv/installed-plot ## profile a simulated GPU, solve, plan at 1.00x and 1.10x; results in demo/
+	mkdir -p demo
+	$(BIN)/planner profile --gpu simulated:a100-sxm --stages 4 -o demo/profile.yaml
+	$(BIN)/planner solve demo/profile.yaml --schedule 1f1b --microbatches 16 -o demo/frontier.npz
+	$(BIN)/planner plan demo/frontier.npz --slowdown 1.00 -o demo/plan-1.00x.yaml
+	$(BIN)/planner plan demo/frontier.npz --slowdown 1.10 -o demo/plan-1.10x.yaml
+	$(BIN)/planner show demo/plan-1.10x.yaml
+	$(BIN)/planner show demo/frontier.npz --plot demo/frontier.png
+	ls -l demo
+
+test: lint ## lint, check types and run the tests
+	$(BIN)/pytest
+
+# mypy puts the current folder first on its path, so it runs where the sources are not: types are checked as installed.
+lint: .venv/installed-test ## check style, format and types
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	cd .venv && bin/mypy --config-file ../pyproject.toml -p perseus_planner
+
+clean: ## remove the environment, the demo and all caches
+	rm -rf .venv build demo *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find perseus_planner profiler runtime tests benchmarks -name __pycache__ -prune -exec rm -rf {} +
+
+# A normal install, not an editable one: two of the package folders get their names only when installed.
+# build/ is removed because setuptools would install files that are in it and no longer in the sources.
+.venv/installed-%: $(SOURCES) | $(BIN)/python
+	rm -rf build
+	$(BIN)/pip install -qq --disable-pip-version-check '.[$*]'
+	rm -rf build
+	touch $@
+
+$(BIN)/python:
+	$(PYTHON) -m venv .venv

@@ -1,0 +1,37 @@
+"""Plan one GPU clock per computation of pipeline-parallel training: the same speed, the least energy.
+
+    from perseus_planner import Profile, schedules, solve
+
+    frontier = solve(Profile.load("profile.yaml"), schedules.one_f_one_b(stages=8, microbatches=96))
+    frontier.plan_for(frontier.baseline_time_s).save("plan.yaml")
+
+Names are loaded when they are first used, so that importing this package costs nothing.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from perseus_planner import errors, schedules
+    from perseus_planner.frontier import Frontier, solve
+    from perseus_planner.plan import Plan
+    from perseus_planner.profiles import Profile
+
+__version__ = "0.1.0"
+__all__ = ["Frontier", "Plan", "Profile", "errors", "schedules", "solve"]
+
+_HOME = {"Frontier": "frontier", "Plan": "plan", "Profile": "profiles", "solve": "frontier"}
+
+
+def __getattr__(name: str) -> object:
+    if name in _HOME:
+        return getattr(import_module(f"perseus_planner.{_HOME[name]}"), name)
+    if name in __all__:
+        return import_module(f"perseus_planner.{name}")
+    raise AttributeError(f"module 'perseus_planner' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

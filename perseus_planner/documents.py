@@ -1,0 +1,165 @@
+"""YAML files of one named format and version, read strictly: every value with the line that it stands on."""
+
+from __future__ import annotations
+
+import difflib
+import reprlib
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from perseus_planner.errors import PlannerError
+
+_MAX_BYTES = 64 * 2**20
+# The C parser is ten times faster, but PyYAML can be built without it.
+_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+# What PyYAML raises itself, and what int() and datetime raise through it (for `2001-99-99`, say).
+_YAML_ERRORS = (yaml.YAMLError, ValueError, KeyError, TypeError, AttributeError)
+# The C parser overruns its stack on deep nesting, so that is refused before it builds anything.
+_MAX_DEPTH = 20
+
+
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = 80
+
+
+@dataclass(frozen=True)
+class Document:
+    """The top-level mapping of a YAML file.
+
+    Attributes:
+        path: the file.
+        values: key -> value.
+        lines: key -> line number, from 1.
+    """
+
+    path: Path
+    values: Mapping[str, Any]
+    lines: Mapping[str, int]
+
+    def where(self, key: str) -> str:
+        """The place of `key`, for an error message: "profile.yaml, line 4, key 'gpu'"."""
+        return f"{self.path}, line {self.lines[key]}, key {key!r}"
+
+
+def read_document(
+    path: Path,
+    name: str,
+    version: int,
+    required: Collection[str],
+    optional: Collection[str],
+    error: type[PlannerError],
+) -> Document:
+    """Read the YAML file at `path`, whose keys `format` and `version` must be `name` and `version`.
+
+    `required` and `optional` are its other keys. Objects are never constructed.
+
+    Raises:
+        PlannerError: of the type `error`; the file cannot be read, is not YAML, or is not such a document.
+    """
+    document = _parse(path, _text(path, error), error)
+    _check_format(document, name, version, error)
+    _check_keys(document, {"format", "version", *required}, set(optional), error)
+    return document
+
+
+def unreadable(path: Path, error: OSError) -> str:
+    """What to tell the user who named `path`, which could not be read because of `error`."""
+    if isinstance(error, FileNotFoundError):
+        return f"{path}: no such file; check the path"
+    if isinstance(error, IsADirectoryError):
+        return f"{path}: is a folder; name the file in it"
+    return f"{path}: cannot be read: {error.strerror}; check the path and its permissions"
+
+
+def shown(value: object) -> str:
+    """`repr(value)` as an error message quotes it: cut when it is long."""
+    return _SHORT.repr(value)
+
+
+def _text(path: Path, error: type[PlannerError]) -> str:
+    try:
+        with path.open("rb") as file:
+            data = file.read(_MAX_BYTES + 1)
+    except OSError as reason:
+        raise error(unreadable(path, reason)) from reason
+    if len(data) > _MAX_BYTES:
+        raise error(f"{path}: is larger than {_MAX_BYTES} bytes, so not what the planner wrote; name another file")
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as reason:
+        line = data.count(b"\n", 0, reason.start) + 1
+        raise error(f"{path}, line {line}: is not UTF-8 text; save the file as UTF-8") from reason
+
+
+def _parse(path: Path, text: str, error: type[PlannerError]) -> Document:
+    try:
+        _check_depth(path, text, error)
+        loader = _LOADER(text)
+        try:
+            root = loader.get_single_node()
+            if not isinstance(root, yaml.MappingNode):
+                raise error(f"{path}: is not a mapping; write one `key: value` a line")
+            values: dict[str, Any] = {}
+            lines: dict[str, int] = {}
+            for key_node, value_node in root.value:
+                key, line = str(loader.construct_object(key_node, deep=True)), key_node.start_mark.line + 1
+                if key in values:
+                    raise error(f"{path}, line {line}: key {key!r} stands on line {lines[key]} too; keep one")
+                values[key] = loader.construct_object(value_node, deep=True)
+                lines[key] = line
+        finally:
+            loader.dispose()
+    except _YAML_ERRORS as reason:
+        raise error(_yaml_complaint(path, reason)) from reason
+    return Document(path, values, lines)
+
+
+def _check_depth(path: Path, text: str, error: type[PlannerError]) -> None:
+    depth = 0
+    for event in yaml.parse(text, Loader=_LOADER):
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > _MAX_DEPTH:
+            raise error(f"{path}: is nested more than {_MAX_DEPTH} levels deep; write one `key: value` a line")
+
+
+def _yaml_complaint(path: Path, reason: Exception) -> str:
+    mark = getattr(reason, "problem_mark", None)
+    place = f"{path}, line {mark.line + 1}, column {mark.column + 1}" if mark is not None else f"{path}"
+    problem = " ".join(str(getattr(reason, "problem", None) or reason).split())
+    if isinstance(reason, yaml.constructor.ConstructorError):
+        return f"{place}: {problem}; write plain values, without tags such as !!python/object"
+    return f"{place}: is not valid YAML: {problem}; correct that line"
+
+
+def _check_format(document: Document, name: str, version: int, error: type[PlannerError]) -> None:
+    values = document.values
+    if "format" not in values:
+        raise error(f"{document.path}: has no key 'format'; a file of this kind says `format: {name}`")
+    if values["format"] != name:
+        raise error(
+            f"{document.where('format')}: {shown(values['format'])} is not {name!r}; name a file of that format"
+        )
+    if "version" not in values:
+        raise error(f"{document.path}: has no key 'version'; write `version: {version}`")
+    # `True == 1`, so the type is compared too.
+    if type(values["version"]) is not int or values["version"] != version:
+        raise error(
+            f"{document.where('version')}: {shown(values['version'])} cannot be read: this planner reads version "
+            f"{version}; use the planner that wrote the file, or write it again with this one"
+        )
+
+
+def _check_keys(document: Document, required: set[str], optional: set[str], error: type[PlannerError]) -> None:
+    known = required | optional
+    for key in document.values:
+        if key not in known:
+            near = difflib.get_close_matches(key, sorted(known), n=1)
+            remedy = f"did you mean {near[0]!r}?" if near else f"remove it; known keys are {', '.join(sorted(known))}"
+            raise error(f"{document.path}, line {document.lines[key]}: unknown key {shown(key)}; {remedy}")
+    missing = sorted(required - set(document.values))
+    if missing:
+        raise error(f"{document.path}: has no key {', '.join(map(repr, missing))}; add it")

@@ -1,0 +1,83 @@
+"""Every error that the planner raises on purpose, as one tree.
+
+    PlannerError                 a user can act on every one of these; the command line exits with 2
+    ├── ProfileError             a profile (file or values) that cannot be planned on
+    ├── ScheduleError            a pipeline schedule that is not one, or does not fit the profile
+    ├── FrontierError            a frontier file that cannot be read
+    ├── PlanError                a plan file that cannot be read
+    ├── InfeasibleError          a request that no choice of clocks can meet
+    │   ├── InfeasibleDeadline   .deadline_s, .least_time_s
+    │   └── InfeasiblePower      .power_w, .least_power_w
+    ├── GpuError                 a GPU, real or simulated, that cannot do what was asked
+    └── UsageError               a value on the command line or in a call that cannot be used
+
+The text of each says what was read (file, line, field), what is wrong with it, and what to do.
+"""
+
+from __future__ import annotations
+
+
+class PlannerError(Exception):
+    """Base of all errors that a user can act on."""
+
+
+class ProfileError(PlannerError):
+    """A profile cannot be planned on."""
+
+
+class ScheduleError(PlannerError):
+    """A pipeline schedule is malformed or does not fit the profile."""
+
+
+class FrontierError(PlannerError):
+    """A frontier file cannot be read."""
+
+
+class PlanError(PlannerError):
+    """A plan file cannot be read."""
+
+
+class InfeasibleError(PlannerError):
+    """No choice of clocks can meet the request."""
+
+
+class InfeasibleDeadline(InfeasibleError):
+    """The deadline is below the least feasible iteration time.
+
+    Attributes:
+        deadline_s: the iteration time asked for, seconds.
+        least_time_s: the least iteration time that any choice of clocks reaches, seconds.
+    """
+
+    def __init__(self, deadline_s: float, least_time_s: float) -> None:
+        super().__init__(
+            f"no plan finishes an iteration within {deadline_s:.6g} s: the fastest takes {least_time_s:.6f} s; "
+            f"ask for {least_time_s:.6f} s or more"
+        )
+        self.deadline_s = deadline_s
+        self.least_time_s = least_time_s
+
+
+class InfeasiblePower(InfeasibleError):
+    """The power budget is below the least average power of any plan.
+
+    Attributes:
+        power_w: the average power asked for, watts over all GPUs of the pipeline.
+        least_power_w: the least average power that a plan reaches, watts.
+    """
+
+    def __init__(self, power_w: float, least_power_w: float) -> None:
+        super().__init__(
+            f"no plan draws {power_w:.6g} W or less on average: the most frugal draws {least_power_w:.6g} W; "
+            f"ask for {least_power_w:.6g} W or more"
+        )
+        self.power_w = power_w
+        self.least_power_w = least_power_w
+
+
+class GpuError(PlannerError):
+    """A GPU, real or simulated, cannot do what was asked."""
+
+
+class UsageError(PlannerError):
+    """A value in a call or on the command line cannot be used."""

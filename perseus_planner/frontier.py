@@ -1,0 +1,306 @@
+"""The exact time-energy frontier of a pipeline iteration, and the plans along it."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from perseus_planner.dag import PipelineDag
+from perseus_planner.errors import InfeasibleDeadline, InfeasiblePower, UsageError
+from perseus_planner.mincut import UNLIMITED, Integers, State, advance, slowest_state
+from perseus_planner.network import ScaledNetwork, scaled_network
+from perseus_planner.plan import Plan, make_plan
+from perseus_planner.profiles import Profile
+from perseus_planner.rounding import Anchor, Choices, anchor_deadlines, choices_of, round_plan
+from perseus_planner.schedules import Schedule
+from perseus_planner.simulate import end_times
+
+_CHECKPOINTS = 16  #: kept along the frontier, so that a plan walks little of it
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """An optimal pair of event times and flow at one point of the frontier.
+
+    Attributes:
+        time: iteration time, ticks.
+        power: flow from source to sink, power units.
+        state: the pair.
+    """
+
+    time: int
+    power: int
+    state: State
+
+
+@dataclass(frozen=True, eq=False)
+class Frontier:
+    """The least energy of an iteration for every iteration time, as a convex piecewise-linear curve; exact.
+
+    An iteration that takes T seconds costs sum(e_i - P * t_i) + P * S * T joules: e_i and t_i of the chosen clocks, P
+    the blocking power, S the GPUs (one per stage). The relaxed problem, in which a computation may also run in between
+    two measured clocks, has the least such energy that no plan of the same time can be below: the bound.
+
+    Attributes:
+        dag: the iteration.
+        times: (points,) iteration times at which the slope changes, falling, ticks of `scaled.tick_s`.
+        powers: (points,) minus the slope of the curve of effective energy below each time, `scaled.power_unit_w`.
+        checkpoints: states along the frontier, times falling; the first one at its slow end.
+    """
+
+    dag: PipelineDag
+    times: Integers = field(repr=False)
+    powers: Integers = field(repr=False)
+    checkpoints: tuple[Checkpoint, ...] = field(repr=False)
+    _plans: dict[float, Plan] = field(default_factory=dict, init=False, repr=False)
+
+    @property
+    def profile(self) -> Profile:
+        """What it was computed from: the measurements."""
+        return self.dag.profile
+
+    @property
+    def schedule(self) -> Schedule:
+        """What it was computed from: the order of the computations."""
+        return self.dag.schedule
+
+    @cached_property
+    def min_time_s(self) -> float:
+        """The least iteration time of any choice of clocks, seconds."""
+        return max(end_times(self.dag, [self.dag.options[c[:2]][0].time_s for c in self.dag.computations]))
+
+    @cached_property
+    def max_time_s(self) -> float:
+        """The iteration time from which on effective energy no longer falls: never a reason to be slower, seconds."""
+        return max(end_times(self.dag, [self.dag.options[c[:2]][-1].time_s for c in self.dag.computations]))
+
+    @cached_property
+    def least_energy_time_s(self) -> float:
+        """The iteration time at which a pipeline that waits for nobody needs the least energy, seconds."""
+        return float(self.times_s[int(np.argmin(self.energies_j))])
+
+    @cached_property
+    def baseline_time_s(self) -> float:
+        """The iteration time with all clocks at their maximum, seconds."""
+        at_maximum = self.profile.measurements
+        return max(end_times(self.dag, [at_maximum[c[:2]][0].time_s for c in self.dag.computations]))
+
+    @cached_property
+    def baseline_energy_j(self) -> float:
+        """The energy of that iteration over all GPUs, joules, waiting included."""
+        chosen = [self.profile.measurements[c[:2]][0] for c in self.dag.computations]
+        busy_s = math.fsum(point.time_s for point in chosen)
+        waiting_s = self.profile.stages * self.baseline_time_s - busy_s
+        return math.fsum(point.energy_j for point in chosen) + self.profile.blocking_power_w * waiting_s
+
+    @cached_property
+    def times_s(self) -> NDArray[np.float64]:
+        """(points,) iteration times at which the slope changes, falling from `max_time_s` to `min_time_s`, seconds."""
+        return np.clip(self.times * self.scaled.tick_s, self.min_time_s, self.max_time_s)
+
+    @cached_property
+    def energies_j(self) -> NDArray[np.float64]:
+        """(points,) `bound_j` at each of `times_s`."""
+        return self._effective_j + self._blocked_w * self.times_s
+
+    def bound_j(self, deadline_s: float) -> float:
+        """The least relaxed energy of an iteration of that time over all GPUs, joules, waiting included.
+
+        Raises:
+            InfeasibleDeadline: no iteration is that fast.
+            UsageError: it is no time.
+        """
+        self._check_deadline(deadline_s)
+        within_s = min(max(deadline_s, self.times_s[-1]), self.times_s[0])
+        point = int(np.searchsorted(-self.times_s, -within_s, side="right")) - 1
+        saved_s = self.times_s[point] - within_s
+        slope_w = int(self.powers[point]) * self.scaled.power_unit_w if saved_s else 0.0
+        return float(self._effective_j[point] + slope_w * saved_s + self._blocked_w * deadline_s)
+
+    def plan_for(self, deadline_s: float) -> Plan:
+        """The plan for an iteration that may take `deadline_s` seconds but need not be slower than `max_time_s`.
+
+        It spends the least effective energy: the right plan where others wait until the deadline anyway.
+
+        Raises:
+            InfeasibleDeadline: no choice of clocks is that fast; names the least feasible time.
+            UsageError: it is no time.
+        """
+        self._check_deadline(deadline_s)
+        if deadline_s not in self._plans:
+            within_s = min(deadline_s, self.max_time_s)
+            choice = round_plan(self._choices, within_s, self._anchors(within_s))
+            self._plans[deadline_s] = make_plan(self, deadline_s, self._measurement_indices(choice))
+        return self._plans[deadline_s]
+
+    def plan_for_least_energy(self) -> Plan:
+        """The plan for a pipeline that waits for nobody: the least energy per iteration."""
+        return self.plan_for(self.least_energy_time_s)
+
+    def plan_beside_straggler(self, straggler_time_s: float) -> Plan:
+        """The plan beside a pipeline whose iteration takes `straggler_time_s` seconds, for which all others wait.
+
+        As slow as the straggler, but never slower than `max_time_s` (Perseus, SOSP'24, section 3.2); where the
+        straggler is faster than this pipeline can be, as fast as possible.
+
+        Raises:
+            UsageError: it is no time.
+        """
+        return self.plan_for(max(straggler_time_s, self.min_time_s))
+
+    def plan_within_power(self, power_w: float) -> Plan:
+        """The fastest plan found whose average power over all GPUs of the pipeline is at most `power_w` watts.
+
+        Raises:
+            InfeasiblePower: no plan found draws that little; names the least power of one.
+            UsageError: it is no power.
+        """
+        if not (isinstance(power_w, (int, float)) and 0 < power_w < math.inf):
+            raise UsageError(f"power_w: {power_w!r} is not a power; give finite watts above 0")
+        target_w = power_w
+        while True:
+            deadline_s = self._fastest_within(target_w)
+            if deadline_s is None:
+                frugal = self.plan_for(float(self.times_s[int(np.argmin(self.energies_j / self.times_s))]))
+                if frugal.power_w <= power_w:
+                    return frugal
+                raise InfeasiblePower(power_w, frugal.power_w)
+            plan = self.plan_for(deadline_s)
+            if plan.power_w <= power_w:
+                return plan
+            target_w -= max(plan.power_w - power_w, 1e-4 * power_w)  # the bound must be lower by what the plan is above
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write one file that `load` reads; equal frontiers give equal bytes.
+
+        Raises:
+            FrontierError: it cannot be written.
+        """
+        from perseus_planner.frontier_file import write_frontier
+
+        write_frontier(self, path)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Frontier:
+        """Read what `save` wrote.
+
+        Raises:
+            FrontierError: the file cannot be read, or is not exactly what was written.
+        """
+        from perseus_planner.frontier_file import read_frontier
+
+        return read_frontier(path)
+
+    @cached_property
+    def scaled(self) -> ScaledNetwork:
+        """The network in whole numbers that was solved, and its units."""
+        return scaled_network(self.dag)
+
+    def states_at(self, times: Iterable[int]) -> Iterator[Checkpoint]:
+        """Optimal event times and flows at `times`, which must fall and lie on the frontier, in ticks.
+
+        The arrays of a state are changed on the way to the next: copy what is to stay.
+        """
+        at: Checkpoint | None = None
+        for time in times:
+            if at is None:
+                near = next(point for point in reversed(self.checkpoints) if point.time >= time)
+                at = Checkpoint(near.time, near.power, State(*(array.copy() for array in near.state)))
+            if time < at.time:
+                reached, powers = advance(self.scaled.network, at.state, at.time, at.power, time)
+                at = Checkpoint(reached[-1], powers[-1], at.state)
+            yield at
+
+    @property
+    def _blocked_w(self) -> float:
+        return self.profile.blocking_power_w * self.profile.stages
+
+    @cached_property
+    def _effective_j(self) -> NDArray[np.float64]:
+        """(points,) least relaxed effective energy at `times_s`, joules; summed in whole numbers from the slow end."""
+        slowest_j = math.fsum(self.dag.options[c[:2]][-1].effective_j for c in self.dag.computations)
+        unit_j = self.scaled.tick_s * self.scaled.power_unit_w
+        added, total = [0.0], 0
+        for power, ticks in zip(self.powers[:-1].tolist(), (-np.diff(self.times)).tolist(), strict=True):
+            total += power * ticks
+            added.append(total * unit_j)
+        return slowest_j + np.array(added)
+
+    @cached_property
+    def _choices(self) -> Choices:
+        return choices_of(self.dag)
+
+    def _check_deadline(self, deadline_s: float) -> None:
+        if not (isinstance(deadline_s, (int, float)) and math.isfinite(deadline_s)):
+            raise UsageError(f"deadline_s: {deadline_s!r} is not a time; give finite seconds")
+        if deadline_s < self.min_time_s:
+            raise InfeasibleDeadline(deadline_s, self.min_time_s)
+
+    def _anchors(self, deadline_s: float) -> Iterator[Anchor]:
+        count, last = len(self.dag.computations), int(self.times[-1])
+        deadlines = anchor_deadlines(deadline_s, self.min_time_s, self.max_time_s)
+        ticks = [min(max(int(each_s / self.scaled.tick_s), last), int(self.times[0])) for each_s in deadlines]
+        for each_s, at in zip(deadlines, self.states_at(ticks), strict=True):
+            end_s = at.state.event[1 : 2 * count : 2] * self.scaled.tick_s
+            yield Anchor(each_s, end_s, at.state.flow[:count] * self.scaled.power_unit_w)
+
+    def _measurement_indices(self, choice: Integers) -> Mapping[int, int]:
+        """Place in `dag.computations` -> index of the chosen one among that computation's worthwhile options."""
+        first = self._choices.option_start[self._choices.member]
+        return dict(zip(self.dag.order, (choice - first).tolist(), strict=True))
+
+    def _fastest_within(self, power_w: float) -> float | None:
+        """The least time whose bound, as an average power, is at most `power_w`; None if there is none."""
+        average_w = self.energies_j / self.times_s
+        fitting = np.flatnonzero(average_w <= power_w)
+        if len(fitting) == 0:
+            return None
+        point = int(fitting[-1])  # the fastest one; the line from it to the next crosses the budget
+        if point == len(self.times_s) - 1:
+            return self.min_time_s
+        (slow_s, fast_s), (slow_j, fast_j) = self.times_s[point : point + 2], self.energies_j[point : point + 2]
+        slope_w = (fast_j - slow_j) / (fast_s - slow_s)
+        crossing_s = (slow_j - slope_w * slow_s) / (power_w - slope_w)
+        return float(min(max(crossing_s, fast_s), slow_s))
+
+
+def solve(profile: Profile, schedule: Schedule, *, progress: Callable[[int, int], None] | None = None) -> Frontier:
+    """The exact frontier of `schedule` run with the clocks of `profile`.
+
+    Args:
+        profile: measurements of as many stages as the schedule has.
+        schedule: the computations of an iteration, rank by rank.
+        progress: called with (parts done, parts in all) from time to time.
+
+    Raises:
+        ProfileError: the profile has other stages than the schedule.
+        ScheduleError: the schedule cannot run.
+    """
+    return trace(PipelineDag.from_schedule(profile, schedule), progress=progress)
+
+
+def trace(dag: PipelineDag, *, progress: Callable[[int, int], None] | None = None) -> Frontier:
+    """The exact frontier of any graph of computations: from the slow end to the fast one, by minimum cuts."""
+    network = (scaled := scaled_network(dag)).network
+    state = slowest_state(network)
+    time, power = int(state.event[network.sink]), 0
+    fastest = [dag.options[c[:2]][0].time_s for c in dag.computations]
+    stretch = time - int(max(end_times(dag, fastest)) / scaled.tick_s)
+    stops = [time - stretch * part // _CHECKPOINTS for part in range(_CHECKPOINTS)]
+    times, powers, checkpoints = [time], [power], []
+    for part, stop in enumerate([*stops[1:], 0]):
+        checkpoints.append(Checkpoint(time, power, State(*(array.copy() for array in state))))
+        reached, below = advance(network, state, time, power, stop)
+        times[-1:], powers[-1:] = reached, below
+        time, power = times[-1], powers[-1]
+        if progress is not None:
+            progress(part + 1, _CHECKPOINTS)
+        if power == UNLIMITED:
+            break
+    return Frontier(dag, np.array(times, dtype=np.int64), np.array(powers, dtype=np.int64), tuple(checkpoints))

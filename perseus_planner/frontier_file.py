@@ -1,0 +1,135 @@
+"""Frontier files: a NumPy archive (.npz) of the frontier's arrays, with a JSON header and a digest over all of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from perseus_planner.dag import PipelineDag
+from perseus_planner.documents import unreadable
+from perseus_planner.errors import FrontierError, PlannerError
+from perseus_planner.files import replacing, sha256
+from perseus_planner.frontier import Checkpoint, Frontier
+from perseus_planner.mincut import State
+from perseus_planner.profiles import Measurement, Profile
+from perseus_planner.schedules import Computation, Schedule
+
+_FORMAT = "perseus-planner/frontier"
+_VERSION = 1
+_AGAIN = "make it again with `planner solve`"
+
+
+def write_frontier(frontier: Frontier, path: str | os.PathLike[str]) -> None:
+    """Write `frontier` to `path`.
+
+    Raises:
+        FrontierError: it cannot be written.
+    """
+    waits = [(before, place) for place, others in enumerate(frontier.dag.predecessors) for before in others]
+    arrays = {
+        "header": np.frombuffer(json.dumps(_header(frontier)).encode(), dtype=np.uint8),
+        "waits": np.array(waits, dtype=np.int64).reshape(-1, 2),
+        "times": frontier.times,
+        "powers": frontier.powers,
+        "checkpoints": np.array([(point.time, point.power) for point in frontier.checkpoints], dtype=np.int64),
+        "events": np.array([point.state.event for point in frontier.checkpoints]),
+        "flows": np.array([point.state.flow for point in frontier.checkpoints]),
+    }
+    arrays["digest"] = np.frombuffer(_digest(arrays).encode(), dtype=np.uint8)
+    try:
+        with replacing(path) as file:
+            np.savez_compressed(file, **arrays)  # type: ignore[arg-type]  # its stubs take the first name for a flag
+    except OSError as error:
+        raise FrontierError(f"{path}: cannot be written: {error.strerror}; check the folder") from error
+
+
+def read_frontier(path: str | os.PathLike[str]) -> Frontier:
+    """Read what `write_frontier` wrote.
+
+    Raises:
+        FrontierError: the file cannot be read, or is not exactly what was written.
+    """
+    path = Path(path)
+    try:
+        with path.open("rb") as file:
+            if file.read(2) != b"PK":
+                raise FrontierError(f"{path}: is not a frontier file; name one that `planner solve` wrote")
+            file.seek(0)
+            with np.load(file, allow_pickle=False) as archive:
+                arrays = {name: archive[name] for name in archive.files}
+    except OSError as error:
+        raise FrontierError(unreadable(path, error)) from error
+    except (zipfile.BadZipFile, ValueError, EOFError, KeyError, zipfile.zlib.error) as error:  # type: ignore[attr-defined]
+        raise FrontierError(f"{path}: is damaged or cut short ({error}); {_AGAIN}") from error
+    _check(path, arrays)
+    try:
+        return _frontier(arrays)
+    except (PlannerError, TypeError, ValueError, KeyError, IndexError) as error:
+        raise FrontierError(f"{path}: is not a frontier: {error}; {_AGAIN}") from error
+
+
+def _header(frontier: Frontier) -> dict[str, Any]:
+    profile = frontier.profile
+    return {
+        "format": _FORMAT,
+        "version": _VERSION,
+        "blocking_power_w": profile.blocking_power_w,
+        "gpu": profile.gpu,
+        "origin": profile.origin,
+        "measurements": {
+            f"{stage}{kind}": [(point.clock_mhz, point.time_s, point.energy_j) for point in points]
+            for (stage, kind), points in profile.measurements.items()
+        },
+        "schedule": frontier.schedule.name,
+        "ranks": [" ".join(map(str, rank)) for rank in frontier.schedule.ranks],
+    }
+
+
+def _check(path: Path, arrays: dict[str, Any]) -> None:
+    try:
+        header = json.loads(arrays["header"].tobytes())
+        found = header["format"], header["version"]
+        digest = arrays["digest"].tobytes().decode()
+    except (KeyError, ValueError, TypeError) as error:
+        raise FrontierError(f"{path}: is not a frontier file; name one that `planner solve` wrote") from error
+    if found[0] != _FORMAT:
+        raise FrontierError(f"{path}: holds {found[0]!r}, not a frontier; name a file that `planner solve` wrote")
+    if found[1] != _VERSION:
+        raise FrontierError(f"{path}: is of version {found[1]!r} and this planner reads version {_VERSION}; {_AGAIN}")
+    if digest != _digest(arrays):
+        raise FrontierError(f"{path}: its digest does not match its content, so it was changed; {_AGAIN}")
+
+
+def _digest(arrays: dict[str, Any]) -> str:
+    parts = []
+    for name in sorted(arrays):
+        if name != "digest":
+            parts += [f"{name} {arrays[name].dtype.str} {arrays[name].shape}".encode(), arrays[name].tobytes()]
+    return sha256(*parts)
+
+
+def _frontier(arrays: dict[str, Any]) -> Frontier:
+    header = json.loads(arrays["header"].tobytes())
+    measurements = {
+        Computation.parse(f"{text}0")[:2]: tuple(Measurement(*point) for point in points)
+        for text, points in header["measurements"].items()
+    }
+    profile = Profile(measurements, header["blocking_power_w"], header["gpu"], header["origin"])
+    ranks = tuple(tuple(map(Computation.parse, rank.split())) for rank in header["ranks"])
+    schedule = Schedule(header["schedule"], ranks)
+    before: list[list[int]] = [[] for _ in schedule.computations()]
+    for other, place in arrays["waits"].tolist():
+        before[place].append(other)
+    dag = PipelineDag(profile, schedule, tuple(map(tuple, before)))
+    checkpoints = tuple(
+        Checkpoint(time, power, State(event, flow))
+        for (time, power), event, flow in zip(
+            arrays["checkpoints"].tolist(), arrays["events"], arrays["flows"], strict=True
+        )
+    )
+    return Frontier(dag, arrays["times"], arrays["powers"], checkpoints)

@@ -1,0 +1,300 @@
+"""The parametric minimum cut: kernels that walk the time-cost curve of a project network, exactly.
+
+The project crashing problem of Kelley (1961) and Fulkerson (1961): every arc has a duration with a convex,
+piecewise-linear cost, and for a total time T the least cost is wanted, for all T. Perseus (SOSP'24, section 4.3)
+solves it for pipelines with the cuts of Phillips and Dessouky (1977), a fixed step at a time. Here the walk is
+exact, as a primal-dual maximum flow:
+
+* `event` times are the potentials. The gap `event[head] - event[tail]` of an arc is the time it is given.
+* The `flow` of an arc is the price of its time: between the slopes of its cost curve on either side of its gap.
+  The flow from source to sink is the price of T: minus the slope of the frontier.
+* At a given T the flow is raised to the maximum over the tight arcs (Dinic 1970). Then a minimum cut separates
+  source from sink: its forward arcs are the computations to speed up, its backward arcs those to slow down.
+* Events behind the cut move earlier until an arc reaches the next vertex of its curve or becomes tight. Letting the
+  cut grow by such arcs until it meets the sink is one search of shortest distances (Dijkstra), and ends at the next
+  T at which the frontier has another slope. The flow stays from T to T.
+
+All numbers are 64-bit integers (time in ticks, flow in units of power): there is no tolerance anywhere. One
+breakpoint costs O(arcs * log(nodes)) for the search plus its augmentations.
+
+Cost curves are stored back to back: `vertex_time[k]` falls from `first[arc]` (slowest) to `last[arc]` (fastest) and
+`vertex_slope[k]` is the cost of a tick between vertex k - 1 and k, 0 at `first`. An arc may be given more time than
+its slowest vertex at no further saving, so a precedence constraint is an arc with one vertex, its lag.
+"""
+
+from __future__ import annotations
+
+from heapq import heappop, heappush
+from typing import NamedTuple
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+Integers = NDArray[np.int64]
+
+UNLIMITED = np.int64(2**62)  #: more than any flow (at most 2**60, see frontier.py) and any time (at most 2**50)
+
+
+class Network(NamedTuple):
+    """A project network: arcs with convex costs, from `source` to `sink`. Never written to.
+
+    Each arc has two residual arcs, one from its tail (raises its flow) and one from its head (lowers it), kept node by
+    node: those that leave node v are `start[v]` to `start[v + 1]`.
+    """
+
+    source: int
+    sink: int
+    tail: Integers  #: (arcs,) node
+    head: Integers  #: (arcs,) node
+    first: Integers  #: (arcs,) index of the slowest vertex of the arc's curve
+    last: Integers  #: (arcs,) index of the fastest vertex
+    vertex_time: Integers  #: (vertices,) ticks
+    vertex_slope: Integers  #: (vertices,) power units
+    start: Integers  #: (nodes + 1,)
+    residual: Integers  #: (2 * arcs,) `arc` where it leaves the tail, `~arc` where it leaves the head
+    other: Integers  #: (2 * arcs,) the node at its far end
+    raising: Integers  #: (arcs,) where the residual arc from the tail stands
+    lowering: Integers  #: (arcs,) where the one from the head stands
+
+
+class State(NamedTuple):
+    """An optimal pair of event times and flow for one total time. The kernels move it along the frontier."""
+
+    event: Integers  #: (nodes,) ticks
+    flow: Integers  #: (arcs,) power units
+
+
+def make_network(
+    source: int,
+    sink: int,
+    ends: tuple[Integers, Integers],
+    span: tuple[Integers, Integers],
+    curves: tuple[Integers, Integers],
+) -> Network:
+    """Index the residual arcs by node.
+
+    Args:
+        source: node without incoming arcs.
+        sink: node without outgoing arcs.
+        ends: `tail` and `head`.
+        span: `first` and `last`.
+        curves: `vertex_time` and `vertex_slope`.
+    """
+    tail, head = ends
+    arcs = np.arange(len(tail), dtype=np.int64)
+    node = np.concatenate([tail, head])
+    order = np.argsort(node, kind="stable")
+    start = np.zeros(int(node.max()) + 2, dtype=np.int64)
+    np.cumsum(np.bincount(node), out=start[1:])
+    place = np.empty_like(order)
+    place[order] = np.arange(len(order))
+    residual = np.concatenate([arcs, ~arcs])[order]
+    other = np.concatenate([head, tail])[order]
+    return Network(
+        source, sink, tail, head, *span, *curves, start, residual, other, place[: len(arcs)], place[len(arcs) :]
+    )
+
+
+@njit(cache=True)
+def slowest_state(network: Network) -> State:
+    """Earliest event times with every arc at its slowest vertex, and no flow: the slow end of the frontier.
+
+    Longest paths in topological order; nodes on a cycle, or behind one, would keep the time 0.
+    """
+    start, residual, head = network.start, network.residual, network.head
+    waiting = np.zeros(len(start) - 1, np.int64)
+    for node in head:
+        waiting[node] += 1
+    event = np.zeros(len(start) - 1, np.int64)
+    ready = [np.int64(network.source)]
+    while len(ready) > 0:
+        node = ready.pop()
+        for arc in residual[start[node] : start[node + 1]]:
+            if arc >= 0:
+                earliest = event[node] + network.vertex_time[network.first[arc]]
+                event[head[arc]] = max(event[head[arc]], earliest)
+                waiting[head[arc]] -= 1
+                if waiting[head[arc]] == 0:
+                    ready.append(head[arc])
+    return State(event, np.zeros(len(head), np.int64))
+
+
+@njit(cache=True)
+def _measure(network: Network, state: State, arcs: Integers, level: Integers, length: Integers, room: Integers) -> None:
+    """Set how far both residual arcs of `arcs` are from being usable (ticks), and what each carries where that is 0.
+
+    `level` is the vertex of an arc's curve at or below its gap, and where the search for it begins.
+    """
+    # Local names: an array taken out of a tuple inside the loop costs more than the loop's own work.
+    event, flow, tail, head, first, last = (
+        state.event,
+        state.flow,
+        network.tail,
+        network.head,
+        network.first,
+        network.last,
+    )
+    time, slope, raising, lowering = network.vertex_time, network.vertex_slope, network.raising, network.lowering
+    for arc in arcs:
+        gap = event[head[arc]] - event[tail[arc]]
+        k = level[arc]
+        while k > first[arc] and gap >= time[k - 1]:
+            k -= 1
+        while k < last[arc] and gap < time[k]:
+            k += 1
+        level[arc] = k
+        up, down = raising[arc], lowering[arc]
+        room[up] = UNLIMITED if k == last[arc] else slope[k + 1] - flow[arc]
+        length[up] = gap - time[k] if gap > time[k] or room[up] > 0 else gap - time[k + 1]
+        room[down] = flow[arc] - slope[k]
+        if flow[arc] == 0:
+            length[down] = UNLIMITED
+        else:
+            length[down] = 0 if gap == time[k] and room[down] > 0 else time[k - 1] - gap
+
+
+@njit(cache=True)
+def _layers(network: Network, length: Integers, layer: Integers, queue: Integers) -> int:
+    """Breadth-first layers of the tight residual network up to the sink.
+
+    Returns how many nodes were reached, in `queue`; all that can be, unless the sink is the last of them.
+    """
+    start, other = network.start, network.other
+    layer[:] = -1
+    layer[network.source] = 0
+    queue[0] = network.source
+    taken, reached = 0, 1
+    while taken < reached:
+        node = queue[taken]
+        taken += 1
+        for i in range(start[node], start[node + 1]):
+            if length[i] == 0 and layer[other[i]] < 0:
+                layer[other[i]] = layer[node] + 1
+                queue[reached] = other[i]
+                reached += 1
+                if other[i] == network.sink:
+                    return reached
+    return reached
+
+
+@njit(cache=True)
+def _blocking_flow(
+    network: Network, state: State, level: Integers, length: Integers, room: Integers, layer: Integers
+) -> int:
+    """Saturate every shortest path of the layered network; the flow added, or UNLIMITED if a path has no bound."""
+    start, other, residual = network.start, network.other, network.residual
+    following = start[:-1].copy()
+    path, changed = np.empty(len(layer), np.int64), np.empty(1, np.int64)
+    steps, node, added = 0, network.source, 0
+    while True:
+        if node == network.sink:
+            least = UNLIMITED
+            for i in path[:steps]:
+                least = min(least, room[i])
+            if least == UNLIMITED:
+                return UNLIMITED
+            added += least
+            for step in range(steps - 1, -1, -1):
+                i = path[step]
+                arc = residual[i] if residual[i] >= 0 else ~residual[i]
+                state.flow[arc] += least if residual[i] >= 0 else -least
+                changed[0] = arc
+                _measure(network, state, changed, level, length, room)
+                if length[i] > 0:  # the path broke here: go on from the first such place
+                    steps = step
+            arc = residual[path[steps]]
+            node = network.tail[arc] if arc >= 0 else network.head[~arc]
+        i = following[node]
+        if i == start[node + 1]:
+            if steps == 0:
+                return added
+            steps -= 1
+            arc = residual[path[steps]]
+            node = network.tail[arc] if arc >= 0 else network.head[~arc]
+            following[node] += 1
+        elif length[i] == 0 and layer[other[i]] == layer[node] + 1:
+            path[steps] = i
+            steps += 1
+            node = other[i]
+        else:
+            following[node] += 1
+
+
+@njit(cache=True)
+def _distances(network: Network, length: Integers, queue: Integers, reached: int, distance: Integers) -> int:
+    """Grow the cut beyond the nodes reached until it meets the sink (Dijkstra); how far events can move until then.
+
+    Fills `distance` (ticks) with how far the cut had moved when it took in each node: at most the returned value.
+    """
+    start, other = network.start, network.other
+    distance[:] = UNLIMITED
+    distance[queue[:reached]] = 0
+    settled = np.zeros(len(distance), np.bool_)
+    far = [(np.int64(0), np.int64(0))]  # a heap
+    far.pop()
+    limit, taken = UNLIMITED, 0
+    while limit == UNLIMITED:
+        if taken < reached:  # `queue` has the nodes as far as the last one taken from the heap: most need no heap
+            node = queue[taken]
+            taken += 1
+        else:
+            node = heappop(far)[1]
+        if settled[node]:
+            continue
+        settled[node] = True
+        if node == network.sink:
+            limit = distance[node]
+            break
+        for i in range(start[node], start[node + 1]):
+            beyond = distance[node] + length[i]
+            if beyond < distance[other[i]]:
+                distance[other[i]] = beyond
+                if length[i] == 0:
+                    queue[reached] = other[i]
+                    reached += 1
+                else:
+                    heappush(far, (beyond, other[i]))
+    for node in range(len(distance)):
+        distance[node] = min(distance[node], limit)
+    return limit
+
+
+@njit(cache=True)
+def advance(network: Network, state: State, time: int, power: int, target: int) -> tuple[list[int], list[int]]:
+    """Move `state` along the frontier from total time `time` down to `target`, or to its fast end.
+
+    Args:
+        network: what is solved.
+        state: optimal at `time`; written to, and optimal at the last time returned.
+        time: total time of `state`, ticks.
+        power: flow from source to sink in `state`, power units.
+        target: where to stop, ticks.
+
+    Returns:
+        Times (falling, ticks) at which the walk arrived, and the power just below each: the frontier's slope between
+        one time and the next is minus that power. UNLIMITED power: no total time below is feasible.
+    """
+    level, arcs = network.first.copy(), np.arange(len(network.first))
+    length, room = np.empty_like(network.other), np.empty_like(network.other)
+    queue, layer, distance = np.empty_like(state.event), np.empty_like(state.event), np.empty_like(state.event)
+    times, powers = [np.int64(time)], [np.int64(power)]
+    while True:
+        _measure(network, state, arcs, level, length, room)
+        reached = _layers(network, length, layer, queue)
+        while queue[reached - 1] == network.sink:
+            added = _blocking_flow(network, state, level, length, room, layer)
+            if added == UNLIMITED:
+                powers[-1] = UNLIMITED
+                return times, powers
+            power += added
+            reached = _layers(network, length, layer, queue)
+        powers[-1] = power
+        if time <= target:
+            return times, powers
+        step = min(_distances(network, length, queue, reached, distance), time - target)
+        for node in range(len(distance)):
+            state.event[node] -= min(distance[node], step)
+        time -= step
+        times.append(time)
+        powers.append(power)

@@ -1,0 +1,103 @@
+"""PipelineDag -> the project network that the solver walks, in whole numbers, and the units to read it in."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+import numpy as np
+
+from perseus_planner.curve import Option, lower_hull
+from perseus_planner.dag import PipelineDag
+from perseus_planner.mincut import Network, make_network
+
+_TIME_BITS = 50  #: an iteration is at most 2**50 ticks: 1e-15 of it is one tick
+_POWER_BITS = 60  #: all slopes together are at most 2**60 units, and so is any flow
+_ENERGY_BITS = 62
+
+
+@dataclass(frozen=True)
+class ScaledNetwork:
+    """A network and its units, which are powers of two so that scaling loses nothing.
+
+    Node 2k is the start and 2k + 1 the end of the k-th computation of `dag.order`, whose arc is arc k.
+
+    Attributes:
+        network: what `mincut` solves.
+        tick_s: seconds of a tick.
+        power_unit_w: watts of a unit of slope and flow.
+    """
+
+    network: Network
+    tick_s: float
+    power_unit_w: float
+
+
+def scaled_network(dag: PipelineDag) -> ScaledNetwork:
+    """Every computation as an arc along the lower hull of its options, every wait as an arc without duration."""
+    members = [dag.computations[place][:2] for place in dag.order]
+    tick_s = _power_of_two(math.fsum(dag.options[key][-1].time_s for key in members), _TIME_BITS)
+    hulls = {key: _hull(options, tick_s) for key, options in dag.options.items()}
+    steepest_w = math.fsum(float(hulls[key][1][-1]) for key in members)
+    power_unit_w = _power_of_two(steepest_w, _POWER_BITS) if steepest_w else 1.0
+
+    times, slopes = [0], [0]  # the curve of a wait
+    span: dict[tuple[int, str], tuple[int, int]] = {}
+    for key, (hull_times, hull_slopes) in hulls.items():
+        span[key] = (len(times), len(times) + len(hull_times) - 1)
+        times += hull_times
+        slopes += [round(slope / Fraction(power_unit_w)) for slope in hull_slopes]
+
+    tail, head = _ends(dag)
+    waits = len(tail) - len(members)
+    first = [span[key][0] for key in members] + [0] * waits
+    last = [span[key][1] for key in members] + [0] * waits
+    as_array = [np.array(values, dtype=np.int64) for values in (tail, head, first, last, times, slopes)]
+    ends, spans, curves = as_array[0:2], as_array[2:4], as_array[4:6]
+    source = 2 * len(members)
+    network = make_network(source, source + 1, (ends[0], ends[1]), (spans[0], spans[1]), (curves[0], curves[1]))
+    return ScaledNetwork(network, tick_s, power_unit_w)
+
+
+def _power_of_two(total: float, bits: int) -> float:
+    """The least power of two of which `total` has at most 2**bits."""
+    mantissa, exponent = math.frexp(total)
+    return math.ldexp(1.0, exponent - bits - (mantissa == 0.5))
+
+
+def _hull(options: Sequence[Option], tick_s: float) -> tuple[list[int], list[Fraction]]:
+    """Vertex times (ticks, slowest first) and the slope (watts, exact) between each vertex and the slower one before."""
+    largest = max(abs(option.effective_j) for option in options)
+    quantum_j = _power_of_two(largest, _ENERGY_BITS) if largest else 1.0
+    points: dict[int, int] = {}
+    for option in options:
+        ticks = max(1, round(option.time_s / tick_s))
+        points[ticks] = round(option.effective_j / quantum_j)  # of equal times the last one is the cheapest
+    hull = lower_hull(points.items())[::-1]
+    watts = Fraction(quantum_j) / Fraction(tick_s)
+    slopes = [Fraction(y - y0, x0 - x) * watts for (x0, y0), (x, y) in zip(hull, hull[1:], strict=False)]
+    return [x for x, _ in hull], [Fraction(0), *slopes]
+
+
+def _ends(dag: PipelineDag) -> tuple[list[int], list[int]]:
+    """Tail and head of every arc: computations, then waits, then from the source and to the sink."""
+    rank = {place: k for k, place in enumerate(dag.order)}
+    count = len(rank)
+    tail = [2 * k for k in range(count)]
+    head = [2 * k + 1 for k in range(count)]
+    awaited = set()
+    for place, before in enumerate(dag.predecessors):
+        for other in before:
+            tail.append(2 * rank[other] + 1)
+            head.append(2 * rank[place])
+            awaited.add(other)
+    for place, before in enumerate(dag.predecessors):
+        if not before:
+            tail.append(2 * count)
+            head.append(2 * rank[place])
+        if place not in awaited:
+            tail.append(2 * rank[place] + 1)
+            head.append(2 * count + 1)
+    return tail, head

@@ -1,0 +1,251 @@
+"""Profile: what every stage's forward and backward takes, in seconds and joules, at every measured clock.
+
+A profile is a CSV file with the columns `stage,instruction,frequency,time,energy` (MHz, seconds and joules of
+one computation on one GPU), as Zeus documents it for its pipeline frequency optimizer, and optionally a YAML
+file beside it that holds the rest: the blocking power, the GPU, and how the numbers came to be.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import count, pairwise
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import yaml
+
+from perseus_planner.documents import Document, read_document, shown
+from perseus_planner.errors import ProfileError
+from perseus_planner.files import replacing, sha256
+from perseus_planner.profile_csv import WORDS, Row, read_rows, written
+from perseus_planner.quantities import CLOCK, ENERGY, POWER, STAGE, TIME, Rule
+
+_FORMAT = "perseus-planner/profile"
+_VERSION = 1
+_YAML_SUFFIXES = (".yaml", ".yml")
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One computation at one clock.
+
+    Attributes:
+        clock_mhz: the SM clock, MHz, above 0.
+        time_s: its duration, seconds, above 0.
+        energy_j: the energy that the GPU used for it, joules, 0 or more.
+
+    Raises:
+        ProfileError: a value is not of that kind.
+    """
+
+    clock_mhz: int
+    time_s: float
+    energy_j: float
+
+    def __post_init__(self) -> None:
+        for name, rule in (("clock_mhz", CLOCK), ("time_s", TIME), ("energy_j", ENERGY)):
+            object.__setattr__(self, name, _checked(name, getattr(self, name), rule))
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Measured choices of every computation of a pipeline; immutable, and valid from birth.
+
+    Attributes:
+        measurements: (stage, kind) -> measurements, highest clock first. Stages count from 0 without a hole;
+            the kind is "F" (forward) or "B" (backward) and each stage has both. One clock is enough.
+        blocking_power_w: what a GPU draws while it waits for its neighbour, watts, 0 or more.
+        gpu: the GPU's name, one line of printable text.
+        origin: how the numbers came to be, "measured" or "simulated".
+
+    Raises:
+        ProfileError: the values are no such profile.
+    """
+
+    measurements: Mapping[tuple[int, str], tuple[Measurement, ...]] = field(repr=False)
+    blocking_power_w: float
+    gpu: str | None = None
+    origin: str = "measured"
+
+    def __post_init__(self) -> None:
+        table = {_checked_key(key): _checked_options(key, options) for key, options in self.measurements.items()}
+        _check_complete(table)
+        order = [(stage, kind) for stage in range(len(table) // 2) for kind in WORDS]
+        object.__setattr__(self, "measurements", MappingProxyType({key: table[key] for key in order}))
+        for name, check in _CHECKS.items():
+            object.__setattr__(self, name, check(getattr(self, name)))
+
+    @property
+    def stages(self) -> int:
+        """How many pipeline stages there are."""
+        return len(self.measurements) // 2
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256, in hex, of the content: equal for equal profiles, whatever file they came from."""
+        rest = repr((self.blocking_power_w, self.gpu, self.origin))
+        return sha256(b"profile 1", self._csv(), rest.encode())
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], blocking_power_w: float | None = None) -> Profile:
+        """Read `profile.csv`, or `profile.yaml` with the CSV that it names.
+
+        Args:
+            path: the file; read as YAML when its name ends with .yaml or .yml, else as CSV.
+            blocking_power_w: what a waiting GPU draws, watts. Needed for a CSV, which does not carry it;
+                given with a YAML file, it replaces the file's.
+
+        Raises:
+            ProfileError: a file cannot be read, or is no profile; the text names file, line and remedy.
+        """
+        path = Path(path)
+        if blocking_power_w is not None:
+            _checked_power(blocking_power_w)
+        if path.suffix.lower() in _YAML_SUFFIXES:
+            return _load_yaml(path, blocking_power_w)
+        if blocking_power_w is None and path.exists() and not path.is_dir():
+            raise ProfileError(_without_power(path))
+        return _built(path, blocking_power_w=blocking_power_w)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write `path`, a .yaml file, and the CSV of the same stem beside it; both are replaced if there.
+
+        Each file is whole or absent at any moment, and equal profiles give equal bytes. `Profile.load(path)`
+        gives an equal profile.
+
+        Raises:
+            ProfileError: `path` does not end with .yaml or .yml, or a file cannot be written.
+        """
+        path = Path(path)
+        if path.suffix.lower() not in _YAML_SUFFIXES:
+            raise ProfileError(f"{path}: a profile is saved as YAML with a CSV beside it; end the name with .yaml")
+        table = path.with_suffix(".csv")
+        rest = {"blocking_power_w": self.blocking_power_w, "gpu": self.gpu, "origin": self.origin}
+        document = {"format": _FORMAT, "version": _VERSION, "measurements": table.name, **rest}
+        text = yaml.safe_dump(document, sort_keys=False, allow_unicode=True, width=math.inf)
+        for target, data in ((table, self._csv()), (path, text.encode())):
+            try:
+                with replacing(target) as file:
+                    file.write(data)
+            except OSError as error:
+                raise ProfileError(f"{target}: cannot be written: {error.strerror}; check the folder") from error
+
+    def _csv(self) -> bytes:
+        return written(
+            Row(stage, kind, option.clock_mhz, option.time_s, option.energy_j)
+            for (stage, kind), options in self.measurements.items()
+            for option in options
+        )
+
+
+def _checked(name: str, value: object, rule: Rule) -> Any:
+    number = rule.accept(value)
+    if number is None:
+        raise ProfileError(f"{name}: {shown(value)} is not {rule.wanted}")
+    return number
+
+
+def _checked_power(value: object) -> Any:
+    return _checked("blocking_power_w", value, POWER)
+
+
+def _checked_gpu(value: object) -> object:
+    if value is None or (isinstance(value, str) and value and value.isprintable()):
+        return value
+    raise ProfileError(f"gpu: {shown(value)} is not the name of a GPU: give one line of text, or leave it out")
+
+
+def _checked_origin(value: object) -> object:
+    if value not in ("measured", "simulated"):
+        raise ProfileError(f"origin: {shown(value)} is unknown: give measured or simulated")
+    return value
+
+
+_CHECKS: Mapping[str, Callable[[object], object]] = MappingProxyType(
+    {"blocking_power_w": _checked_power, "gpu": _checked_gpu, "origin": _checked_origin}
+)
+
+
+def _checked_key(key: object) -> tuple[int, str]:
+    match key:
+        case (stage, ("F" | "B") as kind):
+            return _checked("stage", stage, STAGE), kind
+    raise ProfileError(f"measurements: {shown(key)} is not a stage and a kind: write it as (0, 'F') or (0, 'B')")
+
+
+def _checked_options(key: tuple[int, str], options: Iterable[Measurement]) -> tuple[Measurement, ...]:
+    ordered = tuple(sorted(options, key=lambda option: option.clock_mhz, reverse=True))
+    place = f"stage {key[0]} {WORDS[key[1]]}"
+    if not ordered:
+        raise ProfileError(f"{place}: has no measurement; give one for each clock, at least one")
+    for above, below in pairwise(ordered):
+        if above.clock_mhz == below.clock_mhz:
+            raise ProfileError(f"{place}: {below.clock_mhz} MHz is there twice; keep one measurement of each clock")
+    return ordered
+
+
+def _check_complete(table: Mapping[tuple[int, str], object]) -> None:
+    if not table:
+        raise ProfileError("has no measurements; give at least one forward and one backward of stage 0")
+    stages = {stage for stage, _ in table}
+    hole = next(stage for stage in count() if stage not in stages)
+    if hole < len(stages):
+        raise ProfileError(
+            f"stage {hole} is missing though there is a stage {max(stages)}; measure it, or number the stages from 0"
+        )
+    for stage in sorted(stages):
+        for kind, word in WORDS.items():
+            if (stage, kind) not in table:
+                raise ProfileError(f"stage {stage} has no {word}; measure its {word} at one clock or more")
+
+
+def _built(path: Path, **rest: Any) -> Profile:
+    """The Profile of the CSV at `path`, which errors name."""
+    table: dict[tuple[int, str], list[Measurement]] = {}
+    for row in read_rows(path):
+        table.setdefault((row.stage, row.kind), []).append(Measurement(row.clock_mhz, row.time_s, row.energy_j))
+    try:
+        return Profile({key: tuple(options) for key, options in table.items()}, **rest)
+    except ProfileError as error:
+        raise ProfileError(f"{path}: {error}") from None
+
+
+def _without_power(path: Path) -> str:
+    beside = [file for file in map(path.with_suffix, _YAML_SUFFIXES) if file.exists()]
+    remedy = f"load {beside[0]}, which carries it" if beside else "load the profile.yaml that carries it"
+    return (
+        f"{path}: a CSV does not carry the blocking power, what a GPU draws while it waits; "
+        f"give it with --blocking-power W (in Python blocking_power_w=), or {remedy}"
+    )
+
+
+def _load_yaml(path: Path, power_w: float | None) -> Profile:
+    required, optional = ("measurements", "blocking_power_w"), ("gpu", "origin")
+    document = read_document(path, _FORMAT, _VERSION, required, optional, ProfileError)
+    rest = {key: document.values[key] for key in _CHECKS if key in document.values}
+    for key, value in rest.items():
+        try:
+            _CHECKS[key](value)
+        except ProfileError as error:
+            raise ProfileError(f"{path}, line {document.lines[key]}, {error}") from None
+    table = _table_path(document)
+    if power_w is not None:
+        rest["blocking_power_w"] = power_w
+    return _built(table, **rest)
+
+
+def _table_path(document: Document) -> Path:
+    """The CSV that a profile.yaml names: a neighbour, so that no profile makes the planner read elsewhere."""
+    name = document.values["measurements"]
+    place = document.where("measurements")
+    if not isinstance(name, str) or name in ("", "..") or "\\" in name or name != Path(name).name:
+        raise ProfileError(f"{place}: {shown(name)} is not a plain file name: name a CSV in the same folder")
+    path = document.path.with_name(name)
+    if not path.exists():
+        raise ProfileError(f"{place}: {path} is not there; put the CSV beside the YAML")
+    return path

@@ -1,0 +1,30 @@
+"""What all tests share."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+# The first example of a property may compile; its time says nothing.
+settings.register_profile("planner", deadline=None)
+settings.load_profile("planner")
+
+
+@pytest.fixture(scope="session")
+def measured_data() -> Path:
+    """The folder of measured profiles: $PLANNER_DATA, or shared/data beside the checkout."""
+    beside = Path(__file__).resolve().parents[2] / "shared" / "data"
+    folder = Path(os.environ.get("PLANNER_DATA", beside))
+    if not folder.is_dir():
+        pytest.skip(f"no measured profiles: {folder} is not there; name their folder in PLANNER_DATA")
+    return folder
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty working folder, so that messages name files without a path before them."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
