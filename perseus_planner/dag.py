@@ -56,7 +56,7 @@ class PipelineDag:
 
     @cached_property
     def order(self) -> tuple[int, ...]:
-        """A topological order of the places in `computations` (Kahn 1962): breadth first, so that neighbours are near."""
+        """A topological order of the places in `computations`, breadth first, so that neighbours are near."""
         return topological_order(self.computations, self.predecessors)
 
     @cached_property
@@ -113,7 +113,7 @@ def _needed(computation: Computation, last_stage: int) -> Computation | None:
 def topological_order(
     computations: tuple[Computation, ...], predecessors: tuple[tuple[int, ...], ...]
 ) -> tuple[int, ...]:
-    """Places of `computations` such that each comes after its `predecessors`.
+    """Places of `computations` such that each comes after its `predecessors` (Kahn 1962).
 
     Raises:
         ScheduleError: there is a cycle; names the first computation that can never start.
@@ -134,9 +134,9 @@ def topological_order(
                 ready.append(other)
     if len(order) < len(computations):
         stuck = next(place for place, count in enumerate(waiting) if count)
-        before = next(other for other in predecessors[stuck] if waiting[other])
+        awaited = next(other for other in predecessors[stuck] if waiting[other])
         raise ScheduleError(
-            f"{computations[stuck]} can never start: it waits for {computations[before]}, which in the end waits for it; "
-            "reorder the schedule"
+            f"{computations[stuck]} can never start: it waits for {computations[awaited]}, which in the end "
+            "waits for it; reorder the schedule"
         )
     return tuple(order)

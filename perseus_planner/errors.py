@@ -51,8 +51,8 @@ class InfeasibleDeadline(InfeasibleError):
 
     def __init__(self, deadline_s: float, least_time_s: float) -> None:
         super().__init__(
-            f"no plan finishes an iteration within {deadline_s:.6g} s: the fastest takes {least_time_s:.6f} s; "
-            f"ask for {least_time_s:.6f} s or more"
+            f"no plan finishes an iteration within {deadline_s:.6g} s: the fastest takes "
+            f"{_rounded_up(least_time_s)} s; ask for that or more"
         )
         self.deadline_s = deadline_s
         self.least_time_s = least_time_s
@@ -68,8 +68,8 @@ class InfeasiblePower(InfeasibleError):
 
     def __init__(self, power_w: float, least_power_w: float) -> None:
         super().__init__(
-            f"no plan draws {power_w:.6g} W or less on average: the most frugal draws {least_power_w:.6g} W; "
-            f"ask for {least_power_w:.6g} W or more"
+            f"no plan draws {power_w:.6g} W or less on average: the most frugal draws {_rounded_up(least_power_w)} W; "
+            "ask for that or more"
         )
         self.power_w = power_w
         self.least_power_w = least_power_w
@@ -81,3 +81,8 @@ class GpuError(PlannerError):
 
 class UsageError(PlannerError):
     """A value in a call or on the command line cannot be used."""
+
+
+def _rounded_up(value: float) -> str:
+    """`value` with as few digits as do not make it less, so that who asks for what was printed gets it."""
+    return next(text for digits in range(6, 18) if float(text := f"{value:.{digits}g}") >= value)

@@ -17,6 +17,7 @@ from perseus_planner.mincut import UNLIMITED, Integers, State, advance, slowest_
 from perseus_planner.network import ScaledNetwork, scaled_network
 from perseus_planner.plan import Plan, make_plan
 from perseus_planner.profiles import Profile
+from perseus_planner.quantities import POWER, TIME, Rule
 from perseus_planner.rounding import Anchor, Choices, anchor_deadlines, choices_of, round_plan
 from perseus_planner.schedules import Schedule
 from perseus_planner.simulate import end_times
@@ -116,7 +117,7 @@ class Frontier:
             InfeasibleDeadline: no iteration is that fast.
             UsageError: it is no time.
         """
-        self._check_deadline(deadline_s)
+        deadline_s = self._feasible(deadline_s)
         within_s = min(max(deadline_s, self.times_s[-1]), self.times_s[0])
         point = int(np.searchsorted(-self.times_s, -within_s, side="right")) - 1
         saved_s = self.times_s[point] - within_s
@@ -132,7 +133,7 @@ class Frontier:
             InfeasibleDeadline: no choice of clocks is that fast; names the least feasible time.
             UsageError: it is no time.
         """
-        self._check_deadline(deadline_s)
+        deadline_s = self._feasible(deadline_s)
         if deadline_s not in self._plans:
             within_s = min(deadline_s, self.max_time_s)
             choice = round_plan(self._choices, within_s, self._anchors(within_s))
@@ -152,7 +153,7 @@ class Frontier:
         Raises:
             UsageError: it is no time.
         """
-        return self.plan_for(max(straggler_time_s, self.min_time_s))
+        return self.plan_for(max(_checked("straggler_time_s", straggler_time_s, TIME), self.min_time_s))
 
     def plan_within_power(self, power_w: float) -> Plan:
         """The fastest plan found whose average power over all GPUs of the pipeline is at most `power_w` watts.
@@ -161,9 +162,7 @@ class Frontier:
             InfeasiblePower: no plan found draws that little; names the least power of one.
             UsageError: it is no power.
         """
-        if not (isinstance(power_w, (int, float)) and 0 < power_w < math.inf):
-            raise UsageError(f"power_w: {power_w!r} is not a power; give finite watts above 0")
-        target_w = power_w
+        target_w = power_w = _checked("power_w", power_w, POWER)
         while True:
             deadline_s = self._fastest_within(target_w)
             if deadline_s is None:
@@ -236,19 +235,20 @@ class Frontier:
     def _choices(self) -> Choices:
         return choices_of(self.dag)
 
-    def _check_deadline(self, deadline_s: float) -> None:
-        if not (isinstance(deadline_s, (int, float)) and math.isfinite(deadline_s)):
-            raise UsageError(f"deadline_s: {deadline_s!r} is not a time; give finite seconds")
+    def _feasible(self, deadline_s: float) -> float:
+        deadline_s = _checked("deadline_s", deadline_s, TIME)
         if deadline_s < self.min_time_s:
             raise InfeasibleDeadline(deadline_s, self.min_time_s)
+        return deadline_s
 
     def _anchors(self, deadline_s: float) -> Iterator[Anchor]:
         count, last = len(self.dag.computations), int(self.times[-1])
         deadlines = anchor_deadlines(deadline_s, self.min_time_s, self.max_time_s)
         ticks = [min(max(int(each_s / self.scaled.tick_s), last), int(self.times[0])) for each_s in deadlines]
         for each_s, at in zip(deadlines, self.states_at(ticks), strict=True):
-            end_s = at.state.event[1 : 2 * count : 2] * self.scaled.tick_s
-            yield Anchor(each_s, end_s, at.state.flow[:count] * self.scaled.power_unit_w)
+            end_s = np.multiply(at.state.event[1 : 2 * count : 2], self.scaled.tick_s, dtype=np.float64)
+            price_w = np.multiply(at.state.flow[:count], self.scaled.power_unit_w, dtype=np.float64)
+            yield Anchor(each_s, end_s, price_w)
 
     def _measurement_indices(self, choice: Integers) -> Mapping[int, int]:
         """Place in `dag.computations` -> index of the chosen one among that computation's worthwhile options."""
@@ -304,3 +304,10 @@ def trace(dag: PipelineDag, *, progress: Callable[[int, int], None] | None = Non
         if power == UNLIMITED:
             break
     return Frontier(dag, np.array(times, dtype=np.int64), np.array(powers, dtype=np.int64), tuple(checkpoints))
+
+
+def _checked(name: str, value: float, rule: Rule) -> float:
+    number: float | None = rule.accept(value)
+    if number is None:
+        raise UsageError(f"{name}: {value!r} is not {rule.wanted}")
+    return number

@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 
 Integers = NDArray[np.int64]
 
-UNLIMITED = np.int64(2**62)  #: more than any flow (at most 2**60, see frontier.py) and any time (at most 2**50)
+UNLIMITED = 2**62  #: more than any flow (at most 2**60, see frontier.py) and any time (at most 2**50)
 
 
 class Network(NamedTuple):
@@ -179,42 +179,57 @@ def _layers(network: Network, length: Integers, layer: Integers, queue: Integers
 
 
 @njit(cache=True)
+def _augment(
+    network: Network, state: State, path: Integers, level: Integers, length: Integers, room: Integers
+) -> tuple[int, int]:
+    """Send what fits along the tight `path`.
+
+    Returns how much that was (UNLIMITED: no bound, nothing sent), and the first step that is no longer usable.
+    """
+    least = UNLIMITED
+    for i in path:
+        least = min(least, room[i])
+    if least == UNLIMITED:
+        return least, 0
+    arcs = network.residual[path]
+    for step in range(len(path)):
+        if arcs[step] >= 0:
+            state.flow[arcs[step]] += least
+        else:
+            arcs[step] = ~arcs[step]
+            state.flow[arcs[step]] -= least
+    _measure(network, state, arcs, level, length, room)
+    step = 0
+    while length[path[step]] == 0:
+        step += 1
+    return least, step
+
+
+@njit(cache=True)
 def _blocking_flow(
     network: Network, state: State, level: Integers, length: Integers, room: Integers, layer: Integers
 ) -> int:
     """Saturate every shortest path of the layered network; the flow added, or UNLIMITED if a path has no bound."""
-    start, other, residual = network.start, network.other, network.residual
+    start, other = network.start, network.other
     following = start[:-1].copy()
-    path, changed = np.empty(len(layer), np.int64), np.empty(1, np.int64)
+    path, nodes = np.empty(len(layer), np.int64), np.empty(len(layer), np.int64)
     steps, node, added = 0, network.source, 0
     while True:
         if node == network.sink:
-            least = UNLIMITED
-            for i in path[:steps]:
-                least = min(least, room[i])
-            if least == UNLIMITED:
+            sent, steps = _augment(network, state, path[:steps], level, length, room)
+            if sent == UNLIMITED:
                 return UNLIMITED
-            added += least
-            for step in range(steps - 1, -1, -1):
-                i = path[step]
-                arc = residual[i] if residual[i] >= 0 else ~residual[i]
-                state.flow[arc] += least if residual[i] >= 0 else -least
-                changed[0] = arc
-                _measure(network, state, changed, level, length, room)
-                if length[i] > 0:  # the path broke here: go on from the first such place
-                    steps = step
-            arc = residual[path[steps]]
-            node = network.tail[arc] if arc >= 0 else network.head[~arc]
+            added += sent
+            node = nodes[steps]
         i = following[node]
         if i == start[node + 1]:
             if steps == 0:
                 return added
             steps -= 1
-            arc = residual[path[steps]]
-            node = network.tail[arc] if arc >= 0 else network.head[~arc]
+            node = nodes[steps]
             following[node] += 1
         elif length[i] == 0 and layer[other[i]] == layer[node] + 1:
-            path[steps] = i
+            path[steps], nodes[steps] = i, node
             steps += 1
             node = other[i]
         else:
@@ -225,7 +240,8 @@ def _blocking_flow(
 def _distances(network: Network, length: Integers, queue: Integers, reached: int, distance: Integers) -> int:
     """Grow the cut beyond the nodes reached until it meets the sink (Dijkstra); how far events can move until then.
 
-    Fills `distance` (ticks) with how far the cut had moved when it took in each node: at most the returned value.
+    Fills `distance` (ticks) with how far the cut had moved when it took in each node; where that is more than what is
+    returned, it had not.
     """
     start, other = network.start, network.other
     distance[:] = UNLIMITED
@@ -255,9 +271,22 @@ def _distances(network: Network, length: Integers, queue: Integers, reached: int
                     reached += 1
                 else:
                     heappush(far, (beyond, other[i]))
-    for node in range(len(distance)):
-        distance[node] = min(distance[node], limit)
     return limit
+
+
+@njit(cache=True)
+def _move(network: Network, state: State, distance: Integers, step: int) -> Integers:
+    """Let the events behind the cut be `step` ticks earlier; the arcs whose gap has changed."""
+    for node in range(len(distance)):
+        distance[node] = min(distance[node], step)
+        state.event[node] -= distance[node]
+    tail, head = network.tail, network.head
+    changed, count = np.empty(len(tail), np.int64), 0
+    for arc in range(len(tail)):
+        if distance[tail[arc]] != distance[head[arc]]:
+            changed[count] = arc
+            count += 1
+    return changed[:count]
 
 
 @njit(cache=True)
@@ -275,12 +304,12 @@ def advance(network: Network, state: State, time: int, power: int, target: int) 
         Times (falling, ticks) at which the walk arrived, and the power just below each: the frontier's slope between
         one time and the next is minus that power. UNLIMITED power: no total time below is feasible.
     """
-    level, arcs = network.first.copy(), np.arange(len(network.first))
+    level = network.first.copy()
     length, room = np.empty_like(network.other), np.empty_like(network.other)
     queue, layer, distance = np.empty_like(state.event), np.empty_like(state.event), np.empty_like(state.event)
-    times, powers = [np.int64(time)], [np.int64(power)]
+    times, powers = [time], [power]
+    _measure(network, state, np.arange(len(level)), level, length, room)
     while True:
-        _measure(network, state, arcs, level, length, room)
         reached = _layers(network, length, layer, queue)
         while queue[reached - 1] == network.sink:
             added = _blocking_flow(network, state, level, length, room, layer)
@@ -293,8 +322,7 @@ def advance(network: Network, state: State, time: int, power: int, target: int) 
         if time <= target:
             return times, powers
         step = min(_distances(network, length, queue, reached, distance), time - target)
-        for node in range(len(distance)):
-            state.event[node] -= min(distance[node], step)
+        _measure(network, state, _move(network, state, distance, step), level, length, room)
         time -= step
         times.append(time)
         powers.append(power)

@@ -6,11 +6,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import pairwise
 
 import numpy as np
 
 from perseus_planner.curve import Option, lower_hull
 from perseus_planner.dag import PipelineDag
+from perseus_planner.errors import ProfileError
 from perseus_planner.mincut import Network, make_network
 
 _TIME_BITS = 50  #: an iteration is at most 2**50 ticks: 1e-15 of it is one tick
@@ -36,12 +38,19 @@ class ScaledNetwork:
 
 
 def scaled_network(dag: PipelineDag) -> ScaledNetwork:
-    """Every computation as an arc along the lower hull of its options, every wait as an arc without duration."""
+    """Every computation as an arc along the lower hull of its options, every wait as an arc without duration.
+
+    Raises:
+        ProfileError: the measurements are so large or small that floats cannot hold their sums or units.
+    """
     members = [dag.computations[place][:2] for place in dag.order]
-    tick_s = _power_of_two(math.fsum(dag.options[key][-1].time_s for key in members), _TIME_BITS)
-    hulls = {key: _hull(options, tick_s) for key, options in dag.options.items()}
-    steepest_w = math.fsum(float(hulls[key][1][-1]) for key in members)
-    power_unit_w = _power_of_two(steepest_w, _POWER_BITS) if steepest_w else 1.0
+    try:
+        tick_s = _power_of_two(math.fsum(dag.options[key][-1].time_s for key in members), _TIME_BITS)
+        hulls = {key: _hull(options, tick_s) for key, options in dag.options.items()}
+        steepest_w = math.fsum(float(hulls[key][1][-1]) for key in members)
+        power_unit_w = _power_of_two(steepest_w, _POWER_BITS) if steepest_w else 1.0
+    except (OverflowError, ZeroDivisionError) as error:
+        raise ProfileError("measurements: are too large or too small to plan with; give seconds and joules") from error
 
     times, slopes = [0], [0]  # the curve of a wait
     span: dict[tuple[int, str], tuple[int, int]] = {}
@@ -68,7 +77,7 @@ def _power_of_two(total: float, bits: int) -> float:
 
 
 def _hull(options: Sequence[Option], tick_s: float) -> tuple[list[int], list[Fraction]]:
-    """Vertex times (ticks, slowest first) and the slope (watts, exact) between each vertex and the slower one before."""
+    """Vertex times (ticks, slowest first) and the slope (watts, exact) from the slower vertex before to each."""
     largest = max(abs(option.effective_j) for option in options)
     quantum_j = _power_of_two(largest, _ENERGY_BITS) if largest else 1.0
     points: dict[int, int] = {}
@@ -77,7 +86,7 @@ def _hull(options: Sequence[Option], tick_s: float) -> tuple[list[int], list[Fra
         points[ticks] = round(option.effective_j / quantum_j)  # of equal times the last one is the cheapest
     hull = lower_hull(points.items())[::-1]
     watts = Fraction(quantum_j) / Fraction(tick_s)
-    slopes = [Fraction(y - y0, x0 - x) * watts for (x0, y0), (x, y) in zip(hull, hull[1:], strict=False)]
+    slopes = [Fraction(y - y0, x0 - x) * watts for (x0, y0), (x, y) in pairwise(hull)]
     return [x for x, _ in hull], [Fraction(0), *slopes]
 
 

@@ -123,8 +123,8 @@ class Plan:
         content = {key: value for key, value in document.values.items() if key not in ("format", "version", "digest")}
         if document.values["digest"] != _digest(content):
             raise PlanError(
-                f"{document.where('digest')}: does not match the content, so the file was changed after it was written; "
-                "make the plan again with `planner plan`"
+                f"{document.where('digest')}: does not match the content, so the file was changed after it was "
+                "written; make the plan again with `planner plan`"
             )
         return _from_content(document)
 

@@ -19,6 +19,7 @@ where each computation should end, and the price (watts) of its time, the flow o
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -80,7 +81,7 @@ def choices_of(dag: PipelineDag) -> Choices:
     time_s = np.array([option.time_s for key in keys for option in dag.options[key]])
     cost_j = np.array([option.effective_j for key in keys for option in dag.options[key]])
     gain_w, loss_w = np.zeros_like(time_s), np.full_like(time_s, np.inf)
-    for first, stop in zip(start[:-1], start[1:], strict=True):
+    for first, stop in pairwise(start.tolist()):
         for i in range(first, stop):
             gain_w[i] = max((cost_j[i] - cost_j[i + 1 : stop]) / (time_s[i + 1 : stop] - time_s[i]), default=0.0)
             loss_w[i] = min((cost_j[first:i] - cost_j[i]) / (time_s[i] - time_s[first:i]), default=np.inf)
