@@ -11,6 +11,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from perseus_planner.choices import Choices, choices_of
 from perseus_planner.dag import PipelineDag
 from perseus_planner.errors import InfeasibleDeadline, InfeasiblePower, UsageError
 from perseus_planner.mincut import UNLIMITED, Integers, State, advance, slowest_state
@@ -18,7 +19,7 @@ from perseus_planner.network import ScaledNetwork, scaled_network
 from perseus_planner.plan import Plan, make_plan
 from perseus_planner.profiles import Profile
 from perseus_planner.quantities import POWER, TIME, Rule
-from perseus_planner.rounding import Anchor, Choices, anchor_deadlines, choices_of, round_plan
+from perseus_planner.rounding import Anchor, anchor_deadlines, round_plan
 from perseus_planner.schedules import Schedule
 from perseus_planner.simulate import end_times
 

@@ -19,41 +19,22 @@ where each computation should end, and the price (watts) of its time, the flow o
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 from numba import njit
-from numpy.typing import NDArray
 
-from perseus_planner.dag import PipelineDag
+from perseus_planner.choices import Choices, Floats, ends
 from perseus_planner.mincut import Integers
-
-Floats = NDArray[np.float64]
 
 _ROUNDING_ROOM = 1e-11  #: part of the deadline kept back for the rounding of floats: 1e5 additions' worth
 _ANCHORS = 33  #: deadlines around the one asked for at which plans are made
 _ANCHOR_SPAN = 0.06  #: how far they reach, as a part of the deadline
-_ANCHOR_TRIES = 100
 _PAIRS = 8  #: how many pairs of anchors are mixed
-_COMPUTATIONS_TRIED = 4_000_000  #: effort of the improvement: tries times computations
-_LEAST_TRIES = 1500
-_MOST_TRIES = 20_000
-
-
-class Choices(NamedTuple):
-    """The discrete problem: n computations in topological order, each of a class that has measured options."""
-
-    member: Integers  #: (n,) class of each computation
-    option_start: Integers  #: (classes + 1,) where the options of a class begin, fastest first
-    time_s: Floats  #: (options,)
-    cost_j: Floats  #: (options,) effective energy, falling within a class
-    gain_w: Floats  #: (options,) the most that any slower option saves per second
-    loss_w: Floats  #: (options,) the least that any faster option costs per second
-    before_start: Integers  #: (n + 1,)
-    before: Integers  #: computations that each one waits for
-    after_start: Integers  #: (n + 1,)
-    after: Integers  #: computations that wait for it
+_ANCHOR_EFFORT = (80_000, 50, 100)  #: of a plan at an anchor: tries times computations, least tries, most tries
+_EFFORT = (3_000_000, 1500, 20_000)  #: of the improvement, likewise
+_STIFFNESS = (0.3, 0.6)  #: to begin with: early and late
+_STIFF = (2.0, 2.0)  #: at which a plan that is followed is repeated
 
 
 class Guide(NamedTuple):
@@ -70,47 +51,6 @@ class Anchor(NamedTuple):
     deadline_s: float
     end_s: Floats  #: (n,)
     price_w: Floats  #: (n,)
-
-
-def choices_of(dag: PipelineDag) -> Choices:
-    """Lay out the computations of `dag`, in `dag.order`, for the kernels."""
-    keys = list(dag.options)
-    number = {key: i for i, key in enumerate(keys)}
-    member = [number[dag.computations[place][:2]] for place in dag.order]
-    start = np.cumsum([0, *(len(dag.options[key]) for key in keys)])
-    time_s = np.array([option.time_s for key in keys for option in dag.options[key]])
-    cost_j = np.array([option.effective_j for key in keys for option in dag.options[key]])
-    gain_w, loss_w = np.zeros_like(time_s), np.full_like(time_s, np.inf)
-    for first, stop in pairwise(start.tolist()):
-        for i in range(first, stop):
-            gain_w[i] = max((cost_j[i] - cost_j[i + 1 : stop]) / (time_s[i + 1 : stop] - time_s[i]), default=0.0)
-            loss_w[i] = min((cost_j[first:i] - cost_j[i]) / (time_s[i] - time_s[first:i]), default=np.inf)
-    rank = {place: k for k, place in enumerate(dag.order)}
-    before = [[rank[other] for other in dag.predecessors[place]] for place in dag.order]
-    after: list[list[int]] = [[] for _ in before]
-    for k, others in enumerate(before):
-        for other in others:
-            after[other].append(k)
-    return Choices(np.array(member), start, time_s, cost_j, gain_w, loss_w, *_flat(before), *_flat(after))
-
-
-def _flat(lists: Sequence[Sequence[int]]) -> tuple[Integers, Integers]:
-    start = np.cumsum([0, *(len(entries) for entries in lists)], dtype=np.int64)
-    return start, np.array([entry for entries in lists for entry in entries], dtype=np.int64)
-
-
-@njit(cache=True)
-def ends(choices: Choices, choice: Integers, end_s: Floats) -> float:
-    """Fill `end_s` with when each computation ends under `choice`; the makespan, seconds."""
-    before_start, before, time_s = choices.before_start, choices.before, choices.time_s
-    makespan_s = 0.0
-    for k in range(len(choice)):
-        start_s = 0.0
-        for i in range(before_start[k], before_start[k + 1]):
-            start_s = max(start_s, end_s[before[i]])
-        end_s[k] = start_s + time_s[choice[k]]
-        makespan_s = max(makespan_s, end_s[k])
-    return makespan_s
 
 
 @njit(cache=True)
@@ -213,6 +153,40 @@ def _mixed(
 
 
 @njit(cache=True)
+def _vary_all(guide: Guide, step_s: float, size: float) -> None:
+    """Change one kind of stiffness, or move all ends."""
+    what = np.random.randint(3)
+    if what < 2:
+        guide.stiffness[what] *= np.exp(0.5 * size)
+    else:
+        guide.end_s[:] += 0.3 * step_s * size
+
+
+@njit(cache=True)
+def _vary_group(choices: Choices, guide: Guide, step_s: float, size: float) -> None:
+    """Move the ends, or the prices, of a group: some classes, from some computation to a later one or to the end."""
+    count, classes = len(choices.member), len(choices.option_start) - 1
+    first = np.random.randint(count)
+    stop = count if np.random.random() < 0.2 else min(count, first + int(count ** np.random.random()))
+    which, what = np.random.randint(classes), np.random.randint(4)
+    moved_s = 2.0 * step_s * size * np.exp(-3.0 * np.random.random())
+    prices = np.random.random() < 0.25
+    for k in range(first, stop):
+        member = choices.member[k]
+        # that class; all of its kind (stages alternate forward and backward); all stages up to it; every class
+        if (member == which, member % 2 == which % 2, member <= which, True)[what]:
+            if prices:
+                guide.price_w[k] *= np.exp(0.2 * size)
+            else:
+                guide.end_s[k] += moved_s
+
+
+@njit(cache=True)
+def _copy(source: Guide, target: Guide) -> None:
+    target.end_s[:], target.price_w[:], target.stiffness[:] = source.end_s, source.price_w, source.stiffness
+
+
+@njit(cache=True)
 def _improve(
     choices: Choices,
     deadline_s: float,
@@ -223,48 +197,40 @@ def _improve(
     step_s: float,
     group: bool,
 ) -> float:
-    """Follow `guide` and changes of it, `tries` times; keep what costs no more than `cost_j` in `guide` and `choice`.
+    """Follow `guide` and changes of it; keep in `guide` and `choice` what costs no more than `cost_j`.
 
-    Changes all ends or the stiffness alone, or, if `group`, mostly ends or prices of a random part. Returns the cost.
+    Args:
+        choices: the problem.
+        deadline_s: seconds.
+        guide: where to begin; the best one in the end.
+        choice: (n,) some option each; the best ones in the end.
+        cost_j: what `choice` costs, effective joules; infinity where it does not count yet.
+        tries: how many plans to make.
+        step_s: the size of a change of ends, seconds.
+        group: whether to change parts of the guide too, not only all of it.
+
+    Returns:
+        The effective energy of `choice` in the end, joules.
     """
     np.random.seed(1)
-    count, classes = len(choice), len(choices.option_start) - 1
     limit_s = _limits(choices, deadline_s)
-    end_s, trial = np.empty(count), choice.copy()
+    end_s, trial = np.empty(len(choice)), choice.copy()
     best = Guide(guide.end_s.copy(), guide.price_w.copy(), guide.stiffness.copy())
     for attempt in range(tries):
         if attempt > 0:
             size = np.random.normal()
-            if not group or np.random.random() < 0.25:
-                what = np.random.randint(3)
-                if what < 2:
-                    guide.stiffness[what] *= np.exp(0.5 * size)
-                else:
-                    guide.end_s[:] += 0.3 * step_s * size
+            if group and np.random.random() < 0.75:
+                _vary_group(choices, guide, step_s, size)
             else:
-                first = np.random.randint(count)
-                stop = min(count, first + int(count ** np.random.random()))
-                if np.random.random() < 0.2:
-                    stop = count
-                which, what = np.random.randint(classes), np.random.randint(4)
-                reach = np.exp(-3.0 * np.random.random())
-                change_price = np.random.random() < 0.25
-                for k in range(first, stop):
-                    kind = choices.member[k]
-                    # one class; one kind (classes alternate between them); all stages up to one; all
-                    if (kind == which, kind % 2 == which % 2, kind <= which, True)[what]:
-                        if change_price:
-                            guide.price_w[k] *= np.exp(0.2 * size)
-                        else:
-                            guide.end_s[k] += 2.0 * step_s * size * reach
+                _vary_all(guide, step_s, size)
         _dispatch(choices, guide, limit_s, trial, end_s)
         trial_j = _fill(choices, deadline_s, trial, end_s)
         if trial_j <= cost_j:
             cost_j = trial_j
             choice[:] = trial
-            best.end_s[:], best.price_w[:], best.stiffness[:] = guide.end_s, guide.price_w, guide.stiffness
+            _copy(guide, best)
         else:
-            guide.end_s[:], guide.price_w[:], guide.stiffness[:] = best.end_s, best.price_w, best.stiffness
+            _copy(best, guide)
     return cost_j
 
 
@@ -286,48 +252,55 @@ def round_plan(choices: Choices, deadline_s: float, anchors: Iterable[Anchor]) -
     Returns:
         (n,) index of the chosen option.
     """
-    spans = choices.option_start[1:] - 1
-    step_s = float(
-        np.mean((choices.time_s[spans] - choices.time_s[choices.option_start[:-1]]) * 3 / np.diff(choices.option_start))
-    )
-    plans: list[tuple[float, float, Integers]] = []
+    step_s = _step_s(choices)
+    plans: list[_Rounded] = []
     for anchor in anchors:
-        within_s = anchor.deadline_s * (1 - _ROUNDING_ROOM)
-        guide = Guide(anchor.end_s.copy(), anchor.price_w.copy(), np.array([0.3, 0.6]))
-        choice = choices.option_start[choices.member]
-        cost_j = _improve(choices, within_s, guide, choice, np.inf, _ANCHOR_TRIES, step_s, False)
-        plans.append((anchor.deadline_s, cost_j, choice))
+        plan = _Rounded(anchor.deadline_s * (1 - _ROUNDING_ROOM), np.inf, choices.option_start[choices.member])
+        guide = Guide(anchor.end_s.copy(), anchor.price_w.copy(), np.array(_STIFFNESS))
+        cost_j = _improve(
+            choices, plan.deadline_s, guide, plan.choice, np.inf, _tries(_ANCHOR_EFFORT, choices), step_s, False
+        )
+        plans.append(plan._replace(cost_j=cost_j))
         if anchor.deadline_s == deadline_s:
-            here, best_j, best, best_guide, relaxed = anchor, cost_j, choice, guide, np.argsort(anchor.end_s)
-    within_s = deadline_s * (1 - _ROUNDING_ROOM)
-    end_s = np.empty(len(best))
-    for slow, fast in _pairs(plans, deadline_s, best_j):
-        for early, late in ((slow, fast), (fast, slow)):
-            choice = np.empty_like(best)
-            cost_j = _mixed(choices, within_s, early, late, relaxed, choice, end_s)
-            if cost_j < best_j:
-                ends(choices, choice, end_s)
-                best_j, best, best_guide = (
-                    cost_j,
-                    choice,
-                    Guide(end_s.copy(), here.price_w.copy(), np.array([2.0, 2.0])),
-                )
-    tries = min(max(_COMPUTATIONS_TRIED // len(best), _LEAST_TRIES), _MOST_TRIES)
-    _improve(choices, within_s, best_guide, best, best_j, tries, step_s, True)
-    return best
+            best, best_guide, asked = plans[-1], guide, anchor
+    order = np.argsort(asked.end_s)
+    for first, second in _mixtures(plans, best):
+        choice, end_s = np.empty_like(best.choice), np.empty(len(best.choice))
+        cost_j = _mixed(choices, best.deadline_s, first.choice, second.choice, order, choice, end_s)
+        if cost_j < best.cost_j:
+            best = best._replace(cost_j=cost_j, choice=choice)
+            ends(choices, choice, end_s)
+            best_guide = Guide(end_s, asked.price_w.copy(), np.array(_STIFF))
+    _improve(choices, best.deadline_s, best_guide, best.choice, best.cost_j, _tries(_EFFORT, choices), step_s, True)
+    return best.choice
 
 
-def _pairs(
-    plans: Sequence[tuple[float, float, Integers]], deadline_s: float, best_j: float
-) -> list[tuple[Integers, Integers]]:
-    """The pairs (slower, faster) of plans around the deadline whose mixture promises to cost least."""
-    pairs = []
-    for slow_s, slow_j, slow in plans:
-        for fast_s, fast_j, fast in plans:
-            if fast_s < deadline_s < slow_s:
-                share = (deadline_s - fast_s) / (slow_s - fast_s)
-                promised_j = share * slow_j + (1 - share) * fast_j
-                if promised_j < best_j:
-                    pairs.append((promised_j, slow_s, fast_s, slow, fast))
-    pairs.sort(key=lambda pair: pair[:3])
-    return [pair[3:] for pair in pairs[:_PAIRS]]
+class _Rounded(NamedTuple):
+    deadline_s: float
+    cost_j: float
+    choice: Integers
+
+
+def _tries(effort: tuple[int, int, int], choices: Choices) -> int:
+    computed, least, most = effort
+    return min(max(computed // len(choices.member), least), most)
+
+
+def _step_s(choices: Choices) -> float:
+    """How far options are apart: three times the mean distance within a class, over all classes."""
+    first, last = choices.option_start[:-1], choices.option_start[1:] - 1
+    return float(np.mean(3 * (choices.time_s[last] - choices.time_s[first]) / np.diff(choices.option_start)))
+
+
+def _mixtures(plans: Sequence[_Rounded], best: _Rounded) -> list[tuple[_Rounded, _Rounded]]:
+    """Pairs of plans around the deadline of `best` whose mixture promises to cost less; either one first."""
+    promising = []
+    for slow in plans:
+        for fast in plans:
+            if fast.deadline_s < best.deadline_s < slow.deadline_s:
+                share = (best.deadline_s - fast.deadline_s) / (slow.deadline_s - fast.deadline_s)
+                promised_j = share * slow.cost_j + (1 - share) * fast.cost_j
+                if promised_j < best.cost_j:
+                    promising.append((promised_j, slow, fast))
+    promising.sort(key=lambda entry: (entry[0], entry[1].deadline_s, entry[2].deadline_s))
+    return [pair for _, slow, fast in promising[:_PAIRS] for pair in ((slow, fast), (fast, slow))]
