@@ -15,8 +15,8 @@ demo: .venv/installed-plot ## profile a simulated GPU, solve, plan at 1.00x and 
 	$(BIN)/planner solve demo/profile.yaml --schedule 1f1b --microbatches 16 -o demo/frontier.npz
 	$(BIN)/planner plan demo/frontier.npz --slowdown 1.00 -o demo/plan-1.00x.yaml
 	$(BIN)/planner plan demo/frontier.npz --slowdown 1.10 -o demo/plan-1.10x.yaml
-	$(BIN)/planner show demo/plan-1.10x.yaml
-	$(BIN)/planner show demo/frontier.npz --plot demo/frontier.png
+	$(BIN)/planner show demo/plan-1.00x.yaml --plot demo/plan-1.00x.png
+	$(BIN)/planner show demo/frontier.npz --plot demo/frontier.png --json > demo/frontier.json
 	ls -l demo
 
 test: lint ## lint, check types and run the tests

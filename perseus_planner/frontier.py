@@ -136,8 +136,9 @@ class Frontier:
         """
         deadline_s = self._feasible(deadline_s)
         if deadline_s not in self._plans:
-            within_s = min(deadline_s, self.max_time_s)
-            choice = round_plan(self._choices, within_s, self._anchors(within_s))
+            choice = self._choices.option_start[self._choices.member + 1] - 1  # the slowest of each
+            if deadline_s < self.max_time_s:
+                choice = round_plan(self._choices, deadline_s, self._anchors(deadline_s))
             self._plans[deadline_s] = make_plan(self, deadline_s, self._measurement_indices(choice))
         return self._plans[deadline_s]
 
@@ -304,7 +305,10 @@ def trace(dag: PipelineDag, *, progress: Callable[[int, int], None] | None = Non
             progress(part + 1, _CHECKPOINTS)
         if power == UNLIMITED:
             break
-    return Frontier(dag, np.array(times, dtype=np.int64), np.array(powers, dtype=np.int64), tuple(checkpoints))
+    as_array = np.array([times, powers], dtype=np.int64)
+    bends = np.diff(as_array[1], prepend=0) != 0  # where the walk only stopped the slope is the same
+    bends[[0, -1]] = True
+    return Frontier(dag, *as_array[:, bends], tuple(checkpoints))
 
 
 def _checked(name: str, value: float, rule: Rule) -> float:

@@ -1,11 +1,16 @@
-"""What the numbers of a profile may be, in one place for the files and for values made in Python."""
+"""What numbers may be: those of a profile, in files and in Python, and those with a unit on the command line."""
 
 from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
+from fractions import Fraction
+from types import MappingProxyType
 from typing import Any, NamedTuple
+
+from perseus_planner.errors import UsageError
 
 
 class Rule(NamedTuple):
@@ -40,3 +45,44 @@ CLOCK = Rule(int, False, "a clock: write whole MHz above 0, such as 1410")
 TIME = Rule(float, False, "a time: write finite seconds above 0, such as 0.0512")
 ENERGY = Rule(float, True, "an energy: write finite joules of 0 or more, such as 23.8")
 POWER = Rule(float, True, "a power: give finite watts of 0 or more, such as 83.64")
+
+
+class Quantity(NamedTuple):
+    """A number with a unit: the rule for its value in SI units, and the units as multiples of those."""
+
+    rule: Rule
+    units: Mapping[str, Fraction | int]
+
+    def parse(self, text: str, name: str) -> float:
+        """The value that `text` writes, in SI units.
+
+        Args:
+            text: a number and a unit with or without a space between, such as "2.95s".
+            name: what to call the value in an error message, such as "--deadline".
+
+        Raises:
+            UsageError: the text is no such quantity.
+        """
+        number, unit = re.fullmatch(r"(.*?)\s*([A-Za-z]*)", text.strip(), re.DOTALL).groups()  # type: ignore[union-attr]
+        value, factor = self.rule.parse(number), self.units.get(unit)
+        if value is not None and factor is not None:
+            value = self.rule.accept(value * factor.numerator / factor.denominator)
+            if value is not None:
+                return float(value)
+        raise UsageError(f"{name}: {text!r} is not {self.rule.wanted}")
+
+
+_WATTS = MappingProxyType({"": 1, "W": 1, "kW": 1000})
+
+DURATION = Quantity(
+    Rule(float, False, "a duration: write seconds above 0, or a number with ms, s or min, such as 2.95s"),
+    MappingProxyType({"": 1, "ms": Fraction(1, 1000), "s": 1, "min": 60}),
+)
+SLOWDOWN = Quantity(
+    Rule(float, False, "a slowdown: write a number above 0, where 1 is as fast as all clocks at maximum, such as 1.05"),
+    MappingProxyType({"": 1, "x": 1}),
+)
+POWER_BUDGET = Quantity(
+    Rule(float, False, "a power: write watts above 0, or a number with W or kW, such as 5kW"), _WATTS
+)
+BLOCKING_POWER = Quantity(Rule(float, True, "a power: write watts of 0 or more, such as 83.64"), _WATTS)

@@ -27,7 +27,7 @@ from numba import njit
 from perseus_planner.choices import Choices, Floats, ends
 from perseus_planner.mincut import Integers
 
-_ROUNDING_ROOM = 1e-11  #: part of the deadline kept back for the rounding of floats: 1e5 additions' worth
+_ROUNDING = 1e-11  #: more than sums of 1e4 floats are off by, relative
 _ANCHORS = 33  #: deadlines around the one asked for at which plans are made
 _ANCHOR_SPAN = 0.06  #: how far they reach, as a part of the deadline
 _PAIRS = 8  #: how many pairs of anchors are mixed
@@ -124,6 +124,20 @@ def _fill(choices: Choices, deadline_s: float, choice: Integers, end_s: Floats) 
 
 
 @njit(cache=True)
+def _fill_exactly(choices: Choices, deadline_s: float, choice: Integers, end_s: Floats, worth_j: float) -> float:
+    """`_fill`, but what fits exactly is taken and what misses by a rounding error is not.
+
+    Checked only where the effective energy is at most `worth_j`, so only then does the result hold.
+    """
+    before = choice.copy()
+    total_j = _fill(choices, deadline_s * (1 + _ROUNDING), choice, end_s)
+    if total_j <= worth_j and ends(choices, choice, np.empty_like(end_s)) > deadline_s:
+        choice[:] = before
+        total_j = _fill(choices, deadline_s * (1 - _ROUNDING), choice, end_s)
+    return total_j
+
+
+@njit(cache=True)
 def _mixed(
     choices: Choices,
     deadline_s: float,
@@ -145,7 +159,7 @@ def _mixed(
         choice[order[part:]] = late[order[part:]]
         in_time = ends(choices, choice, end_s) <= deadline_s
         if part == fits:
-            return _fill(choices, deadline_s, choice, end_s) if in_time else np.inf
+            return _fill_exactly(choices, deadline_s, choice, end_s, np.inf) if in_time else np.inf
         if in_time:
             fits = part
         else:
@@ -213,7 +227,7 @@ def _improve(
         The effective energy of `choice` in the end, joules.
     """
     np.random.seed(1)
-    limit_s = _limits(choices, deadline_s)
+    limit_s = _limits(choices, deadline_s * (1 - _ROUNDING))
     end_s, trial = np.empty(len(choice)), choice.copy()
     best = Guide(guide.end_s.copy(), guide.price_w.copy(), guide.stiffness.copy())
     for attempt in range(tries):
@@ -224,7 +238,7 @@ def _improve(
             else:
                 _vary_all(guide, step_s, size)
         _dispatch(choices, guide, limit_s, trial, end_s)
-        trial_j = _fill(choices, deadline_s, trial, end_s)
+        trial_j = _fill_exactly(choices, deadline_s, trial, end_s, cost_j)
         if trial_j <= cost_j:
             cost_j = trial_j
             choice[:] = trial
@@ -255,7 +269,7 @@ def round_plan(choices: Choices, deadline_s: float, anchors: Iterable[Anchor]) -
     step_s = _step_s(choices)
     plans: list[_Rounded] = []
     for anchor in anchors:
-        plan = _Rounded(anchor.deadline_s * (1 - _ROUNDING_ROOM), np.inf, choices.option_start[choices.member])
+        plan = _Rounded(anchor.deadline_s, np.inf, choices.option_start[choices.member])
         guide = Guide(anchor.end_s.copy(), anchor.price_w.copy(), np.array(_STIFFNESS))
         cost_j = _improve(
             choices, plan.deadline_s, guide, plan.choice, np.inf, _tries(_ANCHOR_EFFORT, choices), step_s, False

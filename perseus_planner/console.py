@@ -1,0 +1,123 @@
+"""What the commands share: options, errors as exit codes, results as text or JSON, progress."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from perseus_planner.errors import PlannerError, UsageError
+
+if TYPE_CHECKING:
+    from perseus_planner.plan_summary import PlanSummary
+    from perseus_planner.summary import FrontierSummary, ProfileSummary
+
+PATH = click.Path(path_type=Path)
+as_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON object, in SI units, instead of text.")
+
+
+class Refusal(click.ClickException):
+    """A PlannerError, as one line on stderr."""
+
+    exit_code = 2
+
+
+class Commands(click.Group):
+    """Commands in the order of their definition, with what ends them early turned into exit codes."""
+
+    def list_commands(self, context: click.Context) -> list[str]:
+        """Their names."""
+        return list(self.commands)
+
+    def invoke(self, context: click.Context) -> Any:
+        """Run the one that was asked for."""
+        try:
+            return super().invoke(context)
+        except PlannerError as error:
+            raise Refusal(str(error)) from error
+        except KeyboardInterrupt:
+            context.exit(130)
+        except (click.ClickException, click.exceptions.Exit, click.Abort, BrokenPipeError):
+            raise
+        except Exception as error:
+            traceback.print_exc()
+            hint = "this is a fault of the planner, not of your input; please report it with the lines above"
+            raise click.ClickException(hint) from error
+
+
+def examples(*lines: str) -> str:
+    """The end of a command's help."""
+    return f"\b\nExample{'s' * (len(lines) > 1)}:\n" + "\n".join(f"  {line}" for line in lines)
+
+
+def quantity(name: str) -> Callable[[click.Context, click.Parameter, str | None], float | None]:
+    """A callback that reads an option's text as the quantity of that name in `quantities`."""
+
+    def read(_: click.Context, parameter: click.Parameter, text: str | None) -> float | None:
+        from perseus_planner import quantities
+
+        return None if text is None else getattr(quantities, name).parse(text, parameter.opts[0])
+
+    return read
+
+
+def writable(_: click.Context, parameter: click.Parameter, path: Path | None) -> Path | None:
+    """A callback that refuses, before any work is done, a file that could not be written after it."""
+    if path is not None:
+        name = f"{parameter.opts[0]} {path}"
+        if path.is_dir():
+            raise UsageError(f"{name}: is a folder; name a file in it")
+        if not path.parent.is_dir():
+            raise UsageError(f"{name}: there is no folder {path.parent}; make it, or name another")
+    return path
+
+
+def refuse_same(source: Path, target: Path) -> None:
+    """Refuse to write `target` over `source`, which is read.
+
+    Raises:
+        UsageError: they are the same file.
+    """
+    if target.exists() and source.exists() and target.samefile(source):
+        raise UsageError(f"--output {target}: is the file that is read; name another")
+
+
+def output(what: str) -> Callable[[Any], Any]:
+    """The option that names the file that a command writes."""
+    text = f"File to write: {what}."
+    return click.option("--output", "-o", required=True, type=PATH, callback=writable, metavar="FILE", help=text)
+
+
+def report(
+    summary: ProfileSummary | FrontierSummary | PlanSummary, text: str, files: Sequence[Path], *, as_json: bool
+) -> None:
+    """Print what a command found, and the files that it wrote."""
+    if as_json:
+        import json
+        from dataclasses import asdict
+
+        content = {**asdict(summary), "files": [str(file) for file in files]}
+        click.echo(json.dumps(content, indent=2, allow_nan=False))
+        return
+    click.echo(text)
+    for file in files:
+        click.echo(f"Wrote {click.format_filename(file)}")
+
+
+@contextmanager
+def progress(what: str) -> Iterator[Callable[[int, int], None] | None]:
+    """A bar on stderr if that is a terminal, gone when the work is done; gives what to call with (done, total)."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as bars:
+        bar = bars.add_task(what, total=None)
+        yield lambda done, total: bars.update(bar, completed=done, total=total)

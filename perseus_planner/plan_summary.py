@@ -1,0 +1,142 @@
+"""What a command says of a plan: plain values, for its text and its JSON alike."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from perseus_planner.plan import Plan
+from perseus_planner.simulate import Timeline, replay
+from perseus_planner.summary import share
+
+
+@dataclass(frozen=True)
+class StageSummary:
+    """What one stage's GPU does in an iteration of a plan.
+
+    Attributes:
+        stage: its number.
+        lowest_clock_mhz: the lowest clock in use.
+        highest_clock_mhz: the highest clock in use.
+        clock_changes: how often the clock changes from one computation to the next, and back for the next iteration.
+        busy_s: seconds spent computing.
+        energy_j: joules, waiting included.
+    """
+
+    stage: int
+    lowest_clock_mhz: int
+    highest_clock_mhz: int
+    clock_changes: int
+    busy_s: float
+    energy_j: float
+
+
+@dataclass(frozen=True)
+class BesideStraggler:
+    """A plan against all clocks at maximum where both wait for a straggler, joules of such an iteration."""
+
+    straggler_time_s: float
+    energy_j: float
+    baseline_energy_j: float
+    saved_j: float
+    saved_share: float
+
+
+@dataclass(frozen=True)
+class PlanSummary:
+    """A plan; fields as `Plan` has them.
+
+    `time_ratio`, `saved_j` and `saved_share` are against all clocks at maximum, `above_bound_share` is over `bound_j`.
+    """
+
+    origin: str
+    gpu: str | None
+    schedule: str
+    stages: int
+    microbatches: int
+    blocking_power_w: float
+    deadline_s: float
+    time_s: float
+    energy_j: float
+    power_w: float
+    bound_j: float
+    above_bound_share: float
+    baseline_time_s: float
+    baseline_energy_j: float
+    time_ratio: float
+    saved_j: float
+    saved_share: float
+    per_stage: tuple[StageSummary, ...]
+    beside_straggler: BesideStraggler | None
+
+
+@dataclass(frozen=True)
+class ComputationSummary:
+    """One computation of a plan on the time axis: seconds from the start of the iteration, and average watts."""
+
+    computation: str
+    clock_mhz: int
+    start_s: float
+    end_s: float
+    power_w: float
+
+
+@dataclass(frozen=True)
+class TimelineSummary(PlanSummary):
+    """A plan with its `computations`, stage by stage in the order they run in."""
+
+    computations: tuple[ComputationSummary, ...]
+
+
+def summarize_plan(plan: Plan, straggler_time_s: float | None = None) -> PlanSummary:
+    """What `planner plan` says; `straggler_time_s` is what the plan was made for, if it was."""
+    timeline = replay(plan)
+    beside = None if straggler_time_s is None else _beside(plan, straggler_time_s)
+    return PlanSummary(
+        origin=plan.origin,
+        gpu=plan.gpu,
+        schedule=plan.schedule.name,
+        stages=plan.schedule.stages,
+        microbatches=plan.schedule.microbatches,
+        blocking_power_w=plan.blocking_power_w,
+        deadline_s=plan.deadline_s,
+        time_s=plan.time_s,
+        energy_j=plan.energy_j,
+        power_w=plan.power_w,
+        bound_j=plan.bound_j,
+        above_bound_share=share(plan.energy_j - plan.bound_j, plan.bound_j),
+        baseline_time_s=plan.baseline_time_s,
+        baseline_energy_j=plan.baseline_energy_j,
+        time_ratio=plan.time_s / plan.baseline_time_s,
+        saved_j=plan.saving_j,
+        saved_share=share(plan.saving_j, plan.baseline_energy_j),
+        per_stage=tuple(_stage(plan, timeline, number) for number in range(len(plan.schedule.ranks))),
+        beside_straggler=beside,
+    )
+
+
+def summarize_timeline(plan: Plan) -> TimelineSummary:
+    """What `planner show` says of a plan."""
+    computations = tuple(
+        ComputationSummary(name, plan.clocks[name], span.start_s, span.end_s, span.power_w)
+        for name, span in replay(plan).spans.items()
+    )
+    return TimelineSummary(**vars(summarize_plan(plan)), computations=computations)
+
+
+def _stage(plan: Plan, timeline: Timeline, number: int) -> StageSummary:
+    rank = plan.schedule.ranks[number]
+    clocks = [plan.clocks[str(computation)] for computation in rank]
+    points = [plan.measurement(computation) for computation in rank]
+    busy_s = sum(point.time_s for point in points)
+    waiting_j = plan.blocking_power_w * (timeline.time_s - busy_s)
+    changes = sum(clock != after for clock, after in zip(clocks, clocks[1:] + clocks[:1], strict=True))
+    energy_j = sum(point.energy_j for point in points) + waiting_j
+    return StageSummary(number, min(clocks), max(clocks), changes, busy_s, energy_j)
+
+
+def _beside(plan: Plan, straggler_time_s: float) -> BesideStraggler:
+    waiting_w = plan.blocking_power_w * len(plan.schedule.ranks)
+    energy_j = plan.energy_j + waiting_w * max(0.0, straggler_time_s - plan.time_s)
+    baseline_j = plan.baseline_energy_j + waiting_w * max(0.0, straggler_time_s - plan.baseline_time_s)
+    saved_j = baseline_j - energy_j
+    return BesideStraggler(straggler_time_s, energy_j, baseline_j, saved_j, share(saved_j, baseline_j))

@@ -1,0 +1,159 @@
+"""Summaries as plain text for a terminal."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+from perseus_planner.plan_summary import BesideStraggler, PlanSummary, StageSummary, TimelineSummary
+from perseus_planner.schedules import Computation
+from perseus_planner.summary import FrontierSummary, ProfileSummary
+
+_DIGITS = 6  #: shown of the largest number in a column
+_STRIP = 48  #: moments of an iteration that a timeline shows
+
+
+def profile_text(summary: ProfileSummary) -> str:
+    """What was measured of each computation, from the highest clock to the lowest."""
+    ends = [(each.highest, each.lowest) for each in summary.computations]
+    columns = [
+        _column("stage", [str(each.stage) for each in summary.computations]),
+        _column("computation", [each.instruction for each in summary.computations]),
+        _column("clocks", [str(each.clocks) for each in summary.computations]),
+        _column("MHz", [f"{high.clock_mhz} to {low.clock_mhz}" for high, low in ends]),
+        _column("seconds", _ranges([(high.time_s, low.time_s) for high, low in ends])),
+        _column("joules", _ranges([(high.energy_j, low.energy_j) for high, low in ends])),
+    ]
+    made = "measured" if summary.origin == "measured" else "simulated: no GPU was touched"
+    head = f"Profile of {summary.stages} stages, {summary.gpu or 'GPU not named'} ({made}); "
+    return f"{head}blocking power {summary.blocking_power_w:.2f} W\n\n{_table(columns)}\n"
+
+
+def frontier_text(summary: FrontierSummary) -> str:
+    """The frontier from its fastest to its slowest point, against all clocks at maximum."""
+    points = summary.points
+    columns = [
+        _column("time s", _numbers([point.time_s for point in points])),
+        _column("x baseline", [f"{point.time_ratio:.4f}" for point in points]),
+        _column("bound J", _numbers([point.bound_j for point in points])),
+        _column("saved J", _numbers([point.saved_j for point in points])),
+        _column("saved %", [f"{100 * point.saved_share:.2f}" for point in points]),
+        ["", *(f"  {point.mark}" for point in points)],
+    ]
+    time, energy = _number(summary.baseline_time_s), _number(summary.baseline_energy_j)
+    return (
+        f"Frontier of {_work(summary)}; {summary.computations} computations\n"
+        f"{origin_text(summary.origin)}; blocking power {summary.blocking_power_w:.2f} W.\n"
+        f"Baseline of every saving: all clocks at maximum, {time} s and {energy} J an iteration.\n\n"
+        f"{_table(columns)}\n\n"
+        "The bound is what no plan of that time can be below, waiting included, on all GPUs of the pipeline.\n"
+        + "".join(f"{remark}\n" for remark in summary.remarks)
+    )
+
+
+def plan_text(summary: PlanSummary) -> str:
+    """The plan against all clocks at maximum."""
+    times = _numbers([summary.time_s, summary.baseline_time_s])
+    energies = _numbers([summary.energy_j, summary.baseline_energy_j])
+    powers = _numbers([summary.power_w, summary.baseline_energy_j / summary.baseline_time_s])
+    columns = [
+        ["", "seconds an iteration", "joules an iteration", "watts on average"],
+        _column("this plan", [times[0], energies[0], powers[0]]),
+        _column("all clocks at maximum", [times[1], energies[1], powers[1]]),
+    ]
+    return (
+        f"Plan for {_work(summary)}, within {_number(summary.deadline_s)} s\n"
+        f"{origin_text(summary.origin)}; blocking power {summary.blocking_power_w:.2f} W.\n\n"
+        f"{_table(columns)}\n\n"
+        f"It saves {_saving(summary.saved_j, summary.saved_share)} of an iteration with all clocks at maximum, "
+        f"at {summary.time_ratio:.4f}x its time.\n"
+        f"It is {100 * summary.above_bound_share:.3f} % above the bound, which no plan of that time can be below.\n"
+        + (_beside_text(summary.beside_straggler) if summary.beside_straggler else "")
+    )
+
+
+def timeline_text(summary: TimelineSummary) -> str:
+    """The plan, and what each stage does in an iteration of it."""
+    stages = summary.per_stage
+    columns = [
+        _column("stage", [str(stage.stage) for stage in stages]),
+        _column("MHz", [_clocks(stage) for stage in stages]),
+        _column("changes", [str(stage.clock_changes) for stage in stages]),
+        _column("busy %", [f"{100 * stage.busy_s / summary.time_s:.1f}" for stage in stages]),
+        _column("joules", _numbers([stage.energy_j for stage in stages])),
+        ["  timeline", *(f"  {strip}" for strip in _strips(summary))],
+    ]
+    return (
+        f"{plan_text(summary)}\n{_table(columns)}\n\n"
+        f"Timeline: {_STRIP} moments of the iteration; F forward, B backward, . waiting.\n"
+        "Changes: of the clock from one computation to the next, and back for the next iteration.\n"
+    )
+
+
+def origin_text(origin: str) -> str:
+    """Where a number that the planner replayed comes from."""
+    return f"Replayed from a {origin} profile"
+
+
+def _work(summary: FrontierSummary | PlanSummary) -> str:
+    gpu = f" on {summary.gpu}" if summary.gpu else ""
+    return f"{summary.schedule}, {summary.stages} stages x {summary.microbatches} microbatches{gpu}"
+
+
+def _saving(saved_j: float, share: float) -> str:
+    return f"{_number(saved_j)} J ({100 * share:.2f} %)"
+
+
+def _beside_text(beside: BesideStraggler) -> str:
+    return (
+        f"Beside a straggler of {_number(beside.straggler_time_s)} s, for which both would wait, it saves "
+        f"{_saving(beside.saved_j, beside.saved_share)}.\n"
+    )
+
+
+def _clocks(stage: StageSummary) -> str:
+    if stage.lowest_clock_mhz == stage.highest_clock_mhz:
+        return str(stage.lowest_clock_mhz)
+    return f"{stage.lowest_clock_mhz} to {stage.highest_clock_mhz}"
+
+
+def _strips(summary: TimelineSummary) -> Iterable[str]:
+    strips = [["."] * _STRIP for _ in summary.per_stage]
+    for each in summary.computations:
+        computation = Computation.parse(each.computation)
+        first, end = (math.ceil(t / summary.time_s * _STRIP - 0.5) for t in (each.start_s, each.end_s))
+        strips[computation.stage][first:end] = computation.kind * (end - first)
+    return map("".join, strips)
+
+
+def _decimals(largest: float) -> int:
+    magnitude = math.floor(math.log10(largest)) if largest > 0 else 0
+    return min(max(_DIGITS - 1 - magnitude, 0), 12)
+
+
+def _number(value: float) -> str:
+    return f"{value:.{_decimals(abs(value))}f}"
+
+
+def _numbers(values: Sequence[float]) -> list[str]:
+    decimals = _decimals(max(map(abs, values)))
+    return [f"{value:.{decimals}f}" for value in values]
+
+
+def _ranges(pairs: Sequence[tuple[float, float]]) -> list[str]:
+    shown = _numbers([value for pair in pairs for value in pair])
+    return [f"{first} to {last}" for first, last in zip(shown[::2], shown[1::2], strict=True)]
+
+
+def _column(name: str, cells: Sequence[str]) -> list[str]:
+    """A column of a table, flush right."""
+    width = max(map(len, (name, *cells)))
+    return [cell.rjust(width) for cell in (name, *cells)]
+
+
+def _table(columns: Sequence[Sequence[str]]) -> str:
+    widths = [max(map(len, column)) for column in columns]
+    rows = zip(*columns, strict=True)
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )

@@ -1,0 +1,72 @@
+"""Quantities with a unit are read exactly, or refused with an example."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from perseus_planner.errors import UsageError
+from perseus_planner.quantities import BLOCKING_POWER, DURATION, POWER_BUDGET, SLOWDOWN, Quantity
+
+
+@pytest.mark.parametrize(
+    ("quantity", "text", "value"),
+    [
+        (DURATION, "2.95s", 2.95),
+        (DURATION, "2950ms", 2.95),
+        (DURATION, "2.95", 2.95),
+        (DURATION, " 2.95 s ", 2.95),
+        (DURATION, "0.1ms", 0.0001),
+        (DURATION, "1.5min", 90.0),
+        (DURATION, "1e-3s", 0.001),
+        (SLOWDOWN, "1.05", 1.05),
+        (SLOWDOWN, "1.05x", 1.05),
+        (POWER_BUDGET, "5kW", 5000.0),
+        (POWER_BUDGET, "5.2 kW", 5200.0),
+        (POWER_BUDGET, "5000W", 5000.0),
+        (POWER_BUDGET, "5000", 5000.0),
+        (BLOCKING_POWER, "0", 0.0),
+    ],
+)
+def test_a_quantity_is_its_number_in_si_units(quantity: Quantity, text: str, value: float):
+    assert quantity.parse(text, "--option") == value
+
+
+@given(st.floats(min_value=1e-300, max_value=1e300))
+def test_a_number_without_a_unit_is_taken_to_the_last_digit(value: float):
+    assert DURATION.parse(repr(value), "--option") == DURATION.parse(f"{value!r} s", "--option") == value
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "s", "3.2 parsecs", "3.2S", "3,2s", "1m", "-1s", "0s", "0x10", "3s\n4s", "2s 950ms", "1_0s"),
+        *("nan", "inf", "1e999", "1e308min", "1e-323ms"),  # the last two only once the unit is applied
+    ],
+)
+def test_what_is_no_duration_is_refused_with_an_example(text: str):
+    with pytest.raises(UsageError) as refusal:
+        DURATION.parse(text, "--deadline")
+    assert str(refusal.value) == (
+        f"--deadline: {text!r} is not a duration: write seconds above 0, or a number with ms, s or min, such as 2.95s"
+    )
+
+
+@pytest.mark.parametrize(
+    ("quantity", "text", "message"),
+    [
+        (
+            SLOWDOWN,
+            "5%",
+            "a slowdown: write a number above 0, where 1 is as fast as all clocks at maximum, such as 1.05",
+        ),
+        (POWER_BUDGET, "0W", "a power: write watts above 0, or a number with W or kW, such as 5kW"),
+        (POWER_BUDGET, "5mW", "a power: write watts above 0, or a number with W or kW, such as 5kW"),
+        (BLOCKING_POWER, "-1", "a power: write watts of 0 or more, such as 83.64"),
+    ],
+)
+def test_other_refusals_have_their_own_example(quantity: Quantity, text: str, message: str):
+    with pytest.raises(UsageError) as refusal:
+        quantity.parse(text, "--option")
+    assert str(refusal.value) == f"--option: {text!r} is not {message}"

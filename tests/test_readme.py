@@ -1,0 +1,25 @@
+"""What the README tells users to type works."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+from click.testing import CliRunner
+
+from perseus_planner.cli import main
+
+README = (Path(__file__).parents[1] / "README.md").read_text()
+
+
+def test_the_five_minutes_and_then_the_python_example_run_as_written(folder: Path):
+    commands = re.findall(r"^ +planner (.*)$", README, re.MULTILINE)
+    assert {command.split()[0] for command in commands} == set(main.commands)
+    for command in commands:
+        result = CliRunner().invoke(main, shlex.split(command, comments=True))
+        assert (result.exit_code, result.stderr) == (0, ""), command
+    (example,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    (folder / "plan.yaml").unlink()
+    exec(compile(example, "README.md", "exec"), {})
+    assert (folder / "plan.yaml").exists()
