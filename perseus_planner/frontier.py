@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -14,31 +14,17 @@ from numpy.typing import NDArray
 from perseus_planner.choices import Choices, choices_of
 from perseus_planner.dag import PipelineDag
 from perseus_planner.errors import InfeasibleDeadline, InfeasiblePower, UsageError
-from perseus_planner.mincut import UNLIMITED, Integers, State, advance, slowest_state
+from perseus_planner.frontier_file import read_frontier, write_frontier
+from perseus_planner.mincut import UNLIMITED, Checkpoint, Integers, State, advance, slowest_state
 from perseus_planner.network import ScaledNetwork, scaled_network
-from perseus_planner.plan import Plan, make_plan
-from perseus_planner.profiles import Profile
+from perseus_planner.plan import Plan
+from perseus_planner.profiles import Measurement, Profile
 from perseus_planner.quantities import POWER, TIME, Rule
 from perseus_planner.rounding import Anchor, anchor_deadlines, round_plan
 from perseus_planner.schedules import Schedule
-from perseus_planner.simulate import end_times
+from perseus_planner.simulate import end_times, time_and_energy
 
 _CHECKPOINTS = 16  #: kept along the frontier, so that a plan walks little of it
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """An optimal pair of event times and flow at one point of the frontier.
-
-    Attributes:
-        time: iteration time, ticks.
-        power: flow from source to sink, power units.
-        state: the pair.
-    """
-
-    time: int
-    power: int
-    state: State
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,19 +73,15 @@ class Frontier:
         """The iteration time at which a pipeline that waits for nobody needs the least energy, seconds."""
         return float(self.times_s[int(np.argmin(self.energies_j))])
 
-    @cached_property
+    @property
     def baseline_time_s(self) -> float:
         """The iteration time with all clocks at their maximum, seconds."""
-        at_maximum = self.profile.measurements
-        return max(end_times(self.dag, [at_maximum[c[:2]][0].time_s for c in self.dag.computations]))
+        return self._baseline[0]
 
-    @cached_property
+    @property
     def baseline_energy_j(self) -> float:
         """The energy of that iteration over all GPUs, joules, waiting included."""
-        chosen = [self.profile.measurements[c[:2]][0] for c in self.dag.computations]
-        busy_s = math.fsum(point.time_s for point in chosen)
-        waiting_s = self.profile.stages * self.baseline_time_s - busy_s
-        return math.fsum(point.energy_j for point in chosen) + self.profile.blocking_power_w * waiting_s
+        return self._baseline[1]
 
     @cached_property
     def times_s(self) -> NDArray[np.float64]:
@@ -139,7 +121,7 @@ class Frontier:
             choice = self._choices.option_start[self._choices.member + 1] - 1  # the slowest of each
             if deadline_s < self.max_time_s:
                 choice = round_plan(self._choices, deadline_s, self._anchors(deadline_s))
-            self._plans[deadline_s] = make_plan(self, deadline_s, self._measurement_indices(choice))
+            self._plans[deadline_s] = self._plan(deadline_s, choice)
         return self._plans[deadline_s]
 
     def plan_for_least_energy(self) -> Plan:
@@ -183,9 +165,7 @@ class Frontier:
         Raises:
             FrontierError: it cannot be written.
         """
-        from perseus_planner.frontier_file import write_frontier
-
-        write_frontier(self, path)
+        write_frontier(path, self.dag, (self.times, self.powers), self.checkpoints)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Frontier:
@@ -194,9 +174,8 @@ class Frontier:
         Raises:
             FrontierError: the file cannot be read, or is not exactly what was written.
         """
-        from perseus_planner.frontier_file import read_frontier
-
-        return read_frontier(path)
+        dag, (times, powers), checkpoints = read_frontier(path)
+        return cls(dag, times, powers, checkpoints)
 
     @cached_property
     def scaled(self) -> ScaledNetwork:
@@ -217,6 +196,10 @@ class Frontier:
                 reached, powers = advance(self.scaled.network, at.state, at.time, at.power, time)
                 at = Checkpoint(reached[-1], powers[-1], at.state)
             yield at
+
+    @cached_property
+    def _baseline(self) -> tuple[float, float]:
+        return time_and_energy(self.dag, [self.profile.measurements[c[:2]][0] for c in self.dag.computations])
 
     @property
     def _blocked_w(self) -> float:
@@ -252,10 +235,32 @@ class Frontier:
             price_w = np.multiply(at.state.flow[:count], self.scaled.power_unit_w, dtype=np.float64)
             yield Anchor(each_s, end_s, price_w)
 
-    def _measurement_indices(self, choice: Integers) -> Mapping[int, int]:
-        """Place in `dag.computations` -> index of the chosen one among that computation's worthwhile options."""
-        first = self._choices.option_start[self._choices.member]
-        return dict(zip(self.dag.order, (choice - first).tolist(), strict=True))
+    def _plan(self, deadline_s: float, choice: Integers) -> Plan:
+        """The plan of one option per computation, in `dag.order`, replayed."""
+        index = dict(zip(self.dag.order, choice - self._choices.option_start[self._choices.member], strict=True))
+        chosen = {c: self.dag.options[c[:2]][index[place]] for place, c in enumerate(self.dag.computations)}
+        points = {c: Measurement(option.clock_mhz, option.time_s, option.energy_j) for c, option in chosen.items()}
+        time_s, energy_j = time_and_energy(self.dag, list(points.values()))
+        if time_s > deadline_s:
+            raise AssertionError(f"a plan of {time_s} s for a deadline of {deadline_s} s: please report this")
+        used: dict[tuple[int, str], dict[int, Measurement]] = {key: {} for key in self.dag.options}
+        for c, point in sorted(points.items(), key=lambda item: -item[1].clock_mhz):
+            used[c[:2]][point.clock_mhz] = point
+        return Plan(
+            schedule=self.schedule,
+            clocks={str(c): point.clock_mhz for c, point in points.items()},
+            measurements=used,
+            profile_digest=self.profile.digest,
+            gpu=self.profile.gpu,
+            origin=self.profile.origin,
+            blocking_power_w=self.profile.blocking_power_w,
+            deadline_s=deadline_s,
+            time_s=time_s,
+            energy_j=energy_j,
+            bound_j=self.bound_j(time_s),
+            baseline_time_s=self.baseline_time_s,
+            baseline_energy_j=self.baseline_energy_j,
+        )
 
     def _fastest_within(self, power_w: float) -> float | None:
         """The least time whose bound, as an average power, is at most `power_w`; None if there is none."""
@@ -308,7 +313,7 @@ def trace(dag: PipelineDag, *, progress: Callable[[int, int], None] | None = Non
     as_array = np.array([times, powers], dtype=np.int64)
     bends = np.diff(as_array[1], prepend=0) != 0  # where the walk only stopped the slope is the same
     bends[[0, -1]] = True
-    return Frontier(dag, *as_array[:, bends], tuple(checkpoints))
+    return Frontier(dag, as_array[0, bends], as_array[1, bends], tuple(checkpoints))
 
 
 def _checked(name: str, value: float, rule: Rule) -> float:

@@ -14,8 +14,7 @@ from perseus_planner.dag import PipelineDag
 from perseus_planner.documents import unreadable
 from perseus_planner.errors import FrontierError, PlannerError
 from perseus_planner.files import replacing, sha256
-from perseus_planner.frontier import Checkpoint, Frontier
-from perseus_planner.mincut import State
+from perseus_planner.mincut import Checkpoint, Integers, State
 from perseus_planner.profiles import Measurement, Profile
 from perseus_planner.schedules import Computation, Schedule
 
@@ -24,21 +23,30 @@ _VERSION = 1
 _AGAIN = "make it again with `planner solve`"
 
 
-def write_frontier(frontier: Frontier, path: str | os.PathLike[str]) -> None:
-    """Write `frontier` to `path`.
+Parts = tuple[PipelineDag, tuple[Integers, Integers], tuple[Checkpoint, ...]]
+"""What a frontier is made of: the graph; times and powers; checkpoints."""
+
+
+def write_frontier(
+    path: str | os.PathLike[str],
+    dag: PipelineDag,
+    curve: tuple[Integers, Integers],
+    checkpoints: tuple[Checkpoint, ...],
+) -> None:
+    """Write the parts of a frontier to `path`; `curve` is its times and powers.
 
     Raises:
         FrontierError: it cannot be written.
     """
-    waits = [(before, place) for place, others in enumerate(frontier.dag.predecessors) for before in others]
+    waits = [(before, place) for place, others in enumerate(dag.predecessors) for before in others]
     arrays = {
-        "header": np.frombuffer(json.dumps(_header(frontier)).encode(), dtype=np.uint8),
+        "header": np.frombuffer(json.dumps(_header(dag)).encode(), dtype=np.uint8),
         "waits": np.array(waits, dtype=np.int64).reshape(-1, 2),
-        "times": frontier.times,
-        "powers": frontier.powers,
-        "checkpoints": np.array([(point.time, point.power) for point in frontier.checkpoints], dtype=np.int64),
-        "events": np.array([point.state.event for point in frontier.checkpoints]),
-        "flows": np.array([point.state.flow for point in frontier.checkpoints]),
+        "times": curve[0],
+        "powers": curve[1],
+        "checkpoints": np.array([(point.time, point.power) for point in checkpoints], dtype=np.int64),
+        "events": np.array([point.state.event for point in checkpoints]),
+        "flows": np.array([point.state.flow for point in checkpoints]),
     }
     arrays["digest"] = np.frombuffer(_digest(arrays).encode(), dtype=np.uint8)
     try:
@@ -48,7 +56,7 @@ def write_frontier(frontier: Frontier, path: str | os.PathLike[str]) -> None:
         raise FrontierError(f"{path}: cannot be written: {error.strerror}; check the folder") from error
 
 
-def read_frontier(path: str | os.PathLike[str]) -> Frontier:
+def read_frontier(path: str | os.PathLike[str]) -> Parts:
     """Read what `write_frontier` wrote.
 
     Raises:
@@ -68,13 +76,13 @@ def read_frontier(path: str | os.PathLike[str]) -> Frontier:
         raise FrontierError(f"{path}: is damaged or cut short ({error}); {_AGAIN}") from error
     _check(path, arrays)
     try:
-        return _frontier(arrays)
+        return _parts(arrays)
     except (PlannerError, TypeError, ValueError, KeyError, IndexError) as error:
         raise FrontierError(f"{path}: is not a frontier: {error}; {_AGAIN}") from error
 
 
-def _header(frontier: Frontier) -> dict[str, Any]:
-    profile = frontier.profile
+def _header(dag: PipelineDag) -> dict[str, Any]:
+    profile = dag.profile
     return {
         "format": _FORMAT,
         "version": _VERSION,
@@ -85,8 +93,8 @@ def _header(frontier: Frontier) -> dict[str, Any]:
             f"{stage}{kind}": [(point.clock_mhz, point.time_s, point.energy_j) for point in points]
             for (stage, kind), points in profile.measurements.items()
         },
-        "schedule": frontier.schedule.name,
-        "ranks": [" ".join(map(str, rank)) for rank in frontier.schedule.ranks],
+        "schedule": dag.schedule.name,
+        "ranks": [" ".join(map(str, rank)) for rank in dag.schedule.ranks],
     }
 
 
@@ -113,7 +121,7 @@ def _digest(arrays: dict[str, Any]) -> str:
     return sha256(*parts)
 
 
-def _frontier(arrays: dict[str, Any]) -> Frontier:
+def _parts(arrays: dict[str, Any]) -> Parts:
     header = json.loads(arrays["header"].tobytes())
     measurements = {
         Computation.parse(f"{text}0")[:2]: tuple(Measurement(*point) for point in points)
@@ -132,4 +140,4 @@ def _frontier(arrays: dict[str, Any]) -> Frontier:
             arrays["checkpoints"].tolist(), arrays["events"], arrays["flows"], strict=True
         )
     )
-    return Frontier(dag, arrays["times"], arrays["powers"], checkpoints)
+    return dag, (arrays["times"], arrays["powers"]), checkpoints

@@ -65,6 +65,14 @@ class State(NamedTuple):
     flow: Integers  #: (arcs,) power units
 
 
+class Checkpoint(NamedTuple):
+    """A state and where on the frontier it is optimal."""
+
+    time: int  #: total time, ticks
+    power: int  #: flow from source to sink, power units
+    state: State
+
+
 def make_network(
     source: int,
     sink: int,

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 
@@ -18,10 +17,6 @@ from perseus_planner.errors import PlanError, PlannerError
 from perseus_planner.files import replacing, sha256
 from perseus_planner.profiles import Measurement
 from perseus_planner.schedules import Computation, Schedule
-from perseus_planner.simulate import end_times
-
-if TYPE_CHECKING:
-    from perseus_planner.frontier import Frontier
 
 _FORMAT = "perseus-planner/plan"
 _VERSION = 1
@@ -141,42 +136,6 @@ class Plan:
             },
             "ranks": [{str(each): self.clocks[str(each)] for each in rank} for rank in self.schedule.ranks],
         }
-
-
-def make_plan(frontier: Frontier, deadline_s: float, chosen: Mapping[int, int]) -> Plan:
-    """The plan of `frontier` that gives each computation the chosen one of its options, replayed.
-
-    Args:
-        frontier: what the plan is a point of.
-        deadline_s: what was asked for, seconds.
-        chosen: place in `frontier.dag.computations` -> index in its `frontier.dag.options`.
-    """
-    dag, profile = frontier.dag, frontier.profile
-    options = [dag.options[c[:2]][chosen[place]] for place, c in enumerate(dag.computations)]
-    time_s = max(end_times(dag, [option.time_s for option in options]))
-    if time_s > deadline_s:
-        raise AssertionError(f"a plan of {time_s} s for a deadline of {deadline_s} s: please report this")
-    busy_s = math.fsum(option.time_s for option in options)
-    waiting_s = profile.stages * time_s - busy_s
-    measurements: dict[tuple[int, str], dict[int, Measurement]] = {key: {} for key in dag.options}
-    for computation, option in zip(dag.computations, options, strict=True):
-        point = Measurement(option.clock_mhz, option.time_s, option.energy_j)
-        measurements[computation[:2]][option.clock_mhz] = point
-    return Plan(
-        schedule=dag.schedule,
-        clocks={str(c): option.clock_mhz for c, option in zip(dag.computations, options, strict=True)},
-        measurements={key: dict(sorted(clocks.items(), reverse=True)) for key, clocks in measurements.items()},
-        profile_digest=profile.digest,
-        gpu=profile.gpu,
-        origin=profile.origin,
-        blocking_power_w=profile.blocking_power_w,
-        deadline_s=deadline_s,
-        time_s=time_s,
-        energy_j=math.fsum(option.energy_j for option in options) + profile.blocking_power_w * waiting_s,
-        bound_j=frontier.bound_j(time_s),
-        baseline_time_s=frontier.baseline_time_s,
-        baseline_energy_j=frontier.baseline_energy_j,
-    )
 
 
 def _digest(content: Mapping[str, Any]) -> str:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from perseus_planner.dag import PipelineDag, pipeline_predecessors, topological_order
+from perseus_planner.profiles import Measurement
 
 if TYPE_CHECKING:
     from perseus_planner.plan import Plan
@@ -62,9 +63,18 @@ def replay(plan: Plan) -> Timeline:
         for computation, point, end in zip(computations, points, end_s, strict=True)
     }
     time_s = max(end_s)
-    waiting_s = len(plan.schedule.ranks) * time_s - math.fsum(point.time_s for point in points)
-    energy_j = math.fsum(point.energy_j for point in points) + plan.blocking_power_w * waiting_s
-    return Timeline(spans, time_s, energy_j)
+    return Timeline(spans, time_s, _energy_j(points, time_s, len(plan.schedule.ranks), plan.blocking_power_w))
+
+
+def time_and_energy(dag: PipelineDag, points: Sequence[Measurement]) -> tuple[float, float]:
+    """What an iteration takes: seconds, and joules over all GPUs, waiting included.
+
+    Args:
+        dag: the iteration.
+        points: what was measured of each computation at its clock, by its place in `dag.computations`.
+    """
+    time_s = max(end_times(dag, [point.time_s for point in points]))
+    return time_s, _energy_j(points, time_s, dag.profile.stages, dag.profile.blocking_power_w)
 
 
 def end_times(dag: PipelineDag, durations_s: Sequence[float]) -> list[float]:
@@ -84,3 +94,8 @@ def _end_times(
     for place in order:
         end_s[place] = max((end_s[other] for other in predecessors[place]), default=0.0) + durations_s[place]
     return end_s
+
+
+def _energy_j(points: Sequence[Measurement], time_s: float, gpus: int, blocking_power_w: float) -> float:
+    waiting_s = gpus * time_s - math.fsum(point.time_s for point in points)
+    return math.fsum(point.energy_j for point in points) + blocking_power_w * waiting_s

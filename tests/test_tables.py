@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from perseus_planner import Frontier, Plan, Profile, schedules, solve
-from perseus_planner.plan import make_plan
 from perseus_planner.plan_summary import summarize_plan, summarize_timeline
 from perseus_planner.profiles import Measurement
 from perseus_planner.summary import summarize_frontier, summarize_profile
@@ -31,8 +30,11 @@ def frontier() -> Frontier:
 @pytest.fixture(scope="module")
 def plan(frontier: Frontier) -> Plan:
     """The first stage slows down, but for its first forward; the last one runs at its maximum."""
-    slow = {place: int(str(c)[0] == "0" and str(c) != "0F0") for place, c in enumerate(frontier.dag.computations)}
-    return make_plan(frontier, 18.0, slow)
+    dag, choices = frontier.dag, frontier._choices
+    slow = [
+        int(str(dag.computations[place])[0] == "0" and str(dag.computations[place]) != "0F0") for place in dag.order
+    ]
+    return frontier._plan(18.0, choices.option_start[choices.member] + slow)
 
 
 def test_the_profile_is_a_row_per_computation_from_its_highest_clock_to_its_lowest():
