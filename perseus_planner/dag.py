@@ -42,6 +42,13 @@ class PipelineDag:
                 f"the profile has {self.profile.stages} stages and the schedule {stages}; "
                 f"profile the stages of this schedule, or make the schedule for {self.profile.stages}"
             )
+        places = range(len(self.computations))
+        if len(self.predecessors) != len(places):
+            raise ScheduleError(f"predecessors: {len(self.predecessors)} for {len(places)} computations; give as many")
+        for computation, before in zip(self.computations, self.predecessors, strict=True):
+            for other in before:
+                if other not in places:
+                    raise ScheduleError(f"{computation} waits for place {other}; places are 0 to {len(places) - 1}")
         _ = self.order  # refuses a cycle
 
     @classmethod

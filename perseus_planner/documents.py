@@ -97,7 +97,7 @@ def _text(path: Path, error: type[PlannerError]) -> str:
 
 def _parse(path: Path, text: str, error: type[PlannerError]) -> Document:
     try:
-        _check_depth(path, text, error)
+        _check_events(path, text, error)
         loader = _LOADER(text)
         try:
             root = loader.get_single_node()
@@ -118,9 +118,12 @@ def _parse(path: Path, text: str, error: type[PlannerError]) -> Document:
     return Document(path, values, lines)
 
 
-def _check_depth(path: Path, text: str, error: type[PlannerError]) -> None:
+def _check_events(path: Path, text: str, error: type[PlannerError]) -> None:
     depth = 0
     for event in yaml.parse(text, Loader=_LOADER):
+        if isinstance(event, yaml.AliasEvent):  # ten lines of them can stand for a billion values
+            place = f"{path}, line {event.start_mark.line + 1}" if event.start_mark else f"{path}"
+            raise error(f"{place}: uses the alias *{event.anchor}; write the value itself")
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
         if depth > _MAX_DEPTH:
             raise error(f"{path}: is nested more than {_MAX_DEPTH} levels deep; write one `key: value` a line")

@@ -120,7 +120,7 @@ class Frontier:
         if deadline_s not in self._plans:
             choice = self._choices.option_start[self._choices.member + 1] - 1  # the slowest of each
             if deadline_s < self.max_time_s:
-                choice = round_plan(self._choices, deadline_s, self._anchors(deadline_s))
+                choice = round_plan(self._choices, deadline_s, self._anchors(deadline_s), self._at_maximum)
             self._plans[deadline_s] = self._plan(deadline_s, choice)
         return self._plans[deadline_s]
 
@@ -219,6 +219,16 @@ class Frontier:
     @cached_property
     def _choices(self) -> Choices:
         return choices_of(self.dag)
+
+    @cached_property
+    def _at_maximum(self) -> Integers:
+        """(n,) in `dag.order`, the best option that is no slower than the maximum clock."""
+        last = {
+            key: sum(option.time_s <= self.profile.measurements[key][0].time_s for option in options) - 1
+            for key, options in self.dag.options.items()
+        }
+        above = np.array([last[self.dag.computations[place][:2]] for place in self.dag.order], dtype=np.int64)
+        return np.add(self._choices.option_start[self._choices.member], above)
 
     def _feasible(self, deadline_s: float) -> float:
         deadline_s = _checked("deadline_s", deadline_s, TIME)

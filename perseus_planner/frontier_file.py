@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import zipfile
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -65,19 +65,18 @@ def read_frontier(path: str | os.PathLike[str]) -> Parts:
     path = Path(path)
     try:
         with path.open("rb") as file:
-            if file.read(2) != b"PK":
-                raise FrontierError(f"{path}: is not a frontier file; name one that `planner solve` wrote")
+            archived = file.read(2) == b"PK"
             file.seek(0)
-            with np.load(file, allow_pickle=False) as archive:
-                arrays = {name: archive[name] for name in archive.files}
+            with np.load(file, allow_pickle=False) if archived else nullcontext({}) as archive:
+                arrays = {name: np.asarray(archive[name]) for name in archive}
     except OSError as error:
         raise FrontierError(unreadable(path, error)) from error
-    except (zipfile.BadZipFile, ValueError, EOFError, KeyError, zipfile.zlib.error) as error:  # type: ignore[attr-defined]
+    except Exception as error:  # NumPy and zipfile have no common error for damaged bytes
         raise FrontierError(f"{path}: is damaged or cut short ({error}); {_AGAIN}") from error
     _check(path, arrays)
     try:
         return _parts(arrays)
-    except (PlannerError, TypeError, ValueError, KeyError, IndexError) as error:
+    except (PlannerError, TypeError, ValueError, KeyError, IndexError, AttributeError) as error:
         raise FrontierError(f"{path}: is not a frontier: {error}; {_AGAIN}") from error
 
 

@@ -18,6 +18,7 @@ from perseus_planner.mincut import Network, make_network
 _TIME_BITS = 50  #: an iteration is at most 2**50 ticks: 1e-15 of it is one tick
 _POWER_BITS = 60  #: all slopes together are at most 2**60 units, and so is any flow
 _ENERGY_BITS = 62
+_SAME_TIME = 2.0**-30  #: closer than any clock measures, relative: a slope between such times would drown all others
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ def scaled_network(dag: PipelineDag) -> ScaledNetwork:
     members = [dag.computations[place][:2] for place in dag.order]
     try:
         tick_s = _power_of_two(math.fsum(dag.options[key][-1].time_s for key in members), _TIME_BITS)
-        hulls = {key: _hull(options, tick_s) for key, options in dag.options.items()}
+        hulls = {key: _hull(dag.options[key], tick_s) for key in dict.fromkeys(members)}
         steepest_w = math.fsum(float(hulls[key][1][-1]) for key in members)
         power_unit_w = _power_of_two(steepest_w, _POWER_BITS) if steepest_w else 1.0
     except (OverflowError, ZeroDivisionError) as error:
@@ -81,8 +82,10 @@ def _hull(options: Sequence[Option], tick_s: float) -> tuple[list[int], list[Fra
     largest = max(abs(option.effective_j) for option in options)
     quantum_j = _power_of_two(largest, _ENERGY_BITS) if largest else 1.0
     points: dict[int, int] = {}
+    time_s, ticks = 0.0, 0
     for option in options:
-        ticks = max(1, round(option.time_s / tick_s))
+        if option.time_s > time_s * (1 + _SAME_TIME):
+            time_s, ticks = option.time_s, max(ticks + 1, round(option.time_s / tick_s))
         points[ticks] = round(option.effective_j / quantum_j)  # of equal times the last one is the cheapest
     hull = lower_hull(points.items())[::-1]
     watts = Fraction(quantum_j) / Fraction(tick_s)

@@ -116,7 +116,11 @@ class Plan:
         """
         document = read_document(Path(path), _FORMAT, _VERSION, _KEYS, (), PlanError)
         content = {key: value for key, value in document.values.items() if key not in ("format", "version", "digest")}
-        if document.values["digest"] != _digest(content):
+        try:
+            intact = document.values["digest"] == _digest(content)
+        except TypeError:  # a key that JSON has not, so that it was never written
+            intact = False
+        if not intact:
             raise PlanError(
                 f"{document.where('digest')}: does not match the content, so the file was changed after it was "
                 "written; make the plan again with `planner plan`"
@@ -155,7 +159,7 @@ def _from_content(document: Document) -> Plan:
             clocks={text: clock for rank in values["ranks"] for text, clock in rank.items()},
             measurements=measurements,
             profile_digest=str(values["profile"]),
-            gpu=values["gpu"],
+            gpu=None if values["gpu"] is None else str(values["gpu"]),
             origin=str(values["origin"]),
             **{name: float(values[name]) for name in _NUMBERS},
         )

@@ -255,13 +255,14 @@ def anchor_deadlines(deadline_s: float, least_s: float, most_s: float) -> list[f
     return sorted({float(t) for t in np.clip(around, least_s, most_s)} | {deadline_s}, reverse=True)
 
 
-def round_plan(choices: Choices, deadline_s: float, anchors: Iterable[Anchor]) -> Integers:
+def round_plan(choices: Choices, deadline_s: float, anchors: Iterable[Anchor], known: Integers) -> Integers:
     """One option per computation, all within the deadline, at little more than the relaxed cost.
 
     Args:
         choices: the problem.
         deadline_s: seconds; at least what the fastest options take.
         anchors: relaxed points of `anchor_deadlines`, one of them that of the deadline.
+        known: (n,) some choice of options; the result costs no more where that one is within the deadline.
 
     Returns:
         (n,) index of the chosen option.
@@ -278,14 +279,15 @@ def round_plan(choices: Choices, deadline_s: float, anchors: Iterable[Anchor]) -
         if anchor.deadline_s == deadline_s:
             best, best_guide, asked = plans[-1], guide, anchor
     order = np.argsort(asked.end_s)
-    for first, second in _mixtures(plans, best):
+    as_known = _Rounded(deadline_s, np.inf, known)
+    for first, second in [(as_known, as_known), *_mixtures(plans, best)]:
         choice, end_s = np.empty_like(best.choice), np.empty(len(best.choice))
-        cost_j = _mixed(choices, best.deadline_s, first.choice, second.choice, order, choice, end_s)
+        cost_j = _mixed(choices, deadline_s, first.choice, second.choice, order, choice, end_s)
         if cost_j < best.cost_j:
             best = best._replace(cost_j=cost_j, choice=choice)
             ends(choices, choice, end_s)
             best_guide = Guide(end_s, asked.price_w.copy(), np.array(_STIFF))
-    _improve(choices, best.deadline_s, best_guide, best.choice, best.cost_j, _tries(_EFFORT, choices), step_s, True)
+    _improve(choices, deadline_s, best_guide, best.choice, best.cost_j, _tries(_EFFORT, choices), step_s, True)
     return best.choice
 
 

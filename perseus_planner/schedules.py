@@ -7,6 +7,7 @@ microbatch 17 on stage 3, `B` a full backward. A schedule is one such list per r
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -45,11 +46,21 @@ class Schedule:
 
     Attributes:
         name: what generated it, e.g. "1f1b".
-        ranks: `ranks[r]` is what rank r runs, first to last.
+        ranks: `ranks[r]` is what rank r runs, first to last; at least one computation each, none twice.
+
+    Raises:
+        ScheduleError: a rank runs nothing, or a computation is there twice.
     """
 
     name: str
     ranks: tuple[tuple[Computation, ...], ...]
+
+    def __post_init__(self) -> None:
+        if not self.ranks or not all(self.ranks):
+            raise ScheduleError(f"schedule {self.name}: a rank runs nothing; give each rank at least one computation")
+        twice = [computation for computation, count in Counter(self.computations()).items() if count > 1]
+        if twice:
+            raise ScheduleError(f"schedule {self.name}: {twice[0]} is there twice; keep one")
 
     @property
     def stages(self) -> int:

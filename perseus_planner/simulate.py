@@ -59,8 +59,12 @@ def replay(plan: Plan) -> Timeline:
     order = topological_order(computations, predecessors)
     end_s = _end_times(order, predecessors, [point.time_s for point in points])
     spans = {
-        str(computation): Span(end - point.time_s, end, point.energy_j / point.time_s)
-        for computation, point, end in zip(computations, points, end_s, strict=True)
+        str(computation): Span(
+            max((end_s[other] for other in predecessors[place]), default=0.0),
+            end_s[place],
+            points[place].energy_j / points[place].time_s,
+        )
+        for place, computation in enumerate(computations)
     }
     time_s = max(end_s)
     return Timeline(spans, time_s, _energy_j(points, time_s, len(plan.schedule.ranks), plan.blocking_power_w))
