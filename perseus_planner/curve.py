@@ -1,7 +1,7 @@
 """The time-energy curve of one computation: which of its measured clocks are worth choosing.
 
 A GPU that is done early waits at the blocking power P, so what a choice of e joules and t seconds adds to an
-iteration of given length is its effective energy e - P * t (Perseus, SOSP'24, section 4.1). Only then are choices
+iteration of given length is its effective energy e - P * t (Perseus, SOSP'24). Only then are choices
 compared: one that is both slower and, by raw energy, worse may still be the better one.
 """
 

@@ -131,7 +131,7 @@ class Frontier:
     def plan_beside_straggler(self, straggler_time_s: float) -> Plan:
         """The plan beside a pipeline whose iteration takes `straggler_time_s` seconds, for which all others wait.
 
-        As slow as the straggler, but never slower than `max_time_s` (Perseus, SOSP'24, section 3.2); where the
+        As slow as the straggler, but never slower than `max_time_s` (Perseus, SOSP'24); where the
         straggler is faster than this pipeline can be, as fast as possible.
 
         Raises:

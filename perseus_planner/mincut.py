@@ -1,7 +1,7 @@
 """The parametric minimum cut: kernels that walk the time-cost curve of a project network, exactly.
 
 The project crashing problem of Kelley (1961) and Fulkerson (1961): every arc has a duration with a convex,
-piecewise-linear cost, and for a total time T the least cost is wanted, for all T. Perseus (SOSP'24, section 4.3)
+piecewise-linear cost, and for a total time T the least cost is wanted, for all T. Perseus (SOSP'24)
 solves it for pipelines with the cuts of Phillips and Dessouky (1977), a fixed step at a time. Here the walk is
 exact, as a primal-dual maximum flow:
 
