@@ -1,0 +1,139 @@
+"""The measured profiles and reference results that the benchmarks run on, and how much of them a run takes."""
+
+from __future__ import annotations
+
+import csv
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from perseus_planner import Frontier, Profile, schedules, solve
+from perseus_planner.dag import PipelineDag
+
+
+class MissingError(Exception):
+    """What the benchmarks need is not on this machine; the text says what."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A measured profile with what others made of it.
+
+    Attributes:
+        name: as it is written in results.
+        model: its name in the data.
+        device: its name in the data.
+        profile_file: CSV of the measurements, below the data folder.
+        blocking_power_w: what a GPU draws while it waits for its neighbour, watts.
+        reference_unit_s: the step in time of the reference frontiers, seconds.
+    """
+
+    name: str
+    model: str
+    device: str
+    profile_file: str
+    blocking_power_w: float
+    reference_unit_s: float
+
+
+CASES = (
+    Case("GPT-3 175B, A100 SXM", "gpt3-175b", "a100_sxm", "gpt3-175b+a100_sxm_bf16.csv", 83.64, 1e-3),
+    Case("Bloom 176B, A40", "bloom", "a40", "bloom+a40_bf16.csv", 70.38, 1e-4),
+)
+STAGES = 8
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much one run measures.
+
+    Attributes:
+        cases: the profiles.
+        microbatches: per iteration, on the measured stages.
+        slowdowns: deadlines, as multiples of the time with all clocks at their maximum.
+        lowtime_microbatches: those for which lowtime itself is run.
+        lowtime_unit_s: its step in time, seconds.
+        reference_microbatches: those for which the reference frontiers are compared.
+        reference_points: how many plans of each reference frontier are replayed.
+        large: stages and microbatches of the large pipeline.
+        repetitions: how often a short measurement is repeated.
+    """
+
+    cases: tuple[Case, ...] = CASES
+    microbatches: tuple[int, ...] = (12, 24, 48, 96)
+    slowdowns: tuple[float, ...] = (1.00, 1.01, 1.02, 1.05, 1.10, 1.20)
+    lowtime_microbatches: tuple[int, ...] = (12, 24)
+    lowtime_unit_s: float = 1e-3
+    reference_microbatches: tuple[int, ...] = (12, 24, 48, 96)
+    reference_points: int = 101
+    large: tuple[int, int] = (16, 512)
+    repetitions: int = 7
+
+
+FULL = Size()
+SMOKE = Size(CASES[:1], (12,), (1.00, 1.10), (12,), 4e-3, (12,), 11, (16, 24), 2)
+
+
+@cache
+def folder() -> Path:
+    """The folder of measured data: $PLANNER_DATA, or shared/data beside the checkout.
+
+    Raises:
+        MissingError: it is not there, or a profile is not in it.
+    """
+    beside = Path(__file__).resolve().parents[2] / "shared" / "data"
+    found = Path(os.environ.get("PLANNER_DATA", beside)) / "perseus_sosp24"
+    for wanted in (found, *(found / "stage_profile" / case.profile_file for case in CASES)):
+        if not wanted.exists():
+            raise MissingError(f"no measured profiles: {wanted} is not there; name their folder in PLANNER_DATA")
+    return found
+
+
+@cache
+def profile_of(case: Case) -> Profile:
+    """The measurements of `case`."""
+    return Profile.load(folder() / "stage_profile" / case.profile_file, blocking_power_w=case.blocking_power_w)
+
+
+@cache
+def dag_of(case: Case, microbatches: int) -> PipelineDag:
+    """One 1F1B iteration of `case`."""
+    return PipelineDag.from_schedule(profile_of(case), schedules.one_f_one_b(STAGES, microbatches))
+
+
+@cache
+def frontier_of(case: Case, microbatches: int) -> Frontier:
+    """The exact frontier of that iteration."""
+    return solve(profile_of(case), schedules.one_f_one_b(STAGES, microbatches))
+
+
+def reference_frontier(case: Case, microbatches: int) -> list[tuple[float, float]]:
+    """(seconds, joules) along the frontier that the reference solver printed, slowest first.
+
+    Raises:
+        MissingError: it is not in the data folder.
+    """
+    path = folder() / "reference_frontier" / case.device / f"{case.model}_bf16_mb{microbatches}.csv"
+    if not path.exists():
+        raise MissingError(f"no reference frontier: {path} is not there")
+    with path.open(newline="") as file:
+        return [(float(row["time"]), float(row["energy"])) for row in csv.DictReader(file)]
+
+
+def envpipe_points(case: Case) -> Iterator[tuple[int, float, float]]:
+    """(microbatches, seconds, joules over the pipeline) of EnvPipe's plans for `case`.
+
+    Raises:
+        MissingError: they are not in the data folder.
+    """
+    path = folder() / "envpipe_result.csv"
+    if not path.exists():
+        raise MissingError(f"no EnvPipe results: {path} is not there")
+    time_scale, energy_scale = 10, 10 * 8  # the file has ten steps of time, and of all 8 GPUs of a stage
+    with path.open(newline="") as file:
+        for row in csv.DictReader(file):
+            if (row["model"], row["device"]) == (case.model, case.device):
+                time_s, energy_j = float(row["iteration_time"]) / time_scale, float(row["energy"]) / energy_scale
+                yield int(row["num_microbatches"]), time_s, energy_j

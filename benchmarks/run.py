@@ -1,0 +1,80 @@
+"""The benchmarks, one command: measures, checks the answers, writes a result file. See README.md."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import frontier_times
+import large_pipeline
+import lowtime_ratio
+import plan_gaps
+import plan_times
+import references
+from data import FULL, SMOKE, MissingError, Size, folder
+from results import Section, environment, failed, write
+
+SECTIONS: dict[int, Callable[[Size], Section]] = {
+    1: frontier_times.measure,
+    2: lowtime_ratio.measure,
+    3: plan_gaps.measure,
+    4: large_pipeline.measure,
+    5: plan_times.measure,
+    6: references.measure,
+}
+_RESULTS = Path(__file__).resolve().parent / "results"
+
+
+def main() -> int:
+    """Exit status: 1 if an answer is wrong, never for a time."""
+    options = _options()
+    try:
+        folder()
+    except MissingError as error:
+        print(f"skipped: {error}")
+        return 0
+    size, about = SMOKE if options.smoke else FULL, environment()
+    sections = [_section(number, size) for number in sorted(set(options.only or SECTIONS))]
+    for section in sections:
+        print(section.markdown(), end="\n\n")
+    whole = not options.only and not options.smoke
+    if options.output or whole:
+        name = "smoke" if options.smoke else "planning" if whole else "part"
+        for path in write(name, sections, size, about, options.output or _RESULTS):
+            print(f"wrote {path}")
+    wrong = failed(sections)
+    for check in wrong:
+        print(check, file=sys.stderr)
+    return 1 if wrong else 0
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Run the benchmarks of the planner on measured profiles.")
+    parser.add_argument(
+        "--only", type=int, action="append", choices=SECTIONS, metavar="N", help="this number alone; may be repeated"
+    )
+    parser.add_argument("--smoke", action="store_true", help="small sizes, seconds: does everything still run?")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        metavar="FOLDER",
+        help="write the result files there; without it a whole run writes to benchmarks/results, a part of one nowhere",
+    )
+    return parser.parse_args()
+
+
+def _section(number: int, size: Size) -> Section:
+    begin_s = time.perf_counter()
+    try:
+        section = SECTIONS[number](size)
+    except MissingError as error:
+        section = Section(number, "Skipped", f"skipped: {error}")
+    print(f"{number}. {section.title}: {time.perf_counter() - begin_s:.0f} s", file=sys.stderr)
+    return section
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,47 @@
+"""The benchmarks run, at a small size; what they find there is right."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+RUN = Path(__file__).resolve().parents[1] / "benchmarks" / "run.py"
+
+
+def benchmarks(*arguments: str, data: Path) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PLANNER_DATA": str(data)}
+    command = [sys.executable, str(RUN), *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=110)
+
+
+def test_a_smoke_run_gets_every_answer_right(measured_data: Path, tmp_path: Path):
+    result = benchmarks("--smoke", "--output", str(tmp_path), data=measured_data)
+    assert result.returncode == 0, result.stderr
+    (written,) = tmp_path.glob("smoke_*.json")
+    sections = json.loads(written.read_text())["sections"]
+    assert [section["number"] for section in sections] == [1, 2, 3, 4, 5, 6]
+    assert all(check["passed"] for section in sections for check in section["checks"])
+    skipped = [section["number"] for section in sections if section["title"] == "Skipped"]
+    assert skipped == ([] if importlib.util.find_spec("lowtime") else [2, 6])
+    assert written.with_suffix(".md").read_text().count("\n## ") == len(sections)
+
+
+def test_a_run_without_measured_data_is_skipped_with_the_reason(tmp_path: Path):
+    result = benchmarks(data=tmp_path)
+    assert result.returncode == 0
+    missing = tmp_path / "perseus_sosp24"
+    expected = f"skipped: no measured profiles: {missing} is not there; name their folder in PLANNER_DATA\n"
+    assert result.stdout == expected
+
+
+@pytest.mark.parametrize("number", ["0", "7"])
+def test_an_unknown_number_is_refused(number: str, tmp_path: Path):
+    result = benchmarks("--only", number, data=tmp_path)
+    assert result.returncode == 2
+    assert "invalid choice" in result.stderr

@@ -1,0 +1,180 @@
+"""Plans are what they say they are, and each named way to ask for one gives what it promises."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from oracles import all_choices
+from strategies import dags, deadline_s, fixed, pipeline, pipelines, shares, smooth_profile
+from validators import check_plan, check_replay
+
+from perseus_planner.dag import PipelineDag
+from perseus_planner.errors import InfeasiblePower, PlanError, UsageError
+from perseus_planner.frontier import Frontier, solve, trace
+from perseus_planner.profiles import Profile
+from perseus_planner.schedules import Schedule, one_f_one_b
+
+
+@pytest.fixture(scope="module")
+def frontier() -> Frontier:
+    """Four stages, eight microbatches, a smooth profile."""
+    return solve(smooth_profile(4), one_f_one_b(4, 8))
+
+
+def effective_j(frontier: Frontier, time_s: float, energy_j: float) -> float:
+    """The energy of an iteration without what waiting GPUs would draw all along."""
+    return energy_j - frontier.profile.blocking_power_w * frontier.profile.stages * time_s
+
+
+@settings(fixed, max_examples=60)
+@given(problem=pipelines(), share=shares())
+def test_a_plan_of_a_pipeline_holds_in_every_number(problem: tuple[Profile, Schedule], share: float):
+    frontier = solve(*problem)
+    plan = frontier.plan_for(deadline_s(frontier, share))
+    check_plan(plan, frontier)
+    check_replay(plan)
+    assert plan.energy_j >= plan.bound_j * (1 - 1e-12)
+
+
+@settings(fixed, max_examples=60)
+@given(dag=dags(30, max_options=8), share=shares())
+def test_a_plan_of_any_graph_holds_in_every_number(dag: PipelineDag, share: float):
+    frontier = trace(dag)
+    check_plan(frontier.plan_for(deadline_s(frontier, share)), frontier)
+
+
+@settings(fixed, max_examples=30)
+@given(problem=pipelines(3, 4))
+@example(problem=pipeline(3679774297, 1, 2, 4))  # once cost 29 % more
+def test_a_plan_in_the_time_of_maximum_clocks_costs_no_more_than_they_do(problem: tuple[Profile, Schedule]):
+    frontier = solve(*problem)
+    plan = frontier.plan_for(frontier.baseline_time_s)
+    at_maximum_j = effective_j(frontier, frontier.baseline_time_s, frontier.baseline_energy_j)
+    assert plan.time_s <= frontier.baseline_time_s
+    assert effective_j(frontier, plan.time_s, plan.energy_j) <= at_maximum_j + 1e-12 * frontier.baseline_energy_j
+
+
+def test_equal_input_gives_equal_plans_whatever_was_asked_before(frontier: Frontier):
+    asked_s = 1.07 * frontier.baseline_time_s
+    frontier.plan_for(1.2 * frontier.baseline_time_s)
+    again = solve(smooth_profile(4), one_f_one_b(4, 8))
+    assert again.plan_for(asked_s) == frontier.plan_for(asked_s)
+
+
+def test_a_plan_asked_for_again_is_at_hand(frontier: Frontier):
+    assert frontier.plan_for(1.1 * frontier.baseline_time_s) is frontier.plan_for(1.1 * frontier.baseline_time_s)
+
+
+def test_a_plan_saves_energy_and_more_where_there_is_more_time(frontier: Frontier):
+    plans = [frontier.plan_for(ratio * frontier.baseline_time_s) for ratio in (1.0, 1.02, 1.05, 1.1, 1.2)]
+    savings_j = [plan.saving_j for plan in plans]
+    assert savings_j[0] > 0.05 * frontier.baseline_energy_j
+    assert savings_j == sorted(savings_j)
+    for plan in plans:
+        assert plan.saving_j == frontier.baseline_energy_j - plan.energy_j
+        assert plan.power_w == plan.energy_j / plan.time_s
+        assert plan.energy_j <= 1.005 * plan.bound_j
+
+
+def test_beside_a_straggler_a_pipeline_is_as_slow_but_no_slower_than_pays(frontier: Frontier):
+    fastest, slowest = frontier.plan_for(frontier.min_time_s), frontier.plan_for(frontier.max_time_s)
+    between_s = (frontier.min_time_s + frontier.max_time_s) / 2
+    assert frontier.plan_beside_straggler(frontier.min_time_s / 2) == fastest
+    assert frontier.plan_beside_straggler(between_s) == frontier.plan_for(between_s)
+    beside = frontier.plan_beside_straggler(10 * frontier.max_time_s)
+    assert beside == dataclasses.replace(slowest, deadline_s=10 * frontier.max_time_s)
+    assert slowest.time_s == frontier.max_time_s
+    assert math.isclose(slowest.energy_j, frontier.bound_j(slowest.time_s), rel_tol=1e-12)
+
+
+def test_a_pipeline_alone_gets_the_least_energy(frontier: Frontier):
+    alone = frontier.plan_for_least_energy()
+    assert alone.time_s <= frontier.least_energy_time_s
+    assert alone.energy_j <= 1.003 * frontier.bound_j(frontier.least_energy_time_s)
+    for ratio in (1.0, 1.05, 1.1, 1.2, 1.4):
+        assert alone.energy_j <= 1.001 * frontier.plan_for(ratio * frontier.baseline_time_s).energy_j
+
+
+@settings(fixed, max_examples=60)
+@given(problem=pipelines(2, 2, 4))
+def test_a_small_pipeline_alone_gets_the_least_energy_there_is(problem: tuple[Profile, Schedule]):
+    frontier = solve(*problem)
+    times_s, costs_j = all_choices(frontier.dag)
+    least_j = np.min(costs_j + frontier.profile.blocking_power_w * frontier.profile.stages * times_s)
+    assert frontier.plan_for_least_energy().energy_j <= least_j * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("share", [0.02, 0.3, 0.7, 1.0])
+def test_a_plan_within_a_power_budget_is_near_the_fastest_there_can_be(frontier: Frontier, share: float):
+    average_w = frontier.energies_j / frontier.times_s
+    budget_w = float(average_w.min() + share * (average_w.max() - average_w.min()))
+    plan = frontier.plan_within_power(budget_w)
+    check_plan(plan, frontier)
+    assert plan.power_w <= budget_w
+    assert plan.time_s <= 1.01 * float(frontier.times_s[average_w <= budget_w][-1])
+
+
+def test_any_budget_above_that_of_the_fastest_plan_gets_it(frontier: Frontier):
+    fastest = frontier.plan_for(frontier.min_time_s)
+    assert frontier.plan_within_power(10 * fastest.power_w) == fastest
+
+
+def test_a_budget_below_all_plans_names_one_that_will_do(frontier: Frontier):
+    with pytest.raises(InfeasiblePower) as caught:
+        frontier.plan_within_power(100)
+    error = caught.value
+    assert error.power_w == 100
+    text = str(error)
+    assert text.startswith("no plan draws 100 W or less on average: the most frugal draws ")
+    named_w = float(re.search(r"draws (\S+) W; ask for that or more$", text)[1])
+    assert error.least_power_w <= named_w < error.least_power_w * (1 + 1e-5)
+    assert frontier.plan_within_power(named_w).power_w <= named_w
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -1.0, "5kW", None, True])
+def test_what_is_no_power_is_refused(frontier: Frontier, bad: object):
+    with pytest.raises(UsageError, match=r"power_w: .* is not a power"):
+        frontier.plan_within_power(bad)
+
+
+def test_a_plan_cannot_be_changed(frontier: Frontier):
+    plan = frontier.plan_for(frontier.min_time_s)
+    with pytest.raises(TypeError):
+        plan.clocks["0F0"] = 210
+    with pytest.raises(TypeError):
+        plan.measurements[0, "F"] = {}
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        plan.energy_j = 0.0
+
+
+def test_a_plan_needs_a_measured_clock_for_each_computation(frontier: Frontier):
+    plan = frontier.plan_for(frontier.min_time_s)
+    for clocks in (
+        dict(list(plan.clocks.items())[1:]),
+        {**plan.clocks, "9F9": 1410},
+        dict(reversed(plan.clocks.items())),
+    ):
+        with pytest.raises(PlanError, match="clocks: are not those of the schedule's computations, in their order"):
+            dataclasses.replace(plan, clocks=clocks)
+    with pytest.raises(PlanError, match="0F0: has no clock, or no measurement of it, in this plan"):
+        dataclasses.replace(plan, clocks={**plan.clocks, "0F0": 1})
+
+
+@pytest.mark.parametrize(("microbatches", "most"), [(12, 0.005), (24, 0.003)])
+@pytest.mark.parametrize(("name", "power_w"), [("gpt3-175b+a100_sxm_bf16", 83.64), ("bloom+a40_bf16", 70.38)])
+def test_plans_of_measured_profiles_are_near_the_bound(
+    measured_data: Path, name: str, power_w: float, microbatches: int, most: float
+):
+    profile = Profile.load(measured_data / "perseus_sosp24" / "stage_profile" / f"{name}.csv", power_w)
+    frontier = solve(profile, one_f_one_b(8, microbatches))
+    for ratio in (1.0, 1.01, 1.02, 1.05, 1.1, 1.2):
+        plan = frontier.plan_for(ratio * frontier.baseline_time_s)
+        check_plan(plan, frontier)
+        check_replay(plan)
+        assert plan.bound_j * (1 - 1e-12) <= plan.energy_j <= plan.bound_j * (1 + most)
