@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 
 Integers = NDArray[np.int64]
 
-UNLIMITED = 2**62  #: more than any flow (at most 2**60, see frontier.py) and any time (at most 2**50)
+UNLIMITED = 2**62  #: more than any flow (at most 2**60, see network.py) and any time (at most 2**50)
 
 
 class Network(NamedTuple):

@@ -107,5 +107,5 @@ def test_plans_of_problems_too_large_to_try_all_choices_are_near_the_best_one(ki
         measured = math.prod(len(problem.profile.measurements[c[:2]]) for c in problem.computations)
         if worthwhile > rounding._FEW and measured <= 2**18:
             tried.append(Tried(problem))
-    check([each.wasted_anywhere(rng) for each in tried], optimal=0.75, most=0.02)
-    check([each.wasted_where_one_fits_exactly(rng) for each in tried], optimal=0.75, most=0.2)
+    check([each.wasted_anywhere(rng) for each in tried], optimal=0.65, most=0.02)
+    check([each.wasted_where_one_fits_exactly(rng) for each in tried], optimal=0.65, most=0.2)

@@ -85,8 +85,7 @@ def check_frontier(frontier: Frontier) -> None:
     assert frontier.powers[-1] == UNLIMITED
     assert frontier.powers[0] >= 0
     assert np.all(np.diff(frontier.times_s) <= 0)
-    assert math.isclose(frontier.times_s[0], frontier.max_time_s, rel_tol=1e-12)
-    assert math.isclose(frontier.times_s[-1], frontier.min_time_s, rel_tol=1e-12)
+    assert (frontier.times_s[0], frontier.times_s[-1]) == (frontier.max_time_s, frontier.min_time_s)
 
 
 def check_plan(plan: Plan, frontier: Frontier) -> None:
