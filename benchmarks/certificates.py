@@ -26,7 +26,8 @@ def worst_certificate(frontier: Frontier, points: int = POINTS) -> float:
     Raises:
         AssertionError: event times or flow are none.
     """
-    ticks = np.linspace(int(frontier.times[0]), int(frontier.times[-1]), points).astype(np.int64).tolist()
+    slowest, fastest = int(frontier.times[0]), int(frontier.times[-1])
+    ticks = [slowest - (slowest - fastest) * part // (points - 1) for part in range(points)]
     _check_arcs(frontier)
     return max(_certificate(frontier, at) for at in frontier.states_at(ticks))
 

@@ -86,7 +86,9 @@ class Frontier:
     @cached_property
     def times_s(self) -> NDArray[np.float64]:
         """(points,) iteration times at which the slope changes, falling from `max_time_s` to `min_time_s`, seconds."""
-        return np.clip(self.times * self.scaled.tick_s, self.min_time_s, self.max_time_s)
+        times_s: NDArray[np.float64] = np.clip(self.times * self.scaled.tick_s, self.min_time_s, self.max_time_s)
+        times_s[0], times_s[-1] = self.max_time_s, self.min_time_s
+        return times_s
 
     @cached_property
     def energies_j(self) -> NDArray[np.float64]:
@@ -125,8 +127,12 @@ class Frontier:
         return self._plans[deadline_s]
 
     def plan_for_least_energy(self) -> Plan:
-        """The plan for a pipeline that waits for nobody: the least energy per iteration."""
-        return self.plan_for(self.least_energy_time_s)
+        """The plan for a pipeline that waits for nobody: the least energy per iteration.
+
+        Its deadline is a hair above `least_energy_time_s`, so that a plan that takes just that time is not refused for
+        a rounding error.
+        """
+        return self.plan_for(self.least_energy_time_s * (1 + 1e-9))
 
     def plan_beside_straggler(self, straggler_time_s: float) -> Plan:
         """The plan beside a pipeline whose iteration takes `straggler_time_s` seconds, for which all others wait.

@@ -69,9 +69,9 @@ def read_frontier(path: str | os.PathLike[str]) -> Parts:
             file.seek(0)
             with np.load(file, allow_pickle=False) if archived else nullcontext({}) as archive:
                 arrays = {name: np.asarray(archive[name]) for name in archive}
-    except OSError as error:
-        raise FrontierError(unreadable(path, error)) from error
     except Exception as error:  # NumPy and zipfile have no common error for damaged bytes
+        if isinstance(error, OSError) and error.filename is not None:
+            raise FrontierError(unreadable(path, error)) from error
         raise FrontierError(f"{path}: is damaged or cut short ({error}); {_AGAIN}") from error
     _check(path, arrays)
     try:

@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 
 Integers = NDArray[np.int64]
 
-UNLIMITED = 2**62  #: more than any flow (at most 2**60, see network.py) and any time (at most 2**50)
+UNLIMITED = 2**62  #: more than any flow or time, which are at most 2**60 (see network.py)
 
 
 class Network(NamedTuple):
@@ -245,21 +245,22 @@ def _blocking_flow(
 
 
 @njit(cache=True)
-def _distances(network: Network, length: Integers, queue: Integers, reached: int, distance: Integers) -> int:
-    """Grow the cut beyond the nodes reached until it meets the sink (Dijkstra); how far events can move until then.
+def _distances(network: Network, length: Integers, queue: Integers, distance: Integers, came_by: Integers) -> int:
+    """Grow the cut from the source until it meets the sink (Dijkstra); how far events can move until then, ticks.
 
-    Fills `distance` (ticks) with how far the cut had moved when it took in each node; where that is more than what is
-    returned, it had not.
+    Fills `distance` with how far the cut had moved when it took in each node, and `came_by` with the residual arc that
+    it came by. For nodes whose distance is more than what is returned, both mean nothing.
     """
     start, other = network.start, network.other
     distance[:] = UNLIMITED
-    distance[queue[:reached]] = 0
     settled = np.zeros(len(distance), np.bool_)
-    far = [(np.int64(0), np.int64(0))]  # a heap
+    distance[network.source] = 0
+    queue[0] = network.source  # nodes as far as the last one taken from the heap: most nodes need no heap
+    taken, reached = 0, 1
+    far = [(np.int64(0), np.int64(0))]
     far.pop()
-    limit, taken = UNLIMITED, 0
-    while limit == UNLIMITED:
-        if taken < reached:  # `queue` has the nodes as far as the last one taken from the heap: most need no heap
+    while True:
+        if taken < reached:
             node = queue[taken]
             taken += 1
         else:
@@ -268,18 +269,16 @@ def _distances(network: Network, length: Integers, queue: Integers, reached: int
             continue
         settled[node] = True
         if node == network.sink:
-            limit = distance[node]
-            break
+            return int(distance[node])
         for i in range(start[node], start[node + 1]):
             beyond = distance[node] + length[i]
             if beyond < distance[other[i]]:
-                distance[other[i]] = beyond
+                distance[other[i]], came_by[other[i]] = beyond, i
                 if length[i] == 0:
                     queue[reached] = other[i]
                     reached += 1
                 else:
                     heappush(far, (beyond, other[i]))
-    return limit
 
 
 @njit(cache=True)
@@ -295,6 +294,18 @@ def _move(network: Network, state: State, distance: Integers, step: int) -> Inte
             changed[count] = arc
             count += 1
     return changed[:count]
+
+
+@njit(cache=True)
+def _path(network: Network, came_by: Integers, path: Integers) -> Integers:
+    """The residual arcs from source to sink that the search came by; uses the end of `path`."""
+    node, begin = network.sink, len(path)
+    while node != network.source:
+        begin -= 1
+        path[begin] = came_by[node]
+        arc = network.residual[came_by[node]]
+        node = network.tail[arc] if arc >= 0 else network.head[~arc]
+    return path[begin:]
 
 
 @njit(cache=True)
@@ -314,23 +325,29 @@ def advance(network: Network, state: State, time: int, power: int, target: int) 
     """
     level = network.first.copy()
     length, room = np.empty_like(network.other), np.empty_like(network.other)
-    queue, layer, distance = np.empty_like(state.event), np.empty_like(state.event), np.empty_like(state.event)
+    queue, layer, path = np.empty_like(state.event), np.empty_like(state.event), np.empty_like(state.event)
+    distance, came_by = np.empty_like(state.event), np.empty_like(state.event)
     times, powers = [time], [power]
     _measure(network, state, np.arange(len(level)), level, length, room)
     while True:
-        reached = _layers(network, length, layer, queue)
-        while queue[reached - 1] == network.sink:
-            added = _blocking_flow(network, state, level, length, room, layer)
-            if added == UNLIMITED:
-                powers[-1] = UNLIMITED
+        step = _distances(network, length, queue, distance, came_by)
+        if step == 0:  # the flow is not yet the maximum
+            added = 0
+            while added < UNLIMITED and queue[_layers(network, length, layer, queue) - 1] == network.sink:
+                added = _blocking_flow(network, state, level, length, room, layer)
+                power += added
+        else:
+            powers[-1] = power
+            if time <= target:
                 return times, powers
+            step = min(step, time - target)
+            meets = step == distance[network.sink]
+            _measure(network, state, _move(network, state, distance, step), level, length, room)
+            time -= step
+            times.append(time)
+            powers.append(power)
+            added = _augment(network, state, _path(network, came_by, path), level, length, room)[0] if meets else 0
             power += added
-            reached = _layers(network, length, layer, queue)
-        powers[-1] = power
-        if time <= target:
+        if added == UNLIMITED:
+            powers[-1] = UNLIMITED
             return times, powers
-        step = min(_distances(network, length, queue, reached, distance), time - target)
-        _measure(network, state, _move(network, state, distance, step), level, length, room)
-        time -= step
-        times.append(time)
-        powers.append(power)

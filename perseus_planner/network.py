@@ -15,7 +15,7 @@ from perseus_planner.dag import PipelineDag
 from perseus_planner.errors import ProfileError
 from perseus_planner.mincut import Network, make_network
 
-_TIME_BITS = 50  #: an iteration is at most 2**50 ticks: 1e-15 of it is one tick
+_TIME_BITS = 60  #: all durations together are at most 2**60 ticks, and so is any time
 _POWER_BITS = 60  #: all slopes together are at most 2**60 units, and so is any flow
 _ENERGY_BITS = 62
 _SAME_TIME = 2.0**-30  #: closer than any clock measures, relative: a slope between such times would drown all others

@@ -95,7 +95,7 @@ def test_beside_a_straggler_a_pipeline_is_as_slow_but_no_slower_than_pays(fronti
 
 def test_a_pipeline_alone_gets_the_least_energy(frontier: Frontier):
     alone = frontier.plan_for_least_energy()
-    assert alone.time_s <= frontier.least_energy_time_s
+    assert alone.time_s <= frontier.least_energy_time_s * (1 + 1e-8)
     assert alone.energy_j <= 1.003 * frontier.bound_j(frontier.least_energy_time_s)
     for ratio in (1.0, 1.05, 1.1, 1.2, 1.4):
         assert alone.energy_j <= 1.001 * frontier.plan_for(ratio * frontier.baseline_time_s).energy_j
