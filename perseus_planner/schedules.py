@@ -10,6 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from numbers import Integral
 from typing import NamedTuple
 
 from perseus_planner.errors import ScheduleError
@@ -91,8 +92,9 @@ def one_f_one_b(stages: int, microbatches: int) -> Schedule:
         ScheduleError: `stages` or `microbatches` is not a positive whole number.
     """
     for name, value in (("stages", stages), ("microbatches", microbatches)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        if not isinstance(value, Integral) or isinstance(value, bool) or value < 1:
             raise ScheduleError(f"{name} is {value!r}; give a whole number of at least 1")
+    stages, microbatches = int(stages), int(microbatches)
     ranks = []
     for stage in range(stages):
         warmup = min(stages - 1 - stage, microbatches)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -66,3 +67,7 @@ def test_other_text_is_no_computation(text: str):
     with pytest.raises(ScheduleError) as caught:
         Computation.parse(text)
     assert str(caught.value) == f"{text!r} is no computation; write stage, kind (F or B) and microbatch, e.g. 3F17"
+
+
+def test_whole_numbers_of_numpy_are_whole_numbers():
+    assert one_f_one_b(np.int64(2), np.int32(3)) == one_f_one_b(2, 3)
