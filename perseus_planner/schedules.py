@@ -10,10 +10,10 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from numbers import Integral
 from typing import NamedTuple
 
 from perseus_planner.errors import ScheduleError
+from perseus_planner.quantities import COUNT
 
 _COMPUTATION = re.compile(r"(\d+)([FB])(\d+)")
 
@@ -91,10 +91,7 @@ def one_f_one_b(stages: int, microbatches: int) -> Schedule:
     Raises:
         ScheduleError: `stages` or `microbatches` is not a positive whole number.
     """
-    for name, value in (("stages", stages), ("microbatches", microbatches)):
-        if not isinstance(value, Integral) or isinstance(value, bool) or value < 1:
-            raise ScheduleError(f"{name} is {value!r}; give a whole number of at least 1")
-    stages, microbatches = int(stages), int(microbatches)
+    stages, microbatches = _count("stages", stages), _count("microbatches", microbatches)
     ranks = []
     for stage in range(stages):
         warmup = min(stages - 1 - stage, microbatches)
@@ -104,3 +101,10 @@ def one_f_one_b(stages: int, microbatches: int) -> Schedule:
         order += [Computation(stage, "B", m) for m in range(microbatches - warmup, microbatches)]
         ranks.append(tuple(order))
     return Schedule("1f1b", tuple(ranks))
+
+
+def _count(name: str, value: int) -> int:
+    count: int | None = COUNT.accept(value)
+    if count is None:
+        raise ScheduleError(f"{name} is {value!r}; give {COUNT.wanted}")
+    return count
