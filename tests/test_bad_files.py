@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from strategies import smooth_profile
+from validators import same
 
 from perseus_planner import Frontier, Plan
 from perseus_planner.errors import FrontierError, PlanError, PlannerError
@@ -35,11 +36,6 @@ def frontier() -> Frontier:
 def plan(frontier: Frontier) -> Plan:
     """A plan between the ends."""
     return frontier.plan_for(1.07 * frontier.baseline_time_s)
-
-
-def same(one: Frontier, other: Frontier) -> bool:
-    curves = zip((one.times, one.powers), (other.times, other.powers), strict=True)
-    return one.dag == other.dag and all(np.array_equal(a, b) for a, b in curves)
 
 
 def loads(load: Callable[[Path], object], path: Path, data: bytes) -> object | None:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from strategies import dags, deadline_s, fixed, shares, smooth_profile
+from validators import same
 
 from perseus_planner import Frontier, Plan
 from perseus_planner.dag import PipelineDag
@@ -38,11 +39,6 @@ def frontier() -> Frontier:
 def plan(frontier: Frontier) -> Plan:
     """A plan between the ends."""
     return frontier.plan_for(1.07 * frontier.baseline_time_s)
-
-
-def same(one: Frontier, other: Frontier) -> bool:
-    curves = zip((one.times, one.powers), (other.times, other.powers), strict=True)
-    return one.dag == other.dag and all(np.array_equal(a, b) for a, b in curves)
 
 
 @settings(fixed, max_examples=40)

@@ -166,7 +166,7 @@ def test_a_plan_needs_a_measured_clock_for_each_computation(frontier: Frontier):
         dataclasses.replace(plan, clocks={**plan.clocks, "0F0": 1})
 
 
-@pytest.mark.parametrize(("microbatches", "most"), [(12, 0.005), (24, 0.003)])
+@pytest.mark.parametrize(("microbatches", "most"), [(12, 0.005), (24, 0.003), (96, 0.003)])
 @pytest.mark.parametrize(("name", "power_w"), [("gpt3-175b+a100_sxm_bf16", 83.64), ("bloom+a40_bf16", 70.38)])
 def test_plans_of_measured_profiles_are_near_the_bound(
     measured_data: Path, name: str, power_w: float, microbatches: int, most: float
@@ -178,3 +178,7 @@ def test_plans_of_measured_profiles_are_near_the_bound(
         check_plan(plan, frontier)
         check_replay(plan)
         assert plan.bound_j * (1 - 1e-12) <= plan.energy_j <= plan.bound_j * (1 + most)
+        # An iteration that lasts the whole deadline: time that a plan leaves unused counts against it.
+        whole_s = min(plan.deadline_s, frontier.max_time_s)
+        whole_j = plan.energy_j + power_w * profile.stages * (whole_s - plan.time_s)
+        assert whole_j <= frontier.bound_j(whole_s) * (1 + most)

@@ -130,3 +130,9 @@ def _reached(source: int, edges: list[tuple[int, int]]) -> set[int]:
                 reached.add(node)
                 ahead.append(node)
     return reached
+
+
+def same(one: Frontier, other: Frontier) -> bool:
+    """Whether both are the same curve of the same iteration."""
+    curves = zip((one.times, one.powers), (other.times, other.powers), strict=True)
+    return one.dag == other.dag and all(np.array_equal(a, b) for a, b in curves)
