@@ -178,11 +178,13 @@ class Frontier:
         Raises:
             PlanError: a computation has no clock there, or none that was measured.
         """
-        chosen = [clocks.get(str(computation)) for computation in self.dag.computations]
-        for name, clock, key in zip(self.dag.iteration.names, chosen, self.dag.iteration.keys, strict=False):
-            if clock not in (m.clock_mhz for m in self.profile.measurements[key]):
-                raise PlanError(f"{name}: {clock} MHz was not measured; choose a clock of the profile")
-        return self._of([clock for clock in chosen if clock is not None], None)
+        chosen = []
+        for computation, key in zip(self.dag.computations, self.dag.iteration.keys, strict=True):
+            clock = clocks.get(str(computation))
+            if clock is None or all(m.clock_mhz != clock for m in self.profile.measurements[key]):
+                raise PlanError(f"{computation}: {clock} MHz was not measured; choose a clock of the profile")
+            chosen.append(clock)
+        return self._of(chosen, None)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write one file that `load` reads; equal frontiers give equal bytes.
