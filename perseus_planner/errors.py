@@ -3,6 +3,7 @@
     PlannerError                 a user can act on every one of these; the command line exits with 2
     ├── ProfileError             a profile (file or values) that cannot be planned on
     ├── ScheduleError            a pipeline schedule that is not one, or does not fit the profile
+    ├── JobError                 a job file that cannot be read, or a job that is not one
     ├── FrontierError            a frontier file that cannot be read
     ├── PlanError                a plan file that cannot be read
     ├── InfeasibleError          a request that no choice of clocks can meet
@@ -27,6 +28,10 @@ class ProfileError(PlannerError):
 
 class ScheduleError(PlannerError):
     """A pipeline schedule is malformed or does not fit the profile."""
+
+
+class JobError(PlannerError):
+    """A job file cannot be read, or what it says together with the command line is no job."""
 
 
 class FrontierError(PlannerError):

@@ -132,13 +132,13 @@ class Profile:
         return sha256(b"profile 1", self._csv(), rest.encode())
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str], blocking_power_w: float | None = None) -> Profile:
+    def load(cls, path: str | os.PathLike[str], blocking_power_w: float | tuple[float, ...] | None = None) -> Profile:
         """Read `profile.csv`, or `profile.yaml` with the CSV that it names.
 
         Args:
             path: the file; read as YAML when its name ends with .yaml or .yml, else as CSV.
-            blocking_power_w: what a waiting GPU draws, watts. Needed for a CSV, which does not carry it;
-                given with a YAML file, it replaces the file's.
+            blocking_power_w: what a waiting GPU draws, watts; or one number for each stage. Needed for a CSV, which
+                does not carry it; given with a YAML file, it replaces the file's.
 
         Raises:
             ProfileError: a file cannot be read, or is no profile; the text names file, line and remedy.
@@ -304,10 +304,19 @@ def _without_power(path: Path) -> str:
     )
 
 
-def _load_yaml(path: Path, power_w: float | None) -> Profile:
+def profile_document(path: Path) -> Document:
+    """The YAML file of a profile, as it is written, with known keys only.
+
+    Raises:
+        ProfileError: it cannot be read, or is no such file.
+    """
     required = ("measurements", "blocking_power_w")
     optional = tuple(key for key in _CHECKS if key not in required)
-    document = read_document(path, _FORMAT, _VERSION, required, optional, ProfileError)
+    return read_document(path, _FORMAT, _VERSION, required, optional, ProfileError)
+
+
+def _load_yaml(path: Path, power_w: float | tuple[float, ...] | None) -> Profile:
+    document = profile_document(path)
     rest = {key: document.values[key] for key in _CHECKS if key in document.values}
     for key, value in rest.items():
         try:

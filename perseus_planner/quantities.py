@@ -81,6 +81,13 @@ DURATION = Quantity(
     Rule(float, False, "a duration: write seconds above 0, or a number with ms, s or min, such as 2.95s"),
     MappingProxyType({"": 1, "ms": Fraction(1, 1000), "s": 1, "min": 60}),
 )
+LAG = Quantity(
+    Rule(float, True, "a duration: write seconds of 0 or more, or a number with ms, s or min, such as 1.5ms"),
+    DURATION.units,
+)
+OVERHEAD = Quantity(
+    Rule(float, True, "a duration: write seconds, or a number with ms, s or min, such as 120ms"), DURATION.units
+)
 SLOWDOWN = Quantity(
     Rule(float, False, "a slowdown: write a number above 0, where 1 is as fast as all clocks at maximum, such as 1.05"),
     MappingProxyType({"": 1, "x": 1}),
