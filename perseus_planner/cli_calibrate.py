@@ -9,7 +9,7 @@ import click
 from perseus_planner import console
 
 
-@click.command(epilog=console.examples("planner calibrate profile.yaml plan.yaml --measured 16s"))
+@click.command(epilog=console.examples("planner calibrate profile.yaml plan.yaml --measured 5s"))
 @click.argument("profile_or_job", type=console.PATH)
 @click.argument("plan", type=console.PATH)
 @click.option(

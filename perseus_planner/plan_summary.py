@@ -52,8 +52,8 @@ class PlanSummary:
     """A plan; fields as `Plan` has them.
 
     `operations` counts those of fixed time and `longest_lag_s` is the longest transfer. `time_ratio`, `saved_j` and
-    `saved_share` are against all clocks at maximum, `above_bound_share` is over `bound_j`; `most_changes` is that of the
-    rank that changes its clock most often.
+    `saved_share` are against all clocks at maximum, `above_bound_share` is over `bound_j`; `most_changes` is that of
+    the rank that changes its clock most often.
     """
 
     origin: str
