@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 from itertools import accumulate, pairwise
 from random import Random
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -332,6 +333,17 @@ def test_what_waits_for_the_lock_is_overtaken_by_hand():
     # of rank 0 for 2 MHz waits since 0.25; 3 MHz takes its place at 0.5.
     assert [call[1:6] for call in result.calls] == [(0, 1, 0.0, 0.0, 1.0), (0, 3, 0.5, 1.0, 2.0)]
     assert result.ranks == (RankChanges(3, 1.5, 1.5), RankChanges(2, 0.25, 0.0))
+
+
+def test_a_task_of_no_time_runs_at_its_clock_if_changes_take_none():
+    costs = {clock: SimpleNamespace(time_s=0.0, energy_j=float(clock)) for clock in (1, 2)}
+    ranks = [[Task(costs, 1), Task.operation(costs[1]), Task(costs, 2)], [Task.operation(costs[2])]]
+    result = replay_with_changes(
+        Iteration(ranks, [[], [(3, 0.5)], [], []]), NONE, node_of_rank=[0, 0], blocking_power_w=[10.0, 100.0]
+    )
+    assert result.starts_s == result.ends_s == (0.0, 0.5, 0.5, 0.0)
+    assert result.energies_j == (1.0, 1.0, 2.0, 2.0)
+    assert result.energy_j == 6.0 + 0.5 * 110.0
 
 
 def test_a_tensor_group_makes_a_call_for_each_gpu():
