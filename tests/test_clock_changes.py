@@ -399,7 +399,7 @@ def test_a_latency_is_finite_and_not_negative(value):
     for name in ("call_s", "settle_s"):
         with pytest.raises(ProfileError) as caught:
             ClockChange(**{"call_s": 0.0, "settle_s": 0.0, name: value})
-        assert str(caught.value).startswith(f"{name}: ")
+        assert str(caught.value).startswith(f"clock_change, {name}: ")
         assert str(caught.value).endswith(wanted)
 
 
