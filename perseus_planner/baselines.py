@@ -100,7 +100,8 @@ def lowtime(dag: PipelineDag, deadline_s: float, tick_s: float | None = None) ->
     """The plan of lowtime 0.3.0, the solver published with Perseus, for a deadline.
 
     All of its frontier is walked, each step replayed with the measured times of its clocks (lowtime's own times are
-    rounded down), and of those that meet the deadline the one of the least effective energy is taken.
+    rounded down), and of those that meet the deadline the one of the least effective energy is taken. That takes long:
+    for 8 stages at the step it takes by itself, 9 s at 12 microbatches, 20 s at 24, and more than 9 minutes at 96.
 
     Args:
         dag: the iteration.
