@@ -112,9 +112,12 @@ def lowtime(dag: PipelineDag, deadline_s: float, tick_s: float | None = None) ->
 
     Raises:
         InfeasibleError: none of its plans meets the deadline when replayed.
-        UsageError: lowtime is not installed, cannot fit the profile, or `deadline_s` or `tick_s` is no time.
+        UsageError: lowtime is not installed, cannot fit the profile, the iteration has lags or fixed operations, which
+            it does not know, or `deadline_s` or `tick_s` is no time.
     """
     deadline_s = _seconds("deadline_s", deadline_s)
+    if dag.iteration.lags_s or dag.iteration.operations:
+        raise UsageError("lowtime knows no transfer lags and no fixed operations; leave it out, or them")
     keys, measured = _keys(dag), _measured(dag)
     if tick_s is None:
         fastest = [points[0] for points in measured]
@@ -140,7 +143,7 @@ def _all_steps(walk: Walk) -> Iterator[list[int]]:
 
 def _keys(dag: PipelineDag) -> list[tuple[int, str]]:
     """What the profile has measured each computation as, by its place in `dag.computations`."""
-    return [computation[:2] for computation in dag.computations]
+    return list(dag.iteration.keys)
 
 
 def _measured(dag: PipelineDag) -> list[tuple[Measurement, ...]]:
@@ -162,10 +165,9 @@ def _seconds(name: str, value: float) -> float:
 def _cheapest(dag: PipelineDag, choices: Iterable[list[Measurement]], deadline_s: float) -> list[Measurement] | None:
     """Of the choices whose iteration meets the deadline, the first of the least effective energy."""
     best, best_j = None, math.inf
-    waiting_w = dag.profile.blocking_power_w * dag.profile.stages
     for points in choices:
         time_s, energy_j = time_and_energy(dag, points)
-        effective_j = energy_j - waiting_w * time_s
+        effective_j = energy_j - dag.waiting_w * time_s
         if time_s <= deadline_s and effective_j < best_j:
             best, best_j = points, effective_j
     return best

@@ -44,7 +44,7 @@ def reconfigured(dag: PipelineDag, measured: Sequence[Sequence[Measurement]]) ->
     at = [0 if outer else _valley(points) for outer, points in zip(envelope, measured, strict=True)]
     while True:
         chosen = [points[i] for points, i in zip(measured, at, strict=True)]
-        path = critical_path(dag, [point.time_s for point in chosen])
+        path = [place for place in critical_path(dag, [point.time_s for point in chosen]) if place < len(at)]
         raisable = [place for place in path if at[place]]
         if not raisable or all(envelope[place] for place in path):
             return chosen
@@ -61,7 +61,7 @@ def on_envelope(computation: Computation, last_stage: int, last_microbatch: int)
 
 
 def critical_path(dag: PipelineDag, durations_s: Sequence[float]) -> list[int]:
-    """Places of computations, last first, each of which starts when the next one ends; the last one starts at 0.
+    """Places of nodes, last first, each of which starts when the next one ends and its lag is over.
 
     Args:
         dag: the iteration.
@@ -69,8 +69,8 @@ def critical_path(dag: PipelineDag, durations_s: Sequence[float]) -> list[int]:
     """
     end_s = end_times(dag, durations_s)
     path = [max(range(len(end_s)), key=end_s.__getitem__)]
-    while before := dag.predecessors[path[-1]]:  # program order on the rank comes first, and max takes the first
-        path.append(max(before, key=end_s.__getitem__))
+    while waits := dag.iteration.waits[path[-1]]:  # program order on the rank comes first, and max takes the first
+        path.append(max(waits, key=lambda wait: end_s[wait[0]] + wait[1])[0])
     return path
 
 

@@ -30,13 +30,13 @@ class Fits:
 
     Attributes:
         unit_s: its step in time, seconds.
-        blocking_power_w: subtracted from every option's energy, watts.
+        blocking_power_w: subtracted from every option's energy, watts; or one number for each stage.
         options: (stage, kind) -> lowtime's CandidateExecutionOptions.
         models: (stage, kind) -> lowtime's ExponentialModel: units of time -> effective joules.
     """
 
     unit_s: float
-    blocking_power_w: float
+    blocking_power_w: float | tuple[float, ...]
     options: Mapping[tuple[int, str], Any]
     models: Mapping[tuple[int, str], Any]
 
@@ -72,10 +72,9 @@ def fit(profile: Profile, unit_s: float, *, filter_first: bool = False) -> Fits:
     load_lowtime()
     from lowtime.cost_model import ExponentialModel
 
-    power_w = profile.blocking_power_w
     options, models = {}, {}
     for key, measurements in profile.measurements.items():
-        options[key] = _candidates(measurements, unit_s, power_w, filter_first)
+        options[key] = _candidates(measurements, unit_s, profile.blocking_w(key[0]), filter_first)
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # overflows on the way of a fit that is then not taken
@@ -85,7 +84,7 @@ def fit(profile: Profile, unit_s: float, *, filter_first: bool = False) -> Fits:
                 f"lowtime finds no exponential through the {len(options[key].options)} options of {key[1]} on stage "
                 f"{key[0]} at steps of {unit_s:g} s ({error}); give it a finer step, or leave it out"
             ) from error
-    return Fits(unit_s, power_w, options, models)
+    return Fits(unit_s, profile.blocking_power_w, options, models)
 
 
 def _candidates(measurements: Sequence[Measurement], unit_s: float, power_w: float, filter_first: bool) -> Any:
