@@ -54,8 +54,9 @@ def test_a_file_reads_back_and_gives_the_schedule_its_name(folder: Path):
 
 def test_a_file_that_cannot_be_written_leaves_the_old_one(folder: Path):
     save_grid(gpipe(1, 1), "mine.csv")
-    with pytest.raises(OSError, match="missing"):
+    with pytest.raises(ScheduleError) as caught:
         save_grid(gpipe(2, 2), "missing/mine.csv")
+    assert str(caught.value) == "missing/mine.csv: cannot be written: No such file or directory; check the folder"
     assert load_grid("mine.csv").ranks == gpipe(1, 1).ranks
     assert [file.name for file in folder.iterdir()] == ["mine.csv"]
 

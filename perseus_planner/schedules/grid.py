@@ -98,10 +98,13 @@ def save_grid(schedule: Schedule, path: str | os.PathLike[str]) -> None:
     """Write `grid_text(schedule)` to `path`, whole or not at all.
 
     Raises:
-        OSError: the file cannot be written.
+        ScheduleError: the file cannot be written.
     """
-    with replacing(path) as file:
-        file.write(grid_text(schedule).encode())
+    try:
+        with replacing(path) as file:
+            file.write(grid_text(schedule).encode())
+    except OSError as error:
+        raise ScheduleError(f"{path}: cannot be written: {error.strerror}; check the folder") from error
 
 
 def _unreadable(file: Path, error: OSError | ValueError) -> str:
