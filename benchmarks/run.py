@@ -11,6 +11,7 @@ from pathlib import Path
 import frontier_times
 import large_pipeline
 import lowtime_ratio
+import measured_runs
 import plan_gaps
 import plan_times
 import references
@@ -24,6 +25,7 @@ SECTIONS: dict[int, Callable[[Size], Section]] = {
     4: large_pipeline.measure,
     5: plan_times.measure,
     6: references.measure,
+    7: measured_runs.measure,
 }
 _RESULTS = Path(__file__).resolve().parent / "results"
 
