@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,6 @@ class Job:
         transfer: between the stages.
         operations: what is neither forward nor backward.
         variants: computations with a profile of their own.
-        gpus_per_node: how many GPUs a machine has; None: not said.
         files: what was read.
 
     Raises:
@@ -43,7 +41,6 @@ class Job:
     transfer: Transfer = field(default_factory=Transfer)
     operations: tuple[FixedOperation, ...] = ()
     variants: tuple[Variant, ...] = ()
-    gpus_per_node: int | None = None
     files: tuple[Path, ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
@@ -89,7 +86,6 @@ class Job:
             settings.transfer,
             settings.operations,
             settings.variants,
-            settings.gpus_per_node,
             _files(settings),
         )
 
@@ -102,16 +98,6 @@ class Job:
         """
         extras = {"transfer": self.transfer, "operations": self.operations, "variants": self.variants}
         return tuple(PipelineDag.from_schedule(profile, self.schedule, **extras) for profile in self.profiles)
-
-    @cached_property
-    def node_of_rank(self) -> tuple[int, ...]:
-        """The machine on which each rank's first GPU is, where a pipeline's GPUs fill machines in their order.
-
-        Without `gpus_per_node`, each rank is on a machine of its own.
-        """
-        ranks = range(len(self.schedule.ranks))
-        per_node = self.gpus_per_node
-        return tuple(rank if per_node is None else rank * self.profiles[0].gpus_per_stage // per_node for rank in ranks)
 
 
 def _profile(settings: Settings, replica: ReplicaSettings) -> Profile:

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from perseus_planner.clock_changes import ClockChange
 from perseus_planner.documents import Document, format_of, read_document, shown
 from perseus_planner.errors import JobError, PlannerError
 from perseus_planner.pipeline import FixedOperation, Transfer, Variant
-from perseus_planner.profiles import ClockChange
 from perseus_planner.quantities import COUNT, DEGREE, ENERGY, POWER, STAGE, TIME, WAIT, Rule
 
 FORMAT = "perseus-planner/job"
@@ -62,7 +62,6 @@ class Settings:
         slow_stages: stage -> how many times as long its computations take now.
         overhead_s: calibrated seconds of an iteration beside what is replayed; replaces the profile's.
         clock_change: what changing a clock costs; replaces the profile's.
-        gpus_per_node: how many GPUs a machine has, whose clocks are set one after another.
         replicas: the pipelines; one, where it is empty.
         file: that all this is from.
 
@@ -84,12 +83,11 @@ class Settings:
     slow_stages: Mapping[int, float] = field(default_factory=dict)
     overhead_s: float | None = None
     clock_change: ClockChange | None = None
-    gpus_per_node: int | None = None
     replicas: tuple[ReplicaSettings, ...] = ()
     file: Path | None = None
 
     def __post_init__(self) -> None:
-        for name in ("microbatches", "ranks", "virtual_stages", "stages", "tensor_parallel", "gpus_per_node"):
+        for name in ("microbatches", "ranks", "virtual_stages", "stages", "tensor_parallel"):
             value = getattr(self, name)
             if value is not None and COUNT.accept(value) is None:
                 raise JobError(f"{name} is {value!r}; give {COUNT.wanted}")
@@ -236,8 +234,9 @@ def _overhead_s(document: Document, key: str) -> float:
 
 
 def _clock_change(document: Document, key: str) -> ClockChange:
-    inner = document.section(key, ("call_s",), ("settle_s",))
-    return ClockChange(**{each: _number(inner, each, WAIT) for each in inner.values})
+    rules = {"call_s": WAIT, "settle_s": WAIT, "gpus_per_node": COUNT}
+    inner = document.section(key, ("call_s",), ("settle_s", "gpus_per_node"))
+    return ClockChange(**{each: _number(inner, each, rules[each]) for each in inner.values})
 
 
 def _replicas(document: Document, key: str) -> tuple[ReplicaSettings, ...]:
@@ -268,6 +267,5 @@ _READERS: Mapping[str, Callable[[Document, str], Any]] = {
     "variants": _variants,
     "overhead_s": _overhead_s,
     "clock_change": _clock_change,
-    "gpus_per_node": _count,
     "replicas": _replicas,
 }

@@ -12,12 +12,13 @@ import yaml
 from strategies import smooth_profile
 
 from perseus_planner import Profile, schedules
+from perseus_planner.clock_changes import ClockChange
 from perseus_planner.dag import PipelineDag
 from perseus_planner.job import Job
 from perseus_planner.job_settings import ReplicaSettings, Settings, is_job, read_settings
 from perseus_planner.pipeline import FixedOperation, Transfer, Variant
 from perseus_planner.profile_groups import on_each_gpu, slowed, stage_by_stage, tensor_group
-from perseus_planner.profiles import ClockChange, Measurement
+from perseus_planner.profiles import Measurement
 
 FOUR = smooth_profile(4, step_mhz=150)
 PLAIN = {"profile": "four.yaml", "schedule": "1f1b", "microbatches": 6}
@@ -82,21 +83,25 @@ KEYS: dict[str, tuple[dict[str, Any], Callable[[], PipelineDag]]] = {
             ]
         },
         lambda: plain(
-            operations=[FixedOperation("load", "before F", 0.002, None, (0,)),
-                        FixedOperation("optimizer", "end", 0.05, 3.0)]
-        ),  # fmt: skip
+            operations=[
+                FixedOperation("load", "before F", 0.002, None, (0,)),
+                FixedOperation("optimizer", "end", 0.05, 3.0),
+            ]
+        ),
     ),
     "slow stages": ({"slow_stages": {1: 1.15, 3: 2}}, lambda: plain(slowed(FOUR, {1: 1.15, 3: 2.0}))),
     "overhead": ({"overhead_s": -0.05}, lambda: plain(replace(FOUR, overhead_s=-0.05))),
     "clock change": (
-        {"clock_change": {"call_s": 0.006}},
-        lambda: plain(replace(FOUR, clock_change=ClockChange(0.006, 0.0))),
+        {"clock_change": {"call_s": 0.006, "gpus_per_node": 2}},
+        lambda: plain(replace(FOUR, clock_change=ClockChange(0.006, 0.0, 2))),
     ),
     "variants": (
         {
             "profile": "synced.yaml",
-            "variants": [{"kind": "B.sync", "microbatches": "last"},
-                         {"kind": "B.sync", "microbatches": [0, 2], "stages": [1]}],
+            "variants": [
+                {"kind": "B.sync", "microbatches": "last"},
+                {"kind": "B.sync", "microbatches": [0, 2], "stages": [1]},
+            ],
         },
         lambda: plain(SYNCED, variants=[Variant("B.sync", "last"), Variant("B.sync", (0, 2), (1,))]),
     ),
@@ -106,11 +111,9 @@ KEYS: dict[str, tuple[dict[str, Any], Callable[[], PipelineDag]]] = {
     ),
     "a profile for each GPU": (
         {"profile": [["fast.yaml", "slow.yaml"], ["fast.yaml", "fast.yaml"]], "tensor_parallel": 2},
-        lambda: plain(
-            stage_by_stage([tensor_group([one_stage(1.0), one_stage(1.3)]), on_each_gpu(one_stage(1.0), 2)])
-        ),
+        lambda: plain(stage_by_stage([tensor_group([one_stage(1.0), one_stage(1.3)]), on_each_gpu(one_stage(1.0), 2)])),
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(("keys", "wanted"), KEYS.values(), ids=KEYS)
@@ -180,13 +183,6 @@ def test_what_is_given_in_python_replaces_a_key(work: Path):
 def test_settings_need_no_file(work: Path):
     settings = Settings(profile=Path("four.yaml"), schedule="1f1b", microbatches=6, replicas=(ReplicaSettings(2),))
     assert Job.of(settings) == Job.load(write(**PLAIN, replicas=2))
-
-
-def test_ranks_fill_the_machines_in_order(work: Path):
-    assert Job.load(write(**PLAIN)).node_of_rank == (0, 1, 2, 3)
-    assert Job.load(write(**PLAIN, gpus_per_node=2)).node_of_rank == (0, 0, 1, 1)
-    assert Job.load(write(**PLAIN, gpus_per_node=8, tensor_parallel=4)).node_of_rank == (0, 0, 1, 1)
-    assert Job.load(write(**PLAIN, gpus_per_node=2, tensor_parallel=4)).node_of_rank == (0, 2, 4, 6)
 
 
 def test_a_job_is_told_from_a_profile_by_its_format(work: Path):

@@ -13,7 +13,7 @@ from perseus_planner.job import Job
 
 JOB = "format: perseus-planner/job\nversion: 1\nprofile: two.yaml\nschedule: 1f1b\nmicrobatches: 3\n"
 KNOWN = (
-    "blocking_power_w, clock_change, format, gpus_per_node, microbatches, operations, overhead_s, profile, ranks, "
+    "blocking_power_w, clock_change, format, microbatches, operations, overhead_s, profile, ranks, "
     "replicas, schedule, slow_stages, stages, tensor_parallel, transfer, variants, version, virtual_stages"
 )
 COUNT = "a whole number of at least 1"
@@ -79,7 +79,10 @@ BAD: dict[str, tuple[str | tuple[str, str], str]] = {
         "job.yaml, line 4, key 'schedule': 1 is not a text of one line; write one",
     ),
     "power as text": ("blocking_power_w: low\n", f"job.yaml, line 6, key 'blocking_power_w': 'low' is not {POWER}"),
-    "one power negative": ("blocking_power_w: [1, -1]\n", f"job.yaml, line 6, key 'blocking_power_w': -1 is not {POWER}"),
+    "one power negative": (
+        "blocking_power_w: [1, -1]\n",
+        f"job.yaml, line 6, key 'blocking_power_w': -1 is not {POWER}",
+    ),
     "transfer a number": (
         "transfer: 0.1\n",
         "job.yaml, line 6, key 'transfer': is not a mapping; write it with the keys forward_s, backward_s",
@@ -94,7 +97,8 @@ BAD: dict[str, tuple[str | tuple[str, str], str]] = {
     ),
     "an operation no mapping": (
         "operations:\n- a\n",
-        "job.yaml, line 7, key 'operations': is not a mapping; write it with the keys name, when, time_s, energy_j, where",
+        "job.yaml, line 7, key 'operations': is not a mapping; write it with the keys name, when, time_s, energy_j, "
+        "where",
     ),
     "operation in capitals": (
         "operations:\n- {name: Load, when: end, time_s: 1}\n",
@@ -161,9 +165,14 @@ BAD: dict[str, tuple[str | tuple[str, str], str]] = {
         "clock_change:\n  settle_s: 0.01\n",
         "job.yaml, line 7, clock_change: has no key 'call_s'; add it",
     ),
+    "nodes of no GPU": (
+        "clock_change: {call_s: 0.01, gpus_per_node: 0}\n",
+        f"job.yaml, line 6, key 'gpus_per_node' of clock_change: 0 is not {COUNT}",
+    ),
     "no replicas": (
         "replicas: []\n",
-        "job.yaml, line 6, key 'replicas': is empty; give how many pipelines there are, or an entry for each kind of them",
+        "job.yaml, line 6, key 'replicas': is empty; give how many pipelines there are, or an entry for each "
+        "kind of them",
     ),
     "replicas of no count": (
         "replicas:\n- {count: 0}\n",
@@ -183,7 +192,8 @@ BAD: dict[str, tuple[str | tuple[str, str], str]] = {
     ),
     "no schedule": (
         ("schedule: 1f1b\n", ""),
-        f"no schedule is given; give --schedule, or schedule in a job file: {', '.join(schedules.NAMES)}, or a text grid",
+        f"no schedule is given; give --schedule, or schedule in a job file: {', '.join(schedules.NAMES)}, "
+        "or a text grid",
     ),
     "no microbatches": (
         ("microbatches: 3\n", ""),
