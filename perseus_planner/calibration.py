@@ -52,6 +52,8 @@ def calibrated(path: Path, plan: Plan, measured_s: float) -> tuple[Calibration, 
         UsageError: the plan is of another profile, or the time cannot be that of the plan.
         PlannerError: the file cannot be read, or written so that it has an overhead.
     """
+    if path.suffix.lower() == ".csv":
+        raise UsageError(f"{path}: a CSV carries no overhead; name a profile.yaml, or a job file")
     if is_job(path):
         document, profiles = job_document(path), Job.load(path).profiles
     else:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 from strategies import smooth_profile
 
-from perseus_planner import schedules
+from perseus_planner import Profile, schedules
 from perseus_planner.errors import JobError, PlannerError
 from perseus_planner.job import Job
 
@@ -224,6 +228,8 @@ def work(folder: Path) -> Path:
     """A working folder with profiles and a text grid."""
     smooth_profile(2, step_mhz=150).save("two.yaml")
     smooth_profile(1, step_mhz=150).save("one.yaml")
+    two = smooth_profile(2, step_mhz=150)
+    Profile({**two.measurements, (0, "F.x"): two.measurements[0, "F"]}, 83.64).save("named.yaml")
     schedules.save_grid(schedules.gpipe(2, 5), "order.csv")
     return folder
 
@@ -242,3 +248,77 @@ def test_a_bad_job_is_refused_with_its_remedy(work: Path, change: str | tuple[st
 def test_the_job_that_these_are_made_of_is_good(work: Path):
     Path("job.yaml").write_text(JOB)
     assert [dag.schedule for dag in Job.load("job.yaml").dags()] == [schedules.one_f_one_b(2, 3)]
+
+
+WHOLE = {
+    "profile": "named.yaml",
+    "schedule": "1f1b",
+    "microbatches": 3,
+    "ranks": 2,
+    "virtual_stages": 1,
+    "stages": 2,
+    "tensor_parallel": 2,
+    "transfer": {"forward_s": 0.1, "backward_s": [0.1]},
+    "operations": [{"name": "load", "when": "before F", "time_s": 0.1, "energy_j": 3, "where": [0]}],
+    "variants": [{"kind": "F.x", "microbatches": [0], "stages": [0]}],
+    "slow_stages": {1: 1.1},
+    "blocking_power_w": [50, 50],
+    "overhead_s": 0.1,
+    "clock_change": {"call_s": 0.01, "settle_s": 0.01, "gpus_per_node": 8},
+    "replicas": [{"count": 1, "profile": "named.yaml", "blocking_power_w": 50, "slow_stages": {0: 1.1}}],
+}
+ODD = (
+    None,
+    True,
+    -1,
+    0,
+    10**400,
+    0.5,
+    math.nan,
+    math.inf,
+    "",
+    "x",
+    "\n",
+    "\x00",
+    [],
+    [None],
+    [[]],
+    {},
+    {1: 2},
+    {None: None},
+)
+
+
+def places(value: object) -> Iterator[tuple[object, ...]]:
+    """The path of every value inside `value`."""
+    inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, each in inside:
+        yield (key,)
+        yield from ((key, *rest) for rest in places(each))
+
+
+def with_one(value: Any, path: tuple[object, ...], odd: object) -> Any:
+    """A copy of `value` with `odd` at `path`."""
+    if not path:
+        return odd
+    copy = value.copy()
+    copy[path[0]] = with_one(value[path[0]], path[1:], odd)
+    return copy
+
+
+def said_of(keys: dict[str, Any]) -> str | None:
+    """The refusal of a job of these keys; None where there is none."""
+    Path("job.yaml").write_text(yaml.safe_dump({"format": "perseus-planner/job", "version": 1, **keys}))
+    try:
+        Job.load("job.yaml").dags()
+    except PlannerError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize("path", list(places(WHOLE)), ids=str)
+def test_whatever_stands_in_a_job_is_taken_or_refused_in_one_line(work: Path, path: tuple[object, ...]):
+    assert said_of(WHOLE) is None
+    messages = [said_of(with_one(WHOLE, path, odd)) for odd in ODD]
+    assert not any("\n" in message for message in messages if message is not None)
+    assert messages.count(None) < len(ODD) // 2

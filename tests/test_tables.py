@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from perseus_planner import Frontier, Plan, Profile, schedules, solve
 from perseus_planner.plan_summary import summarize_plan, summarize_timeline
 from perseus_planner.profiles import Measurement
+from perseus_planner.schedules import Computation, Schedule
 from perseus_planner.summary import summarize_frontier, summarize_profile
 from perseus_planner.tables import frontier_text, plan_text, profile_text, timeline_text
 
@@ -174,3 +177,20 @@ def test_what_a_reader_may_not_expect_is_remarked_on(
     summary = summarize_frontier(solved(curves, blocking_power_w))
     assert summary.remarks == remarks
     assert frontier_text(summary).endswith("".join(f"{remark}\n" for remark in remarks))
+
+
+def test_groups_of_gpus_and_several_stages_on_a_rank_are_said():
+    profile = replace(PROFILE, gpus_per_stage=4)
+    assert profile_text(summarize_profile(profile)).startswith("Profile of 2 stages of 4 GPUs, test GPU (measured); ")
+    three = Profile({**CURVES, (2, "F"): FORWARD, (2, "B"): BACKWARD}, 100.0)
+    ranks = ("0F0 1F0 1B0 0B0", "2F0 2B0")
+    schedule = Schedule("own", tuple(tuple(map(Computation.parse, rank.split())) for rank in ranks))
+    frontier = solve(three, schedule)
+    wanted = " own, 3 stages on 2 ranks x 1 microbatches"
+    assert wanted in frontier_text(summarize_frontier(frontier)).splitlines()[0]
+    assert wanted in plan_text(summarize_plan(frontier.plan_for_least_energy())).splitlines()[0]
+
+
+def test_a_plan_of_one_clock_changes_none():
+    plan = solved(SINGLE).plan_for_least_energy()
+    assert "\nNo GPU changes its clock.\n" in plan_text(summarize_plan(plan))
