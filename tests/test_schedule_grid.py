@@ -133,7 +133,7 @@ def test_the_parts_of_an_overlapped_pair_are_in_one_cell():
     [
         (b"0F0,\xff", "mine.csv, line 1: is not UTF-8 text; name the text grid of a schedule"),
         (b"0F0,0B0\n\n\xff", "mine.csv, line 3: is not UTF-8 text; name the text grid of a schedule"),
-        (b" " * (16 * 2**20 + 1), "mine.csv: is larger than 16 MiB; name the text grid of a schedule"),
+        (b" " * (32 * 2**20 + 1), "mine.csv: is larger than 32 MiB; name the text grid of a schedule"),
         (b"", "mine.csv: is empty; write one line per rank, such as 0F0,0F1,0B0,0B1"),
     ],
     ids=["no text", "no text further on", "too large", "empty"],
