@@ -1,4 +1,4 @@
-"""The `planner` command: profile, solve, plan, show.
+"""The `planner` command: profile, solve, plan, show, simulate.
 
 Each command imports what it needs when it runs, so that `planner --help` answers at once.
 Exit codes: 0 done; 1 a fault of the planner; 2 something that the user can correct; 130 interrupted.
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import click
 
 from perseus_planner import __version__, console
+from perseus_planner.cli_simulate import simulate
 from perseus_planner.errors import UsageError
 
 if TYPE_CHECKING:
@@ -188,6 +189,9 @@ def show(file: Path, plot: Path | None, as_json: bool) -> None:
         check_figure_path(plot, "--plot")
     show_one = _show_frontier if _is_frontier(file) else _show_plan
     show_one(file, plot, as_json)
+
+
+main.add_command(simulate)
 
 
 def _only_target(targets: dict[str, float | None]) -> tuple[str, float]:

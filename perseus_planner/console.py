@@ -14,6 +14,7 @@ import click
 from perseus_planner.errors import PlannerError, UsageError
 
 if TYPE_CHECKING:
+    from perseus_planner.cluster_summary import ClusterSummary
     from perseus_planner.plan_summary import PlanSummary
     from perseus_planner.summary import FrontierSummary, ProfileSummary
 
@@ -77,14 +78,14 @@ def writable(_: click.Context, parameter: click.Parameter, path: Path | None) ->
     return path
 
 
-def refuse_same(source: Path, target: Path) -> None:
-    """Refuse to write `target` over `source`, which is read.
+def refuse_same(source: Path, target: Path, option: str = "--output") -> None:
+    """Refuse to write `target`, which `option` names, over `source`, which is read.
 
     Raises:
         UsageError: they are the same file.
     """
     if target.exists() and source.exists() and target.samefile(source):
-        raise UsageError(f"--output {target}: is the file that is read; name another")
+        raise UsageError(f"{option} {target}: is the file that is read; name another")
 
 
 def output(what: str) -> Callable[[Any], Any]:
@@ -94,7 +95,11 @@ def output(what: str) -> Callable[[Any], Any]:
 
 
 def report(
-    summary: ProfileSummary | FrontierSummary | PlanSummary, text: str, files: Sequence[Path], *, as_json: bool
+    summary: ProfileSummary | FrontierSummary | PlanSummary | ClusterSummary,
+    text: str,
+    files: Sequence[Path],
+    *,
+    as_json: bool,
 ) -> None:
     """Print what a command found, and the files that it wrote."""
     if as_json:
