@@ -29,8 +29,8 @@ def _delay(_: click.Context, parameter: click.Parameter, text: str) -> float:
 
 @click.command(
     epilog=console.examples(
-        "planner simulate frontier.npz --pipelines 16",
-        "planner simulate frontier.npz --pipelines 128 --stragglers trace.csv --reaction-delay 5s --csv gpus.csv",
+        "planner simulate frontier.npz --pipelines 128 --csv gpus.csv",
+        "planner simulate frontier.npz --pipelines 16 --stragglers trace.csv --reaction-delay 5s --csv gpus.csv",
     )
 )
 @click.argument("frontier", type=console.PATH)
@@ -116,9 +116,7 @@ def simulate(
     console.report(summary, cluster_text(summary), [table] if table else [], as_json=as_json)
 
 
-def _outcomes(
-    cluster: Cluster, names: Sequence[str], slowdown: float, left_out: list[str] | None
-) -> Iterator[Outcome]:
+def _outcomes(cluster: Cluster, names: Sequence[str], slowdown: float, left_out: list[str] | None) -> Iterator[Outcome]:
     """Those of the policies; with `left_out`, policies that do not apply are named there, with the reason."""
     from perseus_planner.cluster import simulate as simulated
 

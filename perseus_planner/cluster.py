@@ -4,9 +4,9 @@ All pipelines are alike. An iteration takes as long as its slowest pipeline; the
 blocking power. Which stragglers are there is judged as each iteration begins. A policy sees them late, by the reaction
 delay: it knows those that were there so long ago, and what it decides is in force from the beginning of an iteration.
 
-Time is simulated, and what iterations take is replayed from the profile. Between two events (a straggler comes, goes, or
-becomes known to) all iterations are alike, so the replay goes from event to event and its cost does not depend on the
-number of iterations. Moments are exact fractions: no rounding moves an event to another iteration.
+Time is simulated, and what iterations take is replayed from the profile. Between two events (a straggler comes or goes,
+or that becomes known) all iterations are alike, so the replay goes from event to event and its cost does not depend on
+the number of iterations. Moments are exact fractions: no rounding moves an event to another iteration.
 """
 
 from __future__ import annotations

@@ -100,7 +100,7 @@ def summarize_cluster(
 
 
 def gpu_rows(outcomes: Sequence[Outcome]) -> bytes:
-    """CSV: for each policy and GPU its joules, and the seconds that it was busy and idle; `gpu` counts within a rank."""
+    """CSV: for each policy and GPU its joules, and its busy and idle seconds; `gpu` counts within a rank."""
     return "".join([_HEADER, *(row for outcome in outcomes for row in _rows(outcome))]).encode()
 
 

@@ -14,9 +14,10 @@ pipeline that is known to straggle takes with the clocks that it keeps.
 | `planner`       | `Frontier.plan_for`       | solved again if a stage | `Frontier.plan_beside_straggler(T')`  |
 |                 |                           | is slow, else keeps them|                                       |
 
-That the others react to T' is published for Perseus (SOSP'24), whose solver lowtime is. Zeus plans for a time and so can
-be asked for another one; the same is granted to one clock, so that what differs are the plans alone. A pipeline with a
-slow stage is solved again for the target if it can still meet it, else for its own time with all clocks at maximum.
+That the others react to T' is published for Perseus (SOSP'24), whose solver lowtime is. Zeus chooses along a curve of
+time and energy, so it can be asked for another time; the same is granted to one clock, so that what differs are the
+plans alone. A pipeline with a slow stage is solved again for the target if it can still meet it, else for its own time
+with all clocks at maximum.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Protocol
+
+import numpy as np
 
 from perseus_planner import baselines
 from perseus_planner.dag import PipelineDag
@@ -120,7 +123,7 @@ def policy_of(name: str, frontier: Frontier, slowdown: float, runs: Runs) -> Pol
         return Fixed(name, _checked_clocks(frontier, baselines.all_maximum(frontier.dag)))
     if name == "envpipe":
         return Fixed(name, _checked_clocks(frontier, baselines.envpipe(frontier.dag)))
-    chosen = _Chosen(_RULES[name], frontier, runs)
+    chosen = _Menu(frontier, runs) if name == "lowtime" else _Chosen(_RULES[name], frontier, runs)
     return Reacting(name, runs, target_s, chosen, partial(_whatever_is_slow, chosen(target_s)))
 
 
@@ -129,7 +132,7 @@ class _Planned:
 
     def __init__(self, frontier: Frontier, target_s: float) -> None:
         self._frontier, self._target_s = frontier, target_s
-        self._with_slow = {(): _clocks(frontier, target_s)}
+        self._with_slow: dict[Stages, Clocks] = {(): _clocks(frontier, target_s)}
 
     def beside(self, straggler_time_s: float) -> Clocks:
         return _clocks(self._frontier, straggler_time_s)
@@ -163,6 +166,25 @@ class _Chosen:
         return clocks
 
 
+class _Menu:
+    """lowtime's clocks for a time: of all its plans the cheapest that meets it, as `baselines.lowtime` has it.
+
+    Its own times are rounded down, so even its fastest plan may be late by a little; it is taken where none meets.
+    """
+
+    def __init__(self, frontier: Frontier, runs: Runs) -> None:
+        waiting_w = np.array(frontier.dag.rank_waiting_w)
+        self._plans: list[tuple[float, float, Clocks]] = []  # seconds, effective joules, clocks
+        for plan in baselines.lowtime_plans(frontier.dag):
+            clocks = _checked_clocks(frontier, plan)
+            run = runs.run(clocks, CALM)
+            self._plans.append((run.time_s, float(np.sum(run.busy_j - waiting_w * run.busy_s)), clocks))
+
+    def __call__(self, deadline_s: float) -> Clocks:
+        meeting = [plan for plan in self._plans if plan[0] <= deadline_s]
+        return min(meeting, key=lambda plan: plan[1])[2] if meeting else min(self._plans)[2]
+
+
 def _whatever_is_slow(clocks: Clocks, _: Stages) -> Clocks:
     return clocks
 
@@ -179,5 +201,4 @@ def _checked_clocks(frontier: Frontier, clocks: Mapping[str, int]) -> Clocks:
 _RULES: Mapping[str, Rule] = {
     "one-clock": baselines.one_clock,
     "per-stage": baselines.one_per_stage,
-    "lowtime": baselines.lowtime,
 }

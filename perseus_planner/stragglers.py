@@ -59,7 +59,9 @@ class Straggler:
         if self.degree < 1:
             raise UsageError(f"straggler, degree: {self.degree!r} is not {_DEGREE.wanted}")
         if self.end_s <= self.start_s:
-            raise UsageError(f"straggler, end_s: {self.end_s!r} is not after its start {self.start_s!r}; correct one of them")
+            raise UsageError(
+                f"straggler, end_s: {self.end_s!r} is not after its start {self.start_s!r}; correct one of them"
+            )
 
     def check(self, pipelines: int, stages: int) -> None:
         """Refuse a straggler that is not in a cluster of so many pipelines of so many stages.
@@ -166,7 +168,9 @@ def _straggler(place: str, cells: Mapping[str, str]) -> Straggler:
     start_s = _parsed(place, "start", cells, _START)
     end_s = _parsed(place, "end", cells, _END) if cells["end"] else math.inf
     if end_s <= start_s:
-        raise UsageError(f"{place}, column 'end': {cells['end']!r} is not after the start {cells['start']!r}; correct one of them")
+        raise UsageError(
+            f"{place}, column 'end': {cells['end']!r} is not after the start {cells['start']!r}; correct one of them"
+        )
     degree = _parsed(place, "degree", cells, _DEGREE)
     if degree < 1:
         raise UsageError(f"{place}, column 'degree': {shown(cells['degree'])} is not {_DEGREE.wanted}")

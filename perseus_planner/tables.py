@@ -111,8 +111,8 @@ def cluster_text(summary: ClusterSummary) -> str:
         f"{origin_text(summary.origin)}, in simulated time: {summary.iterations} iterations, "
         f"{summary.stragglers} stragglers, to which policies react {summary.reaction_delay_s:g} s late.\n\n"
         f"{_table(columns)}\n\n"
-        f"x baseline: mean iteration over {_number(summary.baseline_time_s)} s, all clocks at maximum and no straggler; "
-        f"the target is {summary.slowdown:g}x.\n"
+        f"x baseline: mean iteration over {_number(summary.baseline_time_s)} s, all clocks at maximum without "
+        f"stragglers; the target is {summary.slowdown:g}x.\n"
         "Baseline of every saving: all clocks at maximum (max) with the same stragglers, for as many iterations.\n"
         + "".join(f"Left out: {reason}.\n" for reason in summary.left_out)
     )

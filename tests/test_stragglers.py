@@ -40,17 +40,19 @@ BAD_ROWS = {
 }
 
 BAD_FILES = {
-    "empty": (b"", "trace.csv: is empty; write the header start,end,degree,pipeline,stage and a row for each straggler"),
+    "empty": (b"", f"trace.csv: is empty; write the header {HEADER.strip()} and a row for each straggler"),
     "no degree": (b"start,end,pipeline,stage\n", f"trace.csv, line 1: column 'degree' is not there; write {HEADER}"),
     "two ends": (
         b"start,end,degree,end,pipeline,stage\n",
         f"trace.csv, line 1: column 'end' is there twice; write {HEADER}",
     ),
-    "NUL": (HEADER.encode() + b"1,\0,1.1,0,\n", "trace.csv, line 2: has a NUL byte, so the file is damaged or no text; "
-            "write it again"),
+    "NUL": (
+        HEADER.encode() + b"1,\0,1.1,0,\n",
+        "trace.csv, line 2: has a NUL byte, so the file is damaged or no text; write it again",
+    ),
     "Latin-1": (HEADER.encode() + b"1,2,1.1,0,\xe9\n", "trace.csv, line 2: is not UTF-8 text; save the file as UTF-8"),
     "open quote": (HEADER.encode() + b'1,2,"1.1,0,\n', "trace.csv, line 2: unexpected end of data; correct its quotes"),
-}  # fmt: skip
+}
 
 
 def written(text: str | bytes) -> Path:
