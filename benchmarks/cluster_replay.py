@@ -30,7 +30,7 @@ _COLUMNS = {
 
 
 def random_trace(seed: int, count: int, pipelines: int, stages: int, seconds: float) -> list[Straggler]:
-    """Stragglers of 1.05 to 1.5 that begin at any time of a job and last for 4 % of it on average, half of them stages."""
+    """Stragglers of 1.05 to 1.5, half of them stages, that begin at any time and last 4 % of the job on average."""
     rng, found = Random(seed), []
     for _ in range(count):
         start_s = rng.uniform(0, seconds)
@@ -44,8 +44,8 @@ def measure(size: Size) -> Section:
     """Replay 8,192 GPUs under every policy but lowtime, which takes long; the time of each with all its planning."""
     profile = on_each_gpu(profile_of(size.cases[0]), _GPUS_PER_STAGE)
     frontier = solve(profile, schedules.one_f_one_b(STAGES, _MICROBATCHES))
-    pipelines = _PIPELINES if size.cases == CASES else 4
-    trace = random_trace(0, _STRAGGLERS, pipelines, STAGES, _ITERATIONS * frontier.baseline_time_s)
+    pipelines, stragglers = (_PIPELINES, _STRAGGLERS) if size.cases == CASES else (4, 5)
+    trace = random_trace(0, stragglers, pipelines, STAGES, _ITERATIONS * frontier.baseline_time_s)
     frontier.plan_for(1.001 * frontier.baseline_time_s)  # compiles what planning needs
     outcomes, taken_s = [], []
     for name in _POLICIES:
@@ -67,7 +67,7 @@ def measure(size: Size) -> Section:
         10,
         "A cluster with stragglers",
         f"{size.cases[0].name}, {cluster.gpus} GPUs: {pipelines} pipelines x {STAGES} stages x {_GPUS_PER_STAGE} GPUs, "
-        f"1F1B, {_MICROBATCHES} microbatches, {_ITERATIONS} iterations, {_STRAGGLERS} random stragglers of 1.05x to "
+        f"1F1B, {_MICROBATCHES} microbatches, {_ITERATIONS} iterations, {stragglers} random stragglers of 1.05x to "
         f"1.5x, policies react 1 s late, target 1.00x. Times measured on this machine, all else replayed from the "
         f"measured profile in simulated time. Baselines: all clocks at maximum, for savings with the same stragglers, "
         f"for iteration times without. To reach: {_LIMIT_S:g} s in all; it took {math.fsum(taken_s):.1f} s.",

@@ -28,10 +28,10 @@ SECTIONS: dict[int, Callable[[Size], Section]] = {
     4: large_pipeline.measure,
     5: plan_times.measure,
     6: references.measure,
-    10: cluster_replay.measure,
     7: measured_runs.measure,
     8: switch_budgets.measure,
     9: other_pipelines.measure,
+    10: cluster_replay.measure,
 }
 _RESULTS = Path(__file__).resolve().parent / "results"
 
