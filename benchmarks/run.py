@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import cluster_replay
 import frontier_times
 import large_pipeline
 import lowtime_ratio
@@ -30,6 +31,7 @@ SECTIONS: dict[int, Callable[[Size], Section]] = {
     7: measured_runs.measure,
     8: switch_budgets.measure,
     9: other_pipelines.measure,
+    10: cluster_replay.measure,
 }
 _RESULTS = Path(__file__).resolve().parent / "results"
 

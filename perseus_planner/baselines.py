@@ -116,23 +116,39 @@ def lowtime(dag: PipelineDag, deadline_s: float, tick_s: float | None = None) ->
             it does not know, or `deadline_s` or `tick_s` is no time.
     """
     deadline_s = _seconds("deadline_s", deadline_s)
-    if dag.iteration.lags_s or dag.iteration.operations:
-        raise UsageError("lowtime knows no transfer lags and no fixed operations; leave it out, or them")
-    keys, measured = _keys(dag), _measured(dag)
-    if tick_s is None:
-        fastest = [points[0] for points in measured]
-        tick_s = min(time_and_energy(dag, fastest)[0] / _TICKS[0], min(point.time_s for point in fastest) / _TICKS[1])
-    walk = Walk(fit(dag.profile, _seconds("tick_s", tick_s)), dag, keys)
-    tables = [{point.clock_mhz: point for point in points} for points in measured]
-    plans = [[table[clock] for table, clock in zip(tables, clocks, strict=True)] for clocks in _all_steps(walk)]
+    plans = _walked(dag, tick_s)
     chosen = _cheapest(dag, plans, deadline_s)
     if chosen is None:
         least_s = min(time_and_energy(dag, plan)[0] for plan in plans)
         raise InfeasibleError(
             f"no plan of lowtime's finishes an iteration within {deadline_s:.6g} s: its fastest takes {least_s:.6g} s "
-            f"when replayed; ask for more, or give it a finer step than {tick_s:.3g} s"
+            f"when replayed; ask for more, or give it a finer step than {_tick_s(dag, tick_s):.3g} s"
         )
     return _clocks(dag, chosen)
+
+
+def lowtime_plans(dag: PipelineDag, tick_s: float | None = None) -> list[dict[str, int]]:
+    """The plans of all steps of lowtime's walk, slowest first: what `lowtime` chooses from, for many deadlines.
+
+    Raises:
+        UsageError: as `lowtime`.
+    """
+    return [_clocks(dag, plan) for plan in _walked(dag, tick_s)]
+
+
+def _walked(dag: PipelineDag, tick_s: float | None) -> list[list[Measurement]]:
+    if dag.iteration.lags_s or dag.iteration.operations:
+        raise UsageError("lowtime knows no transfer lags and no fixed operations; leave it out, or them")
+    walk = Walk(fit(dag.profile, _seconds("tick_s", _tick_s(dag, tick_s))), dag, _keys(dag))
+    tables = [{point.clock_mhz: point for point in points} for points in _measured(dag)]
+    return [[table[clock] for table, clock in zip(tables, clocks, strict=True)] for clocks in _all_steps(walk)]
+
+
+def _tick_s(dag: PipelineDag, tick_s: float | None) -> float:
+    if tick_s is not None:
+        return tick_s
+    fastest = [points[0] for points in _measured(dag)]
+    return min(time_and_energy(dag, fastest)[0] / _TICKS[0], min(point.time_s for point in fastest) / _TICKS[1])
 
 
 def _all_steps(walk: Walk) -> Iterator[list[int]]:

@@ -13,6 +13,7 @@ import click
 from perseus_planner import __version__, console
 from perseus_planner.cli_calibrate import calibrate
 from perseus_planner.cli_plan import plan
+from perseus_planner.cli_simulate import simulate
 from perseus_planner.cli_solve import solve
 from perseus_planner.errors import UsageError
 
@@ -88,6 +89,7 @@ def show(file: Path, plot: Path | None, as_json: bool) -> None:
 
 
 main.add_command(calibrate)
+main.add_command(simulate)
 
 
 def _is_frontier(path: Path) -> bool:

@@ -86,15 +86,15 @@ def writable(_: click.Context, parameter: click.Parameter, path: Path | None) ->
     return path
 
 
-def refuse_same(sources: Iterable[Path], target: Path) -> None:
-    """Refuse to write `target` over one of `sources`, which are read.
+def refuse_same(sources: Iterable[Path], target: Path, option: str = "--output") -> None:
+    """Refuse to write `target`, which `option` names, over one of `sources`, which are read.
 
     Raises:
         UsageError: it is one of them.
     """
     for source in sources:
         if target.exists() and source.exists() and target.samefile(source):
-            raise UsageError(f"--output {target}: is the file that is read; name another")
+            raise UsageError(f"{option} {target}: is the file that is read; name another")
 
 
 def numbered(target: Path, count: int, sources: Iterable[Path]) -> list[Path]:

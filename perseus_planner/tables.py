@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from perseus_planner.cluster_summary import ClusterSummary
 from perseus_planner.plan_summary import (
     BesideStraggler,
     ComputationSummary,
@@ -130,12 +131,38 @@ def timeline_text(summary: TimelineSummary) -> str:
     )
 
 
+def cluster_text(summary: ClusterSummary) -> str:
+    """A job on a cluster, a row for each policy."""
+    rows = summary.policies
+    columns = [
+        ["policy", *(row.policy for row in rows)],
+        _column("iteration s", _numbers([row.iteration_s for row in rows])),
+        _column("x baseline", [f"{row.time_ratio:.4f}" for row in rows]),
+        _column("iterations/s", _numbers([row.iterations_per_s for row in rows])),
+        _column("energy MJ", _numbers([row.energy_j / 1e6 for row in rows])),
+        _column("power kW", _numbers([row.power_w / 1e3 for row in rows])),
+        _column("idle %", [f"{100 * row.idle_share:.2f}" for row in rows]),
+        _column("saved %", [f"{100 * row.saved_share:.2f}" for row in rows]),
+    ]
+    size = f"{summary.gpus} GPUs: {summary.pipelines} pipelines x {summary.ranks} ranks x {summary.gpus_per_stage} GPUs"
+    return (
+        f"Cluster of {size}, each pipeline {_work(summary)}\n"
+        f"{origin_text(summary.origin)}, in simulated time: {summary.iterations} iterations, "
+        f"{summary.stragglers} stragglers, to which policies react {summary.reaction_delay_s:g} s late.\n\n"
+        f"{_table(columns)}\n\n"
+        f"x baseline: mean iteration over {_number(summary.baseline_time_s)} s, all clocks at maximum without "
+        f"stragglers; the target is {summary.slowdown:g}x.\n"
+        "Baseline of every saving: all clocks at maximum (max) with the same stragglers, for as many iterations.\n"
+        + "".join(f"Left out: {reason}.\n" for reason in summary.left_out)
+    )
+
+
 def origin_text(origin: str) -> str:
     """Where a number that the planner replayed comes from."""
     return f"Replayed from a {origin} profile"
 
 
-def _work(summary: FrontierSummary | PlanSummary) -> str:
+def _work(summary: FrontierSummary | PlanSummary | ClusterSummary) -> str:
     gpu = f" on {summary.gpu}" if summary.gpu else ""
     return f"{summary.schedule}, {_stages(summary.stages, summary.ranks)} x {summary.microbatches} microbatches{gpu}"
 
