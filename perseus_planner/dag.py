@@ -1,39 +1,41 @@
-"""Schedule x Profile -> PipelineDag: the computations of one iteration and what each one waits for."""
+"""Iteration x Profile -> PipelineDag: what one iteration runs, with what each part of it costs at each clock."""
 
 from __future__ import annotations
 
-from collections import deque
+import math
+from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from perseus_planner.curve import Option, worthwhile
+from perseus_planner.documents import shown
 from perseus_planner.errors import ProfileError, ScheduleError
-from perseus_planner.profiles import Profile
+from perseus_planner.iteration import Iteration, Operation, parse_operation
+from perseus_planner.pipeline import pipeline_iteration
+from perseus_planner.profiles import Measurement, Profile
 from perseus_planner.schedules import Computation, Schedule
 
 if TYPE_CHECKING:
     import networkx as nx
 
+_NO_CLOCK = 0  #: of a fixed operation, where an option needs a number
+
 
 @dataclass(frozen=True)
 class PipelineDag:
-    """One iteration as a directed acyclic graph of computations.
+    """One iteration as a directed acyclic graph of computations and fixed operations, with their costs.
 
     Attributes:
         profile: what each (stage, kind) costs at each clock.
-        schedule: the computations, rank by rank.
-        predecessors: for each computation, by its place in `schedule.computations()`, the places of those that
-            must be done before it starts.
+        iteration: what runs, and what waits for what.
 
     Raises:
-        ScheduleError: a computation waits for itself, through whatever chain, or for one that is not there.
-        ProfileError: the profile has not the schedule's stages.
+        ProfileError: the profile has not the iteration's stages or kinds, or a rank's stages wait at different powers.
     """
 
     profile: Profile
-    schedule: Schedule
-    predecessors: tuple[tuple[int, ...], ...]
+    iteration: Iteration
 
     def __post_init__(self) -> None:
         stages = self.schedule.stages
@@ -42,108 +44,179 @@ class PipelineDag:
                 f"the profile has {self.profile.stages} stages and the schedule {stages}; "
                 f"profile the stages of this schedule, or make the schedule for {self.profile.stages}"
             )
-        places = range(len(self.computations))
-        if len(self.predecessors) != len(places):
-            raise ScheduleError(f"predecessors: {len(self.predecessors)} for {len(places)} computations; give as many")
-        for computation, before in zip(self.computations, self.predecessors, strict=True):
-            for other in before:
-                if other not in places:
-                    raise ScheduleError(f"{computation} waits for place {other}; places are 0 to {len(places) - 1}")
-        _ = self.order  # refuses a cycle
+        for key, computation in zip(self.iteration.keys, self.computations, strict=True):
+            if key not in self.profile.measurements:
+                raise ProfileError(
+                    f"the profile has no {key[1]} of stage {key[0]}, which {computation} is; measure it, "
+                    f"or use a schedule without {key[1]}"
+                )
+        for rank, program in enumerate(self.schedule.ranks):
+            if len({self.profile.blocking_w(c.stage) for c in program}) > 1:
+                raise ProfileError(
+                    f"blocking_power_w: differs between the stages of rank {rank}, which are on the same GPUs; "
+                    "give them one power"
+                )
 
     @classmethod
-    def from_schedule(cls, profile: Profile, schedule: Schedule) -> PipelineDag:
-        """The graph that a pipeline engine runs: program order on each rank, activations and gradients between."""
-        return cls(profile, schedule, pipeline_predecessors(schedule))
+    def from_schedule(cls, profile: Profile, schedule: Schedule, **extras: Any) -> PipelineDag:
+        """The graph that a pipeline engine runs; `extras` as `pipeline.pipeline_iteration` takes them."""
+        return cls(profile, pipeline_iteration(schedule, **extras))
 
-    @cached_property
+    @classmethod
+    def from_networkx(cls, profile: Profile, graph: nx.DiGraph[Any], name: str = "custom") -> PipelineDag:
+        """A graph of the user's own.
+
+        Args:
+            profile: of the stages in the graph.
+            graph: an edge from each node to each that waits for it, with the attribute `lag_s` (seconds, default 0) if
+                it must wait longer. A node is a `Computation` or its text, such as "3F17"; the attribute `rank` says
+                which rank runs it (default: its stage). Other nodes are fixed operations, named as `Operation` says,
+                such as "3optimizer": attributes `rank`, `time_s` and, unless its GPUs only wait, `energy_j`. What one
+                rank runs must be in one order: a path leads from each of its nodes to the next.
+            name: of the schedule, for people.
+
+        Raises:
+            ScheduleError: the graph is no such graph.
+            ProfileError: the profile does not fit it.
+        """
+        return cls(profile, iteration_of_graph(graph, name))
+
+    @property
+    def schedule(self) -> Schedule:
+        """The computations, rank by rank."""
+        return self.iteration.schedule
+
+    @property
     def computations(self) -> tuple[Computation, ...]:
         """All computations, in the order of `schedule.computations()`."""
-        return tuple(self.schedule.computations())
+        return self.iteration.computations
+
+    @property
+    def predecessors(self) -> tuple[tuple[int, ...], ...]:
+        """What each node waits for, as `Iteration` has it."""
+        return self.iteration.predecessors
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """A topological order of the places of all nodes."""
+        return self.iteration.order
 
     @cached_property
-    def order(self) -> tuple[int, ...]:
-        """A topological order of the places in `computations`, breadth first, so that neighbours are near."""
-        return topological_order(self.computations, self.predecessors)
+    def keys(self) -> tuple[tuple[int, str], ...]:
+        """The class of every node: those with one key have the same options. Operations have their own name."""
+        return (*self.iteration.keys, *((i, str(each)) for i, each in enumerate(self.iteration.operations)))
 
     @cached_property
     def options(self) -> dict[tuple[int, str], tuple[Option, ...]]:
-        """(stage, kind) -> its worthwhile options, fastest first."""
-        power_w = self.profile.blocking_power_w
-        return {key: worthwhile(points, power_w) for key, points in self.profile.measurements.items()}
+        """The worthwhile options of every class, fastest first: of computations in the order of the profile.
 
-    def to_networkx(self) -> nx.DiGraph[Computation]:
-        """The graph as networkx sees it: computations as nodes, an edge to each one that waits for it."""
+        An operation has one option, at clock 0.
+        """
+        used, options = set(self.iteration.keys), {}
+        for key, points in self.profile.measurements.items():
+            if key in used:
+                options[key] = worthwhile(points, self.profile.blocking_w(key[0]))
+        for key, operation in zip(self.keys[len(self.computations) :], self.iteration.operations, strict=True):
+            power_w = self.rank_waiting_w[operation.rank]
+            energy_j = power_w * operation.time_s if operation.energy_j is None else operation.energy_j
+            effective_j = 0.0 if operation.energy_j is None else energy_j - power_w * operation.time_s
+            options[key] = (Option(_NO_CLOCK, operation.time_s, energy_j, effective_j),)
+        return options
+
+    @cached_property
+    def rank_waiting_w(self) -> tuple[float, ...]:
+        """What the GPUs of each rank draw while they wait, watts."""
+        return tuple(self.profile.blocking_w(program[0].stage) for program in self.schedule.ranks)
+
+    @property
+    def waiting_w(self) -> float:
+        """What all GPUs of the pipeline draw while they wait, watts."""
+        return math.fsum(self.rank_waiting_w)
+
+    def at_maximum(self) -> list[Measurement]:
+        """Every computation at its maximum clock."""
+        return [self.profile.measurements[key][0] for key in self.iteration.keys]
+
+    def to_networkx(self) -> nx.DiGraph[Any]:
+        """The graph as networkx sees it, and as `from_networkx` reads it; nodes are computations and names."""
         import networkx as nx
 
-        graph = nx.DiGraph()
-        graph.add_nodes_from(self.computations)
-        for place, before in enumerate(self.predecessors):
-            graph.add_edges_from((self.computations[i], self.computations[place]) for i in before)
+        nodes = (*self.computations, *map(str, self.iteration.operations))
+        graph: nx.DiGraph[Any] = nx.DiGraph()
+        for node, rank in zip(nodes, self.iteration.rank_of, strict=True):
+            graph.add_node(node, rank=rank)
+        for operation in self.iteration.operations:
+            energy = {} if operation.energy_j is None else {"energy_j": operation.energy_j}
+            graph.add_node(str(operation), time_s=operation.time_s, **energy)
+        for place, waits in enumerate(self.iteration.waits):
+            for other, lag_s in waits:
+                graph.add_edge(nodes[other], nodes[place], **({"lag_s": lag_s} if lag_s else {}))
         return graph
 
 
-def pipeline_predecessors(schedule: Schedule) -> tuple[tuple[int, ...], ...]:
-    """What each computation of a pipeline waits for, as places in `schedule.computations()`.
-
-    Program order on its rank; the forward of the stage before, or the backward of the stage behind; on the last
-    stage, a backward for its own forward.
+def iteration_of_graph(graph: nx.DiGraph[Any], name: str) -> Iteration:
+    """`PipelineDag.from_networkx` without the profile.
 
     Raises:
-        ScheduleError: one of those is not in the schedule.
+        ScheduleError: the graph is none of computations and operations, or one rank's are in no order.
     """
-    computations = tuple(schedule.computations())
-    place = {computation: i for i, computation in enumerate(computations)}
-    last = schedule.stages - 1
-    predecessors: list[tuple[int, ...]] = []
-    for rank in schedule.ranks:
-        for position, computation in enumerate(rank):
-            before = [rank[position - 1]] if position else []
-            needed = _needed(computation, last)
-            if needed is not None and needed not in before:
-                before.append(needed)
-            for other in before:
-                if other not in place:
-                    raise ScheduleError(f"{computation} needs {other}, which is not in the schedule; add {other}")
-            predecessors.append(tuple(place[other] for other in before))
-    return tuple(predecessors)
+    nodes: dict[Hashable, tuple[int, Computation | Operation]] = {}
+    for node, attributes in graph.nodes(data=True):
+        each = _node(node, attributes)
+        rank = each.rank if isinstance(each, Operation) else attributes.get("rank", each.stage)
+        if not isinstance(rank, int) or rank < 0:
+            raise ScheduleError(f"{node}, rank: {shown(rank)} is no rank; give a whole number of 0 or more")
+        nodes[node] = rank, each
+    count = 1 + max((rank for rank, _ in nodes.values()), default=-1)
+    ranks: list[list[Hashable]] = [[] for _ in range(count)]
+    for node in _one_order(graph, {node: rank for node, (rank, _) in nodes.items()}):
+        if isinstance(nodes[node][1], Computation):
+            ranks[nodes[node][0]].append(node)
+    schedule = Schedule(name, tuple(tuple(nodes[node][1] for node in rank) for rank in ranks))  # type: ignore[misc]
+    operations = [(node, each) for node, (_, each) in nodes.items() if isinstance(each, Operation)]
+    places = {node: i for i, node in enumerate([*(n for rank in ranks for n in rank), *(n for n, _ in operations)])}
+    before = [sorted((places[other], graph.edges[other, node].get("lag_s", 0.0)) for other in graph.pred[node])
+              for node in places]  # fmt: skip
+    return Iteration(
+        schedule,
+        tuple(tuple(other for other, _ in each) for each in before),
+        tuple(tuple(lag_s for _, lag_s in each) for each in before),
+        tuple(each for _, each in operations),
+    )
 
 
-def _needed(computation: Computation, last_stage: int) -> Computation | None:
-    """The computation whose output `computation` works on."""
-    stage, kind, microbatch = computation
-    if kind == "F":
-        return Computation(stage - 1, "F", microbatch) if stage else None
-    return Computation(stage + 1, "B", microbatch) if stage < last_stage else Computation(stage, "F", microbatch)
+def _node(node: object, attributes: dict[str, Any]) -> Computation | Operation:
+    if isinstance(node, Computation):
+        return node
+    text = str(node)
+    if "time_s" not in attributes:
+        return Computation.parse(text)
+    if "rank" not in attributes:
+        raise ScheduleError(f"{text}: is an operation without the attribute rank; say which rank runs it")
+    return parse_operation(text, attributes["rank"], attributes["time_s"], attributes.get("energy_j"))
 
 
-def topological_order(
-    computations: tuple[Computation, ...], predecessors: tuple[tuple[int, ...], ...]
-) -> tuple[int, ...]:
-    """Places of `computations` such that each comes after its `predecessors` (Kahn 1962).
+def _one_order(graph: nx.DiGraph[Any], ranks: dict[Hashable, int]) -> list[Hashable]:
+    """A topological order, in which what one rank runs is in the only order it can be."""
+    import networkx as nx
 
-    Raises:
-        ScheduleError: there is a cycle; names the first computation that can never start.
-    """
-    successors: list[list[int]] = [[] for _ in computations]
-    waiting = [len(before) for before in predecessors]
-    for place, before in enumerate(predecessors):
-        for other in before:
-            successors[other].append(place)
-    ready = deque(place for place, count in enumerate(waiting) if count == 0)
-    order: list[int] = []
-    while ready:
-        place = ready.popleft()
-        order.append(place)
-        for other in successors[place]:
-            waiting[other] -= 1
-            if waiting[other] == 0:
-                ready.append(other)
-    if len(order) < len(computations):
-        stuck = next(place for place, count in enumerate(waiting) if count)
-        awaited = next(other for other in predecessors[stuck] if waiting[other])
-        raise ScheduleError(
-            f"{computations[stuck]} can never start: it waits for {computations[awaited]}, which in the end "
-            "waits for it; reorder the schedule"
-        )
-    return tuple(order)
+    try:
+        order = list(nx.topological_sort(graph))
+    except nx.NetworkXUnfeasible:
+        cycle = " -> ".join(str(tail) for tail, _ in nx.find_cycle(graph))
+        raise ScheduleError(f"the graph has the cycle {cycle}; nothing on it can ever start") from None
+    bit = {node: 1 << i for i, node in enumerate(order)}
+    ahead: dict[Hashable, int] = {}  # the nodes from which a path leads to this one, itself too
+    last: dict[int, Hashable] = {}
+    for node in order:
+        ahead[node] = bit[node]
+        for other in graph.pred[node]:
+            ahead[node] |= ahead[other]
+        previous = last.get(ranks[node])
+        if previous is not None and not ahead[node] & bit[previous]:
+            raise ScheduleError(
+                f"{previous} and {node} are both on rank {ranks[node]} and neither waits for the other; "
+                "add an edge for the order in which it runs them"
+            )
+        last[ranks[node]] = node
+    return order

@@ -29,11 +29,12 @@ class Guide(NamedTuple):
 def _limits(choices: Choices, deadline_s: float) -> Floats:
     """The latest end of each computation that leaves time for all that follows at its fastest."""
     after_start, after, time_s = choices.after_start, choices.after, choices.time_s
-    fastest = choices.option_start
+    fastest, lag_s = choices.option_start, choices.after_lag_s
     limit_s = np.full(len(choices.member), deadline_s)
     for k in range(len(limit_s) - 1, -1, -1):
         for i in range(after_start[k], after_start[k + 1]):
-            limit_s[k] = min(limit_s[k], limit_s[after[i]] - time_s[fastest[choices.member[after[i]]]])
+            fastest_s = time_s[fastest[choices.member[after[i]]]]
+            limit_s[k] = min(limit_s[k], limit_s[after[i]] - fastest_s - lag_s[i])
     return limit_s
 
 
@@ -42,11 +43,12 @@ def _dispatch(choices: Choices, guide: Guide, limit_s: Floats, choice: Integers,
     """Choose for each computation in turn; `choice` comes with any options, where the search for better ones begins."""
     member, option_start, time_s, cost_j = choices.member, choices.option_start, choices.time_s, choices.cost_j
     gain_w, loss_w, before_start, before = choices.gain_w, choices.loss_w, choices.before_start, choices.before
+    lag_s = choices.before_lag_s
     wanted_s, price_w, early, late = guide.end_s, guide.price_w, guide.stiffness[0], guide.stiffness[1]
     for k in range(len(choice)):
         start_s = 0.0
         for i in range(before_start[k], before_start[k + 1]):
-            start_s = max(start_s, end_s[before[i]])
+            start_s = max(start_s, end_s[before[i]] + lag_s[i])
         first, stop, price = option_start[member[k]], option_start[member[k] + 1], price_w[k]
         wanted, limit = wanted_s[k] - start_s, limit_s[k] - start_s
         middle = choice[k]
@@ -78,13 +80,13 @@ def _dispatch(choices: Choices, guide: Guide, limit_s: Floats, choice: Integers,
 def _fill(choices: Choices, deadline_s: float, choice: Integers, end_s: Floats) -> float:
     """Slow computations into the slack behind them, last ones first; the effective energy then, joules."""
     option_start, time_s, cost_j = choices.option_start, choices.time_s, choices.cost_j
-    after_start, after = choices.after_start, choices.after
+    after_start, after, lag_s = choices.after_start, choices.after, choices.after_lag_s
     latest_start_s = np.empty_like(end_s)
     total_j = 0.0
     for k in range(len(choice) - 1, -1, -1):
         latest_s = deadline_s
         for i in range(after_start[k], after_start[k + 1]):
-            latest_s = min(latest_s, latest_start_s[after[i]])
+            latest_s = min(latest_s, latest_start_s[after[i]] - lag_s[i])
         option, slowest = choice[k], option_start[choices.member[k] + 1] - 1
         room_s = latest_s - (end_s[k] - time_s[option])
         while option < slowest and time_s[option + 1] <= room_s:
@@ -159,8 +161,8 @@ def _vary_group(choices: Choices, guide: Guide, step_s: float, size: float) -> N
     prices = np.random.random() < 0.25
     for k in range(first, stop):
         member = choices.member[k]
-        # that class; all of its kind (stages alternate forward and backward); all stages up to it; every class
-        if (member == which, member % 2 == which % 2, member <= which, True)[what]:
+        # that class; all of its kind; all classes up to it; every class
+        if (member == which, choices.kind[member] == choices.kind[which], member <= which, True)[what]:
             if prices:
                 guide.price_w[k] *= np.exp(0.2 * size)
             else:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from perseus_planner.choices import Choices, choices_of
 from perseus_planner.dag import PipelineDag
-from perseus_planner.errors import InfeasibleDeadline, InfeasiblePower, UsageError
+from perseus_planner.errors import InfeasibleDeadline, InfeasiblePower, PlanError, UsageError
 from perseus_planner.frontier_file import read_frontier, write_frontier
 from perseus_planner.mincut import UNLIMITED, Checkpoint, Integers, State, advance, slowest_state
 from perseus_planner.network import ScaledNetwork, scaled_network
@@ -32,12 +33,13 @@ class Frontier:
     """The least energy of an iteration for every iteration time, as a convex piecewise-linear curve; exact.
 
     An iteration that takes T seconds costs sum(e_i - P * t_i) + P * S * T joules: e_i and t_i of the chosen clocks, P
-    the blocking power, S the GPUs (one per stage). The relaxed problem, in which a computation may also run in between
+    the blocking power of a rank, S the ranks. The relaxed problem, in which a computation may also run in between
     two measured clocks, has the least such energy that no plan of the same time can be below: the bound.
 
     Attributes:
         dag: the iteration.
-        times: (points,) iteration times at which the slope changes, falling, ticks of `scaled.tick_s`.
+        times: (points,) replayed times at which the slope changes, falling, ticks of `scaled.tick_s`. All times in
+            seconds also have the profile's `overhead_s` in them.
         powers: (points,) minus the slope of the curve of effective energy below each time, `scaled.power_unit_w`.
         checkpoints: states along the frontier, times falling; the first one at its slow end.
     """
@@ -61,12 +63,14 @@ class Frontier:
     @cached_property
     def min_time_s(self) -> float:
         """The least iteration time of any choice of clocks, seconds."""
-        return max(end_times(self.dag, [self.dag.options[c[:2]][0].time_s for c in self.dag.computations]))
+        fastest_s = [self.dag.options[key][0].time_s for key in self.dag.iteration.keys]
+        return max(end_times(self.dag, fastest_s)) + self._overhead_s
 
     @cached_property
     def max_time_s(self) -> float:
         """The iteration time from which on effective energy no longer falls: never a reason to be slower, seconds."""
-        return max(end_times(self.dag, [self.dag.options[c[:2]][-1].time_s for c in self.dag.computations]))
+        slowest_s = [self.dag.options[key][-1].time_s for key in self.dag.iteration.keys]
+        return max(end_times(self.dag, slowest_s)) + self._overhead_s
 
     @cached_property
     def least_energy_time_s(self) -> float:
@@ -86,14 +90,16 @@ class Frontier:
     @cached_property
     def times_s(self) -> NDArray[np.float64]:
         """(points,) iteration times at which the slope changes, falling from `max_time_s` to `min_time_s`, seconds."""
-        times_s: NDArray[np.float64] = np.clip(self.times * self.scaled.tick_s, self.min_time_s, self.max_time_s)
+        times_s: NDArray[np.float64] = np.clip(
+            self.times * self.scaled.tick_s + self._overhead_s, self.min_time_s, self.max_time_s
+        )
         times_s[0], times_s[-1] = self.max_time_s, self.min_time_s
         return times_s
 
     @cached_property
     def energies_j(self) -> NDArray[np.float64]:
         """(points,) `bound_j` at each of `times_s`."""
-        return self._effective_j + self._blocked_w * self.times_s
+        return self._effective_j + self.dag.waiting_w * self.times_s
 
     def bound_j(self, deadline_s: float) -> float:
         """The least relaxed energy of an iteration of that time over all GPUs, joules, waiting included.
@@ -107,7 +113,7 @@ class Frontier:
         point = int(np.searchsorted(-self.times_s, -within_s, side="right")) - 1
         saved_s = self.times_s[point] - within_s
         slope_w = int(self.powers[point]) * self.scaled.power_unit_w if saved_s else 0.0
-        return float(self._effective_j[point] + slope_w * saved_s + self._blocked_w * deadline_s)
+        return float(self._effective_j[point] + slope_w * saved_s + self.dag.waiting_w * deadline_s)
 
     def plan_for(self, deadline_s: float) -> Plan:
         """The plan for an iteration that may take `deadline_s` seconds but need not be slower than `max_time_s`.
@@ -122,7 +128,8 @@ class Frontier:
         if deadline_s not in self._plans:
             choice = self._choices.option_start[self._choices.member + 1] - 1  # the slowest of each
             if deadline_s < self.max_time_s:
-                choice = round_plan(self._choices, deadline_s, self._anchors(deadline_s), self._at_maximum)
+                within_s = self._replayed_s(deadline_s)
+                choice = round_plan(self._choices, within_s, self._anchors(within_s), self._at_maximum)
             self._plans[deadline_s] = self._plan(deadline_s, choice)
         return self._plans[deadline_s]
 
@@ -165,6 +172,20 @@ class Frontier:
                 return plan
             target_w -= max(plan.power_w - power_w, 1e-4 * power_w)  # the bound must be lower by what the plan is above
 
+    def plan_of(self, clocks: Mapping[str, int]) -> Plan:
+        """The plan that runs every computation at the clock it has in `clocks`: "3F17" -> MHz.
+
+        Raises:
+            PlanError: a computation has no clock there, or none that was measured.
+        """
+        chosen = []
+        for computation, key in zip(self.dag.computations, self.dag.iteration.keys, strict=True):
+            clock = clocks.get(str(computation))
+            if clock is None or all(m.clock_mhz != clock for m in self.profile.measurements[key]):
+                raise PlanError(f"{computation}: {clock} MHz was not measured; choose a clock of the profile")
+            chosen.append(clock)
+        return self._of(chosen, None)
+
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write one file that `load` reads; equal frontiers give equal bytes.
 
@@ -205,16 +226,16 @@ class Frontier:
 
     @cached_property
     def _baseline(self) -> tuple[float, float]:
-        return time_and_energy(self.dag, [self.profile.measurements[c[:2]][0] for c in self.dag.computations])
+        return time_and_energy(self.dag, self.dag.at_maximum())
 
     @property
-    def _blocked_w(self) -> float:
-        return self.profile.blocking_power_w * self.profile.stages
+    def _overhead_s(self) -> float:
+        return self.profile.overhead_s
 
     @cached_property
     def _effective_j(self) -> NDArray[np.float64]:
         """(points,) least relaxed effective energy at `times_s`, joules; summed in whole numbers from the slow end."""
-        slowest_j = math.fsum(self.dag.options[c[:2]][-1].effective_j for c in self.dag.computations)
+        slowest_j = math.fsum(self.dag.options[key][-1].effective_j for key in self.dag.keys)
         unit_j = self.scaled.tick_s * self.scaled.power_unit_w
         added, total = [0.0], 0
         for power, ticks in zip(self.powers[:-1].tolist(), (-np.diff(self.times)).tolist(), strict=True):
@@ -232,8 +253,9 @@ class Frontier:
         last = {
             key: sum(option.time_s <= self.profile.measurements[key][0].time_s for option in options) - 1
             for key, options in self.dag.options.items()
+            if key in self.profile.measurements
         }
-        above = np.array([last[self.dag.computations[place][:2]] for place in self.dag.order], dtype=np.int64)
+        above = np.array([last.get(self.dag.keys[place], 0) for place in self.dag.order], dtype=np.int64)
         return np.add(self._choices.option_start[self._choices.member], above)
 
     def _feasible(self, deadline_s: float) -> float:
@@ -242,9 +264,18 @@ class Frontier:
             raise InfeasibleDeadline(deadline_s, self.min_time_s)
         return deadline_s
 
+    def _replayed_s(self, deadline_s: float) -> float:
+        """What may be replayed within `deadline_s`: without the overhead, and never a rounding error too much."""
+        within_s = deadline_s - self._overhead_s
+        while within_s + self._overhead_s > deadline_s:
+            within_s = math.nextafter(within_s, 0.0)
+        fastest_s = [self.dag.options[key][0].time_s for key in self.dag.iteration.keys]
+        return max(within_s, max(end_times(self.dag, fastest_s)))
+
     def _anchors(self, deadline_s: float) -> Iterator[Anchor]:
-        count, last = len(self.dag.computations), int(self.times[-1])
-        deadlines = anchor_deadlines(deadline_s, self.min_time_s, self.max_time_s)
+        count, last = len(self.dag.keys), int(self.times[-1])
+        ends_s = self.min_time_s - self._overhead_s, self.max_time_s - self._overhead_s
+        deadlines = anchor_deadlines(deadline_s, *ends_s)
         ticks = [min(max(int(each_s / self.scaled.tick_s), last), int(self.times[0])) for each_s in deadlines]
         for each_s, at in zip(deadlines, self.states_at(ticks), strict=True):
             end_s = np.multiply(at.state.event[1 : 2 * count : 2], self.scaled.tick_s, dtype=np.float64)
@@ -254,28 +285,37 @@ class Frontier:
     def _plan(self, deadline_s: float, choice: Integers) -> Plan:
         """The plan of one option per computation, in `dag.order`, replayed."""
         index = dict(zip(self.dag.order, choice - self._choices.option_start[self._choices.member], strict=True))
-        chosen = {c: self.dag.options[c[:2]][index[place]] for place, c in enumerate(self.dag.computations)}
-        points = {c: Measurement(option.clock_mhz, option.time_s, option.energy_j) for c, option in chosen.items()}
-        time_s, energy_j = time_and_energy(self.dag, list(points.values()))
-        if time_s > deadline_s:
-            raise AssertionError(f"a plan of {time_s} s for a deadline of {deadline_s} s: please report this")
-        used: dict[tuple[int, str], dict[int, Measurement]] = {key: {} for key in self.dag.options}
-        for c, point in sorted(points.items(), key=lambda item: -item[1].clock_mhz):
-            used[c[:2]][point.clock_mhz] = point
+        clocks = [self.dag.options[key][index[place]].clock_mhz for place, key in enumerate(self.dag.iteration.keys)]
+        plan = self._of(clocks, deadline_s)
+        if plan.time_s > deadline_s:
+            raise AssertionError(f"a plan of {plan.time_s} s for a deadline of {deadline_s} s: please report this")
+        return plan
+
+    def _of(self, clocks: Sequence[int], deadline_s: float | None) -> Plan:
+        """The plan of one clock (MHz) per computation, by its place, replayed."""
+        table = {key: {m.clock_mhz: m for m in self.profile.measurements[key]} for key in set(self.dag.iteration.keys)}
+        points = [table[key][clock] for key, clock in zip(self.dag.iteration.keys, clocks, strict=True)]
+        time_s, energy_j = time_and_energy(self.dag, points)
+        used: dict[tuple[int, str], dict[int, Measurement]] = {key: {} for key in self.dag.options if key in table}
+        chosen = zip(self.dag.iteration.keys, points, strict=True)
+        for key, point in sorted(chosen, key=lambda each: -each[1].clock_mhz):
+            used[key][point.clock_mhz] = point
         return Plan(
-            schedule=self.schedule,
-            clocks={str(c): point.clock_mhz for c, point in points.items()},
+            iteration=self.dag.iteration,
+            clocks=dict(zip(map(str, self.dag.computations), clocks, strict=True)),
             measurements=used,
             profile_digest=self.profile.digest,
             gpu=self.profile.gpu,
             origin=self.profile.origin,
             blocking_power_w=self.profile.blocking_power_w,
-            deadline_s=deadline_s,
+            deadline_s=time_s if deadline_s is None else deadline_s,
             time_s=time_s,
             energy_j=energy_j,
-            bound_j=self.bound_j(time_s),
+            bound_j=self.bound_j(max(time_s, self.min_time_s)),
             baseline_time_s=self.baseline_time_s,
             baseline_energy_j=self.baseline_energy_j,
+            gpus_per_stage=self.profile.gpus_per_stage,
+            overhead_s=self._overhead_s,
         )
 
     def _fastest_within(self, power_w: float) -> float | None:
@@ -293,19 +333,22 @@ class Frontier:
         return float(min(max(crossing_s, fast_s), slow_s))
 
 
-def solve(profile: Profile, schedule: Schedule, *, progress: Callable[[int, int], None] | None = None) -> Frontier:
+def solve(
+    profile: Profile, schedule: Schedule, *, progress: Callable[[int, int], None] | None = None, **extras: Any
+) -> Frontier:
     """The exact frontier of `schedule` run with the clocks of `profile`.
 
     Args:
         profile: measurements of as many stages as the schedule has.
         schedule: the computations of an iteration, rank by rank.
         progress: called with (parts done, parts in all) from time to time.
+        extras: `transfer`, `operations` and `variants`, as `pipeline.pipeline_iteration` takes them.
 
     Raises:
         ProfileError: the profile has other stages than the schedule.
         ScheduleError: the schedule cannot run.
     """
-    return trace(PipelineDag.from_schedule(profile, schedule), progress=progress)
+    return trace(PipelineDag.from_schedule(profile, schedule, **extras), progress=progress)
 
 
 def trace(dag: PipelineDag, *, progress: Callable[[int, int], None] | None = None) -> Frontier:
@@ -313,7 +356,7 @@ def trace(dag: PipelineDag, *, progress: Callable[[int, int], None] | None = Non
     network = (scaled := scaled_network(dag)).network
     state = slowest_state(network)
     time, power = int(state.event[network.sink]), 0
-    fastest = [dag.options[c[:2]][0].time_s for c in dag.computations]
+    fastest = [dag.options[key][0].time_s for key in dag.iteration.keys]
     stretch = time - int(max(end_times(dag, fastest)) / scaled.tick_s)
     stops = [time - stretch * part // _CHECKPOINTS for part in range(_CHECKPOINTS)]
     times, powers, checkpoints = [time], [power], []

@@ -14,6 +14,8 @@ from perseus_planner.dag import PipelineDag
 from perseus_planner.documents import unreadable
 from perseus_planner.errors import FrontierError, PlannerError
 from perseus_planner.files import replacing, sha256
+from perseus_planner.iteration import Iteration, parse_operation
+from perseus_planner.iteration_text import parse_key
 from perseus_planner.mincut import Checkpoint, Integers, State
 from perseus_planner.profiles import Measurement, Profile
 from perseus_planner.schedules import Computation, Schedule
@@ -39,9 +41,11 @@ def write_frontier(
         FrontierError: it cannot be written.
     """
     waits = [(before, place) for place, others in enumerate(dag.predecessors) for before in others]
+    lags_s = [lag_s for each in dag.iteration.waits for _, lag_s in each]
     arrays = {
         "header": np.frombuffer(json.dumps(_header(dag)).encode(), dtype=np.uint8),
         "waits": np.array(waits, dtype=np.int64).reshape(-1, 2),
+        "lags_s": np.array(lags_s if dag.iteration.lags_s else (), dtype=np.float64),
         "times": curve[0],
         "powers": curve[1],
         "checkpoints": np.array([(point.time, point.power) for point in checkpoints], dtype=np.int64),
@@ -85,15 +89,15 @@ def _header(dag: PipelineDag) -> dict[str, Any]:
     return {
         "format": _FORMAT,
         "version": _VERSION,
-        "blocking_power_w": profile.blocking_power_w,
-        "gpu": profile.gpu,
-        "origin": profile.origin,
+        "profile": profile.rest(),
         "measurements": {
             f"{stage}{kind}": [(point.clock_mhz, point.time_s, point.energy_j) for point in points]
             for (stage, kind), points in profile.measurements.items()
         },
         "schedule": dag.schedule.name,
         "ranks": [" ".join(map(str, rank)) for rank in dag.schedule.ranks],
+        "kinds": dag.iteration.kinds,
+        "operations": [(str(each), each.rank, each.time_s, each.energy_j) for each in dag.iteration.operations],
     }
 
 
@@ -123,16 +127,26 @@ def _digest(arrays: dict[str, Any]) -> str:
 def _parts(arrays: dict[str, Any]) -> Parts:
     header = json.loads(arrays["header"].tobytes())
     measurements = {
-        Computation.parse(f"{text}0")[:2]: tuple(Measurement(*point) for point in points)
+        parse_key(text): tuple(Measurement(*point) for point in points)
         for text, points in header["measurements"].items()
     }
-    profile = Profile(measurements, header["blocking_power_w"], header["gpu"], header["origin"])
+    profile = Profile(measurements, **header["profile"])
     ranks = tuple(tuple(map(Computation.parse, rank.split())) for rank in header["ranks"])
-    schedule = Schedule(header["schedule"], ranks)
-    before: list[list[int]] = [[] for _ in schedule.computations()]
-    for other, place in arrays["waits"].tolist():
+    operations = tuple(parse_operation(*each) for each in header["operations"])
+    waits, lags = arrays["waits"].tolist(), arrays["lags_s"].tolist()
+    before: list[list[int]] = [[] for _ in range(sum(map(len, ranks)) + len(operations))]
+    lags_s: list[list[float]] = [[] for _ in before]
+    for (other, place), lag_s in zip(waits, lags or [0.0] * len(waits), strict=True):
         before[place].append(other)
-    dag = PipelineDag(profile, schedule, tuple(map(tuple, before)))
+        lags_s[place].append(lag_s)
+    iteration = Iteration(
+        Schedule(header["schedule"], ranks),
+        tuple(map(tuple, before)),
+        tuple(map(tuple, lags_s)) if lags else (),
+        operations,
+        tuple(header["kinds"]),
+    )
+    dag = PipelineDag(profile, iteration)
     checkpoints = tuple(
         Checkpoint(time, power, State(event, flow))
         for (time, power), event, flow in zip(

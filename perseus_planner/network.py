@@ -25,7 +25,7 @@ _SAME_TIME = 2.0**-30  #: closer than any clock measures, relative: a slope betw
 class ScaledNetwork:
     """A network and its units, which are powers of two so that scaling loses nothing.
 
-    Node 2k is the start and 2k + 1 the end of the k-th computation of `dag.order`, whose arc is arc k.
+    Node 2k is the start and 2k + 1 the end of the k-th node of `dag.order`, whose arc is arc k.
 
     Attributes:
         network: what `mincut` solves.
@@ -39,31 +39,36 @@ class ScaledNetwork:
 
 
 def scaled_network(dag: PipelineDag) -> ScaledNetwork:
-    """Every computation as an arc along the lower hull of its options, every wait as an arc without duration.
+    """Every computation as an arc along the lower hull of its options, every wait as an arc as long as its lag.
 
     Raises:
         ProfileError: the measurements are so large or small that floats cannot hold their sums or units.
     """
-    members = [dag.computations[place][:2] for place in dag.order]
+    members = [dag.keys[place] for place in dag.order]
     try:
-        tick_s = _power_of_two(math.fsum(dag.options[key][-1].time_s for key in members), _TIME_BITS)
+        longest_s = [dag.options[key][-1].time_s for key in members]
+        tick_s = _power_of_two(math.fsum([*longest_s, *map(math.fsum, dag.iteration.lags_s)]), _TIME_BITS)
         hulls = {key: _hull(dag.options[key], tick_s) for key in dict.fromkeys(members)}
         steepest_w = math.fsum(float(hulls[key][1][-1]) for key in members)
         power_unit_w = _power_of_two(steepest_w, _POWER_BITS) if steepest_w else 1.0
     except (OverflowError, ZeroDivisionError) as error:
         raise ProfileError("measurements: are too large or too small to plan with; give seconds and joules") from error
 
-    times, slopes = [0], [0]  # the curve of a wait
+    times, slopes = [0], [0]  # the curve of a wait without a lag
     span: dict[tuple[int, str], tuple[int, int]] = {}
     for key, (hull_times, hull_slopes) in hulls.items():
         span[key] = (len(times), len(times) + len(hull_times) - 1)
         times += hull_times
         slopes += [round(slope / Fraction(power_unit_w)) for slope in hull_slopes]
 
-    tail, head = _ends(dag)
-    waits = len(tail) - len(members)
-    first = [span[key][0] for key in members] + [0] * waits
-    last = [span[key][1] for key in members] + [0] * waits
+    tail, head, lags = _ends(dag, tick_s)
+    waits = {}
+    for ticks in sorted(set(lags)):
+        waits[ticks] = len(times) if ticks else 0
+        times += [ticks] if ticks else []
+        slopes += [0] if ticks else []
+    first = [span[key][0] for key in members] + [waits[ticks] for ticks in lags]
+    last = [span[key][1] for key in members] + [waits[ticks] for ticks in lags]
     as_array = [np.array(values, dtype=np.int64) for values in (tail, head, first, last, times, slopes)]
     ends, spans, curves = as_array[0:2], as_array[2:4], as_array[4:6]
     source = 2 * len(members)
@@ -93,17 +98,19 @@ def _hull(options: Sequence[Option], tick_s: float) -> tuple[list[int], list[Fra
     return [x for x, _ in hull], [Fraction(0), *slopes]
 
 
-def _ends(dag: PipelineDag) -> tuple[list[int], list[int]]:
-    """Tail and head of every arc: computations, then waits, then from the source and to the sink."""
+def _ends(dag: PipelineDag, tick_s: float) -> tuple[list[int], list[int], list[int]]:
+    """Tail and head of every arc: computations, then waits, then from the source and to the sink; ticks of the lags."""
     rank = {place: k for k, place in enumerate(dag.order)}
     count = len(rank)
     tail = [2 * k for k in range(count)]
     head = [2 * k + 1 for k in range(count)]
+    lags = []
     awaited = set()
-    for place, before in enumerate(dag.predecessors):
-        for other in before:
+    for place, waits in enumerate(dag.iteration.waits):
+        for other, lag_s in waits:
             tail.append(2 * rank[other] + 1)
             head.append(2 * rank[place])
+            lags.append(round(lag_s / tick_s))
             awaited.add(other)
     for place, before in enumerate(dag.predecessors):
         if not before:
@@ -112,4 +119,4 @@ def _ends(dag: PipelineDag) -> tuple[list[int], list[int]]:
         if place not in awaited:
             tail.append(2 * rank[place] + 1)
             head.append(2 * count + 1)
-    return tail, head
+    return tail, head, lags + [0] * (len(tail) - count - len(lags))

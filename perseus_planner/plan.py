@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -15,15 +15,18 @@ import yaml
 from perseus_planner.documents import Document, read_document
 from perseus_planner.errors import PlanError, PlannerError
 from perseus_planner.files import replacing, sha256
+from perseus_planner.iteration import Iteration
+from perseus_planner.iteration_text import ITERATION_KEYS, iteration_content, iteration_from, parse_key
 from perseus_planner.profiles import Measurement
 from perseus_planner.schedules import Computation, Schedule
 
 _FORMAT = "perseus-planner/plan"
 _VERSION = 1
-_NUMBERS = (
-    "blocking_power_w", "deadline_s", "time_s", "energy_j", "bound_j", "baseline_time_s", "baseline_energy_j"
+_NUMBERS = ("deadline_s", "time_s", "energy_j", "bound_j", "baseline_time_s", "baseline_energy_j")
+_KEYS = (
+    "digest", "profile", "gpu", "origin", "gpus_per_stage", "schedule", "blocking_power_w", "overhead_s", *_NUMBERS,
+    "changes", "measurements", "ranks",
 )  # fmt: skip
-_KEYS = ("digest", "profile", "gpu", "origin", "schedule", *_NUMBERS, "measurements", "ranks")
 _DUMPER: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 
 
@@ -32,34 +35,40 @@ class Plan:
     """One clock per computation, and what an iteration with them takes: replayed from measured points, never a fit's.
 
     Attributes:
-        schedule: the computations, rank by rank, in the order they run in.
+        iteration: what runs, rank by rank, and what waits for what.
         clocks: "3F17" -> MHz, for every computation, in the order of `schedule.computations()`.
-        measurements: (stage, kind) -> clock in MHz -> the measurement behind it, for the clocks in use.
+        measurements: (stage, kind) -> clock in MHz -> the measurement behind it, for the clocks in use; the kind as the
+            profile has it.
         profile_digest: `Profile.digest` of the profile it was computed from.
         gpu: the GPU's name, where the profile has one.
         origin: how the profile came to be, "measured" or "simulated".
-        blocking_power_w: what a GPU draws while it waits, watts.
+        blocking_power_w: what a stage's GPUs draw while they wait, watts; or one number for each stage.
         deadline_s: the iteration time that was asked for, seconds.
         time_s: replayed iteration time, seconds; at most `deadline_s`.
         energy_j: replayed energy of such an iteration over all GPUs, joules, waiting included.
         bound_j: the least relaxed energy of an iteration of `time_s`, joules: no plan of that time is below it.
         baseline_time_s: replayed iteration time with all clocks at their maximum, seconds.
         baseline_energy_j: its energy, joules.
+        gpus_per_stage: how many GPUs a stage has.
+        overhead_s: calibrated seconds of an iteration beside what is replayed; in all times above.
     """
 
-    schedule: Schedule
+    iteration: Iteration
     clocks: Mapping[str, int] = field(repr=False)
     measurements: Mapping[tuple[int, str], Mapping[int, Measurement]] = field(repr=False)
     profile_digest: str
     gpu: str | None
     origin: str
-    blocking_power_w: float
+    blocking_power_w: float | tuple[float, ...]
     deadline_s: float
     time_s: float
     energy_j: float
     bound_j: float
     baseline_time_s: float
     baseline_energy_j: float
+    gpus_per_stage: int = 1
+    overhead_s: float = 0.0
+    _keys: Mapping[Computation, tuple[int, str]] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "clocks", MappingProxyType(dict(self.clocks)))
@@ -68,8 +77,26 @@ class Plan:
         wanted = [str(computation) for computation in self.schedule.computations()]
         if list(self.clocks) != wanted:
             raise PlanError("clocks: are not those of the schedule's computations, in their order")
+        object.__setattr__(self, "_keys", dict(zip(self.iteration.computations, self.iteration.keys, strict=True)))
         for computation in self.schedule.computations():
             self.measurement(computation)
+
+    @property
+    def schedule(self) -> Schedule:
+        """The computations, rank by rank, in the order they run in."""
+        return self.iteration.schedule
+
+    @property
+    def rank_waiting_w(self) -> tuple[float, ...]:
+        """What the GPUs of each rank draw while they wait, watts."""
+        power_w = self.blocking_power_w
+        stages = [program[0].stage for program in self.schedule.ranks]
+        return tuple(power_w[stage] if isinstance(power_w, tuple) else power_w for stage in stages)
+
+    @property
+    def changes(self) -> tuple[int, ...]:
+        """How often each rank's clock changes in an iteration, back to the first one for the next included."""
+        return tuple(_changes([self.clocks[str(c)] for c in program]) for program in self.schedule.ranks)
 
     @property
     def power_w(self) -> float:
@@ -88,7 +115,7 @@ class Plan:
             PlanError: the plan has no such computation or no measurement of that clock.
         """
         try:
-            return self.measurements[computation.stage, computation.kind][self.clocks[str(computation)]]
+            return self.measurements[self._keys[computation]][self.clocks[str(computation)]]
         except KeyError:
             raise PlanError(f"{computation}: has no clock, or no measurement of it, in this plan") from None
 
@@ -114,7 +141,7 @@ class Plan:
         Raises:
             PlanError: the file cannot be read, or is not exactly what was written.
         """
-        document = read_document(Path(path), _FORMAT, _VERSION, _KEYS, (), PlanError)
+        document = read_document(Path(path), _FORMAT, _VERSION, _KEYS, ITERATION_KEYS, PlanError)
         content = {key: value for key, value in document.values.items() if key not in ("format", "version", "digest")}
         try:
             intact = document.values["digest"] == _digest(content)
@@ -128,18 +155,29 @@ class Plan:
         return _from_content(document)
 
     def _content(self) -> dict[str, Any]:
+        power_w, iteration = self.blocking_power_w, self.iteration
         return {
             "profile": self.profile_digest,
             "gpu": self.gpu,
             "origin": self.origin,
+            "gpus_per_stage": self.gpus_per_stage,
             "schedule": self.schedule.name,
+            "blocking_power_w": list(power_w) if isinstance(power_w, tuple) else power_w,
+            "overhead_s": self.overhead_s,
             **{name: getattr(self, name) for name in _NUMBERS},
+            "changes": list(self.changes),
             "measurements": {
                 f"{stage}{kind}": {clock: [point.time_s, point.energy_j] for clock, point in clocks.items()}
                 for (stage, kind), clocks in self.measurements.items()
             },
+            **iteration_content(iteration),
             "ranks": [{str(each): self.clocks[str(each)] for each in rank} for rank in self.schedule.ranks],
         }
+
+
+def _changes(clocks: Sequence[int]) -> int:
+    """How often the clock changes from one to the next, and from the last to the first."""
+    return sum(clock != after for clock, after in zip(clocks, [*clocks[1:], *clocks[:1]], strict=True))
 
 
 def _digest(content: Mapping[str, Any]) -> str:
@@ -148,19 +186,23 @@ def _digest(content: Mapping[str, Any]) -> str:
 
 def _from_content(document: Document) -> Plan:
     values = document.values
+    power_w = values["blocking_power_w"]
     try:
         ranks = tuple(tuple(Computation.parse(text) for text in rank) for rank in values["ranks"])
         measurements = {
-            Computation.parse(f"{text}0")[:2]: {clock: Measurement(clock, *point) for clock, point in clocks.items()}
+            parse_key(text): {clock: Measurement(clock, *point) for clock, point in clocks.items()}
             for text, clocks in values["measurements"].items()
         }
         return Plan(
-            schedule=Schedule(str(values["schedule"]), ranks),
+            iteration=iteration_from(Schedule(str(values["schedule"]), ranks), values),
             clocks={text: clock for rank in values["ranks"] for text, clock in rank.items()},
             measurements=measurements,
             profile_digest=str(values["profile"]),
             gpu=None if values["gpu"] is None else str(values["gpu"]),
             origin=str(values["origin"]),
+            blocking_power_w=tuple(map(float, power_w)) if isinstance(power_w, list) else float(power_w),
+            gpus_per_stage=int(values["gpus_per_stage"]),
+            overhead_s=float(values["overhead_s"]),
             **{name: float(values[name]) for name in _NUMBERS},
         )
     except (PlannerError, TypeError, ValueError, KeyError, AttributeError) as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from perseus_planner.plan import Plan
@@ -10,19 +11,19 @@ from perseus_planner.summary import share
 
 
 @dataclass(frozen=True)
-class StageSummary:
-    """What one stage's GPU does in an iteration of a plan.
+class RankSummary:
+    """What one rank's GPUs do in an iteration of a plan.
 
     Attributes:
-        stage: its number.
+        rank: its number.
         lowest_clock_mhz: the lowest clock in use.
         highest_clock_mhz: the highest clock in use.
         clock_changes: how often the clock changes from one computation to the next, and back for the next iteration.
-        busy_s: seconds spent computing.
+        busy_s: seconds spent on computations and fixed operations.
         energy_j: joules, waiting included.
     """
 
-    stage: int
+    rank: int
     lowest_clock_mhz: int
     highest_clock_mhz: int
     clock_changes: int
@@ -45,7 +46,8 @@ class BesideStraggler:
 class PlanSummary:
     """A plan; fields as `Plan` has them.
 
-    `time_ratio`, `saved_j` and `saved_share` are against all clocks at maximum, `above_bound_share` is over `bound_j`.
+    `time_ratio`, `saved_j` and `saved_share` are against all clocks at maximum, `above_bound_share` is over `bound_j`;
+    `most_changes` is that of the rank that changes its clock most often.
     """
 
     origin: str
@@ -53,7 +55,9 @@ class PlanSummary:
     schedule: str
     stages: int
     microbatches: int
-    blocking_power_w: float
+    blocking_power_w: float | tuple[float, ...]
+    gpus_per_stage: int
+    overhead_s: float
     deadline_s: float
     time_s: float
     energy_j: float
@@ -65,16 +69,21 @@ class PlanSummary:
     time_ratio: float
     saved_j: float
     saved_share: float
-    per_stage: tuple[StageSummary, ...]
+    most_changes: int
+    per_rank: tuple[RankSummary, ...]
     beside_straggler: BesideStraggler | None
 
 
 @dataclass(frozen=True)
 class ComputationSummary:
-    """One computation of a plan on the time axis: seconds from the start of the iteration, and average watts."""
+    """A computation, or a fixed operation, on the time axis: seconds from the start of the iteration, average watts.
+
+    A fixed operation has no clock.
+    """
 
     computation: str
-    clock_mhz: int
+    rank: int
+    clock_mhz: int | None
     start_s: float
     end_s: float
     power_w: float
@@ -82,7 +91,7 @@ class ComputationSummary:
 
 @dataclass(frozen=True)
 class TimelineSummary(PlanSummary):
-    """A plan with its `computations`, stage by stage in the order they run in."""
+    """A plan with its `computations`, rank by rank in the order they run in, and then its fixed operations."""
 
     computations: tuple[ComputationSummary, ...]
 
@@ -98,6 +107,8 @@ def summarize_plan(plan: Plan, straggler_time_s: float | None = None) -> PlanSum
         stages=plan.schedule.stages,
         microbatches=plan.schedule.microbatches,
         blocking_power_w=plan.blocking_power_w,
+        gpus_per_stage=plan.gpus_per_stage,
+        overhead_s=plan.overhead_s,
         deadline_s=plan.deadline_s,
         time_s=plan.time_s,
         energy_j=plan.energy_j,
@@ -109,7 +120,8 @@ def summarize_plan(plan: Plan, straggler_time_s: float | None = None) -> PlanSum
         time_ratio=plan.time_s / plan.baseline_time_s,
         saved_j=plan.saving_j,
         saved_share=share(plan.saving_j, plan.baseline_energy_j),
-        per_stage=tuple(_stage(plan, timeline, number) for number in range(len(plan.schedule.ranks))),
+        most_changes=max(plan.changes),
+        per_rank=tuple(_rank(plan, timeline, number) for number in range(len(plan.schedule.ranks))),
         beside_straggler=beside,
     )
 
@@ -117,25 +129,23 @@ def summarize_plan(plan: Plan, straggler_time_s: float | None = None) -> PlanSum
 def summarize_timeline(plan: Plan) -> TimelineSummary:
     """What `planner show` says of a plan."""
     computations = tuple(
-        ComputationSummary(name, plan.clocks[name], span.start_s, span.end_s, span.power_w)
-        for name, span in replay(plan).spans.items()
+        ComputationSummary(name, rank, plan.clocks.get(name), span.start_s, span.end_s, span.power_w)
+        for rank, (name, span) in zip(plan.iteration.rank_of, replay(plan).spans.items(), strict=True)
     )
     return TimelineSummary(**vars(summarize_plan(plan)), computations=computations)
 
 
-def _stage(plan: Plan, timeline: Timeline, number: int) -> StageSummary:
-    rank = plan.schedule.ranks[number]
-    clocks = [plan.clocks[str(computation)] for computation in rank]
-    points = [plan.measurement(computation) for computation in rank]
-    busy_s = sum(point.time_s for point in points)
-    waiting_j = plan.blocking_power_w * (timeline.time_s - busy_s)
-    changes = sum(clock != after for clock, after in zip(clocks, clocks[1:] + clocks[:1], strict=True))
-    energy_j = sum(point.energy_j for point in points) + waiting_j
-    return StageSummary(number, min(clocks), max(clocks), changes, busy_s, energy_j)
+def _rank(plan: Plan, timeline: Timeline, number: int) -> RankSummary:
+    clocks = [plan.clocks[str(computation)] for computation in plan.schedule.ranks[number]]
+    spans = [timeline.spans[plan.iteration.names[place]] for place in plan.iteration.programs[number]]
+    busy_s = math.fsum(span.end_s - span.start_s for span in spans)
+    busy_j = math.fsum(span.power_w * (span.end_s - span.start_s) for span in spans)
+    energy_j = busy_j + plan.rank_waiting_w[number] * (timeline.time_s - busy_s)
+    return RankSummary(number, min(clocks), max(clocks), plan.changes[number], busy_s, energy_j)
 
 
 def _beside(plan: Plan, straggler_time_s: float) -> BesideStraggler:
-    waiting_w = plan.blocking_power_w * len(plan.schedule.ranks)
+    waiting_w = math.fsum(plan.rank_waiting_w)
     energy_j = plan.energy_j + waiting_w * max(0.0, straggler_time_s - plan.time_s)
     baseline_j = plan.baseline_energy_j + waiting_w * max(0.0, straggler_time_s - plan.baseline_time_s)
     saved_j = baseline_j - energy_j

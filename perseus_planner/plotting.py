@@ -11,7 +11,7 @@ from perseus_planner.errors import UsageError
 from perseus_planner.files import replacing
 from perseus_planner.frontier import Frontier
 from perseus_planner.plan import Plan
-from perseus_planner.simulate import replay
+from perseus_planner.simulate import Timeline, replay
 from perseus_planner.tables import origin_text
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def draw_frontier(frontier: Frontier) -> Figure:
 
 
 def draw_plan(plan: Plan) -> Figure:
-    """One iteration as a Gantt chart: a row per stage, a bar per computation, coloured by clock; waiting is blank."""
+    """One iteration as a Gantt chart: a row per rank, a bar per computation, coloured by clock; waiting is blank."""
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import Normalize
 
@@ -70,6 +70,7 @@ def draw_plan(plan: Plan) -> Figure:
     figure, axes = _axes(10.0, 1.6 + 0.4 * len(plan.schedule.ranks))
     timeline = replay(plan)
     for row, rank in enumerate(plan.schedule.ranks):
+        _draw_operations(axes, plan, timeline, row)
         names = [str(computation) for computation in rank]
         spans = [timeline.spans[name] for name in names]
         bars = [(span.start_s, span.end_s - span.start_s) for span in spans]
@@ -79,10 +80,18 @@ def draw_plan(plan: Plan) -> Figure:
     axes.set_ylim(len(plan.schedule.ranks) - 0.5, -0.5)
     axes.set_yticks(range(len(plan.schedule.ranks)))
     axes.set_xlabel("time (s)")
-    axes.set_ylabel("stage")
+    axes.set_ylabel("rank")
     axes.set_title(_title(f"{plan.schedule}: {plan.time_s:.4g} s, {plan.energy_j:.5g} J", plan.origin))
     figure.colorbar(colours, ax=axes, label="clock (MHz)")
     return figure
+
+
+def _draw_operations(axes: Axes, plan: Plan, timeline: Timeline, row: int) -> None:
+    """Fixed operations, in grey."""
+    spans = [timeline.spans[str(each)] for each in plan.iteration.operations if each.rank == row]
+    bars = [(span.start_s, span.end_s - span.start_s) for span in spans]
+    if bars:
+        axes.broken_barh(bars, (row - _HEIGHT / 2, _HEIGHT), facecolors="lightgrey", edgecolors="black", linewidth=0.3)
 
 
 def save_figure(figure: Figure, path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import count
 from pathlib import Path
@@ -16,14 +17,16 @@ from perseus_planner.quantities import CLOCK, ENERGY, STAGE, TIME
 _COLUMNS = ("stage", "instruction", "frequency", "time", "energy")
 _HEADER = ",".join(_COLUMNS)
 _RULES = MappingProxyType({"stage": STAGE, "frequency": CLOCK, "time": TIME, "energy": ENERGY})
-_KINDS = MappingProxyType({"forward": "F", "backward": "B", "F": "F", "B": "B"})
-WORDS = MappingProxyType({"F": "forward", "B": "backward"})  #: kind -> instruction, as the CSV writes it
+WORDS = MappingProxyType({"F": "forward", "B": "backward", "I": "input-gradient", "W": "weight-gradient"})
+_KINDS = MappingProxyType({**{word: kind for kind, word in WORDS.items()}, **{kind: kind for kind in WORDS}})
+_SUFFIX = re.compile(r"(\.[a-z0-9_-]+)?")
+_INSTRUCTIONS = "forward or backward (or input-gradient, weight-gradient; with a suffix such as backward.sync)"
 # No real row comes near it; it keeps a file without line ends from being read whole.
 _MAX_LINE_BYTES = 65536
 
 
 class Row(NamedTuple):
-    """One measured computation: its stage, kind ("F" or "B"), clock in MHz, seconds and joules."""
+    """One measured computation: its stage, kind such as "F" or "B.sync", clock in MHz, seconds and joules."""
 
     stage: int
     kind: str
@@ -32,9 +35,21 @@ class Row(NamedTuple):
     energy_j: float
 
 
+def word_of(kind: str) -> str:
+    """The instruction that the CSV writes for a kind: "backward" for "B", "backward.sync" for "B.sync"."""
+    return WORDS[kind[0]] + kind[1:]
+
+
+def kind_of(instruction: str) -> str | None:
+    """Inverse of `word_of`, which reads kinds too; None for what is no instruction."""
+    word, dot, suffix = instruction.strip().partition(".")
+    kind = _KINDS.get(word)
+    return None if kind is None or _SUFFIX.fullmatch(dot + suffix) is None else kind + dot + suffix
+
+
 def written(rows: Iterable[Row]) -> bytes:
     """The CSV file that holds `rows`; reading it gives the same floats."""
-    lines = [f"{row.stage},{WORDS[row.kind]},{row.clock_mhz},{row.time_s!r},{row.energy_j!r}\n" for row in rows]
+    lines = [f"{row.stage},{word_of(row.kind)},{row.clock_mhz},{row.time_s!r},{row.energy_j!r}\n" for row in rows]
     return "".join([f"{_HEADER}\n", *lines]).encode()
 
 
@@ -93,7 +108,7 @@ def _rows(path: Path, reader: Any) -> list[Row]:
         row = _row(f"{path}, line {line}", dict(zip(header, cells, strict=True)))
         earlier = seen.setdefault(row[:3], line)
         if earlier != line:
-            place = f"stage {row.stage} {WORDS[row.kind]} at {row.clock_mhz} MHz"
+            place = f"stage {row.stage} {word_of(row.kind)} at {row.clock_mhz} MHz"
             raise ProfileError(f"{path}, line {line}: {place} is on line {earlier} too; keep one of them")
         rows.append(row)
     return rows
@@ -117,8 +132,8 @@ def _row(place: str, cells: Mapping[str, str]) -> Row:
         found[column] = rule.parse(cells[column])
         if found[column] is None:
             raise ProfileError(f"{place}, column {column!r}: {shown(cells[column])} is not {rule.wanted}")
-    kind = _KINDS.get(cells["instruction"].strip())
+    kind = kind_of(cells["instruction"])
     if kind is None:
         word = shown(cells["instruction"])
-        raise ProfileError(f"{place}, column 'instruction': {word} is not an instruction: write forward or backward")
+        raise ProfileError(f"{place}, column 'instruction': {word} is not an instruction: write {_INSTRUCTIONS}")
     return Row(found["stage"], kind, found["frequency"], found["time"], found["energy"])

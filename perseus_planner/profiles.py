@@ -22,8 +22,8 @@ import yaml
 from perseus_planner.documents import Document, read_document, shown
 from perseus_planner.errors import ProfileError
 from perseus_planner.files import replacing, sha256
-from perseus_planner.profile_csv import WORDS, Row, read_rows, written
-from perseus_planner.quantities import CLOCK, ENERGY, POWER, STAGE, TIME, Rule
+from perseus_planner.profile_csv import WORDS, Row, kind_of, read_rows, word_of, written
+from perseus_planner.quantities import CLOCK, COUNT, ENERGY, POWER, STAGE, TIME, WAIT, Rule
 
 _FORMAT = "perseus-planner/profile"
 _VERSION = 1
@@ -53,42 +53,82 @@ class Measurement:
 
 
 @dataclass(frozen=True)
+class ClockChange:
+    """What changing the clock of a GPU costs.
+
+    Attributes:
+        call_s: how long a call that sets a clock takes, seconds, 0 or more. Calls of one node run one after another.
+        settle_s: how long after the call the clock is reached, seconds, 0 or more.
+
+    Raises:
+        ProfileError: a value is not of that kind.
+    """
+
+    call_s: float
+    settle_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("call_s", "settle_s"):
+            object.__setattr__(self, name, _checked(f"clock_change, {name}", getattr(self, name), WAIT))
+
+
+@dataclass(frozen=True)
 class Profile:
     """Measured choices of every computation of a pipeline; immutable, and valid from birth.
 
     Attributes:
         measurements: (stage, kind) -> measurements, highest clock first. Stages count from 0 without a hole;
-            the kind is "F" (forward) or "B" (backward) and each stage has both. One clock is enough.
-        blocking_power_w: what a GPU draws while it waits for its neighbour, watts, 0 or more.
+            the kind is "F" (forward), "B" (backward), "I" or "W" (gradient of the inputs, of the weights), or one of
+            them with a suffix of your own, such as "B.sync". Each stage has F, and B or both I and W. One clock is
+            enough.
+        blocking_power_w: what a stage's GPUs draw while they wait for their neighbours, watts, 0 or more; or one
+            number for each stage.
         gpu: the GPU's name, one line of printable text.
         origin: how the numbers came to be, "measured" or "simulated".
+        gpus_per_stage: how many GPUs a stage has (tensor parallelism). Energies and powers are sums over them.
+        overhead_s: calibration: a measured iteration time minus the replayed one, seconds. GPUs wait meanwhile.
+        clock_change: what changing a clock costs; None where it was not measured.
 
     Raises:
         ProfileError: the values are no such profile.
     """
 
     measurements: Mapping[tuple[int, str], tuple[Measurement, ...]] = field(repr=False)
-    blocking_power_w: float
+    blocking_power_w: float | tuple[float, ...]
     gpu: str | None = None
     origin: str = "measured"
+    gpus_per_stage: int = 1
+    overhead_s: float = 0.0
+    clock_change: ClockChange | None = None
 
     def __post_init__(self) -> None:
         table = {_checked_key(key): _checked_options(key, options) for key, options in self.measurements.items()}
         _check_complete(table)
-        order = [(stage, kind) for stage in range(len(table) // 2) for kind in WORDS]
+        kinds = list(WORDS)
+        order = sorted(table, key=lambda key: (key[0], kinds.index(key[1][0]), key[1]))
         object.__setattr__(self, "measurements", MappingProxyType({key: table[key] for key in order}))
         for name, check in _CHECKS.items():
             object.__setattr__(self, name, check(getattr(self, name)))
+        if isinstance(self.blocking_power_w, tuple) and len(self.blocking_power_w) != self.stages:
+            raise ProfileError(
+                f"blocking_power_w: has {len(self.blocking_power_w)} numbers for {self.stages} stages; "
+                "give one for each, or one for all"
+            )
 
     @property
     def stages(self) -> int:
         """How many pipeline stages there are."""
-        return len(self.measurements) // 2
+        return 1 + max(stage for stage, _ in self.measurements)
+
+    def blocking_w(self, stage: int) -> float:
+        """What the GPUs of `stage` draw while they wait, watts."""
+        power_w = self.blocking_power_w
+        return power_w[stage] if isinstance(power_w, tuple) else power_w
 
     @cached_property
     def digest(self) -> str:
         """SHA-256, in hex, of the content: equal for equal profiles, whatever file they came from."""
-        rest = repr((self.blocking_power_w, self.gpu, self.origin))
+        rest = repr({name: getattr(self, name) for name in _CHECKS})
         return sha256(b"profile 1", self._csv(), rest.encode())
 
     @classmethod
@@ -125,8 +165,7 @@ class Profile:
         if path.suffix.lower() not in _YAML_SUFFIXES:
             raise ProfileError(f"{path}: a profile is saved as YAML with a CSV beside it; end the name with .yaml")
         table = path.with_suffix(".csv")
-        rest = {"blocking_power_w": self.blocking_power_w, "gpu": self.gpu, "origin": self.origin}
-        document = {"format": _FORMAT, "version": _VERSION, "measurements": table.name, **rest}
+        document = {"format": _FORMAT, "version": _VERSION, "measurements": table.name, **self.rest()}
         text = yaml.safe_dump(document, sort_keys=False, allow_unicode=True, width=math.inf)
         for target, data in ((table, self._csv()), (path, text.encode())):
             try:
@@ -134,6 +173,22 @@ class Profile:
                     file.write(data)
             except OSError as error:
                 raise ProfileError(f"{target}: cannot be written: {error.strerror}; check the folder") from error
+
+    def rest(self) -> dict[str, Any]:
+        """All but the measurements, as plain values; what is at its default and rarely set is left out."""
+        power_w, change = self.blocking_power_w, self.clock_change
+        content: dict[str, Any] = {
+            "blocking_power_w": list(power_w) if isinstance(power_w, tuple) else power_w,
+            "gpu": self.gpu,
+            "origin": self.origin,
+        }
+        if self.gpus_per_stage != 1:
+            content["gpus_per_stage"] = self.gpus_per_stage
+        if self.overhead_s:
+            content["overhead_s"] = self.overhead_s
+        if change is not None:
+            content["clock_change"] = {"call_s": change.call_s, "settle_s": change.settle_s}
+        return content
 
     def _csv(self) -> bytes:
         return written(
@@ -151,7 +206,23 @@ def _checked(name: str, value: object, rule: Rule) -> Any:
 
 
 def _checked_power(value: object) -> Any:
+    if isinstance(value, (list, tuple)):
+        return tuple(_checked("blocking_power_w", each, POWER) for each in value)
     return _checked("blocking_power_w", value, POWER)
+
+
+def _checked_overhead(value: Any) -> Any:
+    if isinstance(value, (int, float)) and value < 0:  # less was measured than replayed
+        return -_checked("overhead_s", -value, WAIT)
+    return _checked("overhead_s", value, WAIT)
+
+
+def _checked_change(value: object) -> ClockChange | None:
+    if value is None or isinstance(value, ClockChange):
+        return value
+    if not isinstance(value, dict) or "call_s" not in value or not set(value) <= {"call_s", "settle_s"}:
+        raise ProfileError(f"clock_change: {shown(value)} is not one; write call_s and settle_s, seconds, below it")
+    return ClockChange(**value)
 
 
 def _checked_gpu(value: object) -> object:
@@ -167,20 +238,27 @@ def _checked_origin(value: object) -> object:
 
 
 _CHECKS: Mapping[str, Callable[[object], object]] = MappingProxyType(
-    {"blocking_power_w": _checked_power, "gpu": _checked_gpu, "origin": _checked_origin}
+    {
+        "blocking_power_w": _checked_power,
+        "gpu": _checked_gpu,
+        "origin": _checked_origin,
+        "gpus_per_stage": lambda value: _checked("gpus_per_stage", value, COUNT),
+        "overhead_s": _checked_overhead,
+        "clock_change": _checked_change,
+    }
 )
 
 
 def _checked_key(key: object) -> tuple[int, str]:
     match key:
-        case (stage, ("F" | "B") as kind):
+        case (stage, str() as kind) if kind_of(kind) == kind:
             return _checked("stage", stage, STAGE), kind
     raise ProfileError(f"measurements: {shown(key)} is not a stage and a kind: write it as (0, 'F') or (0, 'B')")
 
 
 def _checked_options(key: tuple[int, str], options: Iterable[Measurement]) -> tuple[Measurement, ...]:
     ordered = tuple(sorted(options, key=lambda option: option.clock_mhz, reverse=True))
-    place = f"stage {key[0]} {WORDS[key[1]]}"
+    place = f"stage {key[0]} {word_of(key[1])}"
     if not ordered:
         raise ProfileError(f"{place}: has no measurement; give one for each clock, at least one")
     for above, below in pairwise(ordered):
@@ -199,8 +277,10 @@ def _check_complete(table: Mapping[tuple[int, str], object]) -> None:
             f"stage {hole} is missing though there is a stage {max(stages)}; measure it, or number the stages from 0"
         )
     for stage in sorted(stages):
-        for kind, word in WORDS.items():
+        split = any((stage, kind) in table for kind in "IW")
+        for kind in "FIW" if split and (stage, "B") not in table else "FBIW" if split else "FB":
             if (stage, kind) not in table:
+                word = WORDS[kind]
                 raise ProfileError(f"stage {stage} has no {word}; measure its {word} at one clock or more")
 
 
@@ -225,7 +305,8 @@ def _without_power(path: Path) -> str:
 
 
 def _load_yaml(path: Path, power_w: float | None) -> Profile:
-    required, optional = ("measurements", "blocking_power_w"), ("gpu", "origin")
+    required = ("measurements", "blocking_power_w")
+    optional = tuple(key for key in _CHECKS if key not in required)
     document = read_document(path, _FORMAT, _VERSION, required, optional, ProfileError)
     rest = {key: document.values[key] for key in _CHECKS if key in document.values}
     for key, value in rest.items():

@@ -103,9 +103,13 @@ def _tries(effort: tuple[int, int, int], choices: Choices) -> int:
 
 
 def _step_s(choices: Choices) -> float:
-    """How far options are apart: three times the mean distance within a class, over all classes."""
+    """How far options are apart: three times the mean distance within a class, over all classes that have several."""
     first, last = choices.option_start[:-1], choices.option_start[1:] - 1
-    return float(np.mean(3 * (choices.time_s[last] - choices.time_s[first]) / np.diff(choices.option_start)))
+    several = last > first
+    if not several.any():
+        return 0.0
+    distance_s = (choices.time_s[last] - choices.time_s[first]) / np.diff(choices.option_start)
+    return float(np.mean(3 * distance_s[several]))
 
 
 def _mixtures(plans: Sequence[_Rounded], best: _Rounded) -> list[tuple[_Rounded, _Rounded]]:

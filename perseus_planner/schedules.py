@@ -15,7 +15,7 @@ from typing import NamedTuple
 from perseus_planner.errors import ScheduleError
 from perseus_planner.quantities import COUNT
 
-_COMPUTATION = re.compile(r"(\d+)([FB])(\d+)")
+_COMPUTATION = re.compile(r"(\d+)([FBIW])(\d+)")
 
 
 class Computation(NamedTuple):
@@ -37,7 +37,7 @@ class Computation(NamedTuple):
         """
         match = _COMPUTATION.fullmatch(text)
         if match is None:
-            raise ScheduleError(f"{text!r} is no computation; write stage, kind (F or B) and microbatch, e.g. 3F17")
+            raise ScheduleError(f"{text!r} is no computation; write stage, kind (FBIW) and microbatch, e.g. 3F17")
         return cls(int(match[1]), match[2], int(match[3]))
 
 
@@ -67,6 +67,12 @@ class Schedule:
     def stages(self) -> int:
         """How many pipeline stages there are."""
         return 1 + max(computation.stage for computation in self.computations())
+
+    @property
+    def stage_ranks(self) -> tuple[int, ...]:
+        """The rank of every stage."""
+        ranks = {computation.stage: rank for rank, program in enumerate(self.ranks) for computation in program}
+        return tuple(ranks[stage] for stage in range(self.stages))
 
     @property
     def microbatches(self) -> int:

@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from perseus_planner.dag import PipelineDag, pipeline_predecessors, topological_order
+from perseus_planner.dag import PipelineDag
+from perseus_planner.iteration import Iteration
 from perseus_planner.profiles import Measurement
 
 if TYPE_CHECKING:
@@ -19,12 +20,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Span:
-    """One computation on the time axis.
+    """One computation, or one fixed operation, on the time axis.
 
     Attributes:
         start_s: seconds from the start of the iteration.
         end_s: seconds from the start of the iteration.
-        power_w: average power of its GPU meanwhile, watts.
+        power_w: average power of its GPUs meanwhile, watts.
     """
 
     start_s: float
@@ -37,9 +38,9 @@ class Timeline:
     """One iteration.
 
     Attributes:
-        spans: "3F17" -> when it runs, for every computation, rank by rank in program order.
-        time_s: when the last computation ends, seconds.
-        energy_j: energy over all GPUs until then, joules, waiting included.
+        spans: "3F17" -> when it runs, for every computation, rank by rank in program order, then for every operation.
+        time_s: how long the iteration takes, seconds: until the last one ends, and the overhead that was calibrated.
+        energy_j: energy over all GPUs in that time, joules, waiting included.
     """
 
     spans: Mapping[str, Span]
@@ -48,26 +49,9 @@ class Timeline:
 
 
 def replay(plan: Plan) -> Timeline:
-    """Run one iteration of a plan of a pipeline schedule: each computation as soon as it can, at its measured time.
-
-    Raises:
-        ScheduleError: the plan's schedule cannot run.
-    """
-    computations = tuple(plan.schedule.computations())
-    points = [plan.measurement(computation) for computation in computations]
-    predecessors = pipeline_predecessors(plan.schedule)
-    order = topological_order(computations, predecessors)
-    end_s = _end_times(order, predecessors, [point.time_s for point in points])
-    spans = {
-        str(computation): Span(
-            max((end_s[other] for other in predecessors[place]), default=0.0),
-            end_s[place],
-            points[place].energy_j / points[place].time_s,
-        )
-        for place, computation in enumerate(computations)
-    }
-    time_s = max(end_s)
-    return Timeline(spans, time_s, _energy_j(points, time_s, len(plan.schedule.ranks), plan.blocking_power_w))
+    """Run one iteration of a plan: each computation as soon as it can, at its measured time."""
+    points = [plan.measurement(computation) for computation in plan.iteration.computations]
+    return _timeline(plan.iteration, points, plan.rank_waiting_w, plan.overhead_s)
 
 
 def time_and_energy(dag: PipelineDag, points: Sequence[Measurement]) -> tuple[float, float]:
@@ -77,29 +61,69 @@ def time_and_energy(dag: PipelineDag, points: Sequence[Measurement]) -> tuple[fl
         dag: the iteration.
         points: what was measured of each computation at its clock, by its place in `dag.computations`.
     """
-    time_s = max(end_times(dag, [point.time_s for point in points]))
-    return time_s, _energy_j(points, time_s, dag.profile.stages, dag.profile.blocking_power_w)
+    durations_s = _durations_s(dag.iteration, [point.time_s for point in points])
+    time_s = max(_end_times(dag.iteration, durations_s)) + dag.profile.overhead_s
+    energies_j = _energies_j(dag.iteration, points, dag.rank_waiting_w)
+    return time_s, _energy_j(dag.iteration, durations_s, energies_j, dag.rank_waiting_w, time_s)
 
 
 def end_times(dag: PipelineDag, durations_s: Sequence[float]) -> list[float]:
-    """When each computation ends, seconds, if each starts as soon as all that it waits for has ended.
+    """When each node ends, seconds, if each starts as soon as all that it waits for allows it.
 
     Args:
         dag: the iteration.
         durations_s: seconds of each computation, by its place in `dag.computations`.
     """
-    return _end_times(dag.order, dag.predecessors, durations_s)
+    return _end_times(dag.iteration, _durations_s(dag.iteration, durations_s))
 
 
-def _end_times(
-    order: Sequence[int], predecessors: Sequence[Sequence[int]], durations_s: Sequence[float]
-) -> list[float]:
-    end_s = [0.0] * len(durations_s)
-    for place in order:
-        end_s[place] = max((end_s[other] for other in predecessors[place]), default=0.0) + durations_s[place]
+def _timeline(
+    iteration: Iteration, points: Sequence[Measurement], waiting_w: Sequence[float], overhead_s: float
+) -> Timeline:
+    durations_s = _durations_s(iteration, [point.time_s for point in points])
+    energies_j = _energies_j(iteration, points, waiting_w)
+    end_s = _end_times(iteration, durations_s)
+    spans = {
+        name: Span(
+            max((end_s[other] + lag_s for other, lag_s in iteration.waits[place]), default=0.0),
+            end_s[place],
+            energies_j[place] / durations_s[place],
+        )
+        for place, name in enumerate(iteration.names)
+    }
+    time_s = max(end_s) + overhead_s
+    return Timeline(spans, time_s, _energy_j(iteration, durations_s, energies_j, waiting_w, time_s))
+
+
+def _durations_s(iteration: Iteration, computed_s: Sequence[float]) -> list[float]:
+    return [*computed_s, *(operation.time_s for operation in iteration.operations)]
+
+
+def _energies_j(iteration: Iteration, points: Sequence[Measurement], waiting_w: Sequence[float]) -> list[float]:
+    fixed_j = [
+        waiting_w[operation.rank] * operation.time_s if operation.energy_j is None else operation.energy_j
+        for operation in iteration.operations
+    ]
+    return [*(point.energy_j for point in points), *fixed_j]
+
+
+def _end_times(iteration: Iteration, durations_s: Sequence[float]) -> list[float]:
+    end_s, waits = [0.0] * len(durations_s), iteration.waits
+    for place in iteration.order:
+        start_s = max((end_s[other] + lag_s for other, lag_s in waits[place]), default=0.0)
+        end_s[place] = start_s + durations_s[place]
     return end_s
 
 
-def _energy_j(points: Sequence[Measurement], time_s: float, gpus: int, blocking_power_w: float) -> float:
-    waiting_s = gpus * time_s - math.fsum(point.time_s for point in points)
-    return math.fsum(point.energy_j for point in points) + blocking_power_w * waiting_s
+def _energy_j(
+    iteration: Iteration,
+    durations_s: Sequence[float],
+    energies_j: Sequence[float],
+    waiting_w: Sequence[float],
+    time_s: float,
+) -> float:
+    busy_s: list[list[float]] = [[] for _ in waiting_w]
+    for rank, duration_s in zip(iteration.rank_of, durations_s, strict=True):
+        busy_s[rank].append(duration_s)
+    waiting_j = [power_w * (time_s - math.fsum(busy)) for power_w, busy in zip(waiting_w, busy_s, strict=True)]
+    return math.fsum(energies_j) + math.fsum(waiting_j)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from perseus_planner.frontier import Frontier
-from perseus_planner.profile_csv import WORDS
+from perseus_planner.profile_csv import word_of
 from perseus_planner.profiles import Measurement, Profile
 
 _STEPS = 10  #: between the ends of a frontier, in its table
@@ -33,7 +33,7 @@ class ProfileSummary:
     origin: str
     gpu: str | None
     stages: int
-    blocking_power_w: float
+    blocking_power_w: float | tuple[float, ...]
     digest: str
     computations: tuple[ClockRange, ...]
 
@@ -72,7 +72,7 @@ class FrontierSummary:
     stages: int
     microbatches: int
     computations: int
-    blocking_power_w: float
+    blocking_power_w: float | tuple[float, ...]
     baseline_time_s: float
     baseline_energy_j: float
     min_time_s: float
@@ -85,7 +85,7 @@ class FrontierSummary:
 def summarize_profile(profile: Profile) -> ProfileSummary:
     """What `planner profile` says."""
     ranges = tuple(
-        ClockRange(stage, WORDS[kind], len(rows), rows[0], rows[-1])
+        ClockRange(stage, word_of(kind), len(rows), rows[0], rows[-1])
         for (stage, kind), rows in profile.measurements.items()
     )
     return ProfileSummary(profile.origin, profile.gpu, profile.stages, profile.blocking_power_w, profile.digest, ranges)
@@ -152,7 +152,8 @@ def _point(frontier: Frontier, time_s: float, mark: str) -> FrontierPoint:
 
 def _remarks(frontier: Frontier) -> Iterator[str]:
     profile, options = frontier.profile, frontier.dag.options
-    power = f"{profile.blocking_power_w:g} W"
+    most_waiting_w = max(map(profile.blocking_w, range(profile.stages)))
+    power = f"{most_waiting_w:g} W"
     if all(len(rows) == 1 for rows in profile.measurements.values()):
         yield "Every computation has a single clock, so there is a single plan."
         return
@@ -166,5 +167,5 @@ def _remarks(frontier: Frontier) -> Iterator[str]:
             "the fastest has the least energy. Slower ones are of use beside a straggler only."
         )
     most_w = max(row.energy_j / row.time_s for rows in profile.measurements.values() for row in rows)
-    if profile.blocking_power_w > most_w:
+    if most_waiting_w > most_w:
         yield f"The blocking power of {power} is more than any computation draws ({most_w:.6g} W at most); check it."

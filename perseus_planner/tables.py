@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-from perseus_planner.plan_summary import BesideStraggler, PlanSummary, StageSummary, TimelineSummary
+from perseus_planner.plan_summary import BesideStraggler, ComputationSummary, PlanSummary, RankSummary, TimelineSummary
+from perseus_planner.profile_csv import WORDS
 from perseus_planner.schedules import Computation
 from perseus_planner.summary import FrontierSummary, ProfileSummary
 
@@ -26,7 +27,7 @@ def profile_text(summary: ProfileSummary) -> str:
     ]
     made = "measured" if summary.origin == "measured" else "simulated: no GPU was touched"
     head = f"Profile of {summary.stages} stages, {summary.gpu or 'GPU not named'} ({made}); "
-    return f"{head}blocking power {summary.blocking_power_w:.2f} W\n\n{_table(columns)}\n"
+    return f"{head}blocking power {_watts(summary.blocking_power_w)}\n\n{_table(columns)}\n"
 
 
 def frontier_text(summary: FrontierSummary) -> str:
@@ -43,7 +44,7 @@ def frontier_text(summary: FrontierSummary) -> str:
     time, energy = _number(summary.baseline_time_s), _number(summary.baseline_energy_j)
     return (
         f"Frontier of {_work(summary)}; {summary.computations} computations\n"
-        f"{origin_text(summary.origin)}; blocking power {summary.blocking_power_w:.2f} W.\n"
+        f"{origin_text(summary.origin)}; blocking power {_watts(summary.blocking_power_w)}.\n"
         f"Baseline of every saving: all clocks at maximum, {time} s and {energy} J an iteration.\n\n"
         f"{_table(columns)}\n\n"
         "The bound is what no plan of that time can be below, waiting included, on all GPUs of the pipeline.\n"
@@ -63,7 +64,7 @@ def plan_text(summary: PlanSummary) -> str:
     ]
     return (
         f"Plan for {_work(summary)}, within {_number(summary.deadline_s)} s\n"
-        f"{origin_text(summary.origin)}; blocking power {summary.blocking_power_w:.2f} W.\n\n"
+        f"{origin_text(summary.origin)}; blocking power {_watts(summary.blocking_power_w)}.\n\n"
         f"{_table(columns)}\n\n"
         f"It saves {_saving(summary.saved_j, summary.saved_share)} of an iteration with all clocks at maximum, "
         f"at {summary.time_ratio:.4f}x its time.\n"
@@ -74,18 +75,18 @@ def plan_text(summary: PlanSummary) -> str:
 
 def timeline_text(summary: TimelineSummary) -> str:
     """The plan, and what each stage does in an iteration of it."""
-    stages = summary.per_stage
+    ranks = summary.per_rank
     columns = [
-        _column("stage", [str(stage.stage) for stage in stages]),
-        _column("MHz", [_clocks(stage) for stage in stages]),
-        _column("changes", [str(stage.clock_changes) for stage in stages]),
-        _column("busy %", [f"{100 * stage.busy_s / summary.time_s:.1f}" for stage in stages]),
-        _column("joules", _numbers([stage.energy_j for stage in stages])),
+        _column("rank", [str(rank.rank) for rank in ranks]),
+        _column("MHz", [_clocks(rank) for rank in ranks]),
+        _column("changes", [str(rank.clock_changes) for rank in ranks]),
+        _column("busy %", [f"{100 * rank.busy_s / summary.time_s:.1f}" for rank in ranks]),
+        _column("joules", _numbers([rank.energy_j for rank in ranks])),
         ["  timeline", *(f"  {strip}" for strip in _strips(summary))],
     ]
     return (
         f"{plan_text(summary)}\n{_table(columns)}\n\n"
-        f"Timeline: {_STRIP} moments of the iteration; F forward, B backward, . waiting.\n"
+        f"Timeline: {_STRIP} moments of the iteration; {', '.join(_letters(summary))}, . waiting.\n"
         "Changes: of the clock from one computation to the next, and back for the next iteration.\n"
     )
 
@@ -111,19 +112,34 @@ def _beside_text(beside: BesideStraggler) -> str:
     )
 
 
-def _clocks(stage: StageSummary) -> str:
-    if stage.lowest_clock_mhz == stage.highest_clock_mhz:
-        return str(stage.lowest_clock_mhz)
-    return f"{stage.lowest_clock_mhz} to {stage.highest_clock_mhz}"
+def _clocks(rank: RankSummary) -> str:
+    if rank.lowest_clock_mhz == rank.highest_clock_mhz:
+        return str(rank.lowest_clock_mhz)
+    return f"{rank.lowest_clock_mhz} to {rank.highest_clock_mhz}"
 
 
 def _strips(summary: TimelineSummary) -> Iterable[str]:
-    strips = [["."] * _STRIP for _ in summary.per_stage]
+    strips = [["."] * _STRIP for _ in summary.per_rank]
     for each in summary.computations:
-        computation = Computation.parse(each.computation)
         first, end = (math.ceil(t / summary.time_s * _STRIP - 0.5) for t in (each.start_s, each.end_s))
-        strips[computation.stage][first:end] = computation.kind * (end - first)
+        strips[each.rank][first:end] = _letter(each) * (end - first)
     return map("".join, strips)
+
+
+def _letters(summary: TimelineSummary) -> Iterable[str]:
+    words = {**{kind: word.replace("-", " ") for kind, word in WORDS.items()}, "o": "fixed operation"}
+    used = set(map(_letter, summary.computations))
+    return (f"{letter} {word}" for letter, word in words.items() if letter in used)
+
+
+def _letter(each: ComputationSummary) -> str:
+    return "o" if each.clock_mhz is None else Computation.parse(each.computation).kind
+
+
+def _watts(power_w: float | tuple[float, ...]) -> str:
+    if not isinstance(power_w, tuple):
+        return f"{power_w:.2f} W"
+    return f"{min(power_w):.2f} to {max(power_w):.2f} W"
 
 
 def _decimals(largest: float) -> int:

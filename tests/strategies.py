@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from perseus_planner.dag import PipelineDag
 from perseus_planner.frontier import Frontier
+from perseus_planner.iteration import Iteration
 from perseus_planner.profiles import Measurement, Profile
 from perseus_planner.schedules import Computation, Schedule, one_f_one_b
 
@@ -82,7 +83,7 @@ def dag(seed: int, count: int, max_options: int) -> PipelineDag:
     before: list[tuple[int, ...]] = [()] * count
     for i, place in enumerate(places):
         before[place] = tuple(rng.sample(places[:i], min(i, rng.randint(0, 3))))
-    return PipelineDag(_profile(rng, stages, max_options), Schedule("any", ranks), tuple(before))
+    return PipelineDag(_profile(rng, stages, max_options), Iteration(Schedule("any", ranks), tuple(before)))
 
 
 def pipeline(seed: int, stages: int, microbatches: int, max_options: int) -> tuple[Profile, Schedule]:

@@ -182,7 +182,7 @@ def test_plan_writes_the_library_s_plan_for_each_target(
         assert found[name] == getattr(plan, name)
     assert found["time_ratio"] == plan.time_s / frontier.baseline_time_s
     assert found["saved_j"] == frontier.baseline_energy_j - plan.energy_j
-    assert sum(stage["energy_j"] for stage in found["per_stage"]) == pytest.approx(plan.energy_j, rel=1e-12)
+    assert sum(rank["energy_j"] for rank in found["per_rank"]) == pytest.approx(plan.energy_j, rel=1e-12)
 
 
 def test_plan_prints_the_plan_that_it_wrote(frontier: Frontier):

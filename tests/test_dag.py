@@ -9,6 +9,7 @@ from strategies import dags, fixed
 
 from perseus_planner.dag import PipelineDag
 from perseus_planner.errors import ProfileError, ScheduleError
+from perseus_planner.iteration import Iteration
 from perseus_planner.profiles import Measurement, Profile
 from perseus_planner.schedules import Computation, Schedule, one_f_one_b
 
@@ -96,7 +97,7 @@ def test_a_profile_of_other_stages_is_refused():
 )
 def test_waiting_for_what_is_not_there_is_refused(predecessors: tuple[tuple[int, ...], ...]):
     with pytest.raises(ScheduleError):
-        PipelineDag(same_everywhere(1), parsed("0F0 0B0 0F1"), predecessors)
+        Iteration(parsed("0F0 0B0 0F1"), predecessors)
 
 
 @pytest.mark.parametrize("ranks", [(), ("",), ("0F0 0B0", "0F0 0B0")], ids=["no rank", "an empty rank", "twice"])

@@ -18,6 +18,7 @@ from perseus_planner import schedules
 from perseus_planner.dag import PipelineDag
 from perseus_planner.errors import InfeasibleDeadline, ProfileError, UsageError
 from perseus_planner.frontier import Frontier, solve, trace
+from perseus_planner.iteration import Iteration
 from perseus_planner.profiles import Measurement, Profile
 from perseus_planner.schedules import Computation, Schedule
 
@@ -184,7 +185,7 @@ def test_a_graph_need_not_run_everything_that_was_profiled():
         (0, "F"): (Measurement(1410, 1e-4, 0.01), Measurement(855, 3e-4, 0.0)),
         (0, "B"): (Measurement(1410, 1.0, 5000.0), Measurement(855, 2.0, 1.0)),
     }
-    frontier = trace(PipelineDag(Profile(points, 0.0), Schedule("any", ((Computation(0, "F", 0),),)), ((),)))
+    frontier = trace(PipelineDag(Profile(points, 0.0), Iteration(Schedule("any", ((Computation(0, "F", 0),),)), ((),))))
     assert (frontier.min_time_s, frontier.max_time_s) == (1e-4, 3e-4)
     assert math.isclose(frontier.bound_j(2e-4), 0.005, rel_tol=1e-12)
 

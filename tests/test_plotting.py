@@ -57,7 +57,7 @@ def test_equal_clocks_have_one_colour_and_others_have_others(plan: Plan):
 
 def test_a_plan_says_what_its_axes_and_colours_are(plan: Plan):
     axes, colour_bar = draw_plan(plan).axes
-    assert (axes.get_xlabel(), axes.get_ylabel(), colour_bar.get_ylabel()) == ("time (s)", "stage", "clock (MHz)")
+    assert (axes.get_xlabel(), axes.get_ylabel(), colour_bar.get_ylabel()) == ("time (s)", "rank", "clock (MHz)")
     what, origin = axes.get_title().splitlines()
     assert what == f"1f1b, 3 stages x 4 microbatches: {plan.time_s:.4g} s, {plan.energy_j:.5g} J"
     assert origin == "Replayed from a simulated profile"

@@ -51,7 +51,8 @@ BAD_ROWS = {
     "stage by name": ("first,forward,1395,0.05,20", f"line 4, column 'stage': 'first' {NEEDS_STAGE}"),
     "unknown instruction": (
         "0,optimizer,1395,0.05,20",
-        "line 4, column 'instruction': 'optimizer' is not an instruction: write forward or backward",
+        "line 4, column 'instruction': 'optimizer' is not an instruction: write forward or backward "
+        "(or input-gradient, weight-gradient; with a suffix such as backward.sync)",
     ),
     "duplicate row": (
         "0,F,1410,0.06,21",

@@ -33,8 +33,8 @@ BAD_VALUES = {
         "measurements: '0F' is not a stage and a kind: write it as (0, 'F') or (0, 'B')",
     ),
     "wrong kind": (
-        {(0, "W"): ()},
-        "measurements: (0, 'W') is not a stage and a kind: write it as (0, 'F') or (0, 'B')",
+        {(0, "X"): ()},
+        "measurements: (0, 'X') is not a stage and a kind: write it as (0, 'F') or (0, 'B')",
     ),
     "wrong stage": ({(-1, "F"): ()}, f"stage: -1 {NEEDS_STAGE}"),
     "no clocks": ({(0, "F"): ()}, "stage 0 forward: has no measurement; give one for each clock, at least one"),

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from strategies import fixed, pipelines
 
 from perseus_planner.errors import ScheduleError
+from perseus_planner.pipeline import pipeline_iteration
 from perseus_planner.plan import Plan
 from perseus_planner.profiles import Measurement, Profile
 from perseus_planner.schedules import Computation, Schedule, one_f_one_b
@@ -21,7 +22,8 @@ def with_clocks(profile: Profile, schedule: Schedule, rng: Random) -> Plan:
     """A plan of clocks drawn for each computation; what it says of time, energy and bound is nothing."""
     clocks = {str(c): rng.choice(profile.measurements[c[:2]]).clock_mhz for c in schedule.computations()}
     table = {key: {m.clock_mhz: m for m in measured} for key, measured in profile.measurements.items()}
-    return Plan(schedule, clocks, table, "", None, "measured", profile.blocking_power_w, *[math.nan] * 6)
+    iteration, power_w = pipeline_iteration(schedule), profile.blocking_power_w
+    return Plan(iteration, clocks, table, "", None, "measured", power_w, *[math.nan] * 6)
 
 
 def simulated(plan: Plan) -> dict[Computation, tuple[float, float]]:

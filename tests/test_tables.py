@@ -97,14 +97,14 @@ Beside a straggler of 20.0000 s, for which both would wait, it saves 600.000 J (
     )
 
 
-def test_the_timeline_is_a_line_per_stage(plan: Plan):
+def test_the_timeline_is_a_line_per_rank(plan: Plan):
     _, _, stages = timeline_text(summarize_timeline(plan)).partition("no plan of that time can be below.\n\n")
     assert (
         stages
         == """\
-stage           MHz  changes  busy %   joules    timeline
-    0  1000 to 1400        2    74.6  2675.00    FFFFFFF........BBBBBBBBBFFFFBBBBBBBB....BBBBBBBB
-    1          1400        0    76.3  3725.00    ...FFFFBBBBBBBBFFFFFBBBBBBBBFFFFBBBBBBBB........
+rank           MHz  changes  busy %   joules    timeline
+   0  1000 to 1400        2    74.6  2675.00    FFFFFFF........BBBBBBBBBFFFFBBBBBBBB....BBBBBBBB
+   1          1400        0    76.3  3725.00    ...FFFFBBBBBBBBFFFFFBBBBBBBBFFFFBBBBBBBB........
 
 Timeline: 48 moments of the iteration; F forward, B backward, . waiting.
 Changes: of the clock from one computation to the next, and back for the next iteration.

@@ -1,0 +1,177 @@
+"""Iteration: what one training iteration runs and what each part waits for, without what it costs at which clock."""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from perseus_planner.documents import shown
+from perseus_planner.errors import ScheduleError
+from perseus_planner.quantities import ENERGY, TIME, WAIT
+from perseus_planner.schedules import Computation, Schedule
+
+_OPERATION = re.compile(r"(\d+)([a-z][a-z-]*)(\d+)?")
+
+
+class Operation(NamedTuple):
+    """Something of fixed time and energy that keeps a rank's GPU: data loading, gradient all-reduce, optimizer step.
+
+    `str()` of it is its name in an iteration: `0load17` belongs to microbatch 17, `3optimizer` to no microbatch.
+
+    Attributes:
+        place: stage if it belongs to a microbatch, rank if not; the number before its name.
+        name: lower-case letters and hyphens.
+        microbatch: its number, or None.
+        rank: whose GPU it keeps.
+        time_s: seconds, whatever the clock.
+        energy_j: joules over the GPUs of the rank; None: what they draw while they wait.
+    """
+
+    place: int
+    name: str
+    microbatch: int | None
+    rank: int
+    time_s: float
+    energy_j: float | None = None
+
+    def __str__(self) -> str:
+        return f"{self.place}{self.name}{'' if self.microbatch is None else self.microbatch}"
+
+
+@dataclass(frozen=True)
+class Iteration:
+    """The nodes of one iteration, computations and fixed operations, and what each one waits for.
+
+    Attributes:
+        schedule: the computations, rank by rank.
+        predecessors: for each node, the places of those that must be done before it starts. A place counts the
+            computations in the order of `schedule.computations()`, then the operations.
+        lags_s: seconds between the end of each such predecessor and the start, aligned with `predecessors`; empty
+            where all are 0.
+        operations: what is neither forward nor backward.
+        kinds: the kind of each computation as the profile has it, such as "B.sync"; empty where they are the
+            schedule's own.
+
+    Raises:
+        ScheduleError: a node waits for itself, through whatever chain, or for one that is not there, or two nodes
+            have one name.
+    """
+
+    schedule: Schedule
+    predecessors: tuple[tuple[int, ...], ...]
+    lags_s: tuple[tuple[float, ...], ...] = ()
+    operations: tuple[Operation, ...] = ()
+    kinds: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        names, places = self.names, range(len(self.names))
+        if len(set(names)) < len(names):
+            twice = next(name for i, name in enumerate(names) if name in names[:i])
+            raise ScheduleError(f"{twice} is there twice; give each operation a name of its own")
+        for operation in self.operations:
+            _check_operation(operation, len(self.schedule.ranks))
+        if len(self.predecessors) != len(places):
+            raise ScheduleError(f"predecessors: {len(self.predecessors)} for {len(places)} computations; give as many")
+        for name, before in zip(names, self.predecessors, strict=True):
+            for other in before:
+                if other not in places:
+                    raise ScheduleError(f"{name} waits for place {other}; places are 0 to {len(places) - 1}")
+        if self.lags_s and [*map(len, self.lags_s)] != [*map(len, self.predecessors)]:
+            raise ScheduleError("lags_s: is not aligned with predecessors; give a lag for each, or none at all")
+        if any(WAIT.accept(lag_s) is None for lags_s in self.lags_s for lag_s in lags_s):
+            raise ScheduleError(f"lags_s: has one that is not {WAIT.wanted}")
+        if self.kinds and [kind.split(".")[0] for kind in self.kinds] != [c.kind for c in self.computations]:
+            raise ScheduleError("kinds: are not those of the computations, with or without a suffix such as .sync")
+        _ = self.order  # refuses a cycle
+
+    @cached_property
+    def computations(self) -> tuple[Computation, ...]:
+        """All computations, in the order of `schedule.computations()`."""
+        return tuple(self.schedule.computations())
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """The text of every node, computations first."""
+        return (*map(str, self.computations), *map(str, self.operations))
+
+    @cached_property
+    def keys(self) -> tuple[tuple[int, str], ...]:
+        """What a profile knows each computation by: its stage and its kind, with any suffix."""
+        kinds = self.kinds or tuple(c.kind for c in self.computations)
+        return tuple((c.stage, kind) for c, kind in zip(self.computations, kinds, strict=True))
+
+    @cached_property
+    def rank_of(self) -> tuple[int, ...]:
+        """The rank of every node."""
+        ranks = tuple(number for number, rank in enumerate(self.schedule.ranks) for _ in rank)
+        return (*ranks, *(operation.rank for operation in self.operations))
+
+    @cached_property
+    def waits(self) -> tuple[tuple[tuple[int, float], ...], ...]:
+        """For each node, the places that it waits for, each with its lag in seconds."""
+        lags = self.lags_s or tuple((0.0,) * len(before) for before in self.predecessors)
+        return tuple(tuple(zip(before, lag, strict=True)) for before, lag in zip(self.predecessors, lags, strict=True))
+
+    @cached_property
+    def order(self) -> tuple[int, ...]:
+        """A topological order of the places, breadth first, so that neighbours are near (Kahn 1962)."""
+        return _topological_order(self.names, self.predecessors)
+
+    @cached_property
+    def programs(self) -> tuple[tuple[int, ...], ...]:
+        """For each rank, the places of its nodes in the order they run in."""
+        programs: list[list[int]] = [[] for _ in self.schedule.ranks]
+        for place in self.order:
+            programs[self.rank_of[place]].append(place)
+        return tuple(map(tuple, programs))
+
+
+def parse_operation(text: str, rank: int, time_s: float, energy_j: float | None) -> Operation:
+    """The operation that `text`, such as `0load17`, names.
+
+    Raises:
+        ScheduleError: the text names none.
+    """
+    match = _OPERATION.fullmatch(text)
+    if match is None:
+        raise ScheduleError(f"{shown(text)} is no operation; write rank or stage, a lower-case name and any microbatch")
+    return Operation(int(match[1]), match[2], int(match[3]) if match[3] else None, rank, time_s, energy_j)
+
+
+def _check_operation(operation: Operation, ranks: int) -> None:
+    if not _OPERATION.fullmatch(str(operation)) or operation.rank not in range(ranks):
+        text = shown(str(operation))
+        raise ScheduleError(f"{text}: name it with lower-case letters, on a rank from 0 to {ranks - 1}")
+    if TIME.accept(operation.time_s) is None:
+        raise ScheduleError(f"{operation}: {shown(operation.time_s)} is not {TIME.wanted}")
+    if operation.energy_j is not None and ENERGY.accept(operation.energy_j) is None:
+        raise ScheduleError(f"{operation}: {shown(operation.energy_j)} is not {ENERGY.wanted}")
+
+
+def _topological_order(names: Sequence[str], predecessors: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    successors: list[list[int]] = [[] for _ in names]
+    waiting = [len(before) for before in predecessors]
+    for place, before in enumerate(predecessors):
+        for other in before:
+            successors[other].append(place)
+    ready = deque(place for place, count in enumerate(waiting) if count == 0)
+    order: list[int] = []
+    while ready:
+        place = ready.popleft()
+        order.append(place)
+        for other in successors[place]:
+            waiting[other] -= 1
+            if waiting[other] == 0:
+                ready.append(other)
+    if len(order) < len(names):
+        stuck = next(place for place, count in enumerate(waiting) if count)
+        awaited = next(other for other in predecessors[stuck] if waiting[other])
+        raise ScheduleError(
+            f"{names[stuck]} can never start: it waits for {names[awaited]}, which in the end "
+            "waits for it; reorder the schedule"
+        )
+    return tuple(order)
