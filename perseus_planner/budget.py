@@ -17,11 +17,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
-from perseus_planner.choices import Floats
 from perseus_planner.errors import InfeasibleBudget
 from perseus_planner.mincut import Integers
 from perseus_planner.run_search import Goal, Heat, anneal, cheapest_within, fastest_runs
@@ -31,7 +31,7 @@ _FEW = 2**15  #: choices in all that are tried one by one instead, so that the s
 _EFFORT = (75_000_000, 5_000, 60_000)  #: of each level: tries times operations, least tries, most tries
 _HEAT = (3e-3, 3e-5)  #: of the distance to the plan without a budget: how much worse a plan is gone on from
 _HEAT_OF_TIME = (1e-3, 1e-6)  #: likewise, of the iteration time, where the fastest plan is searched for
-_PACES = 32  #: plans of one pace on either side of the deadline that are used
+_NEAR = 0.12  #: how far from the deadline the paces are that parts are taken from, as a part of it
 _PAIRS = 16  #: pairs of these that are tried one after the other
 _HALVINGS = 12  #: to find how they share an iteration
 _PRICE = 2.0  #: of a second beyond the deadline, times what the paces around it save per second
@@ -58,33 +58,27 @@ def within_budget(
         budget: how often each rank may change its clock in an iteration, the way back to its beginning included; None:
             any number.
         dwell_s: for how long a clock must be held at least, seconds; a single one is held for ever.
-        unlimited: (n,) the clock of each operation in a plan within the deadline without such limits.
+        unlimited: (m,) the clock at each place of the programs in a plan within the deadline without such limits.
 
     Returns:
-        (n,) the clock of each operation; -1 for those that have none. With equal other arguments a larger budget gives
+        (m,) the clock at each place. With equal other arguments a larger budget gives
         no larger effective energy, and none gives less than `unlimited` has.
 
     Raises:
         InfeasibleBudget: no plan found within them meets the deadline; names the least time found.
     """
-    clocks = np.full(len(problem.fixed_s), -1, dtype=np.int64)
-    if len(problem.node) == 0:
-        return clocks
-    wanted = unlimited[problem.node]
-    if budget is None or budget > len(wanted):
-        budget = len(wanted)
-    state, cost_j = loaded(problem, wanted)
-    time_s = replayed(problem, state)
-    if most_changes(problem, wanted) <= budget and _held(problem, wanted, dwell_s):
-        clocks[problem.node] = wanted
-        return clocks
-    goal = Goal(deadline_s, budget, dwell_s, 0.0, cost_j if dwell_s <= 0.0 and time_s <= deadline_s else -math.inf)
+    if budget is None or budget > len(unlimited):
+        budget = len(unlimited)
+    if most_changes(problem, unlimited) <= budget and _held(problem, unlimited, dwell_s):
+        return unlimited
+    floor_j = loaded(problem, unlimited)[1] if dwell_s <= 0.0 else -math.inf
+    goal = Goal(deadline_s, budget, dwell_s, 0.0, floor_j)
     measured = np.isfinite(problem.time_s).sum(axis=1)[problem.member]
-    best = _best_of_all(problem, goal) if math.prod(measured.tolist()) <= _FEW else _searched(problem, goal, wanted)
+    few = math.prod(measured.tolist()) <= _FEW
+    best = _best_of_all(problem, goal) if few else _searched(problem, goal, unlimited)
     if best is None or best.late_s > 0.0:
         raise InfeasibleBudget(deadline_s, budget, dwell_s, None if best is None else best.time_s)
-    clocks[problem.node] = best.clock
-    return clocks
+    return best.clock
 
 
 def _best_of_all(problem: RunProblem, goal: Goal) -> _Found | None:
@@ -94,11 +88,12 @@ def _best_of_all(problem: RunProblem, goal: Goal) -> _Found | None:
 
 def _searched(problem: RunProblem, goal: Goal, unlimited: Integers) -> _Found | None:
     """The best plan of the largest level that is no larger than the budget."""
-    paces = _around(_paces(problem, goal.deadline_s), goal.deadline_s)
+    paces = _paces(problem, goal.deadline_s)
     goal = goal._replace(price_w=_PRICE * _worth_w(problem, paces, goal.deadline_s))
     unlimited_j = loaded(problem, unlimited)[1]
-    models = np.array([pace.clock for pace in paces] or [unlimited])
-    mixed = np.concatenate([models, np.repeat(unlimited[None], max(1, len(paces) // 2), axis=0)])
+    near = [pace.clock for pace in paces if abs(pace.time_s / goal.deadline_s - 1) <= _NEAR]
+    models = np.array(near or [unlimited])
+    mixed = np.concatenate([models, np.repeat(unlimited[None], (len(models) + 1) // 2, axis=0)])
     best = min(paces, key=_rank, default=None)
     for level in _levels(goal.budget):
         at_level = goal._replace(budget=level)
@@ -151,15 +146,15 @@ def _held(problem: RunProblem, clock: Integers, dwell_s: float) -> bool:
 
 def _paces(problem: RunProblem, deadline_s: float) -> list[_Found]:
     """Plans of one clock per rank that no other one of them beats, fastest first."""
-    by_rank = [problem.member[i:j] for i, j in zip(problem.rank_start[:-1], problem.rank_start[1:], strict=True)]
+    by_rank = [problem.member[i:j] for i, j in pairwise(problem.rank_start.tolist())]
     load_s = np.array([problem.time_s[member].sum(axis=0) for member in by_rank])
     cost_j = np.array([problem.cost_j[member].sum(axis=0) for member in by_rank])
     if not np.isfinite(load_s).any(axis=1).all():
         return []
     busiest_s = load_s.min(axis=1).max()
-    clocks = [load_s.argmin(axis=1)]
-    for pace_s in np.unique(load_s[np.isfinite(load_s) & (load_s >= busiest_s)]):
-        clocks.append(np.where(load_s <= pace_s, cost_j, np.inf).argmin(axis=1))
+    limits_s = np.unique(load_s[np.isfinite(load_s) & (load_s >= busiest_s)])
+    clocks = [np.where(load_s <= limit_s, cost_j, np.inf).argmin(axis=1) for limit_s in limits_s]
+    clocks.append(load_s.argmin(axis=1))
     plans = sorted((_found(problem, clock[problem.rank], deadline_s) for clock in clocks), key=lambda p: p[2:0:-1])
     kept: list[_Found] = []
     for plan in plans:
@@ -168,17 +163,10 @@ def _paces(problem: RunProblem, deadline_s: float) -> list[_Found]:
     return kept
 
 
-def _around(paces: list[_Found], deadline_s: float) -> list[_Found]:
-    """Those next to the deadline."""
-    at = sum(pace.time_s <= deadline_s for pace in paces)
-    return paces[max(0, at - _PACES) : at + _PACES]
-
-
 def _worth_w(problem: RunProblem, paces: list[_Found], deadline_s: float) -> float:
     """What a second of the deadline saves at most, watts: at the paces around it, else from fastest to cheapest."""
-    fast = [pace for pace in paces if pace.time_s <= deadline_s]
-    slow = [pace for pace in paces if pace.time_s > deadline_s]
-    slopes_w = [(a.cost_j - b.cost_j) / (b.time_s - a.time_s) for a in fast for b in slow if a.cost_j > b.cost_j]
+    at = sum(pace.time_s <= deadline_s for pace in paces)
+    slopes_w = [(a.cost_j - b.cost_j) / (b.time_s - a.time_s) for a in paces[:at] for b in paces[at:]]
     if slopes_w:
         return float(np.median(slopes_w))
     finite = np.isfinite(problem.time_s[problem.member])
@@ -189,9 +177,9 @@ def _worth_w(problem: RunProblem, paces: list[_Found], deadline_s: float) -> flo
 
 def _mixtures(problem: RunProblem, paces: list[_Found], deadline_s: float) -> list[_Found]:
     """Plans of two paces, the one until some moment, the other from then on; either one first."""
-    promising = []
-    for fast in (pace for pace in paces if pace.time_s <= deadline_s):
-        for slow in (pace for pace in paces if pace.time_s > deadline_s):
+    at, promising = sum(pace.time_s <= deadline_s for pace in paces), []
+    for fast in paces[:at]:
+        for slow in paces[at:]:
             part = (deadline_s - fast.time_s) / (slow.time_s - fast.time_s)
             promising.append((fast.cost_j + part * (slow.cost_j - fast.cost_j), fast, slow))
     promising.sort(key=lambda entry: entry[0])

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from perseus_planner.budget import within_budget
 from perseus_planner.choices import Choices, choices_of
 from perseus_planner.dag import PipelineDag
 from perseus_planner.errors import InfeasibleDeadline, InfeasiblePower, PlanError, UsageError
@@ -22,6 +23,7 @@ from perseus_planner.plan import Plan
 from perseus_planner.profiles import Measurement, Profile
 from perseus_planner.quantities import POWER, TIME, Rule
 from perseus_planner.rounding import Anchor, anchor_deadlines, round_plan
+from perseus_planner.runs import run_problem
 from perseus_planner.schedules import Schedule
 from perseus_planner.simulate import end_times, time_and_energy
 
@@ -115,10 +117,16 @@ class Frontier:
         slope_w = int(self.powers[point]) * self.scaled.power_unit_w if saved_s else 0.0
         return float(self._effective_j[point] + slope_w * saved_s + self.dag.waiting_w * deadline_s)
 
-    def plan_for(self, deadline_s: float) -> Plan:
+    def plan_for(self, deadline_s: float, *, max_changes: int | None = None, min_dwell_s: float = 0.0) -> Plan:
         """The plan for an iteration that may take `deadline_s` seconds but need not be slower than `max_time_s`.
 
         It spends the least effective energy: the right plan where others wait until the deadline anyway.
+
+        Args:
+            deadline_s: seconds.
+            max_changes: how often each GPU may change its clock in an iteration, the change back for the next one
+                included; 0: one clock per GPU. None: any number.
+            min_dwell_s: for how long a GPU must hold a clock before the next change, seconds.
 
         Raises:
             InfeasibleDeadline: no choice of clocks is that fast; names the least feasible time.
@@ -131,7 +139,13 @@ class Frontier:
                 within_s = self._replayed_s(deadline_s)
                 choice = round_plan(self._choices, within_s, self._anchors(within_s), self._at_maximum)
             self._plans[deadline_s] = self._plan(deadline_s, choice)
-        return self._plans[deadline_s]
+        plan = self._plans[deadline_s]
+        if max_changes is None and min_dwell_s <= 0.0:
+            return plan
+        problem, clocks = run_problem(self.dag, self._choices, list(plan.clocks.values()))
+        unlimited = np.array([clocks.index(clock) for clock in plan.clocks.values()], dtype=np.int64)
+        chosen = within_budget(problem, self._replayed_s(deadline_s), max_changes, min_dwell_s, unlimited)
+        return self._of([clocks[i] for i in chosen.tolist()], deadline_s)
 
     def plan_for_least_energy(self) -> Plan:
         """The plan for a pipeline that waits for nobody: the least energy per iteration.

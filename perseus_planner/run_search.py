@@ -42,10 +42,10 @@ class Heat(NamedTuple):
 
 @njit(cache=True)
 def _keeps_within(problem: RunProblem, clock: Integers, first_rank: int, last_rank: int, budget: int) -> bool:
+    most = 0
     for rank in range(first_rank, last_rank + 1):
-        if changes(problem, clock, rank) > budget:
-            return False
-    return True
+        most = max(most, changes(problem, clock, rank))
+    return most <= budget
 
 
 @njit(cache=True)
@@ -120,10 +120,8 @@ def anneal(problem: RunProblem, start: Integers, goal: Goal, heat: Heat, library
             continue
         restore(problem, trial, now, begin, end)
         cost_j, time_s, worth_j = cost_j + added_j, trial_s, trial_j
-        if time_s > goal.deadline_s:
-            better = time_s < best_s
-        else:
-            better = best_s > goal.deadline_s or cost_j < best_j - margin_j
+        late = time_s > goal.deadline_s
+        better = time_s < best_s if late else best_s > goal.deadline_s or cost_j < best_j - margin_j
         if better and cost_j >= goal.floor_j - margin_j:
             best[:], best_s, best_j = now.clock, time_s, cost_j
     return best

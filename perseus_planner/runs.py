@@ -7,12 +7,14 @@ this one, so as many runs are as many changes, and a single run is none. Operati
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 from numba import njit
 
-from perseus_planner.choices import Floats
+from perseus_planner.choices import Choices, Floats
+from perseus_planner.dag import PipelineDag
 from perseus_planner.mincut import Integers
 
 
@@ -44,50 +46,66 @@ class State(NamedTuple):
     touched: Integers  #: (1,) the first operation whose duration changed since; n if none did
 
 
-def run_problem(
-    before_start: Integers,
-    before: Integers,
-    before_lag_s: Floats | None,
-    member: Integers,
-    programs: Sequence[Sequence[int]],
-    time_s: Floats,
-    cost_j: Floats,
-    unlimited: Integers,
-) -> RunProblem:
-    """Lay out a problem for the kernels.
+def run_problem(dag: PipelineDag, choices: Choices, unlimited_mhz: Sequence[int]) -> tuple[RunProblem, list[int]]:
+    """Lay out `dag` for the kernels, with every measured clock; and the clocks, MHz, highest first.
 
     Args:
-        before_start: (n + 1,) where the entries of each operation in `before` begin.
-        before: operations that each one waits for; operations are numbered in a topological order.
-        before_lag_s: aligned with `before`, seconds from the end of that one until this one may start; None: no lags.
-        member: (n,) class of each operation.
-        programs: per rank, the operations with a clock, in the order in which the rank runs them.
-        time_s: (classes, clocks) seconds, infinite where not measured; an operation without a clock takes the least.
-        cost_j: (classes, clocks) effective energy, joules, infinite where not measured.
-        unlimited: (n,) the clock of each operation in a plan without a budget; those without a clock do not count.
+        dag: the iteration.
+        choices: the same, as `choices_of` lays it out.
+        unlimited_mhz: the clock of each computation, by its place, in a plan without a budget.
     """
-    programs = [program for program in programs if len(program)]
+    used = [key for key in dag.options if key in dag.profile.measurements]
+    clocks = sorted({m.clock_mhz for key in used for m in dag.profile.measurements[key]}, reverse=True)
+    column = {clock: i for i, clock in enumerate(clocks)}
+    time_s = np.full((len(dag.options), len(clocks)), np.inf)
+    cost_j = time_s.copy()
+    for row, key in enumerate(dag.options):
+        if key in used:
+            for m in dag.profile.measurements[key]:
+                time_s[row, column[m.clock_mhz]] = m.time_s
+                cost_j[row, column[m.clock_mhz]] = m.energy_j - dag.profile.blocking_w(key[0]) * m.time_s
+    node_of = {place: k for k, place in enumerate(dag.order)}
+    ends = np.cumsum([0, *map(len, dag.schedule.ranks)]).tolist()
+    programs = [[node_of[place] for place in range(first, stop)] for first, stop in pairwise(ends)]
+    unlimited = np.array([column[clock] for clock in unlimited_mhz], dtype=np.int64)
+    return _problem(choices, programs, time_s, cost_j, unlimited), clocks
+
+
+def _problem(
+    choices: Choices, programs: Sequence[Sequence[int]], time_s: Floats, cost_j: Floats, unlimited: Integers
+) -> RunProblem:
+    """`run_problem` on arrays: the nodes that each rank runs, tables by class and clock, and a clock of each place."""
     node = np.array([k for program in programs for k in program], dtype=np.int64)
-    lengths = [len(program) for program in programs]
-    ranks, clocks = len(programs), time_s.shape[1]
-    usable, place = np.full((ranks, clocks), -1), np.zeros((ranks, clocks), dtype=np.int64)
+    member, ranks = choices.member[node], len(programs)
+    usable, place = np.full((ranks, time_s.shape[1]), -1), np.zeros((ranks, time_s.shape[1]), dtype=np.int64)
     counts = np.zeros(ranks, dtype=np.int64)
-    for r, program in enumerate(programs):
-        known = np.flatnonzero(np.isfinite(time_s[member[list(program)]]).any(axis=0))
-        counts[r], usable[r, : len(known)], place[r, known] = len(known), known, np.arange(len(known))
+    for rank, program in enumerate(programs):
+        known = np.flatnonzero(np.isfinite(time_s[choices.member[program]]).any(axis=0))
+        counts[rank], usable[rank, : len(known)], place[rank, known] = len(known), known, np.arange(len(known))
     problem = RunProblem(
-        before_start, before, np.zeros(len(before)) if before_lag_s is None else before_lag_s,
-        time_s.min(axis=1)[member], time_s, cost_j, node, member[node], np.repeat(np.arange(ranks), lengths),
-        np.cumsum([0, *lengths], dtype=np.int64), usable, counts, place, np.zeros(len(node)),
-    )  # fmt: skip
-    return problem._replace(wave=_waves(problem, unlimited[node]))
+        before_start=choices.before_start,
+        before=choices.before,
+        before_lag_s=choices.before_lag_s,
+        fixed_s=choices.time_s[choices.option_start[choices.member]],
+        time_s=time_s,
+        cost_j=cost_j,
+        node=node,
+        member=member,
+        rank=np.repeat(np.arange(ranks), [len(program) for program in programs]),
+        rank_start=np.cumsum([0, *map(len, programs)], dtype=np.int64),
+        usable=usable,
+        usable_count=counts,
+        place=place,
+        wave=np.zeros(len(node)),
+    )
+    return problem._replace(wave=_waves(problem, unlimited))
 
 
 def _waves(problem: RunProblem, clock: Integers) -> Floats:
     state, _ = loaded(problem, clock)
     makespan_s = replayed(problem, state)
     middle = (state.end_s - state.duration_s / 2)[problem.node] / makespan_s
-    for first, stop in zip(problem.rank_start[:-1], problem.rank_start[1:], strict=True):
+    for first, stop in pairwise(problem.rank_start.tolist()):
         middle[first:stop] = np.maximum.accumulate(middle[first:stop])
     return middle
 
