@@ -34,7 +34,7 @@ _HEAT_OF_TIME = (1e-3, 1e-6)  #: likewise, of the iteration time, where the fast
 _NEAR = 0.12  #: how far from the deadline the paces are that parts are taken from, as a part of it
 _PAIRS = 16  #: pairs of these that are tried one after the other
 _HALVINGS = 12  #: to find how they share an iteration
-_PRICE = 2.0  #: of a second beyond the deadline, times what the paces around it save per second
+_PRICE = 1.0  #: at first, of a second beyond the deadline, times what the paces around it save per second
 _MOST_FAST_RUNS = 16  #: of the fastest plan that a search begins with where none is within the deadline
 
 

@@ -21,6 +21,8 @@ from perseus_planner.runs import (
     restore,
 )
 
+_DEARER = 8.0  #: how many times dearer it is to be late in the end than at first
+
 
 class Goal(NamedTuple):
     """What is searched for: the least effective energy within these limits."""
@@ -97,17 +99,18 @@ def anneal(problem: RunProblem, start: Integers, goal: Goal, heat: Heat, library
     margin_j = 1e-10 * scale_j
     trial = State(now.clock.copy(), now.duration_s.copy(), now.end_s.copy(), now.touched.copy())
     best, best_s, best_j = start.copy(), time_s, cost_j
-    worth_j = cost_j + goal.price_w * max(0.0, time_s - goal.deadline_s)
     stale = len(now.end_s)  # the first operation whose end in `trial` is not that of `now`
     for attempt in range(heat.tries):
         heat_j = heat.first_j * (heat.last_j / heat.first_j) ** (attempt / heat.tries)
+        price_w = goal.price_w * _DEARER ** (attempt / heat.tries)
+        worth_j = cost_j + price_w * max(0.0, time_s - goal.deadline_s)
         added_j, first, last = _vary(problem, trial, library)
         most_j = worth_j - heat_j * np.log(1.0 - np.random.random())
         good = trial.touched[0] < len(now.end_s) and cost_j + added_j <= most_j
         if good and _keeps_within(problem, trial.clock, first, last, goal.budget):
             trial.touched[0] = touched = min(trial.touched[0], stale)
             trial_s = replayed(problem, trial)
-            trial_j = cost_j + added_j + goal.price_w * max(0.0, trial_s - goal.deadline_s)
+            trial_j = cost_j + added_j + price_w * max(0.0, trial_s - goal.deadline_s)
             good = trial_j <= most_j
             good = good and (goal.dwell_s <= 0.0 or least_dwell_s(problem, trial, trial_s) >= goal.dwell_s)
             stale = len(now.end_s) if good else touched
@@ -119,7 +122,7 @@ def anneal(problem: RunProblem, start: Integers, goal: Goal, heat: Heat, library
             restore(problem, now, trial, begin, end)
             continue
         restore(problem, trial, now, begin, end)
-        cost_j, time_s, worth_j = cost_j + added_j, trial_s, trial_j
+        cost_j, time_s = cost_j + added_j, trial_s
         late = time_s > goal.deadline_s
         better = time_s < best_s if late else best_s > goal.deadline_s or cost_j < best_j - margin_j
         if better and cost_j >= goal.floor_j - margin_j:
