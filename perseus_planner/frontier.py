@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -25,7 +25,7 @@ from perseus_planner.quantities import POWER, TIME, Rule
 from perseus_planner.rounding import Anchor, anchor_deadlines, round_plan
 from perseus_planner.runs import run_problem
 from perseus_planner.schedules import Schedule
-from perseus_planner.simulate import end_times, time_and_energy
+from perseus_planner.simulate import end_times, replay, time_and_energy
 
 _CHECKPOINTS = 16  #: kept along the frontier, so that a plan walks little of it
 
@@ -309,12 +309,14 @@ class Frontier:
         """The plan of one clock (MHz) per computation, by its place, replayed."""
         table = {key: {m.clock_mhz: m for m in self.profile.measurements[key]} for key in set(self.dag.iteration.keys)}
         points = [table[key][clock] for key, clock in zip(self.dag.iteration.keys, clocks, strict=True)]
-        time_s, energy_j = time_and_energy(self.dag, points)
         used: dict[tuple[int, str], dict[int, Measurement]] = {key: {} for key in self.dag.options if key in table}
-        chosen = zip(self.dag.iteration.keys, points, strict=True)
+        chosen = list(zip(self.dag.iteration.keys, points, strict=True))
+        if self.profile.clock_change is not None:
+            chosen += self._on_one_rank(clocks, table)
         for key, point in sorted(chosen, key=lambda each: -each[1].clock_mhz):
             used[key][point.clock_mhz] = point
-        return Plan(
+        time_s, energy_j = time_and_energy(self.dag, points)
+        plan = Plan(
             iteration=self.dag.iteration,
             clocks=dict(zip(map(str, self.dag.computations), clocks, strict=True)),
             measurements=used,
@@ -330,7 +332,25 @@ class Frontier:
             baseline_energy_j=self.baseline_energy_j,
             gpus_per_stage=self.profile.gpus_per_stage,
             overhead_s=self._overhead_s,
+            clock_change=self.profile.clock_change,
         )
+        if plan.clock_change is None:
+            return plan
+        timeline = replay(plan)
+        bound_j = self.bound_j(max(timeline.time_s, self.min_time_s))
+        return replace(plan, time_s=timeline.time_s, energy_j=timeline.energy_j, bound_j=bound_j)
+
+    def _on_one_rank(
+        self, clocks: Sequence[int], table: Mapping[tuple[int, str], Mapping[int, Measurement]]
+    ) -> list[tuple[tuple[int, str], Measurement]]:
+        """What was measured of each computation at the clocks that others on its rank run at."""
+        used: list[set[int]] = [set() for _ in self.schedule.ranks]
+        keys: list[set[tuple[int, str]]] = [set() for _ in self.schedule.ranks]
+        for rank, key, clock in zip(self.dag.iteration.rank_of, self.dag.iteration.keys, clocks, strict=False):
+            used[rank].add(clock)
+            keys[rank].add(key)
+        each = [(key, mhz) for rank, on in enumerate(keys) for key in on for mhz in used[rank]]
+        return [(key, table[key][mhz]) for key, mhz in each if mhz in table[key]]
 
     def _fastest_within(self, power_w: float) -> float | None:
         """The least time whose bound, as an average power, is at most `power_w`; None if there is none."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from itertools import count, pairwise
 from pathlib import Path
@@ -19,6 +19,7 @@ from typing import Any
 
 import yaml
 
+from perseus_planner.clock_changes import ClockChange
 from perseus_planner.documents import Document, read_document, shown
 from perseus_planner.errors import ProfileError
 from perseus_planner.files import replacing, sha256
@@ -50,26 +51,6 @@ class Measurement:
     def __post_init__(self) -> None:
         for name, rule in (("clock_mhz", CLOCK), ("time_s", TIME), ("energy_j", ENERGY)):
             object.__setattr__(self, name, _checked(name, getattr(self, name), rule))
-
-
-@dataclass(frozen=True)
-class ClockChange:
-    """What changing the clock of a GPU costs.
-
-    Attributes:
-        call_s: how long a call that sets a clock takes, seconds, 0 or more. Calls of one node run one after another.
-        settle_s: how long after the call the clock is reached, seconds, 0 or more.
-
-    Raises:
-        ProfileError: a value is not of that kind.
-    """
-
-    call_s: float
-    settle_s: float = 0.0
-
-    def __post_init__(self) -> None:
-        for name in ("call_s", "settle_s"):
-            object.__setattr__(self, name, _checked(f"clock_change, {name}", getattr(self, name), WAIT))
 
 
 @dataclass(frozen=True)
@@ -187,7 +168,7 @@ class Profile:
         if self.overhead_s:
             content["overhead_s"] = self.overhead_s
         if change is not None:
-            content["clock_change"] = {"call_s": change.call_s, "settle_s": change.settle_s}
+            content["clock_change"] = asdict(change)
         return content
 
     def _csv(self) -> bytes:
@@ -220,8 +201,9 @@ def _checked_overhead(value: Any) -> Any:
 def _checked_change(value: object) -> ClockChange | None:
     if value is None or isinstance(value, ClockChange):
         return value
-    if not isinstance(value, dict) or "call_s" not in value or not set(value) <= {"call_s", "settle_s"}:
-        raise ProfileError(f"clock_change: {shown(value)} is not one; write call_s and settle_s, seconds, below it")
+    known = {"call_s", "settle_s", "gpus_per_node"}
+    if not isinstance(value, dict) or "call_s" not in value or not set(value) <= known:
+        raise ProfileError(f"clock_change: {shown(value)} is none; write call_s and settle_s, seconds, below it")
     return ClockChange(**value)
 
 

@@ -60,26 +60,18 @@ def test_networkx_sees_the_same_graph_and_the_order_is_topological(dag: Pipeline
     assert all(rank[other] < rank[place] for place, before in enumerate(dag.predecessors) for other in before)
 
 
-def test_a_schedule_that_waits_for_itself_is_refused():
+def test_nodes_that_wait_for_each_other_are_refused():
     with pytest.raises(ScheduleError) as caught:
-        PipelineDag.from_schedule(same_everywhere(2), parsed("0B0 0F0", "1F0 1B0"))
+        Iteration(parsed("0F0 0B0"), ((1,), (0,)))
     assert str(caught.value) == (
-        "0B0 can never start: it waits for 1B0, which in the end waits for it; reorder the schedule"
+        "0F0 can never start: it waits for 0B0, which in the end waits for it; reorder the schedule"
     )
 
 
-@pytest.mark.parametrize(
-    ("ranks", "message"),
-    [
-        (("0F0 0B0", "1F0"), "0B0 needs 1B0, which is not in the schedule; add 1B0"),
-        (("0B0", "1F0 1B0"), "1F0 needs 0F0, which is not in the schedule; add 0F0"),
-        (("0F0 0B0", "1F0 1B0 1F1 1B1"), "1F1 needs 0F1, which is not in the schedule; add 0F1"),
-    ],
-)
-def test_a_schedule_with_a_hole_is_refused(ranks: tuple[str, ...], message: str):
-    with pytest.raises(ScheduleError) as caught:
+@pytest.mark.parametrize("ranks", [("0B0 0F0", "1F0 1B0"), ("0F0 0B0", "1F0"), ("0F0 0B0", "1F0 1B0 1F1 1B1")])
+def test_a_schedule_that_is_no_pipeline_is_refused(ranks: tuple[str, ...]):
+    with pytest.raises(ScheduleError):
         PipelineDag.from_schedule(same_everywhere(2), parsed(*ranks))
-    assert str(caught.value) == message
 
 
 def test_a_profile_of_other_stages_is_refused():

@@ -1,0 +1,80 @@
+"""What a plan's clock changes are: how many a rank makes, how long it holds a clock, and what one change takes.
+
+An iteration follows another, so all counts go round: after the last computation of a rank comes its first one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from perseus_planner.documents import shown
+from perseus_planner.errors import ProfileError
+from perseus_planner.quantities import COUNT, WAIT
+
+
+@dataclass(frozen=True)
+class ClockChange:
+    """What it takes to set the clock of one GPU.
+
+    Attributes:
+        call_s: how long the call holds the driver's lock, seconds, 0 or more. A node has one such lock: calls for its
+            GPUs run one after another.
+        settle_s: from the return of the call until the GPU runs at the new clock, seconds, 0 or more.
+        gpus_per_node: how many GPUs share a lock; ranks fill nodes in their order.
+
+    Raises:
+        ProfileError: a value is not of that kind.
+    """
+
+    call_s: float
+    settle_s: float = 0.0
+    gpus_per_node: int = 8
+
+    def __post_init__(self) -> None:
+        for name, rule in (("call_s", WAIT), ("settle_s", WAIT), ("gpus_per_node", COUNT)):
+            value = rule.accept(getattr(self, name))
+            if value is None:
+                raise ProfileError(f"clock_change, {name}: {shown(getattr(self, name))} is not {rule.wanted}")
+            object.__setattr__(self, name, value)
+
+    def node_of_rank(self, ranks: int, gpus_per_rank: int) -> list[int]:
+        """The node that each of `ranks` ranks of so many GPUs is on, or begins on."""
+        return [rank * gpus_per_rank // self.gpus_per_node for rank in range(ranks)]
+
+    def calls_per_change(self, gpus_per_rank: int) -> int:
+        """How many calls of one node a change of a rank's clock takes."""
+        return min(gpus_per_rank, self.gpus_per_node)
+
+
+def changes_per_rank(clocks_mhz: Sequence[int | None]) -> int:
+    """How often one rank changes its clock in an iteration, the change back for the next iteration included.
+
+    Args:
+        clocks_mhz: the clock of each computation and operation of the rank, in program order; None for one that has no
+            clock, before which nothing is changed.
+    """
+    clocks = [clock for clock in clocks_mhz if clock is not None]
+    return sum(clock != before for before, clock in zip(clocks[-1:] + clocks, clocks, strict=False))
+
+
+def shortest_hold_s(clocks_mhz: Sequence[int | None], starts_s: Sequence[float], time_s: float) -> float:
+    """The shortest time for which one rank holds a clock, seconds; infinite if it never changes its clock.
+
+    A clock is held from the start of the first computation at it until the start of the next one at another clock,
+    which may be in the next iteration.
+
+    Args:
+        clocks_mhz: the clock of each computation and operation of the rank, in program order; None for one without.
+        starts_s: when each of them starts, seconds from the start of the iteration.
+        time_s: iteration time, seconds.
+    """
+    clocked = [(clock, start_s) for clock, start_s in zip(clocks_mhz, starts_s, strict=True) if clock is not None]
+    changes_s = [
+        start_s
+        for (before, _), (clock, start_s) in zip(clocked[-1:] + clocked, clocked, strict=False)
+        if clock != before
+    ]
+    ends_s = changes_s[1:] + [start_s + time_s for start_s in changes_s[:1]]
+    return min((end_s - start_s for start_s, end_s in zip(changes_s, ends_s, strict=True)), default=math.inf)
