@@ -16,16 +16,18 @@ All choices are tried instead where they are few. Everything is seeded: equal in
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
+from perseus_planner.choices import Choices
+from perseus_planner.dag import PipelineDag
 from perseus_planner.errors import InfeasibleBudget
 from perseus_planner.mincut import Integers
 from perseus_planner.run_search import Goal, Heat, anneal, cheapest_within, fastest_runs
-from perseus_planner.runs import RunProblem, least_dwell_s, loaded, most_changes, replayed
+from perseus_planner.runs import RunProblem, least_dwell_s, loaded, most_changes, replayed, run_problem
 
 _FEW = 2**15  #: choices in all that are tried one by one instead, so that the smallest problems are solved exactly
 _EFFORT = (75_000_000, 5_000, 60_000)  #: of each level: tries times operations, least tries, most tries
@@ -45,6 +47,33 @@ class _Found(NamedTuple):
     cost_j: float
     time_s: float
     clock: Integers
+
+
+def clocks_within_budget(
+    dag: PipelineDag,
+    choices: Choices,
+    deadline_s: float,
+    unlimited_mhz: Sequence[int],
+    max_changes: int | None,
+    min_dwell_s: float,
+) -> list[int]:
+    """The clock of each computation, MHz, by its place in `dag.computations`: the best found within a switch budget.
+
+    Args:
+        dag: the iteration.
+        choices: the same, as `choices_of` lays it out.
+        deadline_s: of the replay, seconds.
+        unlimited_mhz: the clock of each computation in a plan within the deadline without a budget.
+        max_changes: as `within_budget` takes it.
+        min_dwell_s: likewise.
+
+    Raises:
+        InfeasibleBudget: no plan found within the budget meets the deadline; names the least time found.
+    """
+    problem, clocks = run_problem(dag, choices, unlimited_mhz)
+    column = {clock: i for i, clock in enumerate(clocks)}
+    unlimited = np.array([column[clock] for clock in unlimited_mhz], dtype=np.int64)
+    return [clocks[i] for i in within_budget(problem, deadline_s, max_changes, min_dwell_s, unlimited).tolist()]
 
 
 def within_budget(

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from perseus_planner.budget import within_budget
+from perseus_planner.budget import clocks_within_budget
 from perseus_planner.choices import Choices, choices_of
 from perseus_planner.dag import PipelineDag
 from perseus_planner.errors import InfeasibleDeadline, InfeasiblePower, PlanError, UsageError
@@ -21,9 +21,8 @@ from perseus_planner.mincut import UNLIMITED, Checkpoint, Integers, State, advan
 from perseus_planner.network import ScaledNetwork, scaled_network
 from perseus_planner.plan import Plan
 from perseus_planner.profiles import Measurement, Profile
-from perseus_planner.quantities import POWER, TIME, Rule
+from perseus_planner.quantities import CHANGES, POWER, TIME, WAIT, Rule
 from perseus_planner.rounding import Anchor, anchor_deadlines, round_plan
-from perseus_planner.runs import run_problem
 from perseus_planner.schedules import Schedule
 from perseus_planner.simulate import end_times, replay, time_and_energy
 
@@ -130,7 +129,8 @@ class Frontier:
 
         Raises:
             InfeasibleDeadline: no choice of clocks is that fast; names the least feasible time.
-            UsageError: it is no time.
+            InfeasibleBudget: no plan found is that fast with so few changes; names the least time found.
+            UsageError: an argument is no such number.
         """
         deadline_s = self._feasible(deadline_s)
         if deadline_s not in self._plans:
@@ -140,12 +140,13 @@ class Frontier:
                 choice = round_plan(self._choices, within_s, self._anchors(within_s), self._at_maximum)
             self._plans[deadline_s] = self._plan(deadline_s, choice)
         plan = self._plans[deadline_s]
-        if max_changes is None and min_dwell_s <= 0.0:
+        most = None if max_changes is None else int(_checked("max_changes", max_changes, CHANGES))
+        dwell_s = _checked("min_dwell_s", min_dwell_s, WAIT)
+        if most is None and dwell_s == 0.0:
             return plan
-        problem, clocks = run_problem(self.dag, self._choices, list(plan.clocks.values()))
-        unlimited = np.array([clocks.index(clock) for clock in plan.clocks.values()], dtype=np.int64)
-        chosen = within_budget(problem, self._replayed_s(deadline_s), max_changes, min_dwell_s, unlimited)
-        return self._of([clocks[i] for i in chosen.tolist()], deadline_s)
+        known = list(plan.clocks.values())
+        within_s = self._replayed_s(deadline_s)
+        return self._of(clocks_within_budget(self.dag, self._choices, within_s, known, most, dwell_s), deadline_s)
 
     def plan_for_least_energy(self) -> Plan:
         """The plan for a pipeline that waits for nobody: the least energy per iteration.

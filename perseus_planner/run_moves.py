@@ -23,14 +23,14 @@ def _some(mean: float) -> int:
 def _stepped(problem: RunProblem, rank: int, clock: int, by: int) -> int:
     """The clock so many steps on among those of the rank, or the last one there."""
     at = problem.place[rank, clock] + by
-    return problem.usable[rank, min(max(at, 0), problem.usable_count[rank] - 1)]
+    return int(problem.usable[rank, min(max(at, 0), problem.usable_count[rank] - 1)])
 
 
 @njit(cache=True)
 def _from_wave(problem: RunProblem, rank: int, wave: float) -> int:
     """The first place of the rank that runs at that wave or later; the end of its program if none does."""
     first, stop = problem.rank_start[rank], problem.rank_start[rank + 1]
-    return first + np.searchsorted(problem.wave[first:stop], wave)
+    return int(first + np.searchsorted(problem.wave[first:stop], wave))
 
 
 @njit(cache=True)

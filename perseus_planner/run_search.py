@@ -200,8 +200,8 @@ def fastest_runs(problem: RunProblem, runs: int) -> Integers:
                         least_s[run, c], came[i, run, c] = least_s[run - 1, before], before + 1
                     least_s[run, c] += problem.time_s[problem.member[first + i], c]
             least_s[0] = np.inf
-        run = 1 + np.argmin(np.array([least_s[r].min() for r in range(1, runs + 1)]))
-        c = np.argmin(least_s[run])
+        run = 1 + int(np.argmin(np.array([least_s[r].min() for r in range(1, runs + 1)])))
+        c = int(np.argmin(least_s[run]))
         for i in range(count - 1, -1, -1):
             clock[first + i] = c
             if came[i, run, c]:

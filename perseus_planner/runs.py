@@ -130,7 +130,7 @@ def start_s(problem: RunProblem, end_s: Floats, k: int) -> float:
     before_start, before, lag_s = problem.before_start, problem.before, problem.before_lag_s
     latest_s = 0.0
     for i in range(before_start[k], before_start[k + 1]):
-        latest_s = max(latest_s, end_s[before[i]] + lag_s[i])
+        latest_s = max(latest_s, float(end_s[before[i]] + lag_s[i]))
     return latest_s
 
 
@@ -147,7 +147,7 @@ def replayed(problem: RunProblem, state: State) -> float:
     state.touched[0] = len(end_s)
     makespan_s = 0.0
     for k in problem.last:
-        makespan_s = max(makespan_s, end_s[k])
+        makespan_s = max(makespan_s, float(end_s[k]))
     return makespan_s
 
 
@@ -160,7 +160,7 @@ def put(problem: RunProblem, state: State, i: int, clock: int) -> float:
     state.clock[i] = clock
     state.duration_s[k] = problem.time_s[member, clock]
     state.touched[0] = min(state.touched[0], k)
-    return problem.cost_j[member, clock] - problem.cost_j[member, old]
+    return float(problem.cost_j[member, clock] - problem.cost_j[member, old])
 
 
 @njit(cache=True)
