@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from perseus_planner.budget import clocks_within_budget
 from perseus_planner.choices import Choices, choices_of
 from perseus_planner.dag import PipelineDag
 from perseus_planner.errors import InfeasibleDeadline, InfeasiblePower, PlanError, UsageError
@@ -20,7 +21,7 @@ from perseus_planner.mincut import UNLIMITED, Checkpoint, Integers, State, advan
 from perseus_planner.network import ScaledNetwork, scaled_network
 from perseus_planner.plan import Plan
 from perseus_planner.profiles import Measurement, Profile
-from perseus_planner.quantities import POWER, TIME, Rule
+from perseus_planner.quantities import CHANGES, POWER, TIME, WAIT, Rule
 from perseus_planner.rounding import Anchor, anchor_deadlines, round_plan
 from perseus_planner.schedules import Schedule
 from perseus_planner.simulate import end_times, replay, time_and_energy
@@ -115,14 +116,21 @@ class Frontier:
         slope_w = int(self.powers[point]) * self.scaled.power_unit_w if saved_s else 0.0
         return float(self._effective_j[point] + slope_w * saved_s + self.dag.waiting_w * deadline_s)
 
-    def plan_for(self, deadline_s: float) -> Plan:
+    def plan_for(self, deadline_s: float, *, max_changes: int | None = None, min_dwell_s: float = 0.0) -> Plan:
         """The plan for an iteration that may take `deadline_s` seconds but need not be slower than `max_time_s`.
 
         It spends the least effective energy: the right plan where others wait until the deadline anyway.
 
+        Args:
+            deadline_s: seconds.
+            max_changes: how often each GPU may change its clock in an iteration, the change back for the next one
+                included; 0: one clock per GPU. None: any number.
+            min_dwell_s: for how long a GPU must hold a clock before the next change, seconds.
+
         Raises:
             InfeasibleDeadline: no choice of clocks is that fast; names the least feasible time.
-            UsageError: it is no time.
+            InfeasibleBudget: no plan found is that fast with so few changes; names the least time found.
+            UsageError: an argument is no such number.
         """
         deadline_s = self._feasible(deadline_s)
         if deadline_s not in self._plans:
@@ -131,7 +139,14 @@ class Frontier:
                 within_s = self._replayed_s(deadline_s)
                 choice = round_plan(self._choices, within_s, self._anchors(within_s), self._at_maximum)
             self._plans[deadline_s] = self._plan(deadline_s, choice)
-        return self._plans[deadline_s]
+        plan = self._plans[deadline_s]
+        most = None if max_changes is None else int(_checked("max_changes", max_changes, CHANGES))
+        dwell_s = _checked("min_dwell_s", min_dwell_s, WAIT)
+        if most is None and dwell_s == 0.0:
+            return plan
+        known = list(plan.clocks.values())
+        within_s = self._replayed_s(deadline_s)
+        return self._of(clocks_within_budget(self.dag, self._choices, within_s, known, most, dwell_s), deadline_s)
 
     def plan_for_least_energy(self) -> Plan:
         """The plan for a pipeline that waits for nobody: the least energy per iteration.

@@ -42,6 +42,7 @@ class Rule(NamedTuple):
 
 STAGE = Rule(int, True, "a stage number: write 0 for the first stage, 1 for the next, and so on")
 COUNT = Rule(int, False, "a whole number of at least 1")
+CHANGES = Rule(int, True, "a number of clock changes: give a whole number of 0 or more")
 CLOCK = Rule(int, False, "a clock: write whole MHz above 0, such as 1410")
 TIME = Rule(float, False, "a time: write finite seconds above 0, such as 0.0512")
 ENERGY = Rule(float, True, "an energy: write finite joules of 0 or more, such as 23.8")

@@ -79,7 +79,12 @@ def relaxed_j(dag: PipelineDag, deadline_s: float) -> float:
 
 def all_choices(dag: PipelineDag) -> tuple[np.ndarray, np.ndarray]:
     """Iteration time (s) and effective energy (J) of every choice of measured clocks there is."""
-    points = [dag.profile.measurements[c[:2]] for c in dag.computations]
+    return every_choice(dag)[1:]
+
+
+def every_choice(dag: PipelineDag) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Every choice of measured clocks, one a column, with its iteration time (s) and effective energy (J)."""
+    points = [dag.profile.measurements[key] for key in dag.iteration.keys]
     choice = np.stack([grid.ravel() for grid in np.meshgrid(*(np.arange(len(each)) for each in points))])
     times_s = [np.array([m.time_s for m in each])[row] for each, row in zip(points, choice, strict=True)]
     costs_j = [np.array(each)[row] for each, row in zip(effective_j(dag), choice, strict=True)]
@@ -88,7 +93,7 @@ def all_choices(dag: PipelineDag) -> tuple[np.ndarray, np.ndarray]:
         for place, before in enumerate(dag.predecessors):
             if all(other in end_s for other in before):
                 end_s[place] = times_s[place] + (np.max([end_s[other] for other in before], axis=0) if before else 0.0)
-    return np.max(list(end_s.values()), axis=0), np.sum(costs_j, axis=0)
+    return choice, np.max(list(end_s.values()), axis=0), np.sum(costs_j, axis=0)
 
 
 def flow_range(arcs: Sequence[Flow], source: Any, sink: Any, flow_func: Callable[..., Any]) -> tuple[float, float]:
