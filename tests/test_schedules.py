@@ -1,6 +1,8 @@
-"""Computations as text, and 1F1B against another statement of it."""
+"""Computations as text, what schedules and their sizes may be, and 1F1B against another statement of it."""
 
 from __future__ import annotations
+
+import re
 
 import numpy as np
 import pytest
@@ -8,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from strategies import fixed
 
+from perseus_planner import schedules
 from perseus_planner.errors import ScheduleError
-from perseus_planner.schedules import Computation, one_f_one_b
+from perseus_planner.schedules import NAMES, Computation, Schedule, check_pipeline, named, one_f_one_b
 
 
 def greedy(stages: int, microbatches: int, stage: int) -> list[str]:
@@ -56,18 +59,228 @@ def test_a_schedule_of_no_whole_number_is_refused(bad):
 
 
 @fixed
-@given(stage=st.integers(0, 10**6), kind=st.sampled_from("FB"), microbatch=st.integers(0, 10**6))
+@given(stage=st.integers(0, 10**6), kind=st.sampled_from("FBIW"), microbatch=st.integers(0, 10**6))
 def test_a_computation_reads_back_from_its_text(stage: int, kind: str, microbatch: int):
     computation = Computation(stage, kind, microbatch)
     assert Computation.parse(str(computation)) == computation
 
 
-@pytest.mark.parametrize("text", ["", "F", "3F", "F17", "3X17", "3f17", " 3F17", "3F17 ", "3F17\n", "3F17F1", "-3F1"])
+@pytest.mark.parametrize(
+    "text", ["", "F", "3F", "F17", "3X17", "3f17", " 3F17", "3F17 ", "3F17\n", "3F17F1", "-3F1", "٣F1"]
+)
 def test_other_text_is_no_computation(text: str):
     with pytest.raises(ScheduleError) as caught:
         Computation.parse(text)
-    assert str(caught.value) == f"{text!r} is no computation; write stage, kind (F or B) and microbatch, e.g. 3F17"
+    assert (
+        str(caught.value) == f"{text!r} is no computation; write stage, kind (F, B, I or W) and microbatch, e.g. 3F17"
+    )
+
+
+def test_a_number_too_long_to_be_one_is_no_computation():
+    with pytest.raises(ScheduleError, match=r"is no computation; .*") as caught:
+        Computation.parse("9" * 10**6 + "F0")
+    assert len(str(caught.value)) < 200
 
 
 def test_whole_numbers_of_numpy_are_whole_numbers():
     assert one_f_one_b(np.int64(2), np.int32(3)) == one_f_one_b(2, 3)
+
+
+def parsed(*ranks: str) -> Schedule:
+    return Schedule("by hand", tuple(tuple(map(Computation.parse, rank.split())) for rank in ranks))
+
+
+def refusal(*ranks: str) -> str:
+    with pytest.raises(ScheduleError) as caught:
+        check_pipeline(parsed(*ranks))
+    return str(caught.value)
+
+
+def test_a_schedule_says_what_it_holds():
+    schedule = parsed("0F0 3F0 3B0 0I0 0W0", "1F0 2F0 2B0 1B0")
+    check_pipeline(schedule)
+    assert (schedule.stages, schedule.microbatches, schedule.stage_ranks) == (4, 1, (0, 1, 1, 0))
+    assert schedule.kinds == ("F", "B", "I", "W")
+    assert " ".join(map(str, schedule.computations())) == "0F0 3F0 3B0 0I0 0W0 1F0 2F0 2B0 1B0"
+    assert str(schedule) == "by hand, 4 stages on 2 ranks x 1 microbatches"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "message"),
+    [
+        ((), "schedule by hand: has no rank; give it at least one"),
+        (("0F0", ""), "schedule by hand, rank 1: runs nothing; give each rank at least one computation"),
+        (("0F0 0B0 0F0",), "schedule by hand, rank 0, computation 3: 0F0 is there twice; keep one"),
+        (("0F0", "0F0"), "schedule by hand, rank 1, computation 1: 0F0 is there twice; keep one"),
+        (
+            ("0F0 0F1", "1F0 0B0"),
+            "schedule by hand, rank 1, computation 2: stage 0 is on rank 0 too; keep a stage on one rank",
+        ),
+        (
+            ("0F0 3F0", "1F0"),
+            "schedule by hand, rank 0, computation 2: stage 3 is there and stage 2 is not; number them from 0 "
+            "without a hole",
+        ),
+    ],
+)
+def test_a_malformed_schedule_is_refused_at_birth(ranks: tuple[str, ...], message: str):
+    with pytest.raises(ScheduleError) as caught:
+        parsed(*ranks)
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize("bad", [Computation(0, "X", 0), Computation(-1, "F", 0), Computation(0, "F", 0.0)])
+def test_a_schedule_of_what_is_no_computation_is_refused(bad: Computation):
+    with pytest.raises(ScheduleError, match=r"rank 0, computation 1: Computation\(.*\) is no computation; give whole"):
+        Schedule("by hand", ((bad,),))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "message"),
+    [
+        (
+            ("0F0 0B0", "1F0"),
+            "rank 0, computation 2: 0B0 can never run: it waits for 1B0 or 1I0, and neither is there; add one",
+        ),
+        (("0B0", "1F0 1B0"), "rank 1, computation 1: 1F0 can never run: it waits for 0F0, which is not there; add it"),
+        (
+            ("0F0 0I0 0W0", "1F0 1W0 1I0"),
+            "rank 1, computation 2: 1W0 can never run: it waits for 1I0, which comes after it on its own rank; "
+            "move 1I0 before it",
+        ),
+        (
+            ("0B0 0F0", "1F0 1B0"),
+            "rank 0, computation 1: 0B0 can never run: it waits for 1B0, which comes after 1F0, which in the end "
+            "waits for it; reorder them",
+        ),
+        (("0F0", "1F0 1B0"), "rank 0, computation 1: 0F0 has no backward; add 0B0, or 0I0 and 0W0"),
+        (("0F0 0I0", "1F0 1B0"), "rank 0, computation 2: 0I0 is only half a backward; add 0W0"),
+        (
+            ("0F0 0B0 0W0", "1F0 1B0"),
+            "rank 0, computation 3: 0W0 is a part of 0B0, which is there too; keep one of them",
+        ),
+        (
+            ("0F0 0B0 0F2 0B2", "1F0 1B0 1F2 1B2"),
+            "rank 0, computation 3: microbatch 2 is there and microbatch 1 is not; number them from 0 without a hole",
+        ),
+    ],
+)
+def test_what_is_no_pipeline_is_refused_with_the_computation_at_fault(ranks: tuple[str, ...], message: str):
+    assert refusal(*ranks) == f"schedule by hand, {message}"
+
+
+def test_a_backward_follows_one_in_parts_and_the_other_way_round():
+    check_pipeline(parsed("0F0 0F1 0B0 0I1 0W1", "1F0 1I0 1W0 1F1 1B1"))
+
+
+def test_the_names_are_those_of_the_command_line():
+    assert list(NAMES) == ["gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "interleaved-zb", "zbv", "dualpipe-v"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_name_gives_its_schedule(name: str):
+    own = NAMES[name].virtual_stages
+    schedule = named(name, ranks=2, microbatches=4, virtual_stages=None if own else 3)
+    assert (schedule.name, len(schedule.ranks), schedule.microbatches) == (name, 2, 4)
+    assert schedule.stages == 2 * (own or 3)
+    if own:
+        assert named(name, ranks=2, microbatches=4, virtual_stages=own) == schedule
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"name": "1f1B"}, "there is no schedule '1f1B'; did you mean 1f1b?"),
+        (
+            {"name": "best"},
+            "there is no schedule 'best'; give one of gpipe, 1f1b, interleaved-1f1b, zb-h1, interleaved-zb, zbv, "
+            "dualpipe-v",
+        ),
+        (
+            {"name": "interleaved-1f1b"},
+            "schedule interleaved-1f1b: how many virtual stages a rank holds is missing; give 2 or more",
+        ),
+        (
+            {"name": "interleaved-zb", "virtual_stages": 0},
+            "virtual_stages is 0; give a whole number of at least 1",
+        ),
+        (
+            {"name": "zb-h1", "virtual_stages": 2},
+            "schedule zb-h1: has 1 stage per rank, not 2; leave virtual stages out",
+        ),
+        ({"name": "zbv", "virtual_stages": 3}, "schedule zbv: has 2 stages per rank, not 3; leave virtual stages out"),
+        (
+            {"name": "dualpipe-v", "microbatches": 7},
+            "dualpipe-v on 4 ranks has 8 stages and needs as many microbatches, not 7; give 8 or more, or take zbv",
+        ),
+        (
+            {"name": "interleaved-1f1b", "virtual_stages": 2, "microbatches": 10},
+            "10 microbatches in groups of 4 leave a last group of 2, fewer than the 4 ranks; "
+            "give a group of 5, or 8 or 12 microbatches",
+        ),
+        (
+            {"name": "interleaved-zb", "virtual_stages": 2, "microbatches": 11},
+            "11 microbatches on 4 ranks are no 2 equal groups; give 10 or 12 microbatches",
+        ),
+        (
+            {"name": "gpipe", "ranks": 10**6, "microbatches": 10**6},
+            "1000000 stages x 1000000 microbatches are more than 1000000 forwards; give smaller numbers",
+        ),
+    ],
+)
+def test_a_name_or_size_that_gives_no_schedule_is_refused(arguments: dict, message: str):
+    with pytest.raises(ScheduleError) as caught:
+        named(**({"ranks": 4, "microbatches": 8} | arguments))
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("bad", [0, -1, 2.0, "8", None, True])
+def test_every_generator_refuses_what_is_no_whole_number(name: str, bad):
+    virtual = None if NAMES[name].virtual_stages else 2
+    for sizes in ({"ranks": bad, "microbatches": 8}, {"ranks": 4, "microbatches": bad}):
+        with pytest.raises(ScheduleError, match=r"is .*; give a whole number of at least 1"):
+            named(name, **sizes, virtual_stages=virtual)
+
+
+@pytest.mark.parametrize("group", [3, 9, 0, 2.0])
+def test_a_group_out_of_range_is_refused(group):
+    with pytest.raises(ScheduleError, match=r"group is .*; give a whole number (from 4 to 8|of at least 1)"):
+        schedules.interleaved_1f1b(4, 2, 8, group)
+
+
+@fixed
+@given(ranks=st.integers(1, 6), virtual=st.integers(2, 4), microbatches=st.integers(1, 20), data=st.data())
+def test_what_the_refusal_of_a_group_advises_is_accepted(ranks: int, virtual: int, microbatches: int, data):
+    least = min(ranks, microbatches)
+    group = data.draw(st.integers(least, microbatches))
+    rest = microbatches % group
+    if not 0 < rest < least:
+        check_pipeline(schedules.interleaved_1f1b(ranks, virtual, microbatches, group))
+        return
+    with pytest.raises(ScheduleError) as caught:
+        schedules.interleaved_1f1b(ranks, virtual, microbatches, group)
+    other, fewer, more = map(int, re.findall(r"[0-9]+", str(caught.value).split(";")[1]))
+    check_pipeline(schedules.interleaved_1f1b(ranks, virtual, microbatches, other))
+    check_pipeline(schedules.interleaved_1f1b(ranks, virtual, fewer, group))
+    check_pipeline(schedules.interleaved_1f1b(ranks, virtual, more, group))
+
+
+def test_interleaved_1f1b_reads_as_in_the_paper():
+    text = [" ".join(map(str, rank)) for rank in schedules.interleaved_1f1b(2, 2, 2).ranks]
+    assert text == ["0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1", "1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1"]
+
+
+def test_one_virtual_stage_is_no_interleaving():
+    assert schedules.interleaved_1f1b(4, 1, 10).ranks == one_f_one_b(4, 10).ranks
+    assert schedules.interleaved_1f1b(4, 1, 10, group=7).ranks == one_f_one_b(4, 10).ranks
+    assert schedules.interleaved_zero_bubble(4, 1, 11).ranks == schedules.zb_h1(4, 11).ranks
+
+
+def test_zb_h1_reads_as_in_the_paper():
+    text = [" ".join(map(str, rank)) for rank in schedules.zb_h1(3, 4).ranks]
+    assert text == [
+        "0F0 0F1 0F2 0I0 0W0 0F3 0I1 0W1 0I2 0W2 0I3 0W3",
+        "1F0 1F1 1I0 1F2 1I1 1W0 1F3 1I2 1W1 1I3 1W2 1W3",
+        "2F0 2I0 2F1 2I1 2F2 2I2 2W0 2F3 2I3 2W1 2W2 2W3",
+    ]

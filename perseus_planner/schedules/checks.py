@@ -1,0 +1,187 @@
+"""What a schedule must be, and what one must be that an engine can run as a pipeline; the first flaw is named.
+
+All take the ranks of a schedule, not the schedule, so that a file is checked before it becomes one.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Container, Iterator, Mapping, Sequence
+from typing import NamedTuple, TypeAlias
+
+from perseus_planner.schedules.computation import KINDS, Computation
+
+Ranks: TypeAlias = Sequence[Sequence[Computation]]
+
+
+class Flaw(NamedTuple):
+    """Where ranks are wrong, how, and what to do about it.
+
+    Attributes:
+        rank: from 0.
+        position: of the computation on its rank, from 0; None when the whole rank is meant.
+        text: what is wrong and the remedy.
+    """
+
+    rank: int
+    position: int | None
+    text: str
+
+    @property
+    def where(self) -> str:
+        """The place in words, for a schedule that is in no file; computations are counted from 1."""
+        return f"rank {self.rank}" + ("" if self.position is None else f", computation {self.position + 1}")
+
+
+def misplaced(ranks: Ranks) -> Flaw | None:
+    """The first that is malformed, there twice or on a second rank, or a rank with none, or a stage that is missing."""
+    seen: set[Computation] = set()
+    holder: dict[int, tuple[int, int]] = {}
+    for rank, order in enumerate(ranks):
+        if not order:
+            return Flaw(rank, None, "runs nothing; give each rank at least one computation")
+        for position, computation in enumerate(order):
+            first = holder.setdefault(computation.stage, (rank, position))
+            text = _wrong(computation, rank, first[0], computation in seen)
+            if text:
+                return Flaw(rank, position, text)
+            seen.add(computation)
+    text = _hole("stage", holder)
+    return Flaw(*holder[max(holder)], text) if text else None
+
+
+def _wrong(computation: Computation, rank: int, first_rank: int, again: bool) -> str:
+    numbers = computation.stage, computation.microbatch
+    if computation.kind not in KINDS or not all(type(number) is int and number >= 0 for number in numbers):
+        return f"{computation!r} is no computation; give whole numbers of 0 or more and a kind F, B, I or W"
+    if again:
+        return f"{computation} is there twice; keep one"
+    if rank != first_rank:
+        return f"stage {computation.stage} is on rank {first_rank} too; keep a stage on one rank"
+    return ""
+
+
+def _hole(what: str, numbers: Collection[int]) -> str:
+    """Complains when `numbers`, none below 0, are not 0, 1, 2 and so on; else empty."""
+    largest = max(numbers)
+    missing = next((number for number in range(largest) if number not in numbers), None)
+    if missing is None:
+        return ""
+    return f"{what} {largest} is there and {what} {missing} is not; number them from 0 without a hole"
+
+
+def awaited(computation: Computation, present: Container[Computation], last_stage: int) -> Computation | None:
+    """The one whose output `computation` works on in a pipeline; None for a forward of stage 0.
+
+    A forward waits for the forward of the stage before; a backward, B or I, for the backward of the stage behind, of
+    either kind, and on the last stage for its own forward; W for its own I. What it runs after on its rank is not
+    counted here.
+
+    Args:
+        computation: which one waits.
+        present: all computations of the schedule; tells whether the stage behind runs B or I; B if neither.
+        last_stage: the number of the last stage.
+    """
+    stage, kind, microbatch = computation
+    if kind == "W":
+        return Computation(stage, "I", microbatch)
+    if kind == "F":
+        return Computation(stage - 1, "F", microbatch) if stage else None
+    if stage == last_stage:
+        return Computation(stage, "F", microbatch)
+    part = Computation(stage + 1, "I", microbatch)
+    return part if part in present else Computation(stage + 1, "B", microbatch)
+
+
+def unrunnable(ranks: Ranks) -> Flaw | None:
+    """Why ranks in which nothing is `misplaced` are no pipeline that runs to its end; see `check_pipeline`."""
+    place = {each: (rank, position) for rank, order in enumerate(ranks) for position, each in enumerate(order)}
+    holder = {each.microbatch: place[each] for each in reversed(place)}
+    text = _hole("microbatch", holder)
+    if text:
+        return Flaw(*holder[max(holder)], text)
+    halves = ((each, each._replace(kind="B")) for each in place if each.kind in ("I", "W"))
+    for half, whole in halves:
+        if whole in place:
+            return Flaw(*place[half], f"{half} is a part of {whole}, which is there too; keep one of them")
+    flaw = _stuck(ranks, place)
+    if flaw is not None:
+        return flaw
+    # Whatever runs has run, so a forward whose backward is there is there on all stages.
+    return next((Flaw(*place[each], text) for each, text in _unfinished(place)), None)
+
+
+def _stuck(ranks: Ranks, place: Mapping[Computation, tuple[int, int]]) -> Flaw | None:
+    """The computation at which the ranks stop: one that waits for what is not there, or the first of a ring."""
+    last_stage = max(computation.stage for computation in place)
+    reached = _reached(ranks, place, last_stage)
+    rank = next((rank for rank, order in enumerate(ranks) if reached[rank] < len(order)), None)
+    if rank is None:
+        return None
+    chain: dict[int, Computation] = {}  # rank -> what its next computation waits for
+    while rank not in chain:
+        head = ranks[rank][reached[rank]]
+        other = awaited(head, place, last_stage)
+        assert other is not None  # else it would have run
+        if other not in place:
+            return Flaw(rank, reached[rank], f"{head} can never run: it waits for {_missing(other)}")
+        chain[rank] = other
+        rank = place[other][0]
+    ring = list(chain)[list(chain).index(rank) :]
+    return _closed(ranks, reached, {rank: chain[rank] for rank in ring}, place)
+
+
+def _closed(
+    ranks: Ranks,
+    reached: Sequence[int],
+    ring: Mapping[int, Computation],
+    place: Mapping[Computation, tuple[int, int]],
+) -> Flaw:
+    """The first computation of a ring of ranks, each of which waits for one that the next does not get to."""
+    rank = min(ring)
+    head, other = ranks[rank][reached[rank]], ring[rank]
+    behind = place[other][0]
+    blocking = ranks[behind][reached[behind]]
+    if blocking == head:
+        rest = f"which comes after it on its own rank; move {other} before it"
+    elif blocking == other:
+        rest = "which in the end waits for it; reorder them"
+    else:
+        rest = f"which comes after {blocking}, which in the end waits for it; reorder them"
+    return Flaw(rank, reached[rank], f"{head} can never run: it waits for {other}, {rest}")
+
+
+def _reached(ranks: Ranks, present: Container[Computation], last_stage: int) -> list[int]:
+    """How many computations each rank gets through when all run as far as they can."""
+    reached = [0] * len(ranks)
+    done: set[Computation | None] = {None}
+    waiting: dict[Computation | None, list[int]] = defaultdict(list)
+    able = list(range(len(ranks)))
+    while able:
+        rank = able.pop()
+        while reached[rank] < len(ranks[rank]):
+            computation = ranks[rank][reached[rank]]
+            other = awaited(computation, present, last_stage)
+            if other not in done:
+                waiting[other].append(rank)
+                break
+            done.add(computation)
+            reached[rank] += 1
+            able += waiting.pop(computation, ())
+    return reached
+
+
+def _missing(other: Computation) -> str:
+    if other.kind == "B":
+        return f"{other} or {other._replace(kind='I')}, and neither is there; add one"
+    return f"{other}, which is not there; add it"
+
+
+def _unfinished(present: Collection[Computation]) -> Iterator[tuple[Computation, str]]:
+    """Forwards without a backward and I without W, each with what to do."""
+    for computation in present:
+        whole, part, weights = (computation._replace(kind=kind) for kind in "BIW")
+        if computation.kind == "F" and whole not in present and part not in present:
+            yield computation, f"{computation} has no backward; add {whole}, or {part} and {weights}"
+        if computation.kind == "I" and weights not in present:
+            yield computation, f"{computation} is only half a backward; add {weights}"

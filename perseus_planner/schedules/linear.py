@@ -1,0 +1,68 @@
+"""Schedules with one stage per rank: GPipe, 1F1B and ZB-H1."""
+
+from __future__ import annotations
+
+from perseus_planner.schedules.computation import Computation
+from perseus_planner.schedules.schedule import Schedule
+from perseus_planner.schedules.sizes import counted, in_turn
+
+
+def gpipe(stages: int, microbatches: int) -> Schedule:
+    """GPipe: every rank runs all forwards, then all backwards (Huang et al., NeurIPS'19, section 2.3).
+
+    Microbatches go back in the order they came, as in torch's ScheduleGPipe. A rank keeps the activations of all.
+
+    Raises:
+        ScheduleError: `stages` or `microbatches` is not a whole number of at least 1, or both are too large.
+    """
+    stages, microbatches = counted(stages=stages, microbatches=microbatches)
+    return Schedule(
+        "gpipe",
+        tuple(
+            in_turn(_row(stage, "F", microbatches), _row(stage, "B", microbatches), microbatches)
+            for stage in range(stages)
+        ),
+    )
+
+
+def one_f_one_b(stages: int, microbatches: int) -> Schedule:
+    """Non-interleaved 1F1B, as DeepSpeed's TrainSchedule and Megatron-core run it.
+
+    Rank s runs `stages - 1 - s` warm-up forwards, then one forward and one backward in turn, then the
+    remaining backwards (PipeDream-Flush; Narayanan et al., SC'21, section 2.2). It keeps the activations of at most
+    `stages - s` microbatches.
+
+    Raises:
+        ScheduleError: `stages` or `microbatches` is not a whole number of at least 1, or both are too large.
+    """
+    stages, microbatches = counted(stages=stages, microbatches=microbatches)
+    return Schedule(
+        "1f1b",
+        tuple(
+            in_turn(_row(stage, "F", microbatches), _row(stage, "B", microbatches), stages - 1 - stage)
+            for stage in range(stages)
+        ),
+    )
+
+
+def zb_h1(stages: int, microbatches: int) -> Schedule:
+    """ZB-H1: 1F1B with backwards in two parts, the weight gradients of rank s `s` microbatches late.
+
+    Qi et al., Zero Bubble Pipeline Parallelism, ICLR'24, section 2.2. The later a rank starts, the more weight
+    gradients it keeps back, to run them at the end, where 1F1B waits. Every rank then keeps the activations of at most
+    `stages` microbatches, which is the most that 1F1B keeps on one; and where F, I and W take equally long, a rank
+    waits a third of what it does in 1F1B.
+
+    Raises:
+        ScheduleError: `stages` or `microbatches` is not a whole number of at least 1, or both are too large.
+    """
+    stages, microbatches = counted(stages=stages, microbatches=microbatches)
+    ranks = []
+    for stage in range(stages):
+        forwards, backwards, weights = (_row(stage, kind, microbatches) for kind in "FIW")
+        ranks.append(in_turn(forwards, backwards, stages - 1 - stage, weights, delay=stage))
+    return Schedule("zb-h1", tuple(ranks))
+
+
+def _row(stage: int, kind: str, microbatches: int) -> list[Computation]:
+    return [Computation(stage, kind, microbatch) for microbatch in range(microbatches)]
