@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from functools import cached_property
 from typing import Any
 
@@ -63,14 +64,12 @@ class Frontier:
     @cached_property
     def min_time_s(self) -> float:
         """The least iteration time of any choice of clocks, seconds."""
-        fastest_s = [self.dag.options[key][0].time_s for key in self.dag.iteration.keys]
-        return max(end_times(self.dag, fastest_s)) + self._overhead_s
+        return self._ends_s[0] + self._overhead_s
 
     @cached_property
     def max_time_s(self) -> float:
         """The iteration time from which on effective energy no longer falls: never a reason to be slower, seconds."""
-        slowest_s = [self.dag.options[key][-1].time_s for key in self.dag.iteration.keys]
-        return max(end_times(self.dag, slowest_s)) + self._overhead_s
+        return self._ends_s[1] + self._overhead_s
 
     @cached_property
     def least_energy_time_s(self) -> float:
@@ -228,6 +227,13 @@ class Frontier:
     def _baseline(self) -> tuple[float, float]:
         return time_and_energy(self.dag, self.dag.at_maximum())
 
+    @cached_property
+    def _ends_s(self) -> tuple[float, float]:
+        """What an iteration replays to with the fastest options, and with the slowest worthwhile ones, seconds."""
+        options = [self.dag.options[key] for key in self.dag.iteration.keys]
+        fastest_s, slowest_s = (max(end_times(self.dag, [each[end].time_s for each in options])) for end in (0, -1))
+        return fastest_s, slowest_s
+
     @property
     def _overhead_s(self) -> float:
         return self.profile.overhead_s
@@ -265,17 +271,16 @@ class Frontier:
         return deadline_s
 
     def _replayed_s(self, deadline_s: float) -> float:
-        """What may be replayed within `deadline_s`: without the overhead, and never a rounding error too much."""
-        within_s = deadline_s - self._overhead_s
+        """The most that an iteration may replay to, so that with the overhead it rounds to at most `deadline_s`."""
+        rounds_up = Fraction(deadline_s) + Fraction(math.ulp(deadline_s)) / 2 - Fraction(self._overhead_s)
+        within_s = float(rounds_up)
         while within_s + self._overhead_s > deadline_s:
             within_s = math.nextafter(within_s, 0.0)
-        fastest_s = [self.dag.options[key][0].time_s for key in self.dag.iteration.keys]
-        return max(within_s, max(end_times(self.dag, fastest_s)))
+        return within_s
 
     def _anchors(self, deadline_s: float) -> Iterator[Anchor]:
         count, last = len(self.dag.keys), int(self.times[-1])
-        ends_s = self.min_time_s - self._overhead_s, self.max_time_s - self._overhead_s
-        deadlines = anchor_deadlines(deadline_s, *ends_s)
+        deadlines = anchor_deadlines(deadline_s, *self._ends_s)
         ticks = [min(max(int(each_s / self.scaled.tick_s), last), int(self.times[0])) for each_s in deadlines]
         for each_s, at in zip(deadlines, self.states_at(ticks), strict=True):
             end_s = np.multiply(at.state.event[1 : 2 * count : 2], self.scaled.tick_s, dtype=np.float64)

@@ -132,7 +132,9 @@ def relaxed_j(dag: PipelineDag, deadline_s: float) -> float:
 def all_choices(dag: PipelineDag) -> tuple[np.ndarray, np.ndarray]:
     """Iteration time (s) and effective energy (J) of every choice of measured clocks there is."""
     each = nodes(dag)
-    choice = np.stack([grid.ravel() for grid in np.meshgrid(*(np.arange(len(node.time_s)) for node in each))])
+    sizes = [len(node.time_s) for node in each]
+    number, blocks = np.arange(math.prod(sizes)), np.cumprod([1, *sizes[:-1]])
+    choice = [number // block % size for block, size in zip(blocks, sizes, strict=True)]  # digits of mixed radix
     times_s = [np.array(node.time_s)[row] for node, row in zip(each, choice, strict=True)]
     costs_j = [np.array(node.effective_j)[row] for node, row in zip(each, choice, strict=True)]
     end_s: dict[int, np.ndarray] = {}

@@ -97,7 +97,7 @@ def _furnished(rng: Random, iteration: Iteration, max_options: int) -> Profile:
         power_w = tuple(of_rank[rank] for rank in iteration.schedule.stage_ranks)
     points = {key: _measurements(rng, max_options) for key in sorted(keys)}
     shortest_s = min(point.time_s for options in points.values() for point in options)
-    overhead_s = rng.choice((0.0, _seconds(rng, 1000), -shortest_s * rng.random()))
+    overhead_s = rng.choice((0.0, _seconds(rng, 1000), 12.3, -shortest_s * rng.random()))
     change = rng.choice((None, ClockChange(0.01, 0.02)))
     return Profile(points, power_w, gpus_per_stage=rng.choice((1, 8)), overhead_s=overhead_s, clock_change=change)
 
