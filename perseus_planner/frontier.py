@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from perseus_planner.choices import Choices, choices_of
 from perseus_planner.dag import PipelineDag
-from perseus_planner.errors import InfeasibleDeadline, InfeasiblePower, PlanError, UsageError
+from perseus_planner.errors import InfeasibleDeadline, InfeasiblePower, PlanError, ProfileError, UsageError
 from perseus_planner.frontier_file import read_frontier, write_frontier
 from perseus_planner.mincut import UNLIMITED, Checkpoint, Integers, State, advance, slowest_state
 from perseus_planner.network import ScaledNetwork, scaled_network
@@ -181,7 +181,8 @@ class Frontier:
         for computation, key in zip(self.dag.computations, self.dag.iteration.keys, strict=True):
             clock = clocks.get(str(computation))
             if clock is None or all(m.clock_mhz != clock for m in self.profile.measurements[key]):
-                raise PlanError(f"{computation}: {clock} MHz was not measured; choose a clock of the profile")
+                read = "has no clock" if clock is None else f"{clock} MHz was not measured"
+                raise PlanError(f"{computation}: {read}; choose a clock of the profile")
             chosen.append(clock)
         return self._of(chosen, None)
 
@@ -307,7 +308,7 @@ class Frontier:
             used[key][point.clock_mhz] = point
         return Plan(
             iteration=self.dag.iteration,
-            clocks=dict(zip(map(str, self.dag.computations), clocks, strict=True)),
+            clocks={str(c): point.clock_mhz for c, point in zip(self.dag.computations, points, strict=True)},
             measurements=used,
             profile_digest=self.profile.digest,
             gpu=self.profile.gpu,
@@ -361,8 +362,13 @@ def trace(dag: PipelineDag, *, progress: Callable[[int, int], None] | None = Non
     network = (scaled := scaled_network(dag)).network
     state = slowest_state(network)
     time, power = int(state.event[network.sink]), 0
-    fastest = [dag.options[key][0].time_s for key in dag.iteration.keys]
-    stretch = time - int(max(end_times(dag, fastest)) / scaled.tick_s)
+    fastest_s = max(end_times(dag, [dag.options[key][0].time_s for key in dag.iteration.keys]))
+    if fastest_s + dag.profile.overhead_s <= 0:
+        raise ProfileError(
+            f"overhead_s: {dag.profile.overhead_s:g} s leave nothing of an iteration that replays to {fastest_s:g} s "
+            "at its fastest; calibrate with an iteration of this schedule"
+        )
+    stretch = time - int(fastest_s / scaled.tick_s)
     stops = [time - stretch * part // _CHECKPOINTS for part in range(_CHECKPOINTS)]
     times, powers, checkpoints = [time], [power], []
     for part, stop in enumerate([*stops[1:], 0]):
