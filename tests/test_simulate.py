@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from oracles import rank_waiting_w, waiting_w
 from strategies import any_schedule, extras, fixed, furnished
 
+from perseus_planner import schedules
 from perseus_planner.dag import PipelineDag
 from perseus_planner.errors import ScheduleError
-from perseus_planner.pipeline import FixedOperation, Transfer
+from perseus_planner.pipeline import FixedOperation, Transfer, Variant
 from perseus_planner.plan import Plan
 from perseus_planner.profiles import Measurement, Profile
 from perseus_planner.schedules import Computation, Schedule, one_f_one_b
@@ -151,6 +152,35 @@ def test_two_stages_by_hand():
     assert timeline.time_s == 11.0
     assert timeline.energy_j == 2 * (100 + 300 + 120 + 400) + 50 * (22 - 14)
     assert timeline.spans["1B0"].power_w == 160.0
+
+
+def test_lags_fixed_operations_and_weight_gradients_by_hand():
+    one = {"F": 1.0, "I": 2.0, "W": 0.5, "W.sync": 0.75}
+    points = {(stage, kind): (Measurement(1410, s, 100 * s),) for stage in range(2) for kind, s in one.items()}
+    dag = PipelineDag.from_schedule(
+        Profile(points, (50.0, 20.0), overhead_s=0.125),
+        schedules.zb_h1(2, 2),
+        transfer=Transfer((0.25,), 0.5),
+        operations=[
+            FixedOperation("load", "before F", 0.5, where=(0,)),
+            FixedOperation("step", "end", 3.0, 90.0),
+        ],
+        variants=[Variant("W.sync", "last")],
+    )
+    timeline = replay(with_clocks(dag, Random(0)))
+    assert {text: (span.start_s, span.end_s) for text, span in timeline.spans.items()} == {
+        **{"0F0": (0.5, 1.5), "0F1": (2.0, 3.0), "0I0": (5.25, 7.25), "0W0": (7.25, 7.75)},
+        **{"0I1": (8.25, 10.25), "0W1": (10.25, 11.0)},
+        **{"1F0": (1.75, 2.75), "1I0": (2.75, 4.75), "1F1": (4.75, 5.75), "1I1": (5.75, 7.75)},
+        **{"1W0": (7.75, 8.25), "1W1": (8.25, 9.0)},
+        **{"0load0": (0.0, 0.5), "0load1": (1.5, 2.0), "0step": (11.0, 14.0), "1step": (9.0, 12.0)},
+    }
+    assert timeline.time_s == 14.125
+    busy_j = 2 * (100 * (1 + 1 + 2 + 2 + 0.5 + 0.75) + 90) + 50 * 1.0  # loading draws what waiting does
+    waiting_j = 50 * (14.125 - 7.25 - 3 - 1) + 20 * (14.125 - 7.25 - 3)
+    assert timeline.energy_j == busy_j + waiting_j
+    assert timeline.spans["0load0"].power_w == 50.0
+    assert timeline.spans["1step"].power_w == 30.0
 
 
 def test_a_schedule_that_cannot_run_is_not_replayed():
