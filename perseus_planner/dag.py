@@ -14,6 +14,7 @@ from perseus_planner.errors import ProfileError, ScheduleError
 from perseus_planner.iteration import Iteration, Operation, parse_operation
 from perseus_planner.pipeline import pipeline_iteration
 from perseus_planner.profiles import Measurement, Profile
+from perseus_planner.quantities import STAGE
 from perseus_planner.schedules import Computation, Schedule
 
 if TYPE_CHECKING:
@@ -70,7 +71,8 @@ class PipelineDag:
             profile: of the stages in the graph.
             graph: an edge from each node to each that waits for it, with the attribute `lag_s` (seconds, default 0) if
                 it must wait longer. A node is a `Computation` or its text, such as "3F17"; the attribute `rank` says
-                which rank runs it (default: its stage). Other nodes are fixed operations, named as `Operation` says,
+                which rank runs it (default: its stage), `kind` what the profile calls it, such as "B.sync" (default:
+                its own kind). Other nodes are fixed operations, named as `Operation` says,
                 such as "3optimizer": attributes `rank`, `time_s` and, unless its GPUs only wait, `energy_j`. What one
                 rank runs must be in one order: a path leads from each of its nodes to the next.
             name: of the schedule, for people.
@@ -145,6 +147,9 @@ class PipelineDag:
         graph: nx.DiGraph[Any] = nx.DiGraph()
         for node, rank in zip(nodes, self.iteration.rank_of, strict=True):
             graph.add_node(node, rank=rank)
+        for computation, (_, kind) in zip(self.computations, self.iteration.keys, strict=True):
+            if kind != computation.kind:
+                graph.add_node(computation, kind=kind)
         for operation in self.iteration.operations:
             energy = {} if operation.energy_j is None else {"energy_j": operation.energy_j}
             graph.add_node(str(operation), time_s=operation.time_s, **energy)
@@ -160,29 +165,41 @@ def iteration_of_graph(graph: nx.DiGraph[Any], name: str) -> Iteration:
     Raises:
         ScheduleError: the graph is none of computations and operations, or one rank's are in no order.
     """
-    nodes: dict[Hashable, tuple[int, Computation | Operation]] = {}
-    for node, attributes in graph.nodes(data=True):
-        each = _node(node, attributes)
-        rank = each.rank if isinstance(each, Operation) else attributes.get("rank", each.stage)
-        if not isinstance(rank, int) or rank < 0:
-            raise ScheduleError(f"{node}, rank: {shown(rank)} is no rank; give a whole number of 0 or more")
-        nodes[node] = rank, each
-    count = 1 + max((rank for rank, _ in nodes.values()), default=-1)
-    ranks: list[list[Hashable]] = [[] for _ in range(count)]
-    for node in _one_order(graph, {node: rank for node, (rank, _) in nodes.items()}):
-        if isinstance(nodes[node][1], Computation):
-            ranks[nodes[node][0]].append(node)
-    schedule = Schedule(name, tuple(tuple(nodes[node][1] for node in rank) for rank in ranks))  # type: ignore[misc]
-    operations = [(node, each) for node, (_, each) in nodes.items() if isinstance(each, Operation)]
-    places = {node: i for i, node in enumerate([*(n for rank in ranks for n in rank), *(n for n, _ in operations)])}
-    before = [sorted((places[other], graph.edges[other, node].get("lag_s", 0.0)) for other in graph.pred[node])
-              for node in places]  # fmt: skip
+    import networkx as nx
+
+    if not isinstance(graph, nx.DiGraph) or graph.is_multigraph():
+        raise ScheduleError(f"graph: {type(graph).__name__} is of the wrong type; give a networkx.DiGraph")
+    nodes = {node: _node(node, attributes) for node, attributes in graph.nodes(data=True)}
+    ranks = {node: _rank(each, graph.nodes[node], len(nodes)) for node, each in nodes.items()}
+    programs: list[list[Hashable]] = [[] for _ in range(1 + max(ranks.values(), default=-1))]
+    before_it = dict[Hashable, Hashable]()  # on its rank
+    for node, previous in _one_order(graph, ranks):
+        before_it[node] = previous
+        if isinstance(nodes[node], Computation):
+            programs[ranks[node]].append(node)
+    computed = [node for program in programs for node in program]
+    operations = {node: each for node, each in nodes.items() if isinstance(each, Operation)}
+    place = {node: i for i, node in enumerate([*computed, *operations])}
+    # What comes before it on its rank first, as in `pipeline_iteration`, then the others by their place.
+    waits = [sorted(graph.pred[node], key=lambda other: (other != before_it[node], place[other])) for node in place]
     return Iteration(
-        schedule,
-        tuple(tuple(other for other, _ in each) for each in before),
-        tuple(tuple(lag_s for _, lag_s in each) for each in before),
-        tuple(each for _, each in operations),
+        Schedule(name, tuple(tuple(nodes[node] for node in program) for program in programs)),  # type: ignore[misc]
+        tuple(tuple(place[other] for other in each) for each in waits),
+        tuple(
+            tuple(graph.edges[other, node].get("lag_s", 0.0) for other in each)
+            for node, each in zip(place, waits, strict=True)
+        ),
+        tuple(operations.values()),
+        tuple(graph.nodes[node].get("kind", nodes[node].kind) for node in computed),  # type: ignore[union-attr]
     )
+
+
+def _rank(each: Computation | Operation, attributes: dict[str, Any], count: int) -> int:
+    value = each.rank if isinstance(each, Operation) else attributes.get("rank", each.stage)
+    rank: int | None = STAGE.accept(value)
+    if rank is None or rank >= count:
+        raise ScheduleError(f"{each}, rank: {shown(value)} is no rank; number the ranks 0, 1, 2 and so on")
+    return rank
 
 
 def _node(node: object, attributes: dict[str, Any]) -> Computation | Operation:
@@ -190,24 +207,31 @@ def _node(node: object, attributes: dict[str, Any]) -> Computation | Operation:
         return node
     text = str(node)
     if "time_s" not in attributes:
-        return Computation.parse(text)
+        try:
+            return Computation.parse(text)
+        except ScheduleError:
+            raise ScheduleError(
+                f"{shown(text)} is no computation, such as 3F17, and no operation without the attribute time_s"
+            ) from None
     if "rank" not in attributes:
         raise ScheduleError(f"{text}: is an operation without the attribute rank; say which rank runs it")
     return parse_operation(text, attributes["rank"], attributes["time_s"], attributes.get("energy_j"))
 
 
-def _one_order(graph: nx.DiGraph[Any], ranks: dict[Hashable, int]) -> list[Hashable]:
-    """A topological order, in which what one rank runs is in the only order it can be."""
+def _one_order(graph: nx.DiGraph[Any], ranks: dict[Hashable, int]) -> list[tuple[Hashable, Hashable]]:
+    """The nodes in topological order, each with the one before it on its rank, in the only order there can be."""
     import networkx as nx
 
     try:
         order = list(nx.topological_sort(graph))
     except nx.NetworkXUnfeasible:
-        cycle = " -> ".join(str(tail) for tail, _ in nx.find_cycle(graph))
+        edges = nx.find_cycle(graph)
+        cycle = " -> ".join(str(node) for node in (*(tail for tail, _ in edges), edges[0][0]))
         raise ScheduleError(f"the graph has the cycle {cycle}; nothing on it can ever start") from None
     bit = {node: 1 << i for i, node in enumerate(order)}
     ahead: dict[Hashable, int] = {}  # the nodes from which a path leads to this one, itself too
     last: dict[int, Hashable] = {}
+    found = []
     for node in order:
         ahead[node] = bit[node]
         for other in graph.pred[node]:
@@ -219,4 +243,5 @@ def _one_order(graph: nx.DiGraph[Any], ranks: dict[Hashable, int]) -> list[Hasha
                 "add an edge for the order in which it runs them"
             )
         last[ranks[node]] = node
-    return order
+        found.append((node, previous))
+    return found

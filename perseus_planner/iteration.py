@@ -51,14 +51,14 @@ class Iteration:
         predecessors: for each node, the places of those that must be done before it starts. A place counts the
             computations in the order of `schedule.computations()`, then the operations.
         lags_s: seconds between the end of each such predecessor and the start, aligned with `predecessors`; empty
-            where all are 0.
+            once made where all are 0.
         operations: what is neither forward nor backward.
         kinds: the kind of each computation as the profile has it, such as "B.sync"; empty where they are the
             schedule's own.
 
     Raises:
-        ScheduleError: a node waits for itself, through whatever chain, or for one that is not there, or two nodes
-            have one name.
+        ScheduleError: a node waits for itself, through whatever chain, for one that is not there, or for one twice, two
+            nodes have one name, or a lag or an operation is none.
     """
 
     schedule: Schedule
@@ -72,21 +72,35 @@ class Iteration:
         if len(set(names)) < len(names):
             twice = next(name for i, name in enumerate(names) if name in names[:i])
             raise ScheduleError(f"{twice} is there twice; give each operation a name of its own")
-        for operation in self.operations:
-            _check_operation(operation, len(self.schedule.ranks))
+        operations = tuple(_checked_operation(each, len(self.schedule.ranks)) for each in self.operations)
+        object.__setattr__(self, "operations", operations)
         if len(self.predecessors) != len(places):
             raise ScheduleError(f"predecessors: {len(self.predecessors)} for {len(places)} computations; give as many")
         for name, before in zip(names, self.predecessors, strict=True):
             for other in before:
                 if other not in places:
                     raise ScheduleError(f"{name} waits for place {other}; places are 0 to {len(places) - 1}")
+            if len(set(before)) < len(before):
+                raise ScheduleError(f"{name} waits for the same computation twice; keep one, with the longer lag")
         if self.lags_s and [*map(len, self.lags_s)] != [*map(len, self.predecessors)]:
             raise ScheduleError("lags_s: is not aligned with predecessors; give a lag for each, or none at all")
-        if any(WAIT.accept(lag_s) is None for lags_s in self.lags_s for lag_s in lags_s):
-            raise ScheduleError(f"lags_s: has one that is not {WAIT.wanted}")
-        if self.kinds and [kind.split(".")[0] for kind in self.kinds] != [c.kind for c in self.computations]:
+        object.__setattr__(self, "lags_s", self._checked_lags_s())
+        own = tuple(c.kind for c in self.computations)
+        if self.kinds and tuple(str(kind).split(".")[0] for kind in self.kinds) != own:
             raise ScheduleError("kinds: are not those of the computations, with or without a suffix such as .sync")
+        object.__setattr__(self, "kinds", () if self.kinds == own else self.kinds)
         _ = self.order  # refuses a cycle
+
+    def _checked_lags_s(self) -> tuple[tuple[float, ...], ...]:
+        """Plain floats, and none at all where all are 0, so that equal iterations compare equal."""
+        checked = []
+        for name, (before, lags_s) in zip(self.names, zip(self.predecessors, self.lags_s, strict=False), strict=False):
+            for other, lag_s in zip(before, lags_s, strict=True):
+                if WAIT.accept(lag_s) is None:
+                    edge = f"{self.names[other]} -> {name}"
+                    raise ScheduleError(f"lag_s of {edge}: {shown(lag_s)} is not {WAIT.wanted}")
+            checked.append(tuple(map(WAIT.accept, lags_s)))
+        return tuple(checked) if any(map(any, checked)) else ()
 
     @cached_property
     def computations(self) -> tuple[Computation, ...]:
@@ -142,14 +156,17 @@ def parse_operation(text: str, rank: int, time_s: float, energy_j: float | None)
     return Operation(int(match[1]), match[2], int(match[3]) if match[3] else None, rank, time_s, energy_j)
 
 
-def _check_operation(operation: Operation, ranks: int) -> None:
+def _checked_operation(operation: Operation, ranks: int) -> Operation:
+    """`operation` in plain numbers."""
     if not _OPERATION.fullmatch(str(operation)) or operation.rank not in range(ranks):
         text = shown(str(operation))
         raise ScheduleError(f"{text}: name it with lower-case letters, on a rank from 0 to {ranks - 1}")
-    if TIME.accept(operation.time_s) is None:
+    time_s, energy_j = TIME.accept(operation.time_s), ENERGY.accept(operation.energy_j)
+    if time_s is None:
         raise ScheduleError(f"{operation}: {shown(operation.time_s)} is not {TIME.wanted}")
-    if operation.energy_j is not None and ENERGY.accept(operation.energy_j) is None:
+    if operation.energy_j is not None and energy_j is None:
         raise ScheduleError(f"{operation}: {shown(operation.energy_j)} is not {ENERGY.wanted}")
+    return operation._replace(rank=int(operation.rank), time_s=time_s, energy_j=energy_j)
 
 
 def _topological_order(names: Sequence[str], predecessors: Sequence[Sequence[int]]) -> tuple[int, ...]:

@@ -51,6 +51,7 @@ def scaled_network(dag: PipelineDag) -> ScaledNetwork:
         hulls = {key: _hull(dag.options[key], tick_s) for key in dict.fromkeys(members)}
         steepest_w = math.fsum(float(hulls[key][1][-1]) for key in members)
         power_unit_w = _power_of_two(steepest_w, _POWER_BITS) if steepest_w else 1.0
+        math.fsum(dag.options[key][0].energy_j for key in members)  # refused here if it overflows, not later
     except (OverflowError, ZeroDivisionError) as error:
         raise ProfileError("measurements: are too large or too small to plan with; give seconds and joules") from error
 

@@ -10,7 +10,7 @@ from typing import Literal
 from perseus_planner.documents import shown
 from perseus_planner.errors import ScheduleError
 from perseus_planner.iteration import Iteration, Operation
-from perseus_planner.quantities import WAIT
+from perseus_planner.quantities import STAGE, WAIT
 from perseus_planner.schedules import Computation, Schedule, awaited, check_pipeline
 
 _WHEN = re.compile(r"start|end|(before|after) [FBIW]")
@@ -87,6 +87,8 @@ class FixedOperation:
                 f"operation {self.name}, when: {shown(self.when)} is unknown; write start, end, or before or after "
                 "and a kind, such as before F"
             )
+        if self.where is not None:
+            object.__setattr__(self, "where", _numbers(f"operation {self.name}, where", self.where))
 
     def at(self, number: int) -> bool:
         """Whether it is on that rank, or that stage."""
@@ -115,6 +117,11 @@ class Variant:
                 f"variant {self.kind}, microbatches: {shown(self.microbatches)} is unknown; write first, last, all or "
                 "a list of numbers"
             )
+        if not isinstance(self.microbatches, str):
+            numbers = _numbers(f"variant {self.kind}, microbatches", self.microbatches)
+            object.__setattr__(self, "microbatches", numbers)
+        if self.stages is not None:
+            object.__setattr__(self, "stages", _numbers(f"variant {self.kind}, stages", self.stages))
 
     def chosen(self, program: Sequence[Computation]) -> Iterable[Computation]:
         """Those of a rank's `program` that it is about."""
@@ -126,6 +133,15 @@ class Variant:
                     yield from ends[self.microbatches]
                 else:
                     yield from (c for c in same if c.microbatch in self.microbatches)
+
+
+def _numbers(name: str, value: object) -> tuple[int, ...]:
+    numbers = tuple(map(STAGE.accept, value)) if isinstance(value, (tuple, list)) else (None,)
+    if None in numbers:
+        raise ScheduleError(
+            f"{name}: {shown(value)} is no list of whole numbers of 0 or more; write one, such as (0, 3)"
+        )
+    return numbers
 
 
 def pipeline_iteration(
@@ -142,7 +158,8 @@ def pipeline_iteration(
     input gradient.
 
     Raises:
-        ScheduleError: something that is waited for is not in the schedule, or the schedule cannot run.
+        ScheduleError: something that is waited for is not in the schedule, an operation or a variant is nowhere in it,
+            or the schedule cannot run.
     """
     transfer = transfer or Transfer()
     check_pipeline(schedule)
@@ -161,6 +178,11 @@ def pipeline_iteration(
             if previous is not None:
                 waits[here].append((previous, 0.0))
             previous = here
+    for each in operations:
+        if each.name not in {operation.name for operation in added}:
+            raise ScheduleError(
+                f"operation {each.name}: stands nowhere in the schedule; correct when or where, or remove it"
+            )
     present = set(computations)
     for computation in computations:
         needed = awaited(computation, present, schedule.stages - 1)

@@ -80,6 +80,9 @@ class Plan:
         wanted = [str(computation) for computation in self.schedule.computations()]
         if list(self.clocks) != wanted:
             raise PlanError("clocks: are not those of the schedule's computations, in their order")
+        power_w = self.blocking_power_w
+        if isinstance(power_w, tuple) and len(power_w) != self.schedule.stages:
+            raise PlanError(f"blocking_power_w: has {len(power_w)} numbers for {self.schedule.stages} stages")
         object.__setattr__(self, "_keys", dict(zip(self.iteration.computations, self.iteration.keys, strict=True)))
         for computation in self.schedule.computations():
             self.measurement(computation)

@@ -76,7 +76,7 @@ def draw_plan(plan: Plan) -> Figure:
         bars = [(span.start_s, span.end_s - span.start_s) for span in spans]
         fill = colours.to_rgba(np.array([plan.clocks[name] for name in names]))
         axes.broken_barh(bars, (row - _HEIGHT / 2, _HEIGHT), facecolors=fill, edgecolors="black", linewidth=0.3)
-    axes.set_xlim(0, timeline.time_s)
+    axes.set_xlim(0, max(timeline.time_s, *(span.end_s for span in timeline.spans.values())))
     axes.set_ylim(len(plan.schedule.ranks) - 0.5, -0.5)
     axes.set_yticks(range(len(plan.schedule.ranks)))
     axes.set_xlabel("time (s)")

@@ -8,6 +8,7 @@ file beside it that holds the rest: the blocking power, the GPU, and how the num
 from __future__ import annotations
 
 import math
+import numbers
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -193,9 +194,11 @@ def _checked_power(value: object) -> Any:
 
 
 def _checked_overhead(value: Any) -> Any:
-    if isinstance(value, (int, float)) and value < 0:  # less was measured than replayed
-        return -_checked("overhead_s", -value, WAIT)
-    return _checked("overhead_s", value, WAIT)
+    below = isinstance(value, numbers.Real) and value < 0  # less was measured than replayed
+    number = WAIT.accept(-value if below else value)
+    if number is None:
+        raise ProfileError(f"overhead_s: {shown(value)} is no number of seconds, above or below 0; give a finite one")
+    return -number if below else number
 
 
 def _checked_change(value: object) -> ClockChange | None:

@@ -217,7 +217,8 @@ def _clocks(rank: RankSummary) -> str:
 def _strips(summary: TimelineSummary) -> Iterable[str]:
     strips = [["."] * _STRIP for _ in summary.per_rank]
     for each in summary.computations:
-        first, end = (math.ceil(t / summary.time_s * _STRIP - 0.5) for t in (each.start_s, each.end_s))
+        # A calibrated iteration may end before its last computation, as replayed, does.
+        first, end = (min(math.ceil(t / summary.time_s * _STRIP - 0.5), _STRIP) for t in (each.start_s, each.end_s))
         strips[each.rank][first:end] = _letter(each) * (end - first)
     return map("".join, strips)
 

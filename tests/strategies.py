@@ -1,18 +1,23 @@
-"""Hypothesis strategies that draw whole planning problems: profiles, graphs of computations, pipelines.
+"""Hypothesis strategies that draw whole planning problems: profiles, graphs of computations, pipelines, jobs.
 
 Hypothesis draws the sizes, and so shrinks a failure to a small one; a seed settles the rest, for variety.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import replace
 from random import Random
+from typing import Any
 
 from hypothesis import settings
 from hypothesis import strategies as st
 
+from perseus_planner import schedules
 from perseus_planner.dag import PipelineDag
 from perseus_planner.frontier import Frontier
-from perseus_planner.iteration import Iteration
+from perseus_planner.iteration import Iteration, Operation
+from perseus_planner.pipeline import FixedOperation, Transfer, Variant, pipeline_iteration
 from perseus_planner.profiles import Measurement, Profile
 from perseus_planner.schedules import Computation, Schedule, one_f_one_b
 
@@ -71,8 +76,60 @@ def smooth_profile(stages: int, step_mhz: int = 15) -> Profile:
     return Profile(points, 83.64, gpu="smooth")
 
 
+def _seconds(rng: Random, most: int = 60) -> float:
+    """Of a lag or a fixed operation, in the size of a computation."""
+    return rng.randint(1, most) * 1e-4 * rng.uniform(1, 1 + rng.choice(NOISE))
+
+
+def _joules(rng: Random) -> float | None:
+    return rng.choice((None, 0.0, rng.randint(0, 60) * 1e-2))
+
+
+def _furnished(rng: Random, iteration: Iteration, max_options: int) -> Profile:
+    """A profile that has all that `iteration` runs, and everything else that a profile may carry."""
+    keys = set(iteration.keys)
+    for stage in range(iteration.schedule.stages):
+        split = keys & {(stage, "I"), (stage, "W")}
+        keys |= {(stage, kind) for kind in ("FIW" if split else "FB")}
+    power_w: float | tuple[float, ...] = rng.choice(WAITING_W)
+    if rng.random() < 0.5:
+        of_rank = [rng.choice(WAITING_W) for _ in iteration.schedule.ranks]
+        power_w = tuple(of_rank[rank] for rank in iteration.schedule.stage_ranks)
+    points = {key: _measurements(rng, max_options) for key in sorted(keys)}
+    shortest_s = min(point.time_s for options in points.values() for point in options)
+    overhead_s = rng.choice((0.0, _seconds(rng, 1000), 12.3, -shortest_s * rng.random()))
+    return Profile(points, power_w, gpus_per_stage=rng.choice((1, 8)), overhead_s=overhead_s)
+
+
+def _operations(rng: Random, stages: int, iteration: Iteration) -> tuple[Iteration, list[int]]:
+    """`iteration` with fixed operations here and there, and their places in a topological order."""
+    order, before, added = list(iteration.order), [*map(list, iteration.predecessors)], []
+    for number in range(rng.randint(0, 4)):
+        at, place = rng.randint(0, len(order)), len(before)
+        before.append(rng.sample(order[:at], min(at, rng.randint(0, 2))))
+        for other in rng.sample(order[at:], min(len(order) - at, rng.randint(0, 2))):
+            before[other].append(place)
+        order.insert(at, place)
+        microbatch, rank = rng.choice((None, number)), rng.randrange(len(iteration.schedule.ranks))
+        name = "abcd"[number] * rng.randint(1, 3)
+        added.append(Operation(rng.randrange(stages), name, microbatch, rank, _seconds(rng, 400), _joules(rng)))
+    return replace(iteration, predecessors=tuple(map(tuple, before)), operations=tuple(added)), order
+
+
+def _with_extras(rng: Random, plain: PipelineDag, max_options: int) -> PipelineDag:
+    """The same computations with fixed operations, lags, kinds with a suffix, and a profile with all there can be."""
+    iteration, _ = _operations(rng, plain.schedule.stages, plain.iteration)
+    lags_s: tuple[tuple[float, ...], ...] = ()
+    if rng.random() < 0.7:
+        lags_s = tuple(tuple(rng.choice((0.0, _seconds(rng, 400))) for _ in each) for each in iteration.predecessors)
+    own = rng.choice(([""], ["", "", ".sync"], ["", ".sync", ".re-compute_1"]))
+    kinds = tuple(computation.kind + rng.choice(own) for computation in iteration.computations)
+    iteration = replace(iteration, lags_s=lags_s, kinds=rng.choice(((), kinds)))
+    return PipelineDag(_furnished(rng, iteration, max_options), iteration)
+
+
 def dag(seed: int, count: int, max_options: int) -> PipelineDag:
-    """An acyclic graph of `count` computations of the given seed."""
+    """An acyclic graph of `count` computations of the given seed; every other one with all that is neither F nor B."""
     rng = Random(seed)
     stages = rng.randint(1, min(3, count))
     groups = [*range(stages), *(rng.randrange(stages) for _ in range(count - stages))]
@@ -83,12 +140,74 @@ def dag(seed: int, count: int, max_options: int) -> PipelineDag:
     before: list[tuple[int, ...]] = [()] * count
     for i, place in enumerate(places):
         before[place] = tuple(rng.sample(places[:i], min(i, rng.randint(0, 3))))
-    return PipelineDag(_profile(rng, stages, max_options), Iteration(Schedule("any", ranks), tuple(before)))
+    plain = PipelineDag(_profile(rng, stages, max_options), Iteration(Schedule("any", ranks), tuple(before)))
+    return plain if rng.random() < 0.5 else _with_extras(rng, plain, max_options)
 
 
 def pipeline(seed: int, stages: int, microbatches: int, max_options: int) -> tuple[Profile, Schedule]:
     """A profile of the given seed and a 1F1B schedule of as many stages."""
     return _profile(Random(seed), stages, max_options), one_f_one_b(stages, microbatches)
+
+
+def any_schedule(seed: int, ranks: int, microbatches: int) -> Schedule:
+    """One of every kind there is, on as many ranks, of about as many microbatches: not all sizes are one's own."""
+    rng = Random(seed)
+    virtual, rounds = rng.randint(1, 3), max(1, microbatches // ranks)
+    makers = (
+        lambda: schedules.gpipe(ranks, microbatches),
+        lambda: one_f_one_b(ranks, microbatches),
+        lambda: schedules.interleaved_1f1b(ranks, virtual, ranks * rounds),
+        lambda: schedules.zb_h1(ranks, microbatches),
+        lambda: schedules.interleaved_zero_bubble(ranks, virtual, ranks * rounds),
+        lambda: schedules.zbv(ranks, microbatches),
+        lambda: schedules.dualpipe_v(ranks, max(2 * ranks, microbatches)),
+    )
+    return rng.choice(makers)()
+
+
+def _transfer(rng: Random, stages: int) -> Transfer | None:
+    def either() -> float | tuple[float, ...]:
+        each = tuple(rng.choice((0.0, _seconds(rng))) for _ in range(stages - 1))
+        return rng.choice((0.0, _seconds(rng, 400), each))
+
+    return rng.choice((None, Transfer(either(), either())))
+
+
+def _fixed_operations(rng: Random, schedule: Schedule) -> Iterable[FixedOperation]:
+    names = ["load", "sync", "optimizer", "gather-all"]
+    for name in rng.sample(names, rng.randint(0, 3)):
+        one = rng.choice(tuple(schedule.computations()))
+        when = rng.choice(("start", "end", f"before {one.kind}", f"after {one.kind}"))
+        number = schedule.stage_ranks[one.stage] if when in ("start", "end") else one.stage
+        yield FixedOperation(name, when, _seconds(rng, 400), _joules(rng), rng.choice((None, (number,))))
+
+
+def _variants(rng: Random, schedule: Schedule) -> Iterable[Variant]:
+    for kind in rng.sample(schedule.kinds, rng.randint(0, 2)):
+        one = rng.choice([computation for computation in schedule.computations() if computation.kind == kind])
+        which = rng.choice(("first", "last", "all", (one.microbatch, one.microbatch + 1)))
+        yield Variant(f"{kind}.{rng.choice(('sync', 'recompute'))}", which, rng.choice((None, (one.stage,))))
+
+
+def extras(seed: int, schedule: Schedule) -> dict[str, Any]:
+    """What `pipeline_iteration` takes beside the schedule."""
+    rng = Random(seed)
+    return {
+        "transfer": _transfer(rng, schedule.stages),
+        "operations": tuple(_fixed_operations(rng, schedule)),
+        "variants": tuple(_variants(rng, schedule)),
+    }
+
+
+def job(seed: int, ranks: int, microbatches: int, max_options: int) -> PipelineDag:
+    """A pipeline of any schedule, with transfers, fixed operations and variants, and a profile that has them."""
+    return furnished(seed, any_schedule(seed, ranks, microbatches), max_options)
+
+
+def furnished(seed: int, schedule: Schedule, max_options: int) -> PipelineDag:
+    """`schedule` with transfers, fixed operations and variants, and a profile that has them."""
+    iteration = pipeline_iteration(schedule, **extras(seed, schedule))
+    return PipelineDag(_furnished(Random(seed), iteration, max_options), iteration)
 
 
 _SEEDS = st.integers(0, 2**32 - 1)
@@ -104,7 +223,8 @@ def profiles(max_stages: int = 3, max_options: int = 6) -> st.SearchStrategy[Pro
 def dags(most: int, least: int = 1, max_options: int = 6) -> st.SearchStrategy[PipelineDag]:
     """Any acyclic graph of `least` to `most` computations, connected or not, each stage with some.
 
-    Their order need not be topological, and a stage may have forwards alone.
+    Their order need not be topological, and a stage may have forwards alone. Every other one has fixed operations,
+    lags, kinds with a suffix, waits at several powers, and an overhead.
     """
     return st.builds(dag, _SEEDS, st.integers(least, most), st.just(max_options))
 
@@ -116,6 +236,16 @@ def pipelines(
     return st.builds(
         pipeline, _SEEDS, st.integers(1, max_stages), st.integers(1, max_microbatches), st.just(max_options)
     )
+
+
+def jobs(max_ranks: int = 3, max_microbatches: int = 4, max_options: int = 6) -> st.SearchStrategy[PipelineDag]:
+    """Pipelines of any schedule with all that a job may have beside it."""
+    return st.builds(job, _SEEDS, st.integers(1, max_ranks), st.integers(1, max_microbatches), st.just(max_options))
+
+
+def problems(most: int, max_options: int = 6) -> st.SearchStrategy[PipelineDag]:
+    """`jobs` and `dags` of at most so many computations, or about so many."""
+    return jobs(max_options=max_options) | dags(most, max_options=max_options)
 
 
 def shares() -> st.SearchStrategy[float]:

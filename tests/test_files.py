@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 from hypothesis import given, settings
-from strategies import dags, deadline_s, fixed, shares, smooth_profile
-from validators import same
+from strategies import deadline_s, fixed, problems, shares, smooth_profile
+from validators import check_replay, same
 
 from perseus_planner import Frontier, Plan
 from perseus_planner.dag import PipelineDag
 from perseus_planner.errors import FrontierError, PlanError
 from perseus_planner.frontier import solve, trace
+from perseus_planner.pipeline import FixedOperation, Transfer, Variant
+from perseus_planner.plan import _digest
+from perseus_planner.profiles import Profile
 from perseus_planner.schedules import one_f_one_b
 
 MAKE = """
@@ -41,8 +47,8 @@ def plan(frontier: Frontier) -> Plan:
     return frontier.plan_for(1.07 * frontier.baseline_time_s)
 
 
-@settings(fixed, max_examples=40)
-@given(dag=dags(12), share=shares())
+@settings(fixed, max_examples=100)
+@given(dag=problems(12), share=shares())
 def test_a_saved_frontier_loads_as_it_was_and_plans_alike(dag: PipelineDag, share: float, tmp_path_factory):
     path, again = (tmp_path_factory.mktemp("frontier") / name for name in ("f.npz", "again.npz"))
     frontier = trace(dag)
@@ -56,8 +62,8 @@ def test_a_saved_frontier_loads_as_it_was_and_plans_alike(dag: PipelineDag, shar
     assert again.read_bytes() == path.read_bytes()
 
 
-@settings(fixed, max_examples=40)
-@given(dag=dags(12), share=shares())
+@settings(fixed, max_examples=100)
+@given(dag=problems(12), share=shares())
 def test_a_saved_plan_loads_as_it_was(dag: PipelineDag, share: float, tmp_path_factory):
     path, again = (tmp_path_factory.mktemp("plan") / name for name in ("p.yaml", "again.yaml"))
     frontier = trace(dag)
@@ -65,8 +71,93 @@ def test_a_saved_plan_loads_as_it_was(dag: PipelineDag, share: float, tmp_path_f
     plan.save(path)
     loaded = Plan.load(path)
     assert loaded == plan
+    check_replay(loaded)
     loaded.save(again)
     assert again.read_bytes() == path.read_bytes()
+
+
+def test_a_plan_says_what_the_iteration_has_beside_its_schedule_and_only_then(frontier: Frontier, folder: Path):
+    points = smooth_profile(2).measurements
+    profile = Profile({**points, (1, "B.sync"): points[1, "B"]}, (83.64, 70.0), overhead_s=0.5, gpus_per_stage=8)
+    all_of_it = solve(
+        profile,
+        frontier.schedule,
+        transfer=Transfer(0.004, (0.002,)),
+        operations=[FixedOperation("step", "end", 0.25, 30.5, where=(1,)), FixedOperation("load", "before F", 0.125)],
+        variants=[Variant("B.sync", "last", stages=(1,))],
+    )
+    for name, each in (("plain", frontier), ("all", all_of_it)):
+        each.plan_for(each.baseline_time_s).save(f"{name}.yaml")
+    plain, furnished = (yaml.safe_load((folder / f"{name}.yaml").read_text()) for name in ("plain", "all"))
+    assert set(furnished) - set(plain) == {"kinds", "operations", "waits"}
+    assert furnished["kinds"] == {"1B2": "B.sync"}
+    assert furnished["operations"] == {
+        **{f"{stage}load{m}": [stage, 0.125, None] for stage in range(2) for m in range(3)},
+        "1step": [1, 0.25, 30.5],
+    }
+    assert furnished["waits"]["1F0"] == {"1load0": 0.0, "0F0": 0.004}
+    assert furnished["waits"]["0B2"] == {"0B1": 0.0, "1B2": 0.002}
+    assert (furnished["blocking_power_w"], furnished["overhead_s"], furnished["gpus_per_stage"]) == (
+        [83.64, 70.0],
+        0.5,
+        8,
+    )
+    assert "1B.sync" in furnished["measurements"]
+
+
+@pytest.mark.parametrize("type_of", [float, np.float64, np.float32, Fraction], ids=lambda each: each.__name__)
+def test_numbers_of_any_type_beside_a_schedule_give_the_same_files(folder: Path, type_of: Callable[[float], object]):
+    number = type_of(0.25)
+    frontier = solve(
+        smooth_profile(2),
+        one_f_one_b(2, 3),
+        transfer=Transfer(number, [number]),
+        operations=[FixedOperation("step", "end", number, number), FixedOperation("load", "start", number)],
+    )
+    plan = frontier.plan_for(frontier.baseline_time_s)
+    frontier.save("f.npz")
+    plan.save("p.yaml")
+    assert Plan.load("p.yaml") == plan
+    assert Frontier.load("f.npz").dag == frontier.dag
+    assert set(yaml.safe_load((folder / "p.yaml").read_text())["operations"]["0step"]) == {0, 0.25}
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("kinds", {"1B2": "I"}),
+        ("kinds", {"1B2": 7}),
+        ("operations", {"step": [0, 1.0, None]}),
+        ("operations", {"0step": [0, 1.0]}),
+        ("operations", {"0step": [5, 1.0, None]}),
+        ("operations", {"0step": [0, -1.0, None]}),
+        ("operations", {"0step": [0, 1.0, None]}),  # waits are said of others only
+        ("operations", None),
+        ("waits", {}),
+        ("waits", {"0F0": {"9F9": 0.0}}),
+        ("waits", []),
+        ("overhead_s", "soon"),
+        ("blocking_power_w", [83.64, "much"]),
+        ("blocking_power_w", [83.64]),
+        ("gpus_per_stage", [8]),
+    ],
+)
+def test_a_plan_of_no_such_iteration_is_refused(plan: Plan, folder: Path, key: str, value: object):
+    plan.save("plan.yaml")
+    content = yaml.safe_load((folder / "plan.yaml").read_text())
+    names = plan.iteration.names
+    waits = {
+        name: dict.fromkeys((names[other] for other in before), 0.25)
+        for name, before in zip(names, plan.iteration.predecessors, strict=True)
+    }
+    content = {**content, "waits": waits, key: value}
+    del content["digest"], content["format"], content["version"]
+    document = {"format": "perseus-planner/plan", "version": 1, "digest": _digest(content), **content}
+    (folder / "changed.yaml").write_text(yaml.safe_dump(document, sort_keys=False))
+    with pytest.raises(PlanError) as caught:
+        Plan.load("changed.yaml")
+    assert str(caught.value).startswith("changed.yaml: is not a plan: ")
+    assert str(caught.value).endswith("; make it again with `planner plan`")
 
 
 @pytest.mark.parametrize("deadline_s", [1, np.float64(0.9), np.float32(0.9)])

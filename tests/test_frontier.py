@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracles import all_choices, effective_j, relaxed_j
-from strategies import dags, deadline_s, fixed, pipelines, shares
+from oracles import all_choices, effective_j, nodes, rank_waiting_w, relaxed_j, waiting_w
+from strategies import dags, deadline_s, fixed, furnished, jobs, pipelines, problems, shares
 from validators import check_frontier
 
 from perseus_planner import schedules
@@ -25,9 +25,9 @@ from perseus_planner.schedules import Computation, Schedule
 
 def scale_j(frontier: Frontier) -> float:
     """What errors of energies are measured by: those that an energy is the sum and difference of."""
-    dag, power_w = frontier.dag, frontier.profile.blocking_power_w
-    fastest = [frontier.profile.measurements[c[:2]][0] for c in dag.computations]
-    return math.fsum(m.energy_j + power_w * m.time_s for m in fastest) + power_w * frontier.max_time_s
+    power_w = rank_waiting_w(frontier.dag)
+    each = [(abs(node.effective_j[0]), 2 * power_w[node.rank] * node.time_s[0]) for node in nodes(frontier.dag)]
+    return math.fsum(part for parts in each for part in parts) + max(power_w) * frontier.max_time_s
 
 
 def check_bound(frontier: Frontier, share: float) -> None:
@@ -53,27 +53,54 @@ def test_the_bound_of_a_pipeline_is_that_of_a_linear_programme(problem: tuple[Pr
     check_bound(solve(*problem), share)
 
 
+@settings(fixed, max_examples=200)
+@given(dag=jobs(max_options=8), share=shares())
+def test_the_bound_of_a_job_of_any_schedule_is_that_of_a_linear_programme(dag: PipelineDag, share: float):
+    check_bound(trace(dag), share)
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        schedules.gpipe(5, 7),
+        schedules.one_f_one_b(6, 9),
+        schedules.interleaved_1f1b(4, 3, 8),
+        schedules.interleaved_1f1b(3, 2, 7, 4),
+        schedules.zb_h1(5, 8),
+        schedules.interleaved_zero_bubble(3, 2, 8),
+        schedules.zbv(4, 6),
+        schedules.dualpipe_v(3, 9),
+    ],
+    ids=str,
+)
+def test_the_bound_of_larger_jobs_is_that_of_a_linear_programme(schedule: Schedule):
+    for seed in range(3):
+        frontier = trace(furnished(seed, schedule, 5))
+        for share in (0.0, 0.01, 0.3, 0.7, 1.0):
+            check_bound(frontier, share)
+
+
 @settings(fixed, max_examples=100)
 @given(dag=dags(6, max_options=4))
 def test_no_choice_of_clocks_is_below_the_bound_or_faster_than_the_least_time(dag: PipelineDag):
     frontier = trace(dag)
     times_s, costs_j = all_choices(dag)
     assert frontier.min_time_s == times_s.min()
-    blocked_w = dag.profile.blocking_power_w * dag.profile.stages
+    blocked_w = waiting_w(dag)
     for time_s, cost_j in list(zip(times_s.tolist(), costs_j.tolist(), strict=True))[:200]:
         energy_j = cost_j + blocked_w * time_s
         assert energy_j >= frontier.bound_j(time_s) - 1e-12 * scale_j(frontier)
 
 
 @settings(fixed, max_examples=200)
-@given(dag=dags(30, max_options=8))
+@given(dag=problems(30, 8))
 def test_a_frontier_is_a_convex_curve_between_its_ends(dag: PipelineDag):
     frontier = trace(dag)
     check_frontier(frontier)
     energies_j = [frontier.bound_j(time_s) for time_s in frontier.times_s.tolist()]
     assert energies_j == frontier.energies_j.tolist()
     slowest_j = math.fsum(min(each) for each in effective_j(dag))
-    full_j = slowest_j + dag.profile.blocking_power_w * dag.profile.stages * frontier.max_time_s
+    full_j = slowest_j + waiting_w(dag) * frontier.max_time_s
     assert math.isclose(energies_j[0], full_j, rel_tol=0, abs_tol=1e-12 * scale_j(frontier))
 
 
@@ -83,10 +110,10 @@ def test_every_point_is_a_change_of_slope():
 
 
 @fixed
-@given(dag=dags(20), near=st.floats(0, 1.5), far=st.floats(0, 1.5))
+@given(dag=problems(20), near=st.floats(0, 1.5), far=st.floats(0, 1.5))
 def test_a_later_deadline_never_costs_effective_energy(dag: PipelineDag, near: float, far: float):
     frontier = trace(dag)
-    blocked_w = dag.profile.blocking_power_w * dag.profile.stages
+    blocked_w = waiting_w(dag)
 
     def effective(share: float) -> float:
         at_s = frontier.min_time_s + share * (frontier.max_time_s - frontier.min_time_s)
@@ -96,26 +123,37 @@ def test_a_later_deadline_never_costs_effective_energy(dag: PipelineDag, near: f
     assert less <= more + 1e-12 * scale_j(frontier)
 
 
-def scaled(profile: Profile, times: float = 1.0, joules: float = 1.0) -> Profile:
+def scaled(dag: PipelineDag, times: float = 1.0, joules: float = 1.0) -> PipelineDag:
+    profile, iteration = dag.profile, dag.iteration
     points = {
         key: tuple(Measurement(m.clock_mhz, times * m.time_s, joules * m.energy_j) for m in measured)
         for key, measured in profile.measurements.items()
     }
-    return replace(profile, measurements=points, blocking_power_w=profile.blocking_power_w * joules / times)
+    power_w = profile.blocking_power_w
+    power_w = tuple(w * joules / times for w in power_w) if isinstance(power_w, tuple) else power_w * joules / times
+    operations = tuple(
+        each._replace(time_s=times * each.time_s, energy_j=None if each.energy_j is None else joules * each.energy_j)
+        for each in iteration.operations
+    )
+    lags_s = tuple(tuple(times * lag_s for lag_s in each) for each in iteration.lags_s)
+    return PipelineDag(
+        replace(profile, measurements=points, blocking_power_w=power_w, overhead_s=times * profile.overhead_s),
+        replace(iteration, operations=operations, lags_s=lags_s),
+    )
 
 
 @settings(fixed, max_examples=60)
-@given(dag=dags(20), power=st.integers(-20, 20))
+@given(dag=problems(20), power=st.integers(-20, 20))
 def test_all_joules_scaled_by_a_power_of_two_scale_the_frontier_exactly(dag: PipelineDag, power: int):
-    frontier, other = trace(dag), trace(replace(dag, profile=scaled(dag.profile, joules=2.0**power)))
+    frontier, other = trace(dag), trace(scaled(dag, joules=2.0**power))
     assert np.array_equal(other.times_s, frontier.times_s)
     assert np.array_equal(other.energies_j, 2.0**power * frontier.energies_j)
 
 
 @settings(fixed, max_examples=60)
-@given(dag=dags(20), times=st.floats(1e-3, 1e3), joules=st.floats(1e-3, 1e3), share=st.floats(0.01, 1))
+@given(dag=problems(20), times=st.floats(1e-3, 1e3), joules=st.floats(1e-3, 1e3), share=st.floats(0.01, 1))
 def test_all_times_or_joules_scaled_scale_the_frontier(dag: PipelineDag, times: float, joules: float, share: float):
-    frontier, other = trace(dag), trace(replace(dag, profile=scaled(dag.profile, times, joules)))
+    frontier, other = trace(dag), trace(scaled(dag, times, joules))
     at_s = deadline_s(frontier, share)
     assert math.isclose(other.min_time_s, times * frontier.min_time_s, rel_tol=1e-12)
     assert math.isclose(other.max_time_s, times * frontier.max_time_s, rel_tol=1e-12)
@@ -124,9 +162,9 @@ def test_all_times_or_joules_scaled_scale_the_frontier(dag: PipelineDag, times: 
 
 
 @settings(fixed, max_examples=60)
-@given(problem=pipelines())
-def test_the_named_times_are_in_order_and_the_least_energy_is_the_least(problem: tuple[Profile, Schedule]):
-    frontier = solve(*problem)
+@given(dag=jobs())
+def test_the_named_times_are_in_order_and_the_least_energy_is_the_least(dag: PipelineDag):
+    frontier = trace(dag)
     assert frontier.min_time_s <= frontier.least_energy_time_s <= frontier.max_time_s
     assert frontier.min_time_s <= frontier.baseline_time_s
     assert frontier.bound_j(frontier.baseline_time_s) <= frontier.baseline_energy_j * (1 + 1e-12)
@@ -211,7 +249,8 @@ def test_a_clock_that_is_faster_by_a_hair_does_not_blur_the_bound(hair: float):
 @pytest.mark.parametrize("unit_s", [1e-12, 1e6])
 @pytest.mark.parametrize("unit_j", [1e-12, 1e9])
 def test_any_unit_will_do(unit_s: float, unit_j: float):
-    frontier = solve(scaled(two_clocks(2, 80.0), unit_s, unit_j), schedules.one_f_one_b(2, 3))
+    plain = PipelineDag.from_schedule(two_clocks(2, 80.0), schedules.one_f_one_b(2, 3))
+    frontier = trace(scaled(plain, unit_s, unit_j))
     usual = solve(two_clocks(2, 80.0), schedules.one_f_one_b(2, 3))
     at_s = 1.2 * usual.min_time_s
     assert math.isclose(frontier.bound_j(at_s * unit_s), usual.bound_j(at_s) * unit_j, rel_tol=1e-12)

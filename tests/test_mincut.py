@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from oracles import INFINITE, flow_range
-from strategies import dags, fixed, pipelines
+from strategies import dags, fixed, jobs, pipelines, problems
 from validators import arc_cost, check_cut, check_state, critical_arcs, gaps
 
 from perseus_planner.dag import PipelineDag
@@ -74,8 +74,14 @@ def test_states_of_a_pipeline_prove_themselves_optimal(problem: tuple[Profile, S
     check_states(solve(*problem), 6)
 
 
+@settings(fixed, max_examples=100)
+@given(dag=jobs(4, 6, 8))
+def test_states_of_a_job_of_any_schedule_prove_themselves_optimal(dag: PipelineDag):
+    check_states(trace(dag), 6)
+
+
 @fixed
-@given(dag=dags(12))
+@given(dag=problems(12))
 def test_checkpoints_reach_from_the_slow_end_to_the_fast_one(dag: PipelineDag):
     frontier = trace(dag)
     times = [point.time for point in frontier.checkpoints]
@@ -87,7 +93,7 @@ def test_checkpoints_reach_from_the_slow_end_to_the_fast_one(dag: PipelineDag):
 
 
 @fixed
-@given(dag=dags(12))
+@given(dag=problems(12))
 def test_event_times_cost_exactly_what_the_slopes_say(dag: PipelineDag):
     frontier = trace(dag)
     network, times, powers = frontier.scaled.network, frontier.times.tolist(), frontier.powers.tolist()
@@ -107,9 +113,9 @@ def test_networkx_finds_the_same_cuts_in_any_graph(flow_func, dag: PipelineDag):
 
 @pytest.mark.parametrize("flow_func", FLOW_FUNCTIONS, ids=lambda function: function.__name__)
 @settings(fixed, max_examples=30)
-@given(problem=pipelines())
-def test_networkx_finds_the_same_cuts_in_a_pipeline(flow_func, problem: tuple[Profile, Schedule]):
-    check_against_networkx(solve(*problem), 3, flow_func)
+@given(dag=jobs())
+def test_networkx_finds_the_same_cuts_in_a_job(flow_func, dag: PipelineDag):
+    check_against_networkx(trace(dag), 3, flow_func)
 
 
 def check_against_networkx(frontier: Frontier, count: int, flow_func) -> None:

@@ -8,8 +8,8 @@ from random import Random
 
 import numpy as np
 import pytest
-from oracles import all_choices, effective_j
-from strategies import dag, pipeline
+from oracles import all_choices, effective_j, waiting_w
+from strategies import dag, job, pipeline
 
 from perseus_planner import rounding
 from perseus_planner.dag import PipelineDag
@@ -29,7 +29,15 @@ def pipelines(rng: Random, largest: int, max_options: int) -> Iterator[PipelineD
         yield PipelineDag.from_schedule(*pipeline(rng.getrandbits(32), *rng.choice(shapes), max_options))
 
 
-KINDS = pytest.mark.parametrize("kind", [graphs, pipelines])
+def jobs(rng: Random, largest: int, max_options: int) -> Iterator[PipelineDag]:
+    """Any schedule of at most so many computations, with transfers, fixed operations and variants."""
+    while True:
+        drawn = job(rng.getrandbits(32), rng.randint(1, 2), rng.randint(1, 3), max_options)
+        if len(drawn.computations) <= largest:
+            yield drawn
+
+
+KINDS = pytest.mark.parametrize("kind", [graphs, pipelines, jobs])
 
 
 class Tried:
@@ -51,10 +59,12 @@ class Tried:
 
         0 where it is as good. Fails where it is better, which cannot be.
         """
-        power_w, plan = self.frontier.profile.blocking_power_w, self.frontier.plan_for(deadline_s)
-        points = [plan.measurement(computation) for computation in self.frontier.dag.computations]
-        missed_j = math.fsum(point.energy_j - power_w * point.time_s for point in points)
-        missed_j -= self._costs_j[self._times_s <= deadline_s].min()
+        plan = self.frontier.plan_for(deadline_s)
+        missed_j = (
+            plan.energy_j
+            - waiting_w(self.frontier.dag) * plan.time_s
+            - self._costs_j[self._times_s <= deadline_s].min()
+        )
         assert missed_j >= -1e-12 * self._scale_j
         range_j = self._costs_j[self._times_s == self._times_s.min()].min() - self._costs_j.min()
         return float(missed_j / range_j) if missed_j > 1e-12 * self._scale_j else 0.0
@@ -66,6 +76,15 @@ class Tried:
     def wasted_where_one_fits_exactly(self, rng: Random) -> float:
         """At a deadline that is the iteration time of some choice, to the last bit."""
         return self.wasted(float(rng.choice(self.exact_s)))
+
+    def wasted_alone(self) -> float:
+        """By how much the plan of least energy misses the least there is, as a part of that."""
+        waiting = waiting_w(self.frontier.dag)
+        least_j = float(np.min(self._costs_j + waiting * self._times_s))
+        missed_j = self.frontier.plan_for_least_energy().energy_j - least_j
+        scale_j = self._scale_j + waiting * self._times_s.max()
+        assert missed_j >= -1e-12 * scale_j
+        return missed_j / least_j if missed_j > 1e-12 * scale_j else 0.0
 
 
 def check(wasted: list[float], optimal: float, most: float) -> None:
@@ -87,6 +106,13 @@ def test_plans_of_the_smallest_problems_are_optimal(kind):
 
 
 @KINDS
+def test_most_plans_of_the_least_energy_have_the_least_there_is(kind):
+    problems = kind(Random(4), 6, 4)
+    wasted = [Tried(next(problems)).wasted_alone() for _ in range(150)]
+    check(wasted, optimal=0.95, most=0.5)
+
+
+@KINDS
 def test_without_trying_all_choices_most_are_optimal_still(kind, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(rounding, "_FEW", 0)
     rng = Random(2)
@@ -103,8 +129,8 @@ def test_plans_of_problems_too_large_to_try_all_choices_are_near_the_best_one(ki
     problems, tried = kind(rng, 9, 8), []
     while len(tried) < 40:
         problem = next(problems)
-        worthwhile = math.prod(len(problem.options[c[:2]]) for c in problem.computations)
-        measured = math.prod(len(problem.profile.measurements[c[:2]]) for c in problem.computations)
+        worthwhile = math.prod(len(problem.options[key]) for key in problem.keys)
+        measured = math.prod(len(problem.profile.measurements[key]) for key in problem.iteration.keys)
         if worthwhile > rounding._FEW and measured <= 2**18:
             tried.append(Tried(problem))
     check([each.wasted_anywhere(rng) for each in tried], optimal=0.65, most=0.02)

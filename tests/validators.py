@@ -6,11 +6,13 @@ import math
 from collections import Counter
 
 import numpy as np
-from oracles import Flow, end_times_s
+from oracles import Flow, end_times_s, nodes, rank_waiting_w
 
+from perseus_planner.dag import PipelineDag
 from perseus_planner.frontier import Checkpoint, Frontier
 from perseus_planner.mincut import UNLIMITED, Network, State
 from perseus_planner.plan import Plan
+from perseus_planner.profiles import Measurement
 from perseus_planner.simulate import replay
 
 
@@ -90,33 +92,53 @@ def check_frontier(frontier: Frontier) -> None:
 
 def check_plan(plan: Plan, frontier: Frontier) -> None:
     """Every computation has a measured clock, the deadline is met, and time, energy and bound are what they say."""
-    dag, profile = frontier.dag, frontier.profile
+    dag, profile, iteration = frontier.dag, frontier.profile, frontier.dag.iteration
     assert list(plan.clocks) == [str(computation) for computation in dag.computations]
     points = []
-    for computation in dag.computations:
-        (measured,) = (m for m in profile.measurements[computation[:2]] if m.clock_mhz == plan.clocks[str(computation)])
-        assert plan.measurement(computation) == measured
-        points.append(measured)
-    assert plan.time_s == max(end_times_s(dag, [point.time_s for point in points]))
-    assert plan.time_s <= plan.deadline_s
-    busy_j = math.fsum(point.energy_j for point in points)
-    busy_s = math.fsum(point.time_s for point in points)
-    energy_j = busy_j + profile.blocking_power_w * (profile.stages * plan.time_s - busy_s)
-    scale_j = busy_j + profile.blocking_power_w * (profile.stages * plan.time_s + busy_s)
+    for place, computation in enumerate(dag.computations):
+        kind = iteration.kinds[place] if iteration.kinds else computation.kind
+        measured = {m.clock_mhz: m for m in profile.measurements[computation.stage, kind]}
+        points.append(measured[plan.clocks[str(computation)]])
+        assert plan.measurement(computation) == points[-1]
+    time_s = max(end_times_s(dag, [point.time_s for point in points])) + profile.overhead_s
+    assert plan.time_s == time_s <= plan.deadline_s
+    energy_j, scale_j = _energy_j(dag, points, time_s)
     assert math.isclose(plan.energy_j, energy_j, rel_tol=0, abs_tol=1e-14 * scale_j)
     assert plan.bound_j == frontier.bound_j(plan.time_s)
     assert plan.energy_j >= plan.bound_j - 1e-12 * scale_j
     assert (plan.baseline_time_s, plan.baseline_energy_j) == (frontier.baseline_time_s, frontier.baseline_energy_j)
-    assert (plan.profile_digest, plan.blocking_power_w) == (profile.digest, profile.blocking_power_w)
-    assert (plan.gpu, plan.origin) == (profile.gpu, profile.origin)
+    assert plan.iteration == iteration
+    assert plan.profile_digest == profile.digest
+    for name in ("blocking_power_w", "gpu", "origin", "gpus_per_stage", "overhead_s"):
+        assert getattr(plan, name) == getattr(profile, name)
+
+
+def _energy_j(dag: PipelineDag, points: list[Measurement], time_s: float) -> tuple[float, float]:
+    """Joules of an iteration, rank by rank, and what rounding errors of it are measured by."""
+    parts_j = []
+    for rank, power_w in enumerate(rank_waiting_w(dag)):
+        chosen = zip(nodes(dag), points, strict=False)  # operations come last and have no point
+        spent = [(point.time_s, point.energy_j) for node, point in chosen if node.rank == rank]
+        for operation in dag.iteration.operations:
+            if operation.rank == rank:
+                drawn_j = power_w * operation.time_s if operation.energy_j is None else operation.energy_j
+                spent.append((operation.time_s, drawn_j))
+        busy_s = math.fsum(each_s for each_s, _ in spent)
+        parts_j += [math.fsum(each_j for _, each_j in spent), power_w * time_s, -power_w * busy_s]
+    return math.fsum(parts_j), math.fsum(map(abs, parts_j))
 
 
 def check_replay(plan: Plan) -> None:
-    """A replay of the plan takes the time and the energy that the plan says."""
-    timeline = replay(plan)
+    """A replay of the plan takes the time and the energy that the plan says, and nothing starts before it may."""
+    timeline, iteration = replay(plan), plan.iteration
     assert timeline.time_s == plan.time_s
     assert timeline.energy_j == plan.energy_j
-    assert list(timeline.spans) == list(plan.clocks)
+    assert list(timeline.spans) == [*plan.clocks, *map(str, iteration.operations)]
+    spans = list(timeline.spans.values())
+    lags_s = iteration.lags_s or [[0.0] * len(before) for before in iteration.predecessors]
+    for span, before, lag_s in zip(spans, iteration.predecessors, lags_s, strict=True):
+        ready_s = [spans[other].end_s + lag for other, lag in zip(before, lag_s, strict=True)]
+        assert span.start_s == max(ready_s, default=0.0)
 
 
 def _reached(source: int, edges: list[tuple[int, int]]) -> set[int]:
