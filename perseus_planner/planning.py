@@ -75,12 +75,10 @@ class Planner:
         return plan
 
     def _plan_with_costs(self, deadline_s: float, max_changes: int | None, min_dwell_s: float) -> Plan:
-        best, least_s, aim_s = None, math.inf, deadline_s
+        best, aim_s = None, deadline_s
         for _ in range(_AIMS):
             plans = list(self._candidates(aim_s, deadline_s, max_changes, min_dwell_s))
-            least_s = min([least_s, *(plan.time_s for plan in plans)])
-            fitting = [plan for plan in plans if plan.time_s <= deadline_s]
-            best = min([*fitting, *([best] if best else [])], key=self._effective_j, default=None)
+            best = self._best([*plans, *([best] if best else [])], deadline_s)
             late_s = [
                 plan.time_s - deadline_s
                 for plan in plans
@@ -91,9 +89,18 @@ class Planner:
             aim_s = max(aim_s - min(late_s), self.frontier.min_time_s)
         if best is not None:
             return best
+        plans = list(self._candidates(self.frontier.min_time_s, deadline_s, max_changes, min_dwell_s))
+        best = self._best(plans, deadline_s)
+        if best is not None:
+            return best
+        least_s = min((plan.time_s for plan in plans), default=math.inf)
         if max_changes is None and min_dwell_s == 0.0:
             raise InfeasibleDeadline(deadline_s, least_s)
         raise _infeasible(deadline_s, max_changes, min_dwell_s, least_s)
+
+    def _best(self, plans: Sequence[Plan], deadline_s: float) -> Plan | None:
+        fitting = [plan for plan in plans if plan.time_s <= deadline_s]
+        return min(fitting, key=self._effective_j, default=None)
 
     def _candidates(
         self, aim_s: float, deadline_s: float, max_changes: int | None, min_dwell_s: float
