@@ -19,6 +19,7 @@ from perseus_planner.dag import PipelineDag
 from perseus_planner.errors import InfeasibleDeadline, ProfileError, UsageError
 from perseus_planner.frontier import Frontier, solve, trace
 from perseus_planner.iteration import Iteration
+from perseus_planner.pipeline import FixedOperation, Transfer
 from perseus_planner.profiles import Measurement, Profile
 from perseus_planner.schedules import Computation, Schedule
 
@@ -262,6 +263,16 @@ def test_numbers_that_floats_cannot_sum_are_refused(time_s: float, energy_j: flo
     profile = Profile({(0, kind): options for kind in "FB"}, 0.0)
     with pytest.raises(ProfileError, match="too large or too small to plan with"):
         solve(profile, schedules.one_f_one_b(1, 2))
+
+
+def test_operations_and_lags_that_floats_cannot_sum_are_refused():
+    for beside in (
+        {"transfer": Transfer(1e308)},
+        {"operations": [FixedOperation("load", "start", 1e308)]},
+        {"operations": [FixedOperation("load", "start", 1.0, 1.7e308)]},
+    ):
+        with pytest.raises(ProfileError, match="too large or too small to plan with"):
+            solve(two_clocks(3, 80.0), schedules.one_f_one_b(3, 2), **beside)
 
 
 def test_an_infeasible_deadline_names_a_time_that_is_feasible():
