@@ -9,8 +9,6 @@ from typing import Any
 from data import STAGES, Case, Size, frontier_of
 from frontier_times import whole_frontier
 from lowtime_runs import (
-    LOWTIME_VERSION,
-    Fits,
     LowtimeRun,
     fits_of,
     lowtime_run,
@@ -22,6 +20,7 @@ from results import Check, Section, Table
 from timing import median_ms, seconds
 
 from perseus_planner import Frontier
+from perseus_planner.lowtime_walk import LOWTIME_VERSION, Fits
 
 _COLUMNS = {
     "profile": ("profile", ""),

@@ -1,48 +1,22 @@
-"""lowtime, the solver published with Perseus, on the same pipelines; and its plans, costed from measurements.
-
-lowtime fits an exponential to the effective energy of each computation, counts time in whole units (rounded down), and
-walks down from the slowest iteration a unit at a time; each computation then gets the slowest clock whose rounded time
-fits its planned one (Perseus artifact and Zeus' `run_optimization.py`).
-"""
+"""lowtime, the solver published with Perseus, on the same pipelines; and its plans, costed from measurements."""
 
 from __future__ import annotations
 
-import logging
 import math
 import time
-import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
-import networkx as nx
 import numpy as np
 from data import STAGES, Case, MissingError, dag_of, profile_of
 
 from perseus_planner import Frontier, Profile, schedules, solve
 from perseus_planner.dag import PipelineDag
+from perseus_planner.errors import UsageError
+from perseus_planner.lowtime_walk import Fits, Walk, fit, load_lowtime
 from perseus_planner.profiles import Measurement
 from perseus_planner.simulate import end_times
-
-LOWTIME_VERSION = "0.3.0"
-
-
-@dataclass(frozen=True, eq=False)
-class Fits:
-    """What lowtime makes of a profile.
-
-    Attributes:
-        unit_s: its step in time, seconds.
-        blocking_power_w: subtracted from every option's energy, watts.
-        options: (stage, kind) -> lowtime's CandidateExecutionOptions.
-        models: (stage, kind) -> lowtime's ExponentialModel: units of time -> effective joules.
-    """
-
-    unit_s: float
-    blocking_power_w: float
-    options: Mapping[tuple[int, str], Any]
-    models: Mapping[tuple[int, str], Any]
 
 
 @dataclass(frozen=True)
@@ -69,60 +43,26 @@ class LowtimeRun:
 
 
 def require_lowtime() -> None:
-    """Load lowtime, and keep it quiet.
+    """Load lowtime.
 
     Raises:
         MissingError: it cannot be loaded, or is of another version.
     """
     try:
-        import lowtime.cost_model
-        import lowtime.solver
-    except ImportError as error:
-        raise MissingError(f"lowtime cannot be loaded ({error}); pip install '.[bench]'") from error
-    if lowtime.__version__ != LOWTIME_VERSION:
-        raise MissingError(f"lowtime {lowtime.__version__} is installed, not {LOWTIME_VERSION}; pip install '.[bench]'")
-    logging.getLogger("lowtime").setLevel(logging.ERROR)
+        load_lowtime()
+    except UsageError as error:
+        raise MissingError(str(error)) from error
 
 
 @cache
 def fits_of(case: Case, unit_s: float, *, filter_first: bool = False) -> Fits:
-    """Fit the options of `case` as lowtime's users do.
+    """`fit` of the profile of `case`.
 
-    Args:
-        case: the profile.
-        unit_s: lowtime's step in time, seconds.
-        filter_first: take out dominated options before the blocking energy is subtracted, as the Perseus artifact
-            does, not afterwards, as Zeus does.
+    Raises:
+        MissingError: lowtime cannot be loaded.
     """
     require_lowtime()
-    from lowtime.cost_model import ExponentialModel
-
-    options, models = {}, {}
-    for key, measurements in profile_of(case).measurements.items():
-        options[key] = _candidates(measurements, unit_s, case.blocking_power_w, filter_first)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # overflows on the way of a fit that is then not taken
-            models[key] = ExponentialModel(options[key], search_strategy="best")
-    return Fits(unit_s, case.blocking_power_w, options, models)
-
-
-def _candidates(measurements: Sequence[Measurement], unit_s: float, power_w: float, filter_first: bool) -> Any:
-    from lowtime.operation import CandidateExecutionOptions, ExecutionOption
-
-    options = [ExecutionOption(m.time_s, unit_s, m.energy_j, m.clock_mhz) for m in measurements]
-
-    def subtract_blocking() -> None:
-        for option in options:
-            option.cost -= power_w * option.quant_time * unit_s
-
-    if not filter_first:
-        subtract_blocking()
-    candidates = CandidateExecutionOptions(options)
-    if len(candidates.options) <= 3:  # too few to fit: its users then filter softly
-        candidates = CandidateExecutionOptions(options, noise_factor=0.95)
-    if filter_first:
-        subtract_blocking()
-    return candidates
+    return fit(profile_of(case), unit_s, filter_first=filter_first)
 
 
 @cache
@@ -133,36 +73,17 @@ def lowtime_run(case: Case, microbatches: int, unit_s: float) -> LowtimeRun:
         MissingError: lowtime cannot be loaded.
     """
     fits, dag = fits_of(case, unit_s), dag_of(case, microbatches)
-    from lowtime.solver import PhillipsDessouky
-
-    graph = _graph(fits, dag)
-    operations = [graph.nodes[place + 2]["op"] for place in range(len(dag.computations))]
-    steps = PhillipsDessouky(graph).run()
+    walk = Walk(fits, dag, [computation[:2] for computation in dag.computations])
+    steps = iter(walk)
     solve_s, chosen = 0.0, []
     while True:
         begin_s = time.perf_counter()
-        step = next(steps, None)
+        claimed_s = next(steps, None)
         solve_s += time.perf_counter() - begin_s
-        if step is None:
+        if claimed_s is None:
             break
-        chosen.append((step.real_time, [operation.assigned_knob for operation in operations]))
+        chosen.append((claimed_s, walk.clocks))
     return LowtimeRun(solve_s, tuple(replayed(dag, claimed_s, clocks) for claimed_s, clocks in chosen))
-
-
-def _graph(fits: Fits, dag: PipelineDag) -> nx.DiGraph:
-    """The graph of `dag` as lowtime wants it: computation k is node k + 2, node 0 the source and 1 the sink."""
-    from lowtime.graph_utils import add_sink_node, add_source_node
-    from lowtime.operation import Operation, OperationSpec
-
-    specs = {key: OperationSpec(fits.options[key], fits.models[key]) for key in fits.options}
-    graph = nx.DiGraph(source_node=0, sink_node=1)
-    for place, computation in enumerate(dag.computations):
-        graph.add_node(place + 2, op=Operation(specs[computation[:2]]))
-    for place, before in enumerate(dag.predecessors):
-        graph.add_edges_from((other + 2, place + 2) for other in before)
-    add_source_node(graph, 0)
-    add_sink_node(graph, 1)
-    return graph
 
 
 def replayed(dag: PipelineDag, claimed_s: float, clocks: Iterable[int]) -> Replayed:

@@ -77,8 +77,8 @@ def measure(size: Size) -> Section:
         [
             "*Replayed to measured*: mean over the plans, before calibration; what is missing is transfers, data "
             "loading and the optimizer step. *With the constant*: `overhead_s`, the mean of measured minus replayed "
-            "over the other plans. *Of the first run alone*: what one calibration at maximum clocks, before any plan was "
-            "tried, gives.",
+            "over the other plans. *Of the first run alone*: what one calibration at maximum clocks, before any plan "
+            "was tried, gives.",
             "Where no other plan ran a computation at some clock, its time there is interpolated between the clocks "
             "next to it.",
         ],

@@ -8,13 +8,16 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import cluster_replay
 import frontier_times
 import large_pipeline
 import lowtime_ratio
 import measured_runs
+import other_pipelines
 import plan_gaps
 import plan_times
 import references
+import switch_budgets
 from data import FULL, SMOKE, MissingError, Size, folder
 from results import Section, environment, failed, write
 
@@ -26,6 +29,9 @@ SECTIONS: dict[int, Callable[[Size], Section]] = {
     5: plan_times.measure,
     6: references.measure,
     7: measured_runs.measure,
+    8: switch_budgets.measure,
+    9: other_pipelines.measure,
+    10: cluster_replay.measure,
 }
 _RESULTS = Path(__file__).resolve().parent / "results"
 

@@ -11,9 +11,7 @@ from dataclasses import dataclass
 
 from perseus_planner.documents import shown
 from perseus_planner.errors import ProfileError
-from perseus_planner.quantities import Rule
-
-_LATENCY = Rule(float, True, "a latency: give finite seconds of 0 or more, such as 0.0045")
+from perseus_planner.quantities import COUNT, WAIT
 
 
 @dataclass(frozen=True)
@@ -24,20 +22,30 @@ class ClockChange:
         call_s: how long the call holds the driver's lock, seconds, 0 or more. A node has one such lock: calls for its
             GPUs run one after another.
         settle_s: from the return of the call until the GPU runs at the new clock, seconds, 0 or more.
+        gpus_per_node: how many GPUs share a lock; ranks fill nodes in their order.
 
     Raises:
         ProfileError: a value is not of that kind.
     """
 
     call_s: float
-    settle_s: float
+    settle_s: float = 0.0
+    gpus_per_node: int = 8
 
     def __post_init__(self) -> None:
-        for name in ("call_s", "settle_s"):
-            value = _LATENCY.accept(getattr(self, name))
+        for name, rule in (("call_s", WAIT), ("settle_s", WAIT), ("gpus_per_node", COUNT)):
+            value = rule.accept(getattr(self, name))
             if value is None:
-                raise ProfileError(f"{name}: {shown(getattr(self, name))} is not {_LATENCY.wanted}")
+                raise ProfileError(f"clock_change, {name}: {shown(getattr(self, name))} is not {rule.wanted}")
             object.__setattr__(self, name, value)
+
+    def node_of_rank(self, ranks: int, gpus_per_rank: int) -> list[int]:
+        """The node that each of `ranks` ranks of so many GPUs is on, or begins on."""
+        return [rank * gpus_per_rank // self.gpus_per_node for rank in range(ranks)]
+
+    def calls_per_change(self, gpus_per_rank: int) -> int:
+        """How many calls of one node a change of a rank's clock takes."""
+        return min(gpus_per_rank, self.gpus_per_node)
 
 
 def changes_per_rank(clocks_mhz: Sequence[int | None]) -> int:

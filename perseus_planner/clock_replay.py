@@ -27,7 +27,7 @@ from typing import NamedTuple
 from perseus_planner.clock_changes import ClockChange
 from perseus_planner.errors import UsageError
 from perseus_planner.quantities import COUNT, POWER
-from perseus_planner.tasks import Cost, Iteration
+from perseus_planner.tasks import Cost, TaskGraph
 
 # What happens at one moment, in this order: all requests of that moment reach the lock together, and whatever starts
 # then sees the clocks that settle then.
@@ -88,7 +88,7 @@ class ChangeReplay:
 
 
 def replay_with_changes(
-    iteration: Iteration,
+    iteration: TaskGraph,
     change: ClockChange,
     *,
     node_of_rank: Sequence[int],
@@ -145,7 +145,7 @@ class _Rank:
 class _Run:
     """The state of a replay, at the moment of the event at hand."""
 
-    def __init__(self, iteration: Iteration, node_of_rank: Sequence[int], hold_s: float, settle_s: float) -> None:
+    def __init__(self, iteration: TaskGraph, node_of_rank: Sequence[int], hold_s: float, settle_s: float) -> None:
         count = len(iteration.tasks)
         self.iteration, self.node_of_rank, self.hold_s, self.settle_s = iteration, node_of_rank, hold_s, settle_s
         self.starts_s, self.ends_s = [0.0] * count, [0.0] * count
@@ -286,10 +286,7 @@ class _Run:
         )
 
     def _waiting_j(self, time_s: float, blocking_power_w: Sequence[float]) -> float:
-        """Ranks of equal power are summed as one, so that the result is to the bit that of one power for all."""
-        busy_s: dict[float, list[float]] = {power_w: [] for power_w in blocking_power_w}
+        busy_s: list[list[float]] = [[] for _ in blocking_power_w]
         for number, duration_s in zip(self.iteration.rank_of_task, self.durations_s, strict=True):
-            busy_s[blocking_power_w[number]].append(duration_s)
-        return math.fsum(
-            power_w * (blocking_power_w.count(power_w) * time_s - math.fsum(each)) for power_w, each in busy_s.items()
-        )
+            busy_s[number].append(duration_s)
+        return math.fsum(w * (time_s - math.fsum(each)) for w, each in zip(blocking_power_w, busy_s, strict=True))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,8 +14,7 @@ import click
 from perseus_planner.errors import PlannerError, UsageError
 
 if TYPE_CHECKING:
-    from perseus_planner.plan_summary import PlanSummary
-    from perseus_planner.summary import FrontierSummary, ProfileSummary
+    from _typeshed import DataclassInstance
 
 PATH = click.Path(path_type=Path)
 as_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON object, in SI units, instead of text.")
@@ -66,6 +65,16 @@ def quantity(name: str) -> Callable[[click.Context, click.Parameter, str | None]
     return read
 
 
+def signed(_: click.Context, parameter: click.Parameter, text: str | None) -> float | None:
+    """A callback that reads an option's text as a duration that may be below 0."""
+    if text is None:
+        return None
+    from perseus_planner.quantities import OVERHEAD
+
+    size_s = OVERHEAD.parse(text.strip().removeprefix("-"), parameter.opts[0])
+    return -size_s if text.strip().startswith("-") else size_s
+
+
 def writable(_: click.Context, parameter: click.Parameter, path: Path | None) -> Path | None:
     """A callback that refuses, before any work is done, a file that could not be written after it."""
     if path is not None:
@@ -77,14 +86,31 @@ def writable(_: click.Context, parameter: click.Parameter, path: Path | None) ->
     return path
 
 
-def refuse_same(source: Path, target: Path) -> None:
-    """Refuse to write `target` over `source`, which is read.
+def refuse_same(sources: Iterable[Path], target: Path, option: str = "--output") -> None:
+    """Refuse to write `target`, which `option` names, over one of `sources`, which are read.
 
     Raises:
-        UsageError: they are the same file.
+        UsageError: it is one of them.
     """
-    if target.exists() and source.exists() and target.samefile(source):
-        raise UsageError(f"--output {target}: is the file that is read; name another")
+    for source in sources:
+        if target.exists() and source.exists() and target.samefile(source):
+            raise UsageError(f"{option} {target}: is the file that is read; name another")
+
+
+def numbered(target: Path, count: int, sources: Iterable[Path]) -> list[Path]:
+    """The files for `count` results: `target` for one, else a-0.npz, a-1.npz and so on for a.npz.
+
+    Raises:
+        UsageError: one of them is one of `sources`, which are read, or a folder.
+    """
+    targets = [target]
+    if count > 1:
+        targets = [target.with_name(f"{target.stem}-{number}{target.suffix}") for number in range(count)]
+    for each in targets:
+        refuse_same(sources, each)
+        if each.is_dir():
+            raise UsageError(f"--output {each}: is a folder; name a file in it")
+    return targets
 
 
 def output(what: str) -> Callable[[Any], Any]:
@@ -94,19 +120,23 @@ def output(what: str) -> Callable[[Any], Any]:
 
 
 def report(
-    summary: ProfileSummary | FrontierSummary | PlanSummary, text: str, files: Sequence[Path], *, as_json: bool
+    summary: DataclassInstance, text: str, files: Sequence[Path], *, as_json: bool, counts: Sequence[int] = ()
 ) -> None:
-    """Print what a command found, and the files that it wrote."""
+    """Print what a command found, and the files that it wrote; `counts`: for how many pipelines each of them is."""
     if as_json:
         import json
         from dataclasses import asdict
 
-        content = {**asdict(summary), "files": [str(file) for file in files]}
+        of_pipelines = {"counts": list(counts)} if counts else {}
+        content = {**asdict(summary), "files": [str(file) for file in files], **of_pipelines}
         click.echo(json.dumps(content, indent=2, allow_nan=False))
         return
     click.echo(text)
-    for file in files:
-        click.echo(f"Wrote {click.format_filename(file)}")
+    for number, file in enumerate(files):
+        ending = ""
+        if sum(counts) > 1:
+            ending = f", for {counts[number]} pipeline{'s' * (counts[number] > 1)}"
+        click.echo(f"Wrote {click.format_filename(file)}{ending}")
 
 
 @contextmanager

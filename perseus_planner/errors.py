@@ -3,10 +3,12 @@
     PlannerError                 a user can act on every one of these; the command line exits with 2
     ├── ProfileError             a profile (file or values) that cannot be planned on
     ├── ScheduleError            a pipeline schedule that is not one, or does not fit the profile
+    ├── JobError                 a job file that cannot be read, or a job that is not one
     ├── FrontierError            a frontier file that cannot be read
     ├── PlanError                a plan file that cannot be read
     ├── InfeasibleError          a request that no choice of clocks can meet
     │   ├── InfeasibleDeadline   .deadline_s, .least_time_s
+    │   │   └── InfeasibleBudget .max_changes, .min_dwell_s
     │   └── InfeasiblePower      .power_w, .least_power_w
     ├── GpuError                 a GPU, real or simulated, that cannot do what was asked
     └── UsageError               a value on the command line or in a call that cannot be used
@@ -15,6 +17,8 @@ The text of each says what was read (file, line, field), what is wrong with it, 
 """
 
 from __future__ import annotations
+
+import math
 
 
 class PlannerError(Exception):
@@ -27,6 +31,10 @@ class ProfileError(PlannerError):
 
 class ScheduleError(PlannerError):
     """A pipeline schedule is malformed or does not fit the profile."""
+
+
+class JobError(PlannerError):
+    """A job file cannot be read, or what it says together with the command line is no job."""
 
 
 class FrontierError(PlannerError):
@@ -56,6 +64,33 @@ class InfeasibleDeadline(InfeasibleError):
         )
         self.deadline_s = deadline_s
         self.least_time_s = least_time_s
+
+
+class InfeasibleBudget(InfeasibleDeadline):
+    """No plan was found that meets the deadline with so few clock changes.
+
+    Attributes:
+        deadline_s: the iteration time asked for, seconds.
+        least_time_s: the least iteration time that a plan within the budget was found to take, seconds; infinite where
+            none was found.
+        max_changes: how often each GPU may change its clock in an iteration.
+        min_dwell_s: for how long a clock must be held, seconds.
+    """
+
+    def __init__(self, deadline_s: float, max_changes: int, min_dwell_s: float, least_time_s: float | None) -> None:
+        budget = f"{max_changes} clock change{'s' if max_changes != 1 else ''} per GPU"
+        if min_dwell_s > 0.0:
+            budget += f", each clock held for {min_dwell_s:.6g} s"
+        wanted = f"no plan found finishes an iteration within {deadline_s:.6g} s with at most {budget}"
+        if least_time_s is None:
+            found = "some GPU has no clock at which all that it runs was measured; allow more changes"
+        else:
+            found = f"the fastest found takes {_rounded_up(least_time_s)} s; ask for that, or allow more changes"
+        PlannerError.__init__(self, f"{wanted}: {found}")
+        self.deadline_s = deadline_s
+        self.least_time_s = math.inf if least_time_s is None else least_time_s
+        self.max_changes = max_changes
+        self.min_dwell_s = min_dwell_s
 
 
 class InfeasiblePower(InfeasibleError):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from perseus_planner.budget import clocks_within_budget
 from perseus_planner.choices import Choices, choices_of
 from perseus_planner.dag import PipelineDag
 from perseus_planner.errors import InfeasibleDeadline, InfeasiblePower, PlanError, ProfileError, UsageError
@@ -21,10 +22,10 @@ from perseus_planner.mincut import UNLIMITED, Checkpoint, Integers, State, advan
 from perseus_planner.network import ScaledNetwork, scaled_network
 from perseus_planner.plan import Plan
 from perseus_planner.profiles import Measurement, Profile
-from perseus_planner.quantities import POWER, TIME, Rule
+from perseus_planner.quantities import CHANGES, POWER, TIME, WAIT, Rule
 from perseus_planner.rounding import Anchor, anchor_deadlines, round_plan
 from perseus_planner.schedules import Schedule
-from perseus_planner.simulate import end_times, time_and_energy
+from perseus_planner.simulate import end_times, replay, time_and_energy
 
 _CHECKPOINTS = 16  #: kept along the frontier, so that a plan walks little of it
 
@@ -114,14 +115,21 @@ class Frontier:
         slope_w = int(self.powers[point]) * self.scaled.power_unit_w if saved_s else 0.0
         return float(self._effective_j[point] + slope_w * saved_s + self.dag.waiting_w * deadline_s)
 
-    def plan_for(self, deadline_s: float) -> Plan:
+    def plan_for(self, deadline_s: float, *, max_changes: int | None = None, min_dwell_s: float = 0.0) -> Plan:
         """The plan for an iteration that may take `deadline_s` seconds but need not be slower than `max_time_s`.
 
         It spends the least effective energy: the right plan where others wait until the deadline anyway.
 
+        Args:
+            deadline_s: seconds.
+            max_changes: how often each GPU may change its clock in an iteration, the change back for the next one
+                included; 0: one clock per GPU. None: any number.
+            min_dwell_s: for how long a GPU must hold a clock before the next change, seconds.
+
         Raises:
             InfeasibleDeadline: no choice of clocks is that fast; names the least feasible time.
-            UsageError: it is no time.
+            InfeasibleBudget: no plan found is that fast with so few changes; names the least time found.
+            UsageError: an argument is no such number.
         """
         deadline_s = self._feasible(deadline_s)
         if deadline_s not in self._plans:
@@ -130,7 +138,14 @@ class Frontier:
                 within_s = self._replayed_s(deadline_s)
                 choice = round_plan(self._choices, within_s, self._anchors(within_s), self._at_maximum)
             self._plans[deadline_s] = self._plan(deadline_s, choice)
-        return self._plans[deadline_s]
+        plan = self._plans[deadline_s]
+        most = None if max_changes is None else int(_checked("max_changes", max_changes, CHANGES))
+        dwell_s = _checked("min_dwell_s", min_dwell_s, WAIT)
+        if most is None and dwell_s == 0.0:
+            return plan
+        known = list(plan.clocks.values())
+        within_s = self._replayed_s(deadline_s)
+        return self._of(clocks_within_budget(self.dag, self._choices, within_s, known, most, dwell_s), deadline_s)
 
     def plan_for_least_energy(self) -> Plan:
         """The plan for a pipeline that waits for nobody: the least energy per iteration.
@@ -301,12 +316,14 @@ class Frontier:
         """The plan of one clock (MHz) per computation, by its place, replayed."""
         table = {key: {m.clock_mhz: m for m in self.profile.measurements[key]} for key in set(self.dag.iteration.keys)}
         points = [table[key][clock] for key, clock in zip(self.dag.iteration.keys, clocks, strict=True)]
-        time_s, energy_j = time_and_energy(self.dag, points)
         used: dict[tuple[int, str], dict[int, Measurement]] = {key: {} for key in self.dag.options if key in table}
-        chosen = zip(self.dag.iteration.keys, points, strict=True)
+        chosen = list(zip(self.dag.iteration.keys, points, strict=True))
+        if self.profile.clock_change is not None:
+            chosen += self._on_one_rank(clocks, table)
         for key, point in sorted(chosen, key=lambda each: -each[1].clock_mhz):
             used[key][point.clock_mhz] = point
-        return Plan(
+        time_s, energy_j = time_and_energy(self.dag, points)
+        plan = Plan(
             iteration=self.dag.iteration,
             clocks={str(c): point.clock_mhz for c, point in zip(self.dag.computations, points, strict=True)},
             measurements=used,
@@ -322,7 +339,25 @@ class Frontier:
             baseline_energy_j=self.baseline_energy_j,
             gpus_per_stage=self.profile.gpus_per_stage,
             overhead_s=self._overhead_s,
+            clock_change=self.profile.clock_change,
         )
+        if plan.clock_change is None:
+            return plan
+        timeline = replay(plan)
+        bound_j = self.bound_j(max(timeline.time_s, self.min_time_s))
+        return replace(plan, time_s=timeline.time_s, energy_j=timeline.energy_j, bound_j=bound_j)
+
+    def _on_one_rank(
+        self, clocks: Sequence[int], table: Mapping[tuple[int, str], Mapping[int, Measurement]]
+    ) -> list[tuple[tuple[int, str], Measurement]]:
+        """What was measured of each computation at the clocks that others on its rank run at."""
+        used: list[set[int]] = [set() for _ in self.schedule.ranks]
+        keys: list[set[tuple[int, str]]] = [set() for _ in self.schedule.ranks]
+        for rank, key, clock in zip(self.dag.iteration.rank_of, self.dag.iteration.keys, clocks, strict=False):
+            used[rank].add(clock)
+            keys[rank].add(key)
+        each = [(key, mhz) for rank, on in enumerate(keys) for key in on for mhz in used[rank]]
+        return [(key, table[key][mhz]) for key, mhz in each if mhz in table[key]]
 
     def _fastest_within(self, power_w: float) -> float | None:
         """The least time whose bound, as an average power, is at most `power_w`; None if there is none."""

@@ -11,7 +11,7 @@ from perseus_planner.documents import shown
 from perseus_planner.errors import ScheduleError
 from perseus_planner.iteration import Iteration, Operation
 from perseus_planner.quantities import STAGE, WAIT
-from perseus_planner.schedules import Computation, Schedule
+from perseus_planner.schedules import Computation, Schedule, awaited, check_pipeline
 
 _WHEN = re.compile(r"start|end|(before|after) [FBIW]")
 KIND = re.compile(r"[FBIW](\.[a-z0-9_-]+)?")  #: of a computation, as a profile names it
@@ -162,6 +162,7 @@ def pipeline_iteration(
             or the schedule cannot run.
     """
     transfer = transfer or Transfer()
+    check_pipeline(schedule)
     transfer.check(schedule.stages)
     computations = tuple(schedule.computations())
     place: dict[object, int] = {computation: i for i, computation in enumerate(computations)}
@@ -182,10 +183,11 @@ def pipeline_iteration(
             raise ScheduleError(
                 f"operation {each.name}: stands nowhere in the schedule; correct when or where, or remove it"
             )
+    present = set(computations)
     for computation in computations:
-        here, needed = place[computation], _needed(computation, schedule, place)
+        needed = awaited(computation, present, schedule.stages - 1)
         if needed is not None:
-            _add(waits[here], place[needed], transfer.lag_s(schedule, needed, computation))
+            _add(waits[place[computation]], place[needed], transfer.lag_s(schedule, needed, computation))
     predecessors = tuple(tuple(other for other, _ in waits[i]) for i in range(len(place)))
     lags_s = tuple(tuple(lag_s for _, lag_s in waits[i]) for i in range(len(place)))
     lagging = any(lag_s for each in lags_s for lag_s in each)
@@ -221,23 +223,6 @@ def _beside(
     for each in operations:
         if each.when == f"{side} {kind}" and each.at(stage):
             yield Operation(stage, each.name, microbatch, rank, each.time_s, each.energy_j)
-
-
-def _needed(computation: Computation, schedule: Schedule, there: dict[object, int]) -> Computation | None:
-    """The computation on whose result `computation` works."""
-    stage, kind, microbatch = computation
-    if kind == "F":
-        wanted = [Computation(stage - 1, "F", microbatch)] if stage else []
-    elif kind == "W":
-        wanted = [Computation(stage, "I", microbatch)]
-    elif stage < schedule.stages - 1:
-        wanted = [Computation(stage + 1, kind, microbatch), Computation(stage + 1, "BI"[kind == "B"], microbatch)]
-    else:
-        wanted = [Computation(stage, "F", microbatch)]
-    found = [other for other in wanted if other in there]
-    if wanted and not found:
-        raise ScheduleError(f"{computation} needs {wanted[0]}, which is not in the schedule; add {wanted[0]}")
-    return found[0] if found else None
 
 
 def _kinds(schedule: Schedule, variants: Sequence[Variant]) -> tuple[str, ...]:

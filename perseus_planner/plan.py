@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import yaml
 
+from perseus_planner.clock_changes import ClockChange, changes_per_rank
 from perseus_planner.documents import Document, read_document
 from perseus_planner.errors import PlanError, PlannerError
 from perseus_planner.files import replacing, sha256
@@ -25,7 +26,7 @@ _VERSION = 1
 _NUMBERS = ("deadline_s", "time_s", "energy_j", "bound_j", "baseline_time_s", "baseline_energy_j")
 _KEYS = (
     "digest", "profile", "gpu", "origin", "gpus_per_stage", "schedule", "blocking_power_w", "overhead_s", *_NUMBERS,
-    "changes", "measurements", "ranks",
+    "clock_change", "changes", "measurements", "ranks",
 )  # fmt: skip
 _DUMPER: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 
@@ -38,7 +39,7 @@ class Plan:
         iteration: what runs, rank by rank, and what waits for what.
         clocks: "3F17" -> MHz, for every computation, in the order of `schedule.computations()`.
         measurements: (stage, kind) -> clock in MHz -> the measurement behind it, for the clocks in use; the kind as the
-            profile has it.
+            profile has it. Where changes cost time, for all clocks in use on its rank that were measured.
         profile_digest: `Profile.digest` of the profile it was computed from.
         gpu: the GPU's name, where the profile has one.
         origin: how the profile came to be, "measured" or "simulated".
@@ -51,6 +52,7 @@ class Plan:
         baseline_energy_j: its energy, joules.
         gpus_per_stage: how many GPUs a stage has.
         overhead_s: calibrated seconds of an iteration beside what is replayed; in all times above.
+        clock_change: what changing a clock costs, which `time_s` and `energy_j` count; None: nothing.
     """
 
     iteration: Iteration
@@ -68,6 +70,7 @@ class Plan:
     baseline_energy_j: float
     gpus_per_stage: int = 1
     overhead_s: float = 0.0
+    clock_change: ClockChange | None = None
     _keys: Mapping[Computation, tuple[int, str]] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -99,7 +102,7 @@ class Plan:
     @property
     def changes(self) -> tuple[int, ...]:
         """How often each rank's clock changes in an iteration, back to the first one for the next included."""
-        return tuple(_changes([self.clocks[str(c)] for c in program]) for program in self.schedule.ranks)
+        return tuple(changes_per_rank([self.clocks[str(c)] for c in program]) for program in self.schedule.ranks)
 
     @property
     def power_w(self) -> float:
@@ -168,6 +171,7 @@ class Plan:
             "blocking_power_w": list(power_w) if isinstance(power_w, tuple) else power_w,
             "overhead_s": self.overhead_s,
             **{name: getattr(self, name) for name in _NUMBERS},
+            "clock_change": None if self.clock_change is None else asdict(self.clock_change),
             "changes": list(self.changes),
             "measurements": {
                 f"{stage}{kind}": {clock: [point.time_s, point.energy_j] for clock, point in clocks.items()}
@@ -176,11 +180,6 @@ class Plan:
             **iteration_content(iteration),
             "ranks": [{str(each): self.clocks[str(each)] for each in rank} for rank in self.schedule.ranks],
         }
-
-
-def _changes(clocks: Sequence[int]) -> int:
-    """How often the clock changes from one to the next, and from the last to the first."""
-    return sum(clock != after for clock, after in zip(clocks, [*clocks[1:], *clocks[:1]], strict=True))
 
 
 def _digest(content: Mapping[str, Any]) -> str:
@@ -206,6 +205,7 @@ def _from_content(document: Document) -> Plan:
             blocking_power_w=tuple(map(float, power_w)) if isinstance(power_w, list) else float(power_w),
             gpus_per_stage=int(values["gpus_per_stage"]),
             overhead_s=float(values["overhead_s"]),
+            clock_change=None if values["clock_change"] is None else ClockChange(**values["clock_change"]),
             **{name: float(values[name]) for name in _NUMBERS},
         )
     except (PlannerError, TypeError, ValueError, KeyError, AttributeError) as error:

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from perseus_planner.plan import Plan
 from perseus_planner.simulate import Timeline, replay
-from perseus_planner.summary import share
+from perseus_planner.summary import longest_lag_s, share
+
+if TYPE_CHECKING:
+    from perseus_planner.replicas import Replicas
 
 
 @dataclass(frozen=True)
@@ -46,17 +51,21 @@ class BesideStraggler:
 class PlanSummary:
     """A plan; fields as `Plan` has them.
 
-    `time_ratio`, `saved_j` and `saved_share` are against all clocks at maximum, `above_bound_share` is over `bound_j`;
-    `most_changes` is that of the rank that changes its clock most often.
+    `operations` counts those of fixed time and `longest_lag_s` is the longest transfer. `time_ratio`, `saved_j` and
+    `saved_share` are against all clocks at maximum, `above_bound_share` is over `bound_j`; `most_changes` is that of
+    the rank that changes its clock most often.
     """
 
     origin: str
     gpu: str | None
     schedule: str
     stages: int
+    ranks: int
     microbatches: int
-    blocking_power_w: float | tuple[float, ...]
+    operations: int
+    longest_lag_s: float
     gpus_per_stage: int
+    blocking_power_w: float | tuple[float, ...]
     overhead_s: float
     deadline_s: float
     time_s: float
@@ -72,6 +81,24 @@ class PlanSummary:
     most_changes: int
     per_rank: tuple[RankSummary, ...]
     beside_straggler: BesideStraggler | None
+
+
+@dataclass(frozen=True)
+class PlansSummary:
+    """Plans of pipelines that wait for each other, one for each kind; all numbers are of all pipelines together.
+
+    `saved_j` and `saved_share` are against all clocks at maximum; `plans` are those of each kind.
+    """
+
+    pipelines: int
+    time_s: float
+    energy_j: float
+    baseline_time_s: float
+    baseline_energy_j: float
+    time_ratio: float
+    saved_j: float
+    saved_share: float
+    plans: tuple[PlanSummary, ...]
 
 
 @dataclass(frozen=True)
@@ -105,9 +132,12 @@ def summarize_plan(plan: Plan, straggler_time_s: float | None = None) -> PlanSum
         gpu=plan.gpu,
         schedule=plan.schedule.name,
         stages=plan.schedule.stages,
+        ranks=len(plan.schedule.ranks),
         microbatches=plan.schedule.microbatches,
-        blocking_power_w=plan.blocking_power_w,
+        operations=len(plan.iteration.operations),
+        longest_lag_s=longest_lag_s(plan.iteration),
         gpus_per_stage=plan.gpus_per_stage,
+        blocking_power_w=plan.blocking_power_w,
         overhead_s=plan.overhead_s,
         deadline_s=plan.deadline_s,
         time_s=plan.time_s,
@@ -123,6 +153,23 @@ def summarize_plan(plan: Plan, straggler_time_s: float | None = None) -> PlanSum
         most_changes=max(plan.changes),
         per_rank=tuple(_rank(plan, timeline, number) for number in range(len(plan.schedule.ranks))),
         beside_straggler=beside,
+    )
+
+
+def summarize_plans(replicas: Replicas, plans: Sequence[Plan], straggler_time_s: float | None = None) -> PlansSummary:
+    """What `planner plan` says of several frontiers; `plans` are those of each of `replicas.frontiers`."""
+    time_s, energy_j = replicas.time_and_energy(plans)
+    saved_j = replicas.baseline_energy_j - energy_j
+    return PlansSummary(
+        pipelines=sum(replicas.counts),
+        time_s=time_s,
+        energy_j=energy_j,
+        baseline_time_s=replicas.baseline_time_s,
+        baseline_energy_j=replicas.baseline_energy_j,
+        time_ratio=time_s / replicas.baseline_time_s,
+        saved_j=saved_j,
+        saved_share=share(saved_j, replicas.baseline_energy_j),
+        plans=tuple(summarize_plan(plan, straggler_time_s) for plan in plans),
     )
 
 

@@ -11,7 +11,7 @@ import math
 import numbers
 import os
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from itertools import count, pairwise
 from pathlib import Path
@@ -20,6 +20,7 @@ from typing import Any
 
 import yaml
 
+from perseus_planner.clock_changes import ClockChange
 from perseus_planner.documents import Document, read_document, shown
 from perseus_planner.errors import ProfileError
 from perseus_planner.files import replacing, sha256
@@ -51,26 +52,6 @@ class Measurement:
     def __post_init__(self) -> None:
         for name, rule in (("clock_mhz", CLOCK), ("time_s", TIME), ("energy_j", ENERGY)):
             object.__setattr__(self, name, _checked(name, getattr(self, name), rule))
-
-
-@dataclass(frozen=True)
-class ClockChange:
-    """What changing the clock of a GPU costs.
-
-    Attributes:
-        call_s: how long a call that sets a clock takes, seconds, 0 or more. Calls of one node run one after another.
-        settle_s: how long after the call the clock is reached, seconds, 0 or more.
-
-    Raises:
-        ProfileError: a value is not of that kind.
-    """
-
-    call_s: float
-    settle_s: float = 0.0
-
-    def __post_init__(self) -> None:
-        for name in ("call_s", "settle_s"):
-            object.__setattr__(self, name, _checked(f"clock_change, {name}", getattr(self, name), WAIT))
 
 
 @dataclass(frozen=True)
@@ -133,13 +114,13 @@ class Profile:
         return sha256(b"profile 1", self._csv(), rest.encode())
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str], blocking_power_w: float | None = None) -> Profile:
+    def load(cls, path: str | os.PathLike[str], blocking_power_w: float | tuple[float, ...] | None = None) -> Profile:
         """Read `profile.csv`, or `profile.yaml` with the CSV that it names.
 
         Args:
             path: the file; read as YAML when its name ends with .yaml or .yml, else as CSV.
-            blocking_power_w: what a waiting GPU draws, watts. Needed for a CSV, which does not carry it;
-                given with a YAML file, it replaces the file's.
+            blocking_power_w: what a waiting GPU draws, watts; or one number for each stage. Needed for a CSV, which
+                does not carry it; given with a YAML file, it replaces the file's.
 
         Raises:
             ProfileError: a file cannot be read, or is no profile; the text names file, line and remedy.
@@ -188,7 +169,7 @@ class Profile:
         if self.overhead_s:
             content["overhead_s"] = self.overhead_s
         if change is not None:
-            content["clock_change"] = {"call_s": change.call_s, "settle_s": change.settle_s}
+            content["clock_change"] = asdict(change)
         return content
 
     def _csv(self) -> bytes:
@@ -223,8 +204,9 @@ def _checked_overhead(value: Any) -> Any:
 def _checked_change(value: object) -> ClockChange | None:
     if value is None or isinstance(value, ClockChange):
         return value
-    if not isinstance(value, dict) or "call_s" not in value or not set(value) <= {"call_s", "settle_s"}:
-        raise ProfileError(f"clock_change: {shown(value)} is not one; write call_s and settle_s, seconds, below it")
+    known = {"call_s", "settle_s", "gpus_per_node"}
+    if not isinstance(value, dict) or "call_s" not in value or not set(value) <= known:
+        raise ProfileError(f"clock_change: {shown(value)} is none; write call_s and settle_s, seconds, below it")
     return ClockChange(**value)
 
 
@@ -307,10 +289,19 @@ def _without_power(path: Path) -> str:
     )
 
 
-def _load_yaml(path: Path, power_w: float | None) -> Profile:
+def profile_document(path: Path) -> Document:
+    """The YAML file of a profile, as it is written, with known keys only.
+
+    Raises:
+        ProfileError: it cannot be read, or is no such file.
+    """
     required = ("measurements", "blocking_power_w")
     optional = tuple(key for key in _CHECKS if key not in required)
-    document = read_document(path, _FORMAT, _VERSION, required, optional, ProfileError)
+    return read_document(path, _FORMAT, _VERSION, required, optional, ProfileError)
+
+
+def _load_yaml(path: Path, power_w: float | tuple[float, ...] | None) -> Profile:
+    document = profile_document(path)
     rest = {key: document.values[key] for key in _CHECKS if key in document.values}
     for key, value in rest.items():
         try:

@@ -42,6 +42,7 @@ class Rule(NamedTuple):
 
 STAGE = Rule(int, True, "a stage number: write 0 for the first stage, 1 for the next, and so on")
 COUNT = Rule(int, False, "a whole number of at least 1")
+CHANGES = Rule(int, True, "a number of clock changes: give a whole number of 0 or more")
 CLOCK = Rule(int, False, "a clock: write whole MHz above 0, such as 1410")
 TIME = Rule(float, False, "a time: write finite seconds above 0, such as 0.0512")
 ENERGY = Rule(float, True, "an energy: write finite joules of 0 or more, such as 23.8")
@@ -80,6 +81,13 @@ _WATTS = MappingProxyType({"": 1, "W": 1, "kW": 1000})
 DURATION = Quantity(
     Rule(float, False, "a duration: write seconds above 0, or a number with ms, s or min, such as 2.95s"),
     MappingProxyType({"": 1, "ms": Fraction(1, 1000), "s": 1, "min": 60}),
+)
+LAG = Quantity(
+    Rule(float, True, "a duration: write seconds of 0 or more, or a number with ms, s or min, such as 1.5ms"),
+    DURATION.units,
+)
+OVERHEAD = Quantity(
+    Rule(float, True, "a duration: write seconds, or a number with ms, s or min, such as 120ms"), DURATION.units
 )
 SLOWDOWN = Quantity(
     Rule(float, False, "a slowdown: write a number above 0, where 1 is as fast as all clocks at maximum, such as 1.05"),

@@ -10,9 +10,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from perseus_planner.clock_changes import ClockChange
+from perseus_planner.clock_replay import replay_with_changes
 from perseus_planner.dag import PipelineDag
 from perseus_planner.iteration import Iteration
 from perseus_planner.profiles import Measurement
+from perseus_planner.tasks import Fixed, Task, TaskGraph
 
 if TYPE_CHECKING:
     from perseus_planner.plan import Plan
@@ -49,9 +52,36 @@ class Timeline:
 
 
 def replay(plan: Plan) -> Timeline:
-    """Run one iteration of a plan: each computation as soon as it can, at its measured time."""
+    """Run one of many equal iterations of a plan: each computation as soon as it can, at its measured time.
+
+    Where the plan knows what changing a clock costs, a computation runs at the clock that was in force before until its
+    own is, as `clock_replay` says.
+    """
+    if plan.clock_change is not None:
+        return _with_changes(plan, plan.clock_change)
     points = [plan.measurement(computation) for computation in plan.iteration.computations]
-    return _timeline(plan.iteration, points, plan.rank_waiting_w, plan.overhead_s)
+    durations_s = _durations_s(plan.iteration, [point.time_s for point in points])
+    energies_j = _energies_j(plan.iteration, points, plan.rank_waiting_w)
+    waits, end_s = plan.iteration.waits, _end_times(plan.iteration, durations_s)
+    start_s = [max((end_s[other] + lag_s for other, lag_s in before), default=0.0) for before in waits]
+    return _timeline(plan, start_s, end_s, durations_s, energies_j)
+
+
+def task_graph(plan: Plan) -> TaskGraph:
+    """What the ranks of `plan` run, as `clock_replay` takes it: rank by rank in program order, operations included."""
+    iteration = plan.iteration
+    places = [place for program in iteration.programs for place in program]
+    number = {place: i for i, place in enumerate(places)}
+    fixed_j = _energies_j(iteration, (), plan.rank_waiting_w)
+    operations = [
+        Task.operation(Fixed(each.time_s, energy_j))
+        for each, energy_j in zip(iteration.operations, fixed_j, strict=True)
+    ]
+    clocks = [plan.clocks[str(computation)] for computation in iteration.computations]
+    computations = [Task(plan.measurements[key], mhz) for key, mhz in zip(iteration.keys, clocks, strict=True)]
+    tasks = [*computations, *operations]
+    ranks = [[tasks[place] for place in program] for program in iteration.programs]
+    return TaskGraph(ranks, [[(number[other], lag_s) for other, lag_s in iteration.waits[place]] for place in places])
 
 
 def time_and_energy(dag: PipelineDag, points: Sequence[Measurement]) -> tuple[float, float]:
@@ -77,22 +107,34 @@ def end_times(dag: PipelineDag, durations_s: Sequence[float]) -> list[float]:
     return _end_times(dag.iteration, _durations_s(dag.iteration, durations_s))
 
 
+def _with_changes(plan: Plan, change: ClockChange) -> Timeline:
+    ran = replay_with_changes(
+        task_graph(plan),
+        change,
+        node_of_rank=change.node_of_rank(len(plan.schedule.ranks), plan.gpus_per_stage),
+        blocking_power_w=plan.rank_waiting_w,
+        gpus_per_rank=change.calls_per_change(plan.gpus_per_stage),
+    )
+    places = [place for program in plan.iteration.programs for place in program]
+    number = {place: i for i, place in enumerate(places)}
+    values = zip(ran.starts_s, ran.ends_s, ran.durations_s, ran.energies_j, strict=True)
+    each = list(values)
+    return _timeline(plan, *zip(*(each[number[place]] for place in range(len(places))), strict=True))
+
+
 def _timeline(
-    iteration: Iteration, points: Sequence[Measurement], waiting_w: Sequence[float], overhead_s: float
+    plan: Plan,
+    start_s: Sequence[float],
+    end_s: Sequence[float],
+    durations_s: Sequence[float],
+    energies_j: Sequence[float],
 ) -> Timeline:
-    durations_s = _durations_s(iteration, [point.time_s for point in points])
-    energies_j = _energies_j(iteration, points, waiting_w)
-    end_s = _end_times(iteration, durations_s)
-    spans = {
-        name: Span(
-            max((end_s[other] + lag_s for other, lag_s in iteration.waits[place]), default=0.0),
-            end_s[place],
-            energies_j[place] / durations_s[place],
-        )
-        for place, name in enumerate(iteration.names)
-    }
-    time_s = max(end_s) + overhead_s
-    return Timeline(spans, time_s, _energy_j(iteration, durations_s, energies_j, waiting_w, time_s))
+    """The timeline of what each node did, by place."""
+    values = zip(plan.iteration.names, start_s, end_s, durations_s, energies_j, strict=True)
+    spans = {name: Span(start, end, joules / seconds) for name, start, end, seconds, joules in values}
+    time_s = max(end_s) + plan.overhead_s
+    energy_j = _energy_j(plan.iteration, durations_s, energies_j, plan.rank_waiting_w, time_s)
+    return Timeline(spans, time_s, energy_j)
 
 
 def _durations_s(iteration: Iteration, computed_s: Sequence[float]) -> list[float]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from perseus_planner.frontier import Frontier
+from perseus_planner.iteration import Iteration
 from perseus_planner.profile_csv import word_of
 from perseus_planner.profiles import Measurement, Profile
 
@@ -33,7 +34,9 @@ class ProfileSummary:
     origin: str
     gpu: str | None
     stages: int
+    gpus_per_stage: int
     blocking_power_w: float | tuple[float, ...]
+    overhead_s: float
     digest: str
     computations: tuple[ClockRange, ...]
 
@@ -63,16 +66,22 @@ class FrontierPoint:
 class FrontierSummary:
     """A frontier; fields as `Frontier` has them, `points` from the fastest to the slowest.
 
-    `remarks` say what a reader may not expect.
+    `operations` counts those of fixed time, `longest_lag_s` is the longest transfer, and `remarks` say what a reader
+    may not expect.
     """
 
     origin: str
     gpu: str | None
     schedule: str
     stages: int
+    ranks: int
     microbatches: int
     computations: int
+    operations: int
+    longest_lag_s: float
+    gpus_per_stage: int
     blocking_power_w: float | tuple[float, ...]
+    overhead_s: float
     baseline_time_s: float
     baseline_energy_j: float
     min_time_s: float
@@ -82,13 +91,29 @@ class FrontierSummary:
     remarks: tuple[str, ...]
 
 
+@dataclass(frozen=True)
+class FrontiersSummary:
+    """The frontiers of a job whose pipelines are not all alike: one for each kind of them."""
+
+    frontiers: tuple[FrontierSummary, ...]
+
+
 def summarize_profile(profile: Profile) -> ProfileSummary:
     """What `planner profile` says."""
     ranges = tuple(
         ClockRange(stage, word_of(kind), len(rows), rows[0], rows[-1])
         for (stage, kind), rows in profile.measurements.items()
     )
-    return ProfileSummary(profile.origin, profile.gpu, profile.stages, profile.blocking_power_w, profile.digest, ranges)
+    return ProfileSummary(
+        origin=profile.origin,
+        gpu=profile.gpu,
+        stages=profile.stages,
+        gpus_per_stage=profile.gpus_per_stage,
+        blocking_power_w=profile.blocking_power_w,
+        overhead_s=profile.overhead_s,
+        digest=profile.digest,
+        computations=ranges,
+    )
 
 
 def summarize_frontier(frontier: Frontier) -> FrontierSummary:
@@ -99,9 +124,14 @@ def summarize_frontier(frontier: Frontier) -> FrontierSummary:
         gpu=profile.gpu,
         schedule=schedule.name,
         stages=schedule.stages,
+        ranks=len(schedule.ranks),
         microbatches=schedule.microbatches,
         computations=len(frontier.dag.computations),
+        operations=len(frontier.dag.iteration.operations),
+        longest_lag_s=longest_lag_s(frontier.dag.iteration),
+        gpus_per_stage=profile.gpus_per_stage,
         blocking_power_w=profile.blocking_power_w,
+        overhead_s=profile.overhead_s,
         baseline_time_s=frontier.baseline_time_s,
         baseline_energy_j=frontier.baseline_energy_j,
         min_time_s=frontier.min_time_s,
@@ -110,6 +140,11 @@ def summarize_frontier(frontier: Frontier) -> FrontierSummary:
         points=tuple(_point(frontier, time_s, mark) for time_s, mark in _marked_times(frontier)),
         remarks=tuple(_remarks(frontier)),
     )
+
+
+def longest_lag_s(iteration: Iteration) -> float:
+    """The longest time that a result is on its way to what waits for it, seconds; 0 where nothing is."""
+    return max((lag_s for lags_s in iteration.lags_s for lag_s in lags_s), default=0.0)
 
 
 def share(part_j: float, whole_j: float) -> float:

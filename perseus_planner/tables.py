@@ -4,11 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
-from perseus_planner.plan_summary import BesideStraggler, ComputationSummary, PlanSummary, RankSummary, TimelineSummary
+from perseus_planner.cluster_summary import ClusterSummary
+from perseus_planner.plan_summary import (
+    BesideStraggler,
+    ComputationSummary,
+    PlansSummary,
+    PlanSummary,
+    RankSummary,
+    TimelineSummary,
+)
 from perseus_planner.profile_csv import WORDS
 from perseus_planner.schedules import Computation
 from perseus_planner.summary import FrontierSummary, ProfileSummary
+
+if TYPE_CHECKING:
+    from perseus_planner.calibration import Calibration
 
 _DIGITS = 6  #: shown of the largest number in a column
 _STRIP = 48  #: moments of an iteration that a timeline shows
@@ -26,7 +38,8 @@ def profile_text(summary: ProfileSummary) -> str:
         _column("joules", _ranges([(high.energy_j, low.energy_j) for high, low in ends])),
     ]
     made = "measured" if summary.origin == "measured" else "simulated: no GPU was touched"
-    head = f"Profile of {summary.stages} stages, {summary.gpu or 'GPU not named'} ({made}); "
+    stages = f"{summary.stages} stages" + (f" of {summary.gpus_per_stage} GPUs" if summary.gpus_per_stage > 1 else "")
+    head = f"Profile of {stages}, {summary.gpu or 'GPU not named'} ({made}); "
     return f"{head}blocking power {_watts(summary.blocking_power_w)}\n\n{_table(columns)}\n"
 
 
@@ -45,6 +58,7 @@ def frontier_text(summary: FrontierSummary) -> str:
     return (
         f"Frontier of {_work(summary)}; {summary.computations} computations\n"
         f"{origin_text(summary.origin)}; blocking power {_watts(summary.blocking_power_w)}.\n"
+        f"{_counted_in(summary)}"
         f"Baseline of every saving: all clocks at maximum, {time} s and {energy} J an iteration.\n\n"
         f"{_table(columns)}\n\n"
         "The bound is what no plan of that time can be below, waiting included, on all GPUs of the pipeline.\n"
@@ -64,12 +78,38 @@ def plan_text(summary: PlanSummary) -> str:
     ]
     return (
         f"Plan for {_work(summary)}, within {_number(summary.deadline_s)} s\n"
-        f"{origin_text(summary.origin)}; blocking power {_watts(summary.blocking_power_w)}.\n\n"
+        f"{origin_text(summary.origin)}; blocking power {_watts(summary.blocking_power_w)}.\n"
+        f"{_counted_in(summary)}\n"
         f"{_table(columns)}\n\n"
         f"It saves {_saving(summary.saved_j, summary.saved_share)} of an iteration with all clocks at maximum, "
         f"at {summary.time_ratio:.4f}x its time.\n"
         f"It is {100 * summary.above_bound_share:.3f} % above the bound, which no plan of that time can be below.\n"
+        f"{_changes_text(summary.most_changes)}"
         + (_beside_text(summary.beside_straggler) if summary.beside_straggler else "")
+    )
+
+
+def plans_text(summary: PlansSummary) -> str:
+    """The plans of pipelines that wait for each other, and what they are together."""
+    time, baseline = _numbers([summary.time_s, summary.baseline_time_s])
+    energy, baseline_energy = _numbers([summary.energy_j, summary.baseline_energy_j])
+    return (
+        "\n".join(map(plan_text, summary.plans))
+        + f"\nAll {summary.pipelines} pipelines together, each waiting for the slowest: {time} s and {energy} J an "
+        f"iteration;\nwith all clocks at maximum {baseline} s and {baseline_energy} J. "
+        f"They save {_saving(summary.saved_j, summary.saved_share)} at {summary.time_ratio:.4f}x the time.\n"
+    )
+
+
+def calibration_text(result: Calibration) -> str:
+    """The overhead and the predicted time, before and now."""
+    before, now = _numbers([result.predicted_before_s, result.predicted_s])
+    overheads = [f"{value:.6g}" for value in (result.overhead_before_s, result.overhead_s)]
+    return (
+        f"Measured {result.measured_s:.6g} s an iteration, replayed {result.replayed_s:.6g} s.\n"
+        f"Overhead: {overheads[0]} s before, {overheads[1]} s now.\n"
+        f"Predicted time of an iteration with this plan: {before} s before, {now} s now.\n"
+        "Frontiers and plans made before do not count it in; make them again with `planner solve` and `planner plan`.\n"
     )
 
 
@@ -91,14 +131,70 @@ def timeline_text(summary: TimelineSummary) -> str:
     )
 
 
+def cluster_text(summary: ClusterSummary) -> str:
+    """A job on a cluster, a row for each policy."""
+    rows = summary.policies
+    columns = [
+        ["policy", *(row.policy for row in rows)],
+        _column("iteration s", _numbers([row.iteration_s for row in rows])),
+        _column("x baseline", [f"{row.time_ratio:.4f}" for row in rows]),
+        _column("iterations/s", _numbers([row.iterations_per_s for row in rows])),
+        _column("energy MJ", _numbers([row.energy_j / 1e6 for row in rows])),
+        _column("power kW", _numbers([row.power_w / 1e3 for row in rows])),
+        _column("idle %", [f"{100 * row.idle_share:.2f}" for row in rows]),
+        _column("saved %", [f"{100 * row.saved_share:.2f}" for row in rows]),
+    ]
+    size = f"{summary.gpus} GPUs: {summary.pipelines} pipelines x {summary.ranks} ranks x {summary.gpus_per_stage} GPUs"
+    return (
+        f"Cluster of {size}, each pipeline {_work(summary)}\n"
+        f"{origin_text(summary.origin)}, in simulated time: {summary.iterations} iterations, "
+        f"{summary.stragglers} stragglers, to which policies react {summary.reaction_delay_s:g} s late.\n\n"
+        f"{_table(columns)}\n\n"
+        f"x baseline: mean iteration over {_number(summary.baseline_time_s)} s, all clocks at maximum without "
+        f"stragglers; the target is {summary.slowdown:g}x.\n"
+        "Baseline of every saving: all clocks at maximum (max) with the same stragglers, for as many iterations.\n"
+        + "".join(f"Left out: {reason}.\n" for reason in summary.left_out)
+    )
+
+
 def origin_text(origin: str) -> str:
     """Where a number that the planner replayed comes from."""
     return f"Replayed from a {origin} profile"
 
 
-def _work(summary: FrontierSummary | PlanSummary) -> str:
+def _work(summary: FrontierSummary | PlanSummary | ClusterSummary) -> str:
     gpu = f" on {summary.gpu}" if summary.gpu else ""
-    return f"{summary.schedule}, {summary.stages} stages x {summary.microbatches} microbatches{gpu}"
+    return f"{summary.schedule}, {_stages(summary.stages, summary.ranks)} x {summary.microbatches} microbatches{gpu}"
+
+
+def _stages(stages: int, ranks: int) -> str:
+    if stages == ranks:
+        return f"{stages} stages"
+    return (
+        f"{ranks} ranks x {stages // ranks} virtual stages"
+        if stages % ranks == 0
+        else f"{stages} stages on {ranks} ranks"
+    )
+
+
+def _counted_in(summary: FrontierSummary | PlanSummary) -> str:
+    """What an iteration has beside computations of one GPU a stage; empty where that is all."""
+    parts = []
+    if summary.gpus_per_stage > 1:
+        parts.append(f"{summary.gpus_per_stage} GPUs a stage")
+    if summary.operations:
+        parts.append(f"{summary.operations} operations of fixed time")
+    if summary.longest_lag_s:
+        parts.append(f"transfers of up to {summary.longest_lag_s:.6g} s")
+    if summary.overhead_s:
+        parts.append(f"{summary.overhead_s:.6g} s of calibrated overhead")
+    return f"Counted in: {', '.join(parts)}.\n" if parts else ""
+
+
+def _changes_text(most: int) -> str:
+    if most == 0:
+        return "No GPU changes its clock.\n"
+    return f"No GPU changes its clock more than {most} times an iteration.\n"
 
 
 def _saving(saved_j: float, share: float) -> str:

@@ -23,6 +23,13 @@ class Cost(Protocol):
         """Joules."""
 
 
+class Fixed(NamedTuple):
+    """The cost of an operation."""
+
+    time_s: float
+    energy_j: float
+
+
 class Task(NamedTuple):
     """One computation at its planned clock, or one operation of fixed time."""
 
@@ -48,7 +55,7 @@ class Task(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Iteration:
+class TaskGraph:
     """The tasks of one iteration. A place is the number of a task in all ranks one after another.
 
     Attributes:

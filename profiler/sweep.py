@@ -34,10 +34,18 @@ _RISE = 1.01
 
 @dataclass(frozen=True)
 class Stage:
-    """What is measured of one pipeline stage."""
+    """What is measured of one pipeline stage; the parts of the backward where a schedule runs them apart."""
 
     forward: Run
     backward: Run
+    input_gradient: Run | None = None
+    weight_gradient: Run | None = None
+
+    @property
+    def runs(self) -> dict[str, Run]:
+        """Kind -> what runs it."""
+        each = {"F": self.forward, "B": self.backward, "I": self.input_gradient, "W": self.weight_gradient}
+        return {kind: run for kind, run in each.items() if run is not None}
 
 
 def sweep(gpu: Gpu, stages: Sequence[Stage], block: Block, progress: Progress | None = None) -> Profile:
@@ -49,7 +57,7 @@ def sweep(gpu: Gpu, stages: Sequence[Stage], block: Block, progress: Progress | 
     """
     runs: dict[tuple[int, str], Run] = {}
     for number, stage in enumerate(stages):
-        runs |= {(number, "F"): stage.forward, (number, "B"): stage.backward}
+        runs |= {(number, kind): run for kind, run in stage.runs.items()}
     clocks = len(gpu.supported_clocks_mhz)
     measurements: dict[tuple[int, str], tuple[Measurement, ...]] = {}
     for before, (key, run) in enumerate(runs.items()):
@@ -63,7 +71,9 @@ def sweep(gpu: Gpu, stages: Sequence[Stage], block: Block, progress: Progress | 
     return Profile(measurements, energy_j / time_s, gpu.name, gpu.origin)
 
 
-def sweep_simulated(gpu: str, stages: int, seed: int = 0, progress: Progress | None = None) -> Profile:
+def sweep_simulated(
+    gpu: str, stages: int, seed: int = 0, progress: Progress | None = None, *, split_backward: bool = False
+) -> Profile:
     """Profile a small GPT-like pipeline of so many stages on the simulated GPU that `gpu` names.
 
     Every stage holds the same number of layers; the first also has the embedding and the last the
@@ -74,6 +84,7 @@ def sweep_simulated(gpu: str, stages: int, seed: int = 0, progress: Progress | N
         stages: how many pipeline stages, at least 1.
         seed: chooses the measurement noise.
         progress: told after every measurement.
+        split_backward: measure the gradients of inputs and of weights apart too, which zero-bubble schedules run so.
 
     Raises:
         GpuError: there is no such simulated GPU.
@@ -82,7 +93,8 @@ def sweep_simulated(gpu: str, stages: int, seed: int = 0, progress: Progress | N
     if not isinstance(stages, int) or isinstance(stages, bool) or stages < 1:
         raise UsageError(f"stages is {stages!r}; give a whole number of at least 1")
     device = open_gpu(gpu, seed=seed)
-    return sweep(device, [_simulated_stage(device, work) for work in _gpt_forwards(stages)], device.block, progress)
+    simulated = [_simulated_stage(device, work, split_backward) for work in _gpt_forwards(stages)]
+    return sweep(device, simulated, device.block, progress)
 
 
 def _descent(gpu: Gpu, run: Run) -> Iterator[Measurement]:
@@ -129,6 +141,7 @@ def _gpt_forwards(stages: int) -> list[Work]:
     return forwards
 
 
-def _simulated_stage(gpu: SimulatedGpu, forward: Work) -> Stage:
+def _simulated_stage(gpu: SimulatedGpu, forward: Work, split_backward: bool) -> Stage:
     # A backward computes the gradients of inputs and of weights, each as much work as the forward.
-    return Stage(partial(gpu.run, forward), partial(gpu.run, forward * 2))
+    half = partial(gpu.run, forward) if split_backward else None
+    return Stage(partial(gpu.run, forward), partial(gpu.run, forward * 2), half, half)

@@ -131,6 +131,11 @@ def relaxed_j(dag: PipelineDag, deadline_s: float) -> float:
 
 def all_choices(dag: PipelineDag) -> tuple[np.ndarray, np.ndarray]:
     """Iteration time (s) and effective energy (J) of every choice of measured clocks there is."""
+    return every_choice(dag)[1:]
+
+
+def every_choice(dag: PipelineDag) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Every choice of measured clocks, one a column, with its iteration time (s) and effective energy (J)."""
     each = nodes(dag)
     sizes = [len(node.time_s) for node in each]
     number, blocks = np.arange(math.prod(sizes)), np.cumprod([1, *sizes[:-1]])
@@ -143,7 +148,8 @@ def all_choices(dag: PipelineDag) -> tuple[np.ndarray, np.ndarray]:
             if all(other in end_s for other, _ in waits):
                 ready_s = np.max([end_s[other] + lag_s for other, lag_s in waits], axis=0) if waits else 0.0
                 end_s[place] = times_s[place] + ready_s
-    return np.max(list(end_s.values()), axis=0) + dag.profile.overhead_s, np.sum(costs_j, axis=0)
+    makespan_s = np.max(list(end_s.values()), axis=0)
+    return np.stack(choice[: len(dag.computations)]), makespan_s + dag.profile.overhead_s, np.sum(costs_j, axis=0)
 
 
 def flow_range(arcs: Sequence[Flow], source: Any, sink: Any, flow_func: Callable[..., Any]) -> tuple[float, float]:

@@ -123,6 +123,20 @@ def torch_rows(name: str, ranks: int, microbatches: int, virtual_stages: int | N
     return rows
 
 
+def torch_zero_bubble_of_one_stage(ranks: int, microbatches: int) -> Rows:
+    """The order that torch's interleaved zero bubble works out; as its class refuses one stage, without an object."""
+    from torch.distributed.pipelining.schedules import ScheduleInterleavedZeroBubble
+
+    sizes = SimpleNamespace(
+        n_local_stages=1,
+        microbatches_per_round=microbatches,
+        pp_group_size=ranks,
+        _n_microbatches=microbatches,
+    )
+    order = ScheduleInterleavedZeroBubble._calculate_single_rank_operations
+    return [[str(action) for action in order(sizes, rank) if action is not None] for rank in range(ranks)]
+
+
 def torch_dump(name: str, ranks: int, microbatches: int, virtual_stages: int | None, path: Path) -> str:
     """What torch writes to a file as the compute-only CSV of one of its classes, and reads itself."""
     from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime

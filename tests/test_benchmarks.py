@@ -25,7 +25,7 @@ def test_a_smoke_run_gets_every_answer_right(measured_data: Path, tmp_path: Path
     assert result.returncode == 0, result.stderr
     (written,) = tmp_path.glob("smoke_*.json")
     sections = json.loads(written.read_text())["sections"]
-    assert [section["number"] for section in sections] == [1, 2, 3, 4, 5, 6]
+    assert [section["number"] for section in sections] == list(range(1, 11))
     assert all(check["passed"] for section in sections for check in section["checks"])
     skipped = [section["number"] for section in sections if section["title"] == "Skipped"]
     assert skipped == ([] if importlib.util.find_spec("lowtime") else [2, 6])
@@ -40,7 +40,7 @@ def test_a_run_without_measured_data_is_skipped_with_the_reason(tmp_path: Path):
     assert result.stdout == expected
 
 
-@pytest.mark.parametrize("number", ["0", "7"])
+@pytest.mark.parametrize("number", ["0", "99"])
 def test_an_unknown_number_is_refused(number: str, tmp_path: Path):
     result = benchmarks("--only", number, data=tmp_path)
     assert result.returncode == 2

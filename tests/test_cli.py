@@ -41,6 +41,12 @@ measurements: profile.csv
 blocking_power_w: 100.0
 gpu: test GPU
 """
+JOB = """format: perseus-planner/job
+version: 1
+profile: profile.yaml
+schedule: 1f1b
+microbatches: 16
+"""
 
 
 def run(command: str) -> Result:
@@ -98,6 +104,8 @@ def test_help_describes_every_option_and_ends_with_an_example(name: str | None):
 
 def test_the_examples_of_all_helps_work_in_order(work: Path):
     shutil.copy(work / "profile.csv", work / "measured.csv")
+    (work / "job.yaml").write_text(JOB)
+    (work / "trace.csv").write_text("start,end,degree,pipeline,stage\n60,600,1.2,3,\n")
     for command in (main, *main.commands.values()):
         for line in str(command.epilog).splitlines():
             if "planner " in line:

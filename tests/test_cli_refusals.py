@@ -84,9 +84,7 @@ REFUSED = {
 
 # What click itself refuses; above these lines it says how to get help.
 MISUSED = {
-    f"{SOLVE} --schedule gpipe": "Invalid value for '--schedule': 'gpipe' is not '1f1b'.",
     f"{SOLVE} --microbatches many": "Invalid value for '--microbatches': 'many' is not a valid integer.",
-    "solve profile.yaml --schedule 1f1b -o new.npz": "Missing option '--microbatches'.",
     "plan frontier.npz --least-energy": "Missing option '--output' / '-o'.",
     "frobnicate": "No such command 'frobnicate'.",
 }

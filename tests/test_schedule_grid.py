@@ -54,8 +54,9 @@ def test_a_file_reads_back_and_gives_the_schedule_its_name(folder: Path):
 
 def test_a_file_that_cannot_be_written_leaves_the_old_one(folder: Path):
     save_grid(gpipe(1, 1), "mine.csv")
-    with pytest.raises(OSError, match="missing"):
+    with pytest.raises(ScheduleError) as caught:
         save_grid(gpipe(2, 2), "missing/mine.csv")
+    assert str(caught.value) == "missing/mine.csv: cannot be written: No such file or directory; check the folder"
     assert load_grid("mine.csv").ranks == gpipe(1, 1).ranks
     assert [file.name for file in folder.iterdir()] == ["mine.csv"]
 
@@ -132,7 +133,7 @@ def test_the_parts_of_an_overlapped_pair_are_in_one_cell():
     [
         (b"0F0,\xff", "mine.csv, line 1: is not UTF-8 text; name the text grid of a schedule"),
         (b"0F0,0B0\n\n\xff", "mine.csv, line 3: is not UTF-8 text; name the text grid of a schedule"),
-        (b" " * (16 * 2**20 + 1), "mine.csv: is larger than 16 MiB; name the text grid of a schedule"),
+        (b" " * (32 * 2**20 + 1), "mine.csv: is larger than 32 MiB; name the text grid of a schedule"),
         (b"", "mine.csv: is empty; write one line per rank, such as 0F0,0F1,0B0,0B1"),
     ],
     ids=["no text", "no text further on", "too large", "empty"],

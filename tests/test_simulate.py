@@ -186,5 +186,5 @@ def test_lags_fixed_operations_and_weight_gradients_by_hand():
 def test_a_schedule_that_cannot_run_is_not_replayed():
     schedule = Schedule("stuck", ((Computation(0, "B", 0), Computation(0, "F", 0)),))
     points = {(0, kind): (Measurement(1410, 1.0, 100.0),) for kind in "FB"}
-    with pytest.raises(ScheduleError, match="0B0 can never start"):
+    with pytest.raises(ScheduleError, match="0B0 can never run"):
         replay(with_clocks(PipelineDag.from_schedule(Profile(points, 50.0), schedule), Random(0)))

@@ -196,3 +196,12 @@ def test_one_stage_has_both_embedding_and_head() -> None:
     assert one.stages == 1
     assert fastest_s(one, 0, "F") > fastest_s(four, 3, "F")
     assert isinstance(one.measurements[0, "F"][0], Measurement)
+
+
+def test_the_halves_of_a_backward_are_measured_where_asked_for():
+    whole, split = (sweep_simulated("simulated:a100-sxm", stages=2, split_backward=each) for each in (False, True))
+    assert {kind for _, kind in whole.measurements} == {"F", "B"}
+    assert {kind for _, kind in split.measurements} == {"F", "B", "I", "W"}
+    for stage in range(2):
+        halves_s = sum(split.measurements[stage, kind][0].time_s for kind in "IW")
+        assert halves_s == pytest.approx(split.measurements[stage, "B"][0].time_s, rel=4 * NOISE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -10,6 +11,7 @@ from perseus_planner import Frontier, Plan, Profile, schedules, solve
 from perseus_planner.pipeline import FixedOperation, Transfer
 from perseus_planner.plan_summary import summarize_plan, summarize_timeline
 from perseus_planner.profiles import Measurement
+from perseus_planner.schedules import Computation, Schedule
 from perseus_planner.summary import summarize_frontier, summarize_profile
 from perseus_planner.tables import frontier_text, plan_text, profile_text, timeline_text
 
@@ -95,13 +97,14 @@ watts on average        433.898                484.211
 
 It saves 500.000 J (7.25 %) of an iteration with all clocks at maximum, at 1.0351x its time.
 It is 0.156 % above the bound, which no plan of that time can be below.
+No GPU changes its clock more than 2 times an iteration.
 Beside a straggler of 20.0000 s, for which both would wait, it saves 600.000 J (7.45 %).
 """
     )
 
 
 def test_the_timeline_is_a_line_per_rank(plan: Plan):
-    _, _, stages = timeline_text(summarize_timeline(plan)).partition("no plan of that time can be below.\n\n")
+    _, _, stages = timeline_text(summarize_timeline(plan)).partition("times an iteration.\n\n")
     assert (
         stages
         == """\
@@ -225,3 +228,20 @@ def test_what_a_reader_may_not_expect_is_remarked_on(
     summary = summarize_frontier(solved(curves, blocking_power_w))
     assert summary.remarks == remarks
     assert frontier_text(summary).endswith("".join(f"{remark}\n" for remark in remarks))
+
+
+def test_groups_of_gpus_and_several_stages_on_a_rank_are_said():
+    profile = replace(PROFILE, gpus_per_stage=4)
+    assert profile_text(summarize_profile(profile)).startswith("Profile of 2 stages of 4 GPUs, test GPU (measured); ")
+    three = Profile({**CURVES, (2, "F"): FORWARD, (2, "B"): BACKWARD}, 100.0)
+    ranks = ("0F0 1F0 1B0 0B0", "2F0 2B0")
+    schedule = Schedule("own", tuple(tuple(map(Computation.parse, rank.split())) for rank in ranks))
+    frontier = solve(three, schedule)
+    wanted = " own, 3 stages on 2 ranks x 1 microbatches"
+    assert wanted in frontier_text(summarize_frontier(frontier)).splitlines()[0]
+    assert wanted in plan_text(summarize_plan(frontier.plan_for_least_energy())).splitlines()[0]
+
+
+def test_a_plan_of_one_clock_changes_none():
+    plan = solved(SINGLE).plan_for_least_energy()
+    assert "\nNo GPU changes its clock.\n" in plan_text(summarize_plan(plan))

@@ -100,10 +100,10 @@ def unrunnable(ranks: Ranks) -> Flaw | None:
     text = _hole("microbatch", holder)
     if text:
         return Flaw(*holder[max(holder)], text)
-    halves = ((each, each._replace(kind="B")) for each in place if each.kind in ("I", "W"))
-    for half, whole in halves:
-        if whole in place:
-            return Flaw(*place[half], f"{half} is a part of {whole}, which is there too; keep one of them")
+    for each in place:
+        whole = Computation(each.stage, "B", each.microbatch)
+        if each.kind in ("I", "W") and whole in place:
+            return Flaw(*place[each], f"{each} is a part of {whole}, which is there too; keep one of them")
     flaw = _stuck(ranks, place)
     if flaw is not None:
         return flaw
@@ -180,8 +180,9 @@ def _missing(other: Computation) -> str:
 def _unfinished(present: Collection[Computation]) -> Iterator[tuple[Computation, str]]:
     """Forwards without a backward and I without W, each with what to do."""
     for computation in present:
-        whole, part, weights = (computation._replace(kind=kind) for kind in "BIW")
-        if computation.kind == "F" and whole not in present and part not in present:
-            yield computation, f"{computation} has no backward; add {whole}, or {part} and {weights}"
-        if computation.kind == "I" and weights not in present:
-            yield computation, f"{computation} is only half a backward; add {weights}"
+        stage, kind, microbatch = computation
+        if kind == "F" and not any(Computation(stage, other, microbatch) in present for other in "BI"):
+            remedy = f"add {stage}B{microbatch}, or {stage}I{microbatch} and {stage}W{microbatch}"
+            yield computation, f"{computation} has no backward; {remedy}"
+        if kind == "I" and Computation(stage, "W", microbatch) not in present:
+            yield computation, f"{computation} is only half a backward; add {stage}W{microbatch}"

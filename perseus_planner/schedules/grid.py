@@ -23,7 +23,7 @@ from perseus_planner.schedules.checks import Flaw, misplaced, unrunnable
 from perseus_planner.schedules.computation import Computation
 from perseus_planner.schedules.schedule import Schedule
 
-_MAX_BYTES = 16 * 2**20  # some million computations; a larger file is another one, named by mistake
+_MAX_BYTES = 32 * 2**20  # millions of computations; a larger file is another one, named by mistake
 _LINE_END = re.compile(r"\r\n|\n|\r")
 _OVERLAPPED = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
 # What torch puts between computations when it is asked for communication too.
@@ -98,10 +98,13 @@ def save_grid(schedule: Schedule, path: str | os.PathLike[str]) -> None:
     """Write `grid_text(schedule)` to `path`, whole or not at all.
 
     Raises:
-        OSError: the file cannot be written.
+        ScheduleError: the file cannot be written.
     """
-    with replacing(path) as file:
-        file.write(grid_text(schedule).encode())
+    try:
+        with replacing(path) as file:
+            file.write(grid_text(schedule).encode())
+    except OSError as error:
+        raise ScheduleError(f"{path}: cannot be written: {error.strerror}; check the folder") from error
 
 
 def _unreadable(file: Path, error: OSError | ValueError) -> str:
@@ -121,15 +124,16 @@ def _line(where: str, number: int, text: str) -> _Line:
     found = [
         (computation, cell)
         for cell, content in enumerate(text.split(",") if "," in text else text.split(), 1)
-        for computation in _cell(f"{where}, cell {cell}", content.strip())
+        if (stripped := content.strip())
+        for computation in _cell(f"{where}, cell {cell}", stripped)
     ]
     return _Line(number, tuple(computation for computation, _ in found), tuple(cell for _, cell in found))
 
 
 def _cell(where: str, text: str) -> Iterator[Computation]:
-    """The computations of one cell: none when it is blank, the parts of an overlapped pair one by one."""
+    """The computation of one cell, or the parts of an overlapped pair one by one."""
     overlapped = _OVERLAPPED.fullmatch(text)
-    parts = overlapped[1].split(";") if overlapped else [text] * bool(text)
+    parts = overlapped[1].split(";") if overlapped else [text]
     for part in parts:
         if _COMMUNICATION.fullmatch(part):
             raise ScheduleError(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from perseus_planner.errors import ScheduleError
-from perseus_planner.schedules.checks import misplaced, unrunnable
+from perseus_planner.schedules.checks import Flaw, misplaced, unrunnable
 from perseus_planner.schedules.computation import KINDS, Computation
 
 
@@ -58,6 +58,11 @@ class Schedule:
         found = {computation.kind for computation in self.computations()}
         return tuple(kind for kind in KINDS if kind in found)
 
+    @cached_property
+    def _unrunnable(self) -> Flaw | None:
+        """Kept, as a schedule is checked wherever a graph is made of it."""
+        return unrunnable(self.ranks)
+
     def computations(self) -> Iterator[Computation]:
         """All computations, rank by rank in program order."""
         for rank in self.ranks:
@@ -79,6 +84,6 @@ def check_pipeline(schedule: Schedule) -> None:
         ScheduleError: names the first computation that cannot run and what it waits for, or the one that lacks its
             counterpart.
     """
-    flaw = unrunnable(schedule.ranks)
+    flaw = schedule._unrunnable
     if flaw is not None:
         raise ScheduleError(f"schedule {schedule.name}, {flaw.where}: {flaw.text}")

@@ -1,0 +1,123 @@
+"""Number 8: what is left of the saving when a GPU may change its clock only so often."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from data import STAGES, Case, Size, frontier_of
+from results import Check, Section, Table
+
+from perseus_planner import Frontier, Plan
+
+_BUDGETS = (0, 2, 4, 8, 16, 32, None)
+_LIMITS = {  #: percent of the unlimited saving to reach with at most 8 changes, by profile and slowdown
+    ("gpt3-175b", 1.02): 86.0,
+    ("gpt3-175b", 1.05): 90.0,
+    ("gpt3-175b", 1.10): 92.0,
+    ("bloom", 1.02): 50.0,
+    ("bloom", 1.05): 55.0,
+    ("bloom", 1.10): 70.0,
+}
+_LIMITED_AT = (96, 8)  #: microbatches and changes
+_COLUMNS = {
+    "profile": ("profile", ""),
+    "microbatches": ("microbatches", "d"),
+    "slowdown": ("deadline", ".2f"),
+    "budget": ("changes allowed", ""),
+    "changes": ("most changes of a GPU", "d"),
+    "saving": ("saving, %", ".2f"),
+    "share": ("of the unlimited saving, %", ".1f"),
+    "share_own": ("at the plans' own times, %", ".1f"),
+    "seconds": ("seconds to plan", ".2f"),
+}
+
+
+def measure(size: Size) -> Section:
+    """Plan with every budget at every deadline."""
+    rows = [row for case in size.cases for slowdown in size.budget_slowdowns for row in _rows(case, slowdown, size)]
+    return Section(
+        8,
+        "Switch budgets",
+        f"Replayed from the measured profiles; {STAGES} stages, 1F1B, clock changes at no cost. Changes are per GPU "
+        "and iteration, the one back to the first clock for the next iteration included. To reach with 8 changes at "
+        "1.02 / 1.05 / 1.10x and 96 microbatches: 86 / 90 / 92 % of the unlimited saving (GPT-3 A100), "
+        "50 / 55 / 70 % (Bloom A40).",
+        [Table(_COLUMNS, rows)],
+        list(_checks(rows)),
+        [
+            "*Saving*: against all clocks at maximum, for an iteration that lasts until the deadline, where GPUs that "
+            "are done wait; its share is of the saving of the plan without a budget at that deadline. *At the plans' "
+            "own times* compares both plans' energies at the time that each takes.",
+            "A plan is asked for again with every budget, so that seconds are those of one question to a new planner.",
+        ],
+    )
+
+
+def _rows(case: Case, slowdown: float, size: Size) -> Iterator[dict[str, Any]]:
+    frontier = frontier_of(case, size.budget_microbatches)
+    deadline_s = slowdown * frontier.baseline_time_s
+    unlimited = frontier.plan_for(deadline_s)
+    most_j, most_own_j = _saved_j(frontier, unlimited, deadline_s), unlimited.saving_j
+    for budget in _BUDGETS:
+        begin_s = time.perf_counter()
+        plan = frontier.plan_for(deadline_s, max_changes=budget)
+        seconds = time.perf_counter() - begin_s
+        saved_j = _saved_j(frontier, plan, deadline_s)
+        yield {
+            "model": case.model,
+            "profile": case.name,
+            "microbatches": size.budget_microbatches,
+            "slowdown": slowdown,
+            "budget": "unlimited" if budget is None else str(budget),
+            "late": plan.time_s > deadline_s,
+            "changes": max(plan.changes),
+            "saved_j": saved_j,
+            "saving": 100 * saved_j / frontier.baseline_energy_j,
+            "share": 100 * saved_j / most_j,
+            "share_own": 100 * plan.saving_j / most_own_j,
+            "seconds": seconds,
+        }
+
+
+def _saved_j(frontier: Frontier, plan: Plan, deadline_s: float) -> float:
+    """Joules saved in an iteration that lasts until the deadline, against one at maximum clocks that does not."""
+    return frontier.baseline_energy_j - (plan.energy_j + frontier.dag.waiting_w * (deadline_s - plan.time_s))
+
+
+def _checks(rows: Sequence[Mapping[str, Any]]) -> Iterator[Check]:
+    yield Check("no plan is past its deadline", not any(row["late"] for row in rows))
+    within = all(row["budget"] == "unlimited" or row["changes"] <= int(row["budget"]) for row in rows)
+    yield Check("no plan changes clocks more often than allowed", within)
+    pairs = [(a, b) for a, b in pairwise(rows) if b["budget"] != "0"]
+    yield Check("no larger budget saves less", all(a["saved_j"] <= b["saved_j"] * (1 + 1e-12) for a, b in pairs))
+    for row in rows:
+        limit = _LIMITS.get((row["model"], row["slowdown"]))
+        if limit is not None and (row["microbatches"], row["budget"]) == (_LIMITED_AT[0], str(_LIMITED_AT[1])):
+            found = min(row["share"], row["share_own"])
+            where = f"{row['profile']} at {row['slowdown']:.2f}x with {row['budget']} changes"
+            yield Check(f"{where}: {found:.1f} % (limit {limit} %)", found >= limit)
+
+
+def draw(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Write a figure of the share of the saving over the budget, a line for each profile and deadline."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7.0, 4.5), layout="constrained")
+    axes = figure.add_subplot()
+    marks = [str(budget) if budget is not None else "unlimited" for budget in _BUDGETS]
+    for profile, line in (("gpt3-175b", "-"), ("bloom", "--")):
+        for slowdown in sorted({row["slowdown"] for row in rows}):
+            of_line = {r["budget"]: r for r in rows if (r["model"], r["slowdown"]) == (profile, slowdown)}
+            if of_line:
+                label = f"{of_line['0']['profile']}, {slowdown:.2f}x"
+                axes.plot(marks, [of_line[mark]["share"] for mark in marks], f"o{line}", label=label)
+    axes.set_xlabel("clock changes allowed per GPU and iteration")
+    axes.set_ylabel("share of the unlimited saving, %")
+    axes.set_title("Replayed from measured profiles, 8 stages, 96 microbatches", fontsize="medium")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize="small")
+    figure.savefig(path, dpi=150)

@@ -1,0 +1,149 @@
+"""lowtime 0.3.0, the solver published with Perseus, walking down the frontier of an iteration.
+
+lowtime fits an exponential to the effective energy of each computation, counts time in whole units (rounded down), and
+walks down from the slowest iteration a unit at a time; each computation then gets the slowest clock whose rounded time
+fits its planned one (Perseus artifact and Zeus' `run_optimization.py`). It is loaded when it is first used.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from perseus_planner.dag import PipelineDag
+from perseus_planner.errors import UsageError
+from perseus_planner.profiles import Measurement, Profile
+
+if TYPE_CHECKING:
+    import networkx as nx
+
+LOWTIME_VERSION = "0.3.0"
+_REMEDY = f"install it with: pip install lowtime=={LOWTIME_VERSION} scipy"
+
+
+@dataclass(frozen=True, eq=False)
+class Fits:
+    """What lowtime makes of a profile.
+
+    Attributes:
+        unit_s: its step in time, seconds.
+        blocking_power_w: subtracted from every option's energy, watts; or one number for each stage.
+        options: (stage, kind) -> lowtime's CandidateExecutionOptions.
+        models: (stage, kind) -> lowtime's ExponentialModel: units of time -> effective joules.
+    """
+
+    unit_s: float
+    blocking_power_w: float | tuple[float, ...]
+    options: Mapping[tuple[int, str], Any]
+    models: Mapping[tuple[int, str], Any]
+
+
+def load_lowtime() -> None:
+    """Load lowtime, and keep it quiet.
+
+    Raises:
+        UsageError: it cannot be loaded, or is of another version.
+    """
+    try:
+        import lowtime.cost_model
+        import lowtime.solver
+    except ImportError as error:
+        raise UsageError(f"lowtime cannot be loaded ({error}); {_REMEDY}") from error
+    if lowtime.__version__ != LOWTIME_VERSION:
+        raise UsageError(f"lowtime {lowtime.__version__} is installed, not {LOWTIME_VERSION}; {_REMEDY}")
+    logging.getLogger("lowtime").setLevel(logging.ERROR)
+
+
+def fit(profile: Profile, unit_s: float, *, filter_first: bool = False) -> Fits:
+    """Fit the options of every (stage, kind) as lowtime's users do.
+
+    Args:
+        profile: the measurements.
+        unit_s: lowtime's step in time, seconds.
+        filter_first: take out dominated options before the blocking energy is subtracted, as the Perseus artifact
+            does, not afterwards, as Zeus does.
+
+    Raises:
+        UsageError: lowtime cannot be loaded, or finds no curve through the measurements of a computation.
+    """
+    load_lowtime()
+    from lowtime.cost_model import ExponentialModel
+
+    options, models = {}, {}
+    for key, measurements in profile.measurements.items():
+        options[key] = _candidates(measurements, unit_s, profile.blocking_w(key[0]), filter_first)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # overflows on the way of a fit that is then not taken
+                models[key] = ExponentialModel(options[key], search_strategy="best")
+        except (ValueError, TypeError, RuntimeError) as error:  # a failed search, or fewer points than parameters
+            raise UsageError(
+                f"lowtime finds no exponential through the {len(options[key].options)} options of {key[1]} on stage "
+                f"{key[0]} at steps of {unit_s:g} s ({error}); give it a finer step, or leave it out"
+            ) from error
+    return Fits(unit_s, profile.blocking_power_w, options, models)
+
+
+def _candidates(measurements: Sequence[Measurement], unit_s: float, power_w: float, filter_first: bool) -> Any:
+    from lowtime.operation import CandidateExecutionOptions, ExecutionOption
+
+    options = [ExecutionOption(m.time_s, unit_s, m.energy_j, m.clock_mhz) for m in measurements]
+
+    def subtract_blocking() -> None:
+        for option in options:
+            option.cost -= power_w * option.quant_time * unit_s
+
+    if not filter_first:
+        subtract_blocking()
+    candidates = CandidateExecutionOptions(options)
+    if len(candidates.options) <= 3:  # too few to fit: its users then filter softly
+        candidates = CandidateExecutionOptions(options, noise_factor=0.95)
+    if filter_first:
+        subtract_blocking()
+    return candidates
+
+
+class Walk:
+    """lowtime's way down a frontier; iterating it gives the seconds that it claims for each step, slowest first.
+
+    Args:
+        fits: what lowtime makes of the profile.
+        dag: the iteration.
+        keys: the (stage, kind) of each computation in `fits`, by its place in `dag.computations`.
+    """
+
+    def __init__(self, fits: Fits, dag: PipelineDag, keys: Sequence[tuple[int, str]]) -> None:
+        from lowtime.solver import PhillipsDessouky
+
+        graph = _graph(fits, dag, keys)
+        self._operations = [graph.nodes[place + 2]["op"] for place in range(len(keys))]
+        self._steps = PhillipsDessouky(graph).run()
+
+    def __iter__(self) -> Iterator[float]:
+        for step in self._steps:
+            yield step.real_time
+
+    @property
+    def clocks(self) -> list[int]:
+        """MHz of each computation at the step that was last given, by its place in `dag.computations`."""
+        return [operation.assigned_knob for operation in self._operations]
+
+
+def _graph(fits: Fits, dag: PipelineDag, keys: Sequence[tuple[int, str]]) -> nx.DiGraph[int]:
+    """The graph of `dag` as lowtime wants it: computation k is node k + 2, node 0 the source and 1 the sink."""
+    import networkx as nx
+    from lowtime.graph_utils import add_sink_node, add_source_node
+    from lowtime.operation import Operation, OperationSpec
+
+    specs = {key: OperationSpec(fits.options[key], fits.models[key]) for key in fits.options}
+    graph = nx.DiGraph(source_node=0, sink_node=1)
+    for place, key in enumerate(keys):
+        graph.add_node(place + 2, op=Operation(specs[key]))
+    for place, before in enumerate(dag.predecessors):
+        graph.add_edges_from((other + 2, place + 2) for other in before)
+    add_source_node(graph, 0)
+    add_sink_node(graph, 1)
+    return graph

@@ -1,0 +1,73 @@
+"""What an iteration of one pipeline takes, rank by rank, while the pipeline or some of its stages are slow."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from perseus_planner.dag import PipelineDag
+from perseus_planner.simulate import end_times
+from perseus_planner.stragglers import Condition
+
+Clocks = tuple[int, ...]  #: MHz of each computation, by its place in `dag.computations`
+
+
+class Run(NamedTuple):
+    """One iteration of one pipeline.
+
+    Attributes:
+        time_s: until its last computation or operation ends, and the calibrated overhead, seconds.
+        busy_s: (ranks,) seconds that the GPUs of each rank work.
+        busy_j: (ranks,) joules of that over all GPUs of the rank.
+    """
+
+    time_s: float
+    busy_s: NDArray[np.float64]
+    busy_j: NDArray[np.float64]
+
+
+class Runs:
+    """Iterations of one pipeline, each replayed once.
+
+    A slow stage takes its degree times as long for each computation; a slow pipeline for all that it does, fixed
+    operations, transfers and overhead too. GPUs draw the power that they drew, so joules grow as seconds do.
+    """
+
+    def __init__(self, dag: PipelineDag) -> None:
+        self.dag = dag
+        keys = dag.iteration.keys
+        tables = {key: {m.clock_mhz: m for m in dag.profile.measurements[key]} for key in set(keys)}
+        self._tables = [tables[key] for key in keys]
+        self._rank_of = np.array(dag.iteration.rank_of)
+        self._runs: dict[tuple[Clocks, tuple[tuple[int, float], ...]], Run] = {}
+
+    def run(self, clocks: Clocks, condition: Condition) -> Run:
+        """An iteration at `clocks` of a pipeline in that condition.
+
+        Complexity: a replay for each new pair of clocks and slow stages, else a look-up.
+        """
+        key = clocks, condition.stages
+        if key not in self._runs:
+            self._runs[key] = self._replayed(clocks, dict(condition.stages))
+        run, degree = self._runs[key], condition.degree
+        return run if degree == 1 else Run(run.time_s * degree, run.busy_s * degree, run.busy_j * degree)
+
+    def _replayed(self, clocks: Clocks, slow: Mapping[int, float]) -> Run:
+        iteration, waiting_w = self.dag.iteration, self.dag.rank_waiting_w
+        points = [table[clock] for table, clock in zip(self._tables, clocks, strict=True)]
+        degrees = [slow.get(stage, 1.0) for stage, _ in iteration.keys]
+        times_s = [point.time_s * degree for point, degree in zip(points, degrees, strict=True)]
+        energies_j = [point.energy_j * degree for point, degree in zip(points, degrees, strict=True)]
+        time_s = max(end_times(self.dag, times_s)) + self.dag.profile.overhead_s
+        for each in iteration.operations:
+            times_s.append(each.time_s)
+            energies_j.append(waiting_w[each.rank] * each.time_s if each.energy_j is None else each.energy_j)
+        return Run(time_s, self._per_rank(times_s), self._per_rank(energies_j))
+
+    def _per_rank(self, values: list[float]) -> NDArray[np.float64]:
+        ranks, per_node = len(self.dag.schedule.ranks), np.array(values)
+        return np.array([math.fsum(per_node[self._rank_of == rank]) for rank in range(ranks)])

@@ -1,0 +1,119 @@
+"""Traces of stragglers: read as written, refused with file, line, column and remedy."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from perseus_planner.errors import UsageError
+from perseus_planner.stragglers import CALM, Condition, Straggler, condition_of, read_stragglers
+
+HEADER = "start,end,degree,pipeline,stage\n"
+NEEDS_START = "is not a start: write finite seconds of 0 or more, such as 120.5"
+NEEDS_END = "is not an end: write finite seconds above 0, such as 180, or nothing for one that stays"
+NEEDS_DEGREE = "is not a degree: write how many times as long it takes, 1 or more, such as 1.15"
+NEEDS_PIPELINE = "is not a pipeline: write 0 for the first one, 1 for the next, and so on"
+NEEDS_STAGE = "is not a stage: write 0 for the first one, or nothing for the whole pipeline"
+NEEDS_CELLS = "where the header has 5; give each column one cell, with a point as decimal mark"
+
+BAD_ROWS = {
+    "negative start": ("-1,2,1.1,0,", f"column 'start': '-1' {NEEDS_START}"),
+    "empty start": (",2,1.1,0,", f"column 'start': '' {NEEDS_START}"),
+    "start with a unit": ("1s,2,1.1,0,", f"column 'start': '1s' {NEEDS_START}"),
+    "end that is NaN": ("1,nan,1.1,0,", f"column 'end': 'nan' {NEEDS_END}"),
+    "infinite end": ("1,inf,1.1,0,", f"column 'end': 'inf' {NEEDS_END}"),
+    "end at the start": ("1.5,1.5,1.1,0,", "column 'end': '1.5' is not after the start '1.5'; correct one of them"),
+    "end before the start": ("3,2,1.1,0,", "column 'end': '2' is not after the start '3'; correct one of them"),
+    "degree below 1": ("1,2,0.9,0,", f"column 'degree': '0.9' {NEEDS_DEGREE}"),
+    "degree of zero": ("1,2,0,0,", f"column 'degree': '0' {NEEDS_DEGREE}"),
+    "degree in per cent": ("1,2,115%,0,", f"column 'degree': '115%' {NEEDS_DEGREE}"),
+    "no pipeline": ("1,2,1.1,,", f"column 'pipeline': '' {NEEDS_PIPELINE}"),
+    "fractional pipeline": ("1,2,1.1,0.5,", f"column 'pipeline': '0.5' {NEEDS_PIPELINE}"),
+    "pipeline that is not there": ("1,2,1.1,4,", "column 'pipeline': there is no pipeline 4; pipelines are 0 to 3"),
+    "negative stage": ("1,2,1.1,0,-1", f"column 'stage': '-1' {NEEDS_STAGE}"),
+    "stage in words": ("1,2,1.1,0,all", f"column 'stage': 'all' {NEEDS_STAGE}"),
+    "stage that is not there": ("1,2,1.1,0,2", "column 'stage': there is no stage 2; stages are 0 to 1"),
+    "too few cells": ("1,2,1.1,0", f"has 4 cells {NEEDS_CELLS}"),
+    "decimal comma": ("1,2,1,1,0,", f"has 6 cells {NEEDS_CELLS}"),
+}
+
+BAD_FILES = {
+    "empty": (b"", f"trace.csv: is empty; write the header {HEADER.strip()} and a row for each straggler"),
+    "no degree": (b"start,end,pipeline,stage\n", f"trace.csv, line 1: column 'degree' is not there; write {HEADER}"),
+    "two ends": (
+        b"start,end,degree,end,pipeline,stage\n",
+        f"trace.csv, line 1: column 'end' is there twice; write {HEADER}",
+    ),
+    "NUL": (
+        HEADER.encode() + b"1,\0,1.1,0,\n",
+        "trace.csv, line 2: has a NUL byte, so the file is damaged or no text; write it again",
+    ),
+    "Latin-1": (HEADER.encode() + b"1,2,1.1,0,\xe9\n", "trace.csv, line 2: is not UTF-8 text; save the file as UTF-8"),
+    "open quote": (HEADER.encode() + b'1,2,"1.1,0,\n', "trace.csv, line 2: unexpected end of data; correct its quotes"),
+}
+
+
+def written(text: str | bytes) -> Path:
+    path = Path("trace.csv")
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return path
+
+
+def message_of(path: Path) -> str:
+    with pytest.raises(UsageError) as caught:
+        read_stragglers(path, 4, 2)
+    return str(caught.value)
+
+
+def test_a_trace_is_read_in_its_order(folder: Path):
+    text = "\ufeffnote,start , end,degree,pipeline,stage\na,0,2.5,1.1,3,\n\nb, 7,,2,0, 1\n"
+    expected = (Straggler(0.0, 2.5, 1.1, 3), Straggler(7.0, math.inf, 2.0, 0, 1))
+    assert read_stragglers(written(text), 4, 2) == expected
+
+
+def test_a_trace_may_have_no_straggler(folder: Path):
+    assert read_stragglers(written(HEADER), 4, 2) == ()
+
+
+@pytest.mark.parametrize(("row", "complaint"), BAD_ROWS.values(), ids=BAD_ROWS)
+def test_a_wrong_row_is_refused_with_its_line(folder: Path, row: str, complaint: str):
+    separator = " " if complaint.startswith("has") else ""
+    place = "trace.csv, line 3:" if separator else "trace.csv, line 3, "
+    assert message_of(written(f"{HEADER}1,2,1.5,3,1\n{row}\n")) == f"{place}{separator}{complaint}"
+
+
+@pytest.mark.parametrize(("data", "complaint"), BAD_FILES.values(), ids=BAD_FILES)
+def test_a_file_that_is_no_trace_is_refused(folder: Path, data: bytes, complaint: str):
+    assert message_of(written(data)) == complaint.rstrip("\n")
+
+
+def test_a_file_that_is_not_there_is_refused(folder: Path):
+    assert message_of(Path("trace.csv")) == "trace.csv: no such file; check the path"
+    assert message_of(folder) == f"{folder}: is a folder; name the file in it"
+
+
+@pytest.mark.parametrize(
+    ("values", "complaint"),
+    [
+        ((-1.0, 2.0, 1.1, 0), f"straggler, start_s: -1.0 {NEEDS_START}"),
+        ((1.0, math.nan, 1.1, 0), f"straggler, end_s: nan {NEEDS_END}"),
+        ((1.0, 0.5, 1.1, 0), "straggler, end_s: 0.5 is not after its start 1.0; correct one of them"),
+        ((1.0, 2.0, 0.5, 0), f"straggler, degree: 0.5 {NEEDS_DEGREE}"),
+        ((1.0, 2.0, 1.1, True), f"straggler, pipeline: True {NEEDS_PIPELINE}"),
+        ((1.0, 2.0, 1.1, 0, "1"), f"straggler, stage: '1' {NEEDS_STAGE}"),
+    ],
+)
+def test_a_straggler_of_wrong_values_is_refused(values: tuple[float, ...], complaint: str):
+    with pytest.raises(UsageError) as caught:
+        Straggler(*values)
+    assert str(caught.value) == complaint
+
+
+def test_degrees_that_hit_the_same_are_multiplied():
+    whole, first = Straggler(0, 1, 1.5, 0), Straggler(0, 1, 1.25, 0, stage=0)
+    second = Straggler(0, 1, 2.0, 0, stage=1)
+    assert condition_of([]) == CALM
+    assert condition_of([Straggler(0, 1, 1.0, 0), Straggler(0, 1, 1.0, 0, stage=1)]) == CALM
+    assert condition_of([second, whole, first, whole, second]) == Condition(2.25, ((0, 1.25), (1, 4.0)))
