@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import all_choices, effective_j, nodes, rank_waiting_w, relaxed_j, waiting_w
-from strategies import dags, deadline_s, fixed, furnished, jobs, pipelines, problems, shares
+from strategies import deadline_s, fixed, furnished, graphs, jobs, pipelines, problems, shares
 from validators import check_frontier
 
 from perseus_planner import schedules
@@ -37,13 +37,13 @@ def check_bound(frontier: Frontier, share: float) -> None:
 
 
 @settings(fixed, max_examples=300)
-@given(dag=dags(12), share=shares())
+@given(dag=graphs(12), share=shares())
 def test_the_bound_of_any_small_graph_is_that_of_a_linear_programme(dag: PipelineDag, share: float):
     check_bound(trace(dag), share)
 
 
 @settings(fixed, max_examples=300)
-@given(dag=dags(45, least=15, max_options=12), share=shares())
+@given(dag=graphs(45, least=15, max_options=12), share=shares())
 def test_the_bound_of_any_larger_graph_is_that_of_a_linear_programme(dag: PipelineDag, share: float):
     check_bound(trace(dag), share)
 
@@ -82,7 +82,7 @@ def test_the_bound_of_larger_jobs_is_that_of_a_linear_programme(schedule: Schedu
 
 
 @settings(fixed, max_examples=100)
-@given(dag=dags(6, max_options=4))
+@given(dag=graphs(6, max_options=4))
 def test_no_choice_of_clocks_is_below_the_bound_or_faster_than_the_least_time(dag: PipelineDag):
     frontier = trace(dag)
     times_s, costs_j = all_choices(dag)

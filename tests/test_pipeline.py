@@ -252,16 +252,20 @@ def test_what_does_not_fit_the_schedule_is_refused(beside: dict[str, object], me
 @pytest.mark.parametrize(
     ("ranks", "message"),
     [
-        (("0F0 0I0", "1F0 1W0"), "0I0 needs 1I0, which is not in the schedule; add 1I0"),
-        (("0F0 0W0",), "0W0 needs 0I0, which is not in the schedule; add 0I0"),
-        (("0I0",), "0I0 needs 0F0, which is not in the schedule; add 0F0"),
+        (
+            ("0F0 0I0", "1F0 1W0"),
+            "computation 2: 0I0 can never run: it waits for 1B0 or 1I0, and neither is there; add one",
+        ),
+        (("0F0 0W0",), "computation 2: 0W0 can never run: it waits for 0I0, which is not there; add it"),
+        (("0I0",), "computation 1: 0I0 can never run: it waits for 0F0, which is not there; add it"),
         (
             ("0F0 0W0 0I0",),
-            "0W0 can never start: it waits for 0I0, which in the end waits for it; reorder the schedule",
+            "computation 2: 0W0 can never run: it waits for 0I0, which comes after it on its own rank; "
+            "move 0I0 before it",
         ),
     ],
 )
 def test_a_split_backward_without_what_it_needs_is_refused(ranks: tuple[str, ...], message: str):
     with pytest.raises(ScheduleError) as caught:
         pipeline_iteration(parsed(*ranks))
-    assert str(caught.value) == message
+    assert str(caught.value) == f"schedule by hand, rank 0, {message}"

@@ -98,7 +98,7 @@ BAD_YAMLS = {
     ),
     "clock change as a number": (
         YAML + "clock_change: 0.01\n",
-        "p.yaml, line 5, clock_change: 0.01 is not one; write call_s and settle_s, seconds, below it",
+        "p.yaml, line 5, clock_change: 0.01 is none; write call_s and settle_s, seconds, below it",
     ),
     "clock change below 0": (
         YAML + "clock_change:\n  call_s: -0.01\n",

@@ -21,7 +21,7 @@ NEEDS_CLOCK = "is not a clock: write whole MHz above 0, such as 1410"
 NEEDS_STAGE = "is not a stage number: write 0 for the first stage, 1 for the next, and so on"
 NEEDS_WAIT = "is not a wait: give finite seconds of 0 or more, such as 0.002"
 NEEDS_OVERHEAD = "is no number of seconds, above or below 0; give a finite one"
-NEEDS_CHANGE = "is not one; write call_s and settle_s, seconds, below it"
+NEEDS_CHANGE = "is none; write call_s and settle_s, seconds, below it"
 NEEDS_POWER = "is not a power: give finite watts of 0 or more, such as 83.64"
 
 
@@ -175,7 +175,11 @@ def test_the_digest_changes_with_every_value():
     variants = [
         *({}, {"blocking_power_w": 83.65}, {"blocking_power_w": (83.64,)}, {"gpu": "A100"}, {"origin": "simulated"}),
         *({"gpus_per_stage": 2}, {"overhead_s": 1e-9}, {"overhead_s": -1e-9}),
-        *({"clock_change": ClockChange(0.01)}, {"clock_change": ClockChange(0.01, 0.01)}),
+        *(
+            {"clock_change": ClockChange(0.01)},
+            {"clock_change": ClockChange(0.01, 0.01)},
+            {"clock_change": ClockChange(0.01, 0.0, 4)},
+        ),
     ]
     profiles = [small(**changes) for changes in variants] + [Profile(options, 83.64), Profile(changed, 83.64)]
     assert len({profile.digest for profile in profiles}) == len(profiles)
@@ -219,7 +223,7 @@ def profiles() -> st.SearchStrategy[Profile]:
             st.sampled_from(["measured", "simulated"]),
             st.integers(1, 64),
             st.just(0.0) | st.floats(allow_infinity=False, allow_nan=False),
-            st.none() | st.builds(ClockChange, waits_s, waits_s),
+            st.none() | st.builds(ClockChange, waits_s, waits_s, st.integers(1, 16)),
         )
 
     return st.lists(kinds, min_size=1, max_size=3).flatmap(of)
@@ -265,7 +269,7 @@ def test_a_saved_profile_of_all_there_can_be_reads_well(folder: Path):
     assert (folder / "p.yaml").read_text() == (
         "format: perseus-planner/profile\nversion: 1\nmeasurements: p.csv\n"
         "blocking_power_w:\n- 83.64\n- 70.0\ngpu: null\norigin: measured\ngpus_per_stage: 8\noverhead_s: -0.25\n"
-        "clock_change:\n  call_s: 0.01\n  settle_s: 0.005\n"
+        "clock_change:\n  call_s: 0.01\n  settle_s: 0.005\n  gpus_per_node: 8\n"
     )
     words = [line.split(",")[:2] for line in (folder / "p.csv").read_text().splitlines()[1:]]
     assert words == [

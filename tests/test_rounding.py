@@ -9,7 +9,7 @@ from random import Random
 import numpy as np
 import pytest
 from oracles import all_choices, effective_j, waiting_w
-from strategies import dag, job, pipeline
+from strategies import graph, job, pipeline
 
 from perseus_planner import rounding
 from perseus_planner.dag import PipelineDag
@@ -19,7 +19,7 @@ from perseus_planner.frontier import Frontier, trace
 def graphs(rng: Random, largest: int, max_options: int) -> Iterator[PipelineDag]:
     """Computations anyhow connected."""
     while True:
-        yield dag(rng.getrandbits(32), rng.randint(2, largest), max_options)
+        yield graph(rng.getrandbits(32), rng.randint(2, largest), max_options)
 
 
 def pipelines(rng: Random, largest: int, max_options: int) -> Iterator[PipelineDag]:
