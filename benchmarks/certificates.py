@@ -67,7 +67,7 @@ def _certificate(frontier: Frontier, at: Checkpoint) -> float:
         cost_j = np.array([o.effective_j for o in options]) + np.outer(price_w[members], [o.time_s for o in options])
         dual.append(cost_j.min(axis=1).sum())
     total_w = price_w[-1]
-    blocked_j = dag.profile.blocking_power_w * dag.profile.stages * time_s
+    blocked_j = dag.waiting_w * time_s
     bound_j = frontier.bound_j(min(max(time_s, frontier.min_time_s), frontier.max_time_s))
     above_j, below_j = math.fsum(primal) + blocked_j, math.fsum(dual) - total_w * time_s + blocked_j
     return float(max(abs(above_j - bound_j), abs(below_j - bound_j)) / bound_j)

@@ -11,7 +11,7 @@ import math
 import numbers
 import os
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from itertools import count, pairwise
 from pathlib import Path
@@ -311,7 +311,11 @@ def _load_yaml(path: Path, power_w: float | tuple[float, ...] | None) -> Profile
     table = _table_path(document)
     if power_w is not None:
         rest["blocking_power_w"] = power_w
-    return _built(table, **rest)
+    profile = _built(table, blocking_power_w=0.0)
+    try:
+        return replace(profile, **rest)
+    except ProfileError as error:  # each value alone is right, so it is one power for each of other stages
+        raise ProfileError(f"{path}, line {document.lines['blocking_power_w']}, {error}") from None
 
 
 def _table_path(document: Document) -> Path:

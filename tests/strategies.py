@@ -86,7 +86,7 @@ def _joules(rng: Random) -> float | None:
 
 
 def _furnished(rng: Random, iteration: Iteration, max_options: int) -> Profile:
-    """A profile that has all that `iteration` runs, and everything else that a profile may carry."""
+    """A profile that has all that `iteration` runs, any power on each rank, and an overhead; changes cost nothing."""
     keys = set(iteration.keys)
     for stage in range(iteration.schedule.stages):
         split = keys & {(stage, "I"), (stage, "W")}
@@ -129,7 +129,7 @@ def _with_extras(rng: Random, plain: PipelineDag, max_options: int) -> PipelineD
 
 
 def dag(seed: int, count: int, max_options: int) -> PipelineDag:
-    """An acyclic graph of `count` computations of the given seed; every other one with all that is neither F nor B."""
+    """An acyclic graph of `count` computations of the given seed."""
     rng = Random(seed)
     stages = rng.randint(1, min(3, count))
     groups = [*range(stages), *(rng.randrange(stages) for _ in range(count - stages))]
@@ -140,7 +140,12 @@ def dag(seed: int, count: int, max_options: int) -> PipelineDag:
     before: list[tuple[int, ...]] = [()] * count
     for i, place in enumerate(places):
         before[place] = tuple(rng.sample(places[:i], min(i, rng.randint(0, 3))))
-    plain = PipelineDag(_profile(rng, stages, max_options), Iteration(Schedule("any", ranks), tuple(before)))
+    return PipelineDag(_profile(rng, stages, max_options), Iteration(Schedule("any", ranks), tuple(before)))
+
+
+def graph(seed: int, count: int, max_options: int) -> PipelineDag:
+    """`dag`, every other one with all that an iteration may have beside forwards and backwards."""
+    rng, plain = Random(seed), dag(seed, count, max_options)
     return plain if rng.random() < 0.5 else _with_extras(rng, plain, max_options)
 
 
@@ -223,10 +228,14 @@ def profiles(max_stages: int = 3, max_options: int = 6) -> st.SearchStrategy[Pro
 def dags(most: int, least: int = 1, max_options: int = 6) -> st.SearchStrategy[PipelineDag]:
     """Any acyclic graph of `least` to `most` computations, connected or not, each stage with some.
 
-    Their order need not be topological, and a stage may have forwards alone. Every other one has fixed operations,
-    lags, kinds with a suffix, waits at several powers, and an overhead.
+    Their order need not be topological, and a stage may have forwards alone.
     """
     return st.builds(dag, _SEEDS, st.integers(least, most), st.just(max_options))
+
+
+def graphs(most: int, least: int = 1, max_options: int = 6) -> st.SearchStrategy[PipelineDag]:
+    """`dags`, every other one with fixed operations, lags, kinds with a suffix, several powers and an overhead."""
+    return st.builds(graph, _SEEDS, st.integers(least, most), st.just(max_options))
 
 
 def pipelines(
@@ -244,8 +253,8 @@ def jobs(max_ranks: int = 3, max_microbatches: int = 4, max_options: int = 6) ->
 
 
 def problems(most: int, max_options: int = 6) -> st.SearchStrategy[PipelineDag]:
-    """`jobs` and `dags` of at most so many computations, or about so many."""
-    return jobs(max_options=max_options) | dags(most, max_options=max_options)
+    """`jobs`, and `graphs` of at most so many computations."""
+    return jobs(max_options=max_options) | graphs(most, max_options=max_options)
 
 
 def shares() -> st.SearchStrategy[float]:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import all_choices, effective_j, nodes, rank_waiting_w, relaxed_j, waiting_w
-from strategies import dags, deadline_s, fixed, furnished, jobs, pipelines, problems, shares
+from strategies import deadline_s, fixed, furnished, graphs, jobs, pipelines, problems, shares
 from validators import check_frontier
 
 from perseus_planner import schedules
@@ -19,6 +19,7 @@ from perseus_planner.dag import PipelineDag
 from perseus_planner.errors import InfeasibleDeadline, ProfileError, UsageError
 from perseus_planner.frontier import Frontier, solve, trace
 from perseus_planner.iteration import Iteration
+from perseus_planner.pipeline import FixedOperation, Transfer
 from perseus_planner.profiles import Measurement, Profile
 from perseus_planner.schedules import Computation, Schedule
 
@@ -36,13 +37,13 @@ def check_bound(frontier: Frontier, share: float) -> None:
 
 
 @settings(fixed, max_examples=300)
-@given(dag=dags(12), share=shares())
+@given(dag=graphs(12), share=shares())
 def test_the_bound_of_any_small_graph_is_that_of_a_linear_programme(dag: PipelineDag, share: float):
     check_bound(trace(dag), share)
 
 
 @settings(fixed, max_examples=300)
-@given(dag=dags(45, least=15, max_options=12), share=shares())
+@given(dag=graphs(45, least=15, max_options=12), share=shares())
 def test_the_bound_of_any_larger_graph_is_that_of_a_linear_programme(dag: PipelineDag, share: float):
     check_bound(trace(dag), share)
 
@@ -81,7 +82,7 @@ def test_the_bound_of_larger_jobs_is_that_of_a_linear_programme(schedule: Schedu
 
 
 @settings(fixed, max_examples=100)
-@given(dag=dags(6, max_options=4))
+@given(dag=graphs(6, max_options=4))
 def test_no_choice_of_clocks_is_below_the_bound_or_faster_than_the_least_time(dag: PipelineDag):
     frontier = trace(dag)
     times_s, costs_j = all_choices(dag)
@@ -262,6 +263,16 @@ def test_numbers_that_floats_cannot_sum_are_refused(time_s: float, energy_j: flo
     profile = Profile({(0, kind): options for kind in "FB"}, 0.0)
     with pytest.raises(ProfileError, match="too large or too small to plan with"):
         solve(profile, schedules.one_f_one_b(1, 2))
+
+
+def test_operations_and_lags_that_floats_cannot_sum_are_refused():
+    for beside in (
+        {"transfer": Transfer(1e308)},
+        {"operations": [FixedOperation("load", "start", 1e308)]},
+        {"operations": [FixedOperation("load", "start", 1.0, 1.7e308)]},
+    ):
+        with pytest.raises(ProfileError, match="too large or too small to plan with"):
+            solve(two_clocks(3, 80.0), schedules.one_f_one_b(3, 2), **beside)
 
 
 def test_an_infeasible_deadline_names_a_time_that_is_feasible():

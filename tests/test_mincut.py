@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from oracles import INFINITE, flow_range
-from strategies import dags, fixed, jobs, pipelines, problems
+from strategies import fixed, graphs, jobs, pipelines, problems
 from validators import arc_cost, check_cut, check_state, critical_arcs, gaps
 
 from perseus_planner.dag import PipelineDag
@@ -63,7 +63,7 @@ def check_states(frontier: Frontier, count: int) -> None:
 
 
 @settings(fixed, max_examples=200)
-@given(dag=dags(30, max_options=8))
+@given(dag=graphs(30, max_options=8))
 def test_states_of_any_graph_prove_themselves_optimal(dag: PipelineDag):
     check_states(trace(dag), 6)
 
@@ -106,7 +106,7 @@ def test_event_times_cost_exactly_what_the_slopes_say(dag: PipelineDag):
 
 @pytest.mark.parametrize("flow_func", FLOW_FUNCTIONS, ids=lambda function: function.__name__)
 @settings(fixed, max_examples=60)
-@given(dag=dags(20, least=3))
+@given(dag=graphs(20, least=3))
 def test_networkx_finds_the_same_cuts_in_any_graph(flow_func, dag: PipelineDag):
     check_against_networkx(trace(dag), 3, flow_func)
 

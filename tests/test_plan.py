@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import FrozenInstanceError, replace
+from itertools import pairwise
 from pathlib import Path
+from random import Random
 
 import numpy as np
 import pytest
@@ -16,8 +18,9 @@ from strategies import deadline_s, fixed, jobs, pipeline, pipelines, problems, s
 from validators import check_plan, check_replay
 
 from perseus_planner.dag import PipelineDag
-from perseus_planner.errors import InfeasiblePower, PlanError, UsageError
+from perseus_planner.errors import InfeasiblePower, PlanError, ProfileError, UsageError
 from perseus_planner.frontier import Frontier, solve, trace
+from perseus_planner.plan_summary import summarize_plan
 from perseus_planner.profiles import Profile
 from perseus_planner.schedules import Schedule, one_f_one_b
 
@@ -107,6 +110,87 @@ def test_beside_a_straggler_a_pipeline_is_as_slow_but_no_slower_than_pays(fronti
     assert beside == replace(slowest, deadline_s=10 * frontier.max_time_s)
     assert slowest.time_s == frontier.max_time_s
     assert math.isclose(slowest.energy_j, frontier.bound_j(slowest.time_s), rel_tol=1e-12)
+
+
+@settings(fixed, max_examples=60)
+@given(dag=jobs(), degree=st.floats(0.5, 2.0))
+def test_beside_a_straggler_any_job_is_as_slow_but_no_slower_than_pays(dag: PipelineDag, degree: float):
+    frontier = trace(dag)
+    straggler_s = degree * frontier.max_time_s
+    plan = frontier.plan_beside_straggler(straggler_s)
+    check_plan(plan, frontier)
+    assert plan == frontier.plan_for(max(straggler_s, frontier.min_time_s))
+    assert plan.time_s <= frontier.max_time_s
+    beside = summarize_plan(plan, straggler_s).beside_straggler
+    waited_s = max(straggler_s, plan.time_s) - plan.time_s
+    assert math.isclose(beside.energy_j, plan.energy_j + waiting_w(dag) * waited_s, rel_tol=1e-12)
+
+
+@settings(fixed, max_examples=60)
+@given(dag=jobs(), share=st.floats(0, 1))
+def test_any_job_keeps_within_a_power_budget_or_names_one_that_it_keeps_within(dag: PipelineDag, share: float):
+    frontier = trace(dag)
+    average_w = frontier.energies_j / frontier.times_s
+    budget_w = max(0.0, float(average_w.min() + share * (average_w.max() - average_w.min())))
+    try:
+        plan = frontier.plan_within_power(budget_w)
+    except InfeasiblePower as error:
+        budget_w = error.least_power_w
+        plan = frontier.plan_within_power(budget_w)
+    check_plan(plan, frontier)
+    assert plan.power_w <= budget_w
+
+
+@settings(fixed, max_examples=60)
+@given(dag=problems(12), seed=st.integers(0, 2**32))
+def test_a_plan_of_any_clocks_holds_in_every_number(dag: PipelineDag, seed: int):
+    rng, frontier = Random(seed), trace(dag)
+    each = zip(dag.computations, dag.iteration.keys, strict=True)
+    clocks = {str(c): rng.choice(dag.profile.measurements[key]).clock_mhz for c, key in each}
+    plan = frontier.plan_of(clocks)
+    assert plan.clocks == clocks
+    assert plan.deadline_s == plan.time_s
+    check_plan(plan, frontier)
+    check_replay(plan)
+    assert plan.changes == tuple(
+        sum(clocks[str(a)] != clocks[str(b)] for a, b in pairwise([*rank, rank[0]])) for rank in dag.schedule.ranks
+    )
+
+
+def test_clocks_of_any_type_are_whole_megahertz(frontier: Frontier):
+    plan = frontier.plan_for(frontier.min_time_s)
+    again = frontier.plan_of({name: np.float64(clock) for name, clock in plan.clocks.items()})
+    assert {type(clock) for clock in again.clocks.values()} == {int}
+
+
+@pytest.mark.parametrize(
+    ("clock", "message"),
+    [
+        ({}, "0F0: has no clock; choose a clock of the profile"),
+        ({"0F0": None}, "0F0: has no clock; choose a clock of the profile"),
+        ({"0F0": 1411}, "0F0: 1411 MHz was not measured; choose a clock of the profile"),
+    ],
+)
+def test_a_clock_that_is_not_there_is_refused(frontier: Frontier, clock: dict[str, int], message: str):
+    with pytest.raises(PlanError) as caught:
+        frontier.plan_of(clock)
+    assert str(caught.value) == message
+
+
+def test_an_overhead_that_leaves_no_iteration_is_refused():
+    profile = replace(smooth_profile(2), overhead_s=-3.0)
+    with pytest.raises(ProfileError) as caught:
+        solve(profile, one_f_one_b(2, 3))
+    assert str(caught.value) == (
+        "overhead_s: -3 s leave nothing of an iteration that replays to 0.653325 s at its fastest; "
+        "calibrate with an iteration of this schedule"
+    )
+
+
+def test_a_power_for_each_of_other_stages_is_no_plan(frontier: Frontier):
+    with pytest.raises(PlanError) as caught:
+        replace(frontier.plan_for(frontier.min_time_s), blocking_power_w=(83.64, 70.0))
+    assert str(caught.value) == "blocking_power_w: has 2 numbers for 4 stages"
 
 
 def test_a_pipeline_alone_gets_the_least_energy(frontier: Frontier):

@@ -11,6 +11,7 @@ import pytest
 
 from perseus_planner import Frontier, Plan, Profile, schedules, solve
 from perseus_planner.errors import UsageError
+from perseus_planner.pipeline import FixedOperation
 from perseus_planner.plotting import check_figure_path, draw_frontier, draw_plan, save_figure
 from perseus_planner.profiles import Measurement
 from perseus_planner.simulate import replay
@@ -46,6 +47,26 @@ def test_a_plan_is_one_bar_per_computation_from_its_start_to_its_end(plan: Plan)
         assert np.allclose(drawn, expected, rtol=1e-12)
         assert {round(path.vertices[:, 1].mean()) for path in bars.get_paths()} == {row}
     assert axes.get_ylim()[0] > axes.get_ylim()[1]  # the first stage is on top
+
+
+def test_a_rank_shows_all_its_stages_and_its_fixed_operations_in_grey():
+    points = {(stage, kind): (Measurement(1000, 1.0, 90.0),) for stage in range(4) for kind in "FB"}
+    frontier = solve(
+        Profile(points, 60.0, overhead_s=-0.25),
+        schedules.interleaved_1f1b(2, 2, 2),
+        operations=[FixedOperation("optimizer", "end", 1.5, where=(1,))],
+    )
+    plan = frontier.plan_for_least_energy()
+    axes, spans = draw_plan(plan).axes[0], replay(plan).spans
+    drawn = {}
+    for bars in axes.collections:
+        row = round(bars.get_paths()[0].vertices[:, 1].mean())
+        ends = [(path.vertices[:, 0].min(), path.vertices[:, 0].max()) for path in bars.get_paths()]
+        drawn.setdefault(row, []).append((ends, bars.get_facecolors()))
+    assert {row: [len(ends) for ends, _ in each] for row, each in drawn.items()} == {0: [8], 1: [1, 8]}
+    assert np.allclose(drawn[1][0][0], [(spans["1optimizer"].start_s, spans["1optimizer"].end_s)])
+    assert len(set(drawn[1][0][1][0][:3])) == 1  # grey
+    assert axes.get_xlim()[1] == max(span.end_s for span in spans.values()) == plan.time_s + 0.25
 
 
 def test_equal_clocks_have_one_colour_and_others_have_others(plan: Plan):

@@ -54,6 +54,20 @@ BAD_ROWS = {
         "line 4, column 'instruction': 'optimizer' is not an instruction: write forward or backward "
         "(or input-gradient, weight-gradient; with a suffix such as backward.sync)",
     ),
+    "suffix in capitals": (
+        "0,backward.Sync,1395,0.05,20",
+        "line 4, column 'instruction': 'backward.Sync' is not an instruction: write forward or backward "
+        "(or input-gradient, weight-gradient; with a suffix such as backward.sync)",
+    ),
+    "empty suffix": (
+        "0,B.,1395,0.05,20",
+        "line 4, column 'instruction': 'B.' is not an instruction: write forward or backward "
+        "(or input-gradient, weight-gradient; with a suffix such as backward.sync)",
+    ),
+    "duplicate row of a variant": (
+        "0,backward.sync,1395,0.05,20\n0,B.sync,1395,0.06,21",
+        "line 5: stage 0 backward.sync at 1395 MHz is on line 4 too; keep one of them",
+    ),
     "duplicate row": (
         "0,F,1410,0.06,21",
         "line 4: stage 0 forward at 1410 MHz is on line 2 too; keep one of them",
@@ -108,6 +122,10 @@ BAD_TABLES = {
     "no forward": (
         GOOD + "1,backward,1410,0.1,40\n",
         "p.csv: stage 1 has no forward; measure its forward at one clock or more",
+    ),
+    "half a backward": (
+        GOOD + "1,forward,1410,0.1,40\n1,W,1410,0.1,40\n",
+        "p.csv: stage 1 has no input-gradient; measure its input-gradient at one clock or more",
     ),
     "hole": (
         GOOD + "2,forward,1410,0.05,20\n2,backward,1410,0.1,40\n",

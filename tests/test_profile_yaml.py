@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from perseus_planner.errors import ProfileError
-from perseus_planner.profiles import Profile
+from perseus_planner.profiles import ClockChange, Profile
 
 GOOD = "stage,instruction,frequency,time,energy\n0,forward,1410,0.05,20\n0,backward,1410,0.1,40\n"
 YAML = "format: perseus-planner/profile\nversion: 1\nmeasurements: p.csv\nblocking_power_w: 83.64\n"
@@ -80,6 +80,30 @@ BAD_YAMLS = {
         YAML + "origin: guessed\n",
         "p.yaml, line 5, origin: 'guessed' is unknown: give measured or simulated",
     ),
+    "power of a stage as text": (
+        YAML.replace("83.64", "[80, x]"),
+        f"p.yaml, line 4, blocking_power_w: 'x' {NEEDS_POWER}",
+    ),
+    "powers of too many stages": (
+        YAML.replace("83.64", "[80, 81]"),
+        "p.yaml, line 4, blocking_power_w: has 2 numbers for 1 stages; give one for each, or one for all",
+    ),
+    "no GPU in a stage": (
+        YAML + "gpus_per_stage: 0\n",
+        "p.yaml, line 5, gpus_per_stage: 0 is not a whole number of at least 1",
+    ),
+    "overhead as text": (
+        YAML + "overhead_s: 5ms\n",
+        "p.yaml, line 5, overhead_s: '5ms' is no number of seconds, above or below 0; give a finite one",
+    ),
+    "clock change as a number": (
+        YAML + "clock_change: 0.01\n",
+        "p.yaml, line 5, clock_change: 0.01 is none; write call_s and settle_s, seconds, below it",
+    ),
+    "clock change below 0": (
+        YAML + "clock_change:\n  call_s: -0.01\n",
+        "p.yaml, line 5, clock_change, call_s: -0.01 is not a wait: give finite seconds of 0 or more, such as 0.002",
+    ),
     "object": (
         YAML + "gpu: !!python/object/apply:os.system [exit 1]\n",
         "p.yaml, line 5, column 6: could not determine a constructor for the tag "
@@ -132,6 +156,17 @@ def test_a_yaml_of_two_gigabytes_is_not_read(folder: Path):
     os.truncate("p.yaml", 2 * 2**30)
     expected = "p.yaml: is larger than 67108864 bytes, so not what the planner wrote; name another file"
     assert message_of("p.yaml") == expected
+
+
+def test_a_yaml_says_all_that_is_not_in_the_table(folder: Path):
+    (folder / "p.csv").write_text(GOOD + "1,F,1410,0.05,20\n1,I,1410,0.05,20\n1, weight-gradient ,1410,0.05,20\n")
+    rest = "gpus_per_stage: 4\noverhead_s: -0.5\nclock_change: {call_s: 0.01}\n"
+    (folder / "p.yaml").write_text(YAML.replace("83.64", "[80, 81.5]") + rest)
+    profile = Profile.load("p.yaml")
+    assert profile.blocking_power_w == (80.0, 81.5)
+    assert (profile.gpus_per_stage, profile.overhead_s, profile.clock_change) == (4, -0.5, ClockChange(0.01, 0.0))
+    assert list(profile.measurements) == [(0, "F"), (0, "B"), (1, "F"), (1, "I"), (1, "W")]
+    assert Profile.load("p.yaml", blocking_power_w=10) == dataclasses.replace(profile, blocking_power_w=10.0)
 
 
 def test_a_yaml_carries_the_power_and_an_argument_replaces_it(folder: Path):

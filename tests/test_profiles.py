@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
@@ -11,12 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from perseus_planner.errors import ProfileError
-from perseus_planner.profiles import Measurement, Profile
+from perseus_planner.profiles import ClockChange, Measurement, Profile
 
 NEEDS_TIME = "is not a time: write finite seconds above 0, such as 0.0512"
 NEEDS_ENERGY = "is not an energy: write finite joules of 0 or more, such as 23.8"
 NEEDS_CLOCK = "is not a clock: write whole MHz above 0, such as 1410"
 NEEDS_STAGE = "is not a stage number: write 0 for the first stage, 1 for the next, and so on"
+NEEDS_WAIT = "is not a wait: give finite seconds of 0 or more, such as 0.002"
+NEEDS_OVERHEAD = "is no number of seconds, above or below 0; give a finite one"
+NEEDS_CHANGE = "is none; write call_s and settle_s, seconds, below it"
 NEEDS_POWER = "is not a power: give finite watts of 0 or more, such as 83.64"
 
 
@@ -45,6 +50,34 @@ BAD_VALUES = {
     "no backward": (
         {(0, "F"): (Measurement(855, 1.0, 1.0),)},
         "stage 0 has no backward; measure its backward at one clock or more",
+    ),
+    "half a backward": (
+        {(0, kind): (Measurement(855, 1.0, 1.0),) for kind in "FI"},
+        "stage 0 has no weight-gradient; measure its weight-gradient at one clock or more",
+    ),
+    "half a backward beside a whole one": (
+        {(0, kind): (Measurement(855, 1.0, 1.0),) for kind in "FBW"},
+        "stage 0 has no input-gradient; measure its input-gradient at one clock or more",
+    ),
+    "a backward in two parts on one stage only": (
+        {(stage, kind): (Measurement(855, 1.0, 1.0),) for stage in range(2) for kind in ("FIW", "F")[stage]},
+        "stage 1 has no backward; measure its backward at one clock or more",
+    ),
+    "no forward beside weight gradients": (
+        {(0, kind): (Measurement(855, 1.0, 1.0),) for kind in "IW"},
+        "stage 0 has no forward; measure its forward at one clock or more",
+    ),
+    "a variant alone": (
+        {(0, kind): (Measurement(855, 1.0, 1.0),) for kind in ("F", "B.sync")},
+        "stage 0 has no backward; measure its backward at one clock or more",
+    ),
+    "a suffix in capitals": (
+        {(0, "B.Sync"): ()},
+        "measurements: (0, 'B.Sync') is not a stage and a kind: write it as (0, 'F') or (0, 'B')",
+    ),
+    "a word for a kind": (
+        {(0, "backward"): ()},
+        "measurements: (0, 'backward') is not a stage and a kind: write it as (0, 'F') or (0, 'B')",
     ),
 }
 
@@ -79,6 +112,30 @@ def test_a_bad_measurement_made_in_python_is_refused(values, message: str):
     ("changes", "message"),
     [
         ({"blocking_power_w": None}, f"blocking_power_w: None {NEEDS_POWER}"),
+        ({"blocking_power_w": (80.0, -1)}, f"blocking_power_w: -1 {NEEDS_POWER}"),
+        ({"blocking_power_w": {}}, f"blocking_power_w: {{}} {NEEDS_POWER}"),
+        (
+            {"blocking_power_w": (80.0, 81.0)},
+            "blocking_power_w: has 2 numbers for 1 stages; give one for each, or one for all",
+        ),
+        (
+            {"blocking_power_w": []},
+            "blocking_power_w: has 0 numbers for 1 stages; give one for each, or one for all",
+        ),
+        ({"gpus_per_stage": 0}, "gpus_per_stage: 0 is not a whole number of at least 1"),
+        ({"gpus_per_stage": 2.0}, "gpus_per_stage: 2.0 is not a whole number of at least 1"),
+        ({"overhead_s": math.nan}, f"overhead_s: nan {NEEDS_OVERHEAD}"),
+        ({"overhead_s": -math.inf}, f"overhead_s: -inf {NEEDS_OVERHEAD}"),
+        ({"overhead_s": "0.1"}, f"overhead_s: '0.1' {NEEDS_OVERHEAD}"),
+        ({"overhead_s": True}, f"overhead_s: True {NEEDS_OVERHEAD}"),
+        ({"clock_change": 0.01}, f"clock_change: 0.01 {NEEDS_CHANGE}"),
+        ({"clock_change": {"settle_s": 0.01}}, f"clock_change: {{'settle_s': 0.01}} {NEEDS_CHANGE}"),
+        (
+            {"clock_change": {"call_s": 0.01, "wait_s": 1}},
+            f"clock_change: {{'call_s': 0.01, 'wait_s': 1}} {NEEDS_CHANGE}",
+        ),
+        ({"clock_change": {"call_s": -0.01}}, f"clock_change, call_s: -0.01 {NEEDS_WAIT}"),
+        ({"clock_change": {"call_s": 0, "settle_s": math.inf}}, f"clock_change, settle_s: inf {NEEDS_WAIT}"),
         ({"gpu": ""}, "gpu: '' is not the name of a GPU: give one line of text, or leave it out"),
         ({"origin": "fitted"}, "origin: 'fitted' is unknown: give measured or simulated"),
     ],
@@ -115,22 +172,61 @@ def test_numpy_numbers_become_plain_ones():
 def test_the_digest_changes_with_every_value():
     options = {(0, kind): (Measurement(1410, 0.05, 20.0),) for kind in "FB"}
     changed = {**options, (0, "B"): (Measurement(1410, 0.05, np.nextafter(20.0, 21.0)),)}
-    variants = [{}, {"blocking_power_w": 83.65}, {"gpu": "A100"}, {"origin": "simulated"}]
+    variants = [
+        *({}, {"blocking_power_w": 83.65}, {"blocking_power_w": (83.64,)}, {"gpu": "A100"}, {"origin": "simulated"}),
+        *({"gpus_per_stage": 2}, {"overhead_s": 1e-9}, {"overhead_s": -1e-9}),
+        *(
+            {"clock_change": ClockChange(0.01)},
+            {"clock_change": ClockChange(0.01, 0.01)},
+            {"clock_change": ClockChange(0.01, 0.0, 4)},
+        ),
+    ]
     profiles = [small(**changes) for changes in variants] + [Profile(options, 83.64), Profile(changed, 83.64)]
     assert len({profile.digest for profile in profiles}) == len(profiles)
+
+
+def test_a_profile_of_parts_and_variants_stands_in_their_order():
+    options = (Measurement(1410, 1.0, 0.0),)
+    kinds = ("W.b", "W", "I.sync", "W.a", "B", "F.re-compute_1", "I", "F")
+    profile = Profile({(0, kind): options for kind in kinds}, 0.0)
+    assert [kind for _, kind in profile.measurements] == ["F", "F.re-compute_1", "B", "I", "I.sync", "W", "W.a", "W.b"]
+    assert Profile({(0, kind): options for kind in "FIW"}, 0.0).stages == 1
+
+
+def test_each_stage_waits_at_its_own_power_or_all_at_one():
+    points = {(stage, kind): (Measurement(1410, 1.0, 0.0),) for stage in range(2) for kind in "FB"}
+    each, all_alike = Profile(points, [np.float32(70.5), 80]), Profile(points, 75)
+    assert repr(each.blocking_power_w) == "(70.5, 80.0)"
+    assert [each.blocking_w(stage) for stage in range(2)] == [70.5, 80.0]
+    assert [all_alike.blocking_w(stage) for stage in range(2)] == [75.0, 75.0]
+
+
+@pytest.mark.parametrize("overhead_s", [-0.5, np.float32(-0.5), Fraction(-1, 2), np.float64(-0.5)])
+def test_less_may_have_been_measured_than_replayed(overhead_s):
+    assert repr(small(overhead_s=overhead_s).overhead_s) == "-0.5"
 
 
 def profiles() -> st.SearchStrategy[Profile]:
     times_s = st.floats(0, exclude_min=True, allow_infinity=False)
     options = st.builds(Measurement, st.integers(1, 3000), times_s, st.floats(0, allow_infinity=False))
     choices = st.lists(options, min_size=1, max_size=4, unique_by=lambda option: option.clock_mhz).map(tuple)
-    stages = st.integers(1, 3).flatmap(
-        lambda count: st.fixed_dictionaries({(stage, kind): choices for stage in range(count) for kind in "FB"})
-    )
-    gpus = st.none() | st.text(min_size=1).filter(str.isprintable)
-    return st.builds(
-        Profile, stages, st.floats(0, allow_infinity=False), gpus, st.sampled_from(["measured", "simulated"])
-    )
+    kinds = st.sampled_from((("F", "B"), ("F", "I", "W"), ("F", "B", "I", "W"), ("F", "F.recompute", "B", "B.sync")))
+    powers_w, waits_s = st.floats(0, allow_infinity=False), st.floats(0, 1e300)
+
+    def of(kinds_of: list[tuple[str, ...]]) -> st.SearchStrategy[Profile]:
+        keys = [(stage, kind) for stage, kinds in enumerate(kinds_of) for kind in kinds]
+        return st.builds(
+            Profile,
+            st.fixed_dictionaries(dict.fromkeys(keys, choices)),
+            powers_w | st.tuples(*[powers_w] * len(kinds_of)),
+            st.none() | st.text(min_size=1).filter(str.isprintable),
+            st.sampled_from(["measured", "simulated"]),
+            st.integers(1, 64),
+            st.just(0.0) | st.floats(allow_infinity=False, allow_nan=False),
+            st.none() | st.builds(ClockChange, waits_s, waits_s, st.integers(1, 16)),
+        )
+
+    return st.lists(kinds, min_size=1, max_size=3).flatmap(of)
 
 
 @given(profile=profiles())
@@ -155,6 +251,31 @@ def test_a_saved_profile_reads_well(folder: Path):
         "stage,instruction,frequency,time,energy\n0,forward,1410,0.05,20.0\n0,forward,855,0.07,15.0\n"
         "0,backward,1410,0.05,20.0\n0,backward,855,0.07,15.0\n"
     )
+
+
+def test_a_saved_profile_of_all_there_can_be_reads_well(folder: Path):
+    options = (Measurement(1410, 0.05, 20.0),)
+    Profile(
+        {
+            (stage, kind): options
+            for stage, kinds in enumerate((("F", "B", "B.sync"), ("F", "I", "W")))
+            for kind in kinds
+        },
+        (83.64, 70.0),
+        gpus_per_stage=8,
+        overhead_s=-0.25,
+        clock_change=ClockChange(0.01, 0.005),
+    ).save("p.yaml")
+    assert (folder / "p.yaml").read_text() == (
+        "format: perseus-planner/profile\nversion: 1\nmeasurements: p.csv\n"
+        "blocking_power_w:\n- 83.64\n- 70.0\ngpu: null\norigin: measured\ngpus_per_stage: 8\noverhead_s: -0.25\n"
+        "clock_change:\n  call_s: 0.01\n  settle_s: 0.005\n  gpus_per_node: 8\n"
+    )
+    words = [line.split(",")[:2] for line in (folder / "p.csv").read_text().splitlines()[1:]]
+    assert words == [
+        *(["0", "forward"], ["0", "backward"], ["0", "backward.sync"]),
+        *(["1", "forward"], ["1", "input-gradient"], ["1", "weight-gradient"]),
+    ]
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from random import Random
 import numpy as np
 import pytest
 from oracles import all_choices, effective_j, waiting_w
-from strategies import dag, job, pipeline
+from strategies import graph, job, pipeline
 
 from perseus_planner import rounding
 from perseus_planner.dag import PipelineDag
@@ -19,7 +19,7 @@ from perseus_planner.frontier import Frontier, trace
 def graphs(rng: Random, largest: int, max_options: int) -> Iterator[PipelineDag]:
     """Computations anyhow connected."""
     while True:
-        yield dag(rng.getrandbits(32), rng.randint(2, largest), max_options)
+        yield graph(rng.getrandbits(32), rng.randint(2, largest), max_options)
 
 
 def pipelines(rng: Random, largest: int, max_options: int) -> Iterator[PipelineDag]:
@@ -78,13 +78,14 @@ class Tried:
         return self.wasted(float(rng.choice(self.exact_s)))
 
     def wasted_alone(self) -> float:
-        """By how much the plan of least energy misses the least there is, as a part of that."""
+        """By how much the plan of least energy misses the least there is, in the range of all energies there are."""
         waiting = waiting_w(self.frontier.dag)
-        least_j = float(np.min(self._costs_j + waiting * self._times_s))
+        energies_j = self._costs_j + waiting * self._times_s
+        least_j, most_j = float(energies_j.min()), float(energies_j.max())
         missed_j = self.frontier.plan_for_least_energy().energy_j - least_j
         scale_j = self._scale_j + waiting * self._times_s.max()
         assert missed_j >= -1e-12 * scale_j
-        return missed_j / least_j if missed_j > 1e-12 * scale_j else 0.0
+        return missed_j / (most_j - least_j) if missed_j > 1e-12 * scale_j else 0.0
 
 
 def check(wasted: list[float], optimal: float, most: float) -> None:
@@ -109,7 +110,7 @@ def test_plans_of_the_smallest_problems_are_optimal(kind):
 def test_most_plans_of_the_least_energy_have_the_least_there_is(kind):
     problems = kind(Random(4), 6, 4)
     wasted = [Tried(next(problems)).wasted_alone() for _ in range(150)]
-    check(wasted, optimal=0.95, most=0.5)
+    check(wasted, optimal=0.95, most=0.3)
 
 
 @KINDS

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
 
 from perseus_planner import Frontier, Plan, Profile, schedules, solve
+from perseus_planner.pipeline import FixedOperation, Transfer
 from perseus_planner.plan_summary import summarize_plan, summarize_timeline
 from perseus_planner.profiles import Measurement
 from perseus_planner.schedules import Computation, Schedule
@@ -114,6 +116,55 @@ Timeline: 48 moments of the iteration; F forward, B backward, . waiting.
 Changes: of the clock from one computation to the next, and back for the next iteration.
 """
     )
+
+
+def of_a_job(overhead_s: float) -> Frontier:
+    """Two ranks with two stages each, loading before each first forward, an optimizer step on rank 1."""
+    one = {"F": 1.0, "I": 1.5, "W": 0.5}
+    points = {
+        (stage, kind): tuple(Measurement(mhz, 1000 * s / mhz, s * mhz / 5) for mhz in (1000, 800))
+        for stage in range(4)
+        for kind, s in one.items()
+    }
+    profile = Profile(points, (100.0, 90.0, 90.0, 100.0), overhead_s=overhead_s, gpus_per_stage=2)
+    return solve(
+        profile,
+        schedules.zbv(2, 2),
+        transfer=Transfer(0.5),
+        operations=[
+            FixedOperation("load", "before F", 0.5, where=(0,)),
+            FixedOperation("optimizer", "end", 1.0, 400.0, where=(1,)),
+        ],
+    )
+
+
+def test_a_timeline_shows_virtual_stages_by_rank_and_fixed_operations():
+    frontier = of_a_job(overhead_s=2.0)
+    plan = frontier.plan_for(frontier.baseline_time_s)
+    text = timeline_text(summarize_timeline(plan))
+    assert (
+        text[text.index("rank   ") :]
+        == """\
+rank          MHz  changes  busy %   joules    timeline
+   0  800 to 1000        4    79.1  2627.50    oFFFoFFF....FFIIIIWWFFFIIIIIWWIIIIWW..IIIIW.....
+   1  800 to 1000        4    73.6  3138.75    .....FFFFFFFFFFFF.IIIIWIIIIWWIIIWWIIIIWooo......
+
+Timeline: 48 moments of the iteration; F forward, I input gradient, W weight gradient, o fixed operation, . waiting.
+Changes: of the clock from one computation to the next, and back for the next iteration.
+"""
+    )
+    summary = summarize_plan(plan)
+    assert math.isclose(math.fsum(rank.energy_j for rank in summary.per_rank), plan.energy_j, rel_tol=1e-12)
+
+
+@pytest.mark.parametrize("overhead_s", [-3.0, 0.0, 30.0])
+def test_a_strip_is_as_long_as_its_moments_whatever_was_calibrated(overhead_s: float):
+    frontier = of_a_job(overhead_s)
+    for plan in (frontier.plan_for(frontier.min_time_s), frontier.plan_for_least_energy()):
+        lines = timeline_text(summarize_timeline(plan)).splitlines()
+        strips = [line.split()[-1] for line in lines if line.lstrip()[:2] in ("0 ", "1 ")]
+        assert list(map(len, strips)) == [48, 48]
+        assert frontier_text(summarize_frontier(frontier)).count("blocking power 90.00 to 100.00 W") == 1
 
 
 def test_a_simulated_profile_is_called_so_everywhere():
