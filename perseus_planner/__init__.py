@@ -15,14 +15,26 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from perseus_planner import errors, schedules
-    from perseus_planner.frontier import Frontier, solve
+    from perseus_planner.dag import PipelineDag
+    from perseus_planner.frontier import Frontier, solve, trace
+    from perseus_planner.job import Job
     from perseus_planner.plan import Plan
     from perseus_planner.profiles import Profile
+    from perseus_planner.replicas import Replicas
 
 __version__ = "0.1.0"
-__all__ = ["Frontier", "Plan", "Profile", "errors", "schedules", "solve"]
+__all__ = ["Frontier", "Job", "PipelineDag", "Plan", "Profile", "Replicas", "errors", "schedules", "solve", "trace"]
 
-_HOME = {"Frontier": "frontier", "Plan": "plan", "Profile": "profiles", "solve": "frontier"}
+_HOME = {
+    "Frontier": "frontier",
+    "Job": "job",
+    "PipelineDag": "dag",
+    "Plan": "plan",
+    "Profile": "profiles",
+    "Replicas": "replicas",
+    "solve": "frontier",
+    "trace": "frontier",
+}
 
 
 def __getattr__(name: str) -> object:

@@ -59,6 +59,13 @@ def _slow(_: click.Context, parameter: click.Parameter, texts: tuple[str, ...]) 
     metavar="V",
     help="Stages that each rank holds, in interleaved schedules.  [default: the profile's stages over the ranks]",
 )
+@click.option(
+    "--microbatch-group",
+    type=int,
+    metavar="G",
+    help="Microbatches that go through a stage before those of the rank's next one, in interleaved-1f1b.  "
+    "[default: as many as ranks]",
+)
 @click.option("--stages", type=int, metavar="S", help="Pipeline stages that you expect.  [default: the profile's]")
 @click.option(
     "--tensor-parallel",
@@ -131,7 +138,7 @@ def _settings(path: Path, flags: dict[str, Any]) -> Settings:
     from perseus_planner.job_settings import Settings, is_job, read_settings, schedule_of
     from perseus_planner.pipeline import Transfer
 
-    same = ("microbatches", "ranks", "virtual_stages", "stages", "tensor_parallel")
+    same = ("microbatches", "ranks", "virtual_stages", "microbatch_group", "stages", "tensor_parallel")
     given = {name: flags[name] for name in same}
     given["blocking_power_w"], given["overhead_s"], given["slow_stages"] = (
         flags[name] for name in ("blocking_power", "overhead", "slow")

@@ -130,24 +130,28 @@ class Frontier:
         most = None if max_changes is None else int(_checked("max_changes", max_changes, CHANGES))
         return self._planner.plan(self._feasible(deadline_s), most, _checked("min_dwell_s", min_dwell_s, WAIT))
 
-    def plan_for_least_energy(self) -> Plan:
+    def plan_for_least_energy(self, *, max_changes: int | None = None, min_dwell_s: float = 0.0) -> Plan:
         """The plan for a pipeline that waits for nobody: the least energy per iteration.
 
-        Its deadline is a hair above `least_energy_time_s`, so that a plan that takes just that time is not refused for
-        a rounding error.
+        `max_changes` and `min_dwell_s` are as in `plan_for`. The deadline is a hair above `least_energy_time_s`, so
+        that a plan that takes just that time is not refused for a rounding error.
         """
-        return self.plan_for(self.least_energy_time_s * (1 + 1e-9))
+        deadline_s = self.least_energy_time_s * (1 + 1e-9)
+        return self.plan_for(deadline_s, max_changes=max_changes, min_dwell_s=min_dwell_s)
 
-    def plan_beside_straggler(self, straggler_time_s: float) -> Plan:
+    def plan_beside_straggler(
+        self, straggler_time_s: float, *, max_changes: int | None = None, min_dwell_s: float = 0.0
+    ) -> Plan:
         """The plan beside a pipeline whose iteration takes `straggler_time_s` seconds, for which all others wait.
 
-        As slow as the straggler, but never slower than `max_time_s` (Perseus, SOSP'24); where the
-        straggler is faster than this pipeline can be, as fast as possible.
+        As slow as the straggler, but never slower than `max_time_s` (Perseus, SOSP'24); where the straggler is faster
+        than this pipeline can be, as fast as possible. `max_changes` and `min_dwell_s` are as in `plan_for`.
 
         Raises:
             UsageError: it is no time.
         """
-        return self.plan_for(max(_checked("straggler_time_s", straggler_time_s, TIME), self.min_time_s))
+        deadline_s = max(_checked("straggler_time_s", straggler_time_s, TIME), self.min_time_s)
+        return self.plan_for(deadline_s, max_changes=max_changes, min_dwell_s=min_dwell_s)
 
     def plan_within_power(self, power_w: float) -> Plan:
         """The fastest plan found whose average power over all GPUs of the pipeline is at most `power_w` watts.

@@ -151,6 +151,8 @@ def _schedule(settings: Settings, profiled: int) -> Schedule:
     if settings.schedule is None:
         raise JobError(f"no schedule is given; {_give('schedule')}: {', '.join(schedules.NAMES)}, or a text grid")
     if isinstance(settings.schedule, Path):
+        if settings.microbatch_group is not None:
+            raise JobError("microbatch_group is given with a text grid, which has its order already; leave it out")
         schedule = schedules.load_grid(settings.schedule)
     else:
         schedule = _generated(settings, settings.schedule, profiled)
@@ -180,7 +182,13 @@ def _generated(settings: Settings, name: str, profiled: int) -> Schedule:
         if ranks is None and stages % per_rank:
             raise JobError(f"{stages} stages cannot be shared by ranks of {per_rank} stages each; {_give('ranks')}")
         ranks = ranks or stages // per_rank
-    return schedules.named(name, ranks=ranks or stages, microbatches=settings.microbatches, virtual_stages=each)
+    return schedules.named(
+        name,
+        ranks=ranks or stages,
+        microbatches=settings.microbatches,
+        virtual_stages=each,
+        group=settings.microbatch_group,
+    )
 
 
 def _give(name: str) -> str:

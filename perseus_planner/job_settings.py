@@ -54,6 +54,7 @@ class Settings:
         microbatches: of one iteration.
         ranks: pipeline ranks; as many as the profile's stages need, where it is None.
         virtual_stages: stages that each rank holds.
+        microbatch_group: microbatches that go through a stage before those of the rank's next one (interleaved 1F1B).
         stages: pipeline stages that are expected.
         tensor_parallel: how many GPUs do together what the profile has of one.
         transfer: between stages.
@@ -75,6 +76,7 @@ class Settings:
     microbatches: int | None = None
     ranks: int | None = None
     virtual_stages: int | None = None
+    microbatch_group: int | None = None
     stages: int | None = None
     tensor_parallel: int | None = None
     transfer: Transfer = field(default_factory=Transfer)
@@ -87,7 +89,7 @@ class Settings:
     file: Path | None = None
 
     def __post_init__(self) -> None:
-        for name in ("microbatches", "ranks", "virtual_stages", "stages", "tensor_parallel"):
+        for name in ("microbatches", "ranks", "virtual_stages", "microbatch_group", "stages", "tensor_parallel"):
             value = getattr(self, name)
             if value is not None and COUNT.accept(value) is None:
                 raise JobError(f"{name} is {value!r}; give {COUNT.wanted}")
@@ -260,6 +262,7 @@ _READERS: Mapping[str, Callable[[Document, str], Any]] = {
     "microbatches": _count,
     "ranks": _count,
     "virtual_stages": _count,
+    "microbatch_group": _count,
     "stages": _count,
     "tensor_parallel": _count,
     "transfer": _transfer,

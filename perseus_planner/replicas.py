@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from perseus_planner.errors import InfeasibleDeadline, UsageError
+from perseus_planner.errors import InfeasibleBudget, InfeasibleDeadline, UsageError
 from perseus_planner.frontier import Frontier
 from perseus_planner.plan import Plan
 from perseus_planner.quantities import COUNT
@@ -90,11 +90,14 @@ class Replicas:
             budget: what else `Frontier.plan_for` takes.
 
         Raises:
+            InfeasibleBudget: no plan of some pipeline was found within its switch budget.
             InfeasibleDeadline: some pipeline cannot be that fast; names the least feasible time of all.
             UsageError: it is no time.
         """
         try:
             return tuple(frontier.plan_for(deadline_s, **budget) for frontier in self.frontiers)
+        except InfeasibleBudget:
+            raise
         except InfeasibleDeadline as error:
             raise InfeasibleDeadline(deadline_s, max(self.min_time_s, error.least_time_s)) from None
 

@@ -41,7 +41,9 @@ NAMES: Mapping[str, Named] = MappingProxyType(
 )
 
 
-def named(name: str, *, ranks: int, microbatches: int, virtual_stages: int | None = None) -> Schedule:
+def named(
+    name: str, *, ranks: int, microbatches: int, virtual_stages: int | None = None, group: int | None = None
+) -> Schedule:
     """The schedule of that name.
 
     Args:
@@ -50,19 +52,25 @@ def named(name: str, *, ranks: int, microbatches: int, virtual_stages: int | Non
         microbatches: of one iteration.
         virtual_stages: stages per rank. Needed for the interleaved schedules; the others have a number of their own.
 
+        group: how many microbatches go through a stage before those of the rank's next one, as Megatron's
+            `microbatch_group_size_per_vp_stage`; of interleaved-1f1b alone.
+
     Raises:
-        ScheduleError: there is no such name, `virtual_stages` is missing or not the schedule's own, or the generator
-            refuses the sizes.
+        ScheduleError: there is no such name, `virtual_stages` is missing or not the schedule's own, it has no groups,
+            or the generator refuses the sizes.
     """
     if name not in NAMES:
         near = difflib.get_close_matches(name, NAMES, n=1)
         advice = f"did you mean {near[0]}?" if near else f"give one of {', '.join(NAMES)}"
         raise ScheduleError(f"there is no schedule {shown(name)}; {advice}")
     generate, own = NAMES[name]
+    if group is not None and generate is not interleaved_1f1b:
+        raise ScheduleError(f"schedule {name}: has no groups of microbatches; leave the group out")
     if own is None:
         if virtual_stages is None:
             raise ScheduleError(f"schedule {name}: how many virtual stages a rank holds is missing; give 2 or more")
-        return generate(ranks, virtual_stages, microbatches)
+        groups = {} if group is None else {"group": group}
+        return generate(ranks, virtual_stages, microbatches, **groups)
     if virtual_stages not in (None, own):
         each = f"{own} stage" + "s" * (own > 1)
         raise ScheduleError(f"schedule {name}: has {each} per rank, not {virtual_stages}; leave virtual stages out")
