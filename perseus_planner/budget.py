@@ -70,10 +70,28 @@ def clocks_within_budget(
     Raises:
         InfeasibleBudget: no plan found within the budget meets the deadline; names the least time found.
     """
-    problem, clocks = run_problem(dag, choices, unlimited_mhz)
-    column = {clock: i for i, clock in enumerate(clocks)}
-    unlimited = np.array([column[clock] for clock in unlimited_mhz], dtype=np.int64)
+    problem, clocks, unlimited = _laid_out(dag, choices, unlimited_mhz)
     return [clocks[i] for i in within_budget(problem, deadline_s, max_changes, min_dwell_s, unlimited).tolist()]
+
+
+def clocks_by_budget(
+    dag: PipelineDag,
+    choices: Choices,
+    deadline_s: float,
+    unlimited_mhz: Sequence[int],
+    max_changes: int,
+    min_dwell_s: float,
+) -> list[list[int]]:
+    """`clocks_within_budget` for each number of changes that is searched up to `max_changes`, fewest first.
+
+    Those within which no plan was found are left out.
+    """
+    problem, clocks, unlimited = _laid_out(dag, choices, unlimited_mhz)
+    search = _search(problem, deadline_s, max_changes, min_dwell_s, unlimited)
+    found = [each.clock for each in _levels_of(problem, search) if each is not None and each.late_s == 0.0]
+    if search.unlimited_fits:
+        found.append(search.unlimited)
+    return [[clocks[i] for i in clock.tolist()] for clock in found]
 
 
 def within_budget(
@@ -90,24 +108,59 @@ def within_budget(
         unlimited: (m,) the clock at each place of the programs in a plan within the deadline without such limits.
 
     Returns:
-        (m,) the clock at each place. With equal other arguments a larger budget gives
-        no larger effective energy, and none gives less than `unlimited` has.
+        (m,) the clock at each place. With equal other arguments a larger budget never gives a larger effective energy;
+        one that `unlimited` keeps to gives `unlimited`, or one clock per rank where that costs less.
 
     Raises:
         InfeasibleBudget: no plan found within them meets the deadline; names the least time found.
     """
-    if budget is None or budget > len(unlimited):
-        budget = len(unlimited)
-    if most_changes(problem, unlimited) <= budget and _held(problem, unlimited, dwell_s):
-        return unlimited
-    floor_j = loaded(problem, unlimited)[1] if dwell_s <= 0.0 else -math.inf
-    goal = Goal(deadline_s, budget, dwell_s, 0.0, floor_j)
-    measured = np.isfinite(problem.time_s).sum(axis=1)[problem.member]
-    few = math.prod(measured.tolist()) <= _FEW
-    best = _best_of_all(problem, goal) if few else _searched(problem, goal, unlimited)
+    search = _search(problem, deadline_s, budget, dwell_s, unlimited)
+    if search.unlimited_fits:
+        return search.unlimited
+    *_, best = _levels_of(problem, search)
     if best is None or best.late_s > 0.0:
         raise InfeasibleBudget(deadline_s, budget, dwell_s, None if best is None else best.time_s)
     return best.clock
+
+
+def _laid_out(
+    dag: PipelineDag, choices: Choices, unlimited_mhz: Sequence[int]
+) -> tuple[RunProblem, list[int], Integers]:
+    """The problem, its clocks in MHz, and the plan without a budget."""
+    problem, clocks = run_problem(dag, choices, unlimited_mhz)
+    column = {clock: i for i, clock in enumerate(clocks)}
+    return problem, clocks, np.array([column[clock] for clock in unlimited_mhz], dtype=np.int64)
+
+
+class _Search(NamedTuple):
+    """What is searched for, and what is known before."""
+
+    goal: Goal
+    unlimited: Integers  #: the best plan known without a budget
+    unlimited_fits: bool  #: whether it keeps to the budget all the same
+    paces: list[_Found]
+
+
+def _search(problem: RunProblem, deadline_s: float, budget: int | None, dwell_s: float, unlimited: Integers) -> _Search:
+    most = len(unlimited) if budget is None else min(budget, len(unlimited))
+    paces, unlimited_j = _paces(problem, deadline_s), loaded(problem, unlimited)[1]
+    steady = min(paces, key=_rank, default=None)
+    holds = _held(problem, unlimited, dwell_s)
+    # where few clocks fit a deadline, one clock per rank may be better than what a plan is rounded to
+    if holds and steady is not None and steady.late_s == 0.0 and steady.cost_j < unlimited_j:
+        unlimited, unlimited_j = steady.clock, steady.cost_j
+    goal = Goal(deadline_s, most, dwell_s, 0.0, unlimited_j if holds else -math.inf)
+    return _Search(goal, unlimited, holds and most_changes(problem, unlimited) <= most, paces)
+
+
+def _levels_of(problem: RunProblem, search: _Search) -> Iterator[_Found | None]:
+    """The best plan found for each number of changes up to the budget, in turn; at least one."""
+    measured = np.isfinite(problem.time_s).sum(axis=1)[problem.member]
+    if math.prod(measured.tolist()) > _FEW:
+        yield from _searched(problem, search)
+        return
+    for level in [*_levels(search.goal.budget), search.goal.budget]:
+        yield _best_of_all(problem, search.goal._replace(budget=level))
 
 
 def _best_of_all(problem: RunProblem, goal: Goal) -> _Found | None:
@@ -115,9 +168,8 @@ def _best_of_all(problem: RunProblem, goal: Goal) -> _Found | None:
     return _Found(max(0.0, time_s - goal.deadline_s), cost_j, time_s, clock) if time_s < math.inf else None
 
 
-def _searched(problem: RunProblem, goal: Goal, unlimited: Integers) -> _Found | None:
-    """The best plan of the largest level that is no larger than the budget."""
-    paces = _paces(problem, goal.deadline_s)
+def _searched(problem: RunProblem, search: _Search) -> Iterator[_Found | None]:
+    goal, unlimited, _, paces = search
     goal = goal._replace(price_w=_PRICE * _worth_w(problem, paces, goal.deadline_s))
     unlimited_j = loaded(problem, unlimited)[1]
     near = [pace.clock for pace in paces if abs(pace.time_s / goal.deadline_s - 1) <= _NEAR]
@@ -133,15 +185,18 @@ def _searched(problem: RunProblem, goal: Goal, unlimited: Integers) -> _Found | 
             clock = fastest_runs(problem, min(max(level, 1), _MOST_FAST_RUNS))
             starts.append(_found(problem, clock, goal.deadline_s))
         starts = [start for start in starts if start.cost_j < math.inf and _held(problem, start.clock, goal.dwell_s)]
-        starts = [start for start in starts if start.late_s > 0.0 or start.cost_j >= goal.floor_j]
         if not starts:
+            yield best
             continue
-        best = min(starts, key=_rank)
+        # a plan that costs less than the one without a budget counts only where there is no other in time
+        best = min([start for start in starts if start.cost_j >= goal.floor_j] or starts, key=_rank)
+        if best.late_s > 0.0:
+            best = min(starts, key=_rank)
         library = models if level == 0 else mixed
         if best.late_s > 0.0:
             best = _hurried(problem, best, at_level, library)
         best = _improved(problem, best, at_level, unlimited_j, library)
-    return best
+        yield best
 
 
 def _levels(budget: int) -> Iterator[int]:

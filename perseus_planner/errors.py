@@ -73,15 +73,19 @@ class InfeasibleBudget(InfeasibleDeadline):
         deadline_s: the iteration time asked for, seconds.
         least_time_s: the least iteration time that a plan within the budget was found to take, seconds; infinite where
             none was found.
-        max_changes: how often each GPU may change its clock in an iteration.
+        max_changes: how often each GPU may change its clock in an iteration; None: any number of times.
         min_dwell_s: for how long a clock must be held, seconds.
     """
 
-    def __init__(self, deadline_s: float, max_changes: int, min_dwell_s: float, least_time_s: float | None) -> None:
-        budget = f"{max_changes} clock change{'s' if max_changes != 1 else ''} per GPU"
+    def __init__(
+        self, deadline_s: float, max_changes: int | None, min_dwell_s: float, least_time_s: float | None
+    ) -> None:
+        budget = "any number of clock changes"
+        if max_changes is not None:
+            budget = f"at most {max_changes} clock change{'s' if max_changes != 1 else ''} per GPU"
         if min_dwell_s > 0.0:
             budget += f", each clock held for {min_dwell_s:.6g} s"
-        wanted = f"no plan found finishes an iteration within {deadline_s:.6g} s with at most {budget}"
+        wanted = f"no plan found finishes an iteration within {deadline_s:.6g} s with {budget}"
         if least_time_s is None:
             found = "some GPU has no clock at which all that it runs was measured; allow more changes"
         else:

@@ -4,28 +4,25 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from fractions import Fraction
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from perseus_planner.budget import clocks_within_budget
-from perseus_planner.choices import Choices, choices_of
 from perseus_planner.dag import PipelineDag
 from perseus_planner.errors import InfeasibleDeadline, InfeasiblePower, PlanError, ProfileError, UsageError
 from perseus_planner.frontier_file import read_frontier, write_frontier
 from perseus_planner.mincut import UNLIMITED, Checkpoint, Integers, State, advance, slowest_state
 from perseus_planner.network import ScaledNetwork, scaled_network
 from perseus_planner.plan import Plan
-from perseus_planner.profiles import Measurement, Profile
+from perseus_planner.planning import Planner
+from perseus_planner.profiles import Profile
 from perseus_planner.quantities import CHANGES, POWER, TIME, WAIT, Rule
-from perseus_planner.rounding import Anchor, anchor_deadlines, round_plan
 from perseus_planner.schedules import Schedule
-from perseus_planner.simulate import end_times, replay, time_and_energy
+from perseus_planner.simulate import end_times, time_and_energy
 
 _CHECKPOINTS = 16  #: kept along the frontier, so that a plan walks little of it
 
@@ -50,7 +47,6 @@ class Frontier:
     times: Integers = field(repr=False)
     powers: Integers = field(repr=False)
     checkpoints: tuple[Checkpoint, ...] = field(repr=False)
-    _plans: dict[float, Plan] = field(default_factory=dict, init=False, repr=False)
 
     @property
     def profile(self) -> Profile:
@@ -65,12 +61,12 @@ class Frontier:
     @cached_property
     def min_time_s(self) -> float:
         """The least iteration time of any choice of clocks, seconds."""
-        return self._ends_s[0] + self._overhead_s
+        return self.replayed_ends_s[0] + self._overhead_s
 
     @cached_property
     def max_time_s(self) -> float:
         """The iteration time from which on effective energy no longer falls: never a reason to be slower, seconds."""
-        return self._ends_s[1] + self._overhead_s
+        return self.replayed_ends_s[1] + self._overhead_s
 
     @cached_property
     def least_energy_time_s(self) -> float:
@@ -131,21 +127,8 @@ class Frontier:
             InfeasibleBudget: no plan found is that fast with so few changes; names the least time found.
             UsageError: an argument is no such number.
         """
-        deadline_s = self._feasible(deadline_s)
-        if deadline_s not in self._plans:
-            choice = self._choices.option_start[self._choices.member + 1] - 1  # the slowest of each
-            if deadline_s < self.max_time_s:
-                within_s = self._replayed_s(deadline_s)
-                choice = round_plan(self._choices, within_s, self._anchors(within_s), self._at_maximum)
-            self._plans[deadline_s] = self._plan(deadline_s, choice)
-        plan = self._plans[deadline_s]
         most = None if max_changes is None else int(_checked("max_changes", max_changes, CHANGES))
-        dwell_s = _checked("min_dwell_s", min_dwell_s, WAIT)
-        if most is None and dwell_s == 0.0:
-            return plan
-        known = list(plan.clocks.values())
-        within_s = self._replayed_s(deadline_s)
-        return self._of(clocks_within_budget(self.dag, self._choices, within_s, known, most, dwell_s), deadline_s)
+        return self._planner.plan(self._feasible(deadline_s), most, _checked("min_dwell_s", min_dwell_s, WAIT))
 
     def plan_for_least_energy(self) -> Plan:
         """The plan for a pipeline that waits for nobody: the least energy per iteration.
@@ -199,7 +182,7 @@ class Frontier:
                 read = "has no clock" if clock is None else f"{clock} MHz was not measured"
                 raise PlanError(f"{computation}: {read}; choose a clock of the profile")
             chosen.append(clock)
-        return self._of(chosen, None)
+        return self._planner.of(chosen, None)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write one file that `load` reads; equal frontiers give equal bytes.
@@ -244,11 +227,15 @@ class Frontier:
         return time_and_energy(self.dag, self.dag.at_maximum())
 
     @cached_property
-    def _ends_s(self) -> tuple[float, float]:
+    def replayed_ends_s(self) -> tuple[float, float]:
         """What an iteration replays to with the fastest options, and with the slowest worthwhile ones, seconds."""
         options = [self.dag.options[key] for key in self.dag.iteration.keys]
         fastest_s, slowest_s = (max(end_times(self.dag, [each[end].time_s for each in options])) for end in (0, -1))
         return fastest_s, slowest_s
+
+    @cached_property
+    def _planner(self) -> Planner:
+        return Planner(self)
 
     @property
     def _overhead_s(self) -> float:
@@ -265,99 +252,11 @@ class Frontier:
             added.append(total * unit_j)
         return slowest_j + np.array(added)
 
-    @cached_property
-    def _choices(self) -> Choices:
-        return choices_of(self.dag)
-
-    @cached_property
-    def _at_maximum(self) -> Integers:
-        """(n,) in `dag.order`, the best option that is no slower than the maximum clock."""
-        last = {
-            key: sum(option.time_s <= self.profile.measurements[key][0].time_s for option in options) - 1
-            for key, options in self.dag.options.items()
-            if key in self.profile.measurements
-        }
-        above = np.array([last.get(self.dag.keys[place], 0) for place in self.dag.order], dtype=np.int64)
-        return np.add(self._choices.option_start[self._choices.member], above)
-
     def _feasible(self, deadline_s: float) -> float:
         deadline_s = _checked("deadline_s", deadline_s, TIME)
         if deadline_s < self.min_time_s:
             raise InfeasibleDeadline(deadline_s, self.min_time_s)
         return deadline_s
-
-    def _replayed_s(self, deadline_s: float) -> float:
-        """The most that an iteration may replay to, so that with the overhead it rounds to at most `deadline_s`."""
-        rounds_up = Fraction(deadline_s) + Fraction(math.ulp(deadline_s)) / 2 - Fraction(self._overhead_s)
-        within_s = float(rounds_up)
-        while within_s + self._overhead_s > deadline_s:
-            within_s = math.nextafter(within_s, 0.0)
-        return within_s
-
-    def _anchors(self, deadline_s: float) -> Iterator[Anchor]:
-        count, last = len(self.dag.keys), int(self.times[-1])
-        deadlines = anchor_deadlines(deadline_s, *self._ends_s)
-        ticks = [min(max(int(each_s / self.scaled.tick_s), last), int(self.times[0])) for each_s in deadlines]
-        for each_s, at in zip(deadlines, self.states_at(ticks), strict=True):
-            end_s = np.multiply(at.state.event[1 : 2 * count : 2], self.scaled.tick_s, dtype=np.float64)
-            price_w = np.multiply(at.state.flow[:count], self.scaled.power_unit_w, dtype=np.float64)
-            yield Anchor(each_s, end_s, price_w)
-
-    def _plan(self, deadline_s: float, choice: Integers) -> Plan:
-        """The plan of one option per computation, in `dag.order`, replayed."""
-        index = dict(zip(self.dag.order, choice - self._choices.option_start[self._choices.member], strict=True))
-        clocks = [self.dag.options[key][index[place]].clock_mhz for place, key in enumerate(self.dag.iteration.keys)]
-        plan = self._of(clocks, deadline_s)
-        if plan.time_s > deadline_s:
-            raise AssertionError(f"a plan of {plan.time_s} s for a deadline of {deadline_s} s: please report this")
-        return plan
-
-    def _of(self, clocks: Sequence[int], deadline_s: float | None) -> Plan:
-        """The plan of one clock (MHz) per computation, by its place, replayed."""
-        table = {key: {m.clock_mhz: m for m in self.profile.measurements[key]} for key in set(self.dag.iteration.keys)}
-        points = [table[key][clock] for key, clock in zip(self.dag.iteration.keys, clocks, strict=True)]
-        used: dict[tuple[int, str], dict[int, Measurement]] = {key: {} for key in self.dag.options if key in table}
-        chosen = list(zip(self.dag.iteration.keys, points, strict=True))
-        if self.profile.clock_change is not None:
-            chosen += self._on_one_rank(clocks, table)
-        for key, point in sorted(chosen, key=lambda each: -each[1].clock_mhz):
-            used[key][point.clock_mhz] = point
-        time_s, energy_j = time_and_energy(self.dag, points)
-        plan = Plan(
-            iteration=self.dag.iteration,
-            clocks={str(c): point.clock_mhz for c, point in zip(self.dag.computations, points, strict=True)},
-            measurements=used,
-            profile_digest=self.profile.digest,
-            gpu=self.profile.gpu,
-            origin=self.profile.origin,
-            blocking_power_w=self.profile.blocking_power_w,
-            deadline_s=time_s if deadline_s is None else deadline_s,
-            time_s=time_s,
-            energy_j=energy_j,
-            bound_j=self.bound_j(max(time_s, self.min_time_s)),
-            baseline_time_s=self.baseline_time_s,
-            baseline_energy_j=self.baseline_energy_j,
-            gpus_per_stage=self.profile.gpus_per_stage,
-            overhead_s=self._overhead_s,
-            clock_change=self.profile.clock_change,
-        )
-        if plan.clock_change is None:
-            return plan
-        timeline = replay(plan)
-        bound_j = self.bound_j(max(timeline.time_s, self.min_time_s))
-        return replace(plan, time_s=timeline.time_s, energy_j=timeline.energy_j, bound_j=bound_j)
-
-    def _on_one_rank(
-        self, clocks: Sequence[int], table: Mapping[tuple[int, str], Mapping[int, Measurement]]
-    ) -> list[tuple[tuple[int, str], Measurement]]:
-        """What was measured of each computation at the clocks that others on its rank run at."""
-        used: list[set[int]] = [set() for _ in self.schedule.ranks]
-        keys: list[set[tuple[int, str]]] = [set() for _ in self.schedule.ranks]
-        for rank, key, clock in zip(self.dag.iteration.rank_of, self.dag.iteration.keys, clocks, strict=False):
-            used[rank].add(clock)
-            keys[rank].add(key)
-        each = [(key, mhz) for rank, on in enumerate(keys) for key in on for mhz in used[rank]]
-        return [(key, table[key][mhz]) for key, mhz in each if mhz in table[key]]
 
     def _fastest_within(self, power_w: float) -> float | None:
         """The least time whose bound, as an average power, is at most `power_w`; None if there is none."""

@@ -30,8 +30,8 @@ class Goal(NamedTuple):
     deadline_s: float
     budget: int  #: changes of each rank
     dwell_s: float  #: for how long a clock is held at least
-    price_w: float  #: what a second beyond the deadline counts for while the search goes on, above its worth
-    floor_j: float  #: plans that cost less do not count
+    price_w: float  #: what a second beyond the deadline counts for when a search begins
+    floor_j: float  #: plans that cost less do not count where another one is in time
 
 
 class Heat(NamedTuple):
@@ -125,7 +125,7 @@ def anneal(problem: RunProblem, start: Integers, goal: Goal, heat: Heat, library
         cost_j, time_s = cost_j + added_j, trial_s
         late = time_s > goal.deadline_s
         better = time_s < best_s if late else best_s > goal.deadline_s or cost_j < best_j - margin_j
-        if better and cost_j >= goal.floor_j - margin_j:
+        if better and (late or best_s > goal.deadline_s or cost_j >= goal.floor_j - margin_j):
             best[:], best_s, best_j = now.clock, time_s, cost_j
     return best
 

@@ -35,6 +35,7 @@ class RunProblem(NamedTuple):
     usable: Integers  #: (ranks, clocks) clocks that any class of the rank has, as numbers, first ones first
     usable_count: Integers  #: (ranks,) how many
     place: Integers  #: (ranks, clocks) where a clock is in `usable`
+    overhead_s: float  #: from the end of the last operation to the next iteration
     wave: Floats  #: (m,) when each place runs, as a part of the iteration; never falls along a program
 
 
@@ -69,11 +70,16 @@ def run_problem(dag: PipelineDag, choices: Choices, unlimited_mhz: Sequence[int]
     ends = np.cumsum([0, *map(len, dag.schedule.ranks)]).tolist()
     programs = [[node_of[place] for place in range(first, stop)] for first, stop in pairwise(ends)]
     unlimited = np.array([column[clock] for clock in unlimited_mhz], dtype=np.int64)
-    return _problem(choices, programs, time_s, cost_j, unlimited), clocks
+    return _problem(choices, programs, time_s, cost_j, unlimited, dag.profile.overhead_s), clocks
 
 
 def _problem(
-    choices: Choices, programs: Sequence[Sequence[int]], time_s: Floats, cost_j: Floats, unlimited: Integers
+    choices: Choices,
+    programs: Sequence[Sequence[int]],
+    time_s: Floats,
+    cost_j: Floats,
+    unlimited: Integers,
+    overhead_s: float,
 ) -> RunProblem:
     """`run_problem` on arrays: the nodes that each rank runs, tables by class and clock, and a clock of each place."""
     node = np.array([k for program in programs for k in program], dtype=np.int64)
@@ -98,6 +104,7 @@ def _problem(
         usable=usable,
         usable_count=counts,
         place=place,
+        overhead_s=overhead_s,
         wave=np.zeros(len(node)),
     )
     return problem._replace(wave=_waves(problem, unlimited))
@@ -220,5 +227,5 @@ def least_dwell_s(problem: RunProblem, state: State, makespan_s: float) -> float
                     least_s = min(least_s, now_s - last_s)
                 last_s = now_s
         if first_s < np.inf:
-            least_s = min(least_s, makespan_s - last_s + first_s)
+            least_s = min(least_s, makespan_s + problem.overhead_s - last_s + first_s)
     return least_s

@@ -148,8 +148,8 @@ def every_choice(dag: PipelineDag) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
             if all(other in end_s for other, _ in waits):
                 ready_s = np.max([end_s[other] + lag_s for other, lag_s in waits], axis=0) if waits else 0.0
                 end_s[place] = times_s[place] + ready_s
-    makespan_s = np.max(list(end_s.values()), axis=0)
-    return np.stack(choice[: len(dag.computations)]), makespan_s + dag.profile.overhead_s, np.sum(costs_j, axis=0)
+    time_s = np.max(list(end_s.values()), axis=0) + dag.profile.overhead_s
+    return np.stack(choice)[: len(dag.computations)], time_s, np.sum(costs_j, axis=0)
 
 
 def flow_range(arcs: Sequence[Flow], source: Any, sink: Any, flow_func: Callable[..., Any]) -> tuple[float, float]:

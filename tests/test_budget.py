@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracles import effective_j, end_times_s, every_choice
+from oracles import effective_j, end_times_s, every_choice, nodes
 from strategies import dag, dags, deadline_s, fixed, pipeline, pipelines, shares, smooth_profile
 
 from perseus_planner import Profile, budget, schedules
@@ -29,22 +29,26 @@ EFFORT = (1_000_000, 300, 4_000)  #: of a search in tests where it need not be t
 def changes_and_dwell(problem: PipelineDag, clocks: list[int], times_s: list[float]) -> tuple[int, float]:
     """The most clock changes of a rank, and the shortest time that a clock is held, seconds."""
     end_s = end_times_s(problem, times_s)
-    start_s = [end - time for end, time in zip(end_s, times_s, strict=True)]
+    start_s = [end - time for end, time in zip(end_s, times_s, strict=False)]
+    period_s = max(end_s) + problem.profile.overhead_s
     place, most, held_s = 0, 0, [math.inf]
     for rank in problem.schedule.ranks:
         mine = range(place, place + len(rank))
         begins = [start_s[i] for i, j in zip(mine, [mine[-1], *mine], strict=False) if clocks[i] != clocks[j]]
         if begins:
-            held_s += [b - a for a, b in zip(begins, [*begins[1:], begins[0] + max(end_s)], strict=True)]
+            held_s += [b - a for a, b in zip(begins, [*begins[1:], begins[0] + period_s], strict=True)]
         place, most = place + len(rank), max(most, len(begins))
     return most, min(held_s)
 
 
 def spent_j(plan: Plan, problem: PipelineDag) -> float:
     """Effective energy of a plan, joules."""
-    power_w = problem.profile.blocking_power_w
     points = [plan.measurement(computation) for computation in problem.computations]
-    return math.fsum(point.energy_j - power_w * point.time_s for point in points)
+    computed_j = [
+        point.energy_j - problem.profile.blocking_w(computation.stage) * point.time_s
+        for computation, point in zip(problem.computations, points, strict=True)
+    ]
+    return math.fsum([*computed_j, *(node.effective_j[0] for node in nodes(problem)[len(points) :])])
 
 
 def check(plan: Plan, problem: PipelineDag, deadline: float, most: int | None, dwell_s: float = 0.0) -> None:
@@ -55,7 +59,7 @@ def check(plan: Plan, problem: PipelineDag, deadline: float, most: int | None, d
     assert max(plan.changes) == changes
     assert most is None or changes <= most
     assert dwell_s == 0 or held_s >= dwell_s * (1 - 1e-9)
-    assert plan.time_s == max(end_times_s(problem, times_s)) <= deadline
+    assert plan.time_s == max(end_times_s(problem, times_s)) + problem.profile.overhead_s <= deadline
 
 
 def scale_j(problem: PipelineDag) -> float:
@@ -67,7 +71,7 @@ class Tried:
 
     def __init__(self, problem: PipelineDag) -> None:
         self.problem, self.frontier = problem, trace(problem)
-        points = [problem.profile.measurements[key] for key in problem.keys]
+        points = [problem.profile.measurements[key] for key in problem.iteration.keys]
         choice, self.times_s, self.costs_j = every_choice(problem)
         told = [
             changes_and_dwell(
@@ -103,7 +107,7 @@ def small_problems(seed: int, count: int) -> list[PipelineDag]:
         graph = dag(rng.getrandbits(32), rng.randint(2, 7), 4)
         lined = PipelineDag.from_schedule(*pipeline(rng.getrandbits(32), *rng.choice(shapes), 4))
         problem = graph if len(problems) % 2 else lined
-        if 2 <= math.prod(len(problem.profile.measurements[key]) for key in problem.keys) <= 2048:
+        if 2 <= math.prod(len(problem.profile.measurements[key]) for key in problem.iteration.keys) <= 2048:
             problems.append(problem)
     return problems
 

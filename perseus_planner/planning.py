@@ -1,0 +1,218 @@
+"""From a point of the frontier to a Plan: one measured clock per computation, within a deadline and a switch budget.
+
+Where the profile knows what changing a clock costs, plans with few and with many changes are compared as they are
+replayed with that cost; those that it makes late are made again for an earlier deadline.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from fractions import Fraction
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from perseus_planner.budget import clocks_by_budget, clocks_within_budget
+from perseus_planner.choices import Choices, choices_of
+from perseus_planner.errors import InfeasibleBudget, InfeasibleDeadline
+from perseus_planner.mincut import Integers
+from perseus_planner.plan import Plan
+from perseus_planner.profiles import Measurement
+from perseus_planner.rounding import Anchor, anchor_deadlines, round_plan
+from perseus_planner.simulate import replay, time_and_energy
+
+if TYPE_CHECKING:
+    from perseus_planner.frontier import Frontier
+
+_AIMS = 4  #: deadlines that are aimed at where changing clocks makes plans late
+_MOST_CHANGES = 64  #: that are tried where changing clocks costs time, beside any number
+
+Key = tuple[int, str]
+
+
+class Planner:
+    """Makes the plans of one frontier, each only once."""
+
+    def __init__(self, frontier: Frontier) -> None:
+        self.frontier, self.dag, self.profile = frontier, frontier.dag, frontier.profile
+        self._plans: dict[tuple[float, int | None, float], Plan] = {}
+        self._unlimited: dict[float, list[int]] = {}
+
+    def plan(self, deadline_s: float, max_changes: int | None, min_dwell_s: float) -> Plan:
+        """The plan of the least effective energy that was found.
+
+        Args:
+            deadline_s: seconds, with the overhead, at least `frontier.min_time_s`.
+            max_changes: per rank and iteration; None: any number.
+            min_dwell_s: for how long a clock is held at least, seconds.
+
+        Raises:
+            InfeasibleBudget: no plan found within the switch budget meets the deadline.
+            InfeasibleDeadline: none does, for what changing clocks costs.
+        """
+        key = deadline_s, max_changes, min_dwell_s
+        if key not in self._plans:
+            make = self._plan if self.profile.clock_change is None else self._plan_with_costs
+            self._plans[key] = make(*key)
+        return self._plans[key]
+
+    def _plan(self, deadline_s: float, max_changes: int | None, min_dwell_s: float) -> Plan:
+        """Where changing clocks costs nothing."""
+        clocks = self._unlimited_clocks(deadline_s)
+        if max_changes is not None or min_dwell_s > 0.0:
+            within_s = self._replayed_s(deadline_s)
+            try:
+                clocks = clocks_within_budget(self.dag, self._choices, within_s, clocks, max_changes, min_dwell_s)
+            except InfeasibleBudget as error:
+                least_s = error.least_time_s + self.profile.overhead_s
+                raise _infeasible(deadline_s, max_changes, min_dwell_s, least_s) from None
+        plan = self.of(clocks, deadline_s)
+        if plan.time_s > deadline_s:
+            raise AssertionError(f"a plan of {plan.time_s} s for a deadline of {deadline_s} s: please report this")
+        return plan
+
+    def _plan_with_costs(self, deadline_s: float, max_changes: int | None, min_dwell_s: float) -> Plan:
+        best, aim_s = None, deadline_s
+        for _ in range(_AIMS):
+            plans = list(self._candidates(aim_s, deadline_s, max_changes, min_dwell_s))
+            best = self._best([*plans, *([best] if best else [])], deadline_s)
+            late_s = [
+                plan.time_s - deadline_s
+                for plan in plans
+                if plan.time_s > deadline_s and (best is None or self._effective_j(plan) < self._effective_j(best))
+            ]
+            if not late_s or aim_s == self.frontier.min_time_s:
+                break
+            aim_s = max(aim_s - min(late_s), self.frontier.min_time_s)
+        if best is not None:
+            return best
+        plans = list(self._candidates(self.frontier.min_time_s, deadline_s, max_changes, min_dwell_s))
+        best = self._best(plans, deadline_s)
+        if best is not None:
+            return best
+        least_s = min((plan.time_s for plan in plans), default=math.inf)
+        if max_changes is None and min_dwell_s == 0.0:
+            raise InfeasibleDeadline(deadline_s, least_s)
+        raise _infeasible(deadline_s, max_changes, min_dwell_s, least_s)
+
+    def _best(self, plans: Sequence[Plan], deadline_s: float) -> Plan | None:
+        fitting = [plan for plan in plans if plan.time_s <= deadline_s]
+        return min(fitting, key=self._effective_j, default=None)
+
+    def _candidates(
+        self, aim_s: float, deadline_s: float, max_changes: int | None, min_dwell_s: float
+    ) -> Iterator[Plan]:
+        """Plans that would be done by `aim_s` if changing clocks cost nothing, replayed with what it costs."""
+        unlimited, most = self._unlimited_clocks(aim_s), _MOST_CHANGES if max_changes is None else max_changes
+        within_s = self._replayed_s(aim_s)
+        found = clocks_by_budget(self.dag, self._choices, within_s, unlimited, most, min_dwell_s)
+        if max_changes is None and min_dwell_s == 0.0:
+            found.append(unlimited)
+        for clocks in found:
+            yield self.of(clocks, deadline_s)
+
+    def _effective_j(self, plan: Plan) -> float:
+        return plan.energy_j - self.dag.waiting_w * plan.time_s
+
+    def _unlimited_clocks(self, deadline_s: float) -> list[int]:
+        """The clock of each computation, MHz, by its place, without a switch budget."""
+        if deadline_s not in self._unlimited:
+            choice = self._choices.option_start[self._choices.member + 1] - 1  # the slowest of each
+            if deadline_s < self.frontier.max_time_s:
+                within_s = self._replayed_s(deadline_s)
+                choice = round_plan(self._choices, within_s, self._anchors(within_s), self._at_maximum)
+            option = choice - self._choices.option_start[self._choices.member]
+            index = dict(zip(self.dag.order, option.tolist(), strict=True))
+            self._unlimited[deadline_s] = [
+                self.dag.options[key][index[place]].clock_mhz for place, key in enumerate(self.dag.iteration.keys)
+            ]
+        return self._unlimited[deadline_s]
+
+    @cached_property
+    def _choices(self) -> Choices:
+        return choices_of(self.dag)
+
+    @cached_property
+    def _at_maximum(self) -> Integers:
+        """(n,) in `dag.order`, the best option that is no slower than the maximum clock."""
+        last = {
+            key: sum(option.time_s <= self.profile.measurements[key][0].time_s for option in options) - 1
+            for key, options in self.dag.options.items()
+            if key in self.profile.measurements
+        }
+        above = np.array([last.get(self.dag.keys[place], 0) for place in self.dag.order], dtype=np.int64)
+        return np.add(self._choices.option_start[self._choices.member], above)
+
+    def _replayed_s(self, deadline_s: float) -> float:
+        """The most that an iteration may replay to, so that with the overhead it rounds to at most `deadline_s`."""
+        overhead_s = self.profile.overhead_s
+        within_s = float(Fraction(deadline_s) + Fraction(math.ulp(deadline_s)) / 2 - Fraction(overhead_s))
+        while within_s + overhead_s > deadline_s:
+            within_s = math.nextafter(within_s, 0.0)
+        return within_s
+
+    def _anchors(self, within_s: float) -> Iterator[Anchor]:
+        frontier, tick_s = self.frontier, self.frontier.scaled.tick_s
+        count, last = len(self.dag.keys), int(frontier.times[-1])
+        deadlines = anchor_deadlines(within_s, *frontier.replayed_ends_s)
+        ticks = [min(max(int(each_s / tick_s), last), int(frontier.times[0])) for each_s in deadlines]
+        for each_s, at in zip(deadlines, frontier.states_at(ticks), strict=True):
+            end_s = np.multiply(at.state.event[1 : 2 * count : 2], tick_s, dtype=np.float64)
+            price_w = np.multiply(at.state.flow[:count], frontier.scaled.power_unit_w, dtype=np.float64)
+            yield Anchor(each_s, end_s, price_w)
+
+    def of(self, clocks: Sequence[int], deadline_s: float | None) -> Plan:
+        """The plan of one clock (MHz) per computation, by its place, replayed; for its own time if for no other."""
+        keys, frontier = self.dag.iteration.keys, self.frontier
+        points = [self._table[key][clock] for key, clock in zip(keys, clocks, strict=True)]
+        time_s, energy_j = time_and_energy(self.dag, points)
+        plan = Plan(
+            iteration=self.dag.iteration,
+            clocks={str(c): point.clock_mhz for c, point in zip(self.dag.computations, points, strict=True)},
+            measurements=self._used(clocks),
+            profile_digest=self.profile.digest,
+            gpu=self.profile.gpu,
+            origin=self.profile.origin,
+            blocking_power_w=self.profile.blocking_power_w,
+            deadline_s=time_s if deadline_s is None else deadline_s,
+            time_s=time_s,
+            energy_j=energy_j,
+            bound_j=frontier.bound_j(max(time_s, frontier.min_time_s)),
+            baseline_time_s=frontier.baseline_time_s,
+            baseline_energy_j=frontier.baseline_energy_j,
+            gpus_per_stage=self.profile.gpus_per_stage,
+            overhead_s=self.profile.overhead_s,
+            clock_change=self.profile.clock_change,
+        )
+        if plan.clock_change is None:
+            return plan
+        timeline = replay(plan)
+        time_s, bound_j = timeline.time_s, frontier.bound_j(max(timeline.time_s, frontier.min_time_s))
+        deadline_s = time_s if deadline_s is None else deadline_s
+        return replace(plan, deadline_s=deadline_s, time_s=time_s, energy_j=timeline.energy_j, bound_j=bound_j)
+
+    @cached_property
+    def _table(self) -> dict[Key, dict[int, Measurement]]:
+        used = set(self.dag.iteration.keys)
+        return {key: {m.clock_mhz: m for m in rows} for key, rows in self.profile.measurements.items() if key in used}
+
+    def _used(self, clocks: Sequence[int]) -> Mapping[Key, Mapping[int, Measurement]]:
+        """What `Plan.measurements` holds of a plan of these clocks, highest clocks first."""
+        used: dict[Key, set[int]] = {key: set() for key in self._table}
+        keys, ranks = self.dag.iteration.keys, self.dag.iteration.rank_of
+        for key, clock in zip(keys, clocks, strict=True):
+            used[key].add(clock)
+        if self.profile.clock_change is not None:  # what runs may begin at the clock of any other on its rank
+            on_rank: dict[int, set[int]] = {}
+            for rank, clock in zip(ranks, clocks, strict=False):
+                on_rank.setdefault(rank, set()).add(clock)
+            for rank, key in set(zip(ranks, keys, strict=False)):
+                used[key] |= on_rank[rank] & set(self._table[key])
+        return {key: {clock: self._table[key][clock] for clock in sorted(used[key], reverse=True)} for key in used}
+
+
+def _infeasible(deadline_s: float, max_changes: int | None, min_dwell_s: float, least_s: float) -> InfeasibleBudget:
+    return InfeasibleBudget(deadline_s, max_changes, min_dwell_s, least_s if least_s < math.inf else None)
