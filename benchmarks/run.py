@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import cluster_replay
+import emulation
 import frontier_times
 import large_pipeline
 import lowtime_ratio
@@ -32,6 +33,7 @@ SECTIONS: dict[int, Callable[[Size], Section]] = {
     8: switch_budgets.measure,
     9: other_pipelines.measure,
     10: cluster_replay.measure,
+    11: emulation.measure,
 }
 _RESULTS = Path(__file__).resolve().parent / "results"
 

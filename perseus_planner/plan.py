@@ -39,7 +39,8 @@ class Plan:
         iteration: what runs, rank by rank, and what waits for what.
         clocks: "3F17" -> MHz, for every computation, in the order of `schedule.computations()`.
         measurements: (stage, kind) -> clock in MHz -> the measurement behind it, for the clocks in use; the kind as the
-            profile has it. Where changes cost time, for all clocks in use on its rank that were measured.
+            profile has it. Where changes cost time, for all clocks in use on its rank, or the next lower
+            ones that were measured.
         profile_digest: `Profile.digest` of the profile it was computed from.
         gpu: the GPU's name, where the profile has one.
         origin: how the profile came to be, "measured" or "simulated".

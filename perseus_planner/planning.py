@@ -23,6 +23,7 @@ from perseus_planner.plan import Plan
 from perseus_planner.profiles import Measurement
 from perseus_planner.rounding import Anchor, anchor_deadlines, round_plan
 from perseus_planner.simulate import replay, time_and_energy
+from perseus_planner.tasks import nearest_clock
 
 if TYPE_CHECKING:
     from perseus_planner.frontier import Frontier
@@ -210,7 +211,7 @@ class Planner:
             for rank, clock in zip(ranks, clocks, strict=False):
                 on_rank.setdefault(rank, set()).add(clock)
             for rank, key in set(zip(ranks, keys, strict=False)):
-                used[key] |= on_rank[rank] & set(self._table[key])
+                used[key] |= {nearest_clock(self._table[key], clock) for clock in on_rank[rank]}
         return {key: {clock: self._table[key][clock] for clock in sorted(used[key], reverse=True)} for key in used}
 
 

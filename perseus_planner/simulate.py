@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from perseus_planner.clock_changes import ClockChange
 from perseus_planner.clock_replay import replay_with_changes
@@ -67,21 +67,49 @@ def replay(plan: Plan) -> Timeline:
     return _timeline(plan, start_s, end_s, durations_s, energies_j)
 
 
-def task_graph(plan: Plan) -> TaskGraph:
-    """What the ranks of `plan` run, as `clock_replay` takes it: rank by rank in program order, operations included."""
-    iteration = plan.iteration
+class Nodes(NamedTuple):
+    """What every node of an iteration did, by its place."""
+
+    start_s: Sequence[float]
+    end_s: Sequence[float]
+    durations_s: Sequence[float]
+    energies_j: Sequence[float]
+
+
+def run_with_changes(
+    iteration: Iteration,
+    tasks: Sequence[Task],
+    change: ClockChange,
+    *,
+    waiting_w: Sequence[float],
+    gpus_per_stage: int,
+) -> Nodes:
+    """Run one of many equal iterations in which changing a clock costs time.
+
+    Args:
+        iteration: what runs.
+        tasks: each of its computations at its clock, by place.
+        change: what changing a clock costs.
+        waiting_w: what each rank draws while it waits, watts.
+        gpus_per_stage: GPUs of a rank.
+    """
+    fixed_j = _energies_j(iteration, (), waiting_w)
+    fixed = zip(iteration.operations, fixed_j, strict=True)
+    each = [*tasks, *(Task.operation(Fixed(operation.time_s, energy_j)) for operation, energy_j in fixed)]
     places = [place for program in iteration.programs for place in program]
     number = {place: i for i, place in enumerate(places)}
-    fixed_j = _energies_j(iteration, (), plan.rank_waiting_w)
-    operations = [
-        Task.operation(Fixed(each.time_s, energy_j))
-        for each, energy_j in zip(iteration.operations, fixed_j, strict=True)
-    ]
-    clocks = [plan.clocks[str(computation)] for computation in iteration.computations]
-    computations = [Task(plan.measurements[key], mhz) for key, mhz in zip(iteration.keys, clocks, strict=True)]
-    tasks = [*computations, *operations]
-    ranks = [[tasks[place] for place in program] for program in iteration.programs]
-    return TaskGraph(ranks, [[(number[other], lag_s) for other, lag_s in iteration.waits[place]] for place in places])
+    ran = replay_with_changes(
+        TaskGraph(
+            [[each[place] for place in program] for program in iteration.programs],
+            [[(number[other], lag_s) for other, lag_s in iteration.waits[place]] for place in places],
+        ),
+        change,
+        node_of_rank=change.node_of_rank(len(waiting_w), gpus_per_stage),
+        blocking_power_w=waiting_w,
+        gpus_per_rank=change.calls_per_change(gpus_per_stage),
+    )
+    columns = ran.starts_s, ran.ends_s, ran.durations_s, ran.energies_j
+    return Nodes(*([column[number[place]] for place in range(len(places))] for column in columns))
 
 
 def time_and_energy(dag: PipelineDag, points: Sequence[Measurement]) -> tuple[float, float]:
@@ -108,18 +136,11 @@ def end_times(dag: PipelineDag, durations_s: Sequence[float]) -> list[float]:
 
 
 def _with_changes(plan: Plan, change: ClockChange) -> Timeline:
-    ran = replay_with_changes(
-        task_graph(plan),
-        change,
-        node_of_rank=change.node_of_rank(len(plan.schedule.ranks), plan.gpus_per_stage),
-        blocking_power_w=plan.rank_waiting_w,
-        gpus_per_rank=change.calls_per_change(plan.gpus_per_stage),
-    )
-    places = [place for program in plan.iteration.programs for place in program]
-    number = {place: i for i, place in enumerate(places)}
-    values = zip(ran.starts_s, ran.ends_s, ran.durations_s, ran.energies_j, strict=True)
-    each = list(values)
-    return _timeline(plan, *zip(*(each[number[place]] for place in range(len(places))), strict=True))
+    clocks = [plan.clocks[str(computation)] for computation in plan.iteration.computations]
+    tasks = [Task(plan.measurements[key], mhz) for key, mhz in zip(plan.iteration.keys, clocks, strict=True)]
+    waiting_w, gpus = plan.rank_waiting_w, plan.gpus_per_stage
+    ran = run_with_changes(plan.iteration, tasks, change, waiting_w=waiting_w, gpus_per_stage=gpus)
+    return _timeline(plan, *ran)
 
 
 def _timeline(

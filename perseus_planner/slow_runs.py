@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from perseus_planner.clock_changes import ClockChange
 from perseus_planner.dag import PipelineDag
-from perseus_planner.simulate import end_times
+from perseus_planner.profiles import Measurement
+from perseus_planner.simulate import end_times, run_with_changes
 from perseus_planner.stragglers import Condition
+from perseus_planner.tasks import Task
 
 Clocks = tuple[int, ...]  #: MHz of each computation, by its place in `dag.computations`
+Table = Mapping[int, Measurement]
 
 
 class Run(NamedTuple):
@@ -40,8 +44,9 @@ class Runs:
     def __init__(self, dag: PipelineDag) -> None:
         self.dag = dag
         keys = dag.iteration.keys
-        tables = {key: {m.clock_mhz: m for m in dag.profile.measurements[key]} for key in set(keys)}
-        self._tables = [tables[key] for key in keys]
+        self._tables_of = {key: {m.clock_mhz: m for m in dag.profile.measurements[key]} for key in set(keys)}
+        self._tables = [self._tables_of[key] for key in keys]
+        self._slow_tables: dict[tuple[tuple[int, float], ...], dict[tuple[int, str], Table]] = {}
         self._rank_of = np.array(dag.iteration.rank_of)
         self._runs: dict[tuple[Clocks, tuple[tuple[int, float], ...]], Run] = {}
 
@@ -58,6 +63,8 @@ class Runs:
 
     def _replayed(self, clocks: Clocks, slow: Mapping[int, float]) -> Run:
         iteration, waiting_w = self.dag.iteration, self.dag.rank_waiting_w
+        if self.dag.profile.clock_change is not None:
+            return self._with_changes(clocks, slow, self.dag.profile.clock_change)
         points = [table[clock] for table, clock in zip(self._tables, clocks, strict=True)]
         degrees = [slow.get(stage, 1.0) for stage, _ in iteration.keys]
         times_s = [point.time_s * degree for point, degree in zip(points, degrees, strict=True)]
@@ -68,6 +75,23 @@ class Runs:
             energies_j.append(waiting_w[each.rank] * each.time_s if each.energy_j is None else each.energy_j)
         return Run(time_s, self._per_rank(times_s), self._per_rank(energies_j))
 
-    def _per_rank(self, values: list[float]) -> NDArray[np.float64]:
+    def _with_changes(self, clocks: Clocks, slow: Mapping[int, float], change: ClockChange) -> Run:
+        """As `_replayed`, where changing a clock takes time, which no slowness changes."""
+        key = tuple(sorted(slow.items()))
+        if key not in self._slow_tables:
+            tables = {of: _slower(table, slow.get(of[0], 1.0)) for of, table in self._tables_of.items()}
+            self._slow_tables[key] = tables
+        tables = self._slow_tables[key]
+        tasks = [Task(tables[of], mhz) for of, mhz in zip(self.dag.iteration.keys, clocks, strict=True)]
+        waiting_w, gpus = self.dag.rank_waiting_w, self.dag.profile.gpus_per_stage
+        ran = run_with_changes(self.dag.iteration, tasks, change, waiting_w=waiting_w, gpus_per_stage=gpus)
+        time_s = max(ran.end_s) + self.dag.profile.overhead_s
+        return Run(time_s, self._per_rank(ran.durations_s), self._per_rank(ran.energies_j))
+
+    def _per_rank(self, values: Sequence[float]) -> NDArray[np.float64]:
         ranks, per_node = len(self.dag.schedule.ranks), np.array(values)
         return np.array([math.fsum(per_node[self._rank_of == rank]) for rank in range(ranks)])
+
+
+def _slower(table: Table, degree: float) -> Table:
+    return {mhz: Measurement(mhz, m.time_s * degree, m.energy_j * degree) for mhz, m in table.items()}

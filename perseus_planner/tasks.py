@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple, Protocol
@@ -30,6 +30,13 @@ class Fixed(NamedTuple):
     energy_j: float
 
 
+def nearest_clock(measured: Collection[int], clock_mhz: int) -> int:
+    """That clock if it was measured, else the next lower one that was, else the lowest."""
+    if clock_mhz in measured:
+        return clock_mhz
+    return max((each for each in measured if each < clock_mhz), default=min(measured))
+
+
 class Task(NamedTuple):
     """One computation at its planned clock, or one operation of fixed time."""
 
@@ -48,10 +55,7 @@ class Task(NamedTuple):
 
     def at(self, clock_mhz: int) -> Cost:
         """What it takes at any clock: as at the next lower one that was measured, or below all, as at the lowest."""
-        if clock_mhz in self.costs:
-            return self.costs[clock_mhz]
-        lower = [measured for measured in self.costs if measured < clock_mhz]
-        return self.costs[max(lower) if lower else min(self.costs)]
+        return self.costs[nearest_clock(self.costs, clock_mhz)]
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from perseus_planner.errors import UsageError
 from perseus_planner.frontier import Frontier, solve
 from perseus_planner.pipeline import FixedOperation, Transfer
 from perseus_planner.plan_summary import summarize_plan
-from perseus_planner.profiles import Profile
+from perseus_planner.profiles import ClockChange, Profile
 from perseus_planner.schedules import Schedule, one_f_one_b
 from perseus_planner.slow_runs import Clocks
 from perseus_planner.stragglers import Condition, Straggler
@@ -209,3 +209,17 @@ def test_a_cluster_that_cannot_be_is_refused(smooth: Frontier, changes: dict[str
     with pytest.raises(UsageError) as caught:
         Cluster(**{"frontier": smooth, "pipelines": 2, "iterations": 5, **changes})
     assert str(caught.value) == complaint
+
+
+@pytest.mark.parametrize("gpus_per_stage", [1, 8])
+def test_clock_changes_cost_a_cluster_what_they_cost_a_plan(gpus_per_stage: int):
+    change = ClockChange(0.006, 0.001)
+    profile = replace(smooth_profile(3), clock_change=change, gpus_per_stage=gpus_per_stage)
+    frontier = solve(profile, one_f_one_b(3, 10))
+    plan = frontier.plan_for(1.05 * frontier.baseline_time_s)
+    assert max(plan.changes) > 0
+    outcome = simulate(Cluster(frontier, 2, 7), "planner", 1.05)
+    assert outcome.time_s == pytest.approx(7 * plan.time_s, rel=1e-12)
+    assert outcome.energy_j == pytest.approx(2 * 7 * plan.energy_j, rel=1e-12)
+    slow = simulate(Cluster(frontier, 2, 7, [Straggler(0.0, math.inf, 1.3, 0, stage=1)], 0.0), "planner-fixed", 1.05)
+    assert slow.time_s > outcome.time_s
