@@ -93,7 +93,7 @@ def _interleaved(case: Case, size: Size) -> dict[str, Any]:
 
 def _convex(frontier: Frontier) -> bool:
     rising = all(a <= b for a, b in zip(frontier.powers.tolist(), frontier.powers[1:].tolist(), strict=False))
-    return rising and frontier.times_s[-1] == frontier.min_time_s
+    return bool(rising and frontier.times_s[-1] == frontier.min_time_s)
 
 
 def _split(profile: Profile, ranks: int, virtual: int) -> Profile:

@@ -35,11 +35,9 @@ def frontier() -> Frontier:
 @pytest.fixture(scope="module")
 def plan(frontier: Frontier) -> Plan:
     """The first stage slows down, but for its first forward; the last one runs at its maximum."""
-    dag, choices = frontier.dag, frontier._choices
-    slow = [
-        int(str(dag.computations[place])[0] == "0" and str(dag.computations[place]) != "0F0") for place in dag.order
-    ]
-    return frontier._plan(18.0, choices.option_start[choices.member] + slow)
+    slow = [name for name in map(str, frontier.dag.computations) if name[0] == "0" and name != "0F0"]
+    clocks = {**dict.fromkeys(map(str, frontier.dag.computations), 1400), **dict.fromkeys(slow, 1000)}
+    return replace(frontier.plan_of(clocks), deadline_s=18.0)
 
 
 def test_the_profile_is_a_row_per_computation_from_its_highest_clock_to_its_lowest():
