@@ -9,12 +9,14 @@ SOURCES := pyproject.toml LICENSE README.md $(shell find perseus_planner profile
 help: ## list the targets
 	@awk -F ': .*## ' '/^[a-z]+:.*## / { printf "make %-6s %s\n", $$1, $$2 }' Makefile
 
-demo: .venv/installed-plot ## profile a simulated GPU, solve, plan at 1.00x and 1.10x; results in demo/
+demo: .venv/installed-plot ## profile a simulated GPU, solve, plan at 1.00x and 1.10x, replay a cluster; results in demo/
 	mkdir -p demo
 	$(BIN)/planner profile --gpu simulated:a100-sxm --stages 4 -o demo/profile.yaml
 	$(BIN)/planner solve demo/profile.yaml --schedule 1f1b --microbatches 16 -o demo/frontier.npz
 	$(BIN)/planner plan demo/frontier.npz --slowdown 1.00 -o demo/plan-1.00x.yaml
 	$(BIN)/planner plan demo/frontier.npz --slowdown 1.10 -o demo/plan-1.10x.yaml
+	$(BIN)/planner plan demo/frontier.npz --slowdown 1.10 --max-changes 8 -o demo/plan-1.10x-8-changes.yaml
+	$(BIN)/planner simulate demo/frontier.npz --pipelines 16 --iterations 1000
 	$(BIN)/planner show demo/plan-1.00x.yaml --plot demo/plan-1.00x.png
 	$(BIN)/planner show demo/frontier.npz --plot demo/frontier.png --json > demo/frontier.json
 	ls -l demo

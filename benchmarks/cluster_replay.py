@@ -11,10 +11,10 @@ from data import CASES, STAGES, Size, profile_of
 from results import Check, Section, Table
 
 from perseus_planner import Frontier, schedules, solve
-from perseus_planner.cluster import Cluster, Outcome, simulate
-from perseus_planner.cluster_summary import summarize_cluster
+from perseus_planner.cluster.replay import Cluster, Outcome, simulate
+from perseus_planner.cluster.stragglers import Straggler
+from perseus_planner.cluster.summary import summarize_cluster
 from perseus_planner.profile_groups import on_each_gpu
-from perseus_planner.stragglers import Straggler
 
 _GPUS_PER_STAGE = 8
 _MICROBATCHES, _PIPELINES, _ITERATIONS, _STRAGGLERS = 12, 128, 1000, 50

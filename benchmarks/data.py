@@ -58,6 +58,7 @@ class Size:
         reference_microbatches: those for which the reference frontiers are compared.
         reference_points: how many plans of each reference frontier are replayed.
         large: stages and microbatches of the large pipeline.
+        measured_runs: how many of the training jobs that were run are replayed.
         budget_microbatches: of the plans with a switch budget.
         budget_slowdowns: their deadlines.
         interleaved: ranks, virtual stages and microbatches.
@@ -73,6 +74,7 @@ class Size:
     reference_microbatches: tuple[int, ...] = (12, 24, 48, 96)
     reference_points: int = 101
     large: tuple[int, int] = (16, 512)
+    measured_runs: int = 2
     budget_microbatches: int = 96
     budget_slowdowns: tuple[float, ...] = (1.00, 1.02, 1.05, 1.10)
     interleaved: tuple[int, int, int] = (8, 4, 64)
@@ -81,7 +83,7 @@ class Size:
 
 
 FULL = Size()
-SMOKE = Size(CASES[:1], (12,), (1.00, 1.10), (12,), 4e-3, (12,), 11, (16, 24), 12, (1.05,), (8, 2, 8), 12, 2)
+SMOKE = Size(CASES[:1], (12,), (1.00, 1.10), (12,), 4e-3, (12,), 11, (16, 24), 1, 12, (1.05,), (8, 2, 8), 12, 2)
 
 
 @cache

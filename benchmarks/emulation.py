@@ -11,10 +11,10 @@ from data import STAGES, Case, Size, dag_of, profile_of
 from results import Check, Section, Table
 
 from perseus_planner import Frontier, Plan, schedules, solve
-from perseus_planner.baselines import envpipe
-from perseus_planner.cluster import Cluster, simulate
+from perseus_planner.cluster.baselines import envpipe
+from perseus_planner.cluster.replay import Cluster, simulate
+from perseus_planner.cluster.stragglers import Straggler
 from perseus_planner.profile_groups import on_each_gpu
-from perseus_planner.stragglers import Straggler
 
 _GPUS_PER_STAGE = 8
 _PIPELINES = {12: 128, 24: 64, 48: 32, 96: 16}  #: microbatches of each -> pipelines: 1,536 microbatches in all

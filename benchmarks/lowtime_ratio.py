@@ -20,7 +20,7 @@ from results import Check, Section, Table
 from timing import median_ms, seconds
 
 from perseus_planner import Frontier
-from perseus_planner.lowtime_walk import LOWTIME_VERSION, Fits
+from perseus_planner.cluster.lowtime_walk import LOWTIME_VERSION, Fits
 
 _COLUMNS = {
     "profile": ("profile", ""),

@@ -12,9 +12,9 @@ import numpy as np
 from data import STAGES, Case, MissingError, dag_of, profile_of
 
 from perseus_planner import Frontier, Profile, schedules, solve
+from perseus_planner.cluster.lowtime_walk import Fits, Walk, fit, load_lowtime
 from perseus_planner.dag import PipelineDag
 from perseus_planner.errors import UsageError
-from perseus_planner.lowtime_walk import Fits, Walk, fit, load_lowtime
 from perseus_planner.profiles import Measurement
 from perseus_planner.simulate import end_times
 

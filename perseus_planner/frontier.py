@@ -18,7 +18,7 @@ from perseus_planner.frontier_file import read_frontier, write_frontier
 from perseus_planner.mincut import UNLIMITED, Checkpoint, Integers, State, advance, slowest_state
 from perseus_planner.network import ScaledNetwork, scaled_network
 from perseus_planner.plan import Plan
-from perseus_planner.planning import Planner
+from perseus_planner.planning.planner import Planner
 from perseus_planner.profiles import Profile
 from perseus_planner.quantities import CHANGES, POWER, TIME, WAIT, Rule
 from perseus_planner.schedules import Schedule

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from perseus_planner.cluster_summary import ClusterSummary
+from perseus_planner.cluster.summary import ClusterSummary
 from perseus_planner.plan_summary import (
     BesideStraggler,
     ComputationSummary,

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from oracles import end_times_s
 from strategies import fixed, pipelines, smooth_profile
 
-from perseus_planner import baselines
+from perseus_planner.cluster import baselines
+from perseus_planner.cluster.envpipe import critical_path, on_envelope
 from perseus_planner.dag import PipelineDag
-from perseus_planner.envpipe import critical_path, on_envelope
 from perseus_planner.errors import InfeasibleError, UsageError
 from perseus_planner.frontier import solve
 from perseus_planner.profiles import Measurement, Profile

@@ -12,14 +12,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import effective_j, end_times_s, every_choice, nodes
-from strategies import dag, dags, deadline_s, fixed, pipeline, pipelines, shares, smooth_profile
+from strategies import dag, dags, deadline_s, fixed, job, pipeline, pipelines, shares, smooth_profile
 
-from perseus_planner import Profile, budget, schedules
+from perseus_planner import Profile, schedules
 from perseus_planner.dag import PipelineDag
 from perseus_planner.errors import InfeasibleBudget, InfeasibleDeadline, UsageError
 from perseus_planner.frontier import Frontier, solve, trace
 from perseus_planner.iteration import Iteration, Operation
 from perseus_planner.plan import Plan
+from perseus_planner.planning import budget
 from perseus_planner.profiles import Measurement
 from perseus_planner.schedules import Computation, Schedule, one_f_one_b
 
@@ -100,13 +101,14 @@ class Tried:
 
 
 def small_problems(seed: int, count: int) -> list[PipelineDag]:
-    """Graphs and pipelines with at most 2048 choices of clocks."""
+    """Graphs, pipelines and jobs with all there can be, with at most 2048 choices of clocks."""
     rng, problems = Random(seed), []
     shapes = [(1, 2), (2, 1), (2, 2), (1, 3), (3, 1)]
     while len(problems) < count:
+        shape = rng.choice(shapes)
         graph = dag(rng.getrandbits(32), rng.randint(2, 7), 4)
-        lined = PipelineDag.from_schedule(*pipeline(rng.getrandbits(32), *rng.choice(shapes), 4))
-        problem = graph if len(problems) % 2 else lined
+        lined = PipelineDag.from_schedule(*pipeline(rng.getrandbits(32), *shape, 4))
+        problem = (graph, lined, job(rng.getrandbits(32), *shape, 3))[len(problems) % 3]
         if 2 <= math.prod(len(problem.profile.measurements[key]) for key in problem.iteration.keys) <= 2048:
             problems.append(problem)
     return problems

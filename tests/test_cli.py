@@ -16,8 +16,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 import perseus_planner
-from perseus_planner import Frontier, Plan, Profile, console
-from perseus_planner.cli import main
+from perseus_planner import Frontier, Plan, Profile
+from perseus_planner.cli import console, main
 from perseus_planner.plan_summary import summarize_plan, summarize_timeline
 from perseus_planner.summary import summarize_frontier
 from perseus_planner.tables import frontier_text, plan_text, timeline_text

@@ -12,8 +12,9 @@ import pytest
 from click.testing import CliRunner
 from strategies import smooth_profile
 
-from perseus_planner import Frontier, cli_solve, schedules, solve
+from perseus_planner import Frontier, schedules, solve
 from perseus_planner.cli import main
+from perseus_planner.cli.solve import SCHEDULES
 from perseus_planner.pipeline import FixedOperation, Transfer
 from perseus_planner.profile_groups import on_each_gpu, slowed
 from perseus_planner.summary import summarize_frontier
@@ -131,7 +132,7 @@ def test_the_text_says_what_is_counted_in(work: Path):
 
 
 def test_the_help_names_every_schedule(work: Path):
-    assert tuple(schedules.NAMES) == cli_solve.SCHEDULES
+    assert tuple(schedules.NAMES) == SCHEDULES
     assert all(name in done("solve --help") for name in schedules.NAMES)
 
 

@@ -15,12 +15,12 @@ from strategies import smooth_profile
 
 from perseus_planner import Frontier, solve
 from perseus_planner.cli import main
-from perseus_planner.cli_simulate import simulate as command
-from perseus_planner.cluster import Cluster, simulate
-from perseus_planner.cluster_summary import summarize_cluster
-from perseus_planner.policies import POLICIES
+from perseus_planner.cli.simulate import simulate as command
+from perseus_planner.cluster.policies import POLICIES
+from perseus_planner.cluster.replay import Cluster, simulate
+from perseus_planner.cluster.stragglers import read_stragglers
+from perseus_planner.cluster.summary import summarize_cluster
 from perseus_planner.schedules import Computation, Schedule, one_f_one_b
-from perseus_planner.stragglers import read_stragglers
 from perseus_planner.tables import cluster_text
 
 TRACE = "start,end,degree,pipeline,stage\n5,40,1.2,0,\n20,30,1.3,2,1\n90,,1.05,1,\n"

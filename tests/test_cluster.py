@@ -15,7 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from strategies import fixed, pipelines, smooth_profile
 
-from perseus_planner.cluster import Cluster, Outcome, replay_under, simulate
+from perseus_planner.cluster.replay import Cluster, Outcome, replay_under, simulate
+from perseus_planner.cluster.slow_runs import Clocks
+from perseus_planner.cluster.stragglers import Condition, Straggler
 from perseus_planner.dag import PipelineDag
 from perseus_planner.errors import UsageError
 from perseus_planner.frontier import Frontier, solve
@@ -23,8 +25,6 @@ from perseus_planner.pipeline import FixedOperation, Transfer
 from perseus_planner.plan_summary import summarize_plan
 from perseus_planner.profiles import ClockChange, Profile
 from perseus_planner.schedules import Schedule, one_f_one_b
-from perseus_planner.slow_runs import Clocks
-from perseus_planner.stragglers import Condition, Straggler
 
 QUICK = ("max", "one-clock", "per-stage", "envpipe", "planner-fixed", "planner")
 EXTRAS: dict[str, Any] = {

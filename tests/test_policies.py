@@ -10,14 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from strategies import fixed, pipelines, smooth_profile
 
-from perseus_planner import baselines
-from perseus_planner.cluster import Cluster, simulate
+from perseus_planner.cluster import baselines
+from perseus_planner.cluster.policies import policy_of
+from perseus_planner.cluster.replay import Cluster, simulate
+from perseus_planner.cluster.stragglers import CALM, Condition, Straggler
 from perseus_planner.errors import InfeasibleDeadline, UsageError
 from perseus_planner.frontier import Frontier, solve
-from perseus_planner.policies import policy_of
 from perseus_planner.profile_groups import slowed
 from perseus_planner.schedules import one_f_one_b
-from perseus_planner.stragglers import CALM, Condition, Straggler
 
 
 @pytest.fixture(scope="module")

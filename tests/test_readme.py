@@ -13,7 +13,7 @@ from perseus_planner.cli import main
 README = (Path(__file__).parents[1] / "README.md").read_text()
 
 
-def test_the_five_minutes_and_then_the_python_example_run_as_written(folder: Path):
+def test_the_five_minutes_and_then_the_python_examples_run_as_written(folder: Path):
     (job,) = re.findall(r"```yaml\n(.*?)```", README, re.DOTALL)
     (folder / "job.yaml").write_text(job)
     commands = re.findall(r"^ +planner (.*)$", README, re.MULTILINE)
@@ -21,7 +21,8 @@ def test_the_five_minutes_and_then_the_python_example_run_as_written(folder: Pat
     for command in commands:
         result = CliRunner().invoke(main, shlex.split(command, comments=True))
         assert (result.exit_code, result.stderr) == (0, ""), command
-    (example,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     (folder / "plan.yaml").unlink()
-    exec(compile(example, "README.md", "exec"), {})
+    names: dict[str, object] = {}
+    for example in re.findall(r"```python\n(.*?)```", README, re.DOTALL):
+        exec(compile(example, "README.md", "exec"), names)
     assert (folder / "plan.yaml").exists()

@@ -11,9 +11,9 @@ import pytest
 from oracles import all_choices, effective_j, waiting_w
 from strategies import graph, job, pipeline
 
-from perseus_planner import rounding
 from perseus_planner.dag import PipelineDag
 from perseus_planner.frontier import Frontier, trace
+from perseus_planner.planning import rounding
 
 
 def graphs(rng: Random, largest: int, max_options: int) -> Iterator[PipelineDag]:

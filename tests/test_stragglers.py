@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from perseus_planner.cluster.stragglers import CALM, Condition, Straggler, condition_of, read_stragglers
 from perseus_planner.errors import UsageError
-from perseus_planner.stragglers import CALM, Condition, Straggler, condition_of, read_stragglers
 
 HEADER = "start,end,degree,pipeline,stage\n"
 NEEDS_START = "is not a start: write finite seconds of 0 or more, such as 120.5"

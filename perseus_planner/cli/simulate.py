@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 import click
 
-from perseus_planner import console
+from perseus_planner.cli import console
 from perseus_planner.errors import UsageError
 
 if TYPE_CHECKING:
-    from perseus_planner.cluster import Cluster, Outcome
+    from perseus_planner.cluster.replay import Cluster, Outcome
 
 _BASELINE = "max"
 _DEFAULT = ("one-clock", "per-stage", "envpipe", "planner-fixed", "planner")  # lowtime takes long
@@ -90,10 +90,10 @@ def simulate(
     FRONTIER is a file of `planner solve`; every pipeline is one of it. Pipelines end each iteration together. max, all
     clocks at maximum, is always there: it is what the others are compared with.
     """
-    from perseus_planner.cluster import Cluster
-    from perseus_planner.cluster_summary import gpu_rows, summarize_cluster
+    from perseus_planner.cluster.replay import Cluster
+    from perseus_planner.cluster.stragglers import read_stragglers
+    from perseus_planner.cluster.summary import gpu_rows, summarize_cluster
     from perseus_planner.frontier import Frontier
-    from perseus_planner.stragglers import read_stragglers
     from perseus_planner.tables import cluster_text
 
     for source in filter(None, (frontier, stragglers)):
@@ -118,7 +118,7 @@ def simulate(
 
 def _outcomes(cluster: Cluster, names: Sequence[str], slowdown: float, left_out: list[str] | None) -> Iterator[Outcome]:
     """Those of the policies; with `left_out`, policies that do not apply are named there, with the reason."""
-    from perseus_planner.cluster import simulate as simulated
+    from perseus_planner.cluster.replay import simulate as simulated
 
     for name in names:
         try:

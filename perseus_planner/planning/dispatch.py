@@ -11,8 +11,8 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit
 
-from perseus_planner.choices import Choices, Floats, ends
 from perseus_planner.mincut import Integers
+from perseus_planner.planning.choices import Choices, Floats, ends
 
 _ROUNDING = 1e-11  #: more than sums of 1e4 floats are off by, relative
 

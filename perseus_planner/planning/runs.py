@@ -13,9 +13,9 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit
 
-from perseus_planner.choices import Choices, Floats
 from perseus_planner.dag import PipelineDag
 from perseus_planner.mincut import Integers
+from perseus_planner.planning.choices import Choices, Floats
 
 
 class RunProblem(NamedTuple):

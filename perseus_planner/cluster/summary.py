@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from perseus_planner.cluster import Cluster, Outcome
+from perseus_planner.cluster.replay import Cluster, Outcome
 from perseus_planner.summary import share
 
 _HEADER = "policy,pipeline,rank,gpu,energy_j,busy_s,idle_s\n"

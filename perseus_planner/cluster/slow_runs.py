@@ -10,10 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perseus_planner.clock_changes import ClockChange
+from perseus_planner.cluster.stragglers import Condition
 from perseus_planner.dag import PipelineDag
 from perseus_planner.profiles import Measurement
 from perseus_planner.simulate import end_times, run_with_changes
-from perseus_planner.stragglers import Condition
 from perseus_planner.tasks import Task
 
 Clocks = tuple[int, ...]  #: MHz of each computation, by its place in `dag.computations`

@@ -24,9 +24,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from perseus_planner.choices import Choices, Floats, ends
-from perseus_planner.dispatch import Guide, cheapest, improve, mixed
 from perseus_planner.mincut import Integers
+from perseus_planner.planning.choices import Choices, Floats, ends
+from perseus_planner.planning.dispatch import Guide, cheapest, improve, mixed
 
 _ANCHORS = 33  #: deadlines around the one asked for at which plans are made
 _ANCHOR_SPAN = 0.06  #: how far they reach, as a part of the deadline

@@ -10,7 +10,7 @@ import numpy as np
 from numba import njit
 
 from perseus_planner.mincut import Integers
-from perseus_planner.runs import RunProblem, State, paint, put
+from perseus_planner.planning.runs import RunProblem, State, paint, put
 
 
 @njit(cache=True)

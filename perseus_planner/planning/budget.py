@@ -22,12 +22,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from perseus_planner.choices import Choices
 from perseus_planner.dag import PipelineDag
 from perseus_planner.errors import InfeasibleBudget
 from perseus_planner.mincut import Integers
-from perseus_planner.run_search import Goal, Heat, anneal, cheapest_within, fastest_runs
-from perseus_planner.runs import RunProblem, least_dwell_s, loaded, most_changes, replayed, run_problem
+from perseus_planner.planning.choices import Choices
+from perseus_planner.planning.run_search import Goal, Heat, anneal, cheapest_within, fastest_runs
+from perseus_planner.planning.runs import RunProblem, least_dwell_s, loaded, most_changes, replayed, run_problem
 
 _FEW = 2**15  #: choices in all that are tried one by one instead, so that the smallest problems are solved exactly
 _EFFORT = (75_000_000, 5_000, 60_000)  #: of each level: tries times operations, least tries, most tries

@@ -20,13 +20,13 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from perseus_planner.cluster.policies import Policy, policy_of
+from perseus_planner.cluster.slow_runs import Clocks, Run, Runs
+from perseus_planner.cluster.stragglers import CALM, Condition, Straggler, condition_of
 from perseus_planner.documents import shown
 from perseus_planner.errors import UsageError
 from perseus_planner.frontier import Frontier
-from perseus_planner.policies import Policy, policy_of
 from perseus_planner.quantities import COUNT, WAIT
-from perseus_planner.slow_runs import Clocks, Run, Runs
-from perseus_planner.stragglers import CALM, Condition, Straggler, condition_of
 
 Floats = NDArray[np.float64]
 

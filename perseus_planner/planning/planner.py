@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from perseus_planner.budget import clocks_by_budget, clocks_within_budget
-from perseus_planner.choices import Choices, choices_of
 from perseus_planner.errors import InfeasibleBudget, InfeasibleDeadline
 from perseus_planner.mincut import Integers
 from perseus_planner.plan import Plan
+from perseus_planner.planning.budget import clocks_by_budget, clocks_within_budget
+from perseus_planner.planning.choices import Choices, choices_of
+from perseus_planner.planning.rounding import Anchor, anchor_deadlines, round_plan
 from perseus_planner.profiles import Measurement
-from perseus_planner.rounding import Anchor, anchor_deadlines, round_plan
 from perseus_planner.simulate import replay, time_and_energy
 from perseus_planner.tasks import nearest_clock
 

@@ -11,10 +11,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 
+from perseus_planner.cluster.envpipe import reconfigured
+from perseus_planner.cluster.lowtime_walk import Walk, fit
 from perseus_planner.dag import PipelineDag
-from perseus_planner.envpipe import reconfigured
 from perseus_planner.errors import InfeasibleError, UsageError
-from perseus_planner.lowtime_walk import Walk, fit
 from perseus_planner.profiles import Measurement
 from perseus_planner.quantities import TIME
 from perseus_planner.schedules import one_f_one_b
@@ -79,7 +79,7 @@ def one_per_stage(dag: PipelineDag, deadline_s: float) -> dict[str, int]:
 
 
 def envpipe(dag: PipelineDag) -> dict[str, int]:
-    """EnvPipe's clocks (USENIX ATC 2023), on the 1F1B order; see `perseus_planner.envpipe` for its rule.
+    """EnvPipe's clocks (USENIX ATC 2023), on the 1F1B order; see `perseus_planner.cluster.envpipe` for its rule.
 
     It knows one point only: no deadline, and nothing better where a straggler leaves time. Replayed, it is no slower
     than `all_maximum`.

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from perseus_planner import console
+from perseus_planner.cli import console
 
 
 @click.command(epilog=console.examples("planner calibrate profile.yaml plan.yaml --measured 5s"))

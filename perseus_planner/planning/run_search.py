@@ -8,8 +8,8 @@ import numpy as np
 from numba import njit
 
 from perseus_planner.mincut import Integers
-from perseus_planner.run_moves import change_many, change_one
-from perseus_planner.runs import (
+from perseus_planner.planning.run_moves import change_many, change_one
+from perseus_planner.planning.runs import (
     RunProblem,
     State,
     changes,

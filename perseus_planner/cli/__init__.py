@@ -10,11 +10,12 @@ from pathlib import Path
 
 import click
 
-from perseus_planner import __version__, console
-from perseus_planner.cli_calibrate import calibrate
-from perseus_planner.cli_plan import plan
-from perseus_planner.cli_simulate import simulate
-from perseus_planner.cli_solve import solve
+from perseus_planner import __version__
+from perseus_planner.cli import console
+from perseus_planner.cli.calibrate import calibrate
+from perseus_planner.cli.plan import plan
+from perseus_planner.cli.simulate import simulate
+from perseus_planner.cli.solve import solve
 from perseus_planner.errors import UsageError
 
 
