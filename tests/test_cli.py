@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import shlex
 import shutil
 import subprocess
 import sys
@@ -13,7 +12,7 @@ from pathlib import Path
 
 import click
 import pytest
-from click.testing import CliRunner, Result
+from commands import done, run
 
 import perseus_planner
 from perseus_planner import Frontier, Plan, Profile
@@ -47,16 +46,6 @@ profile: profile.yaml
 schedule: 1f1b
 microbatches: 16
 """
-
-
-def run(command: str) -> Result:
-    return CliRunner().invoke(main, shlex.split(command))
-
-
-def done(command: str) -> str:
-    result = run(command)
-    assert (result.exit_code, result.stderr) == (0, ""), result.output
-    return result.stdout
 
 
 def loaded(command: str) -> dict[str, object]:

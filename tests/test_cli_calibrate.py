@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import shlex
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
+from commands import done, refusal
 from strategies import smooth_profile
 
 from perseus_planner import Frontier, Plan, Profile
-from perseus_planner.cli import main
 from perseus_planner.job import Job
 from perseus_planner.simulate import replay
 
@@ -27,17 +25,6 @@ replicas:
 - count: 3
 - {count: 1, slow_stages: {0: 1.2}}
 """
-
-
-def run(command: str) -> tuple[int, str, str]:
-    result = CliRunner().invoke(main, shlex.split(command))
-    return result.exit_code, result.stdout, result.stderr
-
-
-def done(command: str) -> str:
-    status, text, complaint = run(command)
-    assert (status, complaint) == (0, ""), complaint
-    return text
 
 
 @pytest.fixture
@@ -135,7 +122,7 @@ def test_a_plan_of_another_profile_is_refused(work: Path):
     for name, plan in (("other.yaml", "plan.yaml"), ("profile.yaml", "of-job-0.yaml"), ("job.yaml", "plan.yaml")):
         before = (work / name).read_bytes()
         expected = (2, "", f"Error: {OTHER.format(name, digests[plan])}\n")
-        assert run(f"calibrate {name} {plan} --measured 3s") == expected
+        assert refusal(f"calibrate {name} {plan} --measured 3s") == expected
         assert (work / name).read_bytes() == before
 
 
@@ -165,5 +152,5 @@ def test_bad_input_is_refused_in_one_line(work: Path, command: str, message: str
     time_s = Plan.load("plan.yaml").time_s
     before = {file: file.read_bytes() for file in work.iterdir()}
     expected = message.format(time_s, overhead=round(3 - time_s, 9))
-    assert run(command) == (2, "", f"Error: {expected}\n")
+    assert refusal(command) == (2, "", f"Error: {expected}\n")
     assert {file: file.read_bytes() for file in work.iterdir()} == before

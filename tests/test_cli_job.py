@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
+from commands import done, refusal
 from strategies import smooth_profile
 
 from perseus_planner import Frontier, schedules, solve
-from perseus_planner.cli import main
 from perseus_planner.cli.solve import SCHEDULES
 from perseus_planner.pipeline import FixedOperation, Transfer
 from perseus_planner.profile_groups import on_each_gpu, slowed
@@ -36,17 +34,6 @@ FLAGS = (
     "--schedule interleaved-1f1b --microbatches 4 --ranks 2 --virtual-stages 2 --stages 4 --tensor-parallel 2 "
     "--transfer 1.5ms --slow 1=1.15 --slow 3=1.05 --blocking-power 50W --overhead=-250ms"
 )
-
-
-def run(command: str) -> tuple[int, str, str]:
-    result = CliRunner().invoke(main, shlex.split(command))
-    return result.exit_code, result.stdout, result.stderr
-
-
-def done(command: str) -> str:
-    status, text, complaint = run(command)
-    assert (status, complaint) == (0, ""), complaint
-    return text
 
 
 @pytest.fixture
@@ -174,7 +161,7 @@ REFUSED = {
 def test_bad_options_are_refused_in_one_line(work: Path, command: str, message: str):
     (work / "bad.yaml").write_text(f"{HEAD}microbatchs: 3\n")
     before = {file: file.read_bytes() for file in work.iterdir()}
-    assert run(command) == (2, "", f"Error: {message}\n")
+    assert refusal(command) == (2, "", f"Error: {message}\n")
     assert {file: file.read_bytes() for file in work.iterdir()} == before
 
 

@@ -4,33 +4,20 @@ from __future__ import annotations
 
 import json
 import math
-import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
+from commands import done, refusal
 from strategies import smooth_profile
 
 from perseus_planner import Frontier, Plan, schedules, solve
-from perseus_planner.cli import main
 from perseus_planner.plan_summary import summarize_plans
 from perseus_planner.profile_groups import slowed
 from perseus_planner.replicas import Replicas
 from perseus_planner.tables import plans_text
 
 BOTH = "plan fast.npz slow.npz -o plan.yaml"
-
-
-def run(command: str) -> tuple[int, str, str]:
-    result = CliRunner().invoke(main, shlex.split(command))
-    return result.exit_code, result.stdout, result.stderr
-
-
-def done(command: str) -> str:
-    status, text, complaint = run(command)
-    assert (status, complaint) == (0, ""), complaint
-    return text
 
 
 @pytest.fixture
@@ -143,19 +130,19 @@ def test_bad_options_are_refused_in_one_line(
     (folder / "kind-0.yaml").write_text("")
     (folder / "folder-1.yaml").mkdir()
     before = sorted(folder.iterdir())
-    assert run(command) == (2, "", f"Error: {message}\n")
+    assert refusal(command) == (2, "", f"Error: {message}\n")
     assert sorted(folder.iterdir()) == before
 
 
 def test_a_deadline_that_the_slow_one_misses_names_the_least_of_all(frontiers: tuple[Frontier, Frontier]):
     deadline_s = (frontiers[0].min_time_s + frontiers[1].min_time_s) / 2
-    status, _, complaint = run(f"{BOTH} --deadline {deadline_s}s")
+    status, _, complaint = refusal(f"{BOTH} --deadline {deadline_s}s")
     least = complaint.removesuffix(" s; ask for that or more\n").split()[-1]
     assert (status, float(least)) == (2, pytest.approx(frontiers[1].min_time_s, rel=1e-5))
     done(f"{BOTH} --deadline {least}s")
 
 
 def test_a_negative_number_of_changes_is_misuse(frontiers: tuple[Frontier, Frontier]):
-    status, text, complaint = run(f"{BOTH} --slowdown 1 --max-changes=-1")
+    status, text, complaint = refusal(f"{BOTH} --slowdown 1 --max-changes=-1")
     assert (status, text) == (2, "")
     assert complaint.endswith("Error: Invalid value for '--max-changes': -1 is not in the range x>=0.\n")

@@ -5,16 +5,14 @@ from __future__ import annotations
 import csv
 import json
 import math
-import shlex
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner, Result
+from commands import done, run
 from strategies import smooth_profile
 
 from perseus_planner import Frontier, solve
-from perseus_planner.cli import main
 from perseus_planner.cli.simulate import simulate as command
 from perseus_planner.cluster.policies import POLICIES
 from perseus_planner.cluster.replay import Cluster, simulate
@@ -26,16 +24,6 @@ from perseus_planner.tables import cluster_text
 TRACE = "start,end,degree,pipeline,stage\n5,40,1.2,0,\n20,30,1.3,2,1\n90,,1.05,1,\n"
 SIMULATE = "simulate frontier.npz --pipelines 3 --iterations 100 --stragglers trace.csv --reaction-delay 2s"
 DEFAULT = ("max", "one-clock", "per-stage", "envpipe", "planner-fixed", "planner")
-
-
-def run(line: str) -> Result:
-    return CliRunner().invoke(main, shlex.split(line))
-
-
-def done(line: str) -> str:
-    result = run(line)
-    assert (result.exit_code, result.stderr) == (0, ""), result.output
-    return result.stdout
 
 
 @pytest.fixture(scope="module")

@@ -7,16 +7,18 @@ replayed with that cost; those that it makes late are made again for an earlier 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 
+from perseus_planner.dag import PipelineDag
 from perseus_planner.errors import InfeasibleBudget, InfeasibleDeadline
-from perseus_planner.mincut import Integers
+from perseus_planner.mincut import Checkpoint, Integers
+from perseus_planner.network import ScaledNetwork
 from perseus_planner.plan import Plan
 from perseus_planner.planning.budget import clocks_by_budget, clocks_within_budget
 from perseus_planner.planning.choices import Choices, choices_of
@@ -25,20 +27,40 @@ from perseus_planner.profiles import Measurement
 from perseus_planner.simulate import replay, time_and_energy
 from perseus_planner.tasks import nearest_clock
 
-if TYPE_CHECKING:
-    from perseus_planner.frontier import Frontier
-
 _AIMS = 4  #: deadlines that are aimed at where changing clocks makes plans late
 _MOST_CHANGES = 64  #: that are tried where changing clocks costs time, beside any number
 
 Key = tuple[int, str]
 
 
+class Curve(Protocol):
+    """What a planner needs of a frontier; fields as `Frontier` has them."""
+
+    @property
+    def dag(self) -> PipelineDag: ...  # noqa: D102
+    @property
+    def times(self) -> Integers: ...  # noqa: D102
+    @property
+    def scaled(self) -> ScaledNetwork: ...  # noqa: D102
+    @property
+    def replayed_ends_s(self) -> tuple[float, float]: ...  # noqa: D102
+    @property
+    def min_time_s(self) -> float: ...  # noqa: D102
+    @property
+    def max_time_s(self) -> float: ...  # noqa: D102
+    @property
+    def baseline_time_s(self) -> float: ...  # noqa: D102
+    @property
+    def baseline_energy_j(self) -> float: ...  # noqa: D102
+    def bound_j(self, deadline_s: float) -> float: ...  # noqa: D102
+    def states_at(self, times: Iterable[int]) -> Iterator[Checkpoint]: ...  # noqa: D102
+
+
 class Planner:
     """Makes the plans of one frontier, each only once."""
 
-    def __init__(self, frontier: Frontier) -> None:
-        self.frontier, self.dag, self.profile = frontier, frontier.dag, frontier.profile
+    def __init__(self, frontier: Curve) -> None:
+        self.frontier, self.dag, self.profile = frontier, frontier.dag, frontier.dag.profile
         self._plans: dict[tuple[float, int | None, float], Plan] = {}
         self._unlimited: dict[float, list[int]] = {}
 
