@@ -53,7 +53,12 @@ def main() -> int:
     whole = not options.only and not options.smoke
     if options.output or whole:
         name = "smoke" if options.smoke else "planning" if whole else "part"
-        for path in write(name, sections, size, about, options.output or _RESULTS):
+        paths = write(name, sections, size, about, options.output or _RESULTS)
+        for section in sections:
+            if section.number == switch_budgets.NUMBER and section.tables:
+                paths.append(paths[0].with_name(f"{paths[0].stem}_switch-budgets.png"))
+                switch_budgets.draw(section.tables[0].rows, paths[-1])
+        for path in paths:
             print(f"wrote {path}")
     wrong = failed(sections)
     for check in wrong:

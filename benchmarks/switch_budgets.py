@@ -13,6 +13,7 @@ from results import Check, Section, Table
 
 from perseus_planner import Frontier, Plan
 
+NUMBER = 8  #: of this section
 _BUDGETS = (0, 2, 4, 8, 16, 32, None)
 _LIMITS = {  #: percent of the unlimited saving to reach with at most 8 changes, by profile and slowdown
     ("gpt3-175b", 1.02): 86.0,
@@ -40,7 +41,7 @@ def measure(size: Size) -> Section:
     """Plan with every budget at every deadline."""
     rows = [row for case in size.cases for slowdown in size.budget_slowdowns for row in _rows(case, slowdown, size)]
     return Section(
-        8,
+        NUMBER,
         "Switch budgets",
         f"Replayed from the measured profiles; {STAGES} stages, 1F1B, clock changes at no cost. Changes are per GPU "
         "and iteration, the one back to the first clock for the next iteration included. To reach with 8 changes at "
@@ -117,7 +118,9 @@ def draw(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
                 axes.plot(marks, [of_line[mark]["share"] for mark in marks], f"o{line}", label=label)
     axes.set_xlabel("clock changes allowed per GPU and iteration")
     axes.set_ylabel("share of the unlimited saving, %")
-    axes.set_title("Replayed from measured profiles, 8 stages, 96 microbatches", fontsize="medium")
+    axes.set_title(
+        f"Replayed from measured profiles, {STAGES} stages, {rows[0]['microbatches']} microbatches", fontsize="medium"
+    )
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small")
     figure.savefig(path, dpi=150)

@@ -180,3 +180,18 @@ def test_operations_of_a_job_are_those_of_the_calls(work: Path):
     fixed = [FixedOperation("optimizer", "end", 0.5)]
     solve(smooth_profile(4, step_mhz=150), schedules.one_f_one_b(4, 2), operations=fixed).save("of-calls.npz")
     assert (work / "of-job.npz").read_bytes() == (work / "of-calls.npz").read_bytes()
+
+
+def test_microbatches_that_are_no_multiple_of_the_ranks_go_in_groups_of_another_size(work: Path):
+    command = "solve four.yaml --schedule interleaved-1f1b --microbatches 5 --ranks 2 --virtual-stages 2 -o g.npz"
+    status, _, complaint = refusal(command)
+    assert (status, "give a group of 3" in complaint) == (2, True)
+    done(f"{command} --microbatch-group 3")
+    assert Frontier.load("g.npz").schedule == schedules.interleaved_1f1b(2, 2, 5, group=3)
+    assert refusal("solve four.yaml --schedule gpipe --microbatches 5 --microbatch-group 3 -o g.npz")[0] == 2
+
+
+def test_a_profile_of_the_halves_of_a_backward_plans_a_zero_bubble_schedule(work: Path):
+    done("profile --gpu simulated:a100-sxm --stages 2 --split-backward -o split.yaml")
+    done("solve split.yaml --schedule zb-h1 --microbatches 4 -o zero.npz")
+    assert Frontier.load("zero.npz").schedule == schedules.zb_h1(2, 4)

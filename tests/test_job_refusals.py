@@ -17,7 +17,7 @@ from perseus_planner.job import Job
 
 JOB = "format: perseus-planner/job\nversion: 1\nprofile: two.yaml\nschedule: 1f1b\nmicrobatches: 3\n"
 KNOWN = (
-    "blocking_power_w, clock_change, format, microbatches, operations, overhead_s, profile, ranks, "
+    "blocking_power_w, clock_change, format, microbatch_group, microbatches, operations, overhead_s, profile, ranks, "
     "replicas, schedule, slow_stages, stages, tensor_parallel, transfer, variants, version, virtual_stages"
 )
 COUNT = "a whole number of at least 1"

@@ -88,7 +88,7 @@ print(json.dumps([package.__all__, sorted(public)]))
 @pytest.mark.parametrize("file", sources("perseus_planner"), ids=lambda file: str(file.relative_to(ROOT)))
 def test_the_core_imports_neither_profiler_nor_runtime(file: Path):
     body = ast.parse(file.read_text())
-    if file.name == "cli.py":
+    if file.parent.name == "cli":
         # A command may, when it runs.
         body.body = [node for node in body.body if not isinstance(node, ast.FunctionDef)]
     reached = [
