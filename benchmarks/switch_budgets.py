@@ -53,7 +53,7 @@ def measure(size: Size) -> Section:
             "*Saving*: against all clocks at maximum, for an iteration that lasts until the deadline, where GPUs that "
             "are done wait; its share is of the saving of the plan without a budget at that deadline. *At the plans' "
             "own times* compares both plans' energies at the time that each takes.",
-            "A plan is asked for again with every budget, so that seconds are those of one question to a new planner.",
+            "*Seconds to plan*: with the plan without a budget known, and after a first plan that loads compiled code.",
         ],
     )
 
@@ -62,6 +62,7 @@ def _rows(case: Case, slowdown: float, size: Size) -> Iterator[dict[str, Any]]:
     frontier = frontier_of(case, size.budget_microbatches)
     deadline_s = slowdown * frontier.baseline_time_s
     unlimited = frontier.plan_for(deadline_s)
+    frontier.plan_for(1.001 * deadline_s, max_changes=2)
     most_j, most_own_j = _saved_j(frontier, unlimited, deadline_s), unlimited.saving_j
     for budget in _BUDGETS:
         begin_s = time.perf_counter()
@@ -118,9 +119,8 @@ def draw(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
                 axes.plot(marks, [of_line[mark]["share"] for mark in marks], f"o{line}", label=label)
     axes.set_xlabel("clock changes allowed per GPU and iteration")
     axes.set_ylabel("share of the unlimited saving, %")
-    axes.set_title(
-        f"Replayed from measured profiles, {STAGES} stages, {rows[0]['microbatches']} microbatches", fontsize="medium"
-    )
+    sizes = f"{STAGES} stages, {rows[0]['microbatches']} microbatches"
+    axes.set_title(f"Replayed from measured profiles, {sizes}", fontsize="medium")
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small")
     figure.savefig(path, dpi=150)
