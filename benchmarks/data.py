@@ -61,6 +61,7 @@ class Size:
         measured_runs: how many of the training jobs that were run are replayed.
         budget_microbatches: of the plans with a switch budget.
         budget_slowdowns: their deadlines.
+        costly_slowdowns: deadlines of the plans in which clock changes cost time.
         interleaved: ranks, virtual stages and microbatches.
         slowed_microbatches: of the pipeline in which a stage becomes slower.
         repetitions: how often a short measurement is repeated.
@@ -77,13 +78,30 @@ class Size:
     measured_runs: int = 2
     budget_microbatches: int = 96
     budget_slowdowns: tuple[float, ...] = (1.00, 1.02, 1.05, 1.10)
+    costly_slowdowns: tuple[float, ...] = (1.00, 1.05)
     interleaved: tuple[int, int, int] = (8, 4, 64)
     slowed_microbatches: int = 96
     repetitions: int = 7
 
 
 FULL = Size()
-SMOKE = Size(CASES[:1], (12,), (1.00, 1.10), (12,), 4e-3, (12,), 11, (16, 24), 1, 12, (1.05,), (8, 2, 8), 12, 2)
+SMOKE = Size(
+    cases=CASES[:1],
+    microbatches=(12,),
+    slowdowns=(1.00, 1.10),
+    lowtime_microbatches=(12,),
+    lowtime_unit_s=4e-3,
+    reference_microbatches=(12,),
+    reference_points=11,
+    large=(16, 24),
+    measured_runs=1,
+    budget_microbatches=12,
+    budget_slowdowns=(1.05,),
+    costly_slowdowns=(1.05,),
+    interleaved=(8, 2, 8),
+    slowed_microbatches=12,
+    repetitions=2,
+)
 
 
 @cache

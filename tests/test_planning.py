@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from strategies import deadline_s, fixed, pipelines, shares, smooth_profile
 
 from perseus_planner import schedules
-from perseus_planner.errors import InfeasibleDeadline
+from perseus_planner.errors import InfeasibleBudget, InfeasibleDeadline
 from perseus_planner.frontier import Frontier, solve
 from perseus_planner.plan import Plan
 from perseus_planner.profiles import ClockChange, Measurement, Profile
@@ -103,3 +103,22 @@ def test_a_plan_with_what_changes_cost_comes_back_from_its_file(tmp_path):
     frontier.save(tmp_path / "frontier.npz")
     again = Frontier.load(tmp_path / "frontier.npz")
     assert again.plan_for(1.03 * frontier.baseline_time_s) == plan
+
+
+@settings(fixed, max_examples=25)
+@given(problem=pipelines(3, 5), share=shares(), change=CHANGES, most=st.integers(0, 5))
+def test_a_switch_budget_holds_where_changes_cost_time(
+    problem: tuple[Profile, Schedule], share: float, change: ClockChange, most: int
+):
+    profile, schedule = problem
+    frontier = solve(replace(profile, clock_change=change), schedule)
+    at_s = deadline_s(frontier, share)
+    try:
+        plan = frontier.plan_for(at_s, max_changes=most)
+    except InfeasibleBudget as error:
+        at_s = error.least_time_s
+        if at_s == math.inf:
+            return
+        plan = frontier.plan_for(at_s, max_changes=most)
+    assert max(plan.changes) <= most
+    assert plan.time_s <= at_s

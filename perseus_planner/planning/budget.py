@@ -79,19 +79,27 @@ def clocks_by_budget(
     choices: Choices,
     deadline_s: float,
     unlimited_mhz: Sequence[int],
-    max_changes: int,
+    levels: Sequence[int],
     min_dwell_s: float,
-) -> list[list[int]]:
-    """`clocks_within_budget` for each number of changes that is searched up to `max_changes`, fewest first.
+) -> dict[int, list[int]]:
+    """`clocks_within_budget` for each of several numbers of changes, each searched from the one before.
 
-    Those within which no plan was found are left out.
+    Args:
+        dag: the iteration.
+        choices: likewise, as all but `levels`.
+        deadline_s: of the replay, seconds.
+        unlimited_mhz: the clock of each computation in a plan within the deadline without a budget.
+        levels: numbers of changes, rising.
+        min_dwell_s: for how long a clock must be held at least, seconds.
+
+    Returns:
+        number of changes -> clocks, MHz; those within which no plan was found are left out.
     """
     problem, clocks, unlimited = _laid_out(dag, choices, unlimited_mhz)
-    search = _search(problem, deadline_s, max_changes, min_dwell_s, unlimited)
-    found = [each.clock for each in _levels_of(problem, search) if each is not None and each.late_s == 0.0]
-    if search.unlimited_fits:
-        found.append(search.unlimited)
-    return [[clocks[i] for i in clock.tolist()] for clock in found]
+    search = _search(problem, deadline_s, levels[-1], min_dwell_s, unlimited)
+    found = zip(levels, _at_levels(problem, search, levels), strict=True)
+    chosen = {level: each.clock for level, each in found if each is not None and each.late_s == 0.0}
+    return {level: [clocks[i] for i in clock.tolist()] for level, clock in chosen.items()}
 
 
 def within_budget(
@@ -117,7 +125,7 @@ def within_budget(
     search = _search(problem, deadline_s, budget, dwell_s, unlimited)
     if search.unlimited_fits:
         return search.unlimited
-    *_, best = _levels_of(problem, search)
+    *_, best = _at_levels(problem, search, _levels(search.goal.budget))
     if best is None or best.late_s > 0.0:
         raise InfeasibleBudget(deadline_s, budget, dwell_s, None if best is None else best.time_s)
     return best.clock
@@ -153,14 +161,12 @@ def _search(problem: RunProblem, deadline_s: float, budget: int | None, dwell_s:
     return _Search(goal, unlimited, holds and most_changes(problem, unlimited) <= most, paces)
 
 
-def _levels_of(problem: RunProblem, search: _Search) -> Iterator[_Found | None]:
-    """The best plan found for each number of changes up to the budget, in turn; at least one."""
+def _at_levels(problem: RunProblem, search: _Search, levels: Sequence[int]) -> Iterator[_Found | None]:
+    """The best plan found for each number of changes, in turn."""
     measured = np.isfinite(problem.time_s).sum(axis=1)[problem.member]
     if math.prod(measured.tolist()) > _FEW:
-        yield from _searched(problem, search)
-        return
-    for level in [*_levels(search.goal.budget), search.goal.budget]:
-        yield _best_of_all(problem, search.goal._replace(budget=level))
+        return _searched(problem, search, levels)
+    return (_best_of_all(problem, search.goal._replace(budget=level)) for level in levels)
 
 
 def _best_of_all(problem: RunProblem, goal: Goal) -> _Found | None:
@@ -168,7 +174,7 @@ def _best_of_all(problem: RunProblem, goal: Goal) -> _Found | None:
     return _Found(max(0.0, time_s - goal.deadline_s), cost_j, time_s, clock) if time_s < math.inf else None
 
 
-def _searched(problem: RunProblem, search: _Search) -> Iterator[_Found | None]:
+def _searched(problem: RunProblem, search: _Search, levels: Sequence[int]) -> Iterator[_Found | None]:
     goal, unlimited, _, paces = search
     goal = goal._replace(price_w=_PRICE * _worth_w(problem, paces, goal.deadline_s))
     unlimited_j = loaded(problem, unlimited)[1]
@@ -176,11 +182,13 @@ def _searched(problem: RunProblem, search: _Search) -> Iterator[_Found | None]:
     models = np.array(near or [unlimited])
     mixed = np.concatenate([models, np.repeat(unlimited[None], (len(models) + 1) // 2, axis=0)])
     best = min(paces, key=_rank, default=None)
-    for level in _levels(goal.budget):
+    mixtures: list[_Found] | None = None
+    for level in levels:
         at_level = goal._replace(budget=level)
         starts = [] if best is None else [best]
-        if level == 2:
-            starts += _mixtures(problem, paces, goal.deadline_s)
+        if level >= 2 and mixtures is None:
+            mixtures = _mixtures(problem, paces, goal.deadline_s)
+            starts += mixtures
         if best is None or best.late_s > 0.0:
             clock = fastest_runs(problem, min(max(level, 1), _MOST_FAST_RUNS))
             starts.append(_found(problem, clock, goal.deadline_s))
@@ -199,17 +207,13 @@ def _searched(problem: RunProblem, search: _Search) -> Iterator[_Found | None]:
         yield best
 
 
-def _levels(budget: int) -> Iterator[int]:
+def _levels(budget: int) -> list[int]:
     """The numbers of changes that are searched one after the other: 0, 2, 3, 4, 6, 8, 12, 16 and so on."""
-    level, power = 0, 2
-    while level <= budget:
-        yield level
-        if level == 0:
-            level = 2
-        elif level == power:
-            level = power * 3 // 2
-        else:
-            level = power = 2 * power
+    levels, power = [0], 2
+    while power <= budget:
+        levels += [level for level in (power, power * 3 // 2) if level <= budget]
+        power *= 2
+    return levels
 
 
 def _rank(found: _Found) -> tuple[float, float]:

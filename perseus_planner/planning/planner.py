@@ -15,6 +15,7 @@ from typing import Protocol
 
 import numpy as np
 
+from perseus_planner.clock_changes import ClockChange
 from perseus_planner.dag import PipelineDag
 from perseus_planner.errors import InfeasibleBudget, InfeasibleDeadline
 from perseus_planner.mincut import Checkpoint, Integers
@@ -27,8 +28,8 @@ from perseus_planner.profiles import Measurement
 from perseus_planner.simulate import replay, time_and_energy
 from perseus_planner.tasks import nearest_clock
 
-_AIMS = 4  #: deadlines that are aimed at where changing clocks makes plans late
-_MOST_CHANGES = 64  #: that are tried where changing clocks costs time, beside any number
+_LEVELS = (0, 2, 4, 8, 16, 32)  #: numbers of changes that are tried where changing clocks costs time, beside any
+_HURRIES = 2  #: times that a plan is made again for an earlier deadline, where changing clocks makes it late
 
 Key = tuple[int, str]
 
@@ -98,44 +99,95 @@ class Planner:
         return plan
 
     def _plan_with_costs(self, deadline_s: float, max_changes: int | None, min_dwell_s: float) -> Plan:
-        best, aim_s = None, deadline_s
-        for _ in range(_AIMS):
-            plans = list(self._candidates(aim_s, deadline_s, max_changes, min_dwell_s))
-            best = self._best([*plans, *([best] if best else [])], deadline_s)
-            late_s = [
-                plan.time_s - deadline_s
-                for plan in plans
-                if plan.time_s > deadline_s and (best is None or self._effective_j(plan) < self._effective_j(best))
-            ]
-            if not late_s or aim_s == self.frontier.min_time_s:
+        levels: list[int | None] = [level for level in _LEVELS if max_changes is None or level < max_changes]
+        levels.append(max_changes)
+        plans = self._candidates(deadline_s, deadline_s, levels, min_dwell_s)
+        best = self._best(plans.values(), deadline_s)
+        aims = {level: [deadline_s] for level, _ in plans}
+        while True:
+            late = {
+                level: plan
+                for (level, _), plan in sorted(plans.items(), key=lambda each: -each[1].time_s)
+                if plan.time_s > deadline_s and self._better(plan, best) and len(aims[level]) <= _HURRIES
+            }
+            if not late:
                 break
-            aim_s = max(aim_s - min(late_s), self.frontier.min_time_s)
-        if best is not None:
-            return best
-        plans = list(self._candidates(self.frontier.min_time_s, deadline_s, max_changes, min_dwell_s))
+            level = min(late, key=lambda level: self._effective_j(late[level]))  # the most promising
+            aims[level].append(aims[level][-1] - (late[level].time_s - deadline_s))
+            plans = {key: plan for key, plan in plans.items() if key[0] != level}
+            if aims[level][-1] >= self.frontier.min_time_s:
+                plans |= self._candidates(aims[level][-1], deadline_s, [level], min_dwell_s)
+                best = self._best([*plans.values(), *([best] if best else [])], deadline_s)
+        return best or self._fastest_with_costs(deadline_s, levels, min_dwell_s)
+
+    def _fastest_with_costs(self, deadline_s: float, levels: Sequence[int | None], min_dwell_s: float) -> Plan:
+        plans = self._candidates(self.frontier.min_time_s, deadline_s, levels, min_dwell_s).values()
         best = self._best(plans, deadline_s)
         if best is not None:
             return best
         least_s = min((plan.time_s for plan in plans), default=math.inf)
-        if max_changes is None and min_dwell_s == 0.0:
+        if levels[-1] is None and min_dwell_s == 0.0:
             raise InfeasibleDeadline(deadline_s, least_s)
-        raise _infeasible(deadline_s, max_changes, min_dwell_s, least_s)
+        raise _infeasible(deadline_s, levels[-1], min_dwell_s, least_s)
 
-    def _best(self, plans: Sequence[Plan], deadline_s: float) -> Plan | None:
+    def _best(self, plans: Iterable[Plan], deadline_s: float) -> Plan | None:
         fitting = [plan for plan in plans if plan.time_s <= deadline_s]
         return min(fitting, key=self._effective_j, default=None)
 
+    def _better(self, plan: Plan, best: Plan | None) -> bool:
+        return best is None or self._effective_j(plan) < self._effective_j(best)
+
     def _candidates(
-        self, aim_s: float, deadline_s: float, max_changes: int | None, min_dwell_s: float
-    ) -> Iterator[Plan]:
-        """Plans that would be done by `aim_s` if changing clocks cost nothing, replayed with what it costs."""
-        unlimited, most = self._unlimited_clocks(aim_s), _MOST_CHANGES if max_changes is None else max_changes
-        within_s = self._replayed_s(aim_s)
-        found = clocks_by_budget(self.dag, self._choices, within_s, unlimited, most, min_dwell_s)
-        if max_changes is None and min_dwell_s == 0.0:
-            found.append(unlimited)
-        for clocks in found:
-            yield self.of(clocks, deadline_s)
+        self, aim_s: float, deadline_s: float, levels: Sequence[int | None], min_dwell_s: float
+    ) -> dict[tuple[int | None, bool], Plan]:
+        """Plans that would be done by `aim_s` if changing clocks cost nothing, replayed with what it costs.
+
+        Args:
+            aim_s: seconds.
+            deadline_s: of the plans, seconds.
+            levels: the most changes of each; None: any number.
+            min_dwell_s: for how long a clock is held at least, seconds.
+
+        Returns:
+            (level, whether faster clocks are asked for early) -> plan, where one was found.
+        """
+        unlimited, within_s = self._unlimited_clocks(aim_s), self._replayed_s(aim_s)
+        counts = [len(unlimited) if level is None else level for level in levels]
+        found: dict[int | None, list[int]] = {}
+        if min_dwell_s == 0.0 and levels[-1] is None:
+            found[None] = unlimited
+            counts.pop()
+        if counts:
+            budgets = clocks_by_budget(self.dag, self._choices, within_s, unlimited, counts, min_dwell_s)
+            found |= {level: budgets[n] for level, n in zip(levels, counts, strict=False) if n in budgets}
+        plans = {(level, False): self.of(clocks, deadline_s) for level, clocks in found.items()}
+        if min_dwell_s == 0.0 and self.profile.clock_change is not None:
+            early = {level: self._faster_early(clocks, self.profile.clock_change) for level, clocks in found.items()}
+            plans |= {(level, True): self.of(clocks, deadline_s) for level, clocks in early.items()}
+        return plans
+
+    def _faster_early(self, clocks: Sequence[int], change: ClockChange) -> list[int]:
+        """The same clocks, but each faster one already for what runs just before, so that it is there in time.
+
+        No rank changes its clock more often than before.
+        """
+        keys, changed = self.dag.iteration.keys, list(clocks)
+        latency_s = change.calls_per_change(self.profile.gpus_per_stage) * change.call_s + change.settle_s
+        for program in self.dag.iteration.programs:
+            places = [place for place in program if place < len(keys)]
+            for number, place in enumerate(places):
+                before, left_s = number - 1, latency_s  # number - 1 of the first one is the last one, as it should be
+                run_mhz, mhz, table = clocks[places[before]], clocks[place], self._table[keys[place]]
+                if run_mhz not in table or table[mhz].time_s >= table[run_mhz].time_s:
+                    continue
+                while left_s > 0.0 and before > number - len(places) and clocks[places[before]] == run_mhz:
+                    key = keys[places[before]]
+                    if mhz not in self._table[key]:
+                        break
+                    changed[places[before]] = mhz
+                    left_s -= self._table[key][run_mhz].time_s
+                    before -= 1
+        return changed
 
     def _effective_j(self, plan: Plan) -> float:
         return plan.energy_j - self.dag.waiting_w * plan.time_s
