@@ -112,7 +112,7 @@ def read_document(
     Raises:
         PlannerError: of the type `error`; the file cannot be read, is not YAML, or is not such a document.
     """
-    document = _parse(path, _text(path, error), error)
+    document = _parse(path, text_of(path, error), error)
     _check_format(document, name, version, error)
     _check_keys(document, {"format", "version", *required}, set(optional))
     return document
@@ -121,7 +121,7 @@ def read_document(
 def format_of(path: Path) -> str | None:
     """What the file at `path` says that its format is; None where it says nothing, or cannot be read."""
     try:
-        name = _parse(path, _text(path, PlannerError), PlannerError).values.get("format")
+        name = _parse(path, text_of(path, PlannerError), PlannerError).values.get("format")
     except PlannerError:
         return None
     return name if isinstance(name, str) else None
@@ -133,7 +133,7 @@ def with_number(document: Document, key: str, number: float) -> str:
     Raises:
         PlannerError: of the type of the document's errors; the file is written in a way that this cannot change.
     """
-    text, written = _text(document.path, document.error), yaml.safe_dump(number).split("\n")[0]
+    text, written = text_of(document.path, document.error), yaml.safe_dump(number).split("\n")[0]
     lines = text.splitlines(keepends=True)
     if key in document.values:
         start, end = document._nodes[key].start_mark, document._nodes[key].end_mark
@@ -166,14 +166,24 @@ def shown(value: object) -> str:
     return _SHORT.repr(value)
 
 
-def _text(path: Path, error: type[PlannerError]) -> str:
+def text_of(path: Path, error: type[PlannerError], suspicion: str = "so not what the planner wrote") -> str:
+    """The text of the file at `path`.
+
+    Args:
+        path: the file.
+        error: what is raised.
+        suspicion: what is to be thought of a file that is too large.
+
+    Raises:
+        PlannerError: of the type `error`; the file cannot be read, is too large or is not UTF-8.
+    """
     try:
         with path.open("rb") as file:
             data = file.read(_MAX_BYTES + 1)
     except OSError as reason:
         raise error(unreadable(path, reason)) from reason
     if len(data) > _MAX_BYTES:
-        raise error(f"{path}: is larger than {_MAX_BYTES} bytes, so not what the planner wrote; name another file")
+        raise error(f"{path}: is larger than {_MAX_BYTES} bytes, {suspicion}; name another file")
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as reason:

@@ -14,13 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from perseus_planner.documents import shown, unreadable
+from perseus_planner.documents import shown, text_of
 from perseus_planner.errors import UsageError
 from perseus_planner.quantities import DEGREE, STAGE, TIME, WAIT, Rule
 
 _COLUMNS = ("start", "end", "degree", "pipeline", "stage")
 _HEADER = ",".join(_COLUMNS)
-_MAX_BYTES = 64 * 2**20
 _START = WAIT._replace(wanted="a start: write finite seconds of 0 or more, such as 120.5")
 _END = TIME._replace(wanted="an end: write finite seconds above 0, such as 180, or nothing for one that stays")
 _DEGREE = DEGREE._replace(wanted="a degree: write how many times as long it takes, 1 or more, such as 1.15")
@@ -120,21 +119,11 @@ def read_stragglers(path: Path, pipelines: int, stages: int) -> tuple[Straggler,
 
 
 def _text(path: Path) -> str:
-    try:
-        with path.open("rb") as file:
-            data = file.read(_MAX_BYTES + 1)
-    except OSError as error:
-        raise UsageError(unreadable(path, error)) from error
-    if len(data) > _MAX_BYTES:
-        raise UsageError(f"{path}: is larger than {_MAX_BYTES} bytes, so hardly a trace of stragglers; name another")
-    line = data.count(b"\n", 0, data.find(b"\0")) + 1
-    if b"\0" in data:
+    text = text_of(path, UsageError, "so hardly a trace of stragglers")
+    if "\0" in text:
+        line = text.count("\n", 0, text.index("\0")) + 1
         raise UsageError(f"{path}, line {line}: has a NUL byte, so the file is damaged or no text; write it again")
-    try:
-        return data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = data.count(b"\n", 0, error.start) + 1
-        raise UsageError(f"{path}, line {line}: is not UTF-8 text; save the file as UTF-8") from error
+    return text
 
 
 def _stragglers(path: Path, reader: Any, pipelines: int, stages: int) -> tuple[Straggler, ...]:
