@@ -49,7 +49,6 @@ def test_plans_tell_what_changes_cost_and_meet_the_deadline_all_the_same(
     assert plan.time_s <= at_s
     scale_j = plan.baseline_energy_j + abs(effective_j(plan, frontier))
     assert plan.energy_j >= plan.bound_j - 1e-9 * scale_j
-    assert replay(replace(plan, clock_change=None)).time_s <= frontier.max_time_s
 
 
 def test_changes_at_no_cost_change_nothing():
