@@ -47,9 +47,9 @@ class PipelineDag:
             )
         for key, computation in zip(self.iteration.keys, self.computations, strict=True):
             if key not in self.profile.measurements:
+                other = "leave that variant out" if "." in key[1] else f"use a schedule without {key[1]}"
                 raise ProfileError(
-                    f"the profile has no {key[1]} of stage {key[0]}, which {computation} is; measure it, "
-                    f"or use a schedule without {key[1]}"
+                    f"the profile has no {key[1]} of stage {key[0]}, which {computation} is; measure it, or {other}"
                 )
         for rank, program in enumerate(self.schedule.ranks):
             if len({self.profile.blocking_w(c.stage) for c in program}) > 1:

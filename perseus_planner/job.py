@@ -97,7 +97,14 @@ class Job:
             ScheduleError: the schedule cannot run, or transfers or variants do not fit it.
         """
         extras = {"transfer": self.transfer, "operations": self.operations, "variants": self.variants}
-        return tuple(PipelineDag.from_schedule(profile, self.schedule, **extras) for profile in self.profiles)
+        dags = []
+        for number, profile in enumerate(self.profiles):
+            try:
+                dags.append(PipelineDag.from_schedule(profile, self.schedule, **extras))
+            except ProfileError as error:
+                kind = f"pipelines of kind {number}: " if len(self.profiles) > 1 else ""
+                raise ProfileError(f"{kind}{error}") from None
+        return tuple(dags)
 
 
 def _profile(settings: Settings, replica: ReplicaSettings) -> Profile:

@@ -216,7 +216,7 @@ def test_a_kind_that_was_not_profiled_is_refused():
     with pytest.raises(ProfileError) as caught:
         PipelineDag.from_networkx(same_everywhere(1), with_node("0B0", kind="B.sync"))
     assert str(caught.value) == (
-        "the profile has no B.sync of stage 0, which 0B0 is; measure it, or use a schedule without B.sync"
+        "the profile has no B.sync of stage 0, which 0B0 is; measure it, or leave that variant out"
     )
 
 

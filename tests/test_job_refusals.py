@@ -141,7 +141,7 @@ BAD: dict[str, tuple[str | tuple[str, str], str]] = {
     ),
     "variant not profiled": (
         "variants:\n- {kind: B.sync, microbatches: last}\n",
-        "the profile has no B.sync of stage 0, which 0B2 is; measure it, or use a schedule without B.sync",
+        "the profile has no B.sync of stage 0, which 0B2 is; measure it, or leave that variant out",
     ),
     "slow stages a list": (
         "slow_stages: [1.1]\n",
@@ -181,6 +181,11 @@ BAD: dict[str, tuple[str | tuple[str, str], str]] = {
     "replicas of no count": (
         "replicas:\n- {count: 0}\n",
         f"job.yaml, line 7, key 'count' of replicas: 0 is not {COUNT}",
+    ),
+    "a replica that lacks a variant": (
+        "variants: [{kind: B.sync, microbatches: last}]\nreplicas:\n- {count: 1}\n- {count: 1, slow_stages: {1: 2}}\n",
+        "pipelines of kind 0: the profile has no B.sync of stage 0, which 0B2 is; measure it, or leave that "
+        "variant out",
     ),
     "a replica that does not fit": (
         "replicas:\n- {count: 1}\n- {count: 1, slow_stages: {7: 2}}\n",
