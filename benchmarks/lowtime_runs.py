@@ -15,7 +15,7 @@ from perseus_planner import Frontier, Profile, schedules, solve
 from perseus_planner.cluster.lowtime_walk import Fits, Walk, fit, load_lowtime
 from perseus_planner.dag import PipelineDag
 from perseus_planner.errors import UsageError
-from perseus_planner.profiles import Measurement
+from perseus_planner.measurement import Measurement
 from perseus_planner.simulate import end_times
 
 

@@ -16,7 +16,7 @@ from results import Check, Section, Table
 
 from perseus_planner import Profile, schedules
 from perseus_planner.dag import PipelineDag
-from perseus_planner.profiles import Measurement
+from perseus_planner.measurement import Measurement
 from perseus_planner.schedules import Schedule
 from perseus_planner.simulate import time_and_energy
 

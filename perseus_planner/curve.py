@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from perseus_planner.profiles import Measurement
+from perseus_planner.measurement import Measurement
 
 
 @dataclass(frozen=True)

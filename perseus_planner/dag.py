@@ -12,8 +12,9 @@ from perseus_planner.curve import Option, worthwhile
 from perseus_planner.documents import shown
 from perseus_planner.errors import ProfileError, ScheduleError
 from perseus_planner.iteration import Iteration, Operation, parse_operation
+from perseus_planner.measurement import Measurement
 from perseus_planner.pipeline import pipeline_iteration
-from perseus_planner.profiles import Measurement, Profile
+from perseus_planner.profiles import Profile
 from perseus_planner.quantities import STAGE
 from perseus_planner.schedules import Computation, Schedule
 

@@ -11,6 +11,10 @@
     │   │   └── InfeasibleBudget .max_changes, .min_dwell_s
     │   └── InfeasiblePower      .power_w, .least_power_w
     ├── GpuError                 a GPU, real or simulated, that cannot do what was asked
+    │   ├── GpuNotSupported      it has no such function: the GPU, its driver, or the back-end
+    │   ├── GpuNotPermitted      this process may not
+    │   ├── GpuLost              it has fallen off the bus, or its daemon is gone
+    │   └── GpuHeld              another process sets its clocks
     └── UsageError               a value on the command line or in a call that cannot be used
 
 The text of each says what was read (file, line, field), what is wrong with it, and what to do.
@@ -116,6 +120,22 @@ class InfeasiblePower(InfeasibleError):
 
 class GpuError(PlannerError):
     """A GPU, real or simulated, cannot do what was asked."""
+
+
+class GpuNotSupported(GpuError):
+    """The GPU, its driver or the back-end has no such function."""
+
+
+class GpuNotPermitted(GpuError):
+    """This process may not do that."""
+
+
+class GpuLost(GpuError):
+    """The GPU has fallen off the bus, or what reaches it is gone."""
+
+
+class GpuHeld(GpuError):
+    """Another process, which lives, sets this GPU's clocks."""
 
 
 class UsageError(PlannerError):

@@ -16,8 +16,9 @@ from perseus_planner.errors import FrontierError, PlannerError
 from perseus_planner.files import replacing, sha256
 from perseus_planner.iteration import Iteration, parse_operation
 from perseus_planner.iteration_text import parse_key
+from perseus_planner.measurement import Measurement
 from perseus_planner.mincut import Checkpoint, Integers, State
-from perseus_planner.profiles import Measurement, Profile
+from perseus_planner.profiles import Profile
 from perseus_planner.schedules import Computation, Schedule
 
 _FORMAT = "perseus-planner/frontier"

@@ -18,7 +18,7 @@ from perseus_planner.errors import PlanError, PlannerError
 from perseus_planner.files import replacing, sha256
 from perseus_planner.iteration import Iteration
 from perseus_planner.iteration_text import ITERATION_KEYS, iteration_content, iteration_from, parse_key
-from perseus_planner.profiles import Measurement
+from perseus_planner.measurement import Measurement
 from perseus_planner.schedules import Computation, Schedule
 
 _FORMAT = "perseus-planner/plan"

@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from perseus_planner.errors import ProfileError
+from perseus_planner.measurement import Measurement
 from perseus_planner.profile_csv import word_of
-from perseus_planner.profiles import Measurement, Profile
+from perseus_planner.profiles import Profile
 from perseus_planner.quantities import COUNT, DEGREE
 
 

@@ -24,34 +24,13 @@ from perseus_planner.clock_changes import ClockChange
 from perseus_planner.documents import Document, read_document, shown
 from perseus_planner.errors import ProfileError
 from perseus_planner.files import replacing, sha256
-from perseus_planner.profile_csv import WORDS, Row, kind_of, read_rows, word_of, written
-from perseus_planner.quantities import CLOCK, COUNT, ENERGY, POWER, STAGE, TIME, WAIT, Rule
+from perseus_planner.measurement import Measurement, checked
+from perseus_planner.profile_csv import KNOBS, WORDS, Row, kind_of, read_table, word_of, written
+from perseus_planner.quantities import COUNT, POWER, STAGE, WAIT
 
 _FORMAT = "perseus-planner/profile"
 _VERSION = 1
 _YAML_SUFFIXES = (".yaml", ".yml")
-
-
-@dataclass(frozen=True)
-class Measurement:
-    """One computation at one clock.
-
-    Attributes:
-        clock_mhz: the SM clock, MHz, above 0.
-        time_s: its duration, seconds, above 0.
-        energy_j: the energy that the GPU used for it, joules, 0 or more.
-
-    Raises:
-        ProfileError: a value is not of that kind.
-    """
-
-    clock_mhz: int
-    time_s: float
-    energy_j: float
-
-    def __post_init__(self) -> None:
-        for name, rule in (("clock_mhz", CLOCK), ("time_s", TIME), ("energy_j", ENERGY)):
-            object.__setattr__(self, name, _checked(name, getattr(self, name), rule))
 
 
 @dataclass(frozen=True)
@@ -70,6 +49,10 @@ class Profile:
         gpus_per_stage: how many GPUs a stage has (tensor parallelism). Energies and powers are sums over them.
         overhead_s: calibration: a measured iteration time minus the replayed one, seconds. GPUs wait meanwhile.
         clock_change: what changing a clock costs; None where it was not measured.
+        knob: what was set for each measurement: "clock", "power-limit", or "observed", where nothing was set and the
+            clocks are those that the GPU chose.
+        conditions: under what conditions it was measured, such as driver and time, as text; profiles that differ only
+            in it are equal.
 
     Raises:
         ProfileError: the values are no such profile.
@@ -82,6 +65,8 @@ class Profile:
     gpus_per_stage: int = 1
     overhead_s: float = 0.0
     clock_change: ClockChange | None = None
+    knob: str = "clock"
+    conditions: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         table = {_checked_key(key): _checked_options(key, options) for key, options in self.measurements.items()}
@@ -110,8 +95,8 @@ class Profile:
     @cached_property
     def digest(self) -> str:
         """SHA-256, in hex, of the content: equal for equal profiles, whatever file they came from."""
-        rest = repr({name: getattr(self, name) for name in _CHECKS})
-        return sha256(b"profile 1", self._csv(), rest.encode())
+        rest = repr({name: getattr(self, name) for name in _CHECKS if name != "conditions"})
+        return sha256(b"profile 2", self._csv(evidence=False), rest.encode())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], blocking_power_w: float | tuple[float, ...] | None = None) -> Profile:
@@ -148,6 +133,7 @@ class Profile:
             raise ProfileError(f"{path}: a profile is saved as YAML with a CSV beside it; end the name with .yaml")
         table = path.with_suffix(".csv")
         document = {"format": _FORMAT, "version": _VERSION, "measurements": table.name, **self.rest()}
+        document.pop("knob", None)  # the header of the table says it
         text = yaml.safe_dump(document, sort_keys=False, allow_unicode=True, width=math.inf)
         for target, data in ((table, self._csv()), (path, text.encode())):
             try:
@@ -170,27 +156,25 @@ class Profile:
             content["overhead_s"] = self.overhead_s
         if change is not None:
             content["clock_change"] = asdict(change)
+        if self.knob != "clock":
+            content["knob"] = self.knob
+        if self.conditions:
+            content["conditions"] = dict(self.conditions)
         return content
 
-    def _csv(self) -> bytes:
-        return written(
-            Row(stage, kind, option.clock_mhz, option.time_s, option.energy_j)
+    def _csv(self, *, evidence: bool = True) -> bytes:
+        rows = [
+            Row(stage, kind, option.clock_mhz, option.time_s, option.energy_j, option.evidence if evidence else None)
             for (stage, kind), options in self.measurements.items()
             for option in options
-        )
-
-
-def _checked(name: str, value: object, rule: Rule) -> Any:
-    number = rule.accept(value)
-    if number is None:
-        raise ProfileError(f"{name}: {shown(value)} is not {rule.wanted}")
-    return number
+        ]
+        return written(rows, self.knob)
 
 
 def _checked_power(value: object) -> Any:
     if isinstance(value, (list, tuple)):
-        return tuple(_checked("blocking_power_w", each, POWER) for each in value)
-    return _checked("blocking_power_w", value, POWER)
+        return tuple(checked("blocking_power_w", each, POWER) for each in value)
+    return checked("blocking_power_w", value, POWER)
 
 
 def _checked_overhead(value: Any) -> Any:
@@ -222,14 +206,28 @@ def _checked_origin(value: object) -> object:
     return value
 
 
+def _checked_knob(value: object) -> object:
+    if value not in KNOBS:
+        raise ProfileError(f"knob: {shown(value)} is unknown: give {' or '.join(KNOBS)}")
+    return value
+
+
+def _checked_conditions(value: object) -> Mapping[str, str]:
+    if not isinstance(value, Mapping) or not all(isinstance(each, str) for pair in value.items() for each in pair):
+        raise ProfileError(f"conditions: {shown(value)} are none: write one `name: text` a line below it")
+    return MappingProxyType(dict(value))
+
+
 _CHECKS: Mapping[str, Callable[[object], object]] = MappingProxyType(
     {
         "blocking_power_w": _checked_power,
         "gpu": _checked_gpu,
         "origin": _checked_origin,
-        "gpus_per_stage": lambda value: _checked("gpus_per_stage", value, COUNT),
+        "gpus_per_stage": lambda value: checked("gpus_per_stage", value, COUNT),
         "overhead_s": _checked_overhead,
         "clock_change": _checked_change,
+        "knob": _checked_knob,
+        "conditions": _checked_conditions,
     }
 )
 
@@ -237,7 +235,7 @@ _CHECKS: Mapping[str, Callable[[object], object]] = MappingProxyType(
 def _checked_key(key: object) -> tuple[int, str]:
     match key:
         case (stage, str() as kind) if kind_of(kind) == kind:
-            return _checked("stage", stage, STAGE), kind
+            return checked("stage", stage, STAGE), kind
     raise ProfileError(f"measurements: {shown(key)} is not a stage and a kind: write it as (0, 'F') or (0, 'B')")
 
 
@@ -271,11 +269,13 @@ def _check_complete(table: Mapping[tuple[int, str], object]) -> None:
 
 def _built(path: Path, **rest: Any) -> Profile:
     """The Profile of the CSV at `path`, which errors name."""
+    rows, knob = read_table(path)
     table: dict[tuple[int, str], list[Measurement]] = {}
-    for row in read_rows(path):
-        table.setdefault((row.stage, row.kind), []).append(Measurement(row.clock_mhz, row.time_s, row.energy_j))
+    for row in rows:
+        option = Measurement(row.clock_mhz, row.time_s, row.energy_j, row.evidence)
+        table.setdefault((row.stage, row.kind), []).append(option)
     try:
-        return Profile({key: tuple(options) for key, options in table.items()}, **rest)
+        return Profile({key: tuple(options) for key, options in table.items()}, knob=knob, **rest)
     except ProfileError as error:
         raise ProfileError(f"{path}: {error}") from None
 
@@ -296,7 +296,7 @@ def profile_document(path: Path) -> Document:
         ProfileError: it cannot be read, or is no such file.
     """
     required = ("measurements", "blocking_power_w")
-    optional = tuple(key for key in _CHECKS if key not in required)
+    optional = tuple(key for key in _CHECKS if key not in (*required, "knob"))
     return read_document(path, _FORMAT, _VERSION, required, optional, ProfileError)
 
 

@@ -14,7 +14,7 @@ from perseus_planner.clock_changes import ClockChange
 from perseus_planner.clock_replay import replay_with_changes
 from perseus_planner.dag import PipelineDag
 from perseus_planner.iteration import Iteration
-from perseus_planner.profiles import Measurement
+from perseus_planner.measurement import Measurement
 from perseus_planner.tasks import Fixed, Task, TaskGraph
 
 if TYPE_CHECKING:

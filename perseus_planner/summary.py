@@ -10,8 +10,9 @@ import numpy as np
 
 from perseus_planner.frontier import Frontier
 from perseus_planner.iteration import Iteration
+from perseus_planner.measurement import Measurement
 from perseus_planner.profile_csv import word_of
-from perseus_planner.profiles import Measurement, Profile
+from perseus_planner.profiles import Profile
 
 _STEPS = 10  #: between the ends of a frontier, in its table
 

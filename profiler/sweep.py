@@ -15,7 +15,8 @@ from functools import partial
 from perseus_planner.errors import UsageError
 from perseus_planner.gpu import Gpu, locked_clock, open_gpu
 from perseus_planner.gpu.simulated import SimulatedGpu, Work
-from perseus_planner.profiles import Measurement, Profile
+from perseus_planner.measurement import Measurement
+from perseus_planner.profiles import Profile
 
 Run = Callable[[int], None]
 """Runs a computation so many times back to back, and returns when the GPU has finished."""
@@ -92,9 +93,10 @@ def sweep_simulated(
     """
     if not isinstance(stages, int) or isinstance(stages, bool) or stages < 1:
         raise UsageError(f"stages is {stages!r}; give a whole number of at least 1")
-    device = open_gpu(gpu, seed=seed)
-    simulated = [_simulated_stage(device, work, split_backward) for work in _gpt_forwards(stages)]
-    return sweep(device, simulated, device.block, progress)
+    with open_gpu(f"{gpu}?seed={seed}") as device:
+        assert isinstance(device, SimulatedGpu)
+        simulated = [_simulated_stage(device, work, split_backward) for work in _gpt_forwards(stages)]
+        return sweep(device, simulated, device.block, progress)
 
 
 def _descent(gpu: Gpu, run: Run) -> Iterator[Measurement]:

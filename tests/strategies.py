@@ -17,8 +17,9 @@ from perseus_planner import schedules
 from perseus_planner.dag import PipelineDag
 from perseus_planner.frontier import Frontier
 from perseus_planner.iteration import Iteration, Operation
+from perseus_planner.measurement import Measurement
 from perseus_planner.pipeline import FixedOperation, Transfer, Variant, pipeline_iteration
-from perseus_planner.profiles import Measurement, Profile
+from perseus_planner.profiles import Profile
 from perseus_planner.schedules import Computation, Schedule, one_f_one_b
 
 NOISE = (0.0, 0.0, 1e-2, 1e-4)  #: relative; none most often, as then there are ties

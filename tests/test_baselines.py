@@ -19,7 +19,8 @@ from perseus_planner.cluster.envpipe import critical_path, on_envelope
 from perseus_planner.dag import PipelineDag
 from perseus_planner.errors import InfeasibleError, UsageError
 from perseus_planner.frontier import solve
-from perseus_planner.profiles import Measurement, Profile
+from perseus_planner.measurement import Measurement
+from perseus_planner.profiles import Profile
 from perseus_planner.schedules import Computation, Schedule, one_f_one_b
 
 Clocks = dict[str, int]

@@ -19,9 +19,9 @@ from perseus_planner.dag import PipelineDag
 from perseus_planner.errors import InfeasibleBudget, InfeasibleDeadline, UsageError
 from perseus_planner.frontier import Frontier, solve, trace
 from perseus_planner.iteration import Iteration, Operation
+from perseus_planner.measurement import Measurement
 from perseus_planner.plan import Plan
 from perseus_planner.planning import budget
-from perseus_planner.profiles import Measurement
 from perseus_planner.schedules import Computation, Schedule, one_f_one_b
 
 EFFORT = (1_000_000, 300, 4_000)  #: of a search in tests where it need not be the best

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from perseus_planner import Profile, schedules, solve
 from perseus_planner.cli import main
-from perseus_planner.profiles import Measurement
+from perseus_planner.measurement import Measurement
 
 PROFILE = "profile --gpu simulated:a100-sxm --stages 2 -o new.yaml"
 SOLVE = "solve profile.yaml --schedule 1f1b --microbatches 3 -o new.npz"

@@ -18,9 +18,10 @@ from strategies import fixed, pipelines
 from perseus_planner.clock_changes import ClockChange, changes_per_rank, shortest_hold_s
 from perseus_planner.clock_replay import Call, ChangeReplay, RankChanges, replay_with_changes
 from perseus_planner.errors import ProfileError, ScheduleError, UsageError
+from perseus_planner.measurement import Measurement
 from perseus_planner.pipeline import pipeline_iteration
 from perseus_planner.plan import Plan
-from perseus_planner.profiles import Measurement, Profile
+from perseus_planner.profiles import Profile
 from perseus_planner.schedules import Schedule
 from perseus_planner.simulate import replay
 from perseus_planner.tasks import Task, TaskGraph

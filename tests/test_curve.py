@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from strategies import fixed, profiles
 
 from perseus_planner.curve import lower_hull, worthwhile
-from perseus_planner.profiles import Measurement, Profile
+from perseus_planner.measurement import Measurement
+from perseus_planner.profiles import Profile
 
 
 @fixed

@@ -16,8 +16,9 @@ from perseus_planner.dag import PipelineDag
 from perseus_planner.errors import ProfileError, ScheduleError
 from perseus_planner.frontier import trace
 from perseus_planner.iteration import Iteration
+from perseus_planner.measurement import Measurement
 from perseus_planner.pipeline import FixedOperation
-from perseus_planner.profiles import Measurement, Profile
+from perseus_planner.profiles import Profile
 from perseus_planner.schedules import Computation, Schedule, one_f_one_b
 from perseus_planner.simulate import replay
 

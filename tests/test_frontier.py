@@ -19,8 +19,9 @@ from perseus_planner.dag import PipelineDag
 from perseus_planner.errors import InfeasibleDeadline, ProfileError, UsageError
 from perseus_planner.frontier import Frontier, solve, trace
 from perseus_planner.iteration import Iteration
+from perseus_planner.measurement import Measurement
 from perseus_planner.pipeline import FixedOperation, Transfer
-from perseus_planner.profiles import Measurement, Profile
+from perseus_planner.profiles import Profile
 from perseus_planner.schedules import Computation, Schedule
 
 

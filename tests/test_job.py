@@ -16,9 +16,9 @@ from perseus_planner.clock_changes import ClockChange
 from perseus_planner.dag import PipelineDag
 from perseus_planner.job import Job
 from perseus_planner.job_settings import ReplicaSettings, Settings, is_job, read_settings
+from perseus_planner.measurement import Measurement
 from perseus_planner.pipeline import FixedOperation, Transfer, Variant
 from perseus_planner.profile_groups import on_each_gpu, slowed, stage_by_stage, tensor_group
-from perseus_planner.profiles import Measurement
 
 FOUR = smooth_profile(4, step_mhz=150)
 PLAIN = {"profile": "four.yaml", "schedule": "1f1b", "microbatches": 6}

@@ -13,8 +13,9 @@ from strategies import deadline_s, fixed, pipelines, shares, smooth_profile
 from perseus_planner import schedules
 from perseus_planner.errors import InfeasibleBudget, InfeasibleDeadline
 from perseus_planner.frontier import Frontier, solve
+from perseus_planner.measurement import Measurement
 from perseus_planner.plan import Plan
-from perseus_planner.profiles import ClockChange, Measurement, Profile
+from perseus_planner.profiles import ClockChange, Profile
 from perseus_planner.schedules import Schedule
 from perseus_planner.simulate import replay
 

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from perseus_planner.errors import ProfileError
-from perseus_planner.profiles import Measurement, Profile
+from perseus_planner.measurement import Measurement
+from perseus_planner.profiles import Profile
 
 HEADER = "stage,instruction,frequency,time,energy\n"
 ROWS = "0,forward,1410,0.05,20\n0,backward,1410,0.1,40\n"

@@ -13,8 +13,9 @@ from strategies import fixed, profiles, smooth_profile
 from perseus_planner import schedules
 from perseus_planner.errors import ProfileError
 from perseus_planner.frontier import solve
+from perseus_planner.measurement import Measurement
 from perseus_planner.profile_groups import on_each_gpu, slowed, stage_by_stage, tensor_group
-from perseus_planner.profiles import ClockChange, Measurement, Profile
+from perseus_planner.profiles import ClockChange, Profile
 
 FAST = Profile({(0, kind): (Measurement(1400, 1.0, 300.0), Measurement(1000, 1.5, 200.0)) for kind in "FB"}, 80.0, "A")
 SLOW = Profile({(0, kind): (Measurement(1400, 1.2, 250.0), Measurement(900, 2.0, 150.0)) for kind in "FB"}, 60.0, "B")

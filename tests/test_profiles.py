@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from perseus_planner.errors import ProfileError
-from perseus_planner.profiles import ClockChange, Measurement, Profile
+from perseus_planner.measurement import Measurement
+from perseus_planner.profiles import ClockChange, Profile
 
 NEEDS_TIME = "is not a time: write finite seconds above 0, such as 0.0512"
 NEEDS_ENERGY = "is not an energy: write finite joules of 0 or more, such as 23.8"
@@ -166,7 +167,7 @@ def test_measurements_stand_in_pipeline_order_with_the_highest_clock_first():
 
 def test_numpy_numbers_become_plain_ones():
     option = Measurement(np.int64(1410), np.float32(0.5), np.float64(-0.0))
-    assert [repr(value) for value in dataclasses.astuple(option)] == ["1410", "0.5", "0.0"]
+    assert [repr(value) for value in dataclasses.astuple(option)[:3]] == ["1410", "0.5", "0.0"]
 
 
 def test_the_digest_changes_with_every_value():

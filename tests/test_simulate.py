@@ -15,9 +15,10 @@ from strategies import any_schedule, extras, fixed, furnished
 from perseus_planner import schedules
 from perseus_planner.dag import PipelineDag
 from perseus_planner.errors import ScheduleError
+from perseus_planner.measurement import Measurement
 from perseus_planner.pipeline import FixedOperation, Transfer, Variant
 from perseus_planner.plan import Plan
-from perseus_planner.profiles import Measurement, Profile
+from perseus_planner.profiles import Profile
 from perseus_planner.schedules import Computation, Schedule, one_f_one_b
 from perseus_planner.simulate import replay
 

@@ -9,8 +9,9 @@ import pytest
 
 from perseus_planner.errors import GpuError, ProfileError, UsageError
 from perseus_planner.gpu.simulated import CATALOGUE, NOISE, SimulatedGpu, Work
+from perseus_planner.measurement import Measurement
 from perseus_planner.profiler.sweep import Stage, sweep, sweep_simulated
-from perseus_planner.profiles import Measurement, Profile
+from perseus_planner.profiles import Profile
 
 A100 = CATALOGUE["a100-sxm"]
 WORK = Work(flops=1e13, bytes=1e10)

@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 
 from perseus_planner import Frontier, Plan, Profile, schedules, solve
+from perseus_planner.measurement import Measurement
 from perseus_planner.pipeline import FixedOperation, Transfer
 from perseus_planner.plan_summary import summarize_plan, summarize_timeline
-from perseus_planner.profiles import Measurement
 from perseus_planner.schedules import Computation, Schedule
 from perseus_planner.summary import summarize_frontier, summarize_profile
 from perseus_planner.tables import frontier_text, plan_text, profile_text, timeline_text

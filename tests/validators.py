@@ -10,9 +10,9 @@ from oracles import Flow, end_times_s, nodes, rank_waiting_w
 
 from perseus_planner.dag import PipelineDag
 from perseus_planner.frontier import Checkpoint, Frontier
+from perseus_planner.measurement import Measurement
 from perseus_planner.mincut import UNLIMITED, Network, State
 from perseus_planner.plan import Plan
-from perseus_planner.profiles import Measurement
 from perseus_planner.simulate import replay
 
 

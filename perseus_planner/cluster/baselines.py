@@ -15,7 +15,7 @@ from perseus_planner.cluster.envpipe import reconfigured
 from perseus_planner.cluster.lowtime_walk import Walk, fit
 from perseus_planner.dag import PipelineDag
 from perseus_planner.errors import InfeasibleError, UsageError
-from perseus_planner.profiles import Measurement
+from perseus_planner.measurement import Measurement
 from perseus_planner.quantities import TIME
 from perseus_planner.schedules import one_f_one_b
 from perseus_planner.simulate import time_and_energy

@@ -25,7 +25,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from perseus_planner.dag import PipelineDag
-from perseus_planner.profiles import Measurement
+from perseus_planner.measurement import Measurement
 from perseus_planner.schedules import Computation
 from perseus_planner.simulate import end_times
 

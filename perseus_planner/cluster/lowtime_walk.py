@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from perseus_planner.dag import PipelineDag
 from perseus_planner.errors import UsageError
-from perseus_planner.profiles import Measurement, Profile
+from perseus_planner.measurement import Measurement
+from perseus_planner.profiles import Profile
 
 if TYPE_CHECKING:
     import networkx as nx

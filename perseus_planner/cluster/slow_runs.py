@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from perseus_planner.clock_changes import ClockChange
 from perseus_planner.cluster.stragglers import Condition
 from perseus_planner.dag import PipelineDag
-from perseus_planner.profiles import Measurement
+from perseus_planner.measurement import Measurement
 from perseus_planner.simulate import end_times, run_with_changes
 from perseus_planner.tasks import Task
 

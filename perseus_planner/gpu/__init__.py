@@ -1,69 +1,39 @@
-"""GPUs, real or simulated, behind one protocol: lock a clock, read time and energy.
+"""GPUs, real or simulated, behind one protocol; each is chosen by text, `back-end:which`.
 
-A GPU is chosen by text, `back-end:which`, e.g. `simulated:a100-sxm`.
+nvml:0, nvml:GPU-8f6b…    NVML's index, or UUID; sets clocks as root
+cuda:0                    the device that CUDA calls 0 here, through NVML by its UUID
+zeusd:0                   read by NVML, set by the zeusd daemon, for jobs without privilege
+command:0                 read by NVML, set by an external command such as `sudo nvidia-smi`
+dry-run:nvml:0            read by what follows; what would be set is only recorded
+simulated:a100-sxm        a model, in virtual time
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol
 
 from perseus_planner.errors import GpuError
-from perseus_planner.gpu.simulated import CATALOGUE, SimulatedGpu
+from perseus_planner.gpu.protocol import THROTTLE_REASONS, Gpu
 
-__all__ = ["Gpu", "locked_clock", "open_gpu"]
+__all__ = ["BACK_ENDS", "THROTTLE_REASONS", "Gpu", "locked_clock", "open_gpu"]
 
-
-class Gpu(Protocol):
-    """What measuring needs of a GPU."""
-
-    @property
-    def name(self) -> str:
-        """What a profile is labelled with, e.g. "simulated a100-sxm"."""
-
-    @property
-    def origin(self) -> str:
-        """How numbers read from this GPU come to be: "measured" or "simulated"."""
-
-    @property
-    def supported_clocks_mhz(self) -> tuple[int, ...]:
-        """The SM clocks that can be locked, highest first."""
-
-    def set_clock_mhz(self, clock_mhz: int) -> None:
-        """Lock the SM clock; a power limit may still hold the achieved clock below it.
-
-        Raises:
-            GpuError: the clock is not supported, or may not be set.
-        """
-
-    def reset_clocks(self) -> None:
-        """Undo `set_clock_mhz`; harmless when nothing is locked.
-
-        Raises:
-            GpuError: the clocks may not be reset.
-        """
-
-    def energy_j(self) -> float:
-        """Cumulative energy counter, joules; only differences mean anything."""
-
-    def now_s(self) -> float:
-        """Seconds on the clock by which the energy counter runs; only differences mean anything."""
+BACK_ENDS = ("nvml", "cuda", "zeusd", "command", "dry-run", "simulated")
+"""What may stand before the colon."""
 
 
-def open_gpu(text: str, *, seed: int = 0) -> SimulatedGpu:
-    """The GPU that `text` names; `seed` chooses the measurement noise of a simulated one.
+@contextmanager
+def open_gpu(text: str) -> Iterator[Gpu]:
+    """The GPU that `text` names, for the length of the block.
 
     Raises:
-        GpuError: no such back-end, or no such GPU.
+        GpuError: no such back-end, or no such GPU, or what the back-end needs is not installed.
     """
-    known = ", ".join(f"simulated:{name}" for name in CATALOGUE)
-    back_end, _, which = text.partition(":")
-    if back_end != "simulated":
-        raise GpuError(f"GPU {text!r}: there is no back-end {back_end!r}; choose one of: {known}")
-    if which not in CATALOGUE:
-        raise GpuError(f"GPU {text!r}: there is no simulated GPU {which!r}; choose one of: {known}")
-    return SimulatedGpu(CATALOGUE[which], seed)
+    gpu = _opened(text)
+    try:
+        yield gpu
+    finally:
+        gpu.close()
 
 
 @contextmanager
@@ -79,3 +49,13 @@ def locked_clock(gpu: Gpu, clock_mhz: int) -> Iterator[None]:
         yield
     finally:
         gpu.reset_clocks()
+
+
+def _opened(text: str) -> Gpu:
+    """Open what `text` names; each back-end is imported when it is asked for."""
+    back_end, _, which = text.partition(":")
+    if back_end == "simulated":
+        from perseus_planner.gpu import simulated
+
+        return simulated.opened(which)  # type: ignore[return-value]  # not all of the protocol yet
+    raise GpuError(f"GPU {text!r}: there is no back-end {back_end!r}; choose one of: {', '.join(BACK_ENDS)}")

@@ -192,3 +192,16 @@ class SimulatedGpu:
     def _spend(self, time_s: float, power_w: float) -> None:
         self._now_s += time_s
         self._energy_j += time_s * min(power_w, self.model.power_limit_w)
+
+
+def opened(which: str) -> SimulatedGpu:
+    """The simulated GPU that `which` names: a name of `CATALOGUE`, and its options, such as "a100-sxm?seed=3".
+
+    Raises:
+        GpuError: no such GPU, or no such option.
+    """
+    name, _, options = which.partition("?")
+    if name not in CATALOGUE:
+        known = ", ".join(f"simulated:{each}" for each in CATALOGUE)
+        raise GpuError(f"GPU 'simulated:{which}': there is no simulated GPU {name!r}; choose one of: {known}")
+    return SimulatedGpu(CATALOGUE[name], int(options.removeprefix("seed=") or 0))

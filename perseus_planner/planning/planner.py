@@ -18,13 +18,13 @@ import numpy as np
 from perseus_planner.clock_changes import ClockChange
 from perseus_planner.dag import PipelineDag
 from perseus_planner.errors import InfeasibleBudget, InfeasibleDeadline
+from perseus_planner.measurement import Measurement
 from perseus_planner.mincut import Checkpoint, Integers
 from perseus_planner.network import ScaledNetwork
 from perseus_planner.plan import Plan
 from perseus_planner.planning.budget import clocks_by_budget, clocks_within_budget
 from perseus_planner.planning.choices import Choices, choices_of
 from perseus_planner.planning.rounding import Anchor, anchor_deadlines, round_plan
-from perseus_planner.profiles import Measurement
 from perseus_planner.simulate import replay, time_and_energy
 from perseus_planner.tasks import nearest_clock
 

@@ -1,0 +1,88 @@
+"""Measurement: one computation at one clock, and the evidence behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+from perseus_planner.documents import shown
+from perseus_planner.errors import ProfileError
+from perseus_planner.quantities import CLOCK, COUNT, ENERGY, TEMPERATURE, TIME, WAIT, Rule
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """How a measurement came to be; nothing is planned on it.
+
+    Attributes:
+        achieved_mhz: the SM clock that the GPU ran at, MHz, mean over the windows.
+        time_stderr_s: standard error of the time, seconds.
+        energy_stderr_j: standard error of the energy, joules.
+        windows: how many windows it is the mean of.
+        temperature_c: core temperature, degrees Celsius, mean over the windows.
+        throttle: reasons of `gpu.THROTTLE_REASONS` that were seen, in their order.
+
+    Raises:
+        ProfileError: a value is not of that kind.
+    """
+
+    achieved_mhz: float
+    time_stderr_s: float
+    energy_stderr_j: float
+    windows: int
+    temperature_c: float
+    throttle: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name, rule in EVIDENCE.items():
+            object.__setattr__(self, name, checked(name, getattr(self, name), rule))
+
+
+EVIDENCE: Mapping[str, Rule] = MappingProxyType(
+    {
+        "achieved_mhz": Rule(float, False, "a clock: write MHz above 0, such as 1395"),
+        "time_stderr_s": WAIT,
+        "energy_stderr_j": ENERGY,
+        "windows": COUNT,
+        "temperature_c": TEMPERATURE,
+    }
+)
+"""What the numbers of an `Evidence` must be."""
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One computation at one clock.
+
+    Attributes:
+        clock_mhz: the SM clock that was set, MHz, above 0; the power limit in watts where that is the profile's knob.
+        time_s: its duration, seconds, above 0.
+        energy_j: the energy that the GPU used for it, joules, 0 or more.
+        evidence: how it came to be, where that is known; measurements that differ only in it are equal.
+
+    Raises:
+        ProfileError: a value is not of that kind.
+    """
+
+    clock_mhz: int
+    time_s: float
+    energy_j: float
+    evidence: Evidence | None = field(default=None, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        for name, rule in (("clock_mhz", CLOCK), ("time_s", TIME), ("energy_j", ENERGY)):
+            object.__setattr__(self, name, checked(name, getattr(self, name), rule))
+
+
+def checked(name: str, value: object, rule: Rule) -> Any:
+    """`value` as `rule` reads it.
+
+    Raises:
+        ProfileError: it breaks the rule; the text begins with `name`.
+    """
+    number = rule.accept(value)
+    if number is None:
+        raise ProfileError(f"{name}: {shown(value)} is not {rule.wanted}")
+    return number
