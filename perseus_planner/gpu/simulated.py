@@ -186,6 +186,9 @@ class SimulatedGpu:
         """Wait for a neighbour's message for so many seconds of virtual time."""
         self._spend(duration_s, self.model.blocking_power_w * self._noise())
 
+    def close(self) -> None:
+        """Nothing is to be given back."""
+
     def _noise(self) -> float:
         return 1 + self._random.uniform(-NOISE, NOISE)
 
