@@ -1,9 +1,9 @@
 """The energy counter read so that its steps cost no accuracy.
 
-Counters of data-centre GPUs move about every 100 ms, so a difference of two readings taken at any moment is off by up to
-a step's energy. A reading taken just when the counter moves is not: so every window begins and ends at such a moment,
-with the GPU at rest, and what it drew at rest between that moment and its work is taken off again. What remains is the
-error of the time of that moment, one poll, at the power of rest: about 0.1 J of the 1500 J of a window of 5 s.
+Counters of data-centre GPUs move about every 100 ms, so a difference of two readings taken at any moment is off by up
+to a step's energy. A reading taken just when the counter moves is not: so every window begins and ends at such a
+moment, with the GPU at rest, and what it drew at rest between that moment and its work is taken off again. What remains
+is the error of the time of that moment, one poll, at the power of rest: about 0.1 J of the 1500 J of a window of 5 s.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class EnergyCounter:
     def at_rest(self) -> Edge:
         """Wait, with nothing to do on the GPU, until the counter moves by what rest takes alone.
 
-        A counter that is fed from averages still counts finished work for some steps; so it is waited until two steps in
-        a row say the same power.
+        A counter that is fed from averages still counts finished work for some steps; so it is waited until two steps
+        in a row say the same power.
 
         Raises:
             GpuError: it stands still, or runs backwards.
@@ -75,13 +75,13 @@ class EnergyCounter:
         while (energy_j := gpu.energy_j()) == before_j:
             if gpu.now_s() >= give_up_s:
                 raise GpuError(
-                    f"{gpu.name}: its energy counter has stood at {energy_j:.3f} J for {_STUCK_S:g} s, so energy cannot "
-                    "be measured; see what `planner doctor` says of it, and load the driver again"
+                    f"{gpu.name}: its energy counter has stood at {energy_j:.3f} J for {_STUCK_S:g} s, so energy "
+                    "cannot be measured; see what `planner doctor` says of it, and load the driver again"
                 )
             gpu.wait(_POLL_S)
         if energy_j < before_j:
             raise GpuError(
-                f"{gpu.name}: its energy counter went back from {before_j:.3f} J to {energy_j:.3f} J, as when the driver "
-                "is loaded again; turn persistence mode on and measure again"
+                f"{gpu.name}: its energy counter went back from {before_j:.3f} J to {energy_j:.3f} J, as when the "
+                "driver is loaded again; turn persistence mode on and measure again"
             )
         return gpu.now_s(), energy_j

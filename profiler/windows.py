@@ -172,12 +172,14 @@ class Windows:
                 # The GPU may be far behind: it is looked at in the middle of this part, with half of it still to do.
                 middle_s = begin_s + (launched + part / 2) * time_s
                 launched += part
-                self._gpu.wait(max(0.0, middle_s - self._gpu.now_s()))
+                if self._gpu.now_s() < middle_s:
+                    self._gpu.wait(middle_s - self._gpu.now_s())
                 looks.append((self._gpu.clock_mhz(), self._gpu.temperature_c(), self._reasons()))
 
         spent_s, energy_j = self._spent(work, phase)
         counted = {
-            reason for reason, held_s in self._throttled_s().items()
+            reason
+            for reason, held_s in self._throttled_s().items()
             if held_s - throttled_s.get(reason, 0.0) > _THROTTLED * spent_s
         }
         clocks, temperatures, reasons = zip(*looks, strict=True)
@@ -228,7 +230,7 @@ def less(whole: Measurement, part: Measurement) -> Measurement:
     if time_s <= 0 or energy_j < 0:
         raise GpuError(
             f"at {whole.clock_mhz} both together took {whole.time_s:.4g} s and {whole.energy_j:.4g} J, and one alone "
-            f"{part.time_s:.4g} s and {part.energy_j:.4g} J; see that nothing else runs on the GPU, or take longer windows"
+            f"{part.time_s:.4g} s and {part.energy_j:.4g} J; let nothing else run on the GPU, or take longer windows"
         )
     assert whole.evidence is not None
     assert part.evidence is not None
