@@ -6,8 +6,9 @@ clock that a power cap leaves to every kind are passed over: they are all alike.
 
 Then the hull is refined where it is least certain. Were the true hull convex, it could pass below a segment no deeper
 than where the segments to both sides, made longer, meet: the bounding triangle of sandwich algorithms (Rote, "The
-convergence rate of the sandwich algorithm for approximating convex functions", Computing 48, 1992). Where it is deepest,
-the gap in clock beside an end of the segment is halved; again and again, until noise is deeper or enough was measured.
+convergence rate of the sandwich algorithm for approximating convex functions", Computing 48, 1992). Where that is
+deepest, the gap in clock beside an end of the segment is halved; again and again, until noise is deeper or enough was
+measured.
 """
 
 from __future__ import annotations
@@ -88,8 +89,10 @@ def next_setting(settings: Sequence[int], rows: Table, blocking_w: float) -> int
     if len(measured) >= max(MOST_SETTINGS, len(done) + _LEAST_REFINED):
         return None
     depths: dict[int, float] = {}
+    capped = _capped(settings, rows)
+    below = [setting for setting in settings if setting < capped]
     for table in rows.values():
-        for setting, depth in _uncertain(settings, measured, table, blocking_w):
+        for setting, depth in _uncertain(below, measured, table, blocking_w):
             depths[setting] = depths.get(setting, 0.0) + depth
     return max(depths, key=lambda setting: (depths[setting], setting), default=None)
 

@@ -108,6 +108,7 @@ class Sweep:
         with _knob(self._gpu, self._settings.knob) as (own, set_to):
             settings = _common(self._group.gathered(own))
             set_to(settings[0])
+            self._warm_through()
             power_w = blocking_power_w(self._windows, self._stage)
             waiting_w = self._resting_w() if power_w is None else power_w
             while (setting := self._next(settings, waiting_w)) is not None:
@@ -125,6 +126,7 @@ class Sweep:
             return self._swept({settings[0]: power_w, lowest: lowest_w})
 
     def _observed(self) -> Swept:
+        self._warm_through()
         power_w = blocking_power_w(self._windows, self._stage)
         for kind in self._stage.timed:
             if not self._rows[kind]:
@@ -175,6 +177,10 @@ class Sweep:
         if self._settings.full:
             return len(settings)
         return min(len(settings), max(MOST_SETTINGS, len(descent(settings, self._rows))))
+
+    def _warm_through(self) -> None:
+        # Also where rows were kept: what is measured then is measured as it would have been.
+        self._windows.warm_through(next(iter(self._stage.timed.values())).run)
 
     def _resting_w(self) -> float:
         return math.fsum(self._group.gathered(self._windows.counter.at_rest().rest_w))

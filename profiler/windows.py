@@ -37,7 +37,9 @@ _OUTLIER = 5.0  # standard deviations, estimated from the median deviation, from
 _LEAST_OUTLIER = 0.01  # relative: windows as close as this are no outliers, however alike the others are
 _JUMP_C = 8.0  # a window in which the temperature changes by more is spoiled
 _THROTTLED = 0.01  # the part of a window above which a reason that held is said
-_WARMER_C = 5.0  # a GPU is cool when it is no warmer than this above its temperature at the beginning
+_MOST_HEATING = 12  # windows that warm the GPU through before the first row
+_WARMING_C = 1.0  # a window that warms it by no more ends that
+_WARMER_C = 5.0  # a GPU is cool when it is no warmer than this above what it was after that
 _LOOK_S = 0.5
 
 
@@ -98,6 +100,23 @@ class Windows:
         self.counter = EnergyCounter(gpu)
         self.window_s = max(group.gathered(max(window_s, _LEAST_STEPS * self.counter.step_s)))
 
+    def warm_through(self, run: Run) -> None:
+        """Run until the GPU gets no warmer, for a limited time.
+
+        Training runs on a warm GPU, which draws more and under a power cap is slower than a cool one; and rows are
+        compared with each other. What it is like then is what `cool_down` goes back to.
+
+        Raises:
+            GpuError: the GPU cannot be read, or `run` takes no time.
+        """
+        repetitions = math.ceil(self.window_s / self._warmed_up(run))
+        for _ in range(_MOST_HEATING):
+            before_c = self._gpu.temperature_c()
+            self._timed(run, repetitions)
+            self._cool_c = self._gpu.temperature_c()
+            if max(self._group.gathered(self._cool_c - before_c)) <= _WARMING_C:
+                break
+
     def row(self, run: Run, setting: int | None, random: Random) -> Measurement:
         """Measure `run` at the present setting.
 
@@ -128,7 +147,7 @@ class Windows:
         return _row(windows, setting)
 
     def cool_down(self) -> None:
-        """Wait until the GPU is about as cool as at the beginning, for a limited time."""
+        """Wait until the GPU is about as cool as once it was warm, for a limited time."""
         give_up_s = self._gpu.now_s() + self._cool_down_s
         while self._gpu.now_s() < give_up_s and self._gpu.temperature_c() > self._cool_c + _WARMER_C:
             self._gpu.wait(min(_LOOK_S, self._cool_down_s))
