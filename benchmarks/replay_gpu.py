@@ -19,8 +19,8 @@ class ReplayGpu:
     Args:
         profile: whose stage is played.
         stage: its number.
-        noise: relative standard deviation of the time, and of the energy, of all that runs between two synchronisations:
-            no repetition averages it away.
+        noise: relative standard deviation of the time, and of the energy, of all that runs between two
+            synchronisations: no repetition averages it away.
         outliers: how often one such window is an outlier, which takes 5 to 50 % more.
         step_s: how often the energy counter moves, seconds.
         seed: of the noise.

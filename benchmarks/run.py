@@ -18,6 +18,7 @@ import other_pipelines
 import plan_gaps
 import plan_times
 import references
+import sweep_quality
 import switch_budgets
 from data import FULL, SMOKE, MissingError, Size, folder
 from results import Section, environment, failed, write
@@ -34,6 +35,7 @@ SECTIONS: dict[int, Callable[[Size], Section]] = {
     9: other_pipelines.measure,
     10: cluster_replay.measure,
     11: emulation.measure,
+    14: sweep_quality.measure,
 }
 _RESULTS = Path(__file__).resolve().parent / "results"
 

@@ -4,11 +4,16 @@ A plan uses the lower convex hull of (time, effective energy) of each kind (see 
 the top, in steps that widen, until every kind costs more energy than its least, twice in a row. Settings above the
 clock that a power cap leaves to every kind are passed over: they are all alike.
 
-Then the hull is refined where it is least certain. Were the true hull convex, it could pass below a segment no deeper
-than where the segments to both sides, made longer, meet: the bounding triangle of sandwich algorithms (Rote, "The
-convergence rate of the sandwich algorithm for approximating convex functions", Computing 48, 1992). Where that is
-deepest, the gap in clock beside an end of the segment is halved; again and again, until noise is deeper or enough was
-measured.
+Then the hull is refined where it is least certain: a gap between settings that were measured is halved, the one that
+may hide the most, again and again, until noise hides more or enough was measured. What a gap may hide:
+
+- Were the true hull convex, it could pass below a segment no deeper than where the segments to both sides, made longer,
+  meet: the bounding triangle of sandwich algorithms (Rote, "The convergence rate of the sandwich algorithm for
+  approximating convex functions", Computing 48, 1992).
+- Were time and effective energy monotone in the clock, no setting of the gap would be faster than the faster end of it,
+  or take less than the cheaper end.
+- Where the lower clock of a gap is the faster one, they are not monotone there; then a setting of the gap may be as
+  much faster again.
 """
 
 from __future__ import annotations
@@ -25,32 +30,48 @@ Table = Mapping[str, Mapping[int, Measurement]]
 
 MOST_SETTINGS = 12  #: an adaptive sweep measures no more, unless the descent alone needs them
 _LEAST_REFINED = 3
-_STEP = 0.06  # of the top setting: the first step down
+_STEP = 0.05  # of the top setting: the first step down
 _WIDENING = 1.12  # of each step over the one before: low clocks change less
 _RISES = 2
 _NOISE = 2.0  # standard errors
 _RISEN = 0.01  # relative: less than this, or than the noise, is no rise
-_ALIKE = 0.005  # relative: rows that differ by less, or by less than the noise, are alike
+_STRANGE = 0.005  # relative: a lower clock that gains less time than this, or than the noise, gains none
 _TOLERANCE = 0.004  # relative to the energy: a depth that does not matter
 
 
 class _Point(NamedTuple):
-    """A row as the hull sees it; the setting is what it was measured at."""
+    """A row as the hull sees it."""
 
     setting: int
     time_s: float
     effective_j: float
-    energy_j: float
 
 
-def descent(settings: Sequence[int], rows: Table) -> list[int]:
+class _Segment(NamedTuple):
+    """A segment of the hull, and how far below it the true hull may pass, joules."""
+
+    fast: _Point
+    slow: _Point
+    depth_j: float
+
+    @property
+    def slope_w(self) -> float:
+        """Below 0."""
+        return _slope(self.fast, self.slow)
+
+    def at_j(self, time_s: float) -> float:
+        """Effective energy of the segment at a time."""
+        return self.fast.effective_j + self.slope_w * (time_s - self.fast.time_s)
+
+
+def descent(settings: Sequence[int], begin: int) -> list[int]:
     """The settings of the coarse descent, highest first.
 
     Args:
         settings: what can be set, highest first.
-        rows: what was measured so far; of these, only those at the top tell where the steps begin.
+        begin: one of them, below which the steps begin; the highest is there too.
     """
-    wanted, step = float(_capped(settings, rows)), _STEP * settings[0]
+    wanted, step = float(begin), _STEP * settings[0]
     chosen = [settings[0]]
     while wanted > settings[-1]:
         chosen.append(min(settings, key=lambda setting: abs(setting - wanted)))
@@ -71,7 +92,7 @@ def _capped(settings: Sequence[int], rows: Table) -> int:
     return next((setting for setting in settings if setting <= reached_mhz), settings[0])
 
 
-def next_setting(settings: Sequence[int], rows: Table, blocking_w: float) -> int | None:
+def next_setting(settings: Sequence[int], rows: Table, blocking_w: float, *, clocks: bool = True) -> int | None:
     """The setting to measure next; None when what was measured is enough.
 
     Follows from the arguments alone, so that a sweep that goes on chooses as one that was not interrupted.
@@ -80,16 +101,17 @@ def next_setting(settings: Sequence[int], rows: Table, blocking_w: float) -> int
         settings: what can be set, highest first.
         rows: what was measured so far.
         blocking_w: what the GPUs draw while they wait, watts.
+        clocks: whether settings are clocks, MHz, and not power limits.
     """
     measured = sorted({setting for table in rows.values() for setting in table}, reverse=True)
-    wanted = descent(settings, rows)
+    capped = _capped(settings, rows) if clocks else settings[0]
+    wanted = descent(settings, capped)
     done = [setting for setting in wanted if setting in measured]
     if len(done) < len(wanted) and not _risen(done, rows):
         return next(setting for setting in wanted if setting not in measured)
     if len(measured) >= max(MOST_SETTINGS, len(done) + _LEAST_REFINED):
         return None
     depths: dict[int, float] = {}
-    capped = _capped(settings, rows)
     below = [setting for setting in settings if setting < capped]
     for table in rows.values():
         for setting, depth in _uncertain(below, measured, table, blocking_w):
@@ -111,61 +133,58 @@ def _risen(done: Sequence[int], rows: Table) -> bool:
 def _uncertain(
     settings: Sequence[int], measured: Sequence[int], table: Mapping[int, Measurement], blocking_w: float
 ) -> Iterator[tuple[int, float]]:
-    """Settings that may lower the hull of one kind, and by how much, relative to the energy there."""
+    """The middles of the gaps that may hide something of one kind, and how much, joules."""
     hull = _hull(table, blocking_w)
-    for place, (fast, slow) in enumerate(pairwise(hull)):
-        before = hull[place - 1] if place else None
-        after = hull[place + 2] if place + 2 < len(hull) else None
-        depth_j = _depth_j(before, fast, slow, after)
-        errors_j = (_error_j(table[end.setting], blocking_w) for end in (fast, slow))
-        if depth_j <= max(_TOLERANCE * slow.energy_j, *errors_j):
-            continue
-        between = _halved(settings, measured, table, fast.setting, slow.setting)
-        if between is not None:
-            yield between, depth_j / slow.energy_j
-
-
-def _depth_j(before: _Point | None, fast: _Point, slow: _Point, after: _Point | None) -> float:
-    """How far below the segment from `fast` to `slow` a convex curve through all four can pass, joules."""
-    slope = _slope(fast, slow)
-    flatter = (_slope(slow, after) if after else 0.0) - slope
-    duration_s = slow.time_s - fast.time_s
-    if before is None:
-        return duration_s * flatter / 2  # no steeper segment bounds it; half of what the flatter one leaves
-    steeper = slope - _slope(before, fast)
-    return duration_s * steeper * flatter / (steeper + flatter)
-
-
-def _halved(
-    settings: Sequence[int], measured: Sequence[int], table: Mapping[int, Measurement], fast: int, slow: int
-) -> int | None:
-    """The setting in the middle of the wider of the gaps beside `fast` and `slow`, on the side of the other."""
-    widest: list[int] = []
-    for end, other in ((fast, slow), (slow, fast)):
-        place = measured.index(end)
-        neighbour = measured[place + 1 if other < end else place - 1]
-        low, high = sorted((end, neighbour))
+    segments = [
+        _Segment(fast, slow, _depth_j(hull[max(place - 1, 0)], fast, slow, hull[min(place + 2, len(hull) - 1)]))
+        for place, (fast, slow) in enumerate(pairwise(hull))
+    ]
+    for high, low in pairwise(measured):
         gap = [setting for setting in settings if low < setting < high]
-        if len(gap) > len(widest) and not _alike(table[end], table[neighbour]):
-            widest = gap
-    return widest[len(widest) // 2] if widest else None
+        ends = table[high], table[low]
+        noise_j = max(_error_j(end, blocking_w) for end in ends)
+        hidden_j = _hidden_j(ends, segments, blocking_w)
+        if gap and hidden_j > max(noise_j, _TOLERANCE * min(end.energy_j for end in ends)):
+            yield gap[len(gap) // 2], hidden_j
 
 
-def _alike(one: Measurement, other: Measurement) -> bool:
-    """Whether both are the same but for noise, as under a power cap; then so is what lies between."""
-    for first, second, error in (
-        (one.time_s, other.time_s, max(_error_s(one), _error_s(other))),
-        (one.energy_j, other.energy_j, max(_error_j(one, 0.0), _error_j(other, 0.0))),
-    ):
-        if abs(first - second) > max(_ALIKE * first, _NOISE * error):
-            return False
-    return True
+def _hidden_j(ends: tuple[Measurement, Measurement], segments: Sequence[_Segment], blocking_w: float) -> float:
+    """How far below the hull a setting between `ends`, the higher first, may be, joules; see the module."""
+    high, low = ends
+    gained_s = high.time_s - low.time_s
+    if gained_s > max(_NOISE * max(_error_s(high), _error_s(low)), _STRANGE * high.time_s):
+        touching = (
+            each for each in segments if {each.fast.setting, each.slow.setting} & {high.clock_mhz, low.clock_mhz}
+        )
+        return max((min(each.depth_j, gained_s * -each.slope_w) for each in touching), default=0.0)
+    begin_s, end_s = sorted((high.time_s, low.time_s))
+    least_j = min(_effective_j(end, blocking_w) for end in ends)
+    hidden_j = 0.0
+    for each in segments:
+        if each.fast.time_s < end_s and begin_s < each.slow.time_s:
+            above_j = each.at_j(max(begin_s, each.fast.time_s)) - least_j
+            hidden_j = max(hidden_j, min(each.depth_j, above_j))
+    return hidden_j
+
+
+def _depth_j(before: _Point, fast: _Point, slow: _Point, after: _Point) -> float:
+    """How far below the segment from `fast` to `slow` a convex curve through all four can pass, joules.
+
+    `before` is `fast`, and `after` is `slow`, where there is none.
+    """
+    slope_w = _slope(fast, slow)
+    flatter_w = (_slope(slow, after) if after is not slow else 0.0) - slope_w
+    duration_s = slow.time_s - fast.time_s
+    if before is fast:
+        return duration_s * flatter_w / 2  # no steeper segment bounds it; half of what the flatter one leaves
+    steeper_w = slope_w - _slope(before, fast)
+    return duration_s * steeper_w * flatter_w / (steeper_w + flatter_w)
 
 
 def _hull(table: Mapping[int, Measurement], blocking_w: float) -> list[_Point]:
     hull: list[_Point] = []
     for option in worthwhile(table.values(), blocking_w):
-        point = _Point(option.clock_mhz, option.time_s, option.effective_j, option.energy_j)
+        point = _Point(option.clock_mhz, option.time_s, option.effective_j)
         while len(hull) >= 2 and _slope(hull[-2], hull[-1]) >= _slope(hull[-1], point):
             hull.pop()
         hull.append(point)
@@ -174,6 +193,10 @@ def _hull(table: Mapping[int, Measurement], blocking_w: float) -> list[_Point]:
 
 def _slope(left: _Point, right: _Point) -> float:
     return (right.effective_j - left.effective_j) / (right.time_s - left.time_s)
+
+
+def _effective_j(row: Measurement, blocking_w: float) -> float:
+    return row.energy_j - blocking_w * row.time_s
 
 
 def _error_s(row: Measurement) -> float:

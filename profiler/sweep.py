@@ -143,7 +143,7 @@ class Sweep:
             return max(begun)
         if self._settings.full:
             return next((setting for setting in settings if setting not in whole), None)
-        return next_setting(settings, self._rows, waiting_w)
+        return next_setting(settings, self._rows, waiting_w, clocks=self._settings.knob == "clock")
 
     def _measured(self, kind: str, setting: int | None) -> Measurement:
         timed = self._stage.timed[kind]
@@ -176,7 +176,7 @@ class Sweep:
         """How many settings will be measured, about."""
         if self._settings.full:
             return len(settings)
-        return min(len(settings), max(MOST_SETTINGS, len(descent(settings, self._rows))))
+        return min(len(settings), max(MOST_SETTINGS, len(descent(settings, settings[0]))))
 
     def _warm_through(self) -> None:
         # Also where rows were kept: what is measured then is measured as it would have been.
