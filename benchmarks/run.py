@@ -14,6 +14,7 @@ import frontier_times
 import large_pipeline
 import lowtime_ratio
 import measured_runs
+import model_fit
 import other_pipelines
 import plan_gaps
 import plan_times
@@ -34,6 +35,7 @@ SECTIONS: dict[int, Callable[[Size], Section]] = {
     9: other_pipelines.measure,
     10: cluster_replay.measure,
     11: emulation.measure,
+    12: model_fit.measure,
 }
 _RESULTS = Path(__file__).resolve().parent / "results"
 

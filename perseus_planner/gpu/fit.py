@@ -45,10 +45,13 @@ def fitted(measurements: Sequence[Measurement]) -> Load:
     """The physics that come nearest to the time and energy of `measurements`, at one setting of the power limit.
 
     Raises:
-        ProfileError: they are at fewer than `LEAST_CLOCKS` clocks.
+        ProfileError: they are at fewer than `LEAST_CLOCKS` clocks, or have an energy of 0.
     """
-    if len({each.clock_mhz for each in measurements}) < LEAST_CLOCKS:
-        raise ProfileError(f"a fit needs {LEAST_CLOCKS} clocks or more, and here are {len(measurements)}; measure more")
+    clocks = len({each.clock_mhz for each in measurements})
+    if clocks < LEAST_CLOCKS:
+        raise ProfileError(f"a fit needs {LEAST_CLOCKS} clocks or more, and here are {clocks}; measure more")
+    if not all(each.energy_j for each in measurements):
+        raise ProfileError("a fit needs energies, and here is one of 0 J; measure it again in a longer window")
     rows = sorted((each.clock_mhz, each.time_s, each.energy_j) for each in measurements)
     return _Fit(*np.array(rows, dtype=float).T).best()
 
@@ -57,11 +60,17 @@ def fitted_profile(profile: Profile) -> Mapping[tuple[int, str], Load]:
     """Stage and kind -> what was fitted to its measurements, per GPU of the profile.
 
     Raises:
-        ProfileError: its knob is not the clock, or something has too few clocks.
+        ProfileError: its knob is the power limit, or something cannot be fitted; the text names it.
     """
     if profile.knob == "power-limit":
         raise ProfileError("the profile is over power limits; a fit needs one over clocks")
-    return {key: fitted(rows) for key, rows in profile.measurements.items()}
+    loads = {}
+    for (stage, kind), rows in profile.measurements.items():
+        try:
+            loads[stage, kind] = fitted(rows)
+        except ProfileError as error:
+            raise ProfileError(f"stage {stage} {kind}: {error}") from None
+    return loads
 
 
 @dataclass(frozen=True)
@@ -128,7 +137,8 @@ class _Fit:
 
 
 def _huber(error: Floats) -> Floats:
-    return np.where(error < _SMALL, error**2 / (2 * _SMALL), error - _SMALL / 2)
+    measure: Floats = np.where(error < _SMALL, error**2 / (2 * _SMALL), error - _SMALL / 2)
+    return measure
 
 
 def _nearest(one: Floats, two: Floats) -> tuple[Floats, Floats]:
@@ -148,7 +158,7 @@ def _least_squares(one: Floats, two: Floats, weight: Floats) -> tuple[Floats, Fl
     """The same for the weighted sum of squares, by its normal equations."""
 
     def total(values: Floats) -> Floats:
-        return (weight * values).sum(axis=1, keepdims=True)
+        return np.sum(weight * values, axis=1, keepdims=True)
 
     one_one, one_two, two_two, one_all, two_all = map(total, (one * one, one * two, two * two, one, two))
     determinant = one_one * two_two - one_two**2
@@ -157,6 +167,5 @@ def _least_squares(one: Floats, two: Floats, weight: Floats) -> tuple[Floats, Fl
     p = np.where(alike, one_all / one_one, (one_all * two_two - two_all * one_two) / determinant)
     q = np.where(alike, 0.0, (two_all * one_one - one_all * one_two) / determinant)
     # Where one would be below 0 the least lies where it is 0. Not both are: all terms are positive.
-    return np.where(q < 0, one_all / one_one, np.maximum(p, 0.0)), np.where(
-        p < 0, two_all / two_two, np.maximum(q, 0.0)
-    )
+    without_q, without_p = one_all / one_one, two_all / two_two
+    return np.where(q < 0, without_q, np.maximum(p, 0.0)), np.where(p < 0, without_p, np.maximum(q, 0.0))
