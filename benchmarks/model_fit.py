@@ -47,8 +47,8 @@ def measure(size: Size) -> Section:
             Check(f"at most {_PARAMETERS} parameters per (stage, kind): {parameters}", parameters <= _PARAMETERS),
         ],
         [
-            "Bloom's forwards on the A40 take about 10 % longer at 1080 MHz than at 1050 MHz, which no part of the model "
-            "does; it goes between.",
+            "Bloom's forwards on the A40 take about 10 % longer at 1080 MHz than at 1050 MHz, which no part of the "
+            "model does; it goes between.",
         ],
     )
 

@@ -158,7 +158,8 @@ def _least_squares(one: Floats, two: Floats, weight: Floats) -> tuple[Floats, Fl
     """The same for the weighted sum of squares, by its normal equations."""
 
     def total(values: Floats) -> Floats:
-        return np.sum(weight * values, axis=1, keepdims=True)
+        column: Floats = np.sum(weight * values, axis=1, keepdims=True)
+        return column
 
     one_one, one_two, two_two, one_all, two_all = map(total, (one * one, one * two, two * two, one, two))
     determinant = one_one * two_two - one_two**2
