@@ -112,31 +112,33 @@ def recover() -> tuple[Recovery, ...]:
 
 
 def _record(gpu: Gpu, owner: Owner, hold: str, *, power_limit: bool) -> Record:
-    """What is written of a GPU, but for the power limit, which is read when it has been taken."""
+    """What is written of a GPU, before it is known which of its settings can be set back."""
     since = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    return Record(gpu.text, gpu.uuid, gpu.name, hold, since, power_limit, None, owner)
+    return Record(gpu.text, gpu.uuid, gpu.name, hold, since, True, power_limit, None, owner)
 
 
 def _take(gpu: Gpu, record: Record, taken: list[tuple[Gpu, Record]]) -> None:
     """Take one GPU, and add it to `taken`."""
     if not gpu.keeps_settings:
-        taken.append((gpu, _with_power_limit(gpu, record)))
+        taken.append((gpu, _with_what_can_be_set_back(gpu, record)))
         return
     with page(record.uuid) as opened:
         _refuse_if_held(opened, record)
         for dead in opened.read()[0]:
             if dead.owner.is_of_this_boot():
                 undo(gpu, dead)
-        with suppress(GpuNotSupported):  # its power limit may still be set
-            gpu.reset_clocks()
-        complete = _with_power_limit(gpu, record)
+        complete = _with_what_can_be_set_back(gpu, record)
         taken.append((gpu, complete))  # before it is written: an interrupt may come in between
         opened.write(complete)
         _remove_dead(opened, record.hold)
 
 
-def _with_power_limit(gpu: Gpu, record: Record) -> Record:
-    """The record with the power limit in force; where that cannot be read, it cannot be set either."""
+def _with_what_can_be_set_back(gpu: Gpu, record: Record) -> Record:
+    """Reset the clocks, read the power limit; what of that is not supported cannot be set either."""
+    try:
+        gpu.reset_clocks()
+    except GpuNotSupported:
+        record = replace(record, sets_clock=False)
     if not record.sets_power_limit:
         return record
     try:
@@ -147,6 +149,8 @@ def _with_power_limit(gpu: Gpu, record: Record) -> Record:
 
 def _refuse_if_held(opened: Page, record: Record) -> None:
     other = holder(opened)
+    if other is not None and other.owner == record.owner:
+        raise GpuHeld(f"GPU {record.gpu} ({record.name}): this process has it already; name each GPU once")
     if other is not None:
         raise GpuHeld(held_text(other))
     problems = opened.read()[1]

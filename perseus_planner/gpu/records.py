@@ -51,7 +51,7 @@ class Record:
         uuid, name: the GPU's.
         hold: what tells one taking of a GPU from all others.
         since: when it was taken, ISO 8601.
-        sets_power_limit: whether its power limit is set too, beside its clock.
+        sets_clock, sets_power_limit: what may be set, and so must be set back.
         power_limit_w: the power limit that was in force before, watts; None: not known, so it goes back to the default.
         owner: the process.
     """
@@ -61,6 +61,7 @@ class Record:
     name: str
     hold: str
     since: str
+    sets_clock: bool
     sets_power_limit: bool
     power_limit_w: float | None
     owner: Owner
@@ -122,7 +123,7 @@ def page(uuid: str) -> Iterator[Page]:
 
     with _folder(create=True) as folder:
         assert folder is not None  # it was made where there was none
-        lock = FileLock(folder / f"{_stem(uuid)}.lock", timeout=_LOCK_S, mode=0o666)
+        lock = FileLock(str(folder / f"{_stem(uuid)}.lock"), timeout=_LOCK_S, mode=0o666)
         try:
             lock.acquire()
         except Timeout:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 
-from perseus_planner.errors import GpuError, GpuNotSupported
+from perseus_planner.errors import GpuError
 from perseus_planner.gpu.protocol import Gpu
 from perseus_planner.gpu.records import Page, Record, page
 
@@ -21,7 +20,7 @@ def undo(gpu: Gpu, record: Record) -> None:
     Raises:
         GpuError: the GPU did not do that.
     """
-    with suppress(GpuNotSupported):  # then it cannot have been locked
+    if record.sets_clock:
         gpu.reset_clocks()
     if record.sets_power_limit:
         _put_back_power_limit(gpu, record.power_limit_w)
