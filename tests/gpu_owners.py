@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -67,27 +69,30 @@ def owner(code: str, texts: Sequence[str] = TEXTS, **options: object) -> Iterato
 
 
 def guardians(process: subprocess.Popen[str]) -> list[psutil.Process]:
-    """The guardians of `process`, which is stopped so that it starts no other."""
+    """The children of `process`, which is stopped so that it starts no other; it forks none but guardians."""
     os.kill(process.pid, signal.SIGSTOP)
     os.waitpid(process.pid, os.WUNTRACED)
-    return [child for child in psutil.Process(process.pid).children() if is_guardian(child)]
-
-
-def is_guardian(process: psutil.Process) -> bool:
-    """Whether it is one; also one that is about to become it, and still looks as its owner."""
-    return "-c" not in process.cmdline() or process.cmdline()[-1].startswith("nvml:")
+    return psutil.Process(process.pid).children()
 
 
 def kill(*pids: int) -> None:
     """Kill them in this order, with nothing in between."""
     for pid in pids:
-        os.kill(pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):  # a guardian that was about to end, and has
+            os.kill(pid, signal.SIGKILL)
 
 
 def await_end(processes: Sequence[psutil.Process]) -> None:
-    """Wait for their end, which must come in time."""
-    _, alive = psutil.wait_procs(processes, timeout=WITHIN_S)
-    assert not alive
+    """Wait for their end, which must come in time; whether anybody has taken note of it does not matter."""
+    deadline_s = time.monotonic() + WITHIN_S
+    for process in processes:
+        with suppress(ProcessLookupError):
+            end = os.pidfd_open(process.pid)
+            try:
+                ended, _, _ = select.select([end], [], [], max(0.0, deadline_s - time.monotonic()))
+            finally:
+                os.close(end)
+            assert ended
 
 
 def files(folder: Path) -> list[str]:
