@@ -92,10 +92,13 @@ def test_the_guardian_resets_and_removes_the_records_in_time(nvml: StandIn, stat
 
 
 def test_a_forked_child_that_lives_on_does_not_hide_the_owners_death(nvml: StandIn, state: Path):  # noqa: F811
-    code = LOCKS_AND_WAITS.replace('print("set"', """
+    code = LOCKS_AND_WAITS.replace(
+        'print("set"',
+        """
         if os.fork() == 0:
             signal.pause()
-        print("set" """.strip())
+        print("set" """.strip(),
+    )
     with owner(code) as process:
         os.kill(process.pid, signal.SIGSTOP)
         os.waitpid(process.pid, os.WUNTRACED)
@@ -233,9 +236,12 @@ def test_without_a_record_a_guardian_has_nothing_to_do(nvml: StandIn, state: Pat
 
 
 def test_where_the_kernel_tells_of_no_end_the_owner_is_looked_at(nvml: StandIn, state: Path):  # noqa: F811
-    code = LOCKS_AND_WAITS.replace('print("set"', """
+    code = LOCKS_AND_WAITS.replace(
+        'print("set"',
+        """
         print("set", gpus[0].uuid, flush=True)
-        print("set" """.strip())
+        print("set" """.strip(),
+    )
     guardian_code = """
 import os, sys
 del os.pidfd_open

@@ -43,7 +43,9 @@ def gpus(nvml: StandIn, state: Path):  # noqa: F811
 
 def a_record(**changes: object) -> Record:
     values = {"owner": replace(this_process(), started=1), **changes}
-    return replace(Record(f"nvml:{UUIDS[0]}", UUIDS[0], "H100", "abc", "2026", True, True, None, values["owner"]), **values)
+    return replace(
+        Record(f"nvml:{UUIDS[0]}", UUIDS[0], "H100", "abc", "2026", True, True, None, values["owner"]), **values
+    )
 
 
 def written(record: Record) -> None:
@@ -150,7 +152,9 @@ def test_another_process_that_lives_is_named(gpus, nvml: StandIn, state: Path): 
             f"GPU nvml:{UUIDS[0]} (NVIDIA H100 80GB HBM3): process {process.pid} of {psutil.Process().username()} (`"
         )
         assert sys.executable in str(caught.value)
-        assert str(caught.value).endswith(f"`) has set its clocks since {since}; wait for its end, end it, or choose another GPU")
+        assert str(caught.value).endswith(
+            f"`) has set its clocks since {since}; wait for its end, end it, or choose another GPU"
+        )
         assert nvml.locked_mhz(0) == (1500, 1500)
         assert left_behind() == ()
         assert recover() == ()
@@ -300,7 +304,9 @@ def test_what_is_no_record_is_refused_and_not_followed(gpus, nvml: StandIn, stat
     with pytest.raises(GpuError) as caught, held(gpus[:1]):
         pytest.fail("not to be reached")
     message = str(caught.value)
-    assert message.startswith(f"GPU nvml:{UUIDS[0]}: whether it is free cannot be told: {file_of(state)}: is not a record ")
+    assert message.startswith(
+        f"GPU nvml:{UUIDS[0]}: whether it is free cannot be told: {file_of(state)}: is not a record "
+    )
     assert message.endswith("; remove it")
     assert "\x1b" not in message
     assert recover() == ()
@@ -311,11 +317,16 @@ def test_what_is_no_record_is_refused_and_not_followed(gpus, nvml: StandIn, stat
 
 
 @settings(max_examples=200)
-@given(data=st.binary(max_size=400) | st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=3)
-    | st.dictionaries(st.sampled_from([*asdict(a_record()), *asdict(this_process())]), inner, max_size=12),
-).map(lambda value: json.dumps(value).encode()))
+@given(
+    data=st.binary(max_size=400)
+    | st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+        lambda inner: (
+            st.lists(inner, max_size=3)
+            | st.dictionaries(st.sampled_from([*asdict(a_record()), *asdict(this_process())]), inner, max_size=12)
+        ),
+    ).map(lambda value: json.dumps(value).encode())
+)
 def test_any_bytes_are_read_without_a_traceback(data: bytes, tmp_path_factory):
     folder = tmp_path_factory.mktemp("state")
     with pytest.MonkeyPatch.context() as patch:
@@ -395,14 +406,17 @@ def test_a_file_of_another_user_under_ones_own_name_is_no_record(state: Path):
 
 
 def test_a_child_that_leaves_the_block_after_a_fork_changes_nothing(nvml: StandIn, state: Path):  # noqa: F811
-    code = LOCKS_AND_WAITS.replace("sys.stdin.read()", """
+    code = LOCKS_AND_WAITS.replace(
+        "sys.stdin.read()",
+        """
         child = os.fork()
         if child == 0:
             sys.exit(0)
         os.waitpid(child, 0)
         print("forked", flush=True)
         sys.stdin.read()
-    """.strip())
+    """.strip(),
+    )
     with owner(code, ["nvml:0"]) as process:
         assert process.stdout.readline() == "forked\n"
         assert nvml.locked_mhz(0) == (1500, 1500)

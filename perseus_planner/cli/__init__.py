@@ -13,7 +13,9 @@ import click
 from perseus_planner import __version__
 from perseus_planner.cli import console
 from perseus_planner.cli.calibrate import calibrate
+from perseus_planner.cli.doctor import doctor
 from perseus_planner.cli.plan import plan
+from perseus_planner.cli.reset import reset
 from perseus_planner.cli.simulate import simulate
 from perseus_planner.cli.solve import solve
 from perseus_planner.errors import UsageError
@@ -96,6 +98,8 @@ def show(file: Path, plot: Path | None, as_json: bool) -> None:
 
 main.add_command(calibrate)
 main.add_command(simulate)
+main.add_command(doctor)
+main.add_command(reset)
 
 
 def _is_frontier(path: Path) -> bool:

@@ -111,6 +111,42 @@ def recover() -> tuple[Recovery, ...]:
     return tuple(_recovered(record) for record in dead)
 
 
+def reset_gpu(gpu: Gpu, *, power_limit: bool = False, force: bool = False) -> tuple[Record, ...]:
+    """Reset the clocks of `gpu`, with what the records of dead owners tell of; gives and removes these.
+
+    Args:
+        gpu: any GPU, held or not.
+        power_limit: set its power limit back to the default as well.
+        force: reset it also where a process holds it that lives, or may do so; the record of one that is seen to live
+            stays.
+
+    Raises:
+        GpuHeld: a process that lives holds it, and that is not forced.
+        GpuError: it could not be reset, or a record cannot be removed.
+    """
+    if not gpu.keeps_settings:
+        _reset(gpu, (), power_limit=power_limit)
+        return ()
+    with page(gpu.uuid) as opened:
+        other = holder(opened)
+        if other is not None and not force:
+            raise GpuHeld(f"{held_text(other)}, or reset it with --force")
+        left = tuple(record for record in opened.read()[0] if not record.owner.lives_here())
+        _reset(gpu, left, power_limit=power_limit)
+        for record in left:
+            opened.remove(record)
+    return left
+
+
+def _reset(gpu: Gpu, left: Sequence[Record], *, power_limit: bool) -> None:
+    for record in left:
+        if record.owner.is_of_this_boot():
+            undo(gpu, record)
+    gpu.reset_clocks()
+    if power_limit:
+        gpu.reset_power_limit()
+
+
 def _record(gpu: Gpu, owner: Owner, hold: str, *, power_limit: bool) -> Record:
     """What is written of a GPU, before it is known which of its settings can be set back."""
     since = datetime.now(timezone.utc).isoformat(timespec="seconds")

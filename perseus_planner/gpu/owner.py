@@ -31,10 +31,12 @@ class Owner:
 
     def lives(self) -> bool:
         """Whether it may still set the GPU. True where that cannot be seen from here: in another container."""
-        if self.boot_id != _boot_id():
+        return self.is_of_this_boot() and (self.pid_namespace != _pid_namespace() or self.lives_here())
+
+    def lives_here(self) -> bool:
+        """Whether it lives, and in no other container."""
+        if not self.is_of_this_boot() or self.pid_namespace != _pid_namespace():
             return False
-        if self.pid_namespace != _pid_namespace():
-            return True
         found = _state_and_start(self.pid)
         if found is None:
             return _is_hidden(self.pid)
