@@ -32,8 +32,8 @@ The script is lines of `GPU KEY VALUE`; GPU is an index or `*`, and of several l
     field_186_1 420000              the same for scope 1; `module 1`: there is a module scope for power and energy
     error FUNCTION CODE [N [M]]     calls N to M (without: all) on that GPU answer CODE and do nothing; FUNCTION `*` is
                                     all that name a GPU; CODE 0: success is said, but nothing is written
-    latency_us_FUNCTION 4500        how long it takes; settings of all GPUs and processes queue behind one lock, and take
-                                    effect half-way
+    latency_us_FUNCTION 4500        how long it takes; settings of all GPUs and processes queue behind one lock, and
+                                    take effect half-way
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ from pathlib import Path
 import pytest
 
 SOURCE = Path(__file__).with_name("fake_nvml.c")
+CUDA_SOURCE = Path(__file__).with_name("fake_cuda.c")
 UUIDS = ("GPU-11111111-aaaa-bbbb-cccc-000000000000", "GPU-22222222-aaaa-bbbb-cccc-000000000001")
 PCI = ("0000:3B:00.0", "0000:AF:00.0")
 CLOCKS_MHZ = tuple(range(1980, 209, -15))
@@ -110,16 +111,16 @@ class Setting:
     ended_s: float
 
 
-def compiled(folder: Path, without: tuple[str, ...] = ()) -> Path:
-    """The library, without some of its functions, as `folder/libnvidia-ml.so.1`; skips where there is no C compiler."""
+def compiled(folder: Path, without: tuple[str, ...] = (), source: Path = SOURCE) -> Path:
+    """The library, without some of its functions, in `folder` under its real name; skips where there is no C compiler."""
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None:
-        pytest.skip("no C compiler (cc or gcc) to make the stand-in for libnvidia-ml.so.1 with")
+        pytest.skip("no C compiler (cc or gcc) to make a stand-in for NVIDIA's libraries with")
     folder.mkdir(parents=True, exist_ok=True)
-    library = folder / "libnvidia-ml.so.1"
+    library = folder / ("libnvidia-ml.so.1" if source == SOURCE else "libcuda.so.1")
     absent = [f"-D{name}=absent_{name}" for name in without]
-    shared = ["-O1", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-Wl,-soname,libnvidia-ml.so.1"]
-    subprocess.run([compiler, *shared, *absent, "-o", str(library), str(SOURCE)], check=True)
+    shared = ["-O1", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", f"-Wl,-soname,{library.name}"]
+    subprocess.run([compiler, *shared, *absent, "-o", str(library), str(source)], check=True)
     return library
 
 
@@ -182,7 +183,7 @@ class StandIn:
         return kept.limit_mw / 1000 if kept.limit_known else None
 
     def calls(self, function: str, gpu: int | str | None = None) -> int:
-        """How often a function was called, by all processes; on one GPU, or on all and none where it is not an index."""
+        """How often a function was called, by all processes; on one GPU where `gpu` is an index, else in all."""
         for calls in self._kept().calls:
             if calls.function.decode() == function:
                 return int(calls.made[gpu] if isinstance(gpu, int) else sum(calls.made))
