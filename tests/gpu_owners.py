@@ -54,11 +54,21 @@ WITHIN_S = 2.0
 
 
 @contextmanager
-def owner(code: str, texts: Sequence[str] = TEXTS, **options: object) -> Iterator[subprocess.Popen[str]]:
-    """A process that runs `code` on these GPUs, once it has said its first word; killed on leaving."""
-    command = [sys.executable, "-c", code, *texts]
-    with subprocess.Popen(  # type: ignore[call-overload]
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options
+def owner(
+    code: str, texts: Sequence[str] = TEXTS, folder: Path = Path("/"), *, own_session: bool = False
+) -> Iterator[subprocess.Popen[str]]:
+    """A process that runs `code` on these GPUs, once it has said its first word; killed on leaving.
+
+    It runs in a folder where it finds the package that is installed, not the one that is tested from.
+    """
+    with subprocess.Popen(
+        [sys.executable, "-c", code, *texts],
+        cwd=folder,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=own_session,
     ) as process:
         try:
             if not process.stdout.readline():

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from fake_nvml import UUIDS, StandIn, nvml, nvml_library  # noqa: F401
+from fake_nvml import UUIDS, StandIn
 from gpu_owners import (
     LOCKS_AND_WAITS,
     SETS_FOR_EVER,
@@ -32,17 +32,17 @@ from perseus_planner.gpu.journal import held, left_behind, recover
 
 
 @pytest.fixture
-def state(nvml: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:  # noqa: F811
+def state(nvml: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PLANNER_STATE_DIR", str(tmp_path / "state"))
     return tmp_path / "state"
 
 
-def is_reset(nvml: StandIn) -> bool:  # noqa: F811
+def is_reset(nvml: StandIn) -> bool:
     limits_w = {nvml.limit_w(index) for index in range(2)}
     return [nvml.locked_mhz(index) for index in range(2)] == [None, None] and limits_w <= {None, 700.0}
 
 
-def kill_at_random_moments(nvml: StandIn, state: Path, victims: str, times: int, seed: int) -> None:  # noqa: F811
+def kill_at_random_moments(nvml: StandIn, state: Path, victims: str, times: int, seed: int) -> None:
     moments = random.Random(seed)
     for _ in range(times):
         with owner(SETS_FOR_EVER) as process:
@@ -69,18 +69,18 @@ VICTIMS = ("owner", "both", "guardian first")
 
 
 @pytest.mark.parametrize("victims", VICTIMS)
-def test_sigkill_at_random_moments_leaves_no_clock_locked(nvml: StandIn, state: Path, victims: str):  # noqa: F811
+def test_sigkill_at_random_moments_leaves_no_clock_locked(nvml: StandIn, state: Path, victims: str):
     kill_at_random_moments(nvml, state, victims, times=7, seed=1)
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("victims", VICTIMS)
-def test_200_sigkills_at_random_moments_leave_no_clock_locked(nvml: StandIn, state: Path, victims: str):  # noqa: F811
+def test_200_sigkills_at_random_moments_leave_no_clock_locked(nvml: StandIn, state: Path, victims: str):
     kill_at_random_moments(nvml, state, victims, times=200, seed=2)
 
 
-def test_the_guardian_resets_and_removes_the_records_in_time(nvml: StandIn, state: Path):  # noqa: F811
+def test_the_guardian_resets_and_removes_the_records_in_time(nvml: StandIn, state: Path):
     nvml.set("latency_us_nvmlDeviceResetGpuLockedClocks", 6000)
     with owner(LOCKS_AND_WAITS) as process:
         (guardian,) = guardians(process)
@@ -91,7 +91,7 @@ def test_the_guardian_resets_and_removes_the_records_in_time(nvml: StandIn, stat
         assert files(state) == []
 
 
-def test_a_forked_child_that_lives_on_does_not_hide_the_owners_death(nvml: StandIn, state: Path):  # noqa: F811
+def test_a_forked_child_that_lives_on_does_not_hide_the_owners_death(nvml: StandIn, state: Path):
     code = LOCKS_AND_WAITS.replace(
         'print("set"',
         """
@@ -113,8 +113,8 @@ def test_a_forked_child_that_lives_on_does_not_hide_the_owners_death(nvml: Stand
         kill(child.pid)
 
 
-def test_ctrl_c_reaches_the_owner_and_not_the_guardian(nvml: StandIn, state: Path):  # noqa: F811
-    with owner(LOCKS_AND_WAITS, start_new_session=True) as process:
+def test_ctrl_c_reaches_the_owner_and_not_the_guardian(nvml: StandIn, state: Path):
+    with owner(LOCKS_AND_WAITS, own_session=True) as process:
         guardian = psutil.Process(process.pid).children()[0]
         assert os.getsid(guardian.pid) == guardian.pid
         os.killpg(process.pid, signal.SIGINT)
@@ -126,7 +126,7 @@ def test_ctrl_c_reaches_the_owner_and_not_the_guardian(nvml: StandIn, state: Pat
 
 
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
-def test_a_guardian_outlasts_signals_while_its_owner_lives(nvml: StandIn, state: Path, name: str):  # noqa: F811
+def test_a_guardian_outlasts_signals_while_its_owner_lives(nvml: StandIn, state: Path, name: str):
     with owner(LOCKS_AND_WAITS) as process:
         guardian = psutil.Process(process.pid).children()[0]
         guardian.send_signal(signal.Signals[name])
@@ -136,7 +136,7 @@ def test_a_guardian_outlasts_signals_while_its_owner_lives(nvml: StandIn, state:
         assert files(state) == []
 
 
-def test_an_owner_whose_guardian_was_killed_resets_all_itself(nvml: StandIn, state: Path):  # noqa: F811
+def test_an_owner_whose_guardian_was_killed_resets_all_itself(nvml: StandIn, state: Path):
     with owner(LOCKS_AND_WAITS) as process:
         psutil.Process(process.pid).children()[0].kill()
         process.stdin.close()
@@ -145,7 +145,7 @@ def test_an_owner_whose_guardian_was_killed_resets_all_itself(nvml: StandIn, sta
         assert files(state) == []
 
 
-def test_an_owner_that_ends_by_sigterm_leaves_nothing(nvml: StandIn, state: Path):  # noqa: F811
+def test_an_owner_that_ends_by_sigterm_leaves_nothing(nvml: StandIn, state: Path):
     with owner(LOCKS_AND_WAITS) as process:
         guardian = psutil.Process(process.pid).children()[0]
         process.terminate()
@@ -154,7 +154,7 @@ def test_an_owner_that_ends_by_sigterm_leaves_nothing(nvml: StandIn, state: Path
         assert files(state) == []
 
 
-def test_the_guardian_of_a_dead_owner_does_not_reset_what_a_new_one_sets(nvml: StandIn, state: Path):  # noqa: F811
+def test_the_guardian_of_a_dead_owner_does_not_reset_what_a_new_one_sets(nvml: StandIn, state: Path):
     with owner(LOCKS_AND_WAITS) as process, ExitStack() as stack:
         (guardian,) = guardians(process)
         guardian.suspend()
@@ -171,7 +171,7 @@ def test_the_guardian_of_a_dead_owner_does_not_reset_what_a_new_one_sets(nvml: S
     assert files(state) == []
 
 
-def test_a_guardian_needs_no_record_on_disk_to_reset(nvml: StandIn, state: Path):  # noqa: F811
+def test_a_guardian_needs_no_record_on_disk_to_reset(nvml: StandIn, state: Path):
     with owner(LOCKS_AND_WAITS) as process:
         (guardian,) = guardians(process)
         for path in state.glob("*.json"):
@@ -181,7 +181,7 @@ def test_a_guardian_needs_no_record_on_disk_to_reset(nvml: StandIn, state: Path)
         assert is_reset(nvml)
 
 
-def test_a_gpu_that_cannot_be_reset_stops_no_other_and_keeps_its_record(nvml: StandIn, state: Path):  # noqa: F811
+def test_a_gpu_that_cannot_be_reset_stops_no_other_and_keeps_its_record(nvml: StandIn, state: Path):
     with owner(LOCKS_AND_WAITS) as process:
         (guardian,) = guardians(process)
         nvml.fail("nvmlDeviceResetGpuLockedClocks", 999, gpu=0)
@@ -191,7 +191,7 @@ def test_a_gpu_that_cannot_be_reset_stops_no_other_and_keeps_its_record(nvml: St
         assert [record.uuid for record in left_behind()] == [UUIDS[0]]
 
 
-def test_a_guardian_that_cannot_start_refuses_the_hold(nvml: StandIn, state: Path, monkeypatch):  # noqa: F811
+def test_a_guardian_that_cannot_start_refuses_the_hold(nvml: StandIn, state: Path, monkeypatch):
     with open_gpu("nvml:0") as gpu:
         # This process has its library already; the guardian looks for it anew.
         monkeypatch.setenv("LD_LIBRARY_PATH", "")
@@ -205,8 +205,8 @@ def test_a_guardian_that_cannot_start_refuses_the_hold(nvml: StandIn, state: Pat
     assert psutil.Process().children() == []
 
 
-def test_a_guardian_is_light_and_holds_nothing_of_its_owner(nvml: StandIn, state: Path):  # noqa: F811
-    with owner(LOCKS_AND_WAITS, cwd=state.parent) as process:
+def test_a_guardian_is_light_and_holds_nothing_of_its_owner(nvml: StandIn, state: Path):
+    with owner(LOCKS_AND_WAITS, folder=state.parent) as process:
         guardian = psutil.Process(process.pid).children()[0]
         assert guardian.cwd() == "/"
         assert guardian.cmdline()[1:3] == ["-m", "perseus_planner.gpu.guardian"]
@@ -220,22 +220,22 @@ def test_a_guardian_is_light_and_holds_nothing_of_its_owner(nvml: StandIn, state
         assert process.wait(10) == 0
 
 
-def test_a_guardian_finds_what_its_owner_finds_in_whatever_folder_that_runs(nvml: StandIn, state: Path):  # noqa: F811
+def test_a_guardian_finds_what_its_owner_finds_in_whatever_folder_that_runs(nvml: StandIn, state: Path):
     """Its owner may have the package from a folder on a relative path."""
     package = Path(sys.modules["perseus_planner"].__file__).parents[1]
     code = f"import sys; sys.path.append({os.path.relpath(package, state.parent)!r})\n{LOCKS_AND_WAITS}"
-    with owner(code, cwd=state.parent) as process:
+    with owner(code, folder=state.parent) as process:
         process.stdin.close()
         assert process.wait(10) == 0
 
 
-def test_without_a_record_a_guardian_has_nothing_to_do(nvml: StandIn, state: Path):  # noqa: F811
+def test_without_a_record_a_guardian_has_nothing_to_do(nvml: StandIn, state: Path):
     command = [sys.executable, "-m", "perseus_planner.gpu.guardian", "none"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+    result = subprocess.run(command, cwd="/", capture_output=True, text=True, timeout=30, check=True)
     assert (result.stdout, result.stderr) == ("", "")
 
 
-def test_where_the_kernel_tells_of_no_end_the_owner_is_looked_at(nvml: StandIn, state: Path):  # noqa: F811
+def test_where_the_kernel_tells_of_no_end_the_owner_is_looked_at(nvml: StandIn, state: Path):
     code = LOCKS_AND_WAITS.replace(
         'print("set"',
         """
@@ -254,7 +254,7 @@ sys.exit(main(sys.argv[1]))
         kill(guardian.pid)
         hold = json.loads(next(state.glob("*.json")).read_text())["hold"]
         with subprocess.Popen(
-            [sys.executable, "-c", guardian_code, hold], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+            [sys.executable, "-c", guardian_code, hold], cwd="/", stdin=subprocess.PIPE, stdout=subprocess.PIPE
         ) as other:
             assert other.stdout.readline() == b"ready\n"
             kill(process.pid)
