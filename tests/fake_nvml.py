@@ -112,7 +112,7 @@ class Setting:
 
 
 def compiled(folder: Path, without: tuple[str, ...] = (), source: Path = SOURCE) -> Path:
-    """The library, without some of its functions, in `folder` under its real name; skips where there is no C compiler."""
+    """The library, without some of its functions, in `folder` by its real name; skips where there is no compiler."""
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None:
         pytest.skip("no C compiler (cc or gcc) to make a stand-in for NVIDIA's libraries with")
@@ -167,6 +167,17 @@ class StandIn:
         last = "" if times is None else f" {first + times - 1}"
         self.add(f"{gpu} error {function} {code}" + (f" {first}{last}" if after or times else ""))
 
+    @contextmanager
+    def saying(self, *lines: str) -> Iterator[None]:
+        """The script with these lines more, inside the block."""
+        before = list(self._lines)
+        self.add(*lines)
+        try:
+            yield
+        finally:
+            self._lines = before
+            self._write()
+
     def heal(self) -> None:
         """Take back every `fail`."""
         self._lines = [line for line in self._lines if line.split(" ")[1] != "error"]
@@ -188,6 +199,10 @@ class StandIn:
             if calls.function.decode() == function:
                 return int(calls.made[gpu] if isinstance(gpu, int) else sum(calls.made))
         return 0
+
+    def called(self) -> set[str]:
+        """The functions that were called, by any process."""
+        return {calls.function.decode() for calls in self._kept().calls} - {"", "*"}
 
     def settings(self) -> list[Setting]:
         """The calls that set something, in order (the last 4096 of them), failed ones too."""

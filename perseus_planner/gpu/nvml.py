@@ -13,13 +13,13 @@ from collections.abc import Mapping
 from functools import cached_property
 
 from perseus_planner.errors import GpuError, GpuNotSupported
-from perseus_planner.gpu.nvml_device import NvmlDevice, Reading, answer
+from perseus_planner.gpu.nvml_device import MOST_MHZ, NvmlDevice, Quantity, Reading, answer
 from perseus_planner.gpu.nvml_library import NVML
 from perseus_planner.gpu.nvml_notices import mig_is_on, notices
 from perseus_planner.gpu.nvml_selection import selected
 
 _CLOCK_SM, _CLOCK_ID_CURRENT, _TEMPERATURE_GPU = 1, 0, 0
-_SCOPE_GPU, _SCOPE_MODULE = 0, 1
+_SCOPE_MODULE = 1
 _TOTAL_ENERGY, _ENERGY, _POWER_INSTANT = 83, 191, 186
 
 _REASON_BITS = {
@@ -35,14 +35,22 @@ _REASON_BITS = {
 _REASON_FIELDS = {74: "sw-power-cap", 76: "sync-boost", 269: "sw-thermal", 270: "hw-thermal", 271: "hw-power-brake"}
 """Fields that count the nanoseconds for which a reason has held."""
 
-_READ_ENERGY, _READ_POWER, _READ_LIMIT = "read its energy counter", "read its power", "read its power limit"
-_READ_CLOCK, _READ_TEMPERATURE, _READ_REASONS = "read its SM clock", "read its temperature", "read why it is throttled"
-
 _WITHOUT_ENERGY = "without an energy counter there is nothing to plan on: use another GPU, or simulated:"
 _WITHOUT_CLOCKS = "where clocks cannot be locked, use the power limit as the knob, or observe mode, which sets nothing"
 _WITHOUT_LIMIT = (
     "where the power limit cannot be set, use the SM clock as the knob, or observe mode, which sets nothing"
 )
+
+_MOST_MW = 100_000_000
+"""No board draws 100 kW: a greater number is no power."""
+
+_ENERGY_MJ = Quantity("read its energy counter", most=2**63, instead=_WITHOUT_ENERGY)
+_POWER_MW = Quantity("read its power", most=_MOST_MW)
+_LIMIT_MW = Quantity("read its power limit", most=_MOST_MW)
+_DEFAULT_LIMIT_MW = Quantity("read its default power limit", most=_MOST_MW, instead=_WITHOUT_LIMIT)
+_CLOCK_MHZ = Quantity("read its SM clock", most=MOST_MHZ)
+_TEMPERATURE_C = Quantity("read its temperature", most=200)
+_REASONS = Quantity("read why it is throttled", most=2**63, least=0)
 
 
 class NvmlGpu:
@@ -63,35 +71,35 @@ class NvmlGpu:
         self._open = True
         self._clock_touched = self._limit_touched = False
         self._counted: tuple[int, ...] | None = None
+        number, field = device.number, device.number_of_field
         self._energy_mj = Reading(
-            lambda: device.positive("nvmlDeviceGetTotalEnergyConsumption", what=_READ_ENERGY, instead=_WITHOUT_ENERGY),
-            lambda: device.positive_field(_TOTAL_ENERGY, _SCOPE_GPU, _READ_ENERGY),
-            lambda: device.positive_field(_ENERGY, _SCOPE_GPU, _READ_ENERGY),
-            lambda: device.positive_field(_ENERGY, _SCOPE_MODULE, _READ_ENERGY),
+            lambda: number(_ENERGY_MJ, "nvmlDeviceGetTotalEnergyConsumption"),
+            lambda: field(_ENERGY_MJ, _TOTAL_ENERGY),
+            lambda: field(_ENERGY_MJ, _ENERGY),
+            lambda: field(_ENERGY_MJ, _ENERGY, _SCOPE_MODULE),
         )
         self._power_mw = Reading(
             # Of now; the plain call averages over a second on most GPUs since Ampere.
-            lambda: device.positive_field(_POWER_INSTANT, _SCOPE_GPU, _READ_POWER),
-            lambda: device.positive("nvmlDeviceGetPowerUsage", what=_READ_POWER),
-            lambda: device.positive_field(_POWER_INSTANT, _SCOPE_MODULE, _READ_POWER),
+            lambda: field(_POWER_MW, _POWER_INSTANT),
+            lambda: number(_POWER_MW, "nvmlDeviceGetPowerUsage"),
+            lambda: field(_POWER_MW, _POWER_INSTANT, _SCOPE_MODULE),
         )
         self._limit_mw = Reading(
             # The strictest of all limits; the other call says what was set.
-            lambda: device.positive("nvmlDeviceGetEnforcedPowerLimit", what=_READ_LIMIT),
-            lambda: device.positive("nvmlDeviceGetPowerManagementLimit", what=_READ_LIMIT),
+            lambda: number(_LIMIT_MW, "nvmlDeviceGetEnforcedPowerLimit"),
+            lambda: number(_LIMIT_MW, "nvmlDeviceGetPowerManagementLimit"),
         )
         self._clock_mhz = Reading(
-            lambda: device.positive("nvmlDeviceGetClockInfo", _CLOCK_SM, what=_READ_CLOCK),
-            lambda: device.positive("nvmlDeviceGetClock", _CLOCK_SM, _CLOCK_ID_CURRENT, what=_READ_CLOCK),
+            lambda: number(_CLOCK_MHZ, "nvmlDeviceGetClockInfo", _CLOCK_SM),
+            lambda: number(_CLOCK_MHZ, "nvmlDeviceGetClock", _CLOCK_SM, _CLOCK_ID_CURRENT),
         )
-        # Above 200 degrees Celsius there is no chip left to read.
         self._temperature_c = Reading(
-            lambda: device.positive("nvmlDeviceGetTemperatureV", _TEMPERATURE_GPU, what=_READ_TEMPERATURE, most=200),
-            lambda: device.positive("nvmlDeviceGetTemperature", _TEMPERATURE_GPU, what=_READ_TEMPERATURE, most=200),
+            lambda: number(_TEMPERATURE_C, "nvmlDeviceGetTemperatureV", _TEMPERATURE_GPU),
+            lambda: number(_TEMPERATURE_C, "nvmlDeviceGetTemperature", _TEMPERATURE_GPU),
         )
         self._reason_bits = Reading(
-            lambda: self._bits("nvmlDeviceGetCurrentClocksEventReasons"),
-            lambda: self._bits("nvmlDeviceGetCurrentClocksThrottleReasons"),
+            lambda: number(_REASONS, "nvmlDeviceGetCurrentClocksEventReasons"),
+            lambda: number(_REASONS, "nvmlDeviceGetCurrentClocksThrottleReasons"),
         )
 
     @cached_property
@@ -102,8 +110,11 @@ class NvmlGpu:
     @cached_property
     def driver(self) -> str:
         """Version of the NVIDIA driver."""
-        version = NVML.call("nvmlSystemGetDriverVersion", who=self.text, what="read the driver's version")
-        return str(version)
+        function, what = "nvmlSystemGetDriverVersion", "read the driver's version"
+        version = str(NVML.call(function, who=self.text, what=what)).strip()
+        if not version:
+            raise self._device.no_reading(what, "an empty text", function)
+        return version
 
     @property
     def mig_on(self) -> bool:
@@ -145,7 +156,7 @@ class NvmlGpu:
         """The least and the greatest power limit that can be set, watts."""
         function, what = "nvmlDeviceGetPowerManagementLimitConstraints", "read its range of power limits"
         least_mw, greatest_mw = self._device.call(function, what=what, instead=_WITHOUT_LIMIT)
-        if not 0 < least_mw <= greatest_mw < 0xFFFFFFFF:
+        if not 0 < least_mw <= greatest_mw <= _MOST_MW:
             raise self._device.no_reading(what, f"{least_mw} to {greatest_mw} mW", function)
         return _watts(least_mw), _watts(greatest_mw)
 
@@ -167,7 +178,7 @@ class NvmlGpu:
         """Set the power limit back to what it is when the driver is loaded."""
         try:
             default_w = self._default_limit_w()
-            set_mw = self._device.positive("nvmlDeviceGetPowerManagementLimit", what=_READ_LIMIT)
+            set_mw = self._device.number(_LIMIT_MW, "nvmlDeviceGetPowerManagementLimit")
         except GpuNotSupported:
             if self._limit_touched:
                 raise
@@ -240,19 +251,12 @@ class NvmlGpu:
         self._device.call(function, round(limit_w * 1000), what=what, instead=_WITHOUT_LIMIT)
 
     def _default_limit_w(self) -> float:
-        function, what = "nvmlDeviceGetPowerManagementDefaultLimit", "read its default power limit"
-        return _watts(self._device.positive(function, what=what, instead=_WITHOUT_LIMIT))
+        return _watts(self._device.number(_DEFAULT_LIMIT_MW, "nvmlDeviceGetPowerManagementDefaultLimit"))
 
     def _read_of_module(self) -> tuple[str, ...]:
         """Which of energy and power come for the GPU together with its CPU: their last ways."""
         readings = {"energy": self._energy_mj, "power": self._power_mw}
         return tuple(name for name, reading in readings.items() if answer(reading) and reading.last_way)
-
-    def _bits(self, function: str) -> int:
-        bits = int(self._device.call(function, what=_READ_REASONS))
-        if bits == 0xFFFFFFFFFFFFFFFF:
-            raise self._device.no_reading(_READ_REASONS, hex(bits), function)
-        return bits
 
     def _counts(self, field: int, what: str) -> bool:
         try:

@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from perseus_planner.errors import GpuError, GpuLost, GpuNotSupported
 from perseus_planner.gpu.nvml_library import NVML, refusal
 
 Answer = TypeVar("Answer")
+
+MOST_MHZ = 100_000
+"""No clock is above it: a greater number is none."""
 
 UNKNOWN = (0xFFFFFFFF, 0xFFFFFFFFFFFFFFFF)
 """What NVML writes where it does not know a number of 32 or 64 bits."""
@@ -23,6 +27,23 @@ _NO_SUCH_FIELD = (2, 3, 6, 13, 25, 26)
 
 _INTEGERS = {1: "uiVal", 2: "ulVal", 3: "ullVal", 4: "sllVal", 5: "siVal", 6: "usVal"}
 """Where a field's number lies, by its type. Type 0, a real number, is also that of an entry never written."""
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """Something that NVML says as a whole number.
+
+    Attributes:
+        what: what is done to learn it, for errors: "cannot" stands before it.
+        least: no GPU that works has less.
+        most: none has more.
+        instead: what to do where it is not supported; empty: what suits every quantity.
+    """
+
+    what: str
+    most: int
+    least: int = 1
+    instead: str = ""
 
 
 class NvmlDevice:
@@ -53,32 +74,28 @@ class NvmlDevice:
             raise self.no_reading(what, "an empty text", function)
         return text
 
-    def positive(self, function: str, *arguments: int, what: str, most: int | None = None, instead: str = "") -> int:
-        """A number that is never 0 on a GPU that works, up to `most`."""
-        value = int(self.call(function, *arguments, what=what, instead=instead))
-        if value <= 0 or value in UNKNOWN or (most is not None and value > most):
-            raise self.no_reading(what, str(value), function)
-        return value
+    def number(self, quantity: Quantity, function: str, *arguments: int) -> int:
+        """A number that the quantity can have."""
+        value = int(self.call(function, *arguments, what=quantity.what, instead=quantity.instead))
+        return self._plausible(quantity, value, function)
+
+    def number_of_field(self, quantity: Quantity, field: int, scope: int = 0) -> int:
+        """The same from a field value; scope 0 is the GPU, 1 the module of a GPU and its CPU."""
+        # Scope 0 is not spelt out: older versions of the binding know no scopes.
+        (value,) = self.fields([(field, scope) if scope else field], quantity.what)
+        return self._plausible(quantity, value, f"field {field} of nvmlDeviceGetFieldValues")
 
     def clocks(self, function: str, *arguments: int, what: str, instead: str) -> tuple[int, ...]:
         """A list of clocks, MHz, highest first, each once: the order of NVML's lists is not specified."""
         listed = self.call(function, *arguments, what=what, instead=instead)
-        clocks = tuple(sorted({int(clock) for clock in listed if 0 < clock < 100_000}, reverse=True))
+        clocks = tuple(sorted({int(clock) for clock in listed if 0 < clock <= MOST_MHZ}, reverse=True))
         if not clocks:
             raise GpuNotSupported(f"{self.who}: cannot {what}: {function} lists none; {instead}")
         return clocks
 
-    def positive_field(self, field: int, scope: int, what: str) -> int:
-        """The same of a field value; scope 0 is the GPU, 1 the module of a GPU and its CPU."""
-        # Scope 0 is not spelt out: older versions of the binding know no scopes.
-        (value,) = self.fields([(field, scope) if scope else field], what)
-        if value <= 0:
-            raise self.no_reading(what, str(value), f"field {field}")
-        return value
-
     def fields(self, fields: Sequence[int | tuple[int, int]], what: str) -> list[int]:
         """The numbers of some fields, each a field or (field, scope), read in one call."""
-        return [self._number(entry, what) for entry in self.call("nvmlDeviceGetFieldValues", list(fields), what=what)]
+        return [self._written(entry, what) for entry in self.call("nvmlDeviceGetFieldValues", list(fields), what=what)]
 
     def no_reading(self, what: str, said: str, function: str) -> GpuNotSupported:
         """The error for an answer that is none."""
@@ -87,7 +104,12 @@ class NvmlDevice:
             "driver, and see which libnvidia-ml.so.1 is loaded"
         )
 
-    def _number(self, entry: Any, what: str) -> int:
+    def _plausible(self, quantity: Quantity, value: int, function: str) -> int:
+        if not quantity.least <= value <= quantity.most or value in UNKNOWN:
+            raise self.no_reading(quantity.what, str(value), function)
+        return value
+
+    def _written(self, entry: Any, what: str) -> int:
         """The number in one entry of field values, which has a return code of its own."""
         asked = f"field {entry.fieldId} of nvmlDeviceGetFieldValues"
         if entry.nvmlReturn != 0:

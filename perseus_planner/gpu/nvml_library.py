@@ -148,10 +148,10 @@ class Nvml:
         except AttributeError as error:
             raise GpuNotSupported(f"nvidia-ml-py: too old to have {name}; {_INSTALL}") from error
 
-    def constants(self, prefix: str) -> dict[int, str]:
-        """The binding's numbers whose names begin so, each with the rest of its name."""
+    def constants(self, prefix: str) -> dict[str, int]:
+        """The binding's numbers whose names begin so, by the rest of their names."""
         members = vars(_binding()).items()
-        return {value: name.removeprefix(prefix) for name, value in members if name.startswith(prefix)}
+        return {name.removeprefix(prefix): value for name, value in members if name.startswith(prefix)}
 
     def _initialise(self) -> None:
         _called("nvmlInit", (), "NVML", "start")
@@ -211,8 +211,9 @@ def _binding() -> Any:
         raise GpuError(f"NVML needs nvidia-ml-py, which cannot be imported ({error}); {_INSTALL}") from error
     if not hasattr(pynvml, "_nvmlGetFunctionPointer"):
         # Packages called pynvml before version 12 bring a module of the same name that lacks much of NVML.
+        found = getattr(pynvml, "__file__", None)
         raise GpuError(
-            f"NVML needs nvidia-ml-py, but `import pynvml` finds another package ({pynvml.__file__}); "
+            f"NVML needs nvidia-ml-py, but `import pynvml` finds another package ({found}); "
             f"run `pip uninstall pynvml`, then {_INSTALL}"
         )
     return pynvml

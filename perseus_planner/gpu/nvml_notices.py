@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator
 
 from perseus_planner.gpu.nvml_device import UNKNOWN, NvmlDevice, answer
@@ -10,6 +11,7 @@ from perseus_planner.gpu.nvml_library import NVML
 _POWER_SMOOTHING = 251
 
 _PROFILE = "NVML_POWER_PROFILE_"
+_OPERATION = "OPERATION_"  # so continue the names of what can be done to profiles
 
 
 def notices(
@@ -78,10 +80,10 @@ def _enforced_profiles(device: NvmlDevice) -> list[str]:
     """
     profiles = NVML.structure("c_nvmlWorkloadPowerProfileCurrentProfiles_v1_t")
     function = "nvmlDeviceWorkloadPowerProfileGetCurrentProfiles"
-    device.call(function, profiles, what="read its workload power profiles")
+    device.call(function, ctypes.byref(profiles), what="read its workload power profiles")
     words = list(profiles.enforcedProfilesMask.mask)
     if all(word in UNKNOWN for word in words):
         return []
-    names = NVML.constants(_PROFILE)
+    names = {at: name for name, at in NVML.constants(_PROFILE).items() if not name.startswith(_OPERATION)}
     numbers = (32 * place + bit for place, word in enumerate(words) for bit in range(32) if word >> bit & 1)
     return [names.get(number, f"number {number}") for number in numbers]

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from perseus_planner.errors import GpuError, GpuNotSupported
+from perseus_planner.errors import GpuError, GpuLost, GpuNotSupported
 from perseus_planner.gpu.nvml_device import NvmlDevice, answer
 from perseus_planner.gpu.nvml_library import NVML
 
@@ -95,14 +95,19 @@ def _with_pci(which: str, bus_id: str) -> NvmlDevice:
 
 def _with_uuid(which: str) -> NvmlDevice:
     """By beginning, among those that can be read: a GPU that is lost hides no other."""
-    found: list[NvmlDevice] = []
+    found, lost = [], None
     for index in range(_count()):
         try:
             device = _at(index)
+        except GpuLost as error:
+            lost = error
         except GpuError:
             continue
-        if which and device.uuid.lower().startswith(which.lower()):
-            found.append(device)
+        else:
+            if which and device.uuid.lower().startswith(which.lower()):
+                found.append(device)
+    if not found and lost:
+        raise GpuLost(f"nvml:{which}: none of the GPUs that answer; it may be the one that is lost: {lost}")
     if not found:
         raise _none(which)
     if len(found) > 1:
