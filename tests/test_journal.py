@@ -251,8 +251,6 @@ def test_a_gpu_that_may_not_be_set_is_refused_and_leaves_nothing(gpus, nvml: Sta
 
 def test_a_simulated_gpu_needs_no_record(nvml: StandIn, state: Path):
     with open_gpu("simulated:a100-sxm") as gpu:
-        if not hasattr(gpu, "keeps_settings"):
-            pytest.skip("the simulated GPU has not all of the protocol yet")
         with held([gpu]):
             gpu.set_clock_mhz(1410)
             assert psutil.Process().children() == []
@@ -316,7 +314,7 @@ def test_what_is_no_record_is_refused_and_not_followed(gpus, nvml: StandIn, stat
         pass
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(
     data=st.binary(max_size=400)
     | st.recursive(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from statistics import median
@@ -63,8 +63,8 @@ def doctor(gpus: tuple[str, ...], measure_latency: bool, as_json: bool) -> None:
     texts, remarks = (gpus, ()) if gpus else _visible()
     with ExitStack() as stack:
         opened = [stack.enter_context(open_gpu(text)) for text in texts]
-        found = _measured(opened) if measure_latency else _seen(opened)
-    found = replace(found, remarks=(*remarks, *read_records()[1]))
+        found = _diagnosis(opened, measure_latency)
+    found = replace(found, remarks=(*remarks, *found.remarks, *read_records()[1]))
     console.report(found, _text(found), [], as_json=as_json)
 
 
@@ -81,51 +81,64 @@ def _visible() -> tuple[Sequence[str], tuple[str, ...]]:
     return [gpu.text for gpu in shown if not gpu.problem], tuple(gpu.problem for gpu in shown if gpu.problem)
 
 
-def _seen(gpus: Iterable[Gpu]) -> Diagnosis:
+def _diagnosis(gpus: Sequence[Gpu], measure: bool) -> Diagnosis:
+    """What is found of each GPU; one that is lost hides no other."""
     from perseus_planner.gpu.inspection import inspect
 
-    return Diagnosis(tuple(GpuDiagnosis(inspect(gpu), None) for gpu in gpus), None, {}, ())
+    found: list[GpuDiagnosis] = []
+    settable: list[Gpu] = []
+    problems = []
+    for gpu in gpus:
+        try:
+            seen = inspect(gpu)
+        except GpuError as error:
+            problems.append(str(error))
+            continue
+        found.append(_measured(gpu, seen) if measure else GpuDiagnosis(seen, None))
+        settable += [gpu] if found[-1].latency is not None else []
+    latencies = [each.latency for each in found if each.latency is not None]
+    try:
+        together = _measured_together(settable, latencies)
+    except GpuError as error:
+        together = None
+        problems.append(str(error))
+    return Diagnosis(tuple(found), together, _clock_change(latencies, together), tuple(problems))
 
 
-def _measured(gpus: Sequence[Gpu]) -> Diagnosis:
-    """The same, with what setting shows."""
+def _measured_together(gpus: Sequence[Gpu], latencies: Sequence[Latency]) -> Together | None:
+    """What setting all at once takes; None for fewer than two."""
     from perseus_planner.gpu.journal import held
     from perseus_planner.gpu.latency import measure_together
 
-    diagnoses = tuple(_measured_one(gpu) for gpu in gpus)
-    alone = [(gpu, each.latency) for gpu, each in zip(gpus, diagnoses, strict=True) if each.latency is not None]
-    if not alone:
-        return Diagnosis(diagnoses, None, {}, ())
-    call_s = median(latency.call_p50_s for _, latency in alone)
-    together = None
-    if len(alone) > 1:
-        settable = [gpu for gpu, _ in alone]
-        with held(settable):
-            together = measure_together(settable, call_s)
-    return Diagnosis(diagnoses, together, _clock_change(call_s, [latency for _, latency in alone], together), ())
+    if len(gpus) < 2:
+        return None
+    with held(gpus, power_limit=False):
+        return measure_together(gpus, median(latency.call_p50_s for latency in latencies))
 
 
-def _measured_one(gpu: Gpu) -> GpuDiagnosis:
-    from perseus_planner.gpu.inspection import NOT_TRIED, Setting, inspect, refused
+def _measured(gpu: Gpu, seen: Inspection) -> GpuDiagnosis:
+    """The same GPU, with what setting shows."""
+    from perseus_planner.gpu.inspection import NOT_TRIED, Setting, refused
     from perseus_planner.gpu.journal import held
     from perseus_planner.gpu.latency import measure_latency, try_power_limit
 
-    seen, latency = inspect(gpu), None
-    settings = {setting.name: setting for setting in seen.settings}
+    latency = None
+    limit = Setting("power limit", NOT_TRIED, "the GPU could not be taken")
     try:
         with held([gpu]):
-            settings["power limit"] = try_power_limit(gpu)
+            limit = try_power_limit(gpu)
             latency = measure_latency(gpu)
-            settings["clock"] = Setting("clock", "permitted", "")
+            clock = Setting("clock", "permitted", "")
     except GpuError as error:
-        settings["clock"] = refused("clock", error)
-    if settings["power limit"].answer == NOT_TRIED:
-        settings["power limit"] = replace(settings["power limit"], remark="as this GPU could not be taken")
-    return GpuDiagnosis(replace(seen, settings=tuple(settings.values())), latency)
+        clock = refused("clock", error)
+    return GpuDiagnosis(replace(seen, settings=(clock, limit)), latency)
 
 
-def _clock_change(call_s: float, latencies: Sequence[Latency], together: Together | None) -> dict[str, float]:
+def _clock_change(latencies: Sequence[Latency], together: Together | None) -> dict[str, float]:
     """What `clock_change` of a job file should be; without what was not seen."""
+    if not latencies:
+        return {}
+    call_s = median(latency.call_p50_s for latency in latencies)
     settles_s = [latency.settle_p50_s for latency in latencies if latency.settle_p50_s is not None]
     change: dict[str, float] = {"call_s": float(f"{call_s:.3g}")}
     if settles_s:
@@ -149,7 +162,7 @@ def _gpu_text(found: GpuDiagnosis) -> str:
     seen = found.inspection
     origin = "" if seen.origin == "measured" else f", {seen.origin}"
     rows = [(reading.name, reading.value or f"cannot be read: {reading.problem}") for reading in seen.readings]
-    rows += [("counter steps", text) for text in _energy_texts(seen.energy)]
+    rows += list(_energy_rows(seen.energy))
     rows += [(f"setting the {each.name}", _joined(each.answer, each.remark)) for each in seen.settings]
     rows += [("changing the clock", text) for text in _latency_texts(found.latency)]
     rows += [("held", seen.held_by or "by no process")]
@@ -160,19 +173,19 @@ def _gpu_text(found: GpuDiagnosis) -> str:
     return "\n".join([f"{seen.gpu}: {seen.name}, driver {seen.driver}{origin}", *lines])
 
 
-def _energy_texts(energy: EnergyWatch) -> Iterable[str]:
+def _energy_rows(energy: EnergyWatch) -> Iterator[tuple[str, str]]:
     if energy.step_s is not None and energy.step_j is not None and energy.counter_w is not None:
-        yield f"every {1000 * energy.step_s:.3g} ms, by {energy.step_j:.3g} J"
+        yield "counter steps", f"every {1000 * energy.step_s:.3g} ms, by {energy.step_j:.3g} J"
         sensor = "the power sensor cannot be read"
-        if energy.sensor_w is not None:
-            share = 100 * (energy.counter_w / energy.sensor_w - 1) if energy.sensor_w else 0.0
-            sensor = f"{energy.sensor_w:.1f} W by the power sensor ({share:+.1f} %)"
-        yield f"{energy.counter_w:.1f} W by the counter, {sensor}, over {energy.watched_s:.1f} s"
+        if energy.sensor_w:
+            share = 100 * (energy.counter_w / energy.sensor_w - 1)
+            sensor = f"{energy.sensor_w:.1f} W by the power sensor; the counter says {share:+.1f} %"
+        yield "power over a while", f"{energy.counter_w:.1f} W by the counter, {sensor}, in {energy.watched_s:.1f} s"
     if energy.problem is not None:
-        yield energy.problem
+        yield "counter", energy.problem
 
 
-def _latency_texts(latency: Latency | None) -> Iterable[str]:
+def _latency_texts(latency: Latency | None) -> Iterator[str]:
     if latency is None:
         return
     call_ms = [f"{1000 * each:.3g}" for each in (latency.call_p50_s, latency.call_p99_s, latency.call_max_s)]
@@ -194,4 +207,5 @@ def _together_text(together: Together) -> str:
 
 
 def _joined(answer: str, remark: str) -> str:
+
     return f"{answer}: {remark}" if remark else answer

@@ -116,7 +116,7 @@ def inspect(gpu: Gpu) -> Inspection:
         driver=gpu.driver,
         origin=gpu.origin,
         readings=_readings(gpu),
-        settings=tuple(Setting(name, NOT_TRIED, _privilege(gpu.text)) for name in ("clock", "power limit")),
+        settings=tuple(Setting(name, NOT_TRIED, _hint(gpu.text)) for name in ("clock", "power limit")),
         energy=watch_energy(gpu),
         held_by=held_text(living[0]) if living else None,
         left_behind=tuple(_left_text(record) for record in records if record not in living),
@@ -211,11 +211,17 @@ def _throttled(gpu: Gpu) -> str:
     return ", ".join(f"{reason} {counted[reason]:.3f} s" for reason in sorted(counted)) or "not counted"
 
 
+def _hint(text: str) -> str:
+    return f"{_privilege(text)}; `planner doctor --measure-latency` tries it"
+
+
 def _privilege(text: str) -> str:
     """What is known of permission without setting anything."""
     back_end = text.partition(":")[0]
+    if back_end in ("zeusd", "command"):
+        return f"{back_end} sets it, whatever this process may do"
     if back_end != "nvml":
-        return f"{back_end} sets it, whatever this process may do" if back_end in ("zeusd", "command") else ""
+        return "no privilege is needed"
     if _has_sys_admin():
         return "this process has CAP_SYS_ADMIN, which setting needs"
     if os.geteuid() == 0:
