@@ -262,3 +262,45 @@ sys.exit(main(sys.argv[1]))
             assert other.wait(WITHIN_S) == 0
         assert is_reset(nvml)
         assert files(state) == []
+
+
+SLOW_COMMAND = """
+import os, signal, sys, time
+import pynvml
+
+pynvml.nvmlInit()
+device = pynvml.nvmlDeviceGetHandleByUUID(sys.argv[2])
+if sys.argv[1] == "reset":
+    pynvml.nvmlDeviceResetGpuLockedClocks(device)
+else:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as sudo's child does not end with who asked for it
+    print("begun", file=open(sys.argv[4], "w"), flush=True)
+    time.sleep(0.5)
+    pynvml.nvmlDeviceSetGpuLockedClocks(device, int(sys.argv[3]), int(sys.argv[3]))
+"""
+
+
+def test_a_command_that_sets_a_clock_after_its_owner_was_killed_is_undone(
+    nvml: StandIn, state: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    pytest.importorskip("perseus_planner.gpu.command")
+    (tmp_path / "slow.py").write_text(SLOW_COMMAND)
+    os.mkfifo(tmp_path / "begun")
+    command = f"{sys.executable} {tmp_path / 'slow.py'}"
+    monkeypatch.setenv("PLANNER_SET_CLOCK", f"{command} set {{uuid}} {{min}} {tmp_path / 'begun'} {{max}}")
+    monkeypatch.setenv("PLANNER_RESET_CLOCK", f"{command} reset {{uuid}}")
+    code = LOCKS_AND_WAITS.replace(
+        "        for gpu in gpus:", '        print("held", flush=True)\n        for gpu in gpus:'
+    )
+    with owner(code, ["command:0"]) as process:
+        assert (tmp_path / "begun").read_text() == "begun\n"
+        (guardian,) = [child for child in guardians(process) if "perseus_planner.gpu.guardian" in child.cmdline()]
+        kill(process.pid)
+        await_end([guardian])
+        assert [(each.function[10:], each.high) for each in nvml.settings()][-3:] == [
+            ("ResetGpuLockedClocks", 0),
+            ("SetGpuLockedClocks", 1500),
+            ("ResetGpuLockedClocks", 0),
+        ]
+        assert is_reset(nvml)
+        assert files(state) == []
