@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 
 from perseus_planner.errors import GpuError
 from perseus_planner.gpu.protocol import THROTTLE_REASONS, Gpu
@@ -20,6 +21,9 @@ __all__ = ["BACK_ENDS", "THROTTLE_REASONS", "Gpu", "locked_clock", "open_gpu"]
 
 BACK_ENDS = ("nvml", "cuda", "zeusd", "command", "dry-run", "simulated")
 """What may stand before the colon."""
+
+_MODULES = {"nvml": "nvml", "cuda": "cuda", "simulated": "simulated"}
+"""Back-end -> the module of this package whose `opened` opens it."""
 
 
 @contextmanager
@@ -54,8 +58,7 @@ def locked_clock(gpu: Gpu, clock_mhz: int) -> Iterator[None]:
 def _opened(text: str) -> Gpu:
     """Open what `text` names; each back-end is imported when it is asked for."""
     back_end, _, which = text.partition(":")
-    if back_end == "simulated":
-        from perseus_planner.gpu import simulated
-
-        return simulated.opened(which)  # type: ignore[return-value]  # not all of the protocol yet
-    raise GpuError(f"GPU {text!r}: there is no back-end {back_end!r}; choose one of: {', '.join(BACK_ENDS)}")
+    if back_end not in _MODULES:
+        raise GpuError(f"GPU {text!r}: there is no back-end {back_end!r}; choose one of: {', '.join(BACK_ENDS)}")
+    gpu: Gpu = import_module(f"perseus_planner.gpu.{_MODULES[back_end]}").opened(which)
+    return gpu
