@@ -79,8 +79,8 @@ def test_a_backward_is_both_its_gradients_and_a_split_keeps_the_sum(shape: Trans
     works = stage_works(shape, data.draw(splits(shape.layers)))
     (whole,) = stage_works(shape, 1)
     for kind in KINDS:
-        assert sum((stage[kind].flops for stage in works)) == whole[kind].flops
-        assert sum((stage[kind].bytes for stage in works)) == whole[kind].bytes
+        assert sum(stage[kind].flops for stage in works) == whole[kind].flops
+        assert sum(stage[kind].bytes for stage in works) == whole[kind].bytes
     assert all(stage["B"] == stage["I"] + stage["W"] for stage in works)
     assert all(tuple(sorted(stage)) == tuple(sorted(KINDS)) for stage in works)
 

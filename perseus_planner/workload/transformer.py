@@ -32,8 +32,8 @@ class Transformer:
         kv_heads: heads of keys and values; fewer than `heads` with grouped queries.
         head_size: width of a head.
         ffn: inner width of the feed-forward block.
-        vocabulary: tokens. Each GPU of a tensor group has as many, rounded up; give the padded number where the training
-            framework pads.
+        vocabulary: tokens; each GPU of a tensor group has its part, rounded up. Give the padded number where the
+            training framework pads.
         sequence: tokens of a sequence; with learned positions also how many of those there are.
         microbatch: sequences of a microbatch.
         gated: the feed-forward block has three matrices (SwiGLU), not two.

@@ -7,8 +7,8 @@ in I where none is (the attention). What is recomputed is counted in I, which co
 
 Bytes are those that no arithmetic hides: of norms, activations, residual sums, rotary positions, embedding and loss,
 and of attention scores where those are written to memory. Each of these operations reads its inputs and writes its
-outputs once, in `element_bytes`; only the loss computes in float32. The factors of matrix products stream in behind their
-arithmetic and are not counted, which holds for microbatches of some hundred tokens and more.
+outputs once, in `element_bytes`; only the loss computes in float32. The factors of matrix products stream in behind
+their arithmetic and are not counted, which holds for microbatches of some hundred tokens and more.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ def stage_works(transformer: Transformer, stages: int | Sequence[int]) -> list[d
 def stage_traffic(transformer: Transformer, stages: int | Sequence[int]) -> list[dict[str, float]]:
     """Kind -> bytes that one GPU of each stage sends to its tensor group for one microbatch.
 
-    Megatron's layer sums its output over the group twice in the forward, and its input's gradient twice in the backward
-    (Narayanan et al., section 2.3); embedding and head do so once. A ring sends 2 (t - 1) / t of the summed tensor. With
-    sequence parallelism the volume is the same (Korthikanti et al., section 4.2.2).
+    Megatron's layer sums its output over the group twice in the forward, and its input's gradient twice in the
+    backward (Narayanan et al., section 2.3); embedding and head do so once. A ring sends 2 (t - 1) / t of the summed
+    tensor. With sequence parallelism the volume is the same (Korthikanti et al., section 4.2.2).
 
     Raises:
         UsageError: there are no such stages.
@@ -96,8 +96,8 @@ def _head(shape: Transformer) -> dict[str, Work]:
     element, logits = shape.tokens * shape.hidden * shape.element_bytes, shape.tokens * shape.vocabulary_per_gpu
     # Logits are read and written in float32, and once more by the logarithm of the softmax.
     forward = shape.element_bytes + 3 * _FLOAT32
-    # The gradient of the losses is written; with the logarithms it is read and the gradient of the logits written, which
-    # is then rounded.
+    # The gradient of the losses is written; with the logarithms it is read and the gradient of the logits written,
+    # which is then rounded.
     backward = 5 * _FLOAT32 + shape.element_bytes
     return {
         "F": Work(flops, 2 * element + forward * logits),
