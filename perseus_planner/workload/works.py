@@ -14,13 +14,55 @@ their arithmetic and are not counted, which holds for microbatches of some hundr
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
-from perseus_planner.gpu.simulated import Work
+from perseus_planner.documents import shown
+from perseus_planner.errors import UsageError
+from perseus_planner.gpu.model import GpuModel, Work
+from perseus_planner.quantities import TIME
 from perseus_planner.workload.transformer import Transformer, checked_split
 
 KINDS = ("F", "B", "I", "W")
 """The kinds of a stage, in the order of a profile."""
 _FLOAT32 = 4
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A transformer on the stages of a pipeline.
+
+    Attributes:
+        name: its name, for people.
+        transformer: the model.
+        split: layers of each stage, as `split_layers` gives them.
+        link_bytes_per_s: how fast a GPU sends to its tensor group. What it sends then takes that much longer, at the
+            power of waiting for memory. None: the traffic takes no time, for a calibration that holds it already.
+
+    Raises:
+        UsageError: the stages do not have the layers of the transformer, or the bandwidth is not above 0.
+    """
+
+    name: str
+    transformer: Transformer
+    split: tuple[int, ...]
+    link_bytes_per_s: float | None = None
+
+    def __post_init__(self) -> None:
+        checked_split(self.transformer, self.split)
+        if self.link_bytes_per_s is not None and TIME.accept(self.link_bytes_per_s) is None:
+            raise UsageError(f"link: {shown(self.link_bytes_per_s)} is no bandwidth; give one above 0")
+
+    def works(self, gpu: GpuModel) -> list[dict[str, Work]]:
+        """Kind -> what one `gpu` of each stage does for one microbatch; what it sends, as bytes that take as long."""
+        works = stage_works(self.transformer, self.split)
+        if self.link_bytes_per_s is None:
+            return works
+        slower = gpu.bytes_per_s / self.link_bytes_per_s
+        sent = stage_traffic(self.transformer, self.split)
+        return [
+            {kind: work + Work(0, slower * traffic[kind]) for kind, work in stage.items()}
+            for stage, traffic in zip(works, sent, strict=True)
+        ]
 
 
 def stage_works(transformer: Transformer, stages: int | Sequence[int]) -> list[dict[str, Work]]:
