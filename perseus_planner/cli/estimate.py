@@ -74,6 +74,7 @@ def estimate(gpu: str, calibrate: tuple[str, ...], calibrate_stage: int | None, 
     from perseus_planner.workload.summary import estimate_text, summarize_estimate
 
     as_json, split_backward = rest.pop("as_json"), rest.pop("split_backward")
+    console.refuse_same([Path(rest["model"])], output)
     model, workload = _gpu_model(gpu), _workload(**rest)
     if calibrate_stage is not None and not calibrate:
         raise UsageError("--calibrate-stage: nothing calibrates; give --calibrate too, or leave it out")

@@ -126,7 +126,7 @@ def estimate_text(summary: EstimateSummary) -> str:
         [
             *lines,
             "",
-            f"Imbalance: the slowest stage takes {summary.imbalance:.3f}x as long as the fastest, forward and backward.",
+            f"Imbalance: the slowest stage takes {summary.imbalance:.3f}x as long as the fastest, both ways.",
             f"Reached: {'; '.join(reached)}.",
             *summary.remarks,
             "",
@@ -167,7 +167,7 @@ def _remarks(profile: Profile, workload: Workload, calibrated_by: Sequence[str])
         yield f"Calibrated by {' and '.join(calibrated_by)}."
     else:
         yield (
-            "Not calibrated: all times and energies may be off by half, alike; measure one stage and give it with "
+            "Not calibrated: times and energies may be far off, all by about as much; measure one stage and give it with "
             "--calibrate."
         )
     if workload.transformer.tensor_degree > 1 and workload.link_bytes_per_s is None:
