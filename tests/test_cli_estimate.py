@@ -187,7 +187,9 @@ REFUSED = {
     f"{GPT} --stages 4 --calibrate old.yaml -o old.yaml": "--output old.yaml: is the file that is read; name another",
     f"{GPT} --stages 4 --calibrate old.csv -o old.yaml": "--output old.csv: is the file that is read; name another",
     f"{GPT} --stages 4 --model zero.yaml -o zero.yaml": "--output zero.yaml: is the file that is read; name another",
-    f"{GPT} --stages 4 -o absent/new.yaml": "--output absent/new.yaml: there is no folder absent; make it, or name another",
+    f"{GPT} --stages 4 -o absent/new.yaml": (
+        "--output absent/new.yaml: there is no folder absent; make it, or name another"
+    ),
     f"{GPT} --stages 4 -o new.txt": "new.txt: a profile is saved as YAML with a CSV beside it; end the name with .yaml",
 }
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from perseus_planner import Profile, schedules, solve
+from perseus_planner import Profile
 from perseus_planner.errors import UsageError
 from perseus_planner.gpu.catalogue import CATALOGUE
 from perseus_planner.measurement import Measurement
@@ -91,7 +91,7 @@ def test_the_stage_that_calibrates_is_met_at_each_clock_that_was_measured(data: 
             assert found[row.clock_mhz].energy_j == pytest.approx(row.energy_j)
 
 
-@settings(max_examples=20)
+@settings(max_examples=8)
 @given(lengths=st.lists(st.sampled_from([512, 1024, 4096, 8192]), min_size=2, max_size=2, unique=True), data=st.data())
 def test_two_sequence_lengths_give_a_power_of_the_length(lengths: list[int], data: st.DataObject):
     gpu, off = CATALOGUE["h100-sxm"], [(data.draw(factors), data.draw(factors)) for _ in lengths]
@@ -186,12 +186,6 @@ def test_the_conditions_say_that_nothing_was_measured_and_from_what_it_was_made(
         "tensor_traffic": "not counted",
         "calibration": "stage 2 of old.yaml (simulated) at 2048 tokens",
     }
-
-
-def test_an_estimate_can_be_planned_on():
-    frontier = solve(estimate(workload(), CATALOGUE["a100-sxm"]), schedules.one_f_one_b(4, 8))
-    plan = frontier.plan_for(frontier.baseline_time_s)
-    assert plan.energy_j < frontier.baseline_energy_j
 
 
 MEASURED = {

@@ -167,8 +167,8 @@ def _remarks(profile: Profile, workload: Workload, calibrated_by: Sequence[str])
         yield f"Calibrated by {' and '.join(calibrated_by)}."
     else:
         yield (
-            "Not calibrated: times and energies may be far off, all by about as much; measure one stage and give it with "
-            "--calibrate."
+            "Not calibrated: times and energies may be far off, all by about as much; measure one stage and give it "
+            "with --calibrate."
         )
     if workload.transformer.tensor_degree > 1 and workload.link_bytes_per_s is None:
         yield "What a GPU sends to its tensor group takes no time here; give the bandwidth with --link to count it in."
