@@ -80,11 +80,12 @@ def measure(size: Size) -> Section:
             "In the data stages 0 to 6 are alike, so that stages 1 to 6 say nothing that the middle one does not; the "
             "first and the last show what the estimate is worth.",
             "Nothing in the data tells the microbatch or the split. Bloom's 70 layers as 7 equal stages and a lighter "
-            "one are 9 each and 7 beside the head; 96 layers are 12 each. 2,048 tokens a microbatch give 228 TFLOPS of "
-            "the A100's 312 and 87 of the A40's 149.7; half of them would draw the power limit at a third of the peak, "
-            "and twice as many would exceed it. The artifact's GPT-3 has 1,024 positions, so 2 sequences; its attention "
-            "is not fused. Traffic in the tensor group is not counted: sent over NVLink, it would leave the A100 "
-            "computing at about 90 % of its peak, so it does not seem to be in the data.",
+            "one are 9 each and 7 beside the head; 96 layers are 12 each.",
+            "2,048 tokens a microbatch give 228 TFLOPS of the A100's 312 and 87 of the A40's 149.7; half of them would "
+            "draw the power limit at a third of the peak, and twice as many would exceed it. The artifact's GPT-3 has "
+            "1,024 positions, so 2 sequences; its attention is not fused.",
+            "Traffic in the tensor group is not counted: sent over NVLink, it would leave the A100 computing at about "
+            "90 % of its peak, so it does not seem to be in the data.",
             "GPT-3's head takes almost three times as long as its FLOPs at the rate of the layers, and follows the "
             "clock; its odd vocabulary of 50,257, which aligns no matrix, may be why. Bloom's head is faster than its "
             "layers.",
