@@ -1,8 +1,8 @@
 """What each stage of a transformer computes and moves on one GPU, in closed form.
 
 FLOPs are those of matrix products, two for each multiply-add, as torch's `FlopCounterMode` and Narayanan et al. (SC'21,
-appendix) count them: nothing of norms, softmax, activations and loss. The counter also counts the pairs of tokens that a
-causal mask hides, which "flash-causal" attention does not compute.
+appendix) count them: nothing of norms, softmax, activations and loss. The counter also counts the pairs of tokens that
+a causal mask hides, which "flash-causal" attention does not compute.
 
 Kinds are those of a `Profile`: F; I and W, the gradients of inputs and of weights; B = I + W. Each product of the
 forward has one product of its size in I and one in W, where one of its factors is a weight, and two in I where none is
