@@ -13,6 +13,7 @@ import click
 from perseus_planner import __version__
 from perseus_planner.cli import console
 from perseus_planner.cli.calibrate import calibrate
+from perseus_planner.cli.estimate import estimate
 from perseus_planner.cli.plan import plan
 from perseus_planner.cli.simulate import simulate
 from perseus_planner.cli.solve import solve
@@ -65,6 +66,7 @@ def profile(gpu: str, stages: int, seed: int, split_backward: bool, output: Path
     console.report(summary, profile_text(summary), [output, output.with_suffix(".csv")], as_json=as_json)
 
 
+main.add_command(estimate)
 main.add_command(solve)
 main.add_command(plan)
 
