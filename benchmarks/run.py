@@ -10,6 +10,7 @@ from pathlib import Path
 
 import cluster_replay
 import emulation
+import estimates
 import frontier_times
 import large_pipeline
 import lowtime_ratio
@@ -34,6 +35,7 @@ SECTIONS: dict[int, Callable[[Size], Section]] = {
     9: other_pipelines.measure,
     10: cluster_replay.measure,
     11: emulation.measure,
+    13: estimates.measure,
 }
 _RESULTS = Path(__file__).resolve().parent / "results"
 

@@ -49,7 +49,7 @@ FUNCTIONS = {
 
 CODES = (*range(1, 31), 999, 4242, 4294967295)
 
-KINDS = {3: GpuNotSupported, 13: GpuNotSupported, 4: GpuNotPermitted, 15: GpuLost, 16: GpuLost}
+KINDS = {3: GpuNotSupported, 13: GpuNotSupported, 21: GpuNotSupported, 4: GpuNotPermitted, 15: GpuLost, 16: GpuLost}
 
 
 class Without:

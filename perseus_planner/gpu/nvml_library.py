@@ -66,6 +66,7 @@ _ANSWERS: dict[int, tuple[type[GpuError], str]] = {
         "driver's modules, or start the container anew",
     ),
     19: (GpuError, "something else uses it: stop that (DCGM, nvidia-smi, another profiler) and try again"),
+    21: (GpuNotSupported, f"the driver keeps no such data for it: {_UPDATE}"),
     24: (GpuError, "choose one of the supported clocks: `planner doctor` lists them"),
     25: (GpuNotSupported, f"this libnvidia-ml.so.1 knows another version of that function: {_UPDATE}"),
     26: (GpuNotSupported, f"this libnvidia-ml.so.1 has given that function up: {_UPDATE}"),

@@ -47,12 +47,12 @@ def _notices(
     if profiles:
         yield (
             f"workload power profiles are active ({', '.join(profiles)}), which change clocks and power; clear them "
-            "(`nvidia-smi power-profiles --clear`), or always train with the same"
+            "(`nvidia-smi power-profiles -h` says how), or always train with the same"
         )
     if answer(lambda: device.fields([_POWER_SMOOTHING], "read whether power smoothing is on")) == [1]:
         yield (
             "power smoothing is on, which keeps power above a floor, so that lower clocks may save nothing; turn it "
-            "off (`nvidia-smi power-smoothing --state 0`) if you may"
+            "off (`nvidia-smi power-smoothing -h` says how) if you may"
         )
     if answer(lambda: device.call("nvmlDeviceGetPersistenceMode", what="read its persistence mode")) == 0:
         yield (
