@@ -101,6 +101,8 @@ def left_behind() -> tuple[Record, ...]:
 def recover() -> tuple[Recovery, ...]:
     """Reset each GPU that a dead process left set, and remove its record. For the start of jobs and commands.
 
+    Records of a GPU that a living process has taken since, or of another boot, are removed without a word.
+
     Raises:
         GpuError: the folder of the records cannot be used.
     """
@@ -108,7 +110,7 @@ def recover() -> tuple[Recovery, ...]:
     for uuid in set(recorded_uuids()) - {record.uuid for record in dead}:
         with page(uuid):  # removes what a writer that was killed left
             pass
-    return tuple(_recovered(record) for record in dead)
+    return tuple(recovery for record in dead if (recovery := _recovered(record)) is not None)
 
 
 def reset_gpu(gpu: Gpu, *, power_limit: bool = False, force: bool = False) -> tuple[Record, ...]:
@@ -221,18 +223,18 @@ def _leave(taken: Sequence[tuple[Gpu, Record]], guardian: Guardian | None) -> No
         raise GpuError(f"not reset: {said}; when that is mended, run `planner reset`") from failures[0][1]
 
 
-def _recovered(record: Record) -> Recovery:
+def _recovered(record: Record) -> Recovery | None:
+    """What came of a dead owner's record; None: there was nothing to reset."""
     try:
         if not record.owner.is_of_this_boot():
             with page(record.uuid) as opened:
                 opened.remove(record)
-        else:
-            with open_gpu(record.gpu) as gpu:
-                _refuse_another(gpu, record)
-                release(gpu, record)
+            return None
+        with open_gpu(record.gpu) as gpu:
+            _refuse_another(gpu, record)
+            return Recovery(record, None) if release(gpu, record) else None
     except GpuError as error:
         return Recovery(record, str(error))
-    return Recovery(record, None)
 
 
 def _refuse_another(gpu: Gpu, record: Record) -> None:

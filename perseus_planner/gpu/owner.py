@@ -6,7 +6,7 @@ import os
 import shlex
 from dataclasses import dataclass
 
-_LONGEST = 400  #: characters of a command that are kept
+_LONGEST = 200  #: characters of a command that are kept
 
 
 @dataclass(frozen=True)

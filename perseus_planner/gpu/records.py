@@ -92,7 +92,7 @@ class Page:
             _refuse(f"{_named(path)}: cannot be written: {error.strerror}")
 
     def remove(self, record: Record) -> None:
-        """Remove the file that holds `record`, if one does.
+        """Remove the file that holds `record`, if one does, when the GPU has been reset.
 
         Raises:
             GpuError: it belongs to another user.
@@ -267,7 +267,7 @@ def _unlink(path: Path) -> None:
     try:
         path.unlink(missing_ok=True)
     except PermissionError:
-        _refuse(f"{_named(path)}: only the user who owns it, or root, may remove it")
+        _refuse(f"{_named(path)}: the GPU is reset, but only the user who owns this record, or root, may remove it")
 
 
 def _stem(uuid: str) -> str:

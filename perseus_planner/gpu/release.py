@@ -8,7 +8,7 @@ from perseus_planner.errors import GpuError
 from perseus_planner.gpu.protocol import Gpu
 from perseus_planner.gpu.records import Page, Record, page
 
-Action = Callable[[Gpu, Record], None]
+Action = Callable[[Gpu, Record], object]
 Failure = tuple[Record, GpuError]
 
 _NEAR_W = 0.5  #: power limits that differ by less are one
@@ -26,16 +26,20 @@ def undo(gpu: Gpu, record: Record) -> None:
         _put_back_power_limit(gpu, record.power_limit_w)
 
 
-def release(gpu: Gpu, record: Record) -> None:
+def release(gpu: Gpu, record: Record) -> bool:
     """Undo, then remove the record; if by now another process that lives has the GPU, only the latter.
+
+    Returns whether it was undone.
 
     Raises:
         GpuError: the GPU could not be reset, and the record is kept; or the record cannot be removed.
     """
     with page(record.uuid) as opened:
-        if holder(opened, record.hold) is None:
+        is_free = holder(opened, record.hold) is None
+        if is_free:
             undo(gpu, record)
         opened.remove(record)
+    return is_free
 
 
 def holder(opened: Page, hold: str = "") -> Record | None:
