@@ -15,6 +15,7 @@ import frontier_times
 import large_pipeline
 import lowtime_ratio
 import measured_runs
+import model_fit
 import other_pipelines
 import plan_gaps
 import plan_times
@@ -35,6 +36,7 @@ SECTIONS: dict[int, Callable[[Size], Section]] = {
     9: other_pipelines.measure,
     10: cluster_replay.measure,
     11: emulation.measure,
+    12: model_fit.measure,
     13: estimates.measure,
 }
 _RESULTS = Path(__file__).resolve().parent / "results"

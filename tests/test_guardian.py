@@ -283,7 +283,6 @@ else:
 def test_a_command_that_sets_a_clock_after_its_owner_was_killed_is_undone(
     nvml: StandIn, state: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    pytest.importorskip("perseus_planner.gpu.command")
     (tmp_path / "slow.py").write_text(SLOW_COMMAND)
     os.mkfifo(tmp_path / "begun")
     command = f"{sys.executable} {tmp_path / 'slow.py'}"

@@ -16,7 +16,7 @@ from perseus_planner.cli.calibrate import calibrate
 from perseus_planner.cli.doctor import doctor
 from perseus_planner.cli.estimate import estimate
 from perseus_planner.cli.plan import plan
-from perseus_planner.cli.profile import profile
+from perseus_planner.cli.profiling import profile
 from perseus_planner.cli.reset import reset
 from perseus_planner.cli.simulate import simulate
 from perseus_planner.cli.solve import solve

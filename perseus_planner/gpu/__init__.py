@@ -3,16 +3,15 @@
 nvml:0, nvml:GPU-8f6b…    NVML's index, or UUID; sets clocks as root
 cuda:0                    the device that CUDA calls 0 here, through NVML by its UUID
 zeusd:0                   read by NVML, set by the zeusd daemon, for jobs without privilege
-command:0                 read by NVML, set by an external command such as `sudo nvidia-smi`
+command:0                 read by NVML, set by an external command such as `sudo nvidia-smi`: gpu/command.py
 dry-run:nvml:0            read by what follows; what would be set is only recorded
-simulated:a100-sxm        a model, in virtual time
+simulated:a100-sxm        a model, in virtual time; its options: gpu/conditions.py
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib import import_module
 
 from perseus_planner.errors import GpuError
 from perseus_planner.gpu.protocol import THROTTLE_REASONS, Gpu
@@ -22,9 +21,6 @@ __all__ = ["BACK_ENDS", "THROTTLE_REASONS", "Gpu", "locked_clock", "open_gpu"]
 BACK_ENDS = ("nvml", "cuda", "zeusd", "command", "dry-run", "simulated")
 """What may stand before the colon."""
 
-_MODULES = {"nvml": "nvml", "cuda": "cuda", "simulated": "simulated"}
-"""Back-end -> the module of this package whose `opened` opens it."""
-
 
 @contextmanager
 def open_gpu(text: str) -> Iterator[Gpu]:
@@ -33,7 +29,7 @@ def open_gpu(text: str) -> Iterator[Gpu]:
     Raises:
         GpuError: no such back-end, or no such GPU, or what the back-end needs is not installed.
     """
-    gpu = _opened(text)
+    gpu = opened(text)
     try:
         yield gpu
     finally:
@@ -55,10 +51,37 @@ def locked_clock(gpu: Gpu, clock_mhz: int) -> Iterator[None]:
         gpu.reset_clocks()
 
 
-def _opened(text: str) -> Gpu:
-    """Open what `text` names; each back-end is imported when it is asked for."""
+def opened(text: str) -> Gpu:
+    """The GPU that `text` names, which the caller must close; `open_gpu` does.
+
+    Each back-end is imported when it is asked for, as what it needs may not be installed.
+
+    Raises:
+        GpuError: as `open_gpu`.
+    """
     back_end, _, which = text.partition(":")
-    if back_end not in _MODULES:
-        raise GpuError(f"GPU {text!r}: there is no back-end {back_end!r}; choose one of: {', '.join(BACK_ENDS)}")
-    gpu: Gpu = import_module(f"perseus_planner.gpu.{_MODULES[back_end]}").opened(which)
-    return gpu
+    if back_end == "nvml":
+        from perseus_planner.gpu import nvml
+
+        return nvml.opened(which)
+    if back_end == "cuda":
+        from perseus_planner.gpu import cuda
+
+        return cuda.opened(which)
+    if back_end == "zeusd":
+        from perseus_planner.gpu import zeusd
+
+        return zeusd.opened(which)
+    if back_end == "command":
+        from perseus_planner.gpu import command
+
+        return command.opened(which)
+    if back_end == "dry-run":
+        from perseus_planner.gpu import dry_run
+
+        return dry_run.opened(which)
+    if back_end == "simulated":
+        from perseus_planner.gpu import simulated
+
+        return simulated.opened(which)
+    raise GpuError(f"GPU {text!r}: there is no back-end {back_end!r}; choose one of: {', '.join(BACK_ENDS)}")

@@ -16,7 +16,6 @@ from perseus_planner.quantities import COUNT
 
 if TYPE_CHECKING:
     from perseus_planner.job_settings import Settings
-    from perseus_planner.profiler.profiling import SweepSettings
     from perseus_planner.profiles import Profile
 
 _OF_A_STAGE = ("blocking_power", "resume")
@@ -164,7 +163,7 @@ def _profiled(wanted: _Wanted, flags: Mapping[str, Any], progress: Any) -> Profi
     )
 
 
-def _small_gpt(wanted: _Wanted, flags: Mapping[str, Any], settings: SweepSettings, progress: Any) -> Profile:
+def _small_gpt(wanted: _Wanted, flags: Mapping[str, Any], settings: Any, progress: Any) -> Profile:
     """What a simulated GPU is profiled on where no stage is given."""
     if not wanted.gpu.startswith("simulated:"):
         raise UsageError(
