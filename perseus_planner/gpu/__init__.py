@@ -5,7 +5,7 @@ cuda:0                    the device that CUDA calls 0 here, through NVML by its
 zeusd:0                   read by NVML, set by the zeusd daemon, for jobs without privilege
 command:0                 read by NVML, set by an external command such as `sudo nvidia-smi`
 dry-run:nvml:0            read by what follows; what would be set is only recorded
-simulated:a100-sxm        a model, in virtual time
+simulated:a100-sxm        a model, in virtual time; its options: gpu/conditions.py
 """
 
 from __future__ import annotations
@@ -57,5 +57,5 @@ def _opened(text: str) -> Gpu:
     if back_end == "simulated":
         from perseus_planner.gpu import simulated
 
-        return simulated.opened(which)  # type: ignore[return-value]  # not all of the protocol yet
+        return simulated.opened(which)
     raise GpuError(f"GPU {text!r}: there is no back-end {back_end!r}; choose one of: {', '.join(BACK_ENDS)}")
