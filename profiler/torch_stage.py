@@ -164,7 +164,7 @@ def _stage(gpu: Gpu, steps: Mapping[str, _Step], device: torch.device, block: Bl
     if isinstance(gpu, SimulatedGpu):
         return _simulated(gpu, steps, block)
     if gpu.origin == "simulated":
-        raise UsageError(f"{gpu.text} cannot run a torch module; open the simulated GPU itself, such as {gpu.text!r}")
+        raise UsageError(f"{gpu.text} cannot run a torch module; open {gpu.text.removeprefix('dry-run:')!r} itself")
     timed = {kind: Timed(_repeated(step), step.less) for kind, step in steps.items()}
     return Stage(timed, _synchronizing(device), block)
 
