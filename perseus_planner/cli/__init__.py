@@ -54,7 +54,7 @@ def profile(gpu: str, stages: int, seed: int, split_backward: bool, output: Path
 
     So far on a simulated GPU only: a model of an A100 that runs a small GPT, in virtual time.
     """
-    from perseus_planner.profiler.sweep import sweep_simulated
+    from perseus_planner.profiler.simulated_pipeline import sweep_simulated
     from perseus_planner.summary import summarize_profile
     from perseus_planner.tables import profile_text
 
