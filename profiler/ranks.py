@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from datetime import timedelta
 from itertools import count
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -31,6 +30,8 @@ TIMEOUT_S = 120.0
 """After how long without a sign of life a rank is taken for dead, seconds."""
 # Between two signs of life, and between two looks whether the others live.
 _BEAT_S = 0.25
+# Between two looks whether the others' values are there, at most.
+_LONGEST_PAUSE_S = 0.05
 _sessions = count()
 
 
@@ -199,13 +200,12 @@ class Meeting:
             raise RankError(text)
 
     def _await(self, keys: list[str]) -> None:
-        while True:
-            try:
-                self.store.wait(keys, timedelta(seconds=_BEAT_S))
-            except RuntimeError:  # torch's DistStoreError: not there yet
-                self.check()
-            else:
-                return
+        # The store's own wait holds its connection, and torch logs each time that it gives up.
+        pause_s = 1e-3
+        while not self.store.check(keys):
+            self.check()
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     def _end(self, text: str) -> bool:
         """Tell the others; whether this rank is the first to."""

@@ -208,7 +208,7 @@ def _measured(
 def _written(rows: Sequence[StageRows], request: Request) -> Profile:
     import torch
 
-    conditions = {"torch": torch.__version__}
+    conditions = {"torch": str(torch.__version__)}
     profile = assembled(rows, blocking_power_w=request.blocking_power_w, conditions=conditions)
     if request.output is not None:
         profile.save(request.output)
