@@ -9,8 +9,7 @@ from contextlib import contextmanager
 from itertools import count
 from typing import Any
 
-from perseus_planner.profiler.autograd import described
-from perseus_planner.profiler.ranks import Meeting, RankError
+from perseus_planner.profiler.ranks import Meeting
 
 # Between two looks for who asks.
 _LOOK_S = 0.02
@@ -63,7 +62,8 @@ class Neighbour:
             if self._device.type == "cuda":
                 torch.cuda.synchronize(self._device)
         except RuntimeError as error:
-            raise RankError(f"rank {sender} did not send its message: {described(error)}") from error
+            text = f"rank {sender} has not sent the message that was asked for; see why it ended, and resume"
+            raise self._meeting.ended(text) from error
 
     def start(self) -> None:
         """Send what others ask for, from now on."""

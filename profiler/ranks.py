@@ -147,12 +147,13 @@ class Meeting:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: object) -> None:
-        try:
-            if error is not None and not isinstance(error, RankError):
-                self._end(f"rank {self.rank} has ended: {_said(error)}")
-        finally:
-            self._left.set()
-            self._beating.join()
+        self._left.set()
+        self._beating.join()
+        if error is None or isinstance(error, RankError):
+            return
+        text = f"rank {self.rank} has ended: {_said(error)}"
+        if not self._is_first_to_end(text) and isinstance(error, PlannerError):
+            raise EndedElsewhere(text) from error
 
     def gathered(self, value: T, ranks: Sequence[int] | None = None) -> list[T]:
         """The values of all of `ranks`, which each call this, in their order; of all there are where None.
@@ -183,9 +184,13 @@ class Meeting:
         self._looked_s = time.monotonic()
         with self._reachable():
             if self.store.check(["ended"]):
-                raise EndedElsewhere(self.store.get("ended").decode())
+                raise EndedElsewhere(self.store.get("ended").decode().partition(" ")[2])
             for rank in range(self.size):
                 self._check_alive(rank)
+
+    def ended(self, text: str) -> RankError:
+        """The error to raise when another rank turns out to have ended: only the first to notice says `text`."""
+        return RankError(text) if self._is_first_to_end(text) else EndedElsewhere(text)
 
     def _check_alive(self, rank: int) -> None:
         key, now_s = f"alive/{rank}", time.monotonic()
@@ -195,9 +200,7 @@ class Meeting:
             self._seen[rank] = (sign, now_s)
         elif now_s - seen_s > self._timeout_s:
             text = f"rank {rank} has shown no sign of life for {self._timeout_s:.6g} s; see why it ended, and resume"
-            if not self._end(text):
-                raise EndedElsewhere(text)
-            raise RankError(text)
+            raise self.ended(text)
 
     def _await(self, keys: list[str]) -> None:
         # The store's own wait holds its connection, and torch logs each time that it gives up.
@@ -207,10 +210,11 @@ class Meeting:
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
-    def _end(self, text: str) -> bool:
-        """Tell the others; whether this rank is the first to."""
+    def _is_first_to_end(self, text: str) -> bool:
+        """Tell the others."""
         with suppress(RuntimeError):  # who holds the store may be gone already
-            return self.store.compare_set("ended", "", text).decode() == text
+            mine = f"{self.rank} {text}"
+            return self.store.compare_set("ended", "", mine).decode() == mine
         return True
 
     @contextmanager

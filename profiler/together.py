@@ -112,7 +112,8 @@ def profiled_together(
             block = neighbour.block if neighbour.exists else None
             with _taken(request, device) as gpu:
                 _refuse_shared(meeting.gathered((socket.gethostname(), gpu.uuid, gpu.keeps_settings)))
-                rows = [_measured(gpu, stage, request, meeting, group, block, tensor_rank) for stage in stages]
+                with _loss_of_peers_told(meeting):
+                    rows = [_measured(gpu, stage, request, meeting, group, block, tensor_rank) for stage in stages]
     everyone = meeting.gathered(rows if tensor_rank == 0 else [])
     profile = None
     if meeting.rank == 0:
@@ -148,6 +149,19 @@ def gpu_text(text: str, device: torch.device) -> str:
     index = device.index if device.index is not None else torch.cuda.current_device()
     uuid = getattr(torch.cuda.get_device_properties(index), "uuid", None)
     return f"{text}:{index}" if which == "cuda" or uuid is None else f"{text}:GPU-{uuid}"
+
+
+@contextmanager
+def _loss_of_peers_told(meeting: Meeting) -> Iterator[None]:
+    """What a collective of the stage's own says when another rank is gone becomes the error that all agree on."""
+    import torch.distributed as dist
+
+    try:
+        yield
+    except RuntimeError as error:
+        if not isinstance(error, dist.DistError) and "Connection closed by peer" not in str(error):
+            raise
+        raise meeting.ended("a rank that shares a stage has ended; see why, and resume") from error
 
 
 @contextmanager
