@@ -14,18 +14,17 @@ ForwardStep = Callable[..., tuple[Any, Any]]
 
 
 class MegatronLosses:
-    """What the losses that a `forward_step` gives are."""
+    """The loss that a `forward_step` gave last."""
 
     def __init__(self) -> None:
         self.function: Callable[..., Any] | None = None
 
     def watched(self, forward_step: ForwardStep) -> ForwardStep:
-        """`forward_step`, which is then noted to give its loss."""
+        """`forward_step`, whose loss is kept."""
 
         def wrapper(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
             output, loss = forward_step(*args, **kwargs)
-            if self.function is None:
-                self.function = loss
+            self.function = loss
             return output, loss
 
         return wrapper

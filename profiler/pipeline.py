@@ -56,7 +56,7 @@ def profile_pipeline(
 
     Inside the block, every rank runs one training iteration as ever: `engine.train_batch(...)`,
     `forward_backward_func(forward_step_func=profiling.watched(forward_step), ...)` or `schedule.step(...)`. On leaving
-    it, the stages that the iteration ran are measured on its first microbatch. Weights, optimizer, gradients and random
+    it, the stages that the iteration ran are measured on its last microbatch. Weights, optimizer, gradients and random
     state are afterwards as the iteration left them. All ranks go in step: the block is entered and left on every one.
 
     Args:

@@ -1,4 +1,7 @@
-"""What a training step calls its modules and losses with, recorded once."""
+"""What a training step calls its modules and losses with.
+
+The last call counts: before the first microbatch, engines may call them with tensors that hold nothing, for the shapes.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +18,14 @@ if TYPE_CHECKING:
 
 @dataclass
 class Recorded:
-    """The arguments of the first real call; None until there was one."""
+    """The arguments of the last call that trains; None until there was one."""
 
     args: tuple[Any, ...] | None = None
     kwargs: dict[str, Any] = field(default_factory=dict)
 
     def see(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Keep copies, unless there are some, or the call only infers shapes or evaluates."""
-        if self.args is None and _is_training(args, kwargs):
+        """Keep copies, unless the call only infers shapes or evaluates."""
+        if _is_training(args, kwargs):
             self.args, self.kwargs = copied(tuple(args)), copied(dict(kwargs))
 
 
