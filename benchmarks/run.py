@@ -10,10 +10,12 @@ from pathlib import Path
 
 import cluster_replay
 import emulation
+import estimates
 import frontier_times
 import large_pipeline
 import lowtime_ratio
 import measured_runs
+import model_fit
 import other_pipelines
 import plan_gaps
 import plan_times
@@ -34,6 +36,8 @@ SECTIONS: dict[int, Callable[[Size], Section]] = {
     9: other_pipelines.measure,
     10: cluster_replay.measure,
     11: emulation.measure,
+    12: model_fit.measure,
+    13: estimates.measure,
 }
 _RESULTS = Path(__file__).resolve().parent / "results"
 

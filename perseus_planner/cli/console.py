@@ -78,12 +78,20 @@ def signed(_: click.Context, parameter: click.Parameter, text: str | None) -> fl
 def writable(_: click.Context, parameter: click.Parameter, path: Path | None) -> Path | None:
     """A callback that refuses, before any work is done, a file that could not be written after it."""
     if path is not None:
-        name = f"{parameter.opts[0]} {path}"
-        if path.is_dir():
-            raise UsageError(f"{name}: is a folder; name a file in it")
-        if not path.parent.is_dir():
-            raise UsageError(f"{name}: there is no folder {path.parent}; make it, or name another")
+        check_writable(path, parameter.opts[0])
     return path
+
+
+def check_writable(path: Path, place: str) -> None:
+    """Refuse a file that could not be written later; `place` says where it was named.
+
+    Raises:
+        UsageError: it is a folder, or its folder is not there.
+    """
+    if path.is_dir():
+        raise UsageError(f"{place} {path}: is a folder; name a file in it")
+    if not path.parent.is_dir():
+        raise UsageError(f"{place} {path}: there is no folder {path.parent}; make it, or name another")
 
 
 def refuse_same(sources: Iterable[Path], target: Path, option: str = "--output") -> None:

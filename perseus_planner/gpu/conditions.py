@@ -24,10 +24,9 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any
 
 from perseus_planner.errors import GpuError, UsageError
-from perseus_planner.quantities import OVERHEAD, STAGE, TEMPERATURE, Rule
+from perseus_planner.quantities import OVERHEAD, Rule
 
 NOISE = 0.01
 """The noise where nothing else is asked for."""
@@ -112,7 +111,7 @@ _FAULTS: Mapping[str, Callable[..., Faults]] = MappingProxyType(
     {
         "not-permitted": lambda faults: replace(faults, not_permitted=True),
         "not-supported:(.*)": _not_supported,
-        r"lost@([0-9]+)calls": _lost_after,
+        r"lost@([0-9]{1,18})calls": _lost_after,
         "lost@(.+)": _lost_at,
         "throttled@([^-]+)-([^-]+)": _throttled,
         "counter-stuck@(.+)": _counter_stuck,
@@ -128,6 +127,21 @@ _FAULT_TEXTS = (
 )
 
 
+_RULES: Mapping[str, tuple[Rule, float]] = MappingProxyType(
+    {
+        "noise": (Rule(float, True, "a noise: write a share from 0 to 0.2, such as 0.01"), 0.2),
+        "outliers": (Rule(float, True, "a share of outliers: write a number from 0 to 1, such as 0.05"), 1.0),
+        "step_s": (
+            Rule(float, True, "a counter step: write seconds, or a number with ms or s, such as 100ms"),
+            math.inf,
+        ),
+        "air_c": (Rule(float, True, "a temperature of the air: write degrees Celsius from 0 to 60, such as 30"), 60.0),
+        "drift": (Rule(float, True, "a multiple of the drift: write a number from 0 to 3, such as 0"), 3.0),
+    }
+)
+"""What the fields of `Conditions` must be, and the greatest that they may be."""
+
+
 @dataclass(frozen=True)
 class Conditions:
     """The options of the module's text, but for the seed.
@@ -139,9 +153,10 @@ class Conditions:
         air_c: temperature of the air, degrees Celsius.
         drift: multiple of the catalogue's dependence of static power on temperature.
         fault: each as it is written, such as "lost@30s".
+        faults: the same, read.
 
     Raises:
-        GpuError: a fault is none; the text names the known.
+        GpuError: a value is out of bounds, or a fault is none; the text says what may be.
     """
 
     noise: float = NOISE
@@ -153,28 +168,18 @@ class Conditions:
     faults: Faults = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
+        for name, (rule, most) in _RULES.items():
+            value = rule.accept(getattr(self, name))
+            if value is None or value > most:
+                raise GpuError(f"{getattr(self, name)!r} is not {rule.wanted}")
+            object.__setattr__(self, name, value)
         object.__setattr__(self, "faults", Faults.parsed(self.fault))
 
 
-_SHARE = Rule(float, True, "a share: write a number from 0 to 1, such as 0.01")
-_MULTIPLE = Rule(float, True, "a multiple: write a number of 0 or more, such as 0.5")
-
-
-def _share(text: str) -> float | None:
-    share: float | None = _SHARE.parse(text)
-    return share if share is not None and share <= 1 else None
-
-
-_OPTIONS: Mapping[str, tuple[str, Callable[[str], Any], str]] = MappingProxyType(
-    {
-        "seed": ("seed", STAGE.parse, "a seed: write a whole number of 0 or more, such as 3"),
-        "noise": ("noise", _share, _SHARE.wanted),
-        "outliers": ("outliers", _share, _SHARE.wanted),
-        "step": ("step_s", lambda text: _seconds(text), ""),
-        "air": ("air_c", TEMPERATURE.parse, TEMPERATURE.wanted),
-        "drift": ("drift", _MULTIPLE.parse, _MULTIPLE.wanted),
-    }
+_FIELDS: Mapping[str, str] = MappingProxyType(
+    {"noise": "noise", "outliers": "outliers", "step": "step_s", "air": "air_c", "drift": "drift"}
 )
+"""Option -> field of `Conditions`."""
 
 
 def parsed(text: str) -> tuple[int, Conditions]:
@@ -183,35 +188,42 @@ def parsed(text: str) -> tuple[int, Conditions]:
     Raises:
         GpuError: an option is unknown, is there twice or has no such value; the text says which are known.
     """
-    values: dict[str, Any] = {}
+    values: dict[str, str] = {}
     faults: list[str] = []
     for option in text.split("&") if text else ():
         name, _, value = option.partition("=")
         if name == "fault":
             faults.append(value)
-            continue
-        if name not in _OPTIONS:
-            raise GpuError(f"option {name!r} is unknown; choose from: {', '.join((*_OPTIONS, 'fault'))}")
-        target, parse, wanted = _OPTIONS[name]
-        if target in values:
+        elif name not in ("seed", *_FIELDS):
+            raise GpuError(f"option {name!r} is unknown; choose from: seed, {', '.join(_FIELDS)}, fault")
+        elif name in values:
             raise GpuError(f"option {name!r} is there twice; write it once")
-        values[target] = parse(value)
-        if values[target] is None:
-            raise GpuError(f"option {name!r}: {value!r} is not {wanted}")
-    return values.pop("seed", 0), Conditions(**values, fault=tuple(faults))
+        else:
+            values[name] = value
+    seed = values.pop("seed", "0")
+    if not re.fullmatch("-?[0-9]{1,18}", seed):
+        raise GpuError(f"{seed!r} is not a seed: write a whole number, such as 3")
+    numbers = {_FIELDS[name]: _number(name, value) for name, value in values.items()}
+    return int(seed), Conditions(**numbers, fault=tuple(faults))
+
+
+def _number(name: str, text: str) -> float:
+    rule, _ = _RULES[_FIELDS[name]]
+    if name == "step" and re.search("[a-z]", text):
+        return _seconds(text)
+    value: float | None = rule.parse(text)
+    if value is None:
+        raise GpuError(f"{text!r} is not {rule.wanted}")
+    return value
 
 
 def written(seed: int, conditions: Conditions) -> str:
     """What `parsed` reads as these; what is at its default is left out."""
     default = Conditions()
-    values = {
-        "seed": seed,
-        **{target: getattr(conditions, target) for target, *_ in _OPTIONS.values() if target != "seed"},
-    }
-    known = {"seed": 0, **vars(default)}
-    options = [
-        f"{name}={values[target]!r}" for name, (target, *_) in _OPTIONS.items() if values[target] != known[target]
-    ]
+    options = [f"seed={seed}"] if seed else []
+    for name, target in _FIELDS.items():
+        if getattr(conditions, target) != getattr(default, target):
+            options.append(f"{name}={getattr(conditions, target)!r}")
     return "&".join([*options, *(f"fault={fault}" for fault in conditions.fault)])
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import deque
 
 
@@ -48,4 +47,4 @@ class Meter:
     def _last_move_s(self) -> float:
         if not self._step_s:
             return self.now_s
-        return self._phase_s + self._step_s * math.floor((self.now_s - self._phase_s) / self._step_s)
+        return self.now_s - (self.now_s - self._phase_s) % self._step_s

@@ -82,7 +82,7 @@ class Load:
         low, high = clock_mhz / 100, clock_mhz
         if self.free_power_w(high) <= self.power_limit_w:
             return high
-        while high - low > 1e-6 * clock_mhz:
+        while high - low > 1e-9 * clock_mhz:
             middle = (low + high) / 2
             if self.free_power_w(middle) <= self.power_limit_w:
                 low = middle

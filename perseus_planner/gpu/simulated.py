@@ -141,7 +141,7 @@ class SimulatedGpu:
     def power_limit_w(self) -> float:
         """The power limit that is in force, watts."""
         self._called("power-limit")
-        return self._limit_w
+        return self._chip.limit_w
 
     def set_power_limit_w(self, limit_w: float) -> None:
         """Set the power limit, watts.
@@ -155,13 +155,13 @@ class SimulatedGpu:
                 f"{self.name} cannot be limited to {limit_w:g} W; give a limit from {least_w:g} to {greatest_w:g} W"
             )
         self._set()
-        self._limit_w = limit_w
+        self._chip.limit_w = limit_w
 
     def reset_power_limit(self) -> None:
         """Set the power limit back to its default."""
         self._called("power-limit")
         self._set()
-        self._limit_w = self.model.power_limit_w
+        self._chip.limit_w = self.model.power_limit_w
 
     def energy_j(self) -> float:
         """Energy since the start of virtual time as the counter shows it, joules; it moves in steps."""
