@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from perseus_planner.errors import PlannerError, UsageError
+from perseus_planner.errors import EndedElsewhere, PlannerError, RankError, UsageError
 from perseus_planner.profiler.autograd import described
 
 if TYPE_CHECKING:
@@ -33,14 +33,6 @@ _BEAT_S = 0.25
 # Between two looks whether the others' values are there, at most.
 _LONGEST_PAUSE_S = 0.05
 _sessions = count()
-
-
-class RankError(PlannerError):
-    """Profiling ended because of another rank."""
-
-
-class EndedElsewhere(RankError):
-    """Another rank has ended, and has said why; nothing needs to be said here."""
 
 
 @dataclass(frozen=True)

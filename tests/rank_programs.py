@@ -20,12 +20,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import pipelining
 
-from perseus_planner.errors import PlannerError, UsageError
+from perseus_planner.cli import main
+from perseus_planner.errors import EndedElsewhere, PlannerError, UsageError
 from perseus_planner.profiler.build import profile_stages
 from perseus_planner.profiler.neighbours import connected
 from perseus_planner.profiler.pipeline import profile_pipeline
 from perseus_planner.profiler.profiling import SweepSettings
-from perseus_planner.profiler.ranks import EndedElsewhere, Meeting, StageGroup, process_group
+from perseus_planner.profiler.ranks import Meeting, StageGroup, process_group
 
 OBSERVED = SweepSettings(knob="observed")
 GPU = "simulated:a100-sxm"
@@ -86,6 +87,12 @@ def stages(gpu: str, count: str, tensor_parallel: str, output: str) -> None:
         print("rank 0" if profile is not None else "another rank")
 
     _told(body)
+
+
+def command(folder: str, *arguments: str) -> None:
+    """The planner command, in a folder."""
+    os.chdir(folder)
+    main(arguments)
 
 
 def killed(output: str) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import EXAMPLES, ranks
+from launching import EXAMPLES, ended, ranks, started
 
 from perseus_planner.errors import UsageError
 from perseus_planner.profiler.build import Builder, profile_stages
@@ -141,6 +141,26 @@ def test_ranks_and_one_process_measure_the_same(own: Path) -> None:
             assert (one.clock_mhz, one.time_s, one.energy_j) == pytest.approx(
                 (other.clock_mhz, other.time_s, other.energy_j), rel=1e-9
             )
+
+
+def test_the_command_profiles_a_job_with_a_rank_for_each_stage(own: Path) -> None:
+    job = [str(EXAMPLES), "profile", "job.yaml", "--observe", "-o", str(own / "profile.yaml")]
+    everyone = ranks("command", 4, own, *job)
+    assert [(each.code, each.complained) for each in everyone] == [(0, "")] * 4
+    assert [bool(each.said) for each in everyone] == [True, False, False, False]
+    assert Profile.load(own / "profile.yaml").stages == 4
+
+
+def test_the_command_on_too_few_ranks_ends_all_with_one_message(own: Path) -> None:
+    everyone = ranks("command", 2, own, str(EXAMPLES), "profile", "job.yaml", "-o", str(own / "profile.yaml"))
+    assert [each.code for each in everyone] == [2, 2]
+    (said,) = {each.complained for each in everyone} - {""}
+    assert said == "Error: 4 stages on 1 GPU each are 4 ranks, and there are 2; start as many, of one pipeline only\n"
+
+
+def test_the_command_is_a_module_too(own: Path) -> None:
+    result = ended(started(["-m", "perseus_planner", "--version"], own))
+    assert (result.code, result.said.split()[0]) == (0, "planner")
 
 
 def test_tensor_parallel_stages_need_ranks(own: Path) -> None:
