@@ -108,7 +108,7 @@ class Microbatch:
         self._clear_input_gradients()
         for root in self._kept:
             # It ends with freeing the graph of the outputs; here that is kept for the next time.
-            root.detach_ = _nothing  # type: ignore[assignment,method-assign]
+            root.detach_ = _nothing
         gradients = None if self._loss is not None else self._gradients_of(self._kept)
         _, self._weights_left = stage_backward_input(
             self._kept, gradients, self._leaves, iter(self._module.parameters())

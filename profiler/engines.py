@@ -17,6 +17,7 @@ from perseus_planner.profiler.recorder import Recorded, recorded_attribute, reco
 from perseus_planner.profiler.stage import Stage
 from perseus_planner.profiler.together import Block, LocalStage
 from perseus_planner.profiler.torch_stage import torch_stage
+from perseus_planner.profiler.values import first_device
 
 if TYPE_CHECKING:
     import torch
@@ -29,10 +30,12 @@ class Held:
     Attributes:
         stages: its stages, first to last.
         tensor_rank: which of the GPUs that share them it has.
+        device: where it computes.
     """
 
     stages: tuple[LocalStage, ...]
     tensor_rank: int
+    device: torch.device
 
 
 def local_stage(
@@ -105,7 +108,7 @@ def torch_schedule(schedule: Any, tensor_rank: int) -> Iterator[Callable[[], Hel
                 inputs = called(recorded, f"stage {part.stage_index}")
                 forward = _plain_call(part.submod)
                 stages.append(local_stage(part.stage_index, part.submod, forward, inputs, loss, split_backward=split))
-            return Held(tuple(stages), tensor_rank)
+            return Held(tuple(stages), tensor_rank, parts[0].device)
 
         yield held
 
@@ -149,7 +152,7 @@ def deepspeed_engine(engine: Any) -> Iterator[Callable[[], Held]]:
                 loss,
                 state=lambda: _same_offset(module),
             )
-            return Held((stage,), engine.grid.get_slice_parallel_rank())
+            return Held((stage,), engine.grid.get_slice_parallel_rank(), first_device(list(module.parameters())))
 
         yield held
 

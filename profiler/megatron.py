@@ -9,6 +9,7 @@ from typing import Any
 from perseus_planner.errors import UsageError
 from perseus_planner.profiler.engines import Held, called, local_stage
 from perseus_planner.profiler.recorder import Recorded, recorded_attribute, recorded_module
+from perseus_planner.profiler.values import first_device
 
 ForwardStep = Callable[..., tuple[Any, Any]]
 
@@ -53,7 +54,7 @@ def megatron_chunks(chunks: Sequence[Any], losses: MegatronLosses) -> Iterator[C
                 last = number == ranks * len(chunks) - 1
                 loss = _loss(losses.function) if last else None
                 stages.append(local_stage(number, chunk, _forward(chunk), inputs, loss, state=_same_random_states))
-            return Held(tuple(stages), _tensor_rank())
+            return Held(tuple(stages), _tensor_rank(), first_device(list(chunks[0].parameters())))
 
         yield held
 
@@ -63,7 +64,7 @@ def _tensor_rank() -> int:
     import torch.distributed as dist
     from megatron.core import parallel_state
 
-    return dist.get_rank(parallel_state.get_tensor_and_context_parallel_group())
+    return int(dist.get_rank(parallel_state.get_tensor_and_context_parallel_group()))
 
 
 def _receiver(chunk: Any) -> Any:

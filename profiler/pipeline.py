@@ -83,7 +83,7 @@ def profile_pipeline(
     request = Request(gpu, settings or SweepSettings(), target, resume, blocking_power_w, timeout_s, progress)
     with Meeting(timeout_s) as meeting:
         found = held()
-        profiling.profile = profiled_together(meeting, found.stages, found.tensor_rank, request, _device())
+        profiling.profile = profiled_together(meeting, found.stages, found.tensor_rank, request, found.device)
 
 
 def _watched(engine: Any, profiling: Profiling, tensor_group: Any) -> AbstractContextManager[Callable[[], Held]]:
@@ -108,9 +108,3 @@ def _rank_in(group: Any) -> int:
     import torch.distributed as dist
 
     return 0 if group is None else dist.get_rank(group)
-
-
-def _device() -> Any:
-    import torch
-
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")

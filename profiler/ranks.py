@@ -206,7 +206,7 @@ class Meeting:
         """Tell the others."""
         with suppress(RuntimeError):  # who holds the store may be gone already
             mine = f"{self.rank} {text}"
-            return self.store.compare_set("ended", "", mine).decode() == mine
+            return bool(self.store.compare_set("ended", "", mine).decode() == mine)
         return True
 
     @contextmanager

@@ -50,7 +50,7 @@ def _attention_on_cpu() -> dict[Any, Callable[..., int]]:
         return int(sdpa_backward_flop_count(gradient, query, key, value))
 
     aten = torch.ops.aten
-    names = {"": forward, "_backward": backward}
+    names: dict[str, Callable[..., int]] = {"": forward, "_backward": backward}
     known = {f"_scaled_dot_product_flash_attention_for_cpu{end}": count for end, count in names.items()}
     return {getattr(aten, name): count for name, count in known.items() if hasattr(aten, name)}
 
