@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from perseus_planner.errors import PlannerError, UsageError
+from perseus_planner.errors import EndedElsewhere, PlannerError, UsageError
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -37,6 +38,8 @@ class Commands(click.Group):
         """Run the one that was asked for."""
         try:
             return super().invoke(context)
+        except EndedElsewhere:
+            context.exit(2)
         except PlannerError as error:
             raise Refusal(str(error)) from error
         except KeyboardInterrupt:
@@ -149,8 +152,11 @@ def report(
 
 @contextmanager
 def progress(what: str) -> Iterator[Callable[[int, int], None] | None]:
-    """A bar on stderr if that is a terminal, gone when the work is done; gives what to call with (done, total)."""
-    if not sys.stderr.isatty():
+    """A bar on stderr if that is a terminal, gone when the work is done; gives what to call with (done, total).
+
+    Of the ranks of a job, which share a terminal, the first has it.
+    """
+    if not sys.stderr.isatty() or os.environ.get("RANK", "0") != "0":
         yield None
         return
     from rich.console import Console
