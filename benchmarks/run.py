@@ -10,6 +10,7 @@ from pathlib import Path
 
 import cluster_replay
 import emulation
+import estimates
 import frontier_times
 import large_pipeline
 import lowtime_ratio
@@ -37,6 +38,7 @@ SECTIONS: dict[int, Callable[[Size], Section]] = {
     10: cluster_replay.measure,
     11: emulation.measure,
     12: model_fit.measure,
+    13: estimates.measure,
     14: sweep_quality.measure,
 }
 _RESULTS = Path(__file__).resolve().parent / "results"
