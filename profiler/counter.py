@@ -18,7 +18,7 @@ from perseus_planner.gpu import Gpu
 _POLL_S = 1e-3
 _STUCK_S = 5.0  # no counter that is known steps more rarely than once a second
 _STEPS = 5  # so many are timed to learn how long one is
-_LEAST_S = 0.02  # power at rest is that of at least so long, whatever the counter
+_LEAST_S = 0.01  # power at rest is that of at least so long, whatever the counter
 _SETTLED = 0.05  # two steps of rest that differ by less say the same
 _MOST_STEPS = 20
 

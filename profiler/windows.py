@@ -16,7 +16,7 @@ from statistics import fmean, median, stdev
 from perseus_planner.errors import GpuError, GpuNotSupported
 from perseus_planner.gpu import THROTTLE_REASONS, Gpu
 from perseus_planner.measurement import Evidence, Measurement
-from perseus_planner.profiler.counter import EnergyCounter
+from perseus_planner.profiler.counter import Edge, EnergyCounter
 from perseus_planner.profiler.stage import Group, Run
 
 SPOILING = frozenset({"sw-thermal", "hw-thermal", "hw-slowdown", "hw-power-brake"})
@@ -97,6 +97,7 @@ class Windows:
     ) -> None:
         self._gpu, self._synchronize, self._group, self._cool_down_s = gpu, synchronize, group, cool_down_s
         self._cool_c = gpu.temperature_c()
+        self._edge: Edge | None = None  # where the last window ended, while nothing has run since
         self.counter = EnergyCounter(gpu)
         self.window_s = max(group.gathered(max(window_s, _LEAST_STEPS * self.counter.step_s)))
 
@@ -149,6 +150,7 @@ class Windows:
     def cool_down(self) -> None:
         """Wait until the GPU is about as cool as once it was warm, for a limited time."""
         give_up_s = self._gpu.now_s() + self._cool_down_s
+        self._edge = None  # a GPU that cools draws ever less
         while self._gpu.now_s() < give_up_s and self._gpu.temperature_c() > self._cool_c + _WARMER_C:
             self._gpu.wait(min(_LOOK_S, self._cool_down_s))
 
@@ -174,6 +176,7 @@ class Windows:
         return own_s / repetitions
 
     def _timed(self, run: Run, repetitions: int) -> float:
+        self._edge = None
         self._synchronize()
         begin_s = self._gpu.now_s()
         run(repetitions)
@@ -216,14 +219,14 @@ class Windows:
     def _spent(self, action: Callable[[], None], phase: float) -> tuple[float, float]:
         """Seconds and joules of `action`, begun at a part `phase` of a step after one."""
         self._synchronize()
-        start = self.counter.at_rest()
+        start = self._edge or self.counter.at_rest()
         self._gpu.wait(phase * self.counter.step_s)
         self._group.gathered(None)  # all begin together
         begin_s = self._gpu.now_s()
         action()
         self._synchronize()
         end_s = self._gpu.now_s()
-        end = self.counter.at_rest()
+        self._edge = end = self.counter.at_rest()
         at_rest_j = start.rest_w * (begin_s - start.time_s) + end.rest_w * (end.time_s - end_s)
         return end_s - begin_s, max(0.0, end.energy_j - start.energy_j - at_rest_j)
 
