@@ -29,7 +29,7 @@ Table = Mapping[str, Mapping[int, Measurement]]
 """Kind -> setting -> its row. All kinds have the same settings."""
 
 MOST_SETTINGS = 12  #: an adaptive sweep measures no more, unless the descent alone needs them
-_LEAST_REFINED = 3
+_LEAST_REFINED = 1
 _STEP = 0.05  # of the top setting: the first step down
 _WIDENING = 1.12  # of each step over the one before: low clocks change less
 _RISES = 2

@@ -109,7 +109,7 @@ class Windows:
         Raises:
             GpuError: the GPU cannot be read, or `run` takes no time.
         """
-        repetitions = math.ceil(self.window_s / self._warmed_up(run))
+        repetitions = math.ceil(self.window_s / max(self._group.gathered(self._warmed_up(run))))
         for _ in range(_MOST_HEATING):
             before_c = self._gpu.temperature_c()
             self._timed(run, repetitions)
@@ -133,7 +133,7 @@ class Windows:
             GpuError: the GPU cannot be read, or `run` takes no time.
         """
         time_s = self._warmed_up(run)
-        repetitions = max(_LEAST_REPETITIONS, math.ceil(self.window_s / time_s))
+        repetitions = max(_LEAST_REPETITIONS, math.ceil(self.window_s / max(self._group.gathered(time_s))))
         clean: list[Window] = []
         spoiled: list[Window] = []
         while len(clean) < _MOST_WINDOWS and len(spoiled) <= _MOST_SPOILED:
@@ -158,19 +158,20 @@ class Windows:
         return math.fsum(self._group.gathered(energy_j / time_s))
 
     def _warmed_up(self, run: Run) -> float:
-        """Seconds of a repetition, once they are stable."""
+        """Seconds of a repetition on this GPU, once they are stable on all of the group."""
         before_s, repetitions = math.inf, 1
         for _ in range(_MOST_CHUNKS):
-            chunk_s = max(self._group.gathered(self._timed(run, repetitions)))
+            own_s = self._timed(run, repetitions)
+            chunk_s = max(self._group.gathered(own_s))
             if chunk_s <= 0:
                 raise GpuError(f"{self._gpu.name}: what is to be measured takes no time; give a stage that runs on it")
-            time_s = chunk_s / repetitions
-            if chunk_s < _WARM_UP * self.window_s:
-                repetitions = math.ceil(min(10.0, 1.1 * _WARM_UP * self.window_s / chunk_s) * repetitions)
+            time_s, long_s = chunk_s / repetitions, _WARM_UP * self.window_s
+            if chunk_s < long_s:
+                repetitions = math.ceil(min(10.0, 1.1 * long_s / chunk_s) * repetitions)
             elif abs(time_s - before_s) <= _WARM * time_s:
                 break
             before_s = time_s
-        return time_s
+        return own_s / repetitions
 
     def _timed(self, run: Run, repetitions: int) -> float:
         self._synchronize()

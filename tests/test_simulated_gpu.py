@@ -201,7 +201,7 @@ def test_setting_takes_as_long_as_was_measured():
         1e3 * spent(gpu, action)[0] for action in 1000 * [lambda: gpu.set_clock_mhz(900), gpu.reset_clocks]
     )
     assert calls_ms[1000] == pytest.approx(4.5, rel=0.15)  # few calls take about as long, so it is known the worst
-    assert sum(calls_ms) / 2000 == pytest.approx(6.0, rel=0.03)
+    assert sum(calls_ms) / 2000 == pytest.approx(6.0, rel=0.05)
     assert calls_ms[1980] == pytest.approx(13.0, rel=0.05)
 
 
@@ -281,7 +281,7 @@ def test_without_noise_it_does_what_the_physics_say(model: GpuModel, work: Work,
     assert gpu.throttle_reasons() == ({"sw-power-cap"} if load.achieved_mhz(clock) < clock else set())
 
 
-def test_a_load_runs_as_it_is_under_the_limit_of_the_gpu_too():
+def test_a_load_runs_as_it_is_and_under_a_limit_that_is_set_too():
     load = Load(0.01, 50.0, 80.0, 0.1, 0.05, 900.0, 1e-3, power_limit_w=250.0)
     gpu = SimulatedGpu(A100, conditions=EXACT)
     assert spent(gpu, lambda: gpu.run(load, 10)) == pytest.approx((10 * load.time_s(1410), 10 * load.energy_j(1410)))

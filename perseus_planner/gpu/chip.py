@@ -31,7 +31,7 @@ class Chip:
 
     def __init__(self, model: GpuModel, conditions: Conditions, phase_s: float) -> None:
         idle_w = model.idle_power_w
-        self.limit_w = model.power_limit_w  #: the power limit that is set
+        self.limit_w: float | None = None  #: the power limit that is set; None: the default, that of each load
         self.locked_mhz: int | None = None  #: what is locked
         self.clock_mhz = float(model.clocks_mhz[-1])  #: what was done last ran at this
         self.reasons: frozenset[str] = frozenset()  #: what held that back
@@ -82,7 +82,8 @@ class Chip:
         if self._faults.throttled_at(self.meter.now_s):
             wanted_mhz *= _THROTTLED
             reasons.add("hw-thermal")
-        limit_w, reason = min((min(load.power_limit_w, self.limit_w), "sw-power-cap"), (self._cooled_w(), "sw-thermal"))
+        set_w = math.inf if self.limit_w is None else self.limit_w
+        limit_w, reason = min((min(load.power_limit_w, set_w), "sw-power-cap"), (self._cooled_w(), "sw-thermal"))
         warmth = 1 + self._conditions.drift * self._model.leakage_per_k * (self.temperature_c - REFERENCE_C)
         limited = replace(load, static_w=load.static_w * warmth, power_limit_w=limit_w)
         clock_mhz = limited.achieved_mhz(wanted_mhz)

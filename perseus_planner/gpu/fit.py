@@ -32,12 +32,12 @@ LEAST_CLOCKS = 4
 # What is searched, within which bounds, where at first, and in which steps then: the clock at which the limit begins to
 # hold and the ridge, both as shares of the way from the lowest to the highest clock; the slope times the highest clock;
 # what a MHz draws while memory is awaited, as a share of what it draws in arithmetic.
-_LOW, _HIGH = np.array([0.0, 0.0, 0.0, 0.0]), np.array([1.0, 1.0, 4.0, 1.0])
+_LOW, _HIGH = np.array([0.0, 0.0, 0.0, 0.05]), np.array([1.0, 1.0, 4.0, 1.0])
 _GRID = (np.linspace(0.1, 1.0, 13), np.linspace(0.0, 0.95, 12), np.array([0.5, 1.0, 1.5, 2.5]), np.array([0.3, 0.8]))
 _STEPS = np.array([0.05, 0.05, 0.2, 0.2])
 _GRID_CLOCKS = 24  # as many are looked at on the grid
-_FINEST = 1e-3  # of the first steps
-_ROUNDS = 12  # of reweighting
+_FINEST = 0.01  # of the first steps
+_ROUNDS = 8  # of reweighting
 _SMALL = 0.01  # relative errors below it count by their squares
 
 

@@ -141,7 +141,7 @@ class SimulatedGpu:
     def power_limit_w(self) -> float:
         """The power limit that is in force, watts."""
         self._called("power-limit")
-        return self._chip.limit_w
+        return self.model.power_limit_w if self._chip.limit_w is None else self._chip.limit_w
 
     def set_power_limit_w(self, limit_w: float) -> None:
         """Set the power limit, watts.
@@ -161,7 +161,7 @@ class SimulatedGpu:
         """Set the power limit back to its default."""
         self._called("power-limit")
         self._set()
-        self._chip.limit_w = self.model.power_limit_w
+        self._chip.limit_w = None
 
     def energy_j(self) -> float:
         """Energy since the start of virtual time as the counter shows it, joules; it moves in steps."""
@@ -205,7 +205,8 @@ class SimulatedGpu:
     def run(self, work: Work | Load, repetitions: int = 1) -> None:
         """Run `work` so many times back to back; virtual time and energy are spent on return.
 
-        A `Load`, such as one that was fitted to measurements, is run as it is; the GPU's own power limit holds too.
+        A `Load`, such as one fitted to measurements, is run as it is, its own power limit included; a limit that
+        is set on this GPU holds beside that.
         """
         self._called()
         load = self.model.load(work) if isinstance(work, Work) else work
