@@ -12,6 +12,7 @@ were measured badly have little pull (Huber, "Robust estimation of a location pa
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -38,6 +39,7 @@ _STEPS = np.array([0.05, 0.05, 0.2, 0.2])
 _GRID_CLOCKS = 24  # as many are looked at on the grid
 _FINEST = 0.01  # of the first steps
 _ROUNDS = 8  # of reweighting
+_LEAST_RISING = 0.01  # of the power at a limit, what at least rises with the clock
 _SMALL = 0.01  # relative errors below it count by their squares
 
 
@@ -125,15 +127,26 @@ class _Fit:
         load = Load(
             memory_s=float(times[0]),
             megacycles=float(times[1]),
-            static_w=float(powers[0]),
-            arithmetic_w_per_mhz=float(powers[1]),
-            memory_w_per_mhz=ratio * float(powers[1]),
+            static_w=0.0,
+            arithmetic_w_per_mhz=1.0,
+            memory_w_per_mhz=ratio,
             ridge_mhz=float(lowest + ridge * (highest - lowest)),
             voltage_slope_per_mhz=slope / float(highest),
         )
-        if limit == 1.0:
-            return load
-        return replace(load, power_limit_w=load.free_power_w(float(lowest + limit * (highest - lowest))))
+        static_w, w_per_mhz, limit_w = float(powers[0]), float(powers[1]), math.inf
+        if limit < 1.0:
+            limit_mhz = float(lowest + limit * (highest - lowest))
+            limit_w = static_w + w_per_mhz * load.free_power_w(limit_mhz)
+            # Where nearly all clocks are held back nothing tells static power apart, but a limit holds only what rises.
+            w_per_mhz = max(w_per_mhz, _LEAST_RISING * limit_w / load.free_power_w(limit_mhz))
+            static_w = limit_w - w_per_mhz * load.free_power_w(limit_mhz)
+        return replace(
+            load,
+            static_w=static_w,
+            arithmetic_w_per_mhz=w_per_mhz,
+            memory_w_per_mhz=ratio * w_per_mhz,
+            power_limit_w=limit_w,
+        )
 
 
 def _huber(error: Floats) -> Floats:
