@@ -8,20 +8,16 @@ The device is synchronised only at the edges of a window.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
 from random import Random
-from statistics import fmean, median, stdev
+from statistics import fmean
 
 from perseus_planner.errors import GpuError, GpuNotSupported
-from perseus_planner.gpu import THROTTLE_REASONS, Gpu
-from perseus_planner.measurement import Evidence, Measurement
+from perseus_planner.gpu import Gpu
+from perseus_planner.measurement import Measurement
 from perseus_planner.profiler.counter import Edge, EnergyCounter
+from perseus_planner.profiler.estimates import LEAST_WINDOWS, Window, agree, row_of, together, without_outliers
 from perseus_planner.profiler.stage import Group, Run
-
-SPOILING = frozenset({"sw-thermal", "hw-thermal", "hw-slowdown", "hw-power-brake"})
-"""Throttle reasons that pass, so that a window that saw one is measured again. A power cap stays, and is what training
-would see too."""
 
 _LEAST_STEPS = 10  # a window has at least so many steps of the counter
 _LEAST_REPETITIONS = 3
@@ -29,49 +25,13 @@ _PARTS = 4  # a window's repetitions are launched in so many parts, and the GPU 
 _WARM_UP = 0.1  # a chunk of the warm-up lasts this part of a window
 _WARM = 0.02  # two chunks that differ by less are stable
 _MOST_CHUNKS = 20
-_WINDOWS = 3
 _MOST_WINDOWS = 12
-_ERROR = 0.003  # more windows are measured while a relative standard error is above
 _MOST_SPOILED = 5
-_OUTLIER = 5.0  # standard deviations, estimated from the median deviation, from the median
-_LEAST_OUTLIER = 0.01  # relative: windows as close as this are no outliers, however alike the others are
-_JUMP_C = 8.0  # a window in which the temperature changes by more is spoiled
 _THROTTLED = 0.01  # the part of a window above which a reason that held is said
 _MOST_HEATING = 12  # windows that warm the GPU through before the first row
 _WARMING_C = 1.0  # a window that warms it by no more ends that
 _WARMER_C = 5.0  # a GPU is cool when it is no warmer than this above what it was after that
 _LOOK_S = 0.5
-
-
-@dataclass(frozen=True)
-class Window:
-    """One window: time and energy of one repetition, and what the GPU said in its middle.
-
-    Attributes:
-        time_s: seconds of one repetition.
-        energy_j: joules of one repetition.
-        achieved_mhz: mean SM clock.
-        temperature_c: highest temperature.
-        jump_c: by how much the temperature changed.
-        throttle: reasons that were seen or counted.
-    """
-
-    time_s: float
-    energy_j: float
-    achieved_mhz: float
-    temperature_c: float
-    jump_c: float
-    throttle: frozenset[str]
-
-    @property
-    def held_back(self) -> bool:
-        """Whether the GPU was too hot, or failed to be fed."""
-        return bool(self.throttle & SPOILING)
-
-    @property
-    def clean(self) -> bool:
-        """Whether it can be compared with others."""
-        return not self.held_back and self.jump_c <= _JUMP_C
 
 
 class Windows:
@@ -142,10 +102,10 @@ class Windows:
             (clean if window.clean else spoiled).append(window)
             if window.held_back:
                 self.cool_down()
-            if _agree(without_outliers(clean)):
+            if agree(without_outliers(clean)):
                 break
-        windows = without_outliers(clean if len(clean) >= _WINDOWS else clean + spoiled)
-        return _row(windows, setting)
+        windows = without_outliers(clean if len(clean) >= LEAST_WINDOWS else clean + spoiled)
+        return row_of(windows, setting)
 
     def cool_down(self) -> None:
         """Wait until the GPU is about as cool as once it was warm, for a limited time."""
@@ -214,7 +174,7 @@ class Windows:
             max(temperatures) - min(temperatures),
             frozenset(counted.union(*reasons)),
         )
-        return _together(self._group.gathered(own))
+        return together(self._group.gathered(own))
 
     def _spent(self, action: Callable[[], None], phase: float) -> tuple[float, float]:
         """Seconds and joules of `action`, begun at a part `phase` of a step after one."""
@@ -243,88 +203,6 @@ class Windows:
             return {}
 
 
-def less(whole: Measurement, part: Measurement) -> Measurement:
-    """What remains of `whole`, each repetition of which also runs `part` once; their errors add in quadrature.
-
-    Raises:
-        GpuError: nothing remains.
-    """
-    time_s, energy_j = whole.time_s - part.time_s, whole.energy_j - part.energy_j
-    if time_s <= 0 or energy_j < 0:
-        raise GpuError(
-            f"at {whole.clock_mhz} both together took {whole.time_s:.4g} s and {whole.energy_j:.4g} J, and one alone "
-            f"{part.time_s:.4g} s and {part.energy_j:.4g} J; let nothing else run on the GPU, or take longer windows"
-        )
-    assert whole.evidence is not None
-    assert part.evidence is not None
-    evidence = Evidence(
-        whole.evidence.achieved_mhz,
-        math.hypot(whole.evidence.time_stderr_s, part.evidence.time_stderr_s),
-        math.hypot(whole.evidence.energy_stderr_j, part.evidence.energy_stderr_j),
-        whole.evidence.windows,
-        whole.evidence.temperature_c,
-        _ordered({*whole.evidence.throttle, *part.evidence.throttle}),
-    )
-    return Measurement(whole.clock_mhz, time_s, energy_j, evidence)
-
-
-def without_outliers(windows: Sequence[Window]) -> list[Window]:
-    """Those whose time and energy are near the medians, by the median absolute deviation (Hampel 1974)."""
-    kept = set(range(len(windows)))
-    for values in ([window.time_s for window in windows], [window.energy_j for window in windows]):
-        if not values:
-            break
-        middle = median(values)
-        # 1.4826 median deviations of a normal distribution are one standard deviation.
-        spread = 1.4826 * median(abs(value - middle) for value in values)
-        limit = max(_OUTLIER * spread, _LEAST_OUTLIER * middle)
-        kept -= {place for place, value in enumerate(values) if abs(value - middle) > limit}
-    return [windows[place] for place in sorted(kept)]
-
-
-def _agree(windows: Sequence[Window]) -> bool:
-    if len(windows) < _WINDOWS:
-        return False
-    times, energies = [window.time_s for window in windows], [window.energy_j for window in windows]
-    return all(_error(values) <= _ERROR * fmean(values) for values in (times, energies))
-
-
-def _error(values: Sequence[float]) -> float:
-    """Standard error of their mean."""
-    return stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
-
-
-def _row(windows: Sequence[Window], setting: int | None) -> Measurement:
-    times, energies = [window.time_s for window in windows], [window.energy_j for window in windows]
-    achieved_mhz = fmean(window.achieved_mhz for window in windows)
-    evidence = Evidence(
-        achieved_mhz,
-        _error(times),
-        _error(energies),
-        len(windows),
-        fmean(window.temperature_c for window in windows),
-        _ordered(frozenset[str]().union(*(window.throttle for window in windows))),
-    )
-    clock_mhz = round(achieved_mhz) if setting is None else setting
-    return Measurement(clock_mhz, fmean(times), fmean(energies), evidence)
-
-
-def _together(windows: Sequence[Window]) -> Window:
-    """The window of a group: it lasts as long as its slowest GPU, and takes the energy of all."""
-    return Window(
-        max(window.time_s for window in windows),
-        math.fsum(window.energy_j for window in windows),
-        fmean(window.achieved_mhz for window in windows),
-        max(window.temperature_c for window in windows),
-        max(window.jump_c for window in windows),
-        frozenset[str]().union(*(window.throttle for window in windows)),
-    )
-
-
 def _parts(repetitions: int) -> Iterator[int]:
     parts = min(_PARTS, repetitions)
     yield from ((number + 1) * repetitions // parts - number * repetitions // parts for number in range(parts))
-
-
-def _ordered(reasons: frozenset[str] | set[str]) -> tuple[str, ...]:
-    return tuple(reason for reason in THROTTLE_REASONS if reason in reasons)

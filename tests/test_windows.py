@@ -17,8 +17,9 @@ from perseus_planner.errors import GpuError
 from perseus_planner.gpu.simulated import CATALOGUE, Conditions, SimulatedGpu, Work
 from perseus_planner.measurement import Evidence, Measurement
 from perseus_planner.profiler.counter import EnergyCounter
+from perseus_planner.profiler.estimates import Window, less, without_outliers
 from perseus_planner.profiler.stage import Alone
-from perseus_planner.profiler.windows import Window, Windows, less, without_outliers
+from perseus_planner.profiler.windows import Windows
 from perseus_planner.profiles import Profile
 
 T = TypeVar("T")
