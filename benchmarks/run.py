@@ -10,6 +10,7 @@ from pathlib import Path
 
 import cluster_replay
 import emulation
+import estimates
 import frontier_times
 import large_pipeline
 import lowtime_ratio
@@ -19,6 +20,7 @@ import other_pipelines
 import plan_gaps
 import plan_times
 import references
+import sweep_quality
 import switch_budgets
 from data import FULL, SMOKE, MissingError, Size, folder
 from results import Section, environment, failed, write
@@ -36,6 +38,8 @@ SECTIONS: dict[int, Callable[[Size], Section]] = {
     10: cluster_replay.measure,
     11: emulation.measure,
     12: model_fit.measure,
+    13: estimates.measure,
+    14: sweep_quality.measure,
 }
 _RESULTS = Path(__file__).resolve().parent / "results"
 

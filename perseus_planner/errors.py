@@ -15,6 +15,8 @@
     │   ├── GpuNotPermitted      this process may not
     │   ├── GpuLost              it has fallen off the bus, or its daemon is gone
     │   └── GpuHeld              another process sets its clocks
+    ├── RankError                a rank of a job cannot go on because of another one
+    │   └── EndedElsewhere       that one has said why already
     └── UsageError               a value on the command line or in a call that cannot be used
 
 The text of each says what was read (file, line, field), what is wrong with it, and what to do.
@@ -136,6 +138,14 @@ class GpuLost(GpuError):
 
 class GpuHeld(GpuError):
     """Another process, which lives, sets this GPU's clocks."""
+
+
+class RankError(PlannerError):
+    """A rank of a job cannot go on because of another one."""
+
+
+class EndedElsewhere(RankError):
+    """Another rank has ended, and has said why; nothing needs to be said here."""
 
 
 class UsageError(PlannerError):

@@ -139,8 +139,16 @@ def _loaded(path: Path, power_w: Power | None, settings: Settings) -> Profile:
 
 
 def _grouped(profiles: Sequence[Profile], gpus: int | None) -> Profile:
+    """One profile of stages of `gpus` GPUs; one that was measured on single GPUs holds for each of them."""
     profile = profiles[0] if len(profiles) == 1 else tensor_group(profiles)
-    return profile if gpus is None else on_each_gpu(profile, gpus)
+    if gpus is None or profile.gpus_per_stage == gpus:
+        return profile
+    if profile.gpus_per_stage != 1:
+        raise JobError(
+            f"tensor_parallel is {gpus}, but the profile was measured with {profile.gpus_per_stage} GPUs for each "
+            "stage; correct one"
+        )
+    return on_each_gpu(profile, gpus)
 
 
 def _for_each(power_w: Power | None, stages: int) -> Sequence[float | None]:

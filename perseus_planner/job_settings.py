@@ -18,6 +18,7 @@ FORMAT = "perseus-planner/job"
 _VERSION = 1
 _GRIDS = (".csv", ".txt")
 _OPERATION = re.compile(r"[a-z][a-z-]*")
+_BUILDER = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 
 Source = Path | tuple[Path, ...] | tuple[tuple[Path, ...], ...]
 """One profile of all stages; or one for each stage; or for each stage one for each GPU of its tensor group."""
@@ -47,7 +48,7 @@ class Settings:
     """What a job file says; None or empty where it says nothing.
 
     Attributes:
-        profile: measurements of the stages. Those of one GPU where `tensor_parallel` says how many share the work.
+        profile: measurements of the stages; `planner profile` writes them there.
         blocking_power_w: what a GPU of the profile draws while it waits, watts, or one number for each stage; replaces
             the profile's. Needed for a CSV.
         schedule: a name of `schedules.NAMES`, or the path of a text grid.
@@ -56,7 +57,7 @@ class Settings:
         virtual_stages: stages that each rank holds.
         microbatch_group: microbatches that go through a stage before those of the rank's next one (interleaved 1F1B).
         stages: pipeline stages that are expected.
-        tensor_parallel: how many GPUs do together what the profile has of one.
+        tensor_parallel: how many GPUs a stage has; a profile that was measured on one holds for each of them.
         transfer: between stages.
         operations: what is neither forward nor backward.
         variants: computations with a profile of their own.
@@ -64,6 +65,8 @@ class Settings:
         overhead_s: calibrated seconds of an iteration beside what is replayed; replaces the profile's.
         clock_change: what changing a clock costs; replaces the profile's.
         replicas: the pipelines; one, where it is empty.
+        stage: what builds a stage to be profiled, "package.module:function".
+        gpu: that it is profiled on, as `gpu.open_gpu` reads it.
         file: that all this is from.
 
     Raises:
@@ -86,6 +89,8 @@ class Settings:
     overhead_s: float | None = None
     clock_change: ClockChange | None = None
     replicas: tuple[ReplicaSettings, ...] = ()
+    stage: str | None = None
+    gpu: str | None = None
     file: Path | None = None
 
     def __post_init__(self) -> None:
@@ -241,6 +246,12 @@ def _clock_change(document: Document, key: str) -> ClockChange:
     return ClockChange(**{each: _number(inner, each, rules[each]) for each in inner.values})
 
 
+def _stage(document: Document, key: str) -> str:
+    if not _BUILDER.fullmatch(text := _text(document, key)):
+        raise document.refusal(key, f"{shown(text)} is no function: write package.module:function")
+    return text
+
+
 def _replicas(document: Document, key: str) -> tuple[ReplicaSettings, ...]:
     if not isinstance(document.values[key], list):
         return (ReplicaSettings(_count(document, key)),)
@@ -271,4 +282,6 @@ _READERS: Mapping[str, Callable[[Document, str], Any]] = {
     "overhead_s": _overhead_s,
     "clock_change": _clock_change,
     "replicas": _replicas,
+    "stage": _stage,
+    "gpu": _text,
 }

@@ -11,6 +11,7 @@ from perseus_planner.errors import UsageError
 from perseus_planner.files import replacing
 from perseus_planner.frontier import Frontier
 from perseus_planner.plan import Plan
+from perseus_planner.profile_csv import unit_of
 from perseus_planner.simulate import Timeline, replay
 from perseus_planner.tables import origin_text
 
@@ -82,7 +83,8 @@ def draw_plan(plan: Plan) -> Figure:
     axes.set_xlabel("time (s)")
     axes.set_ylabel("rank")
     axes.set_title(_title(f"{plan.schedule}: {plan.time_s:.4g} s, {plan.energy_j:.5g} J", plan.origin))
-    figure.colorbar(colours, ax=axes, label="clock (MHz)")
+    label = {"clock": "clock", "power-limit": "power limit", "observed": "observed clock"}[plan.knob]
+    figure.colorbar(colours, ax=axes, label=f"{label} ({unit_of(plan.knob)})")
     return figure
 
 

@@ -81,7 +81,8 @@ def _evidence_cells(evidence: Evidence | None) -> list[str]:
 def read_table(path: Path) -> tuple[list[Row], str]:
     """The rows of the CSV at `path`, each number within its range, no stage, instruction and clock twice; and the knob.
 
-    Columns other than the profile's are ignored. Whether the stages are complete is not looked at.
+    Columns other than the profile's are ignored, and so are lines that begin with `#`. Whether the stages are complete
+    is not looked at.
 
     Raises:
         ProfileError: the file cannot be read, or a row is wrong.
@@ -109,6 +110,9 @@ def _lines(path: Path, file: BinaryIO) -> Iterator[str]:
             )
         if len(line) > _MAX_LINE_BYTES:
             raise ProfileError(f"{path}, line {number}: is longer than {_MAX_LINE_BYTES} bytes; write one row a line")
+        if line.startswith(b"#"):
+            yield "\n"  # an empty line, so that line numbers stay
+            continue
         try:
             yield line.decode("utf-8-sig" if number == 1 else "utf-8")
         except UnicodeDecodeError as error:
@@ -116,7 +120,7 @@ def _lines(path: Path, file: BinaryIO) -> Iterator[str]:
 
 
 def _rows(path: Path, reader: Any) -> tuple[list[Row], str]:
-    first = next(reader, None)
+    first = next(filter(None, reader), None)
     if first is None:
         raise ProfileError(f"{path}: is empty; write the header {_HEADER} and a row for each measurement")
     header = [cell.strip() for cell in first]

@@ -28,6 +28,10 @@ def tensor_group(profiles: Sequence[Profile]) -> Profile:
     for number, other in enumerate(profiles):
         if set(other.measurements) != set(first.measurements):
             raise ProfileError(f"GPU {number} of the group has other stages or kinds than GPU 0; measure the same")
+        if other.knob != first.knob:
+            raise ProfileError(
+                f"GPU {number} of the group was measured by {other.knob}, GPU 0 by {first.knob}; use one"
+            )
     rows = {key: [each.measurements[key] for each in profiles] for key in first.measurements}
     measurements = {key: tuple(_together(each, key)) for key, each in rows.items()}
     powers_w = tuple(math.fsum(each.blocking_w(stage) for each in profiles) for stage in range(first.stages))
@@ -69,7 +73,7 @@ def stage_by_stage(profiles: Sequence[Profile]) -> Profile:
         source = 0 if profile.stages == 1 else stage
         if source >= profile.stages:
             raise ProfileError(f"the profile of stage {stage} has only {profile.stages} stages; give one that has it")
-        for name in ("gpus_per_stage", "overhead_s", "clock_change"):
+        for name in ("gpus_per_stage", "overhead_s", "clock_change", "knob"):
             if getattr(profile, name) != getattr(first, name):
                 raise ProfileError(f"the profiles of stage 0 and stage {stage} differ in {name}; give both the same")
         powers_w.append(profile.blocking_w(source))

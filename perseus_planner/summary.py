@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,13 +19,27 @@ _STEPS = 10  #: between the ends of a frontier, in its table
 
 @dataclass(frozen=True)
 class ClockRange:
-    """What was measured of one computation: the number of clocks, and the first and last of them."""
+    """What was measured of one computation.
+
+    Attributes:
+        stage: of the pipeline.
+        instruction: as the CSV of a profile writes it.
+        clocks: how many clocks were measured.
+        highest: what was measured at the highest of them.
+        lowest: and at the lowest.
+        time_error: largest standard error of a time over that time; None where no error is known.
+        energy_error: likewise of an energy.
+        throttled: at how many clocks something held the GPU back.
+    """
 
     stage: int
     instruction: str
     clocks: int
     highest: Measurement
     lowest: Measurement
+    time_error: float | None
+    energy_error: float | None
+    throttled: int
 
 
 @dataclass(frozen=True)
@@ -35,10 +49,12 @@ class ProfileSummary:
     origin: str
     gpu: str | None
     stages: int
+    knob: str
     gpus_per_stage: int
     blocking_power_w: float | tuple[float, ...]
     overhead_s: float
     digest: str
+    conditions: Mapping[str, str]
     computations: tuple[ClockRange, ...]
 
 
@@ -100,20 +116,35 @@ class FrontiersSummary:
 
 
 def summarize_profile(profile: Profile) -> ProfileSummary:
-    """What `planner profile` says."""
-    ranges = tuple(
-        ClockRange(stage, word_of(kind), len(rows), rows[0], rows[-1])
-        for (stage, kind), rows in profile.measurements.items()
-    )
+    """What `planner profile` and `planner show` say."""
+    ranges = tuple(_range(stage, kind, rows) for (stage, kind), rows in profile.measurements.items())
     return ProfileSummary(
         origin=profile.origin,
         gpu=profile.gpu,
         stages=profile.stages,
+        knob=profile.knob,
         gpus_per_stage=profile.gpus_per_stage,
         blocking_power_w=profile.blocking_power_w,
         overhead_s=profile.overhead_s,
         digest=profile.digest,
+        conditions=dict(profile.conditions),
         computations=ranges,
+    )
+
+
+def _range(stage: int, kind: str, rows: Sequence[Measurement]) -> ClockRange:
+    known = [(row, row.evidence) for row in rows if row.evidence is not None]
+    return ClockRange(
+        stage,
+        word_of(kind),
+        len(rows),
+        rows[0],
+        rows[-1],
+        time_error=max((evidence.time_stderr_s / row.time_s for row, evidence in known), default=None),
+        energy_error=max(
+            (evidence.energy_stderr_j / row.energy_j for row, evidence in known if row.energy_j), default=None
+        ),
+        throttled=sum(bool(evidence.throttle) for _, evidence in known),
     )
 
 

@@ -15,7 +15,7 @@ from perseus_planner.plan_summary import (
     RankSummary,
     TimelineSummary,
 )
-from perseus_planner.profile_csv import WORDS
+from perseus_planner.profile_csv import WORDS, unit_of
 from perseus_planner.schedules import Computation
 from perseus_planner.summary import FrontierSummary, ProfileSummary
 
@@ -33,14 +33,30 @@ def profile_text(summary: ProfileSummary) -> str:
         _column("stage", [str(each.stage) for each in summary.computations]),
         _column("computation", [each.instruction for each in summary.computations]),
         _column("clocks", [str(each.clocks) for each in summary.computations]),
-        _column("MHz", [f"{high.clock_mhz} to {low.clock_mhz}" for high, low in ends]),
+        _column(unit_of(summary.knob), [f"{high.clock_mhz} to {low.clock_mhz}" for high, low in ends]),
         _column("seconds", _ranges([(high.time_s, low.time_s) for high, low in ends])),
         _column("joules", _ranges([(high.energy_j, low.energy_j) for high, low in ends])),
+        *_evidence_columns(summary),
     ]
     made = "measured" if summary.origin == "measured" else "simulated: no GPU was touched"
+    made += {"clock": "", "power-limit": "; power limits were set", "observed": "; no clock was set"}[summary.knob]
     stages = f"{summary.stages} stages" + (f" of {summary.gpus_per_stage} GPUs" if summary.gpus_per_stage > 1 else "")
     head = f"Profile of {stages}, {summary.gpu or 'GPU not named'} ({made}); "
-    return f"{head}blocking power {_watts(summary.blocking_power_w)}\n\n{_table(columns)}\n"
+    notices = "".join(f"\n{text}" for name, text in summary.conditions.items() if name.startswith("notice"))
+    return f"{head}blocking power {_watts(summary.blocking_power_w)}{notices}\n\n{_table(columns)}\n"
+
+
+def _evidence_columns(summary: ProfileSummary) -> list[list[str]]:
+    """The largest standard errors, percent, and at how many clocks the GPU was held back; none where none is known."""
+    rows = summary.computations
+    if all(each.time_error is None for each in rows):
+        return []
+    errors = [(each.time_error or 0.0, each.energy_error or 0.0) for each in rows]
+    return [
+        _column("time +- %", [f"{100 * time:.2f}" for time, _ in errors]),
+        _column("energy +- %", [f"{100 * energy:.2f}" for _, energy in errors]),
+        _column("throttled", [str(each.throttled) for each in rows]),
+    ]
 
 
 def frontier_text(summary: FrontierSummary) -> str:
@@ -118,7 +134,7 @@ def timeline_text(summary: TimelineSummary) -> str:
     ranks = summary.per_rank
     columns = [
         _column("rank", [str(rank.rank) for rank in ranks]),
-        _column("MHz", [_clocks(rank) for rank in ranks]),
+        _column(unit_of(summary.knob), [_clocks(rank) for rank in ranks]),
         _column("changes", [str(rank.clock_changes) for rank in ranks]),
         _column("busy %", [f"{100 * rank.busy_s / summary.time_s:.1f}" for rank in ranks]),
         _column("joules", _numbers([rank.energy_j for rank in ranks])),

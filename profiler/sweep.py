@@ -1,149 +1,210 @@
-"""The sweep: time and energy of every stage's forward and backward, clock by clock from the top down.
-
-A computation is repeated back to back in a window long enough for the energy counter, and its time and
-energy are the window's divided by the repetitions. Below the clock of least energy a computation gets
-slower and costs more, so the descent ends there (the rule of Merak's profiler, made safe against noise).
-"""
+"""The sweep: every kind of a stage at one setting after the other, from the top down, at as few as a plan needs."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from random import Random
 
-from perseus_planner.errors import UsageError
-from perseus_planner.gpu import Gpu, locked_clock, open_gpu
-from perseus_planner.gpu.simulated import SimulatedGpu, Work
+from perseus_planner.errors import GpuError, UsageError
+from perseus_planner.gpu import Gpu
 from perseus_planner.measurement import Measurement
-from perseus_planner.profiles import Profile
+from perseus_planner.profile_csv import KNOBS
+from perseus_planner.profiler.blocking import blocking_power_w
+from perseus_planner.profiler.choosing import MOST_SETTINGS, descent, next_setting
+from perseus_planner.profiler.rows import Rows
+from perseus_planner.profiler.stage import Group, Progress, Stage
+from perseus_planner.profiler.windows import Windows, less
+from perseus_planner.quantities import STAGE, TIME, WAIT
 
-Run = Callable[[int], None]
-"""Runs a computation so many times back to back, and returns when the GPU has finished."""
-Block = Callable[[float], None]
-"""Keeps the GPU waiting for a neighbour's message for so many seconds."""
-Progress = Callable[[int, int], None]
-"""Called with the measurements that are done and the total; the last call has them equal."""
-
-# Energy counters of data-centre GPUs step about every 100 ms, so a window of 5 s is good to 2 %.
-_WINDOW_S = 5.0
-_WARM_UP = 5
-# The descent ends when this many clocks in a row cost more than the least energy by more than the noise.
-_PATIENCE = 5
-_RISE = 1.01
+_LIMIT_STEP_W = 5
 
 
 @dataclass(frozen=True)
-class Stage:
-    """What is measured of one pipeline stage; the parts of the backward where a schedule runs them apart."""
+class SweepSettings:
+    """How a stage is measured.
 
-    forward: Run
-    backward: Run
-    input_gradient: Run | None = None
-    weight_gradient: Run | None = None
-
-    @property
-    def runs(self) -> dict[str, Run]:
-        """Kind -> what runs it."""
-        each = {"F": self.forward, "B": self.backward, "I": self.input_gradient, "W": self.weight_gradient}
-        return {kind: run for kind, run in each.items() if run is not None}
-
-
-def sweep(gpu: Gpu, stages: Sequence[Stage], block: Block, progress: Progress | None = None) -> Profile:
-    """Measure `stages`, first to last, on `gpu`; its clocks are reset afterwards, whatever happens.
+    Attributes:
+        knob: what is set for each row: "clock", "power-limit", or "observed": nothing, one row of each kind.
+        full: measure at every setting; otherwise at as few as a plan needs.
+        window_s: the least length of one measuring window, seconds.
+        cool_down_s: the longest wait for the GPU to cool down before each setting, seconds.
+        seed: chooses when, after a step of the energy counter, each window begins.
 
     Raises:
-        GpuError: the clocks may not be set or reset.
-        ProfileError: what was measured is no profile, for example because there are no stages.
+        UsageError: a value is not of that kind.
     """
-    runs: dict[tuple[int, str], Run] = {}
-    for number, stage in enumerate(stages):
-        runs |= {(number, kind): run for kind, run in stage.runs.items()}
-    clocks = len(gpu.supported_clocks_mhz)
-    measurements: dict[tuple[int, str], tuple[Measurement, ...]] = {}
-    for before, (key, run) in enumerate(runs.items()):
-        for row in _descent(gpu, run):
-            measurements[key] = (*measurements.get(key, ()), row)
-            if progress is not None:
-                progress(before * clocks + len(measurements[key]), len(runs) * clocks)
-    if progress is not None:
-        progress(len(runs) * clocks, len(runs) * clocks)
-    time_s, energy_j = _spent(gpu, lambda: block(_WINDOW_S))
-    return Profile(measurements, energy_j / time_s, gpu.name, gpu.origin)
+
+    knob: str = "clock"
+    full: bool = False
+    window_s: float = 5.0
+    cool_down_s: float = 5.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.knob not in KNOBS:
+            raise UsageError(f"knob: {self.knob!r} is unknown; choose one of: {', '.join(KNOBS)}")
+        for name, rule in (("window_s", TIME), ("cool_down_s", WAIT), ("seed", STAGE)):
+            if rule.accept(getattr(self, name)) is None:
+                wanted = "a whole number of 0 or more" if name == "seed" else rule.wanted
+                raise UsageError(f"{name}: {getattr(self, name)!r} is not {wanted}")
 
 
-def sweep_simulated(
-    gpu: str, stages: int, seed: int = 0, progress: Progress | None = None, *, split_backward: bool = False
-) -> Profile:
-    """Profile a small GPT-like pipeline of so many stages on the simulated GPU that `gpu` names.
+@dataclass(frozen=True)
+class Swept:
+    """What a sweep found.
 
-    Every stage holds the same number of layers; the first also has the embedding and the last the
-    language-model head, which make them slower than the others. Equal arguments give equal profiles.
+    Attributes:
+        rows: kind -> setting -> its row.
+        blocking_w: setting -> what the GPUs drew while they were blocked, watts; empty where they never are.
+    """
+
+    rows: Mapping[str, Mapping[int, Measurement]]
+    blocking_w: Mapping[int, float]
+
+
+class Sweep:
+    """One stage on one GPU, or on one of the GPUs that share it.
 
     Args:
-        gpu: such as "simulated:a100-sxm".
-        stages: how many pipeline stages, at least 1.
-        seed: chooses the measurement noise.
-        progress: told after every measurement.
-        split_backward: measure the gradients of inputs and of weights apart too, which zero-bubble schedules run so.
-
-    Raises:
-        GpuError: there is no such simulated GPU.
-        UsageError: `stages` is not a positive whole number.
+        gpu: the GPU.
+        stage: what is measured.
+        number: of the stage.
+        settings: how.
+        group: the GPUs that share the stage.
+        windows: what measures a row.
+        kept: where finished rows are kept; None: nowhere.
+        finished: kind -> setting -> the row that an earlier sweep left; the same for all of a group.
+        progress: told after every row.
     """
-    if not isinstance(stages, int) or isinstance(stages, bool) or stages < 1:
-        raise UsageError(f"stages is {stages!r}; give a whole number of at least 1")
-    with open_gpu(f"{gpu}?seed={seed}") as device:
-        assert isinstance(device, SimulatedGpu)
-        simulated = [_simulated_stage(device, work, split_backward) for work in _gpt_forwards(stages)]
-        return sweep(device, simulated, device.block, progress)
+
+    def __init__(
+        self,
+        gpu: Gpu,
+        stage: Stage,
+        number: int,
+        settings: SweepSettings,
+        group: Group,
+        windows: Windows,
+        kept: Rows | None,
+        finished: Mapping[str, Mapping[int, Measurement]],
+        progress: Progress | None,
+    ) -> None:
+        self._gpu, self._stage, self._number, self._settings, self._group = gpu, stage, number, settings, group
+        self._windows, self._kept, self._progress = windows, kept, progress
+        self._rows = {kind: dict(finished.get(kind, {})) for kind in stage.timed}
+
+    def run(self) -> Swept:
+        """Measure what is missing; on return, by whatever way, nothing is set on the GPU.
+
+        Raises:
+            GpuError: the GPU cannot be read or set.
+            ProfileError: a row cannot be kept.
+        """
+        if self._settings.knob == "observed":
+            return self._observed()
+        with _knob(self._gpu, self._settings.knob) as (own, set_to):
+            settings = _common(self._group.gathered(own))
+            set_to(settings[0])
+            self._warm_through()
+            power_w = blocking_power_w(self._windows, self._stage)
+            waiting_w = self._resting_w() if power_w is None else power_w
+            while (setting := self._next(settings, waiting_w)) is not None:
+                set_to(setting)
+                self._windows.cool_down()
+                for kind in self._stage.timed:
+                    if setting not in self._rows[kind]:
+                        self._add(kind, self._measured(kind, setting), self._expected(settings))
+            if power_w is None:
+                return self._swept({})
+            lowest = min(next(iter(self._rows.values())))
+            set_to(lowest)
+            lowest_w = blocking_power_w(self._windows, self._stage)
+            assert lowest_w is not None
+            return self._swept({settings[0]: power_w, lowest: lowest_w})
+
+    def _observed(self) -> Swept:
+        self._warm_through()
+        power_w = blocking_power_w(self._windows, self._stage)
+        for kind in self._stage.timed:
+            if not self._rows[kind]:
+                self._windows.cool_down()
+                self._add(kind, self._measured(kind, None), 1)
+        clock_mhz = max(next(iter(self._rows.values())))
+        return self._swept({} if power_w is None else {clock_mhz: power_w})
+
+    def _next(self, settings: Sequence[int], waiting_w: float) -> int | None:
+        """The setting at which something is to be measured next."""
+        whole = set.intersection(*(set(table) for table in self._rows.values()))
+        begun = {setting for table in self._rows.values() for setting in table} - whole
+        if begun:
+            return max(begun)
+        if self._settings.full:
+            return next((setting for setting in settings if setting not in whole), None)
+        return next_setting(settings, self._rows, waiting_w, clocks=self._settings.knob == "clock")
+
+    def _measured(self, kind: str, setting: int | None) -> Measurement:
+        timed = self._stage.timed[kind]
+        random = Random(f"{self._settings.seed} {self._number} {kind} {setting}")
+        row = self._windows.row(timed.run, setting, random)
+        if timed.less is None:
+            return row
+        parts = self._rows[timed.less]
+        part = next(iter(parts.values())) if setting is None else parts[setting]
+        try:
+            return less(row, part)
+        except GpuError as error:
+            raise GpuError(f"stage {self._number}, {kind} with {timed.less}: {error}") from None
+
+    def _add(self, kind: str, row: Measurement, expected: int) -> None:
+        self._rows[kind][row.clock_mhz] = row
+        if self._kept is not None:
+            self._kept.keep(kind, row)
+        if self._progress is not None:
+            done = sum(map(len, self._rows.values()))
+            self._progress(done, max(done, expected * len(self._rows)))
+
+    def _swept(self, blocking_w: Mapping[int, float]) -> Swept:
+        done = sum(map(len, self._rows.values()))
+        if self._progress is not None:
+            self._progress(done, done)
+        return Swept(self._rows, blocking_w)
+
+    def _expected(self, settings: Sequence[int]) -> int:
+        """How many settings will be measured, about."""
+        if self._settings.full:
+            return len(settings)
+        return min(len(settings), max(MOST_SETTINGS, len(descent(settings, settings[0]))))
+
+    def _warm_through(self) -> None:
+        # Also where rows were kept: what is measured then is measured as it would have been.
+        self._windows.warm_through(next(iter(self._stage.timed.values())).run)
+
+    def _resting_w(self) -> float:
+        return math.fsum(self._group.gathered(self._windows.counter.at_rest().rest_w))
 
 
-def _descent(gpu: Gpu, run: Run) -> Iterator[Measurement]:
-    """The measurements of one computation, highest clock first."""
-    energies_j: list[float] = []
-    for clock_mhz in gpu.supported_clocks_mhz:
-        with locked_clock(gpu, clock_mhz):
-            time_s, energy_j = _measure(gpu, run)
-        yield Measurement(clock_mhz, time_s, energy_j)
-        energies_j.append(energy_j)
-        if len(energies_j) > _PATIENCE and min(energies_j[-_PATIENCE:]) > _RISE * min(energies_j):
-            return
+@contextmanager
+def _knob(gpu: Gpu, knob: str) -> Iterator[tuple[tuple[int, ...], Callable[[int], None]]]:
+    """What `knob` can be set to, highest first, and what sets it; it is reset on leaving, by whatever way."""
+    set_to: Callable[[int], None]
+    if knob == "clock":
+        settings, set_to, reset = gpu.supported_clocks_mhz, gpu.set_clock_mhz, gpu.reset_clocks
+    else:
+        least_w, top_w = gpu.power_limits_w[0], math.floor(gpu.power_limit_w())
+        settings = tuple(range(top_w, math.ceil(least_w) - 1, -_LIMIT_STEP_W))
+        set_to, reset = gpu.set_power_limit_w, gpu.reset_power_limit
+    try:
+        yield settings, set_to
+    finally:
+        reset()
 
 
-def _measure(gpu: Gpu, run: Run) -> tuple[float, float]:
-    """Mean seconds and joules of one repetition."""
-    warm_up_s, _ = _spent(gpu, lambda: run(_WARM_UP))
-    repetitions = math.ceil(_WINDOW_S * _WARM_UP / warm_up_s)
-    time_s, energy_j = _spent(gpu, lambda: run(repetitions))
-    return time_s / repetitions, energy_j / repetitions
-
-
-def _spent(gpu: Gpu, action: Callable[[], None]) -> tuple[float, float]:
-    """Seconds and joules that pass on the GPU during `action`."""
-    start_s, start_j = gpu.now_s(), gpu.energy_j()
-    action()
-    return gpu.now_s() - start_s, gpu.energy_j() - start_j
-
-
-# One forward of a microbatch of 4 x 2048 tokens through GPT-3 2.7B (hidden size 2560, vocabulary 50257) in bf16.
-# Layer: 24 * tokens * hidden^2 FLOPs in matrix products and 4 * tokens * 2048 * hidden in attention, its weights
-# and 68 bytes per token and hidden element. Head: 2 * tokens * hidden * vocabulary FLOPs, 10 bytes per logit.
-# Embedding: 24 bytes per token and hidden element.
-_LAYER = Work(flops=1.46e12, bytes=1.6e9)
-_HEAD = Work(flops=2.1e12, bytes=4.1e9)
-_EMBEDDING = Work(flops=0.0, bytes=0.5e9)
-_LAYERS_PER_STAGE = 8
-
-
-def _gpt_forwards(stages: int) -> list[Work]:
-    forwards = [_LAYER * _LAYERS_PER_STAGE] * stages
-    forwards[0] += _EMBEDDING
-    forwards[-1] += _HEAD
-    return forwards
-
-
-def _simulated_stage(gpu: SimulatedGpu, forward: Work, split_backward: bool) -> Stage:
-    # A backward computes the gradients of inputs and of weights, each as much work as the forward.
-    half = partial(gpu.run, forward) if split_backward else None
-    return Stage(partial(gpu.run, forward), partial(gpu.run, forward * 2), half, half)
+def _common(settings: Sequence[Sequence[int]]) -> list[int]:
+    """What all GPUs of a group can be set to, highest first."""
+    common = sorted(set.intersection(*map(set, settings)), reverse=True)
+    if not common:
+        raise GpuError("the GPUs of a group have no setting in common; give a stage GPUs of one kind")
+    return common

@@ -6,6 +6,8 @@ import os
 from pathlib import Path
 
 import pytest
+from fake_nvml import nvml as nvml
+from fake_nvml import nvml_library as nvml_library
 from hypothesis import settings
 
 # The first example of a property may compile; its time says nothing.

@@ -35,6 +35,7 @@ def one_stage(scale: float, power_w: float = 70.0) -> Profile:
 def work(folder: Path) -> Path:
     """A working folder with profiles and, in another folder, room for a job file."""
     FOUR.save("four.yaml")
+    on_each_gpu(FOUR, 2).save("pair.yaml")
     smooth_profile(8, step_mhz=150).save("eight.yaml")
     for name, scale in (("fast", 1.0), ("slow", 1.3)):
         one_stage(scale).save(f"{name}.yaml")
@@ -71,6 +72,10 @@ KEYS: dict[str, tuple[dict[str, Any], Callable[[], PipelineDag]]] = {
         lambda: plain(replace(FOUR, blocking_power_w=(50.0, 51.0, 52.0, 53.0))),
     ),
     "tensor parallel": ({"tensor_parallel": 4}, lambda: plain(on_each_gpu(FOUR, 4))),
+    "tensor parallel, as measured": (
+        {"profile": "pair.yaml", "tensor_parallel": 2},
+        lambda: plain(on_each_gpu(FOUR, 2)),
+    ),
     "transfer": (
         {"transfer": {"forward_s": 0.002, "backward_s": [0.001, 0.002, 0.003]}},
         lambda: plain(transfer=Transfer(0.002, (0.001, 0.002, 0.003))),

@@ -14,11 +14,13 @@ from strategies import smooth_profile
 from perseus_planner import Profile, schedules
 from perseus_planner.errors import JobError, PlannerError
 from perseus_planner.job import Job
+from perseus_planner.profile_groups import on_each_gpu
 
 JOB = "format: perseus-planner/job\nversion: 1\nprofile: two.yaml\nschedule: 1f1b\nmicrobatches: 3\n"
 KNOWN = (
-    "blocking_power_w, clock_change, format, microbatch_group, microbatches, operations, overhead_s, profile, ranks, "
-    "replicas, schedule, slow_stages, stages, tensor_parallel, transfer, variants, version, virtual_stages"
+    "blocking_power_w, clock_change, format, gpu, microbatch_group, microbatches, operations, overhead_s, profile, "
+    "ranks, replicas, schedule, slow_stages, stage, stages, tensor_parallel, transfer, variants, version, "
+    "virtual_stages"
 )
 COUNT = "a whole number of at least 1"
 WAIT = "a wait: give finite seconds of 0 or more, such as 0.002"
@@ -195,6 +197,15 @@ BAD: dict[str, tuple[str | tuple[str, str], str]] = {
         ("two.yaml", "[[one.yaml, one.yaml]]\ntensor_parallel: 4"),
         "tensor_parallel is 4, but the profile names 2 GPUs for each stage; correct one",
     ),
+    "groups of other size than measured": (
+        ("two.yaml", "pair.yaml\ntensor_parallel: 4"),
+        "tensor_parallel is 4, but the profile was measured with 2 GPUs for each stage; correct one",
+    ),
+    "a stage that is no function": (
+        "stage: package.module\n",
+        "job.yaml, line 6, key 'stage': 'package.module' is no function: write package.module:function",
+    ),
+    "a gpu that is no text": ("gpu: 0\n", "job.yaml, line 6, key 'gpu': 0 is not a text of one line; write one"),
     "powers for other stages": (
         ("two.yaml", "[one.yaml, one.yaml]\nblocking_power_w: [1, 2, 3]"),
         "blocking_power_w has 3 numbers for 2 profiles; give one for each, or one for all",
@@ -233,6 +244,7 @@ def work(folder: Path) -> Path:
     """A working folder with profiles and a text grid."""
     smooth_profile(2, step_mhz=150).save("two.yaml")
     smooth_profile(1, step_mhz=150).save("one.yaml")
+    on_each_gpu(smooth_profile(2, step_mhz=150), 2).save("pair.yaml")
     two = smooth_profile(2, step_mhz=150)
     Profile({**two.measurements, (0, "F.x"): two.measurements[0, "F"]}, 83.64).save("named.yaml")
     schedules.save_grid(schedules.gpipe(2, 5), "order.csv")
@@ -270,6 +282,8 @@ WHOLE = {
     "blocking_power_w": [50, 50],
     "overhead_s": 0.1,
     "clock_change": {"call_s": 0.01, "settle_s": 0.01, "gpus_per_node": 8},
+    "stage": "package.module:build_stage",
+    "gpu": "nvml:0",
     "replicas": [{"count": 1, "profile": "named.yaml", "blocking_power_w": 50, "slow_stages": {0: 1.1}}],
 }
 ODD = (

@@ -20,9 +20,11 @@ from validators import check_plan, check_replay
 from perseus_planner.dag import PipelineDag
 from perseus_planner.errors import InfeasiblePower, PlanError, ProfileError, UsageError
 from perseus_planner.frontier import Frontier, solve, trace
-from perseus_planner.plan_summary import summarize_plan
+from perseus_planner.plan import Plan
+from perseus_planner.plan_summary import summarize_plan, summarize_timeline
 from perseus_planner.profiles import Profile
 from perseus_planner.schedules import Schedule, one_f_one_b
+from perseus_planner.tables import timeline_text
 
 
 @pytest.fixture(scope="module")
@@ -282,3 +284,16 @@ def test_plans_of_measured_profiles_are_near_the_bound(
         whole_s = min(plan.deadline_s, frontier.max_time_s)
         whole_j = plan.energy_j + power_w * profile.stages * (whole_s - plan.time_s)
         assert whole_j <= frontier.bound_j(whole_s) * (1 + most)
+
+
+@pytest.mark.parametrize(("knob", "unit"), [("power-limit", "W"), ("observed", "MHz")])
+def test_a_plan_says_by_what_its_profile_was_measured(tmp_path: Path, knob: str, unit: str):
+    profile = replace(smooth_profile(2), knob=knob)
+    frontier = solve(profile, one_f_one_b(2, 3))
+    frontier.save(tmp_path / "f.npz")
+    plan = Frontier.load(tmp_path / "f.npz").plan_for(frontier.baseline_time_s)
+    plan.save(tmp_path / "p.yaml")
+    assert Plan.load(tmp_path / "p.yaml") == plan == frontier.plan_for(frontier.baseline_time_s)
+    assert plan.knob == knob
+    assert plan != solve(smooth_profile(2), one_f_one_b(2, 3)).plan_for(frontier.baseline_time_s)
+    assert f" {unit} " in timeline_text(summarize_timeline(plan))

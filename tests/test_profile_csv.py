@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import tracemalloc
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from perseus_planner.errors import ProfileError
-from perseus_planner.measurement import Measurement
+from perseus_planner.measurement import Evidence, Measurement
 from perseus_planner.profiles import Profile
 
 HEADER = "stage,instruction,frequency,time,energy\n"
@@ -232,3 +233,62 @@ def test_a_csv_is_read_however_it_was_written(folder: Path, text: str):
     assert again == profile
     assert again.digest == profile.digest
     assert profile.measurements[0, "B"] == (Measurement(1410, 0.1, 40.0),)
+
+
+EVIDENCE = Evidence(1391.5, 2e-5, 0.01, 3, 61.25, ("sw-power-cap", "hw-thermal"))
+
+
+def test_evidence_comes_back_from_the_table_and_changes_no_identity(folder: Path):
+    rows = (Measurement(1410, 0.05, 20.0, EVIDENCE), Measurement(1395, 0.06, 19.0))
+    bare = Profile({(0, "F"): rows[1:], (0, "B"): rows[1:]}, 85.0)
+    profile = Profile({(0, "F"): rows, (0, "B"): (replace(rows[1], evidence=EVIDENCE),)}, 85.0)
+    profile.save("p.yaml")
+    again = Profile.load("p.yaml")
+    assert again == profile
+    assert [row.evidence for row in again.measurements[0, "F"]] == [EVIDENCE, None]
+    assert Profile.load("p.csv", 85.0).digest == profile.digest != bare.digest
+    assert replace(profile, measurements={**profile.measurements, (0, "B"): rows[1:]}).digest == profile.digest
+
+
+def test_a_profile_without_evidence_has_the_documented_columns_alone(folder: Path):
+    row = (Measurement(1410, 0.05, 20.0),)
+    Profile({(0, "F"): row, (0, "B"): row}, 85.0).save("p.yaml")
+    assert Path("p.csv").read_text().splitlines()[0] == HEADER.strip()
+
+
+@pytest.mark.parametrize(("knob", "column"), [("power-limit", "power_limit"), ("observed", "observed_frequency")])
+def test_the_third_column_says_what_was_set(folder: Path, knob: str, column: str):
+    row = (Measurement(250, 0.05, 20.0),)
+    profile = Profile({(0, "F"): row, (0, "B"): row}, 85.0, knob=knob)
+    profile.save("p.yaml")
+    assert Path("p.csv").read_text().splitlines()[0] == f"stage,instruction,{column},time,energy"
+    assert "knob" not in Path("p.yaml").read_text()
+    assert Profile.load("p.yaml") == profile == Profile.load("p.csv", 85.0)
+    assert profile.digest != replace(profile, knob="clock").digest
+
+
+BAD_KNOBS = {
+    "two knobs": (
+        "stage,instruction,frequency,power_limit,time,energy\n",
+        "p.csv, line 1: has the columns 'frequency' and 'power_limit'; keep the one that was set",
+    ),
+    "no watts": (
+        "stage,instruction,power_limit,time,energy\n0,forward,low,0.05,20\n",
+        "p.csv, line 2, column 'power_limit': 'low' is not a power limit: write whole watts above 0, such as 250",
+    ),
+    "evidence that is none": (
+        "stage,instruction,frequency,time,energy,achieved_frequency,time_stderr,energy_stderr,windows,temperature\n"
+        "0,forward,1410,0.05,20,1400,0.001,0.1,none,61\n",
+        "p.csv, line 2, column 'windows': 'none' is not a whole number of at least 1",
+    ),
+    "a limit twice": (
+        "stage,instruction,power_limit,time,energy\n0,forward,250,0.05,20\n0,forward,250,0.05,20\n",
+        "p.csv, line 3: stage 0 forward at 250 W is on line 2 too; keep one of them",
+    ),
+}
+
+
+@pytest.mark.parametrize(("text", "message"), BAD_KNOBS.values(), ids=BAD_KNOBS.keys())
+def test_a_bad_knob_or_evidence_is_refused_with_its_remedy(folder: Path, text: str, message: str):
+    (folder / "p.csv").write_text(text)
+    assert message_of("p.csv", 85.0) == message

@@ -87,6 +87,10 @@ def test_only_the_slow_stage_is_slower():
             lambda: tensor_group([FAST, Profile(dict.fromkeys(FAST.measurements, (Measurement(7, 1, 1),)), 1.0)]),
             "stage 0 forward: the GPUs of the group have no clock in common; measure one",
         ),
+        (
+            lambda: tensor_group([FAST, replace(FAST, knob="power-limit")]),
+            "GPU 1 of the group was measured by power-limit, GPU 0 by clock; use one",
+        ),
         (lambda: on_each_gpu(FAST, 0), "gpus is 0; give a whole number of at least 1"),
         (
             lambda: stage_by_stage([FAST, smooth_profile(2), smooth_profile(2)]),

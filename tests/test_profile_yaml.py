@@ -72,6 +72,10 @@ BAD_YAMLS = {
     ),
     "power NaN": (YAML.replace("83.64", ".nan"), f"p.yaml, line 4, blocking_power_w: nan {NEEDS_POWER}"),
     "negative power": (YAML.replace("83.64", "-1"), f"p.yaml, line 4, blocking_power_w: -1 {NEEDS_POWER}"),
+    "conditions that are none": (
+        YAML + "conditions: [cold]\n",
+        "p.yaml, line 5, conditions: ['cold'] are none: write one `name: text` a line below it",
+    ),
     "gpu of two lines": (
         YAML + 'gpu: "A100\\e[2J"\n',
         "p.yaml, line 5, gpu: 'A100\\x1b[2J' is not the name of a GPU: give one line of text, or leave it out",

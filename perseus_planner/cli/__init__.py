@@ -13,7 +13,11 @@ import click
 from perseus_planner import __version__
 from perseus_planner.cli import console
 from perseus_planner.cli.calibrate import calibrate
+from perseus_planner.cli.doctor import doctor
+from perseus_planner.cli.estimate import estimate
 from perseus_planner.cli.plan import plan
+from perseus_planner.cli.profiling import profile
+from perseus_planner.cli.reset import reset
 from perseus_planner.cli.simulate import simulate
 from perseus_planner.cli.solve import solve
 from perseus_planner.errors import UsageError
@@ -38,33 +42,8 @@ def main() -> None:
     """
 
 
-@main.command(epilog=console.examples("planner profile --gpu simulated:a100-sxm --stages 4 -o profile.yaml"))
-@click.option("--gpu", required=True, metavar="GPU", help="GPU to measure on; so far simulated:a100-sxm only.")
-@click.option("--stages", required=True, type=int, metavar="S", help="Number of pipeline stages, at least 1.")
-@click.option("--seed", default=0, show_default=True, help="Chooses the measurement noise of a simulated GPU.")
-@click.option(
-    "--split-backward",
-    is_flag=True,
-    help="Measure the gradients of inputs and of weights apart too, as zero-bubble schedules run them.",
-)
-@console.output("the profile, .yaml; its table of measurements goes beside it, .csv")
-@console.as_json
-def profile(gpu: str, stages: int, seed: int, split_backward: bool, output: Path, as_json: bool) -> None:
-    """Measure time and energy of every stage at every clock.
-
-    So far on a simulated GPU only: a model of an A100 that runs a small GPT, in virtual time.
-    """
-    from perseus_planner.profiler.sweep import sweep_simulated
-    from perseus_planner.summary import summarize_profile
-    from perseus_planner.tables import profile_text
-
-    with console.progress("Profiling") as progress:
-        result = sweep_simulated(gpu, stages, seed, progress, split_backward=split_backward)
-    result.save(output)
-    summary = summarize_profile(result)
-    console.report(summary, profile_text(summary), [output, output.with_suffix(".csv")], as_json=as_json)
-
-
+main.add_command(profile)
+main.add_command(estimate)
 main.add_command(solve)
 main.add_command(plan)
 
@@ -96,6 +75,8 @@ def show(file: Path, plot: Path | None, as_json: bool) -> None:
 
 main.add_command(calibrate)
 main.add_command(simulate)
+main.add_command(doctor)
+main.add_command(reset)
 
 
 def _is_frontier(path: Path) -> bool:

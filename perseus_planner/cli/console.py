@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from perseus_planner.errors import PlannerError, UsageError
+from perseus_planner.errors import EndedElsewhere, PlannerError, UsageError
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -37,6 +38,8 @@ class Commands(click.Group):
         """Run the one that was asked for."""
         try:
             return super().invoke(context)
+        except EndedElsewhere:
+            context.exit(2)
         except PlannerError as error:
             raise Refusal(str(error)) from error
         except KeyboardInterrupt:
@@ -78,12 +81,20 @@ def signed(_: click.Context, parameter: click.Parameter, text: str | None) -> fl
 def writable(_: click.Context, parameter: click.Parameter, path: Path | None) -> Path | None:
     """A callback that refuses, before any work is done, a file that could not be written after it."""
     if path is not None:
-        name = f"{parameter.opts[0]} {path}"
-        if path.is_dir():
-            raise UsageError(f"{name}: is a folder; name a file in it")
-        if not path.parent.is_dir():
-            raise UsageError(f"{name}: there is no folder {path.parent}; make it, or name another")
+        check_writable(path, parameter.opts[0])
     return path
+
+
+def check_writable(path: Path, place: str) -> None:
+    """Refuse a file that could not be written later; `place` says where it was named.
+
+    Raises:
+        UsageError: it is a folder, or its folder is not there.
+    """
+    if path.is_dir():
+        raise UsageError(f"{place} {path}: is a folder; name a file in it")
+    if not path.parent.is_dir():
+        raise UsageError(f"{place} {path}: there is no folder {path.parent}; make it, or name another")
 
 
 def refuse_same(sources: Iterable[Path], target: Path, option: str = "--output") -> None:
@@ -141,8 +152,11 @@ def report(
 
 @contextmanager
 def progress(what: str) -> Iterator[Callable[[int, int], None] | None]:
-    """A bar on stderr if that is a terminal, gone when the work is done; gives what to call with (done, total)."""
-    if not sys.stderr.isatty():
+    """A bar on stderr if that is a terminal, gone when the work is done; gives what to call with (done, total).
+
+    Of the ranks of a job, which share a terminal, the first has it.
+    """
+    if not sys.stderr.isatty() or os.environ.get("RANK", "0") != "0":
         yield None
         return
     from rich.console import Console

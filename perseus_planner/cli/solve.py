@@ -71,8 +71,8 @@ def _slow(_: click.Context, parameter: click.Parameter, texts: tuple[str, ...]) 
     "--tensor-parallel",
     type=int,
     metavar="GPUS",
-    help="GPUs that do together what the profile has of one, as each of them does it: energies and blocking power are "
-    "multiplied, times are not.  [default: 1]",
+    help="GPUs of a stage. Where the profile was measured on one, each does what that did: energies and blocking power "
+    "are multiplied, times are not.  [default: the profile's]",
 )
 @click.option(
     "--transfer",

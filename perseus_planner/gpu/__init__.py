@@ -3,7 +3,7 @@
 nvml:0, nvml:GPU-8f6b…    NVML's index, or UUID; sets clocks as root
 cuda:0                    the device that CUDA calls 0 here, through NVML by its UUID
 zeusd:0                   read by NVML, set by the zeusd daemon, for jobs without privilege
-command:0                 read by NVML, set by an external command such as `sudo nvidia-smi`
+command:0                 read by NVML, set by an external command such as `sudo nvidia-smi`: gpu/command.py
 dry-run:nvml:0            read by what follows; what would be set is only recorded
 simulated:a100-sxm        a model, in virtual time; its options: gpu/conditions.py
 """
@@ -29,7 +29,7 @@ def open_gpu(text: str) -> Iterator[Gpu]:
     Raises:
         GpuError: no such back-end, or no such GPU, or what the back-end needs is not installed.
     """
-    gpu = _opened(text)
+    gpu = opened(text)
     try:
         yield gpu
     finally:
@@ -51,9 +51,35 @@ def locked_clock(gpu: Gpu, clock_mhz: int) -> Iterator[None]:
         gpu.reset_clocks()
 
 
-def _opened(text: str) -> Gpu:
-    """Open what `text` names; each back-end is imported when it is asked for."""
+def opened(text: str) -> Gpu:
+    """The GPU that `text` names, which the caller must close; `open_gpu` does.
+
+    Each back-end is imported when it is asked for, as what it needs may not be installed.
+
+    Raises:
+        GpuError: as `open_gpu`.
+    """
     back_end, _, which = text.partition(":")
+    if back_end == "nvml":
+        from perseus_planner.gpu import nvml
+
+        return nvml.opened(which)
+    if back_end == "cuda":
+        from perseus_planner.gpu import cuda
+
+        return cuda.opened(which)
+    if back_end == "zeusd":
+        from perseus_planner.gpu import zeusd
+
+        return zeusd.opened(which)
+    if back_end == "command":
+        from perseus_planner.gpu import command
+
+        return command.opened(which)
+    if back_end == "dry-run":
+        from perseus_planner.gpu import dry_run
+
+        return dry_run.opened(which)
     if back_end == "simulated":
         from perseus_planner.gpu import simulated
 

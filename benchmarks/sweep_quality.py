@@ -1,0 +1,135 @@
+"""Number 14: plans from the few clocks that the sweep chooses, beside plans from all clocks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from functools import cache
+from statistics import fmean
+from typing import Any
+
+from data import STAGES, Case, Size, profile_of
+from replay_gpu import ReplayGpu
+from results import Check, Section, Table
+
+from perseus_planner import Frontier, Profile, schedules, solve
+from perseus_planner.profiler.profiling import StageRows, SweepSettings, assembled, measure_stage
+
+_MICROBATCHES = 12
+_SLOWDOWNS = (1.00, 1.02, 1.05, 1.10, 1.20)
+_GOAL = 0.5  #: percent
+_MOST_CLOCKS = 12
+_OUTLIERS = 0.05
+_COLUMNS = {
+    "profile": ("profile", ""),
+    "top": ("top clock", "d"),
+    "noise": ("noise, %", ".1f"),
+    "sweep": ("sweep", ""),
+    "clocks": ("clocks", ".1f"),
+    "windows": ("windows", ".1f"),
+    "minutes": ("minutes", ".0f"),
+    **{f"extra{slowdown:.2f}": (f"{slowdown:.2f}x, %", ".2f") for slowdown in _SLOWDOWNS},
+    "late": ("time, %", "+.2f"),
+}
+
+
+def measure(size: Size) -> Section:
+    """Sweep each measured profile as if it were a GPU, plan on what was found, and cost the plans on all of it."""
+    rows = [row for case in size.cases for row in _rows(case, size)]
+    chosen = [row for row in rows if row["sweep"] == "adaptive"]
+    extras = [row[f"extra{slowdown:.2f}"] for row in chosen for slowdown in _SLOWDOWNS]
+    clocks = fmean(row["clocks"] for row in chosen)
+    return Section(
+        14,
+        "Plans from few clocks",
+        f"Replayed from the measured profiles: {STAGES} stages, 1F1B, {_MICROBATCHES} microbatches. The sweep measures "
+        "them on a GPU in virtual time that plays them back, and the plan that follows for each deadline is costed on "
+        f"the whole measured profile. To reach: at most {_MOST_CLOCKS} clocks, at most {_GOAL} % more energy.",
+        [Table(_COLUMNS, rows)],
+        [
+            Check(f"{clocks:.1f} clocks for each stage and kind (limit {_MOST_CLOCKS})", clocks <= _MOST_CLOCKS),
+            Check("no plan is below the bound of the whole profile", min(row["above_bound"] for row in rows) >= -1e-9),
+        ],
+        [
+            f"{sum(extra <= _GOAL for extra in extras)} of the {len(extras)} plans of the adaptive sweep take at most "
+            f"{_GOAL} % more; the mean is {fmean(extras):.2f} %, the most {max(extras):.2f} %.",
+            "*1.00x* and so on: the deadline, a multiple of the time that the sweep found with all clocks at maximum; "
+            "below it how much more energy the plan takes than the one that the whole profile gives for the time that "
+            "the plan takes by the whole profile. *Time*: by how much that time is past the deadline by the whole "
+            "profile, at most. The mean over the seeds, but the most of the times.",
+            f"*Noise*: standard deviation of each window's time and energy; with it {100 * _OUTLIERS:.0f} % of the "
+            "windows are outliers that take 5 to 50 % more. No repetition averages it away: it is larger than that of "
+            "a GPU. *Full*: every clock measured, with the same noise.",
+            "*Top clock*: the profile without the clocks above it, so that the sweep's grid falls elsewhere. "
+            "*Minutes*: virtual time of the longest stage; all stages are measured at once.",
+        ],
+    )
+
+
+def _rows(case: Case, size: Size) -> Iterator[dict[str, Any]]:
+    full = size.repetitions > 2
+    for drop in (0, 1, 3, 5) if full else (0,):
+        yield _row(case, drop, 0.0, (0,), "adaptive")
+    for noise in (0.003, 0.01) if full else (0.01,):
+        for sweep in ("adaptive", "full") if full else ("adaptive",):
+            yield _row(case, 0, noise, tuple(range(size.repetitions // 2)), sweep)
+
+
+def _row(case: Case, drop: int, noise: float, seeds: Iterable[int], sweep: str) -> dict[str, Any]:
+    whole = _whole(case, drop)
+    found = [_swept(whole.profile, noise, seed, sweep == "full") for seed in seeds]
+    plans = [_plans(whole, profile) for profile, _ in found]
+    measured = [row for profile, _ in found for rows in profile.measurements.values() for row in rows]
+    windows = [row.evidence.windows for row in measured if row.evidence is not None]
+    extras = {f"extra{slowdown:.2f}": fmean(each[slowdown][0] for each in plans) for slowdown in _SLOWDOWNS}
+    return {
+        "profile": case.name,
+        "top": whole.profile.measurements[0, "F"][0].clock_mhz,
+        "noise": 100 * noise,
+        "sweep": sweep,
+        "clocks": len(measured) / len(found) / len(whole.profile.measurements),
+        "windows": fmean(windows),
+        "minutes": max(time_s for _, time_s in found) / 60,
+        **extras,
+        "late": max(late for each in plans for _, late, _ in each.values()),
+        "above_bound": min(above for each in plans for _, _, above in each.values()),
+    }
+
+
+@cache
+def _whole(case: Case, drop: int) -> Frontier:
+    """What is planned on all clocks but the `drop` highest."""
+    profile = profile_of(case)
+    kept = {key: rows[drop:] for key, rows in profile.measurements.items()}
+    return solve(replace(profile, measurements=kept), schedules.one_f_one_b(STAGES, _MICROBATCHES))
+
+
+def _swept(profile: Profile, noise: float, seed: int, full: bool) -> tuple[Profile, float]:
+    """What the sweep makes of `profile`, and the virtual seconds of its longest stage."""
+    stages: list[StageRows] = []
+    longest_s = 0.0
+    for number in range(profile.stages):
+        gpu = ReplayGpu(profile, number, noise, _OUTLIERS if noise else 0.0, seed=1000 * seed + number)
+        stages.append(measure_stage(gpu, gpu.stage(), number, SweepSettings(full=full)))
+        longest_s = max(longest_s, gpu.now_s())
+    return assembled(stages), longest_s
+
+
+def _plans(whole: Frontier, found: Profile) -> dict[float, tuple[float, float, float]]:
+    """Slowdown -> percent of extra energy, percent past the deadline, joules above the bound; by the whole profile."""
+    frontier = solve(found, schedules.one_f_one_b(STAGES, _MICROBATCHES))
+    judged = {}
+    for slowdown in _SLOWDOWNS:
+        plan = frontier.plan_for(min(slowdown * frontier.baseline_time_s, frontier.max_time_s))
+        real = whole.plan_of(plan.clocks)
+        # Beyond the slowest point the best plan is that one, and its GPUs wait.
+        until_s = min(max(real.time_s, whole.min_time_s), whole.max_time_s)
+        best = whole.plan_for(until_s)
+        best_j = best.energy_j + whole.dag.waiting_w * (real.time_s - best.time_s)
+        deadline_s = min(slowdown * whole.baseline_time_s, whole.max_time_s)
+        judged[slowdown] = (
+            100 * (real.energy_j / best_j - 1),
+            100 * (real.time_s / deadline_s - 1),
+            real.energy_j - whole.bound_j(until_s) - whole.dag.waiting_w * max(0.0, real.time_s - until_s),
+        )
+    return judged

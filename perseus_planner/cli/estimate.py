@@ -1,0 +1,143 @@
+"""`planner estimate`: the shape of a model in, a simulated profile out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from perseus_planner.cli import console
+from perseus_planner.errors import GpuError, UsageError
+
+if TYPE_CHECKING:
+    from perseus_planner.gpu.model import GpuModel
+    from perseus_planner.workload.calibration import Calibration
+    from perseus_planner.workload.works import Workload
+
+
+@click.command(
+    epilog=console.examples(
+        "planner estimate --model gpt3-175b --gpu a100-sxm --stages 8 --tensor-parallel 8 -o profile.yaml",
+        "planner estimate --model bloom-176b --gpu a40 --layers 9,9,9,9,9,9,9,7 --tensor-parallel 8 -o profile.yaml",
+        "planner estimate --model mine.yaml --gpu h100-sxm --stages 4 --calibrate measured.yaml -o profile.yaml",
+    )
+)
+@click.option(
+    "--model",
+    required=True,
+    metavar="MODEL",
+    help="gpt3-1.3b, -2.7b, -6.7b, -13b, -175b, llama3-8b, -70b, -405b, bloom-176b, or a YAML file of dimensions.",
+)
+@click.option("--gpu", required=True, metavar="GPU", help="Model of each GPU, e.g. a100-sxm or h100-sxm.")
+@click.option("--stages", type=int, metavar="S", help="Pipeline stages, which share the layers evenly.")
+@click.option("--layers", metavar="N,N,…", help="Layers of each stage, in place of --stages.")
+@click.option("--tensor-parallel", type=int, metavar="GPUS", help="GPUs of a stage.  [default: 1, or the file's]")
+@click.option("--microbatch", type=int, metavar="B", help="Sequences of a microbatch.  [default: 1, or the file's]")
+@click.option("--sequence", type=int, metavar="TOKENS", help="Tokens of a sequence.  [default: the model's]")
+@click.option("--recompute", metavar="WHAT", help="none, selective or full.  [default: none, or the file's]")
+@click.option(
+    "--attention",
+    metavar="KIND",
+    help="plain, flash, or flash-causal, which skips masked pairs.  [default: flash-causal, or the file's]",
+)
+@click.option(
+    "--link",
+    type=float,
+    metavar="GB/S",
+    help="How fast a GPU sends to its tensor group.  [default: that takes no time]",
+)
+@click.option(
+    "--calibrate",
+    multiple=True,
+    metavar="PROFILE",
+    help="Measured profile of the same model; PROFILE@TOKENS where its sequences had another length. May be given for "
+    "two lengths.",
+)
+@click.option(
+    "--calibrate-stage",
+    type=int,
+    metavar="STAGE",
+    help="Its stage that calibrates; of a profile of one stage, which one it is here.  [default: in the middle]",
+)
+@click.option("--split-backward", is_flag=True, help="Estimate the gradients of inputs and of weights apart too.")
+@console.output("the profile, .yaml; its table goes beside it, .csv")
+@console.as_json
+def estimate(gpu: str, calibrate: tuple[str, ...], calibrate_stage: int | None, output: Path, **rest: Any) -> None:
+    """Estimate the profile of a model without a GPU.
+
+    FLOPs and bytes of every stage follow from the model's dimensions, its time and energy from a model of the GPU,
+    which one measured stage may calibrate. The profile is marked as simulated; `planner solve` takes it as any other.
+    """
+    from perseus_planner.workload import estimate as estimating
+    from perseus_planner.workload.summary import estimate_text, summarize_estimate
+
+    as_json, split_backward = rest.pop("as_json"), rest.pop("split_backward")
+    console.refuse_same([Path(rest["model"])], output)
+    model, workload = _gpu_model(gpu), _workload(**rest)
+    if calibrate_stage is not None and not calibrate:
+        raise UsageError("--calibrate-stage: nothing calibrates; give --calibrate too, or leave it out")
+    calibrations = [_calibration(text, calibrate_stage, workload, model, output) for text in calibrate]
+    profile = estimating.estimate(workload, model, calibrations, split_backward=split_backward)
+    profile.save(output)
+    summary = summarize_estimate(profile, workload, [each.source for each in calibrations])
+    console.report(summary, estimate_text(summary), [output, output.with_suffix(".csv")], as_json=as_json)
+
+
+def _gpu_model(text: str) -> GpuModel:
+    from perseus_planner.gpu.catalogue import CATALOGUE
+
+    name = text.removeprefix("simulated:")
+    if name not in CATALOGUE:
+        raise GpuError(f"--gpu: there is no model of a GPU {text!r}; choose one of: {', '.join(CATALOGUE)}")
+    return CATALOGUE[name]
+
+
+def _workload(
+    model: str, stages: int | None, layers: str | None, link: float | None, recompute: str | None, **others: Any
+) -> Workload:
+    from perseus_planner.workload.transformer import checked_split, split_layers
+    from perseus_planner.workload.transformer_file import named_transformer
+    from perseus_planner.workload.works import Workload
+
+    others["tensor_degree"], others["recomputation"] = others.pop("tensor_parallel"), recompute
+    transformer = replace(
+        named_transformer(model), **{name: value for name, value in others.items() if value is not None}
+    )
+    if stages is not None and layers is None:
+        split = split_layers(transformer.layers, stages)
+    elif layers is not None and stages is None:
+        split = checked_split(transformer, _numbers(layers))
+    else:
+        raise UsageError("give one of --stages and --layers: how many stages there are, or the layers of each")
+    return Workload(Path(model).stem, transformer, split, None if link is None else link * 1e9)
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise UsageError(f"--layers: {text!r} is no list; write the layers of each stage, as 12,12,12") from None
+
+
+def _calibration(text: str, stage: int | None, workload: Workload, model: GpuModel, output: Path) -> Calibration:
+    from perseus_planner.profiles import Profile
+    from perseus_planner.workload.calibration import measured_stage
+
+    path, tokens = _at_sequence(text)
+    for target in (output, output.with_suffix(".csv")):
+        console.refuse_same([path, path.with_suffix(".csv")], target)
+    if tokens is not None:
+        workload = replace(workload, transformer=replace(workload.transformer, sequence=tokens))
+    # A CSV does not carry the blocking power; the model's stands for it.
+    power_w = model.blocking_power_w if path.suffix.lower() == ".csv" else None
+    return measured_stage(Profile.load(path, power_w), workload, model, stage, str(path))
+
+
+def _at_sequence(text: str) -> tuple[Path, int | None]:
+    """The file that `PROFILE@TOKENS` names, and the tokens, if there are some."""
+    name, at, tokens = text.rpartition("@")
+    if at and tokens.isascii() and tokens.isdecimal():
+        return Path(name), int(tokens)
+    return Path(text), None

@@ -1,0 +1,91 @@
+"""Real ranks on this machine: processes that meet through torch.distributed, and what they say."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+_QUIET = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONWARNINGS": "ignore", "TORCH_CPP_LOG_LEVEL": "FATAL"}
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A process that has ended."""
+
+    code: int
+    said: str
+    complained: str
+
+
+def ranks(program: str, count: int, folder: Path, *arguments: str) -> list[Ended]:
+    """What becomes of `count` ranks that run a function of rank_programs.py; nobody ends one when another dies."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    request = {
+        "program": program,
+        "arguments": arguments,
+        "count": count,
+        "folder": str(folder),
+        "environment": {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
+    }
+    server = _server()
+    assert server.stdin is not None
+    assert server.stdout is not None
+    print(json.dumps(request), file=server.stdin, flush=True)
+    codes = json.loads(server.stdout.readline())
+    return [
+        Ended(code, *(_taken(folder / f"{name}-{rank}") for name in ("said", "complained")))
+        for rank, code in enumerate(codes)
+    ]
+
+
+def started(command: Sequence[str], folder: Path, **environment: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-P", *command],
+        cwd=folder,
+        env={**os.environ, **_QUIET, **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def ended(process: subprocess.Popen[str]) -> Ended:
+    try:
+        said, complained = process.communicate()
+    finally:
+        process.kill()
+    return Ended(process.returncode, said, complained)
+
+
+def torchrun(count: int, folder: Path, *command: str) -> subprocess.Popen[str]:
+    """The launcher of `count` ranks."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
+    return started([*launcher, *command], folder)
+
+
+@cache
+def _server() -> subprocess.Popen[str]:
+    """The process that forks ranks; it ends with this one, which closes its input."""
+    return subprocess.Popen(
+        [sys.executable, "-P", str(Path(__file__).with_name("rank_programs.py"))],
+        env={**os.environ, **_QUIET},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def _taken(path: Path) -> str:
+    text = path.read_text()
+    path.unlink()
+    return text

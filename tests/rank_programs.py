@@ -1,0 +1,248 @@
+"""What ranks run in tests, each a function; launching.py asks for them by name."""
+# ruff: noqa: TID253 - the process in which this runs is there for torch
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import pipelining
+
+from perseus_planner.cli import main
+from perseus_planner.errors import EndedElsewhere, PlannerError, UsageError
+from perseus_planner.profiler.build import profile_stages
+from perseus_planner.profiler.neighbours import connected
+from perseus_planner.profiler.pipeline import profile_pipeline
+from perseus_planner.profiler.profiling import SweepSettings
+from perseus_planner.profiler.ranks import Meeting, StageGroup, process_group
+
+OBSERVED = SweepSettings(knob="observed")
+GPU = "simulated:a100-sxm"
+WIDTH = 16
+
+
+def build_stage(stage: int, stages: int, tensor_parallel: int) -> Any:
+    """One linear layer of the stage's share of the width."""
+    module = nn.Linear(WIDTH, WIDTH // tensor_parallel)
+    return module, torch.randn(4, WIDTH), (lambda output: output.square().mean()) if stage == stages - 1 else None
+
+
+def meet() -> None:
+    """What each gives comes to all in order, and each blocks on its neighbour for as long as it asks."""
+    with process_group() as place, Meeting() as meeting:
+        assert place is not None
+        rank, size = place
+        for turn in range(20):
+            assert meeting.gathered((rank, turn)) == [(each, turn) for each in range(size)]
+        pair = StageGroup(meeting, [rank - rank % 2, rank - rank % 2 + 1])
+        assert pair.gathered(rank) == [rank - rank % 2, rank - rank % 2 + 1]
+        with connected(meeting, [[0, 2, 3], [1]], torch.device("cpu")) as neighbour:
+            assert neighbour.exists == (rank != 1)
+            for duration_s in (0.0, 0.3):
+                start_s = time.monotonic()
+                if neighbour.exists:
+                    neighbour.block(duration_s)
+                    assert time.monotonic() - start_s >= duration_s
+    print("met")
+
+
+def refuse() -> None:
+    """One rank ends with an error: all do, and one says why."""
+
+    def body() -> None:
+        with process_group() as place, Meeting() as meeting:
+            assert place is not None
+            meeting.gathered(None)
+            if place[0] == 1:
+                raise UsageError("rank 1 cannot go on")
+            meeting.gathered(None)
+
+    _told(body)
+
+
+def stages(gpu: str, count: str, tensor_parallel: str, output: str) -> None:
+    """Profile the stages of this file."""
+
+    def body() -> None:
+        profile = profile_stages(
+            "rank_programs:build_stage",
+            gpu,
+            int(count),
+            tensor_parallel=int(tensor_parallel),
+            settings=OBSERVED,
+            output=Path(output),
+        )
+        print("rank 0" if profile is not None else "another rank")
+
+    _told(body)
+
+
+def command(folder: str, *arguments: str) -> None:
+    """The planner command, in a folder."""
+    os.chdir(folder)
+    main(arguments)
+
+
+def killed(output: str) -> None:
+    """Rank 1 dies in its sweep."""
+
+    def progress(done: int, _: int) -> None:
+        if done and os.environ["RANK"] == "1":
+            while not Path("profile.rows-0.csv").exists():
+                time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def body() -> None:
+        profile_stages("rank_programs:build_stage", GPU, 3, output=Path(output), timeout_s=2.0, progress=progress)
+
+    _told(body)
+
+
+def schedules() -> None:
+    """Schedules of torch train on after a profile as they do without one; each profile is written."""
+    dist.init_process_group("gloo")
+    for name in ("1f1b", "interleaved-1f1b", "interleaved-zb"):
+        plain = _trained(name, None)
+        profiled = _trained(name, Path(f"{name}.yaml"))
+        assert len(plain) == len(profiled)
+        different = [i for i, (a, b) in enumerate(zip(plain, profiled, strict=True)) if not torch.equal(a, b)]
+        assert not different, (name, different, len(plain))
+    print("equal")
+    dist.destroy_process_group()
+
+
+def replicas() -> None:
+    """Two pipelines of two stages, side by side: one of them measures."""
+    dist.init_process_group("gloo")
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]  # ranks are laid out stage by stage
+    rank = dist.get_rank()
+    module = nn.Linear(WIDTH, WIDTH)
+    stage = pipelining.PipelineStage(module, rank // 2, 2, torch.device("cpu"), group=groups[rank % 2])
+    schedule = pipelining.Schedule1F1B(stage, 2, loss_fn=lambda output, target: (output - target).square().mean())
+    with profile_pipeline(schedule, gpu=GPU, settings=OBSERVED, output="profile.yaml") as profiling:
+        _step(schedule, rank < 2, rank >= 2)
+    print(profiling.profile is not None)
+    dist.destroy_process_group()
+
+
+def idle() -> None:
+    """No iteration runs inside the block."""
+    dist.init_process_group("gloo")
+    stage = pipelining.PipelineStage(nn.Linear(WIDTH, WIDTH), dist.get_rank(), 2, torch.device("cpu"))
+    schedule = pipelining.ScheduleGPipe(stage, 2, loss_fn=nn.functional.mse_loss)
+
+    def body() -> None:
+        with profile_pipeline(schedule, gpu=GPU):
+            pass
+
+    _told(body)
+
+
+class Noisy(nn.Module):
+    """Uses random numbers and keeps a running mean."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm, self.drop = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Dropout(0.1)
+
+    def forward(self, x: Any) -> Any:
+        return self.drop(self.norm(self.linear(x)))
+
+
+def _trained(name: str, output: Path | None) -> list[Any]:
+    """Losses, weights, buffers and a random number after four steps, the second of which is profiled."""
+    kinds: dict[str, tuple[Any, int]] = {
+        "1f1b": (pipelining.Schedule1F1B, 1),
+        "interleaved-1f1b": (pipelining.ScheduleInterleaved1F1B, 2),
+        "interleaved-zb": (pipelining.ScheduleInterleavedZeroBubble, 2),
+    }
+    kind, chunks = kinds[name]
+    rank, size = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(rank)
+    # Without their shape, torch would find it by running modules on memory that holds anything, and so their buffers.
+    given, sent = torch.empty(4, WIDTH), torch.empty(4, WIDTH, requires_grad=True)
+    parts = [
+        pipelining.PipelineStage(Noisy(), number, chunks * size, torch.device("cpu"), sent if number else given, sent)
+        for number in range(rank, chunks * size, size)
+    ]
+    schedule = kind(parts[0] if chunks == 1 else parts, 4, loss_fn=nn.functional.mse_loss)
+    modules = nn.ModuleList(part.submod for part in parts)
+    optimizer = torch.optim.AdamW(modules.parameters(), lr=0.01)
+    results: list[Any] = []
+    for step in range(4):
+        profiled = step == 1 and output is not None
+        with profile_pipeline(schedule, gpu=GPU, settings=OBSERVED, output=output) if profiled else nullcontext():
+            results += _step(schedule, rank == 0, rank == size - 1)
+        results += [copy.deepcopy(parameter.grad) for parameter in modules.parameters()]
+        optimizer.step()
+        if step != 1:  # so that a profile also meets gradients that are there
+            optimizer.zero_grad()
+    return [*results, *modules.state_dict().values(), torch.rand(1)]
+
+
+def _step(schedule: Any, first: bool, last: bool) -> list[Any]:
+    data = torch.randn(2, 16, WIDTH, generator=torch.Generator().manual_seed(0))
+    losses: list[Any] = []
+    arguments = {"target": data[1], "losses": losses} if last else {}
+    schedule.step(*([data[0]] if first else []), **arguments)
+    return losses
+
+
+def _told(body: Callable[[], None]) -> None:
+    """Run, and end as the command would."""
+    try:
+        body()
+    except EndedElsewhere:
+        sys.exit(2)
+    except PlannerError as error:
+        print(error, file=sys.stderr)
+        sys.exit(2)
+
+
+def _become_rank(rank: int, request: dict[str, Any]) -> int:
+    """Run as one rank of what is asked for, with files in its folder for what it says; its exit code."""
+    os.chdir(request["folder"])
+    for stream, name in ((1, "said"), (2, "complained")):
+        os.dup2(os.open(f"{name}-{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), stream)
+    os.environ.update(request["environment"], RANK=str(rank), LOCAL_RANK=str(rank))
+    try:
+        globals()[request["program"]](*request["arguments"])
+    except SystemExit as end:
+        return int(end.code or 0)
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+def _serve() -> None:
+    """Fork the ranks of every request, a line on standard input: torch is imported once for all of them."""
+    for line in sys.stdin:
+        request, children = json.loads(line), []
+        for rank in range(request["count"]):
+            child = os.fork()
+            if not child:
+                code = _become_rank(rank, request)
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(code)
+            children.append(child)
+        codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+        print(json.dumps(codes), flush=True)
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parent))
+    _serve()

@@ -1,0 +1,70 @@
+"""What is particular to `dry-run:`; what all back-ends keep to is in test_gpu_contract."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from perseus_planner.errors import GpuError
+from perseus_planner.gpu import locked_clock, open_gpu
+from perseus_planner.gpu.dry_run import Setting, opened
+
+A100 = "simulated:a100-sxm"
+
+
+def test_what_would_be_set_is_recorded_in_order_with_its_time():
+    gpu = opened(A100)
+    gpu.set_clock_mhz(1200)
+    gpu.wait(2.0)
+    gpu.reset_clocks()
+    gpu.set_power_limit_w(300.0)
+    gpu.wait(1.0)
+    gpu.reset_power_limit()
+    assert gpu.settings == (
+        Setting(0.0, "clock", 1200),
+        Setting(2.0, "clock", None),
+        Setting(2.0, "power-limit", 300.0),
+        Setting(3.0, "power-limit", None),
+    )
+
+
+def test_what_is_refused_is_not_recorded():
+    gpu = opened(A100)
+    with pytest.raises(GpuError) as error:
+        gpu.set_clock_mhz(1201)
+    assert str(error.value) == "simulated a100-sxm cannot run at 1201 MHz; the nearest supported clock is 1200 MHz"
+    for limit_w in (99.0, 401.0, math.nan, math.inf):
+        with pytest.raises(GpuError) as error:
+            gpu.set_power_limit_w(limit_w)
+        assert str(error.value) == (
+            f"simulated a100-sxm cannot be limited to {limit_w:g} W; its power limit can be set from 100 to 400 W"
+        )
+    assert gpu.settings == ()
+
+
+def test_an_interrupt_is_recorded_as_a_reset():
+    gpu = opened(A100)
+    with pytest.raises(KeyboardInterrupt), locked_clock(gpu, 900):
+        raise KeyboardInterrupt
+    assert [(setting.what, setting.value) for setting in gpu.settings] == [("clock", 900), ("clock", None)]
+
+
+def test_its_text_names_what_is_read():
+    assert opened(f"{A100}?seed=3").text == f"dry-run:{A100}?seed=3"
+    assert opened(f"dry-run:{A100}").text == f"dry-run:dry-run:{A100}"
+
+
+def test_it_says_that_nothing_is_set():
+    assert opened(A100).notices() == (
+        "nothing is set in a dry run: whatever clock is asked for, the GPU runs as it is; do not plan on this",
+    )
+
+
+@pytest.mark.parametrize("which", ["", "a100-sxm"])
+def test_what_is_no_gpu_is_refused(which: str):
+    with pytest.raises(GpuError) as error, open_gpu(f"dry-run:{which}"):
+        pass
+    assert str(error.value) == (
+        f"GPU {which!r}: there is no back-end {which!r}; choose one of: nvml, cuda, zeusd, command, dry-run, simulated"
+    )
