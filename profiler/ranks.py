@@ -30,6 +30,8 @@ TIMEOUT_S = 120.0
 """After how long without a sign of life a rank is taken for dead, seconds."""
 # Between two signs of life, and between two looks whether the others live.
 _BEAT_S = 0.25
+# For how long a rank that ends badly stays for the others to hear of it: one of them may hold the store.
+_FAREWELL_S = 2.0
 # Between two looks whether the others' values are there, at most.
 _LONGEST_PAUSE_S = 0.05
 _sessions = count()
@@ -141,10 +143,12 @@ class Meeting:
     def __exit__(self, kind: Any, error: BaseException | None, trace: object) -> None:
         self._left.set()
         self._beating.join()
-        if error is None or isinstance(error, RankError):
+        if error is None:
             return
         text = f"rank {self.rank} has ended: {_said(error)}"
-        if not self._is_first_to_end(text) and isinstance(error, PlannerError):
+        first = isinstance(error, RankError) or self._is_first_to_end(text)
+        self._take_leave()
+        if not first and isinstance(error, PlannerError):
             raise EndedElsewhere(text) from error
 
     def gathered(self, value: T, ranks: Sequence[int] | None = None) -> list[T]:
@@ -208,6 +212,15 @@ class Meeting:
             mine = f"{self.rank} {text}"
             return bool(self.store.compare_set("ended", "", mine).decode() == mine)
         return True
+
+    def _take_leave(self) -> None:
+        """Stay until the others have heard of the end too, or for a while where one of them never will."""
+        until_s = time.monotonic() + _FAREWELL_S
+        with suppress(RuntimeError):  # who holds the store may be gone already
+            self.store.set(f"heard/{self.rank}", "")
+            everyone = [f"heard/{rank}" for rank in range(self.size)]
+            while not self.store.check(everyone) and time.monotonic() < until_s:
+                time.sleep(_LONGEST_PAUSE_S)
 
     @contextmanager
     def _reachable(self) -> Iterator[None]:

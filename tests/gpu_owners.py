@@ -85,6 +85,11 @@ def guardians(process: subprocess.Popen[str]) -> list[psutil.Process]:
     return psutil.Process(process.pid).children()
 
 
+def own_guardians() -> list[psutil.Process]:
+    """The guardians that this very process has started; tests may have given it other children."""
+    return [child for child in psutil.Process().children() if "perseus_planner.gpu.guardian" in child.cmdline()]
+
+
 def kill(*pids: int) -> None:
     """Kill them in this order, with nothing in between."""
     for pid in pids:

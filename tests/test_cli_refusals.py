@@ -21,9 +21,30 @@ TARGETS = "--deadline, --slowdown, --straggler-time, --least-energy, --power-bud
 # A later option of the same name wins over the one in PROFILE, SOLVE or PLAN.
 REFUSED = {
     f"{PROFILE} --gpu simulated:h100": (
-        "GPU 'simulated:h100': there is no simulated GPU 'h100'; choose one of: simulated:a100-sxm"
+        "GPU 'simulated:h100': there is no simulated GPU 'h100'; choose one of: simulated:v100, simulated:a100-pcie, "
+        "simulated:a100-sxm, simulated:a40, simulated:l40s, simulated:h100-sxm, simulated:h200, simulated:b200"
     ),
-    f"{PROFILE} --gpu nvml:0": "GPU 'nvml:0': there is no back-end 'nvml'; choose one of: simulated:a100-sxm",
+    f"{PROFILE} --gpu nvml:0": (
+        "what the stages are is missing; give --stage MODULE:FUNCTION, or profile a small GPT on a simulated GPU with "
+        "--gpu simulated:a100-sxm"
+    ),
+    f"{PROFILE} --gpu simulated": (
+        "what the stages are is missing; give --stage MODULE:FUNCTION, or profile a small GPT on a simulated GPU with "
+        "--gpu simulated:a100-sxm"
+    ),
+    f"{PROFILE} --resume": "--resume is of stages that run; give --stage MODULE:FUNCTION with it",
+    f"{PROFILE} --tensor-parallel 2": "--tensor-parallel is of stages that run; give --stage MODULE:FUNCTION with it",
+    f"{PROFILE} --blocking-power 85": "--blocking-power is of stages that run; give --stage MODULE:FUNCTION with it",
+    f"{PROFILE} --observe --knob clock": "--observe sets nothing, so leave out --knob",
+    f"{PROFILE} --window 0": (
+        "--window: '0' is not a duration: write seconds above 0, or a number with ms, s or min, such as 2.95s"
+    ),
+    "profile --gpu simulated:a100-sxm -o new.yaml": "how many pipeline stages there are is missing; give --stages S",
+    "profile --gpu simulated:a100-sxm --stages 2": "no file to write is named; give --output FILE",
+    "profile several.yaml": "the profile of the job is more than one file; give --output FILE",
+    "profile nowhere.yaml": (
+        "nowhere.yaml, key 'profile' absent/p.yaml: there is no folder absent; make it, or name another"
+    ),
     f"{PROFILE} --stages 0": "stages is 0; give a whole number of at least 1",
     f"{PROFILE} -o new.txt": "new.txt: a profile is saved as YAML with a CSV beside it; end the name with .yaml",
     f"{PROFILE} -o absent/new.yaml": ("--output absent/new.yaml: there is no folder absent; make it, or name another"),
@@ -97,6 +118,9 @@ def work(folder: Path) -> Path:
     profile = Profile({(stage, kind): rows for stage in range(2) for kind in "FB"}, blocking_power_w=100.0)
     profile.save("profile.yaml")
     solve(profile, schedules.one_f_one_b(stages=2, microbatches=2)).save("frontier.npz")
+    job = "format: perseus-planner/job\nversion: 1\nstages: 2\nprofile: "
+    (folder / "several.yaml").write_text(f"{job}[a.yaml, b.yaml]\n")
+    (folder / "nowhere.yaml").write_text(f"{job}absent/p.yaml\n")
     (folder / "folder").mkdir()
     return folder
 

@@ -23,6 +23,7 @@ from gpu_owners import (
     files,
     guardians,
     kill,
+    own_guardians,
     owner,
 )
 
@@ -202,7 +203,7 @@ def test_a_guardian_that_cannot_start_refuses_the_hold(nvml: StandIn, state: Pat
     assert "libnvidia-ml.so.1" in message
     assert files(state) == []
     assert is_reset(nvml)
-    assert psutil.Process().children() == []
+    assert own_guardians() == []
 
 
 def test_a_guardian_is_light_and_holds_nothing_of_its_owner(nvml: StandIn, state: Path):

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 from fake_nvml import UUIDS, StandIn
-from gpu_owners import LOCKS_AND_WAITS, files, guardians, kill, owner
+from gpu_owners import LOCKS_AND_WAITS, files, guardians, kill, own_guardians, owner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -77,7 +77,7 @@ def test_leaving_sets_all_back_and_removes_the_records(gpus, nvml: StandIn, stat
     assert [nvml.locked_mhz(index) for index in range(2)] == [None, None]
     assert [nvml.limit_w(index) for index in range(2)] == [700.0, 700.0]
     assert files(state) == []
-    assert psutil.Process().children() == []
+    assert own_guardians() == []
 
 
 def test_the_record_is_there_before_anything_is_set(gpus, nvml: StandIn, state: Path):
@@ -259,14 +259,14 @@ def test_a_gpu_that_may_not_be_set_is_refused_and_leaves_nothing(gpus, nvml: Sta
     with pytest.raises(GpuNotPermitted), held(gpus):
         pytest.fail("not to be reached")
     assert files(state) == []
-    assert psutil.Process().children() == []
+    assert own_guardians() == []
 
 
 def test_a_simulated_gpu_needs_no_record(nvml: StandIn, state: Path):
     with open_gpu("simulated:a100-sxm") as gpu:
         with held([gpu]):
             gpu.set_clock_mhz(1410)
-            assert psutil.Process().children() == []
+            assert own_guardians() == []
         assert not state.exists()
 
 

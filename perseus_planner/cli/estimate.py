@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 @click.command(
     epilog=console.examples(
-        "planner estimate --model gpt3-175b --gpu a100-sxm --stages 8 --tensor-parallel 8 -o profile.yaml",
-        "planner estimate --model bloom-176b --gpu a40 --layers 9,9,9,9,9,9,9,7 --tensor-parallel 8 -o profile.yaml",
-        "planner estimate --model mine.yaml --gpu h100-sxm --stages 4 --calibrate measured.yaml -o profile.yaml",
+        "planner estimate --model gpt3-175b --gpu a100-sxm --stages 8 --tensor-parallel 8 -o estimated.yaml",
+        "planner estimate --model bloom-176b --gpu a40 --layers 9,9,9,9,9,9,9,7 --tensor-parallel 8 -o estimated.yaml",
+        "planner estimate --model mine.yaml --gpu h100-sxm --stages 4 --calibrate measured.yaml -o estimated.yaml",
     )
 )
 @click.option(
