@@ -11,7 +11,7 @@ from data import Case, Size, profile_of
 from results import Check, Section, Table
 
 from perseus_planner import Profile
-from perseus_planner.gpu.catalogue import CATALOGUE
+from perseus_planner.gpu.simulation.catalogue import CATALOGUE
 from perseus_planner.profile_csv import word_of
 from perseus_planner.workload.calibration import Calibration, measured_stage
 from perseus_planner.workload.estimate import estimate

@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from perseus_planner.errors import UsageError
-from perseus_planner.profiler.engines import Held, deepspeed_engine, torch_schedule
-from perseus_planner.profiler.megatron import ForwardStep, MegatronLosses, megatron_chunks
+from perseus_planner.profiler.engines.deepspeed import deepspeed_engine
+from perseus_planner.profiler.engines.held import Held
+from perseus_planner.profiler.engines.megatron import ForwardStep, MegatronLosses, megatron_chunks
+from perseus_planner.profiler.engines.torch_pipelining import torch_schedule
 from perseus_planner.profiler.profiling import SweepSettings
-from perseus_planner.profiler.ranks import TIMEOUT_S, Meeting
+from perseus_planner.profiler.ranks.meeting import TIMEOUT_S, Meeting
+from perseus_planner.profiler.ranks.together import Request, profiled_together
 from perseus_planner.profiler.stage import Progress
-from perseus_planner.profiler.together import Request, profiled_together
 from perseus_planner.profiles import Profile
 
 _KNOWN = (

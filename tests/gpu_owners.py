@@ -18,7 +18,7 @@ _BEGIN = """
 import os, signal, sys
 from contextlib import ExitStack
 from perseus_planner.gpu import open_gpu
-from perseus_planner.gpu.journal import held
+from perseus_planner.gpu.holding.journal import held
 
 with ExitStack() as stack:
     gpus = [stack.enter_context(open_gpu(text)) for text in sys.argv[1:]]
@@ -87,7 +87,7 @@ def guardians(process: subprocess.Popen[str]) -> list[psutil.Process]:
 
 def own_guardians() -> list[psutil.Process]:
     """The guardians that this very process has started; tests may have given it other children."""
-    return [child for child in psutil.Process().children() if "perseus_planner.gpu.guardian" in child.cmdline()]
+    return [child for child in psutil.Process().children() if "perseus_planner.gpu.holding.guardian" in child.cmdline()]
 
 
 def kill(*pids: int) -> None:

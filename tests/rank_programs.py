@@ -23,10 +23,10 @@ from torch.distributed import pipelining
 from perseus_planner.cli import main
 from perseus_planner.errors import EndedElsewhere, PlannerError, UsageError
 from perseus_planner.profiler.build import profile_stages
-from perseus_planner.profiler.neighbours import connected
 from perseus_planner.profiler.pipeline import profile_pipeline
 from perseus_planner.profiler.profiling import SweepSettings
-from perseus_planner.profiler.ranks import Meeting, StageGroup, process_group
+from perseus_planner.profiler.ranks.meeting import Meeting, StageGroup, process_group
+from perseus_planner.profiler.ranks.neighbours import connected
 
 OBSERVED = SweepSettings(knob="observed")
 GPU = "simulated:a100-sxm"

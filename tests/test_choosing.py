@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from perseus_planner.gpu.catalogue import CATALOGUE
-from perseus_planner.gpu.model import Work
+from perseus_planner.gpu.simulation.catalogue import CATALOGUE
+from perseus_planner.gpu.simulation.model import Work
 from perseus_planner.measurement import Evidence, Measurement
 from perseus_planner.profiler.choosing import MOST_SETTINGS, descent, next_setting
 

@@ -11,7 +11,7 @@ import yaml
 from commands import done, refusal
 
 from perseus_planner import Profile
-from perseus_planner.gpu.catalogue import CATALOGUE
+from perseus_planner.gpu.simulation.catalogue import CATALOGUE
 from perseus_planner.measurement import Measurement
 from perseus_planner.workload.estimate import estimate
 from perseus_planner.workload.presets import PRESETS

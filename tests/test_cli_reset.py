@@ -13,7 +13,7 @@ from fake_nvml import UUIDS, StandIn
 from gpu_owners import LOCKS_AND_WAITS, files, guardians, kill, owner
 
 from perseus_planner.gpu import open_gpu
-from perseus_planner.gpu.records import page, read_records
+from perseus_planner.gpu.holding.records import page, read_records
 
 NAME = "NVIDIA H100 80GB HBM3"
 FIRST, SECOND = (f"nvml:{uuid}" for uuid in UUIDS)

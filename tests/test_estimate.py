@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from perseus_planner import Profile
 from perseus_planner.errors import UsageError
-from perseus_planner.gpu.catalogue import CATALOGUE
+from perseus_planner.gpu.simulation.catalogue import CATALOGUE
 from perseus_planner.measurement import Measurement
 from perseus_planner.workload.calibration import Calibration, measured_stage
 from perseus_planner.workload.estimate import estimate

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from perseus_planner.errors import ProfileError
-from perseus_planner.gpu.fit import fitted, fitted_profile
-from perseus_planner.gpu.model import Load
 from perseus_planner.gpu.simulated import CATALOGUE, Conditions, SimulatedGpu, Work
+from perseus_planner.gpu.simulation.fit import fitted, fitted_profile
+from perseus_planner.gpu.simulation.model import Load
 from perseus_planner.measurement import Measurement
 from perseus_planner.profiles import Profile
 

@@ -29,7 +29,7 @@ from gpu_owners import (
 
 from perseus_planner.errors import GpuError
 from perseus_planner.gpu import open_gpu
-from perseus_planner.gpu.journal import held, left_behind, recover
+from perseus_planner.gpu.holding.journal import held, left_behind, recover
 
 
 @pytest.fixture
@@ -104,7 +104,7 @@ def test_a_forked_child_that_lives_on_does_not_hide_the_owners_death(nvml: Stand
         os.kill(process.pid, signal.SIGSTOP)
         os.waitpid(process.pid, os.WUNTRACED)
         children = psutil.Process(process.pid).children()
-        (guardian,) = [child for child in children if "perseus_planner.gpu.guardian" in child.cmdline()]
+        (guardian,) = [child for child in children if "perseus_planner.gpu.holding.guardian" in child.cmdline()]
         (child,) = [child for child in children if child != guardian]
         kill(process.pid)
         await_end([guardian])
@@ -210,7 +210,7 @@ def test_a_guardian_is_light_and_holds_nothing_of_its_owner(nvml: StandIn, state
     with owner(LOCKS_AND_WAITS, folder=state.parent) as process:
         guardian = psutil.Process(process.pid).children()[0]
         assert guardian.cwd() == "/"
-        assert guardian.cmdline()[1:3] == ["-m", "perseus_planner.gpu.guardian"]
+        assert guardian.cmdline()[1:3] == ["-m", "perseus_planner.gpu.holding.guardian"]
         links = {os.readlink(f"/proc/{guardian.pid}/fd/{name}") for name in ("1", "2")}
         assert links == {os.devnull}
         assert process.stderr is not None
@@ -231,7 +231,7 @@ def test_a_guardian_finds_what_its_owner_finds_in_whatever_folder_that_runs(nvml
 
 
 def test_without_a_record_a_guardian_has_nothing_to_do(nvml: StandIn, state: Path):
-    command = [sys.executable, "-m", "perseus_planner.gpu.guardian", "none"]
+    command = [sys.executable, "-m", "perseus_planner.gpu.holding.guardian", "none"]
     result = subprocess.run(command, cwd="/", capture_output=True, text=True, timeout=30, check=True)
     assert (result.stdout, result.stderr) == ("", "")
 
@@ -247,7 +247,7 @@ def test_where_the_kernel_tells_of_no_end_the_owner_is_looked_at(nvml: StandIn, 
 import os, sys
 del os.pidfd_open
 os.pidfd_open = lambda pid: os.open("/nonexistent", 0)
-from perseus_planner.gpu.guardian import main
+from perseus_planner.gpu.holding.guardian import main
 sys.exit(main(sys.argv[1]))
 """
     with owner(code) as process:
@@ -294,7 +294,9 @@ def test_a_command_that_sets_a_clock_after_its_owner_was_killed_is_undone(
     )
     with owner(code, ["command:0"]) as process:
         assert (tmp_path / "begun").read_text() == "begun\n"
-        (guardian,) = [child for child in guardians(process) if "perseus_planner.gpu.guardian" in child.cmdline()]
+        (guardian,) = [
+            child for child in guardians(process) if "perseus_planner.gpu.holding.guardian" in child.cmdline()
+        ]
         kill(process.pid)
         await_end([guardian])
         assert [(each.function[10:], each.high) for each in nvml.settings()][-3:] == [

@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 
 from perseus_planner.errors import GpuError, GpuHeld, GpuNotPermitted
 from perseus_planner.gpu import Gpu, open_gpu
-from perseus_planner.gpu.journal import held, left_behind, recover
-from perseus_planner.gpu.owner import this_process
-from perseus_planner.gpu.records import Record, page, read_records
+from perseus_planner.gpu.holding.journal import held, left_behind, recover
+from perseus_planner.gpu.holding.owner import this_process
+from perseus_planner.gpu.holding.records import Record, page, read_records
 
 RESET = "nvmlDeviceResetGpuLockedClocks"
 NOT_PERMITTED, UNKNOWN_ERROR = 4, 999
@@ -444,7 +444,7 @@ def test_of_several_processes_that_contend_one_has_the_gpu(nvml: StandIn, state:
 import sys
 from perseus_planner.errors import GpuHeld
 from perseus_planner.gpu import open_gpu
-from perseus_planner.gpu.journal import held
+from perseus_planner.gpu.holding.journal import held
 
 own_mhz, had = int(sys.argv[1]), 0
 with open_gpu("nvml:0") as gpu:

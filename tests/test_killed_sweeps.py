@@ -15,7 +15,7 @@ from fake_nvml import StandIn
 from gpu_owners import await_end, files, guardians, kill
 
 from perseus_planner import Profile
-from perseus_planner.gpu.journal import left_behind, recover
+from perseus_planner.gpu.holding.journal import left_behind, recover
 from perseus_planner.profile_csv import Row, read_table
 
 CLOCKS_MHZ = (1980, 1800, 1605, 1395, 1200, 1005, 810)
@@ -25,7 +25,7 @@ SWEEP = """
 import sys, time
 from pathlib import Path
 from perseus_planner.gpu import open_gpu
-from perseus_planner.gpu.journal import held
+from perseus_planner.gpu.holding.journal import held
 from perseus_planner.gpu.read_through import ReadThrough
 from perseus_planner.profiler.profiling import SweepSettings, assembled, forget_rows, measure_stage, rows_path
 from perseus_planner.profiler.stage import Stage, Timed

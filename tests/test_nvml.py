@@ -12,7 +12,7 @@ from nvml_exercise import exercised, failed
 
 from perseus_planner.errors import GpuError, GpuLost, GpuNotPermitted, GpuNotSupported
 from perseus_planner.gpu import locked_clock, open_gpu
-from perseus_planner.gpu.nvml_selection import visible_gpus
+from perseus_planner.gpu.nvidia.selection import visible_gpus
 
 NOT_SUPPORTED, NO_PERMISSION, UNINITIALIZED, LOST = 3, 4, 1, 15
 

@@ -16,7 +16,7 @@ from nvml_exercise import READINGS, SETTINGS, exercised, failed
 
 from perseus_planner.errors import GpuError, GpuLost, GpuNotPermitted, GpuNotSupported
 from perseus_planner.gpu import open_gpu
-from perseus_planner.gpu.nvml_selection import visible_gpus
+from perseus_planner.gpu.nvidia.selection import visible_gpus
 
 FUNCTIONS = {
     # function -> the methods that cannot do without it; none where an older function stands in, or nothing is lost

@@ -8,8 +8,8 @@ import pytest
 from launching import ranks
 
 from perseus_planner.errors import UsageError
-from perseus_planner.profiler.neighbours import neighbours
-from perseus_planner.profiler.ranks import Place, place_of
+from perseus_planner.profiler.ranks.meeting import Place, place_of
+from perseus_planner.profiler.ranks.neighbours import neighbours
 from perseus_planner.profiles import Profile
 
 pytest.importorskip("torch")

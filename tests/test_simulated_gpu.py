@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from perseus_planner.errors import GpuError, GpuLost, GpuNotPermitted, GpuNotSupported
 from perseus_planner.gpu import Gpu, locked_clock, open_gpu
-from perseus_planner.gpu.conditions import parsed, written
-from perseus_planner.gpu.model import REFERENCE_C, Load
 from perseus_planner.gpu.simulated import CATALOGUE, COUNTED, Conditions, GpuModel, Node, SimulatedGpu, Work
+from perseus_planner.gpu.simulation.conditions import parsed, written
+from perseus_planner.gpu.simulation.model import REFERENCE_C, Load
 
 A100, H100 = CATALOGUE["a100-sxm"], CATALOGUE["h100-sxm"]
 DENSE = Work(flops=1e13, bytes=1e9)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from perseus_planner.errors import UsageError
-from perseus_planner.gpu.model import Work
+from perseus_planner.gpu.simulation.model import Work
 from perseus_planner.workload.presets import PRESETS
 from perseus_planner.workload.transformer import CHOICES, Transformer, checked_split, split_layers
 from perseus_planner.workload.works import KINDS, stage_traffic, stage_works

@@ -12,7 +12,7 @@ from perseus_planner.cli import console
 from perseus_planner.errors import GpuError, UsageError
 
 if TYPE_CHECKING:
-    from perseus_planner.gpu.model import GpuModel
+    from perseus_planner.gpu.simulation.model import GpuModel
     from perseus_planner.workload.calibration import Calibration
     from perseus_planner.workload.works import Workload
 
@@ -86,7 +86,7 @@ def estimate(gpu: str, calibrate: tuple[str, ...], calibrate_stage: int | None, 
 
 
 def _gpu_model(text: str) -> GpuModel:
-    from perseus_planner.gpu.catalogue import CATALOGUE
+    from perseus_planner.gpu.simulation.catalogue import CATALOGUE
 
     name = text.removeprefix("simulated:")
     if name not in CATALOGUE:

@@ -5,7 +5,7 @@ cuda:0                    the device that CUDA calls 0 here, through NVML by its
 zeusd:0                   read by NVML, set by the zeusd daemon, for jobs without privilege
 command:0                 read by NVML, set by an external command such as `sudo nvidia-smi`: gpu/command.py
 dry-run:nvml:0            read by what follows; what would be set is only recorded
-simulated:a100-sxm        a model, in virtual time; its options: gpu/conditions.py
+simulated:a100-sxm        a model, in virtual time; its options: gpu/simulation/conditions.py
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from typing import Any
 
 from perseus_planner.errors import GpuError, GpuNotSupported
 from perseus_planner.gpu import nvml
-from perseus_planner.gpu.nvml_selection import visible_gpus
+from perseus_planner.gpu.nvidia.selection import visible_gpus
 
 _NO_DEVICE = 100
 

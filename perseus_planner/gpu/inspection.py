@@ -9,9 +9,9 @@ from itertools import pairwise
 from statistics import fmean, median
 
 from perseus_planner.errors import GpuError, GpuNotPermitted, GpuNotSupported
-from perseus_planner.gpu.journal import held_text
+from perseus_planner.gpu.holding.journal import held_text
+from perseus_planner.gpu.holding.records import Record, read_records
 from perseus_planner.gpu.protocol import Gpu
-from perseus_planner.gpu.records import Record, read_records
 
 _WATCH_S = 3.0  #: at most; no counter that is known steps more rarely than once a second
 _ENOUGH_S = 1.0  #: in which a power sensor that averages has seen as much as the counter

@@ -13,10 +13,10 @@ from collections.abc import Mapping
 from functools import cached_property
 
 from perseus_planner.errors import GpuError, GpuNotSupported
-from perseus_planner.gpu.nvml_device import MOST_MHZ, NvmlDevice, Quantity, Reading, answer
-from perseus_planner.gpu.nvml_library import NVML
-from perseus_planner.gpu.nvml_notices import mig_is_on, notices
-from perseus_planner.gpu.nvml_selection import selected
+from perseus_planner.gpu.nvidia.device import MOST_MHZ, NvmlDevice, Quantity, Reading, answer
+from perseus_planner.gpu.nvidia.library import NVML
+from perseus_planner.gpu.nvidia.notices import mig_is_on, notices
+from perseus_planner.gpu.nvidia.selection import selected
 
 _CLOCK_SM, _CLOCK_ID_CURRENT, _TEMPERATURE_GPU = 1, 0, 0
 _SCOPE_MODULE = 1

@@ -1,9 +1,9 @@
 """A GPU that computes nothing, in virtual time: only how long work takes and what it draws.
 
-The physics are those of `gpu/model.py`. Beside them stands what makes measuring hard: noise, static power that follows
-the temperature, an energy counter that moves in steps, settings that take time and wait for those of the node's other
-GPUs, and the faults of `gpu/conditions.py`. Time passes only while something runs or waits, or a setting is made;
-readings take none, and tell of what was done last.
+The physics are those of `gpu/simulation/model.py`. Beside them stands what makes measuring hard: noise, static power
+that follows the temperature, an energy counter that moves in steps, settings that take time and wait for those of the
+node's other GPUs, and the faults of `gpu/simulation/conditions.py`. Time passes only while something runs or waits, or a
+setting is made; readings take none, and tell of what was done last.
 
 Equal models, seeds, conditions and calls give equal numbers. The noise of a call of `run` follows from the seed, what
 is run, the clock and power limit that are set, and how often the same was run under the same before; not from anything
@@ -25,10 +25,10 @@ import numpy as np
 
 from perseus_planner import __version__
 from perseus_planner.errors import GpuError, GpuLost, GpuNotPermitted, GpuNotSupported
-from perseus_planner.gpu.catalogue import CATALOGUE
-from perseus_planner.gpu.chip import COUNTED, LOST, Chip
-from perseus_planner.gpu.conditions import NOISE, Conditions, parsed, written
-from perseus_planner.gpu.model import GpuModel, Load, Work
+from perseus_planner.gpu.simulation.catalogue import CATALOGUE
+from perseus_planner.gpu.simulation.chip import COUNTED, LOST, Chip
+from perseus_planner.gpu.simulation.conditions import NOISE, Conditions, parsed, written
+from perseus_planner.gpu.simulation.model import GpuModel, Load, Work
 
 __all__ = ["CATALOGUE", "COUNTED", "NOISE", "Conditions", "GpuModel", "Load", "Node", "SimulatedGpu", "Work", "opened"]
 
@@ -266,7 +266,7 @@ class SimulatedGpu:
 def opened(which: str) -> SimulatedGpu:
     """The simulated GPU that `which` names: a name of `CATALOGUE` and options, such as "a100-sxm?seed=3&noise=0".
 
-    The options are those of `gpu/conditions.py`.
+    The options are those of `gpu/simulation/conditions.py`.
 
     Raises:
         GpuError: no such GPU, or no such option.

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from perseus_planner.errors import UsageError
-from perseus_planner.gpu.model import GpuModel, Work
+from perseus_planner.gpu.simulation.model import GpuModel, Work
 from perseus_planner.measurement import Measurement
 from perseus_planner.profile_csv import word_of
 from perseus_planner.profiles import Profile

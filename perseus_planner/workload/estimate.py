@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from perseus_planner.gpu.model import GpuModel
+from perseus_planner.gpu.simulation.model import GpuModel
 from perseus_planner.measurement import Measurement
 from perseus_planner.profile_groups import on_each_gpu
 from perseus_planner.profiles import Profile

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from perseus_planner.documents import shown
 from perseus_planner.errors import UsageError
-from perseus_planner.gpu.model import GpuModel, Work
+from perseus_planner.gpu.simulation.model import GpuModel, Work
 from perseus_planner.quantities import TIME
 from perseus_planner.workload.transformer import Transformer, checked_split
 

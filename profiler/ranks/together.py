@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from perseus_planner.errors import UsageError
 from perseus_planner.gpu import Gpu, open_gpu
-from perseus_planner.profiler.neighbours import connected
 from perseus_planner.profiler.profiling import (
     StageRows,
     SweepSettings,
@@ -20,7 +19,8 @@ from perseus_planner.profiler.profiling import (
     measure_stage,
     rows_path,
 )
-from perseus_planner.profiler.ranks import TIMEOUT_S, Meeting, StageGroup
+from perseus_planner.profiler.ranks.meeting import TIMEOUT_S, Meeting, StageGroup
+from perseus_planner.profiler.ranks.neighbours import connected
 from perseus_planner.profiler.stage import Progress, Stage
 from perseus_planner.profiles import Profile
 
@@ -174,7 +174,7 @@ def _taken(request: Request, device: torch.device) -> Iterator[Gpu]:
 def _held(gpu: Gpu, settings: SweepSettings) -> AbstractContextManager[None]:
     if settings.knob == "observed" or not gpu.keeps_settings:
         return nullcontext()
-    from perseus_planner.gpu.journal import held
+    from perseus_planner.gpu.holding.journal import held
 
     return held([gpu], power_limit=settings.knob == "power-limit")
 

@@ -42,11 +42,11 @@ from datetime import datetime, timezone
 
 from perseus_planner.errors import GpuError, GpuHeld, GpuNotPermitted, GpuNotSupported
 from perseus_planner.gpu import open_gpu
-from perseus_planner.gpu.guardian import Guardian
-from perseus_planner.gpu.owner import Owner, this_process
+from perseus_planner.gpu.holding.guardian import Guardian
+from perseus_planner.gpu.holding.owner import Owner, this_process
+from perseus_planner.gpu.holding.records import Page, Record, page, read_records, recorded_uuids
+from perseus_planner.gpu.holding.release import for_each, holder, in_turn, release, undo
 from perseus_planner.gpu.protocol import Gpu
-from perseus_planner.gpu.records import Page, Record, page, read_records, recorded_uuids
-from perseus_planner.gpu.release import for_each, holder, in_turn, release, undo
 
 
 @contextmanager

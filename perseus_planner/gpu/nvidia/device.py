@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from perseus_planner.errors import GpuError, GpuLost, GpuNotSupported
-from perseus_planner.gpu.nvml_library import NVML, refusal
+from perseus_planner.gpu.nvidia.library import NVML, refusal
 
 Answer = TypeVar("Answer")
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator
 
-from perseus_planner.gpu.nvml_device import UNKNOWN, NvmlDevice, answer
-from perseus_planner.gpu.nvml_library import NVML
+from perseus_planner.gpu.nvidia.device import UNKNOWN, NvmlDevice, answer
+from perseus_planner.gpu.nvidia.library import NVML
 
 _POWER_SMOOTHING = 251
 

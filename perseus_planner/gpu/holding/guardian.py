@@ -20,10 +20,10 @@ from typing import IO
 
 from perseus_planner.errors import GpuError, PlannerError
 from perseus_planner.gpu import open_gpu
-from perseus_planner.gpu.owner import Owner
+from perseus_planner.gpu.holding.owner import Owner
+from perseus_planner.gpu.holding.records import Record, read_records
+from perseus_planner.gpu.holding.release import for_each, release, undo
 from perseus_planner.gpu.protocol import Gpu
-from perseus_planner.gpu.records import Record, read_records
-from perseus_planner.gpu.release import for_each, release, undo
 
 READY_S = 60.0
 """How long a guardian may take to open its GPUs: Python may have to come from a slow file system, a driver to load."""
@@ -44,7 +44,7 @@ class Guardian:
         if not sys.executable:
             raise GpuError("no GPU can be held: sys.executable does not name the Python to start its guardian with")
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "perseus_planner.gpu.guardian", hold],
+            [sys.executable, "-m", "perseus_planner.gpu.holding.guardian", hold],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from perseus_planner.gpu.model import GpuModel
+from perseus_planner.gpu.simulation.model import GpuModel
 
 _REACHED = 0.62
 _RIDGE = 0.77

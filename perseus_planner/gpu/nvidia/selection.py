@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from perseus_planner.errors import GpuError, GpuLost, GpuNotSupported
-from perseus_planner.gpu.nvml_device import NvmlDevice, answer
-from perseus_planner.gpu.nvml_library import NVML
+from perseus_planner.gpu.nvidia.device import NvmlDevice, answer
+from perseus_planner.gpu.nvidia.library import NVML
 
 _PCI = re.compile(r"(?:([0-9a-f]{4,8}):)?([0-9a-f]{2}:[0-9a-f]{2})(?:\.[0-7])?", re.IGNORECASE)
 

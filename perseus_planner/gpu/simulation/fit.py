@@ -1,4 +1,4 @@
-"""Fits the physics of `gpu/model.py` to what was measured of a computation: eight numbers for all its clocks.
+"""Fits the physics of `model.py` to what was measured of a computation: eight numbers for all its clocks.
 
 Where a power limit holds, the achieved clock is the same whatever higher clock is set, so the limit is known by the
 clock at which it begins to hold. Given that clock, the ridge, the slope above it and what a MHz draws while memory is
@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perseus_planner.errors import ProfileError
-from perseus_planner.gpu.model import Load
+from perseus_planner.gpu.simulation.model import Load
 from perseus_planner.measurement import Measurement
 from perseus_planner.profiles import Profile
 

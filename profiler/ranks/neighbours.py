@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from itertools import count
 from typing import Any
 
-from perseus_planner.profiler.ranks import Meeting
+from perseus_planner.profiler.ranks.meeting import Meeting
 
 # Between two looks for who asks.
 _LOOK_S = 0.02

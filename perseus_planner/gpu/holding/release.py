@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from perseus_planner.errors import GpuError
+from perseus_planner.gpu.holding.records import Page, Record, page
 from perseus_planner.gpu.protocol import Gpu
-from perseus_planner.gpu.records import Page, Record, page
 
 Action = Callable[[Gpu, Record], object]
 Failure = tuple[Record, GpuError]

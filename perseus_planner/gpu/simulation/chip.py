@@ -6,9 +6,9 @@ import math
 from dataclasses import replace
 
 from perseus_planner.errors import GpuLost
-from perseus_planner.gpu.conditions import Conditions
-from perseus_planner.gpu.meter import Meter
-from perseus_planner.gpu.model import REFERENCE_C, GpuModel, Load
+from perseus_planner.gpu.simulation.conditions import Conditions
+from perseus_planner.gpu.simulation.meter import Meter
+from perseus_planner.gpu.simulation.model import REFERENCE_C, GpuModel, Load
 
 COUNTED = ("sw-power-cap", "sw-thermal", "hw-thermal")
 """The throttle reasons that a simulated GPU has and counts."""

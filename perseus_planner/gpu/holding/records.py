@@ -28,7 +28,7 @@ from urllib.parse import quote
 
 from perseus_planner.errors import GpuError
 from perseus_planner.files import replacing
-from perseus_planner.gpu.owner import Owner
+from perseus_planner.gpu.holding.owner import Owner
 
 DEFAULT_FOLDER = "/dev/shm/perseus-planner"
 """Where records are unless $PLANNER_STATE_DIR names another folder: in memory, gone after a boot as the settings."""

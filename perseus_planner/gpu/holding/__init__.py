@@ -1,0 +1,1 @@
+"""Who sets a GPU: written down first, and reset whoever dies."""

@@ -1,0 +1,1 @@
+"""NVIDIA's management library (NVML): which GPU, calls and their errors, what to know of a GPU."""

@@ -1,0 +1,1 @@
+"""The stages that training engines hold."""

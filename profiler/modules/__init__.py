@@ -1,0 +1,1 @@
+"""Stages from torch modules."""

@@ -1,0 +1,1 @@
+"""The ranks of a job, which measure all its stages at once."""
