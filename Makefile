@@ -9,8 +9,9 @@ SOURCES := pyproject.toml LICENSE README.md $(shell find perseus_planner profile
 help: ## list the targets
 	@awk -F ': .*## ' '/^[a-z]+:.*## / { printf "make %-6s %s\n", $$1, $$2 }' Makefile
 
-demo: .venv/installed-plot ## profile a simulated GPU, solve, plan at 1.00x and 1.10x, replay a cluster; results in demo/
+demo: .venv/installed-plot ## examine and profile a simulated GPU, solve, plan at 1.00x and 1.10x, replay a cluster; results in demo/
 	mkdir -p demo
+	$(BIN)/planner doctor simulated:a100-sxm
 	$(BIN)/planner profile --gpu simulated:a100-sxm --stages 4 -o demo/profile.yaml
 	$(BIN)/planner solve demo/profile.yaml --schedule 1f1b --microbatches 16 -o demo/frontier.npz
 	$(BIN)/planner plan demo/frontier.npz --slowdown 1.00 -o demo/plan-1.00x.yaml
@@ -40,6 +41,13 @@ clean: ## remove the environment, the demo and all caches
 	rm -rf build
 	$(BIN)/pip install -qq --disable-pip-version-check '.[$*]'
 	rm -rf build
+	touch $@
+
+# What tests run against. torch goes first and alone: where there is a CPU build of it, that is what pip then takes.
+.venv/installed-test: | .venv/engines
+.venv/engines: | $(BIN)/python
+	$(BIN)/pip install -qq --disable-pip-version-check torch==2.13.0
+	DS_BUILD_OPS=0 $(BIN)/pip install -qq --disable-pip-version-check deepspeed==0.19.8 megatron-core==0.16.1
 	touch $@
 
 $(BIN)/python:

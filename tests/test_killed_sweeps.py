@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -80,7 +81,7 @@ def swept(folder: Path, moment_s: float | None = None) -> None:
         watching: list[psutil.Process] = []
         if moment_s is not None:
             time.sleep(moment_s)  # any moment will do: nothing is waited for
-            if process.poll() is None:
+            with suppress(psutil.NoSuchProcess):  # it has just ended by itself
                 watching = guardians(process)
                 kill(process.pid)
         said = process.stderr.read().decode()

@@ -2,8 +2,8 @@
 
 The physics are those of `gpu/simulation/model.py`. Beside them stands what makes measuring hard: noise, static power
 that follows the temperature, an energy counter that moves in steps, settings that take time and wait for those of the
-node's other GPUs, and the faults of `gpu/simulation/conditions.py`. Time passes only while something runs or waits, or a
-setting is made; readings take none, and tell of what was done last.
+node's other GPUs, and the faults of `gpu/simulation/conditions.py`. Time passes only while something runs or waits, or
+a setting is made; readings take none, and tell of what was done last.
 
 Equal models, seeds, conditions and calls give equal numbers. The noise of a call of `run` follows from the seed, what
 is run, the clock and power limit that are set, and how often the same was run under the same before; not from anything

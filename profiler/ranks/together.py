@@ -6,6 +6,7 @@ import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -222,7 +223,8 @@ def _measured(
 def _written(rows: Sequence[StageRows], request: Request) -> Profile:
     import torch
 
-    conditions = {"torch": str(torch.__version__)}
+    now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    conditions = {"measured at": now, "torch": str(torch.__version__)}
     profile = assembled(rows, blocking_power_w=request.blocking_power_w, conditions=conditions)
     if request.output is not None:
         profile.save(request.output)
