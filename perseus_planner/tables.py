@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from perseus_planner.calibration import Calibration
 
 _DIGITS = 6  #: shown of the largest number in a column
+_WARNINGS = ("notices", "measured while too hot")  #: conditions of a profile that a reader must see
 _STRIP = 48  #: moments of an iteration that a timeline shows
 
 
@@ -42,7 +43,8 @@ def profile_text(summary: ProfileSummary) -> str:
     made += {"clock": "", "power-limit": "; power limits were set", "observed": "; no clock was set"}[summary.knob]
     stages = f"{summary.stages} stages" + (f" of {summary.gpus_per_stage} GPUs" if summary.gpus_per_stage > 1 else "")
     head = f"Profile of {stages}, {summary.gpu or 'GPU not named'} ({made}); "
-    notices = "".join(f"\n{text}" for name, text in summary.conditions.items() if name.startswith("notice"))
+    warnings = [(name, text) for name, text in summary.conditions.items() if name in _WARNINGS]
+    notices = "".join(f"\n{name[0].upper()}{name[1:]}: {text}" for name, text in warnings)
     return f"{head}blocking power {_watts(summary.blocking_power_w)}{notices}\n\n{_table(columns)}\n"
 
 
@@ -51,12 +53,15 @@ def _evidence_columns(summary: ProfileSummary) -> list[list[str]]:
     rows = summary.computations
     if all(each.time_error is None for each in rows):
         return []
-    errors = [(each.time_error or 0.0, each.energy_error or 0.0) for each in rows]
     return [
-        _column("time +- %", [f"{100 * time:.2f}" for time, _ in errors]),
-        _column("energy +- %", [f"{100 * energy:.2f}" for _, energy in errors]),
+        _column("time +- %", [_percent(each.time_error) for each in rows]),
+        _column("energy +- %", [_percent(each.energy_error) for each in rows]),
         _column("throttled", [str(each.throttled) for each in rows]),
     ]
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{100 * share:.2f}"
 
 
 def frontier_text(summary: FrontierSummary) -> str:

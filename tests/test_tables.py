@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from perseus_planner import Frontier, Plan, Profile, schedules, solve
-from perseus_planner.measurement import Measurement
+from perseus_planner.measurement import Evidence, Measurement
 from perseus_planner.pipeline import FixedOperation, Transfer
 from perseus_planner.plan_summary import summarize_plan, summarize_timeline
 from perseus_planner.schedules import Computation, Schedule
@@ -243,3 +243,24 @@ def test_groups_of_gpus_and_several_stages_on_a_rank_are_said():
 def test_a_plan_of_one_clock_changes_none():
     plan = solved(SINGLE).plan_for_least_energy()
     assert "\nNo GPU changes its clock.\n" in plan_text(summarize_plan(plan))
+
+
+def test_a_profile_shows_its_evidence_and_what_a_reader_must_know():
+    hot = Evidence(1290.5, 0.002, 0.75, 3, 88.0, ("sw-power-cap", "hw-thermal"))
+    rows = (replace(FORWARD[0], evidence=hot), FORWARD[1])
+    conditions = {"driver": "570", "notices": "MIG is on: turn it off", "measured while too hot": "F at 1400 MHz"}
+    profile = replace(PROFILE, measurements={**CURVES, (0, "F"): rows}, knob="power-limit", conditions=conditions)
+    assert (
+        profile_text(summarize_profile(profile))
+        == """\
+Profile of 2 stages, test GPU (measured; power limits were set); blocking power 100.00 W
+Notices: MIG is on: turn it off
+Measured while too hot: F at 1400 MHz
+
+stage  computation  clocks             W             seconds              joules  time +- %  energy +- %  throttled
+    0      forward       2  1400 to 1000  1.00000 to 1.25000  300.000 to 250.000       0.20         0.25          1
+    0     backward       2  1400 to 1000  2.00000 to 2.50000  600.000 to 500.000          -            -          0
+    1      forward       2  1400 to 1000  1.25000 to 1.50000  375.000 to 320.000          -            -          0
+    1     backward       2  1400 to 1000  2.50000 to 3.00000  750.000 to 640.000          -            -          0
+"""
+    )
