@@ -18,6 +18,7 @@ def parsed(description: str) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=3, help="training steps, the first of which is profiled")
     parser.add_argument("--microbatches", type=int, default=4)
     parser.add_argument("--rows", type=int, default=2, help="of a microbatch")
+    parser.add_argument("--local_rank", help=argparse.SUPPRESS)  # the deepspeed launcher gives it
     return parser.parse_args()
 
 

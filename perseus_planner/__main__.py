@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+
 from perseus_planner.cli import main
 
 if __name__ == "__main__":
-    main(prog_name="planner")
+    # The deepspeed launcher puts this before all other arguments; LOCAL_RANK says it too.
+    main([each for each in sys.argv[1:] if not each.startswith("--local_rank=")], prog_name="planner")

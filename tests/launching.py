@@ -50,7 +50,7 @@ def ranks(program: str, count: int, folder: Path, *arguments: str) -> list[Ended
 
 def started(command: Sequence[str], folder: Path, **environment: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-P", *command],
+        [sys.executable, *command],
         cwd=folder,
         env={**os.environ, **_QUIET, **environment},
         stdout=subprocess.PIPE,
@@ -73,11 +73,20 @@ def torchrun(count: int, folder: Path, *command: str) -> subprocess.Popen[str]:
     return started([*launcher, *command], folder)
 
 
+def deepspeed(count: int, folder: Path, *command: str) -> subprocess.Popen[str]:
+    """DeepSpeed's launcher of `count` ranks; it gives each an argument --local_rank."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    launcher = ["-m", "deepspeed.launcher.runner", "--num_gpus", str(count), "--master_port", str(port)]
+    return started([*launcher, *command], folder)
+
+
 @cache
 def _server() -> subprocess.Popen[str]:
     """The process that forks ranks; it ends with this one, which closes its input."""
     return subprocess.Popen(
-        [sys.executable, "-P", str(Path(__file__).with_name("rank_programs.py"))],
+        [sys.executable, str(Path(__file__).with_name("rank_programs.py"))],
         env={**os.environ, **_QUIET},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

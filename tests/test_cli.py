@@ -127,6 +127,12 @@ def test_the_installed_command_answers(tmp_path: Path):
     assert (result.returncode, result.stdout, result.stderr) == (0, f"planner {perseus_planner.__version__}\n", "")
 
 
+def test_the_module_is_the_command_also_where_a_launcher_adds_a_rank(tmp_path: Path):
+    command = [sys.executable, "-m", "perseus_planner", "--local_rank=1", "--version"]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert (result.returncode, result.stdout, result.stderr) == (0, f"planner {perseus_planner.__version__}\n", "")
+
+
 def test_profile_says_that_it_is_simulated_and_what_it_wrote(folder: Path):
     text = done("profile --gpu simulated:a100-sxm --stages 2 -o profile.yaml")
     assert text.startswith("Profile of 2 stages, simulated a100-sxm (simulated: no GPU was touched); blocking power ")

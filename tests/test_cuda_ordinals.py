@@ -49,7 +49,7 @@ def test_the_loader_finds_the_cuda_driver(nvml: StandIn, cuda_library: Path):
     environment["FAKE_CUDA_UUIDS"] = DIGITS[1]
     script = "from perseus_planner.gpu import open_gpu\nwith open_gpu('cuda:0') as gpu: print(gpu.text)"
     run = subprocess.run(
-        [sys.executable, "-P", "-c", script], env=environment, capture_output=True, text=True, check=True
+        [sys.executable, "-c", script], cwd="/", env=environment, capture_output=True, text=True, check=True
     )
     assert run.stdout == f"nvml:{UUIDS[1]}\n"
 

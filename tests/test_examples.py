@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 
 import pytest
-from launching import EXAMPLES, ended, torchrun
+from launching import EXAMPLES, deepspeed, ended, torchrun
 
 from perseus_planner.profiles import Profile
 
@@ -24,7 +25,9 @@ def test_an_example_writes_a_profile_and_trains_as_it_would_without(engine: str,
     example = [str(EXAMPLES / f"profile_{engine}.py"), "--gpu", "simulated:a100-sxm"]
     # With and without a profile at once; test_profile_pipeline.py compares more of torch's schedules.
     ways = [[], ["--no-profile"]] if engine != "torch" else [[]]
-    everyone = [ended(each) for each in [torchrun(2, tmp_path, *example, *way) for way in ways]]
+    launchers = [deepspeed if engine == "deepspeed" and not way else torchrun for way in ways]
+    starting = [launch(2, tmp_path, *example, *way) for launch, way in zip(launchers, ways, strict=True)]
+    everyone = [ended(each) for each in starting]
     assert [each.code for each in everyone] == [0] * len(ways), [each.complained for each in everyone]
     assert {len(losses(each.said)) for each in everyone} == {3}
     assert len({tuple(losses(each.said)) for each in everyone}) == 1
@@ -42,3 +45,16 @@ def _need(engine: str) -> None:
     for name in ("torch", top):
         if find_spec(name) is None:
             pytest.skip(f"{name} is not installed")
+
+
+@pytest.mark.timeout(300)
+def test_the_job_of_the_examples_is_profiled_by_a_rank_for_each_stage(tmp_path: Path) -> None:
+    _need("torch")
+    for name in ("job.yaml", "stages.py", "gpt.py"):
+        shutil.copy(EXAMPLES / name, tmp_path)
+    command = torchrun(2, tmp_path, "-m", "perseus_planner", "profile", "job.yaml", "--stages", "2", "--split-backward")
+    result = ended(command)
+    assert result.code == 0, result.complained
+    assert result.said.startswith("Profile of 2 stages, simulated a100-sxm (simulated: no GPU was touched); blocking")
+    assert result.said.endswith("\nWrote profile.yaml\nWrote profile.csv\n")
+    assert {kind for _, kind in Profile.load(tmp_path / "profile.yaml").measurements} == set("FBIW")

@@ -29,7 +29,7 @@ def test_settings_of_all_gpus_queue_behind_one_lock(nvml: StandIn):
 def test_a_process_killed_while_it_sets_a_clock_leaves_the_lock_to_others(nvml: StandIn):
     nvml.set("latency_us_nvmlDeviceSetGpuLockedClocks", 60_000_000, gpu=0)
     script = "from perseus_planner.gpu import open_gpu\nwith open_gpu('nvml:0') as gpu: gpu.set_clock_mhz(1200)"
-    with subprocess.Popen([sys.executable, "-P", "-c", script], env=nvml.environment()) as killed:
+    with subprocess.Popen([sys.executable, "-c", script], cwd="/", env=nvml.environment()) as killed:
         while nvml.calls("nvmlDeviceSetGpuLockedClocks", 0) == 0 and killed.poll() is None:
             pass
         killed.kill()

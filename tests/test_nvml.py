@@ -53,7 +53,7 @@ def test_clocks_are_listed_highest_first_once_each_and_for_the_highest_memory_cl
 
 def test_a_locked_clock_outlives_the_process_and_is_reset_by_another(nvml: StandIn):
     script = "from perseus_planner.gpu import open_gpu\nwith open_gpu('nvml:1') as gpu: gpu.set_clock_mhz(1200)"
-    subprocess.run([sys.executable, "-P", "-c", script], env=nvml.environment(), check=True)
+    subprocess.run([sys.executable, "-c", script], cwd="/", env=nvml.environment(), check=True)
     assert (nvml.locked_mhz(0), nvml.locked_mhz(1)) == (None, (1200, 1200))
     with open_gpu("nvml:1") as gpu:
         assert gpu.clock_mhz() == 1200
@@ -316,7 +316,7 @@ with open_gpu("nvml:0") as gpu:
     assert gpu.clock_mhz() == 1200
     gpu.reset_clocks()
 """
-    subprocess.run([sys.executable, "-P", "-c", script], env=nvml.environment(), check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", script], cwd="/", env=nvml.environment(), check=True, timeout=60)
     assert nvml.locked_mhz(0) is None
     assert nvml.calls("nvmlInitWithFlags") == nvml.calls("nvmlShutdown") == 2
 
