@@ -34,9 +34,9 @@ _RISES = 2
 _RISEN = 0.01  # relative to the energy: less than this, or than the noise, is no rise
 _NOISE = 2.0  # standard errors
 _ROUGHNESS = 0.3  # relative standard deviation of time and energy over settings that differ by a factor of e
-# Of time, relative to the power at the top setting: from where there is time to spare to where a second is worth twice
-# what the GPU draws. Evenly apart by their logarithms.
-_PRICES = tuple(2 ** (half / 2) for half in range(-8, 3))
+# Of time, relative to the power at the top setting: from where there is time to spare to where a second is worth nearly
+# three times what the GPU draws. Evenly apart by their logarithms.
+_PRICES = tuple(2 ** (half / 2) for half in range(-8, 4))
 _NORMAL = NormalDist()
 
 
