@@ -59,7 +59,8 @@ def measure(size: Size) -> Section:
             "profile, at most. The mean over the seeds, but the most of the times.",
             f"*Noise*: standard deviation of each window's time and energy; with it {100 * _OUTLIERS:.0f} % of the "
             "windows are outliers that take 5 to 50 % more. No repetition averages it away: it is larger than that of "
-            "a GPU. *Full*: every clock measured, with the same noise.",
+            "a GPU. *Full*: every clock measured, with the same noise. *Even*: of these, "
+            f"{_MOST_CLOCKS} evenly apart; their minutes are those of the full sweep.",
             "*Top clock*: the profile without the clocks above it, so that the sweep's grid falls elsewhere. "
             "*Minutes*: virtual time of the longest stage; all stages are measured at once.",
         ],
@@ -69,15 +70,16 @@ def measure(size: Size) -> Section:
 def _rows(case: Case, size: Size) -> Iterator[dict[str, Any]]:
     full = size.repetitions > 2
     for drop in (0, 1, 3, 5) if full else (0,):
-        yield _row(case, drop, 0.0, (0,), "adaptive")
+        for sweep in ("adaptive", "even") if full else ("adaptive",):
+            yield _row(case, drop, 0.0, (0,), sweep)
     for noise in (0.003, 0.01) if full else (0.01,):
-        for sweep in ("adaptive", "full") if full else ("adaptive",):
+        for sweep in ("adaptive", "even", "full") if full else ("adaptive",):
             yield _row(case, 0, noise, tuple(range(size.repetitions // 2)), sweep)
 
 
 def _row(case: Case, drop: int, noise: float, seeds: Iterable[int], sweep: str) -> dict[str, Any]:
     whole = _whole(case, drop)
-    found = [_swept(whole.profile, noise, seed, sweep == "full") for seed in seeds]
+    found = [_swept(whole.profile, noise, seed, sweep) for seed in seeds]
     plans = [_plans(whole, profile) for profile, _ in found]
     measured = [row for profile, _ in found for rows in profile.measurements.values() for row in rows]
     windows = [row.evidence.windows for row in measured if row.evidence is not None]
@@ -104,15 +106,27 @@ def _whole(case: Case, drop: int) -> Frontier:
     return solve(replace(profile, measurements=kept), schedules.one_f_one_b(STAGES, _MICROBATCHES))
 
 
-def _swept(profile: Profile, noise: float, seed: int, full: bool) -> tuple[Profile, float]:
+def _swept(profile: Profile, noise: float, seed: int, sweep: str) -> tuple[Profile, float]:
     """What the sweep makes of `profile`, and the virtual seconds of its longest stage."""
     stages: list[StageRows] = []
     longest_s = 0.0
     for number in range(profile.stages):
         gpu = ReplayGpu(profile, number, noise, _OUTLIERS if noise else 0.0, seed=1000 * seed + number)
-        stages.append(measure_stage(gpu, gpu.stage(), number, SweepSettings(full=full)))
+        stages.append(measure_stage(gpu, gpu.stage(), number, SweepSettings(full=sweep != "adaptive")))
         longest_s = max(longest_s, gpu.now_s())
-    return assembled(stages), longest_s
+    found = assembled(stages)
+    return (_evenly(found) if sweep == "even" else found), longest_s
+
+
+def _evenly(profile: Profile) -> Profile:
+    """As many rows of it as an adaptive sweep measures at most, evenly apart."""
+    return replace(
+        profile,
+        measurements={
+            key: tuple(rows[round(place * (len(rows) - 1) / (_MOST_CLOCKS - 1))] for place in range(_MOST_CLOCKS))
+            for key, rows in profile.measurements.items()
+        },
+    )
 
 
 def _plans(whole: Frontier, found: Profile) -> dict[float, tuple[float, float, float]]:

@@ -1,86 +1,64 @@
 """Which setting to measure next, so that few of them tell all that a plan needs.
 
-A plan uses the lower convex hull of (time, effective energy) of each kind (see `curve.py`). First a coarse descent from
-the top, in steps that widen, until every kind costs more energy than its least, twice in a row. Settings above the
-clock that a power cap leaves to every kind are passed over: they are all alike.
+First a coarse descent from the top: settings evenly apart, until every kind's effective energy (see `curve.py`) rises.
+Settings above the clock that a power cap leaves to every kind are passed over: they are all alike.
 
-Then the hull is refined where it is least certain: a gap between settings that were measured is halved, the one that
-may hide the most, again and again, until noise hides more or enough was measured. What a gap may hide:
+Then one setting after the other is measured where it promises most. What a plan asks of a computation is the least of
+energy + price * time over the settings, where the price of a second, watts, is what the deadline makes it (the
+Lagrangian of the plan; Perseus, SOSP'24, finds such prices by minimum cuts). A plan from few settings loses, at each
+price, what the least over them is above the least over all. So for a range of prices a setting is worth what it is
+expected to lower the least: its expected improvement.
 
-- Were the true hull convex, it could pass below a segment no deeper than where the segments to both sides, made longer,
-  meet: the bounding triangle of sandwich algorithms (Rote, "The convergence rate of the sandwich algorithm for
-  approximating convex functions", Computing 48, 1992).
-- Were time and effective energy monotone in the clock, no setting of the gap would be faster than the faster end of it,
-  or take less than the cheaper end.
-- Where the lower clock of a gap is the faster one, they are not monotone there; then a setting of the gap may be as
-  much faster again.
+Between two neighbours that were measured, time and energy are thought to walk from one to the other at random, as
+Brownian motion over the logarithm of the setting: in the mean along a straight line, and least certain in the middle
+of a wide gap (Kushner, "A new method of locating the maximum point of an arbitrary multipeak curve in the presence of
+noise", 1964; Locatelli, "Bayesian algorithms for one-dimensional global optimization", 1997). This supposes neither
+that they are smooth nor that they are monotone: measured ones are not, as other kernels run at other clocks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import pairwise
+import math
+from collections.abc import Mapping, Sequence
+from statistics import NormalDist
 from typing import NamedTuple
 
-from perseus_planner.curve import worthwhile
 from perseus_planner.measurement import Measurement
 
 Table = Mapping[str, Mapping[int, Measurement]]
 """Kind -> setting -> its row. All kinds have the same settings."""
 
-MOST_SETTINGS = 12  #: an adaptive sweep measures no more, unless the descent alone needs them
-_LEAST_REFINED = 1
-_STEP = 0.05  # of the top setting: the first step down
-_WIDENING = 1.12  # of each step over the one before: low clocks change less
+MOST_SETTINGS = 12  #: an adaptive sweep measures no more
+_COARSE = 6  # settings of the descent, beside the top one
 _RISES = 2
+_RISEN = 0.01  # relative to the energy: less than this, or than the noise, is no rise
 _NOISE = 2.0  # standard errors
-_RISEN = 0.01  # relative: less than this, or than the noise, is no rise
-_STRANGE = 0.005  # relative: a lower clock that gains less time than this, or than the noise, gains none
-_TOLERANCE = 0.004  # relative to the energy: a depth that does not matter
+_ROUGHNESS = 0.3  # relative standard deviation of time and energy over settings that differ by a factor of e
+# Of time, relative to the power at the top setting: from where there is time to spare to where a second is worth nearly
+# three times what the GPU draws. Evenly apart by their logarithms.
+_PRICES = tuple(2 ** (half / 2) for half in range(-8, 4))
+_NORMAL = NormalDist()
 
 
-class _Point(NamedTuple):
-    """A row as the hull sees it."""
+class _Guess(NamedTuple):
+    """What a row that was not measured may say."""
 
-    setting: int
     time_s: float
-    effective_j: float
-
-
-class _Segment(NamedTuple):
-    """A segment of the hull, and how far below it the true hull may pass, joules."""
-
-    fast: _Point
-    slow: _Point
-    depth_j: float
-
-    @property
-    def slope_w(self) -> float:
-        """Below 0."""
-        return _slope(self.fast, self.slow)
-
-    def at_j(self, time_s: float) -> float:
-        """Effective energy of the segment at a time."""
-        return self.fast.effective_j + self.slope_w * (time_s - self.fast.time_s)
+    energy_j: float
+    spread: float  # relative standard deviation of both
 
 
 def descent(settings: Sequence[int], begin: int) -> list[int]:
-    """The settings of the coarse descent, highest first.
+    """The settings of the coarse descent, highest first: the top one, and from `begin` to the lowest.
 
     Args:
         settings: what can be set, highest first.
-        begin: one of them, below which the steps begin; the highest is there too.
+        begin: one of them.
     """
-    wanted, step = float(begin), _STEP * settings[0]
-    chosen = [settings[0]]
-    while wanted > settings[-1]:
-        chosen.append(min(settings, key=lambda setting: abs(setting - wanted)))
-        wanted -= step
-        step *= _WIDENING
-    # The lowest one too, unless the last step came close to it.
-    if chosen[-1] - settings[-1] > step / 3:
-        chosen.append(settings[-1])
-    return list(dict.fromkeys(chosen))
+    step = (begin - settings[-1]) / (_COARSE - 1)
+    wanted = (begin - place * step for place in range(_COARSE))
+    nearest = (min(settings, key=lambda setting: abs(setting - each)) for each in wanted)
+    return list(dict.fromkeys([settings[0], *nearest]))
 
 
 def _capped(settings: Sequence[int], rows: Table) -> int:
@@ -103,104 +81,73 @@ def next_setting(settings: Sequence[int], rows: Table, blocking_w: float, *, clo
         blocking_w: what the GPUs draw while they wait, watts.
         clocks: whether settings are clocks, MHz, and not power limits.
     """
-    measured = sorted({setting for table in rows.values() for setting in table}, reverse=True)
+    measured = {setting for table in rows.values() for setting in table}
     capped = _capped(settings, rows) if clocks else settings[0]
     wanted = descent(settings, capped)
     done = [setting for setting in wanted if setting in measured]
-    if len(done) < len(wanted) and not _risen(done, rows):
+    if len(done) < len(wanted) and not _risen(done, rows, blocking_w):
         return next(setting for setting in wanted if setting not in measured)
-    if len(measured) >= max(MOST_SETTINGS, len(done) + _LEAST_REFINED):
+    if len(measured) >= MOST_SETTINGS:
         return None
-    depths: dict[int, float] = {}
-    below = [setting for setting in settings if setting < capped]
-    for table in rows.values():
-        for setting, depth in _uncertain(below, measured, table, blocking_w):
-            depths[setting] = depths.get(setting, 0.0) + depth
-    return max(depths, key=lambda setting: (depths[setting], setting), default=None)
+    between = [setting for setting in settings if min(measured) < setting <= capped and setting not in measured]
+    return max(between, key=lambda setting: _worth_j(setting, rows, blocking_w), default=None)
 
 
-def _risen(done: Sequence[int], rows: Table) -> bool:
-    """Whether at the last settings every kind took more energy than at its best by more than noise."""
+def _risen(done: Sequence[int], rows: Table, blocking_w: float) -> bool:
+    """Whether at the last settings every kind took more effective energy than at its best by more than noise."""
     for table in rows.values():
-        least_j = min((table[setting].energy_j for setting in done), default=0.0)
+        least_j = min((_cost_j(table[setting], -blocking_w) for setting in done), default=0.0)
         for setting in done[-_RISES:]:
             row = table[setting]
-            if row.energy_j <= least_j + max(_NOISE * _error_j(row, 0.0), _RISEN * row.energy_j):
+            risen_j = max(_NOISE * _error_j(row, blocking_w), _RISEN * row.energy_j)
+            if _cost_j(row, -blocking_w) <= least_j + risen_j:
                 return False
     return len(done) > _RISES
 
 
-def _uncertain(
-    settings: Sequence[int], measured: Sequence[int], table: Mapping[int, Measurement], blocking_w: float
-) -> Iterator[tuple[int, float]]:
-    """The middles of the gaps that may hide something of one kind, and how much, joules."""
-    hull = _hull(table, blocking_w)
-    segments = [
-        _Segment(fast, slow, _depth_j(hull[max(place - 1, 0)], fast, slow, hull[min(place + 2, len(hull) - 1)]))
-        for place, (fast, slow) in enumerate(pairwise(hull))
-    ]
-    for high, low in pairwise(measured):
-        gap = [setting for setting in settings if low < setting < high]
-        ends = table[high], table[low]
-        noise_j = max(_error_j(end, blocking_w) for end in ends)
-        hidden_j = _hidden_j(ends, segments, blocking_w)
-        if gap and hidden_j > max(noise_j, _TOLERANCE * min(end.energy_j for end in ends)):
-            yield gap[len(gap) // 2], hidden_j
+def _worth_j(setting: int, rows: Table, blocking_w: float) -> float:
+    """What a row of every kind at `setting` is expected to save, joules, over all prices of time."""
+    return math.fsum(_saved_j(setting, table, blocking_w) for table in rows.values())
 
 
-def _hidden_j(ends: tuple[Measurement, Measurement], segments: Sequence[_Segment], blocking_w: float) -> float:
-    """How far below the hull a setting between `ends`, the higher first, may be, joules; see the module."""
-    high, low = ends
-    gained_s = high.time_s - low.time_s
-    if gained_s > max(_NOISE * max(_error_s(high), _error_s(low)), _STRANGE * high.time_s):
-        touching = (
-            each for each in segments if {each.fast.setting, each.slow.setting} & {high.clock_mhz, low.clock_mhz}
-        )
-        return max((min(each.depth_j, gained_s * -each.slope_w) for each in touching), default=0.0)
-    begin_s, end_s = sorted((high.time_s, low.time_s))
-    least_j = min(_effective_j(end, blocking_w) for end in ends)
-    hidden_j = 0.0
-    for each in segments:
-        if each.fast.time_s < end_s and begin_s < each.slow.time_s:
-            above_j = each.at_j(max(begin_s, each.fast.time_s)) - least_j
-            hidden_j = max(hidden_j, min(each.depth_j, above_j))
-    return hidden_j
+def _saved_j(setting: int, table: Mapping[int, Measurement], blocking_w: float) -> float:
+    """The same of one kind."""
+    guess = _guess(setting, table)
+    top = table[max(table)]
+    saved_j = 0.0
+    for price in _PRICES:
+        # A GPU that is busy does not wait, so that a second costs the price less what waiting draws.
+        second_w = price * top.energy_j / top.time_s - blocking_w
+        least_j = min(_cost_j(row, second_w) for row in table.values())
+        spread_j = guess.spread * math.hypot(guess.energy_j, second_w * guess.time_s)
+        saved_j += _improvement(least_j - _cost_j(guess, second_w), spread_j)
+    return saved_j
 
 
-def _depth_j(before: _Point, fast: _Point, slow: _Point, after: _Point) -> float:
-    """How far below the segment from `fast` to `slow` a convex curve through all four can pass, joules.
-
-    `before` is `fast`, and `after` is `slow`, where there is none.
-    """
-    slope_w = _slope(fast, slow)
-    flatter_w = (_slope(slow, after) if after is not slow else 0.0) - slope_w
-    duration_s = slow.time_s - fast.time_s
-    if before is fast:
-        return duration_s * flatter_w / 2  # no steeper segment bounds it; half of what the flatter one leaves
-    steeper_w = slope_w - _slope(before, fast)
-    return duration_s * steeper_w * flatter_w / (steeper_w + flatter_w)
-
-
-def _hull(table: Mapping[int, Measurement], blocking_w: float) -> list[_Point]:
-    hull: list[_Point] = []
-    for option in worthwhile(table.values(), blocking_w):
-        point = _Point(option.clock_mhz, option.time_s, option.effective_j)
-        while len(hull) >= 2 and _slope(hull[-2], hull[-1]) >= _slope(hull[-1], point):
-            hull.pop()
-        hull.append(point)
-    return hull
+def _guess(setting: int, table: Mapping[int, Measurement]) -> _Guess:
+    """What is to be expected at a setting between two that were measured: the Brownian bridge of the module."""
+    high = table[min(each for each in table if each > setting)]
+    low = table[max(each for each in table if each < setting)]
+    above, below = math.log(high.clock_mhz / setting), math.log(setting / low.clock_mhz)
+    share = above / (above + below)
+    return _Guess(
+        high.time_s + share * (low.time_s - high.time_s),
+        high.energy_j + share * (low.energy_j - high.energy_j),
+        _ROUGHNESS * math.sqrt(above * below / (above + below)),
+    )
 
 
-def _slope(left: _Point, right: _Point) -> float:
-    return (right.effective_j - left.effective_j) / (right.time_s - left.time_s)
+def _improvement(mean: float, spread: float) -> float:
+    """The mean of what is above 0 of a normal distribution (Jones, Schonlau and Welch, 1998)."""
+    if spread <= 0:
+        return max(0.0, mean)
+    ratio = mean / spread
+    return mean * _NORMAL.cdf(ratio) + spread * _NORMAL.pdf(ratio)
 
 
-def _effective_j(row: Measurement, blocking_w: float) -> float:
-    return row.energy_j - blocking_w * row.time_s
-
-
-def _error_s(row: Measurement) -> float:
-    return row.evidence.time_stderr_s if row.evidence else 0.0
+def _cost_j(row: Measurement | _Guess, second_w: float) -> float:
+    """Energy, and time at what a second costs."""
+    return row.energy_j + second_w * row.time_s
 
 
 def _error_j(row: Measurement, blocking_w: float) -> float:

@@ -13,7 +13,7 @@ from perseus_planner.gpu import Gpu
 from perseus_planner.measurement import Measurement
 from perseus_planner.profile_csv import KNOBS
 from perseus_planner.profiler.blocking import blocking_power_w
-from perseus_planner.profiler.choosing import MOST_SETTINGS, descent, next_setting
+from perseus_planner.profiler.choosing import MOST_SETTINGS, next_setting
 from perseus_planner.profiler.estimates import less
 from perseus_planner.profiler.rows import Rows
 from perseus_planner.profiler.stage import Group, Progress, Stage
@@ -177,7 +177,7 @@ class Sweep:
         """How many settings will be measured, about."""
         if self._settings.full:
             return len(settings)
-        return min(len(settings), max(MOST_SETTINGS, len(descent(settings, settings[0]))))
+        return min(len(settings), MOST_SETTINGS)
 
     def _warm_through(self) -> None:
         # Also where rows were kept: what is measured then is measured as it would have been.
