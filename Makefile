@@ -23,7 +23,7 @@ demo: .venv/installed-plot ## examine and profile a simulated GPU, solve, plan a
 	ls -l demo
 
 test: lint ## lint, check types and run the tests
-	$(BIN)/pytest
+	$(BIN)/pytest --numprocesses=logical --dist=loadfile
 
 # mypy puts the current folder first on its path, so it runs where the sources are not: types are checked as installed.
 lint: .venv/installed-test ## check style, format and types

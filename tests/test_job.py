@@ -153,7 +153,7 @@ def test_paths_are_relative_to_the_job_file(work: Path, monkeypatch: pytest.Monk
         ),
         ({"schedule": "gpipe", "stages": 4}, lambda: schedules.gpipe(4, 8)),
     ],
-    ids=str,
+    ids=lambda value: str(value) if isinstance(value, dict) else "",
 )
 def test_ranks_follow_from_the_stages_of_the_profile(
     work: Path, keys: dict[str, Any], wanted: Callable[[], schedules.Schedule]

@@ -30,7 +30,7 @@ TIMEOUT_S = 120.0
 """After how long without a sign of life a rank is taken for dead, seconds."""
 # Between two signs of life, and between two looks whether the others live.
 _BEAT_S = 0.25
-# For how long a rank that ends badly stays for the others to hear of it: one of them may hold the store.
+# For how long a rank that leaves stays for the others to have heard what was said last: it may hold the store.
 _FAREWELL_S = 2.0
 # Between two looks whether the others' values are there, at most.
 _LONGEST_PAUSE_S = 0.05
@@ -144,6 +144,7 @@ class Meeting:
         self._left.set()
         self._beating.join()
         if error is None:
+            self._take_leave()
             return
         text = f"rank {self.rank} has ended: {_said(error)}"
         first = isinstance(error, RankError) or self._is_first_to_end(text)
@@ -214,7 +215,7 @@ class Meeting:
         return True
 
     def _take_leave(self) -> None:
-        """Stay until the others have heard of the end too, or for a while where one of them never will."""
+        """Stay until the others have come to the end too, or for a while where one of them never will."""
         until_s = time.monotonic() + _FAREWELL_S
         with suppress(RuntimeError):  # who holds the store may be gone already
             self.store.set(f"heard/{self.rank}", "")
