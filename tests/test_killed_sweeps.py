@@ -73,11 +73,12 @@ def rows_of(path: Path) -> dict[tuple[str, int], Row]:
     return {(row.kind, row.clock_mhz): row for row in read_table(path)[0]} if path.exists() else {}
 
 
-def swept(folder: Path, moment_s: float | None = None) -> None:
-    """Sweep, going on from what is there; kill it `moment_s` after its begin, if that is given."""
+def swept(folder: Path, moment_s: float | None = None) -> float:
+    """Sweep, going on from what is there; kill it `moment_s` after its begin, if that is given. How long it took."""
     command = [sys.executable, "-c", SWEEP, "p.yaml"]
     with subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         process.stdout.readline()
+        begin_s = time.monotonic()
         watching: list[psutil.Process] = []
         if moment_s is not None:
             time.sleep(moment_s)  # any moment will do: nothing is waited for
@@ -86,14 +87,16 @@ def swept(folder: Path, moment_s: float | None = None) -> None:
                 kill(process.pid)
         said = process.stderr.read().decode()
         assert process.wait() == 0 or moment_s is not None, said
+        took_s = time.monotonic() - begin_s
         await_end(watching)
+    return took_s
 
 
 def sweep_and_kill(nvml: StandIn, state: Path, folder: Path, times: int, seed: int) -> int:
     """Kill a sweep so often, each going on from the one before, and then let it end; how often it was amid its rows."""
     moments = random.Random(seed)
     folder.mkdir()
-    swept(folder)
+    whole_s = swept(folder)
     whole = rows_of(folder / "p.csv")
     assert len(whole) == 2 * len(CLOCKS_MHZ)
     shutil.rmtree(folder)
@@ -101,7 +104,7 @@ def sweep_and_kill(nvml: StandIn, state: Path, folder: Path, times: int, seed: i
     before: dict[tuple[str, int], Row] = {}
     amid = 0
     for number in range(times + 1):
-        swept(folder, moments.uniform(0.0, 0.6) if number < times else None)
+        swept(folder, moments.uniform(0.0, whole_s) if number < times else None)
         assert nvml.locked_mhz(0) is None
         recover()  # a record may be left where nothing was set yet
         assert (left_behind(), files(state)) == ((), [])
