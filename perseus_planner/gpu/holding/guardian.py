@@ -111,12 +111,13 @@ def main(hold: str) -> int:
 
 
 def _say_ready() -> None:
-    """Tell the owner, then let go of its pipe, so that nothing written later can fail."""
-    with suppress(BrokenPipeError):
-        os.write(1, b"ready\n")
-    nowhere = os.open(os.devnull, os.O_WRONLY)
+    """Let go of the owner's pipes, so that nothing written later can fail, and with the last word on them tell it."""
+    owners, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
     os.dup2(nowhere, 2)
+    with suppress(BrokenPipeError):
+        os.write(owners, b"ready\n")
+    os.close(owners)
 
 
 def _outlives(owner: Owner) -> bool:
