@@ -304,3 +304,14 @@ def test_progress_is_shown_on_a_terminal_only(terminal: bool, monkeypatch: pytes
         if progress is not None:
             progress(1, 2)
     assert ("Solving" in stderr.getvalue()) is terminal
+
+
+def test_an_interrupted_profile_says_how_to_go_on_and_writes_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("perseus_planner.profiler.simulated_pipeline.measure_stage", interrupted)
+    result = run("profile --gpu simulated:a100-sxm --stages 2 -o profile.yaml")
+    assert (result.exit_code, result.stdout) == (130, "")
+    assert result.stderr == "Interrupted; clocks are reset. Go on with --resume: finished rows are kept.\n"
+    assert list(folder.iterdir()) == []
