@@ -306,12 +306,24 @@ def test_progress_is_shown_on_a_terminal_only(terminal: bool, monkeypatch: pytes
     assert ("Solving" in stderr.getvalue()) is terminal
 
 
-def test_an_interrupted_profile_says_how_to_go_on_and_writes_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(
+    ("stage", "what", "said"),
+    [
+        ("", "simulated_pipeline.measure_stage", ""),
+        (
+            "--stage steps:build",
+            "build.profile_stages",
+            "Interrupted; clocks are reset. Go on with --resume: finished rows are kept.\n",
+        ),
+    ],
+)
+def test_an_interrupted_profile_says_how_to_go_on_where_it_can(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, stage: str, what: str, said: str
+):
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("perseus_planner.profiler.simulated_pipeline.measure_stage", interrupted)
-    result = run("profile --gpu simulated:a100-sxm --stages 2 -o profile.yaml")
-    assert (result.exit_code, result.stdout) == (130, "")
-    assert result.stderr == "Interrupted; clocks are reset. Go on with --resume: finished rows are kept.\n"
+    monkeypatch.setattr(f"perseus_planner.profiler.{what}", interrupted)
+    result = run(f"profile --gpu simulated:a100-sxm --stages 2 -o profile.yaml {stage}")
+    assert (result.exit_code, result.stdout, result.stderr) == (130, "", said)
     assert list(folder.iterdir()) == []

@@ -187,5 +187,6 @@ def _said_how_to_go_on(wanted: _Wanted) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        click.echo("Interrupted; clocks are reset. Go on with --resume: finished rows are kept.", err=True)
+        if wanted.stage is not None:
+            click.echo("Interrupted; clocks are reset. Go on with --resume: finished rows are kept.", err=True)
         raise
