@@ -26,7 +26,7 @@ _VERSION = 1
 _NUMBERS = ("deadline_s", "time_s", "energy_j", "bound_j", "baseline_time_s", "baseline_energy_j")
 _KEYS = (
     "digest", "profile", "gpu", "origin", "knob", "gpus_per_stage", "schedule", "blocking_power_w", "overhead_s",
-    *_NUMBERS, "clock_change", "changes", "measurements", "ranks",
+    *_NUMBERS, "clock_change", "min_dwell_s", "changes", "measurements", "ranks",
 )  # fmt: skip
 _DUMPER: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 
@@ -54,6 +54,7 @@ class Plan:
         gpus_per_stage: how many GPUs a stage has.
         overhead_s: calibrated seconds of an iteration beside what is replayed; in all times above.
         clock_change: what changing a clock costs, which `time_s` and `energy_j` count; None: nothing.
+        min_dwell_s: for how long a clock is held at least, as was asked for, seconds.
         knob: what the profile set: "clock"; "power-limit", where all that is called a clock here is a limit in watts;
             or "observed", where nothing was set and nothing is to be.
     """
@@ -74,6 +75,7 @@ class Plan:
     gpus_per_stage: int = 1
     overhead_s: float = 0.0
     clock_change: ClockChange | None = None
+    min_dwell_s: float = 0.0
     knob: str = "clock"
     _keys: Mapping[Computation, tuple[int, str]] = field(init=False, repr=False, compare=False)
 
@@ -177,6 +179,7 @@ class Plan:
             "overhead_s": self.overhead_s,
             **{name: getattr(self, name) for name in _NUMBERS},
             "clock_change": None if self.clock_change is None else asdict(self.clock_change),
+            "min_dwell_s": self.min_dwell_s,
             "changes": list(self.changes),
             "measurements": {
                 f"{stage}{kind}": {clock: [point.time_s, point.energy_j] for clock, point in clocks.items()}
@@ -212,6 +215,7 @@ def _from_content(document: Document) -> Plan:
             gpus_per_stage=int(values["gpus_per_stage"]),
             overhead_s=float(values["overhead_s"]),
             clock_change=None if values["clock_change"] is None else ClockChange(**values["clock_change"]),
+            min_dwell_s=float(values["min_dwell_s"]),
             **{name: float(values[name]) for name in _NUMBERS},
         )
     except (PlannerError, TypeError, ValueError, KeyError, AttributeError) as error:

@@ -121,7 +121,7 @@ def profile_stages(
         build: "package.module:function". The function is called with those of the named arguments stage, stages,
             tensor_rank and tensor_parallel that it takes, and returns a torch module, a sample input as in
             `torch_stage`, and the loss of the last stage or None.
-        gpu: as in `together.gpu_text`, for each rank.
+        gpu: as in `torch_device.gpu_text`, for each rank.
         stages: how many, at least 1.
         tensor_parallel: GPUs of each stage; more than one need a rank each.
         split_backward: as in `torch_stage`.

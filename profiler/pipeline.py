@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from perseus_planner.engine_kinds import KNOWN, engine_kind
+from perseus_planner.engine_kinds import megatron_chunks as chunks_of
 from perseus_planner.errors import UsageError
 from perseus_planner.profiler.engines.deepspeed import deepspeed_engine
 from perseus_planner.profiler.engines.held import Held
@@ -19,10 +21,6 @@ from perseus_planner.profiler.ranks.meeting import TIMEOUT_S, Meeting
 from perseus_planner.profiler.ranks.together import Request, profiled_together
 from perseus_planner.profiler.stage import Progress
 from perseus_planner.profiles import Profile
-
-_KNOWN = (
-    "a DeepSpeed PipelineEngine, the chunks of a Megatron-core model, or a schedule of torch.distributed.pipelining"
-)
 
 
 @dataclass
@@ -64,7 +62,7 @@ def profile_pipeline(
     Args:
         engine: a DeepSpeed PipelineEngine; a Megatron-core model, or the list of its chunks; or a schedule of
             torch.distributed.pipelining.
-        gpu: as in `together.gpu_text`, for each rank.
+        gpu: as in `torch_device.gpu_text`, for each rank.
         output: the profile to write on rank 0, .yaml.
         settings: of the sweep; the defaults where None.
         resume: go on from finished rows beside `output`.
@@ -89,21 +87,15 @@ def profile_pipeline(
 
 
 def _watched(engine: Any, profiling: Profiling, tensor_group: Any) -> AbstractContextManager[Callable[[], Held]]:
-    """While its iteration runs; which engine it is, is told from the names of its classes."""
-    kinds = {(each.__module__.split(".")[0], each.__name__) for each in type(engine).__mro__}
-    if ("deepspeed", "PipelineEngine") in kinds:
+    """While its iteration runs."""
+    kind = engine_kind(engine)
+    if kind == "deepspeed":
         return deepspeed_engine(engine)
-    if ("torch", "_PipelineSchedule") in kinds:
+    if kind == "torch":
         return torch_schedule(engine, _rank_in(tensor_group))
-    chunks = list(engine) if isinstance(engine, (list, tuple)) else [engine]
-    if chunks and all(_is_megatron(chunk) for chunk in chunks):
-        return megatron_chunks(chunks, profiling._losses)
-    raise UsageError(f"profile_pipeline was given a {type(engine).__name__}; give it {_KNOWN}")
-
-
-def _is_megatron(chunk: Any) -> bool:
-    modules: Callable[[], Iterator[Any]] | None = getattr(chunk, "modules", None)
-    return modules is not None and any(hasattr(each, "set_input_tensor") for each in modules())
+    if kind == "megatron":
+        return megatron_chunks(chunks_of(engine), profiling._losses)
+    raise UsageError(f"profile_pipeline was given a {type(engine).__name__}; give it {KNOWN}")
 
 
 def _rank_in(group: Any) -> int:

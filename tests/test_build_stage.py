@@ -11,9 +11,9 @@ import pytest
 from launching import EXAMPLES, ended, ranks, started
 
 from perseus_planner.errors import UsageError
+from perseus_planner.gpu.torch_device import gpu_text
 from perseus_planner.profiler.build import Builder, profile_stages
 from perseus_planner.profiler.ranks.meeting import Place
-from perseus_planner.profiler.ranks.together import gpu_text
 from perseus_planner.profiler.sweep import SweepSettings
 from perseus_planner.profiles import Profile
 

@@ -80,7 +80,7 @@ class Planner:
         key = deadline_s, max_changes, min_dwell_s
         if key not in self._plans:
             make = self._plan if self.profile.clock_change is None else self._plan_with_costs
-            self._plans[key] = make(*key)
+            self._plans[key] = replace(make(*key), min_dwell_s=min_dwell_s)
         return self._plans[key]
 
     def _plan(self, deadline_s: float, max_changes: int | None, min_dwell_s: float) -> Plan:

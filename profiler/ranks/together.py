@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from perseus_planner.errors import UsageError
 from perseus_planner.gpu import Gpu, open_gpu
+from perseus_planner.gpu.torch_device import gpu_text
 from perseus_planner.profiler.profiling import (
     StageRows,
     SweepSettings,
@@ -121,35 +122,6 @@ def profiled_together(
         profile = _written([row for each in everyone for row in each], request)
     meeting.gathered(None)  # an error in writing it is everyone's
     return profile
-
-
-def gpu_text(text: str, device: torch.device) -> str:
-    """What opens the GPU that is torch's `device`: `text`, with the GPU filled in where only a back-end is given.
-
-    Args:
-        text: as for `open_gpu`, or a back-end alone: "cuda", "nvml", "zeusd", "command", "dry-run:cuda" and so on.
-        device: where this process computes.
-
-    Raises:
-        UsageError: a GPU would be read while something else computes.
-    """
-    which = text.removeprefix("dry-run:")
-    if which.startswith("simulated:"):
-        return text
-    if device.type != "cuda":
-        if text.startswith("dry-run:") and ":" in which:
-            return text
-        raise UsageError(
-            f"GPU {text!r}: torch computes on {device.type} here, so that nothing of the stage would run on that GPU; "
-            "install a torch with CUDA, or name a simulated GPU such as simulated:a100-sxm"
-        )
-    if ":" in which:
-        return text
-    import torch
-
-    index = device.index if device.index is not None else torch.cuda.current_device()
-    uuid = getattr(torch.cuda.get_device_properties(index), "uuid", None)
-    return f"{text}:{index}" if which == "cuda" or uuid is None else f"{text}:GPU-{uuid}"
 
 
 @contextmanager

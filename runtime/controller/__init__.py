@@ -1,0 +1,1 @@
+"""The process of each node that sets the clocks of all its GPUs."""
