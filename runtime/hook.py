@@ -5,8 +5,8 @@ The rules:
 - The clock of the next computation is asked for when the one before it ends, the first one's of the next iteration when
   the last one ends.
 - A new plan begins with an iteration, and so does going back to the plan after it was left.
-- Where an engine runs what is not in the plan, the GPU is reset for the rest of the iteration; the plan is taken up again
-  after an iteration that ran as it says.
+- Where an engine runs what is not in the plan, the GPU is reset for the rest of the iteration; the plan is taken up
+  again after an iteration that ran as it says.
 """
 
 from __future__ import annotations
