@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from perseus_planner.clock_changes import ClockChange, changes_per_rank
-from perseus_planner.documents import Document, read_document
+from perseus_planner.documents import read_document
 from perseus_planner.errors import PlanError, PlannerError
 from perseus_planner.files import replacing, sha256
 from perseus_planner.iteration import Iteration
@@ -164,7 +164,26 @@ class Plan:
                 f"{document.where('digest')}: does not match the content, so the file was changed after it was "
                 "written; make the plan again with `planner plan`"
             )
-        return _from_content(document)
+        return _from_content(document.values, str(document.path))
+
+    def dumps(self) -> str:
+        """The plan as JSON, for another process; ten times faster to read than the file."""
+        return json.dumps(self._content())
+
+    @classmethod
+    def loads(cls, text: str) -> Plan:
+        """Read what `dumps` wrote.
+
+        Raises:
+            PlanError: it is not exactly that.
+        """
+        try:
+            values = json.loads(text)
+        except ValueError as error:
+            raise PlanError(f"the plan that was sent: is not JSON: {error}") from error
+        if not isinstance(values, dict) or values.keys() - set(ITERATION_KEYS) != set(_KEYS) - {"digest"}:
+            raise PlanError("the plan that was sent: its keys are not those of a plan; use one planner on all ranks")
+        return _from_content(values, "the plan that was sent")
 
     def _content(self) -> dict[str, Any]:
         power_w, iteration = self.blocking_power_w, self.iteration
@@ -194,13 +213,13 @@ def _digest(content: Mapping[str, Any]) -> str:
     return sha256(json.dumps(content, default=str).encode())
 
 
-def _from_content(document: Document) -> Plan:
-    values = document.values
+def _from_content(values: Mapping[str, Any], name: str) -> Plan:
     power_w = values["blocking_power_w"]
     try:
         ranks = tuple(tuple(Computation.parse(text) for text in rank) for rank in values["ranks"])
         measurements = {
-            parse_key(text): {clock: Measurement(clock, *point) for clock, point in clocks.items()}
+            # JSON has no keys but text.
+            parse_key(text): {int(clock): Measurement(int(clock), *point) for clock, point in clocks.items()}
             for text, clocks in values["measurements"].items()
         }
         return Plan(
@@ -219,4 +238,4 @@ def _from_content(document: Document) -> Plan:
             **{name: float(values[name]) for name in _NUMBERS},
         )
     except (PlannerError, TypeError, ValueError, KeyError, AttributeError) as error:
-        raise PlanError(f"{document.path}: is not a plan: {error}; make it again with `planner plan`") from error
+        raise PlanError(f"{name}: is not a plan: {error}; make it again with `planner plan`") from error

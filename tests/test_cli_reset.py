@@ -11,6 +11,7 @@ import pytest
 from commands import done, refusal
 from fake_nvml import UUIDS, StandIn
 from gpu_owners import LOCKS_AND_WAITS, files, guardians, kill, owner
+from launching import ended, started
 
 from perseus_planner.gpu import open_gpu
 from perseus_planner.gpu.holding.records import page, read_records
@@ -51,6 +52,21 @@ def test_what_a_dead_process_left_is_reset_once(nvml: StandIn, state: Path, dead
     assert [nvml.limit_w(index) for index in range(2)] == [700.0, 700.0]
     assert files(state) == []
     assert done("reset") == "Nothing to reset: no process that died has left a GPU set.\n"
+
+
+def test_the_next_command_of_any_kind_resets_what_a_dead_process_left(nvml: StandIn, state: Path, dead: str):
+    said = ended(started(["-m", "perseus_planner", "solve", "absent.yaml", "-o", "f.npz"], state.parent)).complained
+    assert said.splitlines()[:2] == [
+        f"planner: GPU {each} ({NAME}), left set by {dead}, is reset" for each in (FIRST, SECOND)
+    ]
+    assert [nvml.locked_mhz(index) for index in range(2)] == [None, None]
+    assert files(state) == []
+
+
+def test_the_next_command_leaves_what_a_living_process_sets(nvml: StandIn, state: Path):
+    with owner(LOCKS_AND_WAITS):
+        assert "is reset" not in ended(started(["-m", "perseus_planner", "show", "absent"], state.parent)).complained
+        assert nvml.locked_mhz(0) == (1500, 1500)
 
 
 def test_json_has_one_object_per_gpu(nvml: StandIn, dead: str):

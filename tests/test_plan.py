@@ -245,6 +245,22 @@ def test_what_is_no_power_is_refused(frontier: Frontier, bad: object):
         frontier.plan_within_power(bad)
 
 
+@given(dag=jobs(), share=st.floats(0, 1), min_dwell_s=st.floats(0.0, 1.0))
+def test_a_plan_is_the_same_in_another_process(dag: PipelineDag, share: float, min_dwell_s: float):
+    frontier = trace(dag)
+    plan = replace(frontier.plan_for(deadline_s(frontier, share)), min_dwell_s=min_dwell_s)
+    assert Plan.loads(plan.dumps()) == plan
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("", "is not JSON"), ("[]", "its keys are not"), ('{"ranks": []}', "its keys are not")],
+)
+def test_what_is_not_a_plan_that_was_sent_is_refused(text: str, message: str):
+    with pytest.raises(PlanError, match=message):
+        Plan.loads(text)
+
+
 def test_a_plan_cannot_be_changed(frontier: Frontier):
     plan = frontier.plan_for(frontier.min_time_s)
     with pytest.raises(TypeError):

@@ -34,12 +34,15 @@ from perseus_planner.errors import UsageError
     ),
 )
 @click.version_option(__version__, message="planner %(version)s")
-def main() -> None:
+@click.pass_context
+def main(context: click.Context) -> None:
     """Plan one GPU clock per computation of pipeline-parallel training: the same speed, the least energy.
 
     Profile the stages, solve for the frontier of time and energy, and take the plan that you need from it. Each command
     explains itself with --help.
     """
+    if context.invoked_subcommand not in ("doctor", "reset"):  # they look themselves, and say what they find
+        _reset_what_is_left()
 
 
 main.add_command(profile)
@@ -77,6 +80,24 @@ main.add_command(calibrate)
 main.add_command(simulate)
 main.add_command(doctor)
 main.add_command(reset)
+
+
+def _reset_what_is_left() -> None:
+    """Reset GPUs that processes which were killed have left set on this node; said on stderr."""
+    from perseus_planner.gpu.holding.folder import has_records
+
+    if not has_records():
+        return
+    from perseus_planner.errors import GpuError
+    from perseus_planner.gpu.holding.journal import recover
+
+    try:
+        for recovery in recover():
+            record, problem = recovery.record, recovery.problem
+            done = "is reset" if problem is None else f"cannot be reset: {problem}"
+            click.echo(f"planner: GPU {record.gpu} ({record.name}), left set by {record.owner}, {done}", err=True)
+    except GpuError as error:
+        click.echo(f"planner: {error}", err=True)
 
 
 def _is_frontier(path: Path) -> bool:

@@ -28,10 +28,8 @@ from urllib.parse import quote
 
 from perseus_planner.errors import GpuError
 from perseus_planner.files import replacing
+from perseus_planner.gpu.holding.folder import state_folder
 from perseus_planner.gpu.holding.owner import Owner
-
-DEFAULT_FOLDER = "/dev/shm/perseus-planner"
-"""Where records are unless $PLANNER_STATE_DIR names another folder: in memory, gone after a boot as the settings."""
 
 BACK_ENDS = ("nvml", "zeusd", "command")
 """The back-ends that a record's GPU is opened by."""
@@ -164,7 +162,7 @@ def recorded_uuids() -> list[str]:
 @contextmanager
 def _folder(*, create: bool) -> Iterator[Path | None]:
     """The folder, by a path that goes on to mean it whatever is put in its place; None: there is none."""
-    name = os.environ.get("PLANNER_STATE_DIR") or DEFAULT_FOLDER
+    name = state_folder()
     try:
         if create:
             _make(name)
@@ -277,7 +275,7 @@ def _stem(uuid: str) -> str:
 
 def _named(path: Path) -> str:
     """The file as users know it."""
-    return os.path.join(os.environ.get("PLANNER_STATE_DIR") or DEFAULT_FOLDER, path.name)
+    return os.path.join(state_folder(), path.name)
 
 
 def _refuse(problem: str) -> NoReturn:
