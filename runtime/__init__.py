@@ -1,12 +1,33 @@
-"""Runs training under a plan; nothing is here yet.
+"""Runs training under a plan: one line around the training loop.
+
+    from perseus_planner.runtime import planner_runtime
+
+    with planner_runtime(engine, plan="plan.yaml"):
+        train()
 
 The folder is `runtime/` in the repository and is installed as `perseus_planner.runtime`.
 """
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 # The bare name belongs to other packages and to training scripts' own folders.
 if __name__ != "perseus_planner.runtime":
     raise ImportError(
         f"{__name__!r} is not a package of its own; install perseus-planner, import perseus_planner.runtime"
     )
+
+if TYPE_CHECKING:
+    from perseus_planner.runtime.runtime import Runtime, planner_runtime
+
+__all__ = ["Runtime", "planner_runtime"]
+
+
+def __getattr__(name: str) -> Any:
+    # Not before it is asked for: the clock controller is in this package too, and has to start fast.
+    if name in __all__:
+        from perseus_planner.runtime import runtime
+
+        return getattr(runtime, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

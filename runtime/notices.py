@@ -1,0 +1,40 @@
+"""What the runtime tells the user while it trains on: once, and from one rank of those that would all say the same."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import suppress
+
+from perseus_planner.runtime.job import Job
+
+_LOG = logging.getLogger("perseus_planner.runtime")
+
+
+class Notices:
+    """Warnings of one rank, through the logger `perseus_planner.runtime`."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._said: set[str] = set()
+
+    def say(self, key: str, text: str, *, everywhere: bool = False) -> None:
+        """Warn, unless a notice of that `key` was given before, by this rank or another.
+
+        It reaches for the job's store, so it is not for the training thread.
+
+        Args:
+            key: what it is about.
+            text: one sentence.
+            everywhere: each rank says it for itself.
+        """
+        if key in self._said:
+            return
+        self._said.add(key)
+        if everywhere or self._is_first(key):
+            _LOG.warning("planner, rank %d: %s", self._job.rank, text)
+
+    def _is_first(self, key: str) -> bool:
+        mine = str(self._job.rank)
+        with suppress(RuntimeError):  # the store may be gone: better twice than never
+            return bool(self._job.store.compare_set(f"said/{key}", "", mine).decode() == mine)
+        return True

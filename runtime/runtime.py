@@ -1,0 +1,172 @@
+"""Runs training under a plan: `with planner_runtime(engine, plan="plan.yaml"):` around the loop, on every rank."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from perseus_planner.errors import GpuError
+from perseus_planner.plan import Plan
+from perseus_planner.runtime.agreement import Proposal
+from perseus_planner.runtime.background import Background, Rounds
+from perseus_planner.runtime.controller.client import Connection
+from perseus_planner.runtime.engines.engine import Engine
+from perseus_planner.runtime.engines.selection import engine_of
+from perseus_planner.runtime.hook import Hook
+from perseus_planner.runtime.job import this_job
+from perseus_planner.runtime.joining import Settings, check_gpu, join, program_of
+from perseus_planner.runtime.marks import NOTHING, HostMarks, Marks
+from perseus_planner.runtime.notices import Notices
+from perseus_planner.runtime.pilot import JobPilot
+from perseus_planner.runtime.plans import GivenPlan, Plans
+from perseus_planner.runtime.program import Program
+from perseus_planner.runtime.straggling import Straggling
+from perseus_planner.runtime.telemetry import RanIteration, Telemetry
+
+MAX_CHANGES_PER_S = 100.0
+"""Clock changes of one node in a second, at most: a call holds the driver's lock for about 6 ms (facts of an A800)."""
+
+_LEAVE_S = 10.0
+
+
+class Runtime:
+    """What is under way inside the block of `planner_runtime`, on this rank."""
+
+    def __init__(
+        self,
+        pipeline: int,
+        pilot: JobPilot,
+        telemetry: Telemetry,
+        accepts: Callable[[int, Plans], Program],
+        wake: Callable[[], None],
+    ) -> None:
+        self._pipeline, self._pilot, self._telemetry = pipeline, pilot, telemetry
+        self._accepts, self._wake = accepts, wake
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan that this rank's pipeline runs by; None where there is none."""
+        program = self._pilot.program
+        return None if program is None else program.plan
+
+    @property
+    def pipeline(self) -> int:
+        """Which data-parallel pipeline this rank is in, from 0."""
+        return self._pipeline
+
+    @property
+    def problem(self) -> str | None:
+        """Why no clocks are set, if that has a reason beside the plan; None: they are."""
+        return self._pilot.problem
+
+    @property
+    def iterations(self) -> tuple[RanIteration, ...]:
+        """The last iterations of this rank, as measured."""
+        return self._telemetry.iterations
+
+    def switch_to(self, plan: GivenPlan) -> Proposal:
+        """Let all ranks of all pipelines go over to another plan at the same iteration; called on any one rank.
+
+        Returns at once. The plan takes effect at an iteration's begin, when every rank has read it and found that it
+        fits; a newer one that is proposed before takes its place.
+
+        Args:
+            plan: for all pipelines, or by the number of each.
+
+        Raises:
+            PlanError: it cannot be read, or is not what the engine runs.
+        """
+        plans = Plans.given(plan)
+        self._accepts(0, plans)
+        proposal = self._pilot.agreement.propose(plans.dumps())
+        self._wake()
+        return proposal
+
+
+@contextmanager
+def planner_runtime(
+    engine: Any,
+    *,
+    plan: GivenPlan,
+    gpu: str = "cuda",
+    dry_run: bool = False,
+    trace: str | os.PathLike[str] | None = None,
+    max_changes_per_s: float = MAX_CHANGES_PER_S,
+    on_straggling: Callable[[Straggling], None] | None = None,
+) -> Iterator[Runtime]:
+    """Train `engine` by a plan inside the block: every computation at its clock; on leaving, clocks are reset.
+
+    Every rank enters and leaves it. Training never waits for a clock, and goes on without them, with one notice through
+    the logger `perseus_planner.runtime`, whatever happens to what sets them.
+
+    Args:
+        engine: a DeepSpeed PipelineEngine; a Megatron-core model, or the list of its chunks; or a schedule of
+            torch.distributed.pipelining.
+        plan: the plan or its file, or such for each pipeline by its number; that of rank 0 counts, and is sent to all.
+        gpu: each rank's GPU, as for `open_gpu`, or a back-end alone: "cuda", "nvml", "zeusd", "command".
+        dry_run: do all but set clocks.
+        trace: a folder in which the ranks write what ran, for `planner show` and `planner calibrate`.
+        max_changes_per_s: clock changes of one node in a second, at most.
+        on_straggling: told, on a thread of the runtime's own, when this rank's GPU turns out slow or throttled, and
+            when that is over.
+
+    Raises:
+        PlanError: the plan is none, or not what the engine runs: names the first difference.
+        GpuHeld: another job that lives sets one of the GPUs.
+        UsageError: `engine` or `gpu` is not what can be run here.
+        RankError: another rank has refused, and says why.
+    """
+    job, process = this_job(), os.getpid()
+    adapter, notices = engine_of(engine), Notices(job)
+    settings = Settings(plan, gpu, dry_run, max_changes_per_s)
+    with ExitStack() as stack:
+        joined = join(adapter, job, settings, notices, stack)
+        telemetry = Telemetry(job.rank, adapter.seat, joined.pipeline, None if trace is None else Path(trace))
+        background, marks = Background(), _marks(adapter, joined.connection, notices, stack)
+
+        def accepts(version: int, plans: Plans) -> Program:
+            program = program_of(adapter, plans, version, joined.pipeline)
+            if joined.gpu is not None:
+                check_gpu(program, joined.gpu)
+            return program
+
+        pilot = JobPilot(job, accepts, background.wake)
+        pilot.start(joined.program)
+        rounds = Rounds(pilot, marks, telemetry, notices, joined.connection)
+        try:
+            with adapter.attached(Hook(marks, pilot, joined.program)):
+                background.start(rounds.once, rounds.descriptors)
+                yield Runtime(joined.pipeline, pilot, telemetry, accepts, background.wake)
+        finally:
+            if os.getpid() == process:  # what a forked child leaves is its parent's
+                _leave(joined.connection, background, rounds, notices)
+
+
+def _leave(connection: Connection | None, background: Background, rounds: Rounds, notices: Notices) -> None:
+    """Reset this rank's GPU, before an exception of the training goes on its way; then close the books."""
+    if connection is not None:
+        connection.word[0] = NOTHING
+    stopped = background.stop()
+    if connection is not None:
+        problem = connection.leave(_LEAVE_S)
+        if problem is not None:
+            notices.say("leaving", problem, everywhere=True)
+    if stopped:
+        rounds.close()
+
+
+def _marks(engine: Engine, connection: Connection | None, notices: Notices, stack: ExitStack) -> Marks:
+    """How this rank tells its controller; where there is none, it tells nobody."""
+    if connection is not None and engine.device.type != "cuda":
+        return HostMarks(connection.word)
+    if connection is not None:
+        from perseus_planner.runtime.cuda_marks import CudaMarks
+
+        try:
+            return stack.enter_context(CudaMarks(connection.page, engine.device))
+        except GpuError as error:
+            notices.say("marks", f"no clock can be set: {error}; training goes on without")
+    return HostMarks(memoryview(bytearray(8)).cast("Q"))
