@@ -26,7 +26,10 @@ class Ended:
 
 
 def ranks(program: str, count: int, folder: Path, *arguments: str) -> list[Ended]:
-    """What becomes of `count` ranks that run a function of rank_programs.py; nobody ends one when another dies."""
+    """What becomes of `count` ranks that run a program; nobody ends one when another dies.
+
+    It is a function of rank_programs.py, or "module:function" of another one here.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import json
 import os
 import signal
@@ -218,7 +219,9 @@ def _become_rank(rank: int, request: dict[str, Any]) -> int:
         os.dup2(os.open(f"{name}-{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), stream)
     os.environ.update(request["environment"], RANK=str(rank), LOCAL_RANK=str(rank))
     try:
-        globals()[request["program"]](*request["arguments"])
+        module, _, name = request["program"].rpartition(":")
+        functions = vars(importlib.import_module(module)) if module else globals()
+        functions[name](*request["arguments"])
     except SystemExit as end:
         return int(end.code or 0)
     except BaseException:
