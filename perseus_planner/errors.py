@@ -14,7 +14,8 @@
     │   ├── GpuNotSupported      it has no such function: the GPU, its driver, or the back-end
     │   ├── GpuNotPermitted      this process may not
     │   ├── GpuLost              it has fallen off the bus, or its daemon is gone
-    │   └── GpuHeld              another process sets its clocks
+    │   ├── GpuHeld              another process sets its clocks
+    │   └── ControllerLost       the process that sets the clocks of this node's GPUs has ended
     ├── RankError                a rank of a job cannot go on because of another one
     │   └── EndedElsewhere       that one has said why already
     └── UsageError               a value on the command line or in a call that cannot be used
@@ -138,6 +139,10 @@ class GpuLost(GpuError):
 
 class GpuHeld(GpuError):
     """Another process, which lives, sets this GPU's clocks."""
+
+
+class ControllerLost(GpuError):
+    """The process that sets the clocks of this node's GPUs has ended, or cannot be reached."""
 
 
 class RankError(PlannerError):

@@ -23,7 +23,7 @@ def undo(gpu: Gpu, record: Record) -> None:
     if record.sets_clock:
         gpu.reset_clocks()
     if record.sets_power_limit:
-        _put_back_power_limit(gpu, record.power_limit_w)
+        put_back_power_limit(gpu, record.power_limit_w)
 
 
 def release(gpu: Gpu, record: Record) -> bool:
@@ -68,7 +68,7 @@ def in_turn(action: Action, taken: Sequence[tuple[Gpu, Record]]) -> list[Failure
     return failures
 
 
-def _put_back_power_limit(gpu: Gpu, before_w: float | None) -> None:
+def put_back_power_limit(gpu: Gpu, before_w: float | None) -> None:
     """By way of the default, so that a limit that something else imposes for now is not made to last."""
     if before_w is not None and abs(gpu.power_limit_w() - before_w) < _NEAR_W:
         return

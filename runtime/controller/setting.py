@@ -1,0 +1,47 @@
+"""How a value becomes a clock or a power limit of a GPU."""
+
+from __future__ import annotations
+
+from perseus_planner.errors import GpuError
+from perseus_planner.gpu.holding.release import put_back_power_limit
+from perseus_planner.gpu.protocol import Gpu
+from perseus_planner.runtime.controller.messages import Knob
+from perseus_planner.runtime.controller.pacing import RESET
+
+
+class Setting:
+    """One GPU's knob.
+
+    Raises:
+        GpuError: the power limit that was in force before, to which a reset goes back, cannot be read.
+    """
+
+    def __init__(self, gpu: Gpu, knob: Knob) -> None:
+        self._gpu, self._knob = gpu, knob
+        self._before_w = gpu.power_limit_w() if knob == "power-limit" else None
+
+    def set(self, value: int) -> None:
+        """Set the GPU to `value`, MHz or watts, or reset it where that is `RESET`.
+
+        Raises:
+            GpuError: it did not do that.
+        """
+        if self._knob == "observed":
+            return
+        if self._knob == "power-limit":
+            if value == RESET:
+                put_back_power_limit(self._gpu, self._before_w)
+            else:
+                self._gpu.set_power_limit_w(float(value))
+        elif value == RESET:
+            self._gpu.reset_clocks()
+        else:
+            self._gpu.set_clock_mhz(value)
+
+    def reset(self) -> str | None:
+        """Reset the GPU; what went wrong."""
+        try:
+            self.set(RESET)
+        except GpuError as error:
+            return str(error)
+        return None
