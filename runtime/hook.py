@@ -75,14 +75,9 @@ class Hook:
         """A computation begins."""
         self._marks.begin()
         place = self._place
-        if place < self._count:
-            if self._order[place] == (stage, kind, microbatch):
-                return
-            planned = str(self._order[place])
-        else:
-            planned = "nothing more"
-        if self._deviation is None:
-            self._leave(f"{Computation(stage, kind, microbatch)}, where the plan has {planned}")
+        planned = self._order[place] if place < self._count else None
+        if planned != (stage, kind, microbatch) and self._deviation is None and self._program is not None:
+            self._leave(f"{Computation(stage, kind, microbatch)}, where the plan has {planned or 'nothing more'}")
 
     def end(self) -> None:
         """It has ended: what follows it needs its clock."""

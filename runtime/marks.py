@@ -16,6 +16,9 @@ from typing import Protocol
 NOTHING = 0
 """The word of a rank that wants no clock: its GPU is reset."""
 
+KEPT = 64
+"""How many iterations are timed ahead of who reads the times."""
+
 
 def word(place: int, value: int) -> int:
     """What a rank writes when `value` (MHz, or watts) is to hold for the computation at `place` of its program."""
@@ -60,13 +63,19 @@ class Marks(Protocol):
         """A computation begins."""
 
     def end(self) -> None:
-        """It ends."""
+        """The computation that began last ends."""
 
     def end_iteration(self) -> None:
         """The iteration ends."""
 
     def finished(self) -> list[Timed]:
-        """The iterations whose times are known by now and have not been given yet; never waits. For another thread."""
+        """The iterations whose times are known by now and have not been given yet; never waits. For another thread.
+
+        Where nobody asks, the times of `KEPT` iterations are kept.
+
+        Raises:
+            GpuError: the device tells no more.
+        """
 
 
 class HostMarks:
@@ -80,8 +89,10 @@ class HostMarks:
         self._shared = shared
         self._words: Sequence[int] = ()
         self._number = 0
-        self._times_ns: list[int] = []
-        self._finished: deque[Timed] = deque()
+        self._iteration_begin_ns = 0
+        self._begin_ns = 0
+        self._spans_ns: list[tuple[int, int]] = []
+        self._finished: deque[Timed] = deque(maxlen=KEPT)
 
     def load(self, words: Sequence[int]) -> None:
         """See `Marks.load`."""
@@ -93,22 +104,24 @@ class HostMarks:
 
     def begin_iteration(self, number: int) -> None:
         """See `Marks.begin_iteration`."""
-        self._number, self._times_ns = number, [time.monotonic_ns()]
+        self._number, self._iteration_begin_ns, self._spans_ns = number, time.monotonic_ns(), []
 
     def begin(self) -> None:
         """See `Marks.begin`."""
-        self._times_ns.append(time.monotonic_ns())
+        self._begin_ns = time.monotonic_ns()
 
     def end(self) -> None:
         """See `Marks.end`."""
-        self._times_ns.append(time.monotonic_ns())
+        self._spans_ns.append((self._begin_ns, time.monotonic_ns()))
 
     def end_iteration(self) -> None:
         """See `Marks.end_iteration`."""
-        begin_ns, *times_ns = self._times_ns
-        spans = tuple(zip(times_ns[0::2], times_ns[1::2], strict=False))
-        self._finished.append(Timed(self._number, begin_ns, spans, time.monotonic_ns()))
+        spans_ns = tuple(self._spans_ns)
+        self._finished.append(Timed(self._number, self._iteration_begin_ns, spans_ns, time.monotonic_ns()))
 
     def finished(self) -> list[Timed]:
         """See `Marks.finished`."""
-        return [self._finished.popleft() for _ in range(len(self._finished))]
+        found = []
+        while self._finished:
+            found.append(self._finished.popleft())
+        return found

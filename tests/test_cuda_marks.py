@@ -1,0 +1,277 @@
+"""Marks on CUDA, on a stand-in for the device: words and times in the device's order, and nothing waits for it."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+import threading
+from collections import deque
+from collections.abc import Sequence
+from itertools import pairwise
+from mmap import mmap
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from fake_torch_cuda import FakeCuda
+from hypothesis import given
+from hypothesis import strategies as st
+
+from perseus_planner.errors import GpuError, GpuNotSupported
+from perseus_planner.runtime import device_clock
+from perseus_planner.runtime.cuda_driver import Driver
+from perseus_planner.runtime.cuda_marks import CudaMarks
+from perseus_planner.runtime.marks import KEPT, NOTHING, word
+
+MS = 1_000_000
+
+
+class Rig:
+    """Marks on a stand-in device, and what ought to come of what they are told."""
+
+    def __init__(self, cuda: FakeCuda | None = None) -> None:
+        self.cuda = FakeCuda() if cuda is None else cuda
+        self.page = mmap(-1, 4096)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(device_clock.time, "monotonic_ns", lambda: self.cuda.now_ns)
+            self.marks = CudaMarks(self.page, "cuda:0", self.cuda, Driver(self.cuda))  # type: ignore[arg-type]
+        self.marks._clock._now_ns = lambda: self.cuda.now_ns
+        self.cuda.run()
+        self.waits = self.cuda.waits
+
+    @property
+    def word(self) -> int:
+        return struct.unpack_from("=Q", self.page)[0]
+
+    def iteration(self, number: int, durations_ns: Sequence[int]) -> None:
+        self.marks.begin_iteration(number)
+        for duration_ns in durations_ns:
+            self.marks.begin()
+            self.cuda.work(duration_ns)
+            self.marks.end()
+        self.marks.end_iteration()
+
+
+def flat(timed: Any) -> list[int]:
+    return [timed.begin_ns, *(time_ns for span in timed.spans_ns for time_ns in span), timed.end_ns]
+
+
+def gaps(times_ns: Sequence[int]) -> list[int]:
+    return [b - a for a, b in pairwise(times_ns)]
+
+
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("load"), st.lists(st.integers(1, 2000), min_size=1, max_size=4)),
+        st.tuples(st.just("want"), st.integers(-1, 3)),
+        st.tuples(st.just("run"), st.integers(1, 4)),
+    ),
+    max_size=40,
+)
+
+
+@given(STEPS)
+def test_a_word_appears_when_the_device_comes_to_it_whatever_plan_has_been_loaded_since(steps):
+    rig = Rig()
+    rig.marks.load([])
+    words, expected, seen = [NOTHING], 0, []
+    planned: deque[int | None] = deque()
+    for what, value in steps:
+        if what == "load":
+            words = [word(i, clock) for i, clock in enumerate(value)] + [NOTHING]
+            rig.marks.load(words[:-1])
+        elif what == "want":
+            index = value if value < len(words) - 1 else -1
+            rig.cuda.work(MS)
+            rig.marks.want(index)
+            planned.extend((None, words[index]))
+        else:
+            for _ in range(value):
+                rig.cuda.run(1)
+                reached = planned.popleft() if planned else None
+                expected = expected if reached is None else reached
+                seen.append(rig.word == expected)
+        assert rig.word == expected
+    assert all(seen)
+    assert rig.cuda.waits == rig.waits
+
+
+@given(
+    iterations=st.lists(st.lists(st.integers(1, 2_000 * MS), max_size=4), min_size=1, max_size=12),
+    pauses_s=st.lists(st.sampled_from([0, 1, 600, 7200]), min_size=12, max_size=12),
+    drift_ppm=st.sampled_from([-80.0, 0.0, 30.0]),
+    steps=st.lists(st.integers(0, 9), min_size=12, max_size=12),
+    is_prompt=st.booleans(),
+)
+def test_times_are_those_of_the_device_whenever_they_are_read(iterations, pauses_s, drift_ppm, steps, is_prompt):
+    rig, found = Rig(FakeCuda(drift_ppm, is_prompt)), []
+    for number, (durations_ns, pause_s, count) in enumerate(zip(iterations, pauses_s, steps, strict=False)):
+        rig.cuda.passes(pause_s * 1_000 * MS)
+        rig.iteration(number, durations_ns)
+        rig.cuda.run(count)
+        found += rig.marks.finished()
+    rig.cuda.run()
+    found += rig.marks.finished()
+    if not is_prompt:
+        rig.cuda.run()
+        found += rig.marks.finished()
+    assert rig.cuda.waits == rig.waits
+    assert [timed.number for timed in found] == list(range(len(iterations)))
+    truth = iter(rig.cuda.events_ns)
+    for timed in found:
+        told = flat(timed)
+        true = [next(truth) for _ in told]
+        lengths_ns = zip(gaps(told), gaps(true), strict=True)
+        assert all(abs(a - b) <= 1 + b * (abs(drift_ppm) * 1e-6 + 2**-24) for a, b in lengths_ns)
+
+
+@pytest.mark.parametrize("drift_ppm", [-80.0, 30.0])
+@pytest.mark.parametrize("is_prompt", [True, False])
+def test_times_do_not_go_astray_over_days(drift_ppm, is_prompt):
+    rig, worst_ns = Rig(FakeCuda(drift_ppm, is_prompt)), 0
+    for number in range(300):
+        rig.cuda.passes(1_800_000 * MS)
+        rig.cuda.events_ns.clear()
+        rig.iteration(number, [500 * MS, 700 * MS])
+        rig.cuda.run()
+        found = rig.marks.finished()
+        if not is_prompt:
+            rig.cuda.run()
+            found = rig.marks.finished()
+        (timed,) = found
+        worst_ns = max(worst_ns, *(abs(a - b) for a, b in zip(flat(timed), rig.cuda.events_ns, strict=True)))
+    assert rig.cuda.now_ns > 6 * 86_400_000 * MS
+    drift_ns, rounding_ns, looking_ns = 1_200 * MS * abs(drift_ppm) * 1e-6, 1_800_000 * MS * 2**-24, 200_000
+    assert worst_ns <= drift_ns + rounding_ns + looking_ns
+
+
+def test_nothing_is_told_of_an_iteration_that_the_device_has_not_ended():
+    rig = Rig()
+    rig.iteration(0, [MS, MS])
+    while rig.cuda.queued:
+        assert rig.marks.finished() == []
+        rig.cuda.run(1)
+    assert [timed.number for timed in rig.marks.finished()] == [0]
+    assert rig.marks.finished() == []
+    assert rig.cuda.waits == rig.waits
+
+
+def test_a_capture_of_a_graph_is_left_alone_and_what_was_wanted_in_it_is_written_after_it():
+    rig = Rig()
+    rig.marks.load([word(0, 900), word(1, 800)])
+    rig.iteration(0, [MS])
+    rig.cuda.run()
+    rig.marks.begin_iteration(1)
+    rig.marks.begin()
+    rig.cuda.is_capturing = True
+    rig.marks.want(0)
+    rig.marks.end()
+    rig.marks.want(1)
+    assert [timed.number for timed in rig.marks.finished()] == [0]
+    rig.cuda.is_capturing = False
+    assert rig.cuda.broken_by == []
+    rig.marks.end_iteration()
+    rig.cuda.run()
+    assert rig.word == word(1, 800)
+    rig.iteration(2, [MS])
+    rig.cuda.run()
+    assert [timed.number for timed in rig.marks.finished()] == [2]
+
+
+def test_a_computation_that_is_broken_off_has_no_span():
+    rig = Rig()
+    rig.marks.begin_iteration(0)
+    rig.marks.begin()
+    rig.marks.end()
+    rig.marks.begin()
+    rig.marks.end_iteration()
+    rig.cuda.run()
+    (timed,) = rig.marks.finished()
+    assert len(timed.spans_ns) == 1
+
+
+def test_where_nobody_reads_the_times_no_more_are_kept():
+    rig = Rig()
+    for number in range(2 * KEPT):
+        rig.iteration(number, [MS])
+        rig.cuda.run()
+    assert [timed.number for timed in rig.marks.finished()] == list(range(KEPT))
+    rig.iteration(7, [MS])
+    rig.cuda.run()
+    assert [timed.number for timed in rig.marks.finished()] == [7]
+
+
+@pytest.mark.parametrize(
+    "function", ["cuMemHostRegister_v2", "cuMemHostGetDevicePointer_v2", "cuStreamWriteValue64_v2"]
+)
+def test_a_refusal_is_told_with_its_reason_and_leaves_nothing_behind(function):
+    cuda, page = FakeCuda(refuses={function: 800}), mmap(-1, 4096)
+    with pytest.raises(GpuError, match=r"the CUDA driver answers error 800 \(operation not permitted\) to cu"):
+        CudaMarks(page, "cuda:0", cuda, Driver(cuda))  # type: ignore[arg-type]
+    assert cuda.registered == set()
+
+
+def test_where_the_device_refuses_later_training_goes_on_and_the_reader_is_told():
+    rig = Rig()
+    rig.marks.load([word(0, 900)])
+    rig.cuda.refuses["cuStreamWriteValue64_v2"] = 700
+    rig.marks.want(0)
+    rig.iteration(0, [MS])
+    rig.cuda.run()
+    with pytest.raises(GpuError, match="error 700"):
+        rig.marks.finished()
+
+
+@pytest.mark.parametrize("name", ["current_stream", "Event", "is_current_stream_capturing"])
+def test_an_error_of_cuda_is_not_raised_in_training(name, monkeypatch):
+    def fail(*arguments: object, **named: object) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    rig = Rig()
+    monkeypatch.setattr(rig.cuda, name, fail)
+    rig.marks.load([])
+    rig.marks.want(-1)
+    rig.iteration(0, [MS])
+    with pytest.raises(GpuError, match="illegal memory access"):
+        rig.marks.finished()
+
+
+def test_the_page_is_let_go_when_the_device_has_written_all():
+    rig = Rig()
+    with rig.marks:
+        rig.marks.load([word(0, 900)])
+        rig.cuda.work(MS)
+        rig.marks.want(0)
+        with pytest.raises(BufferError):
+            rig.page.close()
+    assert rig.word == word(0, 900)
+    assert rig.cuda.registered == set()
+    assert rig.marks.close()
+    rig.marks.want(0)
+    assert rig.cuda.queued == 0
+    rig.page.close()
+
+
+def test_a_device_that_hangs_is_not_waited_for_and_keeps_the_page(monkeypatch):
+    rig = Rig()
+    hangs = threading.Event()
+    monkeypatch.setattr(rig.cuda, "synchronize", lambda device: hangs.wait())
+    assert not rig.marks.close(timeout_s=0.01)
+    assert rig.cuda.registered
+    with pytest.raises(BufferError):
+        rig.page.close()
+    hangs.set()
+    assert rig.marks.close()
+
+
+def test_a_driver_that_is_too_old_or_missing_is_refused(monkeypatch):
+    old = SimpleNamespace(cuMemHostRegister_v2=None, cuMemHostUnregister=None, cuMemHostGetDevicePointer_v2=None)
+    with pytest.raises(GpuNotSupported, match="has no cuStreamWriteValue64_v2; update it"):
+        Driver(old)
+
+    def missing(name: str) -> None:
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.setattr(ctypes, "CDLL", missing)
+    with pytest.raises(GpuError, match=r"cannot load libcuda\.so\.1"):
+        Driver()

@@ -1,0 +1,228 @@
+"""The hook against a plain model of its three rules: the word that stands at every moment, whatever an engine does."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cache
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import smooth_profile
+
+from perseus_planner import Frontier, schedules, solve
+from perseus_planner.errors import PlanError
+from perseus_planner.runtime.hook import Hook
+from perseus_planner.runtime.marks import KEPT, NOTHING, HostMarks, place_and_value, word
+from perseus_planner.runtime.program import Program
+from perseus_planner.schedules import Computation
+
+
+@cache
+def frontier(microbatches: int, kind: str) -> Frontier:
+    make = {"1f1b": schedules.one_f_one_b, "gpipe": schedules.gpipe}[kind]
+    return solve(smooth_profile(2), make(2, microbatches))
+
+
+@cache
+def program(microbatches: int, kind: str, slowdown: float, rank: int, version: int = 1) -> Program:
+    found = frontier(microbatches, kind)
+    return Program(version, found.plan_for(slowdown * found.baseline_time_s), rank)
+
+
+PROGRAMS = st.builds(
+    program,
+    st.sampled_from([1, 2, 3]),
+    st.sampled_from(["1f1b", "gpipe"]),
+    st.sampled_from([1.0, 1.1, 1.3]),
+    st.just(1),
+    st.sampled_from([1, 2]),
+)
+COMPUTATIONS = st.builds(Computation, st.integers(0, 1), st.sampled_from("FB"), st.integers(0, 3))
+
+
+@dataclass
+class Ran:
+    """What an engine does in one iteration, and by what."""
+
+    program: Program | None
+    microbatches: int | None
+    computations: list[Computation]
+    is_broken_off: bool  #: in the last computation, after which nothing more is told
+
+
+@st.composite
+def behaviours(draw: st.DrawFn, programs: list[Program | None]) -> Ran:
+    chosen = draw(st.sampled_from(programs))
+    planned = list(chosen.computations) if chosen is not None else draw(st.lists(COMPUTATIONS, max_size=4))
+    kind = draw(st.sampled_from(["planned", "planned", "planned", "fewer", "more", "other order", "anything"]))
+    if kind == "fewer":
+        planned = planned[: draw(st.integers(0, len(planned)))]
+    elif kind == "more":
+        planned += draw(st.lists(COMPUTATIONS, min_size=1, max_size=3))
+    elif kind == "other order":
+        planned = draw(st.permutations(planned))
+    elif kind == "anything":
+        planned = draw(st.lists(COMPUTATIONS, max_size=8))
+    said = st.sampled_from([None, chosen.plan.schedule.microbatches if chosen is not None else 2, 7])
+    return Ran(chosen, draw(said), planned, bool(planned) and draw(st.integers(0, 5)) == 0)
+
+
+@st.composite
+def runs(draw: st.DrawFn) -> tuple[Program | None, list[Ran]]:
+    programs = [*draw(st.lists(PROGRAMS, min_size=1, max_size=2)), None]
+    return draw(st.sampled_from(programs)), draw(st.lists(behaviours(programs), max_size=7))
+
+
+def begins_as_planned(ran: Ran, count: int) -> bool:
+    """Whether the first `count` computations are those of the program, of a right number of microbatches."""
+    assert ran.program is not None
+    right = (None, ran.program.plan.schedule.microbatches)
+    return ran.microbatches in right and tuple(ran.computations[:count]) == ran.program.computations[:count]
+
+
+def is_clean(ran: Ran) -> bool:
+    if ran.program is None or ran.is_broken_off:
+        return False
+    return begins_as_planned(ran, len(ran.computations)) and len(ran.computations) == len(ran.program.computations)
+
+
+def standing(before: list[Ran], first: Program | None, ran: Ran, begun: int, ended: int) -> int:
+    """The word in an iteration when so many computations have begun and ended: the rules, read from the history."""
+    earlier = before[-1].program if before else first
+    is_followed = ran.program is not earlier or not before or is_clean(before[-1])
+    if ran.program is None or not is_followed or not begins_as_planned(ran, begun):
+        return NOTHING
+    clocks = ran.program.clocks
+    return word(ended % len(clocks), clocks[ended % len(clocks)])
+
+
+def after(ran: Ran) -> int:
+    return word(0, ran.program.clocks[0]) if ran.program is not None and is_clean(ran) else NOTHING
+
+
+@dataclass
+class Recorder:
+    """A pilot that answers from a list and keeps what it is told."""
+
+    programs: list[Program | None]
+    asked: list[int] = field(default_factory=list)
+    quarters: list[int] = field(default_factory=list)
+    endings: list[tuple[int, Program | None, str | None]] = field(default_factory=list)
+
+    def program_for(self, iteration: int) -> Program | None:
+        self.asked.append(iteration)
+        return self.programs[iteration]
+
+    def three_quarters(self, iteration: int) -> None:
+        self.quarters.append(iteration)
+
+    def ended(self, iteration: int, program: Program | None, deviation: str | None) -> None:
+        self.endings.append((iteration, program, deviation))
+
+
+@given(runs())
+def test_at_every_moment_the_word_is_what_the_rules_say(run):
+    first, behaviour = run
+    shared, pilot = memoryview(bytearray(8)).cast("Q"), Recorder([ran.program for ran in behaviour])
+    marks = HostMarks(shared)
+    hook = Hook(marks, pilot, first)
+    assert shared[0] == (word(0, first.clocks[0]) if first is not None else NOTHING)
+    spans = []
+    for number, ran in enumerate(behaviour):
+        before = behaviour[:number]
+        hook.begin_iteration(ran.microbatches)
+        assert shared[0] == standing(before, first, ran, 0, 0)
+        assert hook.iteration == number
+        for place, computation in enumerate(ran.computations):
+            hook.begin(*computation)
+            assert shared[0] == standing(before, first, ran, place + 1, place)
+            if ran.is_broken_off and place == len(ran.computations) - 1:
+                break
+            hook.end()
+            assert shared[0] == standing(before, first, ran, place + 1, place + 1)
+        spans.append(len(ran.computations) - ran.is_broken_off)
+        if not ran.is_broken_off:
+            hook.end_iteration()
+            assert shared[0] == after(ran)
+    hook.end_iteration()
+    hook.end_iteration()
+    assert not behaviour or shared[0] == after(behaviour[-1])
+    assert pilot.asked == list(range(len(behaviour)))
+    told = [(number, program, deviation is None) for number, program, deviation in pilot.endings]
+    expected = [(i, ran.program, ran.program is None or is_clean(ran)) for i, ran in enumerate(behaviour)]
+    assert told == expected
+    counts = [max(1, 3 * len(ran.program.computations) // 4) if ran.program is not None else 1 for ran in behaviour]
+    assert pilot.quarters == [i for i, (done, count) in enumerate(zip(spans, counts, strict=True)) if done >= count]
+    timed = marks.finished()
+    assert [(each.number, len(each.spans_ns)) for each in timed] == list(enumerate(spans))
+    for each in timed:
+        times = [each.begin_ns, *(time_ns for span in each.spans_ns for time_ns in span), each.end_ns]
+        assert times == sorted(times)
+
+
+@pytest.mark.parametrize(
+    ("microbatches", "computations", "said"),
+    [
+        (3, [], "3 microbatches, and the plan has 2"),
+        (2, ["1F0", "1F1"], "1F1, where the plan has 1B0"),
+        (2, ["1F0", "1B0", "1F1", "1B1", "1F2"], "1F2, where the plan has nothing more"),
+        (None, ["1F0", "1B0"], "2 computations, and the plan has 4"),
+        (2, ["1F0", "1B0", "1F1", "1B1"], None),
+    ],
+)
+def test_what_the_engine_did_otherwise_is_told_once(microbatches, computations, said):
+    pilot = Recorder([program(2, "1f1b", 1.0, 1)])
+    hook = Hook(HostMarks(memoryview(bytearray(8)).cast("Q")), pilot, pilot.programs[0])
+    hook.begin_iteration(microbatches)
+    for text in computations:
+        hook.begin(*Computation.parse(text))
+        hook.end()
+    hook.end_iteration()
+    ((_, _, deviation),) = pilot.endings
+    assert deviation == said
+
+
+@given(st.integers(0, 2**30), st.integers(1, 2**32 - 1))
+def test_a_word_holds_a_place_and_a_value(place, value):
+    assert place_and_value(word(place, value)) == (place, value)
+    assert 0 < word(place, value) < 2**63
+    assert place_and_value(NOTHING) == (None, 0)
+
+
+def test_times_that_nobody_reads_do_not_pile_up():
+    marks = HostMarks(memoryview(bytearray(8)).cast("Q"))
+    for number in range(2 * KEPT):
+        marks.begin_iteration(number)
+        marks.end_iteration()
+    assert [each.number for each in marks.finished()] == list(range(KEPT, 2 * KEPT))
+    assert marks.finished() == []
+
+
+def test_a_program_is_its_ranks_part_of_the_plan():
+    for rank in (0, 1):
+        part = program(3, "1f1b", 1.1, rank)
+        assert part.computations == part.plan.schedule.ranks[rank]
+        assert [part.plan.clocks[str(each)] for each in part.computations] == list(part.clocks)
+
+
+@pytest.mark.parametrize("rank", [-1, 2])
+def test_a_rank_that_the_plan_does_not_have_is_refused(rank):
+    expected = f"the plan is for 2 ranks of a pipeline, and this is rank {rank} of one; "
+    with pytest.raises(PlanError, match=expected):
+        Program(1, program(2, "1f1b", 1.0, 0).plan, rank)
+
+
+@given(st.data())
+def test_an_engines_order_is_refused_at_its_first_difference(data):
+    part = program(2, "1f1b", 1.0, 1)
+    order = tuple(data.draw(st.one_of(st.permutations(part.computations), st.lists(COMPUTATIONS, max_size=6))))
+    if order == part.computations:
+        part.check_order(order, "an engine")
+        return
+    with pytest.raises(PlanError) as refused:
+        part.check_order(order, "an engine")
+    place = next(i for i in range(7) if order[i : i + 1] != part.computations[i : i + 1])
+    there, here = ([*map(str, each[place : place + 1]), "none"][0] for each in (order, part.computations))
+    assert f"computation {place + 1} is {there} there and {here} in the plan" in str(refused.value)
+    assert "is not what an engine runs on rank 1 of the pipeline" in str(refused.value)
