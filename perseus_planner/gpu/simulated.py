@@ -101,12 +101,12 @@ class SimulatedGpu(ModelGpu):
         """
         self._called()
         load = self.model.load(work) if isinstance(work, Work) else work
-        self._chip.execute(load, repetitions, *self._noise(work, repetitions))
+        self._chip.execute(load, repetitions, *self._noise(self._chip, work, repetitions))
 
     def block(self, duration_s: float) -> None:
         """Wait for a neighbour's message for so many seconds of virtual time."""
         self._called()
-        self._chip.execute(self.model.blocking(), duration_s, 1.0, self._noise("block", 1)[1])
+        self._chip.execute(self._chip.waiting, duration_s, 1.0, self._noise(self._chip, "block", 1)[1])
 
     def close(self) -> None:
         """Nothing is to be given back."""

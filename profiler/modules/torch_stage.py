@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Any
 from perseus_planner.errors import UsageError
 from perseus_planner.gpu import Gpu
 from perseus_planner.gpu.simulated import SimulatedGpu
-from perseus_planner.profiler.modules.autograd import Microbatch
-from perseus_planner.profiler.modules.module_state import as_found
-from perseus_planner.profiler.modules.torch_work import counted
-from perseus_planner.profiler.modules.values import first_device
 from perseus_planner.profiler.stage import Run, Stage, Timed
+from perseus_planner.workload.torch_microbatch import Microbatch
+from perseus_planner.workload.torch_state import as_found
+from perseus_planner.workload.torch_values import first_device
+from perseus_planner.workload.torch_work import counted
 
 if TYPE_CHECKING:
     import torch

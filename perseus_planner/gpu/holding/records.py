@@ -119,7 +119,7 @@ def page(uuid: str) -> Iterator[Page]:
     """
     from filelock import FileLock, Timeout
 
-    with state_folder(create=True) as folder:
+    with open_folder(create=True) as folder:
         assert folder is not None  # it was made where there was none
         lock = FileLock(str(folder / f"{_stem(uuid)}.lock"), timeout=_LOCK_S, mode=0o666)
         try:
@@ -142,7 +142,7 @@ def read_records() -> tuple[list[Record], list[str]]:
     Raises:
         GpuError: the folder cannot be used.
     """
-    with state_folder(create=False) as folder:
+    with open_folder(create=False) as folder:
         return _read(folder, "*.json") if folder else ([], [])
 
 
@@ -154,13 +154,13 @@ def recorded_uuids() -> list[str]:
     """
     from urllib.parse import unquote
 
-    with state_folder(create=False) as folder:
+    with open_folder(create=False) as folder:
         names = [path.name for path in folder.iterdir()] if folder else []
     return sorted({unquote(match["uuid"]) for name in names if (match := _FILE.fullmatch(name))})
 
 
 @contextmanager
-def state_folder(*, create: bool) -> Iterator[Path | None]:
+def open_folder(*, create: bool) -> Iterator[Path | None]:
     """The folder, by a path that goes on to mean it whatever is put in its place; None: there is none.
 
     Raises:

@@ -41,6 +41,7 @@ class Chip:
         self.temperature_c = conditions.air_c + model.warming_k_per_w * idle_w
         faults = conditions.faults
         self.meter = Meter(conditions.step_s, phase_s, model.sensor_s, faults.counter_stuck_at_s, idle_w)
+        self.waiting = model.blocking()  #: one second of waiting for a message
         self._model, self._conditions, self._faults = model, conditions, faults
         # Until when the clock is still what it was, and what was locked then.
         self._before: tuple[float, int | None] = (0.0, None)

@@ -183,9 +183,8 @@ class ModelGpu(ABC):
             return self.conditions.call_s
         return float(np.interp(self._uniform("call", self._again("call"))[0], _QUANTILES, _CALL_S))
 
-    def _noise(self, work: object, repetitions: int) -> tuple[float, float]:
+    def _noise(self, chip: Chip, work: object, repetitions: int) -> tuple[float, float]:
         """What time and power of a call are multiplied by."""
-        chip = self._chip
         conditions, setting = self.conditions, (work, chip.locked_mhz, chip.limit_w)
         one, two, odd, size = self._uniform(*setting, self._again(setting))
         deviation = conditions.noise * max(_LASTING, 1 / math.sqrt(max(1, repetitions)))

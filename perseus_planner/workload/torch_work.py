@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from perseus_planner.gpu.simulated import Work
-from perseus_planner.profiler.modules.values import tensors
+from perseus_planner.workload.torch_values import tensors
 
 
 def counted(action: Callable[[], object]) -> Work:
