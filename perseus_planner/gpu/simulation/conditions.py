@@ -26,7 +26,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from perseus_planner.errors import GpuError, UsageError
 from perseus_planner.quantities import OVERHEAD, Rule
@@ -237,7 +237,7 @@ def parsed(text: str, default: Conditions | None = None) -> tuple[int, Condition
     seed = values.pop("seed", "0")
     if not re.fullmatch("-?[0-9]{1,18}", seed):
         raise GpuError(f"{seed!r} is not a seed: write a whole number, such as 3")
-    numbers = {_FIELDS[name]: _number(name, value) for name, value in values.items()}
+    numbers: dict[str, Any] = {_FIELDS[name]: _number(name, value) for name, value in values.items()}
     return int(seed), replace(default or Conditions(), **numbers, fault=tuple(faults))
 
 
