@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 from perseus_planner.errors import UsageError
 from perseus_planner.gpu import Gpu
-from perseus_planner.profiler.modules.autograd import described
 from perseus_planner.profiler.modules.torch_stage import torch_stage
-from perseus_planner.profiler.modules.values import mapped
 from perseus_planner.profiler.profiling import SweepSettings
 from perseus_planner.profiler.ranks.meeting import TIMEOUT_S, Meeting, Place, local_rank, place_of, process_group
 from perseus_planner.profiler.ranks.together import Block, LocalStage, Request, profiled_alone, profiled_together
 from perseus_planner.profiler.stage import Progress, Stage
 from perseus_planner.profiles import Profile
+from perseus_planner.workload.torch_microbatch import described
+from perseus_planner.workload.torch_values import mapped
 
 if TYPE_CHECKING:
     import torch

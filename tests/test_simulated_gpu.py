@@ -92,7 +92,10 @@ FAULTS = "not-permitted, not-supported:energy, lost@30s, lost@200calls, throttle
     [
         ("a100", f"there is no simulated GPU 'a100'; choose one of: {KNOWN}"),
         ("", f"there is no simulated GPU ''; choose one of: {KNOWN}"),
-        ("v100?speed=3", "option 'speed' is unknown; choose from: seed, noise, outliers, step, air, drift, fault"),
+        (
+            "v100?speed=3",
+            "option 'speed' is unknown; choose from: seed, slower, call, noise, outliers, step, air, drift, fault",
+        ),
         ("v100?", None),
         ("v100?noise", f"'' is not {SHARE}"),
         ("v100?noise=0.3", f"0.3 is not {SHARE}"),

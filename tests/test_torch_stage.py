@@ -11,10 +11,10 @@ import pytest
 from perseus_planner.errors import UsageError
 from perseus_planner.gpu import open_gpu
 from perseus_planner.gpu.simulated import CATALOGUE, Conditions, SimulatedGpu, Work
-from perseus_planner.profiler.modules.module_state import as_found
 from perseus_planner.profiler.modules.torch_stage import callables_stage, torch_stage
-from perseus_planner.profiler.modules.torch_work import counted
 from perseus_planner.profiler.stage import Stage
+from perseus_planner.workload.torch_state import as_found
+from perseus_planner.workload.torch_work import counted
 
 torch = pytest.importorskip("torch")
 nn = torch.nn

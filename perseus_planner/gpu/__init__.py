@@ -6,6 +6,7 @@ zeusd:0                   read by NVML, set by the zeusd daemon, for jobs withou
 command:0                 read by NVML, set by an external command such as `sudo nvidia-smi`: gpu/command.py
 dry-run:nvml:0            read by what follows; what would be set is only recorded
 simulated:a100-sxm        a model, in virtual time; its options: gpu/simulation/conditions.py
+emulated:a100-sxm/0       the same model in real time, GPU 0 of this user on this node: gpu/emulated.py
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from perseus_planner.gpu.protocol import THROTTLE_REASONS, Gpu
 
 __all__ = ["BACK_ENDS", "THROTTLE_REASONS", "Gpu", "locked_clock", "open_gpu"]
 
-BACK_ENDS = ("nvml", "cuda", "zeusd", "command", "dry-run", "simulated")
+BACK_ENDS = ("nvml", "cuda", "zeusd", "command", "dry-run", "simulated", "emulated")
 """What may stand before the colon."""
 
 
@@ -84,4 +85,8 @@ def opened(text: str) -> Gpu:
         from perseus_planner.gpu import simulated
 
         return simulated.opened(which)
+    if back_end == "emulated":
+        from perseus_planner.gpu import emulated
+
+        return emulated.opened(which)
     raise GpuError(f"GPU {text!r}: there is no back-end {back_end!r}; choose one of: {', '.join(BACK_ENDS)}")

@@ -14,29 +14,17 @@ the options `drift=0` and `step=0` take them out.
 
 from __future__ import annotations
 
-import math
 from bisect import bisect, insort
-from collections import Counter
-from collections.abc import Mapping
-from hashlib import blake2b
-from types import MappingProxyType
+from collections.abc import Callable
 
-import numpy as np
-
-from perseus_planner import __version__
-from perseus_planner.errors import GpuError, GpuLost, GpuNotPermitted, GpuNotSupported
+from perseus_planner.errors import GpuError
 from perseus_planner.gpu.simulation.catalogue import CATALOGUE
-from perseus_planner.gpu.simulation.chip import COUNTED, LOST, Chip
-from perseus_planner.gpu.simulation.conditions import NOISE, Conditions, parsed, written
+from perseus_planner.gpu.simulation.chip import COUNTED, Chip
+from perseus_planner.gpu.simulation.conditions import NOISE, Conditions, number_text, parsed, written
 from perseus_planner.gpu.simulation.model import GpuModel, Load, Work
+from perseus_planner.gpu.simulation.model_gpu import ModelGpu
 
 __all__ = ["CATALOGUE", "COUNTED", "NOISE", "Conditions", "GpuModel", "Load", "Node", "SimulatedGpu", "Work", "opened"]
-
-# Quantiles of the time that a call to set a clock takes on an A800 (p50 4.5 ms, p99 13 ms, in an unpublished
-# measurement); their ends are chosen so that the mean is the 6 ms that were measured too.
-_QUANTILES, _CALL_S = (0.0, 0.5, 0.99, 1.0), (1.8e-3, 4.5e-3, 13e-3, 14e-3)
-_LASTING = 0.25  # of the noise of one computation, the share that stays however often a call repeats it
-_LARGEST = 3.0  # standard deviations
 
 
 class Node:
@@ -60,7 +48,7 @@ class Node:
         return start_s + duration_s
 
 
-class SimulatedGpu:
+class SimulatedGpu(ModelGpu):
     """One simulated GPU: a `Gpu` that also runs `Work` and waits for messages, both in virtual time.
 
     Args:
@@ -70,24 +58,18 @@ class SimulatedGpu:
         node: the machine that it is in; None: one of its own.
     """
 
-    origin = "simulated"
-    driver = f"perseus-planner {__version__}"
     keeps_settings = False
 
     def __init__(
         self, model: GpuModel, seed: int = 0, conditions: Conditions | None = None, node: Node | None = None
     ) -> None:
-        self.model, self.seed, self.conditions = model, seed, conditions or Conditions()
-        self._faults = self.conditions.faults
+        super().__init__(model, seed, conditions or Conditions())
         self._node = node or Node()
-        self._calls = 0
-        self._repeated: Counter[object] = Counter()
-        self._chip = Chip(model, self.conditions, self.conditions.step_s * self._uniform("phase")[0])
+        self._only = Chip(self.model, self.conditions, self._counter_phase_s())
 
     @property
-    def locked_mhz(self) -> int | None:
-        """The clock that is locked, MHz; None when clocks are reset."""
-        return self._chip.locked_mhz
+    def _chip(self) -> Chip:
+        return self._only
 
     @property
     def text(self) -> str:
@@ -97,101 +79,10 @@ class SimulatedGpu:
 
     @property
     def uuid(self) -> str:
-        """Model and seed, e.g. "simulated-a100-sxm-seed-3"."""
-        return f"simulated-{self.model.name}-seed-{self.seed}"
-
-    @property
-    def name(self) -> str:
-        """What a profile is labelled with, e.g. "simulated a100-sxm"."""
-        return f"simulated {self.model.name}"
-
-    def notices(self) -> tuple[str, ...]:
-        """Nothing beyond its origin."""
-        return ()
-
-    @property
-    def supported_clocks_mhz(self) -> tuple[int, ...]:
-        """The SM clocks that can be locked, highest first."""
-        self._called("clocks")
-        return self.model.clocks_mhz
-
-    def set_clock_mhz(self, clock_mhz: int) -> None:
-        """Lock the SM clock: takes some milliseconds, and a little longer until the clock follows.
-
-        Raises:
-            GpuError: the clock is not supported; the text names the nearest that is.
-        """
-        clocks = self.supported_clocks_mhz
-        if clock_mhz not in clocks:
-            nearest = min(clocks, key=lambda supported: abs(supported - clock_mhz))
-            raise GpuError(f"{self.name} cannot run at {clock_mhz} MHz; the nearest supported clock is {nearest} MHz")
-        self._lock(clock_mhz)
-
-    def reset_clocks(self) -> None:
-        """Undo `set_clock_mhz`: the GPU runs at its highest clock again."""
-        self._called("clocks")
-        self._lock(None)
-
-    @property
-    def power_limits_w(self) -> tuple[float, float]:
-        """The least and the greatest power limit that can be set, watts."""
-        self._called("power-limit")
-        return self.model.power_limits_w
-
-    def power_limit_w(self) -> float:
-        """The power limit that is in force, watts."""
-        self._called("power-limit")
-        return self.model.power_limit_w if self._chip.limit_w is None else self._chip.limit_w
-
-    def set_power_limit_w(self, limit_w: float) -> None:
-        """Set the power limit, watts.
-
-        Raises:
-            GpuError: it is out of range; the text names the range.
-        """
-        least_w, greatest_w = self.power_limits_w
-        if not least_w <= limit_w <= greatest_w:
-            raise GpuError(
-                f"{self.name} cannot be limited to {limit_w:g} W; give a limit from {least_w:g} to {greatest_w:g} W"
-            )
-        self._set()
-        self._chip.limit_w = limit_w
-
-    def reset_power_limit(self) -> None:
-        """Set the power limit back to its default."""
-        self._called("power-limit")
-        self._set()
-        self._chip.limit_w = None
-
-    def energy_j(self) -> float:
-        """Energy since the start of virtual time as the counter shows it, joules; it moves in steps."""
-        self._called("energy")
-        return self._chip.meter.counter_j
-
-    def power_w(self) -> float:
-        """Power as the sensor shows it, watts: of the moment or the average of the last second, by model."""
-        self._called("power")
-        return self._chip.meter.sensed_w()
-
-    def clock_mhz(self) -> int:
-        """The SM clock at the end of what was done last, MHz."""
-        self._called()
-        return round(self._chip.clock_mhz)
-
-    def temperature_c(self) -> float:
-        """Core temperature, whole degrees Celsius."""
-        self._called("temperature")
-        return float(round(self._chip.temperature_c))
-
-    def throttle_reasons(self) -> frozenset[str]:
-        """What held the clock back at the end of what was done last."""
-        self._called("throttle")
-        return self._chip.reasons
-
-    def throttled_s(self) -> Mapping[str, float]:
-        """Reason -> seconds for which it has held, of those of `COUNTED`."""
-        self._called("throttle")
-        return MappingProxyType(dict(self._chip.throttled_s))
+        """Model, seed and slowdown, e.g. "simulated-a100-sxm-seed-3"."""
+        slower = self.conditions.slower
+        slowed = f"-slower-{number_text(slower)}" if slower != 1 else ""
+        return f"simulated-{self.model.name}-seed-{self.seed}{slowed}"
 
     def now_s(self) -> float:
         """Virtual time, seconds."""
@@ -210,57 +101,20 @@ class SimulatedGpu:
         """
         self._called()
         load = self.model.load(work) if isinstance(work, Work) else work
-        self._chip.execute(load, repetitions, *self._noise(work, repetitions))
+        self._chip.execute(load, repetitions, *self._noise(self._chip, work, repetitions))
 
     def block(self, duration_s: float) -> None:
         """Wait for a neighbour's message for so many seconds of virtual time."""
         self._called()
-        self._chip.execute(self.model.blocking(), duration_s, 1.0, self._noise("block", 1)[1])
+        self._chip.execute(self._chip.waiting, duration_s, 1.0, self._noise(self._chip, "block", 1)[1])
 
     def close(self) -> None:
         """Nothing is to be given back."""
 
-    def _called(self, function: str = "") -> None:
-        """Count a call of `function`, one of `FUNCTIONS` or none of them, and refuse it where a fault asks so."""
-        self._calls += 1
-        if self._calls > self._faults.lost_after_calls or self.now_s() >= self._faults.lost_at_s:
-            raise GpuLost(f"{self.name} is lost: {LOST}")
-        if function in self._faults.not_supported:
-            raise GpuNotSupported(
-                f"{self.name} does not support {function}, as its fault asks; open it without not-supported:{function}"
-            )
-
-    def _set(self) -> None:
-        """What every setting takes: permission, the node's lock, and time."""
-        if self._faults.not_permitted:
-            raise GpuNotPermitted(
-                f"{self.name} does not let this process set anything, as its fault asks; open it without not-permitted"
-            )
-        call_s = float(np.interp(self._uniform("call", self._again("call"))[0], _QUANTILES, _CALL_S))
-        self._chip.idle(self._node.call_s(self.now_s(), call_s) - self.now_s())
-
-    def _lock(self, clock_mhz: int | None) -> None:
-        self._set()
-        self._chip.lock(clock_mhz)
-
-    def _noise(self, work: object, repetitions: int) -> tuple[float, float]:
-        """What time and power of a call are multiplied by."""
-        conditions, setting = self.conditions, (work, self.locked_mhz, self._chip.limit_w)
-        one, two, odd, size = self._uniform(*setting, self._again(setting))
-        deviation = conditions.noise * max(_LASTING, 1 / math.sqrt(max(1, repetitions)))
-        length = deviation * min(_LARGEST, math.sqrt(-2 * math.log(1 - one)))  # Box and Muller's two normal numbers
-        slower = 1.05 + 0.25 * size if odd < conditions.outliers else 1.0
-        return slower * (1 + length * math.cos(math.tau * two)), 1 + length * math.sin(math.tau * two)
-
-    def _again(self, what: object) -> int:
-        """How often this was asked of `what` before."""
-        self._repeated[what] += 1
-        return self._repeated[what] - 1
-
-    def _uniform(self, *key: object) -> tuple[float, ...]:
-        """Four numbers from 0 to below 1 that follow from the seed and `key` alone, in any process."""
-        digest = blake2b(repr((self.seed, *key)).encode(), digest_size=32).digest()
-        return tuple(int.from_bytes(digest[i : i + 8], "big") / 2**64 for i in range(0, 32, 8))
+    def _set(self, change: Callable[[Chip], None]) -> None:
+        self._check_permission()
+        self._chip.idle(self._node.call_s(self.now_s(), self._call_s()) - self.now_s())
+        change(self._chip)
 
 
 def opened(which: str) -> SimulatedGpu:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from perseus_planner.profiler.modules.values import copied, tensors
+from perseus_planner.workload.torch_values import copied, is_training
 
 if TYPE_CHECKING:
     import torch
@@ -25,7 +25,7 @@ class Recorded:
 
     def see(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Keep copies, unless the call only infers shapes or evaluates."""
-        if _is_training(args, kwargs):
+        if is_training(args, kwargs):
             self.args, self.kwargs = copied(tuple(args)), copied(dict(kwargs))
 
 
@@ -71,11 +71,3 @@ def recorded_attribute(owner: object, name: str) -> Iterator[Recorded]:
             setattr(owner, name, found)
         else:
             delattr(owner, name)
-
-
-def _is_training(*values: object) -> bool:
-    import torch
-    from torch._subclasses.fake_tensor import FakeTensor
-
-    real = (each.device.type != "meta" and not isinstance(each, FakeTensor) for each in tensors(values))
-    return torch.is_grad_enabled() and all(real)

@@ -18,12 +18,13 @@ from typing import TYPE_CHECKING, Any
 
 from perseus_planner.errors import UsageError
 from perseus_planner.gpu import Gpu
+from perseus_planner.gpu.emulated import EmulatedGpu
 from perseus_planner.gpu.simulated import SimulatedGpu
-from perseus_planner.profiler.modules.autograd import Microbatch
-from perseus_planner.profiler.modules.module_state import as_found
-from perseus_planner.profiler.modules.torch_work import counted
-from perseus_planner.profiler.modules.values import first_device
 from perseus_planner.profiler.stage import Run, Stage, Timed
+from perseus_planner.workload.torch_microbatch import Microbatch
+from perseus_planner.workload.torch_state import as_found
+from perseus_planner.workload.torch_values import first_device
+from perseus_planner.workload.torch_work import counted
 
 if TYPE_CHECKING:
     import torch
@@ -164,7 +165,8 @@ def _stage(gpu: Gpu, steps: Mapping[str, _Step], device: torch.device, block: Bl
     if isinstance(gpu, SimulatedGpu):
         return _simulated(gpu, steps, block)
     if gpu.origin == "simulated":
-        raise UsageError(f"{gpu.text} cannot run a torch module; open {gpu.text.removeprefix('dry-run:')!r} itself")
+        virtual = gpu.simulated_text if isinstance(gpu, EmulatedGpu) else gpu.text.removeprefix("dry-run:")
+        raise UsageError(f"{gpu.text} cannot be measured with a torch module; open {virtual!r} for that")
     timed = {kind: Timed(_repeated(step), step.less) for kind, step in steps.items()}
     return Stage(timed, _synchronizing(device), block)
 

@@ -45,7 +45,7 @@ class Owner:
 
     def is_of_this_boot(self) -> bool:
         """Whether the node has not been booted since."""
-        return self.boot_id == _boot_id()
+        return self.boot_id == boot_id()
 
     def __str__(self) -> str:
         """As messages name it."""
@@ -63,7 +63,7 @@ def this_process() -> Owner:
     return Owner(
         pid=process.pid,
         started=found[1],
-        boot_id=_boot_id(),
+        boot_id=boot_id(),
         pid_namespace=_pid_namespace(),
         user=_printable(process.username()),
         command=_printable(shlex.join(process.cmdline())),
@@ -91,7 +91,8 @@ def _is_hidden(pid: int) -> bool:
     return False
 
 
-def _boot_id() -> str:
+def boot_id() -> str:
+    """What tells this boot of the node from all others."""
     with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
         return file.read().strip()
 

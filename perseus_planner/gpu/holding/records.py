@@ -3,8 +3,8 @@
 NVML has no getter for a locked clock. So who sets a GPU writes a record first: one JSON file for each GPU and user,
 `<uuid>.<uid>.json`. The folder is as volatile as the settings are: `$PLANNER_STATE_DIR`, else /dev/shm/perseus-planner.
 Anybody may make files in it, only their owner and root may remove them (mode 1777, as /tmp). Hence what stands in a
-file is a claim of the user who owns it: it is checked, never evaluated, its GPU is opened only by a back-end that sets
-real GPUs, and a watt figure counts only if it comes from root or from oneself.
+file is a claim of the user who owns it: it is checked, never evaluated, its GPU is opened only by a back-end whose
+settings outlive a process, and a watt figure counts only if it comes from root or from oneself.
 
 All of a GPU's records change under one lock, `<uuid>.lock`, which the kernel gives back when its holder dies. A file is
 whole or absent: it is written beside its name and renamed. What a writer that was killed left beside is removed by the
@@ -31,8 +31,8 @@ from perseus_planner.files import replacing
 from perseus_planner.gpu.holding.folder import state_folder
 from perseus_planner.gpu.holding.owner import Owner
 
-BACK_ENDS = ("nvml", "zeusd", "command")
-"""The back-ends that a record's GPU is opened by."""
+BACK_ENDS = ("nvml", "zeusd", "command", "emulated")
+"""The back-ends that a record's GPU is opened by; an emulated one has its own private folder for each user."""
 
 _LOCK_S = 10.0  #: to wait for a GPU's lock; who holds one makes a few calls of the driver
 _MAX_BYTES = 16384
@@ -119,7 +119,7 @@ def page(uuid: str) -> Iterator[Page]:
     """
     from filelock import FileLock, Timeout
 
-    with _folder(create=True) as folder:
+    with open_folder(create=True) as folder:
         assert folder is not None  # it was made where there was none
         lock = FileLock(str(folder / f"{_stem(uuid)}.lock"), timeout=_LOCK_S, mode=0o666)
         try:
@@ -142,7 +142,7 @@ def read_records() -> tuple[list[Record], list[str]]:
     Raises:
         GpuError: the folder cannot be used.
     """
-    with _folder(create=False) as folder:
+    with open_folder(create=False) as folder:
         return _read(folder, "*.json") if folder else ([], [])
 
 
@@ -154,14 +154,18 @@ def recorded_uuids() -> list[str]:
     """
     from urllib.parse import unquote
 
-    with _folder(create=False) as folder:
+    with open_folder(create=False) as folder:
         names = [path.name for path in folder.iterdir()] if folder else []
     return sorted({unquote(match["uuid"]) for name in names if (match := _FILE.fullmatch(name))})
 
 
 @contextmanager
-def _folder(*, create: bool) -> Iterator[Path | None]:
-    """The folder, by a path that goes on to mean it whatever is put in its place; None: there is none."""
+def open_folder(*, create: bool) -> Iterator[Path | None]:
+    """The folder, by a path that goes on to mean it whatever is put in its place; None: there is none.
+
+    Raises:
+        GpuError: it cannot be used.
+    """
     name = state_folder()
     try:
         if create:

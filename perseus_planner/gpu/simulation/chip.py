@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 from perseus_planner.errors import GpuLost
 from perseus_planner.gpu.simulation.conditions import Conditions
@@ -17,6 +18,7 @@ SETTLE_S = 0.9e-3
 """For how long after a call the clock is still what it was: the mean on an A800, in an unpublished measurement."""
 
 _THROTTLED = 0.7  # share of the clock that is left by the fault
+_SETTLED_K = 1e-3  # so near to where it ends, the temperature does not change any more
 _PIECE = 0.1  # share of the warming time constant in which the temperature is taken not to change
 
 
@@ -39,16 +41,19 @@ class Chip:
         self.temperature_c = conditions.air_c + model.warming_k_per_w * idle_w
         faults = conditions.faults
         self.meter = Meter(conditions.step_s, phase_s, model.sensor_s, faults.counter_stuck_at_s, idle_w)
+        self.waiting = model.blocking()  #: one second of waiting for a message
         self._model, self._conditions, self._faults = model, conditions, faults
-        self._before: tuple[float, int | None] = (
-            0.0,
-            None,
-        )  # until when the clock is still what it was, and what was locked
+        # Until when the clock is still what it was, and what was locked then.
+        self._before: tuple[float, int | None] = (0.0, None)
 
     def lock(self, clock_mhz: int | None) -> None:
         """Lock a clock, or none; it is followed a little later."""
         self._before = (self.meter.now_s + SETTLE_S, self.locked_mhz)
         self.locked_mhz = clock_mhz
+
+    def limit(self, limit_w: float | None) -> None:
+        """Set a power limit, watts, or the default one; it is in force at once."""
+        self.limit_w = limit_w
 
     def idle(self, duration_s: float) -> None:
         """Do nothing for so long.
@@ -57,23 +62,27 @@ class Chip:
             GpuLost: it falls off meanwhile.
         """
         while duration_s > 0:
-            piece_s = min(duration_s, self._unchanged_s())
+            piece_s = min(duration_s, self._unchanged_s(self._model.idle_power_w))
             clock_mhz = self._followed_mhz() or self._model.clocks_mhz[-1]
             self._spend(piece_s, self._model.idle_power_w, clock_mhz, frozenset())
             duration_s -= piece_s
 
-    def execute(self, load: Load, repetitions: float, time: float, power: float) -> None:
-        """Run `load` so many times, with its time and power multiplied.
+    def execute(self, load: Load, repetitions: float, time: float, power: float, within_s: float = math.inf) -> float:
+        """Run `load` so many times, with its time and power multiplied, but for no longer than `within_s`.
+
+        Returns how many repetitions are left then, shares included.
 
         Raises:
             GpuLost: it falls off meanwhile.
         """
-        while repetitions > 0:
+        ends_s = self.meter.now_s + within_s
+        while repetitions > 0 and self.meter.now_s < ends_s:
             clock_mhz, power_w, reasons = self._under(load, power)
             once_s = load.free_time_s(clock_mhz) * time
-            whole_s, piece_s = once_s * repetitions, self._unchanged_s()
+            whole_s, piece_s = once_s * repetitions, min(self._unchanged_s(power_w), ends_s - self.meter.now_s)
             self._spend(min(whole_s, piece_s), power_w, clock_mhz, reasons)
             repetitions = repetitions - piece_s / once_s if piece_s < whole_s else 0.0
+        return repetitions
 
     def _under(self, load: Load, power: float) -> tuple[float, float, frozenset[str]]:
         """Clock and power at which `load` runs now, and what holds the clock back."""
@@ -103,18 +112,51 @@ class Chip:
         until_s, before_mhz = self._before
         return before_mhz if self.meter.now_s < until_s else self.locked_mhz
 
-    def _unchanged_s(self) -> float:
-        """For how long from now on all that the clock and the power depend on stays as it is."""
+    def saved(self) -> dict[str, Any]:
+        """The state as JSON has it, for `restore`."""
+        return {
+            "meter": self.meter.saved(),
+            "limit_w": self.limit_w,
+            "locked_mhz": self.locked_mhz,
+            "before": list(self._before),
+            "clock_mhz": self.clock_mhz,
+            "reasons": sorted(self.reasons),
+            "throttled_s": dict(self.throttled_s),
+            "temperature_c": self.temperature_c,
+        }
+
+    def restore(self, saved: dict[str, Any]) -> None:
+        """Go on from what another chip of this model and these conditions has saved."""
+        self.meter.restore(saved["meter"])
+        until_s, before_mhz = saved["before"]
+        self._before = (until_s, before_mhz)
+        self.limit_w, self.locked_mhz, self.clock_mhz = saved["limit_w"], saved["locked_mhz"], saved["clock_mhz"]
+        self.reasons, self.throttled_s = frozenset(saved["reasons"]), dict(saved["throttled_s"])
+        self.temperature_c = saved["temperature_c"]
+
+    def begin_anew(self) -> None:
+        """Let time begin at 0 again, and with it the faults; all else stays."""
+        until_s, before_mhz = self._before
+        self._before = (until_s - self.meter.now_s, before_mhz)
+        self.meter.restore({**self.meter.saved(), "now_s": 0.0})
+
+    def _unchanged_s(self, power_w: float) -> float:
+        """For how long from now on, at this power, all that the clock and the power depend on stays as it is."""
         now_s, settled_s = self.meter.now_s, self._before[0]
         ends_s = min(self._faults.next_s(now_s), settled_s if settled_s > now_s else math.inf)
-        return min(ends_s - now_s, _PIECE * self._model.warming_s)
+        is_settled = abs(self._end_c(power_w) - self.temperature_c) < _SETTLED_K
+        return min(ends_s - now_s, math.inf if is_settled else _PIECE * self._model.warming_s)
+
+    def _end_c(self, power_w: float) -> float:
+        """The temperature that is reached in the end."""
+        return self._conditions.air_c + self._model.warming_k_per_w * power_w
 
     def _spend(self, duration_s: float, power_w: float, clock_mhz: float, reasons: frozenset[str]) -> None:
         self.meter.spend(duration_s, power_w)
         self.clock_mhz, self.reasons = clock_mhz, reasons
         for reason in reasons:
             self.throttled_s[reason] += duration_s
-        end_c = self._conditions.air_c + self._model.warming_k_per_w * power_w
+        end_c = self._end_c(power_w)
         self.temperature_c = end_c + (self.temperature_c - end_c) * math.exp(-duration_s / self._model.warming_s)
         if self.meter.now_s >= self._faults.lost_at_s:
             raise GpuLost(f"simulated {self._model.name} is lost: {LOST}")

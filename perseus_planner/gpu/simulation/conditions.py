@@ -5,6 +5,8 @@
 Options stand after `?`, joined by `&`; `fault` may be repeated. Times are virtual, counted from opening.
 
 seed=3                      which of the noises; equal seeds give equal numbers
+slower=2000                 times as slow in all that it computes, at the same powers: a small model takes milliseconds
+call=5ms                    how long each call takes that sets something; without it, as long as on an A800
 noise=0.01                  relative standard deviation of the time, and of the power, of one computation
 outliers=0.05               share of calls of `run` that take 5 to 30 % longer, as if something else ran too
 step=100ms                  how often the energy counter moves; 0 for always
@@ -24,6 +26,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from perseus_planner.errors import GpuError, UsageError
 from perseus_planner.quantities import OVERHEAD, Rule
@@ -127,19 +130,35 @@ _FAULT_TEXTS = (
 )
 
 
-_RULES: Mapping[str, tuple[Rule, float]] = MappingProxyType(
+def _seconds_rule(what: str, example: str) -> Rule:
+    return Rule(float, True, f"{what}: write seconds, or a number with ms or s, such as {example}")
+
+
+class _Bounds(NamedTuple):
+    """What a field of `Conditions` must be, and the least and the greatest that it may be."""
+
+    rule: Rule
+    least: float
+    most: float
+
+
+_RULES: Mapping[str, _Bounds] = MappingProxyType(
     {
-        "noise": (Rule(float, True, "a noise: write a share from 0 to 0.2, such as 0.01"), 0.2),
-        "outliers": (Rule(float, True, "a share of outliers: write a number from 0 to 1, such as 0.05"), 1.0),
-        "step_s": (
-            Rule(float, True, "a counter step: write seconds, or a number with ms or s, such as 100ms"),
-            math.inf,
+        "slower": _Bounds(
+            Rule(float, False, "a slowdown: write how many times as slow, from 0.001 to 1e9, such as 2000"), 1e-3, 1e9
         ),
-        "air_c": (Rule(float, True, "a temperature of the air: write degrees Celsius from 0 to 60, such as 30"), 60.0),
-        "drift": (Rule(float, True, "a multiple of the drift: write a number from 0 to 3, such as 0"), 3.0),
+        "call_s": _Bounds(_seconds_rule("the time of a call", "5ms"), 0.0, math.inf),
+        "noise": _Bounds(Rule(float, True, "a noise: write a share from 0 to 0.2, such as 0.01"), 0.0, 0.2),
+        "outliers": _Bounds(
+            Rule(float, True, "a share of outliers: write a number from 0 to 1, such as 0.05"), 0.0, 1.0
+        ),
+        "step_s": _Bounds(_seconds_rule("a counter step", "100ms"), 0.0, math.inf),
+        "air_c": _Bounds(
+            Rule(float, True, "a temperature of the air: write degrees Celsius from 0 to 60, such as 30"), 0.0, 60.0
+        ),
+        "drift": _Bounds(Rule(float, True, "a multiple of the drift: write a number from 0 to 3, such as 0"), 0.0, 3.0),
     }
 )
-"""What the fields of `Conditions` must be, and the greatest that they may be."""
 
 
 @dataclass(frozen=True)
@@ -147,6 +166,8 @@ class Conditions:
     """The options of the module's text, but for the seed.
 
     Attributes:
+        slower: times as slow as the catalogue's in all that it computes.
+        call_s: how long a call takes that sets something, seconds; None: as long as on an A800.
         noise: relative standard deviation of the time, and of the power, of one computation.
         outliers: share of calls of `run` that take 5 to 30 % longer.
         step_s: how often the energy counter moves, seconds; 0 for always.
@@ -159,6 +180,8 @@ class Conditions:
         GpuError: a value is out of bounds, or a fault is none; the text says what may be.
     """
 
+    slower: float = 1.0
+    call_s: float | None = None
     noise: float = NOISE
     outliers: float = 0.0
     step_s: float = 0.1
@@ -168,22 +191,33 @@ class Conditions:
     faults: Faults = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        for name, (rule, most) in _RULES.items():
-            value = rule.accept(getattr(self, name))
-            if value is None or value > most:
-                raise GpuError(f"{getattr(self, name)!r} is not {rule.wanted}")
+        for name, (rule, least, most) in _RULES.items():
+            given = getattr(self, name)
+            if name == "call_s" and given is None:
+                continue
+            value = rule.accept(given)
+            if value is None or not least <= value <= most:
+                raise GpuError(f"{given!r} is not {rule.wanted}")
             object.__setattr__(self, name, value)
         object.__setattr__(self, "faults", Faults.parsed(self.fault))
 
 
 _FIELDS: Mapping[str, str] = MappingProxyType(
-    {"noise": "noise", "outliers": "outliers", "step": "step_s", "air": "air_c", "drift": "drift"}
+    {
+        "slower": "slower",
+        "call": "call_s",
+        "noise": "noise",
+        "outliers": "outliers",
+        "step": "step_s",
+        "air": "air_c",
+        "drift": "drift",
+    }
 )
 """Option -> field of `Conditions`."""
 
 
-def parsed(text: str) -> tuple[int, Conditions]:
-    """The seed and the conditions that `text`, what stands after `?`, writes.
+def parsed(text: str, default: Conditions | None = None) -> tuple[int, Conditions]:
+    """The seed and the conditions that `text`, what stands after `?`, writes; what it leaves out is as in `default`.
 
     Raises:
         GpuError: an option is unknown, is there twice or has no such value; the text says which are known.
@@ -203,13 +237,13 @@ def parsed(text: str) -> tuple[int, Conditions]:
     seed = values.pop("seed", "0")
     if not re.fullmatch("-?[0-9]{1,18}", seed):
         raise GpuError(f"{seed!r} is not a seed: write a whole number, such as 3")
-    numbers = {_FIELDS[name]: _number(name, value) for name, value in values.items()}
-    return int(seed), Conditions(**numbers, fault=tuple(faults))
+    numbers: dict[str, Any] = {_FIELDS[name]: _number(name, value) for name, value in values.items()}
+    return int(seed), replace(default or Conditions(), **numbers, fault=tuple(faults))
 
 
 def _number(name: str, text: str) -> float:
-    rule, _ = _RULES[_FIELDS[name]]
-    if name == "step" and re.search("[a-z]", text):
+    rule = _RULES[_FIELDS[name]].rule
+    if _FIELDS[name].endswith("_s") and re.search("[a-z]", text):
         return _seconds(text)
     value: float | None = rule.parse(text)
     if value is None:
@@ -217,14 +251,19 @@ def _number(name: str, text: str) -> float:
     return value
 
 
-def written(seed: int, conditions: Conditions) -> str:
-    """What `parsed` reads as these; what is at its default is left out."""
-    default = Conditions()
+def written(seed: int, conditions: Conditions, default: Conditions | None = None) -> str:
+    """What `parsed` reads as these; what is as in `default` is left out."""
+    default = default or Conditions()
     options = [f"seed={seed}"] if seed else []
     for name, target in _FIELDS.items():
         if getattr(conditions, target) != getattr(default, target):
-            options.append(f"{name}={getattr(conditions, target)!r}")
+            options.append(f"{name}={number_text(getattr(conditions, target))}")
     return "&".join([*options, *(f"fault={fault}" for fault in conditions.fault)])
+
+
+def number_text(value: float) -> str:
+    """`value` so that it is read as the very same: 2000, 0.01."""
+    return repr(value).removesuffix(".0")
 
 
 def _seconds(text: str) -> float:

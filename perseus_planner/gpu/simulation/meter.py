@@ -36,6 +36,22 @@ class Meter:
         while len(self._past) > 2 and self._past[1][0] <= self.now_s - self._average_s:
             self._past.popleft()
 
+    def saved(self) -> dict[str, float]:
+        """What `restore` takes: time, energy, what the counter shows and the power of the moment."""
+        return {
+            "now_s": self.now_s,
+            "energy_j": self._energy_j,
+            "counter_j": self.counter_j,
+            "power_w": self._power_w,
+        }
+
+    def restore(self, saved: dict[str, float]) -> None:
+        """Go on from there; a sensor that averages takes the power of that moment for that of the time before."""
+        self.now_s, self._energy_j = saved["now_s"], saved["energy_j"]
+        self.counter_j, self._power_w = saved["counter_j"], saved["power_w"]
+        before_j = self._energy_j - self._average_s * self._power_w
+        self._past = deque([(self.now_s - self._average_s, before_j), (self.now_s, self._energy_j)])
+
     def sensed_w(self) -> float:
         """What the sensor shows, watts."""
         if not self._average_s:

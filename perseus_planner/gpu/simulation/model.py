@@ -17,7 +17,7 @@ top clocks of heavy work share one time and one energy.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -150,6 +150,10 @@ class GpuModel:
     warming_s: float
     slowdown_c: float
     sensor_s: float
+
+    def slowed(self, times: float) -> GpuModel:
+        """The same GPU, so many times slower in all that it computes; it draws what it draws."""
+        return replace(self, flops_per_cycle=self.flops_per_cycle / times, bytes_per_s=self.bytes_per_s / times)
 
     def load(self, work: Work) -> Load:
         """`work` on this GPU, at `REFERENCE_C`, under the default power limit."""

@@ -4,10 +4,52 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from perseus_planner.gpu.simulated import Work
-from perseus_planner.profiler.modules.values import tensors
+from perseus_planner.workload.torch_microbatch import Microbatch
+from perseus_planner.workload.torch_state import as_found
+from perseus_planner.workload.torch_values import tensors
+
+if TYPE_CHECKING:
+    import torch
+
+
+class StageWork(NamedTuple):
+    """The work of one microbatch in a stage."""
+
+    forward: Work  #: the loss included, if it has one
+    backward: Work  #: of inputs and weights
+
+
+def stage_work(
+    module: torch.nn.Module,
+    inputs: object,
+    loss: Callable[[Any], torch.Tensor] | None = None,
+    *,
+    first: bool = False,
+    forward: Callable[..., Any] | None = None,
+) -> StageWork:
+    """What `module` does in one microbatch, counted in a run of it that leaves no trace; arguments as of `Microbatch`.
+
+    The backward adds to gradients that are there, as those of all microbatches but the first of an iteration do.
+
+    Raises:
+        UsageError: the module cannot be run forward or backward on these inputs.
+    """
+    microbatch = Microbatch(module, forward or module, inputs, loss, first=first)
+    with as_found(module):
+        try:
+            if microbatch.can_keep_graph():
+                backward = counted(microbatch.backward)
+                microbatch.forget()
+                return StageWork(counted(microbatch.forward), backward)
+            microbatch.forward()
+            microbatch.free_backward()
+            ahead = counted(microbatch.forward)
+            return StageWork(ahead, counted(microbatch.free_backward))
+        finally:
+            microbatch.forget()
 
 
 def counted(action: Callable[[], object]) -> Work:

@@ -55,3 +55,12 @@ def first_device(value: object) -> torch.device:
     import torch
 
     return next((each.device for each in tensors(value)), torch.device("cpu"))
+
+
+def is_training(*values: object) -> bool:
+    """Whether a call with these values trains: it does not evaluate, nor infer shapes with tensors without values."""
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    real = (each.device.type != "meta" and not isinstance(each, FakeTensor) for each in tensors(values))
+    return torch.is_grad_enabled() and all(real)

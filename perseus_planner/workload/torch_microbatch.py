@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from perseus_planner.errors import UsageError
-from perseus_planner.profiler.modules.values import arguments, copied, tensors
+from perseus_planner.workload.torch_values import arguments, copied, tensors
 
 if TYPE_CHECKING:
     import torch
