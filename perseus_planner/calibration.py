@@ -40,13 +40,14 @@ class Calibration:
     predicted_s: float
 
 
-def calibrated(path: Path, plan: Plan, measured_s: float) -> tuple[Calibration, str]:
+def calibrated(path: Path, plan: Plan, measured_s: float, source: str = "--measured") -> tuple[Calibration, str]:
     """What follows from an iteration that was measured with `plan`, and the text of the file at `path` with it.
 
     Args:
         path: the profile.yaml, or the job file, from which the plan was made.
         plan: what the job ran with.
         measured_s: mean seconds of an iteration.
+        source: where that comes from, as error messages name it.
 
     Raises:
         UsageError: the plan is of another profile, or the time cannot be that of the plan.
@@ -68,7 +69,7 @@ def calibrated(path: Path, plan: Plan, measured_s: float) -> tuple[Calibration, 
     replayed_s = replay(plan).time_s - plan.overhead_s
     if measured_s < _LEAST * replayed_s:
         raise UsageError(
-            f"--measured: {measured_s:.6g} s is less than half of the {replayed_s:.6g} s of the replay; "
+            f"{source}: {measured_s:.6g} s is less than half of the {replayed_s:.6g} s of the replay; "
             "give the mean time of an iteration with this plan"
         )
     before_s, overhead_s = of[0].overhead_s, round(measured_s - replayed_s, _DIGITS)

@@ -6,6 +6,7 @@
     ├── JobError                 a job file that cannot be read, or a job that is not one
     ├── FrontierError            a frontier file that cannot be read
     ├── PlanError                a plan file that cannot be read
+    ├── RunError                 a folder that is not what a training run wrote, or not all of it
     ├── InfeasibleError          a request that no choice of clocks can meet
     │   ├── InfeasibleDeadline   .deadline_s, .least_time_s
     │   │   └── InfeasibleBudget .max_changes, .min_dwell_s
@@ -50,6 +51,10 @@ class FrontierError(PlannerError):
 
 class PlanError(PlannerError):
     """A plan file cannot be read."""
+
+
+class RunError(PlannerError):
+    """A folder is not what a training run wrote, or not all of it."""
 
 
 class InfeasibleError(PlannerError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,7 @@ from perseus_planner.tables import origin_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.cm import ScalarMappable
     from matplotlib.figure import Figure
 
 # What keeps the time of day out of the file, so that equal input gives equal bytes.
@@ -44,7 +46,7 @@ def check_figure_path(path: Path, name: str) -> None:
 
 def draw_frontier(frontier: Frontier) -> Figure:
     """The bound as a curve, with all clocks at maximum, the fastest point and that of least energy marked."""
-    figure, axes = _axes(7.0, 4.5)
+    figure, axes = empty_axes(7.0, 4.5)
     axes.plot(frontier.times_s, frontier.energies_j, label="bound: least energy of any plan")
     axes.plot(frontier.baseline_time_s, frontier.baseline_energy_j, "s", label="all clocks at maximum")
     for time_s, marker, label in (
@@ -62,13 +64,8 @@ def draw_frontier(frontier: Frontier) -> Figure:
 
 def draw_plan(plan: Plan) -> Figure:
     """One iteration as a Gantt chart: a row per rank, a bar per computation, coloured by clock; waiting is blank."""
-    from matplotlib.cm import ScalarMappable
-    from matplotlib.colors import Normalize
-
-    clocks = plan.clocks.values()
-    # One clock alone gets a scale as well.
-    colours = ScalarMappable(Normalize(min(clocks), max(max(clocks), min(clocks) + 1)), _COLOURS)
-    figure, axes = _axes(10.0, 1.6 + 0.4 * len(plan.schedule.ranks))
+    colours = colours_of(plan.clocks.values())
+    figure, axes = empty_axes(10.0, 1.6 + 0.4 * len(plan.schedule.ranks))
     timeline = replay(plan)
     for row, rank in enumerate(plan.schedule.ranks):
         _draw_operations(axes, plan, timeline, row)
@@ -83,9 +80,22 @@ def draw_plan(plan: Plan) -> Figure:
     axes.set_xlabel("time (s)")
     axes.set_ylabel("rank")
     axes.set_title(_title(f"{plan.schedule}: {plan.time_s:.4g} s, {plan.energy_j:.5g} J", plan.origin))
-    label = {"clock": "clock", "power-limit": "power limit", "observed": "observed clock"}[plan.knob]
-    figure.colorbar(colours, ax=axes, label=f"{label} ({unit_of(plan.knob)})")
+    figure.colorbar(colours, ax=axes, label=clock_label(plan.knob))
     return figure
+
+
+def colours_of(clocks: Collection[float]) -> ScalarMappable:
+    """A scale from the lowest of `clocks` to the highest; one clock alone gets a scale as well."""
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.colors import Normalize
+
+    return ScalarMappable(Normalize(min(clocks), max(max(clocks), min(clocks) + 1)), _COLOURS)
+
+
+def clock_label(knob: str) -> str:
+    """What such a scale shows."""
+    label = {"clock": "clock", "power-limit": "power limit", "observed": "observed clock"}[knob]
+    return f"{label} ({unit_of(knob)})"
 
 
 def _draw_operations(axes: Axes, plan: Plan, timeline: Timeline, row: int) -> None:
@@ -112,7 +122,8 @@ def save_figure(figure: Figure, path: Path) -> None:
         raise UsageError(f"{path}: cannot be written: {error.strerror}; check the folder") from error
 
 
-def _axes(width_in: float, height_in: float) -> tuple[Figure, Axes]:
+def empty_axes(width_in: float, height_in: float) -> tuple[Figure, Axes]:
+    """A figure of that size, inches, and what to draw on."""
     # Not through pyplot, which would look for a display.
     from matplotlib.figure import Figure
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from perseus_planner.clock_changes import ClockChange
-from perseus_planner.clock_replay import replay_with_changes
+from perseus_planner.clock_replay import Call, ChangeReplay, replay_with_changes
 from perseus_planner.dag import PipelineDag
 from perseus_planner.iteration import Iteration
 from perseus_planner.measurement import Measurement
@@ -93,12 +93,32 @@ def run_with_changes(
         waiting_w: what each rank draws while it waits, watts.
         gpus_per_stage: GPUs of a rank.
     """
+    ran = _replayed(iteration, tasks, change, waiting_w, gpus_per_stage)
+    places = [place for program in iteration.programs for place in program]
+    number = {place: i for i, place in enumerate(places)}
+    columns = ran.starts_s, ran.ends_s, ran.durations_s, ran.energies_j
+    return Nodes(*([column[number[place]] for place in range(len(places))] for column in columns))
+
+
+def clock_calls(plan: Plan) -> tuple[Call, ...]:
+    """The clock changes of an iteration of `plan` as replayed, in the order in which they begin.
+
+    They take no time where the plan does not know what they cost.
+    """
+    change = plan.clock_change or ClockChange(0.0)
+    return _replayed(plan.iteration, _tasks(plan), change, plan.rank_waiting_w, plan.gpus_per_stage).calls
+
+
+def _replayed(
+    iteration: Iteration, tasks: Sequence[Task], change: ClockChange, waiting_w: Sequence[float], gpus_per_stage: int
+) -> ChangeReplay:
+    """The iteration's programs, rank by rank; places count in that order."""
     fixed_j = _energies_j(iteration, (), waiting_w)
     fixed = zip(iteration.operations, fixed_j, strict=True)
     each = [*tasks, *(Task.operation(Fixed(operation.time_s, energy_j)) for operation, energy_j in fixed)]
     places = [place for program in iteration.programs for place in program]
     number = {place: i for i, place in enumerate(places)}
-    ran = replay_with_changes(
+    return replay_with_changes(
         TaskGraph(
             [[each[place] for place in program] for program in iteration.programs],
             [[(number[other], lag_s) for other, lag_s in iteration.waits[place]] for place in places],
@@ -108,8 +128,6 @@ def run_with_changes(
         blocking_power_w=waiting_w,
         gpus_per_rank=change.calls_per_change(gpus_per_stage),
     )
-    columns = ran.starts_s, ran.ends_s, ran.durations_s, ran.energies_j
-    return Nodes(*([column[number[place]] for place in range(len(places))] for column in columns))
 
 
 def time_and_energy(dag: PipelineDag, points: Sequence[Measurement]) -> tuple[float, float]:
@@ -136,11 +154,14 @@ def end_times(dag: PipelineDag, durations_s: Sequence[float]) -> list[float]:
 
 
 def _with_changes(plan: Plan, change: ClockChange) -> Timeline:
-    clocks = [plan.clocks[str(computation)] for computation in plan.iteration.computations]
-    tasks = [Task(plan.measurements[key], mhz) for key, mhz in zip(plan.iteration.keys, clocks, strict=True)]
     waiting_w, gpus = plan.rank_waiting_w, plan.gpus_per_stage
-    ran = run_with_changes(plan.iteration, tasks, change, waiting_w=waiting_w, gpus_per_stage=gpus)
+    ran = run_with_changes(plan.iteration, _tasks(plan), change, waiting_w=waiting_w, gpus_per_stage=gpus)
     return _timeline(plan, *ran)
+
+
+def _tasks(plan: Plan) -> list[Task]:
+    clocks = [plan.clocks[str(computation)] for computation in plan.iteration.computations]
+    return [Task(plan.measurements[key], mhz) for key, mhz in zip(plan.iteration.keys, clocks, strict=True)]
 
 
 def _timeline(

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from perseus_planner.cluster.summary import ClusterSummary
+from perseus_planner.columns import column, number, numbers, ranges, table
 from perseus_planner.plan_summary import (
     BesideStraggler,
     ComputationSummary,
@@ -22,7 +23,6 @@ from perseus_planner.summary import FrontierSummary, ProfileSummary
 if TYPE_CHECKING:
     from perseus_planner.calibration import Calibration
 
-_DIGITS = 6  #: shown of the largest number in a column
 _WARNINGS = ("notices", "measured while too hot")  #: conditions of a profile that a reader must see
 _STRIP = 48  #: moments of an iteration that a timeline shows
 
@@ -31,12 +31,12 @@ def profile_text(summary: ProfileSummary) -> str:
     """What was measured of each computation, from the highest clock to the lowest."""
     ends = [(each.highest, each.lowest) for each in summary.computations]
     columns = [
-        _column("stage", [str(each.stage) for each in summary.computations]),
-        _column("computation", [each.instruction for each in summary.computations]),
-        _column("clocks", [str(each.clocks) for each in summary.computations]),
-        _column(unit_of(summary.knob), [f"{high.clock_mhz} to {low.clock_mhz}" for high, low in ends]),
-        _column("seconds", _ranges([(high.time_s, low.time_s) for high, low in ends])),
-        _column("joules", _ranges([(high.energy_j, low.energy_j) for high, low in ends])),
+        column("stage", [str(each.stage) for each in summary.computations]),
+        column("computation", [each.instruction for each in summary.computations]),
+        column("clocks", [str(each.clocks) for each in summary.computations]),
+        column(unit_of(summary.knob), [f"{high.clock_mhz} to {low.clock_mhz}" for high, low in ends]),
+        column("seconds", ranges([(high.time_s, low.time_s) for high, low in ends])),
+        column("joules", ranges([(high.energy_j, low.energy_j) for high, low in ends])),
         *_evidence_columns(summary),
     ]
     made = "measured" if summary.origin == "measured" else "simulated: no GPU was touched"
@@ -45,7 +45,7 @@ def profile_text(summary: ProfileSummary) -> str:
     head = f"Profile of {stages}, {summary.gpu or 'GPU not named'} ({made}); "
     warnings = [(name, text) for name, text in summary.conditions.items() if name in _WARNINGS]
     notices = "".join(f"\n{name[0].upper()}{name[1:]}: {text}" for name, text in warnings)
-    return f"{head}blocking power {_watts(summary.blocking_power_w)}{notices}\n\n{_table(columns)}\n"
+    return f"{head}blocking power {_watts(summary.blocking_power_w)}{notices}\n\n{table(columns)}\n"
 
 
 def _evidence_columns(summary: ProfileSummary) -> list[list[str]]:
@@ -54,9 +54,9 @@ def _evidence_columns(summary: ProfileSummary) -> list[list[str]]:
     if all(each.time_error is None for each in rows):
         return []
     return [
-        _column("time +- %", [_percent(each.time_error) for each in rows]),
-        _column("energy +- %", [_percent(each.energy_error) for each in rows]),
-        _column("throttled", [str(each.throttled) for each in rows]),
+        column("time +- %", [_percent(each.time_error) for each in rows]),
+        column("energy +- %", [_percent(each.energy_error) for each in rows]),
+        column("throttled", [str(each.throttled) for each in rows]),
     ]
 
 
@@ -68,20 +68,20 @@ def frontier_text(summary: FrontierSummary) -> str:
     """The frontier from its fastest to its slowest point, against all clocks at maximum."""
     points = summary.points
     columns = [
-        _column("time s", _numbers([point.time_s for point in points])),
-        _column("x baseline", [f"{point.time_ratio:.4f}" for point in points]),
-        _column("bound J", _numbers([point.bound_j for point in points])),
-        _column("saved J", _numbers([point.saved_j for point in points])),
-        _column("saved %", [f"{100 * point.saved_share:.2f}" for point in points]),
+        column("time s", numbers([point.time_s for point in points])),
+        column("x baseline", [f"{point.time_ratio:.4f}" for point in points]),
+        column("bound J", numbers([point.bound_j for point in points])),
+        column("saved J", numbers([point.saved_j for point in points])),
+        column("saved %", [f"{100 * point.saved_share:.2f}" for point in points]),
         ["", *(f"  {point.mark}" for point in points)],
     ]
-    time, energy = _number(summary.baseline_time_s), _number(summary.baseline_energy_j)
+    time, energy = number(summary.baseline_time_s), number(summary.baseline_energy_j)
     return (
         f"Frontier of {_work(summary)}; {summary.computations} computations\n"
         f"{origin_text(summary.origin)}; blocking power {_watts(summary.blocking_power_w)}.\n"
         f"{_counted_in(summary)}"
         f"Baseline of every saving: all clocks at maximum, {time} s and {energy} J an iteration.\n\n"
-        f"{_table(columns)}\n\n"
+        f"{table(columns)}\n\n"
         "The bound is what no plan of that time can be below, waiting included, on all GPUs of the pipeline.\n"
         + "".join(f"{remark}\n" for remark in summary.remarks)
     )
@@ -89,19 +89,19 @@ def frontier_text(summary: FrontierSummary) -> str:
 
 def plan_text(summary: PlanSummary) -> str:
     """The plan against all clocks at maximum."""
-    times = _numbers([summary.time_s, summary.baseline_time_s])
-    energies = _numbers([summary.energy_j, summary.baseline_energy_j])
-    powers = _numbers([summary.power_w, summary.baseline_energy_j / summary.baseline_time_s])
+    times = numbers([summary.time_s, summary.baseline_time_s])
+    energies = numbers([summary.energy_j, summary.baseline_energy_j])
+    powers = numbers([summary.power_w, summary.baseline_energy_j / summary.baseline_time_s])
     columns = [
         ["", "seconds an iteration", "joules an iteration", "watts on average"],
-        _column("this plan", [times[0], energies[0], powers[0]]),
-        _column("all clocks at maximum", [times[1], energies[1], powers[1]]),
+        column("this plan", [times[0], energies[0], powers[0]]),
+        column("all clocks at maximum", [times[1], energies[1], powers[1]]),
     ]
     return (
-        f"Plan for {_work(summary)}, within {_number(summary.deadline_s)} s\n"
+        f"Plan for {_work(summary)}, within {number(summary.deadline_s)} s\n"
         f"{origin_text(summary.origin)}; blocking power {_watts(summary.blocking_power_w)}.\n"
         f"{_counted_in(summary)}\n"
-        f"{_table(columns)}\n\n"
+        f"{table(columns)}\n\n"
         f"It saves {_saving(summary.saved_j, summary.saved_share)} of an iteration with all clocks at maximum, "
         f"at {summary.time_ratio:.4f}x its time.\n"
         f"It is {100 * summary.above_bound_share:.3f} % above the bound, which no plan of that time can be below.\n"
@@ -112,8 +112,8 @@ def plan_text(summary: PlanSummary) -> str:
 
 def plans_text(summary: PlansSummary) -> str:
     """The plans of pipelines that wait for each other, and what they are together."""
-    time, baseline = _numbers([summary.time_s, summary.baseline_time_s])
-    energy, baseline_energy = _numbers([summary.energy_j, summary.baseline_energy_j])
+    time, baseline = numbers([summary.time_s, summary.baseline_time_s])
+    energy, baseline_energy = numbers([summary.energy_j, summary.baseline_energy_j])
     return (
         "\n".join(map(plan_text, summary.plans))
         + f"\nAll {summary.pipelines} pipelines together, each waiting for the slowest: {time} s and {energy} J an "
@@ -124,7 +124,7 @@ def plans_text(summary: PlansSummary) -> str:
 
 def calibration_text(result: Calibration) -> str:
     """The overhead and the predicted time, before and now."""
-    before, now = _numbers([result.predicted_before_s, result.predicted_s])
+    before, now = numbers([result.predicted_before_s, result.predicted_s])
     overheads = [f"{value:.6g}" for value in (result.overhead_before_s, result.overhead_s)]
     return (
         f"Measured {result.measured_s:.6g} s an iteration, replayed {result.replayed_s:.6g} s.\n"
@@ -138,15 +138,15 @@ def timeline_text(summary: TimelineSummary) -> str:
     """The plan, and what each stage does in an iteration of it."""
     ranks = summary.per_rank
     columns = [
-        _column("rank", [str(rank.rank) for rank in ranks]),
-        _column(unit_of(summary.knob), [_clocks(rank) for rank in ranks]),
-        _column("changes", [str(rank.clock_changes) for rank in ranks]),
-        _column("busy %", [f"{100 * rank.busy_s / summary.time_s:.1f}" for rank in ranks]),
-        _column("joules", _numbers([rank.energy_j for rank in ranks])),
+        column("rank", [str(rank.rank) for rank in ranks]),
+        column(unit_of(summary.knob), [_clocks(rank) for rank in ranks]),
+        column("changes", [str(rank.clock_changes) for rank in ranks]),
+        column("busy %", [f"{100 * rank.busy_s / summary.time_s:.1f}" for rank in ranks]),
+        column("joules", numbers([rank.energy_j for rank in ranks])),
         ["  timeline", *(f"  {strip}" for strip in _strips(summary))],
     ]
     return (
-        f"{plan_text(summary)}\n{_table(columns)}\n\n"
+        f"{plan_text(summary)}\n{table(columns)}\n\n"
         f"Timeline: {_STRIP} moments of the iteration; {', '.join(_letters(summary))}, . waiting.\n"
         "Changes: of the clock from one computation to the next, and back for the next iteration.\n"
     )
@@ -157,21 +157,21 @@ def cluster_text(summary: ClusterSummary) -> str:
     rows = summary.policies
     columns = [
         ["policy", *(row.policy for row in rows)],
-        _column("iteration s", _numbers([row.iteration_s for row in rows])),
-        _column("x baseline", [f"{row.time_ratio:.4f}" for row in rows]),
-        _column("iterations/s", _numbers([row.iterations_per_s for row in rows])),
-        _column("energy MJ", _numbers([row.energy_j / 1e6 for row in rows])),
-        _column("power kW", _numbers([row.power_w / 1e3 for row in rows])),
-        _column("idle %", [f"{100 * row.idle_share:.2f}" for row in rows]),
-        _column("saved %", [f"{100 * row.saved_share:.2f}" for row in rows]),
+        column("iteration s", numbers([row.iteration_s for row in rows])),
+        column("x baseline", [f"{row.time_ratio:.4f}" for row in rows]),
+        column("iterations/s", numbers([row.iterations_per_s for row in rows])),
+        column("energy MJ", numbers([row.energy_j / 1e6 for row in rows])),
+        column("power kW", numbers([row.power_w / 1e3 for row in rows])),
+        column("idle %", [f"{100 * row.idle_share:.2f}" for row in rows]),
+        column("saved %", [f"{100 * row.saved_share:.2f}" for row in rows]),
     ]
     size = f"{summary.gpus} GPUs: {summary.pipelines} pipelines x {summary.ranks} ranks x {summary.gpus_per_stage} GPUs"
     return (
         f"Cluster of {size}, each pipeline {_work(summary)}\n"
         f"{origin_text(summary.origin)}, in simulated time: {summary.iterations} iterations, "
         f"{summary.stragglers} stragglers, to which policies react {summary.reaction_delay_s:g} s late.\n\n"
-        f"{_table(columns)}\n\n"
-        f"x baseline: mean iteration over {_number(summary.baseline_time_s)} s, all clocks at maximum without "
+        f"{table(columns)}\n\n"
+        f"x baseline: mean iteration over {number(summary.baseline_time_s)} s, all clocks at maximum without "
         f"stragglers; the target is {summary.slowdown:g}x.\n"
         "Baseline of every saving: all clocks at maximum (max) with the same stragglers, for as many iterations.\n"
         + "".join(f"Left out: {reason}.\n" for reason in summary.left_out)
@@ -219,12 +219,12 @@ def _changes_text(most: int) -> str:
 
 
 def _saving(saved_j: float, share: float) -> str:
-    return f"{_number(saved_j)} J ({100 * share:.2f} %)"
+    return f"{number(saved_j)} J ({100 * share:.2f} %)"
 
 
 def _beside_text(beside: BesideStraggler) -> str:
     return (
-        f"Beside a straggler of {_number(beside.straggler_time_s)} s, for which both would wait, it saves "
+        f"Beside a straggler of {number(beside.straggler_time_s)} s, for which both would wait, it saves "
         f"{_saving(beside.saved_j, beside.saved_share)}.\n"
     )
 
@@ -258,36 +258,3 @@ def _watts(power_w: float | tuple[float, ...]) -> str:
     if not isinstance(power_w, tuple):
         return f"{power_w:.2f} W"
     return f"{min(power_w):.2f} to {max(power_w):.2f} W"
-
-
-def _decimals(largest: float) -> int:
-    magnitude = math.floor(math.log10(largest)) if largest > 0 else 0
-    return min(max(_DIGITS - 1 - magnitude, 0), 12)
-
-
-def _number(value: float) -> str:
-    return f"{value:.{_decimals(abs(value))}f}"
-
-
-def _numbers(values: Sequence[float]) -> list[str]:
-    decimals = _decimals(max(map(abs, values)))
-    return [f"{value:.{decimals}f}" for value in values]
-
-
-def _ranges(pairs: Sequence[tuple[float, float]]) -> list[str]:
-    shown = _numbers([value for pair in pairs for value in pair])
-    return [f"{first} to {last}" for first, last in zip(shown[::2], shown[1::2], strict=True)]
-
-
-def _column(name: str, cells: Sequence[str]) -> list[str]:
-    """A column of a table, flush right."""
-    width = max(map(len, (name, *cells)))
-    return [cell.rjust(width) for cell in (name, *cells)]
-
-
-def _table(columns: Sequence[Sequence[str]]) -> str:
-    widths = [max(map(len, column)) for column in columns]
-    rows = zip(*columns, strict=True)
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    )

@@ -52,7 +52,11 @@ main.add_command(plan)
 
 
 @main.command(
-    epilog=console.examples("planner show frontier.npz --plot frontier.png", "planner show plan.yaml --plot plan.svg")
+    epilog=console.examples(
+        "planner show frontier.npz --plot frontier.png",
+        "planner show plan.yaml --plot plan.svg",
+        "planner show run --plot run.png",
+    )
 )
 @click.argument("file", type=console.PATH)
 @click.option(
@@ -64,16 +68,20 @@ main.add_command(plan)
 )
 @console.as_json
 def show(file: Path, plot: Path | None, as_json: bool) -> None:
-    """Show a frontier, or the timeline of a plan.
+    """Show a frontier, the timeline of a plan, or what a training run measured beside its plan.
 
-    FILE is what `planner solve` or `planner plan` wrote.
+    FILE is what `planner solve` or `planner plan` wrote, or the folder that the ranks of a training run wrote. A run
+    may go on meanwhile. Its figure is of the last iteration that ran as planned on all ranks.
     """
     if plot is not None:
         from perseus_planner.plotting import check_figure_path
 
         check_figure_path(plot, "--plot")
-    show_one = _show_frontier if _is_frontier(file) else _show_plan
-    show_one(file, plot, as_json)
+    if file.is_dir():
+        _show_run(file, plot, as_json)
+    else:
+        show_one = _show_frontier if _is_frontier(file) else _show_plan
+        show_one(file, plot, as_json)
 
 
 main.add_command(calibrate)
@@ -136,3 +144,18 @@ def _show_plan(file: Path, plot: Path | None, as_json: bool) -> None:
         save_figure(draw_plan(plan), plot)
     summary = summarize_timeline(plan)
     console.report(summary, timeline_text(summary), [plot] if plot else [], as_json=as_json)
+
+
+def _show_run(folder: Path, plot: Path | None, as_json: bool) -> None:
+    from perseus_planner.runs.run import Run
+    from perseus_planner.runs.summary import summarize_run
+    from perseus_planner.runs.text import run_text
+
+    run = Run.load(folder)
+    if plot is not None:
+        from perseus_planner.plotting import save_figure
+        from perseus_planner.runs.drawing import draw_run
+
+        save_figure(draw_run(run), plot)
+    summary = summarize_run(run)
+    console.report(summary, run_text(summary), [plot] if plot else [], as_json=as_json)
