@@ -1,10 +1,9 @@
-"""What ranks run in tests, each a function; launching.py asks for them by name."""
+"""What ranks run in tests, each a function; launching.py asks for them by name, and for those of other modules."""
 # ruff: noqa: TID253 - the process in which this runs is there for torch
 
 from __future__ import annotations
 
 import copy
-import importlib
 import json
 import os
 import signal
@@ -13,7 +12,9 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import nullcontext
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -212,16 +213,14 @@ def _told(body: Callable[[], None]) -> None:
         sys.exit(2)
 
 
-def _become_rank(rank: int, request: dict[str, Any]) -> int:
+def _become_rank(programs: ModuleType, rank: int, request: dict[str, Any]) -> int:
     """Run as one rank of what is asked for, with files in its folder for what it says; its exit code."""
     os.chdir(request["folder"])
     for stream, name in ((1, "said"), (2, "complained")):
         os.dup2(os.open(f"{name}-{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), stream)
     os.environ.update(request["environment"], RANK=str(rank), LOCAL_RANK=str(rank))
     try:
-        module, _, name = request["program"].rpartition(":")
-        functions = vars(importlib.import_module(module)) if module else globals()
-        functions[name](*request["arguments"])
+        getattr(programs, request["program"])(*request["arguments"])
     except SystemExit as end:
         return int(end.code or 0)
     except BaseException:
@@ -230,14 +229,14 @@ def _become_rank(rank: int, request: dict[str, Any]) -> int:
     return 0
 
 
-def _serve() -> None:
-    """Fork the ranks of every request, a line on standard input: torch is imported once for all of them."""
+def _serve(programs: ModuleType) -> None:
+    """Fork the ranks of every request, a line on standard input: what they need is imported once for all of them."""
     for line in sys.stdin:
         request, children = json.loads(line), []
         for rank in range(request["count"]):
             child = os.fork()
             if not child:
-                code = _become_rank(rank, request)
+                code = _become_rank(programs, rank, request)
                 sys.stdout.flush()
                 sys.stderr.flush()
                 os._exit(code)
@@ -248,4 +247,4 @@ def _serve() -> None:
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parent))
-    _serve()
+    _serve(import_module(sys.argv[1]))
