@@ -9,15 +9,17 @@ from __future__ import annotations
 import os
 import select
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-from perseus_planner.errors import GpuError
+from perseus_planner.errors import ControllerLost, GpuError
+from perseus_planner.runs import RanIteration
 from perseus_planner.runtime.controller.client import Connection
-from perseus_planner.runtime.controller.messages import Failed
+from perseus_planner.runtime.controller.messages import Failed, ToRank
 from perseus_planner.runtime.marks import Marks
 from perseus_planner.runtime.notices import Notices
 from perseus_planner.runtime.pilot import JobPilot
+from perseus_planner.runtime.straggling import Straggling, Watch
 from perseus_planner.runtime.telemetry import Telemetry
 
 HUNG_S = 5.0
@@ -70,7 +72,16 @@ class Background:
 
 
 class Rounds:
-    """What is done in a round."""
+    """What is done in a round.
+
+    Args:
+        pilot: of this rank.
+        marks: of this rank.
+        telemetry: that is kept.
+        notices: that are given.
+        connection: to the controller; None where there is none.
+        on_straggling: told when this rank's GPU turns out slow, and when that is over.
+    """
 
     def __init__(
         self,
@@ -79,9 +90,11 @@ class Rounds:
         telemetry: Telemetry,
         notices: Notices,
         connection: Connection | None,
+        on_straggling: Callable[[Straggling], None] | None,
     ) -> None:
         self._pilot, self._marks, self._telemetry, self._notices = pilot, marks, telemetry, notices
-        self._connection = connection
+        self._connection, self._on_straggling = connection, on_straggling
+        self._watch = Watch()
         self._dwell_s: float | None = None
 
     def descriptors(self) -> list[int]:
@@ -89,67 +102,70 @@ class Rounds:
         return [] if self._connection is None else [self._connection.fileno()]
 
     def once(self) -> None:
-        """One round."""
+        """One round; raises nothing."""
         try:
-            self._hear()
+            messages = [] if self._connection is None else self._heard(self._connection)
             self._pilot.look()
-            self.record()
+            self._report(self._telemetry.update(self._marks.finished(), messages))
             self._tell()
+        except GpuError as error:
+            self._fail("gpu", str(error))
         except Exception as error:  # whatever it is, training must go on, and the user must know
-            self._fail("background", f"a fault of the planner, please report it: {type(error).__name__}: {error}")
+            self._fail("fault", f"a fault of the planner, please report it: {type(error).__name__}: {error}")
 
     def close(self) -> None:
         """The last round, after the controller has been left."""
-        if self._connection is not None:
-            with suppress(GpuError):
-                for message in self._connection.messages():
-                    self._telemetry.heard(message)
-        self.record()
+        messages: list[ToRank] = []
+        with suppress(GpuError):
+            if self._connection is not None:
+                messages = self._connection.messages()
+            self._telemetry.update(self._marks.finished(), messages)
         self._telemetry.close()
+        self._tell()
 
-    def record(self) -> None:
-        """Keep what is known by now of iterations that have ended."""
-        while self._pilot.ended_iterations:
-            ended = self._pilot.ended_iterations.popleft()
-            self._telemetry.ended(ended.iteration, ended.program, ended.deviation)
-            if ended.deviation is not None:
-                self._notices.say(
-                    "deviation",
-                    f"iteration {ended.iteration} ran {ended.deviation}; clocks are reset in such iterations, and set "
-                    "again after one that runs as planned",
-                )
-        for timed in self._marks.finished():
-            self._telemetry.timed(timed)
-
-    def _hear(self) -> None:
-        connection = self._connection
-        if connection is None:
-            return
+    def _heard(self, connection: Connection) -> list[ToRank]:
+        """What the controller has said, and whether it still does its work."""
         try:
-            for message in connection.messages():
-                self._telemetry.heard(message)
-                if isinstance(message, Failed):
-                    self._fail(f"failed {message.text}", message.text)
+            messages = connection.messages()
             if connection.age_s() > HUNG_S:
                 connection.kill()
-                self._fail("hung", f"the clock controller gave no sign of life for {HUNG_S:g} s and was ended")
-                self._connection = None
-                return
+                raise ControllerLost(f"the clock controller gave no sign of life for {HUNG_S:g} s and was ended")
+            self._keep_dwell(connection)
         except GpuError as error:
             self._connection = None
             self._fail("controller", str(error))
-            return
+            return []
+        for message in messages:
+            if isinstance(message, Failed):
+                self._fail(f"failed {message.text}", message.text)
+        return messages
+
+    def _keep_dwell(self, connection: Connection) -> None:
         program = self._pilot.program
         if program is not None and program.plan.min_dwell_s != self._dwell_s:
             self._dwell_s = program.plan.min_dwell_s
             connection.dwell(self._dwell_s)
+
+    def _report(self, rows: Sequence[RanIteration]) -> None:
+        for row in rows:
+            self._watch, straggling = self._watch.after(row)
+            if straggling is None or self._on_straggling is None:
+                continue
+            try:
+                self._on_straggling(straggling)
+            except Exception as error:  # of the caller's code
+                self._notices.say("on_straggling", f"on_straggling raised {type(error).__name__}: {error}")
 
     def _fail(self, key: str, text: str) -> None:
         self._pilot.problem = text
         self._notices.say(key, f"{text}; training goes on at the GPU's own clocks")
 
     def _tell(self) -> None:
-        if self._pilot.out_of_step is not None:
-            self._notices.say("out of step", f"{self._pilot.out_of_step}; it runs at the GPU's own clocks until it has")
-        if self._pilot.agreement.lost is not None:
-            self._notices.say("store", f"new plans cannot be agreed on: {self._pilot.agreement.lost}")
+        pilot = self._pilot
+        if pilot.deviation is not None:
+            text = "clocks are reset in such iterations, and set again after one that runs as planned"
+            self._notices.say("deviation", f"{pilot.deviation}; {text}")
+        if pilot.out_of_step is not None:
+            self._notices.say("out of step", f"{pilot.out_of_step}; it runs at the GPU's own clocks until then")
+        if pilot.agreement.lost is not None:
+            self._notices.say("store", f"no new plan can be agreed on: {pilot.agreement.lost}")

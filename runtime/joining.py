@@ -12,12 +12,12 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, cast
 
 from perseus_planner.errors import GpuError, GpuHeld, PlanError, PlannerError, RankError
 from perseus_planner.gpu.torch_device import gpu_text
 from perseus_planner.runtime.controller.client import Connection, started
-from perseus_planner.runtime.controller.messages import Attached, Hello
+from perseus_planner.runtime.controller.messages import Attached, Hello, Knob
 from perseus_planner.runtime.engines.engine import Engine
 from perseus_planner.runtime.entry import entered
 from perseus_planner.runtime.job import Job, launcher, node
@@ -176,7 +176,7 @@ def _joined(
     hello = Hello(
         rank=job.rank,
         gpu=f"dry-run:{text}" if settings.dry_run and not text.startswith("dry-run:") else text,
-        knob="clock" if program is None else program.plan.knob,
+        knob="clock" if program is None else cast(Knob, program.plan.knob),
         launcher=launcher(),
         min_dwell_s=0.0 if program is None else program.plan.min_dwell_s,
     )

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple
 
 from perseus_planner.errors import PlannerError
 from perseus_planner.runtime.agreement import Agreement
@@ -20,12 +18,8 @@ PATIENCE_S = 0.5
 _AHEAD_S = 0.05  #: for so long ahead this rank asks what it may begin
 
 
-class Ended(NamedTuple):
-    """An iteration that has ended."""
-
-    iteration: int
-    program: Program | None
-    deviation: str | None
+Accepts = Callable[[int, Plans], Program]
+Record = Callable[[int, Program | None, str | None], None]
 
 
 class JobPilot:
@@ -37,15 +31,16 @@ class JobPilot:
         job: all ranks.
         accepts: the program of a version for this rank, from all pipelines' plans; raises a PlannerError where the plan
             does not fit.
+        record: told of every iteration that has ended, as `Pilot.ended` is.
         wake: called on the training thread when the background thread has something to do; must not wait.
     """
 
-    def __init__(self, job: Job, accepts: Callable[[int, Plans], Program], wake: Callable[[], None]) -> None:
+    def __init__(self, job: Job, accepts: Accepts, record: Record, wake: Callable[[], None]) -> None:
         self.agreement = Agreement(job.store, job.rank, job.ranks, self._accepted)
         self.problem: str | None = None  #: why there are no clocks any more; never taken back
         self.out_of_step: str | None = None  #: why there were none for an iteration or more
-        self.ended_iterations: deque[Ended] = deque(maxlen=1024)
-        self._accepts, self._wake = accepts, wake
+        self.deviation: str | None = None  #: what an engine did that was not in the plan
+        self._accepts, self._record, self._wake = accepts, record, wake
         self._programs: dict[int, Program] = {}
         self._current: Program | None = None
         self._looked = threading.Condition()
@@ -85,7 +80,9 @@ class JobPilot:
 
     def ended(self, iteration: int, program: Program | None, deviation: str | None) -> None:
         """See `Pilot.ended`."""
-        self.ended_iterations.append(Ended(iteration, program, deviation))
+        if deviation is not None:
+            self.deviation = f"iteration {iteration} ran {deviation}"
+        self._record(iteration, program, deviation)
 
     def look(self) -> None:
         """Take part in the agreement, once round."""
@@ -97,7 +94,7 @@ class JobPilot:
             self._looked.notify_all()
 
     def _version_of(self, iteration: int) -> int:
-        """Of the plan; 0 if that is not known. Waits for it where it must, but not again before this rank is in step."""
+        """Of the plan; 0 if that is not known. Waits where it must, but not again before this rank is in step."""
         version = self.agreement.version_at(iteration)
         if not version and self._patient and self.agreement.lost is None:
             self._through = max(self._through, iteration)

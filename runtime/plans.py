@@ -55,8 +55,10 @@ class Plans:
 
     def dumps(self) -> bytes:
         """As bytes, for other processes."""
-        plans = {} if self.every is None else {_EVERY: self.every}
-        return json.dumps({key: plan.dumps() for key, plan in ({**plans, **self.own}).items()}).encode()
+        texts = {str(number): plan.dumps() for number, plan in self.own.items()}
+        if self.every is not None:
+            texts[_EVERY] = self.every.dumps()
+        return json.dumps(texts).encode()
 
     @classmethod
     def loads(cls, data: bytes) -> Plans:

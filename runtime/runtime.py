@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from perseus_planner.errors import GpuError
 from perseus_planner.plan import Plan
+from perseus_planner.runs import RanIteration
 from perseus_planner.runtime.agreement import Proposal
 from perseus_planner.runtime.background import Background, Rounds
 from perseus_planner.runtime.controller.client import Connection
@@ -24,7 +26,7 @@ from perseus_planner.runtime.pilot import JobPilot
 from perseus_planner.runtime.plans import GivenPlan, Plans
 from perseus_planner.runtime.program import Program
 from perseus_planner.runtime.straggling import Straggling
-from perseus_planner.runtime.telemetry import RanIteration, Telemetry
+from perseus_planner.runtime.telemetry import Telemetry
 
 MAX_CHANGES_PER_S = 100.0
 """Clock changes of one node in a second, at most: a call holds the driver's lock for about 6 ms (facts of an A800)."""
@@ -124,7 +126,14 @@ def planner_runtime(
     settings = Settings(plan, gpu, dry_run, max_changes_per_s)
     with ExitStack() as stack:
         joined = join(adapter, job, settings, notices, stack)
-        telemetry = Telemetry(job.rank, adapter.seat, joined.pipeline, None if trace is None else Path(trace))
+        telemetry = Telemetry(
+            job.rank,
+            replace(adapter.seat, pipeline=joined.pipeline),
+            None if trace is None else Path(trace),
+            own_plans=isinstance(plan, Mapping),
+            say=lambda text: notices.say("trace", text),
+        )
+        telemetry.update([], [] if joined.gpu is None else [joined.gpu])
         background, marks = Background(), _marks(adapter, joined.connection, notices, stack)
 
         def accepts(version: int, plans: Plans) -> Program:
@@ -133,9 +142,9 @@ def planner_runtime(
                 check_gpu(program, joined.gpu)
             return program
 
-        pilot = JobPilot(job, accepts, background.wake)
+        pilot = JobPilot(job, accepts, telemetry.ended, background.wake)
         pilot.start(joined.program)
-        rounds = Rounds(pilot, marks, telemetry, notices, joined.connection)
+        rounds = Rounds(pilot, marks, telemetry, notices, joined.connection, on_straggling)
         try:
             with adapter.attached(Hook(marks, pilot, joined.program)):
                 background.start(rounds.once, rounds.descriptors)
