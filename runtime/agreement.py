@@ -228,13 +228,14 @@ class Agreement:
 
     def _announce(self) -> None:
         """Make the newest of what is queued the newest of all."""
-        proposal, packed = self._queued.pop()
-        while self._queued:
-            self._queued.popleft()[0].settle(Refused(_SUPERSEDED))
+        version = 1 + self._store.add("versions", 1)
         if self._own is not None:
             self._settle(self._own, Refused(_SUPERSEDED))
-        version = 1 + self._store.add("versions", 1)
+        # Another thread may be adding to them; and what the store fails under must be found in the one place or the other.
+        *older, (proposal, packed) = [self._queued.popleft() for _ in range(len(self._queued))]
         self._own = _Own(proposal, version, self._now_s() + self._patience_s)
+        for each, _ in older:
+            each.settle(Refused(_SUPERSEDED))
         self._store.set(f"plans/{version}", packed)
         while self._state.seen.newest < version:
             self._change(newest=version, is_open=1)

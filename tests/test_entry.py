@@ -1,0 +1,67 @@
+"""All ranks come to know the same of who has entered."""
+# ruff: noqa: TID253 - these tests are there for torch
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+from stepped_ranks import Counted
+from torch.distributed import HashStore, TCPStore
+
+from perseus_planner.errors import RankError
+from perseus_planner.runtime.entry import entered
+
+
+def word(rank: int) -> bytes:
+    return bytes(range(256)) * rank
+
+
+def all_enter(store: Any, numbers: list[int], size: int, timeout_s: float) -> list[list[bytes | None]]:
+    with ThreadPoolExecutor(len(numbers)) as pool:
+        told = [pool.submit(entered, Counted(store), rank, size, word(rank), timeout_s) for rank in numbers]
+        return [each.result() for each in told]
+
+
+@pytest.mark.parametrize("kind", ["hash", "tcp"])
+def test_all_are_told_what_each_says(kind: str):
+    store = HashStore() if kind == "hash" else TCPStore("127.0.0.1", 0, None, True)
+    assert all_enter(store, [0, 1, 2, 3], 4, 60.0) == 4 * [[word(rank) for rank in range(4)]]
+    assert store.check(["everyone"])
+    assert not any(store.check([f"words/{rank}"]) for rank in range(4))
+
+
+@pytest.mark.parametrize("late", [0, 3])
+def test_who_comes_too_late_is_told_what_the_others_know(late: int):
+    store = HashStore()
+    there = [rank for rank in range(4) if rank != late]
+    expected = [None if rank == late else word(rank) for rank in range(4)]
+    assert all_enter(store, there, 4, 0.2) == 3 * [expected]
+    assert all_enter(store, [late], 4, 60.0) == [expected]
+
+
+def test_a_rank_without_others_enters_at_once():
+    assert entered(HashStore(), 0, 1, b"", 60.0) == [b""]
+
+
+def test_waiting_can_be_interrupted():
+    timer = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        entered(HashStore(), 0, 2, b"", 60.0)
+    timer.join()
+
+
+def test_a_store_that_is_gone_is_said():
+    store = Counted(HashStore())
+    store.is_gone = True
+    with pytest.raises(RankError) as error:
+        entered(store, 0, 2, b"", 60.0)
+    assert str(error.value) == "the rank or launcher that holds the job's store has ended; see why"
