@@ -231,7 +231,7 @@ class Agreement:
         version = 1 + self._store.add("versions", 1)
         if self._own is not None:
             self._settle(self._own, Refused(_SUPERSEDED))
-        # Another thread may be adding to them; and what the store fails under must be found in the one place or the other.
+        # After what the store may fail in, so that each proposal is always found in one place or the other.
         *older, (proposal, packed) = [self._queued.popleft() for _ in range(len(self._queued))]
         self._own = _Own(proposal, version, self._now_s() + self._patience_s)
         for each, _ in older:

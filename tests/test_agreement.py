@@ -260,7 +260,6 @@ def test_real_ranks_switch_at_one_iteration_though_one_stands_still(program: str
     versions: list[list[int]] = said[0] if program == "over_hash" else said
     first = min(each.index(2) for each in versions)
     for each in versions:
-        # 0: a rank that had come to its limit, and did not know yet.
         assert (set(each[:first]) - {0}, set(each[first:]) - {0}) == ({1}, {2})
         assert each[-1] == 2
 
