@@ -84,7 +84,8 @@ class DeepSpeedPipeline:
                 return execute(schedule)
             hook.begin_iteration(schedule.num_micro_batches)
             try:
-                with replaced(engine, _INSTRUCTION_MAP=self._told_instructions(hook)):
+                # The engine keeps what it executed last, which after a failure would be of ours.
+                with replaced(engine, _INSTRUCTION_MAP=self._told_instructions(hook), _exec_instr=None):
                     return execute(schedule)
             finally:
                 hook.end_iteration()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from perseus_planner.runtime.engines.attachment import attached_once, check_has, replaced
 from perseus_planner.runtime.engines.engine import Seat
-from perseus_planner.schedules import KINDS, Computation, gpipe, one_f_one_b
+from perseus_planner.schedules import Computation, gpipe, one_f_one_b
 
 if TYPE_CHECKING:
     import torch
@@ -20,6 +20,7 @@ _Attributes = dict[str, Callable[..., Any]]
 _NEEDED = ("step", "_has_backward", "_maybe_compute_loss", "_n_microbatches")
 _STAGE_NEEDED = ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk", "group_rank", "group_size")
 _VERSIONS = "torch 2.6 or later"
+_KINDS = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}
 _LINEAR = {"ScheduleGPipe": gpipe, "Schedule1F1B": one_f_one_b}
 
 
@@ -149,5 +150,6 @@ def _computations(actions: Any) -> Iterator[Computation]:
     """Those of a rank's actions that compute; an overlapped pair runs one after the other."""
     for action in actions:
         for each in getattr(action, "sub_actions", None) or (action,):
-            if each is not None and str(each.computation_type) in KINDS:
-                yield Computation(each.stage_index, str(each.computation_type), each.microbatch_index)
+            kind = None if each is None else _KINDS.get(each.computation_type.name)
+            if kind is not None:
+                yield Computation(each.stage_index, kind, each.microbatch_index)

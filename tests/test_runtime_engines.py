@@ -1,0 +1,238 @@
+"""An adapter tells a hook all that its engine computes and nothing else, and changes nothing; on real ranks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from launching import ranks
+
+from perseus_planner.errors import UsageError
+from perseus_planner.runtime.engines.attachment import attached_once, replaced
+from perseus_planner.runtime.engines.selection import engine_of
+
+pytest.importorskip("torch")
+
+from engine_programs import TORCH, deepspeed_schedule, schedule_of
+
+# What importing and asking an engine warns of is not ours.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+Said = list[dict[str, Any]]  #: of each rank
+
+DEEPSPEED = ("1f1b", "dualpipe-v")
+
+
+def said_by(program: str, size: int, folder: Path) -> Said:
+    everyone = ranks(f"engine_programs:{program}", size, folder)
+    assert [each.code for each in everyone] == [0] * size, everyone
+    return [json.loads(each.said.splitlines()[-1]) for each in everyone]
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def torch_ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Said:
+    return said_by("torch_schedules", request.param, tmp_path_factory.mktemp("torch"))
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def deepspeed_ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Said:
+    pytest.importorskip("deepspeed")
+    return said_by("deepspeed_engines", request.param, tmp_path_factory.mktemp("deepspeed"))
+
+
+@pytest.fixture(params=TORCH)
+def torch_schedule(request: pytest.FixtureRequest, torch_ranks: Said) -> tuple[str, Said]:
+    return request.param, [each[request.param] for each in torch_ranks]
+
+
+@pytest.fixture(params=DEEPSPEED)
+def deepspeed_engine(request: pytest.FixtureRequest, deepspeed_ranks: Said) -> tuple[str, Said]:
+    if request.param not in deepspeed_ranks[0]:
+        pytest.skip(f"this DeepSpeed has no {request.param}")
+    return request.param, [each[request.param] for each in deepspeed_ranks]
+
+
+def rows(name: str, engine: str, size: int, microbatches: int) -> list[list[str]]:
+    schedule = (deepspeed_schedule if engine == "deepspeed" else schedule_of)(name, size, microbatches)
+    return [[str(each) for each in row] for row in schedule.ranks]
+
+
+def check_told(name: str, engine: str, everyone: Said) -> None:
+    """Three iterations, and not the evaluation between them, in the order that was said and that we generate."""
+    microbatches = 2 * len(everyone)
+    for each, row in zip(everyone, rows(name, engine, len(everyone), microbatches), strict=True):
+        assert each["order"] == row
+        assert each["iterations"] == [{"microbatches": microbatches, "told": row}] * 3
+        assert not each["open"]
+
+
+def check_clocks(everyone: Said) -> None:
+    """The hook itself has asked for each computation's clock before it begins, and at last for the first one."""
+    for each in everyone:
+        assert set(each["deviations"]) == {None}
+        assert len(each["clocks"]) == len(each["deviations"])
+        assert all(each["clocks"])
+        assert each["next"] == each["first"]
+
+
+def check_unchanged(everyone: Said) -> None:
+    """Losses, weights and random state are those of a training without; nothing stays on the engine."""
+    for each in everyone:
+        assert each["equal"]
+        assert each["wraps"]
+        assert each["restored"]
+        assert each["left"] == []
+        assert each["second"].endswith("already; leave its block before another is entered")
+
+
+def check_seat(name: str, pipeline: int | None, everyone: Said) -> None:
+    for rank, each in enumerate(everyone):
+        assert (each["name"], each["device"]) == (name, "cpu")
+        assert each["seat"] == [rank, len(everyone), pipeline, list(range(len(everyone)))]
+
+
+def check_failure(error: str, everyone: Said) -> None:
+    """On the last rank a layer has failed; the others have lost it; each iteration has ended, and nothing is left."""
+    failures = [each["failure"] for each in everyone]
+    assert (failures[-1]["error"], failures[-1]["cause"]) == (error, "ArithmeticError: the layer fails")
+    for each in failures:
+        whole, broken = (iteration["told"] for iteration in each["iterations"])
+        assert 0 < len(broken) < len(whole)
+        assert broken == whole[: len(broken)]
+        assert not each["open"]
+        assert each["left"] == []
+
+
+def test_a_hook_is_told_what_a_schedule_of_torch_runs(torch_schedule: tuple[str, Said]) -> None:
+    name, everyone = torch_schedule
+    check_told(name, "torch", everyone)
+
+
+def test_a_hook_is_told_what_an_engine_of_deepspeed_runs(deepspeed_engine: tuple[str, Said]) -> None:
+    name, everyone = deepspeed_engine
+    check_told(name, "deepspeed", everyone)
+
+
+def test_clocks_are_asked_for_before_computations_of_torch(torch_schedule: tuple[str, Said]) -> None:
+    check_clocks(torch_schedule[1])
+
+
+def test_clocks_are_asked_for_before_computations_of_deepspeed(deepspeed_engine: tuple[str, Said]) -> None:
+    check_clocks(deepspeed_engine[1])
+
+
+def test_training_with_torch_is_bit_equal_and_the_schedule_is_left_as_it_was(torch_schedule: tuple[str, Said]) -> None:
+    check_unchanged(torch_schedule[1])
+
+
+def test_training_with_deepspeed_is_bit_equal_and_the_engine_is_left_as_it_was(
+    deepspeed_engine: tuple[str, Said],
+) -> None:
+    check_unchanged(deepspeed_engine[1])
+
+
+def test_torch_says_where_a_rank_stands(torch_schedule: tuple[str, Said]) -> None:
+    check_seat("torch.distributed.pipelining", None, torch_schedule[1])
+
+
+def test_deepspeed_says_where_a_rank_stands(deepspeed_engine: tuple[str, Said]) -> None:
+    check_seat("DeepSpeed", 0, deepspeed_engine[1])
+
+
+def test_deepspeed_says_which_of_its_pipelines_a_rank_is_in(deepspeed_ranks: Said) -> None:
+    if len(deepspeed_ranks) != 4:
+        pytest.skip("two pipelines of two stages are four ranks")
+    replicas = [each["replicas"] for each in deepspeed_ranks]
+    assert [each["seat"] for each in replicas] == [
+        [0, 2, 0, [0, 2]],
+        [0, 2, 1, [1, 3]],
+        [1, 2, 0, [0, 2]],
+        [1, 2, 1, [1, 3]],
+    ]
+    for each in replicas:
+        row = rows("1f1b", "deepspeed", 2, 3)[each["seat"][0]]
+        assert each["order"] == row
+        assert each["iterations"] == [{"microbatches": 3, "told": row}]
+
+
+def test_the_loss_belongs_to_the_forward_of_the_last_stage_of_torch(torch_schedule: tuple[str, Said]) -> None:
+    _, everyone = torch_schedule
+    losses = [each["losses"] for each in everyone if each["losses"] is not None]
+    assert losses == [3 * everyone[0]["microbatches"]]
+
+
+def test_another_schedule_of_torch_may_have_another_number_of_microbatches(torch_schedule: tuple[str, Said]) -> None:
+    name, everyone = torch_schedule
+    microbatches = 4 * len(everyone)
+    for each, row in zip(everyone, rows(name, "torch", len(everyone), microbatches), strict=True):
+        assert each["more_order"] == row
+        assert each["more"] == [{"microbatches": microbatches, "told": row}]
+
+
+def test_an_engine_of_deepspeed_may_change_its_number_of_microbatches(deepspeed_engine: tuple[str, Said]) -> None:
+    name, everyone = deepspeed_engine
+    numbers = (4 * len(everyone), 2 * len(everyone))
+    for rank, each in enumerate(everyone):
+        wanted = [rows(name, "deepspeed", len(everyone), number)[rank] for number in numbers]
+        assert each["changed_orders"] == wanted
+        told = [{"microbatches": number, "told": row} for number, row in zip(numbers, wanted, strict=True)]
+        assert each["changed"] == told
+
+
+def test_a_failure_in_an_iteration_of_torch_is_still_that_failure(torch_ranks: Said) -> None:
+    check_failure("RuntimeError", torch_ranks)  # torch adds which stage failed
+
+
+def test_a_failure_in_an_iteration_of_deepspeed_is_still_that_failure(deepspeed_ranks: Said) -> None:
+    check_failure("ArithmeticError", deepspeed_ranks)
+
+
+def test_what_an_instance_had_of_its_own_it_has_again() -> None:
+    owner = SimpleNamespace(own=1)
+    with replaced(owner, own=2, other=3):
+        assert vars(owner) == {"own": 2, "other": 3}
+    assert vars(owner) == {"own": 1}
+
+
+def test_one_engine_has_one_runtime_at_a_time() -> None:
+    owner = SimpleNamespace(own=1)
+    with attached_once(owner, own=2), pytest.raises(UsageError) as error, attached_once(owner):
+        pass
+    assert str(error.value) == (
+        "a runtime is attached to this SimpleNamespace already; leave its block before another is entered"
+    )
+    with attached_once(owner):
+        assert owner.own == 1
+
+
+def test_something_else_than_an_engine_is_refused() -> None:
+    with pytest.raises(UsageError) as error:
+        engine_of(object())
+    assert str(error.value) == (
+        "planner_runtime was given a object; give it a DeepSpeed PipelineEngine, the chunks of a Megatron-core model, "
+        "or a schedule of torch.distributed.pipelining"
+    )
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "message"),
+    [
+        (
+            "torch",
+            "_PipelineSchedule",
+            "_PipelineSchedule has no step, through which a runtime follows it; use torch 2.6 or later",
+        ),
+        (
+            "deepspeed",
+            "PipelineEngine",
+            "PipelineEngine has no _exec_schedule, through which a runtime follows it; use DeepSpeed 0.14 to 0.19",
+        ),
+    ],
+)
+def test_an_engine_that_cannot_be_followed_is_refused(module: str, name: str, message: str) -> None:
+    with pytest.raises(UsageError) as error:
+        engine_of(type(name, (), {"__module__": module})())
+    assert str(error.value) == message
