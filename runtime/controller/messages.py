@@ -72,7 +72,7 @@ class Leave:
 
 @dataclass(frozen=True)
 class Attached:
-    """The controller's answer to `Hello`: it sets this GPU, whose properties `text`, `uuid`, `name`, `origin` these are."""
+    """The controller's answer to `Hello`: it has this GPU, of which these are `text`, `uuid`, `name` and `origin`."""
 
     gpu: str
     uuid: str
