@@ -15,6 +15,7 @@ import os
 import select
 import signal
 import socket
+import struct
 import time
 from collections import deque
 from types import TracebackType
@@ -42,7 +43,7 @@ __all__ = ["LEAVE_S", "Connection", "ControllerLost", "started"]
 LEAVE_S = 10.0
 """For how long the end of a `with` block waits for the GPU to be reset."""
 
-_CONNECT_S = 10.0
+_CONNECT = struct.pack("ll", 10, 0)  #: seconds and microseconds for which to wait in line
 _ENDED = "the clock controller of this node has ended; what it had set is reset by its guardian"
 
 
@@ -227,7 +228,7 @@ def _connected(address: str) -> tuple[Peer, int]:
     """
     connection = socket.socket(socket.AF_UNIX, KIND)
     try:
-        connection.settimeout(_CONNECT_S)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _CONNECT)
         connection.connect(bound_address(address))
     except OSError as error:
         connection.close()

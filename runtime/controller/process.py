@@ -102,7 +102,7 @@ class Controller:
             if _has_ended(rank.process, ready, is_to_look):
                 self._depart(rank)
             elif rank.launcher is not None and _has_ended(rank.launcher, ready, is_to_look):
-                self._end(f"process {rank.launcher.pid}, which launched this job, has ended: all GPUs are reset")
+                self._end_with(rank.launcher)
                 return
             elif rank.peer.fileno() in ready:
                 self._hear(rank)
@@ -116,6 +116,8 @@ class Controller:
             return
         self._waiting.append(rank)
         self._first_ns = now_ns if self._first_ns is None else self._first_ns
+        if rank.launcher is not None and rank.launcher.has_ended():  # before it was watched
+            self._end_with(rank.launcher)
 
     def _hear(self, rank: Rank) -> None:
         try:
@@ -245,6 +247,9 @@ class Controller:
         if answers:
             rank.tell(Left(problem))
         rank.close()
+
+    def _end_with(self, launcher: Watched) -> None:
+        self._end(f"process {launcher.pid}, which launched this job, has ended: all GPUs are reset")
 
     def _end(self, why: str) -> None:
         """Reset all, tell all, and end."""
