@@ -41,7 +41,9 @@ class Arrivals:
             if now_ns - since_ns > _HELLO_NS:
                 self._send_away(peer, "it has not said hello")
         if self._listener.fileno() in ready:
-            self._accept(now_ns)
+            for _ in range(_MOST):
+                if not self._accepts(now_ns):
+                    break
         return ranks
 
     def close(self) -> None:
@@ -50,16 +52,18 @@ class Arrivals:
         for peer in self._strangers:
             peer.close()
 
-    def _accept(self, now_ns: int) -> None:
+    def _accepts(self, now_ns: int) -> bool:
+        """Take in who waits; False: nobody does."""
         try:
             connection, _ = self._listener.accept()
-        except OSError:  # it has gone again
-            return
+        except OSError:
+            return False
         who = credentials(connection)
         if who.are_trusted() and len(self._strangers) < _MOST:
             self._strangers[Peer(connection)] = (who.pid, now_ns)
         else:
             connection.close()
+        return True
 
     def _heard(self, peer: Peer) -> Rank | None:
         pid, _ = self._strangers[peer]

@@ -1,11 +1,12 @@
-"""A rank's side of the controller: start it, attach to it, write what is wanted, read what it says.
+"""A rank's side of the controller: attach to it, write what is wanted, read what it says.
 
-address = started(ranks=8, max_changes_per_s=100.0, timeout_s=60.0)     # the first rank of a node; it tells the others
-with Connection(address, Hello(rank, gpu, "clock", os.getppid(), plan.min_dwell_s)) as connection:
-    attached = connection.attach(timeout_s=60.0)
-    connection.word[0] = word(place, clock_mhz)
-    for message in connection.messages():
-        ...
+    with Connection(address, Hello(rank, gpu, "clock", os.getppid(), plan.min_dwell_s)) as connection:
+        attached = connection.attach(timeout_s=60.0)
+        connection.word[0] = word(place, clock_mhz)
+        for message in connection.messages():
+            ...
+
+`started` in the first rank of a node gives the address; that rank tells it to the others.
 """
 
 from __future__ import annotations
@@ -14,8 +15,7 @@ import os
 import select
 import signal
 import socket
-import subprocess
-import sys
+import struct
 import time
 from collections import deque
 from types import TracebackType
@@ -34,71 +34,17 @@ from perseus_planner.runtime.controller.messages import (
     ToRank,
 )
 from perseus_planner.runtime.controller.page import Page, made
-from perseus_planner.runtime.controller.peer import KIND, Peer, bound_address, credentials
+from perseus_planner.runtime.controller.peer import KIND, Peer, bound_address, credentials, is_readable
+from perseus_planner.runtime.controller.starting import started
 from perseus_planner.runtime.controller.watched import Watched
+
+__all__ = ["LEAVE_S", "Connection", "ControllerLost", "started"]
 
 LEAVE_S = 10.0
 """For how long the end of a `with` block waits for the GPU to be reset."""
 
-_CONNECT_S = 10.0
+_CONNECT = struct.pack("ll", 10, 0)  #: seconds and microseconds for which to wait in line
 _ENDED = "the clock controller of this node has ended; what it had set is reset by its guardian"
-
-
-def started(ranks: int, max_changes_per_s: float, timeout_s: float) -> str:
-    """Start the controller of this node; it is no child of this process, and outlives it for as long as others need it.
-
-    Args:
-        ranks: how many will attach to it.
-        max_changes_per_s: of all their GPUs together.
-        timeout_s: how long to wait until it is ready.
-
-    Returns:
-        What they attach to.
-
-    Raises:
-        GpuError: it does not become ready; says why.
-    """
-    if not sys.executable:
-        raise GpuError("no clock can be set: sys.executable does not name the Python to start the controller with")
-    package = "perseus_planner.runtime.controller"
-    options = ["--ranks", str(ranks), "--max-changes-per-s", repr(max_changes_per_s)]
-    with subprocess.Popen(
-        [sys.executable, "-m", package, *options],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        cwd="/",  # it keeps no file system from being unmounted
-        # It must find what this process finds, also where that was started in another folder.
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))},
-        start_new_session=True,
-    ) as process:
-        try:
-            assert process.stdout is not None  # PIPE was asked for
-            said = _said(process.stdout.fileno(), time.monotonic() + timeout_s)
-        except TimeoutError:
-            raise GpuError(f"the clock controller of this node was not ready within {timeout_s:g} s") from None
-        finally:
-            process.kill()  # where it is not yet in the background; what is ends by itself, as nobody listens
-    lines = [line for line in said.splitlines() if line.strip()] or ["it ended without a word"]
-    word, _, address = lines[0].partition(" ")
-    if word != "ready":
-        raise GpuError(f"the clock controller of this node could not be started: {lines[-1].strip()}")
-    return address
-
-
-def _said(descriptor: int, deadline_s: float) -> str:
-    """All that is written to a pipe.
-
-    Raises:
-        TimeoutError: it is not closed by then.
-    """
-    said = b""
-    while _is_readable(descriptor, deadline_s):
-        read = os.read(descriptor, 65536)
-        if not read:
-            return said.decode(errors="replace")
-        said += read
-    raise TimeoutError
 
 
 class Connection:
@@ -129,8 +75,7 @@ class Connection:
             self._peer, pid = _connected(address)
             self._controller = Watched(pid)
             try:
-                if self._is_cut():  # else it lives now, so that what is watched is it
-                    raise ControllerLost(_ENDED)
+                self._check_connected()  # it lives now, so what is watched is it
                 self._tell(hello, descriptor)
             except BaseException:
                 self.close()
@@ -261,9 +206,13 @@ class Connection:
     def _awaited(self, deadline_s: float) -> ToRank | None:
         """The next message; None: none came in time."""
         while (message := self._next()) is None:
-            if not _is_readable(self.fileno(), deadline_s):
+            if not is_readable(self.fileno(), deadline_s):
                 return None
         return message
+
+    def _check_connected(self) -> None:
+        if self._is_cut():
+            raise ControllerLost(_ENDED)
 
     def _is_cut(self) -> bool:
         poller = select.poll()
@@ -279,18 +228,16 @@ def _connected(address: str) -> tuple[Peer, int]:
     """
     connection = socket.socket(socket.AF_UNIX, KIND)
     try:
-        connection.settimeout(_CONNECT_S)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _CONNECT)
         connection.connect(bound_address(address))
-        who = credentials(connection)
-        if not who.are_trusted():
-            raise ControllerLost(f"what listens at {address} is not of this user: it is process {who.pid} of {who.uid}")
-        return Peer(connection), who.pid
     except OSError as error:
         connection.close()
         raise ControllerLost(f"the clock controller of this node cannot be reached at {address}: {error}") from None
-    except BaseException:
+    who = credentials(connection)
+    if not who.are_trusted():
         connection.close()
-        raise
+        raise ControllerLost(f"what listens at {address} is process {who.pid} of user {who.uid}, not of this one")
+    return Peer(connection), who.pid
 
 
 def _for_rank(heard: tuple[Message, int | None]) -> ToRank:
@@ -311,10 +258,3 @@ def _error(refused: Refused) -> GpuError:
     """The error that the controller met."""
     kind = getattr(errors, refused.error, None)
     return kind(refused.text) if isinstance(kind, type) and issubclass(kind, GpuError) else GpuError(refused.text)
-
-
-def _is_readable(descriptor: int, deadline_s: float) -> bool:
-    """Wait until there is something to read, or an end; False: there was not in time."""
-    poller = select.poll()  # unlike select, for descriptors of any number
-    poller.register(descriptor, select.POLLIN)
-    return bool(poller.poll(max(0.0, 1e3 * (deadline_s - time.monotonic()))))

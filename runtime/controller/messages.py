@@ -72,7 +72,7 @@ class Leave:
 
 @dataclass(frozen=True)
 class Attached:
-    """The controller's answer to `Hello`: it sets this GPU, whose properties `text`, `uuid`, `name`, `origin` these are."""
+    """The controller's answer to `Hello`: it has this GPU, of which these are `text`, `uuid`, `name` and `origin`."""
 
     gpu: str
     uuid: str
@@ -182,9 +182,9 @@ def decoded(line: bytes) -> Message:
         content = json.loads(line, parse_constant=_refuse_constant)
     except RecursionError:
         raise ValueError("it is nested too deep") from None
-    if not isinstance(content, dict) or content.get("message") not in _KINDS:
+    kind = _KINDS.get(str(content.pop("message", None))) if isinstance(content, dict) else None
+    if kind is None:
         raise ValueError(f"it is not one of {', '.join(_KINDS)}")
-    kind = _KINDS[content.pop("message")]
     types = {field.name: _TYPES[str(field.type)] for field in fields(kind)}
     if content.keys() != types.keys():
         raise ValueError(f"the fields of {kind.__name__} are {', '.join(types) or 'none'}")

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import os
 import secrets
+import select
 import socket
 import struct
+import time
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -46,6 +48,21 @@ def bound_address(address: str) -> str:
 def new_address() -> str:
     """One that nobody has."""
     return f"perseus-planner-{secrets.token_hex(16)}"
+
+
+def is_readable(descriptor: int, deadline_s: float) -> bool:
+    """Wait until there is something to read, or an end; False: there was not in time."""
+    poller = select.poll()  # unlike select, for descriptors of any number
+    poller.register(descriptor, select.POLLIN)
+    return bool(poller.poll(max(0.0, 1e3 * (deadline_s - time.monotonic()))))
+
+
+def _message(line: bytes, flags: int) -> Message:
+    if not line:
+        raise EOFError
+    if flags & socket.MSG_TRUNC:
+        raise ValueError(f"it has more than {LONGEST} bytes")
+    return decoded(line)
 
 
 class Peer:
@@ -86,15 +103,10 @@ class Peer:
             return None
         except OSError:
             raise EOFError from None
-        descriptor = descriptors[0] if descriptors else None
         try:
-            if not line:
-                raise EOFError
-            if flags & socket.MSG_TRUNC:
-                raise ValueError(f"it has more than {LONGEST} bytes")
-            return decoded(line), descriptor
+            return _message(line, flags), descriptors[0] if descriptors else None
         except BaseException:
-            if descriptor is not None:
+            for descriptor in descriptors:
                 os.close(descriptor)
             raise
 

@@ -11,6 +11,7 @@ send them to all that they know while ranks still run. Its own end, however it c
 
 from __future__ import annotations
 
+import os
 import select
 import time
 from collections.abc import Sequence
@@ -54,7 +55,7 @@ class Controller:
         self._first_ns: int | None = None  #: when the first said hello
         self._has_taken = False
         self._is_over = False
-        self._is_busy = False  #: something may have to be done at once
+        self._has_done = False  #: a GPU was set or read: there may be another one
         self._begun_ns = self._changed_ns = self._looked_ns = time.monotonic_ns()
 
     def run(self) -> None:
@@ -75,7 +76,7 @@ class Controller:
         if self._waiting and self._is_complete(now_ns):
             self._take()
         self._look(now_ns)
-        self._is_busy = self._set_one(now_ns) or self._read_one()
+        self._has_done = self._set_one(now_ns) or self._read_one()
         self._beat()
         if self._first_ns is None:
             self._is_over = now_ns - self._begun_ns > ALONE_NS
@@ -84,10 +85,8 @@ class Controller:
 
     def _ready(self) -> set[int]:
         """What is readable, after a wait that is short."""
-        if self._is_busy:
-            timeout_s = 0.0
-        else:
-            timeout_s = _BUSY_S if time.monotonic_ns() - self._changed_ns < _BUSY_NS else _IDLE_S
+        is_calm = time.monotonic_ns() - self._changed_ns > _BUSY_NS
+        timeout_s = 0.0 if self._has_done else _IDLE_S if is_calm else _BUSY_S
         descriptors = self._arrivals.descriptors()
         for rank in self._ranks():
             descriptors.append(rank.peer.fileno())
@@ -103,7 +102,7 @@ class Controller:
             if _has_ended(rank.process, ready, is_to_look):
                 self._depart(rank)
             elif rank.launcher is not None and _has_ended(rank.launcher, ready, is_to_look):
-                self._end(f"process {rank.launcher.pid}, which launched this job, has ended: all GPUs are reset")
+                self._end_with(rank.launcher)
                 return
             elif rank.peer.fileno() in ready:
                 self._hear(rank)
@@ -117,22 +116,33 @@ class Controller:
             return
         self._waiting.append(rank)
         self._first_ns = now_ns if self._first_ns is None else self._first_ns
+        if rank.launcher is not None and rank.launcher.has_ended():  # before it was watched
+            self._end_with(rank.launcher)
 
     def _hear(self, rank: Rank) -> None:
         try:
             heard = rank.peer.heard()
-            message = heard[0] if heard is not None else None
-            if isinstance(message, Leave):
-                self._depart(rank, answers=True)
-            elif isinstance(message, Dwell):
-                self._dwell(rank, message.min_dwell_s)
-            elif message is not None:
-                raise ValueError(f"{type(message).__name__} is not for it")
         except EOFError:
             self._depart(rank)
+            return
         except ValueError as error:
-            rank.refuse(GpuError(f"the clock controller does not understand rank {rank.hello.rank}: {error}"))
-            self._depart(rank)
+            self._send_away(rank, str(error))
+            return
+        if heard is None:
+            return
+        message, descriptor = heard
+        if descriptor is not None:
+            os.close(descriptor)
+        if isinstance(message, Leave):
+            self._depart(rank, answers=True)
+        elif isinstance(message, Dwell):
+            self._dwell(rank, message.min_dwell_s)
+        else:
+            self._send_away(rank, f"{type(message).__name__} is not said by a rank, or not now")
+
+    def _send_away(self, rank: Rank, why: str) -> None:
+        rank.refuse(GpuError(f"the clock controller does not understand rank {rank.hello.rank}: {why}"))
+        self._depart(rank)
 
     def _dwell(self, rank: Rank, min_dwell_s: float) -> None:
         rank.min_dwell_s = min_dwell_s
@@ -181,7 +191,7 @@ class Controller:
             rank.refuse(error)
             self._depart(rank)
             return
-        rank.due_ns = time.monotonic_ns()
+        rank.read(time.monotonic_ns(), 0)
 
     def _look(self, now_ns: int) -> None:
         """See what every rank wants."""
@@ -237,6 +247,9 @@ class Controller:
         if answers:
             rank.tell(Left(problem))
         rank.close()
+
+    def _end_with(self, launcher: Watched) -> None:
+        self._end(f"process {launcher.pid}, which launched this job, has ended: all GPUs are reset")
 
     def _end(self, why: str) -> None:
         """Reset all, tell all, and end."""
