@@ -55,7 +55,7 @@ class Found:
 
 
 def pairs(name: str, plan: str, iterations: int) -> Found:
-    """So many iterations of the engine `name` each way, in turn; the only rank of the plan, as JSON, is this process."""
+    """So many iterations of the engine `name` each way, in turn; `plan` is JSON, and its only rank is this process."""
     program, found, stamps_ns = Program(1, Plan.loads(plan), 0), Found(), list[int]()
     pilot = Following(program)
     hook = Hook(HostMarks(memoryview(bytearray(8)).cast("Q")), pilot, program)
