@@ -65,6 +65,10 @@ class Size:
         interleaved: ranks, virtual stages and microbatches.
         slowed_microbatches: of the pipeline in which a stage becomes slower.
         repetitions: how often a short measurement is repeated.
+        hook_microbatches: of the iteration in which the runtime's hook is timed.
+        hook_iterations: how often its calls are.
+        engine_iterations: how often an engine with it is.
+        hook_engines: how many of the engines are.
     """
 
     cases: tuple[Case, ...] = CASES
@@ -82,6 +86,10 @@ class Size:
     interleaved: tuple[int, int, int] = (8, 4, 64)
     slowed_microbatches: int = 96
     repetitions: int = 7
+    hook_microbatches: int = 16
+    hook_iterations: int = 500
+    engine_iterations: int = 200
+    hook_engines: int = 2
 
 
 FULL = Size()
@@ -101,6 +109,10 @@ SMOKE = Size(
     interleaved=(8, 2, 8),
     slowed_microbatches=12,
     repetitions=2,
+    hook_microbatches=4,
+    hook_iterations=5,
+    engine_iterations=5,
+    hook_engines=1,
 )
 
 

@@ -12,6 +12,7 @@ import cluster_replay
 import emulation
 import estimates
 import frontier_times
+import hook_cost
 import large_pipeline
 import lowtime_ratio
 import measured_runs
@@ -40,6 +41,7 @@ SECTIONS: dict[int, Callable[[Size], Section]] = {
     12: model_fit.measure,
     13: estimates.measure,
     14: sweep_quality.measure,
+    16: hook_cost.measure,
 }
 _RESULTS = Path(__file__).resolve().parent / "results"
 

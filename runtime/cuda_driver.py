@@ -96,7 +96,7 @@ class DeviceWord:
     """
 
     def __init__(self, page: mmap, driver: Driver) -> None:
-        self._driver = driver
+        self._driver, self._page = driver, page
         self._held: Any = ctypes.c_char.from_buffer(page)
         self._address = ctypes.c_void_p(ctypes.addressof(self._held))
         self._pointer = ctypes.c_uint64()
@@ -122,6 +122,10 @@ class DeviceWord:
             ctypes.c_void_p(stream), self._pointer, ctypes.c_uint64(value), 0
         )
         return None if code == 0 else self._driver.refusal("cuStreamWriteValue64", code)
+
+    def reset(self) -> None:
+        """Let the host write that nothing is wanted, where the device writes no more."""
+        self._page[:8] = bytes(8)
 
     def unregister(self) -> None:
         """Let go of the page, to which no write may be under way; nothing if that is done.

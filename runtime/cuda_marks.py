@@ -69,13 +69,16 @@ class CudaMarks:
         self._now: _Iteration | None = None  #: None: without times
         self._begun: Any = None
         self._driver = Driver() if driver is None else driver
-        with cuda.device(device):
-            self._clock = DeviceClock(cuda, device)
-            self._word = DeviceWord(page, self._driver)
-            refused = self._word.write(self._clock.stream.cuda_stream, int.from_bytes(page[:8], sys.byteorder))
+        try:
+            with cuda.device(device):
+                self._clock = DeviceClock(cuda, device)
+                self._word = DeviceWord(page, self._driver)
+                refused = self._word.write(self._clock.stream.cuda_stream, int.from_bytes(page[:8], sys.byteorder))
+        except RuntimeError as error:
+            raise GpuError(f"CUDA: {error}") from error
         if refused is not None:
             self.close()
-            raise GpuError(f"{refused}: the device cannot tell where it is")
+            raise GpuError(refused)
 
     def __enter__(self) -> CudaMarks:
         return self
@@ -152,8 +155,8 @@ class CudaMarks:
             with self._driver.apart_from_captures():
                 return self._timed() if self._is_done() and self._clock.settled() else []
         except RuntimeError as error:
-            self._problem = f"CUDA: {error}"
-            raise GpuError(self._problem) from error
+            self._fail(f"CUDA: {error}")
+            raise GpuError(f"CUDA: {error}") from error
 
     def _is_done(self) -> bool:
         return bool(self._waiting) and self._waiting[0].last.query()
@@ -183,11 +186,15 @@ class CudaMarks:
             stream = self._cuda.current_stream(self._device)
             if self._owed is not None:
                 with self._cuda.device(self._device):  # the default stream is that of the current device
-                    self._problem = self._word.write(stream.cuda_stream, self._owed)
+                    refused = self._word.write(stream.cuda_stream, self._owed)
                 self._owed = None
+                if refused is not None:
+                    self._fail(refused)
+                    return None
         except RuntimeError as error:
-            self._problem = f"CUDA: {error}"
-        return stream if self._problem is None else None
+            self._fail(f"CUDA: {error}")
+            return None
+        return stream
 
     def _event(self) -> Any:
         """An event that is enqueued here; None: none may be."""
@@ -198,6 +205,11 @@ class CudaMarks:
             event = self._free.popleft() if self._free else self._cuda.Event(enable_timing=True)
             event.record(stream)
         except RuntimeError as error:
-            self._problem = f"CUDA: {error}"
+            self._fail(f"CUDA: {error}")
             return None
         return event
+
+    def _fail(self, problem: str) -> None:
+        """Nothing is marked any more; the GPU is reset."""
+        self._problem = problem
+        self._word.reset()

@@ -214,12 +214,26 @@ def test_a_refusal_is_told_with_its_reason_and_leaves_nothing_behind(function):
 def test_where_the_device_refuses_later_training_goes_on_and_the_reader_is_told():
     rig = Rig()
     rig.marks.load([word(0, 900)])
+    rig.marks.want(0)
+    rig.cuda.run()
+    assert rig.word == word(0, 900)
     rig.cuda.refuses["cuStreamWriteValue64_v2"] = 700
     rig.marks.want(0)
+    assert rig.word == NOTHING
     rig.iteration(0, [MS])
     rig.cuda.run()
     with pytest.raises(GpuError, match="error 700"):
         rig.marks.finished()
+
+
+def test_a_device_that_cannot_be_used_is_refused(monkeypatch):
+    def fail(device: object) -> None:
+        raise RuntimeError("CUDA error: out of memory")
+
+    cuda = FakeCuda()
+    monkeypatch.setattr(cuda, "Stream", fail)
+    with pytest.raises(GpuError, match="CUDA: CUDA error: out of memory"):
+        CudaMarks(mmap(-1, 4096), "cuda:0", cuda, Driver(cuda))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", ["current_stream", "Event", "is_current_stream_capturing"])

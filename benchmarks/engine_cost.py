@@ -1,0 +1,153 @@
+"""Real engines of one rank, run in turn with the hook and without: how long each of their computations takes."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+from perseus_planner import Plan
+from perseus_planner.runtime.hook import Hook
+from perseus_planner.runtime.marks import HostMarks
+from perseus_planner.runtime.program import Program
+
+ENGINES = ("torch.distributed.pipelining", "DeepSpeed")
+_WARM_UP = 3  #: iterations; DeepSpeed's first one learns the shapes
+
+
+@dataclass
+class Following:
+    """A pilot that follows one program, and keeps what it is told of deviations."""
+
+    program: Program
+    deviations: list[str] = field(default_factory=list)
+
+    def program_for(self, iteration: int) -> Program:
+        """See `Pilot.program_for`."""
+        return self.program
+
+    def three_quarters(self, iteration: int) -> None:
+        """See `Pilot.three_quarters`."""
+
+    def ended(self, iteration: int, program: Program | None, deviation: str | None) -> None:
+        """See `Pilot.ended`."""
+        if deviation is not None:
+            self.deviations.append(deviation)
+
+
+@dataclass
+class Found:
+    """Nanoseconds from the begin of a computation to that of the next, iteration by iteration.
+
+    Attributes:
+        without_ns: without the hook.
+        with_ns: with it.
+        deviations: what the engine did that is not in the plan.
+    """
+
+    without_ns: list[list[int]] = field(default_factory=list)
+    with_ns: list[list[int]] = field(default_factory=list)
+    deviations: list[str] = field(default_factory=list)
+
+
+def pairs(name: str, plan: str, iterations: int) -> Found:
+    """So many iterations of the engine `name` each way, in turn; `plan` is JSON, and its only rank is this process."""
+    program, found, stamps_ns = Program(1, Plan.loads(plan), 0), Found(), list[int]()
+    pilot = Following(program)
+    hook = Hook(HostMarks(memoryview(bytearray(8)).cast("Q")), pilot, program)
+    make = {"torch.distributed.pipelining": _torch_pipelining, "DeepSpeed": _deepspeed}[name]
+    with _alone():
+        iterate, attached = make(_stage(stamps_ns), program.plan.schedule.microbatches)
+        for number in range(_WARM_UP + iterations):
+            for is_hooked in (number % 2 == 0, number % 2 == 1):
+                stamps_ns.clear()
+                with attached(hook) if is_hooked else nullcontext():
+                    iterate()
+                lengths_ns = [b - a for a, b in pairwise(stamps_ns)]
+                if number >= _WARM_UP:
+                    (found.with_ns if is_hooked else found.without_ns).append(lengths_ns)
+    found.deviations = pilot.deviations
+    return found
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """A process group of this process."""
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _stage(stamps_ns: list[int]) -> Any:
+    """A module of next to no work that stamps the begin of its forwards and of its backwards."""
+    import torch
+
+    class Stamped(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, output: torch.Tensor) -> torch.Tensor:
+            return output.view_as(output)
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            stamps_ns.append(time.perf_counter_ns())
+            return gradient
+
+    class Stage(torch.nn.Linear):
+        def forward(self, microbatch: torch.Tensor) -> torch.Tensor:
+            stamps_ns.append(time.perf_counter_ns())
+            return Stamped.apply(super().forward(microbatch))
+
+    return Stage(16, 16)
+
+
+_Made = tuple[Callable[[], object], Callable[[Hook], AbstractContextManager[None]]]
+
+
+def _torch_pipelining(stage: Any, microbatches: int) -> _Made:
+    import torch
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+    from perseus_planner.runtime.engines.torch_pipelining import TorchPipeline
+
+    schedule = Schedule1F1B(PipelineStage(stage, 0, 1, torch.device("cpu")), microbatches, loss_fn=_loss)
+    batch = torch.randn(2 * microbatches, 16)
+    return lambda: schedule.step(batch, target=batch), TorchPipeline(schedule).attached
+
+
+def _deepspeed(stage: Any, microbatches: int) -> _Made:
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    import deepspeed
+    import torch
+    from deepspeed.pipe import PipelineModule
+
+    from perseus_planner.runtime.engines.deepspeed import DeepSpeedPipeline
+
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
+    deepspeed.init_distributed("gloo", auto_mpi_discovery=False)
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": microbatches,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.0}},
+        "steps_per_print": 10**9,
+    }
+    engine, *_ = deepspeed.initialize(model=PipelineModule([stage], num_stages=1, loss_fn=_loss), config=config)
+    microbatch = torch.randn(2, 16)
+
+    def iterate() -> None:
+        engine.train_batch(iter([(microbatch, microbatch)] * microbatches))
+
+    return iterate, DeepSpeedPipeline(engine).attached
+
+
+def _loss(output: Any, target: Any) -> Any:
+    return (output - target).square().mean()

@@ -1,0 +1,150 @@
+"""Number 16: what the runtime's hook costs the training thread per computation, beside no hook and other hand-offs."""
+
+from __future__ import annotations
+
+import multiprocessing
+import statistics
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any
+
+from data import Size, profile_of
+from engine_cost import ENGINES, Following, pairs
+from results import Check, Section, Table
+
+from perseus_planner import Profile, schedules, solve
+from perseus_planner.runtime.hook import Hook
+from perseus_planner.runtime.marks import HostMarks, word
+from perseus_planner.runtime.program import Program
+
+_COLUMNS = {
+    "what": ("on the training thread", ""),
+    "median_us": ("median, us", ".2f"),
+    "p99_us": ("p99, us", ".2f"),
+}
+_ENGINE_COLUMNS = {
+    "engine": ("engine", ""),
+    "without_us": ("a computation without the hook, us", ".0f"),
+    "median_us": ("with it: more in the median, us", ".2f"),
+    "p99_us": ("p99 above that median, us", ".1f"),
+    "p99_without_us": ("the same without it, us", ".1f"),
+}
+
+
+def measure(size: Size) -> Section:
+    """All ways in turn in every iteration, so that what else the machine does falls on all of them alike."""
+    program, shared = _program(size), memoryview(bytearray(8)).cast("Q")
+    hook = Hook(HostMarks(shared), Following(program), program)
+    rows, is_right = _bare(program, hook, shared, size.hook_iterations)
+    engines = [_engine_row(name, program, size.engine_iterations) for name in ENGINES[: size.hook_engines]]
+    return Section(
+        16,
+        "What the hook costs the training thread",
+        f"Time measured on this machine, per computation, of {len(program.computations)} in an iteration; every "
+        "iteration in turn with each way. First the calls alone: the hook told of begin and end, where it writes the "
+        "word that the controller polls; a message to another process per computation, as Zeus hands its clocks over "
+        "(beside a device synchronise); a new thread for each, as EnvPipe changes clocks. Then real engines of one "
+        "rank on the CPU around a stage of next to no work, with the hook and without. To reach: 20 us in the median, "
+        "100 us at the 99th percentile.",
+        [Table(_COLUMNS, rows), Table(_ENGINE_COLUMNS, engines)],
+        [
+            Check("after each computation the word is the next one's clock", is_right),
+            Check("no engine deviated from the plan", not any(row["deviations"] for row in engines)),
+        ],
+        [
+            "A computation of a real model takes 10 to 1,000 ms. On CUDA the hook also enqueues two events and a "
+            "write, which `benchmarks/on_gpu.py` measures on a GPU.",
+        ],
+    )
+
+
+def _program(size: Size) -> Program:
+    """A pipeline of one stage, so that one process is all of it."""
+    profile = profile_of(size.cases[0])
+    first = {key: found for key, found in profile.measurements.items() if key[0] == 0}
+    schedule = schedules.one_f_one_b(1, size.hook_microbatches)
+    frontier = solve(Profile(first, profile.blocking_power_w), schedule)
+    return Program(1, frontier.plan_for(1.1 * frontier.baseline_time_s), 0)
+
+
+def _bare(program: Program, hook: Hook, shared: memoryview, iterations: int) -> tuple[list[dict[str, Any]], bool]:
+    """Rows of the calls alone, and whether the hook wrote what it should."""
+    context = multiprocessing.get_context("spawn")
+    queue = context.Queue()
+    reader = context.Process(target=_drain, args=(queue,), daemon=True)
+    reader.start()
+    words = [word(place, clock) for place, clock in enumerate(program.clocks)]
+    ways: dict[str, tuple[Callable[..., None], Callable[[], None]]] = {
+        "no hook": (_nothing, _nothing),
+        "the hook": (hook.begin, hook.end),
+        "multiprocessing.Queue.put": (lambda *computation: queue.put((*computation, 1410)), _nothing),
+        "a new thread": (lambda *_: threading.Thread(target=_nothing).start(), _nothing),
+    }
+    taken_ns: dict[str, list[int]] = {way: [] for way in (*ways, "begin and end of an iteration")}
+    is_right = True
+    for _ in range(iterations):
+        for way, (begin, end) in ways.items():
+            if way != "the hook":
+                taken_ns[way] += [_taken_ns(begin, end, each)[0] for each in program.computations]
+                continue
+            begin_ns = _timed(hook.begin_iteration, len(words) // 2)
+            for place, each in enumerate(program.computations):
+                spent_ns, written = _taken_ns(begin, end, each, shared)
+                taken_ns[way].append(spent_ns)
+                is_right &= written == words[(place + 1) % len(words)]
+            taken_ns["begin and end of an iteration"].append(begin_ns + _timed(hook.end_iteration))
+    queue.put(None)
+    reader.join()
+    nothing_ns = statistics.median(taken_ns.pop("no hook"))
+    return [_row(way, [ns - nothing_ns for ns in found]) for way, found in taken_ns.items()], is_right
+
+
+def _taken_ns(
+    begin: Callable[..., None], end: Callable[[], None], computation: tuple[int, str, int], shared: Any = (0,)
+) -> tuple[int, int]:
+    return _timed(begin, *computation) + _timed(end), shared[0]
+
+
+def _timed(call: Callable[..., None], *arguments: object) -> int:
+    begin_ns = time.perf_counter_ns()
+    call(*arguments)
+    return time.perf_counter_ns() - begin_ns
+
+
+def _row(what: str, taken_ns: list[float]) -> dict[str, Any]:
+    return {"what": what, "median_us": statistics.median(taken_ns) / 1e3, "p99_us": percentile(taken_ns, 99) / 1e3}
+
+
+def percentile(values: list[float], percent: int) -> float:
+    """The value that so many percent of `values` are not above."""
+    return sorted(values)[max(0, -(-len(values) * percent // 100) - 1)]
+
+
+def _engine_row(name: str, program: Program, iterations: int) -> dict[str, Any]:
+    """In a process of its own: engines leave much behind."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+        found = process.submit(pairs, name, program.plan.dumps(), iterations).result()
+    usual_ns = [statistics.median(samples) for samples in zip(*found.without_ns, strict=True)]
+    more_ns, noise_ns = (
+        [ns - usual for iteration in each for ns, usual in zip(iteration, usual_ns, strict=True)]
+        for each in (found.with_ns, found.without_ns)
+    )
+    return {
+        "engine": name,
+        "without_us": statistics.mean(usual_ns) / 1e3,
+        "median_us": statistics.median(more_ns) / 1e3,
+        "p99_us": percentile(more_ns, 99) / 1e3,
+        "p99_without_us": percentile(noise_ns, 99) / 1e3,
+        "deviations": found.deviations,
+    }
+
+
+def _nothing(*_: object) -> None:
+    pass
+
+
+def _drain(queue: Any) -> None:
+    while queue.get() is not None:
+        pass
