@@ -45,10 +45,8 @@ class Readings:
     def throttled_s(self, begin_ns: int, end_ns: int) -> Mapping[str, float]:
         """Reason -> seconds in that time, of the reasons that are known of all of it."""
         last = self.first_after(end_ns)
-        rises_s = {
-            reason: self._rise(lambda reading, reason=reason: reading.throttled_s.get(reason), begin_ns, end_ns)  # type: ignore[misc]
-            for reason in (last.throttled_s if last is not None else ())
-        }
+        reasons = last.throttled_s if last is not None else ()
+        rises_s = {reason: self._rise(_seconds_of(reason), begin_ns, end_ns) for reason in reasons}
         return {reason: seconds for reason, seconds in rises_s.items() if seconds is not None}
 
     def _rise(self, counter: Callable[[Reading], float | None], begin_ns: int, end_ns: int) -> float | None:
@@ -72,3 +70,7 @@ class Readings:
 
     def _place(self, at_ns: int) -> int:
         return bisect_left(self._readings, at_ns, key=lambda reading: reading.now_ns)
+
+
+def _seconds_of(reason: str) -> Callable[[Reading], float | None]:
+    return lambda reading: reading.throttled_s.get(reason)

@@ -87,6 +87,7 @@ class Telemetry:
         self._changes: deque[Changed] = deque(maxlen=_MOST_CHANGES)
         self._in_force: int | None = None  #: what was set before the first of the changes
         self._origin: str | None = None
+        self._since_epoch_ns = offset_ns()
         # Of the iteration before:
         self._program: Program | None = None
         self._left = False  #: whether the engine left the program
@@ -116,6 +117,7 @@ class Telemetry:
 
     def update(self, timed: Iterable[Timed], messages: Iterable[ToRank]) -> list[RanIteration]:
         """Take in what has become known, and give the iterations that are known by it."""
+        self._since_epoch_ns = self._offset_ns()  # the clock of the node may have been set meanwhile
         for message in messages:
             self._hear(message)
         self._timed.extend(timed)
@@ -145,6 +147,7 @@ class Telemetry:
 
     def _finish(self, timed: Timed) -> RanIteration:
         program, deviation = self._told(timed.number)
+        left = deviation is not None
         if program is not None and deviation is None and len(timed.spans_ns) != len(program.computations):
             deviation = f"{len(timed.spans_ns)} computations were timed, and the plan has {len(program.computations)}"
         computations: tuple[RanComputation, ...] = ()
@@ -152,7 +155,7 @@ class Telemetry:
         if program is not None and deviation is None:
             computations = self._computed(timed, program, is_open)
         row = self._row(timed, program, deviation or (_OPEN if is_open else None), computations)
-        self._go_on(timed, program, deviation is not None, is_open)
+        self._go_on(timed, program, left, is_open)
         self._iterations = (*self._iterations, row)[-self._capacity :]
         if computations:
             self._computations.append(computations)
@@ -170,41 +173,49 @@ class Telemetry:
         return program, deviation
 
     def _computed(self, timed: Timed, program: Program, is_open: bool) -> tuple[RanComputation, ...]:
-        since_epoch = self._since_epoch()
-        changes = [
-            Change(c.place, c.value, *map(since_epoch, (c.seen_ns, c.begun_ns, c.ended_ns)), c.before_mhz)
-            for c in self._changes
-        ]
         is_asked = not is_open and program.plan.knob != "observed"
         return with_changes(
             timed.number,
             program.computations,
             program.clocks if is_asked else None,
-            [(since_epoch(begin_ns), since_epoch(end_ns)) for begin_ns, end_ns in timed.spans_ns],
-            changes,
+            [(self._epoch_s(begin_ns), self._epoch_s(end_ns)) for begin_ns, end_ns in timed.spans_ns],
+            [self._change(each) for each in self._changes],
             # The first clock of a new plan is asked for when its first iteration begins.
-            asked_s=since_epoch(self._asked_ns if program is self._program else timed.begin_ns),
+            asked_s=self._epoch_s(self._asked_ns if program is self._program else timed.begin_ns),
             in_force=self._in_force,
-            readings=[Seen(since_epoch(each.now_ns), each.clock_mhz) for each in self._readings],
+            readings=[Seen(self._epoch_s(each.now_ns), each.clock_mhz) for each in self._readings],
         )
 
+    def _change(self, told: Changed) -> Change:
+        seen_s, begun_s, ended_s = map(self._epoch_s, (told.seen_ns, told.begun_ns, told.ended_ns))
+        return Change(told.place, told.value, seen_s, begun_s, ended_s, told.before_mhz)
+
+    def _epoch_s(self, at_ns: int) -> float:
+        return (at_ns + self._since_epoch_ns) / 1e9
+
     def _row(
-        self, timed: Timed, program: Program | None, deviation: str | None, computations: Sequence[RanComputation]
+        self,
+        timed: Timed,
+        program: Program | None,
+        deviation: str | None,
+        computations: Sequence[RanComputation],
     ) -> RanIteration:
-        since_epoch, plan = self._since_epoch(), None if program is None or deviation else program.plan
         after = self._readings.first_after(timed.end_ns)
+        planned_s = None
+        if program is not None and deviation is None:
+            planned_s = math.fsum(program.plan.measurement(each.computation).time_s for each in computations)
         return RanIteration(
             **vars(RanChanges.of(computations)),
             iteration=timed.number,
             version=None if program is None else program.version,
             pipeline=self._pipeline,
             pipeline_rank=self._seat.rank,
-            begin_s=since_epoch(timed.begin_ns),
-            end_s=since_epoch(timed.end_ns),
+            begin_s=self._epoch_s(timed.begin_ns),
+            end_s=self._epoch_s(timed.end_ns),
             busy_s=sum(end_ns - begin_ns for begin_ns, end_ns in timed.spans_ns) / 1e9,
-            planned_busy_s=plan and math.fsum(plan.measurement(each.computation).time_s for each in computations),
+            planned_busy_s=planned_s,
             energy_j=self._readings.energy_j(timed.begin_ns, timed.end_ns),
-            temperature_c=after and after.temperature_c,
+            temperature_c=None if after is None else after.temperature_c,
             throttled_s=self._readings.throttled_s(timed.begin_ns, timed.end_ns),
             deviation=deviation,
             origin=self._origin,
@@ -219,7 +230,3 @@ class Telemetry:
         while self._changes and self._changes[0].seen_ns < middle_ns:
             self._in_force = self._changes.popleft().value
         self._readings.forget_before(timed.end_ns)
-
-    def _since_epoch(self) -> Callable[[int], float]:
-        offset_ns = self._offset_ns()
-        return lambda at_ns: (at_ns + offset_ns) / 1e9

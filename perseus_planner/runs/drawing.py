@@ -10,12 +10,15 @@ from collections.abc import Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+
 from perseus_planner.errors import RunError
 from perseus_planner.plotting import clock_label, colours_of, empty_axes
 from perseus_planner.runs.foreseen import foreseen
 from perseus_planner.runs.ran import RanComputation
 from perseus_planner.runs.run import RanRank, Run
-from perseus_planner.runs.summary import sources_text, summarize_run
+from perseus_planner.runs.summary import summarize_run
+from perseus_planner.runs.text import sources_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -54,8 +57,7 @@ def draw_run(run: Run) -> Figure:
     figure, axes = empty_axes(10.0, 1.8 + 0.55 * len(run.ranks))
     rows = [_ROWS * place + below for place in range(len(run.ranks)) for below in (0, 1)]
     for row, bars, values in zip(rows, chain.from_iterable(pairs), shades, strict=True):
-        fill = [_UNKNOWN if value is None else colours.to_rgba(value) for value in values]
-        _draw(axes, row, bars, fill)
+        _draw(axes, row, bars, [_UNKNOWN if value is None else colours.to_rgba(np.array(value)) for value in values])
     axes.set_xlim(left=0)
     axes.set_ylim(rows[-1] + 0.7, -0.7)
     axes.set_yticks(rows, [text for rank in run.ranks for text in (f"rank {rank.rank} plan", "run")])
