@@ -111,5 +111,9 @@ def await_end(processes: Sequence[psutil.Process]) -> None:
 
 
 def files(folder: Path) -> list[str]:
-    """What lies in the folder of records, but for the locks, which stay."""
-    return sorted(path.name for path in folder.iterdir() if path.suffix != ".lock") if folder.exists() else []
+    """What lies in the folder of records, but for the locks and the emulated GPUs, which stay."""
+    return (
+        sorted(path.name for path in folder.iterdir() if path.suffix != ".lock" and path.is_file())
+        if folder.exists()
+        else []
+    )

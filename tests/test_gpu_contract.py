@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,7 +23,9 @@ from perseus_planner.gpu import BACK_ENDS, THROTTLE_REASONS, Gpu, locked_clock, 
 from perseus_planner.gpu.dry_run import DryRunGpu
 
 SIMULATED = "simulated:a100-sxm"
-NAMES = ("simulated", "nvml", "cuda", "zeusd", "command", "dry-run:nvml", "dry-run:simulated")
+EMULATED = "emulated:a100-sxm/0"
+NAMES = ("simulated", "emulated", "nvml", "cuda", "zeusd", "command", "dry-run:nvml", "dry-run:simulated")
+MODELS = ("simulated", "emulated", "dry-run:simulated")
 SETTING = ("nvmlDeviceSetGpuLockedClocks", "nvmlDeviceResetGpuLockedClocks", "nvmlDeviceSetPowerManagementLimit")
 READINGS: tuple[Callable[[Gpu], object], ...] = (
     lambda gpu: gpu.energy_j(),
@@ -56,34 +58,45 @@ class Case:
     lose: Callable[[], None]
     sets: bool = True
 
+    @property
+    def is_virtual(self) -> bool:
+        """Whether time passes only when something is done."""
+        return "simulated" in self.text
+
 
 @pytest.fixture(params=NAMES)
 def case(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Case]:
     """Each back-end in turn."""
     with ExitStack() as stack:
-        if "simulated" in request.param:
-            made = simulated_case(request.param)
+        if request.param in MODELS:
+            monkeypatch.setenv("PLANNER_STATE_DIR", str(tmp_path / "state"))
+            made = model_case(request.param)
         else:
             made = nvml_case(request.param, request.getfixturevalue("nvml"), monkeypatch, tmp_path, stack)
         yield made
         made.gpu.close()
 
 
-def simulated_case(name: str) -> Case:
-    inner = opened(SIMULATED)
+def model_case(name: str) -> Case:
+    text = EMULATED if name == "emulated" else SIMULATED
+    inner = opened(text)
     gpu = DryRunGpu(inner) if name.startswith("dry-run") else inner
+
+    def held() -> tuple[int | None, float]:
+        with open_gpu(text) if name == "emulated" else nullcontext(inner) as seen:
+            return seen.locked_mhz, seen.power_limit_w()
 
     def fall_into(fault: str) -> Callable[[], None]:
         def fall() -> None:
+            case.gpu.close()
             case.gpu = opened(case.text + f"?fault={fault}")
 
         return fall
 
-    text = "dry-run:" * name.startswith("dry-run") + SIMULATED
     case = Case(
-        text=text,
+        text="dry-run:" * name.startswith("dry-run") + text,
         gpu=gpu,
-        held=lambda: (inner.locked_mhz, inner.power_limit_w()),
+        held=held,
         refuse=fall_into("not-permitted"),
         lose=fall_into("lost@0calls"),
         sets=gpu is inner,
@@ -157,7 +170,7 @@ def test_its_identity_is_lines_of_printable_text(case: Case):
     for text in (gpu.text, gpu.uuid, gpu.name, gpu.driver, *gpu.notices()):
         assert text
         assert text.isprintable()
-    assert gpu.origin == ("simulated" if "simulated" in case.text else "measured")
+    assert gpu.origin == ("simulated" if case.text.endswith((SIMULATED, EMULATED)) else "measured")
 
 
 def test_what_outlives_the_process_is_said_to(case: Case):
@@ -183,7 +196,7 @@ def test_closing_sets_nothing(case: Case):
     case.gpu.set_clock_mhz(case.gpu.supported_clocks_mhz[-1])
     before = case.held()
     case.gpu.close()
-    with closing(opened(SIMULATED) if "simulated" in case.text else opened(case.text)):
+    with closing(opened(case.text)):
         assert case.held() == before
 
 
@@ -276,7 +289,7 @@ def test_a_power_limit_out_of_range_is_refused_with_the_range(case: Case):
 def test_energy_never_falls_and_grows_with_time(case: Case):
     energies_j = [case.gpu.energy_j()]
     for _ in range(5):
-        case.gpu.wait(0.02 if case.gpu.origin == "measured" else 1.0)
+        case.gpu.wait(1.0 if case.is_virtual else 0.02)
         energies_j.append(case.gpu.energy_j())
     assert energies_j == sorted(energies_j)
     assert energies_j[-1] > energies_j[0]
@@ -292,7 +305,7 @@ def test_time_never_goes_back_and_waiting_lets_it_pass(case: Case):
 
 
 def test_readings_are_in_their_units(case: Case):
-    case.gpu.wait(0.2 if case.gpu.origin == "simulated" else 0.0)
+    case.gpu.wait(0.2 if case.is_virtual else 0.0)
     assert 1 < case.gpu.power_w() < 2000
     assert 10 < case.gpu.temperature_c() < 120
     assert 100 < case.gpu.clock_mhz() <= case.gpu.supported_clocks_mhz[0]

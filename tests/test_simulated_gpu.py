@@ -30,6 +30,8 @@ faults = st.sampled_from(
 )
 conditions = st.builds(
     Conditions,
+    slower=st.floats(1e-3, 10),
+    call_s=st.none() | st.floats(0, 1),
     noise=st.floats(0, 0.2),
     outliers=st.floats(0, 1),
     step_s=st.floats(0, 1),
@@ -586,3 +588,32 @@ def test_the_catalogue_is_sound(model: GpuModel):
 
 def test_work_adds_up():
     assert Work(1.0, 2.0) + Work(3.0, 5.0) * 2 == Work(7.0, 12.0)
+
+
+@given(models, works, st.floats(1e-3, 10), st.data())
+def test_a_slowed_gpu_takes_so_many_times_as_long_at_the_same_power(
+    model: GpuModel, work: Work, slower: float, data: st.DataObject
+):
+    clock = data.draw(st.sampled_from(model.clocks_mhz))
+    spans = []
+    for times in (1.0, slower):
+        gpu = SimulatedGpu(model, conditions=replace(EXACT, slower=times))
+        gpu.set_clock_mhz(clock)
+        gpu.wait(0.01)
+        spans.append(spent(gpu, lambda gpu=gpu: gpu.run(work)))  # type: ignore[misc]
+    (plain_s, plain_j), (slow_s, slow_j) = spans
+    assert slow_s == pytest.approx(slower * plain_s, rel=1e-6)
+    assert slow_j == pytest.approx(slower * plain_j, rel=1e-6)
+
+
+def test_a_slowed_gpu_does_not_pass_for_one_of_the_real_kind():
+    plain, slowed = opened("simulated:a100-sxm"), opened("simulated:a100-sxm?slower=2000")
+    assert slowed.text == "simulated:a100-sxm?slower=2000"
+    assert (slowed.name, slowed.uuid) == ("simulated a100-sxm slower=2000", "simulated-a100-sxm-seed-0-slower-2000")
+    assert {plain.name, plain.uuid}.isdisjoint({slowed.name, slowed.uuid})
+
+
+def test_a_call_takes_as_long_as_is_asked_for():
+    gpu = opened("simulated:a100-sxm?call=20ms")
+    assert spent(gpu, lambda: gpu.set_clock_mhz(900))[0] == pytest.approx(0.02)
+    assert spent(gpu, gpu.reset_clocks)[0] == pytest.approx(0.02)

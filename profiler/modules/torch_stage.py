@@ -164,9 +164,10 @@ def _after(forward: Callable[[], object], backward: Callable[[], object]) -> _St
 def _stage(gpu: Gpu, steps: Mapping[str, _Step], device: torch.device, block: Block | None) -> Stage:
     if isinstance(gpu, SimulatedGpu):
         return _simulated(gpu, steps, block)
+    if isinstance(gpu, EmulatedGpu):
+        raise UsageError(f"{gpu.text} is in real time; profile {gpu.simulated_text!r}, which is the same GPU")
     if gpu.origin == "simulated":
-        virtual = gpu.simulated_text if isinstance(gpu, EmulatedGpu) else gpu.text.removeprefix("dry-run:")
-        raise UsageError(f"{gpu.text} cannot be measured with a torch module; open {virtual!r} for that")
+        raise UsageError(f"{gpu.text} cannot run a torch module; open {gpu.text.removeprefix('dry-run:')!r} itself")
     timed = {kind: Timed(_repeated(step), step.less) for kind, step in steps.items()}
     return Stage(timed, _synchronizing(device), block)
 

@@ -145,7 +145,7 @@ class _Bounds(NamedTuple):
 _RULES: Mapping[str, _Bounds] = MappingProxyType(
     {
         "slower": _Bounds(
-            Rule(float, False, "a slowdown: write how many times as slow, from 0.001 to 1e9, such as 2000"), 1e-3, 1e9
+            Rule(float, False, "a slowdown: write how many times as slow, from 0.001 to 1e6, such as 2000"), 1e-3, 1e6
         ),
         "call_s": _Bounds(_seconds_rule("the time of a call", "5ms"), 0.0, math.inf),
         "noise": _Bounds(Rule(float, True, "a noise: write a share from 0 to 0.2, such as 0.01"), 0.0, 0.2),
