@@ -149,7 +149,8 @@ def timers() -> None:
             assert config.timers("other", log_level=0) is not config.timers("other", log_level=0)  # as its own does
             assert config.timers("forward-compute").start() == "forward-compute started"
             assert config.timers("forward-compute").stop(barrier=True) == "forward-compute stopped"
-            assert config.timers("forward-compute").elapsed() == 1.5
+            assert config.timers("forward-compute").elapsed() == len(given.calls)
+            assert config.timers("forward-compute").elapsed() == len(given.calls)  # its own gives another one each time
             assert config.timers.log(["a"]) == "logged ['a']"
             assert isinstance(copy.deepcopy(config).timers, UserTimers)
             assert isinstance(pickle.loads(pickle.dumps(config.timers)), UserTimers)

@@ -90,7 +90,7 @@ class UserTimers:
 
 class UserTimer:
     def __init__(self, timers: UserTimers, name: str) -> None:
-        self._timers, self._name = timers, name
+        self._timers, self._name, self._number = timers, name, len(timers.calls)
 
     def start(self, *args: Any, **kwargs: Any) -> str:
         self._timers.calls.append((self._name, "start", args, kwargs))
@@ -100,8 +100,8 @@ class UserTimer:
         self._timers.calls.append((self._name, "stop", args, kwargs))
         return f"{self._name} stopped"
 
-    def elapsed(self) -> float:
-        return 1.5
+    def elapsed(self) -> int:
+        return self._number
 
 
 class Wrapper(nn.Module):
