@@ -30,6 +30,7 @@ from perseus_planner.schedules import Computation, Schedule, named
 
 WIDTH = 8
 ROWS = 2  # of a microbatch
+ITERATIONS = 2
 
 #: Whose `eval` fails in torch 2.13, with or without a hook.
 V_SHAPED = (pipelining.ScheduleZBVZeroBubble, pipelining.ScheduleDualPipeV)
@@ -120,7 +121,7 @@ def with_clocks(adapter: Engine, hook: Watched) -> dict[str, Any]:
     }
 
 
-def untouched(owners: list[Any]) -> list[dict[str, int]]:
+def attributes_of(owners: list[Any]) -> list[dict[str, int]]:
     """Which objects the attributes of `owners` are."""
     return [{name: id(value) for name, value in vars(each).items()} for each in owners]
 
@@ -137,21 +138,24 @@ def not_taken_off(owners: list[Any]) -> list[str]:
     ]
 
 
-def refused(adapter: Engine) -> str | None:
-    """What is said when another hook is attached inside."""
-    try:
-        with adapter.attached(Recorder()):
-            return None
-    except UsageError as error:
-        return str(error)
+def refused(adapter: Engine, engine: Any) -> set[str]:
+    """What is said when another hook is to be attached inside, by the same adapter or by one more."""
+    said = set()
+    for again in (lambda: adapter, lambda: engine_of(engine)):
+        try:
+            with again().attached(Recorder()):
+                said.add("nothing")
+        except UsageError as error:
+            said.add(str(error))
+    return said
 
 
 def entered_and_left(adapter: Engine, owners: list[Any]) -> dict[str, Any]:
     """What an adapter says of an engine that does not run, and whether it leaves all as it was."""
-    before = untouched(owners)
+    before = attributes_of(owners)
     with adapter.attached(Recorder()):
-        inside, second = untouched(owners), refused(adapter)
-    after = untouched(owners)
+        inside, refusals = attributes_of(owners), refused(adapter, owners[0])
+    after = attributes_of(owners)
     failed = False
     try:
         with adapter.attached(Recorder()):
@@ -164,8 +168,8 @@ def entered_and_left(adapter: Engine, owners: list[Any]) -> dict[str, Any]:
         "seat": [seat.rank, seat.ranks, seat.pipeline, list(seat.peers)],
         "device": str(adapter.device),
         "wraps": inside != before,
-        "second": second,
-        "restored": before == after == untouched(owners) and failed,
+        "refusals": list(refusals),
+        "restored": before == after == attributes_of(owners) and failed,
     }
 
 
@@ -179,15 +183,18 @@ class Layer(nn.Module):
 
     Attributes:
         left: how many forwards there are before one fails; None: none does.
+        calls: how many forwards there were.
     """
 
     left: int | None = None
+    calls = 0
 
     def __init__(self) -> None:
         super().__init__()
         self.linear, self.drop = nn.Linear(WIDTH, WIDTH), nn.Dropout(0.1)
 
     def forward(self, x: Any) -> Any:
+        self.calls += 1
         if self.left is not None:
             self.left -= 1
             if self.left < 0:
@@ -271,11 +278,11 @@ def _stages(schedule: Any) -> list[Any]:
 
 
 def _torch_trained(schedule: Any, attached: AbstractContextManager[None]) -> list[Any]:
-    """Losses and weights of three iterations, the second after an evaluation."""
+    """Losses and weights of all iterations, the second after an evaluation."""
     modules = nn.ModuleList(stage.submod for stage in _stages(schedule))
     optimizer, results = torch.optim.AdamW(modules.parameters(), lr=0.01), []
     with attached:
-        for step in range(3):
+        for step in range(ITERATIONS):
             if step == 1 and not isinstance(schedule, V_SHAPED):
                 with torch.no_grad():
                     results += _torch_step(schedule, schedule._n_microbatches, schedule.eval)
@@ -354,6 +361,7 @@ def _deepspeed_followed(name: str, module: Any, ranks: int) -> dict[str, Any]:
     order = adapter.order()
     said = entered_and_left(adapter, [engine])
     told = _deepspeed_trained(engine, adapter.attached(recorder))
+    calls = next(each for each in engine.module.modules() if isinstance(each, Layer)).calls
 
     schedule = deepspeed_schedule(name, ranks, microbatches)
     hook = Watched(Program(1, plan_of(schedule), dist.get_rank()))
@@ -374,6 +382,7 @@ def _deepspeed_followed(name: str, module: Any, ranks: int) -> dict[str, Any]:
         "equal": equal(plain, told),
         "left": not_taken_off([engine]),
         **with_clocks(adapter, hook),
+        "calls": calls,
         "changed": others.iterations,
         "changed_orders": orders,
     }
@@ -420,10 +429,10 @@ def _microbatches() -> Iterator[Any]:
 
 
 def _deepspeed_trained(engine: Any, attached: AbstractContextManager[None]) -> list[Any]:
-    """Losses and weights of three iterations, the second after an evaluation."""
+    """Losses and weights of all iterations, the second after an evaluation."""
     results = []
     with attached:
-        for step in range(3):
+        for step in range(ITERATIONS):
             if step == 1:
                 results.append(engine.eval_batch(_microbatches()).detach().clone())
             results += _deepspeed_step(engine)

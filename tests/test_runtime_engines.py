@@ -16,7 +16,7 @@ from perseus_planner.runtime.engines.selection import engine_of
 
 pytest.importorskip("torch")
 
-from engine_programs import TORCH, deepspeed_schedule, schedule_of
+from engine_programs import ITERATIONS, TORCH, deepspeed_schedule, schedule_of
 
 # What importing and asking an engine warns of is not ours.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -61,11 +61,11 @@ def rows(name: str, engine: str, size: int, microbatches: int) -> list[list[str]
 
 
 def check_told(name: str, engine: str, everyone: Said) -> None:
-    """Three iterations, and not the evaluation between them, in the order that was said and that we generate."""
+    """Two iterations, and not the evaluation between them, in the order that was said and that we generate."""
     microbatches = 2 * len(everyone)
     for each, row in zip(everyone, rows(name, engine, len(everyone), microbatches), strict=True):
         assert each["order"] == row
-        assert each["iterations"] == [{"microbatches": microbatches, "told": row}] * 3
+        assert each["iterations"] == [{"microbatches": microbatches, "told": row}] * ITERATIONS
         assert not each["open"]
 
 
@@ -85,7 +85,8 @@ def check_unchanged(everyone: Said) -> None:
         assert each["wraps"]
         assert each["restored"]
         assert each["left"] == []
-        assert each["second"].endswith("already; leave its block before another is entered")
+        (refusal,) = each["refusals"]
+        assert refusal.endswith("already; leave its block before another is entered")
 
 
 def check_seat(name: str, pipeline: int | None, everyone: Said) -> None:
@@ -161,7 +162,7 @@ def test_deepspeed_says_which_of_its_pipelines_a_rank_is_in(deepspeed_ranks: Sai
 def test_the_loss_belongs_to_the_forward_of_the_last_stage_of_torch(torch_schedule: tuple[str, Said]) -> None:
     _, everyone = torch_schedule
     losses = [each["losses"] for each in everyone if each["losses"] is not None]
-    assert losses == [3 * everyone[0]["microbatches"]]
+    assert losses == [ITERATIONS * everyone[0]["microbatches"]]
 
 
 def test_another_schedule_of_torch_may_have_another_number_of_microbatches(torch_schedule: tuple[str, Said]) -> None:
@@ -170,6 +171,14 @@ def test_another_schedule_of_torch_may_have_another_number_of_microbatches(torch
     for each, row in zip(everyone, rows(name, "torch", len(everyone), microbatches), strict=True):
         assert each["more_order"] == row
         assert each["more"] == [{"microbatches": microbatches, "told": row}]
+
+
+def test_what_a_backward_of_deepspeed_computes_again_is_no_forward(deepspeed_engine: tuple[str, Said]) -> None:
+    for each in deepspeed_engine[1]:
+        microbatches = each["microbatches"]
+        assert each["calls"] == 2 * ITERATIONS * microbatches + microbatches  # forward and again; and an evaluation
+        forwards = [sum("F" in cell for cell in iteration["told"]) for iteration in each["iterations"]]
+        assert forwards == [sum("F" in cell for cell in each["order"])] * ITERATIONS
 
 
 def test_an_engine_of_deepspeed_may_change_its_number_of_microbatches(deepspeed_engine: tuple[str, Said]) -> None:

@@ -32,12 +32,21 @@ def attached_once(owner: object, **attributes: Any) -> Iterator[None]:
     Raises:
         UsageError: a block of another one is open.
     """
+    check_free(owner)
+    with replaced(owner, **{_MARK: True}, **attributes):
+        yield
+
+
+def check_free(owner: object) -> None:
+    """Refuse an engine that a runtime is attached to.
+
+    Raises:
+        UsageError: inside the block of `attached_once`.
+    """
     if _MARK in vars(owner):
         raise UsageError(
             f"a runtime is attached to this {type(owner).__name__} already; leave its block before another is entered"
         )
-    with replaced(owner, **{_MARK: True}, **attributes):
-        yield
 
 
 def check_has(owner: object, names: tuple[str, ...], wanted: str) -> None:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
-from perseus_planner.runtime.engines.attachment import attached_once, check_has, replaced
+from perseus_planner.runtime.engines.attachment import attached_once, check_free, check_has, replaced
 from perseus_planner.runtime.engines.engine import Seat
 from perseus_planner.schedules import Computation
 
@@ -34,13 +34,14 @@ class DeepSpeedPipeline:
         engine: of DeepSpeed 0.14 to 0.19.
 
     Raises:
-        UsageError: it lacks what is held on to here.
+        UsageError: it lacks what is held on to here, or a runtime is attached to it.
     """
 
     name = "DeepSpeed"
 
     def __init__(self, engine: Any) -> None:
         check_has(engine, _NEEDED, "DeepSpeed 0.14 to 0.19")
+        check_free(engine)
         self._engine = engine
         self._stages = (engine.stage_id, 2 * engine.num_stages - 1 - engine.stage_id)  # by phase
 

@@ -19,7 +19,7 @@ def engine_of(engine: Any) -> Engine:
             torch.distributed.pipelining.
 
     Raises:
-        UsageError: it is none of these, or of a version that cannot be followed.
+        UsageError: it is none of these, of a version that cannot be followed, or attached to a runtime already.
     """
     kind = engine_kind(engine)
     if kind == "deepspeed":

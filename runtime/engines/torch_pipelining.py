@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
-from perseus_planner.runtime.engines.attachment import attached_once, check_has, replaced
+from perseus_planner.runtime.engines.attachment import attached_once, check_free, check_has, replaced
 from perseus_planner.runtime.engines.engine import Seat
 from perseus_planner.schedules import Computation, gpipe, one_f_one_b
 
@@ -35,13 +35,14 @@ class TorchPipeline:
         schedule: of torch 2.6 or later.
 
     Raises:
-        UsageError: it lacks what is held on to here.
+        UsageError: it lacks what is held on to here, or a runtime is attached to it.
     """
 
     name = "torch.distributed.pipelining"
 
     def __init__(self, schedule: Any) -> None:
         check_has(schedule, _NEEDED, _VERSIONS)
+        check_free(schedule)
         self._schedule = schedule
         self._stages = [schedule._stage] if hasattr(schedule, "_stage") else list(schedule._stages)
         for stage in self._stages:
