@@ -90,7 +90,7 @@ REFUSED = {
     ),
     "plan absent.npz --least-energy -o new.yaml": "absent.npz: no such file; check the path",
     "show absent.yaml": "absent.yaml: no such file; check the path",
-    "show folder": "folder: is a folder; name the file in it",
+    "show folder": "folder: is empty; look again when an iteration has ended by a plan",
     "show profile.yaml": (
         "profile.yaml, line 1, key 'format': 'perseus-planner/profile' is not 'perseus-planner/plan'; "
         "name a file of that format"

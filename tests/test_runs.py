@@ -1,9 +1,7 @@
-"""A run folder says what its ranks measured, whatever cut it off, and a run that did what its plan says shows just that."""
+"""A run folder says what its ranks measured, whatever cut it off; a run that did what its plan says shows just that."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -18,8 +16,7 @@ from perseus_planner import Plan, schedules, solve
 from perseus_planner.clock_changes import ClockChange
 from perseus_planner.errors import RunError
 from perseus_planner.gpu.protocol import THROTTLE_REASONS
-from perseus_planner.runs import RanComputation, RanIteration, Run
-from perseus_planner.runs import recording
+from perseus_planner.runs import RanComputation, RanIteration, Run, recording
 from perseus_planner.runs.foreseen import foreseen
 from perseus_planner.runs.ran import RanChanges
 from perseus_planner.runs.recording import Recording
@@ -104,20 +101,28 @@ def test_a_file_that_was_cut_off_anywhere_has_the_rows_that_were_whole(plan: Pla
             assert table.read(path) == rows[: max(0, data[:length].count(b"\n") - 1)]
 
 
+def with_cell(text: str, place: int, cell: str) -> str:
+    """One more row, like the first but for one cell."""
+    cells = text.splitlines()[1].split(",")
+    return text + ",".join([*cells[:place], cell, *cells[place + 1 :]]) + "\n"
+
+
 def test_what_is_not_a_row_is_refused_with_its_place(plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     write_run(Path("run"), plan, 2)
     path = Path("run/iterations-1.csv")
     text = path.read_text()
     cells = text.splitlines()[1].split(",")
+    changed = "; the file was changed"
+    no_row = f"is not a row of {len(cells)} cells{changed}, so write it anew"
     for wrong, message in (
-        (text.replace("iteration,", "", 1), ", line 1: has other columns; read it with the planner that the training ran with"),
-        (text + "1,2\n", f", line 4: is not a row of {len(cells)} cells; the file was changed, so write it anew"),
-        (text + '"\n', f", line 4: is not a row of {len(cells)} cells; the file was changed, so write it anew"),
-        (text + ",".join(["x", *cells[1:]]) + "\n", ", line 4, column 'iteration': 'x' is not a whole number of 0 or more; the file was changed"),
-        (text + ",".join(["", *cells[1:]]) + "\n", ", line 4, column 'iteration': '' is not a whole number of 0 or more; the file was changed"),
-        (text + ",".join([*cells[:4], "nan", *cells[5:]]) + "\n", ", line 4, column 'begin_s': 'nan' is not a finite number; the file was changed"),
-    ):  # fmt: skip
+        (text[1:], ", line 1: has other columns; read it with the planner that the training ran with"),
+        (f"{text}1,2\n", f", line 4: {no_row}"),
+        (f'{text}"\n', f", line 4: {no_row}"),
+        (with_cell(text, 0, "x"), f", line 4, column 'iteration': 'x' is not a whole number of 0 or more{changed}"),
+        (with_cell(text, 0, ""), f", line 4, column 'iteration': '' is not a whole number of 0 or more{changed}"),
+        (with_cell(text, 4, "nan"), f", line 4, column 'begin_s': 'nan' is not a finite number{changed}"),
+    ):
         path.write_text(wrong)
         with pytest.raises(RunError) as refusal:
             Run.load("run")
@@ -161,8 +166,8 @@ def test_a_late_change_and_one_that_was_never_made_are_found(plan: Plan, tmp_pat
     run = Run.load(tmp_path)
     rows = run.ranks[rank].iterations
     assert [(row.changes_late, row.changes_overtaken) for row in rows] == [(0, 0), (0, 0), (1, 0), (0, 1), (0, 0)]
-    assert rows[2].off_clock_s == pytest.approx(0.03, abs=1e-6)
     late = run.ranks[rank].computations[2][place["late"]]
+    assert rows[2].off_clock_s == pytest.approx(late.set_end_s - late.begin_s, abs=1e-6)
     assert late.is_late
     assert late.set_end_s - late.asked_s == pytest.approx(0.03, abs=1e-6)
     lost = run.ranks[rank].computations[3][place["lost"]]
@@ -256,7 +261,7 @@ def test_a_folder_that_is_no_whole_run_is_refused(plan: Plan, folder: Path):
     for path in (folder / "header").glob("iterations*"):
         path.write_text(ITERATIONS.header)
     Path("rank/iterations-1.csv").unlink()
-    Path("last/iterations-2.csv").write_bytes(Path("last/iterations-2.csv").read_bytes()[:700])
+    Path("last/iterations-2.csv").write_text(ITERATIONS.header + "0,1,0")
     Path("plan/plan-1.yaml").unlink()
     for path in (folder / "free").glob("iterations*"):
         rows = [replace(row, version=None) for row in ITERATIONS.read(path)]
@@ -280,7 +285,8 @@ def test_a_folder_that_is_no_whole_run_is_refused(plan: Plan, folder: Path):
 
 def test_a_rank_keeps_no_more_rows_than_it_may(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(recording, "MAX_BYTES", 2000)
-    written, row = Recording(tmp_path, 0), RanIteration(iteration=0, version=1, pipeline=0, pipeline_rank=0, begin_s=0.5, end_s=1.5, busy_s=0.25)  # fmt: skip
+    seat = {"version": 1, "pipeline": 0, "pipeline_rank": 0}
+    written, row = Recording(tmp_path, 0), RanIteration(**seat, iteration=0, begin_s=0.5, end_s=1.5, busy_s=0.25)
     for number in range(200):
         written.add(replace(row, iteration=number))
     files = sorted(tmp_path.iterdir())

@@ -64,6 +64,7 @@ def draw_run(run: Run) -> Figure:
     axes.set_xlabel("time (s), of each rank from where its iteration began")
     axes.set_title(f"Iteration {number} by plan {version}: {summary.schedule}\n{sources_text(summary)}")
     figure.colorbar(colours, ax=axes, label=clock_label(summary.knob))
+    _explain(figure, [bar for pair in pairs for bars in pair for bar in bars])
     return figure
 
 
@@ -108,8 +109,21 @@ def _shades(bars: Sequence[_Bar], in_mhz: bool) -> list[int | None]:
 def _draw(axes: Axes, row: float, bars: Sequence[_Bar], fill: Sequence[Any]) -> None:
     spans = [(bar.begin_s, bar.end_s - bar.begin_s) for bar in bars]
     axes.broken_barh(spans, (row - _HEIGHT / 2, _HEIGHT), facecolors=fill, edgecolors="black", linewidth=0.3)
-    late = [bar for bar in bars if bar.ran.is_late]
-    axes.hlines([row] * len(late), [bar.begin_s for bar in late], [bar.set_s for bar in late], colors=_LATE)
-    overtaken = [bar for bar in bars if bar.ran.is_overtaken]
-    begins_s, ends_s = [bar.begin_s for bar in overtaken], [bar.end_s for bar in overtaken]
-    axes.hlines([row] * len(overtaken), begins_s, ends_s, colors=_OVERTAKEN)
+    for colour, marked in (
+        (_LATE, [(bar.begin_s, bar.set_s) for bar in bars if bar.ran.is_late]),
+        (_OVERTAKEN, [(bar.begin_s, bar.end_s) for bar in bars if bar.ran.is_overtaken]),
+    ):
+        axes.hlines([row] * len(marked), [begin for begin, _ in marked], [end for _, end in marked], colors=colour)
+
+
+def _explain(figure: Figure, bars: Sequence[_Bar]) -> None:
+    """What the lines mean, where there are any."""
+    from matplotlib.lines import Line2D
+
+    lines = []
+    if any(bar.ran.is_late for bar in bars):
+        lines.append(Line2D([], [], color=_LATE, label="until its clock was set, late"))
+    if any(bar.ran.is_overtaken for bar in bars):
+        lines.append(Line2D([], [], color=_OVERTAKEN, label="its clock was never set"))
+    if lines:
+        figure.legend(handles=lines, loc="outside lower right", ncols=2)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 from perseus_planner.runs.ran import RanComputation
@@ -58,26 +57,37 @@ def with_changes(
         in_force: what was set before the first of `changes`; None: not known.
         readings: clocks that were read beside those of `changes`.
     """
-    achieved = _achieved_mhz(spans_s, changes, readings)
-    ran = [
-        RanComputation(iteration, each, *span, achieved_mhz=mhz)
-        for each, span, mhz in zip(computations, spans_s, achieved, strict=True)
-    ]
-    if clocks is None:
-        return tuple(ran)
-    ran = [replace(each, clock=clock) for each, clock in zip(ran, clocks, strict=True)]
     calls = _Calls(changes, in_force)
+    asked = {} if clocks is None else dict(_asked_by_place(clocks, spans_s, calls, asked_s))
+    achieved = _achieved_mhz(spans_s, changes, readings)
+    ran, nothing = [], _Asked()
+    for place, (computation, span, mhz) in enumerate(zip(computations, spans_s, achieved, strict=True)):
+        clock = None if clocks is None else clocks[place]
+        ran.append(RanComputation(iteration, computation, *span, clock, *asked.get(place, nothing), mhz))
+    return tuple(ran)
+
+
+def _asked_by_place(
+    clocks: Sequence[int], spans_s: Sequence[tuple[float, float]], calls: _Calls, first_s: float
+) -> Iterator[tuple[int, _Asked]]:
+    """The places for which a change was asked."""
     for first, last in _stretches(clocks):
-        from_s = spans_s[first - 1][1] if first else asked_s
+        from_s = spans_s[first - 1][1] if first else first_s
         since_s = spans_s[first - 1][0] if first else -math.inf
         made = calls.made(range(first, last + 1), clocks[first], since_s, spans_s[last][1])
         if made is not None:
             # A time of the device, as it is known on its node, may be a little after what followed it was seen.
-            asked = min(from_s, made.seen_s)
-            ran[first] = replace(ran[first], asked_s=asked, set_begin_s=made.begun_s, set_end_s=made.ended_s)
+            yield first, _Asked(min(from_s, made.seen_s), made.begun_s, made.ended_s)
         elif calls.in_force(from_s) != clocks[first]:
-            ran[first] = replace(ran[first], asked_s=from_s)
-    return tuple(ran)
+            yield first, _Asked(from_s)
+
+
+class _Asked(NamedTuple):
+    """Of one computation: when its clock was asked for, and when the call that set it began and returned."""
+
+    asked_s: float | None = None
+    set_begin_s: float | None = None
+    set_end_s: float | None = None
 
 
 class _Calls:

@@ -30,8 +30,8 @@ def run_text(summary: RunSummary) -> str:
         f"Clock changes, in all {max((rank.iterations for rank in summary.ranks), default=0)} iterations that count:",
         table(list(_clock_columns(summary))),
         f"Late: set when more than {100 * LATE:g} % of the first computation was over. Overtaken: not set before "
-        "another one was asked for.\nOff clock: share of the computing time before the clock was set. Delay: from when "
-        "a clock was asked for until it was set.",
+        "another one was\nasked for. Off clock: share of the computing time before the clock was set. Delay: from "
+        "asking to set.",
         *_deviations_text(summary.deviations),
     ]
     return "\n\n".join(parts) + "\n"
@@ -119,7 +119,10 @@ def _listed(ranks: tuple[int, ...]) -> str:
 
 
 def _off(value: float | None, planned: float) -> str:
-    return "-" if value is None or not planned else f"{100 * (value / planned - 1):+.2f}"
+    if value is None or not planned:
+        return "-"
+    text = f"{100 * (value / planned - 1):+.2f}"
+    return text if float(text) else "0.00"
 
 
 def _share(part: float | None, whole: float | None) -> str:
