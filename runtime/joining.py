@@ -55,6 +55,7 @@ class Joined:
 
     Attributes:
         pipeline: which data-parallel pipeline it is in, from 0.
+        pipelines: how many there are.
         program: what it runs by; None where there is no plan.
         connection: to its node's controller; None where there is none.
         gpu: what the controller said of its GPU.
@@ -62,6 +63,7 @@ class Joined:
     """
 
     pipeline: int
+    pipelines: int
     program: Program | None
     connection: Connection | None
     gpu: Attached | None
@@ -167,7 +169,8 @@ def _cards(job: Job, card: _Card, notices: Notices) -> list[_Card | None]:
 def _joined(
     engine: Engine, job: Job, settings: Settings, cards: Sequence[_Card | None], text: str, stack: ExitStack
 ) -> Joined:
-    pipeline, program, problems = _pipeline(job, cards), None, []
+    pipeline, pipelines = _pipelines(job, cards)
+    program, problems = None, []
     first = cards[0]
     if first is None or first.plans is None:
         problems.append(f"there is no plan: {(first.gone if first else None) or 'rank 0 has not come'}")
@@ -191,16 +194,15 @@ def _joined(
         problems.append(f"no clock can be set: {error}")
     if program is not None and gpu is not None:
         check_gpu(program, gpu)
-    return Joined(pipeline, program, connection, gpu, "; ".join(problems) or None)
+    return Joined(pipeline, pipelines, program, connection, gpu, "; ".join(problems) or None)
 
 
-def _pipeline(job: Job, cards: Sequence[_Card | None]) -> int:
-    """Which pipeline this rank is in: as its engine says, or counted by the first of their ranks."""
+def _pipelines(job: Job, cards: Sequence[_Card | None]) -> tuple[int, int]:
+    """Which pipeline this rank is in, as its engine says or else by its first rank; how many there are."""
     mine = cards[job.rank]
     assert mine is not None  # a rank knows its own
-    if mine.pipeline is not None:
-        return mine.pipeline
-    return sorted({card.peers for card in cards if card is not None}).index(mine.peers)
+    everyone = sorted({card.peers if card.pipeline is None else (card.pipeline,) for card in cards if card is not None})
+    return everyone.index(mine.peers) if mine.pipeline is None else mine.pipeline, len(everyone)
 
 
 def _connected(job: Job, settings: Settings, cards: Sequence[_Card | None], hello: Hello) -> Connection:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -130,7 +130,7 @@ def planner_runtime(
             job.rank,
             replace(adapter.seat, pipeline=joined.pipeline),
             None if trace is None else Path(trace),
-            own_plans=isinstance(plan, Mapping),
+            own_plans=joined.pipelines > 1,
             say=lambda text: notices.say("trace", text),
         )
         telemetry.update([], [] if joined.gpu is None else [joined.gpu])

@@ -7,7 +7,9 @@ import shlex
 from pathlib import Path
 
 from click.testing import CliRunner
+from made_runs import write_run
 
+from perseus_planner import Plan
 from perseus_planner.cli import main
 
 README = (Path(__file__).parents[1] / "README.md").read_text()
@@ -19,6 +21,8 @@ def test_the_five_minutes_and_then_the_python_examples_run_as_written(folder: Pa
     commands = re.findall(r"^ +planner (.*)$", README, re.MULTILINE)
     assert {command.split()[0] for command in commands} == set(main.commands)
     for command in commands:
+        if command.startswith("show run"):  # what training would have written
+            write_run(folder / "run", Plan.load("plan.yaml"), 3)
         result = CliRunner().invoke(main, shlex.split(command, comments=True))
         assert (result.exit_code, result.stderr) == (0, ""), command
     (folder / "plan.yaml").unlink()
