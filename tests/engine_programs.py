@@ -283,9 +283,10 @@ def _torch_trained(schedule: Any, attached: AbstractContextManager[None]) -> lis
     optimizer, results = torch.optim.AdamW(modules.parameters(), lr=0.01), []
     with attached:
         for step in range(ITERATIONS):
+            if step == 1:
+                _torch_refused(schedule)
             if step == 1 and not isinstance(schedule, V_SHAPED):
-                with torch.no_grad():
-                    results += _torch_step(schedule, schedule._n_microbatches, schedule.eval)
+                results += _torch_step(schedule, schedule._n_microbatches, schedule.eval)
             results += _torch_step(schedule, schedule._n_microbatches)
             optimizer.step()
             optimizer.zero_grad()
@@ -299,6 +300,17 @@ def _torch_step(schedule: Any, microbatches: int, run: Callable[..., Any] | None
     target = {"target": data[1], "losses": losses} if any(each.is_last for each in stages) else {}
     (run or schedule.step)(*([data[0]] if any(each.is_first for each in stages) else []), **target)
     return [each.detach() for each in losses]
+
+
+def _torch_refused(schedule: Any) -> None:
+    """A step that cannot train, which torch refuses."""
+    try:
+        with torch.no_grad():
+            _torch_step(schedule, schedule._n_microbatches)
+    except RuntimeError as error:
+        assert "requires gradients to be enabled" in str(error)  # noqa: PT017
+    else:
+        raise AssertionError
 
 
 def _torch_failure() -> dict[str, Any]:
