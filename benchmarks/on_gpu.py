@@ -14,22 +14,17 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from engine_cost import Following
+from gpu_training import Config, Training, training
 from hook_cost import percentile
 from results import Check, Section, Table, environment, failed, write
 
-from perseus_planner import Plan, Profile, schedules, solve
 from perseus_planner.errors import PlannerError
-from perseus_planner.gpu import open_gpu
-from perseus_planner.gpu.torch_device import gpu_text
-from perseus_planner.measurement import Measurement
-from perseus_planner.runtime import planner_runtime
 from perseus_planner.runtime.controller.client import Connection, started
 from perseus_planner.runtime.controller.messages import Changed, Hello
 from perseus_planner.runtime.cuda_marks import CudaMarks
@@ -44,61 +39,6 @@ _DONE_S = 10.0  #: until the device has done what is enqueued
 _SLACK_NS = 1_000_000  #: by which a time of the device may be wrong
 _CALLED = 200  #: iterations of calls alone
 _TIMES = {"which": ("iterations", ""), "count": ("number", "d"), "median_ms": ("median, ms", ".3f")}
-
-
-@dataclass(frozen=True)
-class Config:
-    """What is trained, and how often.
-
-    Attributes:
-        layers, hidden, heads, sequence: of the GPT.
-        rows: of a microbatch.
-        microbatches: of an iteration.
-        warm_up: iterations of each block that are not counted.
-        iterations: of each block that are.
-        blocks: with the runtime, and as many without.
-        profiled: iterations under the profiler.
-    """
-
-    layers: int = 8
-    hidden: int = 1024
-    heads: int = 16
-    sequence: int = 512
-    rows: int = 4
-    microbatches: int = 8
-    warm_up: int = 3
-    iterations: int = 20
-    blocks: int = 5
-    profiled: int = 3
-
-
-@dataclass(frozen=True)
-class Training:
-    """The GPT's training.
-
-    Attributes:
-        schedule: the engine.
-        iterate: enqueues one iteration.
-        plan: two clocks in turn, so that every computation asks for another one.
-        device: where it runs.
-        config: what it is.
-    """
-
-    schedule: Any
-    iterate: Callable[[], None]
-    plan: Plan
-    device: Any
-    config: Config
-
-    def runtime(self) -> AbstractContextManager[Any]:
-        """The runtime around it, in a dry run."""
-        return planner_runtime(self.schedule, plan=self.plan, gpu="cuda", dry_run=True, max_changes_per_s=1e4)
-
-    def turns(self) -> Iterator[tuple[str, AbstractContextManager[Any]]]:
-        """Blocks with and without the runtime, in turn, each first as often as the other."""
-        for number in range(self.config.blocks):
-            pair = [("with", self.runtime()), ("without", nullcontext())]
-            yield from pair if number % 2 else reversed(pair)
 
 
 def main() -> int:
@@ -146,100 +86,63 @@ def _torch_version() -> str:
 
 
 def _sections(config: Config, device: Any) -> list[Section]:
-    with _training(config, device) as training:
+    with training(config, device) as gpt:
         blocks: list[tuple[str, float, list[float]]] = []
-        for which, runtime in training.turns():
+        for which, runtime in gpt.turns():
             with runtime:
-                blocks.append((which, *_block(training)))
-        return [_synchronises(training), _ahead(blocks), _latency(training), _throughput(blocks), _calls(training)]
+                blocks.append((which, *_block(gpt)))
+        return [_synchronises(gpt), _ahead(blocks), _latency(gpt), _throughput(blocks), _calls(gpt)]
 
 
-@contextmanager
-def _training(config: Config, device: Any) -> Iterator[Training]:
-    import torch
-    import torch.distributed as dist
-    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
-
-    sys.path.insert(0, str(_HERE.parent / "examples"))
-    import gpt
-
-    torch.cuda.set_device(device)
-    size = gpt.Size(config.layers, config.hidden, config.heads, config.sequence)
-    model = gpt.stage(size, 0, 1).to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    tokens, targets = (each.to(device) for each in gpt.batch(0, config.rows * config.microbatches, size))
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        schedule = Schedule1F1B(PipelineStage(model, 0, 1, device), config.microbatches, loss_fn=gpt.loss)
-
-        def iterate() -> None:
-            schedule.step(tokens, target=targets)
-            optimizer.step()
-            optimizer.zero_grad()
-
-        yield Training(schedule, iterate, _plan(device, config.microbatches), device, config)
-    finally:
-        dist.destroy_process_group()
-
-
-def _plan(device: Any, microbatches: int) -> Plan:
-    """Forwards at the GPU's highest clock, backwards at the next; the seconds and joules in it mean nothing."""
-    with open_gpu(f"dry-run:{gpu_text('cuda', device)}") as gpu:
-        high, low, *_ = gpu.supported_clocks_mhz
-    made_up = Profile({(0, "F"): (Measurement(high, 1.0, 1.0),), (0, "B"): (Measurement(low, 2.0, 2.0),)}, 0.0)
-    frontier = solve(made_up, schedules.one_f_one_b(1, microbatches))
-    return frontier.plan_for(frontier.baseline_time_s)
-
-
-def _block(training: Training) -> tuple[float, list[float]]:
+def _block(gpt: Training) -> tuple[float, list[float]]:
     """(seconds of an iteration, milliseconds for which the device is still at each when its call has returned)."""
     import torch
 
-    for _ in range(training.config.warm_up):
-        training.iterate()
-    torch.cuda.synchronize(training.device)
+    for _ in range(gpt.config.warm_up):
+        gpt.iterate()
+    torch.cuda.synchronize(gpt.device)
     begin_ns, returned_ns, events = time.monotonic_ns(), [], []
-    for _ in range(training.config.iterations):
-        training.iterate()
+    for _ in range(gpt.config.iterations):
+        gpt.iterate()
         returned_ns.append(time.monotonic_ns())
         events.append(torch.cuda.Event(enable_timing=True))
         events[-1].record()
-    torch.cuda.synchronize(training.device)
+    torch.cuda.synchronize(gpt.device)
     end_ns = time.monotonic_ns()
     ended_ns = (end_ns - event.elapsed_time(events[-1]) * 1e6 for event in events)
     ahead_ms = [(ended - returned) / 1e6 for ended, returned in zip(ended_ns, returned_ns, strict=True)]
-    return (end_ns - begin_ns) / 1e9 / training.config.iterations, ahead_ms
+    return (end_ns - begin_ns) / 1e9 / gpt.config.iterations, ahead_ms
 
 
-def _synchronises(training: Training) -> Section:
+def _synchronises(gpt: Training) -> Section:
     counts = {}
-    for which, runtime in (("without", nullcontext()), ("with", training.runtime())):
+    for which, runtime in (("without", nullcontext()), ("with", gpt.runtime())):
         with runtime:
-            counts[which] = _profiled(training)
+            counts[which] = _profiled(gpt)
     names = sorted({name for each in counts.values() for name in each})
     rows = [{"call": name, **{which: counts[which].get(name, 0) for which in counts}} for name in names]
     waits = {which: sum(n for name, n in each.items() if "ynchronize" in name) for which, each in counts.items()}
     return Section(
         1,
         "What is called of CUDA",
-        f"Measured: calls in a torch profiler trace of {training.config.profiled} iterations after the warm-up. The "
+        f"Measured: calls in a torch profiler trace of {gpt.config.profiled} iterations after the warm-up. The "
         "profiler itself synchronises the device when it ends, with the runtime and without.",
         [Table({"call": ("call", ""), "without": ("without", "d"), "with": ("with the runtime", "d")}, rows)],
         [Check(f"no synchronise is added: {waits['with']} and {waits['without']}", waits["with"] <= waits["without"])],
     )
 
 
-def _profiled(training: Training) -> dict[str, int]:
+def _profiled(gpt: Training) -> dict[str, int]:
     """How often each function of CUDA is called."""
     import torch
     from torch.profiler import ProfilerActivity, profile
 
-    for _ in range(training.config.warm_up):
-        training.iterate()
-    torch.cuda.synchronize(training.device)
+    for _ in range(gpt.config.warm_up):
+        gpt.iterate()
+    torch.cuda.synchronize(gpt.device)
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
-        for _ in range(training.config.profiled):
-            training.iterate()
+        for _ in range(gpt.config.profiled):
+            gpt.iterate()
     return {each.key: each.count for each in trace.key_averages() if each.key.startswith("cu")}
 
 
@@ -273,18 +176,18 @@ def _throughput(blocks: list[tuple[str, float, list[float]]]) -> Section:
     )
 
 
-def _latency(training: Training) -> Section:
+def _latency(gpt: Training) -> Section:
     """The pieces of the runtime by themselves: what the controller says is otherwise not to be had."""
-    program, gpu = Program(1, training.plan, 0), f"dry-run:{gpu_text('cuda', training.device)}"
-    iterations = training.config.warm_up + training.config.iterations
+    program = Program(1, gpt.plan, 0)
+    iterations = gpt.config.warm_up + gpt.config.iterations
     timed: list[Timed] = []
     changes: list[Changed] = []
-    with Connection(started(1, 1e4, _ATTACH_S), Hello(0, gpu, "clock", None, 0.0)) as connection:
+    with Connection(started(1, 1e4, _ATTACH_S), Hello(0, gpt.gpu, "clock", None, 0.0)) as connection:
         connection.attach(_ATTACH_S)
-        with CudaMarks(connection.page, training.device) as marks:
-            with TorchPipeline(training.schedule).attached(Hook(marks, Following(program), program)):
+        with CudaMarks(connection.page, gpt.device) as marks:
+            with TorchPipeline(gpt.schedule).attached(Hook(marks, Following(program), program)):
                 for _ in range(iterations):
-                    training.iterate()
+                    gpt.iterate()
                     timed += marks.finished()
                     changes += _changes(connection)
             until_s = time.monotonic() + _DONE_S
@@ -333,15 +236,15 @@ def _changes(connection: Connection) -> list[Changed]:
     return [each for each in connection.messages() if isinstance(each, Changed)]
 
 
-def _calls(training: Training) -> Section:
+def _calls(gpt: Training) -> Section:
     import mmap
 
     import torch
 
-    program = Program(1, training.plan, 0)
+    program = Program(1, gpt.plan, 0)
     taken_ns: list[float] = []
-    with CudaMarks(mmap.mmap(-1, mmap.PAGESIZE), training.device) as marks:
-        hook, work = Hook(marks, Following(program), program), torch.zeros(1024, device=training.device)
+    with CudaMarks(mmap.mmap(-1, mmap.PAGESIZE), gpt.device) as marks:
+        hook, work = Hook(marks, Following(program), program), torch.zeros(1024, device=gpt.device)
         for _ in range(_CALLED):
             hook.begin_iteration()
             for computation in program.computations:
@@ -349,7 +252,7 @@ def _calls(training: Training) -> Section:
                 work.add_(1.0)
                 taken_ns.append(begun_ns + _timed(hook.end))
             hook.end_iteration()
-            torch.cuda.synchronize(training.device)
+            torch.cuda.synchronize(gpt.device)
             marks.finished()
     row = {"median_us": statistics.median(taken_ns) / 1e3, "p99_us": percentile(taken_ns, 99) / 1e3}
     return Section(
