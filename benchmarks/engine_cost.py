@@ -15,7 +15,8 @@ from perseus_planner.runtime.hook import Hook
 from perseus_planner.runtime.marks import HostMarks
 from perseus_planner.runtime.program import Program
 
-ENGINES = ("torch.distributed.pipelining", "DeepSpeed")
+ENGINES = {"torch.distributed.pipelining": "torch", "DeepSpeed": "deepspeed"}
+"""Name -> the package that it needs."""
 _WARM_UP = 3  #: iterations; DeepSpeed's first one learns the shapes
 
 

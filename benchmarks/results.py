@@ -112,7 +112,7 @@ def environment() -> dict[str, Any]:
         "load_at_start": round(os.getloadavg()[0], 2),
         "system": f"{platform.system()} {platform.release()}",
         "versions": versions,
-        "command": " ".join(["python", "benchmarks/run.py", *sys.argv[1:]]),
+        "command": " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
     }
 
 
@@ -141,16 +141,32 @@ def cpu_model() -> str:
     return names[0] if names else platform.processor() or platform.machine()
 
 
-def _short_cpu() -> str:
-    """The processor's name as a part of a file name, such as `intel-xeon-platinum-8481c`."""
-    plain = re.sub(r"\(.*?\)|@.*|\b(CPU|Processor|\d+-Core)\b", " ", cpu_model())
+def _short(machine: str) -> str:
+    """A processor's or a GPU's name as a part of a file name, such as `intel-xeon-platinum-8481c`."""
+    plain = re.sub(r"\(.*?\)|@.*|\b(CPU|Processor|\d+-Core)\b", " ", machine)
     return "-".join(re.findall(r"[a-z0-9]+", plain.lower()))
 
 
-def write(name: str, sections: Sequence[Section], config: object, about: Mapping[str, Any], target: Path) -> list[Path]:
-    """Write `<name>_<processor>_<date>.md` and `.json` into the folder `target`; replaces files of that name."""
+def write(
+    name: str,
+    sections: Sequence[Section],
+    config: object,
+    about: Mapping[str, Any],
+    target: Path,
+    machine: str | None = None,
+) -> list[Path]:
+    """Write `<name>_<machine>_<date>.md` and `.json` into the folder `target`; replaces files of that name.
+
+    Args:
+        name: which benchmarks.
+        sections: what they found.
+        config: what they were run with, a dataclass.
+        about: `environment()`.
+        target: the folder.
+        machine: what they are about; None: this processor.
+    """
     target.mkdir(parents=True, exist_ok=True)
-    stem = f"{name}_{_short_cpu()}_{about['date']}"
+    stem = f"{name}_{_short(machine or cpu_model())}_{about['date']}"
     document = {**about, "config": asdict(config), "sections": [asdict(section) for section in sections]}  # type: ignore[call-overload]
     texts = {".md": _markdown(name, sections, about), ".json": json.dumps(document, indent=1) + "\n"}
     paths = []
