@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import cluster_replay
+import emulated_training
 import emulation
 import estimates
 import frontier_times
@@ -42,6 +43,7 @@ SECTIONS: dict[int, Callable[[Size], Section]] = {
     13: estimates.measure,
     14: sweep_quality.measure,
     16: hook_cost.measure,
+    17: emulated_training.measure,
 }
 _RESULTS = Path(__file__).resolve().parent / "results"
 

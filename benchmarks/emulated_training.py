@@ -1,0 +1,130 @@
+"""Number 17: real engines train on emulated GPUs by plans; iteration time and energy beside what the plans say."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from data import SMOKE, MissingError, Size
+from results import Check, Section, Table
+
+from perseus_planner.plan import Plan
+
+DEPTHS = (4, 5, 6, 5)
+"""Linear layers of each stage: uneven, so that there is slack."""
+SLOWDOWNS = (1.00, 1.10)
+"""Of the plans, against all clocks at maximum."""
+
+_GPU = "a100-sxm?slower=50000"  # forwards take 25 to 40 ms, backwards twice that
+_NEAR = 0.03  # share by which time and energy may differ from the plan's
+_NAMES = {"torch": "torch 1F1B", "deepspeed": "DeepSpeed"}
+_COLUMNS = {
+    "engine": ("engine", ""),
+    "clocks": ("clocks", ""),
+    "planned_s": ("planned, s", ".4f"),
+    "time_s": ("took, s", ".4f"),
+    "time_error": ("difference, %", "+.2f"),
+    "planned_j": ("planned, J", ".1f"),
+    "energy_j": ("drew, J", ".1f"),
+    "energy_error": ("difference, %", "+.2f"),
+    "saved": ("saved against maximum, %", ".1f"),
+    "changes": ("clock changes", "d"),
+}
+
+
+def measure(size: Size) -> Section:
+    """Train with each engine, all clocks at maximum and by each plan in one run."""
+    microbatches, iterations = (4, 3) if size is SMOKE else (8, 10)
+    engines = ("torch",) if size is SMOKE else ("torch", "deepspeed")
+    rows = [row for engine in engines for row in _rows(engine, microbatches, iterations)]
+    plans = [row for row in rows if row["changes"] is not None]
+    worst_s, worst_j = (max(abs(row[key]) for row in plans) for key in ("time_error", "energy_error"))
+    return Section(
+        17,
+        "Training by plans on emulated GPUs",
+        f"Measured against the clock: {len(DEPTHS)} ranks, real gloo transfers, {microbatches} microbatches of a stack "
+        f"of linear layers; computations take as long as `emulated:{_GPU}` says, and clocks are set through the "
+        f"runtime, its controller and calls that take milliseconds. Medians of {iterations} iterations.",
+        [Table(_COLUMNS, rows)],
+        [
+            Check(f"time is within {_NEAR:.0%} of the plan's: {worst_s:.2f} %", worst_s <= 100 * _NEAR),
+            Check(f"energy is within {_NEAR:.0%} of the plan's: {worst_j:.2f} %", worst_j <= 100 * _NEAR),
+        ],
+        [
+            "*Planned* times have one constant of each engine in them: by how much the iteration with all clocks at "
+            "maximum took longer than its replay. Planned energies have the waiting in that time. The profile is "
+            "from the same GPU in virtual time.",
+        ],
+    )
+
+
+def _rows(engine: str, microbatches: int, iterations: int) -> Iterator[dict[str, Any]]:
+    with tempfile.TemporaryDirectory() as folder:
+        _train(engine, microbatches, iterations, Path(folder))
+        runs = json.loads((Path(folder) / f"{engine}.json").read_text())
+        plans = {str(each): Plan.load(Path(folder) / f"{engine}-{each}.yaml") for each in SLOWDOWNS}
+    first = plans[str(SLOWDOWNS[0])]
+    overhead_s, waiting_w = runs["maximum"]["time_s"] - first.baseline_time_s, sum(first.rank_waiting_w)
+    yield _row(
+        engine, "maximum", runs, first.baseline_time_s + overhead_s, first.baseline_energy_j, overhead_s * waiting_w
+    )
+    for name, plan in plans.items():
+        row = _row(engine, name, runs, plan.time_s + overhead_s, plan.energy_j, overhead_s * waiting_w)
+        yield row | {"clocks": f"plan for {float(name):.2f}x", "changes": sum(plan.changes)}
+
+
+def _row(engine: str, name: str, runs: Any, planned_s: float, planned_j: float, waiting_j: float) -> dict[str, Any]:
+    run, planned_j = runs[name], planned_j + waiting_j
+    return {
+        "engine": _NAMES[engine],
+        "clocks": name,
+        "planned_s": planned_s,
+        "time_s": run["time_s"],
+        "time_error": 100 * (run["time_s"] / planned_s - 1),
+        "planned_j": planned_j,
+        "energy_j": run["energy_j"],
+        "energy_error": 100 * (run["energy_j"] / planned_j - 1),
+        "saved": 100 * (1 - run["energy_j"] / runs["maximum"]["energy_j"]),
+        "changes": None,
+    }
+
+
+def _train(engine: str, microbatches: int, iterations: int, folder: Path) -> None:
+    """Run all ranks until they have ended.
+
+    Raises:
+        MissingError: torch or the engine is not installed.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment = {
+        **os.environ,
+        **{"WORLD_SIZE": str(len(DEPTHS)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
+        **{"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PLANNER_STATE_DIR": str(folder / "state")},
+    }
+    program = [sys.executable, str(Path(__file__).with_name("emulated_ranks.py"))]
+    command = [*program, engine, _GPU, str(microbatches), str(iterations), str(folder)]
+    ranks = [
+        subprocess.Popen(
+            command,
+            env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(len(DEPTHS))},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(len(DEPTHS))
+    ]
+    said = [rank.communicate()[0] for rank in ranks]
+    for rank, text in zip(ranks, said, strict=True):
+        if "ModuleNotFoundError" in text:
+            raise MissingError(text.strip().splitlines()[-1])
+        if rank.returncode:
+            raise RuntimeError(text)
