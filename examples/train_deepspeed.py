@@ -1,7 +1,7 @@
 """Trains a PipelineEngine of DeepSpeed: its first step is profiled and planned for, the others run by the plan.
 
 Without a GPU:  DS_ACCELERATOR=cpu torchrun --nproc-per-node 4 examples/train_deepspeed.py --gpu simulated:a100-sxm
-On four GPUs:   deepspeed --num_gpus 4 examples/train_deepspeed.py --layers 24 --hidden 2048 --sequence 1024
+On four GPUs:   deepspeed --num_gpus 4 examples/train_deepspeed.py --layers 24 --hidden 1024 --sequence 1024
 """
 
 from __future__ import annotations

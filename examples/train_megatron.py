@@ -1,7 +1,7 @@
 """Trains a GPTModel of Megatron-core: its first step is profiled and planned for, the others run by the plan.
 
 Without a GPU:  torchrun --nproc-per-node 4 examples/train_megatron.py --gpu simulated:a100-sxm
-On four GPUs:   torchrun --nproc-per-node 4 examples/train_megatron.py --layers 24 --hidden 2048 --sequence 1024
+On four GPUs:   torchrun --nproc-per-node 4 examples/train_megatron.py --layers 24 --hidden 1024 --sequence 1024
 """
 
 from __future__ import annotations
