@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import select
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
@@ -16,7 +17,8 @@ from perseus_planner.errors import ControllerLost, GpuError
 from perseus_planner.runs import RanIteration
 from perseus_planner.runtime.controller.client import Connection
 from perseus_planner.runtime.controller.messages import Failed, ToRank
-from perseus_planner.runtime.marks import Marks
+from perseus_planner.runtime.hook import Hook
+from perseus_planner.runtime.marks import NOTHING, Marks
 from perseus_planner.runtime.notices import Notices
 from perseus_planner.runtime.pilot import JobPilot
 from perseus_planner.runtime.straggling import Straggling, Watch
@@ -24,6 +26,9 @@ from perseus_planner.runtime.telemetry import Telemetry
 
 HUNG_S = 5.0
 """After so long without a sign of life a controller is taken to hang, and is killed, for its guardian to reset."""
+
+QUIET, QUIET_S = 2.0, 1.0
+"""After so many of the plan's iteration times, and so many seconds, in which no computation ended, the GPU is reset."""
 
 _ROUND_S = 0.05  #: between two rounds where nothing wakes it
 _STOP_S = 2.0
@@ -76,6 +81,7 @@ class Rounds:
 
     Args:
         pilot: of this rank.
+        hook: of this rank.
         marks: of this rank.
         telemetry: that is kept.
         notices: that are given.
@@ -86,16 +92,18 @@ class Rounds:
     def __init__(
         self,
         pilot: JobPilot,
+        hook: Hook,
         marks: Marks,
         telemetry: Telemetry,
         notices: Notices,
         connection: Connection | None,
         on_straggling: Callable[[Straggling], None] | None,
     ) -> None:
-        self._pilot, self._marks, self._telemetry, self._notices = pilot, marks, telemetry, notices
+        self._pilot, self._hook, self._marks, self._telemetry, self._notices = pilot, hook, marks, telemetry, notices
         self._connection, self._on_straggling = connection, on_straggling
         self._watch = Watch()
         self._dwell_s: float | None = None
+        self._progress, self._progressed_s = hook.progress, time.monotonic()
 
     def descriptors(self) -> list[int]:
         """What may be read."""
@@ -105,6 +113,7 @@ class Rounds:
         """One round; raises nothing."""
         try:
             messages = [] if self._connection is None else self._heard(self._connection)
+            self._reset_if_quiet()
             self._pilot.look()
             self._report(self._telemetry.update(self._marks.finished(), messages))
             self._tell()
@@ -145,6 +154,19 @@ class Rounds:
         if program is not None and program.plan.min_dwell_s != self._dwell_s:
             self._dwell_s = program.plan.min_dwell_s
             connection.dwell(self._dwell_s)
+
+    def _reset_if_quiet(self) -> None:
+        """Where no iteration goes on, in an evaluation or a hang, no clock is to hold the GPU back.
+
+        The next computation that ends asks for the next one's clock as ever.
+        """
+        progress, now_s, program = self._hook.progress, time.monotonic(), self._pilot.program
+        if progress != self._progress:
+            self._progress, self._progressed_s = progress, now_s
+        if program is None or self._connection is None:
+            return
+        if now_s - self._progressed_s > QUIET * program.plan.time_s + QUIET_S:
+            self._connection.word[0] = NOTHING
 
     def _report(self, rows: Sequence[RanIteration]) -> None:
         for row in rows:

@@ -57,6 +57,11 @@ class Hook:
         """Number of the iteration that runs, or ran last; from 0, -1 before the first."""
         return self._iteration
 
+    @property
+    def progress(self) -> tuple[int, int]:
+        """The iteration, and how many of its computations have ended; for any thread."""
+        return self._iteration, self._place
+
     def begin_iteration(self, microbatches: int | None = None) -> None:
         """A training iteration begins, of so many microbatches where the engine says it."""
         if self._inside:

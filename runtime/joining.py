@@ -25,8 +25,8 @@ from perseus_planner.runtime.notices import Notices
 from perseus_planner.runtime.plans import GivenPlan, Plans
 from perseus_planner.runtime.program import Program
 
-ENTRY_S = 60.0
-"""How long the ranks wait for each other before training."""
+ENTRY_S = 300.0
+"""How long the ranks wait for each other before training: one of them may still solve and plan."""
 
 _CONTROLLER_S = 60.0  #: for a controller to start, hold its GPUs and answer
 _LOOK_S = 0.01

@@ -144,9 +144,10 @@ def planner_runtime(
 
         pilot = JobPilot(job, accepts, telemetry.ended, background.wake)
         pilot.start(joined.program)
-        rounds = Rounds(pilot, marks, telemetry, notices, joined.connection, on_straggling)
+        hook = Hook(marks, pilot, joined.program)
+        rounds = Rounds(pilot, hook, marks, telemetry, notices, joined.connection, on_straggling)
         try:
-            with adapter.attached(Hook(marks, pilot, joined.program)):
+            with adapter.attached(hook):
                 background.start(rounds.once, rounds.descriptors)
                 yield Runtime(joined.pipeline, pilot, telemetry, accepts, background.wake)
         finally:
