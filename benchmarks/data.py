@@ -64,6 +64,8 @@ class Size:
         costly_slowdowns: deadlines of the plans in which clock changes cost time.
         interleaved: ranks, virtual stages and microbatches.
         slowed_microbatches: of the pipeline in which a stage becomes slower.
+        setting_s: for how long clocks are asked for, at each rate and in each way, seconds.
+        setting_rates_per_s: how many each rank asks for.
         repetitions: how often a short measurement is repeated.
         hook_microbatches: of the iteration in which the runtime's hook is timed.
         hook_iterations: how often its calls are.
@@ -85,6 +87,8 @@ class Size:
     costly_slowdowns: tuple[float, ...] = (1.00, 1.05)
     interleaved: tuple[int, int, int] = (8, 4, 64)
     slowed_microbatches: int = 96
+    setting_s: float = 4.0
+    setting_rates_per_s: tuple[int, ...] = (10, 20)
     repetitions: int = 7
     hook_microbatches: int = 16
     hook_iterations: int = 500
@@ -108,6 +112,8 @@ SMOKE = Size(
     costly_slowdowns=(1.05,),
     interleaved=(8, 2, 8),
     slowed_microbatches=12,
+    setting_s=0.2,
+    setting_rates_per_s=(10,),
     repetitions=2,
     hook_microbatches=4,
     hook_iterations=5,

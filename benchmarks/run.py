@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import cluster_replay
+import controller_latency
 import emulated_training
 import emulation
 import estimates
@@ -42,6 +43,7 @@ SECTIONS: dict[int, Callable[[Size], Section]] = {
     12: model_fit.measure,
     13: estimates.measure,
     14: sweep_quality.measure,
+    15: controller_latency.measure,
     16: hook_cost.measure,
     17: emulated_training.measure,
 }

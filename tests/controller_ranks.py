@@ -11,6 +11,7 @@ from typing import TypeVar
 from weakref import WeakKeyDictionary
 
 import psutil
+from fake_nvml import StandIn
 
 from perseus_planner.runtime.controller.client import Connection, started
 from perseus_planner.runtime.controller.messages import Changed, Hello, Knob, ToRank
@@ -105,3 +106,8 @@ def process_of(connection: Connection) -> psutil.Process:
 
 def has_ended(process: psutil.Process) -> bool:
     return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+
+
+def locked(nvml: StandIn) -> list[int | None]:
+    found = [nvml.locked_mhz(index) for index in range(2)]
+    return [each[1] if each else None for each in found]

@@ -8,7 +8,7 @@ import pytest
 
 from perseus_planner.errors import GpuError
 from perseus_planner.gpu import locked_clock, open_gpu
-from perseus_planner.gpu.dry_run import Setting, opened
+from perseus_planner.gpu.dry_run import KEPT, Setting, opened
 
 A100 = "simulated:a100-sxm"
 
@@ -27,6 +27,14 @@ def test_what_would_be_set_is_recorded_in_order_with_its_time():
         Setting(2.0, "power-limit", 300.0),
         Setting(3.0, "power-limit", None),
     )
+
+
+def test_a_long_run_is_remembered_in_part():
+    gpu = opened(A100)
+    for turn in range(KEPT + 2):
+        gpu.set_clock_mhz(1200 + 15 * (turn % 2))
+    assert len(gpu.settings) == KEPT
+    assert [setting.value for setting in gpu.settings[-2:]] == [1200, 1215]
 
 
 def test_what_is_refused_is_not_recorded():

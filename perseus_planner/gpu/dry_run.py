@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 from typing import Literal
 
 from perseus_planner.gpu import opened as opened_gpu
 from perseus_planner.gpu.protocol import Gpu
 from perseus_planner.gpu.read_through import ReadThrough
+
+KEPT = 4096
+"""How many settings are remembered: a job may be watched for days."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +36,7 @@ class DryRunGpu(ReadThrough):
 
     def __init__(self, gpu: Gpu) -> None:
         super().__init__(gpu)
-        self._settings: list[Setting] = []
+        self._settings: deque[Setting] = deque(maxlen=KEPT)
 
     @property
     def text(self) -> str:
@@ -41,7 +45,7 @@ class DryRunGpu(ReadThrough):
 
     @property
     def settings(self) -> tuple[Setting, ...]:
-        """What would have been set, in order."""
+        """What would have been set, in order; the last `KEPT` of it."""
         return tuple(self._settings)
 
     def notices(self) -> tuple[str, ...]:

@@ -32,7 +32,7 @@ ALONE_NS = 60_000_000_000
 
 _BUSY_S, _IDLE_S = 100e-6, 1e-3  #: between two looks
 _BUSY_NS = 1_000_000_000  #: since a word has changed
-_LOOK_NS = 100_000_000  #: between looks at processes of whose end the kernel does not tell
+_LOOK_NS = 100_000_000  #: between looks at what the kernel does not tell of
 
 
 class Controller:
@@ -96,6 +96,8 @@ class Controller:
     def _serve(self, ready: set[int], now_ns: int) -> None:
         """Those who have come, have ended, or have said something."""
         is_to_look = now_ns - self._looked_ns > _LOOK_NS
+        if not ready and not is_to_look:
+            return
         if is_to_look:
             self._looked_ns = now_ns
         for rank in self._ranks():
