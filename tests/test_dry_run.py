@@ -74,5 +74,6 @@ def test_what_is_no_gpu_is_refused(which: str):
     with pytest.raises(GpuError) as error, open_gpu(f"dry-run:{which}"):
         pass
     assert str(error.value) == (
-        f"GPU {which!r}: there is no back-end {which!r}; choose one of: nvml, cuda, zeusd, command, dry-run, simulated"
+        f"GPU {which!r}: there is no back-end {which!r}; choose one of: nvml, cuda, zeusd, command, dry-run, "
+        "simulated, emulated"
     )
