@@ -1,6 +1,6 @@
 """One rank of number 17: trains a stack of linear layers on an emulated GPU, at maximum clocks and by plans.
 
-    emulated_ranks.py ENGINE GPU MICROBATCHES ITERATIONS FOLDER
+    emulated_ranks.py ENGINE GPU MICROBATCHES ROUNDS FOLDER
 
 A process of a job of torch.distributed, with its rank in the environment. Rank 0 writes FOLDER/ENGINE.json.
 """
@@ -17,7 +17,6 @@ from contextlib import nullcontext
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
@@ -36,14 +35,15 @@ from perseus_planner.runtime import planner_runtime
 from perseus_planner.runtime.emulation import emulated
 
 WIDTH = 128  # of square products: their real computation is a few percent of its emulated time
-WARM_UP = 3  # iterations before those that count
+WARM_UP, COUNTED = 2, 5  # iterations of each way in a round
 CHANGE = ClockChange(call_s=6e-3, settle_s=0.9e-3, gpus_per_node=len(DEPTHS))  # the mean of the emulated calls
 
 Step = Callable[[], None]
+Span = tuple[float, float]
 
 
-def main(engine_name: str, gpu: str, microbatches: str, iterations: str, folder: str) -> None:
-    """Profile, solve on rank 0, then run all clocks at maximum and each plan."""
+def main(engine_name: str, gpu: str, microbatches: str, rounds: str, folder: str) -> None:
+    """Profile, solve on rank 0, then run all clocks at maximum and each plan, round after round."""
     torch.set_num_threads(1)
     engine, step = {"torch": _torch, "deepspeed": _deepspeed}[engine_name](int(microbatches))
     where = Path(folder)
@@ -54,14 +54,14 @@ def main(engine_name: str, gpu: str, microbatches: str, iterations: str, folder:
         if dist.get_rank() == 0:
             _solve(where, engine_name, int(microbatches))
         dist.barrier()
-        runs = {}
+        spans: dict[str, list[Span]] = {}
         with emulated(engine, device.text):
-            for name in ("maximum", *map(str, SLOWDOWNS)):
+            for name in int(rounds) * ("maximum", *map(str, SLOWDOWNS)):
                 plan = where / f"{engine_name}-{name}.yaml"
                 with nullcontext() if name == "maximum" else planner_runtime(engine, plan=plan, gpu=device.text):
-                    runs[name] = _measured(step, device, int(iterations))
+                    spans.setdefault(name, []).extend(_measured(step, device))
     if dist.get_rank() == 0:
-        (where / f"{engine_name}.json").write_text(json.dumps(runs))
+        (where / f"{engine_name}.json").write_text(json.dumps(spans))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -74,20 +74,18 @@ def _solve(where: Path, engine_name: str, microbatches: int) -> None:
         plan.save(where / f"{engine_name}-{slowdown}.yaml")
 
 
-def _measured(step: Step, gpu: EmulatedGpu, iterations: int) -> dict[str, Any]:
-    """Seconds and joules over all ranks of an iteration, each the median: other processes may use the processors."""
+def _measured(step: Step, gpu: EmulatedGpu) -> list[Span]:
+    """Seconds of each iteration, and joules of it over all ranks."""
     for _ in range(WARM_UP):
         step()
     moments = [(time.monotonic(), gpu.energy_j())]
-    for _ in range(iterations):
+    for _ in range(COUNTED):
         step()
         moments.append((time.monotonic(), gpu.energy_j()))
-    spans = [(end_s - start_s, end_j - start_j) for (start_s, start_j), (end_s, end_j) in pairwise(moments)]
+    mine = [(end_s - start_s, end_j - start_j) for (start_s, start_j), (end_s, end_j) in pairwise(moments)]
     of_ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, spans)
-    times_s = [time_s for time_s, _ in of_ranks[0]]
-    energies_j = [sum(energy_j for _, energy_j in each) for each in zip(*of_ranks, strict=True)]
-    return {"time_s": median(times_s), "energy_j": median(energies_j), "times_s": times_s, "energies_j": energies_j}
+    dist.all_gather_object(of_ranks, mine)
+    return [(spans[0][0], sum(energy_j for _, energy_j in spans)) for spans in zip(*of_ranks, strict=True)]
 
 
 def _torch(microbatches: int) -> tuple[Any, Step]:
