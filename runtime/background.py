@@ -24,7 +24,7 @@ from perseus_planner.runtime.pilot import JobPilot
 from perseus_planner.runtime.straggling import Straggling, Watch
 from perseus_planner.runtime.telemetry import Telemetry
 
-HUNG_S = 5.0
+HUNG_S = 10.0
 """After so long without a sign of life a controller is taken to hang, and is killed, for its guardian to reset."""
 
 QUIET, QUIET_S = 2.0, 1.0

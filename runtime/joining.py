@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NoReturn, cast
 
 from perseus_planner.errors import GpuError, GpuHeld, PlanError, PlannerError, RankError
+from perseus_planner.gpu import open_gpu
 from perseus_planner.gpu.torch_device import gpu_text
 from perseus_planner.runtime.controller.client import Connection, started
 from perseus_planner.runtime.controller.messages import Attached, Hello, Knob
@@ -176,15 +177,15 @@ def _joined(
         problems.append(f"there is no plan: {(first.gone if first else None) or 'rank 0 has not come'}")
     else:
         program = program_of(engine, Plans.loads(first.plans.encode()), 1, pipeline)
-    hello = Hello(
-        rank=job.rank,
-        gpu=f"dry-run:{text}" if settings.dry_run and not text.startswith("dry-run:") else text,
-        knob="clock" if program is None else cast(Knob, program.plan.knob),
-        launcher=launcher(),
-        min_dwell_s=0.0 if program is None else program.plan.min_dwell_s,
-    )
     connection, gpu = None, None
     try:
+        hello = Hello(
+            rank=job.rank,
+            gpu=_anywhere(f"dry-run:{text}" if settings.dry_run and not text.startswith("dry-run:") else text),
+            knob="clock" if program is None else cast(Knob, program.plan.knob),
+            launcher=launcher(),
+            min_dwell_s=0.0 if program is None else program.plan.min_dwell_s,
+        )
         connection = stack.enter_context(_connected(job, settings, cards, hello))
         gpu = connection.attach(_CONTROLLER_S)
     except GpuHeld:
@@ -203,6 +204,14 @@ def _pipelines(job: Job, cards: Sequence[_Card | None]) -> tuple[int, int]:
     assert mine is not None  # a rank knows its own
     everyone = sorted({card.peers if card.pipeline is None else (card.pipeline,) for card in cards if card is not None})
     return everyone.index(mine.peers) if mine.pipeline is None else mine.pipeline, len(everyone)
+
+
+def _anywhere(text: str) -> str:
+    """What opens this GPU in the controller too, whose CUDA devices may be numbered in another way."""
+    if not text.removeprefix("dry-run:").startswith("cuda:"):
+        return text
+    with open_gpu(text) as gpu:
+        return gpu.text
 
 
 def _connected(job: Job, settings: Settings, cards: Sequence[_Card | None], hello: Hello) -> Connection:

@@ -27,6 +27,9 @@ from perseus_planner.gpu.simulation.model_gpu import ModelGpu
 __all__ = ["CATALOGUE", "COUNTED", "NOISE", "Conditions", "GpuModel", "Load", "Node", "SimulatedGpu", "Work", "opened"]
 
 
+_REMEMBERED = 4096  #: calls; no GPU of a node is so far behind the others
+
+
 class Node:
     """What the GPUs of one machine share: the driver's lock, which makes calls that set something wait for each other.
 
@@ -45,6 +48,7 @@ class Node:
                 break
             start_s = max(start_s, end_s)
         insort(self._calls, (start_s, start_s + duration_s))
+        del self._calls[:-_REMEMBERED]
         return start_s + duration_s
 
 

@@ -8,6 +8,7 @@ import sys
 import time
 
 from perseus_planner.errors import GpuError
+from perseus_planner.gpu.holding.folder import elsewhere
 from perseus_planner.runtime.controller.peer import is_readable
 
 
@@ -35,8 +36,7 @@ def started(ranks: int, max_changes_per_s: float, timeout_s: float) -> str:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         cwd="/",  # it keeps no file system from being unmounted
-        # It must find what this process finds, also where that was started in another folder.
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))},
+        env=elsewhere(),
         start_new_session=True,
     ) as process:
         try:

@@ -20,6 +20,7 @@ from typing import IO
 
 from perseus_planner.errors import GpuError, PlannerError
 from perseus_planner.gpu import open_gpu
+from perseus_planner.gpu.holding.folder import elsewhere
 from perseus_planner.gpu.holding.owner import Owner
 from perseus_planner.gpu.holding.records import Record, read_records
 from perseus_planner.gpu.holding.release import for_each, release, undo
@@ -49,8 +50,7 @@ class Guardian:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             cwd="/",  # it keeps no file system from being unmounted
-            # It must find what this process finds, also where that was started in another folder.
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))},
+            env=elsewhere(),
             start_new_session=True,
         )
         try:
