@@ -75,8 +75,8 @@ class Controller:
         self._serve(ready, now_ns)
         if self._waiting and self._is_complete(now_ns):
             self._take()
-        self._look(now_ns)
-        self._has_done = self._set_one(now_ns) or self._read_one()
+        self._look(time.monotonic_ns())  # to take GPUs may have lasted
+        self._has_done = self._set_one(time.monotonic_ns()) or self._read_one()
         self._beat()
         if self._first_ns is None:
             self._is_over = now_ns - self._begun_ns > ALONE_NS
