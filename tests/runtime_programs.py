@@ -191,3 +191,35 @@ def _stopped(runtime: Runtime, when: Callable[[], bool]) -> tuple[threading.Even
 
     runtime._pilot.look = stopped
     return stands, go_on
+
+
+def pipelines(state: str) -> None:
+    """Two pipelines of two stages, each by plans of its own, which they change together."""
+    with job(state) as said:
+        heard, watch = Heard(), Watch()
+        pipeline = Torch("1f1b", 4, watch, sides=2)
+        schedule = schedule_of("1f1b", 2, 4)
+        first, second, third, fourth = (plan_of(schedule, TOP_MHZ - 10 * STEP_MHZ * each) for each in range(4))
+        with planner_runtime(pipeline.engine, plan={0: first, 1: second}, gpu=GPU, max_changes_per_s=FAST) as runtime:
+            watch.planned = lambda: runtime.plan
+            before, after = ((first, third), (second, fourth))[runtime.pipeline]
+            if dist.get_rank() == 3:
+                runtime.switch_to({0: third, 1: fourth})
+            ran: list[int] = []
+            while not every_rank(ran[-2:] == [1, 1]):
+                ran.append(_ran(pipeline, runtime, [before, after]))
+        said.update(pipeline=runtime.pipeline, ran=ran, locked=watch.gpu.locked_mhz, heard=heard.taken())
+
+
+def dry_run(state: str) -> None:
+    """All but setting clocks."""
+    with job(state) as said:
+        heard, watch = Heard(), Watch()
+        pipeline = Torch("1f1b", 4, watch)
+        watch.planned, watch.takes_s = (lambda: None), 0.01
+        plan = plan_of(schedule_of("1f1b", 2, 4))
+        with planner_runtime(pipeline.engine, plan=plan, gpu=GPU, dry_run=True, max_changes_per_s=FAST) as runtime:
+            while not every_rank(any(row.changes_set for row in runtime.iterations)):
+                pipeline.step()
+            said["as planned"] = {row.is_as_planned for row in runtime.iterations} == {True}
+        said.update(plan=runtime.plan == plan, problem=runtime.problem, heard=heard.taken())

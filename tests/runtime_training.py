@@ -75,6 +75,7 @@ class Watch:
     Attributes:
         planned: gives the plan by which it is to run, or None where the GPU is to be reset; nothing is awaited where
             this itself is None.
+        takes_s: how much longer each computation takes than it does.
 
     Args:
         gpu: which one; of this rank where that is not said.
@@ -85,6 +86,7 @@ class Watch:
         assert isinstance(found, EmulatedGpu)
         self.gpu = found
         self.planned: Callable[[], Plan | None] | None = None
+        self.takes_s = 0.0
         self._ran: list[str] = []
 
     def __call__(self, stage: int, kind: str, microbatch: int) -> None:
@@ -93,6 +95,7 @@ class Watch:
         if self.planned is not None:
             plan = self.planned()
             self.await_locked(None if plan is None else plan.clocks[computation])
+        time.sleep(self.takes_s)
 
     def await_locked(self, clock_mhz: int | None) -> None:
         eventually(lambda: self.gpu.locked_mhz == clock_mhz, lambda: f"{self.gpu.locked_mhz} MHz, and not {clock_mhz}")
