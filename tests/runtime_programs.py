@@ -24,7 +24,6 @@ from runtime_training import (
     Watch,
     any_rank,
     every_rank,
-    eventually,
     plan_of,
     schedule_of,
 )
@@ -134,7 +133,7 @@ def _changes_microbatches(pipeline: Torch, watch: Watch, runtime: Runtime) -> No
 
 
 def _switches(pipeline: Torch, runtime: Runtime, plans: list[Plan | None]) -> dict[str, Any]:
-    """By which of `plans` iterations ran; rank 1 proposes the last one while rank 0's background thread stands still."""
+    """By which of `plans` iterations ran; rank 1 proposes the last one while rank 0's background stands still."""
     stands, go_on = _stopped(runtime, lambda: dist.get_rank() == 0)
     if dist.get_rank() == 0:
         assert stands.wait(LONG_S)

@@ -48,7 +48,8 @@ def plan_of(schedule: Schedule, top_mhz: int = TOP_MHZ, gpu: str | None = NAME, 
         for kind in schedule.kinds
     }
     iteration = pipeline_iteration(schedule)
-    return Plan(iteration, clocks, measured, "0" * 64, gpu, "simulated", 1.0, *[1.0] * 6, knob=knob)
+    # Long enough for no rank to be taken to stand still while it waits for a clock.
+    return Plan(iteration, clocks, measured, "0" * 64, gpu, "simulated", 1.0, *[LONG_S] * 6, knob=knob)
 
 
 class Heard(logging.Handler):
