@@ -130,6 +130,8 @@ class Agreement:
                 "for fewer microbatches"
             )
             proposal.settle(Refused(text))
+        elif self.lost is not None:
+            proposal.settle(Refused(self.lost))
         else:
             self._queued.append((proposal, packed))
         return proposal
@@ -147,6 +149,11 @@ class Agreement:
                 self.lost = self._loss(error)
         if self.lost is not None:
             self._give_up(self.lost)
+
+    def end(self) -> None:
+        """Take part no more, after the last look: what this rank has proposed and is open is refused."""
+        self.lost = self.lost or "this rank has ended its part in the training"
+        self._give_up(self.lost)
 
     def _round(self, through: int) -> None:
         if self._promised and self._state.seen.cleared < through:

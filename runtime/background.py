@@ -15,7 +15,7 @@ from contextlib import suppress
 
 from perseus_planner.errors import ControllerLost, GpuError
 from perseus_planner.runs import RanIteration
-from perseus_planner.runtime.controller.client import Connection
+from perseus_planner.runtime.controller.client import HUNG_S, Connection
 from perseus_planner.runtime.controller.messages import Failed, ToRank
 from perseus_planner.runtime.hook import Hook
 from perseus_planner.runtime.marks import NOTHING, Marks
@@ -23,9 +23,6 @@ from perseus_planner.runtime.notices import Notices
 from perseus_planner.runtime.pilot import JobPilot
 from perseus_planner.runtime.straggling import Straggling, Watch
 from perseus_planner.runtime.telemetry import Telemetry
-
-HUNG_S = 10.0
-"""After so long without a sign of life a controller is taken to hang, and is killed, for its guardian to reset."""
 
 QUIET, QUIET_S = 2.0, 1.0
 """After so many of the plan's iteration times, and so many seconds, in which no computation ended, the GPU is reset."""
@@ -43,11 +40,14 @@ class Background:
         os.set_blocking(self._wakes, False)
         self._thread: threading.Thread | None = None
         self._stopped = False
+        self._closing = threading.Lock()
+        self._is_closed = False
 
     def wake(self) -> None:
-        """Begin the next round now; costs the caller one system call."""
-        with suppress(BlockingIOError):  # it has been woken often enough
-            os.write(self._wake, b".")
+        """Begin the next round now; costs the caller one system call. Nothing happens when it is stopped."""
+        with self._closing, suppress(BlockingIOError):  # it has been woken often enough
+            if not self._is_closed:
+                os.write(self._wake, b".")
 
     def start(self, one_round: Callable[[], None], descriptors: Callable[[], list[int]]) -> None:
         """Run `one_round` again and again, whenever one of `descriptors` can be read, and from time to time."""
@@ -64,16 +64,38 @@ class Background:
             self._thread.join(_STOP_S)
             if self._thread.is_alive():
                 return False
-        os.close(self._wake)
-        os.close(self._wakes)
+        with self._closing:
+            self._is_closed = True
+            os.close(self._wake)
+            os.close(self._wakes)
         return True
 
     def _run(self, one_round: Callable[[], None], descriptors: Callable[[], list[int]]) -> None:
         while not self._stopped:
-            ready, _, _ = select.select([self._wakes, *descriptors()], [], [], _ROUND_S)
-            if self._wakes in ready:
+            poller = select.poll()  # unlike select, for descriptors of any number
+            for descriptor in (self._wakes, *descriptors()):
+                poller.register(descriptor, select.POLLIN)
+            if self._wakes in dict(poller.poll(1e3 * _ROUND_S)):
                 os.read(self._wakes, 4096)
             one_round()
+
+
+class _Patience:
+    """With a controller that gives no sign of life.
+
+    It begins anew where this process stood still itself, with the whole job perhaps, as when that is suspended.
+    """
+
+    def __init__(self) -> None:
+        self._begun_s = self._looked_s = time.monotonic()
+
+    def has_ended(self, age_s: float) -> bool:
+        """Whether it was silent for `HUNG_S` in which this process would have heard; `age_s`: of its last sign."""
+        now_s = time.monotonic()
+        if now_s - self._looked_s > HUNG_S / 2:
+            self._begun_s = now_s
+        self._looked_s = now_s
+        return min(age_s, now_s - self._begun_s) > HUNG_S
 
 
 class Rounds:
@@ -101,7 +123,7 @@ class Rounds:
     ) -> None:
         self._pilot, self._hook, self._marks, self._telemetry, self._notices = pilot, hook, marks, telemetry, notices
         self._connection, self._on_straggling = connection, on_straggling
-        self._watch = Watch()
+        self._watch, self._patience = Watch(), _Patience()
         self._dwell_s: float | None = None
         self._progress, self._progressed_s = hook.progress, time.monotonic()
 
@@ -136,7 +158,7 @@ class Rounds:
         """What the controller has said, and whether it still does its work."""
         try:
             messages = connection.messages()
-            if connection.age_s() > HUNG_S:
+            if self._patience.has_ended(connection.age_s()):
                 connection.kill()
                 raise ControllerLost(f"the clock controller gave no sign of life for {HUNG_S:g} s and was ended")
             self._keep_dwell(connection)
@@ -146,7 +168,7 @@ class Rounds:
             return []
         for message in messages:
             if isinstance(message, Failed):
-                self._fail(f"failed {message.text}", message.text)
+                self._fail("failed", message.text)
         return messages
 
     def _keep_dwell(self, connection: Connection) -> None:
@@ -179,8 +201,10 @@ class Rounds:
                 self._notices.say("on_straggling", f"on_straggling raised {type(error).__name__}: {error}")
 
     def _fail(self, key: str, text: str) -> None:
-        self._pilot.problem = text
-        self._notices.say(key, f"{text}; training goes on at the GPU's own clocks")
+        """Nothing is set from now on; what follows from that is not said again."""
+        if self._pilot.problem is None:
+            self._pilot.problem = text
+            self._notices.say(key, f"{text}; training goes on at the GPU's own clocks")
 
     def _tell(self) -> None:
         pilot = self._pilot
@@ -190,4 +214,4 @@ class Rounds:
         if pilot.out_of_step is not None:
             self._notices.say("out of step", f"{pilot.out_of_step}; it runs at the GPU's own clocks until then")
         if pilot.agreement.lost is not None:
-            self._notices.say("store", f"no new plan can be agreed on: {pilot.agreement.lost}")
+            self._notices.say("store", f"no new plan can be agreed on: {pilot.agreement.lost}", by="rank 0")

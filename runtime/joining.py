@@ -8,22 +8,22 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import NoReturn, cast
+from typing import Any, cast
 
-from perseus_planner.errors import GpuError, GpuHeld, PlanError, PlannerError, RankError
+from perseus_planner.errors import GpuError, GpuHeld, PlanError, RankError
 from perseus_planner.gpu import open_gpu
 from perseus_planner.gpu.torch_device import gpu_text
 from perseus_planner.runtime.controller.client import Connection, started
 from perseus_planner.runtime.controller.messages import Attached, Hello, Knob
 from perseus_planner.runtime.engines.engine import Engine
+from perseus_planner.runtime.engines.selection import engine_of
 from perseus_planner.runtime.entry import entered
 from perseus_planner.runtime.job import Job, launcher, node
 from perseus_planner.runtime.notices import Notices
-from perseus_planner.runtime.plans import GivenPlan, Plans
+from perseus_planner.runtime.plans import GivenPlan, Plans, missing_file
 from perseus_planner.runtime.program import Program
 
 ENTRY_S = 300.0
@@ -55,17 +55,21 @@ class Joined:
     """What a rank knows when it begins.
 
     Attributes:
+        engine: what follows the engine.
         pipeline: which data-parallel pipeline it is in, from 0.
         pipelines: how many there are.
         program: what it runs by; None where there is no plan.
+        knob: what is set of its GPU, whatever plan comes.
         connection: to its node's controller; None where there is none.
         gpu: what the controller said of its GPU.
-        problem: why there is no plan, or no controller; None: there are both.
+        problem: why no clock can be set; None: they are, if there is a plan.
     """
 
+    engine: Engine
     pipeline: int
     pipelines: int
     program: Program | None
+    knob: Knob
     connection: Connection | None
     gpu: Attached | None
     problem: str | None
@@ -87,29 +91,58 @@ class _Card:
         return cls(**{**values, "peers": tuple(values["peers"])})
 
 
-def join(engine: Engine, job: Job, settings: Settings, notices: Notices, stack: ExitStack) -> Joined:
+class _Step:
+    """What a rank does by itself on its way in, before it hears how all others fared.
+
+    Attributes:
+        says: to the others.
+        heard: what each rank said; None where it had not come in time.
+    """
+
+    says = b"{}"
+    heard: Sequence[bytes | None] = ()
+
+
+def join(engine: Any, job: Job, settings: Settings, notices: Notices, stack: ExitStack) -> Joined:
     """Begin with all other ranks; what was opened is closed with `stack`.
+
+    Args:
+        engine: as for `engine_of`.
+        job: all ranks.
+        settings: of this rank.
+        notices: that it gives.
+        stack: closes what is opened.
 
     Raises:
         PlanError: the plan cannot be used, or is not for this engine.
         GpuHeld: another job sets this rank's GPU.
-        UsageError: the GPU is not what computes here.
+        UsageError: the engine or the GPU is not one that can be used.
         RankError: another rank has refused.
     """
-    try:
-        text = gpu_text(settings.gpu, engine.device)
-        card = _card(engine, job, settings.plan)
-    except PlannerError as error:
-        _refuse(job, error)
-    cards = _cards(job, card, notices)
-    try:
-        joined = _joined(engine, job, settings, cards, text, stack)
-    except PlannerError as error:
-        _refuse(job, error)
-    _everyone_has_joined(job)
-    if joined.problem is not None:
-        notices.say(f"joining {joined.problem}", f"{joined.problem}; training goes on without clocks being set")
-    return joined
+    everyone = range(job.ranks)
+    with _step(job, "cards", everyone, ENTRY_S) as step:
+        adapter = engine_of(engine)
+        text = gpu_text(settings.gpu, adapter.device)
+        card = _card(adapter, job, settings.plan)
+        step.says = json.dumps(asdict(card)).encode()
+    cards = [None if each is None else _Card.loads(each) for each in step.heard]
+    here = [rank for rank in everyone if cards[rank] is not None]
+    cards[job.rank] = card  # a rank that comes too late for the others to know of it still goes on
+    _tell_of_absent(job, here, notices)
+    with _step(job, "plans", here, ENTRY_S):
+        pipeline, pipelines = _pipelines(job, cards)
+        plans = cards[0].plans if cards[0] is not None else None
+        program = None if plans is None else program_of(adapter, Plans.loads(plans.encode()), 1, pipeline)
+    if program is None:
+        why = "rank 0 has not come" if cards[0] is None else cards[0].gone
+        notices.say("no plan", f"there is no plan: {why}; training goes on without clocks being set")
+    with _step(job, "gpus", here, 2 * _CONTROLLER_S):
+        connection, gpu, problem = _attached(job, settings, cards, text, program, stack)
+        if program is not None and gpu is not None:
+            check_gpu(program, gpu, _knob(program))
+    if problem is not None:
+        notices.say("joining", f"{problem}; training goes on without")
+    return Joined(adapter, pipeline, pipelines, program, _knob(program), connection, gpu, problem)
 
 
 def program_of(engine: Engine, plans: Plans, version: int, pipeline: int) -> Program:
@@ -132,13 +165,17 @@ def program_of(engine: Engine, plans: Plans, version: int, pipeline: int) -> Pro
     return program
 
 
-def check_gpu(program: Program, gpu: Attached) -> None:
-    """Refuse a plan that was made for another kind of GPU.
+def check_gpu(program: Program, gpu: Attached, knob: Knob) -> None:
+    """Refuse a plan that was made for another kind of GPU, or sets another `knob` than the one that is set.
 
     Raises:
         PlanError: names the difference.
     """
     planned = program.plan.gpu
+    if program.plan.knob != knob:
+        raise PlanError(
+            f"the plan's knob is {program.plan.knob!r}, and this training began with {knob!r}; begin it anew"
+        )
     if planned is not None and gpu.name != planned:
         raise PlanError(
             f"the plan is for the GPU {planned!r}, and this rank has {gpu.name!r} ({gpu.gpu}); profile that kind "
@@ -146,56 +183,48 @@ def check_gpu(program: Program, gpu: Attached) -> None:
         )
 
 
+@contextmanager
+def _step(job: Job, name: str, ranks: Sequence[int], timeout_s: float) -> Iterator[_Step]:
+    """One step of this rank among `ranks`, which take it too; what fails on one of them ends it on all.
+
+    Raises:
+        RankError: it has failed on another rank, which is named.
+    """
+    step = _Step()
+    try:
+        yield step
+    except Exception as error:
+        with suppress(RankError):  # the store is gone: nobody can be told
+            _gathered(job, name, ranks, json.dumps({"refused": str(error) or repr(error)}).encode(), 0.0)
+        raise
+    step.heard = _gathered(job, name, ranks, step.says, timeout_s)
+    for rank, word in zip(ranks, step.heard, strict=False):
+        if word is not None and word.startswith(b'{"refused"'):
+            raise RankError(f"rank {rank} does not begin: {json.loads(word)['refused']}")
+
+
+def _gathered(job: Job, name: str, ranks: Sequence[int], mine: bytes, timeout_s: float) -> list[bytes | None]:
+    import torch.distributed as dist
+
+    if job.rank not in ranks:
+        return []
+    return entered(dist.PrefixStore(name, job.store), ranks.index(job.rank), len(ranks), mine, timeout_s)
+
+
 def _card(engine: Engine, job: Job, plan: GivenPlan) -> _Card:
     seat = engine.seat
-    card = _Card(node(), seat.pipeline, seat.peers)
-    if job.rank != 0:
-        return card
-    if isinstance(plan, (str, Path)) and not Path(plan).exists():
-        return _Card(card.node, card.pipeline, card.peers, gone=f"{plan}: no such file")
-    return _Card(card.node, card.pipeline, card.peers, plans=Plans.given(plan).dumps().decode())
+    plans = gone = None
+    if job.rank == 0:
+        missing = missing_file(plan)
+        gone = None if missing is None else f"{missing}: no such file"
+        plans = Plans.given(plan).dumps().decode() if missing is None else None
+    return _Card(node(), seat.pipeline, seat.peers, plans, gone)
 
 
-def _cards(job: Job, card: _Card, notices: Notices) -> list[_Card | None]:
-    words = _gathered(job, "cards", json.dumps(asdict(card)).encode(), ENTRY_S)
-    _raise_refusal(job, words)
-    absent = [str(rank) for rank, each in enumerate(words) if each is None]
+def _tell_of_absent(job: Job, here: Sequence[int], notices: Notices) -> None:
+    absent = [str(rank) for rank in range(job.ranks) if rank not in here]
     if absent:
         notices.say("late", f"rank {', '.join(absent)} had not come within {ENTRY_S:g} s; begun without waiting longer")
-    cards = [None if each is None else _Card.loads(each) for each in words]
-    cards[job.rank] = card  # a rank that comes too late for the others to know of it still goes on
-    return cards
-
-
-def _joined(
-    engine: Engine, job: Job, settings: Settings, cards: Sequence[_Card | None], text: str, stack: ExitStack
-) -> Joined:
-    pipeline, pipelines = _pipelines(job, cards)
-    program, problems = None, []
-    first = cards[0]
-    if first is None or first.plans is None:
-        problems.append(f"there is no plan: {(first.gone if first else None) or 'rank 0 has not come'}")
-    else:
-        program = program_of(engine, Plans.loads(first.plans.encode()), 1, pipeline)
-    connection, gpu = None, None
-    try:
-        hello = Hello(
-            rank=job.rank,
-            gpu=_anywhere(f"dry-run:{text}" if settings.dry_run and not text.startswith("dry-run:") else text),
-            knob="clock" if program is None else cast(Knob, program.plan.knob),
-            launcher=launcher(),
-            min_dwell_s=0.0 if program is None else program.plan.min_dwell_s,
-        )
-        connection = stack.enter_context(_connected(job, settings, cards, hello))
-        gpu = connection.attach(_CONTROLLER_S)
-    except GpuHeld:
-        raise
-    except GpuError as error:
-        connection = None
-        problems.append(f"no clock can be set: {error}")
-    if program is not None and gpu is not None:
-        check_gpu(program, gpu)
-    return Joined(pipeline, pipelines, program, connection, gpu, "; ".join(problems) or None)
 
 
 def _pipelines(job: Job, cards: Sequence[_Card | None]) -> tuple[int, int]:
@@ -206,6 +235,31 @@ def _pipelines(job: Job, cards: Sequence[_Card | None]) -> tuple[int, int]:
     return everyone.index(mine.peers) if mine.pipeline is None else mine.pipeline, len(everyone)
 
 
+def _attached(
+    job: Job, settings: Settings, cards: Sequence[_Card | None], text: str, program: Program | None, stack: ExitStack
+) -> tuple[Connection | None, Attached | None, str | None]:
+    """The connection to this node's controller and what that said of the GPU; or why there is none."""
+    try:
+        address = _address(job, settings, cards)  # before all else that may fail here, as others wait for it
+        hello = Hello(
+            rank=job.rank,
+            gpu=_anywhere(f"dry-run:{text}" if settings.dry_run and not text.startswith("dry-run:") else text),
+            knob=_knob(program),
+            launcher=launcher(),
+            min_dwell_s=0.0 if program is None else program.plan.min_dwell_s,
+        )
+        connection = stack.enter_context(Connection(address, hello))
+        return connection, connection.attach(_CONTROLLER_S), None
+    except GpuHeld:
+        raise
+    except GpuError as error:
+        return None, None, f"no clock can be set: {error}"
+
+
+def _knob(program: Program | None) -> Knob:
+    return "clock" if program is None else cast(Knob, program.plan.knob)
+
+
 def _anywhere(text: str) -> str:
     """What opens this GPU in the controller too, whose CUDA devices may be numbered in another way."""
     if not text.removeprefix("dry-run:").startswith("cuda:"):
@@ -214,7 +268,8 @@ def _anywhere(text: str) -> str:
         return gpu.text
 
 
-def _connected(job: Job, settings: Settings, cards: Sequence[_Card | None], hello: Hello) -> Connection:
+def _address(job: Job, settings: Settings, cards: Sequence[_Card | None]) -> str:
+    """Of this node's controller, which the first of its ranks starts."""
     mine = cards[job.rank]
     assert mine is not None  # a rank knows its own
     neighbours = [rank for rank, card in enumerate(cards) if card is not None and card.node == mine.node]
@@ -226,12 +281,11 @@ def _connected(job: Job, settings: Settings, cards: Sequence[_Card | None], hell
             job.store.set(key, json.dumps({"problem": str(error)}))
             raise
         job.store.set(key, json.dumps({"address": address}))
-    else:
-        said = json.loads(_awaited(job, key))
-        if "problem" in said:
-            raise GpuError(said["problem"])
-        address = said["address"]
-    return Connection(address, hello)
+        return address
+    said: dict[str, str] = json.loads(_awaited(job, key))
+    if "problem" in said:
+        raise GpuError(said["problem"])
+    return said["address"]
 
 
 def _awaited(job: Job, key: str) -> bytes:
@@ -241,28 +295,3 @@ def _awaited(job: Job, key: str) -> bytes:
             raise GpuError(f"the clock controller of this node was not started within {_CONTROLLER_S:g} s")
         time.sleep(_LOOK_S)
     return bytes(job.store.get(key))
-
-
-def _gathered(job: Job, name: str, mine: bytes, timeout_s: float) -> list[bytes | None]:
-    import torch.distributed as dist
-
-    return entered(dist.PrefixStore(name, job.store), job.rank, job.ranks, mine, timeout_s)
-
-
-def _refuse(job: Job, error: PlannerError) -> NoReturn:
-    """Tell the others, who wait, and raise."""
-    words = json.dumps({"refused": str(error)}).encode()
-    for name in ("cards", "joined"):
-        _gathered(job, name, words, 0.0)
-    raise error
-
-
-def _everyone_has_joined(job: Job) -> None:
-    words = _gathered(job, "joined", b"{}", ENTRY_S + _CONTROLLER_S)
-    _raise_refusal(job, words)
-
-
-def _raise_refusal(job: Job, words: Sequence[bytes | None]) -> None:
-    for rank, each in enumerate(words):
-        if each is not None and b'"refused"' in each[:12]:
-            raise RankError(f"rank {rank} does not begin: {json.loads(each)['refused']}")

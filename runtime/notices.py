@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import suppress
+from typing import Literal
 
 from perseus_planner.runtime.job import Job
 
@@ -17,20 +18,20 @@ class Notices:
         self._job = job
         self._said: set[str] = set()
 
-    def say(self, key: str, text: str, *, everywhere: bool = False) -> None:
-        """Warn, unless a notice of that `key` was given before, by this rank or another.
+    def say(self, key: str, text: str, *, by: Literal["one", "each", "rank 0"] = "one") -> None:
+        """Warn, unless a notice of that `key` was given before.
 
         It reaches for the job's store, so it is not for the training thread.
 
         Args:
             key: what it is about.
             text: one sentence.
-            everywhere: each rank says it for itself.
+            by: whichever rank is the first to say it; each for itself; or rank 0 alone, of what all ranks meet.
         """
         if key in self._said:
             return
         self._said.add(key)
-        if everywhere or self._is_first(key):
+        if by == "each" or (self._job.rank == 0 if by == "rank 0" else self._is_first(key)):
             _LOG.warning("planner, rank %d: %s", self._job.rank, text)
 
     def _is_first(self, key: str) -> bool:

@@ -76,5 +76,11 @@ class Plans:
         return cls(plans.get(_EVERY), MappingProxyType(own))
 
 
+def missing_file(plan: GivenPlan) -> str | None:
+    """The first file that is named and not there; None: all are."""
+    given = plan.values() if isinstance(plan, Mapping) else (plan,)
+    return next((os.fspath(each) for each in given if not isinstance(each, Plan) and not os.path.exists(each)), None)
+
+
 def _loaded(plan: OnePlan) -> Plan:
     return plan if isinstance(plan, Plan) else Plan.load(Path(plan))

@@ -14,9 +14,8 @@ from perseus_planner.plan import Plan
 from perseus_planner.runs import RanIteration
 from perseus_planner.runtime.agreement import Proposal
 from perseus_planner.runtime.background import Background, Rounds
-from perseus_planner.runtime.controller.client import Connection
+from perseus_planner.runtime.controller.client import LEAVE_S, Connection
 from perseus_planner.runtime.engines.engine import Engine
-from perseus_planner.runtime.engines.selection import engine_of
 from perseus_planner.runtime.hook import Hook
 from perseus_planner.runtime.job import this_job
 from perseus_planner.runtime.joining import Settings, check_gpu, join, program_of
@@ -30,8 +29,6 @@ from perseus_planner.runtime.telemetry import Telemetry
 
 MAX_CHANGES_PER_S = 100.0
 """Clock changes of one node in a second, at most: a call holds the driver's lock for about 6 ms (facts of an A800)."""
-
-_LEAVE_S = 10.0
 
 
 class Runtime:
@@ -122,10 +119,10 @@ def planner_runtime(
         RankError: another rank has refused, and says why.
     """
     job, process = this_job(), os.getpid()
-    adapter, notices = engine_of(engine), Notices(job)
-    settings = Settings(plan, gpu, dry_run, max_changes_per_s)
+    notices, settings = Notices(job), Settings(plan, gpu, dry_run, max_changes_per_s)
     with ExitStack() as stack:
-        joined = join(adapter, job, settings, notices, stack)
+        joined = join(engine, job, settings, notices, stack)
+        adapter = joined.engine
         telemetry = Telemetry(
             job.rank,
             replace(adapter.seat, pipeline=joined.pipeline),
@@ -134,16 +131,18 @@ def planner_runtime(
             say=lambda text: notices.say("trace", text),
         )
         telemetry.update([], [] if joined.gpu is None else [joined.gpu])
-        background, marks = Background(), _marks(adapter, joined.connection, notices, stack)
+        background = Background()
 
         def accepts(version: int, plans: Plans) -> Program:
             program = program_of(adapter, plans, version, joined.pipeline)
             if joined.gpu is not None:
-                check_gpu(program, joined.gpu)
+                check_gpu(program, joined.gpu, joined.knob)
             return program
 
         pilot = JobPilot(job, accepts, telemetry.ended, background.wake)
         pilot.start(joined.program)
+        marks, problem = _marks(adapter, joined.connection, notices, stack)
+        pilot.problem = joined.problem or problem
         hook = Hook(marks, pilot, joined.program)
         rounds = Rounds(pilot, hook, marks, telemetry, notices, joined.connection, on_straggling)
         try:
@@ -152,31 +151,39 @@ def planner_runtime(
                 yield Runtime(joined.pipeline, pilot, telemetry, accepts, background.wake)
         finally:
             if os.getpid() == process:  # what a forked child leaves is its parent's
-                _leave(joined.connection, background, rounds, notices)
+                _leave(joined.connection, background, pilot, rounds, notices)
 
 
-def _leave(connection: Connection | None, background: Background, rounds: Rounds, notices: Notices) -> None:
+def _leave(
+    connection: Connection | None, background: Background, pilot: JobPilot, rounds: Rounds, notices: Notices
+) -> None:
     """Reset this rank's GPU, before an exception of the training goes on its way; then close the books."""
     if connection is not None:
         connection.word[0] = NOTHING
     stopped = background.stop()
     if connection is not None:
-        problem = connection.leave(_LEAVE_S)
-        if problem is not None:
-            notices.say("leaving", problem, everywhere=True)
+        problem = connection.leave(LEAVE_S)
+        if problem is not None and pilot.problem is None:  # else it has been said
+            notices.say("leaving", problem, by="each")
     if stopped:
         rounds.close()
+        pilot.agreement.end()
 
 
-def _marks(engine: Engine, connection: Connection | None, notices: Notices, stack: ExitStack) -> Marks:
-    """How this rank tells its controller; where there is none, it tells nobody."""
-    if connection is not None and engine.device.type != "cuda":
-        return HostMarks(connection.word)
-    if connection is not None:
-        from perseus_planner.runtime.cuda_marks import CudaMarks
+def _marks(
+    engine: Engine, connection: Connection | None, notices: Notices, stack: ExitStack
+) -> tuple[Marks, str | None]:
+    """How this rank tells its controller; where there is none it tells nobody, and where it cannot, why."""
+    nobody = HostMarks(memoryview(bytearray(8)).cast("Q"))
+    if connection is None:
+        return nobody, None
+    if engine.device.type != "cuda":
+        return HostMarks(connection.word), None
+    from perseus_planner.runtime.cuda_marks import CudaMarks
 
-        try:
-            return stack.enter_context(CudaMarks(connection.page, engine.device))
-        except GpuError as error:
-            notices.say("marks", f"no clock can be set: {error}; training goes on without")
-    return HostMarks(memoryview(bytearray(8)).cast("Q"))
+    try:
+        return stack.enter_context(CudaMarks(connection.page, engine.device)), None
+    except GpuError as error:
+        problem = f"no clock can be set: {error}"
+        notices.say("marks", f"{problem}; training goes on without")
+        return nobody, problem

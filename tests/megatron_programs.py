@@ -7,8 +7,9 @@ import copy
 import pickle
 import re
 import sys
+from collections.abc import Iterator
 from contextlib import nullcontext, suppress
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -329,3 +330,46 @@ def seats() -> None:
         assert len(engine.order_for(3)) == 6
     print("seated")
     dist.destroy_process_group()
+
+
+def planned(state: str) -> None:
+    """Training by a plan, whole: see runtime_programs.py."""
+    from runtime_programs import followed, job
+    from runtime_training import plan_of
+
+    with job(state) as said, parallel(2):
+        schedule = interleaved_1f1b(dist.get_world_size(), 2, 4)
+        said["interleaved-1f1b"] = followed(lambda watch: _Planned(schedule, watch), plan_of(schedule))
+
+
+class _Planned:
+    """A training as runtime_training.py has pipelines."""
+
+    def __init__(self, schedule: Any, watch: Any) -> None:
+        self._training, self.seat = Training(2), dist.get_rank()
+        self.engine = self._training.model
+        if watch is not None:
+            self._training.config.timers = _WatchTimers(schedule.ranks[self.seat], watch)
+
+    def step(self) -> list[Any]:
+        return self._training.step(4)
+
+    def state(self) -> list[Any]:
+        return self._training.weights()
+
+
+class _WatchTimers:
+    """Timers of a user that tell `watch` of each computation of `row` that begins."""
+
+    def __init__(self, row: Any, watch: Any) -> None:
+        self._row, self._watch = row, watch
+        self._left: dict[str, Iterator[Any]] = {}
+
+    def __call__(self, name: str, *_: Any, **__: Any) -> Any:
+        return SimpleNamespace(start=lambda *_, **__: self._start(name), stop=lambda *_, **__: None)
+
+    def _start(self, name: str) -> None:
+        if name == "forward-backward":
+            self._left = {kind: iter([each for each in self._row if each.kind == kind]) for kind in "FB"}
+        elif name in ("forward-compute", "backward-compute"):
+            self._watch(*next(self._left[name[0].upper()]))

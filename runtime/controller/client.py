@@ -18,6 +18,7 @@ import socket
 import struct
 import time
 from collections import deque
+from contextlib import suppress
 from types import TracebackType
 
 from perseus_planner import errors
@@ -38,9 +39,12 @@ from perseus_planner.runtime.controller.peer import KIND, Peer, bound_address, c
 from perseus_planner.runtime.controller.starting import started
 from perseus_planner.runtime.controller.watched import Watched
 
-__all__ = ["LEAVE_S", "Connection", "ControllerLost", "started"]
+__all__ = ["HUNG_S", "LEAVE_S", "Connection", "ControllerLost", "started"]
 
-LEAVE_S = 10.0
+HUNG_S = 10.0
+"""After so long without a sign of life a controller is taken to hang, and is killed, for its guardian to reset."""
+
+LEAVE_S = 15.0
 """For how long the end of a `with` block waits for the GPU to be reset."""
 
 _CONNECT = struct.pack("ll", 10, 0)  #: seconds and microseconds for which to wait in line
@@ -168,6 +172,9 @@ class Connection:
         else:
             return f"the clock controller of this node has not reset this GPU within {timeout_s:g} s"
         finally:
+            if self.age_s() > HUNG_S:
+                with suppress(GpuError):
+                    self.kill()
             self.close()
 
     def close(self) -> None:
