@@ -47,11 +47,11 @@ def refusals(state: str) -> None:
         said["heard"] = heard.taken()
 
 
-def beside_another_job(state: str) -> None:
+def beside_another_job(state: str, gpu: str) -> None:
     """GPUs that another job has."""
     joining.ENTRY_S = joining._CONTROLLER_S = 100 * LONG_S
     with job(state) as said:
-        said["held"] = _entered(Torch("1f1b", 2).engine, plan_of(schedule_of("1f1b", 2, 2)))
+        said["held"] = _entered(Torch("1f1b", 2).engine, plan_of(schedule_of("1f1b", 2, 2)), gpu)
 
 
 def _entered(engine: Any, plan: Any, gpu: str = GPU) -> dict[str, Any]:
