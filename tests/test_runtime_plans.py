@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import deadline_s, jobs
 
@@ -22,6 +22,7 @@ def plan_of(dag: PipelineDag, share: float = 0.5) -> Plan:
     return frontier.plan_for(deadline_s(frontier, share))
 
 
+@settings(max_examples=15)
 @given(dag=jobs(), numbers=st.sets(st.integers(0, 30), min_size=1))
 def test_plans_are_the_same_on_all_ranks(dag: PipelineDag, numbers: set[int]):
     fast, slow = plan_of(dag, 0.0), plan_of(dag, 1.0)
@@ -34,6 +35,7 @@ def test_plans_are_the_same_on_all_ranks(dag: PipelineDag, numbers: set[int]):
             assert read.of_pipeline(number) == wanted
 
 
+@settings(max_examples=15)
 @given(dag=jobs())
 def test_a_pipeline_without_a_plan_is_refused(dag: PipelineDag):
     with pytest.raises(PlanError, match=r"^pipeline 2 has no plan; there are plans for 1$"):
@@ -51,6 +53,7 @@ def test_a_plan_may_be_named_by_its_file(folder: Path):
         Plans.given("plan.yaml")
 
 
+@settings(max_examples=15)
 @given(dag=jobs(), place=st.integers(0, 10**6), cut=st.booleans())
 def test_another_order_is_refused_at_its_first_difference(dag: PipelineDag, place: int, cut: bool):
     plan = plan_of(dag)
@@ -64,6 +67,7 @@ def test_another_order_is_refused_at_its_first_difference(dag: PipelineDag, plac
         program.check_order(other, "an engine")
 
 
+@settings(max_examples=15)
 @given(dag=jobs())
 def test_a_rank_that_the_plan_has_not_is_refused(dag: PipelineDag):
     plan = plan_of(dag)
