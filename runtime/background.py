@@ -168,7 +168,7 @@ class Rounds:
             return []
         for message in messages:
             if isinstance(message, Failed):
-                self._fail("failed", message.text)
+                self._fail("controller", message.text)
         return messages
 
     def _keep_dwell(self, connection: Connection) -> None:

@@ -18,7 +18,7 @@ class Notices:
         self._job = job
         self._said: set[str] = set()
 
-    def say(self, key: str, text: str, *, by: Literal["one", "each", "rank 0"] = "one") -> None:
+    def say(self, key: str, text: str, *, by: Literal["one", "rank 0"] = "one") -> None:
         """Warn, unless a notice of that `key` was given before.
 
         It reaches for the job's store, so it is not for the training thread.
@@ -26,12 +26,12 @@ class Notices:
         Args:
             key: what it is about.
             text: one sentence.
-            by: whichever rank is the first to say it; each for itself; or rank 0 alone, of what all ranks meet.
+            by: the one that is first to say it; or rank 0, of what all ranks meet.
         """
         if key in self._said:
             return
         self._said.add(key)
-        if by == "each" or (self._job.rank == 0 if by == "rank 0" else self._is_first(key)):
+        if self._job.rank == 0 if by == "rank 0" else self._is_first(key):
             _LOG.warning("planner, rank %d: %s", self._job.rank, text)
 
     def _is_first(self, key: str) -> bool:

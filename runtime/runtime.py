@@ -164,7 +164,7 @@ def _leave(
     if connection is not None:
         problem = connection.leave(LEAVE_S)
         if problem is not None and pilot.problem is None:  # else it has been said
-            notices.say("leaving", problem, by="each")
+            notices.say("controller", problem)
     if stopped:
         rounds.close()
         pilot.agreement.end()

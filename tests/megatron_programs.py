@@ -333,9 +333,9 @@ def seats() -> None:
 
 
 def planned(state: str) -> None:
-    """Training by a plan, whole: see runtime_programs.py."""
-    from runtime_programs import followed, job
-    from runtime_training import plan_of
+    """Training by a plan, whole: see runtime_runs.py."""
+    from runtime_runs import followed
+    from runtime_training import job, plan_of
 
     with job(state) as said, parallel(2):
         schedule = interleaved_1f1b(dist.get_world_size(), 2, 4)

@@ -23,4 +23,7 @@ def planner_processes(state: str, *modules: str) -> list[psutil.Process]:
 
 def has_not_ended(process: psutil.Process) -> bool:
     """A zombie has."""
-    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

@@ -13,8 +13,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from runtime_programs import job
-from runtime_training import FAST, GPU, LONG_S, Heard, Torch, Watch, plan_of, schedule_of
+from runtime_training import FAST, GPU, LONG_S, Heard, Torch, Watch, job, plan_of, schedule_of
 
 from perseus_planner.errors import PlannerError
 from perseus_planner.runtime import joining, planner_runtime

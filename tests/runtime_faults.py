@@ -8,6 +8,7 @@ import os
 import resource
 import shutil
 import signal
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
@@ -18,10 +19,10 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from planner_processes import CONTROLLER, planner_processes
-from runtime_programs import job
-from runtime_training import FAST, GPU, LONG_S, Heard, Torch, Watch, any_rank, every_rank, plan_of, schedule_of
+from runtime_training import FAST, GPU, LONG_S, Heard, Torch, Watch, any_rank, every_rank, job, plan_of, schedule_of
 
 from perseus_planner.runtime import Runtime, background, joining, planner_runtime
+from perseus_planner.runtime.agreement import Refused
 
 PLAN = plan_of(schedule_of("1f1b", 2, 4))
 
@@ -112,6 +113,8 @@ def clocks_go_on(state: str) -> None:
         said["trace full"] = _recorded(heard, Path("full"), _full)
         said["left early"] = _left_early(heard)
         said["forked"] = _forked(heard)
+        with mock.patch.object(background, "HUNG_S", 1.0):
+            said["suspended"] = _suspended(heard, state)
 
 
 def _recorded(heard: Heard, folder: Path, spoilt: Callable[[Path], Any]) -> dict[str, Any]:
@@ -154,7 +157,8 @@ def _full(folder: Path) -> Iterator[None]:
 
 
 def _left_early(heard: Heard) -> dict[str, Any]:
-    """Rank 1 trains on without the runtime."""
+    """Rank 1 trains on without the runtime; and so many files are open that `select` would not take one more."""
+    files = [os.dup(2) for _ in range(1100)]
     watch = Watch()
     pipeline = Torch("1f1b", 4, watch)
     with ExitStack() as stack:
@@ -165,10 +169,11 @@ def _left_early(heard: Heard) -> dict[str, Any]:
         if dist.get_rank() == 1:
             stack.close()
             watch.planned = lambda: None
-            late = runtime.switch_to(PLAN).wait(LONG_S)
-            assert late is not None
-        pipeline.step()
-        pipeline.step()
+            assert isinstance(runtime.switch_to(PLAN).outcome, Refused)
+        while not every_rank(len(runtime.iterations) > 2 or dist.get_rank() == 1):
+            pipeline.step()
+    for file in files:
+        os.close(file)
     return {"problem": runtime.problem, "heard": heard.taken(), "locked_mhz": watch.gpu.locked_mhz}
 
 
@@ -196,6 +201,37 @@ def _forked(heard: Heard) -> dict[str, Any]:
     os.kill(stays, signal.SIGKILL)
     os.waitpid(stays, 0)
     return {"problem": runtime.problem, "heard": heard.taken(), "locked_mhz": locked_mhz}
+
+
+def _suspended(heard: Heard, state: str) -> dict[str, Any]:
+    """The whole job is stopped for longer than a controller may be silent; that goes on last."""
+    watch = Watch()
+    pipeline = Torch("1f1b", 4, watch)
+    pids = [torch.zeros(1, dtype=torch.int64) for _ in range(2)]
+    dist.all_gather(pids, torch.tensor([os.getpid()]))
+    with planner_runtime(pipeline.engine, plan=PLAN, gpu=GPU, max_changes_per_s=FAST) as runtime:
+        watch.planned = lambda: runtime.plan
+        pipeline.step()
+        dist.barrier()
+        if dist.get_rank() == 0:
+            _suspend([planner_processes(state, CONTROLLER)[-1].pid, *(int(pid) for pid in pids)])
+        dist.barrier()
+        for _ in range(3):
+            pipeline.step()
+    return {"problem": runtime.problem, "heard": heard.taken(), "locked_mhz": watch.gpu.locked_mhz}
+
+
+def _suspend(pids: list[int]) -> None:
+    """By another process, this one being among them."""
+    child = os.fork()
+    if not child:
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        time.sleep(1.5)
+        for pid in reversed(pids):
+            os.kill(pid, signal.SIGCONT)
+        os._exit(0)
+    os.waitpid(child, 0)
 
 
 def store_gone(state: str) -> None:

@@ -36,8 +36,13 @@ def train(folder: str) -> None:
         file.write(str(os.getpid()).encode())
     watch = Watch(VICTIM_GPU)
     pipeline = Torch("1f1b", 4, lambda *computation: _follow(watch, runtime, *computation))
+    stop = Path(folder, "stop")
     with planner_runtime(pipeline.engine, plan=PLAN, gpu=VICTIM_GPU, max_changes_per_s=FAST) as runtime:
-        while not any_rank(Path(folder, "stop").exists()):
+        if not os.fork():  # as a loader of data is, and lives on when its rank is killed
+            while not stop.exists():
+                time.sleep(0.05)
+            os._exit(0)
+        while not any_rank(stop.exists()):
             pipeline.step()
     os._exit(0)  # without a word to ranks that may be gone
 

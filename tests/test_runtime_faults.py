@@ -28,7 +28,7 @@ def heard(everyone: Said, name: str) -> list[str]:
 @pytest.fixture(scope="module")
 def refused(tmp_path_factory: pytest.TempPathFactory) -> Said:
     folder = tmp_path_factory.mktemp("refused")
-    everyone = said_by("runtime_entries:refusals", 2, folder)
+    everyone = said_by("runtime_programs:refusals", 2, folder)
     assert files(folder / "state") == []
     return everyone
 
@@ -68,7 +68,7 @@ def test_after_refusals_a_job_may_begin(refused: Said):
 
 @pytest.fixture(scope="module")
 def unclocked(tmp_path_factory: pytest.TempPathFactory) -> Said:
-    return said_by("runtime_entries:without", 2, tmp_path_factory.mktemp("without"))
+    return said_by("runtime_programs:without", 2, tmp_path_factory.mktemp("without"))
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_who_does_not_come_is_waited_for_once_and_training_begins(unclocked: Sai
 @pytest.fixture(scope="module")
 def survived(tmp_path_factory: pytest.TempPathFactory) -> Said:
     folder = tmp_path_factory.mktemp("survived")
-    everyone = said_by("runtime_faults:no_clocks_any_more", 2, folder)
+    everyone = said_by("runtime_programs:no_clocks_any_more", 2, folder)
     assert (planner_processes(str(folder / "state")), files(folder / "state")) == ([], [])
     return everyone
 
@@ -140,7 +140,7 @@ def test_a_gpu_that_was_lost_is_reset_when_the_next_job_begins(survived: Said):
 
 def test_a_driver_that_sets_no_more_clocks_ends_them_on_all_ranks(nvml: StandIn, tmp_path: Path):
     everyone = said_by(
-        "runtime_faults:no_permission_any_more", 2, tmp_path, json.dumps(dict(nvml.environment())), str(nvml.script)
+        "runtime_programs:no_permission_any_more", 2, tmp_path, json.dumps(dict(nvml.environment())), str(nvml.script)
     )
     assert all("NVML answers 'Insufficient Permissions'" in rank["problem"] for rank in everyone)
     assert len([text for rank in everyone for text in rank["heard"]]) == 1
@@ -149,7 +149,7 @@ def test_a_driver_that_sets_no_more_clocks_ends_them_on_all_ranks(nvml: StandIn,
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Said:
-    return said_by("runtime_faults:clocks_go_on", 2, tmp_path_factory.mktemp("undisturbed"))
+    return said_by("runtime_programs:clocks_go_on", 2, tmp_path_factory.mktemp("undisturbed"))
 
 
 @pytest.mark.parametrize(
@@ -159,6 +159,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Said:
         ("trace full", ["full: no more is recorded there: No space left on device; the training goes on without"]),
         ("left early", []),
         ("forked", []),
+        ("suspended", []),
     ],
 )
 def test_what_fails_beside_or_leaves_takes_no_clock_from_the_others(undisturbed: Said, name: str, texts: list[str]):
@@ -168,7 +169,7 @@ def test_what_fails_beside_or_leaves_takes_no_clock_from_the_others(undisturbed:
 
 
 def test_without_the_store_training_goes_on_by_its_plan_and_no_new_one_is_taken(tmp_path: Path):
-    everyone = said_by("runtime_faults:store_gone", 2, tmp_path)
+    everyone = said_by("runtime_programs:store_gone", 2, tmp_path)
     assert [(rank["problem"], rank["locked_mhz"]) for rank in everyone] == [(None, None)] * 2
     assert all("the job's store cannot be used any more" in rank["refused"] for rank in everyone)
     assert [len(rank["heard"]) for rank in everyone] == [1, 0]

@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 import pytest
 from commands import run
-from gpu_owners import WITHIN_S, files
+from gpu_owners import WITHIN_S, await_end, files, owner
 from launching import deepspeed, torchrun
 from planner_processes import CONTROLLER, GUARDIAN, has_not_ended, planner_processes
 from test_runtime import said_by
@@ -33,6 +33,13 @@ GPUS = [f"a100-sxm/{rank}?call=1ms" for rank in range(2)]
 LONG_S = 60.0
 """In which whatever is to come must come; longer is to hang."""
 WHOLE_S = 3.0  #: about as long as a job takes that is stopped as soon as it trains
+
+STARTS_A_CONTROLLER = """
+import sys
+from perseus_planner.runtime.controller.client import started
+print(started(1, 100.0, 60.0), flush=True)
+sys.stdin.read()
+"""
 
 ROLES = ("rank 0", "rank 1", "launcher", "controller", "guardian")
 
@@ -70,6 +77,11 @@ class Job:
         living = {role: [each for each in processes if has_not_ended(each)] for role, processes in found.items()}
         return {role: processes for role, processes in living.items() if processes}
 
+    def warnings(self) -> list[str]:
+        """What its ranks said on stderr, as they have no other logging."""
+        texts = [(self.folder / f"complained-{rank}").read_text() for rank in range(2)]
+        return [line for text in texts for line in text.splitlines() if line.startswith("planner, rank ")]
+
     def stop(self) -> None:
         """Let it end by itself, and wait until nothing of it, or of the planner, is left."""
         (self.folder / "stop").touch()
@@ -84,6 +96,7 @@ def job(folder: Path, launcher: int) -> Iterator[Job]:
         try:
             yield begun
         finally:
+            (folder / "stop").touch()  # for what ranks have forked
             for processes in begun.processes().values():
                 kill(processes)
 
@@ -178,12 +191,16 @@ def test_whoever_is_killed_no_clock_is_locked_two_seconds_later(victims: tuple[s
         trains(job)
         assert job.processes().keys() == set(ROLES)
         kill_and_check(job, victims)
+        if victims in (("controller",), ("launcher",)):
+            assert len(job.warnings()) == 1
+        if victims == ("guardian",):
+            assert job.warnings() == []
 
 
 def test_a_second_job_is_refused_on_all_ranks_for_as_long_as_the_first_one_lives(folder: Path):
     with forked_job(folder) as job:
         trains(job)
-        everyone = said_by("runtime_entries:beside_another_job", 2, folder, "emulated:a100-sxm?call=1ms")
+        everyone = said_by("runtime_programs:beside_another_job", 2, folder, "emulated:a100-sxm?call=1ms")
         for rank in everyone:
             assert rank["held"]["error"] == "GpuHeld"
             assert "perseus_planner.runtime.controller" in rank["held"]["text"]
@@ -191,7 +208,7 @@ def test_a_second_job_is_refused_on_all_ranks_for_as_long_as_the_first_one_lives
         assert job.processes().keys() == set(ROLES)
         job.stop()
         assert (job.locked_mhz, files(folder / "state")) == ([None, None], [])
-        everyone = said_by("runtime_entries:beside_another_job", 2, folder, "emulated:a100-sxm?call=1ms")
+        everyone = said_by("runtime_programs:beside_another_job", 2, folder, "emulated:a100-sxm?call=1ms")
         assert [rank["held"]["error"] for rank in everyone] == ["NoneType"] * 2
 
 
@@ -214,6 +231,13 @@ def test_what_is_left_when_all_are_killed_with_their_guardian_is_reset_by_the_ne
         said = run("show absent.yaml").stderr
         assert said.count("left set by process") == said.count("is reset") == 2
         assert (job.locked_mhz, files(folder / "state")) == ([None, None], [])
+
+
+def test_a_controller_to_which_no_rank_comes_as_its_starter_was_killed_ends_too(folder: Path):
+    with owner(STARTS_A_CONTROLLER) as starter:
+        (controller,) = planner_processes(os.environ["PLANNER_STATE_DIR"], CONTROLLER)
+        starter.kill()
+        await_end([controller])
 
 
 def kill_at_random_moments(folder: Path, times: int, seed: int, monkeypatch: pytest.MonkeyPatch) -> int:

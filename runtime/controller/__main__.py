@@ -10,18 +10,19 @@ import sys
 from perseus_planner.errors import PlannerError
 from perseus_planner.runtime.controller.arrivals import Arrivals
 from perseus_planner.runtime.controller.process import Controller
+from perseus_planner.runtime.controller.watched import Watched
 
 
 def main() -> int:
     """Serve the ranks of this node until none is left."""
     for politely in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(politely, signal.SIG_IGN)
-    options = _options()
+    options, starter = _options(), Watched(os.getppid())
     if os.fork():
         os._exit(0)  # so that who started it has no child that it must wait for
     try:
         arrivals = Arrivals()
-        controller = Controller(arrivals, options.ranks, options.max_changes_per_s)
+        controller = Controller(arrivals, options.ranks, options.max_changes_per_s, starter)
     except (PlannerError, OSError) as error:
         print(error)
         return 2

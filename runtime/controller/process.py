@@ -42,13 +42,16 @@ class Controller:
         arrivals: where they connect.
         ranks: how many there are.
         max_changes_per_s: of all their GPUs together.
+        starter: the process that has started this one, without which no rank comes; None: some other one.
 
     Raises:
         UsageError: that is no rate.
     """
 
-    def __init__(self, arrivals: Arrivals, ranks: int, max_changes_per_s: float) -> None:
-        self._arrivals, self._count = arrivals, ranks
+    def __init__(
+        self, arrivals: Arrivals, ranks: int, max_changes_per_s: float, starter: Watched | None = None
+    ) -> None:
+        self._arrivals, self._count, self._starter = arrivals, ranks, starter
         self._pacing: Pacing[Rank] = Pacing(max_changes_per_s)
         self._waiting: list[Rank] = []  #: that have said hello
         self._attached: dict[Rank, Hold] = {}  #: whose GPUs are held
@@ -79,7 +82,8 @@ class Controller:
         self._has_done = self._set_one(time.monotonic_ns()) or self._read_one()
         self._beat()
         if self._first_ns is None:
-            self._is_over = now_ns - self._begun_ns > ALONE_NS
+            is_left = self._starter is not None and self._starter.has_ended()
+            self._is_over = is_left or now_ns - self._begun_ns > ALONE_NS
         elif not self._waiting and not self._attached:
             self._is_over = True
 
