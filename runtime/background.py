@@ -159,8 +159,10 @@ class Rounds:
         try:
             messages = connection.messages()
             if self._patience.has_ended(connection.age_s()):
+                # Told first: to the others it has just ended then.
+                self._fail("controller", f"the clock controller gave no sign of life for {HUNG_S:g} s and is ended")
                 connection.kill()
-                raise ControllerLost(f"the clock controller gave no sign of life for {HUNG_S:g} s and was ended")
+                raise ControllerLost("it is killed")
             self._keep_dwell(connection)
         except GpuError as error:
             self._connection = None

@@ -214,7 +214,7 @@ def test_a_second_job_is_refused_on_all_ranks_for_as_long_as_the_first_one_lives
         assert [rank["held"]["error"] for rank in everyone] == ["NoneType"] * 2
 
 
-@pytest.mark.parametrize("launched", [torchrun, deepspeed])
+@pytest.mark.parametrize("launched", [torchrun, pytest.param(deepspeed, marks=pytest.mark.soak)])  # it imports much
 def test_when_a_launcher_is_killed_its_ranks_go_on_and_clocks_are_reset(launched: Callable, folder: Path):
     if launched is deepspeed:
         pytest.importorskip("deepspeed")
