@@ -12,7 +12,7 @@ from perseus_planner.gpu.holding.owner import this_process
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-_sessions = count()
+_runtimes = count()
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Job:
     """What all ranks share.
 
     Attributes:
-        store: of the job's own torch.distributed, under a prefix of this session's; no other service is used.
+        store: of the job's own torch.distributed, under a prefix that no other runtime has; no other service is used.
         rank: of this process, from 0.
         ranks: how many there are.
     """
@@ -34,14 +34,14 @@ def this_job() -> Job:
     """The job of this process, which all ranks ask for equally often; of this rank alone if it is not distributed."""
     import torch.distributed as dist
 
-    session = next(_sessions)
+    number = next(_runtimes)
     if not dist.is_initialized():
         return Job(dist.HashStore(), 0, 1)
     from torch.distributed.distributed_c10d import _get_default_store  # torch has no public way to it
 
     # What ranks said before an elastic restart is not for those that came after it.
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    store = dist.PrefixStore(f"perseus-planner/runtime/{restart}/{session}", _get_default_store())
+    store = dist.PrefixStore(f"perseus-planner/runtime/{restart}/{number}", _get_default_store())
     return Job(store, dist.get_rank(), dist.get_world_size())
 
 
