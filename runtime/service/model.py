@@ -1,4 +1,4 @@
-"""What the service knows of jobs and stragglers, and what it decides; frozen values, times in seconds since the epoch."""
+"""What the service knows of jobs and stragglers, and what it decides; frozen, times in seconds since the epoch."""
 
 from __future__ import annotations
 
