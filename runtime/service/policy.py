@@ -38,7 +38,7 @@ When plans change. A pipeline is wanted to take `min(max(its target, T'), max_ti
 3. It does not pay: until the report of the slowest pipeline expires (or for `assumed_s`, if it does not) fewer
    iterations are left than going over and coming back cost. A change is taken to cost what `iterations_lost`
    iterations save.
-4. Stragglers changed the plans less than `holding_s` ago.
+4. Less than `holding_s` ago stragglers have changed how long plans take.
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ from perseus_planner.runtime.service.model import Decision, Job, Numbers, Report
 from perseus_planner.runtime.service.reports import active_reports, meant, next_turn_s
 
 _COMPUTING = ("compute", "unknown")
+_ROUNDING = 1e-9  #: a saving below this share of the energy is a rounding error
 
 
 @dataclass(frozen=True)
@@ -183,7 +184,9 @@ class _Slowing:
         rises = [(kept.time_s, wanted.time_s) for kept, wanted in zip(self.kept(), self.wanted(), strict=True)]
         if all(kept_s == wanted_s for kept_s, wanted_s in rises):
             return None
-        if sum(_saved_j(each.numbers, *rise) for each, rise in zip(self.pipelines, rises, strict=True)) <= 0.0:
+        all_of = list(zip(self.pipelines, rises, strict=True))
+        spent_j = sum(each.numbers.bound_j(kept_s) for each, (kept_s, _) in all_of)
+        if sum(_saved_j(each.numbers, *rise) for each, rise in all_of) <= _ROUNDING * spent_j:
             return _SAVES_NOTHING
         if all(wanted_s < kept_s * (1.0 + self.settings.least_rise) for kept_s, wanted_s in rises):
             return _HARDLY_LONGER
@@ -252,11 +255,11 @@ def _told(said: Sequence[tuple[Report, frozenset[int]]], calm: _Pipeline, target
 def _since_s(
     job: Job, before: Decision | None, targets: Sequence[Target], stragglers: Mapping[int, str], now_s: float
 ) -> float:
-    """Since when pipelines are as stragglers made them; another deadline of the job is not their doing."""
+    """Since when plans take as long as stragglers made them; another deadline of the job is not their doing."""
     if before is None:
         return job.since_s
-    as_before = tuple(targets) == before.targets or not (stragglers or before.stragglers)
-    return before.since_s if as_before else now_s
+    as_before = [each.time_s for each in targets] == [each.time_s for each in before.targets]
+    return before.since_s if as_before or not (stragglers or before.stragglers) else now_s
 
 
 def _reason(pipelines: Sequence[_Pipeline], time_s: float, calm_s: float, refusal: str | None) -> str:

@@ -115,7 +115,7 @@ class _Range:
 
     def at_price(self, price: float) -> Share:
         """What it takes if a watt costs so much."""
-        piece = int(np.searchsorted(self.prices, price))
+        piece = int(np.searchsorted(self.prices, price, side="right"))
         time_s = float(self.times_s[piece])
         if piece < len(self.prices):  # the price of a time grows as its square does
             end_s = float(self.times_s[piece + 1])
@@ -144,7 +144,7 @@ def _range(demand: Demand) -> _Range:
 
 
 def _curve_from(demand: Demand, start_s: float) -> tuple[Floats, Floats]:
-    """(points,) times from `start_s` on at which the slope of the energy changes, rising, and joules of all pipelines."""
+    """(points,) times from `start_s` on between which energy is linear, rising; joules of all pipelines at each."""
     times_s, energies_j = demand.frontier.times_s[::-1], demand.frontier.energies_j[::-1]
     later = times_s > start_s * (1.0 + 1e-9)  # no slope can be told from points that are closer
     start_j = demand.frontier.bound_j(start_s)
