@@ -17,9 +17,9 @@ than `min_time_s` nor more than `max_time_s` of the pipeline in question. T' is 
 | known of a pipeline                               | its iteration takes     | its plan is for                       |
 |---------------------------------------------------|-------------------------|---------------------------------------|
 | nothing                                           | target                  | max(target, T'), at most `max_time_s` |
-| stages compute slower                             | target of the slowed one| the same, all of the slowed pipeline  |
-| it is slower: a degree                            | degree x target         | target                                |
-| it is slower: an iteration time above its target  | that                    | target                                |
+| stages that compute slower                        | target, so slowed       | the same, planned anew so slowed      |
+| a degree of all of it                             | degree x target         | target                                |
+| an iteration time above its target                | that                    | target                                |
 
 A slow rank, GPU or node is slow in all stages that it holds. Where communication or data are slow, or the stage is not
 known, the pipeline is slower as the third line has it: its computations are as fast as ever. If a pipeline has slow
@@ -128,7 +128,8 @@ def decide(
     Raises:
         UsageError: a report means what the job does not have; `reports.check_scope` finds that when it comes.
     """
-    pipelines = _pipelines(job, active_reports(reports := tuple(reports), now_s, iteration), numbers)
+    reports = tuple(reports)
+    pipelines = _pipelines(job, active_reports(reports, now_s, iteration), numbers)
     time_s = max(each.takes_s for each in pipelines)
     planned_s = [target.time_s for target in before.targets] if before else [each.own_s for each in pipelines]
     calm_s = _own_s(numbers, _target_s(job, numbers))
