@@ -7,10 +7,26 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from perseus_planner.errors import UsageError
+from perseus_planner.errors import PlannerError, UsageError
 
 ScopeKind = Literal["pipeline", "stage", "rank", "gpu", "node"]
 Cause = Literal["compute", "communication", "data", "unknown"]
+
+
+class UnknownJob(PlannerError):
+    """No job of that name runs, or it has not what was asked for."""
+
+
+class UnknownReport(UnknownJob):
+    """The job has no report of that key."""
+
+
+class Conflict(PlannerError):
+    """What was asked contradicts what was asked before."""
+
+
+class StorageError(PlannerError):
+    """The service's database cannot be read or written; what was asked has not been done."""
 
 
 @dataclass(frozen=True)
