@@ -192,6 +192,8 @@ def read_versions(connection: Connection) -> dict[str, list[tuple[PlanSet, Decis
 
 
 def _write_reports(connection: Connection, name: str, before: JobState | None, after: JobState) -> None:
+    if before is not None and before.reports is after.reports and before.past is after.past:
+        return
     old = {} if before is None else _all_reports(before)
     new = _all_reports(after)
     for key, (past, report) in new.items():
