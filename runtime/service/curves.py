@@ -6,6 +6,9 @@ from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+import numpy as np
+from numpy.typing import NDArray
+
 from perseus_planner.errors import InfeasibleDeadline
 from perseus_planner.frontier import Frontier
 
@@ -18,18 +21,20 @@ class Curve:
     """The least energy of one pipeline's iteration for every iteration time.
 
     Attributes:
-        times_s: (points,) where its slope changes, rising from the least iteration time, seconds.
-        energies_j: (points,) the bound at each, waiting included, joules.
+        rising_s: (points,) where its slope changes, rising from the least iteration time, seconds.
+        rising_j: (points,) the bound at each of them, waiting included, joules.
         baseline_time_s: with all clocks at their maximum, seconds.
         waiting_w: what all GPUs of the pipeline draw while they wait, watts.
         stages: how many the pipeline has.
+        gpus: how many it has.
     """
 
-    times_s: tuple[float, ...] = field(repr=False)
-    energies_j: tuple[float, ...] = field(repr=False)
+    rising_s: tuple[float, ...] = field(repr=False)
+    rising_j: tuple[float, ...] = field(repr=False)
     baseline_time_s: float
     waiting_w: float
     stages: int
+    gpus: int
 
     @classmethod
     def of(cls, frontier: Frontier) -> Curve:
@@ -40,17 +45,28 @@ class Curve:
             frontier.baseline_time_s,
             frontier.dag.waiting_w,
             frontier.schedule.stages,
+            len(frontier.schedule.ranks) * frontier.profile.gpus_per_stage,
         )
+
+    @property
+    def times_s(self) -> NDArray[np.float64]:
+        """As `Frontier.times_s`: falling."""
+        return np.array(self.rising_s[::-1])
+
+    @property
+    def energies_j(self) -> NDArray[np.float64]:
+        """As `Frontier.energies_j`."""
+        return np.array(self.rising_j[::-1])
 
     @property
     def min_time_s(self) -> float:
         """As `Frontier.min_time_s`."""
-        return self.times_s[0]
+        return self.rising_s[0]
 
     @property
     def max_time_s(self) -> float:
         """As `Frontier.max_time_s`."""
-        return self.times_s[-1]
+        return self.rising_s[-1]
 
     def bound_j(self, deadline_s: float) -> float:
         """As `Frontier.bound_j`, but for rounding.
@@ -58,7 +74,7 @@ class Curve:
         Raises:
             InfeasibleDeadline: no iteration is that fast.
         """
-        times_s, energies_j = self.times_s, self.energies_j
+        times_s, energies_j = self.rising_s, self.rising_j
         if deadline_s < times_s[0]:
             raise InfeasibleDeadline(deadline_s, times_s[0])
         if deadline_s >= times_s[-1]:

@@ -6,11 +6,12 @@ import multiprocessing
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable
-from concurrent.futures import Executor, ProcessPoolExecutor
+from concurrent.futures import CancelledError, Executor, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from types import TracebackType
 from typing import Any, Generic, TypeVar
 
+from perseus_planner.errors import PlannerError
 from perseus_planner.runtime.service import solving_process
 from perseus_planner.runtime.service.curves import Curve, KnownNumbers, Slow, slow_of
 from perseus_planner.runtime.service.model import Decision, Job
@@ -23,16 +24,25 @@ Result = TypeVar("Result")
 _PLANS, _CURVES = 1024, 1024  # remembered; a plan of 8 stages and 96 microbatches has 30 kB, a curve half of that
 
 
-class Processes:
-    """Processes that solve and plan, started when first needed. A context manager: leaving it ends them.
+class NotPlanned(PlannerError):
+    """The process that was to solve or plan was killed."""
 
-    They end too when the process that made them dies.
+
+class Processes:
+    """Processes that solve and plan, started when first needed. A context manager: leaving it ends them at once.
+
+    They end too when the process that made them is killed.
+
+    Attributes:
+        is_open: the context has not been left.
     """
 
     def __init__(self, count: int) -> None:
+        self.is_open = True
         self._count = count
         self._lock = threading.Lock()
         self._pool: Executor | None = None
+        self._theirs, self._ours = multiprocessing.Pipe(duplex=False)
 
     def __enter__(self) -> Processes:
         """Itself."""
@@ -41,28 +51,40 @@ class Processes:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """End the processes; what they still do is finished."""
+        """End the processes, whatever they do."""
         with self._lock:
+            self.is_open = False
+            self._ours.close()
             if self._pool is not None:
-                self._pool.shutdown(cancel_futures=True)
+                self._pool.shutdown()
+            self._theirs.close()
 
     def run(self, function: Callable[..., Result], *arguments: Any) -> Result:
         """What `function`, which has a name in a module, gives there.
 
         If its process is killed, such as for want of memory, it is tried once more in a new one.
+
+        Raises:
+            NotPlanned: that was killed too, or the context has been left.
         """
-        pool = self._living(None)
-        try:
-            return pool.submit(function, *arguments).result()
-        except BrokenProcessPool:
-            return self._living(pool).submit(function, *arguments).result()
+        pool = None
+        for _ in range(2):
+            pool = self._living(pool)
+            try:
+                return pool.submit(function, *arguments).result()
+            except (BrokenProcessPool, CancelledError):
+                continue
+        raise NotPlanned("the process that solves and plans was killed twice; see that this machine has enough memory")
 
     def _living(self, broken: Executor | None) -> Executor:
         """The pool, a new one if it is `broken`."""
         with self._lock:
+            if not self.is_open:
+                raise NotPlanned("the service is ending; ask again when it runs")
             if self._pool is None or self._pool is broken:
                 context = multiprocessing.get_context("spawn")  # a fork would have the service's sockets and locks
-                self._pool = ProcessPoolExecutor(self._count, context, solving_process.serve_quietly)
+                prepare = solving_process.serve_until_closed
+                self._pool = ProcessPoolExecutor(self._count, context, prepare, (self._theirs,))
             return self._pool
 
 

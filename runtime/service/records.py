@@ -43,7 +43,8 @@ def taken_from(text: str) -> Taken:
 
 def curve_from(text: str) -> Curve:
     """Read what `text_of` wrote of a Curve."""
-    return Curve(**{name: tuple(value) if isinstance(value, list) else value for name, value in json.loads(text).items()})
+    fields = json.loads(text)
+    return Curve(**{**fields, "rising_s": tuple(fields["rising_s"]), "rising_j": tuple(fields["rising_j"])})
 
 
 def _by_number(mapping: dict[str, Any]) -> dict[int, Any]:

@@ -13,8 +13,7 @@ import tempfile
 import threading
 import zipfile
 from collections import OrderedDict
-from multiprocessing import parent_process
-from multiprocessing.connection import wait
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import NamedTuple
 
@@ -46,13 +45,16 @@ class PlanRequest(NamedTuple):
     min_dwell_s: float
 
 
-def serve_quietly() -> None:
-    """Prepare a process of its own: it gives way to the service, leaves Ctrl-C to it, and ends when it ends."""
+def serve_until_closed(service: Connection) -> None:
+    """Prepare a process of its own: it gives way to the service, leaves Ctrl-C to it, and ends when it ends.
+
+    Args:
+        service: a pipe of which the service has the other end; closed, also by the service's death, it ends this
+            process in the middle of what it does. A pool's processes would outlive a service that is killed.
+    """
     os.nice(_NICENESS)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    service = parent_process()
-    if service is not None:
-        threading.Thread(target=_end_with, args=(service.sentinel,), daemon=True).start()
+    threading.Thread(target=_end_with, args=(service,), daemon=True).start()
 
 
 def curve_of(digest: str, content: bytes) -> Curve:
@@ -133,7 +135,6 @@ def _check_size(content: bytes) -> None:
         raise FrontierError(f"frontier.npz: unpacks to {size} bytes, more than {_LARGEST_BYTES}; is it a frontier?")
 
 
-def _end_with(service: int) -> None:
-    """End this process when the service has died, which its end of a pipe tells: a pool's processes would not."""
+def _end_with(service: Connection) -> None:
     wait([service])
     os._exit(0)

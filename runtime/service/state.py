@@ -27,6 +27,7 @@ class JobState:
         reports: key -> report, of those that count or are to count, in the order in which they came.
         past: key -> report, of those that no longer do, the latest last; at most `REMEMBERED`.
         taken: which version the job runs by; None: it has not said.
+        share_s: what its iterations are to take so that power budgets are kept, seconds; None: none asks for that.
     """
 
     registered: Job
@@ -38,6 +39,7 @@ class JobState:
     reports: Mapping[str, Report] = field(default_factory=dict)
     past: Mapping[str, Report] = field(default_factory=dict)
     taken: Taken | None = None
+    share_s: float | None = None
 
     @property
     def is_planned(self) -> bool:
@@ -53,6 +55,4 @@ class JobState:
         past = {**self.past, **gone}
         for key in list(past)[:-REMEMBERED]:
             del past[key]
-        return replace(
-            self, reports={key: report for key, report in self.reports.items() if key in kept}, past=past
-        )
+        return replace(self, reports={key: report for key, report in self.reports.items() if key in kept}, past=past)

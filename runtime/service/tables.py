@@ -47,6 +47,8 @@ LAYOUT = "1"
 VERSIONS_KEPT = 16
 """How many versions of a job's plans are kept: it goes to and fro between few plans, which are then not made again."""
 
+_JOB_FIELDS = ("job", "promised", "taken", "share_s")
+
 TABLES = MetaData()
 meta = Table("meta", TABLES, Column("name", String(32), primary_key=True), Column("value", Text, nullable=False))
 frontiers = Table(
@@ -65,6 +67,7 @@ jobs = Table(
     Column("frontier", String(64), nullable=False, index=True),
     Column("promised", Integer, nullable=False),
     Column("taken", Text),
+    Column("share_s", Float(53)),
 )
 decisions = Table(
     "decisions", TABLES, Column("job", String(255), primary_key=True), Column("content", Text, nullable=False)
@@ -120,13 +123,14 @@ def add_frontier(connection: Connection, digest: str, content: bytes, curve: Cur
 def write_job(connection: Connection, before: JobState | None, after: JobState) -> None:
     """Write what is not as it was before; None: the job was not there."""
     name = after.job.name
-    if before is None or any(getattr(before, each) != getattr(after, each) for each in ("job", "promised", "taken")):
+    if before is None or any(getattr(before, each) != getattr(after, each) for each in _JOB_FIELDS):
         values = {
             "registered": records.text_of(after.registered),
             "content": records.text_of(after.job),
             "frontier": after.job.frontier,
             "promised": after.promised,
             "taken": None if after.taken is None else records.text_of(after.taken),
+            "share_s": after.share_s,
         }
         put(connection, jobs, {"name": name}, **values)
     if before is None or before.decision != after.decision:
@@ -148,9 +152,7 @@ def forget_job(connection: Connection, name: str) -> None:
     connection.execute(frontiers.delete().where(frontiers.c.digest == frontier, unused))
 
 
-def read_jobs(
-    connection: Connection, kept: Mapping[str, list[tuple[PlanSet, Decision]]]
-) -> dict[str, JobState]:
+def read_jobs(connection: Connection, kept: Mapping[str, list[tuple[PlanSet, Decision]]]) -> dict[str, JobState]:
     """Every job that runs, by its name; `kept` as `read_versions` gives it."""
     curves = {
         row.digest: records.curve_from(row.curve)
@@ -172,6 +174,7 @@ def read_jobs(
             reports=counting.get(row.name, {}),
             past=past.get(row.name, {}),
             taken=None if row.taken is None else records.taken_from(row.taken),
+            share_s=row.share_s,
         )
         for row in connection.execute(select(jobs))
     }

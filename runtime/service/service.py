@@ -1,0 +1,432 @@
+"""The service: jobs, what is reported of them, and the versions of their plans that follow; without HTTP."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from types import TracebackType
+from typing import Any
+
+from perseus_planner.documents import shown
+from perseus_planner.errors import PlannerError
+from perseus_planner.runtime.service.agenda import Agenda
+from perseus_planner.runtime.service.checks import check_job, check_places, check_positive, check_report, check_same
+from perseus_planner.runtime.service.curves import Curve
+from perseus_planner.runtime.service.model import Conflict, Job, Report, UnknownReport
+from perseus_planner.runtime.service.outcomes import Answer, JobStatus, PlanSet, Registered, Taken
+from perseus_planner.runtime.service.planning import Planning, Processes, once_each, requests_of
+from perseus_planner.runtime.service.replanning import Replanning
+from perseus_planner.runtime.service.settling import (
+    answer,
+    check_deadline,
+    expected_saving_w,
+    first_decision,
+    given_up,
+    is_over,
+    next_look_s,
+    prepare,
+    settled,
+    with_shares,
+)
+from perseus_planner.runtime.service.state import JobState
+from perseus_planner.runtime.service.storage import Storage
+from perseus_planner.runtime.service.writing import Changed, Draft, Writer, unknown_job
+
+_log = logging.getLogger(__name__)
+
+
+class Service:
+    """Takes reports and wishes, and publishes versions of plans. A context manager; from any thread.
+
+    What a method returns is on disk, and so is what it has changed. Whenever the process is killed, the next service on
+    the same storage goes on from there: versions of a job go up by 1 and never back, and a version that was promised
+    comes. Plans are made by other processes; only `register` waits for them.
+    """
+
+    def __init__(
+        self,
+        storage: Storage,
+        *,
+        now_s: Callable[[], float] = time.time,
+        workers: int = 1,
+        run: Callable[..., Any] | None = None,
+    ) -> None:
+        """Recover all that `storage` holds.
+
+        Args:
+            storage: which no other service has open; it is left open.
+            now_s: seconds since the epoch.
+            workers: how many processes solve and plan.
+            run: calls a function with arguments somewhere else than in those processes.
+
+        Raises:
+            StorageError: the storage cannot be read.
+        """
+        stored = storage.load()
+        self._now_s, self._workers = now_s, workers
+        self._processes = Processes(workers)
+        self._planning = Planning(storage.frontier, run or self._processes.run)
+        self._writer = Writer(storage, stored, self._committed)
+        self._replanning = Replanning(self._prepare, workers)
+        self._subscribers: dict[object, Callable[[str, int], None]] = {}
+        self._subscribing = threading.Lock()
+        self._agenda = Agenda()
+        self._stack = ExitStack()
+        for name, state in stored.jobs.items():
+            self._agenda.plan(name, self._look_s(state))
+            for plan_set, decision in stored.versions[name]:
+                for pipeline, request in enumerate(requests_of(state.job, state.curve, decision)):
+                    self._planning.remember(request, plan_set.text(pipeline))
+
+    def __enter__(self) -> Service:
+        """Itself, running."""
+        with ExitStack() as stack:
+            stack.enter_context(self._writer)
+            stack.enter_context(self._replanning)
+            stack.enter_context(self._processes)  # the first to end, so that nobody waits for what is not needed
+            self._stack = stack.pop_all()
+        for name, state in self._writer.jobs.items():
+            if not state.is_planned or any(target.slow_stages for target in state.decision.targets):
+                self._replanning.want(name)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """End; what was promised and is not planned yet is planned when a service is run on the storage again."""
+        self._stack.close()
+
+    def register(self, job: Job, frontier: bytes) -> Registered:
+        """Take up a job, or know it again; returns when the first version of its plans is there.
+
+        Args:
+            job: its `frontier` and `since_s` are set here.
+            frontier: the file of its frontier.
+
+        Raises:
+            Conflict: another job of that name runs.
+            UsageError, FrontierError: it is no job, or no frontier.
+            InfeasibleError: no plan keeps its deadline, switch budget or power, or that of all jobs.
+        """
+        check_job(job)
+        job = replace(job, frontier=hashlib.sha256(frontier).hexdigest(), since_s=self._now_s())
+        known = self._writer.jobs.get(job.name)
+        if known is not None:
+            return _known_again(known, job)
+        curve = self._planning.curve(job.frontier, frontier)
+        check_places(job, curve)
+        check_deadline(job.deadline_s, curve)
+        first = self._first_state(job, curve, frontier)
+
+        def command(draft: Draft) -> Registered:
+            known = draft.find(job.name)
+            if known is not None:
+                return _known_again(known, job)
+            draft.put(first)
+            draft.frontiers[job.frontier] = frontier, curve
+            self._share(draft, job.name)
+            return Registered(job, draft.state(job.name).published.version, is_new=True)
+
+        return self._writer.do(command)
+
+    def report(self, job: str, report: Report) -> Answer:
+        """Take a report; one of the same key again changes nothing.
+
+        Raises:
+            UnknownJob: there is none of that name.
+            Conflict: the key is that of another report, or too many reports count.
+            UsageError: the job has not what the report is about.
+        """
+
+        def command(draft: Draft) -> Answer:
+            before = draft.state(job)
+            known = before.reports.get(report.key) or before.past.get(report.key)
+            if known is not None:
+                check_same(known, report)
+                return self._answer(before, before, known, "the report was received before")
+            check_report(before, report)
+            after = self._settle(draft, replace(before, reports={**before.reports, report.key: report}))
+            overtaken = "" if report.key in after.reports else "its source has observed the same later"
+            return self._answer(before, after, report, overtaken)
+
+        return self._writer.do(command)
+
+    def clear(self, job: str, key: str) -> Answer:
+        """Take a report back: it has expired now.
+
+        Raises:
+            UnknownJob, UnknownReport: there is none.
+        """
+
+        def command(draft: Draft) -> Answer:
+            before, now_s = draft.state(job), self._now_s()
+            report = before.reports.get(key)
+            if report is None or report.expires_s <= now_s:
+                past = report or before.past.get(key)
+                if past is None:
+                    raise UnknownReport(f"job {shown(job)} has no report {shown(key)}; see which ones it has")
+                return self._answer(before, before, past, "the report did not count any more")
+            cleared = replace(report, expires_s=now_s)
+            after = self._settle(draft, replace(before, reports={**before.reports, key: cleared}))
+            return self._answer(before, after, cleared)
+
+        return self._writer.do(command)
+
+    def set_deadline(self, job: str, deadline_s: float | None) -> Answer:
+        """Set the iteration time that is wanted where nobody straggles, seconds; None: that of all clocks at maximum.
+
+        Raises:
+            UnknownJob: there is none of that name.
+            InfeasibleError: no plan is that fast, or power budgets are not kept so.
+            UsageError: it is no time.
+        """
+        check_positive("deadline_s", deadline_s)
+
+        def command(draft: Draft) -> Answer:
+            before = draft.state(job)
+            check_deadline(deadline_s, before.curve)
+            draft.put(replace(before, job=replace(before.job, deadline_s=deadline_s)))
+            self._share(draft, job)
+            return self._answer(before, self._settle(draft, draft.state(job)))
+
+        return self._writer.do(command)
+
+    def set_power(self, job: str | None, power_w: float | None) -> tuple[Answer, ...]:
+        """Set the most that all GPUs of a job, or of all jobs together, may draw on average, watts; None: any.
+
+        Returns:
+            What follows, for that job or for each.
+
+        Raises:
+            UnknownJob: there is none of that name.
+            InfeasiblePower: no plans draw so little; names the least.
+            UsageError: it is no power.
+        """
+        check_positive("power_w", power_w)
+
+        def command(draft: Draft) -> tuple[Answer, ...]:
+            if job is None:
+                draft.power_w = power_w
+                before = tuple(draft.jobs().values())
+            else:
+                before = (draft.state(job),)
+                draft.put(replace(before[0], job=replace(before[0].job, power_w=power_w)))
+            self._share(draft, job)
+            return tuple(self._answer(each, draft.state(each.job.name)) for each in before)
+
+        return self._writer.do(command)
+
+    def taken(self, job: str, version: int, iteration: int) -> None:
+        """Note that a job runs by a version since an iteration; what it said later stands.
+
+        Raises:
+            UnknownJob: there is none of that name.
+            Conflict: there is no such version yet.
+        """
+
+        def command(draft: Draft) -> None:
+            state = draft.state(job)
+            newest = state.published.version
+            if not 1 <= version <= newest:
+                raise Conflict(f"job {shown(job)} has no version {version} of its plans; the newest is {newest}")
+            if state.taken is None or (state.taken.version, state.taken.iteration) < (version, iteration):
+                self._settle(draft, replace(state, taken=Taken(version, iteration, self._now_s())))
+
+        self._writer.do(command)
+
+    def end(self, job: str) -> None:
+        """Forget a job.
+
+        Raises:
+            UnknownJob: there is none of that name.
+        """
+
+        def command(draft: Draft) -> None:
+            draft.state(job)
+            draft.remove(job)
+            if draft.power_w is not None:
+                self._share(draft, None)
+
+        self._writer.do(command)
+
+    def status(self, job: str) -> JobStatus:
+        """One job.
+
+        Raises:
+            UnknownJob: there is none of that name.
+        """
+        return self._status(self._state(job))
+
+    def jobs(self) -> tuple[JobStatus, ...]:
+        """All jobs that run, by name."""
+        return tuple(self._status(state) for _, state in sorted(self._writer.jobs.items()))
+
+    def reports(self, job: str) -> tuple[Report, ...]:
+        """The reports of a job that count or are to count, in the order in which they came.
+
+        Raises:
+            UnknownJob: there is none of that name.
+        """
+        now_s = self._now_s()
+        return tuple(each for each in self._state(job).reports.values() if not is_over(each, now_s))
+
+    def plans(self, job: str, after: int) -> PlanSet | None:
+        """The newest version of a job's plans; None if that is `after` or before.
+
+        Raises:
+            UnknownJob: there is none of that name.
+        """
+        published = self._state(job).published
+        return published if published.version > after else None
+
+    @property
+    def power_w(self) -> float | None:
+        """The power budget of all jobs, watts; None: any."""
+        return self._writer.power_w
+
+    def subscribe(self, callback: Callable[[str, int], None]) -> Callable[[], None]:
+        """Have `callback` told the job and the newest version when there is one, or when the job has ended.
+
+        It is called on a thread of the service, after all of that is on disk, and should return at once.
+
+        Returns:
+            What ends that.
+        """
+        token = object()
+        with self._subscribing:
+            self._subscribers = {**self._subscribers, token: callback}
+
+        def unsubscribe() -> None:
+            with self._subscribing:
+                self._subscribers = {each: of for each, of in self._subscribers.items() if each is not token}
+
+        return unsubscribe
+
+    def tick(self) -> float:
+        """Do what is due by now: reports that begin or expire, holding times that end.
+
+        Returns:
+            When to call this again, seconds since the epoch, unless a report or a wish comes before; infinite: never.
+        """
+        now_s = self._now_s()
+        due = self._agenda.due(now_s)
+        if due:
+            self._writer.do(lambda draft: [self._settle(draft, state) for state in map(draft.find, due) if state])
+        return self._agenda.next_s()
+
+    def _state(self, name: str) -> JobState:
+        state = self._writer.jobs.get(name)
+        if state is None:
+            raise unknown_job(name)
+        return state
+
+    def _status(self, state: JobState) -> JobStatus:
+        now_s = self._now_s()
+        return JobStatus(
+            job=state.job,
+            decision=state.decision,
+            version=state.published.version,
+            promised=state.promised,
+            taken=state.taken,
+            reports=tuple(each for each in state.reports.values() if not is_over(each, now_s)),
+            expected_saving_w=expected_saving_w(state, self._planning),
+        )
+
+    def _answer(self, before: JobState, after: JobState, report: Report | None = None, reason: str = "") -> Answer:
+        return answer(before, after, report, self._planning, reason)
+
+    def _settle(self, draft: Draft, state: JobState) -> JobState:
+        after = settled(state, self._planning, self._now_s())
+        draft.put(after)
+        return after
+
+    def _first_state(self, job: Job, curve: Curve, frontier: bytes) -> JobState:
+        now_s = self._now_s()
+        decision = first_decision(job, curve, self._planning, now_s)
+        asked = requests_of(job, curve, decision)
+        texts, of_pipeline = once_each(self._planning.first_plan(request, frontier) for request in asked)
+        return JobState(job, job, curve, decision, PlanSet(1, texts, of_pipeline, now_s), promised=1)
+
+    def _share(self, draft: Draft, job: str | None) -> None:
+        """Share power anew: a budget of all jobs among all, else that of `job` alone; settle those with another share.
+
+        Raises:
+            InfeasiblePower: budgets cannot be kept.
+        """
+        alone = draft.power_w is None and job is not None
+        states = [draft.state(job)] if alone else list(draft.jobs().values())
+        for state in with_shares(draft.power_w, states):
+            if state.share_s != draft.state(state.job.name).share_s:
+                self._settle(draft, state)
+
+    def _prepare(self, name: str) -> None:
+        """Make the plans of a job, on a thread for that, and publish them."""
+        state = self._writer.jobs.get(name)
+        if state is None:
+            return
+        problem = ""
+        try:
+            prepare(state, self._planning, self._now_s())
+        except Exception as error:
+            if not self._processes.is_open:
+                return
+            if not isinstance(error, PlannerError):
+                _log.exception("Planning failed for job %r", name)
+            problem = str(error) or repr(error)
+
+        def command(draft: Draft) -> None:
+            state = draft.find(name)
+            if state is not None and problem:
+                draft.put(given_up(state, problem, self._now_s()))
+            elif state is not None:
+                self._settle(draft, state)
+
+        self._writer.do(command)
+
+    def _committed(self, changed: Changed) -> None:
+        """Tell of new versions, and have plans made that were promised."""
+        for name, (before, after) in changed.items():
+            if after is not None and not after.is_planned:
+                self._replanning.want(name)
+            self._agenda.plan(name, self._look_s(after))
+            told = after or before
+            if told is not None and (after is None or before is None or _is_newer(before, after)):
+                self._tell(name, told.published.version)
+
+    def _look_s(self, state: JobState | None) -> float:
+        """When time alone may change what is decided; infinite: never, or only when it has been planned."""
+        if state is None:
+            return math.inf
+        look_s = next_look_s(state, now_s := self._now_s())
+        return look_s if state.is_planned or look_s > now_s else math.inf
+
+    def _tell(self, name: str, version: int) -> None:
+        for callback in self._subscribers.values():
+            try:
+                callback(name, version)
+            except Exception:
+                _log.exception("Who was to be told of version %d of job %r has failed", version, name)
+
+
+def _known_again(state: JobState, job: Job) -> Registered:
+    """The job that runs, if `job` is that.
+
+    Raises:
+        Conflict: it is another one.
+    """
+    if replace(job, since_s=state.registered.since_s) != state.registered:
+        raise Conflict(
+            f"another job {shown(job.name)} runs, with another frontier or other settings; end that one, or choose "
+            "another name"
+        )
+    return Registered(state.job, state.published.version, is_new=False)
+
+
+def _is_newer(before: JobState, after: JobState) -> bool:
+    return after.published.version > before.published.version

@@ -1,0 +1,189 @@
+"""What a job's state becomes when reports, wishes or the time are others: decided, and planned if plans are known."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import replace
+
+from perseus_planner.errors import InfeasibleDeadline
+from perseus_planner.runtime.service.curves import Curve, NotSolved
+from perseus_planner.runtime.service.model import Decision, Job, Report
+from perseus_planner.runtime.service.outcomes import Answer, PlanSet
+from perseus_planner.runtime.service.planning import Planning, once_each, requests_of
+from perseus_planner.runtime.service.policy import decide, saving_w
+from perseus_planner.runtime.service.power import Demand, shares
+from perseus_planner.runtime.service.reports import lasting_reports
+from perseus_planner.runtime.service.state import JobState
+
+_FORGOTTEN_AFTER_S = 3600.0
+"""When what has expired or recovered no longer keeps earlier observations, which arrive late, from counting."""
+
+
+def settled(state: JobState, planning: Planning, now_s: float) -> JobState:
+    """The job after the policy has looked at it again.
+
+    If its plans are known, they are published; else their version is promised, and someone must `prepare` the state.
+    """
+    state = _without_forgotten(state, now_s)
+    try:
+        decision = _decided(state, planning, now_s)
+    except NotSolved:
+        return replace(state, promised=state.published.version + 1)
+    before = requests_of(state.job, state.curve, state.decision)
+    state, asked = replace(state, decision=decision), requests_of(state.job, state.curve, decision)
+    if state.is_planned and asked == before:
+        return state
+    version = state.published.version + 1
+    texts = [planning.text(request) for request in asked]
+    known = [text for text in texts if text is not None]
+    if len(known) < len(texts):
+        return replace(state, promised=version)
+    return replace(state, published=PlanSet(version, *once_each(known), now_s), promised=version)
+
+
+def prepare(state: JobState, planning: Planning, now_s: float) -> None:
+    """Solve and plan all that `settled` needs to publish the state's plans; takes up to minutes."""
+    while True:
+        try:
+            decision = _decided(state, planning, now_s)
+            break
+        except NotSolved as missing:
+            planning.solve(state.job, missing.slow)
+    for request in dict.fromkeys(requests_of(state.job, state.curve, decision)):
+        planning.plan(request)
+
+
+def given_up(state: JobState, reason: str, now_s: float) -> JobState:
+    """The job where planning failed: its plans stay as they were, under the version that was promised."""
+    if state.is_planned:
+        return state
+    published = replace(state.published, version=state.promised, made_s=now_s)
+    decision = replace(state.decision, reason=f"plans stay as they were, as planning failed: {reason}")
+    return replace(state, published=published, decision=decision)
+
+
+def first_decision(job: Job, curve: Curve, planning: Planning, now_s: float) -> Decision:
+    """What a job that is new is to do."""
+    return decide(job, (), planning.numbers(job, curve), None, now_s)
+
+
+def answer(before: JobState, after: JobState, report: Report | None, planning: Planning, reason: str = "") -> Answer:
+    """What to say of a change; `reason` if that of the decision does not tell."""
+    unsolved = after.promised > before.promised and after.decision is before.decision
+    reason = reason or ("slow stages are solved anew, and then it is decided" if unsolved else after.decision.reason)
+    return Answer(
+        job=after.job.name,
+        report=report,
+        version=after.promised,
+        changed=after.promised > before.promised or after.decision.targets != before.decision.targets,
+        takes_effect=_takes_effect(after),
+        expected_saving_w=expected_saving_w(after, planning),
+        reason=reason,
+    )
+
+
+def expected_saving_w(state: JobState, planning: Planning) -> float:
+    """As `policy.saving_w`; 0 while slow stages are being solved."""
+    try:
+        numbers = planning.numbers(state.job, state.curve)
+        return saving_w(_wanted(state.job, state.share_s), state.decision, numbers)
+    except NotSolved:
+        return 0.0
+
+
+def next_look_s(state: JobState, now_s: float) -> float:
+    """When time alone may change what is decided; infinite: never."""
+    return min(state.decision.look_again_s, _next_beginning_s(state, now_s))
+
+
+def with_shares(power_w: float | None, states: Iterable[JobState]) -> list[JobState]:
+    """The jobs, each to take as long as the power budgets want it to.
+
+    Stragglers are left out: who waits for one draws less.
+
+    Args:
+        power_w: of these jobs together, watts; None: any.
+        states: the jobs.
+
+    Raises:
+        InfeasiblePower: they cannot draw so little; names the least.
+        InfeasibleDeadline: a job cannot be as fast as it is wanted to be.
+    """
+    states = list(states)
+    if power_w is None and all(state.job.power_w is None for state in states):
+        return [replace(state, share_s=None) for state in states]
+    demands = [_demand(state.job, state.curve) for state in states]
+    found = zip(states, demands, shares(power_w, demands), strict=True)
+    return [replace(each, share_s=share.time_s if share.time_s > own.time_s else None) for each, own, share in found]
+
+
+def check_deadline(deadline_s: float | None, curve: Curve) -> None:
+    """Refuse a deadline that no plan meets.
+
+    Raises:
+        InfeasibleDeadline: there is none; names the least.
+    """
+    if deadline_s is not None and deadline_s < curve.min_time_s:
+        raise InfeasibleDeadline(deadline_s, curve.min_time_s)
+
+
+def is_over(report: Report, now_s: float) -> bool:
+    """It has expired, or says that what was slow has recovered."""
+    has_begun = report.begins_iteration is None and report.begins_s <= now_s
+    return report.expires_s <= now_s or (report.degree == 1.0 and has_begun)
+
+
+def _decided(state: JobState, planning: Planning, now_s: float) -> Decision:
+    """What its pipelines are to do.
+
+    Raises:
+        NotSolved: that cannot be said yet.
+    """
+    numbers = planning.numbers(state.job, state.curve)
+    reports, iteration = state.reports.values(), _iteration(state, now_s)
+    wanted = _wanted(state.job, state.share_s)
+    return decide(wanted, reports, numbers, state.decision, now_s, iteration=iteration)
+
+
+def _without_forgotten(state: JobState, now_s: float) -> JobState:
+    lasting = lasting_reports(state.reports.values(), now_s, _iteration(state, now_s))
+    oldest_s = now_s - _FORGOTTEN_AFTER_S
+    return state.keeping(each for each in lasting if not is_over(each, now_s) or each.observed_s >= oldest_s)
+
+
+def _wanted(job: Job, share_s: float | None) -> Job:
+    """The job with the iteration time that is wanted, where power budgets want another."""
+    return job if share_s is None else replace(job, deadline_s=share_s)
+
+
+def _demand(job: Job, curve: Curve) -> Demand:
+    time_s = curve.baseline_time_s if job.deadline_s is None else job.deadline_s
+    time_s = min(max(time_s, curve.min_time_s), curve.max_time_s)
+    return Demand(curve, job.pipelines, job.pipelines * curve.gpus, time_s, job.power_w)
+
+
+def _iteration(state: JobState, now_s: float) -> int | None:
+    """The first iteration that can still be changed, as far as what the job last said lets one expect; None: nothing.
+
+    It is taken to go on at the pace that was decided.
+    """
+    if state.taken is None:
+        return None
+    return state.taken.iteration + int(max(now_s - state.taken.at_s, 0.0) / state.decision.straggler_time_s) + 1
+
+
+def _next_beginning_s(state: JobState, now_s: float) -> float:
+    """When the next iteration with which a report begins is expected; infinite: nobody knows."""
+    iteration, taken = _iteration(state, now_s), state.taken
+    if iteration is None or taken is None:
+        return math.inf
+    waited = [each.begins_iteration for each in state.reports.values() if each.begins_iteration is not None]
+    ahead = [number - taken.iteration - 1 for number in waited if number > iteration]
+    return taken.at_s + min(ahead) * state.decision.straggler_time_s if ahead else math.inf
+
+
+def _takes_effect(state: JobState) -> str:
+    if not state.is_planned:
+        return "planning"
+    return "already" if state.taken is not None and state.taken.version >= state.promised else "next iteration"
