@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 
 from perseus_planner.documents import shown
-from perseus_planner.errors import UsageError
+from perseus_planner.errors import InfeasibleDeadline, UsageError
 from perseus_planner.quantities import CHANGES, COUNT, TIME, WAIT
 from perseus_planner.runtime.service.curves import Curve
 from perseus_planner.runtime.service.model import Conflict, Job, Report
@@ -56,6 +56,16 @@ def check_positive(name: str, value: float | None) -> None:
     """
     if value is not None and TIME.accept(value) is None:
         raise UsageError(f"{name}: {shown(value)} is not a finite number above 0; write one, or null for none")
+
+
+def check_deadline(deadline_s: float | None, curve: Curve) -> None:
+    """Refuse a deadline that no plan meets.
+
+    Raises:
+        InfeasibleDeadline: there is none; names the least.
+    """
+    if deadline_s is not None and deadline_s < curve.min_time_s:
+        raise InfeasibleDeadline(deadline_s, curve.min_time_s)
 
 
 def check_report(state: JobState, report: Report) -> None:

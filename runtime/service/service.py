@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
-import math
-import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -15,28 +12,18 @@ from typing import Any
 
 from perseus_planner.documents import shown
 from perseus_planner.errors import PlannerError
-from perseus_planner.runtime.service.agenda import Agenda
-from perseus_planner.runtime.service.checks import check_job, check_places, check_positive, check_report, check_same
-from perseus_planner.runtime.service.curves import Curve
+from perseus_planner.runtime.service.checks import check_deadline, check_positive, check_report, check_same
+from perseus_planner.runtime.service.following import Following
 from perseus_planner.runtime.service.model import Conflict, Job, Report, UnknownReport
 from perseus_planner.runtime.service.outcomes import Answer, JobStatus, PlanSet, Registered, Taken
-from perseus_planner.runtime.service.planning import Planning, Processes, once_each, requests_of
+from perseus_planner.runtime.service.planning import Planning, Processes, requests_of
+from perseus_planner.runtime.service.registering import checked, first_state, known_again
 from perseus_planner.runtime.service.replanning import Replanning
-from perseus_planner.runtime.service.settling import (
-    answer,
-    check_deadline,
-    expected_saving_w,
-    first_decision,
-    given_up,
-    is_over,
-    next_look_s,
-    prepare,
-    settled,
-    with_shares,
-)
+from perseus_planner.runtime.service.settling import answer, expected_saving_w, given_up, is_over, prepare, settled
+from perseus_planner.runtime.service.sharing import share_power
 from perseus_planner.runtime.service.state import JobState
 from perseus_planner.runtime.service.storage import Storage
-from perseus_planner.runtime.service.writing import Changed, Draft, Writer, unknown_job
+from perseus_planner.runtime.service.writing import Draft, Writer, unknown_job
 
 _log = logging.getLogger(__name__)
 
@@ -72,14 +59,12 @@ class Service:
         self._now_s, self._workers = now_s, workers
         self._processes = Processes(workers)
         self._planning = Planning(storage.frontier, run or self._processes.run)
-        self._writer = Writer(storage, stored, self._committed)
         self._replanning = Replanning(self._prepare, workers)
-        self._subscribers: dict[object, Callable[[str, int], None]] = {}
-        self._subscribing = threading.Lock()
-        self._agenda = Agenda()
+        self._following = Following(now_s, self._replanning.want)
+        self._writer = Writer(storage, stored, self._following.committed)
         self._stack = ExitStack()
         for name, state in stored.jobs.items():
-            self._agenda.plan(name, self._look_s(state))
+            self._following.remember(name, state)
             for plan_set, decision in stored.versions[name]:
                 for pipeline, request in enumerate(requests_of(state.job, state.curve, decision)):
                     self._planning.remember(request, plan_set.text(pipeline))
@@ -114,22 +99,18 @@ class Service:
             UsageError, FrontierError: it is no job, or no frontier.
             InfeasibleError: no plan keeps its deadline, switch budget or power, or that of all jobs.
         """
-        check_job(job)
-        job = replace(job, frontier=hashlib.sha256(frontier).hexdigest(), since_s=self._now_s())
-        known = self._writer.jobs.get(job.name)
-        if known is not None:
-            return _known_again(known, job)
-        curve = self._planning.curve(job.frontier, frontier)
-        check_places(job, curve)
-        check_deadline(job.deadline_s, curve)
-        first = self._first_state(job, curve, frontier)
+        job = checked(job, frontier, self._now_s())
+        state = self._writer.jobs.get(job.name)
+        if state is not None:
+            return known_again(state, job)
+        first = first_state(job, frontier, self._planning)
 
         def command(draft: Draft) -> Registered:
             known = draft.find(job.name)
             if known is not None:
-                return _known_again(known, job)
+                return known_again(known, job)
             draft.put(first)
-            draft.frontiers[job.frontier] = frontier, curve
+            draft.frontiers[job.frontier] = frontier, first.curve
             self._share(draft, job.name)
             return Registered(job, draft.state(job.name).published.version, is_new=True)
 
@@ -298,15 +279,7 @@ class Service:
         Returns:
             What ends that.
         """
-        token = object()
-        with self._subscribing:
-            self._subscribers = {**self._subscribers, token: callback}
-
-        def unsubscribe() -> None:
-            with self._subscribing:
-                self._subscribers = {each: of for each, of in self._subscribers.items() if each is not token}
-
-        return unsubscribe
+        return self._following.subscribe(callback)
 
     def tick(self) -> float:
         """Do what is due by now: reports that begin or expire, holding times that end.
@@ -315,10 +288,10 @@ class Service:
             When to call this again, seconds since the epoch, unless a report or a wish comes before; infinite: never.
         """
         now_s = self._now_s()
-        due = self._agenda.due(now_s)
+        due = self._following.agenda.due(now_s)
         if due:
             self._writer.do(lambda draft: [self._settle(draft, state) for state in map(draft.find, due) if state])
-        return self._agenda.next_s()
+        return self._following.agenda.next_s()
 
     def _state(self, name: str) -> JobState:
         state = self._writer.jobs.get(name)
@@ -346,24 +319,8 @@ class Service:
         draft.put(after)
         return after
 
-    def _first_state(self, job: Job, curve: Curve, frontier: bytes) -> JobState:
-        now_s = self._now_s()
-        decision = first_decision(job, curve, self._planning, now_s)
-        asked = requests_of(job, curve, decision)
-        texts, of_pipeline = once_each(self._planning.first_plan(request, frontier) for request in asked)
-        return JobState(job, job, curve, decision, PlanSet(1, texts, of_pipeline, now_s), promised=1)
-
     def _share(self, draft: Draft, job: str | None) -> None:
-        """Share power anew: a budget of all jobs among all, else that of `job` alone; settle those with another share.
-
-        Raises:
-            InfeasiblePower: budgets cannot be kept.
-        """
-        alone = draft.power_w is None and job is not None
-        states = [draft.state(job)] if alone else list(draft.jobs().values())
-        for state in with_shares(draft.power_w, states):
-            if state.share_s != draft.state(state.job.name).share_s:
-                self._settle(draft, state)
+        share_power(draft, job, lambda state: self._settle(draft, state))
 
     def _prepare(self, name: str) -> None:
         """Make the plans of a job, on a thread for that, and publish them."""
@@ -388,45 +345,3 @@ class Service:
                 self._settle(draft, state)
 
         self._writer.do(command)
-
-    def _committed(self, changed: Changed) -> None:
-        """Tell of new versions, and have plans made that were promised."""
-        for name, (before, after) in changed.items():
-            if after is not None and not after.is_planned:
-                self._replanning.want(name)
-            self._agenda.plan(name, self._look_s(after))
-            told = after or before
-            if told is not None and (after is None or before is None or _is_newer(before, after)):
-                self._tell(name, told.published.version)
-
-    def _look_s(self, state: JobState | None) -> float:
-        """When time alone may change what is decided; infinite: never, or only when it has been planned."""
-        if state is None:
-            return math.inf
-        look_s = next_look_s(state, now_s := self._now_s())
-        return look_s if state.is_planned or look_s > now_s else math.inf
-
-    def _tell(self, name: str, version: int) -> None:
-        for callback in self._subscribers.values():
-            try:
-                callback(name, version)
-            except Exception:
-                _log.exception("Who was to be told of version %d of job %r has failed", version, name)
-
-
-def _known_again(state: JobState, job: Job) -> Registered:
-    """The job that runs, if `job` is that.
-
-    Raises:
-        Conflict: it is another one.
-    """
-    if replace(job, since_s=state.registered.since_s) != state.registered:
-        raise Conflict(
-            f"another job {shown(job.name)} runs, with another frontier or other settings; end that one, or choose "
-            "another name"
-        )
-    return Registered(state.job, state.published.version, is_new=False)
-
-
-def _is_newer(before: JobState, after: JobState) -> bool:
-    return after.published.version > before.published.version

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import replace
 
-from perseus_planner.errors import InfeasibleDeadline
-from perseus_planner.runtime.service.curves import Curve, NotSolved
+from perseus_planner.runtime.service.curves import NotSolved
 from perseus_planner.runtime.service.model import Decision, Job, Report
 from perseus_planner.runtime.service.outcomes import Answer, PlanSet
 from perseus_planner.runtime.service.planning import Planning, once_each, requests_of
 from perseus_planner.runtime.service.policy import decide, saving_w
-from perseus_planner.runtime.service.power import Demand, shares
 from perseus_planner.runtime.service.reports import lasting_reports
 from perseus_planner.runtime.service.state import JobState
 
@@ -63,11 +60,6 @@ def given_up(state: JobState, reason: str, now_s: float) -> JobState:
     return replace(state, published=published, decision=decision)
 
 
-def first_decision(job: Job, curve: Curve, planning: Planning, now_s: float) -> Decision:
-    """What a job that is new is to do."""
-    return decide(job, (), planning.numbers(job, curve), None, now_s)
-
-
 def answer(before: JobState, after: JobState, report: Report | None, planning: Planning, reason: str = "") -> Answer:
     """What to say of a change; `reason` if that of the decision does not tell."""
     unsolved = after.promised > before.promised and after.decision is before.decision
@@ -97,37 +89,6 @@ def next_look_s(state: JobState, now_s: float) -> float:
     return min(state.decision.look_again_s, _next_beginning_s(state, now_s))
 
 
-def with_shares(power_w: float | None, states: Iterable[JobState]) -> list[JobState]:
-    """The jobs, each to take as long as the power budgets want it to.
-
-    Stragglers are left out: who waits for one draws less.
-
-    Args:
-        power_w: of these jobs together, watts; None: any.
-        states: the jobs.
-
-    Raises:
-        InfeasiblePower: they cannot draw so little; names the least.
-        InfeasibleDeadline: a job cannot be as fast as it is wanted to be.
-    """
-    states = list(states)
-    if power_w is None and all(state.job.power_w is None for state in states):
-        return [replace(state, share_s=None) for state in states]
-    demands = [_demand(state.job, state.curve) for state in states]
-    found = zip(states, demands, shares(power_w, demands), strict=True)
-    return [replace(each, share_s=share.time_s if share.time_s > own.time_s else None) for each, own, share in found]
-
-
-def check_deadline(deadline_s: float | None, curve: Curve) -> None:
-    """Refuse a deadline that no plan meets.
-
-    Raises:
-        InfeasibleDeadline: there is none; names the least.
-    """
-    if deadline_s is not None and deadline_s < curve.min_time_s:
-        raise InfeasibleDeadline(deadline_s, curve.min_time_s)
-
-
 def is_over(report: Report, now_s: float) -> bool:
     """It has expired, or says that what was slow has recovered."""
     has_begun = report.begins_iteration is None and report.begins_s <= now_s
@@ -155,12 +116,6 @@ def _without_forgotten(state: JobState, now_s: float) -> JobState:
 def _wanted(job: Job, share_s: float | None) -> Job:
     """The job with the iteration time that is wanted, where power budgets want another."""
     return job if share_s is None else replace(job, deadline_s=share_s)
-
-
-def _demand(job: Job, curve: Curve) -> Demand:
-    time_s = curve.baseline_time_s if job.deadline_s is None else job.deadline_s
-    time_s = min(max(time_s, curve.min_time_s), curve.max_time_s)
-    return Demand(curve, job.pipelines, job.pipelines * curve.gpus, time_s, job.power_w)
 
 
 def _iteration(state: JobState, now_s: float) -> int | None:
