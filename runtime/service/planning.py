@@ -15,6 +15,7 @@ from perseus_planner.errors import PlannerError
 from perseus_planner.runtime.service import solving_process
 from perseus_planner.runtime.service.curves import Curve, KnownNumbers, Slow, slow_of
 from perseus_planner.runtime.service.model import Decision, Job
+from perseus_planner.runtime.service.outcomes import PlanSet
 from perseus_planner.runtime.service.solving_process import PlanRequest
 
 Key = TypeVar("Key", bound=Hashable)
@@ -28,18 +29,19 @@ class NotPlanned(PlannerError):
     """The process that was to solve or plan was killed."""
 
 
+class Ending(NotPlanned):
+    """The service is ending, and nothing more is planned."""
+
+
 class Processes:
     """Processes that solve and plan, started when first needed. A context manager: leaving it ends them at once.
 
     They end too when the process that made them is killed.
-
-    Attributes:
-        is_open: the context has not been left.
     """
 
     def __init__(self, count: int) -> None:
-        self.is_open = True
         self._count = count
+        self._open = True
         self._lock = threading.Lock()
         self._pool: Executor | None = None
         self._theirs, self._ours = multiprocessing.Pipe(duplex=False)
@@ -53,7 +55,7 @@ class Processes:
     ) -> None:
         """End the processes, whatever they do."""
         with self._lock:
-            self.is_open = False
+            self._open = False
             self._ours.close()
             if self._pool is not None:
                 self._pool.shutdown()
@@ -65,7 +67,8 @@ class Processes:
         If its process is killed, such as for want of memory, it is tried once more in a new one.
 
         Raises:
-            NotPlanned: that was killed too, or the context has been left.
+            NotPlanned: that was killed too.
+            Ending: the context has been left.
         """
         pool = None
         for _ in range(2):
@@ -79,8 +82,8 @@ class Processes:
     def _living(self, broken: Executor | None) -> Executor:
         """The pool, a new one if it is `broken`."""
         with self._lock:
-            if not self.is_open:
-                raise NotPlanned("the service is ending; ask again when it runs")
+            if not self._open:
+                raise Ending("the service is ending; ask again when it runs")
             if self._pool is None or self._pool is broken:
                 context = multiprocessing.get_context("spawn")  # a fork would have the service's sockets and locks
                 prepare = solving_process.serve_until_closed
@@ -162,9 +165,11 @@ class Planning:
         """
         return self._made(request, solving_process.plan_text, lambda _: content)
 
-    def remember(self, request: PlanRequest, text: str) -> None:
-        """This is the plan that is asked for."""
-        self._texts.put(request, text)
+    def remember(self, job: Job, curve: Curve, versions: Iterable[tuple[PlanSet, Decision]]) -> None:
+        """These versions of a job's plans were made for these decisions."""
+        for plan_set, decision in versions:
+            for pipeline, request in enumerate(requests_of(job, curve, decision)):
+                self._texts.put(request, plan_set.text(pipeline))
 
     def _made(self, request: PlanRequest, make: Callable[..., str], content: Callable[[str], bytes]) -> str:
         text = self._texts.get(request)

@@ -7,7 +7,40 @@ import threading
 from collections.abc import Callable
 from types import TracebackType
 
+from perseus_planner.errors import PlannerError
+from perseus_planner.runtime.service.planning import Ending, Planning
+from perseus_planner.runtime.service.settling import given_up, prepare, settled
+from perseus_planner.runtime.service.writing import Draft, Writer
+
 _log = logging.getLogger(__name__)
+
+
+def replan(name: str, writer: Writer, planning: Planning, now_s: Callable[[], float]) -> None:
+    """Make what a job's plans need, and publish them; takes up to minutes.
+
+    Raises:
+        StorageError: what was made cannot be written.
+    """
+    state = writer.jobs.get(name)
+    if state is None:
+        return
+    problem = ""
+    try:
+        prepare(state, planning, now_s())
+    except Ending:
+        return
+    except PlannerError as error:
+        problem = str(error)
+    except Exception as error:
+        _log.exception("Planning for job %r has failed", name)
+        problem = repr(error)
+
+    def command(draft: Draft) -> None:
+        state = draft.find(name)
+        if state is not None:
+            draft.put(given_up(state, problem, now_s()) if problem else settled(state, planning, now_s()))
+
+    writer.do(command)
 
 
 class Replanning:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -16,16 +15,16 @@ from perseus_planner.runtime.service.checks import check_deadline, check_positiv
 from perseus_planner.runtime.service.following import Following
 from perseus_planner.runtime.service.model import Conflict, Job, Report, UnknownReport
 from perseus_planner.runtime.service.outcomes import Answer, JobStatus, PlanSet, Registered, Taken
-from perseus_planner.runtime.service.planning import Planning, Processes, requests_of
+from perseus_planner.runtime.service.planning import Planning, Processes
 from perseus_planner.runtime.service.registering import checked, first_state, known_again
-from perseus_planner.runtime.service.replanning import Replanning
-from perseus_planner.runtime.service.settling import answer, expected_saving_w, given_up, is_over, prepare, settled
+from perseus_planner.runtime.service.replanning import Replanning, replan
+from perseus_planner.runtime.service.settling import answer, counting, settled, status_of
 from perseus_planner.runtime.service.sharing import share_power
 from perseus_planner.runtime.service.state import JobState
 from perseus_planner.runtime.service.storage import Storage
 from perseus_planner.runtime.service.writing import Draft, Writer, unknown_job
 
-_log = logging.getLogger(__name__)
+_AGAIN_AFTER_S = 1.0  # what could not be written, such as for a full disk
 
 
 class Service:
@@ -56,18 +55,16 @@ class Service:
             StorageError: the storage cannot be read.
         """
         stored = storage.load()
-        self._now_s, self._workers = now_s, workers
+        self._now_s = now_s
         self._processes = Processes(workers)
         self._planning = Planning(storage.frontier, run or self._processes.run)
-        self._replanning = Replanning(self._prepare, workers)
+        self._replanning = Replanning(self._replan, workers)
         self._following = Following(now_s, self._replanning.want)
         self._writer = Writer(storage, stored, self._following.committed)
         self._stack = ExitStack()
         for name, state in stored.jobs.items():
             self._following.remember(name, state)
-            for plan_set, decision in stored.versions[name]:
-                for pipeline, request in enumerate(requests_of(state.job, state.curve, decision)):
-                    self._planning.remember(request, plan_set.text(pipeline))
+            self._planning.remember(state.job, state.curve, stored.versions[name])
 
     def __enter__(self) -> Service:
         """Itself, running."""
@@ -133,8 +130,10 @@ class Service:
                 return self._answer(before, before, known, "the report was received before")
             check_report(before, report)
             after = self._settle(draft, replace(before, reports={**before.reports, report.key: report}))
-            overtaken = "" if report.key in after.reports else "its source has observed the same later"
-            return self._answer(before, after, report, overtaken)
+            counts = (
+                "" if report.key in after.reports else "it expires before it begins, or its source has seen it later"
+            )
+            return self._answer(before, after, report, counts)
 
         return self._writer.do(command)
 
@@ -242,11 +241,12 @@ class Service:
         Raises:
             UnknownJob: there is none of that name.
         """
-        return self._status(self._state(job))
+        return status_of(self._state(job), self._planning, self._now_s())
 
     def jobs(self) -> tuple[JobStatus, ...]:
         """All jobs that run, by name."""
-        return tuple(self._status(state) for _, state in sorted(self._writer.jobs.items()))
+        now_s = self._now_s()
+        return tuple(status_of(state, self._planning, now_s) for _, state in sorted(self._writer.jobs.items()))
 
     def reports(self, job: str) -> tuple[Report, ...]:
         """The reports of a job that count or are to count, in the order in which they came.
@@ -254,8 +254,7 @@ class Service:
         Raises:
             UnknownJob: there is none of that name.
         """
-        now_s = self._now_s()
-        return tuple(each for each in self._state(job).reports.values() if not is_over(each, now_s))
+        return counting(self._state(job), self._now_s())
 
     def plans(self, job: str, after: int) -> PlanSet | None:
         """The newest version of a job's plans; None if that is `after` or before.
@@ -289,8 +288,13 @@ class Service:
         """
         now_s = self._now_s()
         due = self._following.agenda.due(now_s)
-        if due:
-            self._writer.do(lambda draft: [self._settle(draft, state) for state in map(draft.find, due) if state])
+        try:
+            if due:
+                self._writer.do(lambda draft: [self._settle(draft, state) for state in map(draft.find, due) if state])
+        except PlannerError:
+            for name in due:
+                self._following.agenda.plan(name, now_s)
+            raise
         return self._following.agenda.next_s()
 
     def _state(self, name: str) -> JobState:
@@ -298,18 +302,6 @@ class Service:
         if state is None:
             raise unknown_job(name)
         return state
-
-    def _status(self, state: JobState) -> JobStatus:
-        now_s = self._now_s()
-        return JobStatus(
-            job=state.job,
-            decision=state.decision,
-            version=state.published.version,
-            promised=state.promised,
-            taken=state.taken,
-            reports=tuple(each for each in state.reports.values() if not is_over(each, now_s)),
-            expected_saving_w=expected_saving_w(state, self._planning),
-        )
 
     def _answer(self, before: JobState, after: JobState, report: Report | None = None, reason: str = "") -> Answer:
         return answer(before, after, report, self._planning, reason)
@@ -319,29 +311,12 @@ class Service:
         draft.put(after)
         return after
 
+    def _replan(self, name: str) -> None:
+        try:
+            replan(name, self._writer, self._planning, self._now_s)
+        except Exception:
+            self._following.agenda.plan(name, self._now_s() + _AGAIN_AFTER_S)
+            raise
+
     def _share(self, draft: Draft, job: str | None) -> None:
         share_power(draft, job, lambda state: self._settle(draft, state))
-
-    def _prepare(self, name: str) -> None:
-        """Make the plans of a job, on a thread for that, and publish them."""
-        state = self._writer.jobs.get(name)
-        if state is None:
-            return
-        problem = ""
-        try:
-            prepare(state, self._planning, self._now_s())
-        except Exception as error:
-            if not self._processes.is_open:
-                return
-            if not isinstance(error, PlannerError):
-                _log.exception("Planning failed for job %r", name)
-            problem = str(error) or repr(error)
-
-        def command(draft: Draft) -> None:
-            state = draft.find(name)
-            if state is not None and problem:
-                draft.put(given_up(state, problem, self._now_s()))
-            elif state is not None:
-                self._settle(draft, state)
-
-        self._writer.do(command)

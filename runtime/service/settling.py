@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from perseus_planner.runtime.service.curves import NotSolved
 from perseus_planner.runtime.service.model import Decision, Job, Report
-from perseus_planner.runtime.service.outcomes import Answer, PlanSet
+from perseus_planner.runtime.service.outcomes import Answer, JobStatus, PlanSet
 from perseus_planner.runtime.service.planning import Planning, once_each, requests_of
 from perseus_planner.runtime.service.policy import decide, saving_w
 from perseus_planner.runtime.service.reports import lasting_reports
@@ -89,7 +89,25 @@ def next_look_s(state: JobState, now_s: float) -> float:
     return min(state.decision.look_again_s, _next_beginning_s(state, now_s))
 
 
-def is_over(report: Report, now_s: float) -> bool:
+def status_of(state: JobState, planning: Planning, now_s: float) -> JobStatus:
+    """What to say of a job."""
+    return JobStatus(
+        job=state.job,
+        decision=state.decision,
+        version=state.published.version,
+        promised=state.promised,
+        taken=state.taken,
+        reports=counting(state, now_s),
+        expected_saving_w=expected_saving_w(state, planning),
+    )
+
+
+def counting(state: JobState, now_s: float) -> tuple[Report, ...]:
+    """The reports of a job that count or are to count, in the order in which they came."""
+    return tuple(each for each in state.reports.values() if not _is_over(each, now_s))
+
+
+def _is_over(report: Report, now_s: float) -> bool:
     """It has expired, or says that what was slow has recovered."""
     has_begun = report.begins_iteration is None and report.begins_s <= now_s
     return report.expires_s <= now_s or (report.degree == 1.0 and has_begun)
@@ -110,7 +128,7 @@ def _decided(state: JobState, planning: Planning, now_s: float) -> Decision:
 def _without_forgotten(state: JobState, now_s: float) -> JobState:
     lasting = lasting_reports(state.reports.values(), now_s, _iteration(state, now_s))
     oldest_s = now_s - _FORGOTTEN_AFTER_S
-    return state.keeping(each for each in lasting if not is_over(each, now_s) or each.observed_s >= oldest_s)
+    return state.keeping(each for each in lasting if not _is_over(each, now_s) or each.observed_s >= oldest_s)
 
 
 def _wanted(job: Job, share_s: float | None) -> Job:

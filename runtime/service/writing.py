@@ -151,12 +151,12 @@ class Writer:
                 future.set_exception(error)
             return
         self.jobs, self.power_w = draft.jobs(), draft.power_w
-        for answer in answers:
-            answer()
         try:
             self._committed(change.jobs)
         except Exception:
             _log.exception("What follows a change that is on disk has failed")
+        for answer in answers:
+            answer()
 
 
 def unknown_job(name: str) -> UnknownJob:
