@@ -11,19 +11,26 @@ from types import TracebackType
 from typing import Any, Literal
 from uuid import uuid4
 
-from sqlalchemy import URL, Connection, Engine, StaticPool, create_engine, event, make_url, select
+from sqlalchemy import URL, Connection, Engine, StaticPool, bindparam, create_engine, event, make_url, select
 from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 
-from perseus_planner.runtime.service import tables
+from perseus_planner.runtime.service import records, tables
 from perseus_planner.runtime.service.curves import Curve
 from perseus_planner.runtime.service.model import Decision, StorageError
 from perseus_planner.runtime.service.outcomes import PlanSet
+from perseus_planner.runtime.service.rows import Rows, forget_jobs, forget_unused_plans
 from perseus_planner.runtime.service.state import JobState
 
 Synchronous = Literal["NORMAL", "FULL", "EXTRA"]
 
 _ALL_JOBS = "all jobs"
 _WAIT_S = 10  # for another process that has the file
+_COMMITS_BETWEEN_SWEEPS = 256
+_STILL_WRITER = (
+    tables.meta.update()
+    .where(tables.meta.c.name == "writer", tables.meta.c.value == bindparam("writer"))
+    .values(value=bindparam("writer"))
+)
 
 
 @dataclass(frozen=True)
@@ -75,12 +82,15 @@ class Storage:
         """
         self._lock = threading.Lock()
         self._writer = uuid4().hex
+        self._commits = 0
         self._engine = _engine(os.fspath(place), synchronous)
         try:
             with self._transaction() as connection:
                 tables.TABLES.create_all(connection)
                 self._check_layout(connection)
-                tables.put(connection, tables.meta, {"name": "writer"}, value=self._writer)
+                connection.execute(tables.meta.delete().where(tables.meta.c.name == "writer"))
+                connection.execute(tables.meta.insert().values(name="writer", value=self._writer))
+                forget_unused_plans(connection)
         except BaseException:
             self._engine.dispose()
             raise
@@ -131,24 +141,30 @@ class Storage:
         Raises:
             StorageError: it cannot be written, or another service has opened the database since.
         """
+        rows, ended = Rows(), []
+        for name, (before, after) in change.jobs.items():
+            if after is None:
+                ended.append(name)
+            else:
+                rows.add(before, after)
         with self._transaction() as connection:
             self._check_writer(connection)
             for digest, (content, curve) in change.frontiers.items():
-                tables.add_frontier(connection, digest, content, curve)
-            for name, (before, after) in change.jobs.items():
-                if after is None:
-                    tables.forget_job(connection, name)
-                else:
-                    tables.write_job(connection, before, after)
+                _add_frontier(connection, digest, content, curve)
+            rows.write(connection)
+            if ended:
+                forget_jobs(connection, ended)
             for power_w in change.power_w:
                 connection.execute(tables.budgets.delete().where(tables.budgets.c.name == _ALL_JOBS))
                 if power_w is not None:
                     connection.execute(tables.budgets.insert().values(name=_ALL_JOBS, power_w=power_w))
+            self._commits += 1
+            if self._commits % _COMMITS_BETWEEN_SWEEPS == 0:
+                forget_unused_plans(connection)
 
     def _check_writer(self, connection: Connection) -> None:
         """By an update, not by a look: it makes any other writer wait for the end of this transaction."""
-        this = (tables.meta.c.name == "writer") & (tables.meta.c.value == self._writer)
-        if connection.execute(tables.meta.update().where(this).values(value=self._writer)).rowcount != 1:
+        if connection.execute(_STILL_WRITER, {"writer": self._writer}).rowcount != 1:
             raise StorageError(
                 f"{self._name}: another service has opened it, so this one writes no more; run one of them"
             )
@@ -180,6 +196,13 @@ class Storage:
             raise StorageError(
                 f"{self._name}: {reason}; see that it is a database of the service, can be written and has room"
             ) from error
+
+
+def _add_frontier(connection: Connection, digest: str, content: bytes, curve: Curve) -> None:
+    """Write it unless it is there."""
+    if connection.scalar(select(tables.frontiers.c.digest).where(tables.frontiers.c.digest == digest)) is None:
+        row = {"digest": digest, "content": content, "curve": records.text_of(curve)}
+        connection.execute(tables.frontiers.insert().values(row))
 
 
 def _engine(place: str, synchronous: Synchronous) -> Engine:

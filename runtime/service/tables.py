@@ -1,4 +1,4 @@
-"""The tables of the service's database, and how a job is written to them and read from them.
+"""The tables of the service's database, and how jobs are read from them.
 
 | table | content |
 |---|---|
@@ -13,8 +13,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 from sqlalchemy import (
     Boolean,
@@ -29,25 +28,16 @@ from sqlalchemy import (
     Table,
     Text,
     UniqueConstraint,
-    and_,
-    exists,
     select,
 )
 
-from perseus_planner.files import sha256
 from perseus_planner.runtime.service import records
-from perseus_planner.runtime.service.curves import Curve
 from perseus_planner.runtime.service.model import Decision, Report
 from perseus_planner.runtime.service.outcomes import PlanSet
 from perseus_planner.runtime.service.state import JobState
 
 LAYOUT = "1"
 """The version of the tables; a database of another version is refused."""
-
-VERSIONS_KEPT = 16
-"""How many versions of a job's plans are kept: it goes to and fro between few plans, which are then not made again."""
-
-_JOB_FIELDS = ("job", "promised", "taken", "share_s")
 
 TABLES = MetaData()
 meta = Table("meta", TABLES, Column("name", String(32), primary_key=True), Column("value", Text, nullable=False))
@@ -106,52 +96,6 @@ budgets = Table(
 )
 
 
-def put(connection: Connection, table: Table, key: Mapping[str, Any], **values: Any) -> None:
-    """Write the row of that key, whether or not it is there."""
-    this = _is(table, key)
-    if connection.execute(table.update().where(this).values(**values)).rowcount == 0:
-        connection.execute(table.insert().values(**key, **values))
-
-
-def add_frontier(connection: Connection, digest: str, content: bytes, curve: Curve) -> None:
-    """Write a frontier unless it is there."""
-    if not connection.scalar(select(exists().where(frontiers.c.digest == digest))):
-        row = {"digest": digest, "content": content, "curve": records.text_of(curve)}
-        connection.execute(frontiers.insert().values(row))
-
-
-def write_job(connection: Connection, before: JobState | None, after: JobState) -> None:
-    """Write what is not as it was before; None: the job was not there."""
-    name = after.job.name
-    if before is None or any(getattr(before, each) != getattr(after, each) for each in _JOB_FIELDS):
-        values = {
-            "registered": records.text_of(after.registered),
-            "content": records.text_of(after.job),
-            "frontier": after.job.frontier,
-            "promised": after.promised,
-            "taken": None if after.taken is None else records.text_of(after.taken),
-            "share_s": after.share_s,
-        }
-        put(connection, jobs, {"name": name}, **values)
-    if before is None or before.decision != after.decision:
-        put(connection, decisions, {"job": name}, content=records.text_of(after.decision))
-    _write_reports(connection, name, before, after)
-    if before is None or before.published.version != after.published.version:
-        _write_version(connection, name, after.published, after.decision)
-
-
-def forget_job(connection: Connection, name: str) -> None:
-    """Delete all that is only of this job."""
-    plan_digests = connection.scalars(select(version_plans.c.plan).where(version_plans.c.job == name)).all()
-    frontier = connection.scalar(select(jobs.c.frontier).where(jobs.c.name == name))
-    for table in (reports, versions, version_plans, decisions):
-        connection.execute(table.delete().where(table.c.job == name))
-    connection.execute(jobs.delete().where(jobs.c.name == name))
-    _forget_plans(connection, plan_digests)
-    unused = ~exists().where(jobs.c.frontier == frontier)
-    connection.execute(frontiers.delete().where(frontiers.c.digest == frontier, unused))
-
-
 def read_jobs(connection: Connection, kept: Mapping[str, list[tuple[PlanSet, Decision]]]) -> dict[str, JobState]:
     """Every job that runs, by its name; `kept` as `read_versions` gives it."""
     curves = {
@@ -192,64 +136,3 @@ def read_versions(connection: Connection) -> dict[str, list[tuple[PlanSet, Decis
         plan_set = PlanSet(row.version, tuple(texts_of[row.job, row.version]), of_pipeline, row.made_s)
         found.setdefault(row.job, []).append((plan_set, records.decision_from(row.decision)))
     return found
-
-
-def _write_reports(connection: Connection, name: str, before: JobState | None, after: JobState) -> None:
-    if before is not None and before.reports is after.reports and before.past is after.past:
-        return
-    old = {} if before is None else _all_reports(before)
-    new = _all_reports(after)
-    for key, (past, report) in new.items():
-        if key not in old:
-            row = {"job": name, "key": key, "past": past, "content": records.text_of(report)}
-            connection.execute(reports.insert().values(row))
-        elif old[key] != (past, report):
-            values = {"past": past, "content": records.text_of(report)}
-            connection.execute(reports.update().where(_is(reports, {"job": name, "key": key})).values(**values))
-    for key in old.keys() - new.keys():
-        connection.execute(reports.delete().where(_is(reports, {"job": name, "key": key})))
-
-
-def _all_reports(state: JobState) -> dict[str, tuple[bool, Report]]:
-    """Key -> (whether it is past, report)."""
-    past = {key: (True, report) for key, report in state.past.items()}
-    return past | {key: (False, report) for key, report in state.reports.items()}
-
-
-def _write_version(connection: Connection, name: str, published: PlanSet, decision: Decision) -> None:
-    row = {
-        "job": name,
-        "version": published.version,
-        "made_s": published.made_s,
-        "decision": records.text_of(decision),
-        "of_pipeline": json.dumps(published.of_pipeline),
-    }
-    connection.execute(versions.insert().values(row))
-    for place, text in enumerate(published.texts):
-        digest = sha256(text.encode())
-        if not connection.scalar(select(exists().where(plans.c.digest == digest))):
-            connection.execute(plans.insert().values(digest=digest, text=text))
-        values = {"job": name, "version": published.version, "place": place, "plan": digest}
-        connection.execute(version_plans.insert().values(values))
-    _forget_versions(connection, name, published.version - VERSIONS_KEPT)
-
-
-def _forget_versions(connection: Connection, name: str, last: int) -> None:
-    """Delete the versions up to `last`."""
-    old = (version_plans.c.job == name) & (version_plans.c.version <= last)
-    digests = connection.scalars(select(version_plans.c.plan).where(old)).all()
-    connection.execute(version_plans.delete().where(old))
-    connection.execute(versions.delete().where(versions.c.job == name, versions.c.version <= last))
-    _forget_plans(connection, digests)
-
-
-def _forget_plans(connection: Connection, digests: Iterable[str]) -> None:
-    """Delete those of the plans that no version has."""
-    for digest in set(digests):
-        unused = ~exists().where(version_plans.c.plan == digest)
-        connection.execute(plans.delete().where(plans.c.digest == digest, unused))
-
-
-def _is(table: Table, key: Mapping[str, Any]) -> Any:
-    """The row of that key."""
-    return and_(*(table.c[name] == value for name, value in key.items()))
