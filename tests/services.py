@@ -39,7 +39,8 @@ def job(name: str = "gpt", **settings: Any) -> Job:
     """A rank for each stage of each pipeline, two ranks on a node."""
     ranks = [(pipeline, stage) for pipeline in range(PIPELINES) for stage in range(STAGES)]
     places = tuple(
-        Place(rank, pipeline, (stage,), f"node{pipeline}", f"GPU-{rank}") for rank, (pipeline, stage) in enumerate(ranks)
+        Place(rank, pipeline, (stage,), f"node{pipeline}", f"GPU-{rank}")
+        for rank, (pipeline, stage) in enumerate(ranks)
     )
     return Job(name, PIPELINES, "", places, **settings)
 

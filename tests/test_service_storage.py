@@ -22,9 +22,7 @@ DIGEST = "f" * 64
 
 def state(name: str = "gpt") -> JobState:
     curve = Curve.of(small_frontier())
-    decision = Decision(
-        (Target(1.5), Target(2.0, {1: 1.25})), 2.0, {1: "a"}, NOW_S, NOW_S + 5.0, "because"
-    )
+    decision = Decision((Target(1.5), Target(2.0, {1: 1.25})), 2.0, {1: "a"}, NOW_S, NOW_S + 5.0, "because")
     taken = Taken(1, 17, NOW_S)
     registered = replace(job(name), frontier=DIGEST)
     first = report("a", expires_s=NOW_S + 60.0)
