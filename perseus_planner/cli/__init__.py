@@ -18,6 +18,7 @@ from perseus_planner.cli.estimate import estimate
 from perseus_planner.cli.plan import plan
 from perseus_planner.cli.profiling import profile
 from perseus_planner.cli.reset import reset
+from perseus_planner.cli.serve import serve
 from perseus_planner.cli.simulate import simulate
 from perseus_planner.cli.solve import solve
 from perseus_planner.errors import UsageError
@@ -88,6 +89,7 @@ main.add_command(calibrate)
 main.add_command(simulate)
 main.add_command(doctor)
 main.add_command(reset)
+main.add_command(serve)
 
 
 def _reset_what_is_left() -> None:

@@ -1,0 +1,180 @@
+"""The service on an event loop: its calls on a few threads, thousands who wait for a version on none, and its clock."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, contextmanager, suppress
+from functools import partial
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from weakref import WeakValueDictionary
+
+from starlette.exceptions import HTTPException
+
+from perseus_planner.runtime.service.model import UnknownJob
+from perseus_planner.runtime.service.plan_texts import PlanTexts
+
+if TYPE_CHECKING:
+    from perseus_planner.runtime.service.security import Limits
+    from perseus_planner.runtime.service.service import Service
+
+_THREADS = 4  # calls wait for the disk, or for one another
+_KEPT = 256  # jobs whose plans are kept as text: some 30 kB for each plan of 8 stages and 96 microbatches
+_SHORTEST_NAP_S, _LONGEST_NAP_S = 0.01, 60.0
+_AFTER_FAILURE_S = 1.0
+
+P = ParamSpec("P")
+R = TypeVar("R")
+_log = logging.getLogger(__name__)
+
+
+class AsyncService:
+    """`service` for coroutines of one event loop, while `running`.
+
+    Attributes:
+        service: what answers.
+        waiting: how many long polls and event streams are open.
+        problem: why time cannot go on in the service, such as a full disk; None: it can.
+    """
+
+    def __init__(self, service: Service, limits: Limits, now_s: Callable[[], float] = time.time) -> None:
+        self.service = service
+        self.waiting = 0
+        self.problem: str | None = None
+        self._limits = limits
+        self._now_s = now_s
+        self._ended = False
+        self._changes: WeakValueDictionary[str, asyncio.Future[None]] = WeakValueDictionary()
+        self._texts: OrderedDict[str, asyncio.Future[PlanTexts]] = OrderedDict()
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Threads, clock and news of the service, until the block ends."""
+        loop = asyncio.get_running_loop()
+        self._ended, self._sooner = False, asyncio.Event()
+        with ThreadPoolExecutor(_THREADS, "planner-service") as self._pool:
+
+            def heard(job: str, _: int) -> None:  # on any thread
+                loop.call_soon_threadsafe(self.changed, job)
+
+            unsubscribe = self.service.subscribe(heard)
+            clock = asyncio.create_task(self._tick())
+            try:
+                yield
+            finally:
+                unsubscribe()
+                self.end_waiting()
+                self._sooner.set()
+                await clock
+
+    async def call(self, method: Callable[P, R], *args: P.args, **options: P.kwargs) -> R:
+        """What a call of the service gives, which may take its time."""
+        return await asyncio.get_running_loop().run_in_executor(self._pool, partial(method, *args, **options))
+
+    async def change(self, method: Callable[P, R], *args: P.args, **options: P.kwargs) -> R:
+        """The same of a call after which time may matter earlier: something begins or ends at a moment of its own."""
+        try:
+            return await self.call(method, *args, **options)
+        finally:
+            self._sooner.set()
+
+    async def newer(self, job: str, after: int, wait_s: float) -> PlanTexts | None:
+        """The plans of `job` as soon as their version is above `after`; None: not within `wait_s` seconds.
+
+        Raises:
+            UnknownJob: there is none of that name, or no longer.
+            HTTPException: 503, too many wait.
+        """
+        loop = asyncio.get_running_loop()
+        with self._place():
+            until_s = loop.time() + wait_s
+            while True:
+                change = self._next_change(job)  # before the look, so that no change falls in between
+                plans = await self._plans(job)
+                if plans.version > after:
+                    return plans
+                left_s = until_s - loop.time()
+                if left_s <= 0.0 or self._ended:
+                    return None
+                await asyncio.wait({change}, timeout=left_s)
+
+    async def events(self, job: str) -> AsyncIterator[str]:
+        """The version of `job`, now and whenever there is a new one, as server-sent events; ends with the job."""
+        after = 0
+        with suppress(UnknownJob):
+            while not self._ended:
+                plans = await self.newer(job, after, self._limits.keep_alive_s)
+                if plans is None:
+                    yield ": nothing new\n\n"
+                else:
+                    after = plans.version
+                    yield f'id: {after}\nevent: version\ndata: {{"version":{after}}}\n\n'
+
+    def changed(self, job: str) -> None:
+        """Wake all who wait for news of `job`: a version, or that it has ended."""
+        self._texts.pop(job, None)
+        change = self._changes.pop(job, None)
+        if change is not None:
+            change.set_result(None)
+
+    def end_waiting(self) -> None:
+        """Have every long poll and event stream end now, and those that come end at once."""
+        self._ended = True
+        for job in list(self._changes):
+            self.changed(job)
+
+    @contextmanager
+    def _place(self) -> Iterator[None]:
+        if self.waiting >= self._limits.waiting:
+            raise HTTPException(503, f"{self.waiting} requests wait already; try again later", {"Retry-After": "1"})
+        self.waiting += 1
+        try:
+            yield
+        finally:
+            self.waiting -= 1
+
+    def _next_change(self, job: str) -> asyncio.Future[None]:
+        """What is done when there are news of `job`: one for all who wait, gone with the last of them."""
+        change = self._changes.get(job)
+        if change is None:
+            change = self._changes[job] = asyncio.get_running_loop().create_future()
+        return change
+
+    async def _plans(self, job: str) -> PlanTexts:
+        """The newest plans of `job`: read once, however many ask."""
+        reading = self._texts.get(job)
+        if reading is None:
+            reading = self._texts[job] = asyncio.ensure_future(self.call(self._read, job))
+            reading.add_done_callback(partial(self._forget_failure, job))
+            if len(self._texts) > _KEPT:
+                self._texts.popitem(last=False)
+        else:
+            self._texts.move_to_end(job)
+        return await asyncio.shield(reading)  # one who goes away does not end it for the others
+
+    def _read(self, job: str) -> PlanTexts:
+        plans = self.service.plans(job, 0)
+        return PlanTexts(0, (), ()) if plans is None else PlanTexts.of(plans)
+
+    def _forget_failure(self, job: str, reading: asyncio.Future[Any]) -> None:
+        if (reading.cancelled() or reading.exception() is not None) and self._texts.get(job) is reading:
+            del self._texts[job]
+
+    async def _tick(self) -> None:
+        """Tell the service that time has passed, whenever that matters to it."""
+        while not self._ended:
+            self._sooner.clear()
+            try:
+                nap_s = await self.call(self.service.tick) - self._now_s()
+                self.problem = None
+            except Exception as error:  # whatever it is, such as a full disk: it may pass, and then time goes on
+                if self.problem is None:
+                    _log.exception("The service cannot go on with what is due; it tries again every second")
+                self.problem = str(error)
+                nap_s = _AFTER_FAILURE_S
+            with suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._sooner.wait(), min(max(nap_s, _SHORTEST_NAP_S), _LONGEST_NAP_S))
