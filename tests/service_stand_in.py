@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from perseus_planner.errors import FrontierError, InfeasiblePower
+from perseus_planner.files import sha256
 from perseus_planner.runtime.service.app import create_app
 from perseus_planner.runtime.service.model import Conflict, Decision, Job, Report, Target, UnknownJob, UnknownReport
 from perseus_planner.runtime.service.outcomes import Answer, JobStatus, PlanSet, Registered, Taken
@@ -43,9 +44,9 @@ class StandIn:
         if not frontier.startswith(b"PK"):
             raise FrontierError("frontier.npz: is not a frontier file; name one that `planner solve` wrote")
         known = self.kept.get(job.name)
-        if known is not None and replace(known, since_s=job.since_s) != job:
+        if known is not None and known != replace(job, frontier=sha256(frontier), since_s=NOW_S):
             raise Conflict(f"a job {job.name} runs, and is another one; end it, or choose another name")
-        self.kept.setdefault(job.name, job)
+        self.kept.setdefault(job.name, replace(job, frontier=sha256(frontier), since_s=NOW_S))
         self.of_job.setdefault(job.name, {})
         if known is None:
             self._publish(job.name)
@@ -97,9 +98,10 @@ class StandIn:
     def end(self, job: str) -> None:
         self._check(job)
         del self.kept[job]
+        for callback in self.callbacks:
+            callback(job, self.versions[job])
 
     def plans(self, job: str, after: int) -> PlanSet | None:
-        self.calls.append(f"plans {job}")
         self._check(job)
         version, pipelines = self.versions[job], self.kept[job].pipelines
         texts = (f"plan {version} of the straggler\n", f"plan {version} “of the others”\n")

@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager, suppress
-from functools import partial
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 from weakref import WeakValueDictionary
 
 from starlette.exceptions import HTTPException
@@ -19,11 +18,14 @@ from perseus_planner.runtime.service.model import UnknownJob
 from perseus_planner.runtime.service.plan_texts import PlanTexts
 
 if TYPE_CHECKING:
+    from perseus_planner.runtime.service.model import Job
+    from perseus_planner.runtime.service.outcomes import Registered
     from perseus_planner.runtime.service.security import Limits
     from perseus_planner.runtime.service.service import Service
 
-_THREADS = 4  # calls wait for the disk, or for one another
-_KEPT = 256  # jobs whose plans are kept as text: some 30 kB for each plan of 8 stages and 96 microbatches
+_THREADS = 32  # nearly all of them wait, for what is written to disk together
+_REGISTERING = 4
+_KEPT = 256  # versions as JSON: some 30 kB for each plan of 8 stages and 96 microbatches
 _SHORTEST_NAP_S, _LONGEST_NAP_S = 0.01, 60.0
 _AFTER_FAILURE_S = 1.0
 
@@ -49,7 +51,8 @@ class AsyncService:
         self._now_s = now_s
         self._ended = False
         self._changes: WeakValueDictionary[str, asyncio.Future[None]] = WeakValueDictionary()
-        self._texts: OrderedDict[str, asyncio.Future[PlanTexts]] = OrderedDict()
+        self._texts = lru_cache(_KEPT)(PlanTexts.of)
+        self._registering = asyncio.Semaphore(_REGISTERING)
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -82,6 +85,11 @@ class AsyncService:
         finally:
             self._sooner.set()
 
+    async def register(self, job: Job, frontier: bytes) -> Registered:
+        """`Service.register`; of those that plan, few at a time, so that threads are left for reports."""
+        async with self._registering:
+            return await self.change(self.service.register, job, frontier)
+
     async def newer(self, job: str, after: int, wait_s: float) -> PlanTexts | None:
         """The plans of `job` as soon as their version is above `after`; None: not within `wait_s` seconds.
 
@@ -94,9 +102,9 @@ class AsyncService:
             until_s = loop.time() + wait_s
             while True:
                 change = self._next_change(job)  # before the look, so that no change falls in between
-                plans = await self._plans(job)
-                if plans.version > after:
-                    return plans
+                plans = self.service.plans(job, after)  # from memory
+                if plans is not None:
+                    return self._texts(plans)
                 left_s = until_s - loop.time()
                 if left_s <= 0.0 or self._ended:
                     return None
@@ -116,7 +124,6 @@ class AsyncService:
 
     def changed(self, job: str) -> None:
         """Wake all who wait for news of `job`: a version, or that it has ended."""
-        self._texts.pop(job, None)
         change = self._changes.pop(job, None)
         if change is not None:
             change.set_result(None)
@@ -143,26 +150,6 @@ class AsyncService:
         if change is None:
             change = self._changes[job] = asyncio.get_running_loop().create_future()
         return change
-
-    async def _plans(self, job: str) -> PlanTexts:
-        """The newest plans of `job`: read once, however many ask."""
-        reading = self._texts.get(job)
-        if reading is None:
-            reading = self._texts[job] = asyncio.ensure_future(self.call(self._read, job))
-            reading.add_done_callback(partial(self._forget_failure, job))
-            if len(self._texts) > _KEPT:
-                self._texts.popitem(last=False)
-        else:
-            self._texts.move_to_end(job)
-        return await asyncio.shield(reading)  # one who goes away does not end it for the others
-
-    def _read(self, job: str) -> PlanTexts:
-        plans = self.service.plans(job, 0)
-        return PlanTexts(0, (), ()) if plans is None else PlanTexts.of(plans)
-
-    def _forget_failure(self, job: str, reading: asyncio.Future[Any]) -> None:
-        if (reading.cancelled() or reading.exception() is not None) and self._texts.get(job) is reading:
-            del self._texts[job]
 
     async def _tick(self) -> None:
         """Tell the service that time has passed, whenever that matters to it."""

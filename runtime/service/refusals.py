@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
+from starlette.routing import Match
 
 from perseus_planner.errors import InfeasibleDeadline, InfeasibleError, InfeasiblePower, PlannerError
 from perseus_planner.runtime.service.model import Conflict, StorageError, UnknownJob
@@ -50,7 +51,9 @@ def add_refusals(app: FastAPI) -> None:
     """Have `app` answer every error in the one shape."""
 
     @app.exception_handler(HTTPException)
-    async def _(_: Request, error: HTTPException) -> JSONResponse:
+    async def _(request: Request, error: HTTPException) -> JSONResponse:
+        if error.status_code == 405:  # Starlette names the methods of the first route of that address alone
+            error.headers = {"Allow": ", ".join(_methods(request))}
         return refusal(error)
 
     @app.exception_handler(RequestValidationError)
@@ -84,6 +87,12 @@ def complaint(errors: Sequence[Mapping[str, Any]]) -> str:
         return f"the body is not JSON: {first['ctx']['error']} at character {first['loc'][-1]}; send a JSON object"
     more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
     return f"{place}: {first['msg']}{more}; /openapi.json says what is expected"
+
+
+def _methods(request: Request) -> list[str]:
+    """What may be asked of the address of `request`."""
+    routes = [route for route in request.app.routes if route.matches(request.scope)[0] is not Match.NONE]
+    return sorted({method for route in routes for method in getattr(route, "methods", ())})
 
 
 def _least(error: PlannerError) -> dict[str, float]:

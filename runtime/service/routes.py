@@ -88,8 +88,7 @@ async def register(request: Request, sent: Registration, live: Live) -> Response
     frontier = await live.call(sent.given_frontier)
     if frontier is None:
         frontier = await request.app.state.solver.frontier(sent.unsolved())
-    job = sent.job(frontier, request.app.state.now_s())
-    registered = await live.change(live.service.register, job, frontier)
+    registered = await live.register(sent.job(), frontier)
     return _said(answers.RegisteredAnswer, registered, 201 if registered.is_new else 200)
 
 
@@ -115,7 +114,6 @@ async def status(job: Job, live: Live) -> Response:
 async def end(job: Job, live: Live) -> Response:
     """A job has ended. Who waits for its plans is told that there is no such job."""
     await live.change(live.service.end, job)
-    live.changed(job)
     return Response(status_code=204)
 
 

@@ -11,7 +11,6 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from perseus_planner.errors import UsageError
-from perseus_planner.files import sha256
 from perseus_planner.runtime.service.model import Cause, Job, Place, Report, Scope, ScopeKind
 from perseus_planner.runtime.service.solving import Unsolved
 
@@ -73,10 +72,6 @@ class Registration(_Sent):
             raise ValueError("give a frontier, or all of profile_csv, profile_yaml and schedule")
         if self.frontier is not None and (*profile, self.microbatches) != (None,) * 4:
             raise ValueError("has a frontier, so leave out profile_csv, profile_yaml, schedule and microbatches")
-        if len({place.rank for place in self.places}) < len(self.places):
-            raise ValueError("places: a rank is there twice; give each rank one place")
-        if any(place.pipeline >= self.pipelines for place in self.places):
-            raise ValueError(f"places: a pipeline is none of the {self.pipelines}, which are numbered from 0")
         return self
 
     def given_frontier(self) -> bytes | None:
@@ -96,18 +91,17 @@ class Registration(_Sent):
         """What is to be solved where there is no `frontier`."""
         return Unsolved(self.profile_csv or "", self.profile_yaml or "", self.schedule or "", self.microbatches)
 
-    def job(self, frontier: bytes, now_s: float) -> Job:
-        """The job with that frontier."""
+    def job(self) -> Job:
+        """The job, whose frontier and time the service sets."""
         return Job(
             name=self.name,
             pipelines=self.pipelines,
-            frontier=sha256(frontier),
+            frontier="",
             places=tuple(Place(**{**dict(place), "stages": tuple(place.stages)}) for place in self.places),
             deadline_s=self.deadline_s,
             max_changes=self.max_changes,
             min_dwell_s=self.min_dwell_s,
             power_w=self.power_w,
-            since_s=now_s,
         )
 
 
