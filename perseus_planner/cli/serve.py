@@ -62,19 +62,19 @@ def serve(
         raise UsageError("--unix: is instead of --host and --port; give one or the other")
     try:
         from perseus_planner.runtime.service.security import read_tokens
-        from perseus_planner.runtime.service.server import Address
+        from perseus_planner.runtime.service.server import Address, listening
         from perseus_planner.runtime.service.server import serve as serve_at
         from perseus_planner.runtime.service.service import Service
         from perseus_planner.runtime.service.storage import Storage
     except ModuleNotFoundError as error:
         raise UsageError(f"{error.name} is not installed; run `pip install 'perseus-planner[service]'`") from error
     address = Address(host or "127.0.0.1", 8400 if port is None else port, unix, tls_cert, tls_key)
-    bearers = read_tokens(tokens)
-    with Storage(database) as storage, Service(storage) as service:
-        serve_at(service, address, bearers, ready=lambda url: click.echo(_listening(url, database, len(bearers))))
+    with listening(address, read_tokens(tokens)) as listener, Storage(database) as storage, Service(storage) as service:
+        said = _listening(listener.url, len(listener.tokens), database)
+        serve_at(service, listener, ready=lambda: click.echo(said))
 
 
-def _listening(url: str, database: str, tokens: int) -> str:
+def _listening(url: str, tokens: int, database: str) -> str:
     """What is said when it listens; a URL of a database may hold a password, which is not shown."""
     from sqlalchemy import make_url
 

@@ -56,7 +56,7 @@ def create_app(service: Service, access: Access, limits: Limits, *, now_s: Calla
     app.state.service, app.state.metrics = live, metrics
     app.state.now_s = now_s
     app.include_router(router)
-    add_refusals(app)
+    add_refusals(app, router.routes)
     app.add_middleware(Guard, access=access, limits=limits)
     app.add_middleware(metrics.counting)
     return app

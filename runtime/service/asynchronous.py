@@ -114,13 +114,15 @@ class AsyncService:
         """The version of `job`, now and whenever there is a new one, as server-sent events; ends with the job."""
         after = 0
         with suppress(UnknownJob):
-            while not self._ended:
+            while True:
                 plans = await self.newer(job, after, self._limits.keep_alive_s)
-                if plans is None:
-                    yield ": nothing new\n\n"
-                else:
+                if plans is not None:
                     after = plans.version
                     yield f'id: {after}\nevent: version\ndata: {{"version":{after}}}\n\n'
+                elif self._ended:
+                    return
+                else:
+                    yield ": nothing new\n\n"
 
     def changed(self, job: str) -> None:
         """Wake all who wait for news of `job`: a version, or that it has ended."""

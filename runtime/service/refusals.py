@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
-from starlette.routing import Match
+from starlette.routing import BaseRoute, Match
 
 from perseus_planner.errors import InfeasibleDeadline, InfeasibleError, InfeasiblePower, PlannerError
 from perseus_planner.runtime.service.model import Conflict, StorageError, UnknownJob
@@ -47,13 +47,13 @@ def refusal(error: HTTPException) -> JSONResponse:
     return _answer(error.status_code, message, headers=error.headers)
 
 
-def add_refusals(app: FastAPI) -> None:
-    """Have `app` answer every error in the one shape."""
+def add_refusals(app: FastAPI, routes: Sequence[BaseRoute]) -> None:
+    """Have `app`, which has these routes, answer every error in the one shape."""
 
     @app.exception_handler(HTTPException)
     async def _(request: Request, error: HTTPException) -> JSONResponse:
         if error.status_code == 405:  # Starlette names the methods of the first route of that address alone
-            error.headers = {"Allow": ", ".join(_methods(request))}
+            error.headers = {"Allow": ", ".join(_methods(request, routes))}
         return refusal(error)
 
     @app.exception_handler(RequestValidationError)
@@ -89,10 +89,10 @@ def complaint(errors: Sequence[Mapping[str, Any]]) -> str:
     return f"{place}: {first['msg']}{more}; /openapi.json says what is expected"
 
 
-def _methods(request: Request) -> list[str]:
+def _methods(request: Request, routes: Sequence[BaseRoute]) -> list[str]:
     """What may be asked of the address of `request`."""
-    routes = [route for route in request.app.routes if route.matches(request.scope)[0] is not Match.NONE]
-    return sorted({method for route in routes for method in getattr(route, "methods", ())})
+    there = [route for route in routes if route.matches(request.scope)[0] is not Match.NONE]
+    return sorted({method for route in there for method in getattr(route, "methods", ())})
 
 
 def _least(error: PlannerError) -> dict[str, float]:

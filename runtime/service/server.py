@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import socket
 import ssl
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 _GRACE_S = 5  # how long answers that are under way may still take
 _BACKLOG = 2048
+_CONNECTIONS = 65_536
 
 
 @dataclass(frozen=True)
@@ -55,60 +57,72 @@ class Address:
             raise UsageError(f"--port {self.port}: is no port; give one of 1 to 65535, or 0 to have one chosen")
 
 
+@dataclass(frozen=True)
+class Listener:
+    """A socket that is bound, and who may come in by it.
+
+    Attributes:
+        socket: it.
+        url: what clients are told, such as http://127.0.0.1:8400 or unix:/run/planner.sock.
+        address: what was asked for.
+        tokens: those of all clients; empty: none is needed.
+    """
+
+    socket: socket.socket
+    url: str
+    address: Address
+    tokens: tuple[Token, ...]
+
+
 @contextmanager
-def listening(address: Address, tokens: tuple[Token, ...]) -> Iterator[tuple[socket.socket, str]]:
-    """A socket bound to `address` and its URL; a unix socket's file is removed when the block ends.
+def listening(address: Address, tokens: tuple[Token, ...] = ()) -> Iterator[Listener]:
+    """A socket bound to `address`; a unix socket's file is removed when the block ends.
 
     Raises:
-        UsageError: it cannot be bound, or is off loopback and there are no tokens.
+        UsageError: it cannot be bound, or is off loopback and there are no tokens, or the TLS files are none.
     """
+    _check_tls(address)
     if address.unix is not None:
         with _unix_socket(address.unix) as bound:
-            yield bound, f"unix:{address.unix}"
+            yield Listener(bound, f"unix:{address.unix.absolute()}", address, tokens)
         return
     with _tcp_socket(address, only_loopback=not tokens) as bound:
         host, port = bound.getsockname()[:2]
         scheme = "http" if address.certificate is None else "https"
-        yield bound, f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+        url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+        yield Listener(bound, url, address, tokens)
 
 
 def serve(
     service: Service,
-    address: Address,
-    tokens: tuple[Token, ...] = (),
+    listener: Listener,
     limits: Limits | None = None,
     *,
-    ready: Callable[[str], None] = lambda _: None,
+    ready: Callable[[], None] = lambda: None,
 ) -> None:
-    """Serve until SIGTERM, which ends it well, or SIGINT, which raises KeyboardInterrupt after it.
+    """Serve until SIGTERM, or until SIGINT, after which KeyboardInterrupt is raised; on the main thread.
 
-    Long polls are answered and event streams ended before it returns; `ready` is called with the URL when it listens.
-
-    Raises:
-        UsageError: it cannot listen at `address`, or not with these files.
+    Long polls are answered and event streams ended before it returns. `ready` is called when requests are answered.
     """
-    with listening(address, tokens) as (bound, url), _ended_by_sigterm():
-        _server(service, address, tokens, limits, lambda: ready(url)).run(sockets=[bound])
+    with _many_connections(), _ended_by_sigterm():
+        _server(service, listener, limits, ready).run(sockets=[listener.socket])
 
 
 @contextmanager
 def serving(
     service: Service, address: Address, tokens: tuple[Token, ...] = (), limits: Limits | None = None
 ) -> Iterator[str]:
-    """The same on a thread of this process, until the block ends; gives the URL.
+    """Serve on a thread of this process until the block ends; gives the URL.
 
     Raises:
-        UsageError: as `serve`.
+        UsageError: as `listening`.
     """
-    listens = threading.Event()
-    with listening(address, tokens) as (bound, url):
-        server = _server(service, address, tokens, limits, listens.set)
-        thread = threading.Thread(target=server.run, args=([bound],), name="planner-service")
-        thread.start()
+    with listening(address, tokens) as listener:
+        server = _server(service, listener, limits, lambda: None)
+        thread = threading.Thread(target=server.run, args=([listener.socket],), name="planner-service")
+        thread.start()  # who connects before it is ready waits for a moment: the socket listens
         try:
-            while not listens.wait(0.1) and thread.is_alive():
-                pass
-            yield url
+            yield listener.url
         finally:
             server.should_exit = True
             thread.join()
@@ -131,9 +145,8 @@ class _Server(uvicorn.Server):
         await super().shutdown(sockets)
 
 
-def _server(
-    service: Service, address: Address, tokens: tuple[Token, ...], limits: Limits | None, ready: Callable[[], None]
-) -> _Server:
+def _server(service: Service, listener: Listener, limits: Limits | None, ready: Callable[[], None]) -> _Server:
+    address, tokens = listener.address, listener.tokens
     access = Access(tokens, loopback_only=not tokens and address.unix is None)
     app = create_app(service, access, limits or Limits())
     config = uvicorn.Config(
@@ -146,8 +159,6 @@ def _server(
         ssl_certfile=address.certificate,
         ssl_keyfile=address.key,
     )
-    _check_tls(address)
-    config.load()
     return _Server(config, ready, app.state.service.end_waiting)
 
 
@@ -162,7 +173,7 @@ def _check_tls(address: Address) -> None:
     except OSError as error:
         raise UsageError(
             f"--tls-cert {address.certificate}, --tls-key {address.key}: are no certificate and its key, in PEM and "
-            f"without a password: {error.strerror or error}; name such files"
+            f"without a password: {_reason(error)}; name such files"
         ) from error
 
 
@@ -178,10 +189,8 @@ def _tcp_socket(address: Address, *, only_loopback: bool) -> Iterator[socket.soc
             )
         bound = socket.create_server(at[:2], family=family, backlog=_BACKLOG)
     except (OSError, UnicodeError) as error:  # UnicodeError: a name that can be none
-        reason = getattr(error, "strerror", None) or error
-        raise UsageError(
-            f"--host {address.host} --port {address.port}: cannot be listened on: {reason}; give another"
-        ) from error
+        place = f"--host {address.host} --port {address.port}"
+        raise UsageError(f"{place}: cannot be listened on: {_reason(error)}; give another") from error
     with bound:
         yield bound
 
@@ -196,6 +205,7 @@ def _unix_socket(path: Path) -> Iterator[socket.socket]:
                 bound.bind(str(path))
             finally:
                 os.umask(umask)
+            bound.listen(_BACKLOG)
         except OSError as error:
             raise UsageError(
                 f"--unix {path}: cannot be listened on: {error.strerror or error}; give another"
@@ -207,6 +217,12 @@ def _unix_socket(path: Path) -> Iterator[socket.socket]:
             with suppress(OSError):
                 if path.stat().st_ino == made:
                     path.unlink()
+
+
+def _reason(error: OSError | UnicodeError) -> str:
+    """What the system says; Python adds the address to it, which is said already."""
+    number = getattr(error, "errno", None)
+    return os.strerror(number) if number and number > 0 and not isinstance(error, ssl.SSLError) else str(error)
 
 
 def _remove_if_left_behind(path: Path) -> None:
@@ -227,11 +243,21 @@ def _remove_if_left_behind(path: Path) -> None:
 
 
 @contextmanager
+def _many_connections() -> Iterator[None]:
+    """As many open files as this process may have at all: every long poll is one, and the usual limit is 1024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(ValueError, OSError):
+        most = _CONNECTIONS if hard == resource.RLIM_INFINITY else min(hard, _CONNECTIONS)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@contextmanager
 def _ended_by_sigterm() -> Iterator[None]:
     """Outlive SIGTERM: uvicorn ends well on it, and then sends it to the process once more."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
 
     def outlive(_: int, __: FrameType | None) -> None:
         pass
