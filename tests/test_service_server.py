@@ -23,6 +23,7 @@ from service_stand_in import StandIn
 from strategies import smooth_profile
 
 from perseus_planner import Plan, schedules, solve
+from perseus_planner.cli.serve import DATABASE, _listening, serve
 from perseus_planner.errors import UsageError
 from perseus_planner.files import sha256
 from perseus_planner.runtime.service.model import Job
@@ -217,9 +218,15 @@ def test_a_database_that_is_none_is_refused(folder: Path):
     assert "text.sqlite" in complained
 
 
-def test_a_password_of_a_database_is_not_shown():
-    from perseus_planner.cli.serve import _listening
+@pytest.mark.parametrize("line", [line.strip() for line in str(serve.epilog).splitlines() if " planner " in line])
+def test_the_examples_of_the_help_are_taken_as_they_stand(line: str):
+    given = serve.make_context("serve", line.split()[2:]).params
+    assert {f"--{name.replace('_', '-')}" for name, value in given.items() if value not in (None, DATABASE)} == {
+        word for word in line.split() if word.startswith("--")
+    }
 
+
+def test_a_password_of_a_database_is_not_shown():
     said = _listening("http://127.0.0.1:1", 2, "postgresql+psycopg://planner:secret@host/name")
     assert said == "Listening at http://127.0.0.1:1, 2 tokens, database postgresql+psycopg://planner:***@host/name"
 
