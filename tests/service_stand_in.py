@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from perseus_planner.errors import FrontierError, InfeasiblePower
+from perseus_planner.errors import FrontierError, InfeasibleBudget, InfeasibleDeadline, InfeasiblePower
 from perseus_planner.files import sha256
 from perseus_planner.runtime.service.app import create_app
 from perseus_planner.runtime.service.model import Conflict, Decision, Job, Report, Target, UnknownJob, UnknownReport
@@ -22,7 +22,7 @@ from perseus_planner.runtime.service.security import Access, Limits
 httpx = pytest.importorskip("httpx")
 
 NOW_S = 1_000.0
-LEAST_W = 100.0
+LEAST_W, LEAST_S = 100.0, 0.5
 
 
 class StandIn:
@@ -65,6 +65,10 @@ class StandIn:
 
     def set_deadline(self, job: str, deadline_s: float | None) -> Answer:
         self._check(job)
+        if deadline_s is not None and deadline_s < LEAST_S:
+            raise InfeasibleDeadline(deadline_s, LEAST_S)
+        if deadline_s == LEAST_S:
+            raise InfeasibleBudget(deadline_s, 0, 0.0, None)
         self.kept[job] = replace(self.kept[job], deadline_s=deadline_s)
         return self._changed(job, None)
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from service_stand_in import LEAST_W, NOW_S, StandIn, asking, opened
+from service_stand_in import LEAST_S, LEAST_W, NOW_S, StandIn, asking, opened
 
 from perseus_planner.files import sha256
 from perseus_planner.runtime.service.model import Place, Scope, StorageError
@@ -182,6 +182,15 @@ def test_what_a_job_has_taken_and_what_is_wanted_of_it_is_told():
 
     talk(service, conversation)
     assert service.taken_by == {"gpt3": Taken(1, 40, NOW_S)}
+
+
+def test_a_deadline_that_no_plan_keeps_is_refused_with_the_least_that_one_does(ask):
+    too_short = ask("PUT", "/v1/jobs/gpt3/deadline", json={"deadline_s": LEAST_S / 2})
+    assert refusal(too_short)[:2] == (409, "infeasible")
+    assert too_short.json()["error"]["least_deadline_s"] == LEAST_S
+    not_known = ask("PUT", "/v1/jobs/gpt3/deadline", json={"deadline_s": LEAST_S})
+    assert refusal(not_known)[:2] == (409, "infeasible")
+    assert set(not_known.json()["error"]) == {"code", "message"}
 
 
 def test_plans_come_for_one_pipeline_or_for_all_with_equal_ones_once():

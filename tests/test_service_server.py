@@ -298,4 +298,6 @@ def test_the_service_leaves_no_thread_behind():
     before = set(threading.enumerate())
     with serving(StandIn(), Address(port=0)) as url:
         assert httpx.get(f"{url}/v1/jobs").status_code == 200
+    for thread in set(threading.enumerate()) - before:
+        thread.join(timeout=10)
     assert set(threading.enumerate()) == before

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _THREADS = 32  # nearly all of them wait, for what is written to disk together
 _REGISTERING = 4
 _KEPT = 256  # versions as JSON: some 30 kB for each plan of 8 stages and 96 microbatches
-_SHORTEST_NAP_S, _LONGEST_NAP_S = 0.01, 60.0
+_BETWEEN_TICKS_S, _LONGEST_NAP_S = 0.01, 60.0
 _AFTER_FAILURE_S = 1.0
 
 P = ParamSpec("P")
@@ -59,20 +59,21 @@ class AsyncService:
         """Threads, clock and news of the service, until the block ends."""
         loop = asyncio.get_running_loop()
         self._ended, self._sooner = False, asyncio.Event()
-        with ThreadPoolExecutor(_THREADS, "planner-service") as self._pool:
+        self._pool = ThreadPoolExecutor(_THREADS, "planner-service")
 
-            def heard(job: str, _: int) -> None:  # on any thread
-                loop.call_soon_threadsafe(self.changed, job)
+        def heard(job: str, _: int) -> None:  # on any thread
+            loop.call_soon_threadsafe(self.changed, job)
 
-            unsubscribe = self.service.subscribe(heard)
-            clock = asyncio.create_task(self._tick())
-            try:
-                yield
-            finally:
-                unsubscribe()
-                self.end_waiting()
-                self._sooner.set()
-                await clock
+        unsubscribe = self.service.subscribe(heard)
+        clock = asyncio.create_task(self._tick())
+        try:
+            yield
+        finally:
+            unsubscribe()
+            self.end_waiting()
+            self._sooner.set()
+            await clock
+            self._pool.shutdown(wait=False)  # a registration that plans ends with the service
 
     async def call(self, method: Callable[P, R], *args: P.args, **options: P.kwargs) -> R:
         """What a call of the service gives, which may take its time."""
@@ -111,9 +112,12 @@ class AsyncService:
                 await asyncio.wait({change}, timeout=left_s)
 
     async def events(self, job: str) -> AsyncIterator[str]:
-        """The version of `job`, now and whenever there is a new one, as server-sent events; ends with the job."""
+        """The version of `job`, now and whenever there is a new one, as server-sent events; ends with the job.
+
+        Also where too many wait: the client comes back then.
+        """
         after = 0
-        with suppress(UnknownJob):
+        with suppress(UnknownJob, HTTPException):
             while True:
                 plans = await self.newer(job, after, self._limits.keep_alive_s)
                 if plans is not None:
@@ -166,4 +170,5 @@ class AsyncService:
                 self.problem = str(error)
                 nap_s = _AFTER_FAILURE_S
             with suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._sooner.wait(), min(max(nap_s, _SHORTEST_NAP_S), _LONGEST_NAP_S))
+                await asyncio.wait_for(self._sooner.wait(), min(nap_s, _LONGEST_NAP_S))
+            await asyncio.sleep(_BETWEEN_TICKS_S)  # one for all reports of a burst

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
@@ -99,7 +100,9 @@ def _least(error: PlannerError) -> dict[str, float]:
     """The least that can be asked for, where too little was."""
     if isinstance(error, InfeasiblePower):
         return {"least_power_w": error.least_power_w}
-    return {"least_deadline_s": error.least_time_s} if isinstance(error, InfeasibleDeadline) else {}
+    if isinstance(error, InfeasibleDeadline) and math.isfinite(error.least_time_s):
+        return {"least_deadline_s": error.least_time_s}
+    return {}
 
 
 def _answer(

@@ -201,7 +201,8 @@ class Guard:
         if bearer is None and self._access.tokens and scope["path"] != _OPEN_PATH:
             wanted = {"WWW-Authenticate": "Bearer"}
             raise HTTPException(401, "no valid token; send the header `Authorization: Bearer TOKEN`", wanted)
-        scope.setdefault("state", {})["role"] = bearer.role if bearer else "operate"
+        stranger: Role = "read" if self._access.tokens else "operate"
+        scope.setdefault("state", {})["role"] = bearer.role if bearer else stranger
         registers = (scope["method"], scope["path"]) == _REGISTER
         most = self._limits.registration_bytes if registers else self._limits.body_bytes
         length = headers.get("content-length", "")

@@ -154,6 +154,8 @@ def _server(service: Service, listener: Listener, limits: Limits | None, ready: 
         log_config=None,  # nothing but warnings, on stderr
         access_log=False,
         server_header=False,
+        proxy_headers=False,  # whoever sends them would choose whose limits count
+        ws="none",
         backlog=_BACKLOG,
         timeout_graceful_shutdown=_GRACE_S,
         ssl_certfile=address.certificate,
