@@ -126,7 +126,7 @@ def alertmanager_reports(body: Any) -> list[ReportRequest]:
 
 def _scores(report: Any, name: str) -> dict[int, float]:
     """Rank -> score, of those that are known."""
-    scores = report.get(name, {}) if isinstance(report, Mapping) else getattr(report, name, None)
+    scores: Any = report.get(name, {}) if isinstance(report, Mapping) else getattr(report, name, None)
     try:
         found = {int(rank): float(score) for rank, score in dict(scores).items()}
     except (TypeError, ValueError) as error:

@@ -151,7 +151,7 @@ def _base(address: str) -> tuple[str, httpx.HTTPTransport | None]:
         path = re.sub("^//+", "/", address.removeprefix("unix:"))
         if path:
             return "http://localhost", httpx.HTTPTransport(uds=path)
-    elif re.fullmatch(r"https?://[^/?#@\s]+/?", address):
+    elif re.fullmatch(r"https?://([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?/?", address):
         try:
             return str(httpx.URL(address)), None
         except httpx.InvalidURL:
