@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from http_stand_in import stand_in
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from service_stand_in import stand_in
 from strategies import fixed
 from test_service_client import EFFECT
 
