@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, NamedTuple
 
@@ -61,6 +62,12 @@ def stand_in(answers: Answers, port: int = 0) -> Iterator[StandIn]:
 
     class Server(ThreadingHTTPServer):
         daemon_threads = True
+        connections: list[socket.socket] = []  # noqa: RUF012 - of this one server
+
+        def get_request(self) -> Any:
+            request, where = super().get_request()
+            self.connections.append(request)
+            return request, where
 
         def handle_error(self, *_: Any) -> None:  # who asked may have gone
             pass
@@ -73,3 +80,6 @@ def stand_in(answers: Answers, port: int = 0) -> Iterator[StandIn]:
         finally:
             server.shutdown()
             thread.join()
+            for connection in server.connections:
+                with suppress(OSError):  # it has ended
+                    connection.shutdown(socket.SHUT_RDWR)

@@ -6,6 +6,7 @@ import json
 import math
 import socket
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -361,3 +362,17 @@ def test_status_shows_what_the_service_knows(service: StandIn):
         assert text in whole
     assert json.loads(done(f"status gpt3 --service {service.address} --json"))["decision"]["look_again_s"] is None
     assert json.loads(done(f"status --service {service.address} --json"))["jobs"][0]["name"] == "gpt3"
+
+
+def test_status_is_watched_until_the_service_says_no_more(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(import_module("perseus_planner.cli.status"), "_LOOK_S", 0.0)
+    told = iter([{**STATUS, "version": version} for version in (7, 7, 9)])
+
+    def answers(*_: Any) -> tuple[int, Any]:
+        status = next(told, None)
+        return refused(404, "it has ended") if status is None else (200, status)
+
+    with stand_in(answers) as found:
+        code, stdout, stderr = refusal(f"status gpt3 --watch --service {found.address}")
+    assert (code, stdout.count("Job gpt3: "), stdout.count("Plans: version 9")) == (2, 2, 1)
+    assert stderr.endswith("refused: it has ended\n")

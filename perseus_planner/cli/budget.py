@@ -47,5 +47,7 @@ def budget(
             answers += client.set_power(power_w, job)
     if as_json:
         asking.print_json({"answers": answers})
+    elif answers:
+        asking.say(answers)
     else:
-        click.echo("\n".join(map(asking.answer_text, answers)) or "No job runs; it holds for those that come.")
+        click.echo("No job runs; it holds for those that come.")

@@ -6,16 +6,12 @@ import getpass
 import socket
 import sys
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 import click
 
 from perseus_planner.cli import asking, console
 from perseus_planner.errors import UsageError
-
-if TYPE_CHECKING:
-    from perseus_planner.runtime.service.client import Client
-    from perseus_planner.runtime.service.model import Scope, ScopeKind
 
 _CAUSES = ("compute", "communication", "data", "unknown")
 
@@ -96,7 +92,7 @@ def straggler(
     if as_json:
         asking.print_json(answer)
     else:
-        click.echo(asking.answer_text(answer))
+        asking.say([answer])
 
 
 def _refuse(given: dict[str, Any], beside: str) -> None:
@@ -123,25 +119,29 @@ def _request(given: dict[str, Any]) -> Any:
     )
 
 
-def _scope(pipeline: int | None, **others: Any) -> Scope:
+def _scope(pipeline: int | None, **others: Any) -> Any:
     from perseus_planner.runtime.service.model import Scope
 
-    named = {kind: value for kind, value in others.items() if value is not None}
+    named: dict[Any, Any] = {kind: value for kind, value in others.items() if value is not None}
     if pipeline is not None and not named:
         return Scope("pipeline", str(pipeline))
     if len(named) != 1 or (pipeline is not None and "stage" not in named):
         raise UsageError("say what is slow in one way: --pipeline, --stage, --rank, --gpu or --node")
     ((kind, value),) = named.items()
-    return Scope(cast("ScopeKind", kind), str(value), pipeline)
+    return Scope(kind, str(value), pipeline)
 
 
-def _follow_megatron(client: Client, job: str, lines: Iterable[str], ttl_s: float | None) -> None:
+def _follow_megatron(client: Any, job: str, lines: Iterable[str], ttl_s: float | None) -> None:
     """Report what each line says, until there are no more."""
     from perseus_planner.runtime.service.adapters import megatron_reports
 
-    slow: set[str] = set()
+    slow: set[int] = set()
     for line in lines:
-        for request in megatron_reports(line, before={int(rank) for rank in slow}, ttl_s=ttl_s):
+        for request in megatron_reports(line, before=slow.copy(), ttl_s=ttl_s):
             answer = client.report(job, request)
-            (slow.discard if request.degree is not None else slow.add)(request.scope.value)
-            click.echo(asking.answer_text(answer))
+            rank = int(request.scope.value)
+            if request.score is not None:
+                slow.add(rank)
+            else:
+                slow.discard(rank)
+            asking.say([answer])
