@@ -237,9 +237,10 @@ def _check_clocks(everyone: list[dict[str, Any]], since: int, back: int) -> None
         assert all(is_as_planned for _, is_as_planned, *_ in said["ran"])
     heard = [text for said in everyone for text in said["heard"]]
     assert [text.partition(": ")[2][:43] for text in heard] == ["there is no answer from the service at http"]
-    slowed = [said["ran"] for said in everyone if said["pipeline"] == 0]
-    for ran in slowed:
-        clock, achieved = ran[since][2:4]
-        assert clock < 0.9 * ran[since - 1][2]
-        assert achieved == pytest.approx(clock, rel=0.2)
-        assert ran[back][2] == pytest.approx(ran[since - 1][2], rel=0.1)
+    for said in everyone:
+        if said["pipeline"] == 0:
+            clocks, achieved = ([each[place] for each in said["ran"]] for place in (2, 3))
+            assert clocks[since] < 0.9 * clocks[since - 1]
+            assert achieved[since] < (clocks[since] + clocks[since - 1]) / 2  # of that very iteration most
+            assert median(achieved[since:back]) == pytest.approx(median(clocks[since:back]), rel=0.1)
+            assert clocks[back] == pytest.approx(clocks[since - 1], rel=0.1)
