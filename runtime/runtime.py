@@ -169,9 +169,11 @@ def planner_runtime(
                 yield runtime
         finally:
             if os.getpid() == process:  # what a forked child leaves is its parent's
+                if link is not None:
+                    link.stop()
                 _leave(joined.connection, background, pilot, rounds, notices)
                 if link is not None:
-                    link.end()
+                    link.close()
 
 
 def _leave(

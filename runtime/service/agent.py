@@ -101,9 +101,13 @@ class Agent:
         self._follows.start()
         self._tells.start()
 
+    def stop(self) -> None:
+        """Begin nothing more, and say nothing more."""
+        self._stopped.set()
+
     def close(self) -> None:
         """End, and tell the service that the job has ended; does not wait for a service that is away."""
-        self._stopped.set()
+        self.stop()
         self._tells.join(_END_S)  # the other one may be waiting at the service, and does nothing after that
         if self._is_known.is_set():
             with suppress(PlannerError), Client(self._served.address, timeout_s=_END_S) as service:
@@ -129,7 +133,9 @@ class Agent:
                     self._stopped.wait(pauses.next_s())
                     continue
                 pauses.over()
-                if found is not None and not self._stopped.is_set():
+                if found is None:
+                    self._stopped.wait(_ROUND_S)  # a service that is ending answers at once
+                elif not self._stopped.is_set():
                     seen = found.version
                     with self._lock:
                         self._propose(found)
@@ -207,7 +213,7 @@ class Agent:
                 return None
             plans, proposal, since_s = self._open
             outcome = proposal.outcome
-            if isinstance(outcome, Refused):
+            if isinstance(outcome, Refused) and not self._stopped.is_set():
                 self._notices.say("service plan", f"the service's plans were not taken: {outcome.text}", by="rank 0")
                 if time.monotonic() - since_s > _AGAIN_S:
                     self._propose(plans)
@@ -273,7 +279,12 @@ class ServiceLink:
 
         return found
 
-    def end(self) -> None:
-        """Training has ended."""
+    def stop(self) -> None:
+        """Training is ending: nothing more is taken; returns at once."""
+        if self._agent is not None:
+            self._agent.stop()
+
+    def close(self) -> None:
+        """Training has ended: the service is told."""
         if self._agent is not None:
             self._agent.close()
