@@ -19,6 +19,9 @@
     │   └── ControllerLost       the process that sets the clocks of this node's GPUs has ended
     ├── RankError                a rank of a job cannot go on because of another one
     │   └── EndedElsewhere       that one has said why already
+    ├── ServiceError             the planner's service does not do what was asked
+    │   ├── ServiceAway          it cannot be reached, or what answers there is not the service
+    │   └── ServiceRefusal       .status, .code: it answers why it does not
     └── UsageError               a value on the command line or in a call that cannot be used
 
 The text of each says what was read (file, line, field), what is wrong with it, and what to do.
@@ -156,6 +159,29 @@ class RankError(PlannerError):
 
 class EndedElsewhere(RankError):
     """Another rank has ended, and has said why; nothing needs to be said here."""
+
+
+class ServiceError(PlannerError):
+    """The planner's service does not do what was asked."""
+
+
+class ServiceAway(ServiceError):
+    """The service cannot be reached, or what answers there is not the service; it may be later."""
+
+
+class ServiceRefusal(ServiceError):
+    """The service answers that it does not do this.
+
+    Attributes:
+        status: of HTTP: 404 where there is no such job or report, 409 where it contradicts what is, 401 and 403 where
+            the token does not allow it.
+        code: the service's word for the reason.
+    """
+
+    def __init__(self, text: str, status: int, code: str) -> None:
+        super().__init__(text)
+        self.status = status
+        self.code = code
 
 
 class UsageError(PlannerError):

@@ -88,6 +88,10 @@ LAG = Quantity(
     Rule(float, True, "a duration: write seconds of 0 or more, or a number with ms, s or min, such as 1.5ms"),
     DURATION.units,
 )
+SPAN = Quantity(
+    Rule(float, True, "a span of time: write seconds of 0 or more, or a number with ms, s, m, h or d, such as 30m"),
+    MappingProxyType({**DURATION.units, "m": 60, "h": 3600, "d": 86400}),
+)
 OVERHEAD = Quantity(
     Rule(float, True, "a duration: write seconds, or a number with ms, s or min, such as 120ms"), DURATION.units
 )

@@ -25,6 +25,7 @@ from perseus_planner.runtime.job import Job, launcher, node
 from perseus_planner.runtime.notices import Notices
 from perseus_planner.runtime.plans import GivenPlan, Plans, missing_file
 from perseus_planner.runtime.program import Program
+from perseus_planner.runtime.service.served import ServedJob
 
 ENTRY_S = 300.0
 """How long the ranks wait for each other before training: one of them may still solve and plan."""
@@ -40,14 +41,15 @@ class Settings:
     Attributes:
         plan: the plan, or its file; rank 0's counts.
         gpu: as for `gpu_text`.
-        dry_run: set nothing.
-        max_changes_per_s: clock changes of a node, at most.
+        dry_run, max_changes_per_s: as for `planner_runtime`.
+        served: the job, as a service is to know it; None: none is. Rank 0's counts.
     """
 
     plan: GivenPlan
     gpu: str
     dry_run: bool
     max_changes_per_s: float
+    served: ServedJob | None = None
 
 
 @dataclass(frozen=True)
@@ -116,14 +118,14 @@ def join(engine: Any, job: Job, settings: Settings, notices: Notices, stack: Exi
     Raises:
         PlanError: the plan cannot be used, or is not for this engine.
         GpuHeld: another job sets this rank's GPU.
-        UsageError: the engine or the GPU is not one that can be used.
+        UsageError, FrontierError: the engine, the GPU, or what is said of a service, is not one that can be used.
         RankError: another rank has refused.
     """
     everyone = range(job.ranks)
     with _step(job, "cards", everyone, ENTRY_S) as step:
         adapter = engine_of(engine)
         text = gpu_text(settings.gpu, adapter.device)
-        card = _card(adapter, job, settings.plan)
+        card = _card(adapter, job, settings)
         step.says = json.dumps(asdict(card)).encode()
     cards = [None if each is None else _Card.loads(each) for each in step.heard]
     here = [rank for rank in everyone if cards[rank] is not None]
@@ -211,13 +213,15 @@ def _gathered(job: Job, name: str, ranks: Sequence[int], mine: bytes, timeout_s:
     return entered(dist.PrefixStore(name, job.store), ranks.index(job.rank), len(ranks), mine, timeout_s)
 
 
-def _card(engine: Engine, job: Job, plan: GivenPlan) -> _Card:
+def _card(engine: Engine, job: Job, settings: Settings) -> _Card:
     seat = engine.seat
     plans = gone = None
     if job.rank == 0:
-        missing = missing_file(plan)
+        if settings.served is not None:
+            settings.served.check()
+        missing = missing_file(settings.plan)
         gone = None if missing is None else f"{missing}: no such file"
-        plans = Plans.given(plan).dumps().decode() if missing is None else None
+        plans = Plans.given(settings.plan).dumps().decode() if missing is None else None
     return _Card(node(), seat.pipeline, seat.peers, plans, gone)
 
 

@@ -24,6 +24,8 @@ from perseus_planner.runtime.notices import Notices
 from perseus_planner.runtime.pilot import JobPilot
 from perseus_planner.runtime.plans import GivenPlan, Plans
 from perseus_planner.runtime.program import Program
+from perseus_planner.runtime.service.agent import ServiceLink
+from perseus_planner.runtime.service.served import ServedJob
 from perseus_planner.runtime.straggling import Straggling
 from perseus_planner.runtime.telemetry import Telemetry
 
@@ -95,6 +97,10 @@ def planner_runtime(
     trace: str | os.PathLike[str] | None = None,
     max_changes_per_s: float = MAX_CHANGES_PER_S,
     on_straggling: Callable[[Straggling], None] | None = None,
+    service: str | None = None,
+    job: str | None = None,
+    frontier: str | os.PathLike[str] | None = None,
+    max_changes: int | None = None,
 ) -> Iterator[Runtime]:
     """Train `engine` by a plan inside the block: every computation at its clock; on leaving, clocks are reset.
 
@@ -111,20 +117,28 @@ def planner_runtime(
         max_changes_per_s: clock changes of one node in a second, at most.
         on_straggling: told, on a thread of the runtime's own, when this rank's GPU turns out slow or throttled, and
             when that is over.
+        service: address of a planner's service, such as "http://10.0.0.5:8400" or "unix:/run/planner.sock", whose plans
+            are taken as they come, and which is told what ranks turn out slow. Rank 0 alone reaches it, and shows it
+            the token in the environment variable PLANNER_TOKEN. Training goes on where it is away.
+        job: the name by which that knows this training.
+        frontier: the file that `planner solve` wrote, from which that plans.
+        max_changes: the switch budget of its plans, as for `planner plan`; None: any number of changes.
 
     Raises:
         PlanError: the plan is none, or not what the engine runs: names the first difference.
         GpuHeld: another job that lives sets one of the GPUs.
-        UsageError: `engine` or `gpu` is not what can be run here.
+        UsageError, FrontierError: `engine`, `gpu`, or what is said of the service, cannot be used here.
         RankError: another rank has refused, and says why.
     """
-    job, process = this_job(), os.getpid()
-    notices, settings = Notices(job), Settings(plan, gpu, dry_run, max_changes_per_s)
+    everyone, process = this_job(), os.getpid()
+    notices = Notices(everyone)
+    link = None if service is None else ServiceLink(ServedJob(service, job, frontier, max_changes), everyone, notices)
+    settings = Settings(plan, gpu, dry_run, max_changes_per_s, None if link is None else link.served)
     with ExitStack() as stack:
-        joined = join(engine, job, settings, notices, stack)
+        joined = join(engine, everyone, settings, notices, stack)
         adapter = joined.engine
         telemetry = Telemetry(
-            job.rank,
+            everyone.rank,
             replace(adapter.seat, pipeline=joined.pipeline),
             None if trace is None else Path(trace),
             own_plans=joined.pipelines > 1,
@@ -139,19 +153,27 @@ def planner_runtime(
                 check_gpu(program, joined.gpu, joined.knob)
             return program
 
-        pilot = JobPilot(job, accepts, telemetry.ended, background.wake)
+        pilot = JobPilot(everyone, accepts, telemetry.ended, background.wake)
         pilot.start(joined.program)
         marks, problem = _marks(adapter, joined.connection, notices, stack)
         pilot.problem = joined.problem or problem
         hook = Hook(marks, pilot, joined.program)
-        rounds = Rounds(pilot, hook, marks, telemetry, notices, joined.connection, on_straggling)
+        told = on_straggling if link is None else link.told(on_straggling)
+        rounds = Rounds(pilot, hook, marks, telemetry, notices, joined.connection, told)
         try:
             with adapter.attached(hook):
                 background.start(rounds.once, rounds.descriptors)
-                yield Runtime(joined.pipeline, pilot, telemetry, accepts, background.wake)
+                runtime = Runtime(joined.pipeline, pilot, telemetry, accepts, background.wake)
+                if link is not None:
+                    link.begin(joined, runtime.plan, runtime.switch_to)
+                yield runtime
         finally:
             if os.getpid() == process:  # what a forked child leaves is its parent's
+                if link is not None:
+                    link.stop()
                 _leave(joined.connection, background, pilot, rounds, notices)
+                if link is not None:
+                    link.close()
 
 
 def _leave(

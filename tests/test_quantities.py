@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from perseus_planner.errors import UsageError
-from perseus_planner.quantities import BLOCKING_POWER, DURATION, POWER_BUDGET, SLOWDOWN, Quantity
+from perseus_planner.quantities import BLOCKING_POWER, DURATION, POWER_BUDGET, SLOWDOWN, SPAN, Quantity
 
 
 @pytest.mark.parametrize(
@@ -27,6 +27,11 @@ from perseus_planner.quantities import BLOCKING_POWER, DURATION, POWER_BUDGET, S
         (POWER_BUDGET, "5000W", 5000.0),
         (POWER_BUDGET, "5000", 5000.0),
         (BLOCKING_POWER, "0", 0.0),
+        (SPAN, "10", 10.0),
+        (SPAN, "0s", 0.0),
+        (SPAN, "30m", 1800.0),
+        (SPAN, "1.5h", 5400.0),
+        (SPAN, "2 d", 172800.0),
     ],
 )
 def test_a_quantity_is_its_number_in_si_units(quantity: Quantity, text: str, value: float):

@@ -12,14 +12,18 @@ import click
 
 from perseus_planner import __version__
 from perseus_planner.cli import console
+from perseus_planner.cli.budget import budget
 from perseus_planner.cli.calibrate import calibrate
 from perseus_planner.cli.doctor import doctor
 from perseus_planner.cli.estimate import estimate
 from perseus_planner.cli.plan import plan
 from perseus_planner.cli.profiling import profile
 from perseus_planner.cli.reset import reset
+from perseus_planner.cli.serve import serve
 from perseus_planner.cli.simulate import simulate
 from perseus_planner.cli.solve import solve
+from perseus_planner.cli.status import status
+from perseus_planner.cli.straggler import straggler
 from perseus_planner.errors import UsageError
 
 
@@ -86,8 +90,12 @@ def show(file: Path, plot: Path | None, as_json: bool) -> None:
 
 main.add_command(calibrate)
 main.add_command(simulate)
+main.add_command(straggler)
+main.add_command(status)
+main.add_command(budget)
 main.add_command(doctor)
 main.add_command(reset)
+main.add_command(serve)
 
 
 def _reset_what_is_left() -> None:

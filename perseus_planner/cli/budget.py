@@ -1,0 +1,53 @@
+"""`planner budget`: what a job may take, or all jobs together may draw."""
+
+from __future__ import annotations
+
+import click
+
+from perseus_planner.cli import asking, console
+from perseus_planner.errors import UsageError
+
+
+@click.command(
+    epilog=console.examples(
+        "planner budget --job gpt3 --power 40kW",
+        "planner budget --power 1200kW",
+        "planner budget --job gpt3 --deadline 5.2s",
+        "planner budget --job gpt3 --power none",
+    )
+)
+@click.option("--job", "-j", metavar="JOB", help="The name of a training job.  [default: all jobs together]")
+@click.option("--power", metavar="POWER", help="The most that all its GPUs may draw on average; none: any.")
+@click.option("--deadline", metavar="TIME", help="The iteration time where nobody straggles; none: the least.")
+@click.option("--none", "neither", is_flag=True, help="Take back what was set: power and, of one job, deadline.")
+@asking.service
+@console.as_json
+def budget(
+    job: str | None, power: str | None, deadline: str | None, neither: bool, service: str | None, as_json: bool
+) -> None:
+    """Set what a job may draw, or how long its iterations may take; or what all jobs together may draw.
+
+    Jobs move along their frontiers so that it fits, with the least slowdown. What cannot be met is refused, with the
+    least that can.
+    """
+    from perseus_planner.quantities import DURATION, POWER_BUDGET
+    from perseus_planner.runtime.service.client import Client
+
+    if neither == (power is not None or deadline is not None):
+        raise UsageError("give --power, --deadline or both of them, or --none")
+    if deadline is not None and job is None:
+        raise UsageError("--deadline: is for one job; name it with --job")
+    deadline_s = None if deadline in (None, "none") else DURATION.parse(str(deadline), "--deadline")
+    power_w = None if power in (None, "none") else POWER_BUDGET.parse(str(power), "--power")
+    answers = []
+    with Client(service) as client:
+        if deadline is not None or (neither and job is not None):
+            answers.append(client.set_deadline(str(job), deadline_s))
+        if power is not None or neither:
+            answers += client.set_power(power_w, job)
+    if as_json:
+        asking.print_json({"answers": answers})
+    elif answers:
+        asking.say(answers)
+    else:
+        click.echo("No job runs; it holds for those that come.")

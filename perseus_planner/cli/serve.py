@@ -1,0 +1,83 @@
+"""`planner serve`: the service that takes reports of stragglers and gives jobs their plans."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from perseus_planner.cli import console
+from perseus_planner.errors import UsageError
+
+DATABASE = "planner-service.sqlite"
+
+
+@click.command(
+    epilog=console.examples(
+        "planner serve",
+        "planner serve --unix /run/planner.sock --database /var/lib/planner/service.sqlite",
+        "planner serve --host 0.0.0.0 --tokens tokens.txt --tls-cert cert.pem --tls-key key.pem",
+    )
+)
+@click.option(
+    "--host",
+    metavar="HOST",
+    help="Name or address to listen on; one that others can reach needs tokens.  [default: 127.0.0.1]",
+)
+@click.option("--port", type=int, metavar="PORT", help="Port to listen on; 0 has one chosen.  [default: 8400]")
+@click.option(
+    "--unix", type=console.PATH, metavar="PATH", help="Unix socket to listen on instead, for your own processes alone."
+)
+@click.option(
+    "--database",
+    default=DATABASE,
+    show_default=True,
+    metavar="FILE|URL",
+    help="Where all that must survive is kept: an SQLite file, made if there is none, or a URL of SQLAlchemy.",
+)
+@click.option(
+    "--tokens",
+    type=console.PATH,
+    metavar="FILE",
+    help="Who may ask for what: a line `token role name` for each client, the role being read, report or operate. "
+    "Without it, the environment variable PLANNER_SERVICE_TOKENS may hold such lines.",
+)
+@click.option("--tls-cert", type=console.PATH, metavar="FILE", help="Certificate (chain), PEM; has it speak HTTPS.")
+@click.option("--tls-key", type=console.PATH, metavar="FILE", help="Its private key, PEM, without a password.")
+def serve(
+    host: str | None,
+    port: int | None,
+    unix: Path | None,
+    database: str,
+    tokens: Path | None,
+    tls_cert: Path | None,
+    tls_key: Path | None,
+) -> None:
+    """Serve plans to training jobs, and take reports of stragglers.
+
+    Whoever can reach 127.0.0.1 may ask for all, unless there are tokens. What it has acknowledged survives its death.
+    It runs until it is interrupted, or gets SIGTERM; training goes on meanwhile with the plans that it has.
+    """
+    if unix is not None and (host is not None or port is not None):
+        raise UsageError("--unix: is instead of --host and --port; give one or the other")
+    try:
+        from perseus_planner.runtime.service.security import read_tokens
+        from perseus_planner.runtime.service.server import Address, listening
+        from perseus_planner.runtime.service.server import serve as serve_at
+        from perseus_planner.runtime.service.service import Service
+        from perseus_planner.runtime.service.storage import Storage
+    except ModuleNotFoundError as error:
+        raise UsageError(f"{error.name} is not installed; run `pip install 'perseus-planner[service]'`") from error
+    address = Address(host or "127.0.0.1", 8400 if port is None else port, unix, tls_cert, tls_key)
+    with listening(address, read_tokens(tokens)) as listener, Storage(database) as storage, Service(storage) as service:
+        said = _listening(listener.url, len(listener.tokens), database)
+        serve_at(service, listener, ready=lambda: click.echo(said))
+
+
+def _listening(url: str, tokens: int, database: str) -> str:
+    """What is said when it listens; a URL of a database may hold a password, which is not shown."""
+    from sqlalchemy import make_url
+
+    shown = make_url(database).render_as_string() if "://" in database else database
+    who = f"{tokens} token{'s' * (tokens > 1)}" if tokens else "no tokens"
+    return f"Listening at {url}, {who}, database {shown}"

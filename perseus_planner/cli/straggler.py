@@ -1,0 +1,147 @@
+"""`planner straggler`: something is slow, or has recovered; the service is told."""
+
+from __future__ import annotations
+
+import getpass
+import socket
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+import click
+
+from perseus_planner.cli import asking, console
+from perseus_planner.errors import UsageError
+
+_CAUSES = ("compute", "communication", "data", "unknown")
+
+
+@click.command(
+    epilog=console.examples(
+        "planner straggler --job gpt3 --pipeline 3 --degree 1.2 --in 10s --ttl 30m",
+        "planner straggler --job gpt3 --node node07 --score 0.83 --cause compute --source dcgm",
+        "planner straggler --job gpt3 --pipeline 3 --degree 1",
+        "planner straggler --job gpt3 --clear 5f0c",
+        "tail -F train.log | planner straggler --job gpt3 --megatron-log --ttl 10m",
+    )
+)
+@asking.job
+@click.option("--pipeline", type=click.IntRange(0), metavar="N", help="A data-parallel pipeline is slow, from 0.")
+@click.option("--stage", type=click.IntRange(0), metavar="N", help="A stage: of --pipeline, or of all of them.")
+@click.option("--rank", type=click.IntRange(0), metavar="N", help="A rank of the job.")
+@click.option("--gpu", metavar="UUID", help="A GPU, as nvidia-smi -L names it.")
+@click.option("--node", metavar="NAME", help="All GPUs of a host.")
+@click.option(
+    "--degree",
+    metavar="RATIO",
+    callback=console.quantity("SLOWDOWN"),
+    help="How many times as long it takes, 1 or more; 1: it has recovered.",
+)
+@click.option(
+    "--iteration-time",
+    metavar="TIME",
+    callback=console.quantity("DURATION"),
+    help="Or the iteration time that is expected of its pipeline.",
+)
+@click.option("--score", type=float, metavar="SHARE", help="Or its performance, as a share of what it should be.")
+@click.option("--in", "in_s", metavar="TIME", callback=console.quantity("SPAN"), help="It begins so much later.")
+@click.option("--at-iteration", type=click.IntRange(0), metavar="N", help="It begins with this iteration of the job.")
+@click.option(
+    "--ttl",
+    "ttl_s",
+    metavar="TIME",
+    callback=console.quantity("SPAN"),
+    help="For how long it stays so.  [default: until it is cleared]",
+)
+@click.option("--cause", type=click.Choice(_CAUSES), default="unknown", show_default=True, help="What it is about.")
+@click.option(
+    "--source",
+    metavar="NAME",
+    help="Who says it: a later report of the same source takes the place of an earlier one.  [default: user@host]",
+)
+@click.option("--key", metavar="KEY", help="Which report this is, so that it counts once however often it is sent.")
+@click.option("--clear", metavar="KEY", help="Take the report of that key back.")
+@click.option(
+    "--megatron-log",
+    is_flag=True,
+    help="Read the log of a Megatron job from standard input, and report the ranks that its StragglerDetector names.",
+)
+@asking.service
+@console.as_json
+def straggler(
+    job: str, clear: str | None, megatron_log: bool, service: str | None, as_json: bool, **given: Any
+) -> None:
+    """Report that a part of a training job is slow.
+
+    All other pipelines then run as slow as the job is anyway, and save energy. Times may be written 30s, 30m, 2h.
+    """
+    from perseus_planner.runtime.service.client import Client
+
+    if clear is not None and megatron_log:
+        raise UsageError("--clear: takes one report back; leave out --megatron-log")
+    with Client(service) as client:
+        if clear is not None:
+            _refuse(given, "--clear")
+            answer = client.clear(job, clear)
+        elif megatron_log:
+            _refuse({**given, "ttl_s": None}, "--megatron-log")
+            _follow_megatron(client, job, sys.stdin, given["ttl_s"])
+            return
+        else:
+            answer = client.report(job, _request(given))
+    if as_json:
+        asking.print_json(answer)
+    else:
+        asking.say([answer])
+
+
+def _refuse(given: dict[str, Any], beside: str) -> None:
+    names = [name for name, value in given.items() if value is not None and (name, value) != ("cause", "unknown")]
+    if names:
+        option = {"in_s": "in", "ttl_s": "ttl"}.get(names[0], names[0]).replace("_", "-")
+        raise UsageError(f"--{option}: is for a new report; leave it out beside {beside}")
+
+
+def _request(given: dict[str, Any]) -> Any:
+    from perseus_planner.runtime.service.requests import ReportRequest
+
+    return ReportRequest(
+        source=given["source"] or f"{getpass.getuser()}@{socket.gethostname()}",
+        scope=_scope(**{name: given[name] for name in ("pipeline", "stage", "rank", "gpu", "node")}),
+        degree=given["degree"],
+        iteration_s=given["iteration_time"],
+        score=given["score"],
+        in_s=given["in_s"],
+        at_iteration=given["at_iteration"],
+        ttl_s=given["ttl_s"],
+        cause=given["cause"],
+        key=given["key"],
+    )
+
+
+def _scope(pipeline: int | None, **others: Any) -> Any:
+    from perseus_planner.runtime.service.model import Scope
+
+    named: dict[Any, Any] = {kind: value for kind, value in others.items() if value is not None}
+    if pipeline is not None and not named:
+        return Scope("pipeline", str(pipeline))
+    if len(named) != 1 or (pipeline is not None and "stage" not in named):
+        raise UsageError("say what is slow in one way: --pipeline, --stage, --rank, --gpu or --node")
+    ((kind, value),) = named.items()
+    return Scope(kind, str(value), pipeline)
+
+
+def _follow_megatron(client: Any, job: str, lines: Iterable[str], ttl_s: float | None) -> None:
+    """Report what each line says, until there are no more."""
+    from perseus_planner.runtime.service.adapters import megatron_reports
+
+    slow: set[int] = set()
+    for line in lines:
+        for request in megatron_reports(line, before=slow.copy(), ttl_s=ttl_s):
+            answer = client.report(job, request)
+            rank = int(request.scope.value)
+            if request.score is not None:
+                slow.add(rank)
+            else:
+                slow.discard(rank)
+            asking.say([answer])

@@ -1,0 +1,114 @@
+"""What the service answers; frozen."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from perseus_planner.plan import Plan
+from perseus_planner.runtime.service.model import Decision, Job, Report
+
+
+@dataclass(frozen=True)
+class PlanSet:
+    """One version of a job's plans.
+
+    Attributes:
+        version: from 1; a later one is greater.
+        texts: the plans, as `Plan.dumps` writes them, equal ones once.
+        of_pipeline: for each pipeline, in order, the place of its plan in `texts`.
+        made_s: when it was published, seconds since the epoch.
+    """
+
+    version: int
+    texts: tuple[str, ...] = field(repr=False)
+    of_pipeline: tuple[int, ...]
+    made_s: float
+
+    def text(self, pipeline: int) -> str:
+        """The plan of one pipeline, as text."""
+        return self.texts[self.of_pipeline[pipeline]]
+
+    @cached_property
+    def plans(self) -> tuple[Plan, ...]:
+        """The plan of each pipeline, in order; read from the texts when first asked for, some 10 ms for each text."""
+        plans = [Plan.loads(text) for text in self.texts]
+        return tuple(plans[place] for place in self.of_pipeline)
+
+
+@dataclass(frozen=True)
+class Taken:
+    """Which version a job runs by, as it last said.
+
+    Attributes:
+        version: of the plans.
+        iteration: the first one that ran by it.
+        at_s: when the job said so, seconds since the epoch.
+    """
+
+    version: int
+    iteration: int
+    at_s: float
+
+
+@dataclass(frozen=True)
+class Registered:
+    """A job is known.
+
+    Attributes:
+        job: as it is kept.
+        version: the newest version of its plans.
+        is_new: it was not known before.
+    """
+
+    job: Job
+    version: int
+    is_new: bool
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What follows from a request. All of it is on disk.
+
+    Attributes:
+        job: the name of the job it is about.
+        report: as it is kept; None where the request was about no report.
+        version: the first version of the job's plans that takes the request into account.
+        changed: the request changed what the pipelines are to do.
+        takes_effect: "planning": that version is being planned, and follows; "next iteration": it is there, and the job
+            takes it at its next iteration; "already": the job has said that it runs by it.
+        expected_saving_w: watts on average that all GPUs of the job are expected to save by what is decided now, as
+            `policy.saving_w` has it; from bounds of the frontier.
+        reason: one sentence for people.
+    """
+
+    job: str
+    report: Report | None
+    version: int
+    changed: bool
+    takes_effect: str
+    expected_saving_w: float
+    reason: str
+
+
+@dataclass(frozen=True)
+class JobStatus:
+    """A job, as the service knows it.
+
+    Attributes:
+        job: with the deadline and the power that hold now.
+        decision: what its pipelines are to do, and why.
+        version: the newest version of its plans that is there.
+        promised: the version that is being planned; equal to `version` where none is.
+        taken: which version it runs by; None: it has not said.
+        reports: those that count now or are to count, in the order in which they came.
+        expected_saving_w: as in `Answer`.
+    """
+
+    job: Job
+    decision: Decision
+    version: int
+    promised: int
+    taken: Taken | None
+    reports: tuple[Report, ...]
+    expected_saving_w: float

@@ -1,0 +1,169 @@
+"""A power budget over several jobs: how much slower each is to run, so that all together draw no more; pure.
+
+What is minimised is the sum over jobs of GPUs * t / time_s, t the iteration time within the budget and `time_s` without
+one: the mean slowdown of a GPU. What a job draws on average is E(t) / t, E the energy of its iteration, convex and
+piecewise linear in t. In iterations per second, f = 1 / t, both are convex: GPUs / (f * time_s), and f * E(1 / f), the
+perspective of E. So the jobs are slowed down best where one more watt is worth the same slowdown in all of them, its
+price (Lagrangian duality: Boyd and Vandenberghe, Convex Optimization, 5.5). On a piece of the frontier E(t) is
+fixed_j + slope_w * t, so a job draws slope_w + fixed_j * f there, and for a price its best time is in closed form:
+t * t = price * fixed_j * time_s / GPUs. The price is bisected to the last bit.
+
+A pipeline that straggles counts as one that does not, so what it draws more for it is not in the sum.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from perseus_planner.errors import InfeasiblePower
+
+Floats = NDArray[np.float64]
+
+
+class Curve(Protocol):
+    """What is asked of a frontier; `Frontier` answers it."""
+
+    @property
+    def times_s(self) -> Floats: ...  # noqa: D102
+    @property
+    def energies_j(self) -> Floats: ...  # noqa: D102
+    def bound_j(self, deadline_s: float) -> float: ...  # noqa: D102
+
+
+@dataclass(frozen=True)
+class Share:
+    """What a job gets of a budget.
+
+    Attributes:
+        time_s: what its iterations take within it.
+        power_w: what all its GPUs together then draw on average.
+    """
+
+    time_s: float
+    power_w: float
+
+
+@dataclass(frozen=True, eq=False)
+class Demand:
+    """What a job would do without a budget.
+
+    Attributes:
+        frontier: of each of its pipelines.
+        pipelines: how many it has.
+        gpus: how many it has, over all pipelines.
+        time_s: what its iterations take: its deadline, or more where a straggler takes longer; at least the least
+            time of the frontier.
+        power_w: the most that this job alone may draw; None: any.
+    """
+
+    frontier: Curve
+    pipelines: int
+    gpus: int
+    time_s: float
+    power_w: float | None = None
+
+    def draws_w(self, time_s: float) -> float:
+        """What all its GPUs draw on average if iterations take so long, watts."""
+        return self.pipelines * self.frontier.bound_j(time_s) / time_s
+
+
+def shares(power_w: float | None, demands: Sequence[Demand]) -> tuple[Share, ...]:
+    """The share of each job, such that all together draw `power_w` watts at most, with the least slowdown.
+
+    No job becomes faster than without a budget, nor slower than it has to be to draw the least; a budget that all keep
+    anyway changes nothing. Frontiers bound energy from below, so a plan may draw a little more than its share.
+
+    Args:
+        power_w: watts over all jobs; None: any.
+        demands: of each job.
+
+    Raises:
+        InfeasiblePower: jobs cannot draw so little, all together or one that has a budget of its own; names the least.
+        InfeasibleDeadline: a job cannot be as fast as it demands.
+    """
+    ranges = [_range(demand) for demand in demands]
+    fastest = _at_price(ranges, 0.0)
+    if power_w is None or _sum_w(fastest) <= power_w:
+        return fastest
+    least_w = _sum_w(_at_price(ranges, math.inf))
+    if least_w > power_w:
+        raise InfeasiblePower(power_w, least_w)
+    most_price = max(float(each.prices[-1]) for each in ranges if len(each.prices))
+    price = _least(lambda price: _sum_w(_at_price(ranges, price)) <= power_w, 0.0, most_price)
+    return _at_price(ranges, price)
+
+
+@dataclass(frozen=True, eq=False)
+class _Range:
+    """The times that a job may take, and what it takes at a price: GPU-slowdowns for a watt.
+
+    Attributes:
+        demand: of the job.
+        times_s: (pieces + 1,) from the fastest to that of the least power; linear energy between two of them.
+        prices: (pieces,) from which on a piece is passed, rising.
+    """
+
+    demand: Demand
+    times_s: Floats
+    prices: Floats
+
+    def at_price(self, price: float) -> Share:
+        """What it takes if a watt costs so much."""
+        piece = int(np.searchsorted(self.prices, price, side="right"))
+        time_s = float(self.times_s[piece])
+        if piece < len(self.prices):  # the price of a time grows as its square does
+            end_s = float(self.times_s[piece + 1])
+            time_s = min(max(end_s * math.sqrt(price / float(self.prices[piece])), time_s), end_s)
+        return Share(time_s, self.demand.draws_w(time_s))
+
+
+def _range(demand: Demand) -> _Range:
+    """The times from that without a budget on; from a longer one if the job has a budget of its own."""
+    times_s, energies_j = _curve_from(demand, demand.time_s)
+    powers_w = energies_j / times_s
+    end = int(np.argmin(powers_w))
+    if demand.power_w is not None and powers_w[0] > demand.power_w:
+        least_w = demand.draws_w(float(times_s[end]))
+        if least_w > demand.power_w:
+            raise InfeasiblePower(demand.power_w, least_w)
+        own_w = demand.power_w
+        start_s = _least(lambda time_s: demand.draws_w(time_s) <= own_w, demand.time_s, float(times_s[end]))
+        times_s, energies_j = _curve_from(demand, start_s)
+        end = int(np.argmin(energies_j / times_s))
+    times_s, energies_j = times_s[: end + 1], energies_j[: end + 1]
+    fixed_j = (energies_j[:-1] * times_s[1:] - energies_j[1:] * times_s[:-1]) / np.diff(times_s)
+    fixed_j = np.maximum(fixed_j, 1e-12 * energies_j[:-1])  # it is above 0 as power falls, but for rounding
+    prices = demand.gpus * times_s[1:] ** 2 / (fixed_j * demand.time_s)
+    return _Range(demand, times_s, np.maximum.accumulate(prices))
+
+
+def _curve_from(demand: Demand, start_s: float) -> tuple[Floats, Floats]:
+    """(points,) times from `start_s` on between which energy is linear, rising; joules of all pipelines at each."""
+    times_s, energies_j = demand.frontier.times_s[::-1], demand.frontier.energies_j[::-1]
+    later = times_s > start_s * (1.0 + 1e-9)  # no slope can be told from points that are closer
+    start_j = demand.frontier.bound_j(start_s)
+    return (
+        np.concatenate(([start_s], times_s[later])),
+        demand.pipelines * np.concatenate(([start_j], energies_j[later])),
+    )
+
+
+def _at_price(ranges: Sequence[_Range], price: float) -> tuple[Share, ...]:
+    return tuple(each.at_price(price) for each in ranges)
+
+
+def _sum_w(found: Sequence[Share]) -> float:
+    return math.fsum(each.power_w for each in found)
+
+
+def _least(fits: Callable[[float], bool], low: float, high: float) -> float:
+    """The least number above `low` that fits, to the last bit; `high` does, and whatever is above one that does."""
+    while low < (middle := (low + high) / 2.0) < high:
+        low, high = (low, middle) if fits(middle) else (middle, high)
+    return high

@@ -1,0 +1,275 @@
+"""The service over HTTP: what is at which address, and which role may ask for it."""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Header, Path, Query, Request, Response, Security
+from fastapi.responses import StreamingResponse
+from fastapi.security import HTTPBearer
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException
+
+from perseus_planner import __version__
+from perseus_planner.runtime.service import answer_schemas as answers
+from perseus_planner.runtime.service.asynchronous import AsyncService
+from perseus_planner.runtime.service.metrics import CONTENT_TYPE
+from perseus_planner.runtime.service.schemas import (
+    KEY,
+    MOST_WHOLE,
+    NAME,
+    DeadlineBody,
+    PowerBody,
+    Registration,
+    StragglerReport,
+    TakenBody,
+)
+from perseus_planner.runtime.service.security import Role, check_role
+
+_BEARER = HTTPBearer(auto_error=False, description="A token of the service; none is needed where it has none.")
+_LONGEST_POLL_S = 60.0
+
+Job = Annotated[str, Path(pattern=NAME, description="The job's name.")]
+After = Annotated[int, Query(ge=0, le=MOST_WHOLE, description="The version that is known already; 0: none.")]
+Wait = Annotated[
+    float,
+    Query(ge=0.0, le=_LONGEST_POLL_S, allow_inf_nan=False, description="How long to wait for a newer one, seconds."),
+]
+
+
+async def _live(request: Request) -> AsyncService:
+    service: AsyncService = request.app.state.service
+    return service
+
+
+Live = Annotated[AsyncService, Depends(_live)]
+
+
+def _for(role: Role) -> list[Any]:
+    """What a route for that role, and those above it, depends on."""
+
+    async def check(request: Request, _: Annotated[Any, Security(_BEARER)]) -> None:
+        check_role(request.state.role, role)
+
+    return [Depends(check)]
+
+
+def _errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """The refusals of a route, for OpenAPI."""
+    common = (400, 401, 403, 413, 421, 422, 429, 500, 503)
+    return {
+        status: {"model": answers.ErrorAnswer, "description": HTTPStatus(status).phrase}
+        for status in sorted({*common, *statuses})
+    }
+
+
+def _said(content: type[BaseModel], value: Any, status: int = 200) -> Response:
+    """`value` as JSON of that schema."""
+    text = content.model_validate(value, from_attributes=True).model_dump_json()
+    return Response(text, status, media_type="application/json")
+
+
+router = APIRouter()
+
+
+@router.post(
+    "/v1/jobs",
+    dependencies=_for("operate"),
+    status_code=201,
+    response_model=answers.RegisteredAnswer,
+    responses={
+        200: {"model": answers.RegisteredAnswer, "description": "It was registered before with the same content."},
+        **_errors(409),
+    },
+)
+async def register(request: Request, sent: Registration, live: Live) -> Response:
+    """Register a job. Its plans are there when this is answered."""
+    frontier = await live.call(sent.given_frontier)
+    if frontier is None:
+        frontier = await request.app.state.solver.frontier(sent.unsolved())
+    registered = await live.register(sent.job(), frontier)
+    return _said(answers.RegisteredAnswer, registered, 201 if registered.is_new else 200)
+
+
+@router.get("/v1/jobs", dependencies=_for("read"), response_model=answers.StatusesAnswer, responses=_errors())
+async def jobs(live: Live) -> Response:
+    """All jobs that run."""
+    return await live.call(lambda: _said(answers.StatusesAnswer, {"jobs": live.service.jobs()}))
+
+
+@router.get("/v1/jobs/{job}", dependencies=_for("read"), response_model=answers.StatusAnswer, responses=_errors(404))
+async def status(job: Job, live: Live) -> Response:
+    """What a job's pipelines are to do and why, what it has taken, and what is reported of it."""
+    return await live.call(lambda: _said(answers.StatusAnswer, live.service.status(job)))
+
+
+@router.delete(
+    "/v1/jobs/{job}",
+    dependencies=_for("operate"),
+    status_code=204,
+    response_class=Response,
+    responses=_errors(404),
+)
+async def end(job: Job, live: Live) -> Response:
+    """A job has ended. Who waits for its plans is told that there is no such job."""
+    await live.change(live.service.end, job)
+    return Response(status_code=204)
+
+
+@router.post(
+    "/v1/jobs/{job}/reports",
+    dependencies=_for("report"),
+    status_code=202,
+    response_model=answers.EffectAnswer,
+    responses=_errors(404, 409),
+)
+async def report(
+    request: Request,
+    job: Job,
+    sent: StragglerReport,
+    live: Live,
+    idempotency_key: Annotated[str | None, Header(pattern=KEY)] = None,
+) -> Response:
+    """Report that something is slow, or has recovered; the answer says what follows, and what that saves."""
+    straggler = sent.report(idempotency_key, request.app.state.now_s())
+    return _said(answers.EffectAnswer, await live.change(live.service.report, job, straggler), 202)
+
+
+@router.get(
+    "/v1/jobs/{job}/reports",
+    dependencies=_for("read"),
+    response_model=answers.ReportsAnswer,
+    responses=_errors(404),
+)
+async def reports(job: Job, live: Live) -> Response:
+    """The reports of a job that count now or are to count."""
+    return await live.call(lambda: _said(answers.ReportsAnswer, {"reports": live.service.reports(job)}))
+
+
+@router.delete(
+    "/v1/jobs/{job}/reports/{key}",
+    dependencies=_for("report"),
+    response_model=answers.EffectAnswer,
+    responses=_errors(404),
+)
+async def clear(job: Job, key: Annotated[str, Path(pattern=KEY)], live: Live) -> Response:
+    """Take a report back."""
+    return _said(answers.EffectAnswer, await live.change(live.service.clear, job, key))
+
+
+@router.get(
+    "/v1/jobs/{job}/pipelines/{pipeline}/plan",
+    dependencies=_for("read"),
+    response_model=answers.PlanAnswer,
+    responses={204: {"description": "Nothing newer within `wait_s`."}, **_errors(404)},
+)
+async def plan(
+    job: Job,
+    pipeline: Annotated[int, Path(ge=0, lt=2**31, description="Which one, from 0.")],
+    live: Live,
+    after: After = 0,
+    wait_s: Wait = 0.0,
+) -> Response:
+    """The plan of one pipeline, as soon as its version is above `after`."""
+    newer = await live.newer(job, after, wait_s)
+    return _plans(None if newer is None else newer.of_one(pipeline))
+
+
+@router.get(
+    "/v1/jobs/{job}/plans",
+    dependencies=_for("read"),
+    response_model=answers.PlansAnswer,
+    responses={204: {"description": "Nothing newer within `wait_s`."}, **_errors(404)},
+)
+async def plans(job: Job, live: Live, after: After = 0, wait_s: Wait = 0.0) -> Response:
+    """The plans of all pipelines of a job, as soon as their version is above `after`."""
+    newer = await live.newer(job, after, wait_s)
+    return _plans(None if newer is None else newer.of_all())
+
+
+@router.get(
+    "/v1/jobs/{job}/events",
+    dependencies=_for("read"),
+    response_class=StreamingResponse,
+    responses={200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}, **_errors(404)},
+)
+async def events(job: Job, live: Live) -> StreamingResponse:
+    """Server-sent events `version`, `{"version": n}`: the version of a job's plans now, and whenever there is another.
+
+    Ends with the job. A comment comes where there is nothing new for some seconds.
+    """
+    await live.newer(job, 0, 0.0)  # so that an unknown job is refused before a stream begins
+    return StreamingResponse(live.events(job), media_type="text/event-stream")
+
+
+@router.post(
+    "/v1/jobs/{job}/taken",
+    dependencies=_for("report"),
+    status_code=204,
+    response_class=Response,
+    responses=_errors(404, 409),
+)
+async def taken(job: Job, sent: TakenBody, live: Live) -> Response:
+    """A job says which version of its plans it runs by."""
+    await live.call(live.service.taken, job, sent.version, sent.iteration)
+    return Response(status_code=204)
+
+
+@router.put(
+    "/v1/jobs/{job}/deadline",
+    dependencies=_for("operate"),
+    response_model=answers.EffectAnswer,
+    responses=_errors(404, 409),
+)
+async def deadline(job: Job, sent: DeadlineBody, live: Live) -> Response:
+    """Set the iteration time that is wanted where nobody straggles."""
+    return _said(answers.EffectAnswer, await live.change(live.service.set_deadline, job, sent.deadline_s))
+
+
+@router.put(
+    "/v1/jobs/{job}/power",
+    dependencies=_for("operate"),
+    response_model=answers.EffectsAnswer,
+    responses=_errors(404, 409),
+)
+async def power(job: Job, sent: PowerBody, live: Live) -> Response:
+    """Set the most that all GPUs of a job may draw on average."""
+    followed = await live.change(live.service.set_power, job, sent.power_w)
+    return _said(answers.EffectsAnswer, {"answers": followed})
+
+
+@router.put(
+    "/v1/power",
+    dependencies=_for("operate"),
+    response_model=answers.EffectsAnswer,
+    responses=_errors(409),
+)
+async def cluster_power(sent: PowerBody, live: Live) -> Response:
+    """Set the most that all jobs together may draw on average; they slow down so that the sum fits."""
+    followed = await live.change(live.service.set_power, None, sent.power_w)
+    return _said(answers.EffectsAnswer, {"answers": followed})
+
+
+@router.get(
+    "/metrics",
+    dependencies=_for("read"),
+    response_class=Response,
+    responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}, **_errors()},
+)
+async def metrics(request: Request, live: Live) -> Response:
+    """What Prometheus reads."""
+    text = await live.call(lambda: request.app.state.metrics.text(live.service.jobs()))
+    return Response(text, media_type=CONTENT_TYPE)
+
+
+@router.get("/healthz", response_model=answers.HealthAnswer, responses=_errors())
+async def healthz(live: Live) -> Response:
+    """Whether the service does its work; needs no token."""
+    if live.problem is not None:
+        raise HTTPException(503, f"the service cannot go on: {live.problem}; see its log")
+    return _said(answers.HealthAnswer, {"status": "ok", "version": __version__})
+
+
+def _plans(text: bytes | None) -> Response:
+    return Response(status_code=204) if text is None else Response(text, media_type="application/json")

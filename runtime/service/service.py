@@ -1,0 +1,319 @@
+"""The service: jobs, what is reported of them, and the versions of their plans that follow; without HTTP."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from types import TracebackType
+from typing import Any
+
+from perseus_planner.documents import shown
+from perseus_planner.errors import PlannerError
+from perseus_planner.runtime.service.checks import check_deadline, check_positive, check_report, check_same
+from perseus_planner.runtime.service.following import Following
+from perseus_planner.runtime.service.model import Conflict, Job, Report, UnknownReport
+from perseus_planner.runtime.service.outcomes import Answer, JobStatus, PlanSet, Registered, Taken
+from perseus_planner.runtime.service.planning import Planning, Processes
+from perseus_planner.runtime.service.registering import checked, first_state, known_again
+from perseus_planner.runtime.service.replanning import Replanning, replan
+from perseus_planner.runtime.service.settling import answer, cleared, counting, settled, status_of
+from perseus_planner.runtime.service.sharing import share_power
+from perseus_planner.runtime.service.state import JobState
+from perseus_planner.runtime.service.storage import Storage
+from perseus_planner.runtime.service.writing import Draft, Writer, unknown_job
+
+_AGAIN_AFTER_S = 1.0  # what could not be written, such as for a full disk
+
+
+class Service:
+    """Takes reports and wishes, and publishes versions of plans. A context manager; from any thread.
+
+    What a method returns is on disk, and so is what it has changed. Whenever the process is killed, the next service on
+    the same storage goes on from there: versions of a job go up by 1 and never back, and a version that was promised
+    comes. Plans are made by other processes; only `register` waits for them.
+    """
+
+    def __init__(
+        self,
+        storage: Storage,
+        *,
+        now_s: Callable[[], float] = time.time,
+        workers: int = 1,
+        run: Callable[..., Any] | None = None,
+    ) -> None:
+        """Recover all that `storage` holds.
+
+        Args:
+            storage: which no other service has open; it is left open.
+            now_s: seconds since the epoch.
+            workers: how many processes solve and plan.
+            run: calls a function with arguments somewhere else than in those processes.
+
+        Raises:
+            StorageError: the storage cannot be read.
+        """
+        stored = storage.load()
+        self._now_s = now_s
+        self._processes = Processes(workers)
+        self._planning = Planning(storage.frontier, run or self._processes.run)
+        self._replanning = Replanning(self._replan, workers)
+        self._following = Following(now_s, self._replanning.want)
+        self._writer = Writer(storage, stored, self._following.committed)
+        self._stack = ExitStack()
+        for name, state in stored.jobs.items():
+            self._following.remember(name, state)
+            self._planning.remember(state.job, state.curve, stored.versions[name])
+
+    def __enter__(self) -> Service:
+        """Itself, running."""
+        with ExitStack() as stack:
+            stack.enter_context(self._writer)
+            stack.enter_context(self._replanning)
+            stack.enter_context(self._processes)  # the first to end, so that nobody waits for what is not needed
+            self._stack = stack.pop_all()
+        for name, state in self._writer.jobs.items():
+            if not state.is_planned or any(target.slow_stages for target in state.decision.targets):
+                self._replanning.want(name)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """End; what was promised and is not planned yet is planned when a service is run on the storage again."""
+        self._stack.close()
+
+    def register(self, job: Job, frontier: bytes) -> Registered:
+        """Take up a job, or know it again; returns when the first version of its plans is there.
+
+        Args:
+            job: its `frontier` and `since_s` are set here.
+            frontier: the file of its frontier.
+
+        Raises:
+            Conflict: another job of that name runs.
+            UsageError, FrontierError: it is no job, or no frontier.
+            InfeasibleError: no plan keeps its deadline, switch budget or power, or that of all jobs.
+        """
+        job = checked(job, frontier, self._now_s())
+        state = self._writer.jobs.get(job.name)
+        if state is not None:
+            return known_again(state, job)
+        first = first_state(job, frontier, self._planning)
+
+        def command(draft: Draft) -> Registered:
+            known = draft.find(job.name)
+            if known is not None:
+                return known_again(known, job)
+            draft.put(first)
+            draft.frontiers[job.frontier] = frontier, first.curve
+            self._share(draft, job.name)
+            return Registered(job, draft.state(job.name).published.version, is_new=True)
+
+        return self._writer.do(command)
+
+    def report(self, job: str, report: Report) -> Answer:
+        """Take a report; one of the same key again changes nothing.
+
+        Raises:
+            UnknownJob: there is none of that name.
+            Conflict: the key is that of another report, or too many reports count.
+            UsageError: the job has not what the report is about.
+        """
+
+        def command(draft: Draft) -> Answer:
+            before = draft.state(job)
+            known = before.reports.get(report.key) or before.past.get(report.key)
+            if known is not None:
+                check_same(known, report)
+                return answer(before, before, known, "the report was received before")
+            check_report(before, report)
+            after = self._settle(draft, replace(before, reports={**before.reports, report.key: report}))
+            counts = (
+                "" if report.key in after.reports else "it expires before it begins, or its source has seen it later"
+            )
+            return answer(before, after, report, counts)
+
+        return self._writer.do(command)
+
+    def clear(self, job: str, key: str) -> Answer:
+        """Take a report back: it has expired now.
+
+        Raises:
+            UnknownJob, UnknownReport: there is none.
+        """
+
+        def command(draft: Draft) -> Answer:
+            before, now_s = draft.state(job), self._now_s()
+            report = before.reports.get(key)
+            if report is None or report.expires_s <= now_s:
+                past = report or before.past.get(key)
+                if past is None:
+                    raise UnknownReport(f"job {shown(job)} has no report {shown(key)}; see which ones it has")
+                return answer(before, before, past, "the report did not count any more")
+            report = cleared(report, now_s)
+            after = self._settle(draft, replace(before, reports={**before.reports, key: report}))
+            return answer(before, after, report)
+
+        return self._writer.do(command)
+
+    def set_deadline(self, job: str, deadline_s: float | None) -> Answer:
+        """Set the iteration time that is wanted where nobody straggles, seconds; None: that of all clocks at maximum.
+
+        Raises:
+            UnknownJob: there is none of that name.
+            InfeasibleError: no plan is that fast, or power budgets are not kept so.
+            UsageError: it is no time.
+        """
+        check_positive("deadline_s", deadline_s)
+
+        def command(draft: Draft) -> Answer:
+            before = draft.state(job)
+            check_deadline(deadline_s, before.curve)
+            draft.put(replace(before, job=replace(before.job, deadline_s=deadline_s)))
+            self._share(draft, job)
+            return answer(before, self._settle(draft, draft.state(job)))
+
+        return self._writer.do(command)
+
+    def set_power(self, job: str | None, power_w: float | None) -> tuple[Answer, ...]:
+        """Set the most that all GPUs of a job, or of all jobs together, may draw on average, watts; None: any.
+
+        Returns:
+            What follows, for that job or for each.
+
+        Raises:
+            UnknownJob: there is none of that name.
+            InfeasiblePower: no plans draw so little; names the least.
+            UsageError: it is no power.
+        """
+        check_positive("power_w", power_w)
+
+        def command(draft: Draft) -> tuple[Answer, ...]:
+            if job is None:
+                draft.power_w = power_w
+                before = tuple(draft.jobs().values())
+            else:
+                before = (draft.state(job),)
+                draft.put(replace(before[0], job=replace(before[0].job, power_w=power_w)))
+            self._share(draft, job)
+            return tuple(answer(each, draft.state(each.job.name)) for each in before)
+
+        return self._writer.do(command)
+
+    def taken(self, job: str, version: int, iteration: int) -> None:
+        """Note that a job runs by a version since an iteration; what it said later stands.
+
+        Raises:
+            UnknownJob: there is none of that name.
+            Conflict: there is no such version yet.
+        """
+
+        def command(draft: Draft) -> None:
+            state = draft.state(job)
+            newest = state.published.version
+            if not 1 <= version <= newest:
+                raise Conflict(f"job {shown(job)} has no version {version} of its plans; the newest is {newest}")
+            if state.taken is None or (state.taken.version, state.taken.iteration) < (version, iteration):
+                self._settle(draft, replace(state, taken=Taken(version, iteration, self._now_s())))
+
+        self._writer.do(command)
+
+    def end(self, job: str) -> None:
+        """Forget a job.
+
+        Raises:
+            UnknownJob: there is none of that name.
+        """
+
+        def command(draft: Draft) -> None:
+            draft.state(job)
+            draft.remove(job)
+            if draft.power_w is not None:
+                self._share(draft, None)
+
+        self._writer.do(command)
+
+    def status(self, job: str) -> JobStatus:
+        """One job.
+
+        Raises:
+            UnknownJob: there is none of that name.
+        """
+        return status_of(self._state(job), self._now_s())
+
+    def jobs(self) -> tuple[JobStatus, ...]:
+        """All jobs that run, by name."""
+        now_s = self._now_s()
+        return tuple(status_of(state, now_s) for _, state in sorted(self._writer.jobs.items()))
+
+    def reports(self, job: str) -> tuple[Report, ...]:
+        """The reports of a job that count or are to count, in the order in which they came.
+
+        Raises:
+            UnknownJob: there is none of that name.
+        """
+        return counting(self._state(job), self._now_s())
+
+    def plans(self, job: str, after: int) -> PlanSet | None:
+        """The newest version of a job's plans; None if that is `after` or before.
+
+        Raises:
+            UnknownJob: there is none of that name.
+        """
+        published = self._state(job).published
+        return published if published.version > after else None
+
+    @property
+    def power_w(self) -> float | None:
+        """The power budget of all jobs, watts; None: any."""
+        return self._writer.power_w
+
+    def subscribe(self, callback: Callable[[str, int], None]) -> Callable[[], None]:
+        """Have `callback` told the job and the newest version when there is one, or when the job has ended.
+
+        It is called on a thread of the service, after all of that is on disk, and should return at once.
+
+        Returns:
+            What ends that.
+        """
+        return self._following.subscribe(callback)
+
+    def tick(self) -> float:
+        """Do what is due by now: reports that begin or expire, holding times that end.
+
+        Returns:
+            When to call this again, seconds since the epoch, unless a report or a wish comes before; infinite: never.
+        """
+        now_s = self._now_s()
+        due = self._following.agenda.due(now_s)
+        try:
+            if due:
+                self._writer.do(lambda draft: [self._settle(draft, state) for state in map(draft.find, due) if state])
+        except PlannerError:
+            for name in due:
+                self._following.agenda.plan(name, now_s)
+            raise
+        return self._following.agenda.next_s()
+
+    def _state(self, name: str) -> JobState:
+        state = self._writer.jobs.get(name)
+        if state is None:
+            raise unknown_job(name)
+        return state
+
+    def _settle(self, draft: Draft, state: JobState) -> JobState:
+        after = settled(state, self._planning, self._now_s())
+        draft.put(after)
+        return after
+
+    def _replan(self, name: str) -> None:
+        try:
+            replan(name, self._writer, self._planning, self._now_s)
+        except Exception:
+            self._following.agenda.plan(name, self._now_s() + _AGAIN_AFTER_S)
+            raise
+
+    def _share(self, draft: Draft, job: str | None) -> None:
+        share_power(draft, job, lambda state: self._settle(draft, state))

@@ -1,0 +1,144 @@
+"""The tables of the service's database, and how jobs are read from them.
+
+| table | content |
+|---|---|
+| meta | the version of this layout, and who writes |
+| jobs, decisions | the jobs that run; what is decided for each now |
+| reports | those that count, and the last that did |
+| versions, version_plans, plans | the last versions of each job's plans; every plan once |
+| frontiers | every frontier once, and its curve |
+| budgets | the power budget of all jobs |
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+
+from sqlalchemy import (
+    Boolean,
+    Column,
+    Connection,
+    Float,
+    Index,
+    Integer,
+    LargeBinary,
+    MetaData,
+    String,
+    Table,
+    Text,
+    UniqueConstraint,
+    select,
+)
+
+from perseus_planner.runtime.service import records
+from perseus_planner.runtime.service.model import Decision, Report
+from perseus_planner.runtime.service.outcomes import PlanSet
+from perseus_planner.runtime.service.state import JobState
+
+LAYOUT = "1"
+"""The version of the tables; a database of another version is refused."""
+
+TABLES = MetaData()
+meta = Table("meta", TABLES, Column("name", String(32), primary_key=True), Column("value", Text, nullable=False))
+frontiers = Table(
+    "frontiers",
+    TABLES,
+    Column("digest", String(64), primary_key=True),
+    Column("content", LargeBinary, nullable=False),
+    Column("curve", Text, nullable=False),
+)
+jobs = Table(
+    "jobs",
+    TABLES,
+    Column("name", String(255), primary_key=True),
+    Column("registered", Text, nullable=False),
+    Column("content", Text, nullable=False),
+    Column("frontier", String(64), nullable=False, index=True),
+    Column("promised", Integer, nullable=False),
+    Column("taken", Text),
+    Column("share_s", Float(53)),
+)
+decisions = Table(
+    "decisions",
+    TABLES,
+    Column("job", String(255), primary_key=True),
+    Column("content", Text, nullable=False),
+    Column("saving_w", Float(53), nullable=False),
+)
+reports = Table(
+    "reports",
+    TABLES,
+    Column("number", Integer, primary_key=True, autoincrement=True),  # in the order in which they came
+    Column("job", String(255), nullable=False),
+    Column("key", String(255), nullable=False),
+    Column("past", Boolean, nullable=False),
+    Column("content", Text, nullable=False),
+    UniqueConstraint("job", "key"),
+)
+versions = Table(
+    "versions",
+    TABLES,
+    Column("job", String(255), primary_key=True),
+    Column("version", Integer, primary_key=True, autoincrement=False),
+    Column("made_s", Float(53), nullable=False),
+    Column("decision", Text, nullable=False),
+    Column("of_pipeline", Text, nullable=False),
+)
+version_plans = Table(
+    "version_plans",
+    TABLES,
+    Column("job", String(255), primary_key=True),
+    Column("version", Integer, primary_key=True, autoincrement=False),
+    Column("place", Integer, primary_key=True, autoincrement=False),
+    Column("plan", String(64), nullable=False),
+    Index("version_plans_plan", "plan"),
+)
+plans = Table("plans", TABLES, Column("digest", String(64), primary_key=True), Column("text", Text, nullable=False))
+budgets = Table(
+    "budgets", TABLES, Column("name", String(32), primary_key=True), Column("power_w", Float(53), nullable=False)
+)
+
+
+def read_jobs(connection: Connection, kept: Mapping[str, list[tuple[PlanSet, Decision]]]) -> dict[str, JobState]:
+    """Every job that runs, by its name; `kept` as `read_versions` gives it."""
+    curves = {
+        row.digest: records.curve_from(row.curve)
+        for row in connection.execute(select(frontiers.c.digest, frontiers.c.curve))
+    }
+    decided = {row.job: row for row in connection.execute(select(decisions))}
+    counting: dict[str, dict[str, Report]] = {}
+    past: dict[str, dict[str, Report]] = {}
+    for row in connection.execute(select(reports).order_by(reports.c.number)):
+        (past if row.past else counting).setdefault(row.job, {})[row.key] = records.report_from(row.content)
+    return {
+        row.name: JobState(
+            registered=records.job_from(row.registered),
+            job=records.job_from(row.content),
+            curve=curves[row.frontier],
+            decision=records.decision_from(decided[row.name].content),
+            saving_w=decided[row.name].saving_w,
+            published=kept[row.name][-1][0],
+            planned=kept[row.name][-1][1],
+            promised=row.promised,
+            reports=counting.get(row.name, {}),
+            past=past.get(row.name, {}),
+            taken=None if row.taken is None else records.taken_from(row.taken),
+            share_s=row.share_s,
+        )
+        for row in connection.execute(select(jobs))
+    }
+
+
+def read_versions(connection: Connection) -> dict[str, list[tuple[PlanSet, Decision]]]:
+    """The versions of each job's plans that are kept, rising, each with what had been decided."""
+    texts = {row.digest: row.text for row in connection.execute(select(plans))}
+    texts_of: dict[tuple[str, int], list[str]] = {}
+    for row in connection.execute(select(version_plans).order_by(version_plans.c.place)):
+        texts_of.setdefault((row.job, row.version), []).append(texts[row.plan])
+    found: dict[str, list[tuple[PlanSet, Decision]]] = {}
+    for row in connection.execute(select(versions).order_by(versions.c.version)):
+        of_pipeline = tuple(json.loads(row.of_pipeline))
+        plan_set = PlanSet(row.version, tuple(texts_of[row.job, row.version]), of_pipeline, row.made_s)
+        found.setdefault(row.job, []).append((plan_set, records.decision_from(row.decision)))
+    return found

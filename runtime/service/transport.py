@@ -1,0 +1,162 @@
+"""How a client of the planner's service reaches it over HTTP, and what its refusals and silences mean."""
+
+from __future__ import annotations
+
+import os
+import re
+import ssl
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+
+from perseus_planner.errors import PlanError, ServiceAway, ServiceRefusal, UsageError
+from perseus_planner.gpu.foreign_text import one_line
+
+if TYPE_CHECKING:
+    import httpx
+
+Value = TypeVar("Value")
+
+DEFAULT_ADDRESS = "http://127.0.0.1:8400"
+"""Where the service listens unless it is told otherwise."""
+
+ADDRESS_VARIABLE, TOKEN_VARIABLE = "PLANNER_SERVICE", "PLANNER_TOKEN"
+"""The environment variables that say where the service is, and what is shown to it."""
+
+
+class Transport:
+    """The way to one service; its methods raise `ServiceAway` and `ServiceRefusal`.
+
+    Args:
+        address: as for `Client`, as is `token`.
+        token: None or empty: none is shown.
+        timeout_s: for how long an answer is waited for, seconds.
+
+    Raises:
+        UsageError: the address or the token is none, or httpx is not installed.
+    """
+
+    def __init__(self, address: str | None, token: str | None, timeout_s: float) -> None:
+        self.address = address or os.environ.get(ADDRESS_VARIABLE) or DEFAULT_ADDRESS
+        self.timeout_s = timeout_s
+        shown = os.environ.get(TOKEN_VARIABLE, "").strip() if token is None else token
+        self._http = _connected(self.address, shown, timeout_s)
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._http.close()
+
+    def asked(self, method: str, path: str, **arguments: Any) -> tuple[int, Any]:
+        """Status and JSON of an answer; None where it has no content."""
+        response = self.sent(method, path, **arguments)
+        if not response.content:
+            return response.status_code, None
+        try:
+            return response.status_code, response.json()
+        except (ValueError, RecursionError):  # also of what is not UTF-8
+            self._refuse_answer(response.text)
+
+    def sent(self, method: str, path: str, **arguments: Any) -> httpx.Response:
+        """An answer that is a success; `arguments` as for httpx."""
+        import httpx
+
+        try:
+            response = self._http.request(method, path, **arguments)
+        except httpx.RequestError as error:
+            raise self._away(path, error) from error
+        if not response.is_success:
+            self._refuse(path, response)
+        return response
+
+    def lines(self, path: str) -> Iterator[str]:
+        """The lines of an answer, as they come; however long nothing comes."""
+        import httpx
+
+        try:
+            with self._http.stream("GET", path, timeout=httpx.Timeout(self.timeout_s, read=None)) as response:
+                if not response.is_success:
+                    response.read()
+                    self._refuse(path, response)
+                yield from response.iter_lines()
+        except httpx.RequestError as error:
+            raise self._away(path, error) from error
+
+    def _away(self, path: str, error: Exception) -> ServiceAway:
+        import httpx
+
+        if isinstance(error, httpx.TimeoutException) and not isinstance(error, httpx.ConnectTimeout):
+            return ServiceAway(
+                f"the service at {self.address} did not answer {path} in time; see whether it still runs, and its log"
+            )
+        return ServiceAway(
+            f"there is no answer from the service at {self.address} ({one_line(str(error), 80) or type(error).__name__}"
+            f"); start it with `planner serve`, or name another in {ADDRESS_VARIABLE} or --service"
+        )
+
+    def _refuse(self, path: str, response: httpx.Response) -> NoReturn:
+        """Raise what a status that is no success means."""
+        try:
+            error = response.json()["error"]
+            code, message = str(error["code"]), one_line(str(error["message"]), 400)
+        except (ValueError, RecursionError, LookupError, TypeError):
+            self._refuse_answer(f"HTTP {response.status_code} {response.text}")
+        if response.status_code >= 500:
+            raise ServiceAway(f"the service at {self.address} could not answer {path}: {message}")
+        if response.status_code == 401:
+            message += f"; put a token of the service in {TOKEN_VARIABLE}"
+        raise ServiceRefusal(f"the service at {self.address} refused: {message}", response.status_code, code)
+
+    def _refuse_answer(self, answer: object) -> NoReturn:
+        raise ServiceAway(
+            f"what answers at {self.address} is not a planner's service of this version: {one_line(str(answer), 120)!r}"
+            f"; see what listens there, or name another address in {ADDRESS_VARIABLE} or --service"
+        )
+
+    def read(self, parse: Callable[[Any], Value], content: Any) -> Value:
+        """What `parse` makes of an answer's content."""
+        try:
+            return parse(content)
+        except (LookupError, TypeError, ValueError, AttributeError, OverflowError, PlanError, UsageError) as error:
+            raise ServiceAway(
+                f"the service at {self.address} answered what this planner does not understand ({error!r}); use the "
+                "same version of perseus-planner on both sides"
+            ) from error
+
+
+def _connected(address: str, token: str, timeout_s: float) -> httpx.Client:
+    try:
+        import httpx
+    except ImportError as error:
+        raise UsageError("the service is reached through httpx; run: pip install 'perseus-planner[service]'") from error
+    if not re.fullmatch(r"[!-~]*", token):
+        raise UsageError(
+            f"{TOKEN_VARIABLE} holds a space or a letter that is not ASCII, which no token does; set it again"
+        )
+    base, transport = _base(address)
+    return httpx.Client(
+        base_url=base,
+        transport=transport,
+        headers={"Authorization": f"Bearer {token}"} if token else {},
+        timeout=timeout_s,
+        # A proxy of the environment is not on the way to a service of this cluster.
+        trust_env=False,
+        verify=ssl.create_default_context() if base.startswith("https:") else True,
+    )
+
+
+def _base(address: str) -> tuple[str, httpx.HTTPTransport | None]:
+    """The URL before every path, and how it is reached where that is a socket of this node."""
+    import httpx
+
+    if address.startswith("unix:"):
+        path = re.sub("^//+", "/", address.removeprefix("unix:"))
+        if path:
+            return "http://localhost", httpx.HTTPTransport(uds=path)
+    elif re.fullmatch(r"https?://([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?/?", address):
+        try:
+            return str(httpx.URL(address)), None
+        except httpx.InvalidURL:
+            pass
+    raise UsageError(
+        f"the service's address {address!r} is none; write http://host:port, https://host:port or "
+        f"unix:/path/of/socket, such as {DEFAULT_ADDRESS}"
+    )

@@ -1,0 +1,246 @@
+"""Whole: a service, two pipelines of two stages on emulated GPUs, a straggler that is reported, and one that is found.
+
+Energies are simulated: an emulated GPU says what its model draws.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+from urllib.request import Request, urlopen
+
+import pytest
+from launching import Ended, ranks
+
+pytest.importorskip("torch")
+pytest.importorskip("fastapi")
+pytest.importorskip("sqlalchemy")
+
+RANKS = 4
+LONG_S = 60.0  #: for what must come at some time: much longer than it takes
+SLOW = 1.3  #: how many times as long pipeline 1 takes
+
+
+class Job:
+    """A training job that runs in other processes, and what it has written so far."""
+
+    def __init__(self, folder: Path, ended: Future[list[Ended]]) -> None:
+        self._folder, self._ended = folder, ended
+
+    def rows(self, rank: int) -> list[dict[str, float]]:
+        """What a rank wrote of its iterations."""
+        file = self._folder / f"rows-{rank}"
+        return [json.loads(line) for line in (file.read_text().split("\n") if file.exists() else [])[:-1]]
+
+    def ran(self) -> int:
+        """How many iterations all ranks have written."""
+        return min(len(self.rows(rank)) for rank in range(RANKS))
+
+    def runs(self, count: int) -> int:
+        """Let it run so many iterations more; `ran` then."""
+        enough = self.ran() + count
+        self.eventually(lambda: self.ran() >= enough)
+        return enough
+
+    def eventually(self, holds: Callable[[], Any]) -> Any:
+        """Wait for what nothing tells of."""
+        until_s = time.monotonic() + LONG_S
+        while not (found := holds()):
+            assert not self._ended.done(), self._ended.result()
+            assert time.monotonic() < until_s, "it never came"
+            time.sleep(0.02)  # between two looks
+        return found
+
+    def slow(self, wait_s: float | None) -> None:
+        """Let pipeline 1 wait so long for its data in every iteration, or no more."""
+        file = self._folder / "slow"
+        if wait_s is None:
+            file.unlink()
+        else:
+            (self._folder / "slow.new").write_text(str(wait_s))
+            (self._folder / "slow.new").rename(file)
+
+    def said(self) -> list[dict[str, Any]]:
+        """End it; what its ranks said."""
+        (self._folder / "stop").touch()
+        ended = self._ended.result(LONG_S)
+        assert [each.code for each in ended] == [0] * RANKS, [each.complained for each in ended]
+        return [json.loads(each.said.splitlines()[-1]) for each in ended]
+
+    def joules(self, first: int, last: int) -> float:
+        """Of an iteration of all ranks, from the end of one to the end of the next: median over iterations."""
+        everyone = [[each["energy_j"] for each in self.rows(rank)[first : last + 1]] for rank in range(RANKS)]
+        return median(sum(gpu[i + 1] - gpu[i] for gpu in everyone) for i in range(last - first))
+
+
+@contextmanager
+def training(engine: str, address: str, folder: Path) -> Iterator[Job]:
+    with ThreadPoolExecutor(1) as pool:
+        started = pool.submit(ranks, "service_programs:train", RANKS, folder, engine, address, str(folder / "state"))
+        try:
+            yield Job(folder, started)
+        finally:
+            (folder / "stop").touch()
+
+
+class Server:
+    """`planner serve` in a process of its own.
+
+    Attributes:
+        address: where it listens.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self.address, self._port = folder, "", "0"
+        self._process: subprocess.Popen[str] | None = None
+
+    def start(self) -> None:
+        command = [
+            sys.executable,
+            "-m",
+            "perseus_planner",
+            "serve",
+            "--port",
+            self._port,
+            "--database",
+            "service.sqlite",
+        ]
+        self._process = subprocess.Popen(command, cwd=self._folder, stdout=subprocess.PIPE, text=True)
+        assert self._process.stdout is not None
+        self.address = self._process.stdout.readline().split()[2].rstrip(",")
+        self._port = self.address.rpartition(":")[2]
+
+    def end(self, by: signal.Signals) -> None:
+        """The same port is taken when it is started again."""
+        assert self._process is not None
+        self._process.send_signal(by)
+        self._process.wait()
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+
+    def __call__(self, method: str, path: str, body: Any = None) -> Any:
+        """What it answers to curl."""
+        url = f"{self.address}/v1/jobs{path}"
+        if shutil.which("curl") is None:
+            data = None if body is None else json.dumps(body).encode()
+            with urlopen(Request(url, data, {"Content-Type": "application/json"}, method=method)) as response:
+                return json.loads(response.read() or "null")
+        sent = [] if body is None else ["-H", "Content-Type: application/json", "-d", json.dumps(body)]
+        said = subprocess.run(["curl", "-sS", "-X", method, *sent, url], capture_output=True, text=True, check=True)
+        return json.loads(said.stdout or "null")
+
+
+@pytest.fixture
+def server(tmp_path: Path):
+    found = Server(tmp_path)
+    found.start()
+    yield found
+    found.end(signal.SIGTERM)
+
+
+def taken(job: Job, server: Server, version: int) -> int:
+    """The iteration since which the job runs by that version, once it has said so."""
+    return int(job.eventually(lambda: _taken(server, version))["iteration"])
+
+
+def _taken(server: Server, version: int) -> Any:
+    status = server("GET", "/e2e")
+    found = status.get("taken")  # before it is registered there is an error
+    return found if found is not None and found["version"] == version else None
+
+
+def first_by(job: Job, rank: int, plan_s: float) -> int:
+    """The first iteration of a rank that ran by the plan of that time."""
+    return [row["plan_s"] for row in job.rows(rank)].index(plan_s)
+
+
+@pytest.mark.parametrize("engine", ["torch", "deepspeed"])
+def test_a_straggler_that_is_reported_lets_the_others_save_what_was_promised_and_back(
+    engine: str, server: Server, tmp_path: Path
+):
+    if engine == "deepspeed":
+        pytest.importorskip("deepspeed")
+    with training(engine, server.address, tmp_path) as job:
+        taken(job, server, 1)
+        own_s = job.rows(0)[-1]["plan_s"]
+        job.slow((SLOW - 1) * own_s)
+        begin = job.runs(2)
+        before_j = job.joules(begin, job.runs(5) - 1)
+        answer = server(
+            "POST",
+            "/e2e/reports",
+            {
+                "source": "data",
+                "key": "k",
+                "scope": {"kind": "pipeline", "value": "1"},
+                "degree": SLOW,
+                "cause": "data",
+            },
+        )
+        assert (answer["version"], answer["changed"]) == (2, True)
+        server("GET", "/e2e/plans?after=1&wait_s=30")
+        there_s = time.time()
+        since = taken(job, server, 2)
+        ran = job.runs(6)
+        # All ranks at one iteration, at most one after that which runs when the version is there.
+        slowed_s = job.rows(0)[-1]["plan_s"]
+        assert own_s < slowed_s <= SLOW * own_s
+        assert [first_by(job, rank, slowed_s) for rank in range(RANKS) if job.rows(rank)[-1]["plan_s"] == slowed_s] == [
+            since, since
+        ]  # fmt: skip
+        assert sum(there_s < row["begin_s"] for row in job.rows(0)[:since]) <= 2
+        after_j = job.joules(since + 1, ran - 1)
+        promised_j = answer["expected_saving_w"] * SLOW * own_s
+        assert 0.6 * promised_j < before_j - after_j < 1.4 * promised_j
+
+        _kill_and_start_again(job, server)
+
+        assert server("DELETE", "/e2e/reports/k")["version"] == 3
+        job.slow(None)
+        back = taken(job, server, 3)
+        job.runs(3)
+        assert {job.rows(rank)[-1]["plan_s"] for rank in range(RANKS)} == {own_s}
+        everyone = job.said()
+        _check_clocks(everyone, since, back)
+        assert server("GET", "") == {"jobs": []}
+
+
+def _kill_and_start_again(job: Job, server: Server) -> None:
+    """Training goes on meanwhile by the plans it has, and the service knows all it knew."""
+    before = server("GET", "/e2e")
+    server.end(signal.SIGKILL)
+    plans = {job.rows(rank)[-1]["plan_s"] for rank in range(RANKS)}
+    job.runs(4)
+    assert {row["plan_s"] for rank in range(RANKS) for row in job.rows(rank)[-3:]} == plans
+    server.start()
+    assert server("GET", "/e2e") == before
+
+
+def _check_clocks(everyone: list[dict[str, Any]], since: int, back: int) -> None:
+    """Each rank set other clocks in the very iteration with which its plan changed, and they were in force."""
+    for said in everyone:
+        assert said["problem"] is None
+        versions = [version for version, *_ in said["ran"]]
+        changed = [i for i, (one, other) in enumerate(pairwise(versions), 1) if one != other]
+        assert changed[-2:] == [since, back]
+        assert all(is_as_planned for _, is_as_planned, *_ in said["ran"])
+    heard = [text for said in everyone for text in said["heard"]]
+    assert [text.partition(": ")[2][:43] for text in heard] == ["there is no answer from the service at http"]
+    for said in everyone:
+        if said["pipeline"] == 0:
+            clocks, achieved = ([each[place] for each in said["ran"]] for place in (2, 3))
+            assert clocks[since] < 0.9 * clocks[since - 1]
+            assert achieved[since] < (clocks[since] + clocks[since - 1]) / 2  # of that very iteration most
+            assert median(achieved[since:back]) == pytest.approx(median(clocks[since:back]), rel=0.1)
+            assert clocks[back] == pytest.approx(clocks[since - 1], rel=0.1)
