@@ -38,7 +38,16 @@ def first_state(job: Job, frontier: bytes, planning: Planning) -> JobState:
     decision = decide(job, (), planning.numbers(job, curve), None, job.since_s)
     asked = requests_of(job, curve, decision)
     texts, of_pipeline = once_each(planning.first_plan(request, frontier) for request in asked)
-    return JobState(job, job, curve, decision, PlanSet(1, texts, of_pipeline, job.since_s), promised=1)
+    return JobState(
+        registered=job,
+        job=job,
+        curve=curve,
+        decision=decision,
+        saving_w=0.0,  # it is what pipelines would do anyway
+        published=PlanSet(1, texts, of_pipeline, job.since_s),
+        planned=decision,
+        promised=1,
+    )
 
 
 def known_again(state: JobState, job: Job) -> Registered:

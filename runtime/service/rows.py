@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
+from functools import lru_cache
 from typing import Any
 
 from sqlalchemy import Connection, Table, and_, bindparam, delete, exists, insert, select, update
@@ -58,8 +59,9 @@ class Rows:
         name = after.job.name
         if before is None or any(getattr(before, each) != getattr(after, each) for each in _JOB_FIELDS):
             self._put(jobs, before is None, {"name": name}, _job_row(after))
-        if before is None or before.decision != after.decision:
-            self._put(decisions, before is None, {"job": name}, {"content": text_of(after.decision)})
+        if before is None or before.decision != after.decision or before.saving_w != after.saving_w:
+            values = {"content": text_of(after.decision), "saving_w": after.saving_w}
+            self._put(decisions, before is None, {"job": name}, values)
         if before is None or before.reports is not after.reports or before.past is not after.past:
             self._add_reports(name, before, after)
         if before is None or before.published.version != after.published.version:
@@ -93,10 +95,10 @@ class Rows:
     def _add_version(self, name: str, state: JobState) -> None:
         published = state.published
         key = {"job": name, "version": published.version}
-        row = {"made_s": published.made_s, "decision": text_of(state.decision)}
+        row = {"made_s": published.made_s, "decision": text_of(state.planned)}
         self._added[versions].append({**key, **row, "of_pipeline": json.dumps(published.of_pipeline)})
         for place, text in enumerate(published.texts):
-            digest = sha256(text.encode())
+            digest = _digest(text)
             self._texts[digest] = text
             self._added[version_plans].append({**key, "place": place, "plan": digest})
         for table in (versions, version_plans):
@@ -116,6 +118,12 @@ def forget_jobs(connection: Connection, names: Iterable[str]) -> None:
 def forget_unused_plans(connection: Connection) -> None:
     """Delete the plans that no version has."""
     connection.execute(delete(plans).where(~exists().where(version_plans.c.plan == plans.c.digest)))
+
+
+@lru_cache(maxsize=1024)
+def _digest(text: str) -> str:
+    """Remembered, as the same plans are published again and again."""
+    return sha256(text.encode())
 
 
 def _job_row(state: JobState) -> dict[str, Any]:

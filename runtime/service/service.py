@@ -18,7 +18,7 @@ from perseus_planner.runtime.service.outcomes import Answer, JobStatus, PlanSet,
 from perseus_planner.runtime.service.planning import Planning, Processes
 from perseus_planner.runtime.service.registering import checked, first_state, known_again
 from perseus_planner.runtime.service.replanning import Replanning, replan
-from perseus_planner.runtime.service.settling import answer, counting, settled, status_of
+from perseus_planner.runtime.service.settling import answer, cleared, counting, settled, status_of
 from perseus_planner.runtime.service.sharing import share_power
 from perseus_planner.runtime.service.state import JobState
 from perseus_planner.runtime.service.storage import Storage
@@ -127,13 +127,13 @@ class Service:
             known = before.reports.get(report.key) or before.past.get(report.key)
             if known is not None:
                 check_same(known, report)
-                return self._answer(before, before, known, "the report was received before")
+                return answer(before, before, known, "the report was received before")
             check_report(before, report)
             after = self._settle(draft, replace(before, reports={**before.reports, report.key: report}))
             counts = (
                 "" if report.key in after.reports else "it expires before it begins, or its source has seen it later"
             )
-            return self._answer(before, after, report, counts)
+            return answer(before, after, report, counts)
 
         return self._writer.do(command)
 
@@ -151,10 +151,10 @@ class Service:
                 past = report or before.past.get(key)
                 if past is None:
                     raise UnknownReport(f"job {shown(job)} has no report {shown(key)}; see which ones it has")
-                return self._answer(before, before, past, "the report did not count any more")
-            cleared = replace(report, expires_s=now_s)
-            after = self._settle(draft, replace(before, reports={**before.reports, key: cleared}))
-            return self._answer(before, after, cleared)
+                return answer(before, before, past, "the report did not count any more")
+            report = cleared(report, now_s)
+            after = self._settle(draft, replace(before, reports={**before.reports, key: report}))
+            return answer(before, after, report)
 
         return self._writer.do(command)
 
@@ -173,7 +173,7 @@ class Service:
             check_deadline(deadline_s, before.curve)
             draft.put(replace(before, job=replace(before.job, deadline_s=deadline_s)))
             self._share(draft, job)
-            return self._answer(before, self._settle(draft, draft.state(job)))
+            return answer(before, self._settle(draft, draft.state(job)))
 
         return self._writer.do(command)
 
@@ -198,7 +198,7 @@ class Service:
                 before = (draft.state(job),)
                 draft.put(replace(before[0], job=replace(before[0].job, power_w=power_w)))
             self._share(draft, job)
-            return tuple(self._answer(each, draft.state(each.job.name)) for each in before)
+            return tuple(answer(each, draft.state(each.job.name)) for each in before)
 
         return self._writer.do(command)
 
@@ -241,12 +241,12 @@ class Service:
         Raises:
             UnknownJob: there is none of that name.
         """
-        return status_of(self._state(job), self._planning, self._now_s())
+        return status_of(self._state(job), self._now_s())
 
     def jobs(self) -> tuple[JobStatus, ...]:
         """All jobs that run, by name."""
         now_s = self._now_s()
-        return tuple(status_of(state, self._planning, now_s) for _, state in sorted(self._writer.jobs.items()))
+        return tuple(status_of(state, now_s) for _, state in sorted(self._writer.jobs.items()))
 
     def reports(self, job: str) -> tuple[Report, ...]:
         """The reports of a job that count or are to count, in the order in which they came.
@@ -302,9 +302,6 @@ class Service:
         if state is None:
             raise unknown_job(name)
         return state
-
-    def _answer(self, before: JobState, after: JobState, report: Report | None = None, reason: str = "") -> Answer:
-        return answer(before, after, report, self._planning, reason)
 
     def _settle(self, draft: Draft, state: JobState) -> JobState:
         after = settled(state, self._planning, self._now_s())

@@ -27,16 +27,18 @@ def settled(state: JobState, planning: Planning, now_s: float) -> JobState:
         decision = _decided(state, planning, now_s)
     except NotSolved:
         return replace(state, promised=state.published.version + 1)
-    before = requests_of(state.job, state.curve, state.decision)
-    state, asked = replace(state, decision=decision), requests_of(state.job, state.curve, decision)
-    if state.is_planned and asked == before:
+    saved_w = saving_w(_wanted(state), decision, planning.numbers(state.job, state.curve))
+    state = replace(state, decision=decision, saving_w=saved_w)
+    asked = requests_of(state.job, state.curve, decision)
+    if state.is_planned and asked == requests_of(state.job, state.curve, state.planned):
         return state
     version = state.published.version + 1
     texts = [planning.text(request) for request in asked]
     known = [text for text in texts if text is not None]
     if len(known) < len(texts):
         return replace(state, promised=version)
-    return replace(state, published=PlanSet(version, *once_each(known), now_s), promised=version)
+    published = PlanSet(version, *once_each(known), now_s)
+    return replace(state, published=published, planned=decision, promised=version)
 
 
 def prepare(state: JobState, planning: Planning, now_s: float) -> None:
@@ -52,7 +54,10 @@ def prepare(state: JobState, planning: Planning, now_s: float) -> None:
 
 
 def given_up(state: JobState, reason: str, now_s: float) -> JobState:
-    """The job where planning failed: its plans stay as they were, under the version that was promised."""
+    """The job where planning failed: its plans stay as they were, under the version that was promised.
+
+    When it is settled again, they are asked for again.
+    """
     if state.is_planned:
         return state
     published = replace(state.published, version=state.promised, made_s=now_s)
@@ -60,7 +65,7 @@ def given_up(state: JobState, reason: str, now_s: float) -> JobState:
     return replace(state, published=published, decision=decision)
 
 
-def answer(before: JobState, after: JobState, report: Report | None, planning: Planning, reason: str = "") -> Answer:
+def answer(before: JobState, after: JobState, report: Report | None = None, reason: str = "") -> Answer:
     """What to say of a change; `reason` if that of the decision does not tell."""
     unsolved = after.promised > before.promised and after.decision is before.decision
     reason = reason or ("slow stages are solved anew, and then it is decided" if unsolved else after.decision.reason)
@@ -70,18 +75,9 @@ def answer(before: JobState, after: JobState, report: Report | None, planning: P
         version=after.promised,
         changed=after.promised > before.promised or after.decision.targets != before.decision.targets,
         takes_effect=_takes_effect(after),
-        expected_saving_w=expected_saving_w(after, planning),
+        expected_saving_w=after.saving_w,
         reason=reason,
     )
-
-
-def expected_saving_w(state: JobState, planning: Planning) -> float:
-    """As `policy.saving_w`; 0 while slow stages are being solved."""
-    try:
-        numbers = planning.numbers(state.job, state.curve)
-        return saving_w(_wanted(state.job, state.share_s), state.decision, numbers)
-    except NotSolved:
-        return 0.0
 
 
 def next_look_s(state: JobState, now_s: float) -> float:
@@ -89,7 +85,13 @@ def next_look_s(state: JobState, now_s: float) -> float:
     return min(state.decision.look_again_s, _next_beginning_s(state, now_s))
 
 
-def status_of(state: JobState, planning: Planning, now_s: float) -> JobStatus:
+def cleared(report: Report, now_s: float) -> Report:
+    """The report, expired now; if it had begun, it stays one that had, so that its source's older ones do not count."""
+    begins_s = report.begins_s if report.begins_s > now_s else min(report.begins_s, math.nextafter(now_s, 0.0))
+    return replace(report, begins_s=begins_s, expires_s=now_s)
+
+
+def status_of(state: JobState, now_s: float) -> JobStatus:
     """What to say of a job."""
     return JobStatus(
         job=state.job,
@@ -98,7 +100,7 @@ def status_of(state: JobState, planning: Planning, now_s: float) -> JobStatus:
         promised=state.promised,
         taken=state.taken,
         reports=counting(state, now_s),
-        expected_saving_w=expected_saving_w(state, planning),
+        expected_saving_w=state.saving_w,
     )
 
 
@@ -121,8 +123,7 @@ def _decided(state: JobState, planning: Planning, now_s: float) -> Decision:
     """
     numbers = planning.numbers(state.job, state.curve)
     reports, iteration = state.reports.values(), _iteration(state, now_s)
-    wanted = _wanted(state.job, state.share_s)
-    return decide(wanted, reports, numbers, state.decision, now_s, iteration=iteration)
+    return decide(_wanted(state), reports, numbers, state.decision, now_s, iteration=iteration)
 
 
 def _without_forgotten(state: JobState, now_s: float) -> JobState:
@@ -131,9 +132,9 @@ def _without_forgotten(state: JobState, now_s: float) -> JobState:
     return state.keeping(each for each in lasting if not _is_over(each, now_s) or each.observed_s >= oldest_s)
 
 
-def _wanted(job: Job, share_s: float | None) -> Job:
-    """The job with the iteration time that is wanted, where power budgets want another."""
-    return job if share_s is None else replace(job, deadline_s=share_s)
+def _wanted(state: JobState) -> Job:
+    """The job with the iteration time that power budgets want of it, where they want another."""
+    return state.job if state.share_s is None else replace(state.job, deadline_s=state.share_s)
 
 
 def _iteration(state: JobState, now_s: float) -> int | None:

@@ -22,7 +22,9 @@ class JobState:
         job: with the deadline and the power that hold now.
         curve: of its frontier.
         decision: what its pipelines are to do.
+        saving_w: what that is expected to save, as `policy.saving_w` has it, watts.
         published: the newest version of its plans.
+        planned: the decision that those plans were made for.
         promised: the version that reports were told to take effect with; above `published.version` while it is planned.
         reports: key -> report, of those that count or are to count, in the order in which they came.
         past: key -> report, of those that no longer do, the latest last; at most `REMEMBERED`.
@@ -34,7 +36,9 @@ class JobState:
     job: Job
     curve: Curve = field(repr=False)
     decision: Decision
+    saving_w: float
     published: PlanSet
+    planned: Decision
     promised: int
     reports: Mapping[str, Report] = field(default_factory=dict)
     past: Mapping[str, Report] = field(default_factory=dict)

@@ -60,7 +60,11 @@ jobs = Table(
     Column("share_s", Float(53)),
 )
 decisions = Table(
-    "decisions", TABLES, Column("job", String(255), primary_key=True), Column("content", Text, nullable=False)
+    "decisions",
+    TABLES,
+    Column("job", String(255), primary_key=True),
+    Column("content", Text, nullable=False),
+    Column("saving_w", Float(53), nullable=False),
 )
 reports = Table(
     "reports",
@@ -102,7 +106,7 @@ def read_jobs(connection: Connection, kept: Mapping[str, list[tuple[PlanSet, Dec
         row.digest: records.curve_from(row.curve)
         for row in connection.execute(select(frontiers.c.digest, frontiers.c.curve))
     }
-    decided = {row.job: records.decision_from(row.content) for row in connection.execute(select(decisions))}
+    decided = {row.job: row for row in connection.execute(select(decisions))}
     counting: dict[str, dict[str, Report]] = {}
     past: dict[str, dict[str, Report]] = {}
     for row in connection.execute(select(reports).order_by(reports.c.number)):
@@ -112,8 +116,10 @@ def read_jobs(connection: Connection, kept: Mapping[str, list[tuple[PlanSet, Dec
             registered=records.job_from(row.registered),
             job=records.job_from(row.content),
             curve=curves[row.frontier],
-            decision=decided[row.name],
+            decision=records.decision_from(decided[row.name].content),
+            saving_w=decided[row.name].saving_w,
             published=kept[row.name][-1][0],
+            planned=kept[row.name][-1][1],
             promised=row.promised,
             reports=counting.get(row.name, {}),
             past=past.get(row.name, {}),
