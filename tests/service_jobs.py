@@ -17,7 +17,7 @@ PLACES = (
     Place(2, 1, (0, 2), "node0", "GPU-c"),
     Place(3, 1, (1, 3), "node1", "GPU-d"),
     Place(4, 2, (0, 2), "node1", "GPU-e"),
-    Place(5, 2, (), "node2", ""),
+    Place(5, 2, (), "node1", ""),
 )
 JOB = Job("train", 3, "f00d", PLACES, since_s=1000.0)
 STAGES = 4

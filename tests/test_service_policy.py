@@ -32,7 +32,7 @@ SCOPES = [
     *(Scope("stage", str(stage), pipeline) for stage in (0, 2, 3) for pipeline in (0, 2)),
     *(Scope("rank", str(rank)) for rank in (1, 4, 5)),
     *(Scope("gpu", uuid) for uuid in ("GPU-a", "GPU-d")),
-    *(Scope("node", node) for node in ("node0", "node1", "node2")),
+    *(Scope("node", node) for node in ("node0", "node1")),
     Scope("node", "node0", 1),
 ]
 
@@ -362,6 +362,14 @@ def test_the_worst_of_contradicting_reports_counts():
     assert decided(*reports).straggler_time_s == 1.25 * CALM_S
 
 
+def test_the_worst_that_is_said_of_a_stage_counts_and_of_other_stages_what_is_said_of_them():
+    said = [("a", 1.2), ("b", 1.3), ("c", 1.1)]
+    reports = [report("stage", "2", degree, pipeline=1, source=source) for source, degree in said]
+    decision = decided(*reports, report("stage", "3", 1.4, pipeline=1))
+    assert decision.targets[1].slow_stages == {2: 1.3, 3: 1.4}
+    assert decision.straggler_time_s == 1.3
+
+
 def test_a_recovery_that_was_observed_earlier_but_comes_later_ends_nothing():
     reports = report(degree=1.2, observed_s=START_S + 5), report(degree=1.0, observed_s=START_S + 4)
     assert decided(*reports, at_s=START_S + 6).straggler_time_s == 1.2 * CALM_S
@@ -379,6 +387,11 @@ def test_what_is_to_come_leaves_what_is_until_it_begins():
     decision = decided(now, later, at_s=START_S + 2)
     assert (decision.straggler_time_s, decision.look_again_s) == (1.1 * CALM_S, START_S + 60)
     assert decided(now, later, at_s=START_S + 60, before=decision).straggler_time_s == 1.2 * CALM_S
+
+
+def test_what_expires_before_it_begins_ends_nothing():
+    now, never = report(degree=1.1), report(observed_s=START_S + 1, begins_s=START_S + 9, expires_s=START_S + 8)
+    assert decided(now, never, at_s=START_S + 20).straggler_time_s == 1.1 * CALM_S
 
 
 def test_what_begins_at_an_iteration_waits_for_it():
@@ -407,6 +420,16 @@ def test_after_a_change_nobody_is_slowed_down_again_for_a_while():
     assert held.look_again_s == START_S + 35
     assert held.reason.endswith("but nothing is slowed down: plans were changed a moment ago")
     assert times_s(decided(first, worse, before=held, at_s=START_S + 35))[0] == 1.2 * CALM_S
+
+
+def test_what_is_sped_up_while_others_are_held_holds_them_for_longer():
+    first = report(degree=1.1)
+    before = decided(first, before=decided(), at_s=START_S + 5)
+    worse = report("pipeline", "0", 1.2)
+    held = decided(first, worse, before=before, at_s=START_S + 6)
+    assert times_s(held) == [CALM_S, CALM_S, 1.1 * CALM_S]
+    assert (held.since_s, held.look_again_s) == (START_S + 6, START_S + 36)
+    assert times_s(decided(first, worse, before=held, at_s=START_S + 36)) == [CALM_S, CALM_S, 1.2 * CALM_S]
 
 
 def test_another_deadline_holds_no_straggler_back():
@@ -446,7 +469,7 @@ def test_what_saves_nothing_changes_nothing():
 def test_a_node_means_the_ranks_on_it_in_each_pipeline():
     assert meant(JOB, Scope("node", "node0")) == {0: {0, 1, 2, 3}, 1: {0, 2}}
     assert meant(JOB, Scope("node", "node0", 1)) == {1: {0, 2}}
-    assert meant(JOB, Scope("node", "node2")) == {2: frozenset()}
+    assert meant(JOB, Scope("node", "node1")) == {1: {1, 3}, 2: frozenset()}
     assert meant(JOB, Scope("rank", "1")) == meant(JOB, Scope("gpu", "GPU-b")) == {0: {1, 3}}
     assert meant(replace(JOB, pipelines=1), Scope("stage", "2")) == {0: {2}}
     decision = decided(report("node", "node0", 1.2))
