@@ -25,7 +25,7 @@ from perseus_planner.runtime.job import Job, launcher, node
 from perseus_planner.runtime.notices import Notices
 from perseus_planner.runtime.plans import GivenPlan, Plans, missing_file
 from perseus_planner.runtime.program import Program
-from perseus_planner.runtime.service.served import ServedJob
+from perseus_planner.runtime.service.training.served import ServedJob
 
 ENTRY_S = 300.0
 """How long the ranks wait for each other before training: one of them may still solve and plan."""

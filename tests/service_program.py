@@ -11,8 +11,8 @@ from itertools import count
 
 from services import Clock, at_once, report
 
+from perseus_planner.runtime.service.database.storage import Storage
 from perseus_planner.runtime.service.service import Service
-from perseus_planner.runtime.service.storage import Storage
 
 
 def main(place: str, seed: str) -> None:

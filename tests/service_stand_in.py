@@ -14,10 +14,10 @@ import pytest
 
 from perseus_planner.errors import FrontierError, InfeasibleBudget, InfeasibleDeadline, InfeasiblePower
 from perseus_planner.files import sha256
-from perseus_planner.runtime.service.app import create_app
+from perseus_planner.runtime.service.http.app import create_app
+from perseus_planner.runtime.service.http.security import Access, Limits
 from perseus_planner.runtime.service.model import Conflict, Decision, Job, Report, Target, UnknownJob, UnknownReport
 from perseus_planner.runtime.service.outcomes import Answer, JobStatus, PlanSet, Registered, Taken
-from perseus_planner.runtime.service.security import Access, Limits
 
 httpx = pytest.importorskip("httpx")
 

@@ -20,14 +20,14 @@ from test_service_client import EFFECT
 
 from perseus_planner.cli import main
 from perseus_planner.errors import UsageError
-from perseus_planner.runtime.service.adapters import (
+from perseus_planner.runtime.service.client.adapters import (
     alertmanager_reports,
     megatron_reports,
     resiliency_reports,
     straggling_report,
 )
+from perseus_planner.runtime.service.client.requests import ReportRequest
 from perseus_planner.runtime.service.model import Scope
-from perseus_planner.runtime.service.requests import ReportRequest
 from perseus_planner.runtime.straggling import Straggling
 
 

@@ -27,11 +27,11 @@ from perseus_planner.measurement import Measurement
 from perseus_planner.runtime.job import Job
 from perseus_planner.runtime.notices import Notices
 from perseus_planner.runtime.proposals import Decided, Proposal, Refused
-from perseus_planner.runtime.service import agent as agent_module
-from perseus_planner.runtime.service.agent import LONGEST_PAUSE_S, Agent, Pauses
-from perseus_planner.runtime.service.findings import TTL_S, Findings
-from perseus_planner.runtime.service.mailbox import Card, Finding, Mailbox
-from perseus_planner.runtime.service.served import ServedJob
+from perseus_planner.runtime.service.training import agent as agent_module
+from perseus_planner.runtime.service.training.agent import LONGEST_PAUSE_S, Agent, Pauses
+from perseus_planner.runtime.service.training.findings import TTL_S, Findings
+from perseus_planner.runtime.service.training.mailbox import Card, Finding, Mailbox
+from perseus_planner.runtime.service.training.served import ServedJob
 from perseus_planner.runtime.straggling import Straggling
 
 LONG_S = 20.0

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from service_stand_in import LEAST_S, LEAST_W, NOW_S, StandIn, asking, opened
 
 from perseus_planner.files import sha256
+from perseus_planner.runtime.service.http.security import Limits
 from perseus_planner.runtime.service.model import Place, Scope, StorageError
 from perseus_planner.runtime.service.outcomes import Taken
-from perseus_planner.runtime.service.security import Limits
 
 httpx = pytest.importorskip("httpx")
 

@@ -15,10 +15,10 @@ from commands import done, refusal
 from http_stand_in import StandIn, stand_in
 
 from perseus_planner.errors import ServiceAway, ServiceRefusal, UsageError
-from perseus_planner.runtime.service.client import Client
+from perseus_planner.runtime.service.client.client import Client
+from perseus_planner.runtime.service.client.requests import Registration, ReportRequest
 from perseus_planner.runtime.service.model import Decision, Place, Report, Scope, Target
 from perseus_planner.runtime.service.outcomes import Answer, Taken
-from perseus_planner.runtime.service.requests import Registration, ReportRequest
 
 REPORT = {
     "key": "k1",

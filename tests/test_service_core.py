@@ -41,12 +41,12 @@ from perseus_planner.dag import PipelineDag
 from perseus_planner.errors import FrontierError, InfeasibleDeadline, InfeasiblePower, UsageError
 from perseus_planner.frontier import trace
 from perseus_planner.profile_groups import slowed
-from perseus_planner.runtime.service.curves import Curve, KnownNumbers
+from perseus_planner.runtime.service.database.storage import Change, Storage
 from perseus_planner.runtime.service.model import Conflict, Scope, StorageError, UnknownJob, UnknownReport
-from perseus_planner.runtime.service.planning import NotPlanned, Processes
+from perseus_planner.runtime.service.planning.curves import Curve, KnownNumbers
+from perseus_planner.runtime.service.planning.planning import NotPlanned, Processes
+from perseus_planner.runtime.service.planning.solving_process import curve_of
 from perseus_planner.runtime.service.service import Service
-from perseus_planner.runtime.service.solving_process import curve_of
-from perseus_planner.runtime.service.storage import Change, Storage
 
 PROGRAM = Path(__file__).with_name("service_program.py")
 

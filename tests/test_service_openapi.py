@@ -10,11 +10,11 @@ from hypothesis import HealthCheck, Phase, settings
 from service_stand_in import StandIn
 from services import at_once, frontier_file, job
 
-from perseus_planner.runtime.service.app import create_app
-from perseus_planner.runtime.service.security import TOKENS_VARIABLE, Access, Limits, read_tokens
-from perseus_planner.runtime.service.server import Address, serving
+from perseus_planner.runtime.service.database.storage import Storage
+from perseus_planner.runtime.service.http.app import create_app
+from perseus_planner.runtime.service.http.security import TOKENS_VARIABLE, Access, Limits, read_tokens
+from perseus_planner.runtime.service.http.server import Address, serving
 from perseus_planner.runtime.service.service import Service
-from perseus_planner.runtime.service.storage import Storage
 
 schemathesis = pytest.importorskip("schemathesis")
 checks = pytest.importorskip("schemathesis.specs.openapi.checks")

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from service_stand_in import StandIn, asking
 
 from perseus_planner.errors import UsageError
-from perseus_planner.runtime.service import security
-from perseus_planner.runtime.service.security import ROLES, Access, Limits, Rates, read_tokens
+from perseus_planner.runtime.service.http import security
+from perseus_planner.runtime.service.http.security import ROLES, Access, Limits, Rates, read_tokens
 
 httpx = pytest.importorskip("httpx")
 

@@ -26,9 +26,9 @@ from perseus_planner import Plan, schedules, solve
 from perseus_planner.cli.serve import DATABASE, _listening, serve
 from perseus_planner.errors import UsageError
 from perseus_planner.files import sha256
+from perseus_planner.runtime.service.http.security import TOKENS_VARIABLE, Limits, read_tokens
+from perseus_planner.runtime.service.http.server import Address, listening, serving
 from perseus_planner.runtime.service.model import Job
-from perseus_planner.runtime.service.security import TOKENS_VARIABLE, Limits, read_tokens
-from perseus_planner.runtime.service.server import Address, listening, serving
 
 httpx = pytest.importorskip("httpx")
 
@@ -41,7 +41,16 @@ PYTHON = [sys.executable, *(["-P"] if sys.version_info >= (3, 11) else [])]
 def planner_serve(folder: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """The command as a process, and the URL that it says."""
     command = [*PYTHON, "-m", "perseus_planner", "serve", *options]
-    with subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command,
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(
+            signal.SIGINT, signal.default_int_handler
+        ),  # a shell's background job ignores it
+    ) as process:
         try:
             line = process.stdout.readline()
             assert line.startswith("Listening at "), process.stderr.read()
@@ -209,6 +218,13 @@ def test_a_port_in_use_is_refused(folder: Path):
         2,
         f"Error: --host 127.0.0.1 --port {port}: cannot be listened on: Address already in use; give another\n",
     )
+
+
+def test_no_answer_waits_for_the_client_to_acknowledge_a_part_of_it():
+    with listening(Address(port=0)) as listener, socket.create_connection(listener.socket.getsockname()):
+        accepted, _ = listener.socket.accept()
+        with accepted:
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) == 1
 
 
 def test_a_database_that_is_none_is_refused(folder: Path):

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 from services import NOW_S, frontier_file, job, report, small_frontier
 
-from perseus_planner.runtime.service.curves import Curve
+from perseus_planner.runtime.service.database.rows import VERSIONS_KEPT
+from perseus_planner.runtime.service.database.storage import Change, Storage
 from perseus_planner.runtime.service.model import Decision, StorageError, Target
 from perseus_planner.runtime.service.outcomes import PlanSet, Taken
-from perseus_planner.runtime.service.rows import VERSIONS_KEPT
+from perseus_planner.runtime.service.planning.curves import Curve
 from perseus_planner.runtime.service.state import REMEMBERED, JobState
-from perseus_planner.runtime.service.storage import Change, Storage
 
 DIGEST = "f" * 64
 

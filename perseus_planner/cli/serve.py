@@ -61,11 +61,11 @@ def serve(
     if unix is not None and (host is not None or port is not None):
         raise UsageError("--unix: is instead of --host and --port; give one or the other")
     try:
-        from perseus_planner.runtime.service.security import read_tokens
-        from perseus_planner.runtime.service.server import Address, listening
-        from perseus_planner.runtime.service.server import serve as serve_at
+        from perseus_planner.runtime.service.database.storage import Storage
+        from perseus_planner.runtime.service.http.security import read_tokens
+        from perseus_planner.runtime.service.http.server import Address, listening
+        from perseus_planner.runtime.service.http.server import serve as serve_at
         from perseus_planner.runtime.service.service import Service
-        from perseus_planner.runtime.service.storage import Storage
     except ModuleNotFoundError as error:
         raise UsageError(f"{error.name} is not installed; run `pip install 'perseus-planner[service]'`") from error
     address = Address(host or "127.0.0.1", 8400 if port is None else port, unix, tls_cert, tls_key)

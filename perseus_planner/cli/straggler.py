@@ -75,7 +75,7 @@ def straggler(
 
     All other pipelines then run as slow as the job is anyway, and save energy. Times may be written 30s, 30m, 2h.
     """
-    from perseus_planner.runtime.service.client import Client
+    from perseus_planner.runtime.service.client.client import Client
 
     if clear is not None and megatron_log:
         raise UsageError("--clear: takes one report back; leave out --megatron-log")
@@ -103,7 +103,7 @@ def _refuse(given: dict[str, Any], beside: str) -> None:
 
 
 def _request(given: dict[str, Any]) -> Any:
-    from perseus_planner.runtime.service.requests import ReportRequest
+    from perseus_planner.runtime.service.client.requests import ReportRequest
 
     return ReportRequest(
         source=given["source"] or f"{getpass.getuser()}@{socket.gethostname()}",
@@ -133,7 +133,7 @@ def _scope(pipeline: int | None, **others: Any) -> Any:
 
 def _follow_megatron(client: Any, job: str, lines: Iterable[str], ttl_s: float | None) -> None:
     """Report what each line says, until there are no more."""
-    from perseus_planner.runtime.service.adapters import megatron_reports
+    from perseus_planner.runtime.service.client.adapters import megatron_reports
 
     slow: set[int] = set()
     for line in lines:

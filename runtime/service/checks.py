@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from perseus_planner.documents import shown
 from perseus_planner.errors import InfeasibleDeadline, UsageError
 from perseus_planner.quantities import CHANGES, COUNT, TIME, WAIT
-from perseus_planner.runtime.service.curves import Curve
 from perseus_planner.runtime.service.model import Conflict, Job, Report
+from perseus_planner.runtime.service.planning.curves import Curve
 from perseus_planner.runtime.service.reports import check_scope
 from perseus_planner.runtime.service.state import JobState
 

@@ -8,9 +8,9 @@ import threading
 from collections.abc import Callable
 
 from perseus_planner.runtime.service.agenda import Agenda
+from perseus_planner.runtime.service.database.writing import Changed
 from perseus_planner.runtime.service.settling import next_look_s
 from perseus_planner.runtime.service.state import JobState
-from perseus_planner.runtime.service.writing import Changed
 
 _log = logging.getLogger(__name__)
 

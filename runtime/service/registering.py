@@ -9,7 +9,7 @@ from perseus_planner.documents import shown
 from perseus_planner.runtime.service.checks import check_deadline, check_job, check_places
 from perseus_planner.runtime.service.model import Conflict, Job
 from perseus_planner.runtime.service.outcomes import PlanSet, Registered
-from perseus_planner.runtime.service.planning import Planning, once_each, requests_of
+from perseus_planner.runtime.service.planning.planning import Planning, once_each, requests_of
 from perseus_planner.runtime.service.policy import decide
 from perseus_planner.runtime.service.state import JobState
 

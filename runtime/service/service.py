@@ -12,17 +12,17 @@ from typing import Any
 from perseus_planner.documents import shown
 from perseus_planner.errors import PlannerError
 from perseus_planner.runtime.service.checks import check_deadline, check_positive, check_report, check_same
+from perseus_planner.runtime.service.database.storage import Storage
+from perseus_planner.runtime.service.database.writing import Draft, Writer, unknown_job
 from perseus_planner.runtime.service.following import Following
 from perseus_planner.runtime.service.model import Conflict, Job, Report, UnknownReport
 from perseus_planner.runtime.service.outcomes import Answer, JobStatus, PlanSet, Registered, Taken
-from perseus_planner.runtime.service.planning import Planning, Processes
+from perseus_planner.runtime.service.planning.planning import Planning, Processes
+from perseus_planner.runtime.service.planning.replanning import Replanning, replan
 from perseus_planner.runtime.service.registering import checked, first_state, known_again
-from perseus_planner.runtime.service.replanning import Replanning, replan
 from perseus_planner.runtime.service.settling import answer, cleared, counting, settled, status_of
 from perseus_planner.runtime.service.sharing import share_power
 from perseus_planner.runtime.service.state import JobState
-from perseus_planner.runtime.service.storage import Storage
-from perseus_planner.runtime.service.writing import Draft, Writer, unknown_job
 
 _AGAIN_AFTER_S = 1.0  # what could not be written, such as for a full disk
 

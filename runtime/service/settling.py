@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from perseus_planner.runtime.service.curves import NotSolved
 from perseus_planner.runtime.service.model import Decision, Job, Report
 from perseus_planner.runtime.service.outcomes import Answer, JobStatus, PlanSet
-from perseus_planner.runtime.service.planning import Planning, once_each, requests_of
+from perseus_planner.runtime.service.planning.curves import NotSolved
+from perseus_planner.runtime.service.planning.planning import Planning, once_each, requests_of
 from perseus_planner.runtime.service.policy import decide, saving_w
 from perseus_planner.runtime.service.reports import lasting_reports
 from perseus_planner.runtime.service.state import JobState

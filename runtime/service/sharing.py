@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
-from perseus_planner.runtime.service.curves import Curve
+from perseus_planner.runtime.service.database.writing import Draft
 from perseus_planner.runtime.service.model import Job
+from perseus_planner.runtime.service.planning.curves import Curve
 from perseus_planner.runtime.service.power import Demand, shares
 from perseus_planner.runtime.service.state import JobState
-from perseus_planner.runtime.service.writing import Draft
 
 
 def share_power(draft: Draft, job: str | None, settle: Callable[[JobState], object]) -> None:

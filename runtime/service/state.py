@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-from perseus_planner.runtime.service.curves import Curve
 from perseus_planner.runtime.service.model import Decision, Job, Report
 from perseus_planner.runtime.service.outcomes import PlanSet, Taken
+from perseus_planner.runtime.service.planning.curves import Curve
 
 REMEMBERED = 256
 """How many reports of a job that no longer count are remembered, so that one delivered again is known."""

@@ -14,11 +14,11 @@ from uuid import uuid4
 from sqlalchemy import URL, Connection, Engine, StaticPool, bindparam, create_engine, event, make_url, select
 from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 
-from perseus_planner.runtime.service import records, tables
-from perseus_planner.runtime.service.curves import Curve
+from perseus_planner.runtime.service.database import records, tables
+from perseus_planner.runtime.service.database.rows import Rows, forget_jobs, forget_unused_plans
 from perseus_planner.runtime.service.model import Decision, StorageError
 from perseus_planner.runtime.service.outcomes import PlanSet
-from perseus_planner.runtime.service.rows import Rows, forget_jobs, forget_unused_plans
+from perseus_planner.runtime.service.planning.curves import Curve
 from perseus_planner.runtime.service.state import JobState
 
 Synchronous = Literal["NORMAL", "FULL", "EXTRA"]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from perseus_planner.runtime.service.curves import Curve
 from perseus_planner.runtime.service.model import Decision, Job, Place, Report, Scope, Target
 from perseus_planner.runtime.service.outcomes import Taken
+from perseus_planner.runtime.service.planning.curves import Curve
 
 
 def text_of(value: Job | Report | Decision | Taken | Curve) -> str:

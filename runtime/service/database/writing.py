@@ -11,10 +11,10 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from perseus_planner.errors import UsageError
-from perseus_planner.runtime.service.curves import Curve
+from perseus_planner.runtime.service.database.storage import Change, Storage, Stored
 from perseus_planner.runtime.service.model import UnknownJob
+from perseus_planner.runtime.service.planning.curves import Curve
 from perseus_planner.runtime.service.state import JobState
-from perseus_planner.runtime.service.storage import Change, Storage, Stored
 
 Result = TypeVar("Result")
 Changed = Mapping[str, tuple[JobState | None, JobState | None]]

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 from fastapi import FastAPI
 
 from perseus_planner import __version__
-from perseus_planner.runtime.service.asynchronous import AsyncService
-from perseus_planner.runtime.service.metrics import Metrics
-from perseus_planner.runtime.service.refusals import add_refusals
-from perseus_planner.runtime.service.routes import router
-from perseus_planner.runtime.service.security import Access, Guard, Limits
-from perseus_planner.runtime.service.solving import Solver
+from perseus_planner.runtime.service.http.asynchronous import AsyncService
+from perseus_planner.runtime.service.http.metrics import Metrics
+from perseus_planner.runtime.service.http.refusals import add_refusals
+from perseus_planner.runtime.service.http.routes import router
+from perseus_planner.runtime.service.http.security import Access, Guard, Limits
+from perseus_planner.runtime.service.http.solving import Solver
 
 if TYPE_CHECKING:
     from perseus_planner.runtime.service.service import Service

@@ -12,11 +12,11 @@ from types import TracebackType
 from typing import Any, Generic, TypeVar
 
 from perseus_planner.errors import PlannerError
-from perseus_planner.runtime.service import solving_process
-from perseus_planner.runtime.service.curves import Curve, KnownNumbers, Slow, slow_of
 from perseus_planner.runtime.service.model import Decision, Job
 from perseus_planner.runtime.service.outcomes import PlanSet
-from perseus_planner.runtime.service.solving_process import PlanRequest
+from perseus_planner.runtime.service.planning import solving_process
+from perseus_planner.runtime.service.planning.curves import Curve, KnownNumbers, Slow, slow_of
+from perseus_planner.runtime.service.planning.solving_process import PlanRequest
 
 Key = TypeVar("Key", bound=Hashable)
 Value = TypeVar("Value")

@@ -7,7 +7,7 @@ from datetime import datetime
 from math import isinf
 
 from perseus_planner.columns import column, table
-from perseus_planner.runtime.service.answers import Status
+from perseus_planner.runtime.service.client.answers import Status
 from perseus_planner.runtime.service.model import Report
 from perseus_planner.runtime.service.outcomes import Answer
 

@@ -12,10 +12,10 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 from perseus_planner import __version__
-from perseus_planner.runtime.service import answer_schemas as answers
-from perseus_planner.runtime.service.asynchronous import AsyncService
-from perseus_planner.runtime.service.metrics import CONTENT_TYPE
-from perseus_planner.runtime.service.schemas import (
+from perseus_planner.runtime.service.http import answer_schemas as answers
+from perseus_planner.runtime.service.http.asynchronous import AsyncService
+from perseus_planner.runtime.service.http.metrics import CONTENT_TYPE
+from perseus_planner.runtime.service.http.schemas import (
     KEY,
     MOST_WHOLE,
     NAME,
@@ -25,7 +25,7 @@ from perseus_planner.runtime.service.schemas import (
     StragglerReport,
     TakenBody,
 )
-from perseus_planner.runtime.service.security import Role, check_role
+from perseus_planner.runtime.service.http.security import Role, check_role
 
 _BEARER = HTTPBearer(auto_error=False, description="A token of the service; none is needed where it has none.")
 _LONGEST_POLL_S = 60.0

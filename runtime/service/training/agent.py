@@ -21,12 +21,12 @@ from perseus_planner.runtime.joining import Joined
 from perseus_planner.runtime.notices import Notices
 from perseus_planner.runtime.plans import GivenPlan
 from perseus_planner.runtime.proposals import Decided, Proposal, Refused
-from perseus_planner.runtime.service.answers import PlanVersion
-from perseus_planner.runtime.service.client import Client
-from perseus_planner.runtime.service.findings import Findings
-from perseus_planner.runtime.service.mailbox import Card, Finding, Mailbox
-from perseus_planner.runtime.service.requests import Registration
-from perseus_planner.runtime.service.served import ServedJob
+from perseus_planner.runtime.service.client.answers import PlanVersion
+from perseus_planner.runtime.service.client.client import Client
+from perseus_planner.runtime.service.client.requests import Registration
+from perseus_planner.runtime.service.training.findings import Findings
+from perseus_planner.runtime.service.training.mailbox import Card, Finding, Mailbox
+from perseus_planner.runtime.service.training.served import ServedJob
 from perseus_planner.runtime.straggling import Straggling
 
 POLL_S = 30.0

@@ -14,7 +14,7 @@ from urllib.parse import quote
 
 from perseus_planner.errors import UsageError
 from perseus_planner.plan import Plan
-from perseus_planner.runtime.service.answers import (
+from perseus_planner.runtime.service.client.answers import (
     PlanVersion,
     Registered,
     Status,
@@ -25,10 +25,10 @@ from perseus_planner.runtime.service.answers import (
     report_from,
     status_from,
 )
+from perseus_planner.runtime.service.client.requests import Registration, ReportRequest
+from perseus_planner.runtime.service.client.transport import Transport
 from perseus_planner.runtime.service.model import Report
 from perseus_planner.runtime.service.outcomes import Answer
-from perseus_planner.runtime.service.requests import Registration, ReportRequest
-from perseus_planner.runtime.service.transport import Transport
 
 if TYPE_CHECKING:
     from types import TracebackType

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from itertools import count
 from uuid import uuid4
 
-from perseus_planner.runtime.service.adapters import straggling_report
-from perseus_planner.runtime.service.mailbox import Finding
-from perseus_planner.runtime.service.requests import ReportRequest
+from perseus_planner.runtime.service.client.adapters import straggling_report
+from perseus_planner.runtime.service.client.requests import ReportRequest
+from perseus_planner.runtime.service.training.mailbox import Finding
 
 TTL_S = 900.0
 """For how long a finding holds at the service, so that it does not outlive a job that was killed."""

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING
 import uvicorn
 
 from perseus_planner.errors import UsageError
-from perseus_planner.runtime.service.app import create_app
-from perseus_planner.runtime.service.security import TOKENS_VARIABLE, Access, Limits, Token
+from perseus_planner.runtime.service.http.app import create_app
+from perseus_planner.runtime.service.http.security import TOKENS_VARIABLE, Access, Limits, Token
 
 if TYPE_CHECKING:
     from perseus_planner.runtime.service.service import Service
@@ -194,6 +194,9 @@ def _tcp_socket(address: Address, *, only_loopback: bool) -> Iterator[socket.soc
         place = f"--host {address.host} --port {address.port}"
         raise UsageError(f"{place}: cannot be listened on: {_reason(error)}; give another") from error
     with bound:
+        # Its connections inherit it; asyncio sets it only where a socket names its protocol, which this one does not.
+        # Without it, an answer in two parts takes 40 ms.
+        bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         yield bound
 
 

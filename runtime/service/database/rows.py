@@ -10,10 +10,8 @@ from typing import Any
 from sqlalchemy import Connection, Table, and_, bindparam, delete, exists, insert, select, update
 
 from perseus_planner.files import sha256
-from perseus_planner.runtime.service.model import Report
-from perseus_planner.runtime.service.records import text_of
-from perseus_planner.runtime.service.state import JobState
-from perseus_planner.runtime.service.tables import (
+from perseus_planner.runtime.service.database.records import text_of
+from perseus_planner.runtime.service.database.tables import (
     decisions,
     frontiers,
     jobs,
@@ -22,6 +20,8 @@ from perseus_planner.runtime.service.tables import (
     version_plans,
     versions,
 )
+from perseus_planner.runtime.service.model import Report
+from perseus_planner.runtime.service.state import JobState
 
 VERSIONS_KEPT = 16
 """How many versions of a job's plans are kept: it goes to and fro between few plans, which are then not made again."""

@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from perseus_planner.documents import text_of
 from perseus_planner.errors import UsageError
-from perseus_planner.runtime.service.refusals import refusal
+from perseus_planner.runtime.service.http.refusals import refusal
 
 Role = Literal["read", "report", "operate"]
 ROLES: tuple[Role, ...] = get_args(Role)

@@ -11,8 +11,8 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from perseus_planner.errors import UsageError
+from perseus_planner.runtime.service.http.solving import Unsolved
 from perseus_planner.runtime.service.model import Cause, Job, Place, Report, Scope, ScopeKind
-from perseus_planner.runtime.service.solving import Unsolved
 
 NAME = r"^[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}$"
 KEY = r"^[!-.0-~]{1,256}$"  # printable ASCII without a blank and without /, as it stands in an address

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from types import TracebackType
 
 from perseus_planner.errors import PlannerError
-from perseus_planner.runtime.service.planning import Ending, Planning
+from perseus_planner.runtime.service.database.writing import Draft, Writer
+from perseus_planner.runtime.service.planning.planning import Ending, Planning
 from perseus_planner.runtime.service.settling import given_up, prepare, settled
-from perseus_planner.runtime.service.writing import Draft, Writer
 
 _log = logging.getLogger(__name__)
 

@@ -14,13 +14,13 @@ from weakref import WeakValueDictionary
 
 from starlette.exceptions import HTTPException
 
+from perseus_planner.runtime.service.http.plan_texts import PlanTexts
 from perseus_planner.runtime.service.model import UnknownJob
-from perseus_planner.runtime.service.plan_texts import PlanTexts
 
 if TYPE_CHECKING:
+    from perseus_planner.runtime.service.http.security import Limits
     from perseus_planner.runtime.service.model import Job
     from perseus_planner.runtime.service.outcomes import Registered
-    from perseus_planner.runtime.service.security import Limits
     from perseus_planner.runtime.service.service import Service
 
 _THREADS = 32  # nearly all of them wait, for what is written to disk together

@@ -16,8 +16,8 @@ from typing import Any, cast, get_args
 from perseus_planner.errors import UsageError
 from perseus_planner.files import sha256
 from perseus_planner.quantities import DEGREE
+from perseus_planner.runtime.service.client.requests import ReportRequest
 from perseus_planner.runtime.service.model import Cause, Scope
-from perseus_planner.runtime.service.requests import ReportRequest
 from perseus_planner.runtime.straggling import SLOW, Straggling
 
 MEGATRON, RESILIENCY, RUNTIME = "megatron", "nvidia-resiliency-ext", "perseus-planner runtime"

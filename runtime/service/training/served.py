@@ -10,10 +10,10 @@ from pathlib import Path
 from perseus_planner.errors import UsageError
 from perseus_planner.frontier import Frontier
 from perseus_planner.plan import Plan
-from perseus_planner.runtime.service.client import Client
-from perseus_planner.runtime.service.mailbox import Card
+from perseus_planner.runtime.service.client.client import Client
+from perseus_planner.runtime.service.client.requests import Registration
 from perseus_planner.runtime.service.model import Place
-from perseus_planner.runtime.service.requests import Registration
+from perseus_planner.runtime.service.training.mailbox import Card
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from sqlalchemy import (
     select,
 )
 
-from perseus_planner.runtime.service import records
+from perseus_planner.runtime.service.database import records
 from perseus_planner.runtime.service.model import Decision, Report
 from perseus_planner.runtime.service.outcomes import PlanSet
 from perseus_planner.runtime.service.state import JobState

@@ -21,7 +21,7 @@ from perseus_planner.dag import PipelineDag
 from perseus_planner.errors import FrontierError, InfeasibleDeadline
 from perseus_planner.frontier import Frontier, trace
 from perseus_planner.profile_groups import slowed
-from perseus_planner.runtime.service.curves import Curve, Slow
+from perseus_planner.runtime.service.planning.curves import Curve, Slow
 
 _KEPT = 32  # frontiers of which a process remembers what it made of them
 _LARGEST_BYTES = 1 << 30  # of a frontier when unpacked; one of 16 stages and 512 microbatches has some 30 MB

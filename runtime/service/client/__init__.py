@@ -1,0 +1,1 @@
+"""For who asks the service: its client, and reports of others as it takes them."""
