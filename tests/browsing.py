@@ -59,9 +59,9 @@ def opened(browser: Any, url: str, **context: Any) -> Iterator[Any]:
         page.on("request", lambda request: asked.append(request.url))
         page.goto(url)
         yield page
-        assert not said, said
         away = [each for each in asked if urlsplit(each).hostname not in _HERE]
         assert not away, away
+        assert not said, said
 
 
 def barriers(page: Any) -> list[str]:
