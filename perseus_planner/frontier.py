@@ -13,7 +13,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perseus_planner.dag import PipelineDag
-from perseus_planner.errors import InfeasibleDeadline, InfeasiblePower, PlanError, ProfileError, UsageError
+from perseus_planner.errors import (
+    InfeasibleBudget,
+    InfeasibleDeadline,
+    InfeasiblePower,
+    PlanError,
+    ProfileError,
+    UsageError,
+)
 from perseus_planner.frontier_file import read_frontier, write_frontier
 from perseus_planner.mincut import UNLIMITED, Checkpoint, Integers, State, advance, slowest_state
 from perseus_planner.network import ScaledNetwork, scaled_network
@@ -153,8 +160,10 @@ class Frontier:
         deadline_s = max(_checked("straggler_time_s", straggler_time_s, TIME), self.min_time_s)
         return self.plan_for(deadline_s, max_changes=max_changes, min_dwell_s=min_dwell_s)
 
-    def plan_within_power(self, power_w: float) -> Plan:
+    def plan_within_power(self, power_w: float, *, max_changes: int | None = None, min_dwell_s: float = 0.0) -> Plan:
         """The fastest plan found whose average power over all GPUs of the pipeline is at most `power_w` watts.
+
+        `max_changes` and `min_dwell_s` are as in `plan_for`.
 
         Raises:
             InfeasiblePower: no plan found draws that little; names the least power of one.
@@ -164,11 +173,12 @@ class Frontier:
         while True:
             deadline_s = self._fastest_within(target_w)
             if deadline_s is None:
-                frugal = self.plan_for(float(self.times_s[int(np.argmin(self.energies_j / self.times_s))]))
+                frugal_s = float(self.times_s[int(np.argmin(self.energies_j / self.times_s))])
+                frugal = self._plan_near(frugal_s, max_changes, min_dwell_s)
                 if frugal.power_w <= power_w:
                     return frugal
                 raise InfeasiblePower(power_w, frugal.power_w)
-            plan = self.plan_for(deadline_s)
+            plan = self._plan_near(deadline_s, max_changes, min_dwell_s)
             if plan.power_w <= power_w:
                 return plan
             target_w -= max(plan.power_w - power_w, 1e-4 * power_w)  # the bound must be lower by what the plan is above
@@ -261,6 +271,13 @@ class Frontier:
         if deadline_s < self.min_time_s:
             raise InfeasibleDeadline(deadline_s, self.min_time_s)
         return deadline_s
+
+    def _plan_near(self, deadline_s: float, max_changes: int | None, min_dwell_s: float) -> Plan:
+        """`plan_for`, or where the switch budget allows no plan so fast, the fastest that was found."""
+        try:
+            return self.plan_for(deadline_s, max_changes=max_changes, min_dwell_s=min_dwell_s)
+        except InfeasibleBudget as error:
+            return self.plan_for(error.least_time_s, max_changes=max_changes, min_dwell_s=min_dwell_s)
 
     def _fastest_within(self, power_w: float) -> float | None:
         """The least time whose bound, as an average power, is at most `power_w`; None if there is none."""

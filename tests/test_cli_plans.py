@@ -102,14 +102,14 @@ def test_the_switch_budget_is_passed_on(
     assert passed == [budget] * (1 + (command == BOTH))
 
 
-POWER_AND = "--power-budget cannot be given with {}; give --deadline or --slowdown instead"
 COUNTS = "are not counts: write a whole number for each, such as 3,1"
 REFUSED = {
     f"{BOTH} --least-energy --replicas 3": "replicas: 1 counts for 2 kinds of pipelines; give one for each",
     f"{BOTH} --least-energy --replicas 3,no": f"--replicas: '3,no' {COUNTS}",
     f"{BOTH} --least-energy --replicas 3,0": f"--replicas: '3,0' {COUNTS}",
-    f"{BOTH} --power-budget 1kW": POWER_AND.format("several frontiers"),
-    "plan fast.npz --power-budget 1kW --max-changes 4 -o plan.yaml": POWER_AND.format("--max-changes or --min-dwell"),
+    f"{BOTH} --power-budget 1kW": (
+        "--power-budget cannot be given with several frontiers; give --deadline or --slowdown instead"
+    ),
     f"{BOTH} --slowdown 1 --min-dwell=-1": (
         "--min-dwell: '-1' is not a duration: write seconds of 0 or more, or a number with ms, s or min, such as 1.5ms"
     ),

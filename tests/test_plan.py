@@ -222,6 +222,20 @@ def test_a_plan_within_a_power_budget_is_near_the_fastest_there_can_be(frontier:
     assert plan.time_s <= 1.01 * float(frontier.times_s[average_w <= budget_w][-1])
 
 
+@pytest.mark.parametrize(("max_changes", "min_dwell_s"), [(0, 0.0), (2, 0.0), (None, 0.3)])
+def test_a_plan_within_a_power_budget_keeps_a_switch_budget_too(
+    frontier: Frontier, max_changes: int | None, min_dwell_s: float
+):
+    average_w = frontier.energies_j / frontier.times_s
+    budget_w = float(average_w.min() + 0.3 * (average_w.max() - average_w.min()))
+    plan = frontier.plan_within_power(budget_w, max_changes=max_changes, min_dwell_s=min_dwell_s)
+    check_plan(plan, frontier)
+    assert plan.power_w <= budget_w
+    if max_changes is not None:
+        assert max(plan.changes) <= max_changes
+    assert plan.time_s >= frontier.plan_within_power(budget_w).time_s * (1 - 1e-3)
+
+
 def test_any_budget_above_that_of_the_fastest_plan_gets_it(frontier: Frontier):
     fastest = frontier.plan_for(frontier.min_time_s)
     assert frontier.plan_within_power(10 * fastest.power_w) == fastest

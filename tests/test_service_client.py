@@ -54,7 +54,10 @@ STATUS = {
         "since_s": 1.0,
     },
     "decision": {
-        "targets": [{"time_s": 1.2, "slow_stages": {}}, {"time_s": 1.0, "slow_stages": {"1": 1.5}}],
+        "targets": [
+            {"time_s": 1.2, "slow_stages": {}, "power_w": None},
+            {"time_s": 1.0, "slow_stages": {"1": 1.5}, "power_w": 900.0},
+        ],
         "straggler_time_s": 1.2,
         "stragglers": {"1": "k1"},
         "since_s": 5.0,
@@ -166,7 +169,7 @@ def test_a_status_is_read_whole(client: Client):
     assert status.taken == Taken(6, 120, 9.0)
     assert status.reports == (KEPT,)
     assert status.decision == Decision(
-        (Target(1.2), Target(1.0, {1: 1.5})), 1.2, {1: "k1"}, 5.0, math.inf, "pipeline 1 takes 1.2 times as long"
+        (Target(1.2), Target(1.0, {1: 1.5}, 900.0)), 1.2, {1: "k1"}, 5.0, math.inf, "pipeline 1 takes 1.2 times as long"
     )
 
 

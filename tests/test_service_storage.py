@@ -15,6 +15,7 @@ from perseus_planner.runtime.service.database.storage import Change, Storage
 from perseus_planner.runtime.service.model import Decision, StorageError, Target
 from perseus_planner.runtime.service.outcomes import PlanSet, Taken
 from perseus_planner.runtime.service.planning.curves import Curve
+from perseus_planner.runtime.service.power import Share
 from perseus_planner.runtime.service.state import REMEMBERED, JobState
 
 DIGEST = "f" * 64
@@ -38,7 +39,7 @@ def state(name: str = "gpt") -> JobState:
         reports={"a": first},
         past={"b": report("b", degree=1.0)},
         taken=taken,
-        share_s=1.9,
+        share=Share(1.9, 400.0),
     )
 
 
@@ -92,7 +93,7 @@ def test_a_change_is_written_as_a_whole_state_would_be(storage: Storage):
             reports={"c": report("c", degree=2.0)},
             past={"a": before.reports["a"]},
             taken=Taken(2, 30, NOW_S),
-            share_s=None,
+            share=None,
         ),
         2,
         "plan two",

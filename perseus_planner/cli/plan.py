@@ -97,9 +97,8 @@ def plan(frontier: tuple[Path, ...], replicas: tuple[int, ...], output: Path, as
     """
     target, value = _only_target({name: options[name] for name in _TARGETS})
     budget = {name: options[name] for name in _BUDGET if options[name] is not None}
-    if target == "power_budget" and (budget or len(frontier) > 1):
-        with_it = "--max-changes or --min-dwell" if budget else "several frontiers"
-        raise UsageError(f"--power-budget cannot be given with {with_it}; give --deadline or --slowdown instead")
+    if target == "power_budget" and len(frontier) > 1:
+        raise UsageError("--power-budget cannot be given with several frontiers; give --deadline or --slowdown instead")
     from perseus_planner.frontier import Frontier
     from perseus_planner.plan_summary import summarize_plan, summarize_plans
     from perseus_planner.replicas import Replicas
@@ -132,7 +131,7 @@ def _only_target(targets: dict[str, float | None]) -> tuple[str, float]:
 def _planned(pipelines: Replicas, target: str, value: float, budget: dict[str, Any]) -> tuple[Plan, ...]:
     if target == "power_budget":
         (frontier,) = pipelines.frontiers
-        return (frontier.plan_within_power(value),)
+        return (frontier.plan_within_power(value, **budget),)
     alone = pipelines.frontiers[0] if len(pipelines.frontiers) == 1 else None
     return pipelines.plans_for(_deadline_s(alone or pipelines, target, value), **budget)
 

@@ -128,10 +128,12 @@ class Target:
         time_s: within what an iteration of it is to end.
         slow_stages: stage -> how many times as long as profiled its computations take now; then it is planned anew on
             such a profile, exactly.
+        power_w: the most that all its GPUs may draw on average, even if the iteration then takes longer; None: any.
     """
 
     time_s: float
     slow_stages: Mapping[int, float] = field(default_factory=dict)
+    power_w: float | None = None
 
 
 @dataclass(frozen=True)

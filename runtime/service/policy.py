@@ -117,7 +117,8 @@ def decide(
     deadline of the job is another one.
 
     Args:
-        job: its deadline is the iteration time that is wanted; one that cannot be met becomes the least that can.
+        job: its deadline is the iteration time that is wanted; one that cannot be met becomes the least that can. Its
+            power is shared alike by its pipelines; `power.shares` has chosen a deadline for which it suffices.
         reports: all that are known, in any order; `reports.lasting_reports` of them say the same.
         numbers: of a pipeline as profiled. Its `slowed` is asked again and again, so it should remember its answers.
         before: what was decided last; None: nothing yet.
@@ -133,7 +134,8 @@ def decide(
     time_s = max(each.takes_s for each in pipelines)
     planned_s = [target.time_s for target in before.targets] if before else [each.own_s for each in pipelines]
     calm_s = _own_s(numbers, _target_s(job, numbers))
-    slowing = _Slowing(pipelines, time_s, tuple(planned_s), settings)
+    power_w = None if job.power_w is None else job.power_w / job.pipelines
+    slowing = _Slowing(pipelines, time_s, tuple(planned_s), power_w, settings)
     held = before is not None and before.since_s > job.since_s and now_s < before.since_s + settings.holding_s
     refusal = slowing.refusal(now_s, held)
     targets = slowing.kept() if refusal else slowing.wanted()
@@ -166,19 +168,27 @@ _HELD = "plans were changed a moment ago"
 
 @dataclass(frozen=True)
 class _Slowing:
-    """Whether pipelines are to be slowed down, beside one that takes `time_s`, after plans of `planned_s`."""
+    """Whether pipelines are to be slowed down, beside one that takes `time_s`, after plans of `planned_s`.
+
+    Each of them may draw `power_w`.
+    """
 
     pipelines: Sequence[_Pipeline]
     time_s: float
     planned_s: tuple[float, ...]
+    power_w: float | None
     settings: Settings
 
     def wanted(self) -> tuple[Target, ...]:
-        return tuple(Target(each.wanted_s(self.time_s), each.slow_stages) for each in self.pipelines)
+        return self._targets(each.wanted_s(self.time_s) for each in self.pipelines)
 
     def kept(self) -> tuple[Target, ...]:
         pairs = zip(self.pipelines, self.planned_s, strict=True)
-        return tuple(Target(each.kept_s(planned_s, self.time_s), each.slow_stages) for each, planned_s in pairs)
+        return self._targets(each.kept_s(planned_s, self.time_s) for each, planned_s in pairs)
+
+    def _targets(self, times_s: Iterable[float]) -> tuple[Target, ...]:
+        pairs = zip(self.pipelines, times_s, strict=True)
+        return tuple(Target(time_s, each.slow_stages, self.power_w) for each, time_s in pairs)
 
     def refusal(self, now_s: float, held: bool) -> str | None:
         """Why no pipeline is slowed down, though some could be; None: all are as slow as wanted."""

@@ -8,7 +8,7 @@ price (Lagrangian duality: Boyd and Vandenberghe, Convex Optimization, 5.5). On 
 fixed_j + slope_w * t, so a job draws slope_w + fixed_j * f there, and for a price its best time is in closed form:
 t * t = price * fixed_j * time_s / GPUs. The price is bisected to the last bit.
 
-A pipeline that straggles counts as one that does not, so what it draws more for it is not in the sum.
+A pipeline that straggles counts as one that does not: who waits for it draws less.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def shares(power_w: float | None, demands: Sequence[Demand]) -> tuple[Share, ...
     """The share of each job, such that all together draw `power_w` watts at most, with the least slowdown.
 
     No job becomes faster than without a budget, nor slower than it has to be to draw the least; a budget that all keep
-    anyway changes nothing. Frontiers bound energy from below, so a plan may draw a little more than its share.
+    anyway changes nothing. Frontiers bound energy from below: a plan that is to keep a share may take a little longer.
 
     Args:
         power_w: watts over all jobs; None: any.

@@ -35,7 +35,8 @@ def first_state(job: Job, frontier: bytes, planning: Planning) -> JobState:
     curve = planning.curve(job.frontier, frontier)
     check_places(job, curve)
     check_deadline(job.deadline_s, curve)
-    decision = decide(job, (), planning.numbers(job, curve), None, job.since_s)
+    without_budget = replace(job, power_w=None)  # which is shared once the job is known
+    decision = decide(without_budget, (), planning.numbers(job, curve), None, job.since_s)
     asked = requests_of(job, curve, decision)
     texts, of_pipeline = once_each(planning.first_plan(request, frontier) for request in asked)
     return JobState(

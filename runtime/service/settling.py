@@ -133,8 +133,9 @@ def _without_forgotten(state: JobState, now_s: float) -> JobState:
 
 
 def _wanted(state: JobState) -> Job:
-    """The job with the iteration time that power budgets want of it, where they want another."""
-    return state.job if state.share_s is None else replace(state.job, deadline_s=state.share_s)
+    """The job with the iteration time and the power that budgets leave it, where there are any."""
+    share = state.share
+    return state.job if share is None else replace(state.job, deadline_s=share.time_s, power_w=share.power_w)
 
 
 def _iteration(state: JobState, now_s: float) -> int | None:

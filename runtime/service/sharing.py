@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from perseus_planner.runtime.service.database.writing import Draft
 from perseus_planner.runtime.service.model import Job
 from perseus_planner.runtime.service.planning.curves import Curve
-from perseus_planner.runtime.service.power import Demand, shares
+from perseus_planner.runtime.service.power import Demand, Share, shares
 from perseus_planner.runtime.service.state import JobState
 
 
@@ -26,7 +27,7 @@ def share_power(draft: Draft, job: str | None, settle: Callable[[JobState], obje
     jobs = draft.jobs()
     states = jobs.values() if job is None or draft.power_w is not None else [jobs[job]]
     for state in with_shares(draft.power_w, states):
-        if state.share_s != draft.state(state.job.name).share_s:
+        if state.share != draft.state(state.job.name).share:
             settle(state)
 
 
@@ -45,10 +46,19 @@ def with_shares(power_w: float | None, states: Iterable[JobState]) -> list[JobSt
     """
     states = list(states)
     if power_w is None and all(state.job.power_w is None for state in states):
-        return [replace(state, share_s=None) for state in states]
+        return [replace(state, share=None) for state in states]
     demands = [_demand(state.job, state.curve) for state in states]
-    found = zip(states, demands, shares(power_w, demands), strict=True)
-    return [replace(each, share_s=share.time_s if share.time_s > own.time_s else None) for each, own, share in found]
+    found = shares(power_w, demands)
+    room = 1.0 if power_w is None else max(1.0, power_w / math.fsum(share.power_w for share in found))
+    allowed = [_allowed(state.job, share, room, power_w) for state, share in zip(states, found, strict=True)]
+    return [replace(state, share=share) for state, share in zip(states, allowed, strict=True)]
+
+
+def _allowed(job: Job, share: Share, room: float, power_w: float | None) -> Share | None:
+    """The share that plans must keep: all that nobody else needs, as plans draw a little more than the bound does."""
+    limits_w = [share.power_w * room] if power_w is not None else []
+    limits_w += [] if job.power_w is None else [job.power_w]
+    return Share(share.time_s, min(limits_w)) if limits_w else None
 
 
 def _demand(job: Job, curve: Curve) -> Demand:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from perseus_planner.runtime.service.model import Decision, Job, Report
 from perseus_planner.runtime.service.outcomes import PlanSet, Taken
 from perseus_planner.runtime.service.planning.curves import Curve
+from perseus_planner.runtime.service.power import Share
 
 REMEMBERED = 256
 """How many reports of a job that no longer count are remembered, so that one delivered again is known."""
@@ -29,7 +30,7 @@ class JobState:
         reports: key -> report, of those that count or are to count, in the order in which they came.
         past: key -> report, of those that no longer do, the latest last; at most `REMEMBERED`.
         taken: which version the job runs by; None: it has not said.
-        share_s: what its iterations are to take so that power budgets are kept, seconds; None: none asks for that.
+        share: of the power budgets: what its iterations are to take, and may draw; None: there are none.
     """
 
     registered: Job
@@ -43,7 +44,7 @@ class JobState:
     reports: Mapping[str, Report] = field(default_factory=dict)
     past: Mapping[str, Report] = field(default_factory=dict)
     taken: Taken | None = None
-    share_s: float | None = None
+    share: Share | None = None
 
     @property
     def is_planned(self) -> bool:

@@ -148,7 +148,11 @@ def plan_version_from(content: Any) -> PlanVersion:
 def _decision(content: Any) -> Decision:
     return Decision(
         targets=tuple(
-            Target(float(each["time_s"]), {int(stage): float(times) for stage, times in each["slow_stages"].items()})
+            Target(
+                float(each["time_s"]),
+                {int(stage): float(times) for stage, times in each["slow_stages"].items()},
+                None if each["power_w"] is None else float(each["power_w"]),
+            )
             for each in content["targets"]
         ),
         straggler_time_s=float(content["straggler_time_s"]),

@@ -8,9 +8,10 @@ from typing import Any
 from perseus_planner.runtime.service.model import Decision, Job, Place, Report, Scope, Target
 from perseus_planner.runtime.service.outcomes import Taken
 from perseus_planner.runtime.service.planning.curves import Curve
+from perseus_planner.runtime.service.power import Share
 
 
-def text_of(value: Job | Report | Decision | Taken | Curve) -> str:
+def text_of(value: Job | Report | Decision | Taken | Curve | Share) -> str:
     """`value` as JSON; infinity is `Infinity`, as Python's JSON reads it."""
     return json.dumps(value, default=vars)  # ten times as fast as by `dataclasses.asdict`
 
@@ -31,13 +32,18 @@ def report_from(text: str) -> Report:
 def decision_from(text: str) -> Decision:
     """Read what `text_of` wrote of a Decision."""
     fields = json.loads(text)
-    targets = tuple(Target(each["time_s"], _by_number(each["slow_stages"])) for each in fields["targets"])
+    targets = tuple(Target(**{**each, "slow_stages": _by_number(each["slow_stages"])}) for each in fields["targets"])
     return Decision(**{**fields, "targets": targets, "stragglers": _by_number(fields["stragglers"])})
 
 
 def taken_from(text: str) -> Taken:
     """Read what `text_of` wrote of a Taken."""
     return Taken(**json.loads(text))
+
+
+def share_from(text: str) -> Share:
+    """Read what `text_of` wrote of a Share."""
+    return Share(**json.loads(text))
 
 
 def curve_from(text: str) -> Curve:

@@ -26,7 +26,7 @@ from perseus_planner.runtime.service.state import JobState
 VERSIONS_KEPT = 16
 """How many versions of a job's plans are kept: it goes to and fro between few plans, which are then not made again."""
 
-_JOB_FIELDS = ("job", "promised", "taken", "share_s")
+_JOB_FIELDS = ("job", "promised", "taken", "share")
 _KEYS = {jobs: ("name",), decisions: ("job",), reports: ("job", "key")}
 _KEY = "of_"  # before the names of the values that say which row is meant: SQLAlchemy wants the plain ones itself
 
@@ -133,7 +133,7 @@ def _job_row(state: JobState) -> dict[str, Any]:
         "frontier": state.job.frontier,
         "promised": state.promised,
         "taken": None if state.taken is None else text_of(state.taken),
-        "share_s": state.share_s,
+        "share": None if state.share is None else text_of(state.share),
     }
 
 

@@ -57,7 +57,7 @@ jobs = Table(
     Column("frontier", String(64), nullable=False, index=True),
     Column("promised", Integer, nullable=False),
     Column("taken", Text),
-    Column("share_s", Float(53)),
+    Column("share", Text),
 )
 decisions = Table(
     "decisions",
@@ -124,7 +124,7 @@ def read_jobs(connection: Connection, kept: Mapping[str, list[tuple[PlanSet, Dec
             reports=counting.get(row.name, {}),
             past=past.get(row.name, {}),
             taken=None if row.taken is None else records.taken_from(row.taken),
-            share_s=row.share_s,
+            share=None if row.share is None else records.share_from(row.share),
         )
         for row in connection.execute(select(jobs))
     }

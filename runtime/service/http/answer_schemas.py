@@ -99,6 +99,7 @@ class TargetAnswer(_Answer):
 
     time_s: float = Field(description="Within what an iteration of it is to end, seconds.")
     slow_stages: dict[int, float] = Field(description="Stage -> how many times as long as profiled it takes.")
+    power_w: float | None = Field(description="The most that all its GPUs may draw on average, watts; null: any.")
 
 
 class DecisionAnswer(_Answer):

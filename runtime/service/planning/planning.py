@@ -182,11 +182,11 @@ class Planning:
 def requests_of(job: Job, curve: Curve, decision: Decision) -> tuple[PlanRequest, ...]:
     """The plan of each pipeline that a decision asks for; no pipeline is slower than it is of use."""
 
-    def request(time_s: float, slow: Slow) -> PlanRequest:
+    def request(time_s: float, slow: Slow, power_w: float | None) -> PlanRequest:
         within_s = time_s if slow else min(time_s, curve.max_time_s)
-        return PlanRequest(job.frontier, within_s, slow, job.max_changes, job.min_dwell_s)
+        return PlanRequest(job.frontier, within_s, slow, power_w, job.max_changes, job.min_dwell_s)
 
-    return tuple(request(target.time_s, slow_of(target.slow_stages)) for target in decision.targets)
+    return tuple(request(each.time_s, slow_of(each.slow_stages), each.power_w) for each in decision.targets)
 
 
 def once_each(values: Iterable[Key]) -> tuple[tuple[Key, ...], tuple[int, ...]]:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from perseus_planner.dag import PipelineDag
-from perseus_planner.errors import FrontierError, InfeasibleDeadline
+from perseus_planner.errors import FrontierError, InfeasibleDeadline, InfeasiblePower
 from perseus_planner.frontier import Frontier, trace
 from perseus_planner.profile_groups import slowed
 from perseus_planner.runtime.service.planning.curves import Curve, Slow
@@ -35,12 +35,14 @@ class PlanRequest(NamedTuple):
         frontier: digest of the frontier's file.
         time_s: within what an iteration is to end, seconds.
         slow: the stages that are slower than profiled.
+        power_w: the most that all its GPUs may draw on average, even if it takes longer then; None: any.
         max_changes, min_dwell_s: switch budget, as for `Frontier.plan_for`.
     """
 
     frontier: str
     time_s: float
     slow: Slow
+    power_w: float | None
     max_changes: int | None
     min_dwell_s: float
 
@@ -76,15 +78,21 @@ def slowed_curve(digest: str, slow: Slow, content: bytes) -> Curve:
 
 
 def plan_text(request: PlanRequest, content: bytes) -> str:
-    """The plan that is asked for, as `Plan.dumps` writes it.
+    """The plan that is asked for, as `Plan.dumps` writes it; the most frugal one where none draws so little.
 
     Raises:
         InfeasibleDeadline: no choice of clocks is that fast.
         InfeasibleBudget: none was found within the switch budget.
     """
     frontier = _frontier(request.frontier, request.slow, content)
-    budget = {"max_changes": request.max_changes, "min_dwell_s": request.min_dwell_s}
-    return frontier.plan_for(request.time_s, **budget).dumps()  # type: ignore[arg-type]  # a dict of two kinds
+    changes, dwell_s = request.max_changes, request.min_dwell_s
+    plan = frontier.plan_for(request.time_s, max_changes=changes, min_dwell_s=dwell_s)
+    if request.power_w is not None and plan.power_w > request.power_w:
+        try:
+            plan = frontier.plan_within_power(request.power_w, max_changes=changes, min_dwell_s=dwell_s)
+        except InfeasiblePower as error:
+            plan = frontier.plan_within_power(error.least_power_w, max_changes=changes, min_dwell_s=dwell_s)
+    return plan.dumps()
 
 
 def nearest_plan_text(request: PlanRequest, content: bytes) -> str:
