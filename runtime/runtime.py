@@ -159,7 +159,8 @@ def planner_runtime(
         pilot.problem = joined.problem or problem
         hook = Hook(marks, pilot, joined.program)
         told = on_straggling if link is None else link.told(on_straggling)
-        rounds = Rounds(pilot, hook, marks, telemetry, notices, joined.connection, told)
+        counted = None if link is None else link.counted
+        rounds = Rounds(pilot, hook, marks, telemetry, notices, joined.connection, told, counted)
         try:
             with adapter.attached(hook):
                 background.start(rounds.once, rounds.descriptors)

@@ -10,12 +10,13 @@ import random
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from http.client import NOT_FOUND
 
 from perseus_planner.errors import PlannerError, ServiceRefusal
 from perseus_planner.plan import Plan
+from perseus_planner.runtime.counting import Counts
 from perseus_planner.runtime.job import Job
 from perseus_planner.runtime.joining import Joined
 from perseus_planner.runtime.notices import Notices
@@ -27,6 +28,7 @@ from perseus_planner.runtime.service.client.requests import Registration
 from perseus_planner.runtime.service.training.findings import Findings
 from perseus_planner.runtime.service.training.mailbox import Card, Finding, Mailbox
 from perseus_planner.runtime.service.training.served import ServedJob
+from perseus_planner.runtime.service.training.summing import Summing
 from perseus_planner.runtime.straggling import Straggling
 
 POLL_S = 30.0
@@ -38,6 +40,7 @@ _FIRST_PAUSE_S = 0.5
 _ROUND_S = 0.25  #: between two looks for findings, and for what became of a plan
 _PLACES_S = 30.0  #: for all ranks to say where they are
 _AGAIN_S = 60.0  #: after which plans that were not taken are proposed again
+_COUNTS_S = 5.0  #: between two times that the service is told what was counted
 _END_S = 2.0  #: for the service to hear of the end
 
 
@@ -62,7 +65,7 @@ class Pauses:
 
 
 class Agent:
-    """Rank 0's part, in two threads of its own: one follows the plans, one tells of findings and of plans taken.
+    """Rank 0's part, in two threads of its own: one follows the plans, one tells of findings, counts and plans taken.
 
     Args:
         served: what the service is to know.
@@ -91,6 +94,7 @@ class Agent:
         self._is_new = threading.Event()  #: it did not know it before
         self._lock = threading.Lock()  #: of what was proposed last
         self._open: tuple[PlanVersion, Proposal, float] | None = None
+        self._summing = Summing(self._mailbox, job.ranks)
         self._follows, self._tells = (
             threading.Thread(target=run, daemon=True, name=f"perseus-planner service {what}")
             for what, run in (("plans", self._follow), ("findings", self._tell))
@@ -111,6 +115,9 @@ class Agent:
         self._tells.join(_END_S)  # the other one may be waiting at the service, and does nothing after that
         if self._is_known.is_set():
             with suppress(PlannerError), Client(self._served.address, timeout_s=_END_S) as service:
+                with suppress(PlannerError, RuntimeError):
+                    self._summing.look()
+                    self._tell_counts(service)
                 service.end(self._name)
 
     # What the service wants.
@@ -179,6 +186,7 @@ class Agent:
                 try:
                     for finding in self._mailbox.findings():
                         self._findings.add(finding)
+                    self._summing.look_if_due(_COUNTS_S)
                 except RuntimeError:  # the job's store is gone, and the job with it
                     return
                 if not self._is_known.is_set():
@@ -205,6 +213,14 @@ class Agent:
             with self._lock:
                 if self._open is not None and self._open[0] is found[0]:
                     self._open = None
+        with self._refusals_said():
+            self._tell_counts(service)
+
+    def _tell_counts(self, service: Client) -> None:
+        """Once: what it does not hear, it hears with what is counted next."""
+        counters = self._summing.taken()
+        if counters is not None:
+            service.telemetry(self._name, counters)
 
     def _taken(self) -> tuple[PlanVersion, Decided] | None:
         """The plans that were proposed last, once all ranks take them; what they do not take is proposed again."""
@@ -278,6 +294,11 @@ class ServiceLink:
                 then(straggling)
 
         return found
+
+    def counted(self, counts: Sequence[Counts]) -> None:
+        """What this rank has counted is for the service to know; one operation of the job's store."""
+        with suppress(RuntimeError):  # the store is gone
+            self._mailbox.say_counts(self._job.rank, counts)
 
     def stop(self) -> None:
         """Training is ending: nothing more is taken; returns at once."""
