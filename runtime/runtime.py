@@ -24,7 +24,7 @@ from perseus_planner.runtime.notices import Notices
 from perseus_planner.runtime.pilot import JobPilot
 from perseus_planner.runtime.plans import GivenPlan, Plans
 from perseus_planner.runtime.program import Program
-from perseus_planner.runtime.service.training.agent import ServiceLink
+from perseus_planner.runtime.service.training.link import ServiceLink
 from perseus_planner.runtime.service.training.served import ServedJob
 from perseus_planner.runtime.straggling import Straggling
 from perseus_planner.runtime.telemetry import Telemetry
