@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from fastapi import FastAPI
 
 from perseus_planner import __version__
+from perseus_planner.runtime.service.http import energy_routes
 from perseus_planner.runtime.service.http.asynchronous import AsyncService
 from perseus_planner.runtime.service.http.metrics import Metrics
 from perseus_planner.runtime.service.http.refusals import add_refusals
@@ -37,7 +38,7 @@ def create_app(service: Service, access: Access, limits: Limits, *, now_s: Calla
         now_s: the clock of `service`, seconds since the epoch.
     """
     live = AsyncService(service, limits, now_s)
-    metrics = Metrics(lambda: live.waiting)
+    metrics = Metrics(lambda: live.waiting, now_s())
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -56,7 +57,8 @@ def create_app(service: Service, access: Access, limits: Limits, *, now_s: Calla
     app.state.service, app.state.metrics = live, metrics
     app.state.now_s = now_s
     app.include_router(router)
-    add_refusals(app, router.routes)
+    app.include_router(energy_routes.router)
+    add_refusals(app, [*router.routes, *energy_routes.router.routes])
     app.add_middleware(Guard, access=access, limits=limits)
     app.add_middleware(metrics.counting)
     return app
