@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from http import HTTPStatus
 from typing import Annotated, Any
 
@@ -12,6 +13,7 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 from perseus_planner import __version__
+from perseus_planner.runtime.service import alerts as webhook
 from perseus_planner.runtime.service.http import answer_schemas as answers
 from perseus_planner.runtime.service.http.asynchronous import AsyncService
 from perseus_planner.runtime.service.http.metrics import CONTENT_TYPE
@@ -19,6 +21,7 @@ from perseus_planner.runtime.service.http.schemas import (
     KEY,
     MOST_WHOLE,
     NAME,
+    AlertsBody,
     DeadlineBody,
     PowerBody,
     Registration,
@@ -29,6 +32,8 @@ from perseus_planner.runtime.service.http.security import Role, check_role
 
 _BEARER = HTTPBearer(auto_error=False, description="A token of the service; none is needed where it has none.")
 _LONGEST_POLL_S = 60.0
+
+_log = logging.getLogger(__name__)
 
 Job = Annotated[str, Path(pattern=NAME, description="The job's name.")]
 After = Annotated[int, Query(ge=0, le=MOST_WHOLE, description="The version that is known already; 0: none.")]
@@ -156,6 +161,25 @@ async def reports(job: Job, live: Live) -> Response:
 async def clear(job: Job, key: Annotated[str, Path(pattern=KEY)], live: Live) -> Response:
     """Take a report back."""
     return _said(answers.EffectAnswer, await live.change(live.service.clear, job, key))
+
+
+@router.post(
+    "/v1/alerts",
+    dependencies=_for("report"),
+    response_model=answers.AlertsAnswer,
+    responses=_errors(),
+    description=webhook.__doc__,
+)
+async def alerts(request: Request, sent: AlertsBody, live: Live) -> Response:
+    """What Alertmanager posts; it drops all of a group that is answered with 4xx, so only what is no group is."""
+    said = webhook.alerts_of(sent.alerts, request.app.state.now_s())
+    found = await live.change(live.service.alert, [each.report for each in said if each.report is not None])
+    ignored = webhook.ignored(said, found.ignored)
+    request.app.state.metrics.alerted(len(said), len(ignored))
+    for each in said:
+        if each.report is None:
+            _log.warning("An alert of the rule %r says too little: %s", each.name, each.problem)
+    return _said(answers.AlertsAnswer, {"answers": found.answers, "ignored": ignored})
 
 
 @router.get(
