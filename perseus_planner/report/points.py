@@ -19,6 +19,7 @@ from perseus_planner.runs.summary import summarize_run
 _MOST_POINTS = 500  #: of a curve, far more than can be seen
 _ENVPIPE_COMPUTATIONS = 2000  #: it replays the iteration up to computations x clocks times; more take minutes
 
+BEFORE = "all clocks at maximum"  #: the baseline of every saving
 Kind = Literal["baseline", "plan", "peer", "run", "landmark"]
 
 
@@ -73,15 +74,10 @@ def bound(frontier: Frontier) -> tuple[tuple[float, ...], tuple[float, ...]]:
 
 
 def _baseline(sources: Sources) -> Iterator[Point]:
-    known = sources.frontier or next(iter(sources.plans.values()), None) or _plan_of_run(sources)
+    known = sources.frontier or sources.any_plan
     if known is not None:
         origin = known.profile.origin if isinstance(known, Frontier) else known.origin
-        name, at = "all clocks at maximum", (known.baseline_time_s, known.baseline_energy_j)
-        yield Point(name, "baseline", *at, replayed(origin))
-
-
-def _plan_of_run(sources: Sources):  # noqa: ANN202  # a Plan or None
-    return next((plan for run in sources.runs.values() for plan in run.plans.values()), None)
+        yield Point(BEFORE, "baseline", known.baseline_time_s, known.baseline_energy_j, replayed(origin))
 
 
 def _plans(sources: Sources) -> Iterator[Point]:

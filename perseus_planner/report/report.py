@@ -12,8 +12,9 @@ from perseus_planner.report.rates import Rates, Work
 from perseus_planner.report.savings import Saving, replayed, savings
 from perseus_planner.report.sources import Sources
 from perseus_planner.report.timelines import Timelines, timelines
-from perseus_planner.runs.run import Run
 from perseus_planner.runs.summary import RunSummary, summarize_run
+
+_OF_PROFILE = ("gpu", "origin", "knob", "gpus_per_stage", "blocking_power_w", "overhead_s")  #: which plans have, too
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class Setup:
     blocking_power_w: float | tuple[float, ...]
     overhead_s: float
     schedule: str | None
-    stages: int
+    stages: int | None
     ranks: int | None
     microbatches: int | None
     profile_digest: str
@@ -95,20 +96,13 @@ def make_report(sources: Sources, rates: Rates, work: Work) -> Report:
 
 
 def _setup(sources: Sources) -> Setup:
-    plan = sources.any_plan
-    profile = sources.profile or plan
-    assert profile is not None  # noqa: S101  # Sources has one of them
-    iteration = sources.frontier.dag.iteration if sources.frontier is not None else plan and plan.iteration
-    schedule = iteration.schedule if iteration else None
+    iteration, plan = sources.iteration, sources.any_plan
+    schedule = None if iteration is None else iteration.schedule
+    of = {name: getattr(sources.profile or plan, name) for name in _OF_PROFILE}
     return Setup(
-        gpu=profile.gpu,
-        origin=profile.origin,
-        knob=profile.knob,
-        gpus_per_stage=profile.gpus_per_stage,
-        blocking_power_w=profile.blocking_power_w,
-        overhead_s=profile.overhead_s,
+        **of,
         schedule=None if schedule is None else schedule.name,
-        stages=sources.profile.stages if sources.profile is not None else plan.schedule.stages,  # type: ignore[union-attr]
+        stages=None if schedule is None else schedule.stages,
         ranks=None if schedule is None else len(schedule.ranks),
         microbatches=None if schedule is None else schedule.microbatches,
         profile_digest=sources.digest,

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 from perseus_planner.documents import format_of, unreadable
 from perseus_planner.errors import UsageError
 from perseus_planner.frontier import Frontier
+from perseus_planner.iteration import Iteration
 from perseus_planner.job import Job
 from perseus_planner.job_settings import FORMAT as JOB
 from perseus_planner.plan import Plan
 from perseus_planner.profiles import Profile
 from perseus_planner.runs.run import Run
 
+T = TypeVar("T")
 _ONE_KIND = "make a report for each kind of pipeline, from files that belong together"
 
 
@@ -51,6 +54,19 @@ class Sources:
         _ = self.pipelines
 
     @property
+    def any_plan(self) -> Plan | None:
+        """The first plan, or else one that a run ran by; they agree on all but clocks and deadline."""
+        of_runs = (plan for run in self.runs.values() for plan in run.plans.values())
+        return next(iter([*self.plans.values(), *of_runs]), None)
+
+    @property
+    def iteration(self) -> Iteration | None:
+        """What all but a profile is of; None: there is only a profile."""
+        if self.frontier is not None:
+            return self.frontier.dag.iteration
+        return None if self.any_plan is None else self.any_plan.iteration
+
+    @property
     def digest(self) -> str:
         """Of the profile that all of it comes from."""
         return next(iter(_digests(self).values()))
@@ -85,35 +101,32 @@ def read_sources(paths: Iterable[Path], blocking_power_w: float | None = None) -
     Raises:
         PlannerError: one cannot be read, there are two of which one can be, or they do not belong together.
     """
-    found: dict[str, dict[str, object]] = {kind: {} for kind in _READERS}
-    names = []
+    profiles, frontiers, jobs = dict[str, Profile](), dict[str, Frontier](), dict[str, Job]()
+    plans, runs, names = dict[str, Plan](), dict[str, Run](), list[str]()
     for path in paths:
-        kind = _kind_of(path)
         names.append(name := _own_name(path, names))
-        if found[kind] and kind not in ("plan", "run"):
-            raise UsageError(f"{path}: is a second {kind}, beside {next(iter(found[kind]))}; name one of them")
-        found[kind][name] = Profile.load(path, blocking_power_w) if kind == "profile" else _READERS[kind](path)
-    job = next(iter(found["job"].values()), None)
-    profile = next(iter(found["profile"].values()), None)
-    if profile is None and isinstance(job, Job) and not any(found[kind] for kind in ("frontier", "plan", "run")):
+        match _kind_of(path):
+            case "run":
+                runs[name] = Run.load(path)
+            case "frontier":
+                frontiers[name] = Frontier.load(path)
+            case "profile":
+                profiles[name] = Profile.load(path, blocking_power_w)
+            case "job":
+                jobs[name] = Job.load(path)
+            case _:
+                plans[name] = Plan.load(path)
+    job, profile = _only(jobs, "job file"), _only(profiles, "profile")
+    if profile is None and job is not None and not (frontiers or plans or runs):
         profile = _only_profile(job)
-    return Sources(
-        profile,  # type: ignore[arg-type]  # as _READERS says, and the next ones
-        next(iter(found["frontier"].values()), None),  # type: ignore[arg-type]
-        found["plan"],  # type: ignore[arg-type]
-        found["run"],  # type: ignore[arg-type]
-        job,  # type: ignore[arg-type]
-        tuple(names),
-    )
+    return Sources(profile, _only(frontiers, "frontier"), plans, runs, job, tuple(names))
 
 
-_READERS: Mapping[str, Callable[[Path], object]] = {
-    "profile": Profile.load,
-    "job": Job.load,
-    "frontier": Frontier.load,
-    "plan": Plan.load,
-    "run": Run.load,
-}
+def _only(found: Mapping[str, T], what: str) -> T | None:
+    """The one that was found, if any."""
+    if len(found) > 1:
+        raise UsageError(f"{' and '.join(found)}: are {len(found)} of a kind; name one {what}")
+    return next(iter(found.values()), None)
 
 
 def _kind_of(path: Path) -> str:
@@ -128,8 +141,8 @@ def _kind_of(path: Path) -> str:
         return "frontier"
     if path.suffix.lower() == ".csv":
         return "profile"
-    known = {JOB: "job", "perseus-planner/profile": "profile", "perseus-planner/plan": "plan"}
-    return known.get(format_of(path) or "", "plan")  # whose refusal says what is wrong with it
+    known = {JOB: "job", "perseus-planner/profile": "profile"}
+    return known.get(format_of(path) or "", "plan")  # whose refusal says what is wrong with any other file
 
 
 def _own_name(path: Path, taken: list[str]) -> str:

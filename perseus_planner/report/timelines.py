@@ -13,6 +13,7 @@ from perseus_planner.cluster.baselines import all_maximum
 from perseus_planner.errors import RunError
 from perseus_planner.iteration import Iteration
 from perseus_planner.plan import Plan
+from perseus_planner.report.points import BEFORE
 from perseus_planner.report.savings import replayed
 from perseus_planner.report.sources import Sources
 from perseus_planner.runs.drawing import last_as_planned
@@ -21,7 +22,6 @@ from perseus_planner.runs.summary import summarize_run
 from perseus_planner.simulate import Span, replay
 
 _US = 1e6
-BEFORE = "all clocks at maximum"
 
 
 @dataclass(frozen=True)
