@@ -18,6 +18,7 @@ from perseus_planner.cli.doctor import doctor
 from perseus_planner.cli.estimate import estimate
 from perseus_planner.cli.plan import plan
 from perseus_planner.cli.profiling import profile
+from perseus_planner.cli.report import report
 from perseus_planner.cli.reset import reset
 from perseus_planner.cli.serve import serve
 from perseus_planner.cli.simulate import simulate
@@ -88,6 +89,7 @@ def show(file: Path, plot: Path | None, as_json: bool) -> None:
         show_one(file, plot, as_json)
 
 
+main.add_command(report)
 main.add_command(calibrate)
 main.add_command(simulate)
 main.add_command(straggler)
