@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from perseus_planner.plan import Plan
-from perseus_planner.profile_csv import unit_of
+from perseus_planner.profile_csv import setting_of
 from perseus_planner.simulate import Span, Timeline, replay
 from perseus_planner.tables import origin_text
 from perseus_planner.trace_events import WAITING, Counter, Process, Slice, Thread, steps, total, write_trace
@@ -58,13 +58,6 @@ def about_plan(plan: Plan) -> dict[str, Any]:
     }
 
 
-def clock_key(knob: str) -> str:
-    """What a slice calls that which is set."""
-    return {"clock": "clock_", "power-limit": "power_limit_", "observed": "observed_clock_"}[knob] + unit_of(
-        knob
-    ).lower()
-
-
 def to_ns(time_s: float) -> int:
     """Whole nanoseconds."""
     return round(time_s * 1e9)
@@ -90,7 +83,7 @@ def _slice(plan: Plan, place: int, name: str, span: Span) -> Slice:
     if place >= len(computations):
         return Slice(name, "operation of fixed time", to_ns(span.start_s), to_ns(span.end_s), details)
     one, (_, kind) = computations[place], plan.iteration.keys[place]
-    what = {"stage": one.stage, "kind": kind, "microbatch": one.microbatch, clock_key(plan.knob): plan.clocks[name]}
+    what = {"stage": one.stage, "kind": kind, "microbatch": one.microbatch, setting_of(plan.knob): plan.clocks[name]}
     return Slice(name, "computation", to_ns(span.start_s), to_ns(span.end_s), {**what, **details})
 
 

@@ -12,7 +12,8 @@ from typing import Any
 
 from perseus_planner.errors import RunError
 from perseus_planner.plan import Plan
-from perseus_planner.plan_trace import clock_key, to_ns
+from perseus_planner.plan_trace import to_ns
+from perseus_planner.profile_csv import setting_of
 from perseus_planner.runs.ran import RanComputation, RanIteration
 from perseus_planner.runs.run import RanRank, Run
 from perseus_planner.runs.summary import NO_PLAN, summarize_run
@@ -117,7 +118,7 @@ def _details(row: RanIteration, ran: RanComputation, plan: Plan | None) -> dict[
         "achieved_mhz": ran.achieved_mhz,
     }
     if plan is not None:
-        known[clock_key(plan.knob)] = ran.clock
+        known[setting_of(plan.knob)] = ran.clock
     if plan is not None and row.is_as_planned:
         planned = plan.measurement(one)
         known["planned_seconds"] = planned.time_s
