@@ -77,8 +77,8 @@ def frontier_html(frontier: Frontier) -> str:
     line = list(zip(frontier.times_s.tolist(), frontier.energies_j.tolist(), strict=True))
     return _shown(
         f"Frontier of {frontier.schedule}{_on(frontier.profile.gpu)}",
-        f"{origin_text(frontier.profile.origin)}; all GPUs of a pipeline, waiting included. All points but the first are "
-        "of the bound, which no plan of that time can be below. Saved: against all clocks at maximum",
+        f"{origin_text(frontier.profile.origin)}; all GPUs of a pipeline, waiting included. All but the first are "
+        "points of the bound, which no plan of that time can be below. Saved: against all clocks at maximum",
         columns,
         "",
         sketches.curves("The bound: joules over seconds of an iteration", "seconds", "joules", [line], points[:3]),
@@ -160,7 +160,7 @@ def _on(gpu: str | None) -> str:
 
 
 def _percent(part_j: float, whole_j: float) -> str:
-    return f"{100 * part_j / whole_j:.2f} %" if whole_j else "0.00 %"
+    return f"{100 * part_j / whole_j if whole_j else 0.0:.2f}\u00a0%"
 
 
 def _left_out(count: int, what: str) -> str:

@@ -15,6 +15,7 @@ from perseus_planner.columns import number
 
 _WIDTH, _HEIGHT = 480.0, 220.0
 _LEFT, _RIGHT, _TOP, _BOTTOM = 70.0, 16.0, 12.0, 38.0  #: beside the drawing itself, for its scales
+_INSET = 8.0  #: between its scales and what is drawn
 _COLOURS = ("#3c78c8", "#6aaed6", "#d8bd4c", "#ec8f3c", "#c8402a")  #: from little to much
 _MOMENTS = 240  #: of an iteration that are drawn
 _ROW = 14.0  #: height of a rank
@@ -45,9 +46,9 @@ def curves(
     (x_low, x_high), (y_low, y_high) = (_range([point[axis] for point in points]) for axis in (0, 1))
 
     def place(x: float, y: float) -> tuple[float, float]:
-        right = (x - x_low) / (x_high - x_low) * (_WIDTH - _LEFT - _RIGHT)
-        up = (y - y_low) / (y_high - y_low) * (_HEIGHT - _TOP - _BOTTOM)
-        return _LEFT + right, _HEIGHT - _BOTTOM - up
+        right = (x - x_low) / (x_high - x_low) * (_WIDTH - _LEFT - _RIGHT - 2 * _INSET)
+        up = (y - y_low) / (y_high - y_low) * (_HEIGHT - _TOP - _BOTTOM - 2 * _INSET)
+        return _LEFT + _INSET + right, _HEIGHT - _BOTTOM - _INSET - up
 
     svg = _svg(_HEIGHT, title)
     frame = f"M{_LEFT} {_TOP}V{_HEIGHT - _BOTTOM}H{_WIDTH - _RIGHT}"
@@ -66,7 +67,7 @@ def curves(
         x, y = place(mark.x, mark.y)
         SubElement(svg, "circle", cx=f"{x:.1f}", cy=f"{y:.1f}", r="4", fill="currentColor")
         left = x > _WIDTH / 2
-        _text(svg, x + (-8 if left else 8), max(y - 6, _TOP + 8), mark.name, "end" if left else "start")
+        _text(svg, x + (-8 if left else 8), y - 8, mark.name, "end" if left else "start")
     return svg
 
 
@@ -128,7 +129,8 @@ def _scale(svg: Element, top: float, low: str, high: str) -> None:
 
 def _svg(height: float, title: str) -> Element:
     size = {"viewBox": f"0 0 {_WIDTH:g} {height:g}", "width": f"{_WIDTH:g}", "height": f"{height:g}"}
-    svg = Element("svg", {"xmlns": "http://www.w3.org/2000/svg", **size, "role": "img", "aria-label": title})
+    fitting = {"style": "max-width: 100%; height: auto"}
+    svg = Element("svg", {"xmlns": "http://www.w3.org/2000/svg", **size, **fitting, "role": "img", "aria-label": title})
     SubElement(svg, "title").text = title
     return svg
 
