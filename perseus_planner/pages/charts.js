@@ -1,0 +1,284 @@
+// Charts of the planner's pages: SVG, coloured by the variables of theme.css. Plain JavaScript, nothing to build.
+//
+// charts.line(place, chart) and charts.bars(place, chart) replace what `place` holds by a drawing, its legend and, on
+// request, its numbers as a table; they draw again when the width of `place` changes. Calling them again is an update.
+// Every text goes in as a text node. No style attribute and no handler attribute is set, so a strict CSP is no obstacle.
+
+"use strict";
+
+const charts = (() => {
+  const SVG = "http://www.w3.org/2000/svg";
+  const NARROW = 480; // px; below it a drawing is higher than wide and has fewer ticks
+
+  // --- Elements ------------------------------------------------------------------------------------------------------
+
+  /** An element of HTML with attributes and children (elements or texts). */
+  function html(tag, attributes = {}, ...children) {
+    return filled(document.createElement(tag), attributes, children);
+  }
+
+  /** An element of SVG with attributes and children (elements or texts). */
+  function svg(tag, attributes = {}, ...children) {
+    return filled(document.createElementNS(SVG, tag), attributes, children);
+  }
+
+  function filled(element, attributes, children) {
+    for (const [name, value] of Object.entries(attributes)) {
+      if (value !== null && value !== undefined) element.setAttribute(name, value);
+    }
+    element.append(...children.filter((child) => child !== null));
+    return element;
+  }
+
+  // --- Numbers -------------------------------------------------------------------------------------------------------
+
+  /** A number with thousands separated, and as many digits after the point as `digits`, or as four in all need. */
+  function number(value, digits = null) {
+    if (value === null || !Number.isFinite(value)) return "–";
+    const size = Math.abs(value);
+    const places = digits ?? (size >= 1000 || size === 0 ? 0 : Math.max(0, 3 - Math.floor(Math.log10(size))));
+    return value.toLocaleString("en-US", { minimumFractionDigits: 0, maximumFractionDigits: Math.min(places, 12) });
+  }
+
+  /** A number and its unit, such as "1,234 W"; a unit of "" is none. */
+  function quantity(value, unit = "", digits = null) {
+    return unit ? `${number(value, digits)}\u00a0${unit}` : number(value, digits);
+  }
+
+  /** Round numbers from low to high, about `count` of them, all within; and the digits after the point that they need. */
+  function ticks(low, high, count) {
+    const rough = (high - low) / Math.max(1, count);
+    if (!(rough > 0)) return { values: [low], digits: 2 };
+    const power = 10 ** Math.floor(Math.log10(rough));
+    const step = power * [1, 2, 5, 10].find((factor) => factor * power >= rough * 0.999);
+    const values = [];
+    for (let index = Math.ceil(low / step - 1e-9); index * step <= high + step * 1e-9; index += 1) values.push(index * step);
+    return { values, digits: Math.max(0, -Math.floor(Math.log10(step) + 1e-9)) };
+  }
+
+  /** The least and the greatest of numbers, a little apart from each other and from the frame. */
+  function range(values, margin = 0.05) {
+    let [low, high] = [Infinity, -Infinity];
+    for (const value of values) {
+      if (value === null || !Number.isFinite(value)) continue;
+      low = Math.min(low, value);
+      high = Math.max(high, value);
+    }
+    if (low > high) return [0, 1];
+    const room = (high - low) * margin || Math.abs(high) * margin || 1;
+    return [low - room, high + room];
+  }
+
+  // --- What both kinds of chart share --------------------------------------------------------------------------------
+
+  const drawn = new WeakMap(); // place -> how to draw it again
+
+  /** Draws now, and again when the width of the place changes. */
+  function kept(place, draw) {
+    const first = !drawn.has(place);
+    drawn.set(place, { draw, width: 0 });
+    redraw(place);
+    if (first) new ResizeObserver(() => redraw(place)).observe(place);
+  }
+
+  function redraw(place) {
+    const state = drawn.get(place);
+    const width = Math.round(place.clientWidth);
+    if (width === 0 || width === state.width) return;
+    state.width = width;
+    const open = place.querySelector("details")?.open ?? false; // a table that is open stays so
+    place.classList.add("chart");
+    place.replaceChildren(...state.draw(Math.max(width, 240)).filter((part) => part !== null));
+    if (open && place.querySelector("details")) place.querySelector("details").open = true;
+  }
+
+  function axisText(axis) {
+    return axis.unit ? `${axis.label} (${axis.unit})` : axis.label;
+  }
+
+  /** The frame of a chart: where numbers fall, grid, ticks and the names of the axes. */
+  function frame(width, chart, xRange, yRange, xTicks) {
+    const narrow = width < NARROW;
+    const height = chart.height ?? (narrow ? 280 : 340);
+    const yTicks = ticks(...yRange, narrow ? 4 : 6);
+    const texts = yTicks.values.map((value) => number(value, yTicks.digits));
+    const left = 14 + 7 * Math.max(...texts.map((text) => text.length));
+    const box = { left, right: width - 14, top: 28, bottom: height - 44 };
+    const x = (value) => box.left + ((value - xRange[0]) / (xRange[1] - xRange[0])) * (box.right - box.left);
+    const y = (value) => box.bottom - ((value - yRange[0]) / (yRange[1] - yRange[0])) * (box.bottom - box.top);
+    const parts = [svg("text", { x: 0, y: 12 }, axisText(chart.y))];
+    yTicks.values.forEach((value, index) => {
+      parts.push(svg("line", { class: "gridline", x1: box.left, x2: box.right, y1: y(value), y2: y(value) }));
+      parts.push(svg("text", { x: box.left - 7, y: y(value) + 4, "text-anchor": "end" }, texts[index]));
+    });
+    parts.push(svg("line", { class: "axis", x1: box.left, x2: box.right, y1: box.bottom, y2: box.bottom }));
+    for (const { at, text } of xTicks) {
+      parts.push(svg("line", { class: "axis", x1: x(at), x2: x(at), y1: box.bottom, y2: box.bottom + 4 }));
+      parts.push(svg("text", { x: x(at), y: box.bottom + 18, "text-anchor": "middle" }, text));
+    }
+    parts.push(svg("text", { x: box.right, y: height - 6, "text-anchor": "end" }, axisText(chart.x)));
+    return { width, height, box, x, y, parts, narrow };
+  }
+
+  function picture(plane, chart, parts) {
+    const attributes = { viewBox: `0 0 ${plane.width} ${plane.height}`, role: "img", "aria-label": chart.description };
+    return svg("svg", attributes, ...plane.parts, ...parts);
+  }
+
+  /** The path of a mark's shape around a point: circle, square, diamond, triangle or cross. */
+  function shape(kind, x, y, size = 6) {
+    const s = size;
+    if (kind === "square") return `M${x - s} ${y - s}h${2 * s}v${2 * s}h${-2 * s}z`;
+    if (kind === "diamond") return `M${x} ${y - 1.3 * s}L${x + 1.3 * s} ${y}L${x} ${y + 1.3 * s}L${x - 1.3 * s} ${y}z`;
+    if (kind === "triangle") return `M${x} ${y - 1.2 * s}L${x + 1.15 * s} ${y + s}L${x - 1.15 * s} ${y + s}z`;
+    if (kind === "cross") {
+      const t = s / 2.4;
+      return `M${x - t} ${y - s}h${2 * t}v${s - t}h${s - t}v${2 * t}h${t - s}v${s - t}h${-2 * t}v${t - s}h${t - s}v${-2 * t}h${s - t}z`;
+    }
+    return `M${x - s} ${y}a${s} ${s} 0 1 0 ${2 * s} 0a${s} ${s} 0 1 0 ${-2 * s} 0z`;
+  }
+
+  function legend(entries) {
+    return html("ul", { class: "legend" }, ...entries.map(({ color, sign, text }) =>
+      html("li", {}, svg("svg", { viewBox: "0 0 22 12", class: `series-${color}`, "aria-hidden": "true" }, sign), html("span", { class: "text" }, text))));
+  }
+
+  /** The numbers of a chart as a table that unfolds: heads are texts, rows lists of texts or numbers. */
+  function table(heads, rows, name = "The numbers") {
+    const cell = (value) => typeof value === "number" || value === null ? html("td", { class: "number" }, number(value)) : html("td", {}, value);
+    const numeric = heads.map((_, column) => rows.length > 0 && rows.every((row) => typeof row[column] !== "string"));
+    return html("details", {}, html("summary", {}, name),
+      html("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": name },
+        html("table", {},
+          html("thead", {}, html("tr", {}, ...heads.map((head, column) => html("th", { scope: "col", class: numeric[column] ? "number" : null }, head)))),
+          html("tbody", {}, ...rows.map((row) => html("tr", {}, ...row.map(cell)))))));
+  }
+
+  // --- Lines ---------------------------------------------------------------------------------------------------------
+
+  /** Draws lines and points.
+   *
+   * chart: {
+   *   description: text for who cannot see it,
+   *   x: {label, unit, range?: [low, high]}, y: the same,
+   *   series: [{name, color: 1..8, x: [..], y: [..], line?: true, dashed?: false, dots?: false, errors?: [..] (+- on y),
+   *             steps?: false (a value holds until the next)}],
+   *   marks?: [{name, color: 1..8, shape, x, y, label?: text beside it, title?: text in the legend}],
+   *   table?: true for the numbers below, height?: px
+   * }
+   */
+  function line(place, chart) {
+    kept(place, (width) => {
+      const marks = (chart.marks ?? []).filter((mark) => Number.isFinite(mark.x) && Number.isFinite(mark.y));
+      const lows = chart.series.flatMap((each) => (each.errors ?? []).map((error, index) => each.y[index] - error));
+      const highs = chart.series.flatMap((each) => (each.errors ?? []).map((error, index) => each.y[index] + error));
+      const xRange = chart.x.range ?? range([...chart.series.flatMap((each) => each.x), ...marks.map((mark) => mark.x)]);
+      const yRange = chart.y.range ?? range([...chart.series.flatMap((each) => each.y), ...marks.map((mark) => mark.y), ...lows, ...highs]);
+      const xTicks = ticks(...xRange, width < NARROW ? 4 : 8);
+      const plane = frame(width, chart, xRange, yRange, xTicks.values.map((at) => ({ at, text: number(at, xTicks.digits) })));
+      const parts = [...chart.series.flatMap((each) => curve(plane, each)), ...marked(plane, marks)];
+      const readout = html("p", { class: "readout", "aria-hidden": "true" }); // for the pointer; the table says it to all
+      const image = picture(plane, chart, parts);
+      image.addEventListener("pointermove", (event) => { readout.textContent = nearest(image, event, plane, chart, marks); });
+      image.addEventListener("pointerleave", () => { readout.textContent = ""; });
+      return [image, legend(lineLegend(chart.series, marks)), readout, chart.table ? lineTable(chart, marks) : null];
+    });
+  }
+
+  function curve(plane, series) {
+    const points = series.x.map((x, index) => [plane.x(x), plane.y(series.y[index])]);
+    const parts = [];
+    if (series.line ?? true) {
+      const path = points.map(([x, y], index) => index === 0 ? `M${x.toFixed(1)} ${y.toFixed(1)}` : `${series.steps ? `H${x.toFixed(1)}` : ""}L${x.toFixed(1)} ${y.toFixed(1)}`);
+      parts.push(svg("path", { class: series.dashed ? "line dashed" : "line", d: path.join("") || null }));
+    }
+    (series.errors ?? []).forEach((error, index) => {
+      const [x] = points[index];
+      const [low, high] = [plane.y(series.y[index] - error), plane.y(series.y[index] + error)];
+      if (error > 0) parts.push(svg("path", { class: "error", d: `M${x - 3} ${low}h6M${x - 3} ${high}h6M${x} ${low}V${high}` }));
+    });
+    if (series.dots) for (const [x, y] of points) parts.push(svg("circle", { class: "dot", cx: x, cy: y, r: 2.8 }));
+    return [svg("g", { class: `series-${series.color}` }, ...parts)];
+  }
+
+  /** Marks, each with its label beside it where there is room; the legend has all of them anyway. */
+  function marked(plane, marks) {
+    const taken = marks.map((mark) => ({ left: plane.x(mark.x) - 7, right: plane.x(mark.x) + 7, top: plane.y(mark.y) - 7, bottom: plane.y(mark.y) + 7 }));
+    return marks.map((mark) => {
+      const [x, y] = [plane.x(mark.x), plane.y(mark.y)];
+      const group = svg("g", { class: `series-${mark.color}` }, svg("path", { class: "mark", d: shape(mark.shape, x, y) }));
+      const spot = mark.label ? room(plane, x, y, 6.6 * mark.label.length, taken) : null;
+      if (spot !== null) {
+        taken.push(spot);
+        group.append(svg("text", { class: "label", x: spot.left, y: spot.bottom - 4 }, mark.label));
+      }
+      return group;
+    });
+  }
+
+  function room(plane, x, y, width, taken) {
+    const spots = [[x + 11, y - 8], [x - width - 11, y - 8], [x - width / 2, y - 26], [x - width / 2, y + 10], [x + 9, y - 24], [x + 9, y + 8], [x - width - 9, y - 24], [x - width - 9, y + 8]];
+    const boxes = spots.map(([left, top]) => ({ left, right: left + width, top, bottom: top + 16 }));
+    const apart = (a, b) => a.right < b.left || b.right < a.left || a.bottom < b.top || b.bottom < a.top;
+    const inside = (box) => box.left >= plane.box.left && box.right <= plane.width && box.top >= 14 && box.bottom <= plane.box.bottom;
+    return boxes.find((box) => inside(box) && taken.every((other) => apart(box, other))) ?? null;
+  }
+
+  function lineLegend(series, marks) {
+    const ofSeries = series.map((each) => ({
+      color: each.color,
+      text: each.name,
+      sign: (each.line ?? true)
+        ? svg("path", { d: "M1 6H21", fill: "none", stroke: "currentColor", "stroke-width": 2, "stroke-dasharray": each.dashed ? "5 4" : null })
+        : svg("circle", { cx: 11, cy: 6, r: 3, fill: "currentColor" }),
+    }));
+    const ofMarks = marks.map((mark) => ({ color: mark.color, text: mark.title ?? mark.name, sign: svg("path", { d: shape(mark.shape, 11, 6, 4), fill: "currentColor" }) }));
+    return [...ofSeries, ...ofMarks];
+  }
+
+  function nearest(image, event, plane, chart, marks) {
+    const box = image.getBoundingClientRect();
+    const [px, py] = [((event.clientX - box.left) * plane.width) / box.width, ((event.clientY - box.top) * plane.height) / box.height];
+    let best = { distance: 40, text: "" }; // px; farther away nothing is meant
+    const look = (name, x, y, favour) => {
+      const distance = Math.hypot(plane.x(x) - px, plane.y(y) - py) - favour;
+      if (distance < best.distance) best = { distance, text: `${name}: ${quantity(x, chart.x.unit)}, ${quantity(y, chart.y.unit)}` };
+    };
+    for (const each of chart.series) each.x.forEach((x, index) => look(each.name, x, each.y[index], 0));
+    for (const mark of marks) look(mark.name, mark.x, mark.y, 6);
+    return best.text;
+  }
+
+  function lineTable(chart, marks) {
+    const rows = [...marks.map((mark) => [mark.name, mark.x, mark.y]), ...chart.series.flatMap((each) => each.x.map((x, index) => [each.name, x, each.y[index]]))];
+    return table(["", axisText(chart.x), axisText(chart.y)], rows);
+  }
+
+  // --- Bars ----------------------------------------------------------------------------------------------------------
+
+  /** Draws groups of bars from zero.
+   *
+   * chart: {description, x: {label, unit}, y: {label, unit}, names: [text of each group],
+   *         series: [{name, color: 1..8, y: [one number for each group]}], table?: boolean, height?: px}
+   */
+  function bars(place, chart) {
+    kept(place, (width) => {
+      const high = range([0, ...chart.series.flatMap((each) => each.y)])[1];
+      const few = Math.max(1, Math.ceil((chart.names.length * 28) / width)); // names that fit side by side
+      const xTicks = chart.names.flatMap((text, at) => (at % few === 0 ? [{ at, text }] : []));
+      const plane = frame(width, chart, [-0.5, chart.names.length - 0.5], [0, high], xTicks);
+      const step = (plane.box.right - plane.box.left) / Math.max(1, chart.names.length);
+      const wide = Math.min(28, (step * 0.8) / chart.series.length);
+      const parts = chart.series.map((each, order) => svg("g", { class: `series-${each.color}` }, ...each.y.map((value, index) => svg("rect", {
+        class: "bar",
+        x: plane.x(index) + (order - chart.series.length / 2) * wide,
+        y: plane.y(value), width: Math.max(1, wide - 1), height: plane.box.bottom - plane.y(value),
+      }))));
+      const signs = chart.series.map((each) => ({ color: each.color, text: each.name, sign: svg("rect", { x: 5, y: 1, width: 12, height: 10, fill: "currentColor" }) }));
+      const rows = chart.names.map((name, index) => [name, ...chart.series.map((each) => each.y[index])]);
+      return [picture(plane, chart, parts), legend(signs), chart.table ? table([axisText(chart.x), ...chart.series.map((each) => each.name)], rows) : null];
+    });
+  }
+
+  return { html, svg, number, quantity, ticks, range, table, line, bars, shape };
+})();
