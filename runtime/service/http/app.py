@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from fastapi import FastAPI
 
 from perseus_planner import __version__
+from perseus_planner.runtime.service.dashboard import routes as dashboard
 from perseus_planner.runtime.service.http.asynchronous import AsyncService
 from perseus_planner.runtime.service.http.metrics import Metrics
 from perseus_planner.runtime.service.http.refusals import add_refusals
@@ -56,7 +57,8 @@ def create_app(service: Service, access: Access, limits: Limits, *, now_s: Calla
     app.state.service, app.state.metrics = live, metrics
     app.state.now_s = now_s
     app.include_router(router)
-    add_refusals(app, router.routes)
+    app.include_router(dashboard.router)
+    add_refusals(app, [*router.routes, *dashboard.router.routes])
     app.add_middleware(Guard, access=access, limits=limits)
     app.add_middleware(metrics.counting)
     return app
