@@ -2,16 +2,25 @@
 
 import { nowS } from "./api.js";
 
-const { number, quantity } = charts;
+const { number } = charts;
 
 const POWERS = [[1e6, "MW"], [1e3, "kW"]];
 const ENERGIES = [[1e12, "TJ"], [1e9, "GJ"], [1e6, "MJ"], [1e3, "kJ"]];
 
+/** A number and its unit, with four digits in all: so those below each other, or after each other, are alike. */
+function quantity(value, unit) {
+  if (value === null || !Number.isFinite(value)) return `–\u00a0${unit}`;
+  const size = Math.abs(value);
+  const places = size >= 1000 || size === 0 ? 0 : Math.min(9, Math.max(0, 3 - Math.floor(Math.log10(size))));
+  return `${value.toLocaleString("en-US", { minimumFractionDigits: places, maximumFractionDigits: places })}\u00a0${unit}`;
+}
+
 export const seconds = (value) => (value !== null && value < 0.1 ? quantity(value * 1e3, "ms") : quantity(value, "s"));
 export const watts = (value) => scaled(value, "W", POWERS);
 export const joules = (value) => scaled(value, "J", ENERGIES);
+export const kilograms = (value) => quantity(value, "kg");
 export const kilowattHours = (value_j) => quantity(value_j / 3.6e6, "kWh");
-export { number, quantity };
+export { number };
 
 /** With a greater unit from ten thousand on, so that there are never more than five digits. */
 function scaled(value, unit, units) {
@@ -24,7 +33,7 @@ export function less(value, baseline) {
   if (!(baseline > 0) || value === null) return "";
   const share = 100 * (1 - value / baseline);
   if (Math.abs(share) < 0.05) return "the same";
-  return `${quantity(Math.abs(share), "%", 1)} ${share > 0 ? "less" : "more"}`;
+  return `${number(Math.abs(share), 1)}\u00a0% ${share > 0 ? "less" : "more"}`;
 }
 
 /** A span in its two greatest units, such as "3 h 5 min". */

@@ -1,7 +1,7 @@
 // One job: what it does now, why, and what that saves.
 
 import { byId, fillCard, html, keyed, say, show, timed } from "./dom.js";
-import { count, joules, kilowattHours, less, number, quantity, seconds, watts } from "./format.js";
+import { count, joules, kilowattHours, less, number, seconds, watts } from "./format.js";
 import { groups, showPipelines } from "./pipelines.js";
 import { assumed, carbon, money } from "./prices.js";
 import { reportsText, showReports } from "./reports.js";
@@ -42,50 +42,55 @@ function iteration({ job, decision, telemetry }, frontier) {
   const of = job.deadline_s === null ? "all clocks at maximum" : "as wished";
   const notes = target_s === null ? [] : [`target ${seconds(target_s)}: ${of}`];
   if (telemetry) notes.push(`expected ${seconds(decision.straggler_time_s)}, replayed`);
-  return { name: "Iteration", value: seconds(telemetry?.iteration_s ?? decision.straggler_time_s), origin: telemetry ? "measured" : "replayed", notes };
+  return { name: "Iteration time", value: seconds(telemetry?.iteration_s ?? decision.straggler_time_s), origin: telemetry ? "measured" : "replayed", notes };
 }
 
 function power({ job, telemetry, expected }) {
-  const now_w = telemetry?.power_w ?? expected?.power_w ?? null;
+  const told_w = telemetry?.power_w ?? null;
+  const now_w = told_w ?? expected?.power_w ?? null;
   const most_w = expected?.baseline_power_w ?? null;
   const notes = most_w === null ? [] : [`${less(now_w, most_w)} than ${watts(most_w)} with all clocks at maximum, replayed`.replace("the same than", "the same as")];
   if (job.power_w !== null) notes.push(`at most ${watts(job.power_w)} wished`);
-  return { name: "Power, all GPUs", value: watts(now_w), origin: telemetry ? telemetry.energy_is : now_w === null ? null : "replayed", notes, bar: most_w ? now_w / most_w : null };
+  return { name: "Power, all GPUs", value: watts(now_w), origin: told_w !== null ? telemetry.energy_is : now_w === null ? null : "replayed", notes, bar: most_w ? now_w / most_w : null };
 }
 
-/** Joules of a day around the clock that plans save, where no job has told what it draws. */
+/** Whether the job has told what its GPUs take. */
+const isMetered = ({ telemetry }) => telemetry !== null && telemetry !== undefined && telemetry.energy_is !== null;
+
+/** Joules that plans save in a day around the clock; null: not known. */
 const expectedDayJ = ({ expected }) => (expected ? (expected.baseline_power_w - expected.power_w) * DAY_S : null);
 
 function saved(status) {
   const { telemetry } = status;
-  if (telemetry) {
+  if (isMetered(status)) {
     const notes = [`${joules(telemetry.saved_j)}, ${less(telemetry.energy_j, telemetry.baseline_j)} than all clocks at maximum`, `in ${count(telemetry.iterations, "iteration")}`];
     return { name: "Saved so far", value: kilowattHours(telemetry.saved_j), origin: telemetry.energy_is, notes };
   }
   const day_j = expectedDayJ(status);
   if (day_j === null) return { name: "Saves, by its plans", value: watts(status.expected_saving_w), origin: "replayed", notes: ["by waiting less, against the targets without reports"] };
-  return { name: "Saves a day, by its plans", value: kilowattHours(day_j), origin: "replayed", notes: [`${joules(day_j)} at these plans around the clock, against all clocks at maximum`, "nothing is measured yet"] };
+  return { name: "Saves a day, by its plans", value: kilowattHours(day_j), origin: "replayed", notes: [`${joules(day_j)} at these plans around the clock, against all clocks at maximum`, "the job has told of no energy yet"] };
 }
 
 function costs(status) {
   const { telemetry } = status;
-  const saved_j = telemetry ? telemetry.saved_j : expectedDayJ(status);
+  const isTold = isMetered(status);
+  const saved_j = isTold ? telemetry.saved_j : expectedDayJ(status);
   if (saved_j === null) return { name: "That is", value: "–", notes: [] };
-  const name = telemetry ? "That is, so far" : "That is, a day";
-  return { name, value: money(saved_j), origin: telemetry ? telemetry.energy_is : "replayed", notes: [carbon(saved_j), assumed()] };
+  const name = isTold ? "That is, so far" : "That is, a day";
+  return { name, value: money(saved_j), origin: isTold ? telemetry.energy_is : "replayed", notes: [carbon(saved_j), assumed()] };
 }
 
 function plans({ version, promised, taken }) {
   const notes = promised > version ? [`version ${number(promised)} is being planned`] : [];
   if (taken === null) notes.push("the job has not said what it runs");
   else notes.push([`the job runs ${number(taken.version)} since iteration ${number(taken.iteration)}, `, timed(taken.at_s)]);
-  return { name: "Plans published", value: `version\u00a0${number(version)}`, notes };
+  return { name: "Version of its plans", value: number(version), notes };
 }
 
 function changes({ telemetry }) {
   if (!telemetry || telemetry.set_p50_s === null) return { name: "A clock change takes", value: "–", notes: ["the job's controllers have not said"] };
-  const notes = [`99 % within ${seconds(telemetry.set_p99_s)}`, `${count(telemetry.late_changes, "change")} came late`];
-  return { name: "A clock change takes", value: quantity(telemetry.set_p50_s * 1e3, "ms"), origin: "measured, median", notes };
+  const notes = [`99\u00a0% within ${seconds(telemetry.set_p99_s)}`, `${count(telemetry.late_changes, "change")} came late`];
+  return { name: "A clock change takes", value: seconds(telemetry.set_p50_s), origin: "measured", notes: ["median", ...notes] };
 }
 
 function originText({ telemetry }, frontier) {

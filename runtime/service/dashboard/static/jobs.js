@@ -39,8 +39,8 @@ export function showAll(jobs) {
   const slow = jobs.filter((status) => slowOf(status) > 0).length;
   const now_w = sum((status) => status.telemetry?.power_w ?? status.expected?.power_w);
   const most_w = sum((status) => status.expected?.baseline_power_w);
-  const telling = jobs.filter((status) => status.telemetry).length;
-  const saved_j = sum((status) => status.telemetry?.saved_j);
+  const telling = jobs.filter((status) => status.telemetry?.energy_is).length;
+  const saved_j = sum((status) => (status.telemetry?.energy_is ? status.telemetry.saved_j : 0));
   const cards = [
     { name: "Jobs", value: number(jobs.length), notes: [slow ? `${number(slow)} with something slow` : "nothing slow in any"] },
     { name: "Saves now, by plans", value: watts(sum((status) => status.expected_saving_w)), origin: "replayed", notes: ["where pipelines wait for a slower one"] },

@@ -1,7 +1,7 @@
 // What energy costs: defaults, which whoever looks at the page may change for their own browser.
 
 import { byId } from "./dom.js";
-import { number, quantity } from "./format.js";
+import { kilograms, number } from "./format.js";
 
 const DEFAULTS = { price: 0.12, pue: 1.2, grid: 0.4 };
 const STORED = "planner-prices";
@@ -21,8 +21,8 @@ export function watchPrices(changed) {
   });
 }
 
-export const money = (energy_j) => quantity(cost(energy_j) * prices.price, "USD", 2);
-export const carbon = (energy_j) => quantity(cost(energy_j) * prices.grid, "kg\u00a0CO₂e");
+export const money = (energy_j) => `${(cost(energy_j) * prices.price).toLocaleString("en-US", { minimumFractionDigits: 2, maximumFractionDigits: 2 })}\u00a0USD`;
+export const carbon = (energy_j) => `${kilograms(cost(energy_j) * prices.grid)} CO₂e`;
 
 /** What the two above go by. */
 export const assumed = () => `at ${number(prices.price)} USD/kWh, PUE ${number(prices.pue)}, ${number(prices.grid)} kg CO₂e/kWh`;
