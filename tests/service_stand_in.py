@@ -17,12 +17,23 @@ from perseus_planner.files import sha256
 from perseus_planner.runtime.service.http.app import create_app
 from perseus_planner.runtime.service.http.security import Access, Limits
 from perseus_planner.runtime.service.model import Conflict, Decision, Job, Report, Target, UnknownJob, UnknownReport
-from perseus_planner.runtime.service.outcomes import Answer, JobStatus, PlanSet, Registered, Taken
+from perseus_planner.runtime.service.outcomes import (
+    Answer,
+    Expected,
+    JobStatus,
+    PipelineStatus,
+    PlanSet,
+    Registered,
+    Taken,
+)
+from perseus_planner.runtime.service.planning.curves import Curve
+from perseus_planner.runtime.service.telemetry import Counters, JobTelemetry, counted
 
 httpx = pytest.importorskip("httpx")
 
 NOW_S = 1_000.0
 LEAST_W, LEAST_S = 100.0, 0.5
+EXPECTED = Expected(900.0, 1000.0, "simulated")
 
 
 class StandIn:
@@ -33,6 +44,7 @@ class StandIn:
         self.of_job: dict[str, dict[str, Report]] = {}
         self.versions: dict[str, int] = {}
         self.taken_by: dict[str, Taken] = {}
+        self.told: dict[str, JobTelemetry | None] = {}
         self.callbacks: list[Callable[[str, int], None]] = []
         self.calls: list[str] = []
         self.ticks: list[float] = []  # what tick() gives next; the last one again and again
@@ -83,12 +95,35 @@ class StandIn:
         self._check(job)
         self.taken_by[job] = Taken(version, iteration, NOW_S)
 
+    def telemetry(self, job: str, sent: Counters) -> None:
+        self._check(job)
+        self.told[job] = counted(self.told.get(job), sent, lambda iteration_s: 1000.0 * iteration_s, NOW_S)
+
+    def curve(self, job: str) -> Curve:
+        self._check(job)
+        times_s = tuple(1.0 + place / 1000 for place in range(1000))
+        return Curve(times_s, tuple(1000.0 / each for each in times_s), 1.0, 1100.0, 100.0, 2, 4, "simulated")
+
+    def pipelines(self, job: str) -> tuple[int, tuple[PipelineStatus, ...]]:
+        self._check(job)
+        return self.versions[job], (PipelineStatus(0, 1.25, 900.0, 1.5, {0: 1.5}, "key"),)
+
     def status(self, job: str) -> JobStatus:
         self._check(job)
         targets = (Target(1.0, {0: 1.5}),) * self.kept[job].pipelines
         decision = Decision(targets, 1.5, {0: "key"}, NOW_S, math.inf, "because")
         version, reports = self.versions[job], tuple(self.of_job[job].values())
-        return JobStatus(self.kept[job], decision, version, version, self.taken_by.get(job), reports, 12.5)
+        return JobStatus(
+            self.kept[job],
+            decision,
+            version,
+            version,
+            self.taken_by.get(job),
+            reports,
+            12.5,
+            EXPECTED,
+            self.told.get(job),
+        )
 
     def jobs(self) -> tuple[JobStatus, ...]:
         if self.failure is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import socket
 import subprocess
@@ -14,7 +13,7 @@ from typing import Any
 
 import pytest
 from browsing import barriers, chromium, opened
-from services import PIPELINES, at_once, frontier_file, job, planned, small_frontier
+from services import at_once, frontier_file, job, planned, small_frontier
 
 pytest.importorskip("fastapi")
 pytest.importorskip("sqlalchemy")
@@ -130,7 +129,7 @@ def test_a_report_of_a_client_is_seen_as_it_comes_and_goes(browser: Any, url: st
         assert "ops" in shown and "data" in shown and key in shown and "in 59" in shown
         assert "because of pipeline 1" in page.inner_text("#reason")
         target_s = service.status("gpt").decision.targets[0].time_s
-        has(page, "#pipelines tbody tr", f"{target_s:.4f}".rstrip("0") if target_s < 0 else f"{target_s:.4g}")
+        has(page, "#pipelines tbody tr", f"{target_s:.4f}")
         assert page.evaluate("window.moves") > 0  # the points of 0 and 2
         httpx.delete(f"{url}/v1/jobs/gpt/reports/{key}")
         page.wait_for_selector("#no-reports:not([hidden])")

@@ -69,6 +69,8 @@ STATUS = {
     "taken": {"version": 6, "iteration": 120, "at_s": 9.0},
     "reports": [REPORT],
     "expected_saving_w": 812.5,
+    "expected": {"power_w": 900.0, "baseline_power_w": 1000.0, "origin": "simulated"},
+    "telemetry": None,
 }
 EVENTS = ': nothing new\n\nevent: version\ndata: {"version": 7}\n\ndata:{"version":8}\n'
 KEPT = Report("k1", "ops", Scope("stage", "2", 3), 1.2, None, 10.0, 20.0, None, math.inf, "compute")

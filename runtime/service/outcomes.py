@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
 from perseus_planner.plan import Plan
 from perseus_planner.runtime.service.model import Decision, Job, Report
+from perseus_planner.runtime.service.telemetry import JobTelemetry
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,42 @@ class Answer:
 
 
 @dataclass(frozen=True)
+class Expected:
+    """What all GPUs of a job draw on average by its newest plans, foreseen by these.
+
+    Attributes:
+        power_w: by these plans, each waiting for the slowest pipeline, watts.
+        baseline_power_w: with all clocks at maximum, iterations being as long, watts.
+        origin: of the profile that the plans are from: they are replayed from it if it was "measured", or "simulated".
+    """
+
+    power_w: float
+    baseline_power_w: float
+    origin: str
+
+
+@dataclass(frozen=True)
+class PipelineStatus:
+    """One pipeline of a job.
+
+    Attributes:
+        pipeline: its number, from 0.
+        time_s: iteration time of its newest plan, seconds.
+        energy_j: energy of such an iteration over its GPUs, joules.
+        target_s: within what an iteration is to end by what is decided now, seconds.
+        slow_stages: stage -> how many times as long as profiled its computations take.
+        report: key of the report that counts for it; None: none does.
+    """
+
+    pipeline: int
+    time_s: float
+    energy_j: float
+    target_s: float
+    slow_stages: Mapping[int, float]
+    report: str | None
+
+
+@dataclass(frozen=True)
 class JobStatus:
     """A job, as the service knows it.
 
@@ -103,6 +141,8 @@ class JobStatus:
         taken: which version it runs by; None: it has not said.
         reports: those that count now or are to count, in the order in which they came.
         expected_saving_w: as in `Answer`.
+        expected: what its GPUs draw by its newest plans.
+        telemetry: what it has counted; None: it has sent nothing.
     """
 
     job: Job
@@ -112,3 +152,5 @@ class JobStatus:
     taken: Taken | None
     reports: tuple[Report, ...]
     expected_saving_w: float
+    expected: Expected
+    telemetry: JobTelemetry | None

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -13,21 +15,27 @@ from perseus_planner.documents import shown
 from perseus_planner.errors import PlannerError
 from perseus_planner.runtime.service.checks import check_deadline, check_positive, check_report, check_same
 from perseus_planner.runtime.service.database.storage import Storage
-from perseus_planner.runtime.service.database.writing import Draft, Writer, unknown_job
+from perseus_planner.runtime.service.database.writing import Draft, Writer
 from perseus_planner.runtime.service.following import Following
+from perseus_planner.runtime.service.foreseen import baseline_j
+from perseus_planner.runtime.service.knowledge import Knowledge
 from perseus_planner.runtime.service.model import Conflict, Job, Report, UnknownReport
-from perseus_planner.runtime.service.outcomes import Answer, JobStatus, PlanSet, Registered, Taken
+from perseus_planner.runtime.service.outcomes import Answer, Registered, Taken
 from perseus_planner.runtime.service.planning.planning import Planning, Processes
 from perseus_planner.runtime.service.planning.replanning import Replanning, replan
 from perseus_planner.runtime.service.registering import checked, first_state, known_again
-from perseus_planner.runtime.service.settling import answer, cleared, counting, settled, status_of
+from perseus_planner.runtime.service.settling import answer, cleared, settled
 from perseus_planner.runtime.service.sharing import share_power
 from perseus_planner.runtime.service.state import JobState
+from perseus_planner.runtime.service.telemetry import Counters
+from perseus_planner.runtime.service.telemetry_book import TelemetryBook
 
 _AGAIN_AFTER_S = 1.0  # what could not be written, such as for a full disk
 
+_log = logging.getLogger(__name__)
 
-class Service:
+
+class Service(Knowledge):
     """Takes reports and wishes, and publishes versions of plans. A context manager; from any thread.
 
     What a method returns is on disk, and so is what it has changed. Whenever the process is killed, the next service on
@@ -55,12 +63,13 @@ class Service:
             StorageError: the storage cannot be read.
         """
         stored = storage.load()
-        self._now_s = now_s
         self._processes = Processes(workers)
         self._planning = Planning(storage.frontier, run or self._processes.run)
         self._replanning = Replanning(self._replan, workers)
         self._following = Following(now_s, self._replanning.want)
         self._writer = Writer(storage, stored, self._following.committed)
+        telemetry = TelemetryBook(stored.telemetry, {name: each.job for name, each in stored.jobs.items()})
+        super().__init__(self._writer, telemetry, now_s)
         self._stack = ExitStack()
         for name, state in stored.jobs.items():
             self._following.remember(name, state)
@@ -70,6 +79,7 @@ class Service:
         """Itself, running."""
         with ExitStack() as stack:
             stack.enter_context(self._writer)
+            stack.callback(self._end_telemetry)
             stack.enter_context(self._replanning)
             stack.enter_context(self._processes)  # the first to end, so that nobody waits for what is not needed
             self._stack = stack.pop_all()
@@ -220,6 +230,16 @@ class Service:
 
         self._writer.do(command)
 
+    def telemetry(self, job: str, sent: Counters) -> None:
+        """Count what a run of a job has counted, as `telemetry.counted` does; unlike all else it is on disk later.
+
+        Raises:
+            UnknownJob: there is none of that name.
+            Conflict: it contradicts what the same run has sent before.
+        """
+        state = self._state(job)
+        self._telemetry.add(state.job, sent, partial(baseline_j, state), self._now_s())
+
     def end(self, job: str) -> None:
         """Forget a job.
 
@@ -234,41 +254,7 @@ class Service:
                 self._share(draft, None)
 
         self._writer.do(command)
-
-    def status(self, job: str) -> JobStatus:
-        """One job.
-
-        Raises:
-            UnknownJob: there is none of that name.
-        """
-        return status_of(self._state(job), self._now_s())
-
-    def jobs(self) -> tuple[JobStatus, ...]:
-        """All jobs that run, by name."""
-        now_s = self._now_s()
-        return tuple(status_of(state, now_s) for _, state in sorted(self._writer.jobs.items()))
-
-    def reports(self, job: str) -> tuple[Report, ...]:
-        """The reports of a job that count or are to count, in the order in which they came.
-
-        Raises:
-            UnknownJob: there is none of that name.
-        """
-        return counting(self._state(job), self._now_s())
-
-    def plans(self, job: str, after: int) -> PlanSet | None:
-        """The newest version of a job's plans; None if that is `after` or before.
-
-        Raises:
-            UnknownJob: there is none of that name.
-        """
-        published = self._state(job).published
-        return published if published.version > after else None
-
-    @property
-    def power_w(self) -> float | None:
-        """The power budget of all jobs, watts; None: any."""
-        return self._writer.power_w
+        self._telemetry.forget(job)
 
     def subscribe(self, callback: Callable[[str, int], None]) -> Callable[[], None]:
         """Have `callback` told the job and the newest version when there is one, or when the job has ended.
@@ -295,13 +281,15 @@ class Service:
             for name in due:
                 self._following.agenda.plan(name, now_s)
             raise
-        return self._following.agenda.next_s()
+        if self._telemetry.write_s <= now_s:
+            self._telemetry.write(self._writer)
+        return min(self._following.agenda.next_s(), self._telemetry.write_s)
 
-    def _state(self, name: str) -> JobState:
-        state = self._writer.jobs.get(name)
-        if state is None:
-            raise unknown_job(name)
-        return state
+    def _end_telemetry(self) -> None:
+        try:
+            self._telemetry.write(self._writer)
+        except PlannerError as error:
+            _log.warning("The telemetry of the last seconds is not written: %s", error)
 
     def _settle(self, draft: Draft, state: JobState) -> JobState:
         after = settled(state, self._planning, self._now_s())

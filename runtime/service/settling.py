@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+from perseus_planner.runtime.service.foreseen import expected
 from perseus_planner.runtime.service.model import Decision, Job, Report
 from perseus_planner.runtime.service.outcomes import Answer, JobStatus, PlanSet
 from perseus_planner.runtime.service.planning.curves import NotSolved
@@ -12,6 +13,7 @@ from perseus_planner.runtime.service.planning.planning import Planning, once_eac
 from perseus_planner.runtime.service.policy import decide, saving_w
 from perseus_planner.runtime.service.reports import lasting_reports
 from perseus_planner.runtime.service.state import JobState
+from perseus_planner.runtime.service.telemetry import JobTelemetry
 
 _FORGOTTEN_AFTER_S = 3600.0
 """When what has expired or recovered no longer keeps earlier observations, which arrive late, from counting."""
@@ -91,7 +93,7 @@ def cleared(report: Report, now_s: float) -> Report:
     return replace(report, begins_s=begins_s, expires_s=now_s)
 
 
-def status_of(state: JobState, now_s: float) -> JobStatus:
+def status_of(state: JobState, telemetry: JobTelemetry | None, now_s: float) -> JobStatus:
     """What to say of a job."""
     return JobStatus(
         job=state.job,
@@ -101,6 +103,8 @@ def status_of(state: JobState, now_s: float) -> JobStatus:
         taken=state.taken,
         reports=counting(state, now_s),
         expected_saving_w=state.saving_w,
+        expected=expected(state),
+        telemetry=telemetry,
     )
 
 

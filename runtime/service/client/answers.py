@@ -12,7 +12,7 @@ from typing import Any
 
 from perseus_planner.plan import Plan
 from perseus_planner.runtime.service.model import Decision, Report, Scope, Target
-from perseus_planner.runtime.service.outcomes import Answer, Taken
+from perseus_planner.runtime.service.outcomes import Answer, Expected, PipelineStatus, Taken
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,36 @@ class Registered:
 
     version: int
     is_new: bool
+
+
+@dataclass(frozen=True)
+class Telemetry:
+    """What a job has counted since it was registered, over all its runs.
+
+    Attributes:
+        iterations: how many have ended.
+        iteration_s: what one took of late, seconds.
+        power_w: what all GPUs drew of late, watts; None: not known.
+        energy_j: what they have taken in the iterations of which it is known, joules.
+        baseline_j: what these would have taken with all clocks at maximum, each as long as it took, joules.
+        saved_j: what that is more.
+        energy_is: "measured" or "simulated"; None: it is known of no iteration.
+        set_p50_s, set_p99_s: from when a clock is asked for until it is set, of late, seconds; None: none was set.
+        late_changes: clock changes that came when much of their computation was over.
+        observed_s: when the job was last heard of, seconds since the epoch.
+    """
+
+    iterations: int
+    iteration_s: float
+    power_w: float | None
+    energy_j: float
+    baseline_j: float
+    saved_j: float
+    energy_is: str | None
+    set_p50_s: float | None
+    set_p99_s: float | None
+    late_changes: int
+    observed_s: float
 
 
 @dataclass(frozen=True)
@@ -45,6 +75,8 @@ class Status:
         taken: which version it runs by; None: it has not said.
         reports: those that count now or are to count.
         expected_saving_w: as in `Answer`.
+        expected: what its GPUs draw by its newest plans.
+        telemetry: what it has counted; None: it has sent nothing.
     """
 
     name: str
@@ -59,6 +91,32 @@ class Status:
     taken: Taken | None
     reports: tuple[Report, ...]
     expected_saving_w: float
+    expected: Expected
+    telemetry: Telemetry | None
+
+
+@dataclass(frozen=True)
+class Points:
+    """The least energy of an iteration of one pipeline of a job as profiled, for every iteration time.
+
+    Attributes:
+        times_s: iteration times, rising, seconds.
+        energies_j: the bound at each, waiting included, joules; in between, along a line.
+        baseline_time_s: with all clocks at maximum, seconds.
+        baseline_j: the energy of such an iteration, joules.
+        waiting_w: what all GPUs of the pipeline draw while they wait, watts.
+        stages, gpus: how many it has.
+        origin: of the profile, "measured" or "simulated".
+    """
+
+    times_s: tuple[float, ...]
+    energies_j: tuple[float, ...]
+    baseline_time_s: float
+    baseline_j: float
+    waiting_w: float
+    stages: int
+    gpus: int
+    origin: str
 
 
 @dataclass(frozen=True)
@@ -107,7 +165,7 @@ def report_from(content: Any) -> Report:
 
 def status_from(content: Any) -> Status:
     """A job, as the service knows it."""
-    job, taken = content["job"], content["taken"]
+    job, taken, telemetry = content["job"], content["taken"], content["telemetry"]
     return Status(
         name=str(job["name"]),
         pipelines=int(job["pipelines"]),
@@ -121,6 +179,37 @@ def status_from(content: Any) -> Status:
         taken=None if taken is None else Taken(int(taken["version"]), int(taken["iteration"]), float(taken["at_s"])),
         reports=tuple(map(report_from, content["reports"])),
         expected_saving_w=float(content["expected_saving_w"]),
+        expected=_expected(content["expected"]),
+        telemetry=None if telemetry is None else _telemetry(telemetry),
+    )
+
+
+def points_from(content: Any) -> Points:
+    """The frontier of a job's pipelines."""
+    return Points(
+        times_s=tuple(map(float, content["times_s"])),
+        energies_j=tuple(map(float, content["energies_j"])),
+        baseline_time_s=float(content["baseline_time_s"]),
+        baseline_j=float(content["baseline_j"]),
+        waiting_w=float(content["waiting_w"]),
+        stages=int(content["stages"]),
+        gpus=int(content["gpus"]),
+        origin=str(content["origin"]),
+    )
+
+
+def pipelines_from(content: Any) -> tuple[PipelineStatus, ...]:
+    """The pipelines of a job, in order."""
+    return tuple(
+        PipelineStatus(
+            pipeline=int(each["pipeline"]),
+            time_s=float(each["time_s"]),
+            energy_j=float(each["energy_j"]),
+            target_s=float(each["target_s"]),
+            slow_stages=_slow_stages(each),
+            report=_optional(each, "report", str),
+        )
+        for each in content["pipelines"]
     )
 
 
@@ -148,11 +237,7 @@ def plan_version_from(content: Any) -> PlanVersion:
 def _decision(content: Any) -> Decision:
     return Decision(
         targets=tuple(
-            Target(
-                float(each["time_s"]),
-                {int(stage): float(times) for stage, times in each["slow_stages"].items()},
-                None if each["power_w"] is None else float(each["power_w"]),
-            )
+            Target(float(each["time_s"]), _slow_stages(each), _optional(each, "power_w", float))
             for each in content["targets"]
         ),
         straggler_time_s=float(content["straggler_time_s"]),
@@ -161,6 +246,30 @@ def _decision(content: Any) -> Decision:
         look_again_s=_end(content, "look_again_s"),
         reason=str(content["reason"]),
     )
+
+
+def _expected(content: Any) -> Expected:
+    return Expected(float(content["power_w"]), float(content["baseline_power_w"]), str(content["origin"]))
+
+
+def _telemetry(content: Any) -> Telemetry:
+    return Telemetry(
+        iterations=int(content["iterations"]),
+        iteration_s=float(content["iteration_s"]),
+        power_w=_optional(content, "power_w", float),
+        energy_j=float(content["energy_j"]),
+        baseline_j=float(content["baseline_j"]),
+        saved_j=float(content["saved_j"]),
+        energy_is=_optional(content, "energy_is", str),
+        set_p50_s=_optional(content, "set_p50_s", float),
+        set_p99_s=_optional(content, "set_p99_s", float),
+        late_changes=int(content["late_changes"]),
+        observed_s=float(content["observed_s"]),
+    )
+
+
+def _slow_stages(content: Any) -> dict[int, float]:
+    return {int(stage): float(times) for stage, times in content["slow_stages"].items()}
 
 
 def _end(content: Mapping[str, Any], name: str) -> float:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
@@ -16,11 +17,14 @@ from perseus_planner.errors import UsageError
 from perseus_planner.plan import Plan
 from perseus_planner.runtime.service.client.answers import (
     PlanVersion,
+    Points,
     Registered,
     Status,
     answer_from,
+    pipelines_from,
     plan_from,
     plan_version_from,
+    points_from,
     registered_from,
     report_from,
     status_from,
@@ -28,7 +32,8 @@ from perseus_planner.runtime.service.client.answers import (
 from perseus_planner.runtime.service.client.requests import Registration, ReportRequest
 from perseus_planner.runtime.service.client.transport import Transport
 from perseus_planner.runtime.service.model import Report
-from perseus_planner.runtime.service.outcomes import Answer
+from perseus_planner.runtime.service.outcomes import Answer, PipelineStatus
+from perseus_planner.runtime.service.telemetry import Counters
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -130,6 +135,20 @@ class Client:
     def taken(self, job: str, version: int, iteration: int) -> None:
         """Say that the job runs by that version since that iteration."""
         self._transport.asked("POST", _path(job, "taken"), json={"version": version, "iteration": iteration})
+
+    def telemetry(self, job: str, counters: Counters) -> None:
+        """Say what a run of the job has counted since it began; what was said before changes nothing."""
+        self._transport.asked("POST", _path(job, "telemetry"), json=asdict(counters))
+
+    def frontier(self, job: str) -> Points:
+        """What iterations of a pipeline of the job take at least, 500 points at most."""
+        _, content = self._transport.asked("GET", _path(job, "frontier"))
+        return self._transport.read(points_from, content)
+
+    def pipelines(self, job: str) -> tuple[PipelineStatus, ...]:
+        """The pipelines of a job, in order, with their newest plans."""
+        _, content = self._transport.asked("GET", _path(job, "pipelines"))
+        return self._transport.read(pipelines_from, content)
 
     def set_deadline(self, job: str, deadline_s: float | None) -> Answer:
         """What iteration time is wanted where nobody straggles, seconds; None: that of all clocks at maximum."""

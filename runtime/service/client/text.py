@@ -7,7 +7,7 @@ from datetime import datetime
 from math import isinf
 
 from perseus_planner.columns import column, table
-from perseus_planner.runtime.service.client.answers import Status
+from perseus_planner.runtime.service.client.answers import Status, Telemetry
 from perseus_planner.runtime.service.model import Report
 from perseus_planner.runtime.service.outcomes import Answer
 
@@ -54,6 +54,8 @@ def status_text(job: Status) -> str:
         f"Job {job.name}: {job.pipelines} pipeline{'s' * (job.pipelines > 1)}, {job.ranks} ranks known, "
         f"since {_moment(job.since_s)}; wanted: {_wanted(job)}",
         f"Plans: {_version(job)}; expected to save {job.expected_saving_w:.4g} W",
+        f"Power: {_power(job)}",
+        *([] if job.telemetry is None else [_ran(job.telemetry)]),
         decision.reason,
         "",
         table(
@@ -93,6 +95,28 @@ def _version(job: Status) -> str:
         return f"{text}, none taken yet"
     ran = "taken" if job.taken.version == job.version else f"{job.taken.version} taken"
     return f"{text}, {ran} since iteration {job.taken.iteration}"
+
+
+def _power(job: Status) -> str:
+    expected = job.expected
+    how = "replayed from a measured profile" if expected.origin == "measured" else "simulated"
+    of_plans = f"{expected.power_w:.4g} W by these plans, {expected.baseline_power_w:.4g} W with all clocks at maximum"
+    lately = (
+        ""
+        if job.telemetry is None or job.telemetry.power_w is None
+        else (f"; {job.telemetry.power_w:.4g} W of late, {job.telemetry.energy_is}")
+    )
+    return f"{of_plans} in as long an iteration, {how}{lately}"
+
+
+def _ran(ran: Telemetry) -> str:
+    """What the job has counted; the baseline is that of the profile."""
+    text = f"Ran: {ran.iterations} iterations, {ran.iteration_s:.6g} s each of late, until {_moment(ran.observed_s)}"
+    if ran.energy_is is not None:
+        text += f"; {ran.energy_j:.4g} J, {ran.energy_is}, saved {ran.saved_j:.4g} J against all clocks at maximum"
+    if ran.set_p50_s is not None and ran.set_p99_s is not None:
+        text += f"; clocks set in {1e3 * ran.set_p50_s:.3g} ms, 99 % in {1e3 * ran.set_p99_s:.3g} ms"
+    return f"{text}, {ran.late_changes} late"
 
 
 def _wanted(job: Status) -> str:

@@ -9,9 +9,10 @@ from perseus_planner.runtime.service.model import Decision, Job, Place, Report, 
 from perseus_planner.runtime.service.outcomes import Taken
 from perseus_planner.runtime.service.planning.curves import Curve
 from perseus_planner.runtime.service.power import Share
+from perseus_planner.runtime.service.telemetry import Counters, JobTelemetry
 
 
-def text_of(value: Job | Report | Decision | Taken | Curve | Share) -> str:
+def text_of(value: Job | Report | Decision | Taken | Curve | Share | JobTelemetry) -> str:
     """`value` as JSON; infinity is `Infinity`, as Python's JSON reads it."""
     return json.dumps(value, default=vars)  # ten times as fast as by `dataclasses.asdict`
 
@@ -50,6 +51,12 @@ def curve_from(text: str) -> Curve:
     """Read what `text_of` wrote of a Curve."""
     fields = json.loads(text)
     return Curve(**{**fields, "rising_s": tuple(fields["rising_s"]), "rising_j": tuple(fields["rising_j"])})
+
+
+def telemetry_from(text: str) -> JobTelemetry:
+    """Read what `text_of` wrote of a JobTelemetry."""
+    fields = json.loads(text)
+    return JobTelemetry(**{**fields, "latest": Counters(**fields["latest"]), "earlier": tuple(fields["earlier"])})
 
 
 def _by_number(mapping: dict[str, Any]) -> dict[int, Any]:

@@ -17,11 +17,13 @@ from perseus_planner.runtime.service.database.tables import (
     jobs,
     plans,
     reports,
+    telemetry,
     version_plans,
     versions,
 )
 from perseus_planner.runtime.service.model import Report
 from perseus_planner.runtime.service.state import JobState
+from perseus_planner.runtime.service.telemetry import JobTelemetry
 
 VERSIONS_KEPT = 16
 """How many versions of a job's plans are kept: it goes to and fro between few plans, which are then not made again."""
@@ -43,6 +45,9 @@ _DELETE = {table: delete(table).where(_named(table)) for table in (reports,)} | 
     table: delete(table).where(table.c.job == bindparam("of_job"), table.c.version <= bindparam("up_to"))
     for table in (versions, version_plans)
 }
+
+_FORGET_TELEMETRY = delete(telemetry).where(telemetry.c.job == bindparam("of_job"))
+_ADD_TELEMETRY = insert(telemetry)
 
 
 class Rows:
@@ -105,10 +110,16 @@ class Rows:
             self._removed[table].append({"of_job": name, "up_to": published.version - VERSIONS_KEPT})
 
 
+def write_telemetry(connection: Connection, of_jobs: Mapping[str, JobTelemetry]) -> None:
+    """Write what jobs have counted, in the place of what was written before."""
+    connection.execute(_FORGET_TELEMETRY, [{"of_job": name} for name in of_jobs])
+    connection.execute(_ADD_TELEMETRY, [{"job": name, "content": text_of(each)} for name, each in of_jobs.items()])
+
+
 def forget_jobs(connection: Connection, names: Iterable[str]) -> None:
     """Delete all that is only of these jobs, but for plans."""
     for name in names:
-        for table in (reports, versions, version_plans, decisions):
+        for table in (reports, versions, version_plans, decisions, telemetry):
             connection.execute(delete(table).where(table.c.job == name))
         connection.execute(delete(jobs).where(jobs.c.name == name))
     unused = ~exists().where(jobs.c.frontier == frontiers.c.digest)

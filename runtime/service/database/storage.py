@@ -15,11 +15,12 @@ from sqlalchemy import URL, Connection, Engine, StaticPool, bindparam, create_en
 from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 
 from perseus_planner.runtime.service.database import records, tables
-from perseus_planner.runtime.service.database.rows import Rows, forget_jobs, forget_unused_plans
+from perseus_planner.runtime.service.database.rows import Rows, forget_jobs, forget_unused_plans, write_telemetry
 from perseus_planner.runtime.service.model import Decision, StorageError
 from perseus_planner.runtime.service.outcomes import PlanSet
 from perseus_planner.runtime.service.planning.curves import Curve
 from perseus_planner.runtime.service.state import JobState
+from perseus_planner.runtime.service.telemetry import JobTelemetry
 
 Synchronous = Literal["NORMAL", "FULL", "EXTRA"]
 
@@ -41,11 +42,13 @@ class Change:
         jobs: name -> (its state before, its state after); None: it did not, or does not, run.
         frontiers: digest -> file and curve, of those that these jobs may be the first to have.
         power_w: (the power budget of all jobs,), watts, or None in it for any; empty: as before.
+        telemetry: name -> what it has counted, of jobs that run.
     """
 
     jobs: Mapping[str, tuple[JobState | None, JobState | None]] = field(default_factory=dict)
     frontiers: Mapping[str, tuple[bytes, Curve]] = field(default_factory=dict)
     power_w: tuple[float | None, ...] = ()
+    telemetry: Mapping[str, JobTelemetry] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -56,11 +59,13 @@ class Stored:
         jobs: name -> state.
         versions: name -> the versions of its plans that are kept, rising, each with what had been decided.
         power_w: the power budget of all jobs, watts; None: any.
+        telemetry: name -> what it has counted, of jobs that have sent it.
     """
 
     jobs: Mapping[str, JobState]
     versions: Mapping[str, list[tuple[PlanSet, Decision]]]
     power_w: float | None
+    telemetry: Mapping[str, JobTelemetry]
 
 
 class Storage:
@@ -115,7 +120,8 @@ class Storage:
             budget = select(tables.budgets.c.power_w).where(tables.budgets.c.name == _ALL_JOBS)
             try:
                 versions = tables.read_versions(connection)
-                return Stored(tables.read_jobs(connection, versions), versions, connection.scalar(budget))
+                jobs, telemetry = tables.read_jobs(connection, versions), tables.read_telemetry(connection)
+                return Stored(jobs, versions, connection.scalar(budget), telemetry)
             except (KeyError, TypeError, ValueError) as error:
                 raise StorageError(
                     f"{self._name}: holds what this planner cannot read ({error!r}); restore a copy of it, or begin "
@@ -152,6 +158,8 @@ class Storage:
             for digest, (content, curve) in change.frontiers.items():
                 _add_frontier(connection, digest, content, curve)
             rows.write(connection)
+            if change.telemetry:
+                write_telemetry(connection, change.telemetry)
             if ended:
                 forget_jobs(connection, ended)
             for power_w in change.power_w:

@@ -7,6 +7,7 @@
 | reports | those that count, and the last that did |
 | versions, version_plans, plans | the last versions of each job's plans; every plan once |
 | frontiers | every frontier once, and its curve |
+| telemetry | what each job has counted |
 | budgets | the power budget of all jobs |
 """
 
@@ -35,6 +36,7 @@ from perseus_planner.runtime.service.database import records
 from perseus_planner.runtime.service.model import Decision, Report
 from perseus_planner.runtime.service.outcomes import PlanSet
 from perseus_planner.runtime.service.state import JobState
+from perseus_planner.runtime.service.telemetry import JobTelemetry
 
 LAYOUT = "1"
 """The version of the tables; a database of another version is refused."""
@@ -95,6 +97,9 @@ version_plans = Table(
     Index("version_plans_plan", "plan"),
 )
 plans = Table("plans", TABLES, Column("digest", String(64), primary_key=True), Column("text", Text, nullable=False))
+telemetry = Table(
+    "telemetry", TABLES, Column("job", String(255), primary_key=True), Column("content", Text, nullable=False)
+)
 budgets = Table(
     "budgets", TABLES, Column("name", String(32), primary_key=True), Column("power_w", Float(53), nullable=False)
 )
@@ -142,3 +147,8 @@ def read_versions(connection: Connection) -> dict[str, list[tuple[PlanSet, Decis
         plan_set = PlanSet(row.version, tuple(texts_of[row.job, row.version]), of_pipeline, row.made_s)
         found.setdefault(row.job, []).append((plan_set, records.decision_from(row.decision)))
     return found
+
+
+def read_telemetry(connection: Connection) -> dict[str, JobTelemetry]:
+    """What jobs have counted, by name."""
+    return {row.job: records.telemetry_from(row.content) for row in connection.execute(select(telemetry))}

@@ -15,6 +15,7 @@ from perseus_planner.runtime.service.database.storage import Change, Storage, St
 from perseus_planner.runtime.service.model import UnknownJob
 from perseus_planner.runtime.service.planning.curves import Curve
 from perseus_planner.runtime.service.state import JobState
+from perseus_planner.runtime.service.telemetry import JobTelemetry
 
 Result = TypeVar("Result")
 Changed = Mapping[str, tuple[JobState | None, JobState | None]]
@@ -31,6 +32,7 @@ class Draft:
     def __init__(self, jobs: Mapping[str, JobState], power_w: float | None) -> None:
         self.frontiers: dict[str, tuple[bytes, Curve]] = {}
         self.power_w = power_w
+        self.telemetry: dict[str, JobTelemetry] = {}
         self._before = jobs
         self._changed: dict[str, JobState | None] = {}
 
@@ -60,18 +62,21 @@ class Draft:
     def remove(self, name: str) -> None:
         """The job does not run."""
         self._changed[name] = None
+        self.telemetry.pop(name, None)
 
     def copy(self) -> Draft:
         """One that can be changed without this one."""
         copy = Draft(self._before, self.power_w)
         copy.frontiers, copy._changed = dict(self.frontiers), dict(self._changed)
+        copy.telemetry = dict(self.telemetry)
         return copy
 
     def change(self, power_w: float | None) -> Change:
         """What is to be written where the power budget of all jobs was `power_w`."""
         jobs = {name: (self._before.get(name), after) for name, after in self._changed.items()}
         changed = {name: pair for name, pair in jobs.items() if pair[0] != pair[1]}
-        return Change(changed, self.frontiers, () if power_w == self.power_w else (self.power_w,))
+        budget = () if power_w == self.power_w else (self.power_w,)
+        return Change(changed, self.frontiers, budget, self.telemetry)
 
 
 class Writer:

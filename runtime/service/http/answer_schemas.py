@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from perseus_planner.runtime.service.model import Cause, ScopeKind
+from perseus_planner.runtime.service.telemetry import Origin
 
 
 def _finite(value: float) -> float | None:
@@ -121,6 +122,37 @@ class TakenAnswer(_Answer):
     at_s: float = Field(description="When the job said so, seconds since the epoch.")
 
 
+class ExpectedAnswer(_Answer):
+    """What all GPUs of a job draw on average by its newest plans, foreseen by these."""
+
+    power_w: float = Field(description="By these plans, each waiting for the slowest pipeline, watts.")
+    baseline_power_w: float = Field(description="With all clocks at maximum, iterations being as long, watts.")
+    origin: Origin = Field(description="measured: replayed from a measured profile; simulated.")
+
+
+class TelemetryAnswer(_Answer):
+    """What a job has counted since it was registered, over all its runs."""
+
+    iterations: int
+    iteration_s: float = Field(description="What an iteration took of late, seconds.")
+    power_w: float | None = Field(description="What all GPUs drew of late, watts; null: not known.")
+    energy_j: float = Field(description="What they have taken in the iterations of which it is known, joules.")
+    baseline_j: float = Field(
+        description="What these would have taken with all clocks at maximum, each as long as it took, by the profile, "
+        "joules."
+    )
+    saved_j: float = Field(description="`baseline_j` less `energy_j`; below 0 where more was taken.")
+    energy_is: Origin | None = Field(
+        description="How `energy_j` comes to be, simulated if any of it is; null: it is known of no iteration."
+    )
+    set_p50_s: float | None = Field(
+        description="From when a clock is asked for until it is set, median of late, seconds; null: none was set."
+    )
+    set_p99_s: float | None = Field(description="The same, 99th percentile.")
+    late_changes: int = Field(description="Clock changes that came when much of their computation was over.")
+    observed_s: float = Field(description="When the job was last heard of, seconds since the epoch.")
+
+
 class StatusAnswer(_Answer):
     """A job, as the service knows it."""
 
@@ -131,6 +163,8 @@ class StatusAnswer(_Answer):
     taken: TakenAnswer | None = Field(description="null: the job has not said.")
     reports: list[ReportAnswer]
     expected_saving_w: float = Field(description="As in the answer to a report, watts.")
+    expected: ExpectedAnswer
+    telemetry: TelemetryAnswer | None = Field(description="null: the job has sent nothing.")
 
 
 class StatusesAnswer(_Answer):
@@ -153,6 +187,39 @@ class PlansAnswer(_Answer):
     version: int
     plans: list[str] = Field(description="Plan files.")
     of_pipeline: list[int] = Field(description="For each pipeline, in order, the place of its plan in `plans`.")
+
+
+class FrontierAnswer(_Answer):
+    """The least energy of an iteration of one pipeline, for every iteration time; in between, along a line."""
+
+    times_s: list[float] = Field(validation_alias="rising_s", description="Iteration times, rising, seconds.")
+    energies_j: list[float] = Field(
+        validation_alias="rising_j", description="The bound at each: no plan of that time takes less, joules."
+    )
+    baseline_time_s: float = Field(description="With all clocks at maximum, seconds.")
+    baseline_j: float = Field(description="The energy of such an iteration, joules.")
+    waiting_w: float = Field(description="What all GPUs of the pipeline draw while they wait, watts.")
+    stages: int
+    gpus: int
+    origin: Origin = Field(description="Of the profile: what is said here is replayed from it, or simulated.")
+
+
+class PipelineAnswer(_Answer):
+    """One pipeline."""
+
+    pipeline: int = Field(description="Its number, from 0.")
+    time_s: float = Field(description="Iteration time of its plan, seconds.")
+    energy_j: float = Field(description="Energy of such an iteration, joules.")
+    target_s: float = Field(description="Within what an iteration is to end by what is decided now, seconds.")
+    slow_stages: dict[int, float] = Field(description="Stage -> how many times as long as profiled it takes.")
+    report: str | None = Field(description="Key of the report that counts for it; null: none does.")
+
+
+class PipelinesAnswer(_Answer):
+    """The pipelines of a job."""
+
+    version: int = Field(description="Of the plans: the newest that is there.")
+    pipelines: list[PipelineAnswer] = Field(description="In order.")
 
 
 class HealthAnswer(_Answer):

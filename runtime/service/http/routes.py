@@ -2,73 +2,36 @@
 
 from __future__ import annotations
 
-from http import HTTPStatus
-from typing import Annotated, Any
+from typing import Annotated
 
-from fastapi import APIRouter, Depends, Header, Path, Query, Request, Response, Security
+from fastapi import APIRouter, Header, Path, Query, Request, Response
 from fastapi.responses import StreamingResponse
-from fastapi.security import HTTPBearer
-from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 from perseus_planner import __version__
 from perseus_planner.runtime.service.http import answer_schemas as answers
-from perseus_planner.runtime.service.http.asynchronous import AsyncService
 from perseus_planner.runtime.service.http.metrics import CONTENT_TYPE
+from perseus_planner.runtime.service.http.routing import Job, Live
+from perseus_planner.runtime.service.http.routing import errors as _errors
+from perseus_planner.runtime.service.http.routing import for_role as _for
+from perseus_planner.runtime.service.http.routing import said as _said
 from perseus_planner.runtime.service.http.schemas import (
     KEY,
     MOST_WHOLE,
-    NAME,
     DeadlineBody,
     PowerBody,
     Registration,
     StragglerReport,
     TakenBody,
 )
-from perseus_planner.runtime.service.http.security import Role, check_role
 
-_BEARER = HTTPBearer(auto_error=False, description="A token of the service; none is needed where it has none.")
 _LONGEST_POLL_S = 60.0
 
-Job = Annotated[str, Path(pattern=NAME, description="The job's name.")]
 After = Annotated[int, Query(ge=0, le=MOST_WHOLE, description="The version that is known already; 0: none.")]
 Wait = Annotated[
     float,
     Query(ge=0.0, le=_LONGEST_POLL_S, allow_inf_nan=False, description="How long to wait for a newer one, seconds."),
 ]
-
-
-async def _live(request: Request) -> AsyncService:
-    service: AsyncService = request.app.state.service
-    return service
-
-
-Live = Annotated[AsyncService, Depends(_live)]
-
-
-def _for(role: Role) -> list[Any]:
-    """What a route for that role, and those above it, depends on."""
-
-    async def check(request: Request, _: Annotated[Any, Security(_BEARER)]) -> None:
-        check_role(request.state.role, role)
-
-    return [Depends(check)]
-
-
-def _errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """The refusals of a route, for OpenAPI."""
-    common = (400, 401, 403, 413, 421, 422, 429, 500, 503)
-    return {
-        status: {"model": answers.ErrorAnswer, "description": HTTPStatus(status).phrase}
-        for status in sorted({*common, *statuses})
-    }
-
-
-def _said(content: type[BaseModel], value: Any, status: int = 200) -> Response:
-    """`value` as JSON of that schema."""
-    text = content.model_validate(value, from_attributes=True).model_dump_json()
-    return Response(text, status, media_type="application/json")
-
 
 router = APIRouter()
 
@@ -263,10 +226,10 @@ async def metrics(request: Request, live: Live) -> Response:
     return Response(text, media_type=CONTENT_TYPE)
 
 
-@router.get("/v1/me", response_model=answers.MeAnswer, responses=_errors())
+@router.get("/v1/me", response_model=answers.MeAnswer, responses=errors())
 async def me(request: Request) -> Response:
     """Whom the service takes the client for, and what that one may do; needs no token."""
-    return _said(answers.MeAnswer, {"role": request.state.role, "name": request.state.name})
+    return said(answers.MeAnswer, {"role": request.state.role, "name": request.state.name})
 
 
 @router.get("/healthz", response_model=answers.HealthAnswer, responses=_errors())

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from perseus_planner.errors import UsageError
 from perseus_planner.runtime.service.http.solving import Unsolved
 from perseus_planner.runtime.service.model import Cause, Job, Place, Report, Scope, ScopeKind
+from perseus_planner.runtime.service.telemetry import Counters, Origin
 
 NAME = r"^[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}$"
 KEY = r"^[!-.0-~]{1,256}$"  # printable ASCII without a blank and without /, as it stands in an address
@@ -26,6 +27,7 @@ Line = Annotated[str, Field(pattern=_LINE, max_length=1024)]
 Whole = Annotated[int, Field(ge=0, le=MOST_WHOLE)]
 Number = Annotated[int, Field(ge=0, lt=2**31)]
 Span = Annotated[float, Field(gt=0.0, le=_MOST_S)]
+Seconds = Annotated[float, Field(ge=0.0, le=_MOST_S)]
 Watts = Annotated[float, Field(gt=0.0, le=1e12)]
 
 
@@ -187,6 +189,37 @@ class TakenBody(_Sent):
 
     version: int = Field(ge=1, le=MOST_WHOLE)
     iteration: Whole = Field(description="The first iteration that ran by it.")
+
+
+class TelemetryBody(_Sent):
+    """What one run of a job has counted since it began, all ranks together; all but the latencies only grows."""
+
+    run: Key = Field(description="Which run of the job: one that is begun anew counts from 0, under another name.")
+    iterations: Whole = Field(description="How many have ended.")
+    time_s: Seconds = Field(description="How long they took, each from the end of the one before, seconds.")
+    metered_iterations: Whole = Field(0, description="Those of them in which the energy of all GPUs is known.")
+    metered_s: Seconds = Field(0.0, description="How long these took, seconds.")
+    energy_j: float = Field(0.0, ge=0.0, le=1e18, description="Of all GPUs in these, joules.")
+    energy_is: Origin | None = Field(None, description="How that comes to be; null: it is known of no iteration.")
+    late_changes: Whole = Field(0, description="Clock changes that came when much of their computation was over.")
+    set_p50_s: Seconds | None = Field(
+        None, description="From when a clock is asked for until it is set, median of late, seconds; null: none was set."
+    )
+    set_p99_s: Seconds | None = Field(None, description="The same, 99th percentile.")
+
+    @model_validator(mode="after")
+    def _checked(self) -> TelemetryBody:
+        if self.metered_iterations > self.iterations:
+            raise ValueError("metered_iterations are some of iterations, and cannot be more")
+        if (self.energy_is is None) != (self.metered_iterations == 0):
+            raise ValueError("energy_is says how energy_j comes to be: give it with metered_iterations, and only then")
+        if self.metered_iterations == 0 and (self.metered_s, self.energy_j) != (0.0, 0.0):
+            raise ValueError("metered_s and energy_j are of metered_iterations, and there are none")
+        return self
+
+    def counters(self) -> Counters:
+        """The value that the service takes."""
+        return Counters(**dict(self))
 
 
 class DeadlineBody(_Sent):

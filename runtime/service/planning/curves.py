@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,17 +24,21 @@ class Curve:
         rising_s: (points,) where its slope changes, rising from the least iteration time, seconds.
         rising_j: (points,) the bound at each of them, waiting included, joules.
         baseline_time_s: with all clocks at their maximum, seconds.
+        baseline_j: the energy of such an iteration, joules.
         waiting_w: what all GPUs of the pipeline draw while they wait, watts.
         stages: how many the pipeline has.
         gpus: how many it has.
+        origin: of the profile, "measured" or "simulated".
     """
 
     rising_s: tuple[float, ...] = field(repr=False)
     rising_j: tuple[float, ...] = field(repr=False)
     baseline_time_s: float
+    baseline_j: float
     waiting_w: float
     stages: int
     gpus: int
+    origin: str
 
     @classmethod
     def of(cls, frontier: Frontier) -> Curve:
@@ -43,9 +47,19 @@ class Curve:
             tuple(frontier.times_s[::-1].tolist()),
             tuple(frontier.energies_j[::-1].tolist()),
             frontier.baseline_time_s,
+            frontier.baseline_energy_j,
             frontier.dag.waiting_w,
             frontier.schedule.stages,
             len(frontier.schedule.ranks) * frontier.profile.gpus_per_stage,
+            frontier.profile.origin,
+        )
+
+    def thinned(self, most: int) -> Curve:
+        """The same with `most` of its points at most, 2 or more: both ends, and others evenly taken."""
+        count = len(self.rising_s)
+        kept = dict.fromkeys(np.linspace(0, count - 1, min(most, count)).round().astype(int).tolist())
+        return replace(
+            self, rising_s=tuple(self.rising_s[i] for i in kept), rising_j=tuple(self.rising_j[i] for i in kept)
         )
 
     @property

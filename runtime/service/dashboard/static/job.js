@@ -8,7 +8,7 @@ import { reportsText, showReports } from "./reports.js";
 
 const DAY_S = 86_400;
 
-/** Show a job: {status, frontier, pipelines}, the last two null where the service does not tell them. */
+/** Show a job, as the service tells of it: {status, frontier, pipelines}. */
 export function showJob({ status, frontier, pipelines }, mayReport, clear) {
   const { job, decision } = status;
   const slow = Object.keys(decision.stragglers).length;
@@ -19,14 +19,13 @@ export function showJob({ status, frontier, pipelines }, mayReport, clear) {
   byId("reason-since").replaceChildren("So since ", timed(decision.since_s), ...lookAgain(decision));
   keyed(byId("cards"), cards(status, frontier), (card) => card.name, () => html("li", { class: "card" }), fillCard);
   say(byId("origin"), originText(status, frontier));
-  showPipelines(status, frontier, groups(status, pipelines));
+  showPipelines(status, frontier, groups(pipelines));
   showReports(status, mayReport, clear);
   document.title = `${slow ? `${reportsText(slow)} · ` : ""}${job.name} · Planner`;
 }
 
 function about(job, frontier) {
-  const gpus = frontier ? `, ${count(frontier.stages, "stage")} and ${count(frontier.gpus, "GPU")} each` : "";
-  return `${count(job.pipelines, "pipeline")}${gpus}${job.ranks ? `; ${count(job.ranks, "rank")} known` : ""}`;
+  return `${count(job.pipelines, "pipeline")}, ${count(frontier.stages, "stage")} and ${count(frontier.gpus, "GPU")} each${job.ranks ? `; ${count(job.ranks, "rank")} known` : ""}`;
 }
 
 const sentence = (text) => `${text.charAt(0).toUpperCase()}${text.slice(1)}.`;
@@ -38,27 +37,27 @@ function cards(status, frontier) {
 }
 
 function iteration({ job, decision, telemetry }, frontier) {
-  const target_s = job.deadline_s ?? frontier?.baseline_time_s ?? null;
+  const target_s = job.deadline_s ?? frontier.baseline_time_s;
   const of = job.deadline_s === null ? "all clocks at maximum" : "as wished";
-  const notes = target_s === null ? [] : [`target ${seconds(target_s)}: ${of}`];
+  const notes = [`target ${seconds(target_s)}: ${of}`];
   if (telemetry) notes.push(`expected ${seconds(decision.straggler_time_s)}, replayed`);
   return { name: "Iteration time", value: seconds(telemetry?.iteration_s ?? decision.straggler_time_s), origin: telemetry ? "measured" : "replayed", notes };
 }
 
 function power({ job, telemetry, expected }) {
   const told_w = telemetry?.power_w ?? null;
-  const now_w = told_w ?? expected?.power_w ?? null;
-  const most_w = expected?.baseline_power_w ?? null;
-  const notes = most_w === null ? [] : [`${less(now_w, most_w)} than ${watts(most_w)} with all clocks at maximum, replayed`.replace("the same than", "the same as")];
+  const now_w = told_w ?? expected.power_w;
+  const most_w = expected.baseline_power_w;
+  const notes = [`${less(now_w, most_w)} than ${watts(most_w)} with all clocks at maximum, replayed`.replace("the same than", "the same as")];
   if (job.power_w !== null) notes.push(`at most ${watts(job.power_w)} wished`);
-  return { name: "Power, all GPUs", value: watts(now_w), origin: told_w !== null ? telemetry.energy_is : now_w === null ? null : "replayed", notes, bar: most_w ? now_w / most_w : null };
+  return { name: "Power, all GPUs", value: watts(now_w), origin: told_w === null ? "replayed" : telemetry.energy_is, notes, bar: now_w / most_w };
 }
 
 /** Whether the job has told what its GPUs take. */
-const isMetered = ({ telemetry }) => telemetry !== null && telemetry !== undefined && telemetry.energy_is !== null;
+const isMetered = ({ telemetry }) => telemetry !== null && telemetry.energy_is !== null;
 
-/** Joules that plans save in a day around the clock; null: not known. */
-const expectedDayJ = ({ expected }) => (expected ? (expected.baseline_power_w - expected.power_w) * DAY_S : null);
+/** Joules that plans save in a day around the clock. */
+const expectedDayJ = ({ expected }) => (expected.baseline_power_w - expected.power_w) * DAY_S;
 
 function saved(status) {
   const { telemetry } = status;
@@ -67,7 +66,6 @@ function saved(status) {
     return { name: "Saved so far", value: kilowattHours(telemetry.saved_j), origin: telemetry.energy_is, notes };
   }
   const day_j = expectedDayJ(status);
-  if (day_j === null) return { name: "Saves, by its plans", value: watts(status.expected_saving_w), origin: "replayed", notes: ["by waiting less, against the targets without reports"] };
   return { name: "Saves a day, by its plans", value: kilowattHours(day_j), origin: "replayed", notes: [`${joules(day_j)} at these plans around the clock, against all clocks at maximum`, "the job has told of no energy yet"] };
 }
 
@@ -75,7 +73,6 @@ function costs(status) {
   const { telemetry } = status;
   const isTold = isMetered(status);
   const saved_j = isTold ? telemetry.saved_j : expectedDayJ(status);
-  if (saved_j === null) return { name: "That is", value: "–", notes: [] };
   const name = isTold ? "That is, so far" : "That is, a day";
   return { name, value: money(saved_j), origin: isTold ? telemetry.energy_is : "replayed", notes: [carbon(saved_j), assumed()] };
 }
@@ -94,7 +91,7 @@ function changes({ telemetry }) {
 }
 
 function originText({ telemetry }, frontier) {
-  const replayed = `Replayed: computed from ${frontier ? `a ${frontier.origin}` : "the job's"} profile, not measured on this job.`;
+  const replayed = `Replayed: computed from a ${frontier.origin} profile, not measured on this job.`;
   if (!telemetry) return `This job sends no telemetry, so nothing here is measured on it. ${replayed}`;
   return `${telemetry.energy_is === "simulated" ? "Simulated: energy of a model of the GPU. " : ""}${replayed}`;
 }

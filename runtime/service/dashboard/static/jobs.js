@@ -35,10 +35,10 @@ function fill(element, status, selected) {
 
 /** What all jobs do together. */
 export function showAll(jobs) {
-  const sum = (of) => jobs.reduce((total, status) => total + (of(status) ?? 0), 0);
+  const sum = (of) => jobs.reduce((total, status) => total + of(status), 0);
   const slow = jobs.filter((status) => slowOf(status) > 0).length;
-  const now_w = sum((status) => status.telemetry?.power_w ?? status.expected?.power_w);
-  const most_w = sum((status) => status.expected?.baseline_power_w);
+  const now_w = sum((status) => status.telemetry?.power_w ?? status.expected.power_w);
+  const most_w = sum((status) => status.expected.baseline_power_w);
   const telling = jobs.filter((status) => status.telemetry?.energy_is).length;
   const saved_j = sum((status) => (status.telemetry?.energy_is ? status.telemetry.saved_j : 0));
   const cards = [

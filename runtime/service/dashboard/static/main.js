@@ -112,8 +112,8 @@ async function askJob(name, signal) {
   const status = await ask("GET", ofJob(name), { signal });
   const known = seen?.status.job.frontier === status.job.frontier ? seen.frontier : null;
   const [frontier, pipelines] = await Promise.all([
-    known ?? told(ofJob(name, "frontier"), signal),
-    isAsBefore(status) ? seen.pipelines : told(ofJob(name, "pipelines"), signal).then((answer) => answer && answer.pipelines),
+    known ?? ask("GET", ofJob(name, "frontier"), { signal }),
+    isAsBefore(status) ? seen.pipelines : ask("GET", ofJob(name, "pipelines"), { signal }).then((answer) => answer.pipelines),
   ]);
   const first = seen === null;
   seen = { status, frontier, pipelines };
@@ -122,16 +122,6 @@ async function askJob(name, signal) {
 }
 
 const isAsBefore = (status) => seen !== null && seen.status.version === status.version && JSON.stringify(seen.status.decision) === JSON.stringify(status.decision);
-
-/** What the service tells at that address; null where it does not tell such things. */
-async function told(path, signal) {
-  try {
-    return await ask("GET", path, { signal });
-  } catch (error) {
-    if (error instanceof Refused && error.status !== 401) return null;
-    throw error;
-  }
-}
 
 function lost(refusal) {
   if (refusal.status === 401) {

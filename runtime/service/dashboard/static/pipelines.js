@@ -1,6 +1,6 @@
 // What each pipeline of a job is to do: on its frontier, and as a table; equal pipelines once.
 
-import { byId, html, keyed, part, say, show } from "./dom.js";
+import { byId, html, keyed, part, say } from "./dom.js";
 import { joules, number, ranges, seconds } from "./format.js";
 import { slownessText, scopeText } from "./reports.js";
 
@@ -9,15 +9,10 @@ const MOST_LABELS = 8;
 let drawn = ""; // what the chart shows, so that it is drawn again only for something else
 let placed = new Map(); // pipeline -> where its point was
 
-/** Pipelines that do the same, as one: {numbers, time_s, energy_j, target_s, slow_stages, report}.
- *
- * pipelines: as the service tells them; null where it does not, and then what was decided says it.
- */
-export function groups(status, pipelines) {
-  const each = pipelines ?? status.decision.targets.map((target, pipeline) => (
-    { pipeline, time_s: target.time_s, energy_j: null, target_s: target.time_s, slow_stages: target.slow_stages, report: status.decision.stragglers[pipeline] ?? null }));
+/** Pipelines that do the same, as one: {numbers, time_s, energy_j, target_s, slow_stages, report}. */
+export function groups(pipelines) {
   const found = new Map();
-  for (const { pipeline, ...rest } of each) {
+  for (const { pipeline, ...rest } of pipelines) {
     const key = JSON.stringify(rest);
     if (!found.has(key)) found.set(key, { numbers: [], ...rest });
     found.get(key).numbers.push(pipeline);
@@ -33,9 +28,7 @@ export function forget() {
 export function showPipelines(status, frontier, grouped) {
   const reports = new Map(status.reports.map((report) => [report.key, report]));
   keyed(byId("pipelines").tBodies[0], grouped, (group) => group.numbers[0], row, (element, group) => fill(element, group, status, frontier, reports));
-  show(byId("frontier"), frontier !== null);
-  show(byId("frontier-caption"), frontier !== null);
-  if (frontier !== null) draw(status, frontier, grouped);
+  draw(status, frontier, grouped);
 }
 
 function row() {
@@ -47,7 +40,7 @@ function fill(element, group, status, frontier, reports) {
   const { numbers } = group;
   say(part(element, "numbers"), numbers.length > 2 ? `${ranges(numbers)} (${number(numbers.length)})` : ranges(numbers));
   say(part(element, "time"), seconds(group.time_s));
-  say(part(element, "energy"), group.energy_j === null ? "–" : joules(group.energy_j));
+  say(part(element, "energy"), joules(group.energy_j));
   say(part(element, "why"), why(group, status, frontier, reports.get(group.report)));
 }
 
@@ -55,7 +48,7 @@ function why(group, status, frontier, report) {
   const coming = Math.abs(group.target_s - group.time_s) > 0.01 * group.time_s ? `; wanted within ${seconds(group.target_s)}` : "";
   const slow = Object.entries(group.slow_stages).map(([stage, degree]) => `stage ${stage} × ${number(degree)}`).join(", ");
   if (report) return `slow: ${scopeText(report)}, ${slownessText(report)}${slow ? ` (planned with ${slow})` : ""}${coming}`;
-  const own_s = status.job.deadline_s ?? frontier?.baseline_time_s ?? Math.min(...status.decision.targets.map((target) => target.time_s));
+  const own_s = status.job.deadline_s ?? frontier.baseline_time_s;
   return (group.target_s > own_s * 1.0001 ? "would wait for the slowest, so it runs slower and saves" : "at its own pace") + coming;
 }
 
@@ -63,7 +56,7 @@ function draw(status, frontier, grouped) {
   const now = JSON.stringify([status.decision.straggler_time_s, frontier, grouped]);
   if (now === drawn) return;
   drawn = now;
-  const marks = grouped.filter((group) => group.energy_j !== null).map((group, index) => mark(group, index));
+  const marks = grouped.map(mark);
   const slowest_s = status.decision.straggler_time_s;
   const highs = [...frontier.energies_j, frontier.baseline_j, ...marks.map((each) => each.y)];
   const yRange = charts.range(highs, 0.08);
@@ -91,6 +84,6 @@ function mark(group, index) {
 }
 
 function description(frontier, grouped, slowest_s) {
-  const points = grouped.slice(0, MOST_LABELS).map((group) => `pipelines ${ranges(group.numbers)} at ${seconds(group.time_s)}${group.energy_j === null ? "" : ` and ${joules(group.energy_j)}`}`);
+  const points = grouped.slice(0, MOST_LABELS).map((group) => `pipelines ${ranges(group.numbers)} at ${seconds(group.time_s)} and ${joules(group.energy_j)}`);
   return `The least energy of an iteration, from ${seconds(frontier.times_s[0])} to ${seconds(frontier.times_s.at(-1))}. Iterations take ${seconds(slowest_s)}. ${points.join("; ")}.`;
 }

@@ -1,0 +1,51 @@
+"""What the routes of the service share: which job, which role, what a refusal and an answer look like."""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+from typing import Annotated, Any
+
+from fastapi import Depends, Path, Request, Response, Security
+from fastapi.security import HTTPBearer
+from pydantic import BaseModel
+
+from perseus_planner.runtime.service.http.answer_schemas import ErrorAnswer
+from perseus_planner.runtime.service.http.asynchronous import AsyncService
+from perseus_planner.runtime.service.http.schemas import NAME
+from perseus_planner.runtime.service.http.security import Role, check_role
+
+_BEARER = HTTPBearer(auto_error=False, description="A token of the service; none is needed where it has none.")
+
+Job = Annotated[str, Path(pattern=NAME, description="The job's name.")]
+
+
+async def _live(request: Request) -> AsyncService:
+    service: AsyncService = request.app.state.service
+    return service
+
+
+Live = Annotated[AsyncService, Depends(_live)]
+
+
+def for_role(role: Role) -> list[Any]:
+    """What a route for that role, and those above it, depends on."""
+
+    async def check(request: Request, _: Annotated[Any, Security(_BEARER)]) -> None:
+        check_role(request.state.role, role)
+
+    return [Depends(check)]
+
+
+def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """The refusals of a route, for OpenAPI."""
+    common = (400, 401, 403, 413, 421, 422, 429, 500, 503)
+    return {
+        status: {"model": ErrorAnswer, "description": HTTPStatus(status).phrase}
+        for status in sorted({*common, *statuses})
+    }
+
+
+def said(content: type[BaseModel], value: Any, status: int = 200) -> Response:
+    """`value` as JSON of that schema."""
+    text = content.model_validate(value, from_attributes=True).model_dump_json()
+    return Response(text, status, media_type="application/json")
