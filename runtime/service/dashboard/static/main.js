@@ -10,7 +10,7 @@ import { showJob, showView } from "./job.js";
 import { forget } from "./pipelines.js";
 import { watchPrices } from "./prices.js";
 
-const JOB_MS = 5_000; // beside the news of its versions
+const JOB_MS = 3_000; // beside the news of its versions
 const LIST_MS = 10_000;
 const ROLES = ["read", "report", "operate"];
 
