@@ -162,12 +162,20 @@ const charts = (() => {
    *   description: text for who cannot see it,
    *   x: {label, unit, range?: [low, high]}, y: the same,
    *   series: [{name, color: 1..8, x: [..], y: [..], line?: true, dashed?: false, dots?: false, errors?: [..] (+- on y),
+<<<<<<< /tmp/m.ours
    *             xErrors?: [..] (+- on x), steps?: false (a value holds until the next)}],
    *   marks?: [{name, color: 1..8, shape, x, y, label?: text beside it, title?: text in the legend}],
    *   table?: true for the numbers below, legend?: false for none, height?: px
+=======
+   *             steps?: false (a value holds until the next)}],
+   *   marks?: [{name, color: 1..8, shape, x, y, label?: text beside it, title?: text in the legend, null: it is not there,
+   *             from?: {x, y} where it was, so that it is seen to move}],
+   *   table?: true for the numbers below, height?: px
+>>>>>>> /tmp/m.theirs
    * }
    */
   function line(place, chart) {
+    let isNew = true; // points move once, and not whenever the width changes
     kept(place, (width) => {
       const marks = (chart.marks ?? []).filter((mark) => Number.isFinite(mark.x) && Number.isFinite(mark.y));
       const lows = chart.series.flatMap((each) => (each.errors ?? []).map((error, index) => each.y[index] - error));
@@ -176,7 +184,8 @@ const charts = (() => {
       const yRange = chart.y.range ?? range([...chart.series.flatMap((each) => each.y), ...marks.map((mark) => mark.y), ...lows, ...highs]);
       const xTicks = ticks(...xRange, width < NARROW ? 4 : 8);
       const plane = frame(width, chart, xRange, yRange, xTicks.values.map((at) => ({ at, text: number(at, xTicks.digits) })));
-      const parts = [...chart.series.flatMap((each) => curve(plane, each)), ...marked(plane, marks)];
+      const parts = [...chart.series.flatMap((each) => curve(plane, each)), ...marked(plane, marks, isNew)];
+      isNew = false;
       const readout = html("p", { class: "readout", "aria-hidden": "true" }); // for the pointer; the table says it to all
       const image = picture(plane, chart, parts);
       image.addEventListener("pointermove", (event) => { readout.textContent = nearest(image, event, plane, chart, marks); });
@@ -208,7 +217,7 @@ const charts = (() => {
   }
 
   /** Marks, each with its label beside it where there is room; the legend has all of them anyway. */
-  function marked(plane, marks) {
+  function marked(plane, marks, moving) {
     const taken = marks.map((mark) => ({ left: plane.x(mark.x) - 7, right: plane.x(mark.x) + 7, top: plane.y(mark.y) - 7, bottom: plane.y(mark.y) + 7 }));
     return marks.map((mark) => {
       const [x, y] = [plane.x(mark.x), plane.y(mark.y)];
@@ -218,8 +227,15 @@ const charts = (() => {
         taken.push(spot);
         group.append(svg("text", { class: "label", x: spot.left, y: spot.bottom - 4 }, mark.label));
       }
+      if (moving && mark.from) move(group, plane.x(mark.from.x) - x, plane.y(mark.from.y) - y);
       return group;
     });
+  }
+
+  /** Have an element come from so many units away, unless whoever looks wants nothing to move. */
+  function move(element, dx, dy) {
+    if (Math.hypot(dx, dy) < 1 || matchMedia("(prefers-reduced-motion: reduce)").matches) return;
+    element.animate([{ transform: `translate(${dx}px, ${dy}px)` }, { transform: "none" }], { duration: 600, easing: "ease-in-out" });
   }
 
   function room(plane, x, y, width, taken) {
@@ -238,7 +254,7 @@ const charts = (() => {
         ? svg("path", { d: "M1 6H21", fill: "none", stroke: "currentColor", "stroke-width": 2, "stroke-dasharray": each.dashed ? "5 4" : null })
         : svg("circle", { cx: 11, cy: 6, r: 3, fill: "currentColor" }),
     }));
-    const ofMarks = marks.map((mark) => ({ color: mark.color, text: mark.title ?? mark.name, sign: svg("path", { d: shape(mark.shape, 11, 6, 4), fill: "currentColor" }) }));
+    const ofMarks = marks.filter((mark) => mark.title !== null).map((mark) => ({ color: mark.color, text: mark.title ?? mark.name, sign: svg("path", { d: shape(mark.shape, 11, 6, 4), fill: "currentColor" }) }));
     return [...ofSeries, ...ofMarks];
   }
 

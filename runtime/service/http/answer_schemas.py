@@ -244,6 +244,15 @@ class HealthAnswer(_Answer):
     version: str = Field(description="Of the planner.")
 
 
+class MeAnswer(_Answer):
+    """Who asks."""
+
+    role: Literal["read", "report", "operate"] | None = Field(
+        description="What the bearer may do; each may do what those before it may. null: nothing, for want of a token."
+    )
+    name: str | None = Field(description="Of the token; null: there is none.")
+
+
 class ErrorContent(_Answer):
     """Why a request was not done."""
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from fastapi import FastAPI
 
 from perseus_planner import __version__
+from perseus_planner.runtime.service.dashboard import routes as dashboard
 from perseus_planner.runtime.service.http import energy_routes
 from perseus_planner.runtime.service.http.asynchronous import AsyncService
 from perseus_planner.runtime.service.http.metrics import Metrics
@@ -21,6 +22,7 @@ from perseus_planner.runtime.service.http.solving import Solver
 if TYPE_CHECKING:
     from perseus_planner.runtime.service.service import Service
 
+_ROUTERS = (router, energy_routes.router, dashboard.router)
 _DESCRIPTION = """
 Report that a rank, a GPU, a node, a stage or a pipeline of a training job is slow, and all its other pipelines get
 plans that save energy meanwhile; and back. Times are in seconds, powers in watts. Every request that is not done is
@@ -56,9 +58,9 @@ def create_app(service: Service, access: Access, limits: Limits, *, now_s: Calla
     )
     app.state.service, app.state.metrics = live, metrics
     app.state.now_s = now_s
-    app.include_router(router)
-    app.include_router(energy_routes.router)
-    add_refusals(app, [*router.routes, *energy_routes.router.routes])
+    for each in _ROUTERS:
+        app.include_router(each)
+    add_refusals(app, [route for each in _ROUTERS for route in each.routes])
     app.add_middleware(Guard, access=access, limits=limits)
     app.add_middleware(metrics.counting)
     return app

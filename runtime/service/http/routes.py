@@ -250,6 +250,12 @@ async def metrics(request: Request, live: Live) -> Response:
     return Response(text, media_type=CONTENT_TYPE)
 
 
+@router.get("/v1/me", response_model=answers.MeAnswer, responses=_errors())
+async def me(request: Request) -> Response:
+    """Whom the service takes the client for, and what that one may do; needs no token."""
+    return _said(answers.MeAnswer, {"role": request.state.role, "name": request.state.name})
+
+
 @router.get("/healthz", response_model=answers.HealthAnswer, responses=_errors())
 async def healthz(live: Live) -> Response:
     """Whether the service does its work; needs no token."""

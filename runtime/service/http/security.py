@@ -19,6 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from perseus_planner.documents import text_of
 from perseus_planner.errors import UsageError
+from perseus_planner.runtime.service.dashboard import routes as dashboard
 from perseus_planner.runtime.service.http.refusals import refusal
 
 Role = Literal["read", "report", "operate"]
@@ -30,7 +31,9 @@ TOKENS_VARIABLE = "PLANNER_SERVICE_TOKENS"
 
 _LINE = re.compile(r"(?P<secret>[!-~]{16,}) +(?P<role>\S+) +(?P<name>[A-Za-z0-9._-]{1,64})")
 _LOOPBACK = re.compile(r"(localhost|127(\.\d{1,3}){3}|\[::1\])(:\d{1,5})?", re.IGNORECASE)
-_OPEN_PATH = "/healthz"  # a supervisor asks it, and it says nothing of any job
+_OPEN_PATHS = ("/healthz", "/v1/me")  # supervisors and the dashboard ask them, and they say nothing of any job
+_ELSEWHERE = ("cross-site", "same-site")  # whence a browser says that a request comes; same-site: of another port
+_SAFE = ("GET", "HEAD", "OPTIONS")
 _REGISTER, _ALERT = ("POST", "/v1/jobs"), ("POST", "/v1/alerts")
 _HEADERS = {
     "Cache-Control": "no-store",
@@ -194,23 +197,31 @@ class Guard:
         """How large the body may be; the bearer is left in `scope`."""
         if self._access.loopback_only and not _LOOPBACK.fullmatch(headers.get("host", "localhost")):
             raise HTTPException(421, "the service answers on this machine alone; ask for 127.0.0.1 or localhost")
+        if scope["method"] not in _SAFE and headers.get("sec-fetch-site") in _ELSEWHERE:
+            raise HTTPException(403, "a page of another site may not ask for this; ask from the service's own page")
         bearer = self._access.bearer(headers.get("authorization"))
         address = scope["client"][0] if scope.get("client") else "local"
         wait_s = self._rates.wait_s(f"name {bearer.name}" if bearer else f"address {address}")
         if wait_s > 0.0:
             again = {"Retry-After": str(1 + int(wait_s))}
             raise HTTPException(429, f"too many requests of one client; try again in {wait_s:.3g} s", again)
-        if bearer is None and self._access.tokens and scope["path"] != _OPEN_PATH:
+        if bearer is None and self._access.tokens and not _is_open(scope["path"]):
             wanted = {"WWW-Authenticate": "Bearer"}
             raise HTTPException(401, "no valid token; send the header `Authorization: Bearer TOKEN`", wanted)
-        stranger: Role = "read" if self._access.tokens else "operate"
-        scope.setdefault("state", {})["role"] = bearer.role if bearer else stranger
+        stranger: Role | None = None if self._access.tokens else "operate"
+        scope.setdefault("state", {}).update(
+            {"role": bearer.role if bearer else stranger, "name": bearer.name if bearer else None}
+        )
         larger = {_REGISTER: self._limits.registration_bytes, _ALERT: self._limits.alerts_bytes}
         most = larger.get((scope["method"], scope["path"]), self._limits.body_bytes)
         length = headers.get("content-length", "")
         if length.isdecimal() and (len(length) > 18 or int(length) > most):
             raise _too_large(most)
         return most
+
+
+def _is_open(path: str) -> bool:
+    return path in _OPEN_PATHS or dashboard.is_open(path)
 
 
 def check_role(role: Role, wanted: Role) -> None:
@@ -226,7 +237,9 @@ def check_role(role: Role, wanted: Role) -> None:
 def _with_headers(send: Send) -> Send:
     async def sending(message: Message) -> None:
         if message["type"] == "http.response.start":
-            MutableHeaders(scope=message).update(_HEADERS)
+            headers = MutableHeaders(scope=message)
+            for name, value in _HEADERS.items():  # the dashboard allows its own scripts
+                headers.setdefault(name, value)
         await send(message)
 
     return sending

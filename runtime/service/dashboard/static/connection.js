@@ -1,0 +1,91 @@
+// Asking again and again: at intervals, as soon as there are news, and with longer and longer pauses while the service is away.
+
+import { Away, Refused, events } from "./api.js";
+
+const FIRST_MS = 500;
+const LONGEST_MS = 15_000;
+
+/** How the page stands with the service. Says "change" when that changes, and "nudge" when it should be asked at once. */
+export class Connection extends EventTarget {
+  heardMs = null; // when the service last answered, by this machine's clock; null: never
+  away = null; // why it cannot be asked, as an Away; null: it can
+  nudges = 0;
+  #pauseMs = FIRST_MS;
+
+  heard() {
+    const back = this.away !== null;
+    [this.heardMs, this.away, this.#pauseMs] = [Date.now(), null, FIRST_MS];
+    if (back) this.nudge();
+    this.dispatchEvent(new Event("change"));
+  }
+
+  /** It could not be asked; gives the pause until the next try. */
+  lost(error) {
+    this.away = error;
+    const pauseMs = this.#pauseMs * (0.75 + Math.random() / 2); // so that not all pages come back at one moment
+    this.#pauseMs = Math.min(this.#pauseMs * 2, LONGEST_MS);
+    this.dispatchEvent(new Event("change"));
+    return pauseMs;
+  }
+
+  nudge() {
+    this.nudges += 1;
+    this.dispatchEvent(new Event("nudge"));
+  }
+
+  /** Until a nudge after the first `seen` of them, so many milliseconds, or `signal`. */
+  async rest(seen, ms, signal) {
+    if (this.nudges !== seen || signal.aborted) return;
+    await new Promise((resolve) => {
+      const over = new AbortController();
+      const end = () => {
+        clearTimeout(timer);
+        over.abort();
+        resolve();
+      };
+      const timer = setTimeout(end, ms);
+      this.addEventListener("nudge", end, { signal: over.signal });
+      signal.addEventListener("abort", end, { signal: over.signal });
+    });
+  }
+}
+
+/** Run `task` now, at every nudge, and every `everyMs`, until `signal` or until it is refused; gives the refusal. */
+export async function repeat(connection, task, everyMs, signal) {
+  while (!signal.aborted) {
+    const seen = connection.nudges; // before the task, so that none falls in between
+    let pauseMs = everyMs;
+    try {
+      await task();
+      connection.heard();
+    } catch (error) {
+      if (signal.aborted) return null;
+      if (error instanceof Refused) return error;
+      if (!(error instanceof Away)) throw error;
+      pauseMs = connection.lost(error);
+    }
+    await connection.rest(seen, pauseMs, signal);
+  }
+  return null;
+}
+
+/** Nudge whenever the job has a new version, until `signal`; a stream that ends is opened again. */
+export async function follow(connection, job, signal) {
+  let pauseMs = FIRST_MS;
+  const heard = () => {
+    pauseMs = FIRST_MS;
+    connection.nudge();
+  };
+  while (!signal.aborted) {
+    try {
+      await events(job, heard, signal);
+    } catch (error) {
+      if (signal.aborted || error instanceof Refused) return; // who asks for the status hears of it too
+      if (!(error instanceof Away)) throw error;
+    }
+    connection.nudge(); // to find out at once whether the service is away, or the job has ended
+    await new Promise((resolve) => setTimeout(resolve, pauseMs));
+    pauseMs = Math.min(pauseMs * 2, LONGEST_MS);
+    while (connection.away !== null && !signal.aborted) await connection.rest(connection.nudges, LONGEST_MS, signal);
+  }
+}

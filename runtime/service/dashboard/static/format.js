@@ -1,0 +1,76 @@
+// Numbers and times as texts: thousands separated, always with a unit.
+
+import { nowS } from "./api.js";
+
+const { number } = charts;
+
+const POWERS = [[1e6, "MW"], [1e3, "kW"]];
+const ENERGIES = [[1e12, "TJ"], [1e9, "GJ"], [1e6, "MJ"], [1e3, "kJ"]];
+
+/** A number and its unit, with four digits in all: so those below each other, or after each other, are alike. */
+function quantity(value, unit) {
+  if (value === null || !Number.isFinite(value)) return `–\u00a0${unit}`;
+  const size = Math.abs(value);
+  const places = size >= 1000 || size === 0 ? 0 : Math.min(9, Math.max(0, 3 - Math.floor(Math.log10(size))));
+  return `${value.toLocaleString("en-US", { minimumFractionDigits: places, maximumFractionDigits: places })}\u00a0${unit}`;
+}
+
+export const seconds = (value) => (value !== null && value < 0.1 ? quantity(value * 1e3, "ms") : quantity(value, "s"));
+export const watts = (value) => scaled(value, "W", POWERS);
+export const joules = (value) => scaled(value, "J", ENERGIES);
+export const kilograms = (value) => quantity(value, "kg");
+export const kilowattHours = (value_j) => quantity(value_j / 3.6e6, "kWh");
+export { number };
+
+/** With a greater unit from ten thousand on, so that there are never more than five digits. */
+function scaled(value, unit, units) {
+  const [factor, name] = units.find(([each]) => Math.abs(value) >= 10 * each) ?? [1, unit];
+  return quantity(value / factor, name);
+}
+
+/** How much less `value` is than `baseline`, such as "12.3 % less"; "" where that cannot be said. */
+export function less(value, baseline) {
+  if (!(baseline > 0) || value === null) return "";
+  const share = 100 * (1 - value / baseline);
+  if (Math.abs(share) < 0.05) return "the same";
+  return `${number(Math.abs(share), 1)}\u00a0% ${share > 0 ? "less" : "more"}`;
+}
+
+/** A span in its two greatest units, such as "3 h 5 min". */
+export function span(span_s) {
+  const whole = Math.max(0, Math.round(span_s));
+  const parts = [[Math.floor(whole / 86400), "d"], [Math.floor(whole / 3600) % 24, "h"], [Math.floor(whole / 60) % 60, "min"], [whole % 60, "s"]];
+  const first = parts.findIndex(([count]) => count > 0);
+  if (first < 0) return "0\u00a0s";
+  return parts.slice(first, first + 2).filter(([count]) => count > 0).map(([count, unit]) => `${number(count)}\u00a0${unit}`).join(" ");
+}
+
+/** A moment of the service's clock as this browser's people write it; with the day, unless it is today. */
+export function moment(at_s) {
+  const at = new Date(at_s * 1000);
+  const today = at.toDateString() === new Date(nowS() * 1000).toDateString();
+  return at.toLocaleString(undefined, today ? { timeStyle: "medium" } : { dateStyle: "medium", timeStyle: "short" });
+}
+
+/** Whole numbers as ranges, such as "0, 2–7". */
+export function ranges(numbers) {
+  const runs = [];
+  for (const each of numbers) {
+    const last = runs.at(-1);
+    if (last && each === last[1] + 1) last[1] = each;
+    else runs.push([each, each]);
+  }
+  const shown = runs.slice(0, 8).map(([from, to]) => (from === to ? `${from}` : to === from + 1 ? `${from}, ${to}` : `${from}–${to}`));
+  return shown.join(", ") + (runs.length > 8 ? " …" : "");
+}
+
+export const count = (amount, one, many = `${one}s`) => `${number(amount)}\u00a0${amount === 1 ? one : many}`;
+
+/** Seconds of a text such as 90, 30s, 30m, 2h or 1d; null of an empty one. Throws a TypeError for others. */
+export function spanOf(text) {
+  const trimmed = text.trim();
+  if (trimmed === "") return null;
+  const match = /^(\d+(?:\.\d+)?|\.\d+)\s*(s|m|min|h|d)?$/.exec(trimmed);
+  if (match === null) throw new TypeError(`${trimmed} is no time; write it as 30s, 30m or 2h`);
+  return Number(match[1]) * { s: 1, m: 60, min: 60, h: 3600, d: 86400 }[match[2] ?? "s"];
+}

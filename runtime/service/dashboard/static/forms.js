@@ -1,0 +1,110 @@
+// What may be asked for from the page: a report, that one is cleared, a deadline, a power budget.
+
+import { ask, Away, ofJob, Refused } from "./api.js";
+import { byId, say, show } from "./dom.js";
+import { seconds, spanOf, watts } from "./format.js";
+import { scopeText } from "./reports.js";
+
+const NUMBERED = ["pipeline", "stage", "rank"];
+const NAMES = { pipeline: "Its number", stage: "Its number", rank: "Its number", gpu: "Its UUID", node: "Its name" };
+const LEAST = { degree: "1", score: "0.000001", iteration_s: "0" };
+
+let unanswered = { content: "", key: "" }; // a report whose answer was lost is sent with the same key: it counts once
+
+/** Have the forms ask for things. now() gives {job: its name, source: who reports, asked: what to call afterwards}. */
+export function watchForms(now) {
+  byId("report-form").addEventListener("submit", (event) => sent(event, (form) => report(form, now())));
+  byId("report-form").addEventListener("input", fit);
+  for (const [id, name, field] of [["deadline-form", "deadline", "deadline_s"], ["power-form", "power", "power_w"]]) {
+    const wish = (value) => set(now(), name, { [field]: value });
+    byId(id).addEventListener("submit", (event) => sent(event, () => wish(byId(name).valueAsNumber)));
+    byId(id).querySelector(".remove").addEventListener("click", () => said(byId(id), () => wish(null)));
+  }
+  fit();
+}
+
+/** Take a report back; gives what to say of it. */
+export async function cleared(job, report) {
+  const answer = await ask("DELETE", ofJob(job, "reports", report.key));
+  return `Cleared ${scopeText(report)}: ${effect(answer)}`;
+}
+
+/** A sentence for people on why something was not done. */
+export function excuse(error) {
+  if (error instanceof Away) return `The service is away: ${error.message}. Nothing is known to have been done; try again.`;
+  if (error instanceof Refused || error instanceof TypeError) return `Not done: ${error.message}.`;
+  throw error;
+}
+
+function sent(event, task) {
+  event.preventDefault();
+  said(event.target, () => task(event.target));
+}
+
+async function said(form, task) {
+  const line = form.querySelector(".said");
+  line.classList.remove("bad");
+  say(line, "Asking…");
+  try {
+    say(line, await task());
+  } catch (error) {
+    line.classList.add("bad");
+    say(line, excuse(error));
+  }
+}
+
+async function report(form, { job, source, asked }) {
+  const fields = new FormData(form);
+  const [kind, value] = [fields.get("kind"), fields.get("value").trim()];
+  const inPipeline = kind === "pipeline" ? "" : fields.get("pipeline").trim();
+  if (NUMBERED.includes(kind) && !/^\d{1,9}$/.test(value)) throw new TypeError(`${value} is no ${kind}; write 0 for the first one, 1 for the next`);
+  const content = {
+    source,
+    scope: { kind, value: NUMBERED.includes(kind) ? Number(value) : value, pipeline: inPipeline === "" ? null : Number(inPipeline) },
+    [fields.get("slowness")]: Number(fields.get("amount")),
+    in_s: spanOf(fields.get("in")),
+    ttl_s: spanOf(fields.get("ttl")),
+    cause: fields.get("cause"),
+  };
+  const answer = await ask("POST", ofJob(job, "reports"), { body: { ...content, key: keyOf(JSON.stringify([job, content])) } });
+  unanswered = { content: "", key: "" };
+  for (const id of ["scope-value", "scope-pipeline", "amount", "begins", "ttl"]) byId(id).value = "";
+  asked();
+  return `Reported: ${effect(answer)}`;
+}
+
+async function set({ job, asked }, name, body) {
+  const answer = await ask("PUT", ofJob(job, name), { body });
+  asked();
+  return `Done: ${effect(answer.answers?.[0] ?? answer)}`;
+}
+
+const EFFECTS = { planning: "is being planned", "next iteration": "is there, for the job's next iteration", already: "is what the job runs by" };
+
+function effect({ reason, version, takes_effect, expected_saving_w }) {
+  return `${reason}. Version ${version} ${EFFECTS[takes_effect] ?? takes_effect}; expected to save ${watts(expected_saving_w)} (replayed).`;
+}
+
+function keyOf(content) {
+  if (unanswered.content !== content) {
+    const bytes = crypto.getRandomValues(new Uint8Array(16));
+    unanswered = { content, key: `page-${Array.from(bytes, (byte) => byte.toString(16).padStart(2, "0")).join("")}` };
+  }
+  return unanswered.key;
+}
+
+/** Fields that fit what is chosen. */
+function fit() {
+  const [kind, slowness] = [byId("scope-kind").value, byId("slowness").value];
+  say(byId("scope-value-label"), NAMES[kind]);
+  byId("scope-value").inputMode = NUMBERED.includes(kind) ? "numeric" : "text";
+  show(byId("scope-pipeline-field"), kind !== "pipeline");
+  byId("amount").min = LEAST[slowness];
+  byId("amount").max = slowness === "score" ? "1" : "";
+}
+
+/** The wishes that hold now, as hints. */
+export function showWishes(job) {
+  byId("deadline").placeholder = job.deadline_s === null ? "all clocks at maximum" : seconds(job.deadline_s);
+  byId("power").placeholder = job.power_w === null ? "any" : watts(job.power_w);
+}

@@ -1,0 +1,102 @@
+// One job: what it does now, why, and what that saves.
+
+import { byId, fillCard, html, keyed, say, show, timed } from "./dom.js";
+import { count, joules, kilowattHours, less, number, seconds, watts } from "./format.js";
+import { groups, showPipelines } from "./pipelines.js";
+import { assumed, carbon, money } from "./prices.js";
+import { reportsText, showReports } from "./reports.js";
+
+const DAY_S = 86_400;
+
+/** Show a job, as the service tells of it: {status, frontier, pipelines}. */
+export function showJob({ status, frontier, pipelines }, mayReport, clear) {
+  const { job, decision } = status;
+  const slow = Object.keys(decision.stragglers).length;
+  say(byId("job-title"), job.name);
+  byId("job-about").replaceChildren(about(job, frontier), "; registered ", timed(job.since_s));
+  byId("reason").classList.toggle("slow", slow > 0);
+  say(byId("reason-text"), sentence(decision.reason));
+  byId("reason-since").replaceChildren("So since ", timed(decision.since_s), ...lookAgain(decision));
+  keyed(byId("cards"), cards(status, frontier), (card) => card.name, () => html("li", { class: "card" }), fillCard);
+  say(byId("origin"), originText(status, frontier));
+  showPipelines(status, frontier, groups(pipelines));
+  showReports(status, mayReport, clear);
+  document.title = `${slow ? `${reportsText(slow)} · ` : ""}${job.name} · Planner`;
+}
+
+function about(job, frontier) {
+  return `${count(job.pipelines, "pipeline")}, ${count(frontier.stages, "stage")} and ${count(frontier.gpus, "GPU")} each${job.ranks ? `; ${count(job.ranks, "rank")} known` : ""}`;
+}
+
+const sentence = (text) => `${text.charAt(0).toUpperCase()}${text.slice(1)}.`;
+
+const lookAgain = (decision) => (decision.look_again_s === null ? ["."] : ["; time alone may change it ", timed(decision.look_again_s), "."]);
+
+function cards(status, frontier) {
+  return [iteration(status, frontier), power(status), saved(status), costs(status), plans(status), changes(status)];
+}
+
+function iteration({ job, decision, telemetry }, frontier) {
+  const target_s = job.deadline_s ?? frontier.baseline_time_s;
+  const of = job.deadline_s === null ? "all clocks at maximum" : "as wished";
+  const notes = [`target ${seconds(target_s)}: ${of}`];
+  if (telemetry) notes.push(`expected ${seconds(decision.straggler_time_s)}, replayed`);
+  return { name: "Iteration time", value: seconds(telemetry?.iteration_s ?? decision.straggler_time_s), origin: telemetry ? "measured" : "replayed", notes };
+}
+
+function power({ job, telemetry, expected }) {
+  const told_w = telemetry?.power_w ?? null;
+  const now_w = told_w ?? expected.power_w;
+  const most_w = expected.baseline_power_w;
+  const notes = [`${less(now_w, most_w)} than ${watts(most_w)} with all clocks at maximum, replayed`.replace("the same than", "the same as")];
+  if (job.power_w !== null) notes.push(`at most ${watts(job.power_w)} wished`);
+  return { name: "Power, all GPUs", value: watts(now_w), origin: told_w === null ? "replayed" : telemetry.energy_is, notes, bar: now_w / most_w };
+}
+
+/** Whether the job has told what its GPUs take. */
+const isMetered = ({ telemetry }) => telemetry !== null && telemetry.energy_is !== null;
+
+/** Joules that plans save in a day around the clock. */
+const expectedDayJ = ({ expected }) => (expected.baseline_power_w - expected.power_w) * DAY_S;
+
+function saved(status) {
+  const { telemetry } = status;
+  if (isMetered(status)) {
+    const notes = [`${joules(telemetry.saved_j)}, ${less(telemetry.energy_j, telemetry.baseline_j)} than all clocks at maximum`, `in ${count(telemetry.iterations, "iteration")}`];
+    return { name: "Saved so far", value: kilowattHours(telemetry.saved_j), origin: telemetry.energy_is, notes };
+  }
+  const day_j = expectedDayJ(status);
+  return { name: "Saves a day, by its plans", value: kilowattHours(day_j), origin: "replayed", notes: [`${joules(day_j)} at these plans around the clock, against all clocks at maximum`, "the job has told of no energy yet"] };
+}
+
+function costs(status) {
+  const { telemetry } = status;
+  const isTold = isMetered(status);
+  const saved_j = isTold ? telemetry.saved_j : expectedDayJ(status);
+  const name = isTold ? "That is, so far" : "That is, a day";
+  return { name, value: money(saved_j), origin: isTold ? telemetry.energy_is : "replayed", notes: [carbon(saved_j), assumed()] };
+}
+
+function plans({ version, promised, taken }) {
+  const notes = promised > version ? [`version ${number(promised)} is being planned`] : [];
+  if (taken === null) notes.push("the job has not said what it runs");
+  else notes.push([`the job runs ${number(taken.version)} since iteration ${number(taken.iteration)}, `, timed(taken.at_s)]);
+  return { name: "Version of its plans", value: number(version), notes };
+}
+
+function changes({ telemetry }) {
+  if (!telemetry || telemetry.set_p50_s === null) return { name: "A clock change takes", value: "–", notes: ["the job's controllers have not said"] };
+  const notes = [`99\u00a0% within ${seconds(telemetry.set_p99_s)}`, `${count(telemetry.late_changes, "change")} came late`];
+  return { name: "A clock change takes", value: seconds(telemetry.set_p50_s), origin: "measured", notes: ["median", ...notes] };
+}
+
+function originText({ telemetry }, frontier) {
+  const replayed = `Replayed: computed from a ${frontier.origin} profile, not measured on this job.`;
+  if (!telemetry) return `This job sends no telemetry, so nothing here is measured on it. ${replayed}`;
+  return `${telemetry.energy_is === "simulated" ? "Simulated: energy of a model of the GPU. " : ""}${replayed}`;
+}
+
+/** Show that there is no such job, or show its view; or neither, of null. */
+export function showView(name) {
+  for (const each of ["all", "gone", "job"]) show(byId(each), each === name);
+}

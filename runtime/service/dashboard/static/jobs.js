@@ -1,0 +1,51 @@
+// The list of jobs, and what they do together.
+
+import { byId, fillCard, html, keyed, part, say, show } from "./dom.js";
+import { count, joules, kilowattHours, less, number, seconds, watts } from "./format.js";
+import { reportsText } from "./reports.js";
+
+const SEARCHABLE = 8; // fewer are seen at a glance
+
+export const addressOf = (name) => `#/jobs/${encodeURIComponent(name)}`;
+
+const slowOf = (status) => Object.keys(status.decision.stragglers).length;
+
+export function showJobs(jobs, selected) {
+  const wanted = byId("filter").value.trim().toLowerCase();
+  const found = jobs.filter((status) => status.job.name.toLowerCase().includes(wanted));
+  say(byId("jobs-count"), wanted ? `(${number(found.length)} of ${number(jobs.length)})` : `(${number(jobs.length)})`);
+  show(byId("jobs-search"), jobs.length > SEARCHABLE);
+  show(byId("no-jobs"), found.length === 0);
+  say(byId("no-jobs"), jobs.length ? "None has that in its name." : "None runs. One appears here when it registers.");
+  keyed(byId("job-list"), found, (status) => status.job.name, made, (element, status) => fill(element, status, selected));
+}
+
+function made(status) {
+  return html("li", {}, html("a", { href: addressOf(status.job.name) },
+    html("span", { class: "title" }, status.job.name), html("span", { class: "line small", "data-part": "line" })));
+}
+
+function fill(element, status, selected) {
+  const slow = slowOf(status);
+  if (status.job.name === selected) element.firstElementChild.setAttribute("aria-current", "page");
+  else element.firstElementChild.removeAttribute("aria-current");
+  element.classList.toggle("slow", slow > 0);
+  say(part(element, "line"), `${seconds(status.telemetry?.iteration_s ?? status.decision.straggler_time_s)} · ${reportsText(slow)}`);
+}
+
+/** What all jobs do together. */
+export function showAll(jobs) {
+  const sum = (of) => jobs.reduce((total, status) => total + of(status), 0);
+  const slow = jobs.filter((status) => slowOf(status) > 0).length;
+  const now_w = sum((status) => status.telemetry?.power_w ?? status.expected.power_w);
+  const most_w = sum((status) => status.expected.baseline_power_w);
+  const telling = jobs.filter((status) => status.telemetry?.energy_is).length;
+  const saved_j = sum((status) => (status.telemetry?.energy_is ? status.telemetry.saved_j : 0));
+  const cards = [
+    { name: "Jobs", value: number(jobs.length), notes: [slow ? `${number(slow)} with something slow` : "nothing slow in any"] },
+    { name: "Saves now, by plans", value: watts(sum((status) => status.expected_saving_w)), origin: "replayed", notes: ["where pipelines wait for a slower one"] },
+  ];
+  if (most_w > 0) cards.push({ name: "Power, all GPUs", value: watts(now_w), origin: telling ? "measured where told" : "replayed", notes: [`${less(now_w, most_w)} than ${watts(most_w)} with all clocks at maximum`], bar: now_w / most_w });
+  if (telling) cards.push({ name: "Saved so far", value: kilowattHours(saved_j), notes: [joules(saved_j), `as told by ${count(telling, "job")}`] });
+  keyed(byId("all-cards"), cards, (card) => card.name, () => html("li", { class: "card" }), fillCard);
+}

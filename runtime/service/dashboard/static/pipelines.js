@@ -1,0 +1,89 @@
+// What each pipeline of a job is to do: on its frontier, and as a table; equal pipelines once.
+
+import { byId, html, keyed, part, say } from "./dom.js";
+import { joules, number, ranges, seconds } from "./format.js";
+import { slownessText, scopeText } from "./reports.js";
+
+const MOST_LABELS = 8;
+
+let drawn = ""; // what the chart shows, so that it is drawn again only for something else
+let placed = new Map(); // pipeline -> where its point was
+
+/** Pipelines that do the same, as one: {numbers, time_s, energy_j, target_s, slow_stages, report}. */
+export function groups(pipelines) {
+  const found = new Map();
+  for (const { pipeline, ...rest } of pipelines) {
+    const key = JSON.stringify(rest);
+    if (!found.has(key)) found.set(key, { numbers: [], ...rest });
+    found.get(key).numbers.push(pipeline);
+  }
+  return [...found.values()];
+}
+
+/** Have the points move from where they were the next time; another job's begin where they are. */
+export function forget() {
+  [drawn, placed] = ["", new Map()];
+}
+
+export function showPipelines(status, frontier, grouped) {
+  const reports = new Map(status.reports.map((report) => [report.key, report]));
+  keyed(byId("pipelines").tBodies[0], grouped, (group) => group.numbers[0], row, (element, group) => fill(element, group, status, frontier, reports));
+  draw(status, frontier, grouped);
+}
+
+function row() {
+  return html("tr", {}, html("th", { scope: "row", "data-part": "numbers" }), html("td", { class: "number", "data-part": "time" }),
+    html("td", { class: "number", "data-part": "energy" }), html("td", { class: "why", "data-part": "why" }));
+}
+
+function fill(element, group, status, frontier, reports) {
+  const { numbers } = group;
+  say(part(element, "numbers"), numbers.length > 2 ? `${ranges(numbers)} (${number(numbers.length)})` : ranges(numbers));
+  say(part(element, "time"), seconds(group.time_s));
+  say(part(element, "energy"), joules(group.energy_j));
+  say(part(element, "why"), why(group, status, frontier, reports.get(group.report)));
+}
+
+function why(group, status, frontier, report) {
+  const coming = Math.abs(group.target_s - group.time_s) > 0.01 * group.time_s ? `; wanted within ${seconds(group.target_s)}` : "";
+  const slow = Object.entries(group.slow_stages).map(([stage, degree]) => `stage ${stage} × ${number(degree)}`).join(", ");
+  if (report) return `slow: ${scopeText(report)}, ${slownessText(report)}${slow ? ` (planned with ${slow})` : ""}${coming}`;
+  const own_s = status.job.deadline_s ?? frontier.baseline_time_s;
+  return (group.target_s > own_s * 1.0001 ? "would wait for the slowest, so it runs slower and saves" : "at its own pace") + coming;
+}
+
+function draw(status, frontier, grouped) {
+  const now = JSON.stringify([status.decision.straggler_time_s, frontier, grouped]);
+  if (now === drawn) return;
+  drawn = now;
+  const marks = grouped.map(mark);
+  const slowest_s = status.decision.straggler_time_s;
+  const highs = [...frontier.energies_j, frontier.baseline_j, ...marks.map((each) => each.y)];
+  const yRange = charts.range(highs, 0.08);
+  charts.line(byId("frontier"), {
+    description: description(frontier, grouped, slowest_s),
+    x: { label: "Iteration time", unit: "s" },
+    y: { label: "Energy of one pipeline's iteration", unit: "J", range: yRange },
+    series: [
+      { name: "Least energy for each iteration time", color: 1, x: frontier.times_s, y: frontier.energies_j },
+      { name: `What iterations take: ${seconds(slowest_s)}`, color: 7, dashed: true, x: [slowest_s, slowest_s], y: yRange },
+    ],
+    marks: [{ name: "All clocks at maximum", color: 7, shape: "diamond", x: frontier.baseline_time_s, y: frontier.baseline_j }, ...marks],
+  });
+  placed = new Map(grouped.flatMap((group) => group.numbers.map((each) => [each, { x: group.time_s, y: group.energy_j }])));
+  say(byId("frontier-caption"), `Of one pipeline, replayed from a ${frontier.origin} profile; energy with waiting to the iteration's end. A pipeline with slow stages may lie off the curve, which is of one without.`);
+}
+
+function mark(group, index) {
+  const name = `${group.numbers.length > 1 ? "Pipelines" : "Pipeline"} ${ranges(group.numbers)}`;
+  const isSlow = group.report !== null;
+  const from = group.numbers.map((each) => placed.get(each)).find(Boolean) ?? null;
+  const shown = index < MOST_LABELS;
+  return { name, color: isSlow ? 2 : 3, shape: isSlow ? "triangle" : "circle", x: group.time_s, y: group.energy_j, from,
+    label: shown ? ranges(group.numbers) : null, title: shown ? `${name}${isSlow ? " (slow)" : ""}` : null };
+}
+
+function description(frontier, grouped, slowest_s) {
+  const points = grouped.slice(0, MOST_LABELS).map((group) => `pipelines ${ranges(group.numbers)} at ${seconds(group.time_s)} and ${joules(group.energy_j)}`);
+  return `The least energy of an iteration, from ${seconds(frontier.times_s[0])} to ${seconds(frontier.times_s.at(-1))}. Iterations take ${seconds(slowest_s)}. ${points.join("; ")}.`;
+}

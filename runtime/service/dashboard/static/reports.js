@@ -1,0 +1,44 @@
+// The reports of a job that count or are to count: who says what, since when and until when.
+
+import { byId, html, keyed, part, say, show, timed } from "./dom.js";
+import { count, number, seconds } from "./format.js";
+
+const KINDS = { pipeline: "Pipeline", stage: "Stage", rank: "Rank", gpu: "GPU", node: "Node" };
+
+export const scopeText = ({ scope }) => `${KINDS[scope.kind]} ${scope.value}${scope.pipeline === null ? "" : ` of pipeline ${scope.pipeline}`}`;
+
+export function slownessText({ degree, iteration_s }) {
+  if (degree === null) return `iterations of ${seconds(iteration_s)}`;
+  return degree === 1 ? "recovered" : `${number(degree)} × as long`;
+}
+
+/** Show them; `clear(report)` is called for the button of one, where `mayClear`. */
+export function showReports(status, mayClear, clear) {
+  say(byId("reports-count"), status.reports.length ? `(${status.reports.length})` : "");
+  show(byId("no-reports"), status.reports.length === 0);
+  const counting = new Set(Object.values(status.decision.stragglers));
+  keyed(byId("reports"), status.reports, (report) => report.key, (report) => made(report, clear), (element, report) => {
+    part(element, "state").replaceChildren(...state(report, counting));
+    show(part(element, "clear"), mayClear);
+  });
+}
+
+function made(report, clear) {
+  const button = html("button", { type: "button", "data-part": "clear", "aria-label": `Clear: ${scopeText(report)}, ${slownessText(report)}, report ${report.key}` }, "Clear");
+  button.addEventListener("click", () => clear(report, button));
+  const facts = [["Who", report.source], ["Cause", report.cause], ["Since", begin(report)], ["Until", report.expires_s === null ? "cleared" : timed(report.expires_s)], ["Key", html("code", {}, report.key)]];
+  return html("li", {},
+    html("div", {}, html("p", { class: "what" }, html("strong", {}, scopeText(report)), ` ${slownessText(report)} `, html("span", { class: "soft small", "data-part": "state" })),
+      html("dl", { class: "facts" }, ...facts.map(([name, value]) => html("div", {}, html("dt", {}, name), html("dd", {}, value))))),
+    button);
+}
+
+const begin = (report) => (report.begins_iteration === null ? timed(report.begins_s) : `iteration ${number(report.begins_iteration)}`);
+
+function state(report, counting) {
+  if (counting.has(report.key)) return ["· plans go by it"];
+  if (report.begins_iteration === null && report.begins_s * 1000 > Date.now()) return ["· begins ", timed(report.begins_s)];
+  return ["· noted"];
+}
+
+export const reportsText = (amount) => (amount === 0 ? "nothing slow" : count(amount, "pipeline slow", "pipelines slow"));
