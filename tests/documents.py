@@ -33,7 +33,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import click
 import yaml
 from click.testing import CliRunner
 from markdown_it import MarkdownIt
@@ -58,9 +57,24 @@ class Block:
     text: str
 
     def lines(self) -> list[str]:
-        """The commands: lines with those that a backslash continues, without comments on a line of their own."""
-        joined = self.text.replace("\\\n", " ").splitlines()
-        return [line.strip() for line in joined if line.strip() and not line.lstrip().startswith("#")]
+        """The commands: each with the lines that a backslash or an open quotation mark continues, without comments."""
+        found, begun = [], ""
+        for line in self.text.replace("\\\n", " ").splitlines():
+            begun = f"{begun}\n{line}".strip()
+            if begun and not begun.startswith("#") and _is_whole(begun):
+                found.append(begun)
+            if not begun or begun.startswith("#") or _is_whole(begun):
+                begun = ""
+        assert not begun, f"{self.place}: a quotation mark is not closed"
+        return found
+
+
+def _is_whole(command: str) -> bool:
+    try:
+        shlex.split(command, comments=True)
+    except ValueError:
+        return False
+    return True
 
 
 def _tokens(page: Path) -> Iterator[Token]:
@@ -110,12 +124,14 @@ class Reader:
     """Who reads a page and does what it says, in the current folder.
 
     Attributes:
-        port: of the service that a page starts.
+        port: of the service that a page starts or asks.
+        export: sets an environment variable, as long as the page is read.
         before: called with each command before it is run.
         names: what the page's Python has named.
     """
 
     port: int
+    export: Callable[[str, str], None]
     before: Callable[[str], None] = lambda command: None
     names: dict[str, Any] = field(default_factory=dict)
     _served: list[subprocess.Popen[str]] = field(default_factory=list)
@@ -175,7 +191,7 @@ class Reader:
         self.before(line)
         exported = re.fullmatch(r"export (\w+)=(.*)", line)
         if exported:
-            os.environ[exported[1]] = _bash(f"printf %s {exported[2]}", place)
+            self.export(exported[1], _bash(f"printf %s {exported[2]}", place))
         elif line.startswith("planner serve"):
             self._serves(line, place)
         elif line.startswith("planner ") and not re.search(r"[$|<>;&]", line.partition(" #")[0]):
@@ -296,8 +312,17 @@ _DATA: dict[str, Callable[[str], object]] = {
     "yaml": lambda text: list(yaml.safe_load_all(text)),
     "json": json.loads,
     "csv": lambda text: list(csv.DictReader(text.splitlines(), strict=True)),
-    "ini": lambda text: configparser.ConfigParser(interpolation=None, strict=False).read_string(text),
+    "ini": lambda text: _unit(text),
 }
+
+
+def _unit(text: str) -> None:
+    """A unit of systemd: what it executes is a command as any other."""
+    unit = configparser.ConfigParser(interpolation=None, strict=False)
+    unit.optionxform = str  # type: ignore[assignment,method-assign] # its keys keep their case
+    unit.read_string(text)
+    path, _, rest = unit["Service"]["ExecStart"].partition(" ")
+    check_shell(f"{Path(path).name} {rest}")
 
 
 def _words(line: str) -> list[str]:
@@ -315,10 +340,12 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
+def starts_service(page: Path) -> bool:
+    """Whether it starts a service of its own."""
+    return any(line.startswith("planner serve") for block in blocks(page) if not block.title for line in block.lines())
+
+
 def commands_of(pages: list[Path]) -> set[str]:
     """Which subcommands of the planner the pages show."""
     lines = [line for page in pages for block in blocks(page) if block.language == "sh" for line in block.lines()]
     return {found for line in lines for found in re.findall(r"(?:^|\| )planner (\w+)", line)}
-
-
-__all__ = ["PAGES", "ROOT", "Block", "Reader", "blocks", "check_inline", "click", "commands_of", "free_port"]

@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from documents import PAGES, ROOT, Reader, check_inline, commands_of, free_port, inline_commands
+from documents import PAGES, ROOT, Reader, check_inline, commands_of, free_port, inline_commands, starts_service
 from made_runs import write_run
 
 from perseus_planner import Plan
 from perseus_planner.cli import main
 
-README, *DOCS = PAGES
+DOCS = PAGES[1:]
 
 
 def _before(command: str) -> None:
@@ -25,29 +25,35 @@ def _before(command: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def reader(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reader]:
-    """Who has read README, and goes on in the folder that it left, with the service that it started."""
+def after_readme(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reader]:
+    """Who has read README, in the folder that it left, with the service that it started."""
+    folder, port = tmp_path_factory.mktemp("reader"), free_port()
+    for name in ("examples", "benchmarks"):
+        (folder / name).symlink_to(ROOT / name)
     with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(tmp_path_factory.mktemp("reader"))
-        port = free_port()
-        patch.setenv("PLANNER_SERVICE", f"http://127.0.0.1:{port}")
+        patch.chdir(folder)
         patch.setenv("PLANNER_TOKEN", "")
-        for name in ("examples", "benchmarks"):
-            Path(name).symlink_to(ROOT / name)
-        reader = Reader(port, _before)
+        reader = Reader(port, patch.setenv, _before)
         try:
+            reader.reads(PAGES[0])
             yield reader
         finally:
             reader.close()
 
 
-def test_all_that_readme_shows_runs_as_written(reader: Reader):
-    reader.reads(README)
+def test_all_that_readme_shows_runs_as_written(after_readme: Reader):
+    assert Path("plan.yaml").exists()
 
 
 @pytest.mark.parametrize("page", DOCS, ids=lambda page: page.stem)
-def test_all_that_a_page_shows_runs_as_written_after_readme(reader: Reader, page: Path):
-    reader.reads(page)
+def test_all_that_a_page_shows_runs_as_written_after_readme(
+    after_readme: Reader, page: Path, monkeypatch: pytest.MonkeyPatch
+):
+    reader = Reader(free_port() if starts_service(page) else after_readme.port, monkeypatch.setenv, _before)
+    try:
+        reader.reads(page)
+    finally:
+        reader.close()
 
 
 def test_every_command_is_shown_somewhere():
