@@ -23,7 +23,7 @@ demo: .venv/installed-plot ## examine and profile a simulated GPU, solve, plan a
 	ls -l demo
 
 docs: .venv/installed-docs ## build the pages of docs/ into site/, strictly
-	$(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 test: lint ## lint, check types and run the tests
 	$(BIN)/pytest --numprocesses=logical --dist=loadfile

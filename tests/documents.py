@@ -8,7 +8,8 @@
 | `python title="REASON"` | its imports are made, and its calls of what they import are held against the signatures |
 | `yaml`, `json`, `csv`, `ini`, with a file's name as title or without | read; where it has a name it is then that file |
 | `text title="COMMAND"` | what that command prints on both streams; … stands for any text |
-| `text` | no command: a formula, a picture, a message |
+| `text` that begins with … | a message that only some machines give: its parts stand in the sources |
+| `text` | no command: a formula, a picture |
 
 Anything else is refused, an indented block, too. In the text, `planner …` has options that there are.
 """
@@ -30,6 +31,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -177,6 +179,11 @@ class Reader:
         if block.title is None:
             programs = [word for word in map(_program, block.text.splitlines()) if word in _PROGRAMS]
             assert not programs, f"{block.place}: a command in a block of text; make it sh"
+            if block.text.startswith("…"):
+                parts = [part.strip() for part in block.text.split("…") if part.strip()]
+                assert all(any(part in said for said in _sayings()) for part in parts), (
+                    f"{block.place}: nothing says it"
+                )
             return
         result = CliRunner().invoke(main, _words(self._ported(block.title)))
         said = re.sub(r"\s+", " ", result.output).strip()
@@ -235,6 +242,14 @@ def _bash(line: str, place: str) -> str:
     return ran.stdout
 
 
+@cache
+def _sayings() -> list[str]:
+    """All constant texts of the sources, and of each f-string what stands between its values."""
+    files = [file for folder in ("perseus_planner", "profiler", "runtime") for file in (ROOT / folder).rglob("*.py")]
+    nodes = (node for file in files for node in ast.walk(ast.parse(file.read_text())))
+    return [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+
+
 def check_shell(line: str) -> None:
     """Have the options of each command of a line read by the program's own parser."""
     for part in re.split(r" \| | && ", line.partition(" #")[0].replace("2>&1", "")):
@@ -242,7 +257,9 @@ def check_shell(line: str) -> None:
         while words[0] == "sudo" or re.fullmatch(r"[A-Z_]+=\S*", words[0]):
             words.pop(0)
         program, *arguments = words
-        assert program in _PARSERS, f"{line}: no parser of {program} is known, so it cannot stand in a block with a reason"
+        assert program in _PARSERS, (
+            f"{line}: no parser of {program} is known, so it cannot stand in a block with a reason"
+        )
         _PARSERS[program](arguments)
 
 
@@ -266,7 +283,9 @@ def _planner(words: list[str]) -> None:
 
 def _pip(words: list[str]) -> None:
     assert words[0] == "install"
-    extras = re.search(r"^\[project.optional-dependencies\]\n(.*?)\n\n", (ROOT / "pyproject.toml").read_text(), re.M | re.S)
+    extras = re.search(
+        r"^\[project.optional-dependencies\]\n(.*?)\n\n", (ROOT / "pyproject.toml").read_text(), re.M | re.S
+    )
     assert extras
     known = set(re.findall(r"^(\w+) =", extras[1], re.MULTILINE))
     for word in words[1:]:
@@ -342,7 +361,8 @@ def free_port() -> int:
 
 def starts_service(page: Path) -> bool:
     """Whether it starts a service of its own."""
-    return any(line.startswith("planner serve") for block in blocks(page) if not block.title for line in block.lines())
+    run = (block for block in blocks(page) if block.language == "sh" and not block.title)
+    return any(line.startswith("planner serve") for block in run for line in block.lines())
 
 
 def commands_of(pages: list[Path]) -> set[str]:

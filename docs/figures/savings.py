@@ -40,7 +40,9 @@ class Line:
 
 def lines() -> list[Line]:
     """Plans with any number of clock changes, and with at most 8 per GPU and iteration, for each profile."""
-    sections = {section["number"]: section["tables"][0]["rows"] for section in json.loads(RESULT.read_text())["sections"]}
+    sections = {
+        section["number"]: section["tables"][0]["rows"] for section in json.loads(RESULT.read_text())["sections"]
+    }
     within = [row for row in sections[8] if row["budget"] == BUDGET]
     found = []
     for style, profile in zip("ab", PROFILES, strict=True):
@@ -62,7 +64,9 @@ def svg() -> str:
         at = " ".join(f"{_x(slowdown):.1f},{_y(percent):.1f}" for slowdown, percent in line.points)
         parts.append(f'<polyline class="line {line.style}" points="{at}"/>')
         if "budget" not in line.style:
-            parts += [f'<circle class="dot {line.style}" r="4" cx="{_x(s):.1f}" cy="{_y(p):.1f}"/>' for s, p in line.points]
+            parts += [
+                f'<circle class="dot {line.style}" r="4" cx="{_x(s):.1f}" cy="{_y(p):.1f}"/>' for s, p in line.points
+            ]
         slowdown, percent = line.points[-1]
         parts.append(f'<text x="{_x(slowdown) + 10:.1f}" y="{_y(percent) + _nudge(line):.1f}">{line.name}</text>')
     parts.append(f'<text x="{LEFT}" y="{BOTTOM + 42}">iteration time, against all clocks at their maximum</text>')
