@@ -2,11 +2,11 @@
 
 | block | what becomes of it |
 |---|---|
-| `sh` | each line is run: `planner` in this process, `planner serve` and lines that end with & beside it, all else by bash |
+| `sh` | each line is run: `planner` in this process, `planner serve` beside it, all else by bash |
 | `sh title="REASON"` | one of `REASONS`: each line is read by the program's own parser of options, and not run |
 | `python` | run; names are kept from block to block |
 | `python title="REASON"` | its imports are made, and its calls of what they import are held against the signatures |
-| `yaml`, `json`, `csv`, `ini`, with a file's name as title or without | read; where it has a name it is then that file |
+| `yaml`, `json`, `csv`, `ini`, a file's name as title or none | read; where it has a name it is then that file |
 | `text title="COMMAND"` | what that command prints on both streams; … stands for any text |
 | `text` that begins with … | a message that only some machines give: its parts stand in the sources |
 | `text` | no command: a formula, a picture |
@@ -46,7 +46,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 REASONS = {"installs", "needs a GPU", "needs a cluster", "needs root", "in the training script", "until interrupted"}
 PORT = "8400"  #: of the service, in every page; run on a free one
-_PROGRAMS = "planner curl pip python python3 make torchrun deepspeed sudo export bash".split()
+_PROGRAMS = ["planner", "curl", "pip", "python", "python3", "make", "torchrun", "deepspeed", "sudo", "export", "bash"]
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ def inline_commands(page: Path) -> list[str]:
 
 
 def check_inline(command: str) -> None:
-    """A command in the text, which may be a part of one: the subcommand, its options, the file or the target is there."""
+    """A command in the text, or a part of one: the subcommand, its options, the file or the target is there."""
     program, *words = shlex.split(command.replace("…", ""))
     if program == "make":
         assert set(words) <= _targets(), command
@@ -181,9 +181,8 @@ class Reader:
             assert not programs, f"{block.place}: a command in a block of text; make it sh"
             if block.text.startswith("…"):
                 parts = [part.strip() for part in block.text.split("…") if part.strip()]
-                assert all(any(part in said for said in _sayings()) for part in parts), (
-                    f"{block.place}: nothing says it"
-                )
+                unsaid = [part for part in parts if not any(part in said for said in _sayings())]
+                assert not unsaid, f"{block.place}: nothing says {unsaid}"
             return
         result = CliRunner().invoke(main, _words(self._ported(block.title)))
         said = re.sub(r"\s+", " ", result.output).strip()
@@ -257,9 +256,7 @@ def check_shell(line: str) -> None:
         while words[0] == "sudo" or re.fullmatch(r"[A-Z_]+=\S*", words[0]):
             words.pop(0)
         program, *arguments = words
-        assert program in _PARSERS, (
-            f"{line}: no parser of {program} is known, so it cannot stand in a block with a reason"
-        )
+        assert program in _PARSERS, f"{line}: nothing reads the options of {program}, so its block may have no reason"
         _PARSERS[program](arguments)
 
 
@@ -283,11 +280,9 @@ def _planner(words: list[str]) -> None:
 
 def _pip(words: list[str]) -> None:
     assert words[0] == "install"
-    extras = re.search(
-        r"^\[project.optional-dependencies\]\n(.*?)\n\n", (ROOT / "pyproject.toml").read_text(), re.M | re.S
-    )
-    assert extras
-    known = set(re.findall(r"^(\w+) =", extras[1], re.MULTILINE))
+    project = (ROOT / "pyproject.toml").read_text()
+    extras = project.partition("[project.optional-dependencies]\n")[2].partition("\n\n")[0]
+    known = set(re.findall(r"^(\w+) =", extras, re.MULTILINE))
     for word in words[1:]:
         named = re.fullmatch(r"(?:\.|perseus-planner)(?:\[([\w,]+)\])?", word)
         assert named, f"pip install {word}: is not this package"
