@@ -162,16 +162,10 @@ const charts = (() => {
    *   description: text for who cannot see it,
    *   x: {label, unit, range?: [low, high]}, y: the same,
    *   series: [{name, color: 1..8, x: [..], y: [..], line?: true, dashed?: false, dots?: false, errors?: [..] (+- on y),
-<<<<<<< /tmp/m.ours
    *             xErrors?: [..] (+- on x), steps?: false (a value holds until the next)}],
-   *   marks?: [{name, color: 1..8, shape, x, y, label?: text beside it, title?: text in the legend}],
-   *   table?: true for the numbers below, legend?: false for none, height?: px
-=======
-   *             steps?: false (a value holds until the next)}],
    *   marks?: [{name, color: 1..8, shape, x, y, label?: text beside it, title?: text in the legend, null: it is not there,
    *             from?: {x, y} where it was, so that it is seen to move}],
-   *   table?: true for the numbers below, height?: px
->>>>>>> /tmp/m.theirs
+   *   table?: true for the numbers below, legend?: false for none, height?: px
    * }
    */
   function line(place, chart) {
