@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 
 import pytest
 from commands import done, refusal
-from hypothesis import given
+from hypothesis import given, settings
 from made_runs import any_plan, write_run
 from strategies import fixed, jobs, smooth_profile
 from trace_rules import Read, integral
@@ -54,7 +54,7 @@ def numbered(plan: Plan) -> Plan:
 
 
 @given(jobs())
-@fixed
+@settings(fixed, max_examples=40)
 def test_any_plan_is_a_trace_that_readers_take_and_power_adds_up_to_its_energy(dag: PipelineDag):
     plan = numbered(any_plan(dag, Random(len(dag.computations))))
     plan = numbered(replace(plan, overhead_s=dag.profile.overhead_s, gpus_per_stage=dag.profile.gpus_per_stage))
@@ -245,9 +245,7 @@ def test_show_writes_traces_of_plans_and_runs_beside_what_it_says(folder: Path):
         "show plan.yaml --trace absent/a.json": (
             "--trace absent/a.json: there is no folder absent; make it, or name another"
         ),
-        "show frontier.npz --trace a.json": (
-            "--trace a.json: frontier.npz is a frontier, which has no timeline; name a plan or a run"
-        ),
+        "show frontier.npz --trace a.json": ("--trace a.json: frontier.npz has no timeline; name a plan or a run"),
     }.items():
         assert refusal(command) == (2, "", f"Error: {message}\n")
     assert not Path("a.json").exists()

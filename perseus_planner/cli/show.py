@@ -2,20 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
 from perseus_planner.cli import console
 from perseus_planner.errors import UsageError
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+FIGURES = ("points", "timeline", "timeline-clock", "curves")  #: of report/figures.py, which is not loaded for --help
+
+
+class _Shown(NamedTuple):
+    """What `show` says of one file."""
+
+    summary: Any
+    text: str
+    draw: Callable[[], Figure]  #: the figure of this file alone
+    trace: Callable[[Path], None] | None  #: None: it has no timeline
+
 
 @click.command(
     epilog=console.examples(
         "planner show frontier.npz --plot frontier.png",
-        "planner show plan.yaml --plot plan.svg",
-        "planner show plan.yaml --trace plan.json",
-        "planner show run --plot run.png --trace run.json",
+        "planner show plan.yaml --plot plan.svg --trace plan.json",
+        "planner show frontier.npz --beside plan.yaml --plot before-after.pdf --figure timeline",
+        "planner show run --plot run.png",
+        "planner show profile.yaml --plot curves.png",
     )
 )
 @click.argument("file", type=console.PATH)
@@ -27,6 +44,19 @@ from perseus_planner.errors import UsageError
     help="Figure to write as well: .png, .svg or .pdf.",
 )
 @click.option(
+    "--figure",
+    type=click.Choice(FIGURES),
+    help="Which figure of `planner report`: the frontier with plans and other planners beside it, the iteration before "
+    "and after coloured by power or by clock, or energy over time of each computation.  [default: FILE alone]",
+)
+@click.option(
+    "--beside",
+    type=console.PATH,
+    multiple=True,
+    metavar="FILE",
+    help="What --figure is to show as well: a frontier, plans, runs, or the profile.",
+)
+@click.option(
     "--trace",
     type=console.PATH,
     callback=console.writable,
@@ -34,89 +64,123 @@ from perseus_planner.errors import UsageError
     help="Timeline of a plan or run to write as well, for Perfetto (ui.perfetto.dev) or chrome://tracing: .json.",
 )
 @console.as_json
-def show(file: Path, plot: Path | None, trace: Path | None, as_json: bool) -> None:
-    """Show a frontier, the timeline of a plan, or what a training run measured beside its plan.
+def show(
+    file: Path, plot: Path | None, figure: str | None, beside: tuple[Path, ...], trace: Path | None, as_json: bool
+) -> None:
+    """Show a profile, a frontier, the timeline of a plan, or what a training run measured beside its plan.
 
-    FILE is what `planner solve` or `planner plan` wrote, or the folder that the ranks of a training run wrote. A run
-    may go on meanwhile. Its figure is of the last iteration that ran as planned on all ranks, its trace of all whose
-    computations were kept.
+    FILE is a profile.yaml, what `planner solve` or `planner plan` wrote, or the folder that the ranks of a training run
+    wrote. A run may go on meanwhile. Its figure is of the last iteration that ran as planned on all ranks, its trace of
+    all whose computations were kept.
     """
+    if figure is not None and plot is None:
+        raise UsageError("--figure: says what --plot draws; give --plot FIGURE with it")
+    if beside and figure is None:
+        raise UsageError("--beside: is for --figure; give --figure with it")
     if plot is not None:
         from perseus_planner.plotting import check_figure_path
 
         check_figure_path(plot, "--plot")
     if trace is not None:
-        console.refuse_same([file], trace, "--trace")
-    if file.is_dir():
-        _show_run(file, plot, trace, as_json)
-    elif _is_frontier(file):
-        _show_frontier(file, plot, trace, as_json)
-    else:
-        _show_plan(file, plot, trace, as_json)
+        console.refuse_same([file, *beside], trace, "--trace")
+    shown = _reader(file)(file)
+    if trace is not None and shown.trace is None:
+        raise UsageError(f"--trace {trace}: {file} has no timeline; name a plan or a run")
+    if plot is not None:
+        from perseus_planner.plotting import save_figure
+
+        save_figure(shown.draw() if figure is None else _figure(figure, (file, *beside)), plot)
+    if trace is not None and shown.trace is not None:
+        shown.trace(trace)
+    written = [each for each in (plot, trace) if each is not None]
+    console.report(shown.summary, shown.text, written, as_json=as_json)
 
 
-def _is_frontier(path: Path) -> bool:
+def _figure(name: str, files: tuple[Path, ...]) -> Figure:
+    from perseus_planner.report.figures import FIGURES
+    from perseus_planner.report.sources import read_sources
+
+    return FIGURES[name](read_sources(files))
+
+
+def _reader(path: Path) -> Callable[[Path], _Shown]:
+    """What reads the file, by how it begins; what is none of these is read as a plan, whose refusal says why."""
+    if path.is_dir():
+        return _run
     try:
         with path.open("rb") as file:
-            return file.read(2) == b"PK"  # a zip archive, as .npz is
+            head = file.read(4096)
     except OSError as error:
         from perseus_planner.documents import unreadable
 
         raise UsageError(unreadable(path, error)) from error
+    if head.startswith(b"PK"):  # a zip archive, as .npz is
+        return _frontier
+    return _profile if b"perseus-planner/profile" in head else _plan
 
 
-def _show_frontier(file: Path, plot: Path | None, trace: Path | None, as_json: bool) -> None:
-    if trace is not None:
-        raise UsageError(f"--trace {trace}: {file} is a frontier, which has no timeline; name a plan or a run")
+def _profile(file: Path) -> _Shown:
+    from perseus_planner.profiles import Profile
+    from perseus_planner.summary import summarize_profile
+    from perseus_planner.tables import profile_text
+
+    profile = Profile.load(file)
+    summary = summarize_profile(profile)
+
+    def draw() -> Figure:
+        from perseus_planner.report.figures import draw_curves
+        from perseus_planner.report.sources import Sources
+
+        return draw_curves(Sources(profile))
+
+    return _Shown(summary, profile_text(summary), draw, None)
+
+
+def _frontier(file: Path) -> _Shown:
     from perseus_planner.frontier import Frontier
     from perseus_planner.summary import summarize_frontier
     from perseus_planner.tables import frontier_text
 
     frontier = Frontier.load(file)
-    if plot is not None:
-        from perseus_planner.plotting import draw_frontier, save_figure
-
-        save_figure(draw_frontier(frontier), plot)
     summary = summarize_frontier(frontier)
-    console.report(summary, frontier_text(summary), _written(plot), as_json=as_json)
+
+    def draw() -> Figure:
+        from perseus_planner.plotting import draw_frontier
+
+        return draw_frontier(frontier)
+
+    return _Shown(summary, frontier_text(summary), draw, None)
 
 
-def _show_plan(file: Path, plot: Path | None, trace: Path | None, as_json: bool) -> None:
+def _plan(file: Path) -> _Shown:
     from perseus_planner.plan import Plan
     from perseus_planner.plan_summary import summarize_timeline
+    from perseus_planner.plan_trace import trace_plan
     from perseus_planner.tables import timeline_text
 
     plan = Plan.load(file)
-    if plot is not None:
-        from perseus_planner.plotting import draw_plan, save_figure
-
-        save_figure(draw_plan(plan), plot)
-    if trace is not None:
-        from perseus_planner.plan_trace import trace_plan
-
-        trace_plan(plan, trace)
     summary = summarize_timeline(plan)
-    console.report(summary, timeline_text(summary), _written(plot, trace), as_json=as_json)
+
+    def draw() -> Figure:
+        from perseus_planner.plotting import draw_plan
+
+        return draw_plan(plan)
+
+    return _Shown(summary, timeline_text(summary), draw, lambda path: trace_plan(plan, path))
 
 
-def _show_run(folder: Path, plot: Path | None, trace: Path | None, as_json: bool) -> None:
+def _run(folder: Path) -> _Shown:
     from perseus_planner.runs.run import Run
     from perseus_planner.runs.summary import summarize_run
     from perseus_planner.runs.text import run_text
+    from perseus_planner.runs.trace import trace_run
 
     run = Run.load(folder)
-    if plot is not None:
-        from perseus_planner.plotting import save_figure
+    summary = summarize_run(run)
+
+    def draw() -> Figure:
         from perseus_planner.runs.drawing import draw_run
 
-        save_figure(draw_run(run), plot)
-    if trace is not None:
-        from perseus_planner.runs.trace import trace_run
+        return draw_run(run)
 
-        trace_run(run, trace)
-    summary = summarize_run(run)
-    console.report(summary, run_text(summary), _written(plot, trace), as_json=as_json)
-
-
-def _written(*files: Path | None) -> list[Path]:
-    return [file for file in files if file is not None]
+    return _Shown(summary, run_text(summary), draw, lambda path: trace_run(run, path))
