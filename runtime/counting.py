@@ -114,5 +114,5 @@ def common(of_ranks: Sequence[Sequence[Counts]]) -> list[Counts] | None:
 
 
 def _stride(iteration_s: float) -> int:
-    """The greatest power of two whose iterations take `MARK_S` at most; 1 where a single one is longer."""
-    return 1 if iteration_s >= MARK_S else 1 << min(30, int(math.log2(MARK_S / max(iteration_s, 1e-9))))
+    """The greatest power of two, up to 1024, whose iterations take `MARK_S` at most; 1 where a single one is longer."""
+    return 1 if iteration_s >= MARK_S else 1 << min(10, int(math.log2(MARK_S / max(iteration_s, 1e-9))))

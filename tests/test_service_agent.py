@@ -24,6 +24,7 @@ from test_service_client import EFFECT, STATUS, refused
 from perseus_planner import Frontier, Plan, Profile, schedules, solve
 from perseus_planner.errors import FrontierError, PlanError, UsageError
 from perseus_planner.measurement import Measurement
+from perseus_planner.runtime.counting import Counts
 from perseus_planner.runtime.job import Job
 from perseus_planner.runtime.notices import Notices
 from perseus_planner.runtime.proposals import Decided, Proposal, Refused
@@ -107,7 +108,13 @@ class Training:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch):
-    for name, value in (("_FIRST_PAUSE_S", 0.01), ("_ROUND_S", 0.01), ("LONGEST_PAUSE_S", 0.05), ("_AGAIN_S", 0.0)):
+    for name, value in (
+        ("_FIRST_PAUSE_S", 0.01),
+        ("_ROUND_S", 0.01),
+        ("_COUNTS_S", 0.02),
+        ("LONGEST_PAUSE_S", 0.05),
+        ("_AGAIN_S", 0.0),
+    ):
         monkeypatch.setattr(agent_module, name, value)
 
 
@@ -191,6 +198,36 @@ def test_findings_of_all_ranks_are_told_once_and_again_to_a_service_that_has_for
         assert len(set(keys)) == 1
         assert {each["ttl_s"] for each in bodies(http, "POST", "/reports")} == {TTL_S}
         assert len(training.given) >= 1
+
+
+def test_what_ranks_have_counted_is_told_together_and_at_last(job: Job, frontier: tuple[Path, Frontier]):
+    path, found = frontier
+    service, training = Service(found.plan_for(found.baseline_time_s)), Training()
+    mailbox = Mailbox(job.store)
+
+    def counts(iterations: int) -> Counts:
+        return Counts(iterations - 1, iterations, 2.0 * iterations, iterations, 2.0 * iterations, 100.0, "simulated")
+
+    def told(http: StandIn) -> list[tuple[int, float]]:
+        return [(each["iterations"], each["energy_j"]) for each in bodies(http, "POST", "/telemetry")]
+
+    with stand_in(service) as http, running(http.address, job, training, path, None):
+        mailbox.say_counts(0, [counts(8), counts(16)])
+        mailbox.say_counts(1, [counts(8)])
+        eventually(lambda: told(http)[-1:] == [(8, 200.0)])
+        mailbox.say_counts(1, [counts(8), counts(16)])
+        eventually(lambda: told(http)[-1:] == [(16, 200.0)])
+        service.is_known = False  # it is told all of the run once more when it knows the job again
+        before = len(told(http))
+        eventually(lambda: service.is_known and told(http)[before + 1 :])
+        assert told(http)[-1] == (16, 200.0)
+        for rank in range(2):
+            mailbox.say_counts(rank, [counts(16), counts(17)])
+    sent = bodies(http, "POST", "/telemetry")
+    assert told(http)[-1] == (17, 200.0)
+    assert http.asked[-1].method == "DELETE"
+    assert len({each["run"] for each in sent}) == 1
+    assert {each["energy_is"] for each in sent} == {"simulated"}
 
 
 def test_a_service_that_comes_late_and_goes_is_told_of_in_one_notice(
