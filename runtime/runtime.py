@@ -119,7 +119,9 @@ def planner_runtime(
             when that is over.
         service: address of a planner's service, such as "http://10.0.0.5:8400" or "unix:/run/planner.sock", whose plans
             are taken as they come, and which is told what ranks turn out slow. Rank 0 alone reaches it, and shows it
-            the token in the environment variable PLANNER_TOKEN. Training goes on where it is away.
+            the token in the environment variable PLANNER_TOKEN. Training goes on where it is away. With "embedded",
+            rank 0 starts one of the job's own, a process that ends with it, and says once where it listens: at a free
+            port of loopback, or as in "embedded:8400" or "embedded:0.0.0.0:8400", which needs PLANNER_SERVICE_TOKENS.
         job: the name by which that knows this training.
         frontier: the file that `planner solve` wrote, from which that plans.
         max_changes: the switch budget of its plans, as for `planner plan`; None: any number of changes.

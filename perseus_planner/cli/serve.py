@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import select
+import signal
+import threading
 from pathlib import Path
 
 import click
@@ -10,6 +14,7 @@ from perseus_planner.cli import console
 from perseus_planner.errors import UsageError
 
 DATABASE = "planner-service.sqlite"
+_LOOK_S = 0.5  #: between two looks where the kernel does not tell that a process has ended
 
 
 @click.command(
@@ -44,6 +49,7 @@ DATABASE = "planner-service.sqlite"
 )
 @click.option("--tls-cert", type=console.PATH, metavar="FILE", help="Certificate (chain), PEM; has it speak HTTPS.")
 @click.option("--tls-key", type=console.PATH, metavar="FILE", help="Its private key, PEM, without a password.")
+@click.option("--owner", type=click.IntRange(1), metavar="PID", help="End when that process has ended, in any way.")
 def serve(
     host: str | None,
     port: int | None,
@@ -52,6 +58,7 @@ def serve(
     tokens: Path | None,
     tls_cert: Path | None,
     tls_key: Path | None,
+    owner: int | None,
 ) -> None:
     """Serve plans to training jobs, and take reports of stragglers.
 
@@ -68,10 +75,22 @@ def serve(
         from perseus_planner.runtime.service.service import Service
     except ModuleNotFoundError as error:
         raise UsageError(f"{error.name} is not installed; run `pip install 'perseus-planner[service]'`") from error
+    if owner is not None:
+        threading.Thread(target=_end_with, args=[owner], daemon=True).start()
     address = Address(host or "127.0.0.1", 8400 if port is None else port, unix, tls_cert, tls_key)
     with listening(address, read_tokens(tokens)) as listener, Storage(database) as storage, Service(storage) as service:
         said = _listening(listener.url, len(listener.tokens), database)
         serve_at(service, listener, ready=lambda: click.echo(said))
+
+
+def _end_with(owner: int) -> None:
+    """SIGTERM this process when that one has ended."""
+    from perseus_planner.runtime.controller.watched import Watched
+
+    watched = Watched(owner)
+    while not watched.has_ended():
+        select.select([] if watched.descriptor is None else [watched.descriptor], [], [], _LOOK_S)
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _listening(url: str, tokens: int, database: str) -> str:

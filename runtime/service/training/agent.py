@@ -10,8 +10,8 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from http.client import NOT_FOUND
+from contextlib import ExitStack, contextmanager, suppress
+from http.client import CONFLICT, NOT_FOUND
 
 from perseus_planner.errors import PlannerError, ServiceRefusal
 from perseus_planner.plan import Plan
@@ -20,8 +20,9 @@ from perseus_planner.runtime.notices import Notices
 from perseus_planner.runtime.plans import GivenPlan
 from perseus_planner.runtime.proposals import Decided, Proposal, Refused
 from perseus_planner.runtime.service.client.answers import PlanVersion
-from perseus_planner.runtime.service.client.client import Client
+from perseus_planner.runtime.service.client.client import TIMEOUT_S, Client
 from perseus_planner.runtime.service.client.requests import Registration
+from perseus_planner.runtime.service.training.embedded import EmbeddedService, Embedding
 from perseus_planner.runtime.service.training.findings import Findings
 from perseus_planner.runtime.service.training.mailbox import Card, Mailbox
 from perseus_planner.runtime.service.training.served import ServedJob
@@ -83,6 +84,9 @@ class Agent:
     ) -> None:
         self._served, self._job, self._pipelines, self._plan = served, job, pipelines, plan
         self._name = served.name or ""
+        embedding = Embedding.parse(served.address)
+        self._own = None if embedding is None else EmbeddedService(embedding, self._name)
+        self._address = served.address
         self._switch_to, self._notices = switch_to, notices
         self._mailbox, self._findings = Mailbox(job.store), Findings()
         self._stopped = threading.Event()
@@ -110,11 +114,23 @@ class Agent:
         self.stop()
         self._tells.join(_END_S)  # the other one may be waiting at the service, and does nothing after that
         if self._is_known.is_set():
-            with suppress(PlannerError), Client(self._served.address, timeout_s=_END_S) as service:
+            with suppress(PlannerError), self._client(_END_S) as service:
                 with suppress(PlannerError, RuntimeError):
                     self._summing.look()
                     self._tell_counts(service)
                 service.end(self._name)
+        if self._own is not None:
+            self._own.close()
+
+    def _client(self, timeout_s: float = TIMEOUT_S) -> Client:
+        return Client(self._address, None if self._own is None else self._own.token, timeout_s=timeout_s)
+
+    def _start_own(self) -> None:
+        """The service of the job's own, if it is to have one and that does not run."""
+        if self._own is not None:
+            self._address = self._own.running()
+            text = f"the service of job {self._name} listens at {self._address}"
+            self._notices.say("embedded", text, by="rank 0")
 
     # What the service wants.
 
@@ -125,9 +141,12 @@ class Agent:
         except (PlannerError, OSError, RuntimeError) as error:  # the frontier's file; the job's store
             self._notices.say("service", f"the service is not asked for plans: {error}", by="rank 0")
             return
-        with Client(self._served.address) as service:
+        service: Client | None = None
+        with ExitStack() as stack:
             while not self._stopped.is_set():
                 try:
+                    self._start_own()
+                    service = service or stack.enter_context(self._client())
                     if not self._is_known.is_set():
                         seen = self._registered(service, registration, seen)
                     found = service.plans(self._name, after=seen, wait_s=POLL_S)
@@ -156,7 +175,13 @@ class Agent:
 
     def _registered(self, service: Client, registration: Registration, seen: int) -> int:
         """Which version of the service's plans this job has seen."""
-        registered = service.register(registration)
+        try:
+            registered = service.register(registration)
+        except ServiceRefusal as error:
+            if self._own is None or error.status != CONFLICT:
+                raise
+            service.end(self._name)  # it was killed, and is another one now: on other GPUs, with another frontier
+            registered = service.register(registration)
         if registered.is_new:
             self._is_new.set()
         self._is_known.set()
@@ -176,7 +201,8 @@ class Agent:
 
     def _tell(self) -> None:
         pauses, pause_s = Pauses(), _ROUND_S
-        with Client(self._served.address) as service:
+        service: Client | None = None
+        with ExitStack() as stack:
             while not self._stopped.wait(pause_s):
                 pause_s = _ROUND_S
                 try:
@@ -188,6 +214,7 @@ class Agent:
                 if not self._is_known.is_set():
                     continue
                 try:
+                    service = service or stack.enter_context(self._client())
                     self._tell_all(service)
                     pauses.over()
                 except PlannerError as error:

@@ -13,6 +13,7 @@ from perseus_planner.plan import Plan
 from perseus_planner.runtime.service.client.client import Client
 from perseus_planner.runtime.service.client.requests import Registration
 from perseus_planner.runtime.service.model import Place
+from perseus_planner.runtime.service.training.embedded import Embedding
 from perseus_planner.runtime.service.training.mailbox import Card
 
 
@@ -21,7 +22,7 @@ class ServedJob:
     """What the caller of `planner_runtime` said of the service.
 
     Attributes:
-        address: of the service, as for `Client`.
+        address: of the service, as for `Client`, or where one of the job's own is to listen, as for `Embedding`.
         name: of the job.
         frontier: its file; as the name, it is not None where it was checked.
         max_changes: switch budget of the plans, as for `Frontier.plan_for`.
@@ -44,7 +45,8 @@ class ServedJob:
                 "frontier=, the file that `planner solve` wrote" if self.name else "job=, a name for this training"
             )
             raise UsageError(f"service={self.address!r} needs {missing}; give it to planner_runtime")
-        Client(self.address).close()
+        if Embedding.parse(self.address) is None:
+            Client(self.address).close()
         Frontier.load(self.frontier)
 
     def registration(self, cards: Iterable[Card], pipelines: int, plan: Plan | None) -> Registration:
