@@ -1,5 +1,5 @@
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint clean
+.PHONY: help demo docs test lint clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -22,6 +22,9 @@ demo: .venv/installed-plot ## examine and profile a simulated GPU, solve, plan a
 	$(BIN)/planner show demo/frontier.npz --plot demo/frontier.png --json > demo/frontier.json
 	ls -l demo
 
+docs: .venv/installed-docs ## build the pages of docs/ into site/, strictly
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
 test: lint ## lint, check types and run the tests
 	$(BIN)/pytest --numprocesses=logical --dist=loadfile
 
@@ -32,7 +35,7 @@ lint: .venv/installed-test ## check style, format and types
 	cd .venv && bin/mypy --config-file ../pyproject.toml -p perseus_planner
 
 clean: ## remove the environment, the demo and all caches
-	rm -rf .venv build demo *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv build demo site *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find perseus_planner profiler runtime tests benchmarks -name __pycache__ -prune -exec rm -rf {} +
 
 # A normal install, not an editable one: two of the package folders get their names only when installed.

@@ -29,6 +29,8 @@ class Job:
         transfer: between the stages.
         operations: what is neither forward nor backward.
         variants: computations with a profile of their own.
+        tokens_per_iteration: that all pipelines together train on; None: not known.
+        samples_per_iteration: likewise.
         files: what was read.
 
     Raises:
@@ -41,6 +43,8 @@ class Job:
     transfer: Transfer = field(default_factory=Transfer)
     operations: tuple[FixedOperation, ...] = ()
     variants: tuple[Variant, ...] = ()
+    tokens_per_iteration: int | None = None
+    samples_per_iteration: int | None = None
     files: tuple[Path, ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
@@ -86,6 +90,8 @@ class Job:
             settings.transfer,
             settings.operations,
             settings.variants,
+            settings.tokens_per_iteration,
+            settings.samples_per_iteration,
             _files(settings),
         )
 

@@ -20,6 +20,11 @@ _GRIDS = (".csv", ".txt")
 _OPERATION = re.compile(r"[a-z][a-z-]*")
 _BUILDER = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 
+_COUNTS = (
+    "microbatches", "ranks", "virtual_stages", "microbatch_group", "stages", "tensor_parallel",
+    "tokens_per_iteration", "samples_per_iteration",
+)  # fmt: skip
+
 Source = Path | tuple[Path, ...] | tuple[tuple[Path, ...], ...]
 """One profile of all stages; or one for each stage; or for each stage one for each GPU of its tensor group."""
 Power = float | tuple[float, ...]
@@ -65,6 +70,8 @@ class Settings:
         overhead_s: calibrated seconds of an iteration beside what is replayed; replaces the profile's.
         clock_change: what changing a clock costs; replaces the profile's.
         replicas: the pipelines; one, where it is empty.
+        tokens_per_iteration: that all pipelines together train on, for what a token costs.
+        samples_per_iteration: likewise, samples.
         stage: what builds a stage to be profiled, "package.module:function".
         gpu: that it is profiled on, as `gpu.open_gpu` reads it.
         file: that all this is from.
@@ -89,12 +96,14 @@ class Settings:
     overhead_s: float | None = None
     clock_change: ClockChange | None = None
     replicas: tuple[ReplicaSettings, ...] = ()
+    tokens_per_iteration: int | None = None
+    samples_per_iteration: int | None = None
     stage: str | None = None
     gpu: str | None = None
     file: Path | None = None
 
     def __post_init__(self) -> None:
-        for name in ("microbatches", "ranks", "virtual_stages", "microbatch_group", "stages", "tensor_parallel"):
+        for name in _COUNTS:
             value = getattr(self, name)
             if value is not None and COUNT.accept(value) is None:
                 raise JobError(f"{name} is {value!r}; give {COUNT.wanted}")
@@ -270,12 +279,7 @@ _OF_A_REPLICA: Mapping[str, Callable[[Document, str], Any]] = {
 _READERS: Mapping[str, Callable[[Document, str], Any]] = {
     **{key: read for key, read in _OF_A_REPLICA.items() if key != "count"},
     "schedule": _schedule,
-    "microbatches": _count,
-    "ranks": _count,
-    "virtual_stages": _count,
-    "microbatch_group": _count,
-    "stages": _count,
-    "tensor_parallel": _count,
+    **dict.fromkeys(_COUNTS, _count),
     "transfer": _transfer,
     "operations": _operations,
     "variants": _variants,

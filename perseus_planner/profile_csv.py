@@ -190,3 +190,8 @@ def _number(place: str, column: str, rule: Rule, cells: Mapping[str, str]) -> An
 def unit_of(knob: str) -> str:
     """The unit of what `knob` is set to."""
     return "W" if knob == "power-limit" else "MHz"
+
+
+def setting_of(knob: str) -> str:
+    """What `knob` is set to, as a name with its unit: clock_mhz, power_limit_w or observed_clock_mhz."""
+    return {"clock": "clock_mhz", "power-limit": "power_limit_w", "observed": "observed_clock_mhz"}[knob]

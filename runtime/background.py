@@ -17,6 +17,7 @@ from perseus_planner.errors import ControllerLost, GpuError
 from perseus_planner.runs import RanIteration
 from perseus_planner.runtime.controller.client import HUNG_S, Connection
 from perseus_planner.runtime.controller.messages import Failed, ToRank
+from perseus_planner.runtime.counting import Counts
 from perseus_planner.runtime.hook import Hook
 from perseus_planner.runtime.marks import NOTHING, Marks
 from perseus_planner.runtime.notices import Notices
@@ -109,6 +110,7 @@ class Rounds:
         notices: that are given.
         connection: to the controller; None where there is none.
         on_straggling: told when this rank's GPU turns out slow, and when that is over.
+        on_counts: told what this rank has counted, every few seconds and at last; raises nothing.
     """
 
     def __init__(
@@ -120,9 +122,11 @@ class Rounds:
         notices: Notices,
         connection: Connection | None,
         on_straggling: Callable[[Straggling], None] | None,
+        on_counts: Callable[[Sequence[Counts]], None] | None = None,
     ) -> None:
         self._pilot, self._hook, self._marks, self._telemetry, self._notices = pilot, hook, marks, telemetry, notices
-        self._connection, self._on_straggling = connection, on_straggling
+        self._connection, self._on_straggling, self._on_counts = connection, on_straggling, on_counts
+        self._counts: Sequence[Counts] = ()  #: that were told
         self._watch, self._patience = Watch(), _Patience()
         self._dwell_s: float | None = None
         self._progress, self._progressed_s = hook.progress, time.monotonic()
@@ -138,6 +142,7 @@ class Rounds:
             self._reset_if_quiet()
             self._pilot.look()
             self._report(self._telemetry.update(self._marks.finished(), messages))
+            self._tell_counts()
             self._tell()
         except GpuError as error:
             self._fail("gpu", str(error))
@@ -152,6 +157,7 @@ class Rounds:
                 messages = self._connection.messages()
             self._telemetry.update(self._marks.finished(), messages)
         self._telemetry.close()
+        self._tell_counts()
         self._tell()
 
     def _heard(self, connection: Connection) -> list[ToRank]:
@@ -201,6 +207,12 @@ class Rounds:
                 self._on_straggling(straggling)
             except Exception as error:  # of the caller's code
                 self._notices.say("on_straggling", f"on_straggling raised {type(error).__name__}: {error}")
+
+    def _tell_counts(self) -> None:
+        counts = self._telemetry.counts
+        if counts is not self._counts and self._on_counts is not None:
+            self._counts = counts
+            self._on_counts(counts)
 
     def _fail(self, key: str, text: str) -> None:
         """Nothing is set from now on; what follows from that is not said again."""

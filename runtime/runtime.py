@@ -24,7 +24,7 @@ from perseus_planner.runtime.notices import Notices
 from perseus_planner.runtime.pilot import JobPilot
 from perseus_planner.runtime.plans import GivenPlan, Plans
 from perseus_planner.runtime.program import Program
-from perseus_planner.runtime.service.training.agent import ServiceLink
+from perseus_planner.runtime.service.training.link import ServiceLink
 from perseus_planner.runtime.service.training.served import ServedJob
 from perseus_planner.runtime.straggling import Straggling
 from perseus_planner.runtime.telemetry import Telemetry
@@ -159,7 +159,8 @@ def planner_runtime(
         pilot.problem = joined.problem or problem
         hook = Hook(marks, pilot, joined.program)
         told = on_straggling if link is None else link.told(on_straggling)
-        rounds = Rounds(pilot, hook, marks, telemetry, notices, joined.connection, told)
+        counted = None if link is None else link.counted
+        rounds = Rounds(pilot, hook, marks, telemetry, notices, joined.connection, told, counted)
         try:
             with adapter.attached(hook):
                 background.start(rounds.once, rounds.descriptors)

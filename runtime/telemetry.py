@@ -19,6 +19,7 @@ from statistics import fmean
 from perseus_planner.runs.matching import Change, Seen, with_changes
 from perseus_planner.runs.ran import RanChanges, RanComputation, RanIteration
 from perseus_planner.runtime.controller.messages import Attached, Changed, Reading, ToRank
+from perseus_planner.runtime.counting import Counting, Counts, is_pause
 from perseus_planner.runtime.engines.engine import Seat
 from perseus_planner.runtime.marks import Timed
 from perseus_planner.runtime.program import Program
@@ -84,6 +85,7 @@ class Telemetry:
         self._ended: deque[tuple[int, Program | None, str | None]] = deque(maxlen=capacity)
         self._timed: deque[Timed] = deque()
         self._readings = Readings()
+        self._counting = Counting()
         self._changes: deque[Changed] = deque(maxlen=_MOST_CHANGES)
         self._in_force: int | None = None  #: what was set before the first of the changes
         self._origin: str | None = None
@@ -92,6 +94,7 @@ class Telemetry:
         self._program: Program | None = None
         self._left = False  #: whether the engine left the program
         self._asked_ns = 0  #: when the first clock of the next one was asked for
+        self._end_ns: int | None = None
 
     @property
     def iterations(self) -> tuple[RanIteration, ...]:
@@ -102,6 +105,11 @@ class Telemetry:
     def computations(self) -> tuple[RanComputation, ...]:
         """Those of the last iterations whose computations are known."""
         return tuple(each for iteration in self._computations for each in iteration)
+
+    @property
+    def counts(self) -> tuple[Counts, ...]:
+        """What was counted since training began, at a few iterations of late; for any thread."""
+        return self._counting.marks
 
     def mean(self) -> Mean | None:
         """What an iteration by the newest plan takes on average; None: none ran as planned."""
@@ -129,6 +137,7 @@ class Telemetry:
     def close(self) -> list[RanIteration]:
         """Nothing more comes: give the iterations that were still waited for, and write all that is to be written."""
         rows = [self._finish(self._timed.popleft()) for _ in range(len(self._timed))]
+        self._counting.close()
         if self._recorder is not None:
             self._recorder.keep(self.computations)
         return rows
@@ -155,6 +164,7 @@ class Telemetry:
         if program is not None and deviation is None:
             computations = self._computed(timed, program, is_open)
         row = self._row(timed, program, deviation or (_OPEN if is_open else None), computations)
+        self._count(timed, row)
         self._go_on(timed, program, left, is_open)
         self._iterations = (*self._iterations, row)[-self._capacity :]
         if computations:
@@ -162,6 +172,12 @@ class Telemetry:
         if self._recorder is not None:
             self._recorder.write(row, program, self.computations)
         return row
+
+    def _count(self, timed: Timed, row: RanIteration) -> None:
+        begin_ns = timed.begin_ns
+        if self._end_ns is not None and not is_pause((begin_ns - self._end_ns) / 1e9, row.time_s):
+            begin_ns = self._end_ns
+        self._counting.add(row, (timed.end_ns - begin_ns) / 1e9, self._readings.energy_j(begin_ns, timed.end_ns))
 
     def _told(self, number: int) -> tuple[Program | None, str | None]:
         """What the iteration of that number ran by, and what was not in it."""
@@ -224,7 +240,7 @@ class Telemetry:
     def _go_on(self, timed: Timed, program: Program | None, left: bool, was_open: bool) -> None:
         """Keep what the next iteration needs, and forget the rest; the rules are those of the hook."""
         spans_ns = timed.spans_ns or ((timed.begin_ns, timed.end_ns),)
-        self._program, self._left = program, left
+        self._program, self._left, self._end_ns = program, left, timed.end_ns
         self._asked_ns = timed.end_ns if was_open else spans_ns[-1][1]
         middle_ns = sum(spans_ns[-1]) // 2
         while self._changes and self._changes[0].seen_ns < middle_ns:

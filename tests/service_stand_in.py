@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -14,6 +14,7 @@ import pytest
 
 from perseus_planner.errors import FrontierError, InfeasibleBudget, InfeasibleDeadline, InfeasiblePower
 from perseus_planner.files import sha256
+from perseus_planner.runtime.service.alerting import Alerted
 from perseus_planner.runtime.service.http.app import create_app
 from perseus_planner.runtime.service.http.security import Access, Limits
 from perseus_planner.runtime.service.model import Conflict, Decision, Job, Report, Target, UnknownJob, UnknownReport
@@ -68,6 +69,9 @@ class StandIn:
         self._check(job)
         self.of_job[job][report.key] = report
         return self._changed(job, report)
+
+    def alert(self, reports: Sequence[Report]) -> Alerted:
+        return Alerted((), {each.key: "no job that runs has it" for each in reports})
 
     def clear(self, job: str, key: str) -> Answer:
         self._check(job)
@@ -174,10 +178,14 @@ class StandIn:
 
 @asynccontextmanager
 async def opened(
-    service: Any, access: Access | None = None, limits: Limits | None = None, **options: Any
+    service: Any,
+    access: Access | None = None,
+    limits: Limits | None = None,
+    now_s: Callable[[], float] = lambda: NOW_S,
+    **options: Any,
 ) -> AsyncIterator[httpx.AsyncClient]:
     """A client of the app of `service`, which runs meanwhile."""
-    app = create_app(service, access or Access(), limits or Limits(), now_s=lambda: NOW_S)
+    app = create_app(service, access or Access(), limits or Limits(), now_s=now_s)
     async with app.router.lifespan_context(app):
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1", **options) as client:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from importlib.util import find_spec
@@ -19,13 +20,14 @@ from strategies import fixed
 from test_service_client import EFFECT
 
 from perseus_planner.cli import main
-from perseus_planner.errors import UsageError
+from perseus_planner.errors import PlannerError, ServiceAway, UsageError
 from perseus_planner.runtime.service.client.adapters import (
-    alertmanager_reports,
+    Feed,
     megatron_reports,
     resiliency_reports,
     straggling_report,
 )
+from perseus_planner.runtime.service.client.client import Client
 from perseus_planner.runtime.service.client.requests import ReportRequest
 from perseus_planner.runtime.service.model import Scope
 from perseus_planner.runtime.straggling import Straggling
@@ -176,108 +178,31 @@ def test_the_command_follows_megatrons_log():
         assert {each.body["ttl_s"] for each in service.asked} == {600.0}
 
 
-# Alertmanager
-
-BODY = {
-    "version": "4",
-    "groupKey": '{}:{alertname="GpuThrottled"}',
-    "status": "firing",
-    "receiver": "planner",
-    "groupLabels": {"alertname": "GpuThrottled"},
-    "commonLabels": {"alertname": "GpuThrottled", "severity": "warning"},
-    "commonAnnotations": {},
-    "externalURL": "http://alertmanager:9093",
-    "truncatedAlerts": 0,
-    "alerts": [
-        {
-            "status": "firing",
-            "labels": {
-                "alertname": "GpuThrottled",
-                "DCGM_FI_DRIVER_VERSION": "550.90.07",
-                "Hostname": "node07",
-                "UUID": "GPU-604ac76c-d9cf-fef3-62e9-d92044ab6e52",
-                "device": "nvidia3",
-                "gpu": "3",
-                "instance": "10.1.2.3:9400",
-                "job": "dcgm",
-                "modelName": "NVIDIA H100 80GB HBM3",
-            },
-            "annotations": {"summary": "SM clock is low", "degree": "1.27", "cause": "compute"},
-            "startsAt": "2026-05-04T12:00:10.123Z",
-            "endsAt": "0001-01-01T00:00:00Z",
-            "generatorURL": "http://prometheus:9090/graph",
-            "fingerprint": "c4a1f3b2d5e69788",
-        },
-        {
-            "status": "resolved",
-            "labels": {"alertname": "NodeSlow", "instance": "node08:9100"},
-            "annotations": {"degree": "1.5"},
-            "startsAt": "2026-05-04T11:00:10.123Z",
-            "endsAt": "2026-05-04T12:00:00Z",
-            "generatorURL": "",
-            "fingerprint": "0f00000000000001",
-        },
-    ],
-}
+def answers(*said: tuple[int, Any]) -> Any:
+    """One after another, and then that it was taken."""
+    left = list(said)
+    return lambda *_: left.pop(0) if left else (202, EFFECT)
 
 
-def alert(labels: dict[str, Any], annotations: dict[str, Any], **fields: Any) -> dict[str, Any]:
-    return {"alerts": [{"status": "firing", "labels": labels, "annotations": annotations, **fields}]}
+def test_a_callback_of_the_resiliency_extension_needs_two_lines():
+    reports = [Report({0: 1.0, 1: 0.5}), Report({0: 1.0, 1: 0.5}), Report({0: 1.0, 1: 0.9}), Report({0: 1.0, 1: 0.99})]
+    with stand_in(answers((503, {"error": {"code": "unavailable", "message": "full"}}))) as service:
+        feed = Feed(Client(service.address), "gpt3", resiliency_reports, ttl_s=60.0)
+        for report in reports:
+            with suppress(PlannerError):  # the first is not taken
+                feed(report)
+        said = [(each.path, each.body.get("score"), each.body.get("degree")) for each in service.asked]
+        path = "/v1/jobs/gpt3/reports"
+        assert said == [(path, 0.5, None), (path, 0.5, None), (path, 0.9, None), (path, None, 1.0)]
 
 
-def test_alerts_become_reports_of_the_gpu_or_the_node_that_they_name():
-    gpu = Scope("gpu", "GPU-604ac76c-d9cf-fef3-62e9-d92044ab6e52")
-    assert alertmanager_reports(BODY) == [
-        ReportRequest("alertmanager, c4a1f3b2d5e69788", gpu, degree=1.27, cause="compute"),
-        ReportRequest("alertmanager, 0f00000000000001", Scope("node", "node08"), degree=1.0),
-    ]
-
-
-@pytest.mark.parametrize(
-    ("labels", "scope"),
-    [
-        ({"Hostname": "node07", "instance": "10.1.2.3:9400"}, Scope("node", "node07")),
-        ({"node": "k8s-7", "instance": "10.1.2.3:9400"}, Scope("node", "k8s-7")),
-        ({"instance": "[fe80::7]:9400"}, Scope("node", "fe80::7")),
-        ({"instance": "node07"}, Scope("node", "node07")),
-        ({"UUID": "", "Hostname": "node07"}, Scope("node", "node07")),
-    ],
-)
-def test_an_alert_without_a_gpu_is_of_its_node(labels: dict[str, str], scope: Scope):
-    assert alertmanager_reports(alert(labels, {"score": "0.8"}))[0].scope == scope
-
-
-def test_an_alert_says_how_slow_as_a_degree_or_as_a_score():
-    named = {"node": "n"}
-    assert alertmanager_reports(alert(named, {"score": "0.8"}))[0].score == 0.8
-    assert alertmanager_reports(alert(named, {"score": "1.2"}))[0].score == 1.0
-    assert alertmanager_reports(alert(named, {"degree": "0.97"}))[0].degree == 1.0
-    assert alertmanager_reports(alert({**named, "degree": "2"}, {"degree": "3"}))[0].degree == 2.0
-
-
-def test_without_a_fingerprint_an_alert_is_told_by_its_labels():
-    sources = {
-        alertmanager_reports(alert({"node": "n", **labels}, {"degree": degree}))[0].source
-        for labels, degree in (({}, "1.2"), ({}, "1.3"), ({"rule": "r"}, "1.2"))
-    }
-    assert len(sources) == 2
-
-
-@pytest.mark.parametrize(
-    ("body", "text"),
-    [
-        ([], "alerts: is missing or no list"),
-        ({"alerts": {}}, "alerts: is missing or no list"),
-        ({"alerts": ["x"]}, "alerts: is missing or no list"),
-        (alert({"node": "n", "alertname": "A"}, {}), r"alerts\[0\] \(A\): does not say how slow; give its rule"),
-        (alert({"node": "n"}, {"degree": "much"}), r"\(without a name\): degree 'much' is no number above 0"),
-        (alert({"node": "n"}, {"score": "0"}), "score '0' is no number above 0"),
-        (alert({"gpu": "3"}, {"degree": "1.2"}), "names no GPU and no node; keep the label UUID, Hostname"),
-        (alert({"node": "n"}, {"degree": "1.2", "cause": "bad"}), "cause 'bad' is none; write one of: compute, comm"),
-        (alert({"node": "n"}, {"degree": "1.2"}, status="other"), "its status is 'other'; it must be firing"),
-        (alert([], {"degree": "1.2"}), "names no GPU"),  # type: ignore[arg-type]
-    ],
-)  # fmt: skip
-def test_an_alert_that_does_not_say_enough_is_refused(body: Any, text: str):
-    with pytest.raises(UsageError, match=text):
-        alertmanager_reports(body)
+def test_what_could_not_be_said_of_a_recovery_is_said_the_next_time():
+    away = (503, {"error": {"code": "unavailable", "message": "full"}})
+    with stand_in(answers((202, EFFECT), away)) as service:
+        feed = Feed(Client(service.address), "gpt3", resiliency_reports)
+        feed(Report({1: 0.5}))
+        with pytest.raises(ServiceAway):
+            feed(Report({1: 1.0}))
+        assert [each.version for each in feed(Report({1: 1.0}))] == [EFFECT["version"]]
+        assert feed(Report({1: 1.0})) == []
+        assert [each.body.get("degree") for each in service.asked] == [None, 1.0, 1.0]

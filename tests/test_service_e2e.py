@@ -211,6 +211,7 @@ def test_a_straggler_that_is_reported_lets_the_others_save_what_was_promised_and
         back = taken(job, server, 3)
         job.runs(3)
         assert {job.rows(rank)[-1]["plan_s"] for rank in range(RANKS)} == {own_s}
+        _check_telemetry(job, server)
         everyone = job.said()
         _check_clocks(everyone, since, back)
         assert server("GET", "") == {"jobs": []}
@@ -219,12 +220,32 @@ def test_a_straggler_that_is_reported_lets_the_others_save_what_was_promised_and
 def _kill_and_start_again(job: Job, server: Server) -> None:
     """Training goes on meanwhile by the plans it has, and the service knows all it knew."""
     before = server("GET", "/e2e")
+    del before["telemetry"]  # its last seconds may be lost, until the job sends more
     server.end(signal.SIGKILL)
     plans = {job.rows(rank)[-1]["plan_s"] for rank in range(RANKS)}
     job.runs(4)
     assert {row["plan_s"] for rank in range(RANKS) for row in job.rows(rank)[-3:]} == plans
     server.start()
-    assert server("GET", "/e2e") == before
+    after = server("GET", "/e2e")
+    del after["telemetry"]
+    assert after == before
+
+
+def _check_telemetry(job: Job, server: Server) -> None:
+    """What the service says was taken and saved is what the ranks wrote, also of when it was away."""
+    ran = job.ran()
+    job.eventually(lambda: (found := server("GET", "/e2e")["telemetry"]) is not None and found["iterations"] >= ran)
+    found, frontier = server("GET", "/e2e")["telemetry"], server("GET", "/e2e/frontier")
+    job.eventually(lambda: job.ran() >= found["iterations"])
+    everyone = [job.rows(rank)[: found["iterations"]] for rank in range(RANKS)]
+    energy_j = sum(rows[-1]["energy_j"] - rows[0]["begin_j"] for rows in everyone)
+    ends_s = [everyone[0][0]["begin_s"], *(row["read_s"] for row in everyone[0])]
+    waits_s = [max(0.0, end_s - begin_s - frontier["baseline_time_s"]) for begin_s, end_s in pairwise(ends_s)]
+    baseline_j = 2 * (len(waits_s) * frontier["baseline_j"] + frontier["waiting_w"] * sum(waits_s))
+    assert found["energy_is"] == "simulated"
+    assert found["energy_j"] == pytest.approx(energy_j, rel=0.02)
+    assert found["baseline_j"] == pytest.approx(baseline_j, rel=0.02)
+    assert found["saved_j"] == pytest.approx(found["baseline_j"] - found["energy_j"])
 
 
 def _check_clocks(everyone: list[dict[str, Any]], since: int, back: int) -> None:

@@ -32,6 +32,7 @@ REQUESTS = [
     ("GET", "/metrics", None, "read"),
     ("POST", "/v1/jobs/gpt3/reports", SLOW, "report"),
     ("DELETE", "/v1/jobs/gpt3/reports/r1", None, "report"),
+    ("POST", "/v1/alerts", {"alerts": []}, "report"),
     ("POST", "/v1/jobs/gpt3/taken", {"version": 1, "iteration": 1}, "report"),
     ("POST", "/v1/jobs", JOB, "operate"),
     ("PUT", "/v1/jobs/gpt3/deadline", {"deadline_s": 1.0}, "operate"),

@@ -29,6 +29,15 @@ ALONE = "zeusd:0000:07:00.0"
 LOCK, RESET, ENERGY = "/gpu/set_gpu_locked_clocks", "/gpu/reset_gpu_locked_clocks", "/gpu/get_cumulative_energy"
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _what_is_there_before_is_not_looked_through() -> Iterator[None]:
+    """Whatever this process has imported by then is much; the tests collect their own garbage, one after another."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 @pytest.fixture
 def no_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
     """No libnvidia-ml.so.1, even on a machine that has one, or in a process that has loaded a stand-in."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import getpass
 import socket
 import sys
-from collections.abc import Iterable
 from typing import Any
 
 import click
@@ -85,7 +84,12 @@ def straggler(
             answer = client.clear(job, clear)
         elif megatron_log:
             _refuse({**given, "ttl_s": None}, "--megatron-log")
-            _follow_megatron(client, job, sys.stdin, given["ttl_s"])
+            from perseus_planner.runtime.service.client.adapters import Feed, megatron_reports
+
+            feed = Feed(client, job, megatron_reports, ttl_s=given["ttl_s"])
+            for line in sys.stdin:
+                if answers := feed(line):
+                    asking.say(answers)
             return
         else:
             answer = client.report(job, _request(given))
@@ -129,19 +133,3 @@ def _scope(pipeline: int | None, **others: Any) -> Any:
         raise UsageError("say what is slow in one way: --pipeline, --stage, --rank, --gpu or --node")
     ((kind, value),) = named.items()
     return Scope(kind, str(value), pipeline)
-
-
-def _follow_megatron(client: Any, job: str, lines: Iterable[str], ttl_s: float | None) -> None:
-    """Report what each line says, until there are no more."""
-    from perseus_planner.runtime.service.client.adapters import megatron_reports
-
-    slow: set[int] = set()
-    for line in lines:
-        for request in megatron_reports(line, before=slow.copy(), ttl_s=ttl_s):
-            answer = client.report(job, request)
-            rank = int(request.scope.value)
-            if request.score is not None:
-                slow.add(rank)
-            else:
-                slow.discard(rank)
-            asking.say([answer])

@@ -1,4 +1,4 @@
-"""The look that the report and the service's page share: `theme.css` and `charts.js`, without any dependency or build step."""
+"""The look that the report and the service share: `theme.css` and `charts.js`, with no dependency and no build step."""
 
 from __future__ import annotations
 

@@ -162,10 +162,10 @@ const charts = (() => {
    *   description: text for who cannot see it,
    *   x: {label, unit, range?: [low, high]}, y: the same,
    *   series: [{name, color: 1..8, x: [..], y: [..], line?: true, dashed?: false, dots?: false, errors?: [..] (+- on y),
-   *             steps?: false (a value holds until the next)}],
+   *             xErrors?: [..] (+- on x), steps?: false (a value holds until the next)}],
    *   marks?: [{name, color: 1..8, shape, x, y, label?: text beside it, title?: text in the legend, null: it is not there,
    *             from?: {x, y} where it was, so that it is seen to move}],
-   *   table?: true for the numbers below, height?: px
+   *   table?: true for the numbers below, legend?: false for none, height?: px
    * }
    */
   function line(place, chart) {
@@ -184,7 +184,8 @@ const charts = (() => {
       const image = picture(plane, chart, parts);
       image.addEventListener("pointermove", (event) => { readout.textContent = nearest(image, event, plane, chart, marks); });
       image.addEventListener("pointerleave", () => { readout.textContent = ""; });
-      return [image, legend(lineLegend(chart.series, marks)), readout, chart.table ? lineTable(chart, marks) : null];
+      const signs = (chart.legend ?? true) ? legend(lineLegend(chart.series, marks)) : null;
+      return [image, signs, readout, chart.table ? lineTable(chart, marks) : null];
     });
   }
 
@@ -199,6 +200,11 @@ const charts = (() => {
       const [x] = points[index];
       const [low, high] = [plane.y(series.y[index] - error), plane.y(series.y[index] + error)];
       if (error > 0) parts.push(svg("path", { class: "error", d: `M${x - 3} ${low}h6M${x - 3} ${high}h6M${x} ${low}V${high}` }));
+    });
+    (series.xErrors ?? []).forEach((error, index) => {
+      const y = points[index][1];
+      const [low, high] = [plane.x(series.x[index] - error), plane.x(series.x[index] + error)];
+      if (error > 0) parts.push(svg("path", { class: "error", d: `M${low} ${y - 3}v6M${high} ${y - 3}v6M${low} ${y}H${high}` }));
     });
     if (series.dots) for (const [x, y] of points) parts.push(svg("circle", { class: "dot", cx: x, cy: y, r: 2.8 }));
     return [svg("g", { class: `series-${series.color}` }, ...parts)];

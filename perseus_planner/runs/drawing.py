@@ -48,7 +48,7 @@ def draw_run(run: Run) -> Figure:
     Raises:
         RunError: there is no such iteration whose computations all ranks have kept.
     """
-    number, version = _last(run)
+    number, version = last_as_planned(run)
     summary = summarize_run(run)
     pairs = [(_planned(run, version, rank), _ran(rank, number)) for rank in run.ranks]
     in_mhz = run.plan(version, run.ranks[0].pipeline).knob != "power-limit"
@@ -68,8 +68,12 @@ def draw_run(run: Run) -> Figure:
     return figure
 
 
-def _last(run: Run) -> tuple[int, int]:
-    """Number and plan of the last iteration that ran as planned everywhere and that all ranks have kept."""
+def last_as_planned(run: Run) -> tuple[int, int]:
+    """Number and plan of the last iteration that ran as planned everywhere and that all ranks have kept.
+
+    Raises:
+        RunError: there is none.
+    """
     kept = set.intersection(*map(_kept, run.ranks))
     if not kept:
         raise RunError(

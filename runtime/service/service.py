@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -13,6 +13,7 @@ from typing import Any
 
 from perseus_planner.documents import shown
 from perseus_planner.errors import PlannerError
+from perseus_planner.runtime.service.alerting import Alerted, concerned, with_alerts
 from perseus_planner.runtime.service.checks import check_deadline, check_positive, check_report, check_same
 from perseus_planner.runtime.service.database.storage import Storage
 from perseus_planner.runtime.service.database.writing import Draft, Writer
@@ -144,6 +145,25 @@ class Service(Knowledge):
                 "" if report.key in after.reports else "it expires before it begins, or its source has seen it later"
             )
             return answer(before, after, report, counts)
+
+        return self._writer.do(command)
+
+    def alert(self, reports: Sequence[Report]) -> Alerted:
+        """Take reports that name no job: each is of every job that has its GPU or node.
+
+        One of a known key is the same alert, which may say another degree now, and is over once it has expired. All
+        are taken in one transaction, and what is wrong with one does no harm to the others.
+        """
+
+        def command(draft: Draft) -> Alerted:
+            of_jobs, ignored = concerned(draft.jobs(), reports)
+            answers = []
+            for name, said in of_jobs.items():
+                before = draft.state(name)
+                told, refused = with_alerts(before, said, self._now_s())
+                ignored |= refused
+                answers.append(answer(before, before if told is before else self._settle(draft, told)))
+            return Alerted(tuple(answers), ignored)
 
         return self._writer.do(command)
 

@@ -119,6 +119,11 @@ def _is_over(report: Report, now_s: float) -> bool:
     return report.expires_s <= now_s or (report.degree == 1.0 and has_begun)
 
 
+def _over_s(report: Report) -> float:
+    """Since when a report is over."""
+    return report.begins_s if report.degree == 1.0 else report.expires_s
+
+
 def _decided(state: JobState, planning: Planning, now_s: float) -> Decision:
     """What its pipelines are to do.
 
@@ -132,8 +137,8 @@ def _decided(state: JobState, planning: Planning, now_s: float) -> Decision:
 
 def _without_forgotten(state: JobState, now_s: float) -> JobState:
     lasting = lasting_reports(state.reports.values(), now_s, _iteration(state, now_s))
-    oldest_s = now_s - _FORGOTTEN_AFTER_S
-    return state.keeping(each for each in lasting if not _is_over(each, now_s) or each.observed_s >= oldest_s)
+    oldest_s = now_s - _FORGOTTEN_AFTER_S  # by our clock: that of a source may be hours behind
+    return state.keeping(each for each in lasting if not _is_over(each, now_s) or _over_s(each) >= oldest_s)
 
 
 def _wanted(state: JobState) -> Job:

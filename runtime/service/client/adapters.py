@@ -1,23 +1,29 @@
-"""What others say of slow ranks, as reports for the service: pure functions, which send nothing.
+"""What others say of slow ranks, as reports for the service: pure functions, and the `Feed` that sends what they say.
 
 Each takes what its source says at one moment. None of them remembers anything: where a source does not say by itself
-that something has recovered, it takes the ranks that were reported `before`, and says it of those.
+that something has recovered, it takes the ranks that were reported `before`, and says it of those. `Feed` remembers
+them. In a callback that gets the reports of NVIDIA's resiliency extension, on rank 0, with or without the service:
+
+    feed = Feed(Client("http://10.0.0.5:8400"), "gpt3", resiliency_reports, ttl_s=3 * interval_s)
+    ...
+    with suppress(PlannerError): feed(report)
+
+Alerts of Prometheus need no client: its Alertmanager posts them itself, see `perseus_planner.runtime.service.alerts`.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from datetime import datetime
-from typing import Any, cast, get_args
+from typing import Any
 
 from perseus_planner.errors import UsageError
-from perseus_planner.files import sha256
-from perseus_planner.quantities import DEGREE
+from perseus_planner.runtime.service.client.client import Client
 from perseus_planner.runtime.service.client.requests import ReportRequest
-from perseus_planner.runtime.service.model import Cause, Scope
+from perseus_planner.runtime.service.model import Scope
+from perseus_planner.runtime.service.outcomes import Answer
 from perseus_planner.runtime.straggling import SLOW, Straggling
 
 MEGATRON, RESILIENCY, RUNTIME = "megatron", "nvidia-resiliency-ext", "perseus-planner runtime"
@@ -105,23 +111,37 @@ def megatron_reports(
     return found
 
 
-def alertmanager_reports(body: Any) -> list[ReportRequest]:
-    """What a webhook of Prometheus' Alertmanager says, one report for each alert; one that is resolved has recovered.
+class Feed:
+    """Reports to the service what one source says again and again, and what has recovered since.
 
-    What is slow is read from an alert's labels: the first there is of `UUID` (a GPU, as DCGM's exporter names it),
-    `Hostname`, `node`, `nodename`, `instance` without its port (a node). How slow is the label or annotation `degree`,
-    which the rule must give, as in `degree: '{{ $value }}'`, or `score`; `cause` may stand there too.
+    A report that could not be sent is made again from what the source says next.
 
     Args:
-        body: the JSON of Alertmanager's version 4.
-
-    Raises:
-        UsageError: it is no such body, or an alert names nothing, or not how slow it is.
+        client: of the service; its timeout is how long a call may take.
+        job: the name of the job whose ranks these are.
+        reports_of: `resiliency_reports` or `megatron_reports`, or what takes the same.
+        ttl_s: for how long a report holds if nothing follows, seconds; None: until it is cleared.
     """
-    alerts = body.get("alerts") if isinstance(body, Mapping) else None
-    if not isinstance(alerts, list) or not all(isinstance(alert, Mapping) for alert in alerts):
-        raise UsageError("alerts: is missing or no list, so this is no webhook of Alertmanager; see its webhook_config")
-    return [_alerted(alert, f"alerts[{place}]") for place, alert in enumerate(alerts)]
+
+    def __init__(
+        self, client: Client, job: str, reports_of: Callable[..., list[ReportRequest]], *, ttl_s: float | None = None
+    ) -> None:
+        self._client, self._job, self._reports_of, self._ttl_s = client, job, reports_of, ttl_s
+        self._slow: set[int] = set()
+
+    def __call__(self, said: Any) -> list[Answer]:
+        """Send what follows from `said`; what the service answers.
+
+        Raises:
+            UsageError: it is not what the source says.
+            ServiceAway, ServiceRefusal: as `Client.report`.
+        """
+        answers = []
+        for request in self._reports_of(said, before=frozenset(self._slow), ttl_s=self._ttl_s):
+            answers.append(self._client.report(self._job, request))
+            change = self._slow.discard if request.degree == 1.0 else self._slow.add
+            change(int(request.scope.value))
+        return answers
 
 
 def _scores(report: Any, name: str) -> dict[int, float]:
@@ -155,58 +175,3 @@ def _local_s(text: str) -> float | None:
         return datetime.strptime(text, "%Y-%m-%d %H:%M:%S").astimezone().timestamp()
     except (ValueError, OverflowError):
         return None
-
-
-def _alerted(alert: Mapping[str, Any], place: str) -> ReportRequest:
-    labels = _texts(alert, "labels")
-    said = {**_texts(alert, "annotations"), **labels}
-    name = f"{place} ({said.get('alertname', 'without a name')})"
-    cause = said.get("cause", "unknown")
-    if cause not in get_args(Cause):
-        raise UsageError(f"{name}: cause {cause!r} is none; write one of: {', '.join(get_args(Cause))}")
-    degree, score = _alerted_degree(alert.get("status"), said, name)
-    # One alert is one source, told by its labels, so that two about one GPU stand beside each other.
-    fingerprint = str(alert.get("fingerprint") or sha256(json.dumps(labels, sort_keys=True).encode())[:16])
-    return ReportRequest(
-        source=f"alertmanager, {fingerprint}",
-        scope=_alerted_scope(said, name),
-        degree=degree,
-        score=score,
-        cause=cast(Cause, cause),
-    )
-
-
-def _alerted_degree(status: object, said: Mapping[str, str], name: str) -> tuple[float | None, float | None]:
-    """Degree or score."""
-    if status == "resolved":
-        return 1.0, None
-    if status != "firing":
-        raise UsageError(f"{name}: its status is {status!r}; it must be firing or resolved")
-    kind = next((kind for kind in ("degree", "score") if kind in said), None)
-    if kind is None:
-        raise UsageError(
-            f"{name}: does not say how slow; give its rule an annotation degree: how many times as long it takes"
-        )
-    number = DEGREE.parse(said[kind])
-    if number is None:
-        raise UsageError(f"{name}: {kind} {said[kind]!r} is no number above 0")
-    return (max(1.0, number), None) if kind == "degree" else (None, min(1.0, number))
-
-
-def _alerted_scope(said: Mapping[str, str], name: str) -> Scope:
-    if said.get("UUID"):
-        return Scope("gpu", said["UUID"])
-    for label in ("Hostname", "node", "nodename", "instance"):
-        value = said.get(label, "")
-        if label == "instance":  # host:port or [address]:port
-            value = re.sub(r":[0-9]+$", "", value).strip("[]")
-        if value:
-            return Scope("node", value)
-    raise UsageError(f"{name}: names no GPU and no node; keep the label UUID, Hostname, node or instance in its rule")
-
-
-def _texts(alert: Mapping[str, Any], name: str) -> dict[str, str]:
-    values = alert.get(name, {})
-    if not isinstance(values, Mapping):
-        return {}
-    return {str(key): str(value) for key, value in values.items()}

@@ -95,6 +95,21 @@ class EffectsAnswer(_Answer):
     answers: list[EffectAnswer]
 
 
+class IgnoredAnswer(_Answer):
+    """An alert that no job, or not every one that it is of, has taken."""
+
+    place: int = Field(description="Which one of the body, from 0.")
+    name: str = Field(description="Of its rule.")
+    problem: str = Field(description="Why, and what to do.")
+
+
+class AlertsAnswer(_Answer):
+    """What follows from alerts."""
+
+    answers: list[EffectAnswer] = Field(description="Of each job that has a GPU or node that they name.")
+    ignored: list[IgnoredAnswer]
+
+
 class TargetAnswer(_Answer):
     """What one pipeline is to do."""
 

@@ -43,6 +43,7 @@ class Metrics:
             buckets=_BUCKETS_S,
             registry=self._registry,
         )
+        self._alerts = Counter("planner_alerts", "Alerts received.", ("outcome",), registry=self._registry)
         waits = Gauge("planner_http_waiting", "Long polls and event streams that are open.", registry=self._registry)
         waits.set_function(waiting)
 
@@ -51,6 +52,11 @@ class Metrics:
         of_jobs = CollectorRegistry()
         of_jobs.register(_Jobs(jobs, self._since_s))
         return generate_latest(self._registry) + generate_latest(of_jobs)
+
+    def alerted(self, received: int, ignored: int) -> None:
+        """Count alerts, and those of them that no job has taken."""
+        self._alerts.labels("ignored").inc(ignored)
+        self._alerts.labels("reported").inc(received - ignored)
 
     def counting(self, app: ASGIApp) -> ASGIApp:
         """`app`, whose requests are counted."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Annotated
 
 from fastapi import APIRouter, Header, Path, Query, Request, Response
@@ -9,6 +10,7 @@ from fastapi.responses import StreamingResponse
 from starlette.exceptions import HTTPException
 
 from perseus_planner import __version__
+from perseus_planner.runtime.service import alerts as webhook
 from perseus_planner.runtime.service.http import answer_schemas as answers
 from perseus_planner.runtime.service.http.metrics import CONTENT_TYPE
 from perseus_planner.runtime.service.http.routing import Job, Live
@@ -18,6 +20,7 @@ from perseus_planner.runtime.service.http.routing import said as _said
 from perseus_planner.runtime.service.http.schemas import (
     KEY,
     MOST_WHOLE,
+    AlertsBody,
     DeadlineBody,
     PowerBody,
     Registration,
@@ -26,6 +29,8 @@ from perseus_planner.runtime.service.http.schemas import (
 )
 
 _LONGEST_POLL_S = 60.0
+
+_log = logging.getLogger(__name__)
 
 After = Annotated[int, Query(ge=0, le=MOST_WHOLE, description="The version that is known already; 0: none.")]
 Wait = Annotated[
@@ -119,6 +124,25 @@ async def reports(job: Job, live: Live) -> Response:
 async def clear(job: Job, key: Annotated[str, Path(pattern=KEY)], live: Live) -> Response:
     """Take a report back."""
     return _said(answers.EffectAnswer, await live.change(live.service.clear, job, key))
+
+
+@router.post(
+    "/v1/alerts",
+    dependencies=_for("report"),
+    response_model=answers.AlertsAnswer,
+    responses=_errors(),
+    description=webhook.__doc__,
+)
+async def alerts(request: Request, sent: AlertsBody, live: Live) -> Response:
+    """What Alertmanager posts; it drops all of a group that is answered with 4xx, so only what is no group is."""
+    said = webhook.alerts_of(sent.alerts, request.app.state.now_s())
+    found = await live.change(live.service.alert, [each.report for each in said if each.report is not None])
+    ignored = webhook.ignored(said, found.ignored)
+    request.app.state.metrics.alerted(len(said), len(ignored))
+    for each in said:
+        if each.report is None:
+            _log.warning("An alert of the rule %r says too little: %s", each.name, each.problem)
+    return _said(answers.AlertsAnswer, {"answers": found.answers, "ignored": ignored})
 
 
 @router.get(

@@ -6,7 +6,7 @@ import base64
 import binascii
 import math
 import uuid
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -19,6 +19,7 @@ NAME = r"^[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}$"
 KEY = r"^[!-.0-~]{1,256}$"  # printable ASCII without a blank and without /, as it stands in an address
 _LINE = r"^[^\x00-\x1f\x7f]*$"
 _MOST_S = 1e9  # some thirty years, and the epoch until 2286 with a digit more
+MOST_ALERTS = 10_000
 MOST_WHOLE = 2**53 - 1  #: the most that JSON readers agree on
 
 JobName = Annotated[str, Field(pattern=NAME, description="1 to 128 letters, digits, `.`, `_` and `-`; no `.` first.")]
@@ -149,8 +150,9 @@ class StragglerReport(_Sent):
         None,
         ge=0.0,
         le=10 * _MOST_S,
-        description="When it was observed, seconds since the epoch: what is later counts, in whatever order reports "
-        "come; null: now.",
+        description="When its source observed it, seconds since the epoch: of what one source says about one scope, "
+        "the latest counts, in whatever order reports come. null: now. What is later than now, by a clock that is "
+        "ahead, counts as observed now.",
     )
 
     @model_validator(mode="after")
@@ -176,12 +178,24 @@ class StragglerReport(_Sent):
             scope=self.scope.scope(),
             degree=1.0 / self.score if self.score is not None else self.degree,
             iteration_s=self.iteration_s,
-            observed_s=now_s if self.observed_s is None else self.observed_s,
+            observed_s=now_s if self.observed_s is None else min(self.observed_s, now_s),
             begins_s=begins_s,
             begins_iteration=self.at_iteration,
             expires_s=math.inf if self.ttl_s is None else begins_s + self.ttl_s,
             cause=self.cause,
         )
+
+
+class AlertsBody(_Sent):
+    """What a webhook of Prometheus' Alertmanager sends, version 4; other fields of it are of no interest."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    alerts: list[Any] = Field(
+        max_length=MOST_ALERTS,
+        description="Each with `status`, `labels`, `annotations`, `startsAt`, `endsAt` and `fingerprint`; one that "
+        "says too little is answered as ignored, and does the others no harm.",
+    )
 
 
 class TakenBody(_Sent):

@@ -34,7 +34,7 @@ _LOOPBACK = re.compile(r"(localhost|127(\.\d{1,3}){3}|\[::1\])(:\d{1,5})?", re.I
 _OPEN_PATHS = ("/healthz", "/v1/me")  # supervisors and the dashboard ask them, and they say nothing of any job
 _ELSEWHERE = ("cross-site", "same-site")  # whence a browser says that a request comes; same-site: of another port
 _SAFE = ("GET", "HEAD", "OPTIONS")
-_REGISTER = ("POST", "/v1/jobs")
+_REGISTER, _ALERT = ("POST", "/v1/jobs"), ("POST", "/v1/alerts")
 _HEADERS = {
     "Cache-Control": "no-store",
     "Content-Security-Policy": "default-src 'none'; frame-ancestors 'none'",
@@ -90,6 +90,7 @@ class Limits:
     Attributes:
         body_bytes: the largest body of a request.
         registration_bytes: the same where a job is registered, which carries a frontier.
+        alerts_bytes: the same where Alertmanager posts a group of alerts, of some 1.5 kB each.
         requests_per_s: how many requests a client may make in the long run.
         burst: how many of them at once.
         waiting: how many long polls and event streams may be open, over all clients.
@@ -99,6 +100,7 @@ class Limits:
 
     body_bytes: int = 64 * 2**10
     registration_bytes: int = 64 * 2**20
+    alerts_bytes: int = 8 * 2**20
     requests_per_s: float = 2000.0
     burst: int = 10_000
     waiting: int = 10_000
@@ -210,8 +212,8 @@ class Guard:
         scope.setdefault("state", {}).update(
             {"role": bearer.role if bearer else stranger, "name": bearer.name if bearer else None}
         )
-        registers = (scope["method"], scope["path"]) == _REGISTER
-        most = self._limits.registration_bytes if registers else self._limits.body_bytes
+        larger = {_REGISTER: self._limits.registration_bytes, _ALERT: self._limits.alerts_bytes}
+        most = larger.get((scope["method"], scope["path"]), self._limits.body_bytes)
         length = headers.get("content-length", "")
         if length.isdecimal() and (len(length) > 18 or int(length) > most):
             raise _too_large(most)

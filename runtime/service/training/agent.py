@@ -7,7 +7,6 @@ less often, and keeps the last finding of each rank. A service that does not kno
 from __future__ import annotations
 
 import random
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,7 +16,6 @@ from http.client import NOT_FOUND
 from perseus_planner.errors import PlannerError, ServiceRefusal
 from perseus_planner.plan import Plan
 from perseus_planner.runtime.job import Job
-from perseus_planner.runtime.joining import Joined
 from perseus_planner.runtime.notices import Notices
 from perseus_planner.runtime.plans import GivenPlan
 from perseus_planner.runtime.proposals import Decided, Proposal, Refused
@@ -25,9 +23,9 @@ from perseus_planner.runtime.service.client.answers import PlanVersion
 from perseus_planner.runtime.service.client.client import Client
 from perseus_planner.runtime.service.client.requests import Registration
 from perseus_planner.runtime.service.training.findings import Findings
-from perseus_planner.runtime.service.training.mailbox import Card, Finding, Mailbox
+from perseus_planner.runtime.service.training.mailbox import Card, Mailbox
 from perseus_planner.runtime.service.training.served import ServedJob
-from perseus_planner.runtime.straggling import Straggling
+from perseus_planner.runtime.service.training.summing import Summing
 
 POLL_S = 30.0
 """How long one question for newer plans waits at the service."""
@@ -38,6 +36,7 @@ _FIRST_PAUSE_S = 0.5
 _ROUND_S = 0.25  #: between two looks for findings, and for what became of a plan
 _PLACES_S = 30.0  #: for all ranks to say where they are
 _AGAIN_S = 60.0  #: after which plans that were not taken are proposed again
+_COUNTS_S = 5.0  #: between two times that the service is told what was counted
 _END_S = 2.0  #: for the service to hear of the end
 
 
@@ -62,7 +61,7 @@ class Pauses:
 
 
 class Agent:
-    """Rank 0's part, in two threads of its own: one follows the plans, one tells of findings and of plans taken.
+    """Rank 0's part, in two threads of its own: one follows the plans, one tells of findings, counts and plans taken.
 
     Args:
         served: what the service is to know.
@@ -91,6 +90,7 @@ class Agent:
         self._is_new = threading.Event()  #: it did not know it before
         self._lock = threading.Lock()  #: of what was proposed last
         self._open: tuple[PlanVersion, Proposal, float] | None = None
+        self._summing = Summing(self._mailbox, job.ranks)
         self._follows, self._tells = (
             threading.Thread(target=run, daemon=True, name=f"perseus-planner service {what}")
             for what, run in (("plans", self._follow), ("findings", self._tell))
@@ -111,6 +111,9 @@ class Agent:
         self._tells.join(_END_S)  # the other one may be waiting at the service, and does nothing after that
         if self._is_known.is_set():
             with suppress(PlannerError), Client(self._served.address, timeout_s=_END_S) as service:
+                with suppress(PlannerError, RuntimeError):
+                    self._summing.look()
+                    self._tell_counts(service)
                 service.end(self._name)
 
     # What the service wants.
@@ -179,6 +182,7 @@ class Agent:
                 try:
                     for finding in self._mailbox.findings():
                         self._findings.add(finding)
+                    self._summing.look_if_due(_COUNTS_S)
                 except RuntimeError:  # the job's store is gone, and the job with it
                     return
                 if not self._is_known.is_set():
@@ -205,6 +209,14 @@ class Agent:
             with self._lock:
                 if self._open is not None and self._open[0] is found[0]:
                     self._open = None
+        with self._refusals_said():
+            self._tell_counts(service)
+
+    def _tell_counts(self, service: Client) -> None:
+        """Once: what it does not hear, it hears with what is counted next."""
+        counters = self._summing.taken()
+        if counters is not None:
+            service.telemetry(self._name, counters)
 
     def _taken(self) -> tuple[PlanVersion, Decided] | None:
         """The plans that were proposed last, once all ranks take them; what they do not take is proposed again."""
@@ -232,59 +244,3 @@ class Agent:
             self._is_known.clear()
         if not self._stopped.is_set():
             self._notices.say("service", f"{error}; training goes on by the plan it has", by="rank 0")
-
-
-class ServiceLink:
-    """One rank's part.
-
-    Args:
-        served: what the service is to know; rank 0's counts.
-        job: all ranks.
-        notices: of this rank.
-    """
-
-    def __init__(self, served: ServedJob, job: Job, notices: Notices) -> None:
-        self.served = served
-        self._job, self._notices = job, notices
-        self._mailbox = Mailbox(job.store)
-        self._agent: Agent | None = None
-
-    def begin(self, joined: Joined, plan: Plan | None, switch_to: Callable[[GivenPlan], Proposal]) -> None:
-        """Training begins.
-
-        Args:
-            joined: what this rank knows.
-            plan: what its pipeline runs by at first.
-            switch_to: of its `Runtime`.
-        """
-        gpu = "" if joined.gpu is None else joined.gpu.uuid
-        card = Card(self._job.rank, joined.pipeline, joined.engine.seat.rank, socket.gethostname(), gpu)
-        with suppress(RuntimeError):  # the job's store is gone: training itself will say that
-            self._mailbox.say_place(card)
-        if self._job.rank == 0:
-            self._agent = Agent(self.served, self._job, joined.pipelines, plan, switch_to, self._notices)
-            self._agent.start()
-
-    def told(self, then: Callable[[Straggling], None] | None) -> Callable[[Straggling], None]:
-        """What is to be told what this rank finds out of itself, so that the service and then `then` hear of it.
-
-        It costs two operations of the job's store.
-        """
-
-        def found(straggling: Straggling) -> None:
-            with suppress(RuntimeError):  # the store is gone
-                self._mailbox.say(Finding(self._job.rank, straggling))
-            if then is not None:
-                then(straggling)
-
-        return found
-
-    def stop(self) -> None:
-        """Training is ending: nothing more is taken; returns at once."""
-        if self._agent is not None:
-            self._agent.stop()
-
-    def close(self) -> None:
-        """Training has ended: the service is told."""
-        if self._agent is not None:
-            self._agent.close()

@@ -1,4 +1,4 @@
-"""What the ranks of a job tell its rank 0, through the job's own store: where they are, and what they find out.
+"""What the ranks of a job tell its rank 0, through the job's own store: where they are, what they find out and count.
 
 So that rank 0 alone reaches the service, and has its token.
 """
@@ -6,9 +6,11 @@ So that rank 0 alone reaches the service, and has its token.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
+from perseus_planner.runtime.counting import Counts
 from perseus_planner.runtime.shared_state import read
 from perseus_planner.runtime.straggling import Straggling
 
@@ -83,3 +85,12 @@ class Mailbox:
             values = json.loads(text)
             found.append(Finding(values["rank"], Straggling(**values["straggling"])))
         return found
+
+    def say_counts(self, rank: int, counts: Sequence[Counts]) -> None:
+        """Of this rank, in the place of what it said before: one operation of the store."""
+        self._store.set(f"counts/{rank}", json.dumps([asdict(each) for each in counts]))
+
+    def counts(self, rank: int) -> tuple[Counts, ...]:
+        """Of another rank, the newest last; empty where it has not said any."""
+        found = read(self._store, f"counts/{rank}")
+        return () if found is None else tuple(Counts(**each) for each in json.loads(found))

@@ -1,0 +1,336 @@
+// Timelines of an iteration on canvas: one below the other on one time axis, zoomed and panned together.
+//
+// A lane is one rank; its computations come as lists of whole microseconds, from which nothing is built but typed arrays:
+// tens of thousands of them must be drawn while a finger moves.
+
+"use strict";
+
+const timelines = (() => {
+  const WORDS = { F: "forward", B: "backward", I: "input gradient", W: "weight gradient" };
+  const LEFT = 40, AXIS = 22, GAP = 3; // px: room for ranks' numbers, for the time axis, between lanes
+
+  /** A lane with the times at which things begin and end, and the least and the greatest of what may colour it. */
+  function unpacked(lane, program) {
+    const count = lane.times_us.length;
+    const [begins, ends] = [new Float64Array(count), new Float64Array(count)];
+    let at = 0;
+    for (let index = 0; index < count; index += 1) {
+      begins[index] = at += lane.gaps_us[index];
+      ends[index] = at += lane.times_us[index];
+    }
+    return { ...lane, begins, ends, names: program.split(" ") };
+  }
+
+  /** The first place whose end is after `time`, by bisection. */
+  function firstAfter(ends, time) {
+    let [low, high] = [0, ends.length];
+    while (low < high) {
+      const middle = (low + high) >> 1;
+      if (ends[middle] > time) high = middle;
+      else low = middle + 1;
+    }
+    return low;
+  }
+
+  /** The least and greatest of a list that all lanes have, without what is not known; null where nothing is. */
+  function extent(lanes, key) {
+    let [low, high] = [Infinity, -Infinity];
+    for (const lane of lanes) {
+      for (const value of lane[key] ?? []) {
+        if (value === null) continue;
+        if (value < low) low = value;
+        if (value > high) high = value;
+      }
+    }
+    return low <= high ? { low, high } : null;
+  }
+
+  /** A colour for each of 64 steps from little to much, between the theme's five. */
+  function scale() {
+    const style = getComputedStyle(document.documentElement);
+    const stops = [0, 1, 2, 3, 4].map((index) => rgb(style.getPropertyValue(`--scale-${index}`).trim()));
+    return Array.from({ length: 64 }, (_, step) => {
+      const at = (step / 63) * 4, low = Math.min(3, Math.floor(at)), part = at - low;
+      const mixed = stops[low].map((value, channel) => Math.round(value + part * (stops[low + 1][channel] - value)));
+      return `rgb(${mixed.join(",")})`;
+    });
+  }
+
+  function rgb(hex) {
+    return [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16));
+  }
+
+  /** What "3F17" is, in words. */
+  function described(name, rank) {
+    const match = /^(\d+)([FBIW])(\d+)$/.exec(name);
+    return match ? `rank ${rank}, ${name}: ${WORDS[match[2]]} of microbatch ${match[3]}, stage ${match[1]}` : `rank ${rank}, ${name}: of fixed time`;
+  }
+
+  /** Draws all timelines of a report into `place`; `unit` is that of clocks. */
+  function show(place, data, unit) {
+    const all = data.map((each) => ({ ...each, lanes: each.lanes.map((lane, rank) => unpacked(lane, each.programs[rank])) }));
+    const lanes = all.flatMap((each) => each.lanes);
+    const ranges = { power: extent(lanes, "powers_w"), clock: extent(lanes, "clocks") };
+    const whole = Math.max(...all.map((each) => each.time_us), ...lanes.map((lane) => lane.ends[lane.ends.length - 1] ?? 0));
+    const view = { from: 0, to: whole, colour: ranges.power ? "power" : "clock" };
+    const shown = all.map((each) => added(place, each));
+    let pending = false;
+
+    function redraw() {
+      if (pending) return;
+      pending = true;
+      requestAnimationFrame(() => { pending = false; draw(); });
+    }
+
+    function draw() {
+      const colours = palette();
+      for (const each of shown) paint(each, view, ranges[view.colour], colours);
+      legend(view, ranges, unit, colours);
+    }
+
+    function zoom(factor, around = (view.from + view.to) / 2) {
+      const length = Math.min(whole, Math.max(50, (view.to - view.from) * factor)); // 50 us: shorter is nothing
+      const part = (around - view.from) / (view.to - view.from);
+      move(around - part * length, length);
+    }
+
+    function move(from, length = view.to - view.from) {
+      view.from = Math.min(Math.max(0, from), whole - length);
+      view.to = view.from + length;
+      redraw();
+    }
+
+    const actions = {
+      in: () => zoom(0.5), out: () => zoom(2), all: () => move(0, whole),
+      left: () => move(view.from - (view.to - view.from) / 4), right: () => move(view.from + (view.to - view.from) / 4),
+    };
+    for (const button of document.querySelectorAll("[data-timeline]")) button.addEventListener("click", actions[button.dataset.timeline]);
+    for (const button of document.querySelectorAll("[data-colour]")) {
+      const press = () => button.setAttribute("aria-pressed", String(button.dataset.colour === view.colour));
+      button.disabled = ranges[button.dataset.colour] === null;
+      button.addEventListener("click", () => { view.colour = button.dataset.colour; document.querySelectorAll("[data-colour]").forEach((each) => each.setAttribute("aria-pressed", String(each === button))); redraw(); });
+      press();
+    }
+    for (const each of shown) listen(each, view, { zoom, move, actions, redraw, unit });
+    new ResizeObserver(redraw).observe(place);
+    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
+    addEventListener("beforeprint", () => { document.documentElement.classList.add("printing"); draw(); });
+    addEventListener("afterprint", () => { document.documentElement.classList.remove("printing"); draw(); });
+    draw();
+    return { view, whole };
+  }
+
+  /** The elements of one timeline. */
+  function added(place, timeline) {
+    const label = `${timeline.name}, ${timeline.note}: ${timeline.lanes.length} ranks, ${charts.number(timeline.time_us / 1e6)} s. Arrow keys go from computation to computation.`;
+    const canvas = charts.html("canvas", { tabindex: "0", role: "application", "aria-label": label });
+    const readout = charts.html("p", { class: "readout", role: "status" });
+    const note = charts.html("span", { class: "note" }, `${timeline.note} · ${charts.number(timeline.time_us / 1e6)}\u00a0s `);
+    const origin = charts.html("span", { class: "origin" }, timeline.origin);
+    place.append(charts.html("div", { class: "timeline" }, charts.html("h3", {}, timeline.name, note, origin), canvas, readout));
+    return { timeline, canvas, readout, selected: null };
+  }
+
+  function palette() {
+    const style = getComputedStyle(document.documentElement);
+    const of = (name) => style.getPropertyValue(name).trim();
+    return { steps: scale(), ink: of("--ink"), soft: of("--ink-soft"), waiting: of("--waiting"), critical: of("--critical"), line: of("--line"), accent: of("--accent"), unknown: of("--series-7"), font: of("--font") };
+  }
+
+  /** A canvas of that size in CSS pixels, sharp on any screen; what to draw on. */
+  function prepared(canvas, width, height) {
+    const ratio = Math.min(3, devicePixelRatio || 1);
+    if (canvas.width !== Math.round(width * ratio)) canvas.width = Math.round(width * ratio);
+    if (canvas.height !== Math.round(height * ratio)) canvas.height = Math.round(height * ratio);
+    const context = canvas.getContext("2d");
+    context.setTransform(ratio, 0, 0, ratio, 0, 0);
+    context.clearRect(0, 0, width, height);
+    return context;
+  }
+
+  function geometry({ canvas, timeline }) {
+    const count = timeline.lanes.length, width = canvas.parentElement.clientWidth;
+    const high = Math.min(26, Math.max(7, Math.floor(300 / count)));
+    return { width, high, left: LEFT, span: width - LEFT - 2, height: count * (high + GAP) + AXIS };
+  }
+
+  function paint(shown, view, range, colours) {
+    const { timeline, canvas, selected } = shown;
+    const place = geometry(shown);
+    if (place.width === 0) return;
+    canvas.setAttribute("height", canvas.height); // the attribute, not a style, which a strict policy would refuse
+    const context = prepared(canvas, place.width, place.height);
+    const x = (time) => place.left + ((time - view.from) / (view.to - view.from)) * place.span;
+    context.font = `11px ${colours.font}`;
+    context.save();
+    context.beginPath();
+    context.rect(place.left, 0, place.span, place.height);
+    context.clip();
+    timeline.lanes.forEach((lane, rank) => {
+      const y = rank * (place.high + GAP);
+      context.fillStyle = colours.waiting;
+      context.fillRect(x(0), y, x(timeline.time_us) - x(0), place.high);
+      bars(context, lane, view, x, y, place.high, range, colours);
+    });
+    if (selected !== null) mark(context, timeline, selected, x, place, colours);
+    context.restore();
+    ticks(context, view, x, place, colours);
+    ranks(context, timeline, place, colours);
+  }
+
+  function bars(context, lane, view, x, y, high, range, colours) {
+    const values = view.colour === "power" ? lane.powers_w : lane.clocks;
+    const width = range === null ? 1 : Math.max(1, range.high - range.low);
+    let filled = -Infinity; // px up to which the lane is drawn: of what is narrower than a pixel the first is seen
+    for (let index = firstAfter(lane.ends, view.from); index < lane.ends.length && lane.begins[index] < view.to; index += 1) {
+      const end = Math.round(x(lane.ends[index]));
+      let begin = Math.max(filled, Math.round(x(lane.begins[index])));
+      if (end <= begin) continue;
+      filled = end;
+      const value = values === null ? null : values[index];
+      const isWide = end - begin > 3;
+      context.fillStyle = value === null ? colours.unknown : colours.steps[Math.round((63 * (value - range.low)) / width)];
+      context.fillRect(begin, y, end - begin - (isWide ? 1 : 0), high);
+      if (lane.spare_us !== null && lane.spare_us[index] === 0) {
+        context.fillStyle = colours.critical;
+        context.fillRect(begin, y + high - Math.max(2, high / 7), end - begin, Math.max(2, high / 7));
+      }
+      if (end - begin > 44 && high >= 12) {
+        context.fillStyle = "#10151a"; // legible on all of the scale's colours but its ends, where it is white
+        if (value === null || [0, 1].some((far) => Math.abs((value - (range?.low ?? 0)) / width - far) < 0.12)) context.fillStyle = "#ffffff";
+        context.fillText(lane.names[index], begin + 4, y + high / 2 + 3);
+      }
+    }
+  }
+
+  function mark(context, timeline, { rank, index }, x, place, colours) {
+    const lane = timeline.lanes[rank], begin = x(lane.begins[index]);
+    context.strokeStyle = colours.accent;
+    context.lineWidth = 2;
+    context.strokeRect(begin - 1, rank * (place.high + GAP) - 1, Math.max(3, x(lane.ends[index]) - begin + 1), place.high + 2);
+  }
+
+  function ticks(context, view, x, place, colours) {
+    const isShort = view.to - view.from < 2e5; // us
+    const [unit, size] = isShort ? ["ms", 1e3] : ["s", 1e6];
+    const found = charts.ticks(view.from / size, view.to / size, Math.max(2, place.width / 130));
+    context.fillStyle = colours.soft;
+    context.strokeStyle = colours.line;
+    context.lineWidth = 1;
+    for (const value of found.values) {
+      const at = Math.round(x(value * size)) + 0.5, text = `${charts.number(value, found.digits)} ${unit}`;
+      context.beginPath();
+      context.moveTo(at, place.height - AXIS);
+      context.lineTo(at, place.height - AXIS + 5);
+      context.stroke();
+      const half = context.measureText(text).width / 2;
+      context.fillText(text, Math.min(Math.max(at - half, place.left), place.width - 2 * half), place.height - 4);
+    }
+  }
+
+  function ranks(context, timeline, place, colours) {
+    const every = Math.ceil(11 / (place.high + GAP)); // so that numbers do not touch
+    context.fillStyle = colours.soft;
+    timeline.lanes.forEach((_, rank) => {
+      if (rank % every) return;
+      const text = `${rank}`;
+      context.fillText(text, place.left - 8 - context.measureText(text).width, rank * (place.high + GAP) + place.high / 2 + 4);
+    });
+  }
+
+  function legend(view, ranges, unit, colours) {
+    const range = ranges[view.colour];
+    for (const each of document.querySelectorAll(".scale")) {
+      const context = prepared(each.querySelector("canvas"), 144, 13);
+      colours.steps.forEach((colour, step) => { context.fillStyle = colour; context.fillRect(step * 2.25, 0, 2.5, 13); });
+      const name = view.colour === "power" ? "W" : unit;
+      each.querySelector(".low").textContent = range === null ? "" : charts.number(range.low);
+      each.querySelector(".high").textContent = range === null ? "" : charts.quantity(range.high, name);
+    }
+  }
+
+  // --- Pointer and keyboard ------------------------------------------------------------------------------------------
+
+  function listen(shown, view, { zoom, move, actions, redraw, unit }) {
+    const { canvas, timeline, readout } = shown;
+    const pixels = () => (view.to - view.from) / geometry(shown).span;
+    const time = (event) => view.from + (event.clientX - canvas.getBoundingClientRect().left - LEFT) * pixels();
+    let drag = null;
+
+    function select(found) {
+      shown.selected = found?.index === undefined ? null : found;
+      const text = found === null ? "" : telling(timeline, found, unit);
+      if (readout.textContent !== text) readout.textContent = text;
+      redraw();
+    }
+
+    canvas.addEventListener("pointermove", (event) => {
+      if (drag !== null) move(drag.from - (event.clientX - drag.x) * pixels());
+      else select(under(shown, time(event), event));
+    });
+    canvas.addEventListener("pointerdown", (event) => {
+      drag = { x: event.clientX, from: view.from };
+      canvas.setPointerCapture(event.pointerId);
+      canvas.classList.add("dragged");
+    });
+    for (const name of ["pointerup", "pointercancel"]) canvas.addEventListener(name, () => { drag = null; canvas.classList.remove("dragged"); });
+    canvas.addEventListener("wheel", (event) => {
+      if (!event.ctrlKey && !event.metaKey && !event.shiftKey) return; // the page scrolls
+      event.preventDefault();
+      zoom(Math.exp(event.deltaY * 0.002 || event.deltaX * 0.002), time(event));
+    }, { passive: false });
+    canvas.addEventListener("dblclick", (event) => zoom(0.5, time(event)));
+    canvas.addEventListener("keydown", (event) => {
+      const go = { ArrowLeft: [0, -1], ArrowRight: [0, 1], ArrowUp: [-1, 0], ArrowDown: [1, 0] }[event.key];
+      const around = () => shown.selected === null ? undefined : timeline.lanes[shown.selected.rank].begins[shown.selected.index];
+      const keys = { "+": () => zoom(0.5, around()), "=": () => zoom(0.5, around()), "-": () => zoom(2, around()), 0: actions.all, Home: actions.all };
+      if (event.ctrlKey || event.metaKey || event.altKey) return;
+      if (go && event.shiftKey) ({ ArrowLeft: actions.left, ArrowRight: actions.right }[event.key] ?? (() => {}))();
+      else if (go) { select(stepped(timeline, shown.selected, view, go)); follow(shown, view, move); }
+      else if (keys[event.key]) keys[event.key]();
+      else return;
+      event.preventDefault();
+    });
+    canvas.addEventListener("pointerleave", () => { if (drag === null) select(null); });
+  }
+
+  /** What is under the pointer: a computation, or the waiting between two. */
+  function under(shown, time, event) {
+    const { timeline, canvas } = shown;
+    const rank = Math.floor((event.clientY - canvas.getBoundingClientRect().top) / (geometry(shown).high + GAP));
+    const lane = timeline.lanes[rank];
+    if (lane === undefined || time < 0 || time > timeline.time_us) return null;
+    const index = firstAfter(lane.ends, time);
+    if (index < lane.ends.length && lane.begins[index] <= time) return { rank, index };
+    return { rank, waits: [index === 0 ? 0 : lane.ends[index - 1], index < lane.ends.length ? lane.begins[index] : timeline.time_us] };
+  }
+
+  /** The computation that an arrow key leads to. */
+  function stepped(timeline, selected, view, [lanes, places]) {
+    if (selected === null) return { rank: 0, index: Math.min(firstAfter(timeline.lanes[0].ends, view.from), timeline.lanes[0].ends.length - 1) };
+    const rank = Math.min(Math.max(0, selected.rank + lanes), timeline.lanes.length - 1);
+    const { ends } = timeline.lanes[rank];
+    const same = firstAfter(ends, timeline.lanes[selected.rank].begins[selected.index]);
+    const index = lanes ? same : selected.index + places;
+    return { rank, index: Math.min(Math.max(0, index), ends.length - 1) };
+  }
+
+  /** Moves the view to where the selected computation is. */
+  function follow({ timeline, selected }, view, move) {
+    const { begins, ends } = timeline.lanes[selected.rank], length = view.to - view.from;
+    if (begins[selected.index] < view.from || ends[selected.index] > view.to) move(begins[selected.index] - length / 4);
+  }
+
+  function telling(timeline, { rank, index, waits }, unit) {
+    const lane = timeline.lanes[rank], ms = (us) => charts.quantity(us / 1000, "ms", 3);
+    if (waits) return `Rank ${rank} waits ${ms(waits[1] - waits[0])} at ${charts.quantity(lane.waiting_w, "W")}, from ${ms(waits[0])} on`;
+    const parts = [described(lane.names[index], rank), `${ms(lane.times_us[index])} from ${ms(lane.begins[index])} on`];
+    if (lane.clocks[index] !== null) parts.push(charts.quantity(lane.clocks[index], unit));
+    if (lane.powers_w !== null) parts.push(charts.quantity(lane.powers_w[index], "W"));
+    if (lane.spare_us !== null) parts.push(lane.spare_us[index] === 0 ? "on a critical path" : `could end ${ms(lane.spare_us[index])} later`);
+    const text = parts.join(" · ");
+    return text[0].toUpperCase() + text.slice(1);
+  }
+
+  return { show };
+})();

@@ -1,0 +1,165 @@
+"""A timeline in the Trace Event Format, as Perfetto (ui.perfetto.dev) and chrome://tracing open it.
+
+What they ask for, beyond what the format's document says:
+
+- Slices of one thread are nested or apart; Perfetto drops, or moves elsewhere, one that ends within another.
+- Times are microseconds, read as whole nanoseconds. So times here are whole nanoseconds from the start, and are
+  written with three decimals: neighbours then share their border to the last digit.
+- Process 0 and thread 0 are the idle ones of Linux; Perfetto names a thread by its number alone, whatever its process.
+  So all numbers are above 0, and no two processes or threads share one.
+- A counter keeps a value until its next one.
+- `displayTimeUnit` is left out: older versions of Perfetto took it for the unit of all times.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+from perseus_planner.errors import UsageError
+from perseus_planner.files import replacing
+
+WAITING = "waiting"
+"""The category of slices in which nothing is computed; chrome://tracing draws them in grey."""
+_GREY = "grey"  #: as it knows it; a name that it does not know it refuses
+
+
+@dataclass(frozen=True)
+class Slice:
+    """A bar on a thread.
+
+    Attributes:
+        name: what it says.
+        category: what can be searched for.
+        start_ns: nanoseconds from the start of the trace.
+        end_ns: likewise, not before `start_ns`.
+        details: name -> text, number or truth value, shown when it is clicked.
+    """
+
+    name: str
+    category: str
+    start_ns: int
+    end_ns: int
+    details: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Thread:
+    """A row of slices, one after another."""
+
+    name: str
+    slices: Sequence[Slice]
+
+
+@dataclass(frozen=True)
+class Counter:
+    """A number over time.
+
+    Attributes:
+        name: what it is of.
+        unit: of its values.
+        steps: (nanoseconds from the start, value from then on), times rising.
+    """
+
+    name: str
+    unit: str
+    steps: Sequence[tuple[int, float]]
+
+
+@dataclass(frozen=True)
+class Process:
+    """Threads that belong together, and their counters."""
+
+    name: str
+    threads: Sequence[Thread]
+    counters: Sequence[Counter]
+
+
+def steps(spans: Iterable[tuple[int, float]], end_ns: int) -> list[tuple[int, float]]:
+    """The steps of a counter: its value from each time on, and once more at the end, so that it can be integrated.
+
+    Args:
+        spans: (nanoseconds from the start, value from then on), times rising or equal; of equal ones the last counts.
+        end_ns: until when the last value is.
+    """
+    found: list[tuple[int, float]] = []
+    for at_ns, value in spans:
+        if found and found[-1][0] == at_ns:
+            found.pop()
+        if not found or found[-1][1] != value:
+            found.append((at_ns, value))
+    return [*found, (end_ns, found[-1][1])] if found and end_ns > found[-1][0] else found
+
+
+def total(counters: Sequence[Counter], name: str) -> Counter:
+    """The sum of counters of one unit, from when on all have a value."""
+    changes = sorted((at_ns, number, value) for number, each in enumerate(counters) for at_ns, value in each.steps)
+    values, known, sums = [0.0] * len(counters), set(), []
+    for at_ns, number, value in changes:
+        values[number] = value
+        known.add(number)
+        if len(known) == len(counters):
+            sums.append((at_ns, math.fsum(values)))
+    return Counter(name, counters[0].unit, steps(sums, changes[-1][0]))
+
+
+def write_trace(path: str | os.PathLike[str], processes: Sequence[Process], about: Mapping[str, Any]) -> None:
+    """Write a trace, whole or not at all; equal ones give equal bytes.
+
+    Args:
+        path: of the file.
+        processes: what is in it.
+        about: name -> text or number, of the trace as a whole.
+
+    Raises:
+        UsageError: the file cannot be written.
+    """
+    try:
+        with replacing(path) as file:
+            file.write(b'{"traceEvents":[\n')
+            for number, event in enumerate(_events(processes)):
+                file.write((",\n" if number else "").encode() + _json(event))
+            file.write(b'\n],\n"otherData":' + _json(about) + b"}\n")
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be written: {error.strerror}; check the folder") from error
+
+
+def _events(processes: Sequence[Process]) -> Iterator[dict[str, Any]]:
+    numbers = count(len(processes) + 1)
+    for pid, process in enumerate(processes, 1):
+        yield _named("process", process.name, pid)
+        threads = [(next(numbers), thread) for thread in process.threads]
+        for tid, thread in threads:
+            yield _named("thread", thread.name, pid, tid=tid)
+            yield {"ph": "M", "name": "thread_sort_index", "pid": pid, "tid": tid, "args": {"sort_index": tid}}
+        for tid, thread in threads:
+            for each in thread.slices:
+                yield _complete(each, pid, tid)
+        for counter in process.counters:
+            for at_ns, value in counter.steps:
+                yield {"ph": "C", "name": counter.name, "pid": pid, "ts": _us(at_ns), "args": {counter.unit: value}}
+
+
+def _named(what: str, name: str, pid: int, **thread: int) -> dict[str, Any]:
+    return {"ph": "M", "name": f"{what}_name", "pid": pid, **thread, "args": {"name": name}}
+
+
+def _complete(each: Slice, pid: int, tid: int) -> dict[str, Any]:
+    colour = {"cname": _GREY} if each.category == WAITING else {}
+    times = {"ts": _us(each.start_ns), "dur": _us(each.end_ns - each.start_ns)}
+    what = {"ph": "X", "name": each.name, "cat": each.category, "pid": pid, "tid": tid}
+    return {**what, **times, **colour, "args": dict(each.details)}
+
+
+def _us(time_ns: int) -> float:
+    """Microseconds; as text no more than three decimals, as a number of so few digits is the shortest for itself."""
+    return time_ns / 1000
+
+
+def _json(value: Mapping[str, Any]) -> bytes:
+    return json.dumps(value, allow_nan=False, separators=(",", ":")).encode()
