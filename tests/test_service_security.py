@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hmac
+import json
 from pathlib import Path
 
 import pytest
@@ -71,7 +72,7 @@ def test_every_address_is_in_the_table_above():
         (method, path.replace("gpt3", "{job}").replace("r1", "{key}").replace("/0/", "/{pipeline}/"))
         for method, path, *_ in REQUESTS
     }
-    assert documented - tried == {("GET", "/healthz"), ("GET", "/v1/jobs/{job}/events")}
+    assert documented - tried == {("GET", "/healthz"), ("GET", "/v1/me"), ("GET", "/v1/jobs/{job}/events")}
     assert tried <= documented
 
 
@@ -267,3 +268,61 @@ def test_answers_are_neither_kept_nor_guessed_nor_framed(path, status):
     assert answer.headers["Cache-Control"] == "no-store"
     assert answer.headers["X-Content-Type-Options"] == "nosniff"
     assert "default-src 'none'" in answer.headers["Content-Security-Policy"]
+
+
+@pytest.mark.parametrize("role", [*ROLES, None])
+def test_everyone_may_ask_who_they_are(role):
+    with asking(StandIn(), access=Access(tokens())) as ask:
+        answer = ask("GET", "/v1/me", headers={} if role is None else bearing(role))
+    assert answer.json() == {"role": role, "name": role and f"the-{role}-client"}
+
+
+def test_where_there_are_no_tokens_everyone_may_do_all():
+    with asking(StandIn()) as ask:
+        assert ask("GET", "/v1/me").json() == {"role": "operate", "name": None}
+
+
+@pytest.mark.parametrize("path", ["/", "/static/main.js", "/static/charts.js", "/static/theme.css", "/static/icon.svg"])
+def test_the_page_needs_no_token_and_may_load_and_ask_nothing_but_the_service(path):
+    with asking(StandIn(), access=Access(tokens())) as ask:
+        answer = ask("GET", path)
+        assert answer.status_code == 200
+        policy = dict(each.split(maxsplit=1) for each in answer.headers["Content-Security-Policy"].split("; "))
+        assert policy["default-src"] == "'none'"
+        assert {policy[each] for each in ("script-src", "style-src", "connect-src")} == {"'self'"}
+        assert policy["frame-ancestors"] == "'none'"
+        assert answer.headers["X-Content-Type-Options"] == "nosniff"
+        assert ask("POST", path).status_code == 405
+
+
+@pytest.mark.parametrize("name", ["none.js", "routes.py", "__init__.py", "..%2froutes.py", "%2e%2e", "", "a/b"])
+def test_no_other_file_is_served(name):
+    with asking(StandIn(), access=Access(tokens())) as ask:
+        assert ask("GET", f"/static/{name}").status_code == 401
+        assert ask("GET", f"/static/{name}", headers=bearing("read")).status_code == 404
+
+
+@pytest.mark.parametrize(
+    "kind", [None, "text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=a"]
+)
+def test_what_a_form_of_another_page_can_send_is_not_taken(kind):
+    service = StandIn()
+    with asking(service) as ask:
+        ask("POST", "/v1/jobs", json=JOB)
+        headers = {} if kind is None else {"Content-Type": kind}
+        answer = ask("POST", "/v1/jobs/gpt3/reports", content=json.dumps(SLOW), headers=headers)
+        assert answer.status_code == 422
+        assert service.of_job["gpt3"] == {}
+
+
+@pytest.mark.parametrize("site", ["cross-site", "same-site"])
+def test_a_page_of_another_site_may_change_nothing(site):
+    service = StandIn()
+    with asking(service) as ask:
+        assert ask("POST", "/v1/jobs", json=JOB, headers={"Sec-Fetch-Site": "same-origin"}).status_code == 201
+        for method, path, body, _ in REQUESTS:
+            content = {} if body is None else {"json": body}
+            answer = ask(method, path, headers={"Sec-Fetch-Site": site}, **content)
+            assert (answer.status_code == 403) == (method != "GET"), (method, path)
+        assert ask("GET", "/", headers={"Sec-Fetch-Site": site}).status_code == 200  # a link leads here
+        assert (list(service.kept), service.of_job["gpt3"]) == (["gpt3"], {})

@@ -18,7 +18,7 @@ export function showJob({ status, frontier, pipelines }, mayReport, clear) {
   say(byId("reason-text"), sentence(decision.reason));
   byId("reason-since").replaceChildren("So since ", timed(decision.since_s), ...lookAgain(decision));
   keyed(byId("cards"), cards(status, frontier), (card) => card.name, () => html("li", { class: "card" }), fillCard);
-  say(byId("origin"), originText(status, frontier));
+  byId("origin").replaceChildren(...originOf(status, frontier));
   showPipelines(status, frontier, groups(pipelines));
   showReports(status, mayReport, clear);
   document.title = `${slow ? `${reportsText(slow)} · ` : ""}${job.name} · Planner`;
@@ -73,7 +73,7 @@ function costs(status) {
   const { telemetry } = status;
   const isTold = isMetered(status);
   const saved_j = isTold ? telemetry.saved_j : expectedDayJ(status);
-  const name = isTold ? "That is, so far" : "That is, a day";
+  const name = isTold ? "Worth, so far" : "Worth, a day";
   return { name, value: money(saved_j), origin: isTold ? telemetry.energy_is : "replayed", notes: [carbon(saved_j), assumed()] };
 }
 
@@ -90,10 +90,12 @@ function changes({ telemetry }) {
   return { name: "A clock change takes", value: seconds(telemetry.set_p50_s), origin: "measured", notes: ["median", ...notes] };
 }
 
-function originText({ telemetry }, frontier) {
+/** Where the figures come from, and how fresh those of the job are: it may have stopped telling. */
+function originOf({ telemetry }, frontier) {
   const replayed = `Replayed: computed from a ${frontier.origin} profile, not measured on this job.`;
-  if (!telemetry) return `This job sends no telemetry, so nothing here is measured on it. ${replayed}`;
-  return `${telemetry.energy_is === "simulated" ? "Simulated: energy of a model of the GPU. " : ""}${replayed}`;
+  if (telemetry === null) return [`This job sends no telemetry, so nothing here is measured on it. ${replayed}`];
+  const simulated = telemetry.energy_is === "simulated" ? "Simulated: energy of a model of the GPU. " : "";
+  return ["The job last told of itself ", timed(telemetry.observed_s), `. ${simulated}${replayed}`];
 }
 
 /** Show that there is no such job, or show its view; or neither, of null. */

@@ -8,11 +8,14 @@ const SEARCHABLE = 8; // fewer are seen at a glance
 
 export const addressOf = (name) => `#/jobs/${encodeURIComponent(name)}`;
 
+const ORDER = new Intl.Collator("en", { numeric: true }); // run-9 before run-10
+const byName = (one, other) => ORDER.compare(one.job.name, other.job.name);
+
 const slowOf = (status) => Object.keys(status.decision.stragglers).length;
 
 export function showJobs(jobs, selected) {
   const wanted = byId("filter").value.trim().toLowerCase();
-  const found = jobs.filter((status) => status.job.name.toLowerCase().includes(wanted));
+  const found = jobs.filter((status) => status.job.name.toLowerCase().includes(wanted)).sort(byName);
   say(byId("jobs-count"), wanted ? `(${number(found.length)} of ${number(jobs.length)})` : `(${number(jobs.length)})`);
   show(byId("jobs-search"), jobs.length > SEARCHABLE);
   show(byId("no-jobs"), found.length === 0);
@@ -25,6 +28,8 @@ function made(status) {
     html("span", { class: "title" }, status.job.name), html("span", { class: "line small", "data-part": "line" })));
 }
 
+const madeSlow = (status) => html("li", {}, html("a", { href: addressOf(status.job.name) }, status.job.name), ": ", html("span", { "data-part": "reason" }));
+
 function fill(element, status, selected) {
   const slow = slowOf(status);
   if (status.job.name === selected) element.firstElementChild.setAttribute("aria-current", "page");
@@ -35,17 +40,19 @@ function fill(element, status, selected) {
 
 /** What all jobs do together. */
 export function showAll(jobs) {
+  const slowJobs = jobs.filter((status) => slowOf(status) > 0);
   const sum = (of) => jobs.reduce((total, status) => total + of(status), 0);
-  const slow = jobs.filter((status) => slowOf(status) > 0).length;
   const now_w = sum((status) => status.telemetry?.power_w ?? status.expected.power_w);
   const most_w = sum((status) => status.expected.baseline_power_w);
   const telling = jobs.filter((status) => status.telemetry?.energy_is).length;
   const saved_j = sum((status) => (status.telemetry?.energy_is ? status.telemetry.saved_j : 0));
   const cards = [
-    { name: "Jobs", value: number(jobs.length), notes: [slow ? `${number(slow)} with something slow` : "nothing slow in any"] },
+    { name: "Jobs", value: number(jobs.length), notes: [slowJobs.length ? `${number(slowJobs.length)} with something slow` : "nothing slow in any"] },
     { name: "Saves now, by plans", value: watts(sum((status) => status.expected_saving_w)), origin: "replayed", notes: ["where pipelines wait for a slower one"] },
   ];
   if (most_w > 0) cards.push({ name: "Power, all GPUs", value: watts(now_w), origin: telling ? "measured where told" : "replayed", notes: [`${less(now_w, most_w)} than ${watts(most_w)} with all clocks at maximum`], bar: now_w / most_w });
   if (telling) cards.push({ name: "Saved so far", value: kilowattHours(saved_j), notes: [joules(saved_j), `as told by ${count(telling, "job")}`] });
+  show(byId("all-slow"), slowJobs.length > 0);
+  keyed(byId("slow-jobs"), slowJobs, (status) => status.job.name, madeSlow, (element, status) => say(part(element, "reason"), status.decision.reason));
   keyed(byId("all-cards"), cards, (card) => card.name, () => html("li", { class: "card" }), fillCard);
 }

@@ -9,7 +9,7 @@ export const scopeText = ({ scope }) => `${KINDS[scope.kind]} ${scope.value}${sc
 
 export function slownessText({ degree, iteration_s }) {
   if (degree === null) return `iterations of ${seconds(iteration_s)}`;
-  return degree === 1 ? "recovered" : `${number(degree)} × as long`;
+  return degree === 1 ? "recovered" : `${number(degree)} times as long`;
 }
 
 /** Show them; `clear(report)` is called for the button of one, where `mayClear`. */
