@@ -7,13 +7,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from documents import PAGES, ROOT, Reader, check_inline, commands_of, free_port, inline_commands, starts_service
+from click import ClickException
+from command_options import ROOT, check_inline
+from documents import PAGES, Reader, commands_of, free_port, inline_commands, starts_service
 from made_runs import write_run
+from yaml import YAMLError
 
 from perseus_planner import Plan
 from perseus_planner.cli import main
 
 DOCS = PAGES[1:]
+pytestmark = pytest.mark.timeout(300)  # the first solver in a new environment compiles, and may not be alone
 
 
 def _before(command: str) -> None:
@@ -47,8 +51,10 @@ def test_all_that_readme_shows_runs_as_written(after_readme: Reader):
 
 @pytest.mark.parametrize("page", DOCS, ids=lambda page: page.stem)
 def test_all_that_a_page_shows_runs_as_written_after_readme(
-    after_readme: Reader, page: Path, monkeypatch: pytest.MonkeyPatch
+    after_readme: Reader, page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
+    shutil.copytree(Path.cwd(), tmp_path, symlinks=True, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
     reader = Reader(free_port() if starts_service(page) else after_readme.port, monkeypatch.setenv, _before)
     try:
         reader.reads(page)
@@ -63,4 +69,37 @@ def test_every_command_is_shown_somewhere():
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_commands_in_the_text_are_such(page: Path):
     for command in inline_commands(page):
+        check_inline(command)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "    planner show plan.yaml\n",
+        "<pre>planner show plan.yaml</pre>\n",
+        "```\nplanner show plan.yaml\n```\n",
+        "```console\nplanner show plan.yaml\n```\n",
+        "```text\n$ planner show plan.yaml\n```\n",
+        "```text\n…nobody says this…\n```\n",
+        '```text title="planner reset"\nAll is set.\n```\n',
+        '```sh title="no time"\nplanner show plan.yaml\n```\n',
+        '```sh title="needs a GPU"\nnvidia-smi\n```\n',
+        '```sh title="installs"\npip install .[gold]\n```\n',
+        '```python title="in the training script"\nfrom perseus_planner import solve\nsolve(profile, colour=1)\n```\n',
+        "```sh\nfalse\n```\n",
+        "```sh\nplanner show nothing.yaml\n```\n",
+        "```yaml\n{\n```\n",
+        "```ini\n[Service]\nExecStart=/bin/planner serve --colour\n```\n",
+    ],
+)
+def test_no_block_escapes_its_rule(text: str, folder: Path, monkeypatch: pytest.MonkeyPatch):
+    page = folder / "page.md"
+    page.write_text(text)
+    with pytest.raises((AssertionError, TypeError, ClickException, YAMLError)):
+        Reader(0, monkeypatch.setenv).reads(page)
+
+
+@pytest.mark.parametrize("command", ["planner fly", "planner show --colour", "make gold", "python benchmarks/gold.py"])
+def test_no_command_in_the_text_escapes(command: str):
+    with pytest.raises((AssertionError, KeyError)):
         check_inline(command)

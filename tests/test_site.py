@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from browsing import chromium, opened
-from documents import ROOT
+from command_options import ROOT
 from markdown_it import MarkdownIt
 
 FETCHED = {
