@@ -421,7 +421,7 @@ def test_a_poll_that_is_none_is_refused(query, place, ask):
 @pytest.mark.parametrize(
     ("method", "path", "status"),
     [
-        ("GET", "/", 404),
+        ("GET", "/v1/", 404),
         ("GET", "/docs", 404),
         ("GET", "/v2/jobs", 404),
         ("PATCH", "/v1/jobs", 405),
