@@ -278,17 +278,35 @@ def test_what_was_counted_is_there_after_a_kill_but_for_the_last_seconds_which_t
         assert service.status("gpt").telemetry == found
 
 
-def test_an_unchanged_count_is_not_written_again(place: Path):
+def test_counts_are_written_in_time_however_often_they_come_and_never_again_while_unchanged(place: Path):
     clock = Clock()
     with served(place, clock) as (service, _):
         service.register(job(), frontier_file())
-        service.telemetry("gpt", counters(10))
-        clock.now_s += WRITTEN_AFTER_S
+        for number in range(1, 5):
+            service.telemetry("gpt", counters(10 * number))
+            assert service.tick() == NOW_S + WRITTEN_AFTER_S
+            clock.now_s += WRITTEN_AFTER_S / 4
         assert service.tick() == math.inf
         known = service.status("gpt").telemetry
-        service.telemetry("gpt", counters(10))
+        service.telemetry("gpt", counters(40))
         assert service.tick() == math.inf
         assert service.status("gpt").telemetry is known
+
+
+def test_counts_of_many_jobs_are_written_a_few_at_a_time(place: Path):
+    clock = Clock()
+    with served(place, clock) as (service, _):
+        names = [f"job{number}" for number in range(100)]
+        for name in names:
+            service.register(job(name), frontier_file())
+            service.telemetry(name, counters(10))
+        clock.now_s += WRITTEN_AFTER_S
+        assert service.tick() == clock.now_s  # so the clock of the service comes again at once
+        assert service.tick() == math.inf
+        for name in names:
+            service.telemetry(name, counters(20))
+    with served(place, clock) as (service, _):
+        assert {each.telemetry.iterations for each in service.jobs()} == {20}
 
 
 def test_another_job_of_the_same_name_begins_with_nothing(place: Path):

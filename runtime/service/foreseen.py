@@ -35,33 +35,35 @@ def baseline_j(state: JobState, iteration_s: float) -> float:
     """What all pipelines take with all clocks at maximum in an iteration of `iteration_s` seconds, joules."""
     waiting_w = state.curve.waiting_w
     return math.fsum(
-        each.baseline_energy_j + waiting_w * max(0.0, iteration_s - each.baseline_time_s) for each in _costs(state)
+        count * (each.baseline_energy_j + waiting_w * max(0.0, iteration_s - each.baseline_time_s))
+        for each, count in _plans(state)
     )
 
 
 def expected(state: JobState) -> Expected:
     """What all GPUs draw on average by the newest plans, while the slowest pipeline takes as long as decided."""
-    costs, waiting_w = _costs(state), state.curve.waiting_w
-    iteration_s = max(state.decision.straggler_time_s, *(each.time_s for each in costs))
-    energy_j = math.fsum(each.energy_j + waiting_w * (iteration_s - each.time_s) for each in costs)
+    plans, waiting_w = _plans(state), state.curve.waiting_w
+    iteration_s = max(state.decision.straggler_time_s, *(each.time_s for each, _ in plans))
+    energy_j = math.fsum(count * (each.energy_j + waiting_w * (iteration_s - each.time_s)) for each, count in plans)
     return Expected(energy_j / iteration_s, baseline_j(state, iteration_s) / iteration_s, state.curve.origin)
 
 
 def pipelines(state: JobState) -> tuple[PipelineStatus, ...]:
     """Each pipeline, in order."""
-    decision = state.decision
+    decision, plans = state.decision, [each for each, _ in _plans(state)]
+    costs = [plans[place] for place in state.published.of_pipeline]
     return tuple(
         PipelineStatus(
-            number, costs.time_s, costs.energy_j, target.time_s, target.slow_stages, decision.stragglers.get(number)
+            number, each.time_s, each.energy_j, target.time_s, target.slow_stages, decision.stragglers.get(number)
         )
-        for number, (costs, target) in enumerate(zip(_costs(state), decision.targets, strict=True))
+        for number, (each, target) in enumerate(zip(costs, decision.targets, strict=True))
     )
 
 
-def _costs(state: JobState) -> list[_Costs]:
-    """Of each pipeline, in order."""
-    of_text = [_costs_of(text) for text in state.published.texts]
-    return [of_text[place] for place in state.published.of_pipeline]
+def _plans(state: JobState) -> list[tuple[_Costs, int]]:
+    """The newest plans, equal ones once, and how many pipelines have each."""
+    published = state.published
+    return [(_costs_of(text), published.of_pipeline.count(place)) for place, text in enumerate(published.texts)]
 
 
 @lru_cache(_KEPT)

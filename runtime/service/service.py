@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -307,7 +308,8 @@ class Service(Knowledge):
 
     def _end_telemetry(self) -> None:
         try:
-            self._telemetry.write(self._writer)
+            while self._telemetry.write_s < math.inf:
+                self._telemetry.write(self._writer)
         except PlannerError as error:
             _log.warning("The telemetry of the last seconds is not written: %s", error)
 

@@ -16,7 +16,8 @@ from perseus_planner.runtime.service.model import Job
 from perseus_planner.runtime.service.telemetry import Counters, JobTelemetry, counted
 
 WRITTEN_AFTER_S = 5.0
-"""How long what is sent may wait to be written."""
+"""How long what is sent waits to be written."""
+_AT_ONCE = 64  # jobs: some milliseconds, in which a report waits
 
 
 class _Entry(NamedTuple):
@@ -38,12 +39,12 @@ class TelemetryBook:
         self._entries = {name: _Entry(jobs[name].since_s, each) for name, each in stored.items()}
         self._lock = threading.Lock()
         self._unwritten: dict[str, _Entry] = {}
-        self._write_s = math.inf
+        self._write_s = math.inf  #: where something is unwritten
 
     @property
     def write_s(self) -> float:
         """When to write, seconds since the epoch; infinite: there is nothing to write."""
-        return self._write_s
+        return self._write_s if self._unwritten else math.inf
 
     def of(self, job: Job) -> JobTelemetry | None:
         """What is known of a job; None: nothing."""
@@ -60,17 +61,18 @@ class TelemetryBook:
             before = self.of(job)
             after = counted(before, sent, baseline_j, now_s)
             if after is not None and after is not before:
+                if not self._unwritten:
+                    self._write_s = now_s + WRITTEN_AFTER_S
                 self._entries[job.name] = self._unwritten[job.name] = _Entry(job.since_s, after)
-                self._write_s = min(self._write_s, now_s + WRITTEN_AFTER_S)
 
     def write(self, writer: Writer) -> None:
-        """Write what is not written yet.
+        """Write what is not written yet, of a few jobs; `write_s` says when the next are to be written.
 
         Raises:
             StorageError: it cannot be written; that is tried again with what is sent next.
         """
         with self._lock:
-            unwritten, self._unwritten, self._write_s = self._unwritten, {}, math.inf
+            unwritten = {name: self._unwritten.pop(name) for name in list(self._unwritten)[:_AT_ONCE]}
 
         def command(draft: Draft) -> None:
             for name, entry in unwritten.items():
