@@ -6,7 +6,7 @@ import json
 import math
 import re
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 import pytest
@@ -14,10 +14,11 @@ from commands import done, refusal
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_runs import write_run
-from strategies import frontiers, profiles, smooth_profile
+from strategies import jobs, profiles, smooth_profile
 
 from perseus_planner import Frontier, Profile, schedules, solve
 from perseus_planner.errors import UsageError
+from perseus_planner.frontier import trace
 from perseus_planner.measurement import Evidence
 from perseus_planner.report.curves import curves
 from perseus_planner.report.page import number, page
@@ -57,8 +58,8 @@ def data_of(text: str) -> dict:
 # --- Figures ---------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=25)
-@given(frontiers(), st.floats(0, 1))
+@settings(max_examples=12)
+@given(jobs().map(trace), st.floats(0, 1))
 def test_a_timeline_is_the_replay_in_whole_microseconds(frontier: Frontier, share: float):
     plan = frontier.plan_for(frontier.min_time_s + share * (frontier.max_time_s - frontier.min_time_s))
     timeline, spans = of_plan("plan", plan, ""), replay(plan).spans
@@ -75,8 +76,8 @@ def test_a_timeline_is_the_replay_in_whole_microseconds(frontier: Frontier, shar
         assert clock == plan.clocks.get(name)
 
 
-@settings(max_examples=25)
-@given(frontiers(), st.randoms(use_true_random=False))
+@settings(max_examples=12)
+@given(jobs().map(trace), st.randoms(use_true_random=False))
 def test_a_computation_may_end_later_by_what_it_has_to_spare_and_no_more(frontier: Frontier, rng):
     plan = frontier.plan_for(frontier.baseline_time_s)
     iteration, spans = plan.iteration, list(replay(plan).spans.values())
@@ -96,8 +97,8 @@ def test_a_computation_may_end_later_by_what_it_has_to_spare_and_no_more(frontie
     assert end_with(spare[place] + 0.01 * whole_s) == pytest.approx(1.01 * whole_s, rel=1e-9)
 
 
-@settings(max_examples=25)
-@given(frontiers())
+@settings(max_examples=12)
+@given(jobs().map(trace))
 def test_no_point_of_the_frontiers_figure_is_below_the_bound(frontier: Frontier):
     plan = frontier.plan_for(frontier.baseline_time_s)
     found = points(Sources(frontier=frontier, plans={"plan": plan}))
@@ -112,7 +113,7 @@ def test_no_point_of_the_frontiers_figure_is_below_the_bound(frontier: Frontier)
     assert {point.kind for point in found.points} >= {"baseline", "plan", "landmark"}
 
 
-@settings(max_examples=50)
+@settings(max_examples=30)
 @given(profiles(3))
 def test_no_measured_point_is_below_the_hull_of_its_curve(profile: Profile):
     for curve in curves(profile):
@@ -121,7 +122,7 @@ def test_no_measured_point_is_below_the_hull_of_its_curve(profile: Profile):
         hull = [rows[clock] for clock in curve.hull]
         assert [time_s for time_s, _ in hull] == sorted(time_s for time_s, _ in hull)
         for time_s, effective_j in rows.values():
-            for (t0, e0), (t1, e1) in zip(hull, hull[1:], strict=False):
+            for (t0, e0), (t1, e1) in pairwise(hull):
                 if t0 <= time_s <= t1:
                     line_j = e0 + (e1 - e0) * (time_s - t0) / (t1 - t0)
                     assert effective_j >= line_j - 2e-6 - 1e-6 * abs(e0)

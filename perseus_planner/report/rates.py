@@ -75,8 +75,8 @@ class Work:
         for name in ("pipelines", "iterations"):
             value = getattr(self, name)
             if value is not None and COUNT.accept(value) is None:
-                raise UsageError(f"{name}: {value!r} is not {COUNT.wanted}")
+                raise UsageError(f"{name}: {value!r} is not {COUNT.wanted}; give one")
         for name in ("tokens", "samples"):
             value = getattr(self, name)
             if value is not None and not value > 0:
-                raise UsageError(f"{name} of an iteration: {value!r} is not a number above 0; correct it")
+                raise UsageError(f"{name} of an iteration: {value!r} is not a number above 0; give one")
