@@ -103,11 +103,11 @@ def _work(sources: Sources, given: dict[str, Any]) -> Work:
     """What is given here, or else what the job file says of these pipelines."""
     from perseus_planner.report.rates import Work
 
-    job, part = sources.job, sources.of_all_pipelines
     numbers = dict(given)
-    for name, said in (("tokens", job and job.tokens_per_iteration), ("samples", job and job.samples_per_iteration)):
-        if given[name] is None and said is not None:
-            numbers[name] = _float(said * part)
+    for name, option in (("tokens_per_iteration", "tokens"), ("samples_per_iteration", "samples")):
+        said = getattr(sources.job, name, None)
+        if given[option] is None and said is not None:
+            numbers[option] = _float(said * sources.of_all_pipelines)
     if given["pipelines"] is None:
         numbers["pipelines"] = sources.pipelines
     return Work(**numbers)
