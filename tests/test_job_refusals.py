@@ -19,7 +19,8 @@ from perseus_planner.profile_groups import on_each_gpu
 JOB = "format: perseus-planner/job\nversion: 1\nprofile: two.yaml\nschedule: 1f1b\nmicrobatches: 3\n"
 KNOWN = (
     "blocking_power_w, clock_change, format, gpu, microbatch_group, microbatches, operations, overhead_s, profile, "
-    "ranks, replicas, schedule, slow_stages, stage, stages, tensor_parallel, transfer, variants, version, "
+    "ranks, replicas, samples_per_iteration, schedule, slow_stages, stage, stages, tensor_parallel, "
+    "tokens_per_iteration, transfer, variants, version, "
     "virtual_stages"
 )
 COUNT = "a whole number of at least 1"
@@ -282,6 +283,8 @@ WHOLE = {
     "blocking_power_w": [50, 50],
     "overhead_s": 0.1,
     "clock_change": {"call_s": 0.01, "settle_s": 0.01, "gpus_per_node": 8},
+    "tokens_per_iteration": 4096,
+    "samples_per_iteration": 2,
     "stage": "package.module:build_stage",
     "gpu": "nvml:0",
     "replicas": [{"count": 1, "profile": "named.yaml", "blocking_power_w": 50, "slow_stages": {0: 1.1}}],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -101,13 +103,22 @@ def _work(sources: Sources, given: dict[str, Any]) -> Work:
     """What is given here, or else what the job file says of these pipelines."""
     from perseus_planner.report.rates import Work
 
-    job, pipelines = sources.job, given["pipelines"]
-    tokens, samples = given["tokens"], given["samples"]
-    if job is not None and tokens is None and job.tokens_per_iteration is not None:
-        tokens = job.tokens_per_iteration * sources.of_all_pipelines
-    if job is not None and samples is None and job.samples_per_iteration is not None:
-        samples = job.samples_per_iteration * sources.of_all_pipelines
-    return Work(sources.pipelines if pipelines is None else pipelines, tokens, samples, given["iterations"])
+    numbers = dict(given)
+    for name, option in (("tokens_per_iteration", "tokens"), ("samples_per_iteration", "samples")):
+        said = getattr(sources.job, name, None)
+        if given[option] is None and said is not None:
+            numbers[option] = _float(said * sources.of_all_pipelines)
+    if given["pipelines"] is None:
+        numbers["pipelines"] = sources.pipelines
+    return Work(**numbers)
+
+
+def _float(number: Fraction) -> float:
+    """As a float; infinite where none is that large, which is refused as what is written so."""
+    try:
+        return float(number)
+    except OverflowError:
+        return math.inf
 
 
 def _write(path: Path, text: str) -> None:

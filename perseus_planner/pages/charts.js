@@ -52,7 +52,7 @@ const charts = (() => {
     const power = 10 ** Math.floor(Math.log10(rough));
     const step = power * [1, 2, 5, 10].find((factor) => factor * power >= rough * 0.999);
     const values = [];
-    for (let index = Math.ceil(low / step - 1e-9); index * step <= high + step * 1e-9; index += 1) values.push(index * step);
+    for (let index = Math.ceil(low / step - 1e-9); index * step <= high + step * 1e-9; index += 1) values.push(index * step + 0); // + 0: no -0
     return { values, digits: Math.max(0, -Math.floor(Math.log10(step) + 1e-9)) };
   }
 
@@ -163,8 +163,8 @@ const charts = (() => {
    *   x: {label, unit, range?: [low, high]}, y: the same,
    *   series: [{name, color: 1..8, x: [..], y: [..], line?: true, dashed?: false, dots?: false, errors?: [..] (+- on y),
    *             xErrors?: [..] (+- on x), steps?: false (a value holds until the next)}],
-   *   marks?: [{name, color: 1..8, shape, x, y, label?: text beside it, title?: text in the legend, null: it is not there,
-   *             from?: {x, y} where it was, so that it is seen to move}],
+   *   marks?: (the most important first) [{name, color: 1..8, shape, x, y, label?: text beside it, title?: text in the
+   *             legend, null: it is not there, from?: {x, y} where it was, so that it is seen to move}],
    *   table?: true for the numbers below, legend?: false for none, height?: px
    * }
    */
@@ -210,10 +210,10 @@ const charts = (() => {
     return [svg("g", { class: `series-${series.color}` }, ...parts)];
   }
 
-  /** Marks, each with its label beside it where there is room; the legend has all of them anyway. */
+  /** Marks, the first on top and labelled first, where there is room; the legend has all of them anyway. */
   function marked(plane, marks, moving) {
     const taken = marks.map((mark) => ({ left: plane.x(mark.x) - 7, right: plane.x(mark.x) + 7, top: plane.y(mark.y) - 7, bottom: plane.y(mark.y) + 7 }));
-    return marks.map((mark) => {
+    const groups = marks.map((mark) => {
       const [x, y] = [plane.x(mark.x), plane.y(mark.y)];
       const group = svg("g", { class: `series-${mark.color}` }, svg("path", { class: "mark", d: shape(mark.shape, x, y) }));
       const spot = mark.label ? room(plane, x, y, 6.6 * mark.label.length, taken) : null;
@@ -224,6 +224,7 @@ const charts = (() => {
       if (moving && mark.from) move(group, plane.x(mark.from.x) - x, plane.y(mark.from.y) - y);
       return group;
     });
+    return groups.reverse(); // what is drawn last lies on top
   }
 
   /** Have an element come from so many units away, unless whoever looks wants nothing to move. */

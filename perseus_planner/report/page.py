@@ -29,7 +29,7 @@ def page(report: Report) -> str:
     styles = [_inline(page_file("theme.css")), _inline(_own("report.css"))]
     scripts = [_inline(page_file("charts.js")), _inline(_own("timeline.js")), _inline(_own("report.js"))]
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {"number": number, "share": _share, "signed": _signed, "watts": _watts}
+    environment.filters |= {"number": number, "input": _input, "share": _share, "signed": _signed, "watts": _watts}
     return environment.from_string(_own("report.html.j2")).render(
         report=report,
         unit=unit_of(report.setup.knob),
@@ -52,6 +52,11 @@ def number(value: float | None, digits: int = 4) -> str:
         return f"{value:,.0f}".replace("-", _MINUS)
     places = digits - whole if whole else digits - 1 - int(f"{value:e}".split("e")[1])
     return f"{value:,.{min(places, 12)}f}".replace("-", _MINUS)
+
+
+def _input(value: float) -> str:
+    """As it was given."""
+    return f"{value:g}"
 
 
 def _share(value: float) -> str:

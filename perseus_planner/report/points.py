@@ -11,7 +11,7 @@ import numpy as np
 from perseus_planner.cluster import baselines
 from perseus_planner.errors import UsageError
 from perseus_planner.frontier import Frontier
-from perseus_planner.report.savings import gpus_of_run, replayed
+from perseus_planner.report.savings import pipelines_of_run, replayed
 from perseus_planner.report.sources import Sources
 from perseus_planner.runs.run import Run
 from perseus_planner.runs.summary import summarize_run
@@ -95,7 +95,7 @@ def _run(name: str, run: Run) -> Iterator[Point]:
     by = next(each for each in summary.plans if each.version == summary.version)
     if by.time_s is not None and by.energy_j is not None:
         origin = f"time measured, energy {summary.gpu_origin or 'of unknown origin'}"
-        yield Point(name, "run", by.time_s, by.energy_j / gpus_of_run(run, summary), origin)
+        yield Point(name, "run", by.time_s, by.energy_j / pipelines_of_run(run, summary), origin)
 
 
 def _landmarks(frontier: Frontier) -> Iterator[Point]:

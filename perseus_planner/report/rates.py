@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from perseus_planner.documents import shown
 from perseus_planner.errors import UsageError
 from perseus_planner.quantities import COUNT, Rule
 
 _J_PER_KWH = 3.6e6
 _PUE = Rule(float, False, "a PUE: give what the building draws over what the GPUs draw, at least 1, such as 1.2")
+_SIZE = Rule(float, False, "a number above 0 that a float can hold")
 _RATE = Rule(float, True, "a rate: give a finite number of 0 or more, such as 0.12")
 
 
@@ -72,11 +74,9 @@ class Work:
     iterations: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("pipelines", "iterations"):
+        for name, is_whole in (("pipelines", True), ("iterations", True), ("tokens", False), ("samples", False)):
             value = getattr(self, name)
-            if value is not None and COUNT.accept(value) is None:
-                raise UsageError(f"{name}: {value!r} is not {COUNT.wanted}")
-        for name in ("tokens", "samples"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise UsageError(f"{name} of an iteration: {value!r} is not a number above 0; correct it")
+            if value is not None and (_SIZE.accept(value) is None or (is_whole and COUNT.accept(value) is None)):
+                raise UsageError(
+                    f"{name}: {shown(value)} is not {COUNT.wanted if is_whole else _SIZE.wanted}; give one"
+                )

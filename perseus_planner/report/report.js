@@ -6,21 +6,37 @@
   const data = JSON.parse(document.getElementById("data").textContent);
   const at = (id) => document.getElementById(id);
   // Each kind of point has a shape of its own, so that colour is never all that tells them apart.
+  // The most important first.
   const LOOKS = {
-    baseline: [5, "square"], plan: [3, "diamond"], run: [4, "triangle"], peer: [2, "cross"], landmark: [7, "circle"],
+    plan: [3, "diamond"], run: [4, "triangle"], baseline: [5, "square"], peer: [2, "cross"], landmark: [7, "circle"],
   };
+
+  /** The bound as far as iterations are that someone may want; where stragglers are, it goes on far beyond. */
+  function nearPoints({ times_s: times, energies_j: energies, points }) {
+    const end = 1.15 * Math.max(...points.map((point) => point.time_s));
+    const count = times.filter((time) => time <= end).length;
+    const [x, y] = [times.slice(0, count), energies.slice(0, count)];
+    if (count > 0 && count < times.length) {
+      const part = (end - times[count - 1]) / (times[count] - times[count - 1]);
+      x.push(end);
+      y.push(energies[count - 1] + part * (energies[count] - energies[count - 1]));
+    }
+    return { x, y };
+  }
 
   function frontier(place, points) {
     const peers = points.points.filter((point) => point.kind === "peer").map((point) => point.name);
     const colours = { 0: 2, 1: 8, 2: 6 };
-    const marks = points.points.map((point) => {
+    const rank = (point) => Object.keys(LOOKS).indexOf(point.kind);
+    const marks = [...points.points].sort((a, b) => rank(a) - rank(b)).map((point) => {
       const [color, shape] = LOOKS[point.kind];
       const own = point.kind === "peer" ? colours[peers.indexOf(point.name)] ?? color : color;
       const label = point.kind === "landmark" ? point.name.replace("bound, ", "") : point.name;
       const title = `${point.name}: ${charts.quantity(point.time_s, "s")}, ${charts.quantity(point.energy_j, "J")} (${point.origin})`;
       return { name: point.name, color: own, shape, x: point.time_s, y: point.energy_j, label, title };
     });
-    const series = points.times_s.length ? [{ name: "bound: the least energy that any plan of that time can have", color: 1, x: points.times_s, y: points.energies_j }] : [];
+    const shown = nearPoints(points);
+    const series = points.times_s.length ? [{ name: "bound: the least energy that any plan of that time can have", color: 1, ...shown }] : [];
     charts.line(place, {
       description: `Energy of an iteration against its time: ${marks.map((mark) => mark.title).join("; ")}`,
       x: { label: "iteration time", unit: "s" }, y: { label: "energy of an iteration, all GPUs of a pipeline", unit: "J" },

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from perseus_planner.plan import Plan
 from perseus_planner.report.rates import Energy, Rates, Work
@@ -32,6 +32,7 @@ class Saving:
     Attributes:
         name: of the plan or the run.
         is_run: whether it ran.
+        pipelines: how many it is of; of a run, how many its GPUs make up.
         time_s: of an iteration; of a run, the mean of those that count, on the rank where that is longest.
         time_origin: where that is from: "measured", "replayed, measured profile", "replayed, simulated profile".
         energy_j: of an iteration over all GPUs, joules, waiting included.
@@ -50,6 +51,7 @@ class Saving:
 
     name: str
     is_run: bool
+    pipelines: int
     time_s: float
     time_origin: str
     energy_j: float
@@ -83,10 +85,10 @@ def savings(sources: Sources, rates: Rates, work: Work) -> tuple[Saving, ...]:
     return (*of_plans, *of_runs)
 
 
-def gpus_of_run(run: Run, summary: RunSummary) -> float:
+def pipelines_of_run(run: Run, summary: RunSummary) -> int:
     """How many of a plan's pipelines the GPUs of the run's ranks make up."""
     plan = run.plan(summary.version, summary.ranks[0].pipeline)
-    return len(summary.ranks) / (len(plan.schedule.ranks) * plan.gpus_per_stage)
+    return max(1, round(len(summary.ranks) / (len(plan.schedule.ranks) * plan.gpus_per_stage)))
 
 
 def _of_plan(name: str, plan: Plan, rates: Rates, work: Work) -> Saving:
@@ -109,11 +111,13 @@ def _of_run(name: str, run: Run, rates: Rates, work: Work) -> Iterator[Saving]:
     energies_j = by.energy_j, math.fsum(baselines_j)
     origin = summary.gpu_origin or "not known"
     # A run says itself how many pipelines it has.
-    part = gpus_of_run(run, summary) / work.pipelines
-    of_run = Work(
-        work.pipelines,
-        None if work.tokens is None else work.tokens * part,
-        None if work.samples is None else work.samples * part,
+    pipelines = pipelines_of_run(run, summary)
+    part = pipelines / work.pipelines
+    of_run = replace(
+        work,
+        pipelines=pipelines,
+        tokens=None if work.tokens is None else work.tokens * part,
+        samples=None if work.samples is None else work.samples * part,
     )
     yield _saving(name, plan, (by.time_s, "measured"), energies_j, (origin, by.counted), (rates, of_run), is_run=True)
 
@@ -134,6 +138,7 @@ def _saving(
     return Saving(
         name=name,
         is_run=is_run,
+        pipelines=work.pipelines,
         time_s=time_s,
         time_origin=time_origin,
         energy_j=energy_j,

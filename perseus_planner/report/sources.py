@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from fractions import Fraction
 from pathlib import Path
 from typing import TypeVar
 
@@ -77,9 +78,9 @@ class Sources:
         return 1 if self.job is None else self.job.counts[self._kind(self.job)]
 
     @property
-    def of_all_pipelines(self) -> float:
+    def of_all_pipelines(self) -> Fraction:
         """Which part of the job's pipelines, and so of its tokens, these are."""
-        return 1.0 if self.job is None else self.pipelines / sum(self.job.counts)
+        return Fraction(1) if self.job is None else Fraction(self.pipelines, sum(self.job.counts))
 
     def _kind(self, job: Job) -> int:
         for number, profile in enumerate(job.profiles):

@@ -85,7 +85,7 @@ const timelines = (() => {
     function draw() {
       const colours = palette();
       for (const each of shown) paint(each, view, ranges[view.colour], colours);
-      legend(view, ranges, unit, colours);
+      legend(view, ranges, unit, colours, lanes.some((lane) => lane.powers_w === null));
     }
 
     function zoom(factor, around = (view.from + view.to) / 2) {
@@ -106,11 +106,14 @@ const timelines = (() => {
     };
     for (const button of document.querySelectorAll("[data-timeline]")) button.addEventListener("click", actions[button.dataset.timeline]);
     for (const button of document.querySelectorAll("[data-colour]")) {
-      const press = () => button.setAttribute("aria-pressed", String(button.dataset.colour === view.colour));
       button.disabled = ranges[button.dataset.colour] === null;
-      button.addEventListener("click", () => { view.colour = button.dataset.colour; document.querySelectorAll("[data-colour]").forEach((each) => each.setAttribute("aria-pressed", String(each === button))); redraw(); });
-      press();
+      button.addEventListener("click", () => {
+        view.colour = button.dataset.colour;
+        pressed(view);
+        redraw();
+      });
     }
+    pressed(view);
     for (const each of shown) listen(each, view, { zoom, move, actions, redraw, unit });
     new ResizeObserver(redraw).observe(place);
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
@@ -118,6 +121,11 @@ const timelines = (() => {
     addEventListener("afterprint", () => { document.documentElement.classList.remove("printing"); draw(); });
     draw();
     return { view, whole };
+  }
+
+  /** Says on the buttons by what things are coloured. */
+  function pressed(view) {
+    for (const button of document.querySelectorAll("[data-colour]")) button.setAttribute("aria-pressed", String(button.dataset.colour === view.colour));
   }
 
   /** The elements of one timeline. */
@@ -158,7 +166,6 @@ const timelines = (() => {
     const { timeline, canvas, selected } = shown;
     const place = geometry(shown);
     if (place.width === 0) return;
-    canvas.setAttribute("height", canvas.height); // the attribute, not a style, which a strict policy would refuse
     const context = prepared(canvas, place.width, place.height);
     const x = (time) => place.left + ((time - view.from) / (view.to - view.from)) * place.span;
     context.font = `11px ${colours.font}`;
@@ -238,8 +245,9 @@ const timelines = (() => {
     });
   }
 
-  function legend(view, ranges, unit, colours) {
+  function legend(view, ranges, unit, colours, lacksPower) {
     const range = ranges[view.colour];
+    for (const each of document.querySelectorAll(".unknown")) each.hidden = view.colour !== "power" || !lacksPower;
     for (const each of document.querySelectorAll(".scale")) {
       const context = prepared(each.querySelector("canvas"), 144, 13);
       colours.steps.forEach((colour, step) => { context.fillStyle = colour; context.fillRect(step * 2.25, 0, 2.5, 13); });
