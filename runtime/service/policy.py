@@ -138,7 +138,7 @@ def decide(
     slowing = _Slowing(pipelines, time_s, tuple(planned_s), power_w, settings)
     held = before is not None and before.since_s > job.since_s and now_s < before.since_s + settings.holding_s
     refusal = slowing.refusal(now_s, held)
-    targets = slowing.kept() if refusal else slowing.wanted()
+    targets = slowing.targets(slowing.kept_s if refusal else slowing.wanted_s)
     stragglers = {number: each.worst.key for number, each in enumerate(pipelines) if each.worst}
     since_s = _since_s(job, before, targets, stragglers, now_s)
     turns_s = [next_turn_s(reports, now_s, iteration)]
@@ -179,31 +179,38 @@ class _Slowing:
     power_w: float | None
     settings: Settings
 
-    def wanted(self) -> tuple[Target, ...]:
-        return self._targets(each.wanted_s(self.time_s) for each in self.pipelines)
+    @cached_property
+    def wanted_s(self) -> tuple[float, ...]:
+        return tuple(each.wanted_s(self.time_s) for each in self.pipelines)
 
-    def kept(self) -> tuple[Target, ...]:
+    @cached_property
+    def kept_s(self) -> tuple[float, ...]:
         pairs = zip(self.pipelines, self.planned_s, strict=True)
-        return self._targets(each.kept_s(planned_s, self.time_s) for each, planned_s in pairs)
+        return tuple(each.kept_s(planned_s, self.time_s) for each, planned_s in pairs)
 
-    def _targets(self, times_s: Iterable[float]) -> tuple[Target, ...]:
+    def targets(self, times_s: Sequence[float]) -> tuple[Target, ...]:
         pairs = zip(self.pipelines, times_s, strict=True)
         return tuple(Target(time_s, each.slow_stages, self.power_w) for each, time_s in pairs)
 
     def refusal(self, now_s: float, held: bool) -> str | None:
         """Why no pipeline is slowed down, though some could be; None: all are as slow as wanted."""
-        rises = [(kept.time_s, wanted.time_s) for kept, wanted in zip(self.kept(), self.wanted(), strict=True)]
-        if all(kept_s == wanted_s for kept_s, wanted_s in rises):
+        if self.kept_s == self.wanted_s:
             return None
-        all_of = list(zip(self.pipelines, rises, strict=True))
-        spent_j = sum(each.numbers.bound_j(kept_s) for each, (kept_s, _) in all_of)
-        if sum(_saved_j(each.numbers, *rise) for each, rise in all_of) <= _ROUNDING * spent_j:
+        rises = set(zip(self.kept_s, self.wanted_s, strict=True))
+        spent_j, saved_j = self._spent_and_saved_j()
+        if saved_j <= _ROUNDING * spent_j:
             return _SAVES_NOTHING
         if all(wanted_s < kept_s * (1.0 + self.settings.least_rise) for kept_s, wanted_s in rises):
             return _HARDLY_LONGER
         if now_s >= self.pays_until_s():
             return _DOES_NOT_PAY
         return _HELD if held else None
+
+    def _spent_and_saved_j(self) -> tuple[float, float]:
+        """What all spend in an iteration if they are not slowed down, and what they save if they are."""
+        alike = Counter(zip((each.numbers for each in self.pipelines), self.kept_s, self.wanted_s, strict=True))
+        spent_j = sum(count * numbers.bound_j(kept_s) for (numbers, kept_s, _), count in alike.items())
+        return spent_j, sum(count * _saved_j(*each) for each, count in alike.items())
 
     def pays_until_s(self) -> float:
         """Until when slowing down pays: from then on the report expires before both changes are paid."""
