@@ -44,8 +44,10 @@ When plans change. A pipeline is wanted to take `min(max(its target, T'), max_ti
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from perseus_planner.documents import shown
 from perseus_planner.runtime.service.model import Decision, Job, Numbers, Report, Target
@@ -153,10 +155,12 @@ def saving_w(job: Job, decision: Decision, numbers: Numbers) -> float:
     While the slowest of them takes as long as decided, and by `Numbers.bound_j`: plans come close to it, those with a
     switch budget less so.
     """
-    saved_j = 0.0
-    for target in decision.targets:
-        own = numbers.slowed(target.slow_stages) if target.slow_stages else numbers
-        saved_j += _saved_j(own, _own_s(own, _target_s(job, numbers)), target.time_s)
+    saved_j, target_s = 0.0, _target_s(job, numbers)
+    for (time_s, slow), count in Counter(
+        (each.time_s, tuple(each.slow_stages.items())) for each in decision.targets
+    ).items():
+        own = numbers.slowed(dict(slow)) if slow else numbers
+        saved_j += count * _saved_j(own, _own_s(own, target_s), time_s)
     return saved_j / decision.straggler_time_s
 
 
@@ -196,10 +200,10 @@ class _Slowing:
         """Why no pipeline is slowed down, though some could be; None: all are as slow as wanted."""
         if self.kept_s == self.wanted_s:
             return None
-        rises = set(zip(self.kept_s, self.wanted_s, strict=True))
         spent_j, saved_j = self._spent_and_saved_j()
         if saved_j <= _ROUNDING * spent_j:
             return _SAVES_NOTHING
+        rises = zip(self.kept_s, self.wanted_s, strict=True)
         if all(wanted_s < kept_s * (1.0 + self.settings.least_rise) for kept_s, wanted_s in rises):
             return _HARDLY_LONGER
         if now_s >= self.pays_until_s():
@@ -208,9 +212,17 @@ class _Slowing:
 
     def _spent_and_saved_j(self) -> tuple[float, float]:
         """What all spend in an iteration if they are not slowed down, and what they save if they are."""
-        alike = Counter(zip((each.numbers for each in self.pipelines), self.kept_s, self.wanted_s, strict=True))
-        spent_j = sum(count * numbers.bound_j(kept_s) for (numbers, kept_s, _), count in alike.items())
-        return spent_j, sum(count * _saved_j(*each) for each, count in alike.items())
+        spent_j = saved_j = 0.0
+        for numbers, kept_s, wanted_s, count in self._alike():
+            spent_j += count * numbers.bound_j(kept_s)
+            saved_j += count * _saved_j(numbers, kept_s, wanted_s)
+        return spent_j, saved_j
+
+    def _alike(self) -> Iterator[tuple[Numbers, float, float, int]]:
+        """Pipelines that do the same, of which there are many: numbers, kept and wanted time, how many there are."""
+        of_id = {id(each.numbers): each.numbers for each in self.pipelines}
+        kinds = Counter(zip((id(each.numbers) for each in self.pipelines), self.kept_s, self.wanted_s, strict=True))
+        return ((of_id[which], kept_s, wanted_s, count) for (which, kept_s, wanted_s), count in kinds.items())
 
     def pays_until_s(self) -> float:
         """Until when slowing down pays: from then on the report expires before both changes are paid."""
