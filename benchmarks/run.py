@@ -23,6 +23,7 @@ import other_pipelines
 import plan_gaps
 import plan_times
 import references
+import service_load
 import sweep_quality
 import switch_budgets
 from data import FULL, SMOKE, MissingError, Size, folder
@@ -46,6 +47,7 @@ SECTIONS: dict[int, Callable[[Size], Section]] = {
     15: controller_latency.measure,
     16: hook_cost.measure,
     17: emulated_training.measure,
+    18: service_load.measure,
 }
 _RESULTS = Path(__file__).resolve().parent / "results"
 

@@ -44,8 +44,10 @@ When plans change. A pipeline is wanted to take `min(max(its target, T'), max_ti
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from perseus_planner.documents import shown
 from perseus_planner.runtime.service.model import Decision, Job, Numbers, Report, Target
@@ -138,7 +140,7 @@ def decide(
     slowing = _Slowing(pipelines, time_s, tuple(planned_s), power_w, settings)
     held = before is not None and before.since_s > job.since_s and now_s < before.since_s + settings.holding_s
     refusal = slowing.refusal(now_s, held)
-    targets = slowing.kept() if refusal else slowing.wanted()
+    targets = slowing.targets(slowing.kept_s if refusal else slowing.wanted_s)
     stragglers = {number: each.worst.key for number, each in enumerate(pipelines) if each.worst}
     since_s = _since_s(job, before, targets, stragglers, now_s)
     turns_s = [next_turn_s(reports, now_s, iteration)]
@@ -153,10 +155,12 @@ def saving_w(job: Job, decision: Decision, numbers: Numbers) -> float:
     While the slowest of them takes as long as decided, and by `Numbers.bound_j`: plans come close to it, those with a
     switch budget less so.
     """
-    saved_j = 0.0
-    for target in decision.targets:
-        own = numbers.slowed(target.slow_stages) if target.slow_stages else numbers
-        saved_j += _saved_j(own, _own_s(own, _target_s(job, numbers)), target.time_s)
+    saved_j, target_s = 0.0, _target_s(job, numbers)
+    for (time_s, slow), count in Counter(
+        (each.time_s, tuple(each.slow_stages.items())) for each in decision.targets
+    ).items():
+        own = numbers.slowed(dict(slow)) if slow else numbers
+        saved_j += count * _saved_j(own, _own_s(own, target_s), time_s)
     return saved_j / decision.straggler_time_s
 
 
@@ -179,31 +183,46 @@ class _Slowing:
     power_w: float | None
     settings: Settings
 
-    def wanted(self) -> tuple[Target, ...]:
-        return self._targets(each.wanted_s(self.time_s) for each in self.pipelines)
+    @cached_property
+    def wanted_s(self) -> tuple[float, ...]:
+        return tuple(each.wanted_s(self.time_s) for each in self.pipelines)
 
-    def kept(self) -> tuple[Target, ...]:
+    @cached_property
+    def kept_s(self) -> tuple[float, ...]:
         pairs = zip(self.pipelines, self.planned_s, strict=True)
-        return self._targets(each.kept_s(planned_s, self.time_s) for each, planned_s in pairs)
+        return tuple(each.kept_s(planned_s, self.time_s) for each, planned_s in pairs)
 
-    def _targets(self, times_s: Iterable[float]) -> tuple[Target, ...]:
+    def targets(self, times_s: Sequence[float]) -> tuple[Target, ...]:
         pairs = zip(self.pipelines, times_s, strict=True)
         return tuple(Target(time_s, each.slow_stages, self.power_w) for each, time_s in pairs)
 
     def refusal(self, now_s: float, held: bool) -> str | None:
         """Why no pipeline is slowed down, though some could be; None: all are as slow as wanted."""
-        rises = [(kept.time_s, wanted.time_s) for kept, wanted in zip(self.kept(), self.wanted(), strict=True)]
-        if all(kept_s == wanted_s for kept_s, wanted_s in rises):
+        if self.kept_s == self.wanted_s:
             return None
-        all_of = list(zip(self.pipelines, rises, strict=True))
-        spent_j = sum(each.numbers.bound_j(kept_s) for each, (kept_s, _) in all_of)
-        if sum(_saved_j(each.numbers, *rise) for each, rise in all_of) <= _ROUNDING * spent_j:
+        spent_j, saved_j = self._spent_and_saved_j()
+        if saved_j <= _ROUNDING * spent_j:
             return _SAVES_NOTHING
+        rises = zip(self.kept_s, self.wanted_s, strict=True)
         if all(wanted_s < kept_s * (1.0 + self.settings.least_rise) for kept_s, wanted_s in rises):
             return _HARDLY_LONGER
         if now_s >= self.pays_until_s():
             return _DOES_NOT_PAY
         return _HELD if held else None
+
+    def _spent_and_saved_j(self) -> tuple[float, float]:
+        """What all spend in an iteration if they are not slowed down, and what they save if they are."""
+        spent_j = saved_j = 0.0
+        for numbers, kept_s, wanted_s, count in self._alike():
+            spent_j += count * numbers.bound_j(kept_s)
+            saved_j += count * _saved_j(numbers, kept_s, wanted_s)
+        return spent_j, saved_j
+
+    def _alike(self) -> Iterator[tuple[Numbers, float, float, int]]:
+        """Pipelines that do the same, of which there are many: numbers, kept and wanted time, how many there are."""
+        of_id = {id(each.numbers): each.numbers for each in self.pipelines}
+        kinds = Counter(zip((id(each.numbers) for each in self.pipelines), self.kept_s, self.wanted_s, strict=True))
+        return ((of_id[which], kept_s, wanted_s, count) for (which, kept_s, wanted_s), count in kinds.items())
 
     def pays_until_s(self) -> float:
         """Until when slowing down pays: from then on the report expires before both changes are paid."""

@@ -32,10 +32,7 @@ def lasting_reports(reports: Iterable[Report], now_s: float, iteration: int | No
 
 def active_reports(reports: Iterable[Report], now_s: float, iteration: int | None = None) -> tuple[Report, ...]:
     """Those that say that something is slow now; arguments as for `lasting_reports`."""
-    lasting = lasting_reports(reports, now_s, iteration)
-    return tuple(
-        each for each in lasting if _has_begun(each, now_s, iteration) and now_s < each.expires_s and each.degree != 1.0
-    )
+    return _active(lasting_reports(reports, now_s, iteration), now_s, iteration)
 
 
 def next_turn_s(reports: Iterable[Report], now_s: float, iteration: int | None = None) -> float:
@@ -45,7 +42,13 @@ def next_turn_s(reports: Iterable[Report], now_s: float, iteration: int | None =
     """
     lasting = lasting_reports(reports, now_s, iteration)
     begins_s = [each.begins_s for each in lasting if each.begins_iteration is None and now_s < each.begins_s]
-    return min([*begins_s, *(each.expires_s for each in active_reports(lasting, now_s, iteration))], default=math.inf)
+    return min([*begins_s, *(each.expires_s for each in _active(lasting, now_s, iteration))], default=math.inf)
+
+
+def _active(lasting: Iterable[Report], now_s: float, iteration: int | None) -> tuple[Report, ...]:
+    return tuple(
+        each for each in lasting if _has_begun(each, now_s, iteration) and now_s < each.expires_s and each.degree != 1.0
+    )
 
 
 def _has_begun(report: Report, now_s: float, iteration: int | None) -> bool:

@@ -31,6 +31,8 @@ def settled(state: JobState, planning: Planning, now_s: float) -> JobState:
         return replace(state, promised=state.published.version + 1)
     saved_w = saving_w(_wanted(state), decision, planning.numbers(state.job, state.curve))
     state = replace(state, decision=decision, saving_w=saved_w)
+    if state.is_planned and decision.targets == state.planned.targets:
+        return state
     asked = requests_of(state.job, state.curve, decision)
     if state.is_planned and asked == requests_of(state.job, state.curve, state.planned):
         return state

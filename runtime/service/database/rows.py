@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -28,7 +28,7 @@ from perseus_planner.runtime.service.telemetry import JobTelemetry
 VERSIONS_KEPT = 16
 """How many versions of a job's plans are kept: it goes to and fro between few plans, which are then not made again."""
 
-_JOB_FIELDS = ("job", "promised", "taken", "share")
+_NOW = ("decision", "saving_w", "promised", "taken", "share")
 _KEYS = {jobs: ("name",), decisions: ("job",), reports: ("job", "key")}
 _KEY = "of_"  # before the names of the values that say which row is meant: SQLAlchemy wants the plain ones itself
 
@@ -51,22 +51,27 @@ _ADD_TELEMETRY = insert(telemetry)
 
 
 class Rows:
-    """What is to be written of jobs that run on."""
+    """What is to be written of jobs that run on.
 
-    def __init__(self) -> None:
+    Attributes:
+        plans: digest -> text, of the plans that may not be there yet.
+    """
+
+    def __init__(self, known: Collection[str]) -> None:
+        """`known`: digests of plans that are there."""
+        self.plans: dict[str, str] = {}
+        self._known = known
         self._added: dict[Table, list[dict[str, Any]]] = {table: [] for table in _INSERT}
         self._changed: dict[Table, list[dict[str, Any]]] = {table: [] for table in _UPDATE}
         self._removed: dict[Table, list[dict[str, Any]]] = {table: [] for table in _DELETE}
-        self._texts: dict[str, str] = {}
 
     def add(self, before: JobState | None, after: JobState) -> None:
         """What is not as it was before; None: the job was not there."""
         name = after.job.name
-        if before is None or any(getattr(before, each) != getattr(after, each) for each in _JOB_FIELDS):
+        if before is None or before.job != after.job:
             self._put(jobs, before is None, {"name": name}, _job_row(after))
-        if before is None or before.decision != after.decision or before.saving_w != after.saving_w:
-            values = {"content": text_of(after.decision), "saving_w": after.saving_w}
-            self._put(decisions, before is None, {"job": name}, values)
+        if before is None or any(getattr(before, each) != getattr(after, each) for each in _NOW):
+            self._put(decisions, before is None, {"job": name}, _decision_row(after))
         if before is None or before.reports is not after.reports or before.past is not after.past:
             self._add_reports(name, before, after)
         if before is None or before.published.version != after.published.version:
@@ -74,9 +79,9 @@ class Rows:
 
     def write(self, connection: Connection) -> None:
         """Write all of it."""
-        known = select(plans.c.digest).where(plans.c.digest.in_(self._texts))
-        there = set(connection.scalars(known)) if self._texts else set()
-        self._added[plans] = [{"digest": each, "text": text} for each, text in self._texts.items() if each not in there]
+        if self.plans:
+            found = set(connection.scalars(select(plans.c.digest).where(plans.c.digest.in_(self.plans))))
+            self._added[plans] = [{"digest": each, "text": self.plans[each]} for each in self.plans.keys() - found]
         for statements, rows in ((_INSERT, self._added), (_UPDATE, self._changed), (_DELETE, self._removed)):
             for table, values in rows.items():
                 if values:
@@ -104,10 +109,12 @@ class Rows:
         self._added[versions].append({**key, **row, "of_pipeline": json.dumps(published.of_pipeline)})
         for place, text in enumerate(published.texts):
             digest = _digest(text)
-            self._texts[digest] = text
+            if digest not in self._known:
+                self.plans[digest] = text
             self._added[version_plans].append({**key, "place": place, "plan": digest})
-        for table in (versions, version_plans):
-            self._removed[table].append({"of_job": name, "up_to": published.version - VERSIONS_KEPT})
+        if published.version > VERSIONS_KEPT:
+            for table in (versions, version_plans):
+                self._removed[table].append({"of_job": name, "up_to": published.version - VERSIONS_KEPT})
 
 
 def write_telemetry(connection: Connection, of_jobs: Mapping[str, JobTelemetry]) -> None:
@@ -142,6 +149,13 @@ def _job_row(state: JobState) -> dict[str, Any]:
         "registered": text_of(state.registered),
         "content": text_of(state.job),
         "frontier": state.job.frontier,
+    }
+
+
+def _decision_row(state: JobState) -> dict[str, Any]:
+    return {
+        "content": text_of(state.decision),
+        "saving_w": state.saving_w,
         "promised": state.promised,
         "taken": None if state.taken is None else text_of(state.taken),
         "share": None if state.share is None else text_of(state.share),

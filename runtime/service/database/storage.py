@@ -88,6 +88,7 @@ class Storage:
         self._lock = threading.Lock()
         self._writer = uuid4().hex
         self._commits = 0
+        self._known_plans: set[str] = set()  # some of those that are there
         self._engine = _engine(os.fspath(place), synchronous)
         try:
             with self._transaction() as connection:
@@ -147,7 +148,7 @@ class Storage:
         Raises:
             StorageError: it cannot be written, or another service has opened the database since.
         """
-        rows, ended = Rows(), []
+        rows, ended = Rows(self._known_plans), []
         for name, (before, after) in change.jobs.items():
             if after is None:
                 ended.append(name)
@@ -167,8 +168,10 @@ class Storage:
                 if power_w is not None:
                     connection.execute(tables.budgets.insert().values(name=_ALL_JOBS, power_w=power_w))
             self._commits += 1
-            if self._commits % _COMMITS_BETWEEN_SWEEPS == 0:
+            sweeps = self._commits % _COMMITS_BETWEEN_SWEEPS == 0
+            if sweeps:
                 forget_unused_plans(connection)
+        self._known_plans = set() if sweeps else self._known_plans | rows.plans.keys()
 
     def _check_writer(self, connection: Connection) -> None:
         """By an update, not by a look: it makes any other writer wait for the end of this transaction."""

@@ -3,7 +3,8 @@
 | table | content |
 |---|---|
 | meta | the version of this layout, and who writes |
-| jobs, decisions | the jobs that run; what is decided for each now |
+| jobs | those that run, as they are to be |
+| decisions | what is decided for each job now, and what it has taken |
 | reports | those that count, and the last that did |
 | versions, version_plans, plans | the last versions of each job's plans; every plan once |
 | frontiers | every frontier once, and its curve |
@@ -57,9 +58,6 @@ jobs = Table(
     Column("registered", Text, nullable=False),
     Column("content", Text, nullable=False),
     Column("frontier", String(64), nullable=False, index=True),
-    Column("promised", Integer, nullable=False),
-    Column("taken", Text),
-    Column("share", Text),
 )
 decisions = Table(
     "decisions",
@@ -67,6 +65,9 @@ decisions = Table(
     Column("job", String(255), primary_key=True),
     Column("content", Text, nullable=False),
     Column("saving_w", Float(53), nullable=False),
+    Column("promised", Integer, nullable=False),
+    Column("taken", Text),
+    Column("share", Text),
 )
 reports = Table(
     "reports",
@@ -121,17 +122,18 @@ def read_jobs(connection: Connection, kept: Mapping[str, list[tuple[PlanSet, Dec
             registered=records.job_from(row.registered),
             job=records.job_from(row.content),
             curve=curves[row.frontier],
-            decision=records.decision_from(decided[row.name].content),
-            saving_w=decided[row.name].saving_w,
+            decision=records.decision_from(now.content),
+            saving_w=now.saving_w,
             published=kept[row.name][-1][0],
             planned=kept[row.name][-1][1],
-            promised=row.promised,
+            promised=now.promised,
             reports=counting.get(row.name, {}),
             past=past.get(row.name, {}),
-            taken=None if row.taken is None else records.taken_from(row.taken),
-            share=None if row.share is None else records.share_from(row.share),
+            taken=None if now.taken is None else records.taken_from(now.taken),
+            share=None if now.share is None else records.share_from(now.share),
         )
         for row in connection.execute(select(jobs))
+        for now in (decided[row.name],)
     }
 
 

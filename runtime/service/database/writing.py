@@ -53,7 +53,10 @@ class Draft:
 
     def jobs(self) -> dict[str, JobState]:
         """Those of all jobs, by name."""
-        return {name: state for name, state in {**self._before, **self._changed}.items() if state is not None}
+        found = {**self._before, **self._changed}
+        for name in [name for name, state in self._changed.items() if state is None]:
+            del found[name]
+        return found
 
     def put(self, state: JobState) -> None:
         """The new state of a job."""

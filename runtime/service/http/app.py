@@ -48,6 +48,7 @@ def create_app(service: Service, access: Access, limits: Limits, *, now_s: Calla
         async with live.running():
             yield
 
+    routes = [route for each in _ROUTERS for route in each.routes]
     app = FastAPI(
         title="perseus-planner",
         version=__version__,
@@ -55,12 +56,11 @@ def create_app(service: Service, access: Access, limits: Limits, *, now_s: Calla
         lifespan=lifespan,
         docs_url=None,  # its pages load scripts of a host elsewhere
         redoc_url=None,
+        routes=routes,  # `include_router` would look at every route twice for every request
     )
     app.state.service, app.state.metrics = live, metrics
     app.state.now_s = now_s
-    for each in _ROUTERS:
-        app.include_router(each)
-    add_refusals(app, [route for each in _ROUTERS for route in each.routes])
+    add_refusals(app, routes)
     app.add_middleware(Guard, access=access, limits=limits)
     app.add_middleware(metrics.counting)
     return app

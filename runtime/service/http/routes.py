@@ -13,7 +13,7 @@ from perseus_planner import __version__
 from perseus_planner.runtime.service import alerts as webhook
 from perseus_planner.runtime.service.http import answer_schemas as answers
 from perseus_planner.runtime.service.http.metrics import CONTENT_TYPE
-from perseus_planner.runtime.service.http.routing import Job, Live
+from perseus_planner.runtime.service.http.routing import Job, Live, live_of
 from perseus_planner.runtime.service.http.routing import errors as _errors
 from perseus_planner.runtime.service.http.routing import for_role as _for
 from perseus_planner.runtime.service.http.routing import said as _said
@@ -96,11 +96,11 @@ async def report(
     request: Request,
     job: Job,
     sent: StragglerReport,
-    live: Live,
     idempotency_key: Annotated[str | None, Header(pattern=KEY)] = None,
 ) -> Response:
     """Report that something is slow, or has recovered; the answer says what follows, and what that saves."""
     straggler = sent.report(idempotency_key, request.app.state.now_s())
+    live = live_of(request)
     return _said(answers.EffectAnswer, await live.change(live.service.report, job, straggler), 202)
 
 
@@ -152,14 +152,14 @@ async def alerts(request: Request, sent: AlertsBody, live: Live) -> Response:
     responses={204: {"description": "Nothing newer within `wait_s`."}, **_errors(404)},
 )
 async def plan(
+    request: Request,
     job: Job,
     pipeline: Annotated[int, Path(ge=0, lt=2**31, description="Which one, from 0.")],
-    live: Live,
     after: After = 0,
     wait_s: Wait = 0.0,
 ) -> Response:
     """The plan of one pipeline, as soon as its version is above `after`."""
-    newer = await live.newer(job, after, wait_s)
+    newer = await live_of(request).newer(job, after, wait_s)
     return _plans(None if newer is None else newer.of_one(pipeline))
 
 

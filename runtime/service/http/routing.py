@@ -14,26 +14,38 @@ from perseus_planner.runtime.service.http.asynchronous import AsyncService
 from perseus_planner.runtime.service.http.schemas import NAME
 from perseus_planner.runtime.service.http.security import Role, check_role
 
-_BEARER = HTTPBearer(auto_error=False, description="A token of the service; none is needed where it has none.")
-
 Job = Annotated[str, Path(pattern=NAME, description="The job's name.")]
 
 
-async def _live(request: Request) -> AsyncService:
+def live_of(request: Request) -> AsyncService:
+    """The service, for routes that are asked often; it takes FastAPI longer to find `Live`."""
     service: AsyncService = request.app.state.service
     return service
+
+
+async def _live(request: Request) -> AsyncService:
+    return live_of(request)
 
 
 Live = Annotated[AsyncService, Depends(_live)]
 
 
+class _Bearer(HTTPBearer):
+    """Who has a role; what `security.Guard` found out is not looked up again."""
+
+    def __init__(self, role: Role) -> None:
+        super().__init__(
+            scheme_name="HTTPBearer", description="A token of the service; none is needed where it has none."
+        )
+        self._role = role
+
+    async def __call__(self, request: Request) -> None:  # type: ignore[override]  # nobody asks for what it gives
+        check_role(request.state.role, self._role)
+
+
 def for_role(role: Role) -> list[Any]:
     """What a route for that role, and those above it, depends on."""
-
-    async def check(request: Request, _: Annotated[Any, Security(_BEARER)]) -> None:
-        check_role(request.state.role, role)
-
-    return [Depends(check)]
+    return [Security(_Bearer(role))]
 
 
 def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:

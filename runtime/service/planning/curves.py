@@ -166,4 +166,4 @@ class KnownNumbers:
 
 def slow_of(stages: Mapping[int, float]) -> Slow:
     """Slow stages in the one way in which they are looked up."""
-    return tuple(sorted((stage, degree) for stage, degree in stages.items() if degree != 1.0))
+    return tuple(sorted((stage, degree) for stage, degree in stages.items() if degree != 1.0)) if stages else ()

@@ -8,6 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable
 from concurrent.futures import CancelledError, Executor, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from functools import cache
 from types import TracebackType
 from typing import Any, Generic, TypeVar
 
@@ -182,6 +183,7 @@ class Planning:
 def requests_of(job: Job, curve: Curve, decision: Decision) -> tuple[PlanRequest, ...]:
     """The plan of each pipeline that a decision asks for; no pipeline is slower than it is of use."""
 
+    @cache  # most pipelines are to do the same
     def request(time_s: float, slow: Slow, power_w: float | None) -> PlanRequest:
         within_s = time_s if slow else min(time_s, curve.max_time_s)
         return PlanRequest(job.frontier, within_s, slow, power_w, job.max_changes, job.min_dwell_s)

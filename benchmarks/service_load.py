@@ -1,0 +1,164 @@
+"""Number 18: the service under load, beside a plain echo of the same framework in the same run."""
+
+from __future__ import annotations
+
+import json
+import random
+import sqlite3
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
+from functools import cache
+from itertools import islice
+from pathlib import Path
+
+from data import Case, Size, frontier_of
+from results import Section
+from service_figures import Change, Found, section_of
+from service_processes import Bodies, Row, Server, Spell, echo, leading, service, spell
+
+from perseus_planner.runtime.service.client.client import Client
+from perseus_planner.runtime.service.client.requests import Registration, ReportRequest
+from perseus_planner.runtime.service.model import Scope
+
+PIPELINES = 16
+_DEGREES = (1.3, 1.2, 1.1)
+_RECOVERED = 0.3  # that share of the reports says that a pipeline is as fast as ever
+_MOST_PER_S = 2000  # what the service lets one client ask for
+_BUDGET = 0.9  # of what all jobs draw as they are registered
+_PATIENCE_S = 120.0
+
+Jobs = Mapping[str, tuple[Case, int]]
+"""Name -> the profile and the microbatches of its frontier."""
+
+
+def measure(size: Size) -> Section:
+    """Everything in one run."""
+    kinds = [(case, count) for count in size.load_microbatches for case in size.cases]
+    jobs = {f"job-{number:04}": kinds[number % len(kinds)] for number in range(size.load_jobs)}
+    with tempfile.TemporaryDirectory() as folder:
+        database = Path(folder) / "service.sqlite"
+        with service(database) as server, echo() as plain:
+            found = _run(size, jobs, server, plain)
+        return section_of(size, found, _lost(database, found.answers()))
+
+
+def _run(size: Size, jobs: Jobs, server: Server, plain: Server) -> Found:
+    bodies = _bodies(random.Random(18), list(jobs))
+    memory = {"begun": server.memory_mib()}
+    with Client(f"http://127.0.0.1:{server.port}", timeout_s=_PATIENCE_S) as client:
+        registering_s = _register(client, jobs)
+        memory["all jobs registered"] = server.memory_mib()
+        _have_plans_made(client, jobs)
+        leaders = _leaders(client, size.load_leaders)
+        with leading(server, leaders) as led:
+            _until(lambda: f"planner_http_waiting {len(leaders)}.0" in client.metrics())
+            memory["all long polls open"] = server.memory_mib()
+            loaded = _beside(server, plain, bodies, size.load_per_s, size.load_s, led.process)
+            memory["after the reports"] = server.memory_mib()
+            peak = _beside(server, plain, bodies, None, size.load_peak_s, led.process)
+            _all_planned(client)
+            budgets = _budgets(client, jobs)
+            seen = led.end()
+    return Found(registering_s, loaded, peak, budgets, leaders, seen, memory)
+
+
+def _beside(
+    server: Server, plain: Server, bodies: Iterator[tuple[str, str]], per_s: float | None, for_s: float, led: object
+) -> tuple[Spell, Spell]:
+    """A spell of the service, and of the echo before and after it, half as long each."""
+
+    def echoed() -> Spell:
+        posted = islice(bodies, round((per_s or _MOST_PER_S) * for_s / 2))
+        return spell(plain, [("/echo", body) for _, body in posted], per_s, for_s / 2)
+
+    first = echoed()
+    reported = spell(server, list(islice(bodies, round((per_s or _MOST_PER_S) * for_s))), per_s, for_s, [led])
+    return reported, first + echoed()
+
+
+def _bodies(rng: random.Random, jobs: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Reports without end: that some pipeline of some job is slow, or that it has recovered."""
+    number = 0
+    while True:
+        job, pipeline, number = rng.choice(jobs), rng.randrange(PIPELINES), number + 1
+        degree = 1.0 if rng.random() < _RECOVERED else rng.choice(_DEGREES)
+        yield f"/v1/jobs/{job}/reports", json.dumps(_request(f"load-{number}", pipeline, degree).body())
+
+
+def _request(key: str, pipeline: int, degree: float) -> ReportRequest:
+    """As a probe of that pipeline reports it: what it said before counts no more."""
+    scope = Scope("pipeline", str(pipeline))
+    return ReportRequest(f"probe-{pipeline}", scope, degree=degree, ttl_s=1800.0, cause="data", key=key)
+
+
+@cache
+def _file(case: Case, microbatches: int) -> bytes:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "frontier.npz"
+        frontier_of(case, microbatches).save(path)
+        return path.read_bytes()
+
+
+def _register(client: Client, jobs: Jobs) -> float:
+    """Seconds that it took, one job after the other."""
+    files = {name: _file(*kind) for name, kind in jobs.items()}
+    begin_s = time.monotonic()
+    for name, file in files.items():
+        client.register(Registration(name, file, PIPELINES))
+    return time.monotonic() - begin_s
+
+
+def _have_plans_made(client: Client, jobs: Jobs) -> None:
+    """Have every plan that the load will ask for made once: how long that takes is number 5, and not the service's."""
+    first = {kind: name for name, kind in reversed(jobs.items())}
+    for degree in (*_DEGREES, 1.0):  # rising speed: that is never held back
+        for job in first.values():
+            client.report(job, _request(f"first-{degree}", 0, degree))
+        _all_planned(client)
+
+
+def _all_planned(client: Client) -> None:
+    _until(lambda: all(each.version == each.promised for each in client.jobs()))
+
+
+def _leaders(client: Client, count: int) -> list[tuple[str, int, int]]:
+    """(job, pipeline, version that it has): of every job the first pipelines."""
+    known = [(pipeline, each) for pipeline in range(PIPELINES) for each in client.jobs()]
+    return [(each.name, pipeline, each.version) for pipeline, each in known[:count]]
+
+
+def _budgets(client: Client, jobs: Jobs) -> dict[str, list[Change]]:
+    """What a power budget of all jobs changes, and what lifting it does, when all plans have been made already."""
+    drawn_w = sum(_draws_w(*kind) for kind in jobs.values())
+    found = {}
+    for what, power_w in (("a power budget of all jobs", _BUDGET * drawn_w), ("that budget lifted", None)):
+        sent_s = time.monotonic()
+        answers = client.set_power(power_w)
+        found[what] = [
+            Change(each.job, each.version, sent_s, each.takes_effect == "planning") for each in answers if each.changed
+        ]
+        _all_planned(client)
+        time.sleep(1.0)  # to reach: by then all are served
+    return found
+
+
+def _draws_w(case: Case, microbatches: int) -> float:
+    frontier = frontier_of(case, microbatches)
+    return PIPELINES * frontier.bound_j(frontier.baseline_time_s) / frontier.baseline_time_s
+
+
+def _lost(database: Path, answers: Sequence[Row]) -> int:
+    """How many reports were acknowledged and are not in the database."""
+    with closing(sqlite3.connect(database)) as connection:
+        kept = {key for (key,) in connection.execute("SELECT key FROM reports")}
+    return sum(json.loads(row.body)["report"]["key"] not in kept for row in answers if row.status == 202)
+
+
+def _until(holds: Callable[[], bool]) -> None:
+    end_s = time.monotonic() + _PATIENCE_S
+    while not holds():
+        if time.monotonic() > end_s:
+            raise TimeoutError("the service did not get there")
+        time.sleep(0.1)
