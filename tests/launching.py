@@ -25,23 +25,26 @@ class Ended:
     complained: str
 
 
-def ranks(program: str, count: int, folder: Path, *arguments: str) -> list[Ended]:
+def ranks(program: str, count: int, folder: Path, *arguments: str, imports: Sequence[str] = ()) -> list[Ended]:
     """What becomes of `count` ranks that run `program`; nobody ends one when another dies.
 
-    It is a function of rank_programs.py, or "module:function" one of another module in this folder.
+    It is a function of rank_programs.py, or "module:function" one of another module in this folder. What it imports by
+    itself, each rank would: name it in `imports` too where that takes long.
     """
     module, _, function = program.rpartition(":")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     request = {
+        "module": module or "rank_programs",
+        "imports": list(imports),
         "program": function,
         "arguments": arguments,
         "count": count,
         "folder": str(folder),
         "environment": {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
     }
-    server = _server(module or "rank_programs")
+    server = _server()
     assert server.stdin is not None
     assert server.stdout is not None
     print(json.dumps(request), file=server.stdin, flush=True)
@@ -87,10 +90,10 @@ def deepspeed(count: int, folder: Path, *command: str) -> subprocess.Popen[str]:
 
 
 @cache
-def _server(module: str) -> subprocess.Popen[str]:
-    """The process that has imported `module` and forks ranks; it ends with this one, which closes its input."""
+def _server() -> subprocess.Popen[str]:
+    """The process that forks ranks; it ends with this one, which closes its input."""
     return subprocess.Popen(
-        [sys.executable, str(Path(__file__).with_name("rank_programs.py")), module],
+        [sys.executable, str(Path(__file__).with_name("rank_server.py"))],
         env={**os.environ, **_QUIET},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

@@ -4,17 +4,13 @@
 from __future__ import annotations
 
 import copy
-import json
 import os
 import signal
 import sys
 import time
-import traceback
 from collections.abc import Callable
 from contextlib import nullcontext
-from importlib import import_module
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -211,40 +207,3 @@ def _told(body: Callable[[], None]) -> None:
     except PlannerError as error:
         print(error, file=sys.stderr)
         sys.exit(2)
-
-
-def _become_rank(programs: ModuleType, rank: int, request: dict[str, Any]) -> int:
-    """Run as one rank of what is asked for, with files in its folder for what it says; its exit code."""
-    os.chdir(request["folder"])
-    for stream, name in ((1, "said"), (2, "complained")):
-        os.dup2(os.open(f"{name}-{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), stream)
-    os.environ.update(request["environment"], RANK=str(rank), LOCAL_RANK=str(rank))
-    try:
-        getattr(programs, request["program"])(*request["arguments"])
-    except SystemExit as end:
-        return int(end.code or 0)
-    except BaseException:
-        traceback.print_exc()
-        return 1
-    return 0
-
-
-def _serve(programs: ModuleType) -> None:
-    """Fork the ranks of every request, a line on standard input: what they need is imported once for all of them."""
-    for line in sys.stdin:
-        request, children = json.loads(line), []
-        for rank in range(request["count"]):
-            child = os.fork()
-            if not child:
-                code = _become_rank(programs, rank, request)
-                sys.stdout.flush()
-                sys.stderr.flush()
-                os._exit(code)
-            children.append(child)
-        codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-        print(json.dumps(codes), flush=True)
-
-
-if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parent))
-    _serve(import_module(sys.argv[1]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,8 @@ Said = list[dict[str, Any]]  #: of each rank
 FIRST, SECOND, WITHOUT = 1, 2, 0  #: by which plan an iteration ran
 
 
-def said_by(program: str, count: int, folder: Path, *arguments: str) -> Said:
-    everyone = ranks(program, count, folder, str(folder / "state"), *arguments)
+def said_by(program: str, count: int, folder: Path, *arguments: str, imports: Sequence[str] = ()) -> Said:
+    everyone = ranks(program, count, folder, str(folder / "state"), *arguments, imports=imports)
     assert [each.code for each in everyone] == [0] * count, "\n".join(each.complained for each in everyone)
     return [json.loads(each.said.splitlines()[-1]) for each in everyone]
 
@@ -49,7 +50,8 @@ def test_torch_runs_every_computation_at_its_clock_and_results_stay_the_same(
 
 @pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed")
 def test_deepspeed_runs_every_computation_at_its_clock_and_results_stay_the_same(tmp_path: Path):
-    check_followed(said_by("runtime_programs:deepspeed_engine", 2, tmp_path), "1f1b")
+    everyone = said_by("runtime_programs:deepspeed_engine", 2, tmp_path, imports=["deepspeed.pipe"])
+    check_followed(everyone, "1f1b")
 
 
 @pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core is not installed")

@@ -26,8 +26,8 @@ Said = list[dict[str, Any]]  #: of each rank
 DEEPSPEED = ("1f1b", "dualpipe-v")
 
 
-def said_by(program: str, size: int, folder: Path) -> Said:
-    everyone = ranks(f"engine_programs:{program}", size, folder)
+def said_by(program: str, size: int, folder: Path, *imports: str) -> Said:
+    everyone = ranks(f"engine_programs:{program}", size, folder, imports=imports)
     assert [each.code for each in everyone] == [0] * size, everyone
     return [json.loads(each.said.splitlines()[-1]) for each in everyone]
 
@@ -40,7 +40,7 @@ def torch_ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
 @pytest.fixture(scope="module", params=[2, 4])
 def deepspeed_ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Said:
     pytest.importorskip("deepspeed")
-    return said_by("deepspeed_engines", request.param, tmp_path_factory.mktemp("deepspeed"))
+    return said_by("deepspeed_engines", request.param, tmp_path_factory.mktemp("deepspeed"), "deepspeed.pipe")
 
 
 @pytest.fixture(params=TORCH)

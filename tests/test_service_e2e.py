@@ -86,8 +86,9 @@ class Job:
 
 @contextmanager
 def training(engine: str, address: str, folder: Path) -> Iterator[Job]:
+    imports, arguments = ["deepspeed.pipe"] if engine == "deepspeed" else [], (engine, address, str(folder / "state"))
     with ThreadPoolExecutor(1) as pool:
-        started = pool.submit(ranks, "service_programs:train", RANKS, folder, engine, address, str(folder / "state"))
+        started = pool.submit(ranks, "service_programs:train", RANKS, folder, *arguments, imports=imports)
         try:
             yield Job(folder, started)
         finally:
