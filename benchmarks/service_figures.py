@@ -84,7 +84,10 @@ def section_of(size: Size, found: Found, lost: int) -> Section:
         "The service under load",
         "",
         [
-            Table(_LOAD, [*_load_rows(f"{size.load_per_s:g}/s", found.loaded), *_load_rows("as fast as it goes", found.peak)]),
+            Table(
+                _LOAD,
+                [*_load_rows(f"{size.load_per_s:g}/s", found.loaded), *_load_rows("as fast as it goes", found.peak)],
+            ),
             Table(_CHANGES, list(_change_rows(changes, found))),
             Table(_MEMORY, [{"when": when, "own": own, "workers": of} for when, (own, of) in found.memory.items()]),
         ],
@@ -129,7 +132,12 @@ def _change_rows(changes: Mapping[str, Sequence[Change]], found: Found) -> Itera
             those = [each for each in all_of if each.was_planned == planned]
             taken_ms = _served_ms(those, found)
             if those:
-                yield {"what": f"{what}, {how}", "changes": len(those), "served": len(taken_ms), **_percentiles(taken_ms)}
+                yield {
+                    "what": f"{what}, {how}",
+                    "changes": len(those),
+                    "served": len(taken_ms),
+                    **_percentiles(taken_ms),
+                }
 
 
 def _served_ms(changes: Sequence[Change], found: Found) -> list[float]:

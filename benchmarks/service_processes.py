@@ -69,9 +69,7 @@ class Spell:
 
     def __add__(self, other: Spell) -> Spell:
         """Both."""
-        mine, theirs = (
-            (each.wall_s, each.server_s, each.workers_s, each.clients_s) for each in (self, other)
-        )
+        mine, theirs = ((each.wall_s, each.server_s, each.workers_s, each.clients_s) for each in (self, other))
         return Spell(self.rows + other.rows, *(sum(pair) for pair in zip(mine, theirs, strict=True)))
 
 

@@ -18,7 +18,9 @@ from perseus_planner.errors import UsageError
 )
 @click.option("--job", "-j", metavar="JOB", help="The name of a training job.  [default: all jobs together]")
 @click.option("--power", metavar="POWER", help="The most that all its GPUs may draw on average; none: any.")
-@click.option("--deadline", metavar="TIME", help="The iteration time where nobody straggles; none: the least.")
+@click.option(
+    "--deadline", metavar="TIME", help="The iteration time where nobody straggles; none: that of all clocks at maximum."
+)
 @click.option("--none", "neither", is_flag=True, help="Take back what was set: power and, of one job, deadline.")
 @asking.service
 @console.as_json

@@ -26,7 +26,9 @@ _CAUSES = ("compute", "communication", "data", "unknown")
 )
 @asking.job
 @click.option("--pipeline", type=click.IntRange(0), metavar="N", help="A data-parallel pipeline is slow, from 0.")
-@click.option("--stage", type=click.IntRange(0), metavar="N", help="A stage: of --pipeline, or of all of them.")
+@click.option(
+    "--stage", type=click.IntRange(0), metavar="N", help="A stage, from 0; of --pipeline, where there are several."
+)
 @click.option("--rank", type=click.IntRange(0), metavar="N", help="A rank of the job.")
 @click.option("--gpu", metavar="UUID", help="A GPU, as nvidia-smi -L names it.")
 @click.option("--node", metavar="NAME", help="All GPUs of a host.")

@@ -106,7 +106,9 @@ def _power(job: Status) -> str:
         if job.telemetry is None or job.telemetry.power_w is None
         else (f"; {job.telemetry.power_w:.4g} W of late, {job.telemetry.energy_is}")
     )
-    return f"{of_plans} in as long an iteration, {how}{lately}"
+    limits_w = [each.power_w for each in job.decision.targets if each.power_w is not None]
+    budget = f"; a power budget leaves it {sum(limits_w):.4g} W" if limits_w else ""
+    return f"{of_plans} in as long an iteration, {how}{lately}{budget}"
 
 
 def _ran(ran: Telemetry) -> str:
@@ -120,7 +122,7 @@ def _ran(ran: Telemetry) -> str:
 
 
 def _wanted(job: Status) -> str:
-    text = "the least iteration time" if job.deadline_s is None else f"{job.deadline_s:.6g} s an iteration"
+    text = "as fast as all clocks at maximum" if job.deadline_s is None else f"{job.deadline_s:.6g} s an iteration"
     return text if job.power_w is None else f"{text}, at most {job.power_w:.6g} W"
 
 
@@ -150,7 +152,7 @@ def _begin(report: Report) -> str:
 
 
 def _end(report: Report) -> str:
-    return "cleared" if isinf(report.expires_s) else _moment(report.expires_s)
+    return "it is cleared" if isinf(report.expires_s) else _moment(report.expires_s)
 
 
 def _moment(since_epoch_s: float) -> str:
