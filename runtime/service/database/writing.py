@@ -53,9 +53,12 @@ class Draft:
 
     def jobs(self) -> dict[str, JobState]:
         """Those of all jobs, by name."""
-        found = {**self._before, **self._changed}
-        for name in [name for name, state in self._changed.items() if state is None]:
-            del found[name]
+        found = dict(self._before)
+        for name, state in self._changed.items():
+            if state is None:
+                found.pop(name, None)
+            else:
+                found[name] = state
         return found
 
     def put(self, state: JobState) -> None:
