@@ -50,9 +50,9 @@ def test_what_slow_stages_save_is_said_when_they_are_solved_and_not_before(tmp_p
         service.register(job(), frontier_file())
         held.goes_on.clear()
         with serving(service, Address(port=0)) as url, Client(url) as client:
-            at_once = client.report("gpt", SLOW_STAGE)
-            assert (at_once.version, at_once.takes_effect, at_once.expected_saving_w) == (2, "planning", None)
-            assert "is being planned; what it saves is not known yet" in answer_text(at_once)
+            early = client.report("gpt", SLOW_STAGE)
+            assert (early.version, early.takes_effect, early.expected_saving_w) == (2, "planning", None)
+            assert "is being planned; what it saves is not known yet" in answer_text(early)
             threading.Timer(0.1, held.goes_on.set).start()
             waited = client.report("gpt", SLOW_STAGE, wait_s=30.0)
             status = client.status("gpt")
@@ -91,7 +91,10 @@ def test_a_report_that_begins_later_says_when_and_what_holds_until_then(service:
 @pytest.mark.parametrize(("name", "least"), [("least_power_w", 858.9), ("least_deadline_s", 0.65), ("other", None)])
 def test_the_least_that_is_feasible_is_a_number_for_programs(name: str, least: float | None):
     refused = {"error": {"code": "infeasible", "message": "too little", name: least}}
-    with stand_in(lambda *_: (409, refused)) as stand, Client(stand.address) as client:
-        with pytest.raises(ServiceRefusal) as error:
-            client.set_power(10.0)
+    with (
+        stand_in(lambda *_: (409, refused)) as stand,
+        Client(stand.address) as client,
+        pytest.raises(ServiceRefusal) as error,
+    ):
+        client.set_power(10.0)
     assert (error.value.code, error.value.least) == ("infeasible", least)
