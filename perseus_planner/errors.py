@@ -176,12 +176,15 @@ class ServiceRefusal(ServiceError):
         status: of HTTP: 404 where there is no such job or report, 409 where it contradicts what is, 401 and 403 where
             the token does not allow it.
         code: the service's word for the reason.
+        least: of what is infeasible, the least that is not: watts of a power budget, seconds of a deadline; None: it
+            says none.
     """
 
-    def __init__(self, text: str, status: int, code: str) -> None:
+    def __init__(self, text: str, status: int, code: str, least: float | None = None) -> None:
         super().__init__(text)
         self.status = status
         self.code = code
+        self.least = least
 
 
 class UsageError(PlannerError):

@@ -38,7 +38,7 @@ def train(service: str, state: str) -> None:
         open(f"rows-{rank}", "w", buffering=1) as rows,
     ):
         while not any_rank(Path("stop").exists()):
-            time.sleep(0.01)  # as if there was something to compute
+            time.sleep(0.03)  # as if there was something to compute
             made.step()
             print(runtime.plan.time_s, file=rows)
     dist.barrier()

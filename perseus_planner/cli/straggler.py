@@ -12,6 +12,7 @@ import click
 from perseus_planner.cli import asking, console
 from perseus_planner.errors import UsageError
 
+_WAIT_S = 5.0  #: for plans, so that the answer says what they save
 _CAUSES = ("compute", "communication", "data", "unknown")
 
 
@@ -94,7 +95,7 @@ def straggler(
                     asking.say(answers)
             return
         else:
-            answer = client.report(job, _request(given))
+            answer = client.report(job, _request(given), wait_s=_WAIT_S)
     if as_json:
         asking.print_json(answer)
     else:

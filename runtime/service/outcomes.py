@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from perseus_planner.plan import Plan
@@ -80,7 +80,7 @@ class Answer:
         takes_effect: "planning": that version is being planned, and follows; "next iteration": it is there, and the job
             takes it at its next iteration; "already": the job has said that it runs by it.
         expected_saving_w: watts on average that all GPUs of the job are expected to save by what is decided now, as
-            `policy.saving_w` has it; from bounds of the frontier.
+            `policy.saving_w` has it; from bounds of the frontier. None: slow stages are being solved first.
         reason: one sentence for people.
     """
 
@@ -89,8 +89,20 @@ class Answer:
     version: int
     changed: bool
     takes_effect: str
-    expected_saving_w: float
+    expected_saving_w: float | None
     reason: str
+
+    def as_planned(self, status: JobStatus) -> Answer:
+        """The same where `status` tells what came of the planning."""
+        if status.version < self.version:
+            return self
+        is_taken = status.taken is not None and status.taken.version >= self.version
+        return replace(
+            self,
+            takes_effect="already" if is_taken else "next iteration",
+            expected_saving_w=status.expected_saving_w,
+            reason=status.decision.reason,
+        )
 
 
 @dataclass(frozen=True)

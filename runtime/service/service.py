@@ -26,7 +26,7 @@ from perseus_planner.runtime.service.outcomes import Answer, Registered, Taken
 from perseus_planner.runtime.service.planning.planning import Planning, Processes
 from perseus_planner.runtime.service.planning.replanning import Replanning, replan
 from perseus_planner.runtime.service.registering import checked, first_state, known_again
-from perseus_planner.runtime.service.settling import answer, cleared, settled
+from perseus_planner.runtime.service.settling import answer, cleared, settled, until_it_begins
 from perseus_planner.runtime.service.sharing import share_power
 from perseus_planner.runtime.service.state import JobState
 from perseus_planner.runtime.service.telemetry import Counters
@@ -142,10 +142,9 @@ class Service(Knowledge):
                 return answer(before, before, known, "the report was received before")
             check_report(before, report)
             after = self._settle(draft, replace(before, reports={**before.reports, report.key: report}))
-            counts = (
-                "" if report.key in after.reports else "it expires before it begins, or its source has seen it later"
-            )
-            return answer(before, after, report, counts)
+            if report.key in after.reports:
+                return answer(before, after, report, until_it_begins(after, report, self._now_s()))
+            return answer(before, after, report, "it expires before it begins, or its source has seen it later")
 
         return self._writer.do(command)
 

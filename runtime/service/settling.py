@@ -71,7 +71,7 @@ def given_up(state: JobState, reason: str, now_s: float) -> JobState:
 
 def answer(before: JobState, after: JobState, report: Report | None = None, reason: str = "") -> Answer:
     """What to say of a change; `reason` if that of the decision does not tell."""
-    unsolved = after.promised > before.promised and after.decision is before.decision
+    unsolved = not after.is_planned and after.decision is before.decision
     reason = reason or ("slow stages are solved anew, and then it is decided" if unsolved else after.decision.reason)
     return Answer(
         job=after.job.name,
@@ -79,9 +79,22 @@ def answer(before: JobState, after: JobState, report: Report | None = None, reas
         version=after.promised,
         changed=after.promised > before.promised or after.decision.targets != before.decision.targets,
         takes_effect=_takes_effect(after),
-        expected_saving_w=after.saving_w,
+        expected_saving_w=None if unsolved else after.saving_w,
         reason=reason,
     )
+
+
+def until_it_begins(state: JobState, report: Report, now_s: float) -> str:
+    """What a report that does not count yet waits for, and what holds until then; empty: it has begun."""
+    if report.begins_iteration is None:
+        left_s = report.begins_s - now_s
+        waits = f"it begins in {left_s:.3g} s" if left_s > 0.0 else ""
+    elif (iteration := _iteration(state, now_s)) is None:
+        waits = f"it begins with iteration {report.begins_iteration}, and the job has not said yet which one it runs"
+    else:
+        left_s = (report.begins_iteration - iteration) * state.decision.straggler_time_s
+        waits = f"it begins with iteration {report.begins_iteration}, in about {left_s:.3g} s" if left_s > 0.0 else ""
+    return waits and f"{waits}; until then {state.decision.reason}"
 
 
 def next_look_s(state: JobState, now_s: float) -> float:

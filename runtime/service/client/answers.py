@@ -141,7 +141,7 @@ def answer_from(content: Any) -> Answer:
         version=int(content["version"]),
         changed=bool(content["changed"]),
         takes_effect=str(content["takes_effect"]),
-        expected_saving_w=float(content["expected_saving_w"]),
+        expected_saving_w=_optional(content, "expected_saving_w", float),
         reason=str(content["reason"]),
     )
 

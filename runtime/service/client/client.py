@@ -97,9 +97,13 @@ class Client:
         """The job has ended; what was reported of it is forgotten."""
         self._transport.asked("DELETE", _path(job))
 
-    def report(self, job: str, request: ReportRequest) -> Answer:
-        """Say that something is slow, or has recovered; what is acknowledged survives the service's death."""
-        return self._answer("POST", _path(job, "reports"), request.body())
+    def report(self, job: str, request: ReportRequest, *, wait_s: float = 0.0) -> Answer:
+        """Say that something is slow, or has recovered; what is acknowledged survives the service's death.
+
+        Where slow stages are solved and planned first, it waits `wait_s` seconds for that at most.
+        """
+        waiting = {"params": {"wait_s": wait_s}, "timeout": wait_s + self._transport.timeout_s} if wait_s else {}
+        return self._answer("POST", _path(job, "reports"), request.body(), **waiting)
 
     def reports(self, job: str) -> tuple[Report, ...]:
         """The reports of a job that stand."""
@@ -171,8 +175,8 @@ class Client:
         """Ask whether the service is well, which raises if it is not."""
         self._transport.sent("GET", "/healthz")
 
-    def _answer(self, method: str, path: str, body: Any = None) -> Answer:
-        _, content = self._transport.asked(method, path, **({} if body is None else {"json": body}))
+    def _answer(self, method: str, path: str, body: Any = None, **options: Any) -> Answer:
+        _, content = self._transport.asked(method, path, **({} if body is None else {"json": body}), **options)
         return self._transport.read(answer_from, content)
 
     def _awaited(self, path: str, after: int, wait_s: float) -> Any:

@@ -22,7 +22,8 @@ def answer_text(answer: Answer) -> str:
     }.get(answer.takes_effect, f"{version}: {answer.takes_effect}")
     changed = effect if answer.changed else f"nothing changes; {effect}"
     key = f"\nReport {answer.report.key}" if answer.report is not None else ""
-    saving = f"expected to save {answer.expected_saving_w:.4g} W"
+    saved_w = answer.expected_saving_w
+    saving = "what it saves is not known yet" if saved_w is None else f"expected to save {saved_w:.4g} W"
     return f"Job {answer.job}: {changed}; {saving}\n{answer.reason}{key}"
 
 

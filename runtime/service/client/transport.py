@@ -97,13 +97,15 @@ class Transport:
         try:
             error = response.json()["error"]
             code, message = str(error["code"]), one_line(str(error["message"]), 400)
-        except (ValueError, RecursionError, LookupError, TypeError):
+            least = error.get("least_power_w", error.get("least_deadline_s"))
+            least = None if least is None else float(least)
+        except (ValueError, RecursionError, LookupError, TypeError, AttributeError):
             self._refuse_answer(f"HTTP {response.status_code} {response.text}")
         if response.status_code >= 500:
             raise ServiceAway(f"the service at {self.address} could not answer {path}: {message}")
         if response.status_code == 401:
             message += f"; put a token of the service in {TOKEN_VARIABLE}"
-        raise ServiceRefusal(f"the service at {self.address} refused: {message}", response.status_code, code)
+        raise ServiceRefusal(f"the service at {self.address} refused: {message}", response.status_code, code, least)
 
     def _refuse_answer(self, answer: object) -> NoReturn:
         raise ServiceAway(

@@ -83,8 +83,9 @@ class EffectAnswer(_Answer):
         description="planning: that version is being planned, and follows; next iteration: it is there, and the job "
         "takes it at its next iteration; already: the job has said that it runs by it."
     )
-    expected_saving_w: float = Field(
-        description="What all GPUs of the job are expected to save on average, watts; from bounds of the frontier."
+    expected_saving_w: float | None = Field(
+        description="What all GPUs of the job are expected to save on average, watts; from bounds of the frontier. "
+        "null: slow stages are solved first; a report with `wait_s` waits for that, and the job's status has it later."
     )
     reason: str = Field(description="One sentence for people.")
 

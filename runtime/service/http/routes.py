@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from typing import Annotated
 
 from fastapi import APIRouter, Header, Path, Query, Request, Response
@@ -27,6 +28,7 @@ from perseus_planner.runtime.service.http.schemas import (
     StragglerReport,
     TakenBody,
 )
+from perseus_planner.runtime.service.model import UnknownJob
 
 _LONGEST_POLL_S = 60.0
 
@@ -35,7 +37,7 @@ _log = logging.getLogger(__name__)
 After = Annotated[int, Query(ge=0, le=MOST_WHOLE, description="The version that is known already; 0: none.")]
 Wait = Annotated[
     float,
-    Query(ge=0.0, le=_LONGEST_POLL_S, allow_inf_nan=False, description="How long to wait for a newer one, seconds."),
+    Query(ge=0.0, le=_LONGEST_POLL_S, allow_inf_nan=False, description="How long to wait for it, seconds."),
 ]
 
 router = APIRouter()
@@ -97,11 +99,20 @@ async def report(
     job: Job,
     sent: StragglerReport,
     idempotency_key: Annotated[str | None, Header(pattern=KEY)] = None,
+    wait_s: Wait = 0.0,
 ) -> Response:
-    """Report that something is slow, or has recovered; the answer says what follows, and what that saves."""
+    """Report that something is slow, or has recovered; the answer says what follows, and what that saves.
+
+    Where slow stages are solved and planned first, it waits `wait_s` for that at most.
+    """
     straggler = sent.report(idempotency_key, request.app.state.now_s())
     live = live_of(request)
-    return _said(answers.EffectAnswer, await live.change(live.service.report, job, straggler), 202)
+    answer = await live.change(live.service.report, job, straggler)
+    if wait_s and answer.takes_effect == "planning":
+        with suppress(HTTPException, UnknownJob):  # too many wait, or the job has ended: the report was taken
+            await live.newer(job, answer.version - 1, wait_s)
+            answer = answer.as_planned(await live.call(live.service.status, job))
+    return _said(answers.EffectAnswer, answer, 202)
 
 
 @router.get(
