@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from runpy import run_path
 from typing import Any
 
 import torch
@@ -91,6 +92,13 @@ def command(folder: str, *arguments: str) -> None:
     """The planner command, in a folder."""
     os.chdir(folder)
     main(arguments)
+
+
+def script(path: str, *arguments: str) -> None:
+    """A script as a launcher starts it."""
+    sys.path.insert(0, str(Path(path).parent))
+    sys.argv = [path, *arguments]
+    run_path(path, run_name="__main__")
 
 
 def killed(output: str) -> None:

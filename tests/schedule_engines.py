@@ -107,11 +107,17 @@ def megatron(ranks: int, virtual_stages: int, microbatches: int, group: int) -> 
     return rows
 
 
+#: For torch, too, which makes a mocked stage for every schedule: making it takes longer than all that is asked of it.
+#: Whoever gets the one that is there sets all that is read of it.
+_autospec = cache(mock.create_autospec)
+
+
 @cache
 def _actions(name: str, ranks: int, microbatches: int, virtual_stages: int | None) -> list[list[Any]]:
     from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 
-    return get_schedule_ops(name, ranks, microbatches, virtual_stages)
+    with mock.patch.object(mock, "create_autospec", _autospec):
+        return get_schedule_ops(name, ranks, microbatches, virtual_stages)
 
 
 def torch_rows(name: str, ranks: int, microbatches: int, virtual_stages: int | None = None) -> Rows:
@@ -153,7 +159,7 @@ def read_by_torch(path: Path, ranks: int, virtual_stages: int, microbatches: int
     from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
     from torch.distributed.pipelining.stage import PipelineStage
 
-    stage = mock.create_autospec(PipelineStage, instance=True)
+    stage = _autospec(PipelineStage, instance=True)
     stage.group_rank, stage.group_size, stage.num_stages = 0, ranks, ranks * virtual_stages
     stage.submod = None
     runtime = _PipelineScheduleRuntime([stage] * virtual_stages, microbatches)
