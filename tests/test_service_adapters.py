@@ -186,8 +186,9 @@ def answers(*said: tuple[int, Any]) -> Any:
 
 def test_a_callback_of_the_resiliency_extension_needs_two_lines():
     reports = [Report({0: 1.0, 1: 0.5}), Report({0: 1.0, 1: 0.5}), Report({0: 1.0, 1: 0.9}), Report({0: 1.0, 1: 0.99})]
-    with stand_in(answers((503, {"error": {"code": "unavailable", "message": "full"}}))) as service:
-        feed = Feed(Client(service.address), "gpt3", resiliency_reports, ttl_s=60.0)
+    full = (503, {"error": {"code": "unavailable", "message": "full"}})
+    with stand_in(answers(full)) as service, Client(service.address) as client:
+        feed = Feed(client, "gpt3", resiliency_reports, ttl_s=60.0)
         for report in reports:
             with suppress(PlannerError):  # the first is not taken
                 feed(report)
@@ -198,8 +199,8 @@ def test_a_callback_of_the_resiliency_extension_needs_two_lines():
 
 def test_what_could_not_be_said_of_a_recovery_is_said_the_next_time():
     away = (503, {"error": {"code": "unavailable", "message": "full"}})
-    with stand_in(answers((202, EFFECT), away)) as service:
-        feed = Feed(Client(service.address), "gpt3", resiliency_reports)
+    with stand_in(answers((202, EFFECT), away)) as service, Client(service.address) as client:
+        feed = Feed(client, "gpt3", resiliency_reports)
         feed(Report({1: 0.5}))
         with pytest.raises(ServiceAway):
             feed(Report({1: 1.0}))
