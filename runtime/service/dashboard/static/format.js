@@ -74,3 +74,6 @@ export function spanOf(text) {
   if (match === null) throw new TypeError(`${trimmed} is no time; write it as 30s, 30m or 2h`);
   return Number(match[1]) * { s: 1, m: 60, min: 60, h: 3600, d: 86400 }[match[2] ?? "s"];
 }
+
+/** What a figure is that follows from a job's plans: `origin` is that of its profile. */
+export const byPlans = (origin) => (origin === "measured" ? "replayed" : "simulated");

@@ -82,7 +82,7 @@ async function set({ job, asked }, name, body) {
 const EFFECTS = { planning: "is being planned", "next iteration": "is there, for the job's next iteration", already: "is what the job runs by" };
 
 function effect({ reason, version, takes_effect, expected_saving_w }) {
-  const saving = expected_saving_w === null ? "what it saves is not known yet" : `expected to save ${watts(expected_saving_w)} (replayed)`;
+  const saving = expected_saving_w === null ? "what it saves is not known yet" : `expected to save ${watts(expected_saving_w)} (by its plans)`;
   return `${reason}. Version ${version} ${EFFECTS[takes_effect] ?? takes_effect}; ${saving}.`;
 }
 

@@ -1,7 +1,7 @@
 // One job: what it does now, why, and what that saves.
 
 import { byId, fillCard, html, keyed, say, show, timed } from "./dom.js";
-import { count, joules, kilowattHours, less, number, seconds, watts } from "./format.js";
+import { byPlans, count, joules, kilowattHours, less, number, seconds, watts } from "./format.js";
 import { groups, showPipelines } from "./pipelines.js";
 import { assumed, carbon, money } from "./prices.js";
 import { reportsText, showReports } from "./reports.js";
@@ -37,20 +37,21 @@ function cards(status, frontier) {
 }
 
 function iteration({ job, decision, telemetry }, frontier) {
+  const ofPlans = byPlans(frontier.origin);
   const target_s = job.deadline_s ?? frontier.baseline_time_s;
   const of = job.deadline_s === null ? "all clocks at maximum" : "as wished";
   const notes = [`target ${seconds(target_s)}: ${of}`];
-  if (telemetry) notes.push(`expected ${seconds(decision.straggler_time_s)}, replayed`);
-  return { name: "Iteration time", value: seconds(telemetry?.iteration_s ?? decision.straggler_time_s), origin: telemetry ? "measured" : "replayed", notes };
+  if (telemetry) notes.push(`expected ${seconds(decision.straggler_time_s)}, ${ofPlans}`);
+  return { name: "Iteration time", value: seconds(telemetry?.iteration_s ?? decision.straggler_time_s), origin: telemetry ? "measured" : ofPlans, notes };
 }
 
 function power({ job, telemetry, expected }) {
   const told_w = telemetry?.power_w ?? null;
   const now_w = told_w ?? expected.power_w;
   const most_w = expected.baseline_power_w;
-  const notes = [`${less(now_w, most_w)} than ${watts(most_w)} with all clocks at maximum, replayed`.replace("the same than", "the same as")];
+  const notes = [`${less(now_w, most_w)} than ${watts(most_w)} with all clocks at maximum, ${byPlans(expected.origin)}`.replace("the same than", "the same as")];
   if (job.power_w !== null) notes.push(`at most ${watts(job.power_w)} wished`);
-  return { name: "Power, all GPUs", value: watts(now_w), origin: told_w === null ? "replayed" : telemetry.energy_is, notes, bar: now_w / most_w };
+  return { name: "Power, all GPUs", value: watts(now_w), origin: told_w === null ? byPlans(expected.origin) : telemetry.energy_is, notes, bar: now_w / most_w };
 }
 
 /** Whether the job has told what its GPUs take. */
@@ -66,7 +67,7 @@ function saved(status) {
     return { name: "Saved so far", value: kilowattHours(telemetry.saved_j), origin: telemetry.energy_is, notes };
   }
   const day_j = expectedDayJ(status);
-  return { name: "Saves a day, by its plans", value: kilowattHours(day_j), origin: "replayed", notes: [`${joules(day_j)} at these plans around the clock, against all clocks at maximum`, "the job has told of no energy yet"] };
+  return { name: "Saves a day, by its plans", value: kilowattHours(day_j), origin: byPlans(status.expected.origin), notes: [`${joules(day_j)} at these plans around the clock, against all clocks at maximum`, "the job has told of no energy yet"] };
 }
 
 function costs(status) {
@@ -74,7 +75,7 @@ function costs(status) {
   const isTold = isMetered(status);
   const saved_j = isTold ? telemetry.saved_j : expectedDayJ(status);
   const name = isTold ? "Worth, so far" : "Worth, a day";
-  return { name, value: money(saved_j), origin: isTold ? telemetry.energy_is : "replayed", notes: [carbon(saved_j), assumed()] };
+  return { name, value: money(saved_j), origin: isTold ? telemetry.energy_is : byPlans(status.expected.origin), notes: [carbon(saved_j), assumed()] };
 }
 
 function plans({ version, promised, taken }) {
@@ -92,10 +93,10 @@ function changes({ telemetry }) {
 
 /** Where the figures come from, and how fresh those of the job are: it may have stopped telling. */
 function originOf({ telemetry }, frontier) {
-  const replayed = `Replayed: computed from a ${frontier.origin} profile, not measured on this job.`;
-  if (telemetry === null) return [`This job sends no telemetry, so nothing here is measured on it. ${replayed}`];
+  const ofPlans = frontier.origin === "measured" ? "Replayed: computed from a measured profile, not measured on this job." : "What plans take and save is computed from a simulated profile.";
+  if (telemetry === null) return [`This job sends no telemetry, so nothing here is measured on it. ${ofPlans}`];
   const simulated = telemetry.energy_is === "simulated" ? "Simulated: energy of a model of the GPU. " : "";
-  return ["The job last told of itself ", timed(telemetry.observed_s), `. ${simulated}${replayed}`];
+  return ["The job last told of itself ", timed(telemetry.observed_s), `. ${simulated}${ofPlans}`];
 }
 
 /** Show that there is no such job, or show its view; or neither, of null. */

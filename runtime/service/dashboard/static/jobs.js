@@ -1,7 +1,7 @@
 // The list of jobs, and what they do together.
 
 import { byId, fillCard, html, keyed, part, say, show } from "./dom.js";
-import { count, joules, kilowattHours, less, number, seconds, watts } from "./format.js";
+import { byPlans, count, joules, kilowattHours, less, number, seconds, watts } from "./format.js";
 import { reportsText } from "./reports.js";
 
 const SEARCHABLE = 8; // fewer are seen at a glance
@@ -45,13 +45,14 @@ export function showAll(jobs) {
   const now_w = sum((status) => status.telemetry?.power_w ?? status.expected.power_w);
   const most_w = sum((status) => status.expected.baseline_power_w);
   const telling = jobs.filter((status) => status.telemetry?.energy_is).length;
+  const kinds = (of) => [...new Set(jobs.map(of).filter(Boolean))].sort().join(" and ");
   const saved_j = sum((status) => (status.telemetry?.energy_is ? status.telemetry.saved_j : 0));
   const cards = [
     { name: "Jobs", value: number(jobs.length), notes: [slowJobs.length ? `${number(slowJobs.length)} with something slow` : "nothing slow in any"] },
-    { name: "Saves now, by plans", value: watts(sum((status) => status.expected_saving_w)), origin: "replayed", notes: ["where pipelines wait for a slower one"] },
+    { name: "Saves now, by plans", value: watts(sum((status) => status.expected_saving_w)), origin: kinds((status) => byPlans(status.expected.origin)), notes: ["where pipelines wait for a slower one"] },
   ];
-  if (most_w > 0) cards.push({ name: "Power, all GPUs", value: watts(now_w), origin: telling ? "measured where told" : "replayed", notes: [`${less(now_w, most_w)} than ${watts(most_w)} with all clocks at maximum`], bar: now_w / most_w });
-  if (telling) cards.push({ name: "Saved so far", value: kilowattHours(saved_j), notes: [joules(saved_j), `as told by ${count(telling, "job")}`] });
+  if (most_w > 0) cards.push({ name: "Power, all GPUs", value: watts(now_w), origin: kinds((status) => (status.telemetry?.power_w == null ? byPlans(status.expected.origin) : status.telemetry.energy_is)), notes: [`${less(now_w, most_w)} than ${watts(most_w)} with all clocks at maximum`], bar: now_w / most_w });
+  if (telling) cards.push({ name: "Saved so far", value: kilowattHours(saved_j), origin: kinds((status) => status.telemetry?.energy_is), notes: [joules(saved_j), `as told by ${count(telling, "job")}`] });
   show(byId("all-slow"), slowJobs.length > 0);
   keyed(byId("slow-jobs"), slowJobs, (status) => status.job.name, madeSlow, (element, status) => say(part(element, "reason"), status.decision.reason));
   keyed(byId("all-cards"), cards, (card) => card.name, () => html("li", { class: "card" }), fillCard);

@@ -5,6 +5,7 @@ import { joules, number, ranges, seconds } from "./format.js";
 import { slownessText, scopeText } from "./reports.js";
 
 const MOST_LABELS = 8;
+const BEYOND = 1.25; // times the slowest that is shown: the curve itself goes on to where slowing down saves nothing more
 
 let drawn = ""; // what the chart shows, so that it is drawn again only for something else
 let placed = new Map(); // pipeline -> where its point was
@@ -58,20 +59,23 @@ function draw(status, frontier, grouped) {
   drawn = now;
   const marks = grouped.map(mark);
   const slowest_s = status.decision.straggler_time_s;
-  const highs = [...frontier.energies_j, frontier.baseline_j, ...marks.map((each) => each.y)];
+  const most_s = BEYOND * Math.max(slowest_s, frontier.baseline_time_s, ...marks.map((each) => each.x));
+  const shown = Math.max(2, frontier.times_s.filter((time_s) => time_s <= most_s).length);
+  const [times_s, energies_j] = [frontier.times_s.slice(0, shown), frontier.energies_j.slice(0, shown)];
+  const highs = [...energies_j, frontier.baseline_j, ...marks.map((each) => each.y)];
   const yRange = charts.range(highs, 0.08);
   charts.line(byId("frontier"), {
     description: description(frontier, grouped, slowest_s),
     x: { label: "Iteration time", unit: "s" },
     y: { label: "Energy of one pipeline's iteration", unit: "J", range: yRange },
     series: [
-      { name: "Least energy for each iteration time", color: 1, x: frontier.times_s, y: frontier.energies_j },
+      { name: "Least energy for each iteration time", color: 1, x: times_s, y: energies_j },
       { name: `What iterations take: ${seconds(slowest_s)}`, color: 7, dashed: true, x: [slowest_s, slowest_s], y: yRange },
     ],
     marks: [{ name: "All clocks at maximum", color: 7, shape: "diamond", x: frontier.baseline_time_s, y: frontier.baseline_j }, ...marks],
   });
   placed = new Map(grouped.flatMap((group) => group.numbers.map((each) => [each, { x: group.time_s, y: group.energy_j }])));
-  say(byId("frontier-caption"), `Of one pipeline, replayed from a ${frontier.origin} profile; energy with waiting to the iteration's end. A pipeline with slow stages may lie off the curve, which is of one without.`);
+  say(byId("frontier-caption"), `Of one pipeline, ${frontier.origin === "measured" ? "replayed from a measured" : "computed from a simulated"} profile; energy with waiting to the iteration's end. The curve goes on to ${seconds(frontier.times_s.at(-1))}. A pipeline with slow stages may lie off the curve, which is of one without.`);
 }
 
 function mark(group, index) {
