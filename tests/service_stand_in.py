@@ -6,13 +6,14 @@ import asyncio
 import math
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from perseus_planner.errors import FrontierError, InfeasibleBudget, InfeasibleDeadline, InfeasiblePower
+from perseus_planner.errors import FrontierError, InfeasibleBudget, InfeasibleDeadline, InfeasiblePower, PlannerError
 from perseus_planner.files import sha256
 from perseus_planner.runtime.service.alerting import Alerted
 from perseus_planner.runtime.service.http.app import create_app
@@ -69,6 +70,17 @@ class StandIn:
         self._check(job)
         self.of_job[job][report.key] = report
         return self._changed(job, report)
+
+    def reporting(self, job: str, report: Report) -> Future[Answer]:
+        taken: Future[Answer] = Future()
+        try:
+            taken.set_result(self.report(job, report))
+        except PlannerError as error:
+            taken.set_exception(error)
+        return taken
+
+    def next_tick_s(self) -> float:
+        return self.ticks[0] if self.ticks else math.inf
 
     def alert(self, reports: Sequence[Report]) -> Alerted:
         return Alerted((), {each.key: "no job that runs has it" for each in reports})

@@ -6,6 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -133,6 +134,10 @@ class Service(Knowledge):
             Conflict: the key is that of another report, or too many reports count.
             UsageError: the job has not what the report is about.
         """
+        return self.reporting(job, report).result()
+
+    def reporting(self, job: str, report: Report) -> Future[Answer]:
+        """The same, without waiting for it; what `report` raises, the result raises."""
 
         def command(draft: Draft) -> Answer:
             before = draft.state(job)
@@ -146,7 +151,7 @@ class Service(Knowledge):
                 return answer(before, after, report, until_it_begins(after, report, self._now_s()))
             return answer(before, after, report, "it expires before it begins, or its source has seen it later")
 
-        return self._writer.do(command)
+        return self._writer.doing(command)
 
     def alert(self, reports: Sequence[Report]) -> Alerted:
         """Take reports that name no job: each is of every job that has its GPU or node.
@@ -165,7 +170,7 @@ class Service(Knowledge):
                 answers.append(answer(before, before if told is before else self._settle(draft, told)))
             return Alerted(tuple(answers), ignored)
 
-        return self._writer.do(command)
+        return self._writer.doing(command)
 
     def clear(self, job: str, key: str) -> Answer:
         """Take a report back: it has expired now.
@@ -303,6 +308,10 @@ class Service(Knowledge):
             raise
         if self._telemetry.write_s <= now_s:
             self._telemetry.write(self._writer)
+        return self.next_tick_s()
+
+    def next_tick_s(self) -> float:
+        """When to call `tick`, after all that has changed since it said so."""
         return min(self._following.agenda.next_s(), self._telemetry.write_s)
 
     def _end_telemetry(self) -> None:

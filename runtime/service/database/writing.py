@@ -126,12 +126,18 @@ class Writer:
             StorageError: it cannot be written, so nothing was done.
             UsageError: the service does not run.
         """
+        return self.doing(command).result()
+
+    def doing(self, command: Callable[[Draft], Result]) -> Future[Result]:
+        """The same, without waiting for it; what `do` raises, the result raises."""
         future: Future[Result] = Future()
         with self._lock:
-            if not self._open:
-                raise UsageError("the service does not run; use it inside `with Service(...) as service:`")
-            self._commands.put((command, future))
-        return future.result()
+            if self._open:
+                self._commands.put((command, future))
+            else:
+                closed = "the service does not run; use it inside `with Service(...) as service:`"
+                future.set_exception(UsageError(closed))
+        return future
 
     def _write(self) -> None:
         running = True

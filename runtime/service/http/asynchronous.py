@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager, suppress
-from functools import lru_cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 from weakref import WeakValueDictionary
 
@@ -19,19 +21,39 @@ from perseus_planner.runtime.service.model import UnknownJob
 
 if TYPE_CHECKING:
     from perseus_planner.runtime.service.http.security import Limits
-    from perseus_planner.runtime.service.model import Job
-    from perseus_planner.runtime.service.outcomes import Registered
+    from perseus_planner.runtime.service.model import Job, Report
+    from perseus_planner.runtime.service.outcomes import Answer, Registered
     from perseus_planner.runtime.service.service import Service
 
 _THREADS = 32  # nearly all of them wait, for what is written to disk together
 _REGISTERING = 4
-_KEPT = 256  # versions as JSON: some 30 kB for each plan of 8 stages and 96 microbatches
 _BETWEEN_TICKS_S, _LONGEST_NAP_S = 0.01, 60.0
 _AFTER_FAILURE_S = 1.0
 
 P = ParamSpec("P")
 R = TypeVar("R")
 _log = logging.getLogger(__name__)
+
+
+class _Inbox:
+    """Calls that other threads want made on an event loop; many wake it once, as each waking is a system call."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._calls: deque[Callable[[], object]] = deque()
+        self._is_woken = False
+
+    def call(self, function: Callable[..., object], *arguments: object) -> None:
+        """Have it called soon; from any thread."""
+        self._calls.append(partial(function, *arguments))
+        if not self._is_woken:
+            self._is_woken = True
+            self._loop.call_soon_threadsafe(self._make_all)
+
+    def _make_all(self) -> None:
+        self._is_woken = False  # before the first of them, so that none that comes now is left
+        while self._calls:
+            self._calls.popleft()()
 
 
 class AsyncService:
@@ -51,8 +73,8 @@ class AsyncService:
         self._now_s = now_s
         self._ended = False
         self._changes: WeakValueDictionary[str, asyncio.Future[None]] = WeakValueDictionary()
-        self._texts = lru_cache(_KEPT)(PlanTexts.of)
         self._registering = asyncio.Semaphore(_REGISTERING)
+        self._napping_until_s = math.inf
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -61,8 +83,10 @@ class AsyncService:
         self._ended, self._sooner = False, asyncio.Event()
         self._pool = ThreadPoolExecutor(_THREADS, "planner-service")
 
+        self._inbox = _Inbox(loop)
+
         def heard(job: str, _: int) -> None:  # on any thread
-            loop.call_soon_threadsafe(self.changed, job)
+            self._inbox.call(self.changed, job)
 
         unsubscribe = self.service.subscribe(heard)
         clock = asyncio.create_task(self._tick())
@@ -86,6 +110,18 @@ class AsyncService:
         finally:
             self._sooner.set()
 
+    async def report(self, job: str, report: Report) -> Answer:
+        """`Service.report`; of these there are hundreds in a second, so no thread waits for each."""
+        taken = self.service.reporting(job, report)
+        answered = asyncio.get_running_loop().create_future()
+        taken.add_done_callback(lambda _: self._inbox.call(_wake, answered))
+        try:
+            await answered
+        finally:
+            if self.service.next_tick_s() < self._napping_until_s:
+                self._sooner.set()
+        return taken.result()
+
     async def register(self, job: Job, frontier: bytes) -> Registered:
         """`Service.register`; of those that plan, few at a time, so that threads are left for reports."""
         async with self._registering:
@@ -105,7 +141,7 @@ class AsyncService:
                 change = self._next_change(job)  # before the look, so that no change falls in between
                 plans = self.service.plans(job, after)  # from memory
                 if plans is not None:
-                    return self._texts(plans)
+                    return PlanTexts.of(plans)
                 left_s = until_s - loop.time()
                 if left_s <= 0.0 or self._ended:
                     return None
@@ -161,8 +197,10 @@ class AsyncService:
         """Tell the service that time has passed, whenever that matters to it."""
         while not self._ended:
             self._sooner.clear()
+            self._napping_until_s = math.inf  # whatever comes while it ticks is sooner than what it will say
             try:
-                nap_s = await self.call(self.service.tick) - self._now_s()
+                self._napping_until_s = await self.call(self.service.tick)
+                nap_s = self._napping_until_s - self._now_s()
                 self.problem = None
             except Exception as error:  # whatever it is, such as a full disk: it may pass, and then time goes on
                 if self.problem is None:
@@ -172,3 +210,9 @@ class AsyncService:
             with suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._sooner.wait(), min(nap_s, _LONGEST_NAP_S))
             await asyncio.sleep(_BETWEEN_TICKS_S)  # one for all reports of a burst
+
+
+def _wake(answered: asyncio.Future[None]) -> None:
+    """Wake who waits for an answer, if it still does."""
+    if not answered.done():
+        answered.set_result(None)

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from starlette.exceptions import HTTPException
 
 if TYPE_CHECKING:
     from perseus_planner.runtime.service.outcomes import PlanSet
+
+
+_KEPT = 256  # of 30 kB where there are 8 stages and 96 microbatches
 
 
 @dataclass(frozen=True)
@@ -29,7 +33,7 @@ class PlanTexts:
     @classmethod
     def of(cls, plans: PlanSet) -> PlanTexts:
         """Those of a set of plans."""
-        return cls(plans.version, tuple(json.dumps(text).encode() for text in plans.texts), plans.of_pipeline)
+        return cls(plans.version, tuple(map(_quoted, plans.texts)), plans.of_pipeline)
 
     def of_one(self, pipeline: int) -> bytes:
         """The answer about one pipeline.
@@ -47,3 +51,9 @@ class PlanTexts:
         """The answer about all pipelines."""
         indices = json.dumps(self.of_pipeline, separators=(",", ":")).encode()
         return b'{"version":%d,"plans":[%b],"of_pipeline":%b}' % (self.version, b",".join(self.texts), indices)
+
+
+@lru_cache(_KEPT)
+def _quoted(text: str) -> bytes:
+    """A plan as a JSON string; jobs that are alike have the same plans."""
+    return json.dumps(text).encode()

@@ -107,7 +107,7 @@ async def report(
     """
     straggler = sent.report(idempotency_key, request.app.state.now_s())
     live = live_of(request)
-    answer = await live.change(live.service.report, job, straggler)
+    answer = await live.report(job, straggler)
     if wait_s and answer.takes_effect == "planning":
         with suppress(HTTPException, UnknownJob):  # too many wait, or the job has ended: the report was taken
             await live.newer(job, answer.version - 1, wait_s)
