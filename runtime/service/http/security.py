@@ -13,7 +13,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Literal, get_args
 
-from starlette.datastructures import Headers, MutableHeaders
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -35,12 +35,12 @@ _OPEN_PATHS = ("/healthz", "/v1/me")  # supervisors and the dashboard ask them, 
 _ELSEWHERE = ("cross-site", "same-site")  # whence a browser says that a request comes; same-site: of another port
 _SAFE = ("GET", "HEAD", "OPTIONS")
 _REGISTER, _ALERT = ("POST", "/v1/jobs"), ("POST", "/v1/alerts")
-_HEADERS = {
-    "Cache-Control": "no-store",
-    "Content-Security-Policy": "default-src 'none'; frame-ancestors 'none'",
-    "Referrer-Policy": "no-referrer",
-    "X-Content-Type-Options": "nosniff",
-}
+_HEADERS = (
+    (b"cache-control", b"no-store"),
+    (b"content-security-policy", b"default-src 'none'; frame-ancestors 'none'"),
+    (b"referrer-policy", b"no-referrer"),
+    (b"x-content-type-options", b"nosniff"),
+)
 _MOST_CLIENTS = 4096
 
 
@@ -237,9 +237,8 @@ def check_role(role: Role, wanted: Role) -> None:
 def _with_headers(send: Send) -> Send:
     async def sending(message: Message) -> None:
         if message["type"] == "http.response.start":
-            headers = MutableHeaders(scope=message)
-            for name, value in _HEADERS.items():  # the dashboard allows its own scripts
-                headers.setdefault(name, value)
+            own = {name for name, _ in message["headers"]}  # the dashboard allows its own scripts
+            message["headers"] = [*message["headers"], *(each for each in _HEADERS if each[0] not in own)]
         await send(message)
 
     return sending
