@@ -22,6 +22,7 @@ from urllib.request import Request, urlopen
 
 import pytest
 from launching import Ended, ranks
+from serving import Serving
 
 pytest.importorskip("torch")
 pytest.importorskip("fastapi")
@@ -95,40 +96,8 @@ def training(engine: str, address: str, folder: Path) -> Iterator[Job]:
             (folder / "stop").touch()
 
 
-class Server:
-    """`planner serve` in a process of its own.
-
-    Attributes:
-        address: where it listens.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self._folder, self.address, self._port = folder, "", "0"
-        self._process: subprocess.Popen[str] | None = None
-
-    def start(self) -> None:
-        command = [
-            sys.executable,
-            "-m",
-            "perseus_planner",
-            "serve",
-            "--port",
-            self._port,
-            "--database",
-            "service.sqlite",
-        ]
-        self._process = subprocess.Popen(command, cwd=self._folder, stdout=subprocess.PIPE, text=True)
-        assert self._process.stdout is not None
-        self.address = self._process.stdout.readline().split()[2].rstrip(",")
-        self._port = self.address.rpartition(":")[2]
-
-    def end(self, by: signal.Signals) -> None:
-        """The same port is taken when it is started again."""
-        assert self._process is not None
-        self._process.send_signal(by)
-        self._process.wait()
-        assert self._process.stdout is not None
-        self._process.stdout.close()
+class Server(Serving):
+    """`planner serve`, asked as by hand."""
 
     def __call__(self, method: str, path: str, body: Any = None) -> Any:
         """What it answers to curl."""

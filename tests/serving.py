@@ -1,0 +1,44 @@
+"""`planner serve` as a process that is ended and started again at the same place."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+
+_COMMAND = [sys.executable, *(["-P"] if sys.version_info >= (3, 11) else []), "-m", "perseus_planner", "serve"]
+
+
+class Serving:
+    """The service in a process of its own.
+
+    Attributes:
+        address: where it listens; the same once it has been started.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Its database is `service.sqlite` in `folder`."""
+        self._folder, self.address, self._port = folder, "", "0"
+        self._process: subprocess.Popen[str] | None = None
+
+    def start(self) -> None:
+        command = [*_COMMAND, "--port", self._port, "--database", "service.sqlite"]
+        self._process = subprocess.Popen(command, cwd=self._folder, stdout=subprocess.PIPE, text=True)
+        assert self._process.stdout is not None
+        self.address = self._process.stdout.readline().split()[2].rstrip(",")
+        self._port = self.address.rpartition(":")[2]
+
+    def end(self, by: signal.Signals) -> None:
+        assert self._process is not None
+        self._process.send_signal(by)
+        self._process.wait()
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+
+    def children(self) -> list[psutil.Process]:
+        """The processes that it has started."""
+        assert self._process is not None
+        return psutil.Process(self._process.pid).children(recursive=True)
