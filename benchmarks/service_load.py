@@ -16,7 +16,7 @@ from pathlib import Path
 from data import Case, Size, frontier_of
 from results import Section
 from service_figures import Change, Found, section_of
-from service_processes import Bodies, Row, Server, Spell, echo, leading, service, spell
+from service_processes import Row, Server, Spell, echo, leading, service, spell
 
 from perseus_planner.runtime.service.client.client import Client
 from perseus_planner.runtime.service.client.requests import Registration, ReportRequest

@@ -227,13 +227,13 @@ class Frontier:
         Raises:
             UsageError: pandas is not installed.
         """
-        from perseus_planner.frames import frontier_frame
+        from perseus_planner.views.frames import frontier_frame
 
         return frontier_frame(self)
 
     def _repr_html_(self) -> str:
         """How a notebook shows it."""
-        from perseus_planner.notebook import frontier_html
+        from perseus_planner.views.notebook import frontier_html
 
         return frontier_html(self)
 

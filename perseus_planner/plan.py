@@ -179,13 +179,13 @@ class Plan:
         Raises:
             UsageError: pandas is not installed.
         """
-        from perseus_planner.frames import plan_frame
+        from perseus_planner.views.frames import plan_frame
 
         return plan_frame(self)
 
     def _repr_html_(self) -> str:
         """How a notebook shows it."""
-        from perseus_planner.notebook import plan_html
+        from perseus_planner.views.notebook import plan_html
 
         return plan_html(self)
 

@@ -154,13 +154,13 @@ class Profile:
         Raises:
             UsageError: pandas is not installed.
         """
-        from perseus_planner.frames import profile_frame
+        from perseus_planner.views.frames import profile_frame
 
         return profile_frame(self)
 
     def _repr_html_(self) -> str:
         """How a notebook shows it."""
-        from perseus_planner.notebook import profile_html
+        from perseus_planner.views.notebook import profile_html
 
         return profile_html(self)
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
 from fake_nvml import nvml as nvml
 from fake_nvml import nvml_library as nvml_library
 from hypothesis import settings
+
+# A shell has what it runs in the background ignore Ctrl-C, and so would all that the tests start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The first example of a property may compile; its time says nothing.
 settings.register_profile("planner", deadline=None)

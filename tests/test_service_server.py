@@ -47,7 +47,6 @@ def planner_serve(folder: Path, *options: str) -> Iterator[tuple[subprocess.Pope
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        preexec_fn=lambda: signal.signal(
             signal.SIGINT, signal.default_int_handler
         ),  # a shell's background job ignores it
     ) as process:

@@ -78,7 +78,7 @@ def show(
     if beside and figure is None:
         raise UsageError("--beside: is for --figure; give --figure with it")
     if plot is not None:
-        from perseus_planner.plotting import check_figure_path
+        from perseus_planner.views.plotting import check_figure_path
 
         check_figure_path(plot, "--plot")
     if trace is not None:
@@ -87,7 +87,7 @@ def show(
     if trace is not None and shown.trace is None:
         raise UsageError(f"--trace {trace}: {file} has no timeline; name a plan or a run")
     if plot is not None:
-        from perseus_planner.plotting import save_figure
+        from perseus_planner.views.plotting import save_figure
 
         save_figure(shown.draw() if figure is None else _figure(figure, (file, *beside)), plot)
     if trace is not None and shown.trace is not None:
@@ -145,7 +145,7 @@ def _frontier(file: Path) -> _Shown:
     summary = summarize_frontier(frontier)
 
     def draw() -> Figure:
-        from perseus_planner.plotting import draw_frontier
+        from perseus_planner.views.plotting import draw_frontier
 
         return draw_frontier(frontier)
 
@@ -155,14 +155,14 @@ def _frontier(file: Path) -> _Shown:
 def _plan(file: Path) -> _Shown:
     from perseus_planner.plan import Plan
     from perseus_planner.plan_summary import summarize_timeline
-    from perseus_planner.plan_trace import trace_plan
+    from perseus_planner.views.plan_trace import trace_plan
     from perseus_planner.tables import timeline_text
 
     plan = Plan.load(file)
     summary = summarize_timeline(plan)
 
     def draw() -> Figure:
-        from perseus_planner.plotting import draw_plan
+        from perseus_planner.views.plotting import draw_plan
 
         return draw_plan(plan)
 

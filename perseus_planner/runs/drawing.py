@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from perseus_planner.errors import RunError
-from perseus_planner.plotting import clock_label, colours_of, empty_axes
+from perseus_planner.views.plotting import clock_label, colours_of, empty_axes
 from perseus_planner.runs.foreseen import foreseen
 from perseus_planner.runs.ran import RanComputation
 from perseus_planner.runs.run import RanRank, Run

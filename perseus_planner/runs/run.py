@@ -130,13 +130,13 @@ class Run:
         Raises:
             UsageError: pandas is not installed.
         """
-        from perseus_planner.frames import run_frame
+        from perseus_planner.views.frames import run_frame
 
         return run_frame(self)
 
     def _repr_html_(self) -> str:
         """How a notebook shows it."""
-        from perseus_planner.notebook import run_html
+        from perseus_planner.views.notebook import run_html
 
         return run_html(self)
 

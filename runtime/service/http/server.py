@@ -264,8 +264,10 @@ def _many_connections() -> Iterator[None]:
 
 @contextmanager
 def _few_collections() -> Iterator[None]:
-    """Have Python seldom look for garbage in cycles. Answers leave none, and a look at all that is known of a thousand
-    jobs takes as long as hundreds of answers; by default, long polls that come and go cause one every few seconds.
+    """Have Python seldom look for garbage in cycles.
+
+    Answers leave none, and a look at all that is known of a thousand jobs takes as long as hundreds of answers; by
+    default, long polls that come and go cause one every few seconds.
     """
     before = gc.get_threshold()
     gc.collect()

@@ -9,11 +9,11 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 from xml.etree.ElementTree import Element, SubElement, tostring
 
-from perseus_planner import sketches
+from perseus_planner.views import sketches
 from perseus_planner.columns import number, numbers, ranges
 from perseus_planner.profile_csv import unit_of, word_of
 from perseus_planner.simulate import replay
-from perseus_planner.sketches import Busy, Mark
+from perseus_planner.views.sketches import Busy, Mark
 from perseus_planner.tables import origin_text
 
 if TYPE_CHECKING:

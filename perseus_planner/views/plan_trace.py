@@ -10,7 +10,7 @@ from perseus_planner.plan import Plan
 from perseus_planner.profile_csv import setting_of
 from perseus_planner.simulate import Span, Timeline, replay
 from perseus_planner.tables import origin_text
-from perseus_planner.trace_events import WAITING, Counter, Process, Slice, Thread, steps, total, write_trace
+from perseus_planner.views.trace_events import WAITING, Counter, Process, Slice, Thread, steps, total, write_trace
 
 
 def trace_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
