@@ -352,8 +352,8 @@ def test_what_is_saved_says_where_it_comes_from_and_what_it_costs(browser: Any, 
             each.split("\n")[0]: each.replace("\u00a0", " ") for each in page.locator("#cards li").all_inner_texts()
         }
         for name, parts in {
-            "Iteration time": (f"{told['iteration_s']:.4f}", "measured", ", simulated"),
-            "Power, all GPUs": (f"{told['power_w']:.1f}", "simulated", "with all clocks at maximum, simulated"),
+            "Iteration time": (f"{told['iteration_s']:.4f}", "measured", ", replayed"),
+            "Power, all GPUs": (f"{told['power_w']:.1f}", "simulated", "with all clocks at maximum, replayed"),
             "Saved so far": (f"{kwh:.4g}", "kWh", "simulated", "123,456 iterations", "than all clocks at maximum"),
             "Worth, so far": (f"{kwh * 1.2 * 0.12:.2f}", "USD", "kg CO₂e", "at 0.12 USD/kWh, PUE 1.2, 0.4 kg CO₂e/kWh"),
             "A clock change takes": ("12.30", "ms", "99 % within 31.10 ms", "17 changes came late"),
@@ -373,4 +373,4 @@ def test_of_what_nobody_measured_the_page_says_what_it_is(browser: Any, url: str
     with looking(browser, url) as page:
         shown = page.inner_text("#job")
         assert "This job sends no telemetry, so nothing here is measured on it" in shown
-        assert set(page.locator("#cards .origin:visible").all_inner_texts()) == {"simulated"}
+        assert set(page.locator("#cards .origin:visible").all_inner_texts()) == {"replayed"}

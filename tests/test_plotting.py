@@ -13,8 +13,8 @@ from perseus_planner import Frontier, Plan, Profile, schedules, solve
 from perseus_planner.errors import UsageError
 from perseus_planner.measurement import Measurement
 from perseus_planner.pipeline import FixedOperation
-from perseus_planner.views.plotting import check_figure_path, draw_frontier, draw_plan, save_figure
 from perseus_planner.simulate import replay
+from perseus_planner.views.plotting import check_figure_path, draw_frontier, draw_plan, save_figure
 
 FIRST_BYTES = {"png": b"\x89PNG", "svg": b"<?xml", "pdf": b"%PDF"}
 

@@ -47,8 +47,6 @@ def planner_serve(folder: Path, *options: str) -> Iterator[tuple[subprocess.Pope
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-            signal.SIGINT, signal.default_int_handler
-        ),  # a shell's background job ignores it
     ) as process:
         try:
             line = process.stdout.readline()

@@ -21,10 +21,10 @@ from perseus_planner.clock_changes import ClockChange
 from perseus_planner.dag import PipelineDag
 from perseus_planner.errors import RunError, UsageError
 from perseus_planner.pipeline import FixedOperation
-from perseus_planner.views.plan_trace import trace_plan
 from perseus_planner.runs import Run
 from perseus_planner.runs.trace import trace_run
 from perseus_planner.simulate import replay
+from perseus_planner.views.plan_trace import trace_plan
 from perseus_planner.views.trace_events import Counter, total
 
 

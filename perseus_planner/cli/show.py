@@ -155,8 +155,8 @@ def _frontier(file: Path) -> _Shown:
 def _plan(file: Path) -> _Shown:
     from perseus_planner.plan import Plan
     from perseus_planner.plan_summary import summarize_timeline
-    from perseus_planner.views.plan_trace import trace_plan
     from perseus_planner.tables import timeline_text
+    from perseus_planner.views.plan_trace import trace_plan
 
     plan = Plan.load(file)
     summary = summarize_timeline(plan)

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from perseus_planner.errors import UsageError
-from perseus_planner.views.plotting import clock_label, colours_of, empty_axes
 from perseus_planner.report.curves import Curve, curves
 from perseus_planner.report.points import Point, Points, points
 from perseus_planner.report.sources import Sources
 from perseus_planner.report.timelines import Lane, Timeline, timelines
+from perseus_planner.views.plotting import clock_label, colours_of, empty_axes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from perseus_planner.errors import RunError
-from perseus_planner.views.plotting import clock_label, colours_of, empty_axes
 from perseus_planner.runs.foreseen import foreseen
 from perseus_planner.runs.ran import RanComputation
 from perseus_planner.runs.run import RanRank, Run
 from perseus_planner.runs.summary import summarize_run
 from perseus_planner.runs.text import sources_text
+from perseus_planner.views.plotting import clock_label, colours_of, empty_axes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -12,12 +12,12 @@ from typing import Any
 
 from perseus_planner.errors import RunError
 from perseus_planner.plan import Plan
-from perseus_planner.views.plan_trace import to_ns
 from perseus_planner.profile_csv import setting_of
 from perseus_planner.runs.ran import RanComputation, RanIteration
 from perseus_planner.runs.run import RanRank, Run
 from perseus_planner.runs.summary import NO_PLAN, summarize_run
 from perseus_planner.runs.text import sources_text
+from perseus_planner.views.plan_trace import to_ns
 from perseus_planner.views.trace_events import WAITING, Counter, Process, Slice, Thread, steps, total, write_trace
 
 

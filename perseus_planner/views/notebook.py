@@ -9,12 +9,12 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 from xml.etree.ElementTree import Element, SubElement, tostring
 
-from perseus_planner.views import sketches
 from perseus_planner.columns import number, numbers, ranges
 from perseus_planner.profile_csv import unit_of, word_of
 from perseus_planner.simulate import replay
-from perseus_planner.views.sketches import Busy, Mark
 from perseus_planner.tables import origin_text
+from perseus_planner.views import sketches
+from perseus_planner.views.sketches import Busy, Mark
 
 if TYPE_CHECKING:
     from perseus_planner.frontier import Frontier

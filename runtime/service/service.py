@@ -170,7 +170,7 @@ class Service(Knowledge):
                 answers.append(answer(before, before if told is before else self._settle(draft, told)))
             return Alerted(tuple(answers), ignored)
 
-        return self._writer.doing(command)
+        return self._writer.do(command)
 
     def clear(self, job: str, key: str) -> Answer:
         """Take a report back: it has expired now.
