@@ -225,12 +225,24 @@ def survive(folder: Path, kills: int, lives_s: tuple[float, ...]) -> Told:
 
     It lives for any time up to one of `lives_s`.
     """
-    rng, told, serving = random.Random(18), Told(), Serving(folder)
+    told, serving = Told(), Serving(folder)
     with Storage(folder / "service.sqlite") as storage, Service(storage, run=at_once) as service:
         for number in range(JOBS):
             service.register(Job(f"first-{number}", PIPELINES, ""), frontier_file())
             told.jobs[f"first-{number}"] = set()
-    serving.start()
+    try:
+        serving.start()
+        talk_and_kill(serving, told, kills, lives_s)
+        check(serving.address, told)
+        check_promised(serving.address, told)
+    finally:
+        serving.end(signal.SIGTERM)
+    assert told.wrong == []
+    return told
+
+
+def talk_and_kill(serving: Serving, told: Told, kills: int, lives_s: tuple[float, ...]) -> None:
+    rng = random.Random(18)
     told.up.set()
     kinds = [Comer, *[Reporter] * REPORTERS, *[Watcher] * WATCHERS]
     talkers = [kind(serving.address, told, seed) for seed, kind in enumerate(kinds)]
@@ -248,11 +260,6 @@ def survive(folder: Path, kills: int, lives_s: tuple[float, ...]) -> Told:
             told.over.set()
     for talker in talking:
         talker.result()
-    check(serving.address, told)
-    check_promised(serving.address, told)
-    serving.end(signal.SIGTERM)
-    assert told.wrong == []
-    return told
 
 
 def kill(serving: Serving, told: Told) -> None:
