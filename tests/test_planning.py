@@ -15,10 +15,12 @@ from perseus_planner.errors import InfeasibleBudget, InfeasibleDeadline
 from perseus_planner.frontier import Frontier, solve
 from perseus_planner.measurement import Measurement
 from perseus_planner.plan import Plan
+from perseus_planner.planning import budget
 from perseus_planner.profiles import ClockChange, Profile
 from perseus_planner.schedules import Schedule
 from perseus_planner.simulate import replay
 
+EFFORT = (1_000_000, 300, 4_000)  #: of a search in tests where it need not be the best
 CHANGES = st.builds(ClockChange, st.sampled_from((0.0, 1e-4, 3e-3, 0.05)), st.sampled_from((0.0, 1e-3, 0.2)))
 
 
@@ -39,12 +41,13 @@ def test_plans_tell_what_changes_cost_and_meet_the_deadline_all_the_same(
     profile, schedule = problem
     frontier = solve(replace(profile, clock_change=change), schedule)
     at_s = deadline_s(frontier, share)
-    try:
-        plan = frontier.plan_for(at_s)
-    except InfeasibleDeadline as error:
-        late_s = error.least_time_s
-        plan = frontier.plan_for(late_s)
-        at_s = late_s
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(budget, "_EFFORT", EFFORT)
+        try:
+            plan = frontier.plan_for(at_s)
+        except InfeasibleDeadline as error:
+            at_s = error.least_time_s
+            plan = frontier.plan_for(at_s)
     timeline = replay(plan)
     assert (plan.time_s, plan.energy_j) == (timeline.time_s, timeline.energy_j)
     assert plan.time_s <= at_s
@@ -94,7 +97,8 @@ def test_a_deadline_that_only_free_changes_meet_is_refused_with_the_least_time()
     assert frontier.plan_for(caught.value.least_time_s).time_s == caught.value.least_time_s
 
 
-def test_a_plan_with_what_changes_cost_comes_back_from_its_file(tmp_path):
+def test_a_plan_with_what_changes_cost_comes_back_from_its_file(tmp_path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(budget, "_EFFORT", EFFORT)
     frontier = costly(2, 6, ClockChange(0.004, 0.001, 2), gpus_per_stage=2)
     plan = frontier.plan_for(1.03 * frontier.baseline_time_s)
     plan.save(tmp_path / "plan.yaml")
