@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from functools import cache
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 
 from data import Case, Size, frontier_of
@@ -24,7 +24,8 @@ from perseus_planner.runtime.service.model import Scope
 
 PIPELINES = 16
 _DEGREES = (1.3, 1.2, 1.1)
-_RECOVERED = 0.3  # that share of the reports says that a pipeline is as fast as ever
+_AGAIN = 0.5  # that share of the reports says what the same probe said last
+_RECOVERED = 0.3  # and that share of the others that a pipeline is as fast as ever
 _MOST_PER_S = 2000  # what the service lets one client ask for
 _BUDGET = 0.9  # of what all jobs draw as they are registered
 _PATIENCE_S = 120.0
@@ -79,12 +80,19 @@ def _beside(
 
 
 def _bodies(rng: random.Random, jobs: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Reports without end: that some pipeline of some job is slow, or that it has recovered."""
-    number = 0
-    while True:
-        job, pipeline, number = rng.choice(jobs), rng.randrange(PIPELINES), number + 1
-        degree = 1.0 if rng.random() < _RECOVERED else rng.choice(_DEGREES)
-        yield f"/v1/jobs/{job}/reports", json.dumps(_request(f"load-{number}", pipeline, degree).body())
+    """Reports without end, of probes that watch a pipeline each: half say again what they last said."""
+    said: dict[tuple[str, int], float] = {}
+    known: list[tuple[str, int]] = []
+    for number in count():
+        if known and rng.random() < _AGAIN:
+            job, pipeline = rng.choice(known)
+        else:
+            job, pipeline = rng.choice(jobs), rng.randrange(PIPELINES)
+            if (job, pipeline) not in said:
+                known.append((job, pipeline))
+            said[job, pipeline] = 1.0 if rng.random() < _RECOVERED else rng.choice(_DEGREES)
+        request = _request(f"load-{number}", pipeline, said[job, pipeline])
+        yield f"/v1/jobs/{job}/reports", json.dumps(request.body())
 
 
 def _request(key: str, pipeline: int, degree: float) -> ReportRequest:
