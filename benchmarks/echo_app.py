@@ -3,6 +3,8 @@
 Run as a program, by service_load.py; says its port.
 """
 
+# ruff: noqa: TID253 - the process in which this runs is there for them
+
 from __future__ import annotations
 
 import uvicorn

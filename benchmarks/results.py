@@ -120,7 +120,7 @@ def _commit() -> str:
     """The commit that was run, and whether its code was changed since."""
     try:
         commit = _git("rev-parse", "--short=12", "HEAD")
-        changed = _git("status", "--porcelain", "--", "perseus_planner", "benchmarks/*.py")
+        changed = _git("status", "--porcelain", "--", "perseus_planner", "profiler", "runtime", "benchmarks/*.py")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
     return f"{commit} with uncommitted changes" if changed else commit

@@ -1,4 +1,4 @@
-"""Clients of the load benchmark, as lean as Python lets them be: HTTP/1.1 written and read by hand on asyncio's protocols.
+"""Clients of the load benchmark, as lean as Python lets them be: HTTP/1.1 by hand, on protocols of asyncio.
 
 Run as a program, by service_load.py. `report` posts bodies on a schedule, or as fast as they are answered; `lead` has
 many long polls open. Each reads what it is to do from stdin, one line of JSON, and says what happened on stdout, one

@@ -13,16 +13,20 @@ from functools import cache
 from itertools import count, islice
 from pathlib import Path
 
-from data import Case, Size, frontier_of
+from data import STAGES, Case, Size, frontier_of
 from results import Section
 from service_figures import Change, Found, section_of
 from service_processes import Row, Server, Spell, echo, leading, service, spell
 
 from perseus_planner.runtime.service.client.client import Client
 from perseus_planner.runtime.service.client.requests import Registration, ReportRequest
-from perseus_planner.runtime.service.model import Scope
+from perseus_planner.runtime.service.model import Place, Scope
 
 PIPELINES = 16
+_PLACES = tuple(
+    Place(rank, rank // STAGES, (rank % STAGES,), f"node-{rank // STAGES}", f"GPU-{rank:08}")
+    for rank in range(PIPELINES * STAGES)
+)
 _DEGREES = (1.3, 1.2, 1.1)
 _AGAIN = 0.5  # that share of the reports says what the same probe said last
 _RECOVERED = 0.3  # and that share of the others that a pipeline is as fast as ever
@@ -114,7 +118,7 @@ def _register(client: Client, jobs: Jobs) -> float:
     files = {name: _file(*kind) for name, kind in jobs.items()}
     begin_s = time.monotonic()
     for name, file in files.items():
-        client.register(Registration(name, file, PIPELINES))
+        client.register(Registration(name, file, PIPELINES, _PLACES))
     return time.monotonic() - begin_s
 
 

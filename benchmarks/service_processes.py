@@ -1,4 +1,4 @@
-"""The processes of the load benchmark: the service, the echo, and their clients, each with what it takes of the CPUs."""
+"""The processes of the load benchmark: the service, the echo, and their clients, each with the CPU that it takes."""
 
 from __future__ import annotations
 
