@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,15 +30,13 @@ from perseus_planner.profiles import Profile
 from perseus_planner.quantities import CHANGES, POWER, TIME, WAIT, Rule
 from perseus_planner.schedules import Schedule
 from perseus_planner.simulate import end_times, time_and_energy
-
-if TYPE_CHECKING:
-    import pandas as pd
+from perseus_planner.views.shown import Shown
 
 _CHECKPOINTS = 16  #: kept along the frontier, so that a plan walks little of it
 
 
 @dataclass(frozen=True, eq=False)
-class Frontier:
+class Frontier(Shown):
     """The least energy of an iteration for every iteration time, as a convex piecewise-linear curve; exact.
 
     An iteration that takes T seconds costs sum(e_i - P * t_i) + P * S * T joules: e_i and t_i of the chosen clocks, P
@@ -218,24 +216,6 @@ class Frontier:
         """
         dag, (times, powers), checkpoints = read_frontier(path)
         return cls(dag, times, powers, checkpoints)
-
-    def to_frame(self) -> pd.DataFrame:
-        """A row for each of `times_s`, fastest first: time_s, time_ratio, bound_j, saved_j, and power_w of the bound.
-
-        `saved_j` and `time_ratio` are against all clocks at maximum, as `attrs` says.
-
-        Raises:
-            UsageError: pandas is not installed.
-        """
-        from perseus_planner.views.frames import frontier_frame
-
-        return frontier_frame(self)
-
-    def _repr_html_(self) -> str:
-        """How a notebook shows it."""
-        from perseus_planner.views.notebook import frontier_html
-
-        return frontier_html(self)
 
     @cached_property
     def scaled(self) -> ScaledNetwork:

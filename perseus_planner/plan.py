@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 
@@ -20,9 +20,7 @@ from perseus_planner.iteration import Iteration
 from perseus_planner.iteration_text import ITERATION_KEYS, iteration_content, iteration_from, parse_key
 from perseus_planner.measurement import Measurement
 from perseus_planner.schedules import Computation, Schedule
-
-if TYPE_CHECKING:
-    import pandas as pd
+from perseus_planner.views.shown import Shown
 
 _FORMAT = "perseus-planner/plan"
 _VERSION = 1
@@ -35,7 +33,7 @@ _DUMPER: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(Shown):
     """One clock per computation, and what an iteration with them takes: replayed from measured points, never a fit's.
 
     Attributes:
@@ -168,26 +166,6 @@ class Plan:
                 "written; make the plan again with `planner plan`"
             )
         return _from_content(document.values, str(document.path))
-
-    def to_frame(self) -> pd.DataFrame:
-        """A row for each computation, rank by rank in program order, then for each operation of fixed time.
-
-        Columns are computation, rank, stage, kind, microbatch, clock_mhz (power_limit_w or observed_clock_mhz by other
-        knobs), start_s, end_s, power_w and energy_j, replayed; what an operation has not is missing. Waiting is not in
-        it.
-
-        Raises:
-            UsageError: pandas is not installed.
-        """
-        from perseus_planner.views.frames import plan_frame
-
-        return plan_frame(self)
-
-    def _repr_html_(self) -> str:
-        """How a notebook shows it."""
-        from perseus_planner.views.notebook import plan_html
-
-        return plan_html(self)
 
     def dumps(self) -> str:
         """The plan as JSON, for another process; ten times faster to read than the file."""

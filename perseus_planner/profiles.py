@@ -16,7 +16,7 @@ from functools import cached_property
 from itertools import count, pairwise
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 
@@ -27,9 +27,7 @@ from perseus_planner.files import replacing, sha256
 from perseus_planner.measurement import Measurement, checked
 from perseus_planner.profile_csv import KNOBS, WORDS, Row, kind_of, read_table, word_of, written
 from perseus_planner.quantities import COUNT, POWER, STAGE, WAIT
-
-if TYPE_CHECKING:
-    import pandas as pd
+from perseus_planner.views.shown import Shown
 
 _FORMAT = "perseus-planner/profile"
 _VERSION = 1
@@ -37,7 +35,7 @@ _YAML_SUFFIXES = (".yaml", ".yml")
 
 
 @dataclass(frozen=True)
-class Profile:
+class Profile(Shown):
     """Measured choices of every computation of a pipeline; immutable, and valid from birth.
 
     Attributes:
@@ -144,25 +142,6 @@ class Profile:
                     file.write(data)
             except OSError as error:
                 raise ProfileError(f"{target}: cannot be written: {error.strerror}; check the folder") from error
-
-    def to_frame(self) -> pd.DataFrame:
-        """A row for each measurement, computation by computation, highest clock first.
-
-        Columns are stage, instruction, clock_mhz (power_limit_w or observed_clock_mhz by other knobs), time_s and
-        energy_j, then those of `Evidence`; what is not known is missing.
-
-        Raises:
-            UsageError: pandas is not installed.
-        """
-        from perseus_planner.views.frames import profile_frame
-
-        return profile_frame(self)
-
-    def _repr_html_(self) -> str:
-        """How a notebook shows it."""
-        from perseus_planner.views.notebook import profile_html
-
-        return profile_html(self)
 
     def rest(self) -> dict[str, Any]:
         """All but the measurements, as plain values; what is at its default and rarely set is left out."""

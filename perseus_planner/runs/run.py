@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from perseus_planner.documents import unreadable
 from perseus_planner.errors import RunError
@@ -18,9 +18,7 @@ from perseus_planner.plan import Plan
 from perseus_planner.runs.ran import RanComputation, RanIteration
 from perseus_planner.runs.recording import computations_path, iterations_path, plan_path
 from perseus_planner.runs.rows import COMPUTATIONS, ITERATIONS
-
-if TYPE_CHECKING:
-    import pandas as pd
+from perseus_planner.views.shown import Shown
 
 _PLAN = re.compile(r"plan-([0-9]{1,9})(?:-pipeline-([0-9]{1,9}))?\.yaml")
 _ROWS = re.compile(r"iterations-([0-9]{1,9})\.csv")
@@ -61,7 +59,7 @@ class RanRank:
 
 
 @dataclass(frozen=True)
-class Run:
+class Run(Shown):
     """What all ranks of a job measured.
 
     Attributes:
@@ -123,22 +121,6 @@ class Run:
         """
         counted = [rank.counted(version) for rank in self.ranks]
         return max((fmean(row.time_s for row in rows) for rows in counted if rows), default=None)
-
-    def to_frame(self) -> pd.DataFrame:
-        """A row for each iteration of each rank, with all that `RanIteration` has; what is not known is missing.
-
-        Raises:
-            UsageError: pandas is not installed.
-        """
-        from perseus_planner.views.frames import run_frame
-
-        return run_frame(self)
-
-    def _repr_html_(self) -> str:
-        """How a notebook shows it."""
-        from perseus_planner.views.notebook import run_html
-
-        return run_html(self)
 
     def _check(self) -> None:
         """Refuse a folder that has not what all ranks wrote."""

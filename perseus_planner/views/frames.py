@@ -6,27 +6,48 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from functools import singledispatch
 from typing import TYPE_CHECKING, Any
 
 from perseus_planner.errors import UsageError
+from perseus_planner.frontier import Frontier
+from perseus_planner.plan import Plan
 from perseus_planner.profile_csv import setting_of, word_of
+from perseus_planner.profiles import Profile
+from perseus_planner.runs.run import Run
 from perseus_planner.simulate import replay
 from perseus_planner.tables import origin_text
 
 if TYPE_CHECKING:
     import pandas as pd
 
-    from perseus_planner.frontier import Frontier
-    from perseus_planner.plan import Plan
-    from perseus_planner.profiles import Profile
-    from perseus_planner.runs.run import Run
-
 _EVIDENCE = ("achieved_mhz", "time_stderr_s", "energy_stderr_j", "windows", "temperature_c")
 _WHOLE = "Int64"  #: pandas' type of whole numbers of which some are not known
 
 
-def profile_frame(profile: Profile) -> pd.DataFrame:
-    """A row for each measurement, in the order of `profile.measurements`; see `Profile.to_frame`."""
+@singledispatch
+def frame_of(value: object) -> pd.DataFrame:
+    """A frame of `value`.
+
+    - Of a profile: a row for each measurement, computation by computation, highest clock first: stage, instruction,
+      clock_mhz (power_limit_w or observed_clock_mhz by other knobs), time_s, energy_j, then those of `Evidence`.
+    - Of a frontier: one for each of `times_s`, fastest first: time_s, time_ratio, bound_j, saved_j, and power_w of the
+      bound. Ratio and saving are against all clocks at maximum, as `attrs` says.
+    - Of a plan: one for each computation, rank by rank in program order, then for each operation of fixed time:
+      computation, rank, stage, kind, microbatch, clock_mhz (as above), start_s, end_s, power_w, energy_j, replayed.
+      Waiting is not in it.
+    - Of a run: one for each iteration of each rank, with all that `RanIteration` has.
+
+    What is not known, or what a row has not, is missing.
+
+    Raises:
+        UsageError: pandas is not installed.
+    """
+    raise TypeError(f"{value!r} has no frame")
+
+
+@frame_of.register(Profile)
+def _of_profile(profile: Profile) -> pd.DataFrame:
     setting = setting_of(profile.knob)
     rows = [
         {
@@ -48,8 +69,8 @@ def profile_frame(profile: Profile) -> pd.DataFrame:
     return frame
 
 
-def frontier_frame(frontier: Frontier) -> pd.DataFrame:
-    """A row for each point at which the slope changes, fastest first; see `Frontier.to_frame`."""
+@frame_of.register(Frontier)
+def _of_frontier(frontier: Frontier) -> pd.DataFrame:
     times_s, bounds_j = frontier.times_s[::-1], frontier.energies_j[::-1]
     columns = {
         "time_s": times_s,
@@ -66,8 +87,8 @@ def frontier_frame(frontier: Frontier) -> pd.DataFrame:
     return frame
 
 
-def plan_frame(plan: Plan) -> pd.DataFrame:
-    """A row for each computation and each operation; see `Plan.to_frame`."""
+@frame_of.register(Plan)
+def _of_plan(plan: Plan) -> pd.DataFrame:
     iteration, setting = plan.iteration, setting_of(plan.knob)
     rows: list[dict[str, Any]] = []
     for place, (name, span) in enumerate(replay(plan).spans.items()):
@@ -97,8 +118,8 @@ def plan_frame(plan: Plan) -> pd.DataFrame:
     return frame
 
 
-def run_frame(run: Run) -> pd.DataFrame:
-    """A row for each iteration of each rank; see `Run.to_frame`."""
+@frame_of.register(Run)
+def _of_run(run: Run) -> pd.DataFrame:
     from perseus_planner.gpu.protocol import THROTTLE_REASONS
     from perseus_planner.runs.ran import RanIteration
 

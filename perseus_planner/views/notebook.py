@@ -6,27 +6,32 @@ All texts go through ElementTree, so that a name is never taken for HTML; there 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from functools import singledispatch
 from xml.etree.ElementTree import Element, SubElement, tostring
 
 from perseus_planner.columns import number, numbers, ranges
+from perseus_planner.frontier import Frontier
+from perseus_planner.plan import Plan
 from perseus_planner.profile_csv import unit_of, word_of
+from perseus_planner.profiles import Profile
+from perseus_planner.runs.run import Run
 from perseus_planner.simulate import replay
 from perseus_planner.tables import origin_text
 from perseus_planner.views import sketches
 from perseus_planner.views.sketches import Busy, Mark
 
-if TYPE_CHECKING:
-    from perseus_planner.frontier import Frontier
-    from perseus_planner.plan import Plan
-    from perseus_planner.profiles import Profile
-    from perseus_planner.runs.run import Run
-
 _MOST = 24  #: rows of a table, ranks or computations of a drawing; more would push all else off the screen
 _SECONDS, _JOULES = "seconds an iteration", "joules an iteration"
 
 
-def profile_html(profile: Profile) -> str:
+@singledispatch
+def html_of(value: object) -> str:
+    """HTML of a profile, a frontier, a plan or a run."""
+    raise TypeError(f"{value!r} has no view")
+
+
+@html_of.register(Profile)
+def _of_profile(profile: Profile) -> str:
     """What was measured of each computation, and its joules over its seconds."""
     from perseus_planner.summary import summarize_profile
 
@@ -54,7 +59,8 @@ def profile_html(profile: Profile) -> str:
     )
 
 
-def frontier_html(frontier: Frontier) -> str:
+@html_of.register(Frontier)
+def _of_frontier(frontier: Frontier) -> str:
     """Its ends, the point of least energy, all clocks at maximum, and the curve."""
     baseline_j = frontier.baseline_energy_j
     points = [
@@ -85,7 +91,8 @@ def frontier_html(frontier: Frontier) -> str:
     )
 
 
-def plan_html(plan: Plan) -> str:
+@html_of.register(Plan)
+def _of_plan(plan: Plan) -> str:
     """The plan beside all clocks at maximum, and its iteration."""
     times, energies = (plan.time_s, plan.baseline_time_s), (plan.energy_j, plan.baseline_energy_j)
     columns = {
@@ -112,7 +119,8 @@ def plan_html(plan: Plan) -> str:
     )
 
 
-def run_html(run: Run) -> str:
+@html_of.register(Run)
+def _of_run(run: Run) -> str:
     """What ran by each plan beside what was planned."""
     from perseus_planner.runs.summary import summarize_run
     from perseus_planner.runs.text import sources_text
