@@ -85,13 +85,13 @@ def section_of(size: Size, found: Found, lost: int) -> Section:
     return Section(
         18,
         "The service under load",
-        f"**Measured** on this machine: `planner serve` as it comes, on SQLite in a file, with {size.load_jobs} jobs of"
-        f" 16 pipelines of 8 stages; {size.load_leaders} leaders of pipelines have a long poll open, "
-        f"each by a connection of its own, and ask again at once. A client posts {size.load_per_s:g} reports a second for {size.load_s:g} s by a "
-        "schedule, whether or not those before are answered, and latencies count from when a report was due. Beside "
-        "it, before and after: an application of FastAPI that checks a small body and returns it, with the same "
-        "settings of uvicorn and the same bodies. To reach: 500 reports a second, 20 ms at the 99th percentile, "
-        "leaders served within a second.",
+        f"**Measured** on this machine: `planner serve` as it comes, on SQLite in a file. {size.load_jobs} jobs of 16 "
+        f"pipelines of 8 stages run; {size.load_leaders} leaders of pipelines have a long poll open, each by a "
+        f"connection of its own, and ask again at once. A client posts {size.load_per_s:g} reports a second for "
+        f"{size.load_s:g} s by a schedule, whether or not those before are answered, and latencies count from when a "
+        "report was due. Beside it, before and after: an application of FastAPI that checks a small body and returns "
+        "it, with the same settings of uvicorn and the same bodies. To reach: 500 reports a second, 20 ms at the 99th "
+        "percentile, leaders served within a second.",
         [
             Table(_LOAD, [row for asked, pair in spells.items() for row in _load_rows(asked, pair)]),
             Table(_CHANGES, [row for what, all_of in changes.items() for row in _change_rows(what, all_of, found)]),
