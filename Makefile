@@ -25,8 +25,8 @@ demo: .venv/installed-plot ## examine and profile a simulated GPU, solve, plan a
 docs: .venv/installed-docs ## build the pages of docs/ into site/, strictly
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
-test: lint ## lint, check types and run the tests
-	$(BIN)/pytest --numprocesses=logical --dist=loadfile
+test: lint ## lint, check types and run the tests, in the order that tests/conftest.py gives
+	$(BIN)/pytest --numprocesses=logical --dist=loadfile --no-loadscope-reorder
 
 # mypy puts the current folder first on its path, so it runs where the sources are not: types are checked as installed.
 lint: .venv/installed-test ## check style, format and types

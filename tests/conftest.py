@@ -19,6 +19,32 @@ settings.register_profile("planner", deadline=None)
 settings.load_profile("planner")
 
 
+#: The files that take longest, so that workers end together. The first one compiles what the others plan with, while
+#: the next ones plan nothing.
+FIRST = (
+    "test_budget",
+    "test_schedule_engines",
+    "test_runtime_engines",
+    "test_runtime_megatron",
+    "test_benchmarks",
+    "test_examples",
+    "test_service_e2e",
+    "test_rounding",
+    "test_plan",
+    "test_runtime_kills",
+    "test_runtime",
+    "test_runtime_faults",
+    "test_service_core",
+    "test_transformer",
+    "test_planning",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    place = {name: number for number, name in enumerate(FIRST)}
+    items.sort(key=lambda item: place.get(item.path.stem, len(place)))
+
+
 @pytest.fixture(scope="session")
 def measured_data() -> Path:
     """The folder of measured profiles: $PLANNER_DATA, or shared/data beside the checkout."""

@@ -20,13 +20,8 @@ from perseus_planner.mincut import UNLIMITED, State
 from perseus_planner.profiles import Profile
 from perseus_planner.schedules import Schedule
 
-FLOW_FUNCTIONS = (
-    nx.algorithms.flow.edmonds_karp,
-    nx.algorithms.flow.shortest_augmenting_path,
-    nx.algorithms.flow.preflow_push,
-    nx.algorithms.flow.dinitz,
-    nx.algorithms.flow.boykov_kolmogorov,
-)
+#: Of two kinds: least and largest flows are what they are, whichever function of networkx finds them.
+FLOW_FUNCTIONS = (nx.algorithms.flow.preflow_push, nx.algorithms.flow.boykov_kolmogorov)
 
 
 def sampled(frontier: Frontier, count: int) -> Iterator[Checkpoint]:
