@@ -9,7 +9,7 @@ from random import Random
 import numpy as np
 import pytest
 from oracles import all_choices, effective_j, waiting_w
-from strategies import graph, job, pipeline
+from strategies import any_schedule, furnished, graph, pipeline
 
 from perseus_planner.dag import PipelineDag
 from perseus_planner.frontier import Frontier, trace
@@ -32,9 +32,10 @@ def pipelines(rng: Random, largest: int, max_options: int) -> Iterator[PipelineD
 def jobs(rng: Random, largest: int, max_options: int) -> Iterator[PipelineDag]:
     """Any schedule of at most so many computations, with transfers, fixed operations and variants."""
     while True:
-        drawn = job(rng.getrandbits(32), rng.randint(1, 2), rng.randint(1, 3), max_options)
-        if len(drawn.computations) <= largest:
-            yield drawn
+        seed = rng.getrandbits(32)
+        schedule = any_schedule(seed, rng.randint(1, 2), rng.randint(1, 3))
+        if len(tuple(schedule.computations())) <= largest:
+            yield furnished(seed, schedule, max_options)
 
 
 KINDS = pytest.mark.parametrize("kind", [graphs, pipelines, jobs])
