@@ -138,13 +138,13 @@ class Leader:
     def __init__(self, job: str, pipeline: int, version: int, connection: Connection) -> None:
         self.seen: list[tuple[int, float]] = []  # version, when it came
         self.strange: list[int] = []  # other statuses than those for plans and for none
-        self._path = f"/v1/jobs/{job}/pipelines/{pipeline}/plan?wait_s=60&after="
+        self._path = f"/v1/jobs/{job}/pipelines/{pipeline}/plan?after="
         self._version = version
         self._connection = connection
 
     def wait(self) -> None:
         """Ask for what is newer than it has."""
-        self._connection.ask(get(f"{self._path}{self._version}"), self._answered)
+        self._connection.ask(get(f"{self._path}{self._version}&wait_s=60"), self._answered)
 
     def _answered(self, status: int, body: bytes) -> None:
         if status == 200:

@@ -28,19 +28,18 @@ from perseus_planner.runtime.service.http.schemas import (
     StragglerReport,
     TakenBody,
 )
+from perseus_planner.runtime.service.http.usual import LONGEST_POLL_S, UsualRoute, read_poll, read_report, usually
 from perseus_planner.runtime.service.model import UnknownJob
-
-_LONGEST_POLL_S = 60.0
 
 _log = logging.getLogger(__name__)
 
 After = Annotated[int, Query(ge=0, le=MOST_WHOLE, description="The version that is known already; 0: none.")]
 Wait = Annotated[
     float,
-    Query(ge=0.0, le=_LONGEST_POLL_S, allow_inf_nan=False, description="How long to wait for it, seconds."),
+    Query(ge=0.0, le=LONGEST_POLL_S, allow_inf_nan=False, description="How long to wait for it, seconds."),
 ]
 
-router = APIRouter()
+router = APIRouter(route_class=UsualRoute)
 
 
 @router.post(
@@ -94,6 +93,7 @@ async def end(job: Job, live: Live) -> Response:
     response_model=answers.EffectAnswer,
     responses=_errors(404, 409),
 )
+@usually("report", read_report)
 async def report(
     request: Request,
     job: Job,
@@ -162,6 +162,7 @@ async def alerts(request: Request, sent: AlertsBody, live: Live) -> Response:
     response_model=answers.PlanAnswer,
     responses={204: {"description": "Nothing newer within `wait_s`."}, **_errors(404)},
 )
+@usually("read", read_poll)
 async def plan(
     request: Request,
     job: Job,
