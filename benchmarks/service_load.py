@@ -28,7 +28,7 @@ _PLACES = tuple(
     for rank in range(PIPELINES * STAGES)
 )
 _DEGREES = (1.3, 1.2, 1.1)
-_AGAIN = 0.5  # that share of the reports says what the same probe said last
+_AGAIN, _MOSTLY_AGAIN = 0.5, 0.95  # that share of the reports says what the same probe said last
 _RECOVERED = 0.3  # and that share of the others that a pipeline is as fast as ever
 _MOST_PER_S = 2000  # what the service lets one client ask for
 _BUDGET = 0.9  # of what all jobs draw as they are registered
@@ -50,7 +50,8 @@ def measure(size: Size) -> Section:
 
 
 def _run(size: Size, jobs: Jobs, server: Server, plain: Server) -> Found:
-    bodies = _bodies(random.Random(18), list(jobs))
+    bodies = _bodies(random.Random(18), list(jobs), _AGAIN)
+    calmer = _bodies(random.Random(19), list(jobs), _MOSTLY_AGAIN)
     memory = {"begun": server.memory_mib()}
     with Client(f"http://127.0.0.1:{server.port}", timeout_s=_PATIENCE_S) as client:
         registering_s = _register(client, jobs)
@@ -62,11 +63,13 @@ def _run(size: Size, jobs: Jobs, server: Server, plain: Server) -> Found:
             memory["all long polls open"] = server.memory_mib()
             loaded = _beside(server, plain, bodies, size.load_per_s, size.load_s, led.process)
             memory["after the reports"] = server.memory_mib()
+            fewer = _beside(server, plain, bodies, size.load_per_s / 2, size.load_s, led.process)
+            calm = _beside(server, plain, calmer, size.load_per_s, size.load_s, led.process)
             peak = _beside(server, plain, bodies, None, size.load_peak_s, led.process)
             _all_planned(client)
             budgets = _budgets(client, jobs)
             seen = led.end()
-    return Found(registering_s, loaded, peak, budgets, leaders, seen, memory)
+    return Found(registering_s, loaded, fewer, calm, peak, budgets, leaders, seen, memory)
 
 
 def _beside(
@@ -83,19 +86,19 @@ def _beside(
     return reported, first + echoed()
 
 
-def _bodies(rng: random.Random, jobs: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Reports without end, of probes that watch a pipeline each: half say again what they last said."""
+def _bodies(rng: random.Random, jobs: Sequence[str], again: float) -> Iterator[tuple[str, str]]:
+    """Reports without end, of probes that watch a pipeline each: that share says again what was last said."""
     said: dict[tuple[str, int], float] = {}
     known: list[tuple[str, int]] = []
     for number in count():
-        if known and rng.random() < _AGAIN:
+        if known and rng.random() < again:
             job, pipeline = rng.choice(known)
         else:
             job, pipeline = rng.choice(jobs), rng.randrange(PIPELINES)
             if (job, pipeline) not in said:
                 known.append((job, pipeline))
             said[job, pipeline] = 1.0 if rng.random() < _RECOVERED else rng.choice(_DEGREES)
-        request = _request(f"load-{number}", pipeline, said[job, pipeline])
+        request = _request(f"load-{again}-{number}", pipeline, said[job, pipeline])
         yield f"/v1/jobs/{job}/reports", json.dumps(request.body())
 
 
