@@ -52,10 +52,15 @@ def settled(gpu: EmulatedGpu, clock_mhz: int) -> None:
 
 
 def computed_s(gpu: EmulatedGpu, work: Work) -> float:
-    """Seconds of the GPU's own account: without the time by which the process came late."""
+    """Seconds of the GPU's own account: without the time by which the process came late, as far as it knows of that."""
     start_s = time.monotonic()
     late_s = gpu.run(work)
     return time.monotonic() - start_s - late_s
+
+
+def quickest_s(gpu: EmulatedGpu, work: Work) -> float:
+    """The same of three times, the one that the machine has disturbed least."""
+    return min(computed_s(gpu, work) for _ in range(3))
 
 
 @contextmanager
@@ -124,7 +129,7 @@ def test_what_cannot_be_opened_is_refused(which: str, wrong: str):
 def test_work_takes_what_the_model_says_at_the_clock_in_force(gpu: EmulatedGpu):
     for clock_mhz in (1410, 705):
         settled(gpu, clock_mhz)
-        assert computed_s(gpu, SHORT) == pytest.approx(load(gpu, SHORT).time_s(clock_mhz), rel=1e-3, abs=1e-4)
+        assert quickest_s(gpu, SHORT) == pytest.approx(load(gpu, SHORT).time_s(clock_mhz), rel=1e-3, abs=1e-4)
 
 
 def test_it_returns_soon_after_the_end(gpu: EmulatedGpu):
@@ -183,20 +188,20 @@ def test_what_it_does_is_read_while_it_does_it(gpu: EmulatedGpu):
 def test_a_power_limit_holds_the_clock_back_and_is_counted(gpu: EmulatedGpu):
     gpu.set_power_limit_w(200.0)
     limited = replace(load(gpu, SHORT), power_limit_w=200.0)
-    assert computed_s(gpu, SHORT) == pytest.approx(limited.time_s(1410), rel=1e-3, abs=1e-4)
+    assert quickest_s(gpu, SHORT) == pytest.approx(limited.time_s(1410), rel=1e-3, abs=1e-4)
     gpu.start(SHORT)
     gpu.wait(1e-3)
     assert gpu.throttle_reasons() == {"sw-power-cap"}
     assert gpu.clock_mhz() == round(limited.achieved_mhz(1410))
     gpu.finish()
-    assert gpu.throttled_s()["sw-power-cap"] == pytest.approx(2 * limited.time_s(1410), rel=1e-3)
+    assert gpu.throttled_s()["sw-power-cap"] == pytest.approx(4 * limited.time_s(1410), rel=1e-3)
 
 
 def test_a_throttled_gpu_is_a_straggler():
     with closing(opened(f"{WHICH}&fault=throttled@0s-1000s")) as gpu:
         gpu.set_clock_mhz(1200)
         gpu.wait(2 * SETTLE_S)
-        assert computed_s(gpu, SHORT) == pytest.approx(load(gpu, SHORT).time_s(0.7 * 1200), rel=1e-3, abs=1e-4)
+        assert quickest_s(gpu, SHORT) == pytest.approx(load(gpu, SHORT).time_s(0.7 * 1200), rel=1e-3, abs=1e-4)
         assert gpu.throttle_reasons() == {"hw-thermal"}
         assert gpu.throttled_s()["hw-thermal"] > 0.01
 
