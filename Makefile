@@ -3,8 +3,6 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
-# Folders are listed too: their times change when a file in them is removed.
-SOURCES := pyproject.toml LICENSE README.md $(shell find perseus_planner profiler runtime -name __pycache__ -prune -o -print)
 
 help: ## list the targets
 	@awk -F ': .*## ' '/^[a-z]+:.*## / { printf "make %-6s %s\n", $$1, $$2 }' Makefile
@@ -28,22 +26,17 @@ docs: .venv/installed-docs ## build the pages of docs/ into site/, strictly
 test: lint ## lint, check types and run the tests, in the order that tests/conftest.py gives
 	$(BIN)/pytest --numprocesses=logical --dist=loadfile --no-loadscope-reorder
 
-# mypy puts the current folder first on its path, so it runs where the sources are not: types are checked as installed.
 lint: .venv/installed-test ## check style, format and types
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
-	cd .venv && bin/mypy --config-file ../pyproject.toml -p perseus_planner
+	$(BIN)/mypy -p perseus_planner
 
 clean: ## remove the environment, the demo and all caches
 	rm -rf .venv build demo site *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find perseus_planner profiler runtime tests benchmarks -name __pycache__ -prune -exec rm -rf {} +
 
-# A normal install, not an editable one: two of the package folders get their names only when installed.
-# build/ is removed because setuptools would install files that are in it and no longer in the sources.
-.venv/installed-%: $(SOURCES) | $(BIN)/python
-	rm -rf build
-	$(BIN)/pip install -qq --disable-pip-version-check '.[$*]'
-	rm -rf build
+.venv/installed-%: pyproject.toml | $(BIN)/python
+	$(BIN)/pip install -qq --disable-pip-version-check -e '.[$*]'
 	touch $@
 
 # What tests run against. torch goes first and alone: where there is a CPU build of it, that is what pip then takes.

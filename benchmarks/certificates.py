@@ -14,8 +14,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from perseus_planner import Frontier
-from perseus_planner.curve import Option
-from perseus_planner.mincut import Checkpoint
+from perseus_planner.profiles.curve import Option
+from perseus_planner.solver.mincut import Checkpoint
 
 POINTS = 9
 

@@ -29,14 +29,14 @@ from perseus_planner.gpu.read_through import ReadThrough
 from perseus_planner.runtime.controller import rank as controller_rank
 from perseus_planner.runtime.controller.arrivals import Arrivals
 from perseus_planner.runtime.controller.client import Connection
-from perseus_planner.runtime.controller.messages import Changed, Failed, Hello
-from perseus_planner.runtime.controller.process import Controller
+from perseus_planner.runtime.controller.protocol import Changed, Failed, Hello
+from perseus_planner.runtime.controller.server import Controller
 from perseus_planner.runtime.marks import word
 
 CLOCKS_MHZ = tuple(range(1200, 1320, 15))
 """Asked for in turn."""
 
-# Quantiles of the time of a call on an A800, as in perseus_planner/gpu/simulated.py.
+# Quantiles of the time of a call on an A800, as in perseus_planner/gpu/simulated/simulated.py.
 _SHARES, _CALL_S = (0.0, 0.5, 0.99, 1.0), (1.8e-3, 4.5e-3, 13e-3, 14e-3)
 
 Log = list[tuple[int, int]]

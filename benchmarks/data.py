@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 
 from perseus_planner import Frontier, Profile, schedules, solve
-from perseus_planner.dag import PipelineDag
+from perseus_planner.schedules.dag import PipelineDag
 
 
 class MissingError(Exception):

@@ -11,7 +11,7 @@ import uvicorn
 from fastapi import FastAPI
 from pydantic import BaseModel
 
-from perseus_planner.runtime.service.http.server import Address, listening
+from perseus_planner.service.http.server import Address, listening
 
 
 class Body(BaseModel):

@@ -16,7 +16,7 @@ from typing import Any
 from data import SMOKE, MissingError, Size
 from results import Check, Section, Table
 
-from perseus_planner.plan import Plan
+from perseus_planner.plans.plan import Plan
 
 DEPTHS = (4, 5, 6, 5)
 """Linear layers of each stage: uneven, so that there is slack."""

@@ -14,7 +14,7 @@ from perseus_planner import Frontier, Plan, schedules, solve
 from perseus_planner.cluster.baselines import envpipe
 from perseus_planner.cluster.replay import Cluster, simulate
 from perseus_planner.cluster.stragglers import Straggler
-from perseus_planner.profile_groups import on_each_gpu
+from perseus_planner.profiles.groups import on_each_gpu
 
 _GPUS_PER_STAGE = 8
 _PIPELINES = {12: 128, 24: 64, 48: 32, 96: 16}  #: microbatches of each -> pipelines: 1,536 microbatches in all

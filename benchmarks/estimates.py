@@ -11,12 +11,12 @@ from data import Case, Size, profile_of
 from results import Check, Section, Table
 
 from perseus_planner import Profile
-from perseus_planner.gpu.simulation.catalogue import CATALOGUE
-from perseus_planner.profile_csv import word_of
-from perseus_planner.workload.calibration import Calibration, measured_stage
-from perseus_planner.workload.estimate import estimate
-from perseus_planner.workload.presets import PRESETS
-from perseus_planner.workload.works import Workload
+from perseus_planner.estimate.calibration import Calibration, measured_stage
+from perseus_planner.estimate.estimate import estimate
+from perseus_planner.estimate.presets import PRESETS
+from perseus_planner.estimate.works import Workload
+from perseus_planner.gpu.simulated.catalog import CATALOGUE
+from perseus_planner.profiles.csv_file import word_of
 
 _PROMISED = (0.01, 0.10)  #: largest mean error over the clocks, without a head and with it, calibrated on all clocks
 _WORKLOADS: Mapping[str, tuple[str, Workload]] = {

@@ -12,7 +12,7 @@ from typing import Any
 from perseus_planner import Plan, Profile, schedules, solve
 from perseus_planner.gpu import open_gpu
 from perseus_planner.gpu.torch_device import gpu_text
-from perseus_planner.measurement import Measurement
+from perseus_planner.profiles.measurement import Measurement
 from perseus_planner.runtime import planner_runtime
 
 

@@ -19,7 +19,7 @@ from data import CASES, MissingError, Size, profile_of
 from results import Check, Section, Table
 
 from perseus_planner import Profile, schedules, solve
-from perseus_planner.measurement import Measurement
+from perseus_planner.profiles.measurement import Measurement
 
 _COLUMNS = {
     "stages": ("stages", ""),

@@ -13,10 +13,10 @@ from data import STAGES, Case, MissingError, dag_of, profile_of
 
 from perseus_planner import Frontier, Profile, schedules, solve
 from perseus_planner.cluster.lowtime_walk import Fits, Walk, fit, load_lowtime
-from perseus_planner.dag import PipelineDag
 from perseus_planner.errors import UsageError
-from perseus_planner.measurement import Measurement
-from perseus_planner.simulate import end_times
+from perseus_planner.plans.simulate import end_times
+from perseus_planner.profiles.measurement import Measurement
+from perseus_planner.schedules.dag import PipelineDag
 
 
 @dataclass(frozen=True)

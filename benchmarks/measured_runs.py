@@ -15,10 +15,10 @@ from data import MissingError, Size, folder
 from results import Check, Section, Table
 
 from perseus_planner import Profile, schedules
-from perseus_planner.dag import PipelineDag
-from perseus_planner.measurement import Measurement
+from perseus_planner.plans.simulate import time_and_energy
+from perseus_planner.profiles.measurement import Measurement
 from perseus_planner.schedules import Schedule
-from perseus_planner.simulate import time_and_energy
+from perseus_planner.schedules.dag import PipelineDag
 
 _RUNS = {
     "BERT-huge, 4 x A100 PCIe": "bert-huge_a100_pp4_mb32",

@@ -11,8 +11,8 @@ from data import Case, Size, profile_of
 from results import Check, Section, Table
 
 from perseus_planner import Profile
-from perseus_planner.gpu.simulation.fit import fitted_profile
-from perseus_planner.gpu.simulation.model import Load
+from perseus_planner.gpu.simulated.fit import fitted_profile
+from perseus_planner.gpu.simulated.model import Load
 
 _MEDIAN = 2.0  #: percent, the most that the median error may be
 _PARAMETERS = 9  #: the most of each (stage, kind)

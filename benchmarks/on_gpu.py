@@ -26,7 +26,7 @@ from results import Check, Section, Table, environment, failed, write
 
 from perseus_planner.errors import PlannerError
 from perseus_planner.runtime.controller.client import Connection, started
-from perseus_planner.runtime.controller.messages import Changed, Hello
+from perseus_planner.runtime.controller.protocol import Changed, Hello
 from perseus_planner.runtime.cuda_marks import CudaMarks
 from perseus_planner.runtime.engines.torch_pipelining import TorchPipeline
 from perseus_planner.runtime.hook import Hook

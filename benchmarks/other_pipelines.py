@@ -10,8 +10,8 @@ from data import STAGES, Case, Size, frontier_of, profile_of
 from results import Check, Section, Table
 
 from perseus_planner import Frontier, Profile, schedules, solve
-from perseus_planner.measurement import Measurement
-from perseus_planner.profile_groups import slowed
+from perseus_planner.profiles.groups import slowed
+from perseus_planner.profiles.measurement import Measurement
 
 _INTERLEAVED_LIMIT_S, _SLOWED_LIMIT_S = 10.0, 0.5
 _DEGREE = 1.15

@@ -9,8 +9,8 @@ from random import Random
 
 from perseus_planner import Profile
 from perseus_planner.errors import GpuNotSupported
-from perseus_planner.measurement import Measurement
 from perseus_planner.profiler.stage import Stage, Timed
+from perseus_planner.profiles.measurement import Measurement
 
 
 class ReplayGpu:

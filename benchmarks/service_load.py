@@ -18,9 +18,9 @@ from results import Section
 from service_figures import Change, Found, section_of
 from service_processes import Row, Server, Spell, echo, leading, service, spell
 
-from perseus_planner.runtime.service.client.client import Client
-from perseus_planner.runtime.service.client.requests import Registration, ReportRequest
-from perseus_planner.runtime.service.model import Place, Scope
+from perseus_planner.service.client.client import Client
+from perseus_planner.service.model import Place, Scope
+from perseus_planner.service.requests import Registration, ReportRequest
 
 PIPELINES = 16
 _PLACES = tuple(

@@ -15,25 +15,25 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from perseus_planner import errors, schedules
-    from perseus_planner.dag import PipelineDag
-    from perseus_planner.frontier import Frontier, solve, trace
-    from perseus_planner.job import Job
-    from perseus_planner.plan import Plan
-    from perseus_planner.profiles import Profile
-    from perseus_planner.replicas import Replicas
+    from perseus_planner.jobs.job import Job
+    from perseus_planner.plans.plan import Plan
+    from perseus_planner.profiles.profiles import Profile
+    from perseus_planner.schedules.dag import PipelineDag
+    from perseus_planner.solver.frontier import Frontier, solve, trace
+    from perseus_planner.solver.replicas import Replicas
 
 __version__ = "0.1.0"
 __all__ = ["Frontier", "Job", "PipelineDag", "Plan", "Profile", "Replicas", "errors", "schedules", "solve", "trace"]
 
 _HOME = {
-    "Frontier": "frontier",
-    "Job": "job",
-    "PipelineDag": "dag",
-    "Plan": "plan",
-    "Profile": "profiles",
-    "Replicas": "replicas",
-    "solve": "frontier",
-    "trace": "frontier",
+    "Frontier": "solver.frontier",
+    "Job": "jobs.job",
+    "PipelineDag": "schedules.dag",
+    "Plan": "plans.plan",
+    "Profile": "profiles.profiles",
+    "Replicas": "solver.replicas",
+    "solve": "solver.frontier",
+    "trace": "solver.frontier",
 }
 
 

@@ -19,9 +19,9 @@ from perseus_planner.profiler.profiling import SweepSettings
 from perseus_planner.profiler.ranks.meeting import TIMEOUT_S, Meeting, Place, local_rank, place_of, process_group
 from perseus_planner.profiler.ranks.together import Block, LocalStage, Request, profiled_alone, profiled_together
 from perseus_planner.profiler.stage import Progress, Stage
-from perseus_planner.profiles import Profile
-from perseus_planner.workload.torch_microbatch import described
-from perseus_planner.workload.torch_values import mapped
+from perseus_planner.profiles.profiles import Profile
+from perseus_planner.training.microbatch import described
+from perseus_planner.training.values import mapped
 
 if TYPE_CHECKING:
     import torch

@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from statistics import NormalDist
 from typing import NamedTuple
 
-from perseus_planner.measurement import Measurement
+from perseus_planner.profiles.measurement import Measurement
 
 Table = Mapping[str, Mapping[int, Measurement]]
 """Kind -> setting -> its row. All kinds have the same settings."""

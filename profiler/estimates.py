@@ -9,7 +9,7 @@ from statistics import fmean, median, stdev
 
 from perseus_planner.errors import GpuError
 from perseus_planner.gpu import THROTTLE_REASONS
-from perseus_planner.measurement import Evidence, Measurement
+from perseus_planner.profiles.measurement import Evidence, Measurement
 
 SPOILING = frozenset({"sw-thermal", "hw-thermal", "hw-slowdown", "hw-power-brake"})
 """Throttle reasons that pass, so that a window that saw one is measured again. A power cap stays, and is what training

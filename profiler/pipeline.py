@@ -9,8 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from perseus_planner.engine_kinds import KNOWN, engine_kind
-from perseus_planner.engine_kinds import megatron_chunks as chunks_of
 from perseus_planner.errors import UsageError
 from perseus_planner.profiler.engines.deepspeed import deepspeed_engine
 from perseus_planner.profiler.engines.held import Held
@@ -20,7 +18,9 @@ from perseus_planner.profiler.profiling import SweepSettings
 from perseus_planner.profiler.ranks.meeting import TIMEOUT_S, Meeting
 from perseus_planner.profiler.ranks.together import Request, profiled_together
 from perseus_planner.profiler.stage import Progress
-from perseus_planner.profiles import Profile
+from perseus_planner.profiles.profiles import Profile
+from perseus_planner.training.engine_kinds import KNOWN, engine_kind
+from perseus_planner.training.engine_kinds import megatron_chunks as chunks_of
 
 
 @dataclass

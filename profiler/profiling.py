@@ -11,15 +11,15 @@ from statistics import fmean
 from perseus_planner import __version__
 from perseus_planner.errors import ProfileError
 from perseus_planner.gpu import Gpu
-from perseus_planner.measurement import Measurement
-from perseus_planner.profile_csv import unit_of
 from perseus_planner.profiler import rows
 from perseus_planner.profiler.estimates import SPOILING
 from perseus_planner.profiler.rows import Rows
 from perseus_planner.profiler.stage import Alone, Group, Progress, Stage
 from perseus_planner.profiler.sweep import Sweep, SweepSettings, Swept
 from perseus_planner.profiler.windows import Windows
-from perseus_planner.profiles import Profile
+from perseus_planner.profiles.csv_file import unit_of
+from perseus_planner.profiles.measurement import Measurement
+from perseus_planner.profiles.profiles import Profile
 
 __all__ = ["StageRows", "SweepSettings", "assembled", "forget_rows", "measure_stage", "rows_path"]
 

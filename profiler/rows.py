@@ -12,8 +12,8 @@ from pathlib import Path
 from perseus_planner.documents import unreadable
 from perseus_planner.errors import ProfileError
 from perseus_planner.files import replacing
-from perseus_planner.measurement import Measurement
-from perseus_planner.profile_csv import Row, read_table, written
+from perseus_planner.profiles.csv_file import Row, read_table, written
+from perseus_planner.profiles.measurement import Measurement
 
 _MARK = "# "
 

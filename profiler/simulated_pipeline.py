@@ -7,14 +7,14 @@ from dataclasses import replace
 from functools import partial
 
 from perseus_planner.errors import GpuError, UsageError
+from perseus_planner.estimate.presets import PRESETS
+from perseus_planner.estimate.works import stage_works
 from perseus_planner.gpu import open_gpu
-from perseus_planner.gpu.simulated import SimulatedGpu, Work
+from perseus_planner.gpu.simulated.simulated import SimulatedGpu, Work
 from perseus_planner.profiler.profiling import StageRows, assembled, measure_stage
 from perseus_planner.profiler.stage import Progress, Stage, Timed
 from perseus_planner.profiler.sweep import SweepSettings
-from perseus_planner.profiles import Profile
-from perseus_planner.workload.presets import PRESETS
-from perseus_planner.workload.works import stage_works
+from perseus_planner.profiles.profiles import Profile
 
 
 def sweep_simulated(

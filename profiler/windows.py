@@ -14,10 +14,10 @@ from statistics import fmean
 
 from perseus_planner.errors import GpuError, GpuNotSupported
 from perseus_planner.gpu import Gpu
-from perseus_planner.measurement import Measurement
 from perseus_planner.profiler.counter import Edge, EnergyCounter
 from perseus_planner.profiler.estimates import LEAST_WINDOWS, Window, agree, row_of, together, without_outliers
 from perseus_planner.profiler.stage import Group, Run
+from perseus_planner.profiles.measurement import Measurement
 
 _LEAST_STEPS = 10  # a window has at least so many steps of the counter
 _LEAST_REPETITIONS = 3

@@ -19,7 +19,7 @@ if __name__ != "perseus_planner.runtime":
     )
 
 if TYPE_CHECKING:
-    from perseus_planner.runtime.runtime import Runtime, planner_runtime
+    from perseus_planner.runtime.session import Runtime, planner_runtime
 
 __all__ = ["Runtime", "planner_runtime"]
 
@@ -27,7 +27,7 @@ __all__ = ["Runtime", "planner_runtime"]
 def __getattr__(name: str) -> Any:
     # Not before it is asked for: the clock controller is in this package too, and has to start fast.
     if name in __all__:
-        from perseus_planner.runtime import runtime
+        from perseus_planner.runtime import session
 
-        return getattr(runtime, name)
+        return getattr(session, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -3,9 +3,9 @@
     with emulated(engine, "emulated:a100-sxm?slower=2000"):
         ...  # train
 
-Every forward and every backward of this rank lasts as long as `gpu/emulated.py` says for its FLOPs and bytes, at the
-clock that is in force on the emulated GPU while it runs; whoever sets that clock changes how long it lasts. What is
-computed is the same, to the last bit: the engine runs its own modules, losses, transfers and schedule.
+Every forward and every backward of this rank lasts as long as `gpu/simulated/emulated.py` says for its FLOPs and
+bytes, at the clock that is in force on the emulated GPU while it runs; whoever sets that clock changes how long it
+lasts. What is computed is the same, to the last bit: the engine runs its own modules, losses, transfers and schedule.
 
 What it is for: trying plans, stragglers, failures and the planner's own service on a laptop, so that a wrong, late or
 missing clock change shows in the iteration time and in the energy. What it is not: a measurement of any GPU. It knows
@@ -28,14 +28,14 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from perseus_planner.engine_kinds import engine_kind
 from perseus_planner.errors import UsageError
 from perseus_planner.gpu import open_gpu
-from perseus_planner.gpu.emulated import EmulatedGpu
-from perseus_planner.gpu.simulated import Work
+from perseus_planner.gpu.simulated.emulated import EmulatedGpu
+from perseus_planner.gpu.simulated.simulated import Work
 from perseus_planner.gpu.torch_device import gpu_text
-from perseus_planner.workload.torch_values import copied, is_training, tensors
-from perseus_planner.workload.torch_work import StageWork, stage_work
+from perseus_planner.training.engine_kinds import engine_kind
+from perseus_planner.training.op_cost import StageWork, stage_work
+from perseus_planner.training.values import copied, is_training, tensors
 
 if TYPE_CHECKING:
     import torch

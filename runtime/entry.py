@@ -8,7 +8,7 @@ import zlib
 from typing import TYPE_CHECKING
 
 from perseus_planner.errors import RankError
-from perseus_planner.runtime.shared_state import read
+from perseus_planner.runtime.switching.shared_state import read
 
 if TYPE_CHECKING:
     from torch.distributed import Store

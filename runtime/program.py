@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from perseus_planner.errors import PlanError
-from perseus_planner.plan import Plan
+from perseus_planner.plans.plan import Plan
 from perseus_planner.schedules import Computation
 
 

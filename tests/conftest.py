@@ -22,27 +22,27 @@ settings.load_profile("planner")
 #: The files that take longest, so that workers end together. The first one compiles what the others plan with, while
 #: the next ones plan nothing.
 FIRST = (
-    "test_budget",
-    "test_schedule_engines",
-    "test_runtime_engines",
-    "test_runtime_megatron",
-    "test_benchmarks",
-    "test_examples",
-    "test_service_e2e",
-    "test_rounding",
-    "test_plan",
-    "test_runtime_kills",
-    "test_runtime",
-    "test_runtime_faults",
-    "test_service_core",
-    "test_transformer",
-    "test_planning",
+    "solver/test_budget",
+    "schedules/test_engines",
+    "runtime/test_engines",
+    "runtime/test_megatron",
+    "project/test_benchmarks",
+    "project/test_examples",
+    "runtime/test_service_e2e",
+    "solver/test_rounding",
+    "plans/test_plan",
+    "runtime/test_kills",
+    "runtime/test_runtime",
+    "runtime/test_faults",
+    "service/test_core",
+    "estimate/test_transformer",
+    "solver/test_planning",
 )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     place = {name: number for number, name in enumerate(FIRST)}
-    items.sort(key=lambda item: place.get(item.path.stem, len(place)))
+    items.sort(key=lambda item: place.get(f"{item.path.parent.name}/{item.path.stem}", len(place)))
 
 
 @pytest.fixture(scope="session")

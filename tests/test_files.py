@@ -16,13 +16,13 @@ from strategies import deadline_s, fixed, problems, shares, smooth_profile
 from validators import check_replay, same
 
 from perseus_planner import Frontier, Plan
-from perseus_planner.dag import PipelineDag
 from perseus_planner.errors import FrontierError, PlanError
-from perseus_planner.frontier import solve, trace
-from perseus_planner.pipeline import FixedOperation, Transfer, Variant
-from perseus_planner.plan import _digest
-from perseus_planner.profiles import Profile
+from perseus_planner.plans.plan import _digest
+from perseus_planner.profiles.profiles import Profile
 from perseus_planner.schedules import one_f_one_b
+from perseus_planner.schedules.dag import PipelineDag
+from perseus_planner.schedules.pipeline import FixedOperation, Transfer, Variant
+from perseus_planner.solver.frontier import solve, trace
 
 MAKE = """
 import sys
@@ -172,7 +172,7 @@ def test_two_processes_write_the_same_bytes(tmp_path: Path, frontier: Frontier, 
     plan.save(tmp_path / "plan.yaml")
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
-        command = [sys.executable, "-c", MAKE, str(Path(__file__).parent)]
+        command = [sys.executable, "-c", MAKE, str(Path(__file__).parent / "support")]
         subprocess.run(command, cwd=tmp_path / name, check=True, timeout=100)
         for file in ("frontier.npz", "plan.yaml"):
             assert (tmp_path / name / file).read_bytes() == (tmp_path / file).read_bytes()

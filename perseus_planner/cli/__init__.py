@@ -66,12 +66,12 @@ main.add_command(serve)
 
 def _reset_what_is_left() -> None:
     """Reset GPUs that processes which were killed have left set on this node; said on stderr."""
-    from perseus_planner.gpu.holding.folder import has_records
+    from perseus_planner.gpu.lease.folder import has_records
 
     if not has_records():
         return
     from perseus_planner.errors import GpuError
-    from perseus_planner.gpu.holding.journal import recover
+    from perseus_planner.gpu.lease.lease import recover
 
     try:
         for recovery in recover():

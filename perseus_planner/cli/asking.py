@@ -21,7 +21,7 @@ job = click.option("--job", "-j", required=True, metavar="JOB", help="The name o
 
 def say(answers: Sequence[Any]) -> None:
     """Print answers of the service as text."""
-    from perseus_planner.runtime.service.client.text import answer_text
+    from perseus_planner.views.service_text import answer_text
 
     click.echo("\n".join(map(answer_text, answers)))
 

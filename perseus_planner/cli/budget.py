@@ -33,7 +33,7 @@ def budget(
     least that can.
     """
     from perseus_planner.quantities import DURATION, POWER_BUDGET
-    from perseus_planner.runtime.service.client.client import Client
+    from perseus_planner.service.client.client import Client
 
     if neither == (power is not None or deadline is not None):
         raise UsageError("give --power, --deadline or both of them, or --none")

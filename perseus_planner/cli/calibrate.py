@@ -11,7 +11,7 @@ from perseus_planner.cli import console
 from perseus_planner.errors import UsageError
 
 if TYPE_CHECKING:
-    from perseus_planner.plan import Plan
+    from perseus_planner.plans.plan import Plan
 
 
 @click.command(
@@ -39,8 +39,8 @@ def calibrate(profile_or_job: Path, plan_or_run: Path, measured: float | None, a
     PLAN_OR_RUN is the plan, or the folder that a training run wrote. Of a run, the mean is taken over the iterations
     that ran as planned by its newest plan, but for the first of them.
     """
-    from perseus_planner.calibration import calibrated, write_text
-    from perseus_planner.tables import calibration_text
+    from perseus_planner.jobs.calibration import calibrated, write_text
+    from perseus_planner.views.tables import calibration_text
 
     plan, measured_s, source = _measured(plan_or_run, measured)
     result, text = calibrated(profile_or_job, plan, measured_s, source)
@@ -50,7 +50,7 @@ def calibrate(profile_or_job: Path, plan_or_run: Path, measured: float | None, a
 
 def _measured(plan_or_run: Path, measured_s: float | None) -> tuple[Plan, float, str]:
     """What ran, mean seconds of an iteration, and where those come from."""
-    from perseus_planner.plan import Plan
+    from perseus_planner.plans.plan import Plan
     from perseus_planner.runs.run import Run, calibration_of
 
     if not plan_or_run.is_dir():

@@ -58,7 +58,7 @@ def doctor(gpus: tuple[str, ...], measure_latency: bool, as_json: bool) -> None:
     Changes nothing, unless --measure-latency is given.
     """
     from perseus_planner.gpu import open_gpu
-    from perseus_planner.gpu.holding.records import read_records
+    from perseus_planner.gpu.lease.records import read_records
 
     texts, remarks = (gpus, ()) if gpus else _visible()
     with ExitStack() as stack:
@@ -70,7 +70,7 @@ def doctor(gpus: tuple[str, ...], measure_latency: bool, as_json: bool) -> None:
 
 def _visible() -> tuple[Sequence[str], tuple[str, ...]]:
     """The GPUs that NVML shows and that can be opened, and why there are no others."""
-    from perseus_planner.gpu.nvidia.selection import visible_gpus
+    from perseus_planner.gpu.nvml.discovery import visible_gpus
 
     try:
         shown = visible_gpus()
@@ -107,8 +107,8 @@ def _diagnosis(gpus: Sequence[Gpu], measure: bool) -> Diagnosis:
 
 def _measured_together(gpus: Sequence[Gpu], latencies: Sequence[Latency]) -> Together | None:
     """What setting all at once takes; None for fewer than two."""
-    from perseus_planner.gpu.holding.journal import held
     from perseus_planner.gpu.latency import measure_together
+    from perseus_planner.gpu.lease.lease import held
 
     if len(gpus) < 2:
         return None
@@ -118,9 +118,9 @@ def _measured_together(gpus: Sequence[Gpu], latencies: Sequence[Latency]) -> Tog
 
 def _measured(gpu: Gpu, seen: Inspection) -> GpuDiagnosis:
     """The same GPU, with what setting shows."""
-    from perseus_planner.gpu.holding.journal import held
     from perseus_planner.gpu.inspection import NOT_TRIED, Setting, refused
     from perseus_planner.gpu.latency import measure_latency, try_power_limit
+    from perseus_planner.gpu.lease.lease import held
 
     latency = None
     limit = Setting("power limit", NOT_TRIED, "the GPU could not be taken")

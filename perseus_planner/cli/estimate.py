@@ -12,9 +12,9 @@ from perseus_planner.cli import console
 from perseus_planner.errors import GpuError, UsageError
 
 if TYPE_CHECKING:
-    from perseus_planner.gpu.simulation.model import GpuModel
-    from perseus_planner.workload.calibration import Calibration
-    from perseus_planner.workload.works import Workload
+    from perseus_planner.estimate.calibration import Calibration
+    from perseus_planner.estimate.works import Workload
+    from perseus_planner.gpu.simulated.model import GpuModel
 
 
 @click.command(
@@ -70,8 +70,8 @@ def estimate(gpu: str, calibrate: tuple[str, ...], calibrate_stage: int | None, 
     FLOPs and bytes of every stage follow from the model's dimensions, its time and energy from a model of the GPU,
     which one measured stage may calibrate. The profile is marked as simulated; `planner solve` takes it as any other.
     """
-    from perseus_planner.workload import estimate as estimating
-    from perseus_planner.workload.summary import estimate_text, summarize_estimate
+    from perseus_planner.estimate import estimate as estimating
+    from perseus_planner.estimate.summary import estimate_text, summarize_estimate
 
     as_json, split_backward = rest.pop("as_json"), rest.pop("split_backward")
     console.refuse_same([Path(rest["model"])], output)
@@ -86,7 +86,7 @@ def estimate(gpu: str, calibrate: tuple[str, ...], calibrate_stage: int | None, 
 
 
 def _gpu_model(text: str) -> GpuModel:
-    from perseus_planner.gpu.simulation.catalogue import CATALOGUE
+    from perseus_planner.gpu.simulated.catalog import CATALOGUE
 
     name = text.removeprefix("simulated:")
     if name not in CATALOGUE:
@@ -97,9 +97,9 @@ def _gpu_model(text: str) -> GpuModel:
 def _workload(
     model: str, stages: int | None, layers: str | None, link: float | None, recompute: str | None, **others: Any
 ) -> Workload:
-    from perseus_planner.workload.transformer import checked_split, split_layers
-    from perseus_planner.workload.transformer_file import named_transformer
-    from perseus_planner.workload.works import Workload
+    from perseus_planner.estimate.transformer import checked_split, split_layers
+    from perseus_planner.estimate.transformer_file import named_transformer
+    from perseus_planner.estimate.works import Workload
 
     others["tensor_degree"], others["recomputation"] = others.pop("tensor_parallel"), recompute
     transformer = replace(
@@ -122,8 +122,8 @@ def _numbers(text: str) -> list[int]:
 
 
 def _calibration(text: str, stage: int | None, workload: Workload, model: GpuModel, output: Path) -> Calibration:
-    from perseus_planner.profiles import Profile
-    from perseus_planner.workload.calibration import measured_stage
+    from perseus_planner.estimate.calibration import measured_stage
+    from perseus_planner.profiles.profiles import Profile
 
     path, tokens = _at_sequence(text)
     for target in (output, output.with_suffix(".csv")):

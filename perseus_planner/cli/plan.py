@@ -11,9 +11,9 @@ from perseus_planner.cli import console
 from perseus_planner.errors import UsageError
 
 if TYPE_CHECKING:
-    from perseus_planner.frontier import Frontier
-    from perseus_planner.plan import Plan
-    from perseus_planner.replicas import Replicas
+    from perseus_planner.plans.plan import Plan
+    from perseus_planner.solver.frontier import Frontier
+    from perseus_planner.solver.replicas import Replicas
 
 _TARGETS = ("deadline", "slowdown", "straggler_time", "least_energy", "power_budget")
 _BUDGET = ("max_changes", "min_dwell_s")
@@ -99,10 +99,10 @@ def plan(frontier: tuple[Path, ...], replicas: tuple[int, ...], output: Path, as
     budget = {name: options[name] for name in _BUDGET if options[name] is not None}
     if target == "power_budget" and len(frontier) > 1:
         raise UsageError("--power-budget cannot be given with several frontiers; give --deadline or --slowdown instead")
-    from perseus_planner.frontier import Frontier
-    from perseus_planner.plan_summary import summarize_plan, summarize_plans
-    from perseus_planner.replicas import Replicas
-    from perseus_planner.tables import plan_text, plans_text
+    from perseus_planner.solver.frontier import Frontier
+    from perseus_planner.solver.replicas import Replicas
+    from perseus_planner.views.plan_summary import summarize_plan, summarize_plans
+    from perseus_planner.views.tables import plan_text, plans_text
 
     targets = console.numbered(output, len(frontier), frontier)
     pipelines = Replicas(tuple(map(Frontier.load, frontier)), replicas)

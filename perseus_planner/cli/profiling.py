@@ -15,8 +15,8 @@ from perseus_planner.errors import UsageError
 from perseus_planner.quantities import COUNT
 
 if TYPE_CHECKING:
-    from perseus_planner.job_settings import Settings
-    from perseus_planner.profiles import Profile
+    from perseus_planner.jobs.settings import Settings
+    from perseus_planner.profiles.profiles import Profile
 
 _OF_A_STAGE = ("blocking_power", "resume")
 
@@ -83,8 +83,8 @@ def profile(job: Path | None, output: Path | None, as_json: bool, **flags: Any) 
 
     Without a stage, and on a simulated GPU only, the stages are those of a small GPT, in virtual time.
     """
-    from perseus_planner.summary import summarize_profile
-    from perseus_planner.tables import profile_text
+    from perseus_planner.views.summary import summarize_profile
+    from perseus_planner.views.tables import profile_text
 
     wanted = _wanted(job, output, flags)
     with console.progress("Profiling") as progress, _said_how_to_go_on(wanted):
@@ -133,7 +133,7 @@ def _wanted(job: Path | None, output: Path | None, flags: Mapping[str, Any]) -> 
 def _read(job: Path | None) -> Settings | None:
     if job is None:
         return None
-    from perseus_planner.job_settings import read_settings
+    from perseus_planner.jobs.settings import read_settings
 
     return read_settings(job)
 

@@ -13,8 +13,8 @@ from perseus_planner.cli import console
 from perseus_planner.errors import UsageError
 
 if TYPE_CHECKING:
-    from perseus_planner.report.rates import Work
-    from perseus_planner.report.sources import Sources
+    from perseus_planner.views.report.rates import Work
+    from perseus_planner.views.report.sources import Sources
 
 
 @click.command(
@@ -84,11 +84,11 @@ def report(
     The page is one file without links to anywhere. The price, the PUE and the carbon of the grid are assumptions:
     give those that hold where your GPUs are.
     """
-    from perseus_planner.report.page import page
-    from perseus_planner.report.rates import Rates
-    from perseus_planner.report.report import make_report
-    from perseus_planner.report.sources import read_sources
-    from perseus_planner.report.text import report_text
+    from perseus_planner.views.report.page import page
+    from perseus_planner.views.report.rates import Rates
+    from perseus_planner.views.report.report import make_report
+    from perseus_planner.views.report.sources import read_sources
+    from perseus_planner.views.report.text import report_text
 
     console.refuse_same(source, output)
     rates = Rates(price, pue, carbon)
@@ -101,7 +101,7 @@ def report(
 
 def _work(sources: Sources, given: dict[str, Any]) -> Work:
     """What is given here, or else what the job file says of these pipelines."""
-    from perseus_planner.report.rates import Work
+    from perseus_planner.views.report.rates import Work
 
     numbers = dict(given)
     for name, option in (("tokens_per_iteration", "tokens"), ("samples_per_iteration", "samples")):

@@ -12,7 +12,7 @@ from perseus_planner.cli import console
 from perseus_planner.errors import GpuError, UsageError
 
 if TYPE_CHECKING:
-    from perseus_planner.gpu.holding.journal import Recovery
+    from perseus_planner.gpu.lease.lease import Recovery
 
 
 @dataclass(frozen=True)
@@ -77,14 +77,14 @@ def reset(gpus: tuple[str, ...], every: bool, power_limit: bool, force: bool, as
 
 
 def _every_text() -> Sequence[str]:
-    from perseus_planner.gpu.nvidia.selection import visible_gpus
+    from perseus_planner.gpu.nvml.discovery import visible_gpus
 
     return [gpu.text for gpu in visible_gpus()]
 
 
 def _reset_left_behind() -> ResetGpus:
-    from perseus_planner.gpu.holding.journal import recover
-    from perseus_planner.gpu.holding.records import read_records
+    from perseus_planner.gpu.lease.lease import recover
+    from perseus_planner.gpu.lease.records import read_records
 
     return ResetGpus(tuple(_recovered(recovery) for recovery in recover()), tuple(read_records()[1]))
 
@@ -96,7 +96,7 @@ def _recovered(recovery: Recovery) -> ResetGpu:
 
 def _reset_one(text: str, power_limit: bool, force: bool) -> ResetGpu:
     from perseus_planner.gpu import open_gpu
-    from perseus_planner.gpu.holding.journal import reset_gpu
+    from perseus_planner.gpu.lease.lease import reset_gpu
 
     name = None
     try:

@@ -68,11 +68,11 @@ def serve(
     if unix is not None and (host is not None or port is not None):
         raise UsageError("--unix: is instead of --host and --port; give one or the other")
     try:
-        from perseus_planner.runtime.service.database.storage import Storage
-        from perseus_planner.runtime.service.http.security import read_tokens
-        from perseus_planner.runtime.service.http.server import Address, listening
-        from perseus_planner.runtime.service.http.server import serve as serve_at
-        from perseus_planner.runtime.service.service import Service
+        from perseus_planner.service.http.auth import read_tokens
+        from perseus_planner.service.http.server import Address, listening
+        from perseus_planner.service.http.server import serve as serve_at
+        from perseus_planner.service.service import Service
+        from perseus_planner.service.store.storage import Storage
     except ModuleNotFoundError as error:
         raise UsageError(f"{error.name} is not installed; run `pip install 'perseus-planner[service]'`") from error
     if owner is not None:
@@ -85,7 +85,7 @@ def serve(
 
 def _end_with(owner: int) -> None:
     """SIGTERM this process when that one has ended."""
-    from perseus_planner.runtime.controller.watched import Watched
+    from perseus_planner.processes import Watched
 
     watched = Watched(owner)
     while not watched.has_ended():

@@ -14,7 +14,8 @@ from perseus_planner.errors import UsageError
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-FIGURES = ("points", "timeline", "timeline-clock", "curves")  #: of report/figures.py, which is not loaded for --help
+#: of views/report/figures.py, which is not loaded for --help
+FIGURES = ("points", "timeline", "timeline-clock", "curves")
 
 
 class _Shown(NamedTuple):
@@ -97,8 +98,8 @@ def show(
 
 
 def _figure(name: str, files: tuple[Path, ...]) -> Figure:
-    from perseus_planner.report.figures import FIGURES
-    from perseus_planner.report.sources import read_sources
+    from perseus_planner.views.report.figures import FIGURES
+    from perseus_planner.views.report.sources import read_sources
 
     return FIGURES[name](read_sources(files))
 
@@ -120,16 +121,16 @@ def _reader(path: Path) -> Callable[[Path], _Shown]:
 
 
 def _profile(file: Path) -> _Shown:
-    from perseus_planner.profiles import Profile
-    from perseus_planner.summary import summarize_profile
-    from perseus_planner.tables import profile_text
+    from perseus_planner.profiles.profiles import Profile
+    from perseus_planner.views.summary import summarize_profile
+    from perseus_planner.views.tables import profile_text
 
     profile = Profile.load(file)
     summary = summarize_profile(profile)
 
     def draw() -> Figure:
-        from perseus_planner.report.figures import draw_curves
-        from perseus_planner.report.sources import Sources
+        from perseus_planner.views.report.figures import draw_curves
+        from perseus_planner.views.report.sources import Sources
 
         return draw_curves(Sources(profile))
 
@@ -137,9 +138,9 @@ def _profile(file: Path) -> _Shown:
 
 
 def _frontier(file: Path) -> _Shown:
-    from perseus_planner.frontier import Frontier
-    from perseus_planner.summary import summarize_frontier
-    from perseus_planner.tables import frontier_text
+    from perseus_planner.solver.frontier import Frontier
+    from perseus_planner.views.summary import summarize_frontier
+    from perseus_planner.views.tables import frontier_text
 
     frontier = Frontier.load(file)
     summary = summarize_frontier(frontier)
@@ -153,10 +154,10 @@ def _frontier(file: Path) -> _Shown:
 
 
 def _plan(file: Path) -> _Shown:
-    from perseus_planner.plan import Plan
-    from perseus_planner.plan_summary import summarize_timeline
-    from perseus_planner.tables import timeline_text
+    from perseus_planner.plans.plan import Plan
+    from perseus_planner.views.plan_summary import summarize_timeline
     from perseus_planner.views.plan_trace import trace_plan
+    from perseus_planner.views.tables import timeline_text
 
     plan = Plan.load(file)
     summary = summarize_timeline(plan)
@@ -171,15 +172,15 @@ def _plan(file: Path) -> _Shown:
 
 def _run(folder: Path) -> _Shown:
     from perseus_planner.runs.run import Run
-    from perseus_planner.runs.summary import summarize_run
-    from perseus_planner.runs.text import run_text
-    from perseus_planner.runs.trace import trace_run
+    from perseus_planner.views.run_summary import summarize_run
+    from perseus_planner.views.run_text import run_text
+    from perseus_planner.views.run_trace import trace_run
 
     run = Run.load(folder)
     summary = summarize_run(run)
 
     def draw() -> Figure:
-        from perseus_planner.runs.drawing import draw_run
+        from perseus_planner.views.run_drawing import draw_run
 
         return draw_run(run)
 

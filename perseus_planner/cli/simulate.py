@@ -92,9 +92,9 @@ def simulate(
     """
     from perseus_planner.cluster.replay import Cluster
     from perseus_planner.cluster.stragglers import read_stragglers
-    from perseus_planner.cluster.summary import gpu_rows, summarize_cluster
-    from perseus_planner.frontier import Frontier
-    from perseus_planner.tables import cluster_text
+    from perseus_planner.solver.frontier import Frontier
+    from perseus_planner.views.cluster_summary import gpu_rows, summarize_cluster
+    from perseus_planner.views.tables import cluster_text
 
     for source in filter(None, (frontier, stragglers)):
         if table is not None:

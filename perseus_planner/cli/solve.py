@@ -12,7 +12,7 @@ from perseus_planner.cli import console
 from perseus_planner.errors import UsageError
 
 if TYPE_CHECKING:
-    from perseus_planner.job_settings import Settings
+    from perseus_planner.jobs.settings import Settings
 
 #: what `schedules.NAMES` has; that is not loaded for --help
 SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "interleaved-zb", "zbv", "dualpipe-v")
@@ -114,10 +114,10 @@ def solve(profile_or_job: Path, output: Path, as_json: bool, **flags: Any) -> No
     Where the replicas of a job differ, there is a frontier for each kind of them: FILE gets -0, -1 and so on before its
     ending.
     """
-    from perseus_planner.frontier import trace
-    from perseus_planner.job import Job
-    from perseus_planner.summary import FrontiersSummary, summarize_frontier
-    from perseus_planner.tables import frontier_text
+    from perseus_planner.jobs.job import Job
+    from perseus_planner.solver.frontier import trace
+    from perseus_planner.views.summary import FrontiersSummary, summarize_frontier
+    from perseus_planner.views.tables import frontier_text
 
     console.refuse_same([profile_or_job], output)
     job = Job.of(_settings(profile_or_job, flags))
@@ -135,8 +135,8 @@ def _settings(path: Path, flags: dict[str, Any]) -> Settings:
     """What the job file says, or that `path` is the profile, with the flags that are given instead."""
     from dataclasses import replace
 
-    from perseus_planner.job_settings import Settings, is_job, read_settings, schedule_of
-    from perseus_planner.pipeline import Transfer
+    from perseus_planner.jobs.settings import Settings, is_job, read_settings, schedule_of
+    from perseus_planner.schedules.pipeline import Transfer
 
     same = ("microbatches", "ranks", "virtual_stages", "microbatch_group", "stages", "tensor_parallel")
     given = {name: flags[name] for name in same}

@@ -22,7 +22,7 @@ _CLEAR = "\033[2J\033[H"  #: what empties a terminal
 @console.as_json
 def status(job: str | None, watch: bool, service: str | None, as_json: bool) -> None:
     """Show the jobs that the service knows, or one of them with what is slow and what its pipelines do."""
-    from perseus_planner.runtime.service.client.client import Client
+    from perseus_planner.service.client.client import Client
 
     before = None
     with Client(service) as client:
@@ -41,7 +41,7 @@ def _found(client: Any, job: str | None) -> tuple[Any, ...]:
 
 
 def _print(jobs: Sequence[Any], *, in_full: bool, as_json: bool, anew: bool) -> None:
-    from perseus_planner.runtime.service.client.text import jobs_text, status_text
+    from perseus_planner.views.service_text import jobs_text, status_text
 
     if as_json:
         asking.print_json(jobs[0] if in_full else {"jobs": jobs})

@@ -77,7 +77,7 @@ def straggler(
 
     All other pipelines then run as slow as the job is anyway, and save energy. Times may be written 30s, 30m, 2h.
     """
-    from perseus_planner.runtime.service.client.client import Client
+    from perseus_planner.service.client.client import Client
 
     if clear is not None and megatron_log:
         raise UsageError("--clear: takes one report back; leave out --megatron-log")
@@ -87,7 +87,7 @@ def straggler(
             answer = client.clear(job, clear)
         elif megatron_log:
             _refuse({**given, "ttl_s": None}, "--megatron-log")
-            from perseus_planner.runtime.service.client.adapters import Feed, megatron_reports
+            from perseus_planner.service.client.sources import Feed, megatron_reports
 
             feed = Feed(client, job, megatron_reports, ttl_s=given["ttl_s"])
             for line in sys.stdin:
@@ -110,7 +110,7 @@ def _refuse(given: dict[str, Any], beside: str) -> None:
 
 
 def _request(given: dict[str, Any]) -> Any:
-    from perseus_planner.runtime.service.client.requests import ReportRequest
+    from perseus_planner.service.requests import ReportRequest
 
     return ReportRequest(
         source=given["source"] or f"{getpass.getuser()}@{socket.gethostname()}",
@@ -127,7 +127,7 @@ def _request(given: dict[str, Any]) -> Any:
 
 
 def _scope(pipeline: int | None, **others: Any) -> Any:
-    from perseus_planner.runtime.service.model import Scope
+    from perseus_planner.service.model import Scope
 
     named: dict[Any, Any] = {kind: value for kind, value in others.items() if value is not None}
     if pipeline is not None and not named:

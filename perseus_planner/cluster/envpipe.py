@@ -24,10 +24,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from perseus_planner.dag import PipelineDag
-from perseus_planner.measurement import Measurement
+from perseus_planner.plans.simulate import end_times
+from perseus_planner.profiles.measurement import Measurement
 from perseus_planner.schedules import Computation
-from perseus_planner.simulate import end_times
+from perseus_planner.schedules.dag import PipelineDag
 
 
 def reconfigured(dag: PipelineDag, measured: Sequence[Sequence[Measurement]]) -> list[Measurement]:

@@ -13,10 +13,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from perseus_planner.dag import PipelineDag
 from perseus_planner.errors import UsageError
-from perseus_planner.measurement import Measurement
-from perseus_planner.profiles import Profile
+from perseus_planner.profiles.measurement import Measurement
+from perseus_planner.profiles.profiles import Profile
+from perseus_planner.schedules.dag import PipelineDag
 
 if TYPE_CHECKING:
     import networkx as nx

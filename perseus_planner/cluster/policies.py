@@ -31,11 +31,11 @@ import numpy as np
 from perseus_planner.cluster import baselines
 from perseus_planner.cluster.slow_runs import Clocks, Runs
 from perseus_planner.cluster.stragglers import CALM, Condition
-from perseus_planner.dag import PipelineDag
 from perseus_planner.documents import shown
 from perseus_planner.errors import UsageError
-from perseus_planner.frontier import Frontier, trace
-from perseus_planner.profile_groups import slowed
+from perseus_planner.profiles.groups import slowed
+from perseus_planner.schedules.dag import PipelineDag
+from perseus_planner.solver.frontier import Frontier, trace
 
 Stages = tuple[tuple[int, float], ...]
 Rule = Callable[[PipelineDag, float], Mapping[str, int]]

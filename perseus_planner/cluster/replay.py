@@ -25,8 +25,8 @@ from perseus_planner.cluster.slow_runs import Clocks, Run, Runs
 from perseus_planner.cluster.stragglers import CALM, Condition, Straggler, condition_of
 from perseus_planner.documents import shown
 from perseus_planner.errors import UsageError
-from perseus_planner.frontier import Frontier
 from perseus_planner.quantities import COUNT, WAIT
+from perseus_planner.solver.frontier import Frontier
 
 Floats = NDArray[np.float64]
 

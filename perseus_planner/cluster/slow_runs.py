@@ -9,12 +9,12 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from perseus_planner.clock_changes import ClockChange
 from perseus_planner.cluster.stragglers import Condition
-from perseus_planner.dag import PipelineDag
-from perseus_planner.measurement import Measurement
-from perseus_planner.simulate import end_times, run_with_changes
-from perseus_planner.tasks import Task
+from perseus_planner.plans.simulate import end_times, run_with_changes
+from perseus_planner.plans.tasks import Task
+from perseus_planner.profiles.clock_changes import ClockChange
+from perseus_planner.profiles.measurement import Measurement
+from perseus_planner.schedules.dag import PipelineDag
 
 Clocks = tuple[int, ...]  #: MHz of each computation, by its place in `dag.computations`
 Table = Mapping[int, Measurement]

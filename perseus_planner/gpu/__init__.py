@@ -5,8 +5,8 @@ cuda:0                    the device that CUDA calls 0 here, through NVML by its
 zeusd:0                   read by NVML, set by the zeusd daemon, for jobs without privilege
 command:0                 read by NVML, set by an external command such as `sudo nvidia-smi`: gpu/command.py
 dry-run:nvml:0            read by what follows; what would be set is only recorded
-simulated:a100-sxm        a model, in virtual time; its options: gpu/simulation/conditions.py
-emulated:a100-sxm/0       the same model in real time, GPU 0 of this user on this node: gpu/emulated.py
+simulated:a100-sxm        a model, in virtual time; its options: gpu/simulated/options.py
+emulated:a100-sxm/0       the same model in real time, GPU 0 of this user on this node: gpu/simulated/emulated.py
 """
 
 from __future__ import annotations
@@ -62,11 +62,11 @@ def opened(text: str) -> Gpu:
     """
     back_end, _, which = text.partition(":")
     if back_end == "nvml":
-        from perseus_planner.gpu import nvml
+        from perseus_planner.gpu.nvml import gpu as nvml
 
         return nvml.opened(which)
     if back_end == "cuda":
-        from perseus_planner.gpu import cuda
+        from perseus_planner.gpu.nvml import cuda
 
         return cuda.opened(which)
     if back_end == "zeusd":
@@ -82,11 +82,11 @@ def opened(text: str) -> Gpu:
 
         return dry_run.opened(which)
     if back_end == "simulated":
-        from perseus_planner.gpu import simulated
+        from perseus_planner.gpu.simulated import simulated
 
         return simulated.opened(which)
     if back_end == "emulated":
-        from perseus_planner.gpu import emulated
+        from perseus_planner.gpu.simulated import emulated
 
         return emulated.opened(which)
     raise GpuError(f"GPU {text!r}: there is no back-end {back_end!r}; choose one of: {', '.join(BACK_ENDS)}")

@@ -11,8 +11,8 @@ PLANNER_SET_POWER      sudo -n nvidia-smi -i {uuid} -pl {watts}
 
 from __future__ import annotations
 
-from perseus_planner.gpu import nvml
 from perseus_planner.gpu.command_template import CommandTemplate, template
+from perseus_planner.gpu.nvml import gpu as nvml
 from perseus_planner.gpu.nvml_read import NvmlRead
 
 

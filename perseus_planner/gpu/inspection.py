@@ -9,8 +9,8 @@ from itertools import pairwise
 from statistics import fmean, median
 
 from perseus_planner.errors import GpuError, GpuNotPermitted, GpuNotSupported
-from perseus_planner.gpu.holding.journal import held_text
-from perseus_planner.gpu.holding.records import Record, read_records
+from perseus_planner.gpu.lease.lease import held_text
+from perseus_planner.gpu.lease.records import Record, read_records
 from perseus_planner.gpu.protocol import Gpu
 
 _WATCH_S = 3.0  #: at most; no counter that is known steps more rarely than once a second

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
-from perseus_planner.gpu.nvidia.selection import selected
-from perseus_planner.gpu.nvml import NvmlGpu
+from perseus_planner.gpu.nvml.discovery import selected
+from perseus_planner.gpu.nvml.gpu import NvmlGpu
 from perseus_planner.gpu.read_through import ReadThrough
 
 

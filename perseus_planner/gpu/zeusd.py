@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 
 from perseus_planner.errors import GpuError, GpuNotPermitted, GpuNotSupported
-from perseus_planner.gpu import nvml
+from perseus_planner.gpu.nvml import gpu as nvml
 from perseus_planner.gpu.nvml_read import NvmlRead
 from perseus_planner.gpu.zeusd_daemon import found, pci_address
 from perseus_planner.gpu.zeusd_http import Daemon, connected

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from perseus_planner.files import replacing
-from perseus_planner.plan import Plan
+from perseus_planner.plans.plan import Plan
 from perseus_planner.runs.ran import RanComputation, RanIteration
 from perseus_planner.runs.rows import COMPUTATIONS, ITERATIONS
 

@@ -12,13 +12,13 @@ from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
 
+from perseus_planner.displayed import Shown
 from perseus_planner.documents import unreadable
 from perseus_planner.errors import RunError
-from perseus_planner.plan import Plan
+from perseus_planner.plans.plan import Plan
 from perseus_planner.runs.ran import RanComputation, RanIteration
 from perseus_planner.runs.recording import computations_path, iterations_path, plan_path
 from perseus_planner.runs.rows import COMPUTATIONS, ITERATIONS
-from perseus_planner.views.shown import Shown
 
 _PLAN = re.compile(r"plan-([0-9]{1,9})(?:-pipeline-([0-9]{1,9}))?\.yaml")
 _ROWS = re.compile(r"iterations-([0-9]{1,9})\.csv")

@@ -10,13 +10,13 @@ from functools import singledispatch
 from typing import TYPE_CHECKING, Any
 
 from perseus_planner.errors import UsageError
-from perseus_planner.frontier import Frontier
-from perseus_planner.plan import Plan
-from perseus_planner.profile_csv import setting_of, word_of
-from perseus_planner.profiles import Profile
+from perseus_planner.plans.plan import Plan
+from perseus_planner.plans.simulate import replay
+from perseus_planner.profiles.csv_file import setting_of, word_of
+from perseus_planner.profiles.profiles import Profile
 from perseus_planner.runs.run import Run
-from perseus_planner.simulate import replay
-from perseus_planner.tables import origin_text
+from perseus_planner.solver.frontier import Frontier
+from perseus_planner.views.tables import origin_text
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -9,16 +9,16 @@ from collections.abc import Mapping, Sequence
 from functools import singledispatch
 from xml.etree.ElementTree import Element, SubElement, tostring
 
-from perseus_planner.columns import number, numbers, ranges
-from perseus_planner.frontier import Frontier
-from perseus_planner.plan import Plan
-from perseus_planner.profile_csv import unit_of, word_of
-from perseus_planner.profiles import Profile
+from perseus_planner.plans.plan import Plan
+from perseus_planner.plans.simulate import replay
+from perseus_planner.profiles.csv_file import unit_of, word_of
+from perseus_planner.profiles.profiles import Profile
 from perseus_planner.runs.run import Run
-from perseus_planner.simulate import replay
-from perseus_planner.tables import origin_text
+from perseus_planner.solver.frontier import Frontier
 from perseus_planner.views import sketches
+from perseus_planner.views.columns import number, numbers, ranges
 from perseus_planner.views.sketches import Busy, Mark
+from perseus_planner.views.tables import origin_text
 
 _MOST = 24  #: rows of a table, ranks or computations of a drawing; more would push all else off the screen
 _SECONDS, _JOULES = "seconds an iteration", "joules an iteration"
@@ -33,7 +33,7 @@ def html_of(value: object) -> str:
 @html_of.register(Profile)
 def _of_profile(profile: Profile) -> str:
     """What was measured of each computation, and its joules over its seconds."""
-    from perseus_planner.summary import summarize_profile
+    from perseus_planner.views.summary import summarize_profile
 
     summary = summarize_profile(profile)
     made = "measured" if profile.origin == "measured" else "simulated: no GPU was touched"
@@ -122,8 +122,8 @@ def _of_plan(plan: Plan) -> str:
 @html_of.register(Run)
 def _of_run(run: Run) -> str:
     """What ran by each plan beside what was planned."""
-    from perseus_planner.runs.summary import summarize_run
-    from perseus_planner.runs.text import sources_text
+    from perseus_planner.views.run_summary import summarize_run
+    from perseus_planner.views.run_text import sources_text
 
     summary = summarize_run(run)
     plans = summary.plans[-_MOST:]

@@ -6,10 +6,10 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-from perseus_planner.plan import Plan
-from perseus_planner.profile_csv import setting_of
-from perseus_planner.simulate import Span, Timeline, replay
-from perseus_planner.tables import origin_text
+from perseus_planner.plans.plan import Plan
+from perseus_planner.plans.simulate import Span, Timeline, replay
+from perseus_planner.profiles.csv_file import setting_of
+from perseus_planner.views.tables import origin_text
 from perseus_planner.views.trace_events import WAITING, Counter, Process, Slice, Thread, steps, total, write_trace
 
 

@@ -10,11 +10,11 @@ import numpy as np
 
 from perseus_planner.errors import UsageError
 from perseus_planner.files import replacing
-from perseus_planner.frontier import Frontier
-from perseus_planner.plan import Plan
-from perseus_planner.profile_csv import unit_of
-from perseus_planner.simulate import Timeline, replay
-from perseus_planner.tables import origin_text
+from perseus_planner.plans.plan import Plan
+from perseus_planner.plans.simulate import Timeline, replay
+from perseus_planner.profiles.csv_file import unit_of
+from perseus_planner.solver.frontier import Frontier
+from perseus_planner.views.tables import origin_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -11,7 +11,7 @@ from itertools import groupby
 from typing import NamedTuple
 from xml.etree.ElementTree import Element, SubElement
 
-from perseus_planner.columns import number
+from perseus_planner.views.columns import number
 
 _WIDTH, _HEIGHT = 480.0, 220.0
 _LEFT, _RIGHT, _TOP, _BOTTOM = 70.0, 16.0, 12.0, 38.0  #: beside the drawing itself, for its scales

@@ -9,7 +9,7 @@ from typing import Any
 from perseus_planner.errors import UsageError
 from perseus_planner.profiler.engines.held import Held, called, local_stage
 from perseus_planner.profiler.engines.recorder import Recorded, recorded_attribute, recorded_module
-from perseus_planner.workload.torch_values import first_device
+from perseus_planner.training.values import first_device
 
 ForwardStep = Callable[..., tuple[Any, Any]]
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from perseus_planner.workload.torch_values import copied, is_training
+from perseus_planner.training.values import copied, is_training
 
 if TYPE_CHECKING:
     import torch

@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Any
 
 from perseus_planner.errors import UsageError
 from perseus_planner.gpu import Gpu
-from perseus_planner.gpu.emulated import EmulatedGpu
-from perseus_planner.gpu.simulated import SimulatedGpu
+from perseus_planner.gpu.simulated.emulated import EmulatedGpu
+from perseus_planner.gpu.simulated.simulated import SimulatedGpu
 from perseus_planner.profiler.stage import Run, Stage, Timed
-from perseus_planner.workload.torch_microbatch import Microbatch
-from perseus_planner.workload.torch_state import as_found
-from perseus_planner.workload.torch_values import first_device
-from perseus_planner.workload.torch_work import counted
+from perseus_planner.training.microbatch import Microbatch
+from perseus_planner.training.op_cost import counted
+from perseus_planner.training.state import as_found
+from perseus_planner.training.values import first_device
 
 if TYPE_CHECKING:
     import torch

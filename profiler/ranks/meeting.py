@@ -19,7 +19,7 @@ from itertools import count
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from perseus_planner.errors import EndedElsewhere, PlannerError, RankError, UsageError
-from perseus_planner.workload.torch_microbatch import described
+from perseus_planner.training.microbatch import described
 
 if TYPE_CHECKING:
     from torch.distributed import Store

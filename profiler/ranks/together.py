@@ -24,7 +24,7 @@ from perseus_planner.profiler.profiling import (
 from perseus_planner.profiler.ranks.meeting import TIMEOUT_S, Meeting, StageGroup
 from perseus_planner.profiler.ranks.neighbours import connected
 from perseus_planner.profiler.stage import Progress, Stage
-from perseus_planner.profiles import Profile
+from perseus_planner.profiles.profiles import Profile
 
 if TYPE_CHECKING:
     import torch
@@ -147,7 +147,7 @@ def _taken(request: Request, device: torch.device) -> Iterator[Gpu]:
 def _held(gpu: Gpu, settings: SweepSettings) -> AbstractContextManager[None]:
     if settings.knob == "observed" or not gpu.keeps_settings:
         return nullcontext()
-    from perseus_planner.gpu.holding.journal import held
+    from perseus_planner.gpu.lease.lease import held
 
     return held([gpu], power_limit=settings.knob == "power-limit")
 

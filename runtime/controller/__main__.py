@@ -8,9 +8,9 @@ import signal
 import sys
 
 from perseus_planner.errors import PlannerError
+from perseus_planner.processes import Watched
 from perseus_planner.runtime.controller.arrivals import Arrivals
-from perseus_planner.runtime.controller.process import Controller
-from perseus_planner.runtime.controller.watched import Watched
+from perseus_planner.runtime.controller.server import Controller
 
 
 def main() -> int:

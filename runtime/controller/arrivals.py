@@ -7,8 +7,8 @@ import socket
 
 from perseus_planner.errors import GpuError
 from perseus_planner.runtime.controller import page
-from perseus_planner.runtime.controller.messages import Hello, Message, Refused
 from perseus_planner.runtime.controller.peer import KIND, Peer, bound_address, credentials, new_address
+from perseus_planner.runtime.controller.protocol import Hello, Message, Refused
 from perseus_planner.runtime.controller.rank import Rank
 
 _HELLO_NS = 10_000_000_000  #: from a connection to its hello

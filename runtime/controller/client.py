@@ -23,7 +23,10 @@ from types import TracebackType
 
 from perseus_planner import errors
 from perseus_planner.errors import ControllerLost, GpuError
-from perseus_planner.runtime.controller.messages import (
+from perseus_planner.processes import Watched
+from perseus_planner.runtime.controller.page import Page, made
+from perseus_planner.runtime.controller.peer import KIND, Peer, bound_address, credentials, is_readable
+from perseus_planner.runtime.controller.protocol import (
     Attached,
     Dwell,
     Failed,
@@ -34,10 +37,7 @@ from perseus_planner.runtime.controller.messages import (
     Refused,
     ToRank,
 )
-from perseus_planner.runtime.controller.page import Page, made
-from perseus_planner.runtime.controller.peer import KIND, Peer, bound_address, credentials, is_readable
 from perseus_planner.runtime.controller.starting import started
-from perseus_planner.runtime.controller.watched import Watched
 
 __all__ = ["HUNG_S", "LEAVE_S", "Connection", "ControllerLost", "started"]
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 
 from perseus_planner.errors import GpuError, GpuHeld
-from perseus_planner.gpu.holding.journal import held, recover
+from perseus_planner.gpu.lease.lease import held, recover
 from perseus_planner.gpu.protocol import Gpu
 from perseus_planner.runtime.controller.rank import Rank
 

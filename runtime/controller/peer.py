@@ -15,7 +15,7 @@ import time
 from contextlib import suppress
 from typing import NamedTuple
 
-from perseus_planner.runtime.controller.messages import LONGEST, Message, decoded, encoded
+from perseus_planner.runtime.controller.protocol import LONGEST, Message, decoded, encoded
 
 KIND = socket.SOCK_SEQPACKET
 

@@ -10,13 +10,13 @@ from contextlib import suppress
 from perseus_planner.errors import GpuError
 from perseus_planner.gpu import opened
 from perseus_planner.gpu.protocol import Gpu
-from perseus_planner.runtime.controller.messages import Attached, Changed, Failed, Hello, Reading, Refused, ToRank
-from perseus_planner.runtime.controller.pacing import Wanted
+from perseus_planner.processes import Watched
 from perseus_planner.runtime.controller.page import Page
 from perseus_planner.runtime.controller.peer import Peer
 from perseus_planner.runtime.controller.places import Places
+from perseus_planner.runtime.controller.protocol import Attached, Changed, Failed, Hello, Reading, Refused, ToRank
+from perseus_planner.runtime.controller.scheduler import Wanted
 from perseus_planner.runtime.controller.setting import Setting
-from perseus_planner.runtime.controller.watched import Watched
 
 
 class Rank:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from perseus_planner.errors import GpuError
-from perseus_planner.gpu.holding.release import put_back_power_limit
+from perseus_planner.gpu.lease.release import put_back_power_limit
 from perseus_planner.gpu.protocol import Gpu
-from perseus_planner.runtime.controller.messages import Knob
-from perseus_planner.runtime.controller.pacing import RESET
+from perseus_planner.runtime.controller.protocol import Knob
+from perseus_planner.runtime.controller.scheduler import RESET
 
 
 class Setting:

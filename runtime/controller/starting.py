@@ -8,7 +8,7 @@ import sys
 import time
 
 from perseus_planner.errors import GpuError
-from perseus_planner.gpu.holding.folder import elsewhere
+from perseus_planner.gpu.lease.folder import elsewhere
 from perseus_planner.runtime.controller.peer import is_readable
 
 

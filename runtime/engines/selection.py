@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from perseus_planner.engine_kinds import KNOWN, engine_kind, megatron_chunks
 from perseus_planner.errors import UsageError
 from perseus_planner.runtime.engines.deepspeed import DeepSpeedPipeline
 from perseus_planner.runtime.engines.engine import Engine
 from perseus_planner.runtime.engines.torch_pipelining import TorchPipeline
+from perseus_planner.training.engine_kinds import KNOWN, engine_kind, megatron_chunks
 
 
 def engine_of(engine: Any) -> Engine:

@@ -1,0 +1,242 @@
+"""Job: a training job as it is planned: the pipelines with their profiles, the schedule that all of them run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from perseus_planner import schedules
+from perseus_planner.errors import JobError, ProfileError
+from perseus_planner.jobs.settings import Power, ReplicaSettings, Settings, Source, read_settings
+from perseus_planner.profiles.groups import on_each_gpu, slowed, stage_by_stage, tensor_group
+from perseus_planner.profiles.profiles import Profile
+from perseus_planner.schedules import Schedule
+from perseus_planner.schedules.dag import PipelineDag
+from perseus_planner.schedules.pipeline import FixedOperation, Transfer, Variant
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is planned: pipelines that run one schedule side by side, those alike given once.
+
+    Attributes:
+        schedule: what each pipeline runs.
+        profiles: of each kind of pipeline, tensor-parallel degree and slow stages counted in.
+        counts: how many pipelines of each kind there are, aligned with `profiles`.
+        transfer: between the stages.
+        operations: what is neither forward nor backward.
+        variants: computations with a profile of their own.
+        tokens_per_iteration: that all pipelines together train on; None: not known.
+        samples_per_iteration: likewise.
+        files: what was read.
+
+    Raises:
+        JobError: an operation stands where the schedule has no rank, stage or computation.
+    """
+
+    schedule: Schedule
+    profiles: tuple[Profile, ...]
+    counts: tuple[int, ...]
+    transfer: Transfer = field(default_factory=Transfer)
+    operations: tuple[FixedOperation, ...] = ()
+    variants: tuple[Variant, ...] = ()
+    tokens_per_iteration: int | None = None
+    samples_per_iteration: int | None = None
+    files: tuple[Path, ...] = field(default=(), compare=False)
+
+    def __post_init__(self) -> None:
+        for operation in self.operations:
+            _check_place(operation, self.schedule)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], **overrides: Any) -> Job:
+        """Read a job file, and the profiles and the text grid that it names.
+
+        Args:
+            path: the file, YAML.
+            overrides: fields of `job_settings.Settings` that are given here instead.
+
+        Raises:
+            JobError: it cannot be read, or is no job; names the line and the remedy.
+            PlannerError: a file that it names cannot be used.
+        """
+        return cls.of(replace(read_settings(Path(path)), **overrides))
+
+    @classmethod
+    def of(cls, settings: Settings) -> Job:
+        """The job that `settings` describe, with what they name read.
+
+        Raises:
+            JobError: they do not fit together, or something is missing.
+            PlannerError: a file that they name cannot be used.
+        """
+        replicas = settings.replicas or (ReplicaSettings(),)
+        profiles: dict[str, Profile] = {}
+        counts: dict[str, int] = {}
+        for number, replica in enumerate(replicas):
+            try:
+                profile = _profile(settings, replica)
+            except ProfileError as error:
+                raise (ProfileError(f"replicas, entry {number}: {error}") if len(replicas) > 1 else error) from None
+            profiles[profile.digest] = profile
+            counts[profile.digest] = counts.get(profile.digest, 0) + replica.count
+        return cls(
+            _schedule(settings, next(iter(profiles.values())).stages),
+            tuple(profiles.values()),
+            tuple(counts.values()),
+            settings.transfer,
+            settings.operations,
+            settings.variants,
+            settings.tokens_per_iteration,
+            settings.samples_per_iteration,
+            _files(settings),
+        )
+
+    def dags(self) -> tuple[PipelineDag, ...]:
+        """The graph of an iteration of each kind of pipeline, aligned with `counts`.
+
+        Raises:
+            ProfileError: a profile does not fit the schedule.
+            ScheduleError: the schedule cannot run, or transfers or variants do not fit it.
+        """
+        extras = {"transfer": self.transfer, "operations": self.operations, "variants": self.variants}
+        dags = []
+        for number, profile in enumerate(self.profiles):
+            try:
+                dags.append(PipelineDag.from_schedule(profile, self.schedule, **extras))
+            except ProfileError as error:
+                kind = f"pipelines of kind {number}: " if len(self.profiles) > 1 else ""
+                raise ProfileError(f"{kind}{error}") from None
+        return tuple(dags)
+
+
+def _profile(settings: Settings, replica: ReplicaSettings) -> Profile:
+    """What the pipelines of one kind run with."""
+    source = settings.profile if replica.profile is None else replica.profile
+    power_w = settings.blocking_power_w if replica.blocking_power_w is None else replica.blocking_power_w
+    slow = settings.slow_stages if replica.slow_stages is None else replica.slow_stages
+    gpus = settings.tensor_parallel
+    if isinstance(source, Path):
+        profile = _grouped([_loaded(source, power_w, settings)], gpus)
+    else:
+        powers_w = _for_each(power_w, len(source))
+        groups = [[each] if isinstance(each, Path) else each for each in source]
+        grouped = isinstance(source[0], tuple)
+        if grouped and gpus not in (None, len(groups[0])):
+            raise JobError(
+                f"tensor_parallel is {gpus}, but the profile names {len(groups[0])} GPUs for each stage; correct one"
+            )
+        loaded = [
+            [_loaded(path, stage_w, settings) for path in group]
+            for group, stage_w in zip(groups, powers_w, strict=True)
+        ]
+        profile = stage_by_stage([_grouped(group, None if grouped else gpus) for group in loaded])
+    return slowed(profile, slow) if slow else profile
+
+
+def _loaded(path: Path, power_w: Power | None, settings: Settings) -> Profile:
+    """The profile at `path`, with what the job says instead of it."""
+    instead = {name: getattr(settings, name) for name in ("overhead_s", "clock_change")}
+    given = {name: value for name, value in instead.items() if value is not None}
+    return replace(Profile.load(path, blocking_power_w=power_w), **given)
+
+
+def _grouped(profiles: Sequence[Profile], gpus: int | None) -> Profile:
+    """One profile of stages of `gpus` GPUs; one that was measured on single GPUs holds for each of them."""
+    profile = profiles[0] if len(profiles) == 1 else tensor_group(profiles)
+    if gpus is None or profile.gpus_per_stage == gpus:
+        return profile
+    if profile.gpus_per_stage != 1:
+        raise JobError(
+            f"tensor_parallel is {gpus}, but the profile was measured with {profile.gpus_per_stage} GPUs for each "
+            "stage; correct one"
+        )
+    return on_each_gpu(profile, gpus)
+
+
+def _for_each(power_w: Power | None, stages: int) -> Sequence[float | None]:
+    if not isinstance(power_w, tuple):
+        return (power_w,) * stages
+    if len(power_w) != stages:
+        raise JobError(
+            f"blocking_power_w has {len(power_w)} numbers for {stages} profiles; give one for each, or one for all"
+        )
+    return power_w
+
+
+def _schedule(settings: Settings, profiled: int) -> Schedule:
+    """The schedule, for as many stages as were profiled where the settings do not say."""
+    if settings.schedule is None:
+        raise JobError(f"no schedule is given; {_give('schedule')}: {', '.join(schedules.NAMES)}, or a text grid")
+    if isinstance(settings.schedule, Path):
+        if settings.microbatch_group is not None:
+            raise JobError("microbatch_group is given with a text grid, which has its order already; leave it out")
+        schedule = schedules.load_grid(settings.schedule)
+    else:
+        schedule = _generated(settings, settings.schedule, profiled)
+    ranks = len(schedule.ranks)
+    found = {"ranks": ranks, "microbatches": schedule.microbatches, "stages": schedule.stages}
+    if settings.virtual_stages is not None:
+        found["virtual_stages"] = schedule.stages // ranks if schedule.stages % ranks == 0 else 0
+    for name, value in found.items():
+        if getattr(settings, name) not in (None, value):
+            raise JobError(
+                f"{name} is {getattr(settings, name)}, but schedule {schedule} "
+                f"has {value or 'ranks of unlike numbers'}; correct one"
+            )
+    return schedule
+
+
+def _generated(settings: Settings, name: str, profiled: int) -> Schedule:
+    if settings.microbatches is None:
+        raise JobError(f"how many microbatches an iteration has is missing; {_give('microbatches')}")
+    ranks, each = settings.ranks, settings.virtual_stages
+    stages = profiled if settings.stages is None else settings.stages
+    if name in schedules.NAMES:
+        own = schedules.NAMES[name].virtual_stages
+        if ranks is not None and own is None and each is None and stages % ranks == 0:
+            each = stages // ranks
+        per_rank = own or each or 1
+        if ranks is None and stages % per_rank:
+            raise JobError(f"{stages} stages cannot be shared by ranks of {per_rank} stages each; {_give('ranks')}")
+        ranks = ranks or stages // per_rank
+    return schedules.named(
+        name,
+        ranks=ranks or stages,
+        microbatches=settings.microbatches,
+        virtual_stages=each,
+        group=settings.microbatch_group,
+    )
+
+
+def _give(name: str) -> str:
+    return f"give --{name.replace('_', '-')}, or {name} in a job file"
+
+
+def _check_place(operation: FixedOperation, schedule: Schedule) -> None:
+    of_ranks = operation.when in ("start", "end")
+    count = len(schedule.ranks) if of_ranks else schedule.stages
+    for number in operation.where or ():
+        if number not in range(count):
+            what = "rank" if of_ranks else "stage"
+            raise JobError(
+                f"operation {operation.name}, where: there is no {what} {number}; {what}s are 0 to {count - 1}"
+            )
+    kind = operation.when[-1]
+    if not of_ranks and all(computation.kind != kind for computation in schedule.computations()):
+        raise JobError(f"operation {operation.name}, when: schedule {schedule} has no {kind}; name a kind that it has")
+
+
+def _files(settings: Settings) -> tuple[Path, ...]:
+    sources = [settings.profile, *(replica.profile for replica in settings.replicas if replica.profile is not None)]
+    named = [settings.file, settings.schedule, *(path for source in sources for path in _paths(source))]
+    return tuple(dict.fromkeys(path for path in named if isinstance(path, Path)))
+
+
+def _paths(source: Source) -> Sequence[Path]:
+    if isinstance(source, Path):
+        return (source,)
+    return [path for each in source for path in ((each,) if isinstance(each, Path) else each)]

@@ -1,0 +1,291 @@
+"""Settings: what a training job is, as a job file or the command line says it; nothing that they name is read yet."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from perseus_planner.documents import Document, format_of, read_document, shown
+from perseus_planner.errors import JobError, PlannerError
+from perseus_planner.profiles.clock_changes import ClockChange
+from perseus_planner.quantities import COUNT, DEGREE, ENERGY, POWER, STAGE, TIME, WAIT, Rule
+from perseus_planner.schedules.pipeline import FixedOperation, Transfer, Variant
+
+FORMAT = "perseus-planner/job"
+_VERSION = 1
+_GRIDS = (".csv", ".txt")
+_OPERATION = re.compile(r"[a-z][a-z-]*")
+_BUILDER = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
+
+_COUNTS = (
+    "microbatches", "ranks", "virtual_stages", "microbatch_group", "stages", "tensor_parallel",
+    "tokens_per_iteration", "samples_per_iteration",
+)  # fmt: skip
+
+Source = Path | tuple[Path, ...] | tuple[tuple[Path, ...], ...]
+"""One profile of all stages; or one for each stage; or for each stage one for each GPU of its tensor group."""
+Power = float | tuple[float, ...]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class ReplicaSettings:
+    """Data-parallel pipelines that are alike.
+
+    Attributes:
+        count: how many there are.
+        profile: theirs; None: that of the job, as for the next two.
+        blocking_power_w: likewise.
+        slow_stages: likewise.
+    """
+
+    count: int = 1
+    profile: Source | None = None
+    blocking_power_w: Power | None = None
+    slow_stages: Mapping[int, float] | None = None
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a job file says; None or empty where it says nothing.
+
+    Attributes:
+        profile: measurements of the stages; `planner profile` writes them there.
+        blocking_power_w: what a GPU of the profile draws while it waits, watts, or one number for each stage; replaces
+            the profile's. Needed for a CSV.
+        schedule: a name of `schedules.NAMES`, or the path of a text grid.
+        microbatches: of one iteration.
+        ranks: pipeline ranks; as many as the profile's stages need, where it is None.
+        virtual_stages: stages that each rank holds.
+        microbatch_group: microbatches that go through a stage before those of the rank's next one (interleaved 1F1B).
+        stages: pipeline stages that are expected.
+        tensor_parallel: how many GPUs a stage has; a profile that was measured on one holds for each of them.
+        transfer: between stages.
+        operations: what is neither forward nor backward.
+        variants: computations with a profile of their own.
+        slow_stages: stage -> how many times as long its computations take now.
+        overhead_s: calibrated seconds of an iteration beside what is replayed; replaces the profile's.
+        clock_change: what changing a clock costs; replaces the profile's.
+        replicas: the pipelines; one, where it is empty.
+        tokens_per_iteration: that all pipelines together train on, for what a token costs.
+        samples_per_iteration: likewise, samples.
+        stage: what builds a stage to be profiled, "package.module:function".
+        gpu: that it is profiled on, as `gpu.open_gpu` reads it.
+        file: that all this is from.
+
+    Raises:
+        JobError: a count is not a positive whole number.
+    """
+
+    profile: Source
+    blocking_power_w: Power | None = None
+    schedule: str | Path | None = None
+    microbatches: int | None = None
+    ranks: int | None = None
+    virtual_stages: int | None = None
+    microbatch_group: int | None = None
+    stages: int | None = None
+    tensor_parallel: int | None = None
+    transfer: Transfer = field(default_factory=Transfer)
+    operations: tuple[FixedOperation, ...] = ()
+    variants: tuple[Variant, ...] = ()
+    slow_stages: Mapping[int, float] = field(default_factory=dict)
+    overhead_s: float | None = None
+    clock_change: ClockChange | None = None
+    replicas: tuple[ReplicaSettings, ...] = ()
+    tokens_per_iteration: int | None = None
+    samples_per_iteration: int | None = None
+    stage: str | None = None
+    gpu: str | None = None
+    file: Path | None = None
+
+    def __post_init__(self) -> None:
+        for name in _COUNTS:
+            value = getattr(self, name)
+            if value is not None and COUNT.accept(value) is None:
+                raise JobError(f"{name} is {value!r}; give {COUNT.wanted}")
+
+
+def is_job(path: Path) -> bool:
+    """Whether the file at `path` says that it is a job file."""
+    return path.suffix.lower() in (".yaml", ".yml") and format_of(path) == FORMAT
+
+
+def schedule_of(text: str, folder: Path) -> str | Path:
+    """What `text` says: the name of a schedule, or a text grid, from `folder` if its path is relative."""
+    return folder / text if text.lower().endswith(_GRIDS) else text
+
+
+def job_document(path: Path) -> Document:
+    """The job file at `path`, as it is written, with known keys only.
+
+    Raises:
+        JobError: it cannot be read, or is no job file.
+    """
+    return read_document(path, FORMAT, _VERSION, ("profile",), tuple(_READERS), JobError)
+
+
+def read_settings(path: Path) -> Settings:
+    """What the job file at `path` says. Paths in it are relative to its folder.
+
+    Raises:
+        JobError: it cannot be read, or is no job file; names the line and the remedy.
+    """
+    document = job_document(path)
+    return Settings(**{key: _READERS[key](document, key) for key in _READERS if key in document.values}, file=path)
+
+
+def _number(document: Document, key: str, rule: Rule) -> Any:
+    number = rule.accept(document.values[key])
+    if number is None:
+        raise document.refusal(key, f"{shown(document.values[key])} is not {rule.wanted}")
+    return number
+
+
+def _numbers(document: Document, key: str, rule: Rule) -> Any:
+    """A number, or a tuple of a list of them."""
+    value = document.values[key]
+    if not isinstance(value, list):
+        return _number(document, key, rule)
+    return tuple(_each(document, key, value, rule))
+
+
+def _each(document: Document, key: str, values: object, rule: Rule) -> list[Any]:
+    if not isinstance(values, list) or not values:
+        raise document.refusal(key, f"{shown(values)} is not a list of numbers; write one such as [0, 2]")
+    for value in values:
+        if rule.accept(value) is None:
+            raise document.refusal(key, f"{shown(value)} is not {rule.wanted}")
+    return [rule.accept(value) for value in values]
+
+
+def _count(document: Document, key: str) -> int:
+    return int(_number(document, key, COUNT))
+
+
+def _text(document: Document, key: str) -> str:
+    value = document.values[key]
+    if not isinstance(value, str) or not value or not value.isprintable():
+        raise document.refusal(key, f"{shown(value)} is not a text of one line; write one")
+    return value
+
+
+def _made(document: Document, key: str, make: Callable[[], T]) -> T:
+    """What `make` makes; its refusal gets the place of `key`."""
+    try:
+        return make()
+    except PlannerError as error:
+        raise document.refusal(key, str(error)) from None
+
+
+def _source(document: Document, key: str) -> Source:
+    value, folder = document.values[key], document.path.parent
+    if isinstance(value, str) and value and value.isprintable():
+        return folder / value
+    if isinstance(value, list) and value:
+        if all(isinstance(each, str) and each for each in value):
+            return tuple(folder / each for each in value)
+        groups = [each if isinstance(each, list) else [] for each in value]
+        alike = len({*map(len, groups)}) == 1 and groups[0]
+        if alike and all(isinstance(each, str) and each for group in groups for each in group):
+            return tuple(tuple(folder / each for each in group) for group in groups)
+    raise document.refusal(
+        key,
+        f"{shown(value)} is not a profile: name a file; or a list of files, one for each stage; or a list of lists, "
+        "one for each stage, with a file for each of its GPUs, equally many",
+    )
+
+
+def _schedule(document: Document, key: str) -> str | Path:
+    return schedule_of(_text(document, key), document.path.parent)
+
+
+def _transfer(document: Document, key: str) -> Transfer:
+    inner = document.section(key, (), ("forward_s", "backward_s"))
+    return Transfer(**{each: _numbers(inner, each, WAIT) for each in inner.values})
+
+
+def _operations(document: Document, key: str) -> tuple[FixedOperation, ...]:
+    return tuple(map(_operation, document.sections(key, ("name", "when", "time_s"), ("energy_j", "where"))))
+
+
+def _operation(entry: Document) -> FixedOperation:
+    if not _OPERATION.fullmatch(name := _text(entry, "name")):
+        raise entry.refusal("name", f"{shown(name)} is not the name of an operation: write lower-case letters, hyphens")
+    time_s = _number(entry, "time_s", TIME)
+    energy_j = _number(entry, "energy_j", ENERGY) if entry.values.get("energy_j") is not None else None
+    where = tuple(_each(entry, "where", entry.values["where"], STAGE)) if "where" in entry.values else None
+    return _made(entry, "when", lambda: FixedOperation(name, entry.values["when"], time_s, energy_j, where))
+
+
+def _variants(document: Document, key: str) -> tuple[Variant, ...]:
+    return tuple(map(_variant, document.sections(key, ("kind", "microbatches"), ("stages",))))
+
+
+def _variant(entry: Document) -> Variant:
+    _made(entry, "kind", lambda: Variant(entry.values["kind"], "all"))
+    stages = tuple(_each(entry, "stages", entry.values["stages"], STAGE)) if "stages" in entry.values else None
+    which = entry.values["microbatches"]
+    chosen: Any = which if isinstance(which, str) else tuple(_each(entry, "microbatches", which, STAGE))
+    return _made(entry, "microbatches", lambda: Variant(entry.values["kind"], chosen, stages))
+
+
+def _slow_stages(document: Document, key: str) -> Mapping[int, float]:
+    entries = document.table(key, "3: 1.15, stage and degree")
+    for text in entries.values:
+        if STAGE.parse(text) is None:
+            raise entries.refusal(text, f"is not {STAGE.wanted}")
+    return {STAGE.parse(text): _number(entries, text, DEGREE) for text in entries.values}
+
+
+def _overhead_s(document: Document, key: str) -> float:
+    value = document.values[key]
+    size = abs(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else value
+    if WAIT.accept(size) is None:
+        raise document.refusal(key, f"{shown(value)} is not an overhead: write finite seconds, such as 0.12")
+    return float(value)
+
+
+def _clock_change(document: Document, key: str) -> ClockChange:
+    rules = {"call_s": WAIT, "settle_s": WAIT, "gpus_per_node": COUNT}
+    inner = document.section(key, ("call_s",), ("settle_s", "gpus_per_node"))
+    return ClockChange(**{each: _number(inner, each, rules[each]) for each in inner.values})
+
+
+def _stage(document: Document, key: str) -> str:
+    if not _BUILDER.fullmatch(text := _text(document, key)):
+        raise document.refusal(key, f"{shown(text)} is no function: write package.module:function")
+    return text
+
+
+def _replicas(document: Document, key: str) -> tuple[ReplicaSettings, ...]:
+    if not isinstance(document.values[key], list):
+        return (ReplicaSettings(_count(document, key)),)
+    entries = document.sections(key, ("count",), [each for each in _OF_A_REPLICA if each != "count"])
+    if not entries:
+        raise document.refusal(key, "is empty; give how many pipelines there are, or an entry for each kind of them")
+    return tuple(ReplicaSettings(**{of: _OF_A_REPLICA[of](entry, of) for of in entry.values}) for entry in entries)
+
+
+_OF_A_REPLICA: Mapping[str, Callable[[Document, str], Any]] = {
+    "count": _count,
+    "profile": _source,
+    "blocking_power_w": lambda document, key: _numbers(document, key, POWER),
+    "slow_stages": _slow_stages,
+}
+_READERS: Mapping[str, Callable[[Document, str], Any]] = {
+    **{key: read for key, read in _OF_A_REPLICA.items() if key != "count"},
+    "schedule": _schedule,
+    **dict.fromkeys(_COUNTS, _count),
+    "transfer": _transfer,
+    "operations": _operations,
+    "variants": _variants,
+    "overhead_s": _overhead_s,
+    "clock_change": _clock_change,
+    "replicas": _replicas,
+    "stage": _stage,
+    "gpu": _text,
+}

@@ -1,0 +1,242 @@
+"""Plan: one measured clock for every computation of an iteration, with what it costs; plan.yaml in and out."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import yaml
+
+from perseus_planner.displayed import Shown
+from perseus_planner.documents import read_document
+from perseus_planner.errors import PlanError, PlannerError
+from perseus_planner.files import replacing, sha256
+from perseus_planner.profiles.clock_changes import ClockChange, changes_per_rank
+from perseus_planner.profiles.measurement import Measurement
+from perseus_planner.schedules import Computation, Schedule
+from perseus_planner.schedules.iteration import Iteration
+from perseus_planner.schedules.iteration_text import ITERATION_KEYS, iteration_content, iteration_from, parse_key
+
+_FORMAT = "perseus-planner/plan"
+_VERSION = 1
+_NUMBERS = ("deadline_s", "time_s", "energy_j", "bound_j", "baseline_time_s", "baseline_energy_j")
+_KEYS = (
+    "digest", "profile", "gpu", "origin", "knob", "gpus_per_stage", "schedule", "blocking_power_w", "overhead_s",
+    *_NUMBERS, "clock_change", "min_dwell_s", "changes", "measurements", "ranks",
+)  # fmt: skip
+_DUMPER: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
+
+
+@dataclass(frozen=True)
+class Plan(Shown):
+    """One clock per computation, and what an iteration with them takes: replayed from measured points, never a fit's.
+
+    Attributes:
+        iteration: what runs, rank by rank, and what waits for what.
+        clocks: "3F17" -> MHz, for every computation, in the order of `schedule.computations()`.
+        measurements: (stage, kind) -> clock in MHz -> the measurement behind it, for the clocks in use; the kind as the
+            profile has it. Where changes cost time, for all clocks in use on its rank, or the next lower
+            ones that were measured.
+        profile_digest: `Profile.digest` of the profile it was computed from.
+        gpu: the GPU's name, where the profile has one.
+        origin: how the profile came to be, "measured" or "simulated".
+        blocking_power_w: what a stage's GPUs draw while they wait, watts; or one number for each stage.
+        deadline_s: the iteration time that was asked for, seconds.
+        time_s: replayed iteration time, seconds; at most `deadline_s`.
+        energy_j: replayed energy of such an iteration over all GPUs, joules, waiting included.
+        bound_j: the least relaxed energy of an iteration of `time_s`, joules: no plan of that time is below it.
+        baseline_time_s: replayed iteration time with all clocks at their maximum, seconds.
+        baseline_energy_j: its energy, joules.
+        gpus_per_stage: how many GPUs a stage has.
+        overhead_s: calibrated seconds of an iteration beside what is replayed; in all times above.
+        clock_change: what changing a clock costs, which `time_s` and `energy_j` count; None: nothing.
+        min_dwell_s: for how long a clock is held at least, as was asked for, seconds.
+        knob: what the profile set: "clock"; "power-limit", where all that is called a clock here is a limit in watts;
+            or "observed", where nothing was set and nothing is to be.
+    """
+
+    iteration: Iteration
+    clocks: Mapping[str, int] = field(repr=False)
+    measurements: Mapping[tuple[int, str], Mapping[int, Measurement]] = field(repr=False)
+    profile_digest: str
+    gpu: str | None
+    origin: str
+    blocking_power_w: float | tuple[float, ...]
+    deadline_s: float
+    time_s: float
+    energy_j: float
+    bound_j: float
+    baseline_time_s: float
+    baseline_energy_j: float
+    gpus_per_stage: int = 1
+    overhead_s: float = 0.0
+    clock_change: ClockChange | None = None
+    min_dwell_s: float = 0.0
+    knob: str = "clock"
+    _keys: Mapping[Computation, tuple[int, str]] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "clocks", MappingProxyType(dict(self.clocks)))
+        points = {key: MappingProxyType(dict(clocks)) for key, clocks in self.measurements.items()}
+        object.__setattr__(self, "measurements", MappingProxyType(points))
+        wanted = [str(computation) for computation in self.schedule.computations()]
+        if list(self.clocks) != wanted:
+            raise PlanError("clocks: are not those of the schedule's computations, in their order")
+        power_w = self.blocking_power_w
+        if isinstance(power_w, tuple) and len(power_w) != self.schedule.stages:
+            raise PlanError(f"blocking_power_w: has {len(power_w)} numbers for {self.schedule.stages} stages")
+        object.__setattr__(self, "_keys", dict(zip(self.iteration.computations, self.iteration.keys, strict=True)))
+        for computation in self.schedule.computations():
+            self.measurement(computation)
+
+    @property
+    def schedule(self) -> Schedule:
+        """The computations, rank by rank, in the order they run in."""
+        return self.iteration.schedule
+
+    @property
+    def rank_waiting_w(self) -> tuple[float, ...]:
+        """What the GPUs of each rank draw while they wait, watts."""
+        power_w = self.blocking_power_w
+        stages = [program[0].stage for program in self.schedule.ranks]
+        return tuple(power_w[stage] if isinstance(power_w, tuple) else power_w for stage in stages)
+
+    @property
+    def changes(self) -> tuple[int, ...]:
+        """How often each rank's clock changes in an iteration, back to the first one for the next included."""
+        return tuple(changes_per_rank([self.clocks[str(c)] for c in program]) for program in self.schedule.ranks)
+
+    @property
+    def power_w(self) -> float:
+        """Average power of an iteration over all GPUs, watts."""
+        return self.energy_j / self.time_s
+
+    @property
+    def saving_j(self) -> float:
+        """Joules per iteration saved against all clocks at their maximum; of an iteration of `time_s` each."""
+        return self.baseline_energy_j - self.energy_j
+
+    def measurement(self, computation: Computation) -> Measurement:
+        """What was measured of `computation` at the clock that the plan gives it.
+
+        Raises:
+            PlanError: the plan has no such computation or no measurement of that clock.
+        """
+        try:
+            return self.measurements[self._keys[computation]][self.clocks[str(computation)]]
+        except KeyError:
+            raise PlanError(f"{computation}: has no clock, or no measurement of it, in this plan") from None
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan as YAML; equal plans give equal bytes.
+
+        Raises:
+            PlanError: the file cannot be written.
+        """
+        content = self._content()
+        document = {"format": _FORMAT, "version": _VERSION, "digest": _digest(content), **content}
+        text = yaml.dump(document, Dumper=_DUMPER, sort_keys=False, width=120, default_flow_style=None)
+        try:
+            with replacing(path) as file:
+                file.write(text.encode())
+        except OSError as error:
+            raise PlanError(f"{path}: cannot be written: {error.strerror}; check the folder") from error
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Plan:
+        """Read what `save` wrote.
+
+        Raises:
+            PlanError: the file cannot be read, or is not exactly what was written.
+        """
+        document = read_document(Path(path), _FORMAT, _VERSION, _KEYS, ITERATION_KEYS, PlanError)
+        content = {key: value for key, value in document.values.items() if key not in ("format", "version", "digest")}
+        try:
+            intact = document.values["digest"] == _digest(content)
+        except TypeError:  # a key that JSON has not, so that it was never written
+            intact = False
+        if not intact:
+            raise PlanError(
+                f"{document.where('digest')}: does not match the content, so the file was changed after it was "
+                "written; make the plan again with `planner plan`"
+            )
+        return _from_content(document.values, str(document.path))
+
+    def dumps(self) -> str:
+        """The plan as JSON, for another process; ten times faster to read than the file."""
+        return json.dumps(self._content())
+
+    @classmethod
+    def loads(cls, text: str) -> Plan:
+        """Read what `dumps` wrote.
+
+        Raises:
+            PlanError: it is not exactly that.
+        """
+        try:
+            values = json.loads(text)
+        except ValueError as error:
+            raise PlanError(f"the plan that was sent: is not JSON: {error}") from error
+        if not isinstance(values, dict) or values.keys() - set(ITERATION_KEYS) != set(_KEYS) - {"digest"}:
+            raise PlanError("the plan that was sent: its keys are not those of a plan; use one planner on all ranks")
+        return _from_content(values, "the plan that was sent")
+
+    def _content(self) -> dict[str, Any]:
+        power_w, iteration = self.blocking_power_w, self.iteration
+        return {
+            "profile": self.profile_digest,
+            "gpu": self.gpu,
+            "origin": self.origin,
+            "knob": self.knob,
+            "gpus_per_stage": self.gpus_per_stage,
+            "schedule": self.schedule.name,
+            "blocking_power_w": list(power_w) if isinstance(power_w, tuple) else power_w,
+            "overhead_s": self.overhead_s,
+            **{name: getattr(self, name) for name in _NUMBERS},
+            "clock_change": None if self.clock_change is None else asdict(self.clock_change),
+            "min_dwell_s": self.min_dwell_s,
+            "changes": list(self.changes),
+            "measurements": {
+                f"{stage}{kind}": {clock: [point.time_s, point.energy_j] for clock, point in clocks.items()}
+                for (stage, kind), clocks in self.measurements.items()
+            },
+            **iteration_content(iteration),
+            "ranks": [{str(each): self.clocks[str(each)] for each in rank} for rank in self.schedule.ranks],
+        }
+
+
+def _digest(content: Mapping[str, Any]) -> str:
+    return sha256(json.dumps(content, default=str).encode())
+
+
+def _from_content(values: Mapping[str, Any], name: str) -> Plan:
+    power_w = values["blocking_power_w"]
+    try:
+        ranks = tuple(tuple(Computation.parse(text) for text in rank) for rank in values["ranks"])
+        measurements = {
+            # JSON has no keys but text.
+            parse_key(text): {int(clock): Measurement(int(clock), *point) for clock, point in clocks.items()}
+            for text, clocks in values["measurements"].items()
+        }
+        return Plan(
+            iteration=iteration_from(Schedule(str(values["schedule"]), ranks), values),
+            clocks={text: clock for rank in values["ranks"] for text, clock in rank.items()},
+            measurements=measurements,
+            profile_digest=str(values["profile"]),
+            gpu=None if values["gpu"] is None else str(values["gpu"]),
+            origin=str(values["origin"]),
+            knob=str(values["knob"]),
+            blocking_power_w=tuple(map(float, power_w)) if isinstance(power_w, list) else float(power_w),
+            gpus_per_stage=int(values["gpus_per_stage"]),
+            overhead_s=float(values["overhead_s"]),
+            clock_change=None if values["clock_change"] is None else ClockChange(**values["clock_change"]),
+            min_dwell_s=float(values["min_dwell_s"]),
+            **{name: float(values[name]) for name in _NUMBERS},
+        )
+    except (PlannerError, TypeError, ValueError, KeyError, AttributeError) as error:
+        raise PlanError(f"{name}: is not a plan: {error}; make it again with `planner plan`") from error

@@ -1,0 +1,197 @@
+"""The CSV file of a profile, in and out: one row for each stage, instruction and clock."""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import count
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, BinaryIO, NamedTuple
+
+from perseus_planner.documents import shown, unreadable
+from perseus_planner.errors import ProfileError
+from perseus_planner.profiles.measurement import EVIDENCE, Evidence
+from perseus_planner.quantities import CLOCK, ENERGY, LIMIT, STAGE, TIME, Rule
+
+KNOBS = MappingProxyType({"clock": "frequency", "power-limit": "power_limit", "observed": "observed_frequency"})
+"""What was set for each measurement -> the column that says to what, in MHz or watts."""
+_HEADER = "stage,instruction,frequency,time,energy"
+_RULES = MappingProxyType({"stage": STAGE, "time": TIME, "energy": ENERGY})
+_KNOB_RULES = MappingProxyType({"frequency": CLOCK, "power_limit": LIMIT, "observed_frequency": CLOCK})
+_EVIDENCE = MappingProxyType(
+    {
+        "achieved_mhz": "achieved_frequency",
+        "time_stderr_s": "time_stderr",
+        "energy_stderr_j": "energy_stderr",
+        "windows": "windows",
+        "temperature_c": "temperature",
+        "throttle": "throttle",
+    }
+)
+WORDS = MappingProxyType({"F": "forward", "B": "backward", "I": "input-gradient", "W": "weight-gradient"})
+_KINDS = MappingProxyType({**{word: kind for kind, word in WORDS.items()}, **{kind: kind for kind in WORDS}})
+_SUFFIX = re.compile(r"(\.[a-z0-9_-]+)?")
+_INSTRUCTIONS = "forward or backward (or input-gradient, weight-gradient; with a suffix such as backward.sync)"
+# No real row comes near it; it keeps a file without line ends from being read whole.
+_MAX_LINE_BYTES = 65536
+
+
+class Row(NamedTuple):
+    """One measured computation: its stage, kind such as "F" or "B.sync", clock in MHz (or limit in watts), s and J."""
+
+    stage: int
+    kind: str
+    clock_mhz: int
+    time_s: float
+    energy_j: float
+    evidence: Evidence | None = None
+
+
+def word_of(kind: str) -> str:
+    """The instruction that the CSV writes for a kind: "backward" for "B", "backward.sync" for "B.sync"."""
+    return WORDS[kind[0]] + kind[1:]
+
+
+def kind_of(instruction: str) -> str | None:
+    """Inverse of `word_of`, which reads kinds too; None for what is no instruction."""
+    word, dot, suffix = instruction.strip().partition(".")
+    kind = _KINDS.get(word)
+    return None if kind is None or _SUFFIX.fullmatch(dot + suffix) is None else kind + dot + suffix
+
+
+def written(rows: Sequence[Row], knob: str = "clock") -> bytes:
+    """The CSV file that holds `rows`; reading it gives the same floats."""
+    columns = ["stage", "instruction", KNOBS[knob], "time", "energy"]
+    with_evidence = any(row.evidence is not None for row in rows)
+    lines = [",".join([*columns, *(_EVIDENCE.values() if with_evidence else [])])]
+    for row in rows:
+        cells = [str(row.stage), word_of(row.kind), str(row.clock_mhz), repr(row.time_s), repr(row.energy_j)]
+        lines.append(",".join([*cells, *(_evidence_cells(row.evidence) if with_evidence else [])]))
+    return "".join(f"{line}\n" for line in lines).encode()
+
+
+def _evidence_cells(evidence: Evidence | None) -> list[str]:
+    if evidence is None:
+        return [""] * len(_EVIDENCE)
+    return [*(repr(getattr(evidence, name)) for name in EVIDENCE), "+".join(evidence.throttle)]
+
+
+def read_table(path: Path) -> tuple[list[Row], str]:
+    """The rows of the CSV at `path`, each number within its range, no stage, instruction and clock twice; and the knob.
+
+    Columns other than the profile's are ignored, and so are lines that begin with `#`. Whether the stages are complete
+    is not looked at.
+
+    Raises:
+        ProfileError: the file cannot be read, or a row is wrong.
+    """
+    try:
+        with path.open("rb") as file:
+            reader = csv.reader(_lines(path, file), strict=True)
+            try:
+                return _rows(path, reader)
+            except csv.Error as error:
+                raise ProfileError(f"{path}, line {reader.line_num}: {error}; correct its quotes") from error
+    except OSError as error:
+        raise ProfileError(unreadable(path, error)) from error
+
+
+def _lines(path: Path, file: BinaryIO) -> Iterator[str]:
+    """The lines of `file` as text, one read at a time, so that a wrong header is found before the rest is read."""
+    for number in count(1):
+        line = file.readline(_MAX_LINE_BYTES + 1)
+        if not line:
+            return
+        if b"\0" in line:
+            raise ProfileError(
+                f"{path}, line {number}: has a NUL byte, so the file is damaged or no text; write it again"
+            )
+        if len(line) > _MAX_LINE_BYTES:
+            raise ProfileError(f"{path}, line {number}: is longer than {_MAX_LINE_BYTES} bytes; write one row a line")
+        if line.startswith(b"#"):
+            yield "\n"  # an empty line, so that line numbers stay
+            continue
+        try:
+            yield line.decode("utf-8-sig" if number == 1 else "utf-8")
+        except UnicodeDecodeError as error:
+            raise ProfileError(f"{path}, line {number}: is not UTF-8 text; save the file as UTF-8") from error
+
+
+def _rows(path: Path, reader: Any) -> tuple[list[Row], str]:
+    first = next(filter(None, reader), None)
+    if first is None:
+        raise ProfileError(f"{path}: is empty; write the header {_HEADER} and a row for each measurement")
+    header = [cell.strip() for cell in first]
+    knob = _checked_header(path, header)
+    rows = []
+    seen: dict[tuple[int, str, int], int] = {}
+    for cells in filter(None, reader):
+        line = reader.line_num
+        if len(cells) != len(header):
+            raise ProfileError(
+                f"{path}, line {line}: has {len(cells)} cells where the header has {len(header)}; "
+                "give each column one cell, with a point as decimal mark"
+            )
+        row = _row(f"{path}, line {line}", KNOBS[knob], dict(zip(header, cells, strict=True)))
+        earlier = seen.setdefault(row[:3], line)
+        if earlier != line:
+            place = f"stage {row.stage} {word_of(row.kind)} at {row.clock_mhz} {unit_of(knob)}"
+            raise ProfileError(f"{path}, line {line}: {place} is on line {earlier} too; keep one of them")
+        rows.append(row)
+    return rows, knob
+
+
+def _checked_header(path: Path, header: list[str]) -> str:
+    """The knob that the header names."""
+    knobs = [knob for knob, column in KNOBS.items() if column in header]
+    columns = ["stage", "instruction", KNOBS[knobs[0]] if knobs else "frequency", "time", "energy"]
+    missing = [column for column in columns if column not in header]
+    if missing:
+        raise ProfileError(
+            f"{path}, line 1: no column {', '.join(map(repr, missing))} in the header {shown(','.join(header))}; "
+            f"write {_HEADER}, separated by commas"
+        )
+    if len(knobs) > 1:
+        both = " and ".join(repr(KNOBS[knob]) for knob in knobs)
+        raise ProfileError(f"{path}, line 1: has the columns {both}; keep the one that was set")
+    for column in [*columns, *_EVIDENCE.values()]:
+        if header.count(column) > 1:
+            raise ProfileError(f"{path}, line 1: column {column!r} is there twice; keep one of them")
+    return knobs[0]
+
+
+def _row(place: str, knob_column: str, cells: Mapping[str, str]) -> Row:
+    found = {column: _number(place, column, rule, cells) for column, rule in _RULES.items()}
+    setting = _number(place, knob_column, _KNOB_RULES[knob_column], cells)
+    kind = kind_of(cells["instruction"])
+    if kind is None:
+        word = shown(cells["instruction"])
+        raise ProfileError(f"{place}, column 'instruction': {word} is not an instruction: write {_INSTRUCTIONS}")
+    return Row(found["stage"], kind, setting, found["time"], found["energy"], _evidence(place, cells))
+
+
+def _evidence(place: str, cells: Mapping[str, str]) -> Evidence | None:
+    """None where a cell of it is not there, or is empty."""
+    if not all(cells.get(_EVIDENCE[name], "").strip() for name in EVIDENCE):
+        return None
+    numbers = {name: _number(place, _EVIDENCE[name], rule, cells) for name, rule in EVIDENCE.items()}
+    return Evidence(**numbers, throttle=tuple(filter(None, cells.get("throttle", "").strip().split("+"))))
+
+
+def _number(place: str, column: str, rule: Rule, cells: Mapping[str, str]) -> Any:
+    number = rule.parse(cells[column])
+    if number is None:
+        raise ProfileError(f"{place}, column {column!r}: {shown(cells[column])} is not {rule.wanted}")
+    return number
+
+
+def unit_of(knob: str) -> str:
+    """The unit of what `knob` is set to."""
+    return "W" if knob == "power-limit" else "MHz"
+
+
+def setting_of(knob: str) -> str:
+    """What `knob` is set to, as a name with its unit: clock_mhz, power_limit_w or observed_clock_mhz."""
+    return {"clock": "clock_mhz", "power-limit": "power_limit_w", "observed": "observed_clock_mhz"}[knob]

@@ -1,0 +1,145 @@
+"""Profiles made of profiles: tensor-parallel groups, stages that were measured apart, stages that are slower now."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from perseus_planner.errors import ProfileError
+from perseus_planner.profiles.csv_file import word_of
+from perseus_planner.profiles.measurement import Measurement
+from perseus_planner.profiles.profiles import Profile
+from perseus_planner.quantities import COUNT, DEGREE
+
+
+def tensor_group(profiles: Sequence[Profile]) -> Profile:
+    """The profile of groups of GPUs that compute each stage together, at one clock for the group.
+
+    A computation takes the longest time of the GPUs and the sum of their energies, as Zeus does it.
+
+    Args:
+        profiles: one for each GPU of a group, of the same stages and kinds. Only clocks that all of them have are kept.
+
+    Raises:
+        ProfileError: there are none, or they differ in what they measured.
+    """
+    first = _first(profiles)
+    for number, other in enumerate(profiles):
+        if set(other.measurements) != set(first.measurements):
+            raise ProfileError(f"GPU {number} of the group has other stages or kinds than GPU 0; measure the same")
+        if other.knob != first.knob:
+            raise ProfileError(
+                f"GPU {number} of the group was measured by {other.knob}, GPU 0 by {first.knob}; use one"
+            )
+    rows = {key: [each.measurements[key] for each in profiles] for key in first.measurements}
+    measurements = {key: tuple(_together(each, key)) for key, each in rows.items()}
+    powers_w = tuple(math.fsum(each.blocking_w(stage) for each in profiles) for stage in range(first.stages))
+    return replace(
+        first,
+        measurements=measurements,
+        blocking_power_w=_one_or_each(powers_w),
+        gpus_per_stage=sum(each.gpus_per_stage for each in profiles),
+        gpu=_common(each.gpu for each in profiles),
+        origin=_origin(profiles),
+    )
+
+
+def on_each_gpu(profile: Profile, gpus: int) -> Profile:
+    """The profile of groups of `gpus` GPUs, each of which does what the one did that was profiled.
+
+    Raises:
+        ProfileError: `gpus` is not a positive whole number.
+    """
+    if COUNT.accept(gpus) is None:
+        raise ProfileError(f"gpus is {gpus!r}; give {COUNT.wanted}")
+    return tensor_group([profile] * gpus)
+
+
+def stage_by_stage(profiles: Sequence[Profile]) -> Profile:
+    """The profile of a pipeline whose stages were profiled apart, or run on unlike GPUs.
+
+    Args:
+        profiles: one for each stage; of one that has a single stage that one is taken, else the stage of that number.
+
+    Raises:
+        ProfileError: there are none, one lacks its stage, or they have different `gpus_per_stage`, overheads or costs
+            of a clock change.
+    """
+    first = _first(profiles)
+    measurements: dict[tuple[int, str], tuple[Measurement, ...]] = {}
+    powers_w = []
+    for stage, profile in enumerate(profiles):
+        source = 0 if profile.stages == 1 else stage
+        if source >= profile.stages:
+            raise ProfileError(f"the profile of stage {stage} has only {profile.stages} stages; give one that has it")
+        for name in ("gpus_per_stage", "overhead_s", "clock_change", "knob"):
+            if getattr(profile, name) != getattr(first, name):
+                raise ProfileError(f"the profiles of stage 0 and stage {stage} differ in {name}; give both the same")
+        powers_w.append(profile.blocking_w(source))
+        measurements |= {(stage, kind): rows for (of, kind), rows in profile.measurements.items() if of == source}
+    return replace(
+        first,
+        measurements=measurements,
+        blocking_power_w=_one_or_each(tuple(powers_w)),
+        gpu=_common(each.gpu for each in profiles),
+        origin=_origin(profiles),
+    )
+
+
+def slowed(profile: Profile, degrees: Mapping[int, float]) -> Profile:
+    """The profile of the same pipeline while some stages are slower, such as one whose GPU throttles.
+
+    A slower stage is assumed to draw the power that it drew, so its joules grow as its seconds do.
+
+    Args:
+        profile: as measured.
+        degrees: stage -> how many times as long its computations take, such as 1.15.
+
+    Raises:
+        ProfileError: there is no such stage, or a degree is not above 0.
+    """
+    for stage, degree in degrees.items():
+        if stage not in range(profile.stages):
+            raise ProfileError(f"slow stage {stage!r}: there is none; stages are 0 to {profile.stages - 1}")
+        if DEGREE.accept(degree) is None:
+            raise ProfileError(f"slow stage {stage}: {degree!r} is not {DEGREE.wanted}")
+
+    def slower(key: tuple[int, str]) -> Callable[[Measurement], Measurement]:
+        degree = degrees.get(key[0], 1.0)
+        return lambda m: Measurement(m.clock_mhz, m.time_s * degree, m.energy_j * degree)
+
+    measurements = {key: tuple(map(slower(key), rows)) for key, rows in profile.measurements.items()}
+    return replace(profile, measurements=measurements)
+
+
+def _first(profiles: Sequence[Profile]) -> Profile:
+    if not profiles:
+        raise ProfileError("no profiles: give at least one")
+    return profiles[0]
+
+
+def _together(rows: Sequence[Sequence[Measurement]], key: tuple[int, str]) -> Iterable[Measurement]:
+    """The measurements of a group from those of its GPUs, highest clock first."""
+    tables = [{m.clock_mhz: m for m in each} for each in rows]
+    common = sorted(set.intersection(*map(set, tables)), reverse=True)
+    if not common:
+        place = f"stage {key[0]} {word_of(key[1])}"
+        raise ProfileError(f"{place}: the GPUs of the group have no clock in common; measure one")
+    for clock in common:
+        points = [table[clock] for table in tables]
+        yield Measurement(clock, max(m.time_s for m in points), math.fsum(m.energy_j for m in points))
+
+
+def _one_or_each(powers_w: tuple[float, ...]) -> float | tuple[float, ...]:
+    return powers_w[0] if len(set(powers_w)) == 1 else powers_w
+
+
+def _common(names: Iterable[str | None]) -> str | None:
+    """The name of all, or all names."""
+    known = list(dict.fromkeys(name for name in names if name is not None))
+    return " + ".join(known) if known else None
+
+
+def _origin(profiles: Sequence[Profile]) -> str:
+    return "simulated" if any(each.origin == "simulated" for each in profiles) else "measured"

@@ -1,0 +1,331 @@
+"""Profile: what every stage's forward and backward takes, in seconds and joules, at every measured clock.
+
+A profile is a CSV file with the columns `stage,instruction,frequency,time,energy` (MHz, seconds and joules of
+one computation on one GPU), as Zeus documents it for its pipeline frequency optimizer, and optionally a YAML
+file beside it that holds the rest: the blocking power, the GPU, and how the numbers came to be.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
+from itertools import count, pairwise
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import yaml
+
+from perseus_planner.displayed import Shown
+from perseus_planner.documents import Document, read_document, shown
+from perseus_planner.errors import ProfileError
+from perseus_planner.files import replacing, sha256
+from perseus_planner.profiles.clock_changes import ClockChange
+from perseus_planner.profiles.csv_file import KNOBS, WORDS, Row, kind_of, read_table, word_of, written
+from perseus_planner.profiles.measurement import Measurement, checked
+from perseus_planner.quantities import COUNT, POWER, STAGE, WAIT
+
+_FORMAT = "perseus-planner/profile"
+_VERSION = 1
+_YAML_SUFFIXES = (".yaml", ".yml")
+
+
+@dataclass(frozen=True)
+class Profile(Shown):
+    """Measured choices of every computation of a pipeline; immutable, and valid from birth.
+
+    Attributes:
+        measurements: (stage, kind) -> measurements, highest clock first. Stages count from 0 without a hole;
+            the kind is "F" (forward), "B" (backward), "I" or "W" (gradient of the inputs, of the weights), or one of
+            them with a suffix of your own, such as "B.sync". Each stage has F, and B or both I and W. One clock is
+            enough.
+        blocking_power_w: what a stage's GPUs draw while they wait for their neighbours, watts, 0 or more; or one
+            number for each stage.
+        gpu: the GPU's name, one line of printable text.
+        origin: how the numbers came to be, "measured" or "simulated".
+        gpus_per_stage: how many GPUs a stage has (tensor parallelism). Energies and powers are sums over them.
+        overhead_s: calibration: a measured iteration time minus the replayed one, seconds. GPUs wait meanwhile.
+        clock_change: what changing a clock costs; None where it was not measured.
+        knob: what was set for each measurement: "clock", "power-limit", or "observed", where nothing was set and the
+            clocks are those that the GPU chose.
+        conditions: under what conditions it was measured, such as driver and time, as text; profiles that differ only
+            in it are equal.
+
+    Raises:
+        ProfileError: the values are no such profile.
+    """
+
+    measurements: Mapping[tuple[int, str], tuple[Measurement, ...]] = field(repr=False)
+    blocking_power_w: float | tuple[float, ...]
+    gpu: str | None = None
+    origin: str = "measured"
+    gpus_per_stage: int = 1
+    overhead_s: float = 0.0
+    clock_change: ClockChange | None = None
+    knob: str = "clock"
+    conditions: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        table = {_checked_key(key): _checked_options(key, options) for key, options in self.measurements.items()}
+        _check_complete(table)
+        kinds = list(WORDS)
+        order = sorted(table, key=lambda key: (key[0], kinds.index(key[1][0]), key[1]))
+        object.__setattr__(self, "measurements", MappingProxyType({key: table[key] for key in order}))
+        for name, check in _CHECKS.items():
+            object.__setattr__(self, name, check(getattr(self, name)))
+        if isinstance(self.blocking_power_w, tuple) and len(self.blocking_power_w) != self.stages:
+            raise ProfileError(
+                f"blocking_power_w: has {len(self.blocking_power_w)} numbers for {self.stages} stages; "
+                "give one for each, or one for all"
+            )
+
+    @property
+    def stages(self) -> int:
+        """How many pipeline stages there are."""
+        return 1 + max(stage for stage, _ in self.measurements)
+
+    def blocking_w(self, stage: int) -> float:
+        """What the GPUs of `stage` draw while they wait, watts."""
+        power_w = self.blocking_power_w
+        return power_w[stage] if isinstance(power_w, tuple) else power_w
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256, in hex, of the content: equal for equal profiles, whatever file they came from."""
+        rest = repr({name: getattr(self, name) for name in _CHECKS if name != "conditions"})
+        return sha256(b"profile 2", self._csv(evidence=False), rest.encode())
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], blocking_power_w: float | tuple[float, ...] | None = None) -> Profile:
+        """Read `profile.csv`, or `profile.yaml` with the CSV that it names.
+
+        Args:
+            path: the file; read as YAML when its name ends with .yaml or .yml, else as CSV.
+            blocking_power_w: what a waiting GPU draws, watts; or one number for each stage. Needed for a CSV, which
+                does not carry it; given with a YAML file, it replaces the file's.
+
+        Raises:
+            ProfileError: a file cannot be read, or is no profile; the text names file, line and remedy.
+        """
+        path = Path(path)
+        if blocking_power_w is not None:
+            _checked_power(blocking_power_w)
+        if path.suffix.lower() in _YAML_SUFFIXES:
+            return _load_yaml(path, blocking_power_w)
+        if blocking_power_w is None and path.exists() and not path.is_dir():
+            raise ProfileError(_without_power(path))
+        return _built(path, blocking_power_w=blocking_power_w)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write `path`, a .yaml file, and the CSV of the same stem beside it; both are replaced if there.
+
+        Each file is whole or absent at any moment, and equal profiles give equal bytes. `Profile.load(path)`
+        gives an equal profile.
+
+        Raises:
+            ProfileError: `path` does not end with .yaml or .yml, or a file cannot be written.
+        """
+        path = Path(path)
+        if path.suffix.lower() not in _YAML_SUFFIXES:
+            raise ProfileError(f"{path}: a profile is saved as YAML with a CSV beside it; end the name with .yaml")
+        table = path.with_suffix(".csv")
+        document = {"format": _FORMAT, "version": _VERSION, "measurements": table.name, **self.rest()}
+        document.pop("knob", None)  # the header of the table says it
+        text = yaml.safe_dump(document, sort_keys=False, allow_unicode=True, width=math.inf)
+        for target, data in ((table, self._csv()), (path, text.encode())):
+            try:
+                with replacing(target) as file:
+                    file.write(data)
+            except OSError as error:
+                raise ProfileError(f"{target}: cannot be written: {error.strerror}; check the folder") from error
+
+    def rest(self) -> dict[str, Any]:
+        """All but the measurements, as plain values; what is at its default and rarely set is left out."""
+        power_w, change = self.blocking_power_w, self.clock_change
+        content: dict[str, Any] = {
+            "blocking_power_w": list(power_w) if isinstance(power_w, tuple) else power_w,
+            "gpu": self.gpu,
+            "origin": self.origin,
+        }
+        if self.gpus_per_stage != 1:
+            content["gpus_per_stage"] = self.gpus_per_stage
+        if self.overhead_s:
+            content["overhead_s"] = self.overhead_s
+        if change is not None:
+            content["clock_change"] = asdict(change)
+        if self.knob != "clock":
+            content["knob"] = self.knob
+        if self.conditions:
+            content["conditions"] = dict(self.conditions)
+        return content
+
+    def _csv(self, *, evidence: bool = True) -> bytes:
+        rows = [
+            Row(stage, kind, option.clock_mhz, option.time_s, option.energy_j, option.evidence if evidence else None)
+            for (stage, kind), options in self.measurements.items()
+            for option in options
+        ]
+        return written(rows, self.knob)
+
+
+def _checked_power(value: object) -> Any:
+    if isinstance(value, (list, tuple)):
+        return tuple(checked("blocking_power_w", each, POWER) for each in value)
+    return checked("blocking_power_w", value, POWER)
+
+
+def _checked_overhead(value: Any) -> Any:
+    below = isinstance(value, numbers.Real) and value < 0  # less was measured than replayed
+    number = WAIT.accept(-value if below else value)
+    if number is None:
+        raise ProfileError(f"overhead_s: {shown(value)} is no number of seconds, above or below 0; give a finite one")
+    return -number if below else number
+
+
+def _checked_change(value: object) -> ClockChange | None:
+    if value is None or isinstance(value, ClockChange):
+        return value
+    known = {"call_s", "settle_s", "gpus_per_node"}
+    if not isinstance(value, dict) or "call_s" not in value or not set(value) <= known:
+        raise ProfileError(f"clock_change: {shown(value)} is none; write call_s and settle_s, seconds, below it")
+    return ClockChange(**value)
+
+
+def _checked_gpu(value: object) -> object:
+    if value is None or (isinstance(value, str) and value and value.isprintable()):
+        return value
+    raise ProfileError(f"gpu: {shown(value)} is not the name of a GPU: give one line of text, or leave it out")
+
+
+def _checked_origin(value: object) -> object:
+    if value not in ("measured", "simulated"):
+        raise ProfileError(f"origin: {shown(value)} is unknown: give measured or simulated")
+    return value
+
+
+def _checked_knob(value: object) -> object:
+    if value not in KNOBS:
+        raise ProfileError(f"knob: {shown(value)} is unknown: give {' or '.join(KNOBS)}")
+    return value
+
+
+def _checked_conditions(value: object) -> Mapping[str, str]:
+    if not isinstance(value, Mapping) or not all(isinstance(each, str) for pair in value.items() for each in pair):
+        raise ProfileError(f"conditions: {shown(value)} are none: write one `name: text` a line below it")
+    return MappingProxyType(dict(value))
+
+
+_CHECKS: Mapping[str, Callable[[object], object]] = MappingProxyType(
+    {
+        "blocking_power_w": _checked_power,
+        "gpu": _checked_gpu,
+        "origin": _checked_origin,
+        "gpus_per_stage": lambda value: checked("gpus_per_stage", value, COUNT),
+        "overhead_s": _checked_overhead,
+        "clock_change": _checked_change,
+        "knob": _checked_knob,
+        "conditions": _checked_conditions,
+    }
+)
+
+
+def _checked_key(key: object) -> tuple[int, str]:
+    match key:
+        case (stage, str() as kind) if kind_of(kind) == kind:
+            return checked("stage", stage, STAGE), kind
+    raise ProfileError(f"measurements: {shown(key)} is not a stage and a kind: write it as (0, 'F') or (0, 'B')")
+
+
+def _checked_options(key: tuple[int, str], options: Iterable[Measurement]) -> tuple[Measurement, ...]:
+    ordered = tuple(sorted(options, key=lambda option: option.clock_mhz, reverse=True))
+    place = f"stage {key[0]} {word_of(key[1])}"
+    if not ordered:
+        raise ProfileError(f"{place}: has no measurement; give one for each clock, at least one")
+    for above, below in pairwise(ordered):
+        if above.clock_mhz == below.clock_mhz:
+            raise ProfileError(f"{place}: {below.clock_mhz} MHz is there twice; keep one measurement of each clock")
+    return ordered
+
+
+def _check_complete(table: Mapping[tuple[int, str], object]) -> None:
+    if not table:
+        raise ProfileError("has no measurements; give at least one forward and one backward of stage 0")
+    stages = {stage for stage, _ in table}
+    hole = next(stage for stage in count() if stage not in stages)
+    if hole < len(stages):
+        raise ProfileError(
+            f"stage {hole} is missing though there is a stage {max(stages)}; measure it, or number the stages from 0"
+        )
+    for stage in sorted(stages):
+        split = any((stage, kind) in table for kind in "IW")
+        for kind in "FIW" if split and (stage, "B") not in table else "FBIW" if split else "FB":
+            if (stage, kind) not in table:
+                word = WORDS[kind]
+                raise ProfileError(f"stage {stage} has no {word}; measure its {word} at one clock or more")
+
+
+def _built(path: Path, **rest: Any) -> Profile:
+    """The Profile of the CSV at `path`, which errors name."""
+    rows, knob = read_table(path)
+    table: dict[tuple[int, str], list[Measurement]] = {}
+    for row in rows:
+        option = Measurement(row.clock_mhz, row.time_s, row.energy_j, row.evidence)
+        table.setdefault((row.stage, row.kind), []).append(option)
+    try:
+        return Profile({key: tuple(options) for key, options in table.items()}, knob=knob, **rest)
+    except ProfileError as error:
+        raise ProfileError(f"{path}: {error}") from None
+
+
+def _without_power(path: Path) -> str:
+    beside = [file for file in map(path.with_suffix, _YAML_SUFFIXES) if file.exists()]
+    remedy = f"load {beside[0]}, which carries it" if beside else "load the profile.yaml that carries it"
+    return (
+        f"{path}: a CSV does not carry the blocking power, what a GPU draws while it waits; "
+        f"give it with --blocking-power W (in Python blocking_power_w=), or {remedy}"
+    )
+
+
+def profile_document(path: Path) -> Document:
+    """The YAML file of a profile, as it is written, with known keys only.
+
+    Raises:
+        ProfileError: it cannot be read, or is no such file.
+    """
+    required = ("measurements", "blocking_power_w")
+    optional = tuple(key for key in _CHECKS if key not in (*required, "knob"))
+    return read_document(path, _FORMAT, _VERSION, required, optional, ProfileError)
+
+
+def _load_yaml(path: Path, power_w: float | tuple[float, ...] | None) -> Profile:
+    document = profile_document(path)
+    rest = {key: document.values[key] for key in _CHECKS if key in document.values}
+    for key, value in rest.items():
+        try:
+            _CHECKS[key](value)
+        except ProfileError as error:
+            raise ProfileError(f"{path}, line {document.lines[key]}, {error}") from None
+    table = _table_path(document)
+    if power_w is not None:
+        rest["blocking_power_w"] = power_w
+    profile = _built(table, blocking_power_w=0.0)
+    try:
+        return replace(profile, **rest)
+    except ProfileError as error:  # each value alone is right, so it is one power for each of other stages
+        raise ProfileError(f"{path}, line {document.lines['blocking_power_w']}, {error}") from None
+
+
+def _table_path(document: Document) -> Path:
+    """The CSV that a profile.yaml names: a neighbour, so that no profile makes the planner read elsewhere."""
+    name = document.values["measurements"]
+    place = document.where("measurements")
+    if not isinstance(name, str) or name in ("", "..") or "\\" in name or name != Path(name).name:
+        raise ProfileError(f"{place}: {shown(name)} is not a plain file name: name a CSV in the same folder")
+    path = document.path.with_name(name)
+    if not path.exists():
+        raise ProfileError(f"{place}: {path} is not there; put the CSV beside the YAML")
+    return path

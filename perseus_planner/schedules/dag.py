@@ -1,0 +1,248 @@
+"""Iteration x Profile -> PipelineDag: what one iteration runs, with what each part of it costs at each clock."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from perseus_planner.documents import shown
+from perseus_planner.errors import ProfileError, ScheduleError
+from perseus_planner.profiles.curve import Option, worthwhile
+from perseus_planner.profiles.measurement import Measurement
+from perseus_planner.profiles.profiles import Profile
+from perseus_planner.quantities import STAGE
+from perseus_planner.schedules import Computation, Schedule
+from perseus_planner.schedules.iteration import Iteration, Operation, parse_operation
+from perseus_planner.schedules.pipeline import pipeline_iteration
+
+if TYPE_CHECKING:
+    import networkx as nx
+
+_NO_CLOCK = 0  #: of a fixed operation, where an option needs a number
+
+
+@dataclass(frozen=True)
+class PipelineDag:
+    """One iteration as a directed acyclic graph of computations and fixed operations, with their costs.
+
+    Attributes:
+        profile: what each (stage, kind) costs at each clock.
+        iteration: what runs, and what waits for what.
+
+    Raises:
+        ProfileError: the profile has not the iteration's stages or kinds, or a rank's stages wait at different powers.
+    """
+
+    profile: Profile
+    iteration: Iteration
+
+    def __post_init__(self) -> None:
+        stages = self.schedule.stages
+        if self.profile.stages != stages:
+            raise ProfileError(
+                f"the profile has {self.profile.stages} stages and the schedule {stages}; "
+                f"profile the stages of this schedule, or make the schedule for {self.profile.stages}"
+            )
+        for key, computation in zip(self.iteration.keys, self.computations, strict=True):
+            if key not in self.profile.measurements:
+                other = "leave that variant out" if "." in key[1] else f"use a schedule without {key[1]}"
+                raise ProfileError(
+                    f"the profile has no {key[1]} of stage {key[0]}, which {computation} is; measure it, or {other}"
+                )
+        for rank, program in enumerate(self.schedule.ranks):
+            if len({self.profile.blocking_w(c.stage) for c in program}) > 1:
+                raise ProfileError(
+                    f"blocking_power_w: differs between the stages of rank {rank}, which are on the same GPUs; "
+                    "give them one power"
+                )
+
+    @classmethod
+    def from_schedule(cls, profile: Profile, schedule: Schedule, **extras: Any) -> PipelineDag:
+        """The graph that a pipeline engine runs; `extras` as `pipeline.pipeline_iteration` takes them."""
+        return cls(profile, pipeline_iteration(schedule, **extras))
+
+    @classmethod
+    def from_networkx(cls, profile: Profile, graph: nx.DiGraph[Any], name: str = "custom") -> PipelineDag:
+        """A graph of the user's own.
+
+        Args:
+            profile: of the stages in the graph.
+            graph: an edge from each node to each that waits for it, with the attribute `lag_s` (seconds, default 0) if
+                it must wait longer. A node is a `Computation` or its text, such as "3F17"; the attribute `rank` says
+                which rank runs it (default: its stage), `kind` what the profile calls it, such as "B.sync" (default:
+                its own kind). Other nodes are fixed operations, named as `Operation` says,
+                such as "3optimizer": attributes `rank`, `time_s` and, unless its GPUs only wait, `energy_j`. What one
+                rank runs must be in one order: a path leads from each of its nodes to the next.
+            name: of the schedule, for people.
+
+        Raises:
+            ScheduleError: the graph is no such graph.
+            ProfileError: the profile does not fit it.
+        """
+        return cls(profile, iteration_of_graph(graph, name))
+
+    @property
+    def schedule(self) -> Schedule:
+        """The computations, rank by rank."""
+        return self.iteration.schedule
+
+    @property
+    def computations(self) -> tuple[Computation, ...]:
+        """All computations, in the order of `schedule.computations()`."""
+        return self.iteration.computations
+
+    @property
+    def predecessors(self) -> tuple[tuple[int, ...], ...]:
+        """What each node waits for, as `Iteration` has it."""
+        return self.iteration.predecessors
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """A topological order of the places of all nodes."""
+        return self.iteration.order
+
+    @cached_property
+    def keys(self) -> tuple[tuple[int, str], ...]:
+        """The class of every node: those with one key have the same options. Operations have their own name."""
+        return (*self.iteration.keys, *((i, str(each)) for i, each in enumerate(self.iteration.operations)))
+
+    @cached_property
+    def options(self) -> dict[tuple[int, str], tuple[Option, ...]]:
+        """The worthwhile options of every class, fastest first: of computations in the order of the profile.
+
+        An operation has one option, at clock 0.
+        """
+        used, options = set(self.iteration.keys), {}
+        for key, points in self.profile.measurements.items():
+            if key in used:
+                options[key] = worthwhile(points, self.profile.blocking_w(key[0]))
+        for key, operation in zip(self.keys[len(self.computations) :], self.iteration.operations, strict=True):
+            power_w = self.rank_waiting_w[operation.rank]
+            energy_j = power_w * operation.time_s if operation.energy_j is None else operation.energy_j
+            effective_j = 0.0 if operation.energy_j is None else energy_j - power_w * operation.time_s
+            options[key] = (Option(_NO_CLOCK, operation.time_s, energy_j, effective_j),)
+        return options
+
+    @cached_property
+    def rank_waiting_w(self) -> tuple[float, ...]:
+        """What the GPUs of each rank draw while they wait, watts."""
+        return tuple(self.profile.blocking_w(program[0].stage) for program in self.schedule.ranks)
+
+    @property
+    def waiting_w(self) -> float:
+        """What all GPUs of the pipeline draw while they wait, watts."""
+        return math.fsum(self.rank_waiting_w)
+
+    def at_maximum(self) -> list[Measurement]:
+        """Every computation at its maximum clock."""
+        return [self.profile.measurements[key][0] for key in self.iteration.keys]
+
+    def to_networkx(self) -> nx.DiGraph[Any]:
+        """The graph as networkx sees it, and as `from_networkx` reads it; nodes are computations and names."""
+        import networkx as nx
+
+        nodes = (*self.computations, *map(str, self.iteration.operations))
+        graph: nx.DiGraph[Any] = nx.DiGraph()
+        for node, rank in zip(nodes, self.iteration.rank_of, strict=True):
+            graph.add_node(node, rank=rank)
+        for computation, (_, kind) in zip(self.computations, self.iteration.keys, strict=True):
+            if kind != computation.kind:
+                graph.add_node(computation, kind=kind)
+        for operation in self.iteration.operations:
+            energy = {} if operation.energy_j is None else {"energy_j": operation.energy_j}
+            graph.add_node(str(operation), time_s=operation.time_s, **energy)
+        for place, waits in enumerate(self.iteration.waits):
+            for other, lag_s in waits:
+                graph.add_edge(nodes[other], nodes[place], **({"lag_s": lag_s} if lag_s else {}))
+        return graph
+
+
+def iteration_of_graph(graph: nx.DiGraph[Any], name: str) -> Iteration:
+    """`PipelineDag.from_networkx` without the profile.
+
+    Raises:
+        ScheduleError: the graph is none of computations and operations, or one rank's are in no order.
+    """
+    import networkx as nx
+
+    if not isinstance(graph, nx.DiGraph) or graph.is_multigraph():
+        raise ScheduleError(f"graph: {type(graph).__name__} is of the wrong type; give a networkx.DiGraph")
+    nodes = {node: _node(node, attributes) for node, attributes in graph.nodes(data=True)}
+    ranks = {node: _rank(each, graph.nodes[node], len(nodes)) for node, each in nodes.items()}
+    programs: list[list[Hashable]] = [[] for _ in range(1 + max(ranks.values(), default=-1))]
+    before_it = dict[Hashable, Hashable]()  # on its rank
+    for node, previous in _one_order(graph, ranks):
+        before_it[node] = previous
+        if isinstance(nodes[node], Computation):
+            programs[ranks[node]].append(node)
+    computed = [node for program in programs for node in program]
+    operations = {node: each for node, each in nodes.items() if isinstance(each, Operation)}
+    place = {node: i for i, node in enumerate([*computed, *operations])}
+    # What comes before it on its rank first, as in `pipeline_iteration`, then the others by their place.
+    waits = [sorted(graph.pred[node], key=lambda other: (other != before_it[node], place[other])) for node in place]
+    return Iteration(
+        Schedule(name, tuple(tuple(nodes[node] for node in program) for program in programs)),  # type: ignore[misc]
+        tuple(tuple(place[other] for other in each) for each in waits),
+        tuple(
+            tuple(graph.edges[other, node].get("lag_s", 0.0) for other in each)
+            for node, each in zip(place, waits, strict=True)
+        ),
+        tuple(operations.values()),
+        tuple(graph.nodes[node].get("kind", nodes[node].kind) for node in computed),  # type: ignore[union-attr]
+    )
+
+
+def _rank(each: Computation | Operation, attributes: dict[str, Any], count: int) -> int:
+    value = each.rank if isinstance(each, Operation) else attributes.get("rank", each.stage)
+    rank: int | None = STAGE.accept(value)
+    if rank is None or rank >= count:
+        raise ScheduleError(f"{each}, rank: {shown(value)} is no rank; number the ranks 0, 1, 2 and so on")
+    return rank
+
+
+def _node(node: object, attributes: dict[str, Any]) -> Computation | Operation:
+    if isinstance(node, Computation):
+        return node
+    text = str(node)
+    if "time_s" not in attributes:
+        try:
+            return Computation.parse(text)
+        except ScheduleError:
+            raise ScheduleError(
+                f"{shown(text)} is no computation, such as 3F17, and no operation without the attribute time_s"
+            ) from None
+    if "rank" not in attributes:
+        raise ScheduleError(f"{text}: is an operation without the attribute rank; say which rank runs it")
+    return parse_operation(text, attributes["rank"], attributes["time_s"], attributes.get("energy_j"))
+
+
+def _one_order(graph: nx.DiGraph[Any], ranks: dict[Hashable, int]) -> list[tuple[Hashable, Hashable]]:
+    """The nodes in topological order, each with the one before it on its rank, in the only order there can be."""
+    import networkx as nx
+
+    try:
+        order = list(nx.topological_sort(graph))
+    except nx.NetworkXUnfeasible:
+        edges = nx.find_cycle(graph)
+        cycle = " -> ".join(str(node) for node in (*(tail for tail, _ in edges), edges[0][0]))
+        raise ScheduleError(f"the graph has the cycle {cycle}; nothing on it can ever start") from None
+    bit = {node: 1 << i for i, node in enumerate(order)}
+    ahead: dict[Hashable, int] = {}  # the nodes from which a path leads to this one, itself too
+    last: dict[int, Hashable] = {}
+    found = []
+    for node in order:
+        ahead[node] = bit[node]
+        for other in graph.pred[node]:
+            ahead[node] |= ahead[other]
+        previous = last.get(ranks[node])
+        if previous is not None and not ahead[node] & bit[previous]:
+            raise ScheduleError(
+                f"{previous} and {node} are both on rank {ranks[node]} and neither waits for the other; "
+                "add an edge for the order in which it runs them"
+            )
+        last[ranks[node]] = node
+        found.append((node, previous))
+    return found

@@ -1,0 +1,82 @@
+"""What files say of an iteration beside its schedule: kinds with a suffix, fixed operations, waits; in and out."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from perseus_planner.errors import PlannerError, ScheduleError
+from perseus_planner.schedules import Schedule
+from perseus_planner.schedules.iteration import Iteration, parse_operation
+from perseus_planner.schedules.pipeline import KIND, pipeline_iteration
+
+_KEY = re.compile(rf"(\d+)({KIND.pattern})")
+ITERATION_KEYS = ("kinds", "operations", "waits")  #: of `iteration_content`, each only where there is something to say
+
+
+def iteration_content(iteration: Iteration) -> dict[str, Any]:
+    """Plain values from which `iteration_from` makes `iteration` again.
+
+    kinds: computation -> its kind, where that has a suffix. operations: name -> [rank, seconds, joules or null].
+    waits: node -> what it waits for -> seconds of lag; only where they are not those of a pipeline without lags.
+    """
+    content: dict[str, Any] = {}
+    kinds = {
+        str(computation): kind
+        for computation, (_, kind) in zip(iteration.computations, iteration.keys, strict=True)
+        if kind != computation.kind
+    }
+    if kinds:
+        content["kinds"] = kinds
+    if iteration.operations:
+        content["operations"] = {str(each): [each.rank, each.time_s, each.energy_j] for each in iteration.operations}
+    if not _is_plain_pipeline(iteration):
+        names = iteration.names
+        content["waits"] = {
+            names[place]: {names[other]: lag_s for other, lag_s in waits} for place, waits in enumerate(iteration.waits)
+        }
+    return content
+
+
+def iteration_from(schedule: Schedule, content: Mapping[str, Any]) -> Iteration:
+    """The iteration of `schedule` that `content` of `iteration_content` tells.
+
+    Raises:
+        ScheduleError: it is no such iteration.
+    """
+    kinds = content.get("kinds", {})
+    operations = tuple(parse_operation(text, *fixed) for text, fixed in content.get("operations", {}).items())
+    if "waits" not in content:
+        plain = pipeline_iteration(schedule)
+        predecessors, lags_s = plain.predecessors, plain.lags_s
+    else:
+        names = [*map(str, schedule.computations()), *map(str, operations)]
+        place = {name: i for i, name in enumerate(names)}
+        each = [content["waits"][name] for name in names]
+        predecessors = tuple(tuple(place[other] for other in waits) for waits in each)
+        lags_s = tuple(tuple(map(float, waits.values())) for waits in each)
+        lags_s = lags_s if any(map(any, lags_s)) else ()
+    own = tuple(kinds.get(str(c), c.kind) for c in schedule.computations()) if kinds else ()
+    return Iteration(schedule, predecessors, lags_s, operations, own)
+
+
+def parse_key(text: str) -> tuple[int, str]:
+    """Stage and kind of a text such as "3B" or "3B.sync".
+
+    Raises:
+        ScheduleError: it is none.
+    """
+    match = _KEY.fullmatch(text)
+    if match is None:
+        raise ScheduleError(f"{text!r} is no stage and kind; write them as 3B, or 3B.sync")
+    return int(match[1]), match[2]
+
+
+def _is_plain_pipeline(iteration: Iteration) -> bool:
+    if iteration.operations or iteration.lags_s:
+        return False
+    try:
+        return pipeline_iteration(iteration.schedule).predecessors == iteration.predecessors
+    except PlannerError:
+        return False

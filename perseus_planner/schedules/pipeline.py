@@ -1,0 +1,241 @@
+"""Schedule -> Iteration: what each computation of a pipeline waits for, and what runs beside the computations."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from perseus_planner.documents import shown
+from perseus_planner.errors import ScheduleError
+from perseus_planner.quantities import STAGE, WAIT
+from perseus_planner.schedules import Computation, Schedule, awaited, check_pipeline
+from perseus_planner.schedules.iteration import Iteration, Operation
+
+_WHEN = re.compile(r"start|end|(before|after) [FBIW]")
+KIND = re.compile(r"[FBIW](\.[a-z0-9_-]+)?")  #: of a computation, as a profile names it
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """How long an activation, or a gradient, is on its way between two stages on different ranks.
+
+    Attributes:
+        forward_s: seconds of an activation to the next stage, 0 or more; or one number for each of the boundaries
+            between stages, first to last.
+        backward_s: of a gradient to the stage before, likewise.
+    """
+
+    forward_s: float | tuple[float, ...] = 0.0
+    backward_s: float | tuple[float, ...] = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("forward_s", "backward_s"):
+            value = getattr(self, name)
+            each = value if isinstance(value, (tuple, list)) else (value,)
+            checked = tuple(map(WAIT.accept, each))
+            if None in checked:
+                raise ScheduleError(f"transfer, {name}: {shown(each[checked.index(None)])} is not {WAIT.wanted}")
+            object.__setattr__(self, name, checked if each is value or isinstance(value, list) else checked[0])
+
+    def lag_s(self, schedule: Schedule, source: Computation, target: Computation) -> float:
+        """Seconds from the end of `source` to the arrival of its result at `target`."""
+        ranks = schedule.stage_ranks
+        if ranks[source.stage] == ranks[target.stage]:
+            return 0.0
+        value = self.forward_s if target.kind == "F" else self.backward_s
+        return value[min(source.stage, target.stage)] if isinstance(value, tuple) else value
+
+    def check(self, stages: int) -> None:
+        """Refuse a list that has not a number for each boundary between `stages` stages.
+
+        Raises:
+            ScheduleError: it has not.
+        """
+        for name in ("forward_s", "backward_s"):
+            value = getattr(self, name)
+            if isinstance(value, tuple) and len(value) != stages - 1:
+                raise ScheduleError(
+                    f"transfer, {name}: has {len(value)} numbers for {stages - 1} boundaries between stages; "
+                    "give one for each, or one for all"
+                )
+
+
+@dataclass(frozen=True)
+class FixedOperation:
+    """An operation of fixed time and energy, and where in the program it stands.
+
+    Attributes:
+        name: lower-case letters and hyphens, such as "load" or "optimizer".
+        when: "start" (before all else on a rank), "end" (after all else), or "before K", "after K": next to every
+            computation of kind K, F, B, I or W. Those that stand at one point run in the order they are given.
+        time_s: seconds of each, above 0, whatever the clock.
+        energy_j: joules of each over the GPUs of the rank; None: what they draw while they wait.
+        where: ranks if `when` is "start" or "end", else stages; None: all.
+    """
+
+    name: str
+    when: str
+    time_s: float
+    energy_j: float | None = None
+    where: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.when, str) or _WHEN.fullmatch(self.when) is None:
+            raise ScheduleError(
+                f"operation {self.name}, when: {shown(self.when)} is unknown; write start, end, or before or after "
+                "and a kind, such as before F"
+            )
+        if self.where is not None:
+            object.__setattr__(self, "where", _numbers(f"operation {self.name}, where", self.where))
+
+    def at(self, number: int) -> bool:
+        """Whether it is on that rank, or that stage."""
+        return self.where is None or number in self.where
+
+
+@dataclass(frozen=True)
+class Variant:
+    """Computations with a profile of their own, such as the backward of the last microbatch, with gradient sync.
+
+    Attributes:
+        kind: as the profile names it, such as "B.sync": a kind of the schedule and a suffix.
+        microbatches: which ones; "first" and "last" are those that a stage runs first and last.
+        stages: on which stages; None: all.
+    """
+
+    kind: str
+    microbatches: tuple[int, ...] | Literal["first", "last", "all"]
+    stages: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.kind, str) or not KIND.fullmatch(self.kind) or "." not in self.kind:
+            raise ScheduleError(f"variant: {shown(self.kind)} is none; write a kind and a suffix, such as B.sync")
+        if isinstance(self.microbatches, str) and self.microbatches not in ("first", "last", "all"):
+            raise ScheduleError(
+                f"variant {self.kind}, microbatches: {shown(self.microbatches)} is unknown; write first, last, all or "
+                "a list of numbers"
+            )
+        if not isinstance(self.microbatches, str):
+            numbers = _numbers(f"variant {self.kind}, microbatches", self.microbatches)
+            object.__setattr__(self, "microbatches", numbers)
+        if self.stages is not None:
+            object.__setattr__(self, "stages", _numbers(f"variant {self.kind}, stages", self.stages))
+
+    def chosen(self, program: Sequence[Computation]) -> Iterable[Computation]:
+        """Those of a rank's `program` that it is about."""
+        for stage in sorted({c.stage for c in program}):
+            if self.stages is None or stage in self.stages:
+                same = [c for c in program if c.stage == stage and c.kind == self.kind[0]]
+                ends = {"first": same[:1], "last": same[-1:], "all": same}
+                if isinstance(self.microbatches, str):
+                    yield from ends[self.microbatches]
+                else:
+                    yield from (c for c in same if c.microbatch in self.microbatches)
+
+
+def _numbers(name: str, value: object) -> tuple[int, ...]:
+    numbers = tuple(map(STAGE.accept, value)) if isinstance(value, (tuple, list)) else (None,)
+    if None in numbers:
+        raise ScheduleError(
+            f"{name}: {shown(value)} is no list of whole numbers of 0 or more; write one, such as (0, 3)"
+        )
+    return numbers
+
+
+def pipeline_iteration(
+    schedule: Schedule,
+    *,
+    transfer: Transfer | None = None,
+    operations: Sequence[FixedOperation] = (),
+    variants: Sequence[Variant] = (),
+) -> Iteration:
+    """The iteration that a pipeline engine runs.
+
+    Every computation waits for the one before it on its rank; a forward for that of the stage before; a backward or
+    input gradient for that of the stage behind, on the last stage for its own forward; a weight gradient for its own
+    input gradient.
+
+    Raises:
+        ScheduleError: something that is waited for is not in the schedule, an operation or a variant is nowhere in it,
+            or the schedule cannot run.
+    """
+    transfer = transfer or Transfer()
+    check_pipeline(schedule)
+    transfer.check(schedule.stages)
+    computations = tuple(schedule.computations())
+    place: dict[object, int] = {computation: i for i, computation in enumerate(computations)}
+    added: list[Operation] = []
+    waits: dict[int, list[tuple[int, float]]] = {i: [] for i in range(len(computations))}
+    for rank, program in enumerate(schedule.ranks):
+        previous: int | None = None
+        for node in _program(rank, program, operations):
+            here = place.setdefault(node, len(place))
+            if isinstance(node, Operation):
+                added.append(node)
+                waits[here] = []
+            if previous is not None:
+                waits[here].append((previous, 0.0))
+            previous = here
+    for each in operations:
+        if each.name not in {operation.name for operation in added}:
+            raise ScheduleError(
+                f"operation {each.name}: stands nowhere in the schedule; correct when or where, or remove it"
+            )
+    present = set(computations)
+    for computation in computations:
+        needed = awaited(computation, present, schedule.stages - 1)
+        if needed is not None:
+            _add(waits[place[computation]], place[needed], transfer.lag_s(schedule, needed, computation))
+    predecessors = tuple(tuple(other for other, _ in waits[i]) for i in range(len(place)))
+    lags_s = tuple(tuple(lag_s for _, lag_s in waits[i]) for i in range(len(place)))
+    lagging = any(lag_s for each in lags_s for lag_s in each)
+    kinds = _kinds(schedule, variants)
+    return Iteration(schedule, predecessors, lags_s if lagging else (), tuple(added), kinds)
+
+
+def _add(waits: list[tuple[int, float]], other: int, lag_s: float) -> None:
+    if other not in [already for already, _ in waits]:
+        waits.append((other, lag_s))
+
+
+def _program(
+    rank: int, program: Sequence[Computation], operations: Sequence[FixedOperation]
+) -> Iterable[Computation | Operation]:
+    """What a rank runs, operations included."""
+    for each in operations:
+        if each.when == "start" and each.at(rank):
+            yield Operation(rank, each.name, None, rank, each.time_s, each.energy_j)
+    for computation in program:
+        yield from _beside(rank, computation, "before", operations)
+        yield computation
+        yield from _beside(rank, computation, "after", operations)
+    for each in operations:
+        if each.when == "end" and each.at(rank):
+            yield Operation(rank, each.name, None, rank, each.time_s, each.energy_j)
+
+
+def _beside(
+    rank: int, computation: Computation, side: str, operations: Sequence[FixedOperation]
+) -> Iterable[Operation]:
+    stage, kind, microbatch = computation
+    for each in operations:
+        if each.when == f"{side} {kind}" and each.at(stage):
+            yield Operation(stage, each.name, microbatch, rank, each.time_s, each.energy_j)
+
+
+def _kinds(schedule: Schedule, variants: Sequence[Variant]) -> tuple[str, ...]:
+    """The kind of every computation with the suffix of its variant; empty where there are no variants."""
+    renamed: dict[Computation, str] = {}
+    for variant in variants:
+        chosen = [c for program in schedule.ranks for c in variant.chosen(program)]
+        if not chosen:
+            raise ScheduleError(f"variant {variant.kind}: no computation of the schedule is one; correct or remove it")
+        for computation in chosen:
+            if computation in renamed:
+                raise ScheduleError(
+                    f"{computation} is both {renamed[computation]} and {variant.kind}; keep one of the variants"
+                )
+            renamed[computation] = variant.kind
+    return tuple(renamed.get(c, c.kind) for c in schedule.computations()) if renamed else ()

@@ -1,0 +1,294 @@
+"""The service as a server: on a port or a unix socket, with TLS or without, until it is told to stop."""
+
+from __future__ import annotations
+
+import gc
+import os
+import resource
+import signal
+import socket
+import ssl
+import stat
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from ipaddress import ip_address
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING
+
+import uvicorn
+
+from perseus_planner.errors import UsageError
+from perseus_planner.service.http.app import create_app
+from perseus_planner.service.http.auth import TOKENS_VARIABLE, Access, Limits, Token
+
+if TYPE_CHECKING:
+    from perseus_planner.service.service import Service
+
+_GRACE_S = 5  # how long answers that are under way may still take
+_BACKLOG = 2048
+_CONNECTIONS = 65_536
+_COLLECTIONS = 20_000, 50, 1_000  # objects that were made and are still there; of these, how many times that
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where the service listens.
+
+    Attributes:
+        host: a name or an IP address of this machine.
+        port: 0 to have one chosen.
+        unix: a unix socket to listen on instead; its owner alone may connect.
+        certificate, key: PEM files; None: without TLS.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8400
+    unix: Path | None = None
+    certificate: Path | None = None
+    key: Path | None = None
+
+    def __post_init__(self) -> None:
+        if (self.certificate is None) != (self.key is None):
+            raise UsageError("TLS: give both --tls-cert and --tls-key")
+        if self.unix is not None and self.certificate is not None:
+            raise UsageError("TLS: is not for a unix socket, which nothing leaves; leave out --tls-cert and --tls-key")
+        if not 0 <= self.port <= 65535:
+            raise UsageError(f"--port {self.port}: is no port; give one of 1 to 65535, or 0 to have one chosen")
+
+
+@dataclass(frozen=True)
+class Listener:
+    """A socket that is bound, and who may come in by it.
+
+    Attributes:
+        socket: it.
+        url: what clients are told, such as http://127.0.0.1:8400 or unix:/run/planner.sock.
+        address: what was asked for.
+        tokens: those of all clients; empty: none is needed.
+    """
+
+    socket: socket.socket
+    url: str
+    address: Address
+    tokens: tuple[Token, ...]
+
+
+@contextmanager
+def listening(address: Address, tokens: tuple[Token, ...] = ()) -> Iterator[Listener]:
+    """A socket bound to `address`; a unix socket's file is removed when the block ends.
+
+    Raises:
+        UsageError: it cannot be bound, or is off loopback and there are no tokens, or the TLS files are none.
+    """
+    _check_tls(address)
+    if address.unix is not None:
+        with _unix_socket(address.unix) as bound:
+            yield Listener(bound, f"unix:{address.unix.absolute()}", address, tokens)
+        return
+    with _tcp_socket(address, only_loopback=not tokens) as bound:
+        host, port = bound.getsockname()[:2]
+        scheme = "http" if address.certificate is None else "https"
+        url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+        yield Listener(bound, url, address, tokens)
+
+
+def serve(
+    service: Service,
+    listener: Listener,
+    limits: Limits | None = None,
+    *,
+    ready: Callable[[], None] = lambda: None,
+) -> None:
+    """Serve until SIGTERM, or until SIGINT, after which KeyboardInterrupt is raised; on the main thread.
+
+    Long polls are answered and event streams ended before it returns. `ready` is called when requests are answered.
+    """
+    with _many_connections(), _few_collections(), _ended_by_sigterm():
+        _server(service, listener, limits, ready).run(sockets=[listener.socket])
+
+
+@contextmanager
+def serving(
+    service: Service, address: Address, tokens: tuple[Token, ...] = (), limits: Limits | None = None
+) -> Iterator[str]:
+    """Serve on a thread of this process until the block ends; gives the URL.
+
+    Raises:
+        UsageError: as `listening`.
+    """
+    with listening(address, tokens) as listener:
+        server = _server(service, listener, limits, lambda: None)
+        thread = threading.Thread(target=server.run, args=([listener.socket],), name="planner-service")
+        thread.start()  # who connects before it is ready waits for a moment: the socket listens
+        try:
+            yield listener.url
+        finally:
+            server.should_exit = True
+            thread.join()
+
+
+class _Server(uvicorn.Server):
+    """Says when it listens, and ends what waits for news before it waits for what is under way."""
+
+    def __init__(self, config: uvicorn.Config, ready: Callable[[], None], end_waiting: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._ready = ready
+        self._end_waiting = end_waiting
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._ready()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._end_waiting()
+        await super().shutdown(sockets)
+
+
+def _server(service: Service, listener: Listener, limits: Limits | None, ready: Callable[[], None]) -> _Server:
+    address, tokens = listener.address, listener.tokens
+    access = Access(tokens, loopback_only=not tokens and address.unix is None)
+    app = create_app(service, access, limits or Limits())
+    config = uvicorn.Config(
+        app,
+        log_config=None,  # nothing but warnings, on stderr
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,  # whoever sends them would choose whose limits count
+        ws="none",
+        backlog=_BACKLOG,
+        timeout_graceful_shutdown=_GRACE_S,
+        ssl_certfile=address.certificate,
+        ssl_keyfile=address.key,
+    )
+    return _Server(config, ready, app.state.service.end_waiting)
+
+
+def _check_tls(address: Address) -> None:
+    if address.certificate is None or address.key is None:
+        return
+    for option, path in (("--tls-cert", address.certificate), ("--tls-key", address.key)):
+        if not path.is_file():
+            raise UsageError(f"{option} {path}: no such file; name a PEM file")
+    try:  # an empty password, so that nobody is asked for one
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(address.certificate, address.key, password=lambda: "")
+    except OSError as error:
+        raise UsageError(
+            f"--tls-cert {address.certificate}, --tls-key {address.key}: are no certificate and its key, in PEM and "
+            f"without a password: {_reason(error)}; name such files"
+        ) from error
+
+
+@contextmanager
+def _tcp_socket(address: Address, *, only_loopback: bool) -> Iterator[socket.socket]:
+    try:
+        found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, *_, at = min(found, key=lambda each: each[0] != socket.AF_INET)  # what "localhost" means to most
+        if only_loopback and not ip_address(at[0]).is_loopback:
+            raise UsageError(
+                f"--host {address.host}: others can reach it, so they must show tokens; give --tokens FILE, "
+                f"or set {TOKENS_VARIABLE}, or listen on 127.0.0.1"
+            )
+        bound = socket.create_server(at[:2], family=family, backlog=_BACKLOG)
+    except (OSError, UnicodeError) as error:  # UnicodeError: a name that can be none
+        place = f"--host {address.host} --port {address.port}"
+        raise UsageError(f"{place}: cannot be listened on: {_reason(error)}; give another") from error
+    with bound:
+        # Its connections inherit it; asyncio sets it only where a socket names its protocol, which this one does not.
+        # Without it, an answer in two parts takes 40 ms.
+        bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        yield bound
+
+
+@contextmanager
+def _unix_socket(path: Path) -> Iterator[socket.socket]:
+    with socket.socket(socket.AF_UNIX) as bound:
+        try:
+            _remove_if_left_behind(path)
+            umask = os.umask(0o177)
+            try:
+                bound.bind(str(path))
+            finally:
+                os.umask(umask)
+            bound.listen(_BACKLOG)
+        except OSError as error:
+            raise UsageError(
+                f"--unix {path}: cannot be listened on: {error.strerror or error}; give another"
+            ) from error
+        made = path.stat().st_ino
+        try:
+            yield bound
+        finally:
+            with suppress(OSError):
+                if path.stat().st_ino == made:
+                    path.unlink()
+
+
+def _reason(error: OSError | UnicodeError) -> str:
+    """What the system says; Python adds the address to it, which is said already."""
+    number = getattr(error, "errno", None)
+    return os.strerror(number) if number and number > 0 and not isinstance(error, ssl.SSLError) else str(error)
+
+
+def _remove_if_left_behind(path: Path) -> None:
+    """Remove the socket of a service that was killed."""
+    try:
+        mode = path.lstat().st_mode
+    except FileNotFoundError:
+        return
+    if not stat.S_ISSOCK(mode):
+        raise UsageError(f"--unix {path}: is there and no socket; give another path")
+    with socket.socket(socket.AF_UNIX) as there:
+        try:
+            there.connect(str(path))
+        except ConnectionRefusedError:
+            path.unlink()
+            return
+    raise UsageError(f"--unix {path}: another process listens there; stop it, or give another path")
+
+
+@contextmanager
+def _many_connections() -> Iterator[None]:
+    """As many open files as this process may have at all: every long poll is one, and the usual limit is 1024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(ValueError, OSError):
+        most = _CONNECTIONS if hard == resource.RLIM_INFINITY else min(hard, _CONNECTIONS)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@contextmanager
+def _few_collections() -> Iterator[None]:
+    """Have Python seldom look for garbage in cycles.
+
+    Answers leave none, and a look at all that is known of a thousand jobs takes as long as hundreds of answers; by
+    default, long polls that come and go cause one every few seconds.
+    """
+    before = gc.get_threshold()
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*_COLLECTIONS)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+        gc.unfreeze()
+
+
+@contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """Outlive SIGTERM: uvicorn ends well on it, and then sends it to the process once more."""
+
+    def outlive(_: int, __: FrameType | None) -> None:
+        pass
+
+    before = signal.signal(signal.SIGTERM, outlive)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

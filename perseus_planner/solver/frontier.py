@@ -1,0 +1,349 @@
+"""The exact time-energy frontier of a pipeline iteration, and the plans along it."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from perseus_planner.displayed import Shown
+from perseus_planner.errors import (
+    InfeasibleBudget,
+    InfeasibleDeadline,
+    InfeasiblePower,
+    PlanError,
+    ProfileError,
+    UsageError,
+)
+from perseus_planner.plans.plan import Plan
+from perseus_planner.plans.simulate import end_times, time_and_energy
+from perseus_planner.profiles.profiles import Profile
+from perseus_planner.quantities import CHANGES, POWER, TIME, WAIT, Rule
+from perseus_planner.schedules import Schedule
+from perseus_planner.schedules.dag import PipelineDag
+from perseus_planner.solver.frontier_file import read_frontier, write_frontier
+from perseus_planner.solver.mincut import UNLIMITED, Checkpoint, Integers, State, advance, slowest_state
+from perseus_planner.solver.network import ScaledNetwork, scaled_network
+from perseus_planner.solver.planner import Planner
+
+_CHECKPOINTS = 16  #: kept along the frontier, so that a plan walks little of it
+
+
+@dataclass(frozen=True, eq=False)
+class Frontier(Shown):
+    """The least energy of an iteration for every iteration time, as a convex piecewise-linear curve; exact.
+
+    An iteration that takes T seconds costs sum(e_i - P * t_i) + P * S * T joules: e_i and t_i of the chosen clocks, P
+    the blocking power of a rank, S the ranks. The relaxed problem, in which a computation may also run in between
+    two measured clocks, has the least such energy that no plan of the same time can be below: the bound.
+
+    Attributes:
+        dag: the iteration.
+        times: (points,) replayed times at which the slope changes, falling, ticks of `scaled.tick_s`. All times in
+            seconds also have the profile's `overhead_s` in them.
+        powers: (points,) minus the slope of the curve of effective energy below each time, `scaled.power_unit_w`.
+        checkpoints: states along the frontier, times falling; the first one at its slow end.
+    """
+
+    dag: PipelineDag
+    times: Integers = field(repr=False)
+    powers: Integers = field(repr=False)
+    checkpoints: tuple[Checkpoint, ...] = field(repr=False)
+
+    @property
+    def profile(self) -> Profile:
+        """What it was computed from: the measurements."""
+        return self.dag.profile
+
+    @property
+    def schedule(self) -> Schedule:
+        """What it was computed from: the order of the computations."""
+        return self.dag.schedule
+
+    @cached_property
+    def min_time_s(self) -> float:
+        """The least iteration time of any choice of clocks, seconds."""
+        return self.replayed_ends_s[0] + self._overhead_s
+
+    @cached_property
+    def max_time_s(self) -> float:
+        """The iteration time from which on effective energy no longer falls: never a reason to be slower, seconds."""
+        return self.replayed_ends_s[1] + self._overhead_s
+
+    @cached_property
+    def least_energy_time_s(self) -> float:
+        """The iteration time at which a pipeline that waits for nobody needs the least energy, seconds."""
+        return float(self.times_s[int(np.argmin(self.energies_j))])
+
+    @property
+    def baseline_time_s(self) -> float:
+        """The iteration time with all clocks at their maximum, seconds."""
+        return self._baseline[0]
+
+    @property
+    def baseline_energy_j(self) -> float:
+        """The energy of that iteration over all GPUs, joules, waiting included."""
+        return self._baseline[1]
+
+    @cached_property
+    def times_s(self) -> NDArray[np.float64]:
+        """(points,) iteration times at which the slope changes, falling from `max_time_s` to `min_time_s`, seconds."""
+        times_s: NDArray[np.float64] = np.clip(
+            self.times * self.scaled.tick_s + self._overhead_s, self.min_time_s, self.max_time_s
+        )
+        times_s[0], times_s[-1] = self.max_time_s, self.min_time_s
+        return times_s
+
+    @cached_property
+    def energies_j(self) -> NDArray[np.float64]:
+        """(points,) `bound_j` at each of `times_s`."""
+        return self._effective_j + self.dag.waiting_w * self.times_s
+
+    def bound_j(self, deadline_s: float) -> float:
+        """The least relaxed energy of an iteration of that time over all GPUs, joules, waiting included.
+
+        Raises:
+            InfeasibleDeadline: no iteration is that fast.
+            UsageError: it is no time.
+        """
+        deadline_s = self._feasible(deadline_s)
+        within_s = min(max(deadline_s, self.times_s[-1]), self.times_s[0])
+        point = int(np.searchsorted(-self.times_s, -within_s, side="right")) - 1
+        saved_s = self.times_s[point] - within_s
+        slope_w = int(self.powers[point]) * self.scaled.power_unit_w if saved_s else 0.0
+        return float(self._effective_j[point] + slope_w * saved_s + self.dag.waiting_w * deadline_s)
+
+    def plan_for(self, deadline_s: float, *, max_changes: int | None = None, min_dwell_s: float = 0.0) -> Plan:
+        """The plan for an iteration that may take `deadline_s` seconds but need not be slower than `max_time_s`.
+
+        It spends the least effective energy: the right plan where others wait until the deadline anyway.
+
+        Args:
+            deadline_s: seconds.
+            max_changes: how often each GPU may change its clock in an iteration, the change back for the next one
+                included; 0: one clock per GPU. None: any number.
+            min_dwell_s: for how long a GPU must hold a clock before the next change, seconds.
+
+        Raises:
+            InfeasibleDeadline: no choice of clocks is that fast; names the least feasible time.
+            InfeasibleBudget: no plan found is that fast with so few changes; names the least time found.
+            UsageError: an argument is no such number.
+        """
+        most = None if max_changes is None else int(_checked("max_changes", max_changes, CHANGES))
+        return self._planner.plan(self._feasible(deadline_s), most, _checked("min_dwell_s", min_dwell_s, WAIT))
+
+    def plan_for_least_energy(self, *, max_changes: int | None = None, min_dwell_s: float = 0.0) -> Plan:
+        """The plan for a pipeline that waits for nobody: the least energy per iteration.
+
+        `max_changes` and `min_dwell_s` are as in `plan_for`. The deadline is a hair above `least_energy_time_s`, so
+        that a plan that takes just that time is not refused for a rounding error.
+        """
+        deadline_s = self.least_energy_time_s * (1 + 1e-9)
+        return self.plan_for(deadline_s, max_changes=max_changes, min_dwell_s=min_dwell_s)
+
+    def plan_beside_straggler(
+        self, straggler_time_s: float, *, max_changes: int | None = None, min_dwell_s: float = 0.0
+    ) -> Plan:
+        """The plan beside a pipeline whose iteration takes `straggler_time_s` seconds, for which all others wait.
+
+        As slow as the straggler, but never slower than `max_time_s` (Perseus, SOSP'24); where the straggler is faster
+        than this pipeline can be, as fast as possible. `max_changes` and `min_dwell_s` are as in `plan_for`.
+
+        Raises:
+            UsageError: it is no time.
+        """
+        deadline_s = max(_checked("straggler_time_s", straggler_time_s, TIME), self.min_time_s)
+        return self.plan_for(deadline_s, max_changes=max_changes, min_dwell_s=min_dwell_s)
+
+    def plan_within_power(self, power_w: float, *, max_changes: int | None = None, min_dwell_s: float = 0.0) -> Plan:
+        """The fastest plan found whose average power over all GPUs of the pipeline is at most `power_w` watts.
+
+        `max_changes` and `min_dwell_s` are as in `plan_for`.
+
+        Raises:
+            InfeasiblePower: no plan found draws that little; names the least power of one.
+            UsageError: it is no power.
+        """
+        target_w = power_w = _checked("power_w", power_w, POWER)
+        while True:
+            deadline_s = self._fastest_within(target_w)
+            if deadline_s is None:
+                frugal_s = float(self.times_s[int(np.argmin(self.energies_j / self.times_s))])
+                frugal = self._plan_near(frugal_s, max_changes, min_dwell_s)
+                if frugal.power_w <= power_w:
+                    return frugal
+                raise InfeasiblePower(power_w, frugal.power_w)
+            plan = self._plan_near(deadline_s, max_changes, min_dwell_s)
+            if plan.power_w <= power_w:
+                return plan
+            target_w -= max(plan.power_w - power_w, 1e-4 * power_w)  # the bound must be lower by what the plan is above
+
+    def plan_of(self, clocks: Mapping[str, int]) -> Plan:
+        """The plan that runs every computation at the clock it has in `clocks`: "3F17" -> MHz.
+
+        Raises:
+            PlanError: a computation has no clock there, or none that was measured.
+        """
+        chosen = []
+        for computation, key in zip(self.dag.computations, self.dag.iteration.keys, strict=True):
+            clock = clocks.get(str(computation))
+            if clock is None or all(m.clock_mhz != clock for m in self.profile.measurements[key]):
+                read = "has no clock" if clock is None else f"{clock} MHz was not measured"
+                raise PlanError(f"{computation}: {read}; choose a clock of the profile")
+            chosen.append(clock)
+        return self._planner.of(chosen, None)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write one file that `load` reads; equal frontiers give equal bytes.
+
+        Raises:
+            FrontierError: it cannot be written.
+        """
+        write_frontier(path, self.dag, (self.times, self.powers), self.checkpoints)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Frontier:
+        """Read what `save` wrote.
+
+        Raises:
+            FrontierError: the file cannot be read, or is not exactly what was written.
+        """
+        dag, (times, powers), checkpoints = read_frontier(path)
+        return cls(dag, times, powers, checkpoints)
+
+    @cached_property
+    def scaled(self) -> ScaledNetwork:
+        """The network in whole numbers that was solved, and its units."""
+        return scaled_network(self.dag)
+
+    def states_at(self, times: Iterable[int]) -> Iterator[Checkpoint]:
+        """Optimal event times and flows at `times`, which must fall and lie on the frontier, in ticks.
+
+        The arrays of a state are changed on the way to the next: copy what is to stay.
+        """
+        at: Checkpoint | None = None
+        for time in times:
+            if at is None:
+                near = next(point for point in reversed(self.checkpoints) if point.time >= time)
+                at = Checkpoint(near.time, near.power, State(*(array.copy() for array in near.state)))
+            if time < at.time:
+                reached, powers = advance(self.scaled.network, at.state, at.time, at.power, time)
+                at = Checkpoint(reached[-1], powers[-1], at.state)
+            yield at
+
+    @cached_property
+    def _baseline(self) -> tuple[float, float]:
+        return time_and_energy(self.dag, self.dag.at_maximum())
+
+    @cached_property
+    def replayed_ends_s(self) -> tuple[float, float]:
+        """What an iteration replays to with the fastest options, and with the slowest worthwhile ones, seconds."""
+        options = [self.dag.options[key] for key in self.dag.iteration.keys]
+        fastest_s, slowest_s = (max(end_times(self.dag, [each[end].time_s for each in options])) for end in (0, -1))
+        return fastest_s, slowest_s
+
+    @cached_property
+    def _planner(self) -> Planner:
+        return Planner(self)
+
+    @property
+    def _overhead_s(self) -> float:
+        return self.profile.overhead_s
+
+    @cached_property
+    def _effective_j(self) -> NDArray[np.float64]:
+        """(points,) least relaxed effective energy at `times_s`, joules; summed in whole numbers from the slow end."""
+        slowest_j = math.fsum(self.dag.options[key][-1].effective_j for key in self.dag.keys)
+        unit_j = self.scaled.tick_s * self.scaled.power_unit_w
+        added, total = [0.0], 0
+        for power, ticks in zip(self.powers[:-1].tolist(), (-np.diff(self.times)).tolist(), strict=True):
+            total += power * ticks
+            added.append(total * unit_j)
+        return slowest_j + np.array(added)
+
+    def _feasible(self, deadline_s: float) -> float:
+        deadline_s = _checked("deadline_s", deadline_s, TIME)
+        if deadline_s < self.min_time_s:
+            raise InfeasibleDeadline(deadline_s, self.min_time_s)
+        return deadline_s
+
+    def _plan_near(self, deadline_s: float, max_changes: int | None, min_dwell_s: float) -> Plan:
+        """`plan_for`, or where the switch budget allows no plan so fast, the fastest that was found."""
+        try:
+            return self.plan_for(deadline_s, max_changes=max_changes, min_dwell_s=min_dwell_s)
+        except InfeasibleBudget as error:
+            return self.plan_for(error.least_time_s, max_changes=max_changes, min_dwell_s=min_dwell_s)
+
+    def _fastest_within(self, power_w: float) -> float | None:
+        """The least time whose bound, as an average power, is at most `power_w`; None if there is none."""
+        average_w = self.energies_j / self.times_s
+        fitting = np.flatnonzero(average_w <= power_w)
+        if len(fitting) == 0:
+            return None
+        point = int(fitting[-1])  # the fastest one; the line from it to the next crosses the budget
+        if point == len(self.times_s) - 1:
+            return self.min_time_s
+        (slow_s, fast_s), (slow_j, fast_j) = self.times_s[point : point + 2], self.energies_j[point : point + 2]
+        slope_w = (fast_j - slow_j) / (fast_s - slow_s)
+        crossing_s = (slow_j - slope_w * slow_s) / (power_w - slope_w)
+        return float(min(max(crossing_s, fast_s), slow_s))
+
+
+def solve(
+    profile: Profile, schedule: Schedule, *, progress: Callable[[int, int], None] | None = None, **extras: Any
+) -> Frontier:
+    """The exact frontier of `schedule` run with the clocks of `profile`.
+
+    Args:
+        profile: measurements of as many stages as the schedule has.
+        schedule: the computations of an iteration, rank by rank.
+        progress: called with (parts done, parts in all) from time to time.
+        extras: `transfer`, `operations` and `variants`, as `pipeline.pipeline_iteration` takes them.
+
+    Raises:
+        ProfileError: the profile has other stages than the schedule.
+        ScheduleError: the schedule cannot run.
+    """
+    return trace(PipelineDag.from_schedule(profile, schedule, **extras), progress=progress)
+
+
+def trace(dag: PipelineDag, *, progress: Callable[[int, int], None] | None = None) -> Frontier:
+    """The exact frontier of any graph of computations: from the slow end to the fast one, by minimum cuts."""
+    network = (scaled := scaled_network(dag)).network
+    state = slowest_state(network)
+    time, power = int(state.event[network.sink]), 0
+    fastest_s = max(end_times(dag, [dag.options[key][0].time_s for key in dag.iteration.keys]))
+    if fastest_s + dag.profile.overhead_s <= 0:
+        raise ProfileError(
+            f"overhead_s: {dag.profile.overhead_s:g} s leave nothing of an iteration that replays to {fastest_s:g} s "
+            "at its fastest; calibrate with an iteration of this schedule"
+        )
+    stretch = time - int(fastest_s / scaled.tick_s)
+    stops = [time - stretch * part // _CHECKPOINTS for part in range(_CHECKPOINTS)]
+    times, powers, checkpoints = [time], [power], []
+    for part, stop in enumerate([*stops[1:], 0]):
+        checkpoints.append(Checkpoint(time, power, State(*(array.copy() for array in state))))
+        reached, below = advance(network, state, time, power, stop)
+        times[-1:], powers[-1:] = reached, below
+        time, power = times[-1], powers[-1]
+        if progress is not None:
+            progress(part + 1, _CHECKPOINTS)
+        if power == UNLIMITED:
+            break
+    as_array = np.array([times, powers], dtype=np.int64)
+    bends = np.diff(as_array[1], prepend=0) != 0  # where the walk only stopped the slope is the same
+    bends[[0, -1]] = True
+    return Frontier(dag, as_array[0, bends], as_array[1, bends], tuple(checkpoints))
+
+
+def _checked(name: str, value: float, rule: Rule) -> float:
+    number: float | None = rule.accept(value)
+    if number is None:
+        raise UsageError(f"{name}: {value!r} is not {rule.wanted}")
+    return number

@@ -1,0 +1,157 @@
+"""Frontier files: a NumPy archive (.npz) of the frontier's arrays, with a JSON header and a digest over all of it."""
+
+from __future__ import annotations
+
+import json
+import os
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from perseus_planner.documents import unreadable
+from perseus_planner.errors import FrontierError, PlannerError
+from perseus_planner.files import replacing, sha256
+from perseus_planner.profiles.measurement import Measurement
+from perseus_planner.profiles.profiles import Profile
+from perseus_planner.schedules import Computation, Schedule
+from perseus_planner.schedules.dag import PipelineDag
+from perseus_planner.schedules.iteration import Iteration, parse_operation
+from perseus_planner.schedules.iteration_text import parse_key
+from perseus_planner.solver.mincut import Checkpoint, Integers, State
+
+_FORMAT = "perseus-planner/frontier"
+_VERSION = 1
+_AGAIN = "make it again with `planner solve`"
+
+
+Parts = tuple[PipelineDag, tuple[Integers, Integers], tuple[Checkpoint, ...]]
+"""What a frontier is made of: the graph; times and powers; checkpoints."""
+
+
+def write_frontier(
+    path: str | os.PathLike[str],
+    dag: PipelineDag,
+    curve: tuple[Integers, Integers],
+    checkpoints: tuple[Checkpoint, ...],
+) -> None:
+    """Write the parts of a frontier to `path`; `curve` is its times and powers.
+
+    Raises:
+        FrontierError: it cannot be written.
+    """
+    waits = [(before, place) for place, others in enumerate(dag.predecessors) for before in others]
+    lags_s = [lag_s for each in dag.iteration.waits for _, lag_s in each]
+    arrays = {
+        "header": np.frombuffer(json.dumps(_header(dag)).encode(), dtype=np.uint8),
+        "waits": np.array(waits, dtype=np.int64).reshape(-1, 2),
+        "lags_s": np.array(lags_s if dag.iteration.lags_s else (), dtype=np.float64),
+        "times": curve[0],
+        "powers": curve[1],
+        "checkpoints": np.array([(point.time, point.power) for point in checkpoints], dtype=np.int64),
+        "events": np.array([point.state.event for point in checkpoints]),
+        "flows": np.array([point.state.flow for point in checkpoints]),
+    }
+    arrays["digest"] = np.frombuffer(_digest(arrays).encode(), dtype=np.uint8)
+    try:
+        with replacing(path) as file:
+            np.savez_compressed(file, **arrays)  # type: ignore[arg-type]  # its stubs take the first name for a flag
+    except OSError as error:
+        raise FrontierError(f"{path}: cannot be written: {error.strerror}; check the folder") from error
+
+
+def read_frontier(path: str | os.PathLike[str]) -> Parts:
+    """Read what `write_frontier` wrote.
+
+    Raises:
+        FrontierError: the file cannot be read, or is not exactly what was written.
+    """
+    path = Path(path)
+    try:
+        with path.open("rb") as file:
+            archived = file.read(2) == b"PK"
+            file.seek(0)
+            with np.load(file, allow_pickle=False) if archived else nullcontext({}) as archive:
+                arrays = {name: np.asarray(archive[name]) for name in archive}
+    except Exception as error:  # NumPy and zipfile have no common error for damaged bytes
+        if isinstance(error, OSError) and error.filename is not None:
+            raise FrontierError(unreadable(path, error)) from error
+        raise FrontierError(f"{path}: is damaged or cut short ({error}); {_AGAIN}") from error
+    _check(path, arrays)
+    try:
+        return _parts(arrays)
+    except (PlannerError, TypeError, ValueError, KeyError, IndexError, AttributeError) as error:
+        raise FrontierError(f"{path}: is not a frontier: {error}; {_AGAIN}") from error
+
+
+def _header(dag: PipelineDag) -> dict[str, Any]:
+    profile = dag.profile
+    return {
+        "format": _FORMAT,
+        "version": _VERSION,
+        "profile": profile.rest(),
+        "measurements": {
+            f"{stage}{kind}": [(point.clock_mhz, point.time_s, point.energy_j) for point in points]
+            for (stage, kind), points in profile.measurements.items()
+        },
+        "schedule": dag.schedule.name,
+        "ranks": [" ".join(map(str, rank)) for rank in dag.schedule.ranks],
+        "kinds": dag.iteration.kinds,
+        "operations": [(str(each), each.rank, each.time_s, each.energy_j) for each in dag.iteration.operations],
+    }
+
+
+def _check(path: Path, arrays: dict[str, Any]) -> None:
+    try:
+        header = json.loads(arrays["header"].tobytes())
+        found = header["format"], header["version"]
+        digest = arrays["digest"].tobytes().decode()
+    except (KeyError, ValueError, TypeError) as error:
+        raise FrontierError(f"{path}: is not a frontier file; name one that `planner solve` wrote") from error
+    if found[0] != _FORMAT:
+        raise FrontierError(f"{path}: holds {found[0]!r}, not a frontier; name a file that `planner solve` wrote")
+    if found[1] != _VERSION:
+        raise FrontierError(f"{path}: is of version {found[1]!r} and this planner reads version {_VERSION}; {_AGAIN}")
+    if digest != _digest(arrays):
+        raise FrontierError(f"{path}: its digest does not match its content, so it was changed; {_AGAIN}")
+
+
+def _digest(arrays: dict[str, Any]) -> str:
+    parts = []
+    for name in sorted(arrays):
+        if name != "digest":
+            parts += [f"{name} {arrays[name].dtype.str} {arrays[name].shape}".encode(), arrays[name].tobytes()]
+    return sha256(*parts)
+
+
+def _parts(arrays: dict[str, Any]) -> Parts:
+    header = json.loads(arrays["header"].tobytes())
+    measurements = {
+        parse_key(text): tuple(Measurement(*point) for point in points)
+        for text, points in header["measurements"].items()
+    }
+    profile = Profile(measurements, **header["profile"])
+    ranks = tuple(tuple(map(Computation.parse, rank.split())) for rank in header["ranks"])
+    operations = tuple(parse_operation(*each) for each in header["operations"])
+    waits, lags = arrays["waits"].tolist(), arrays["lags_s"].tolist()
+    before: list[list[int]] = [[] for _ in range(sum(map(len, ranks)) + len(operations))]
+    lags_s: list[list[float]] = [[] for _ in before]
+    for (other, place), lag_s in zip(waits, lags or [0.0] * len(waits), strict=True):
+        before[place].append(other)
+        lags_s[place].append(lag_s)
+    iteration = Iteration(
+        Schedule(header["schedule"], ranks),
+        tuple(map(tuple, before)),
+        tuple(map(tuple, lags_s)) if lags else (),
+        operations,
+        tuple(header["kinds"]),
+    )
+    dag = PipelineDag(profile, iteration)
+    checkpoints = tuple(
+        Checkpoint(time, power, State(event, flow))
+        for (time, power), event, flow in zip(
+            arrays["checkpoints"].tolist(), arrays["events"], arrays["flows"], strict=True
+        )
+    )
+    return dag, (arrays["times"], arrays["powers"]), checkpoints

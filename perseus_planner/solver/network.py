@@ -1,0 +1,123 @@
+"""PipelineDag -> the project network that the solver walks, in whole numbers, and the units to read it in."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import pairwise
+
+import numpy as np
+
+from perseus_planner.errors import ProfileError
+from perseus_planner.profiles.curve import Option, lower_hull
+from perseus_planner.schedules.dag import PipelineDag
+from perseus_planner.solver.mincut import Network, make_network
+
+_TIME_BITS = 60  #: all durations together are at most 2**60 ticks, and so is any time
+_POWER_BITS = 60  #: all slopes together are at most 2**60 units, and so is any flow
+_ENERGY_BITS = 62
+_SAME_TIME = 2.0**-30  #: closer than any clock measures, relative: a slope between such times would drown all others
+
+
+@dataclass(frozen=True)
+class ScaledNetwork:
+    """A network and its units, which are powers of two so that scaling loses nothing.
+
+    Node 2k is the start and 2k + 1 the end of the k-th node of `dag.order`, whose arc is arc k.
+
+    Attributes:
+        network: what `mincut` solves.
+        tick_s: seconds of a tick.
+        power_unit_w: watts of a unit of slope and flow.
+    """
+
+    network: Network
+    tick_s: float
+    power_unit_w: float
+
+
+def scaled_network(dag: PipelineDag) -> ScaledNetwork:
+    """Every computation as an arc along the lower hull of its options, every wait as an arc as long as its lag.
+
+    Raises:
+        ProfileError: the measurements are so large or small that floats cannot hold their sums or units.
+    """
+    members = [dag.keys[place] for place in dag.order]
+    try:
+        longest_s = [dag.options[key][-1].time_s for key in members]
+        tick_s = _power_of_two(math.fsum([*longest_s, *map(math.fsum, dag.iteration.lags_s)]), _TIME_BITS)
+        hulls = {key: _hull(dag.options[key], tick_s) for key in dict.fromkeys(members)}
+        steepest_w = math.fsum(float(hulls[key][1][-1]) for key in members)
+        power_unit_w = _power_of_two(steepest_w, _POWER_BITS) if steepest_w else 1.0
+        math.fsum(dag.options[key][0].energy_j for key in members)  # refused here if it overflows, not later
+    except (OverflowError, ZeroDivisionError) as error:
+        raise ProfileError("measurements: are too large or too small to plan with; give seconds and joules") from error
+
+    times, slopes = [0], [0]  # the curve of a wait without a lag
+    span: dict[tuple[int, str], tuple[int, int]] = {}
+    for key, (hull_times, hull_slopes) in hulls.items():
+        span[key] = (len(times), len(times) + len(hull_times) - 1)
+        times += hull_times
+        slopes += [round(slope / Fraction(power_unit_w)) for slope in hull_slopes]
+
+    tail, head, lags = _ends(dag, tick_s)
+    waits = {}
+    for ticks in sorted(set(lags)):
+        waits[ticks] = len(times) if ticks else 0
+        times += [ticks] if ticks else []
+        slopes += [0] if ticks else []
+    first = [span[key][0] for key in members] + [waits[ticks] for ticks in lags]
+    last = [span[key][1] for key in members] + [waits[ticks] for ticks in lags]
+    as_array = [np.array(values, dtype=np.int64) for values in (tail, head, first, last, times, slopes)]
+    ends, spans, curves = as_array[0:2], as_array[2:4], as_array[4:6]
+    source = 2 * len(members)
+    network = make_network(source, source + 1, (ends[0], ends[1]), (spans[0], spans[1]), (curves[0], curves[1]))
+    return ScaledNetwork(network, tick_s, power_unit_w)
+
+
+def _power_of_two(total: float, bits: int) -> float:
+    """The least power of two of which `total` has at most 2**bits."""
+    mantissa, exponent = math.frexp(total)
+    return math.ldexp(1.0, exponent - bits - (mantissa == 0.5))
+
+
+def _hull(options: Sequence[Option], tick_s: float) -> tuple[list[int], list[Fraction]]:
+    """Vertex times (ticks, slowest first) and the slope (watts, exact) from the slower vertex before to each."""
+    largest = max(abs(option.effective_j) for option in options)
+    quantum_j = _power_of_two(largest, _ENERGY_BITS) if largest else 1.0
+    points: dict[int, int] = {}
+    time_s, ticks = 0.0, 0
+    for option in options:
+        if option.time_s > time_s * (1 + _SAME_TIME):
+            time_s, ticks = option.time_s, max(ticks + 1, round(option.time_s / tick_s))
+        points[ticks] = round(option.effective_j / quantum_j)  # of equal times the last one is the cheapest
+    hull = lower_hull(points.items())[::-1]
+    watts = Fraction(quantum_j) / Fraction(tick_s)
+    slopes = [Fraction(y - y0, x0 - x) * watts for (x0, y0), (x, y) in pairwise(hull)]
+    return [x for x, _ in hull], [Fraction(0), *slopes]
+
+
+def _ends(dag: PipelineDag, tick_s: float) -> tuple[list[int], list[int], list[int]]:
+    """Tail and head of every arc: computations, then waits, then from the source and to the sink; ticks of the lags."""
+    rank = {place: k for k, place in enumerate(dag.order)}
+    count = len(rank)
+    tail = [2 * k for k in range(count)]
+    head = [2 * k + 1 for k in range(count)]
+    lags = []
+    awaited = set()
+    for place, waits in enumerate(dag.iteration.waits):
+        for other, lag_s in waits:
+            tail.append(2 * rank[other] + 1)
+            head.append(2 * rank[place])
+            lags.append(round(lag_s / tick_s))
+            awaited.add(other)
+    for place, before in enumerate(dag.predecessors):
+        if not before:
+            tail.append(2 * count)
+            head.append(2 * rank[place])
+        if place not in awaited:
+            tail.append(2 * rank[place] + 1)
+            head.append(2 * count + 1)
+    return tail, head, lags + [0] * (len(tail) - count - len(lags))

@@ -1,0 +1,294 @@
+"""From a point of the frontier to a Plan: one measured clock per computation, within a deadline and a switch budget.
+
+Where the profile knows what changing a clock costs, plans with few and with many changes are compared as they are
+replayed with that cost; those that it makes late are made again for an earlier deadline.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from fractions import Fraction
+from functools import cached_property
+from typing import Protocol
+
+import numpy as np
+
+from perseus_planner.errors import InfeasibleBudget, InfeasibleDeadline
+from perseus_planner.plans.plan import Plan
+from perseus_planner.plans.simulate import replay, time_and_energy
+from perseus_planner.plans.tasks import nearest_clock
+from perseus_planner.profiles.clock_changes import ClockChange
+from perseus_planner.profiles.measurement import Measurement
+from perseus_planner.schedules.dag import PipelineDag
+from perseus_planner.solver.budget import clocks_by_budget, clocks_within_budget
+from perseus_planner.solver.choices import Choices, choices_of
+from perseus_planner.solver.mincut import Checkpoint, Integers
+from perseus_planner.solver.network import ScaledNetwork
+from perseus_planner.solver.rounding import Anchor, anchor_deadlines, round_plan
+
+_LEVELS = (0, 2, 4, 8, 16, 32)  #: numbers of changes that are tried where changing clocks costs time, beside any
+_HURRIES = 2  #: times that a plan is made again for an earlier deadline, where changing clocks makes it late
+
+Key = tuple[int, str]
+
+
+class Curve(Protocol):
+    """What a planner needs of a frontier; fields as `Frontier` has them."""
+
+    @property
+    def dag(self) -> PipelineDag: ...  # noqa: D102
+    @property
+    def times(self) -> Integers: ...  # noqa: D102
+    @property
+    def scaled(self) -> ScaledNetwork: ...  # noqa: D102
+    @property
+    def replayed_ends_s(self) -> tuple[float, float]: ...  # noqa: D102
+    @property
+    def min_time_s(self) -> float: ...  # noqa: D102
+    @property
+    def max_time_s(self) -> float: ...  # noqa: D102
+    @property
+    def baseline_time_s(self) -> float: ...  # noqa: D102
+    @property
+    def baseline_energy_j(self) -> float: ...  # noqa: D102
+    def bound_j(self, deadline_s: float) -> float: ...  # noqa: D102
+    def states_at(self, times: Iterable[int]) -> Iterator[Checkpoint]: ...  # noqa: D102
+
+
+class Planner:
+    """Makes the plans of one frontier, each only once."""
+
+    def __init__(self, frontier: Curve) -> None:
+        self.frontier, self.dag, self.profile = frontier, frontier.dag, frontier.dag.profile
+        self._plans: dict[tuple[float, int | None, float], Plan] = {}
+        self._unlimited: dict[float, list[int]] = {}
+
+    def plan(self, deadline_s: float, max_changes: int | None, min_dwell_s: float) -> Plan:
+        """The plan of the least effective energy that was found.
+
+        Args:
+            deadline_s: seconds, with the overhead, at least `frontier.min_time_s`.
+            max_changes: per rank and iteration; None: any number.
+            min_dwell_s: for how long a clock is held at least, seconds.
+
+        Raises:
+            InfeasibleBudget: no plan found within the switch budget meets the deadline.
+            InfeasibleDeadline: none does, for what changing clocks costs.
+        """
+        key = deadline_s, max_changes, min_dwell_s
+        if key not in self._plans:
+            make = self._plan if self.profile.clock_change is None else self._plan_with_costs
+            self._plans[key] = replace(make(*key), min_dwell_s=min_dwell_s)
+        return self._plans[key]
+
+    def _plan(self, deadline_s: float, max_changes: int | None, min_dwell_s: float) -> Plan:
+        """Where changing clocks costs nothing."""
+        clocks = self._unlimited_clocks(deadline_s)
+        if max_changes is not None or min_dwell_s > 0.0:
+            within_s = self._replayed_s(deadline_s)
+            try:
+                clocks = clocks_within_budget(self.dag, self._choices, within_s, clocks, max_changes, min_dwell_s)
+            except InfeasibleBudget as error:
+                least_s = error.least_time_s + self.profile.overhead_s
+                raise _infeasible(deadline_s, max_changes, min_dwell_s, least_s) from None
+        plan = self.of(clocks, deadline_s)
+        if plan.time_s > deadline_s:
+            raise AssertionError(f"a plan of {plan.time_s} s for a deadline of {deadline_s} s: please report this")
+        return plan
+
+    def _plan_with_costs(self, deadline_s: float, max_changes: int | None, min_dwell_s: float) -> Plan:
+        levels: list[int | None] = [level for level in _LEVELS if max_changes is None or level < max_changes]
+        levels.append(max_changes)
+        plans = self._candidates(deadline_s, deadline_s, levels, min_dwell_s)
+        best = self._best(plans.values(), deadline_s)
+        aims = {level: [deadline_s] for level, _ in plans}
+        while True:
+            late = {
+                level: plan
+                for (level, _), plan in sorted(plans.items(), key=lambda each: -each[1].time_s)
+                if plan.time_s > deadline_s and self._better(plan, best) and len(aims[level]) <= _HURRIES
+            }
+            if not late:
+                break
+            level = min(late, key=lambda level: self._effective_j(late[level]))  # the most promising
+            aims[level].append(aims[level][-1] - (late[level].time_s - deadline_s))
+            plans = {key: plan for key, plan in plans.items() if key[0] != level}
+            if aims[level][-1] >= self.frontier.min_time_s:
+                plans |= self._candidates(aims[level][-1], deadline_s, [level], min_dwell_s)
+                best = self._best([*plans.values(), *([best] if best else [])], deadline_s)
+        return best or self._fastest_with_costs(deadline_s, levels, min_dwell_s)
+
+    def _fastest_with_costs(self, deadline_s: float, levels: Sequence[int | None], min_dwell_s: float) -> Plan:
+        plans = self._candidates(self.frontier.min_time_s, deadline_s, levels, min_dwell_s).values()
+        best = self._best(plans, deadline_s)
+        if best is not None:
+            return best
+        least_s = min((plan.time_s for plan in plans), default=math.inf)
+        if levels[-1] is None and min_dwell_s == 0.0:
+            raise InfeasibleDeadline(deadline_s, least_s)
+        raise _infeasible(deadline_s, levels[-1], min_dwell_s, least_s)
+
+    def _best(self, plans: Iterable[Plan], deadline_s: float) -> Plan | None:
+        fitting = [plan for plan in plans if plan.time_s <= deadline_s]
+        return min(fitting, key=self._effective_j, default=None)
+
+    def _better(self, plan: Plan, best: Plan | None) -> bool:
+        return best is None or self._effective_j(plan) < self._effective_j(best)
+
+    def _candidates(
+        self, aim_s: float, deadline_s: float, levels: Sequence[int | None], min_dwell_s: float
+    ) -> dict[tuple[int | None, bool], Plan]:
+        """Plans that would be done by `aim_s` if changing clocks cost nothing, replayed with what it costs.
+
+        Args:
+            aim_s: seconds.
+            deadline_s: of the plans, seconds.
+            levels: the most changes of each; None: any number.
+            min_dwell_s: for how long a clock is held at least, seconds.
+
+        Returns:
+            (level, whether faster clocks are asked for early) -> plan, where one was found.
+        """
+        unlimited, within_s = self._unlimited_clocks(aim_s), self._replayed_s(aim_s)
+        counts = [len(unlimited) if level is None else level for level in levels]
+        found: dict[int | None, list[int]] = {}
+        if min_dwell_s == 0.0 and levels[-1] is None:
+            found[None] = unlimited
+            counts.pop()
+        if counts:
+            budgets = clocks_by_budget(self.dag, self._choices, within_s, unlimited, counts, min_dwell_s)
+            found |= {level: budgets[n] for level, n in zip(levels, counts, strict=False) if n in budgets}
+        plans = {(level, False): self.of(clocks, deadline_s) for level, clocks in found.items()}
+        if min_dwell_s == 0.0 and self.profile.clock_change is not None:
+            early = {level: self._faster_early(clocks, self.profile.clock_change) for level, clocks in found.items()}
+            plans |= {(level, True): self.of(clocks, deadline_s) for level, clocks in early.items()}
+        return plans
+
+    def _faster_early(self, clocks: Sequence[int], change: ClockChange) -> list[int]:
+        """The same clocks, but each faster one already for what runs just before, so that it is there in time.
+
+        No rank changes its clock more often than before.
+        """
+        keys, changed = self.dag.iteration.keys, list(clocks)
+        latency_s = change.calls_per_change(self.profile.gpus_per_stage) * change.call_s + change.settle_s
+        for program in self.dag.iteration.programs:
+            places = [place for place in program if place < len(keys)]
+            for number, place in enumerate(places):
+                before, left_s = number - 1, latency_s  # number - 1 of the first one is the last one, as it should be
+                run_mhz, mhz, table = clocks[places[before]], clocks[place], self._table[keys[place]]
+                if run_mhz not in table or table[mhz].time_s >= table[run_mhz].time_s:
+                    continue
+                while left_s > 0.0 and before > number - len(places) and clocks[places[before]] == run_mhz:
+                    key = keys[places[before]]
+                    if mhz not in self._table[key]:
+                        break
+                    changed[places[before]] = mhz
+                    left_s -= self._table[key][run_mhz].time_s
+                    before -= 1
+        return changed
+
+    def _effective_j(self, plan: Plan) -> float:
+        return plan.energy_j - self.dag.waiting_w * plan.time_s
+
+    def _unlimited_clocks(self, deadline_s: float) -> list[int]:
+        """The clock of each computation, MHz, by its place, without a switch budget."""
+        if deadline_s not in self._unlimited:
+            choice = self._choices.option_start[self._choices.member + 1] - 1  # the slowest of each
+            if deadline_s < self.frontier.max_time_s:
+                within_s = self._replayed_s(deadline_s)
+                choice = round_plan(self._choices, within_s, self._anchors(within_s), self._at_maximum)
+            option = choice - self._choices.option_start[self._choices.member]
+            index = dict(zip(self.dag.order, option.tolist(), strict=True))
+            self._unlimited[deadline_s] = [
+                self.dag.options[key][index[place]].clock_mhz for place, key in enumerate(self.dag.iteration.keys)
+            ]
+        return self._unlimited[deadline_s]
+
+    @cached_property
+    def _choices(self) -> Choices:
+        return choices_of(self.dag)
+
+    @cached_property
+    def _at_maximum(self) -> Integers:
+        """(n,) in `dag.order`, the best option that is no slower than the maximum clock."""
+        last = {
+            key: sum(option.time_s <= self.profile.measurements[key][0].time_s for option in options) - 1
+            for key, options in self.dag.options.items()
+            if key in self.profile.measurements
+        }
+        above = np.array([last.get(self.dag.keys[place], 0) for place in self.dag.order], dtype=np.int64)
+        return np.add(self._choices.option_start[self._choices.member], above)
+
+    def _replayed_s(self, deadline_s: float) -> float:
+        """The most that an iteration may replay to, so that with the overhead it rounds to at most `deadline_s`."""
+        overhead_s = self.profile.overhead_s
+        within_s = float(Fraction(deadline_s) + Fraction(math.ulp(deadline_s)) / 2 - Fraction(overhead_s))
+        while within_s + overhead_s > deadline_s:
+            within_s = math.nextafter(within_s, 0.0)
+        return within_s
+
+    def _anchors(self, within_s: float) -> Iterator[Anchor]:
+        frontier, tick_s = self.frontier, self.frontier.scaled.tick_s
+        count, last = len(self.dag.keys), int(frontier.times[-1])
+        deadlines = anchor_deadlines(within_s, *frontier.replayed_ends_s)
+        ticks = [min(max(int(each_s / tick_s), last), int(frontier.times[0])) for each_s in deadlines]
+        for each_s, at in zip(deadlines, frontier.states_at(ticks), strict=True):
+            end_s = np.multiply(at.state.event[1 : 2 * count : 2], tick_s, dtype=np.float64)
+            price_w = np.multiply(at.state.flow[:count], frontier.scaled.power_unit_w, dtype=np.float64)
+            yield Anchor(each_s, end_s, price_w)
+
+    def of(self, clocks: Sequence[int], deadline_s: float | None) -> Plan:
+        """The plan of one clock (MHz) per computation, by its place, replayed; for its own time if for no other."""
+        keys, frontier = self.dag.iteration.keys, self.frontier
+        points = [self._table[key][clock] for key, clock in zip(keys, clocks, strict=True)]
+        time_s, energy_j = time_and_energy(self.dag, points)
+        plan = Plan(
+            iteration=self.dag.iteration,
+            clocks={str(c): point.clock_mhz for c, point in zip(self.dag.computations, points, strict=True)},
+            measurements=self._used(clocks),
+            profile_digest=self.profile.digest,
+            gpu=self.profile.gpu,
+            origin=self.profile.origin,
+            blocking_power_w=self.profile.blocking_power_w,
+            deadline_s=time_s if deadline_s is None else deadline_s,
+            time_s=time_s,
+            energy_j=energy_j,
+            bound_j=frontier.bound_j(max(time_s, frontier.min_time_s)),
+            baseline_time_s=frontier.baseline_time_s,
+            baseline_energy_j=frontier.baseline_energy_j,
+            gpus_per_stage=self.profile.gpus_per_stage,
+            knob=self.profile.knob,
+            overhead_s=self.profile.overhead_s,
+            clock_change=self.profile.clock_change,
+        )
+        if plan.clock_change is None:
+            return plan
+        timeline = replay(plan)
+        time_s, bound_j = timeline.time_s, frontier.bound_j(max(timeline.time_s, frontier.min_time_s))
+        deadline_s = time_s if deadline_s is None else deadline_s
+        return replace(plan, deadline_s=deadline_s, time_s=time_s, energy_j=timeline.energy_j, bound_j=bound_j)
+
+    @cached_property
+    def _table(self) -> dict[Key, dict[int, Measurement]]:
+        used = set(self.dag.iteration.keys)
+        return {key: {m.clock_mhz: m for m in rows} for key, rows in self.profile.measurements.items() if key in used}
+
+    def _used(self, clocks: Sequence[int]) -> Mapping[Key, Mapping[int, Measurement]]:
+        """What `Plan.measurements` holds of a plan of these clocks, highest clocks first."""
+        used: dict[Key, set[int]] = {key: set() for key in self._table}
+        keys, ranks = self.dag.iteration.keys, self.dag.iteration.rank_of
+        for key, clock in zip(keys, clocks, strict=True):
+            used[key].add(clock)
+        if self.profile.clock_change is not None:  # what runs may begin at the clock of any other on its rank
+            on_rank: dict[int, set[int]] = {}
+            for rank, clock in zip(ranks, clocks, strict=False):
+                on_rank.setdefault(rank, set()).add(clock)
+            for rank, key in set(zip(ranks, keys, strict=False)):
+                used[key] |= {nearest_clock(self._table[key], clock) for clock in on_rank[rank]}
+        return {key: {clock: self._table[key][clock] for clock in sorted(used[key], reverse=True)} for key in used}
+
+
+def _infeasible(deadline_s: float, max_changes: int | None, min_dwell_s: float, least_s: float) -> InfeasibleBudget:
+    return InfeasibleBudget(deadline_s, max_changes, min_dwell_s, least_s if least_s < math.inf else None)

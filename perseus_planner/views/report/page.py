@@ -1,0 +1,104 @@
+"""A report as one HTML file: everything is inside, so that it opens anywhere, and offline."""
+
+from __future__ import annotations
+
+import json
+from base64 import b64encode
+from collections.abc import Iterable
+from dataclasses import asdict
+from hashlib import sha256
+from importlib.resources import files
+from typing import Any
+
+from jinja2 import Environment, StrictUndefined
+from jinja2.utils import htmlsafe_json_dumps
+from markupsafe import Markup
+
+from perseus_planner.profiles.csv_file import unit_of
+from perseus_planner.views.report.report import Report
+from perseus_planner.views.web import page_file
+
+_NOT_KNOWN, _MINUS = "\u2013", "\u2212"
+
+
+def page(report: Report) -> str:
+    """The page of `report`. Names of files and profiles are texts on it, whatever they contain.
+
+    A content security policy in it lets no script run but its own two, by their digests, and loads nothing.
+    """
+    styles = [_inline(page_file("theme.css")), _inline(_own("report.css"))]
+    scripts = [_inline(page_file("charts.js")), _inline(_own("timeline.js")), _inline(_own("report.js"))]
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment.filters |= {"number": number, "input": _input, "share": _share, "signed": _signed, "watts": _watts}
+    return environment.from_string(_own("report.html.j2")).render(
+        report=report,
+        unit=unit_of(report.setup.knob),
+        styles=styles,
+        scripts=scripts,
+        policy=_policy(scripts, styles),
+        has_errors=any(point.energy_stderr_j is not None for curve in report.curves for point in curve.points),
+        data=htmlsafe_json_dumps(_data(report), dumps=json.dumps, separators=(",", ":")),
+    )
+
+
+def number(value: float | None, digits: int = 4) -> str:
+    """With thousands separated and that many significant digits, but no digit before the point lost."""
+    if value is None:
+        return _NOT_KNOWN
+    if value == 0:
+        return "0"
+    whole = len(str(int(abs(value)))) if abs(value) >= 1 else 0
+    if whole >= digits or float(value).is_integer():
+        return f"{value:,.0f}".replace("-", _MINUS)
+    places = digits - whole if whole else digits - 1 - int(f"{value:e}".split("e")[1])
+    return f"{value:,.{min(places, 12)}f}".replace("-", _MINUS)
+
+
+def _input(value: float) -> str:
+    """As it was given."""
+    return f"{value:g}"
+
+
+def _share(value: float) -> str:
+    return f"{100 * value:.1f}\u00a0%".replace("-", _MINUS)
+
+
+def _signed(value: float) -> str:
+    """In percent, with its sign."""
+    return f"{100 * value:+.2f}\u00a0%".replace("-", _MINUS)
+
+
+def _watts(power_w: float | Iterable[float]) -> str:
+    if isinstance(power_w, (int, float)):
+        return f"{number(power_w)}\u00a0W"
+    powers_w = list(power_w)
+    return f"{number(min(powers_w))} to {number(max(powers_w))}\u00a0W"
+
+
+def _own(name: str) -> str:
+    return (files("perseus_planner.views.report") / name).read_text(encoding="utf-8")
+
+
+def _inline(text: str) -> Markup:
+    """A script or style of the planner's own, as it is."""
+    return Markup(text)  # a file of this package
+
+
+def _policy(scripts: Iterable[str], styles: Iterable[str]) -> str:
+    allowed = [" ".join(f"'sha256-{_digest(text)}'" for text in texts) for texts in (scripts, styles)]
+    return f"default-src 'none'; script-src {allowed[0]}; style-src {allowed[1]}; base-uri 'none'; form-action 'none'"
+
+
+def _digest(text: str) -> str:
+    return b64encode(sha256(text.encode()).digest()).decode()
+
+
+def _data(report: Report) -> dict[str, Any]:
+    """What the scripts draw from."""
+    return {
+        "unit": unit_of(report.setup.knob),
+        "points": asdict(report.points),
+        "timelines": [asdict(each) for each in report.timelines.timelines],
+        "ranks": [asdict(each) for each in report.ranks],
+        "curves": [asdict(each) for each in report.curves],
+    }

@@ -1,0 +1,36 @@
+"""What an iteration of a plan would leave behind if it ran as the plan is replayed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from perseus_planner.plans.clock_replay import Call
+from perseus_planner.plans.plan import Plan
+from perseus_planner.plans.simulate import clock_calls, replay
+from perseus_planner.runs.matching import Change, with_changes
+from perseus_planner.runs.ran import RanComputation
+
+
+def foreseen(plan: Plan) -> tuple[tuple[RanComputation, ...], ...]:
+    """The computations of each rank, times in seconds from the start of the iteration; `iteration` is 0."""
+    spans, calls = replay(plan).spans, clock_calls(plan)
+    ranks = []
+    for number, program in enumerate(plan.schedule.ranks):
+        spans_s = [(spans[str(each)].start_s, spans[str(each)].end_s) for each in program]
+        clocks = [plan.clocks[str(each)] for each in program]
+        own = [call for call in calls if call.rank == number]
+        changes = [_change(call, spans_s, before) for call, before in zip(own, _before(clocks, own), strict=True)]
+        asked_s = min([0.0, *(call.requested_s for call in own)])
+        ranks.append(with_changes(0, program, clocks, spans_s, changes, asked_s=asked_s, in_force=clocks[-1]))
+    return tuple(ranks)
+
+
+def _before(clocks: Sequence[int], calls: Sequence[Call]) -> list[int]:
+    """What was set before each of the calls."""
+    return [clocks[-1], *(call.clock_mhz for call in calls)][: len(calls)]
+
+
+def _change(call: Call, spans_s: Sequence[tuple[float, float]], before: int) -> Change:
+    # A rank asks for the clock of what it runs next.
+    place = next(place for place, (start_s, _) in enumerate(spans_s) if start_s >= call.requested_s)
+    return Change(place, call.clock_mhz, call.requested_s, call.start_s, call.end_s, before)

@@ -1,0 +1,194 @@
+"""A service of the job's own: `planner serve` as a process of rank 0, which ends with it however that ends.
+
+A process, not a thread: a thread would take Python's lock from training. It has a low priority, so that training has
+the cores. It is on loopback and a free port unless told otherwise.
+
+What it acknowledges is kept in the node's state folder, `services-UID/` in $PLANNER_STATE_DIR or
+/dev/shm/perseus-planner, in a file for each name of a job. So a job that is killed and started again on this node finds
+its reports, as a GPU that was slow still is; and no lock of a network's file system is needed, as beside the run. What
+a job ends in good order leaves nothing. Beside it is what the service says, in a file that ends with `.log`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import stat
+import subprocess
+import sys
+import threading
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from ipaddress import ip_address
+from pathlib import Path
+
+from perseus_planner.errors import PlannerError, ServiceAway, UsageError
+from perseus_planner.files import sha256
+from perseus_planner.gpu.lease.folder import elsewhere, state_folder
+from perseus_planner.gpu.lease.records import open_folder
+from perseus_planner.runtime.controller.peer import is_readable
+
+TOKENS_VARIABLE = "PLANNER_SERVICE_TOKENS"
+"""As for `planner serve`: a line `token role name` for each client."""
+
+_EMBEDDED = re.compile(r"embedded(:(?P<host>[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]))??(:(?P<port>[0-9]{1,5}))?")
+_NICENESS = 10  #: a tenth of the share of a training thread, where all want a core
+_START_S = 120.0  #: until it listens
+_END_S = 2.0  #: from SIGTERM until it is killed
+
+
+@dataclass(frozen=True)
+class Embedding:
+    """Where a service of the job's own is to listen: "embedded", "embedded:8400", "embedded:0.0.0.0:8400".
+
+    Attributes:
+        host: an address or a name of this machine.
+        port: 0 to have one chosen.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 0
+
+    @classmethod
+    def parse(cls, text: str) -> Embedding | None:
+        """What `text` asks for; None: it is another address.
+
+        Raises:
+            UsageError: it begins with "embedded" and goes on with what is no address, or others can reach that address
+                and no tokens are set.
+        """
+        if text != "embedded" and not text.startswith("embedded:"):
+            return None
+        match = _EMBEDDED.fullmatch(text)
+        if match is None or int(match["port"] or 0) > 65535:
+            raise UsageError(f"service={text!r}: write embedded, embedded:PORT or embedded:HOST:PORT")
+        found = cls((match["host"] or cls.host).strip("[]"), int(match["port"] or cls.port))
+        if not found.is_loopback and not os.environ.get(TOKENS_VARIABLE, "").strip():
+            raise UsageError(
+                f"service={text!r}: others can reach it, so they must show tokens; set {TOKENS_VARIABLE} as for "
+                "`planner serve`, or leave the host out"
+            )
+        return found
+
+    @property
+    def is_loopback(self) -> bool:
+        """Only this machine reaches it."""
+        try:
+            return ip_address(self.host).is_loopback
+        except ValueError:
+            return self.host == "localhost"
+
+
+class EmbeddedService:
+    """The process, of one job. One thread asks for it, and any may close it.
+
+    Attributes:
+        token: what this rank shows it; None: it asks for none.
+    """
+
+    def __init__(self, embedding: Embedding, job: str) -> None:
+        """Nothing is started yet.
+
+        Args:
+            embedding: where it is to listen.
+            job: the name of the job.
+        """
+        self._host, self._port = embedding.host, embedding.port
+        self._name = sha256(job.encode())[:16]  # names of jobs never become paths
+        self._process: subprocess.Popen[bytes] | None = None
+        self._url = ""
+        self._lock = threading.Lock()  #: of what follows, and of starting
+        self._is_closed = False
+        self.token = secrets.token_hex(16) if os.environ.get(TOKENS_VARIABLE, "").strip() else None
+
+    def running(self) -> str:
+        """Its URL; it is started where it does not run, then at the port that it had.
+
+        Raises:
+            ServiceAway: it cannot be started; says why.
+        """
+        if self._process is None or self._process.poll() is not None:
+            try:
+                self._start()
+            except (OSError, PlannerError) as error:
+                self._end(0.0)
+                raise ServiceAway(f"the service of this job could not be started: {error}") from error
+        return self._url
+
+    def close(self) -> None:
+        """End it for good, and remove what it kept."""
+        with self._lock:
+            self._is_closed = True
+        self._end(_END_S)
+        with suppress(OSError, PlannerError):
+            for path in self._database().parent.glob(f"{self._name}.*"):
+                path.unlink()
+
+    def _start(self) -> None:
+        database = self._database()
+        log = database.with_suffix(".log")
+        process = self._begun(database, log)
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, process.pid, _NICENESS)
+        assert process.stdout is not None  # PIPE was asked for
+        with process.stdout as told:
+            comes = is_readable(told.fileno(), time.monotonic() + _START_S)
+            match = re.match(r"Listening at (\S+),", told.readline().decode() if comes else "")
+        if match is None:
+            raise ServiceAway(_last_line(log) or f"it did not listen within {_START_S:g} s")
+        self._url = match[1]
+        self._port = int(self._url.rpartition(":")[2])
+
+    def _begun(self, database: Path, log: Path) -> subprocess.Popen[bytes]:
+        where = ["--host", self._host, "--port", str(self._port), "--database", str(database)]
+        with self._lock, open(log, "wb", opener=_private) as said:
+            if self._is_closed:
+                raise ServiceAway("the job is ending")
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "perseus_planner", "serve", *where, "--owner", str(os.getpid())],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=said,
+                cwd="/",  # it keeps no file system from being unmounted
+                env=self._environment(),
+                start_new_session=True,  # what a terminal interrupts is training, which ends it
+            )
+        return self._process
+
+    def _end(self, patience_s: float) -> None:
+        """Politely at first, for so many seconds."""
+        process = self._process
+        if process is not None and process.poll() is None:
+            process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(patience_s)
+            process.kill()
+            process.wait()
+
+    def _environment(self) -> dict[str, str]:
+        environment = elsewhere()
+        if self.token is not None:
+            environment[TOKENS_VARIABLE] = f"{environment[TOKENS_VARIABLE]}\n{self.token} operate rank-0\n"
+        return environment
+
+    def _database(self) -> Path:
+        """Where it keeps all, in a folder that is this user's alone."""
+        with open_folder(create=True):
+            folder = Path(state_folder()).absolute() / f"services-{os.geteuid()}"
+            with suppress(FileExistsError):
+                folder.mkdir(0o700)
+            status = folder.lstat()
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
+            raise UsageError(f"{folder}: is not a folder of this user; remove it, or name another PLANNER_STATE_DIR")
+        return folder / f"{self._name}.sqlite"
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
+
+
+def _last_line(log: Path) -> str:
+    lines = log.read_text(errors="replace").strip().splitlines()
+    return lines[-1].removeprefix("Error: ") if lines else ""

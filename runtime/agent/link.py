@@ -1,0 +1,80 @@
+"""What every rank of a job does for the service: says where it is, and what it finds out and counts."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+from perseus_planner.plans.plan import Plan
+from perseus_planner.runs.straggler import Straggling
+from perseus_planner.runtime.agent.agent import Agent
+from perseus_planner.runtime.agent.settings import ServedJob
+from perseus_planner.runtime.agent.store import Card, Finding, Mailbox
+from perseus_planner.runtime.job import Job
+from perseus_planner.runtime.notices import Notices
+from perseus_planner.runtime.rendezvous import Joined
+from perseus_planner.runtime.switching.plans import GivenPlan
+from perseus_planner.runtime.switching.proposals import Proposal
+from perseus_planner.runtime.telemetry.counters import Counts
+
+
+class ServiceLink:
+    """One rank's part.
+
+    Args:
+        served: what the service is to know; rank 0's counts.
+        job: all ranks.
+        notices: of this rank.
+    """
+
+    def __init__(self, served: ServedJob, job: Job, notices: Notices) -> None:
+        self.served = served
+        self._job, self._notices = job, notices
+        self._mailbox = Mailbox(job.store)
+        self._agent: Agent | None = None
+
+    def begin(self, joined: Joined, plan: Plan | None, switch_to: Callable[[GivenPlan], Proposal]) -> None:
+        """Training begins.
+
+        Args:
+            joined: what this rank knows.
+            plan: what its pipeline runs by at first.
+            switch_to: of its `Runtime`.
+        """
+        gpu = "" if joined.gpu is None else joined.gpu.uuid
+        card = Card(self._job.rank, joined.pipeline, joined.engine.seat.rank, socket.gethostname(), gpu)
+        with suppress(RuntimeError):  # the job's store is gone: training itself will say that
+            self._mailbox.say_place(card)
+        if self._job.rank == 0:
+            self._agent = Agent(self.served, self._job, joined.pipelines, plan, switch_to, self._notices)
+            self._agent.start()
+
+    def told(self, then: Callable[[Straggling], None] | None) -> Callable[[Straggling], None]:
+        """What is to be told what this rank finds out of itself, so that the service and then `then` hear of it.
+
+        It costs two operations of the job's store.
+        """
+
+        def found(straggling: Straggling) -> None:
+            with suppress(RuntimeError):  # the store is gone
+                self._mailbox.say(Finding(self._job.rank, straggling))
+            if then is not None:
+                then(straggling)
+
+        return found
+
+    def counted(self, counts: Sequence[Counts]) -> None:
+        """What this rank has counted is for the service to know; one operation of the job's store."""
+        with suppress(RuntimeError):  # the store is gone
+            self._mailbox.say_counts(self._job.rank, counts)
+
+    def stop(self) -> None:
+        """Training is ending: nothing more is taken; returns at once."""
+        if self._agent is not None:
+            self._agent.stop()
+
+    def close(self) -> None:
+        """Training has ended: the service is told."""
+        if self._agent is not None:
+            self._agent.close()

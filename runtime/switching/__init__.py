@@ -1,0 +1,1 @@
+"""All ranks take up a new plan at the same iteration."""

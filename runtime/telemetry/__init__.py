@@ -1,0 +1,1 @@
+"""What one rank counts, records and detects while it trains."""

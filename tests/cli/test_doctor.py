@@ -1,0 +1,223 @@
+"""`planner doctor` says what can be read and set, and changes nothing unless asked."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import yaml
+from commands import done, refusal
+from fake_nvml import UUIDS, StandIn
+from gpu_owners import LOCKS_AND_WAITS, files, guardians, kill, owner
+
+from perseus_planner.gpu import inspection, open_gpu
+from perseus_planner.gpu.inspection import watch_energy
+from perseus_planner.gpu.latency import measure_latency
+from perseus_planner.profiles.clock_changes import ClockChange
+
+SET = "nvmlDeviceSetGpuLockedClocks"
+
+
+@pytest.fixture(autouse=True)
+def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of records."""
+    monkeypatch.setenv("PLANNER_STATE_DIR", str(tmp_path / "state"))
+    return tmp_path / "state"
+
+
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Watch energy counters for less long, in tests of something else."""
+    monkeypatch.setattr(inspection, "_WATCH_S", 0.05)
+
+
+def rows(text: str) -> dict[str, str]:
+    """What is said of one GPU, by name; of several rows with one name the last."""
+    lines = [line.strip().partition("  ") for line in text.splitlines() if line.startswith("  ")]
+    return {name: said.strip() for name, _, said in lines}
+
+
+def settings(command: str) -> dict[str, str]:
+    (found,) = json.loads(done(command))["gpus"]
+    return {each["name"]: each["answer"] for each in found["inspection"]["settings"]}
+
+
+def test_nothing_is_changed_and_no_folder_made(nvml: StandIn, state: Path, short):
+    text = done("doctor")
+    assert nvml.settings() == []
+    assert not state.exists()
+    assert [line.split(": ")[0] for line in text.splitlines() if line.startswith("nvml:")] == [
+        f"nvml:{uuid}" for uuid in UUIDS
+    ]
+
+
+def test_what_can_be_read_is_said(nvml: StandIn):
+    nvml.set("energy_step_ms", 100)
+    nvml.set("persistence", 0)
+    text = done("doctor nvml:0")
+    assert text.startswith(f"nvml:{UUIDS[0]}: NVIDIA H100 80GB HBM3, driver 570.86.15\n")
+    said = rows(text)
+    assert said["clocks that can be locked"] == "119 from 1980 to 210 MHz"
+    assert said["power limits"] == "100 to 700 W"
+    assert said["temperature"] == "40 degrees Celsius"
+    assert said["throttled now by"] == "nothing"
+    assert said["held"] == "by no process"
+    assert said["note"].startswith("persistence mode is off")
+    assert said["counter steps"].startswith("every ")
+
+
+def test_what_cannot_be_read_says_why_and_hides_nothing_else(nvml: StandIn, short):
+    nvml.fail("nvmlDeviceGetTemperatureV", 3)
+    nvml.fail("nvmlDeviceGetTemperature", 3)
+    nvml.fail("nvmlDeviceGetSupportedMemoryClocks", 3)
+    said = rows(done("doctor nvml:0"))
+    assert said["temperature"].startswith("cannot be read: nvml:GPU-11111111")
+    assert said["clocks that can be locked"].startswith("cannot be read: nvml:GPU-11111111")
+    assert said["power"] == "456.0 W"
+
+
+def test_the_step_of_a_simulated_counter_is_found_in_virtual_time():
+    with open_gpu("simulated:a100-sxm?step=0.25") as gpu:
+        seen = watch_energy(gpu)
+        assert seen.step_s == pytest.approx(0.25, abs=0.005)
+        assert seen.counter_w == pytest.approx(seen.sensor_w, rel=0.02)
+        assert seen.step_j == pytest.approx(seen.counter_w * seen.step_s, rel=0.02)
+        assert seen.problem is None
+
+
+def test_a_stuck_counter_is_said(nvml: StandIn, short):
+    nvml.set("idle_w", 0)
+    nvml.set("w_per_mhz", 0)
+    said = rows(done("doctor nvml:0"))
+    assert said["counter"].startswith("no step was seen in 0.1 s: the counter is stuck; ")
+    assert "counter steps" not in said
+
+
+def test_a_counter_that_is_not_there_is_said(nvml: StandIn, short):
+    nvml.fail("nvmlDeviceGetTotalEnergyConsumption", 3)
+    nvml.set("field_83", "error 3")
+    nvml.set("field_191", "error 3")
+    content = json.loads(done("doctor nvml:0 --json"))["gpus"][0]["inspection"]
+    assert content["energy"]["step_s"] is None
+    assert "cannot read its energy counter" in content["energy"]["problem"]
+
+
+def test_who_holds_a_gpu_and_who_left_it_is_said(nvml: StandIn, state: Path, short):
+    with owner(LOCKS_AND_WAITS, ["nvml:0"]) as process:
+        assert f"process {process.pid} of " in rows(done("doctor nvml:0"))["held"]
+        kill(*(guardian.pid for guardian in guardians(process)), process.pid)
+        process.wait()
+        said = rows(done("doctor nvml:0"))
+    assert said["held"] == "by no process"
+    assert f"process {process.pid} of " in said["left behind"]
+    assert said["left behind"].endswith("died; run `planner reset`")
+    assert nvml.locked_mhz(0) == (1500, 1500), "doctor only tells"
+
+
+def test_latency_is_measured_and_all_is_reset(nvml: StandIn, state: Path, short):
+    nvml.set(f"latency_us_{SET}", 5000)
+    text = done("doctor --measure-latency")
+    assert [nvml.locked_mhz(index) for index in range(2)] == [None, None]
+    assert files(state) == []
+    line = text.splitlines()[-1]
+    change = yaml.safe_load(line)["clock_change"]
+    assert ClockChange(**change).gpus_per_node == 2, "the stand-in's calls queue behind one lock, as the driver's do"
+    assert 0.005 <= change["call_s"] < 0.05
+    assert "they run one after another" in text
+    assert {setting.high for setting in nvml.settings() if setting.function == SET} >= {1980, 210}
+
+
+def test_one_gpu_alone_does_not_tell_how_many_share_a_lock(nvml: StandIn, short):
+    content = json.loads(done("doctor nvml:0 --measure-latency --json"))
+    assert set(content["clock_change"]) == {"call_s", "settle_s"}
+    assert content["together"] is None
+    assert content["gpus"][0]["latency"]["calls"] == 32
+
+
+def test_gpus_of_machines_of_their_own_do_not_wait_for_each_other():
+    content = json.loads(done("doctor simulated:a100-sxm simulated:h100-sxm --measure-latency --json"))
+    assert content["together"]["queue"] is False
+    assert content["clock_change"]["gpus_per_node"] == 1
+    assert content["clock_change"]["call_s"] == pytest.approx(0.0045, rel=0.5)
+
+
+def test_a_clock_that_is_not_reached_is_said(nvml: StandIn, short):
+    nvml.set("clock_mhz", 345)
+    text = done("doctor nvml:0 --measure-latency")
+    assert "the clock that was set was not reached within 0.5 s" in rows(text)["changing the clock"]
+    assert set(yaml.safe_load(text.splitlines()[-1])["clock_change"]) == {"call_s"}
+
+
+def test_latency_of_a_simulated_gpu_is_that_of_its_model():
+    with open_gpu("simulated:a100-sxm") as gpu:
+        seen = measure_latency(gpu)
+        assert seen.settled == seen.waited == seen.calls == 32
+        assert 0.001 < seen.call_p50_s < seen.call_p99_s <= seen.call_max_s < 0.05
+        assert gpu.now_s() < 2.0
+
+
+@pytest.mark.parametrize(
+    ("function", "code", "clock", "limit"),
+    [
+        (SET, 4, "not permitted", "permitted"),
+        (SET, 3, "not supported", "permitted"),
+        (SET, 999, "failed", "permitted"),
+        ("nvmlDeviceResetGpuLockedClocks", 4, "not permitted", "not tried"),
+        ("nvmlDeviceSetPowerManagementLimit", 4, "permitted", "not permitted"),
+    ],
+)
+def test_what_may_not_be_set_is_said(nvml: StandIn, state: Path, short, function: str, code: int, clock, limit):
+    assert settings("doctor nvml:0 --json") == {"clock": "not tried", "power limit": "not tried"}
+    nvml.fail(function, code)
+    assert settings("doctor nvml:0 --measure-latency --json") == {"clock": clock, "power limit": limit}
+    assert nvml.locked_mhz(0) is None
+    assert files(state) == []
+
+
+def test_a_gpu_that_is_held_is_not_measured(nvml: StandIn, short):
+    with owner(LOCKS_AND_WAITS, ["nvml:0"]):
+        said = rows(done("doctor nvml:0 --measure-latency"))
+        assert nvml.locked_mhz(0) == (1500, 1500)
+    assert said["setting the clock"].startswith("failed: GPU nvml:GPU-11111111")
+
+
+def test_a_lost_gpu_hides_no_other(nvml: StandIn, short):
+    nvml.fail("*", 15, gpu=0)
+    text = done("doctor")
+    assert text.startswith(f"nvml:{UUIDS[1]}: ")
+    assert text.splitlines()[-1].startswith("nvml:0: ")
+
+
+def test_no_gpu_is_an_answer(nvml: StandIn):
+    nvml.set("gpus", 0)
+    remark = "No GPU: NVML shows none on this node; `planner profile --gpu simulated:a100-sxm` needs none"
+    assert done("doctor") == f"{remark}\n"
+    assert json.loads(done("doctor --json")) == {
+        "gpus": [],
+        "together": None,
+        "clock_change": {},
+        "remarks": [remark],
+        "files": [],
+    }
+
+
+def test_no_driver_is_an_answer(nvml: StandIn):
+    nvml.fail("nvmlInitWithFlags", 9)
+    assert done("doctor").startswith("No GPU: NVML")
+
+
+def test_a_gpu_that_is_not_there_is_refused(nvml: StandIn):
+    code, stdout, stderr = refusal("doctor nvml:7")
+    assert (code, stdout) == (2, "")
+    assert stderr.startswith("Error: nvml:7: NVML shows no such GPU")
+
+
+def test_privilege_is_read_from_the_kernel(nvml: StandIn, short, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(inspection, "_has_sys_admin", lambda: False)
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    said = rows(done("doctor nvml:0"))["setting the clock"]
+    assert "root without CAP_SYS_ADMIN" in said
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    assert "setting needs root" in rows(done("doctor nvml:0"))["setting the clock"]

@@ -1,0 +1,211 @@
+"""`planner estimate` makes a profile from dimensions, and says that nothing was measured."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+import yaml
+from commands import done, refusal
+
+from perseus_planner import Profile
+from perseus_planner.estimate.estimate import estimate
+from perseus_planner.estimate.presets import PRESETS
+from perseus_planner.estimate.works import Workload, stage_works
+from perseus_planner.gpu.simulated.catalog import CATALOGUE
+from perseus_planner.profiles.measurement import Measurement
+
+GPT = "estimate --model gpt3-1.3b --gpu a100-sxm -o new.yaml"
+DIMENSIONS = """format: perseus-planner/transformer
+version: 1
+layers: 4
+hidden: 512
+heads: 8
+vocabulary: 1000
+sequence: 256
+"""
+
+
+def write(path: Path, preset: str) -> None:
+    document = {"format": "perseus-planner/transformer", "version": 1, **asdict(PRESETS[preset])}
+    path.write_text(yaml.safe_dump(document, sort_keys=False))
+
+
+def test_the_profile_is_that_of_python_and_can_be_planned_on(folder: Path):
+    done(f"{GPT} --layers 5,7,6,6 --tensor-parallel 2 --microbatch 4 --sequence 1024 --recompute full --link 250")
+    shape = replace(PRESETS["gpt3-1.3b"], tensor_degree=2, microbatch=4, sequence=1024, recomputation="full")
+    work = Workload("gpt3-1.3b", shape, (5, 7, 6, 6), 250e9)
+    profile = Profile.load("new.yaml")
+    assert profile == estimate(work, CATALOGUE["a100-sxm"])
+    assert (profile.origin, profile.gpus_per_stage) == ("simulated", 2)
+    assert "nothing was measured" in profile.conditions["estimate"]
+    done("solve new.yaml --schedule 1f1b --microbatches 8 -o frontier.npz")
+    assert "simulated" in done("plan frontier.npz --slowdown 1 -o plan.yaml")
+
+
+def test_zero_bubble_schedules_can_be_planned_on_a_split_backward(folder: Path):
+    done(f"{GPT} --stages 2 --split-backward")
+    assert {kind for _, kind in Profile.load("new.yaml").measurements} == set("FBIW")
+    done("solve new.yaml --schedule zb-h1 --microbatches 4 -o frontier.npz")
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_file_of_dimensions_says_what_a_preset_says(folder: Path, preset: str):
+    write(folder / "mine.yaml", preset)
+    done(f"estimate --model {preset} --gpu h100-sxm --stages 8 -o preset.yaml")
+    done("estimate --model mine.yaml --gpu simulated:h100-sxm --stages 8 -o own.yaml")
+    assert Profile.load("own.yaml") == Profile.load("preset.yaml")
+
+
+def test_a_file_may_leave_out_what_follows_from_the_rest(folder: Path):
+    (folder / "mine.yaml").write_text(DIMENSIONS)
+    done("estimate --model mine.yaml --gpu a40 --stages 2 -o short.yaml")
+    (folder / "mine.yaml").write_text(f"{DIMENSIONS}kv_heads: 8\nhead_size: 64\nffn: 2048\ntensor_degree: 1\n")
+    done("estimate --model mine.yaml --gpu a40 --stages 2 -o long.yaml")
+    assert Profile.load("short.yaml") == Profile.load("long.yaml")
+
+
+def test_it_says_what_each_stage_does_and_that_it_is_simulated(folder: Path):
+    text = done(f"{GPT} --stages 4 --tensor-parallel 2")
+    assert "SIMULATED" in text.splitlines()[1]
+    assert "Not calibrated" in text
+    assert "--link" in text
+    assert text.endswith("Wrote new.yaml\nWrote new.csv\n")
+    rows = [line.split() for line in text.splitlines() if line.strip()[:1].isdigit()]
+    assert [row[:3] for row in rows] == [[str(s), "6", word] for s in range(4) for word in ("forward", "backward")]
+
+
+def test_the_json_holds_the_same_in_si_units(folder: Path):
+    found = json.loads(done(f"{GPT} --stages 4 --tensor-parallel 2 --json"))
+    profile, shape = Profile.load("new.yaml"), replace(PRESETS["gpt3-1.3b"], tensor_degree=2)
+    assert (found["origin"], found["parameters"], found["files"]) == (
+        "simulated",
+        shape.parameters,
+        ["new.yaml", "new.csv"],
+    )
+    works = stage_works(shape, 4)
+    for row in found["computations"]:
+        kind = row["instruction"][0].upper()
+        top = profile.measurements[row["stage"], kind][0]
+        assert (row["flops"], row["bytes"]) == (works[row["stage"]][kind].flops, works[row["stage"]][kind].bytes)
+        assert (row["time_s"], row["energy_j"]) == (top.time_s, pytest.approx(top.energy_j / 2))
+    both_s = [profile.measurements[s, "F"][0].time_s + profile.measurements[s, "B"][0].time_s for s in range(4)]
+    assert found["imbalance"] == pytest.approx(max(both_s) / min(both_s))
+    forward = found["efficiencies"][0]
+    rows = [row for row in found["computations"] if row["instruction"] == "forward"]
+    flops = sum(row["flops"] for row in rows)
+    assert forward["flops_per_j"] == pytest.approx(flops / sum(row["energy_j"] for row in rows))
+    assert forward["flops_per_s"] == pytest.approx(flops / sum(row["time_s"] for row in rows))
+
+
+def twice(name: str, target: str) -> None:
+    """Write `target`: `name` as if everything had taken twice the time and three times the energy."""
+    profile = Profile.load(name)
+    table = {
+        key: tuple(Measurement(row.clock_mhz, 2 * row.time_s, 3 * row.energy_j) for row in rows)
+        for key, rows in profile.measurements.items()
+    }
+    replace(profile, measurements=table, blocking_power_w=77.0, origin="measured").save(target)
+
+
+@pytest.mark.parametrize(("file", "power_w"), [("measured.yaml", 77.0), ("measured.csv", None)])
+def test_a_measured_stage_calibrates(folder: Path, file: str, power_w: float | None):
+    done(f"{GPT} --stages 4")
+    twice("new.yaml", "measured.yaml")
+    text = done(f"{GPT} --stages 4 --calibrate {file} -o own.yaml")
+    assert f"Calibrated by stage 1 of {file} (measured)." in text
+    own, measured = Profile.load("own.yaml"), Profile.load("measured.yaml")
+    for key, rows in measured.measurements.items():
+        for row, like in zip(rows, own.measurements[key], strict=True):
+            assert (like.time_s, like.energy_j) == (pytest.approx(row.time_s), pytest.approx(row.energy_j))
+    assert own.blocking_power_w == (power_w or CATALOGUE["a100-sxm"].blocking_power_w)
+    assert own.origin == "simulated"
+
+
+def test_a_stage_of_another_sequence_length_calibrates(folder: Path):
+    done(f"{GPT} --stages 4 --sequence 512")
+    twice("new.yaml", "short.yaml")
+    done(f"{GPT} --stages 4 --sequence 1024")
+    twice("new.yaml", "long@1.yaml")
+    done(f"{GPT} --stages 4")
+    twice("new.yaml", "wanted.yaml")
+    options = "--calibrate short.yaml@512 --calibrate long@1.yaml@1024 --calibrate-stage 2"
+    done(f"{GPT} --stages 4 {options} -o own.yaml")
+    own, wanted = Profile.load("own.yaml"), Profile.load("wanted.yaml")
+    assert own.conditions["calibration"] == (
+        "stage 2 of short.yaml (measured) at 512 tokens; stage 2 of long@1.yaml (measured) at 1024 tokens"
+    )
+    for key, rows in wanted.measurements.items():
+        for row, like in zip(rows, own.measurements[key], strict=True):
+            assert (like.time_s, like.energy_j) == (pytest.approx(row.time_s), pytest.approx(row.energy_j))
+
+
+NAMES = ", ".join(PRESETS)
+GPUS = ", ".join(CATALOGUE)
+REFUSED = {
+    GPT: "give one of --stages and --layers: how many stages there are, or the layers of each",
+    f"{GPT} --stages 4 --layers 12,12": (
+        "give one of --stages and --layers: how many stages there are, or the layers of each"
+    ),
+    f"{GPT} --stages 0": "stages is 0; give a whole number from 1 to the 24 layers of the model",
+    f"{GPT} --stages 25": "stages is 25; give a whole number from 1 to the 24 layers of the model",
+    f"{GPT} --layers twelve": "--layers: 'twelve' is no list; write the layers of each stage, as 12,12,12",
+    f"{GPT} --layers 12,13": (
+        "layers: the stages have 25 in all and the model 24; give each stage its layers so that the sums agree"
+    ),
+    f"{GPT} --stages 4 --tensor-parallel 3": (
+        "tensor_degree: 3 GPUs cannot share heads of 16; choose a degree that divides it"
+    ),
+    f"{GPT} --stages 4 --microbatch 0": "microbatch: 0 is not a whole number of at least 1",
+    f"{GPT} --stages 4 --recompute some": "recomputation: 'some' is unknown; give none or selective or full",
+    f"{GPT} --stages 4 --attention eager": "attention: 'eager' is unknown; give plain or flash or flash-causal",
+    f"{GPT} --stages 4 --link 0": "link: 0.0 is no bandwidth; give one above 0",
+    f"{GPT} --stages 4 --link nan": "link: nan is no bandwidth; give one above 0",
+    f"{GPT} --stages 4 --gpu nvml:0": f"--gpu: there is no model of a GPU 'nvml:0'; choose one of: {GPUS}",
+    f"{GPT} --stages 4 --model gpt5": (
+        f"model 'gpt5': there is no such model; name a .yaml file of its dimensions, or one of {NAMES}"
+    ),
+    f"{GPT} --stages 4 --model absent.yaml": "absent.yaml: no such file; check the path",
+    f"{GPT} --stages 2 --model odd.yaml": (
+        "odd.yaml, line 5, key 'heads': 7 does not divide hidden of 512; give head_size too"
+    ),
+    f"{GPT} --stages 2 --model zero.yaml": "zero.yaml, line 4, hidden: 0 is not a whole number of at least 1",
+    f"{GPT} --stages 2 --model word.yaml": "word.yaml, line 5, heads: 'eight' is not a whole number of at least 1",
+    f"{GPT} --stages 2 --model more.yaml": ("more.yaml, line 8: unknown key 'headsize'; did you mean 'head_size'?"),
+    f"{GPT} --stages 2 --model none.yaml": "none.yaml: has no key 'sequence'; add it",
+    f"{GPT} --stages 4 --calibrate-stage 2": (
+        "--calibrate-stage: nothing calibrates; give --calibrate too, or leave it out"
+    ),
+    f"{GPT} --stages 4 --calibrate absent.yaml": "absent.yaml: no such file; check the path",
+    f"{GPT} --stages 4 --calibrate old.yaml --calibrate-stage 4": "old.yaml: there is no stage 4; give one from 0 to 3",
+    f"{GPT} --stages 4 --calibrate old.yaml --calibrate old.csv": (
+        "both measured stages have the same sequence length; give one of them"
+    ),
+    f"{GPT} --stages 4 --calibrate old.yaml@0": "sequence: 0 is not a whole number of at least 1",
+    f"{GPT} --stages 4 --calibrate old.yaml -o old.yaml": "--output old.yaml: is the file that is read; name another",
+    f"{GPT} --stages 4 --calibrate old.csv -o old.yaml": "--output old.csv: is the file that is read; name another",
+    f"{GPT} --stages 4 --model zero.yaml -o zero.yaml": "--output zero.yaml: is the file that is read; name another",
+    f"{GPT} --stages 4 -o absent/new.yaml": (
+        "--output absent/new.yaml: there is no folder absent; make it, or name another"
+    ),
+    f"{GPT} --stages 4 -o new.txt": "new.txt: a profile is saved as YAML with a CSV beside it; end the name with .yaml",
+}
+
+
+@pytest.mark.parametrize(("command", "message"), REFUSED.items(), ids=REFUSED)
+def test_bad_input_is_refused_in_one_line(folder: Path, command: str, message: str):
+    done("estimate --model gpt3-1.3b --gpu a100-sxm --stages 4 -o old.yaml")
+    changes = {
+        "odd": ("heads: 8", "heads: 7"),
+        "zero": ("hidden: 512", "hidden: 0"),
+        "word": ("heads: 8", "heads: eight"),
+        "more": ("sequence: 256\n", "sequence: 256\nheadsize: 64\n"),
+        "none": ("sequence: 256\n", ""),
+    }
+    for name, (old, new) in changes.items():
+        (folder / f"{name}.yaml").write_text(DIMENSIONS.replace(old, new))
+    before = {file: file.read_bytes() for file in folder.iterdir()}
+    assert refusal(command) == (2, "", f"Error: {message}\n")
+    assert {file: file.read_bytes() for file in folder.iterdir()} == before

@@ -1,0 +1,148 @@
+"""`planner plan` of several frontiers plans them to one deadline, and passes on the switch budget."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from commands import done, refusal
+from strategies import smooth_profile
+
+from perseus_planner import Frontier, Plan, schedules, solve
+from perseus_planner.profiles.groups import slowed
+from perseus_planner.solver.replicas import Replicas
+from perseus_planner.views.plan_summary import summarize_plans
+from perseus_planner.views.tables import plans_text
+
+BOTH = "plan fast.npz slow.npz -o plan.yaml"
+
+
+@pytest.fixture
+def frontiers(folder: Path) -> tuple[Frontier, Frontier]:
+    """Of a pipeline, and of one with a slow stage; fast.npz and slow.npz."""
+    profile, schedule = smooth_profile(2, step_mhz=150), schedules.one_f_one_b(2, 4)
+    both = solve(profile, schedule), solve(slowed(profile, {1: 1.2}), schedule)
+    both[0].save("fast.npz")
+    both[1].save("slow.npz")
+    return both
+
+
+TARGETS = {
+    "--deadline 3s": lambda replicas: replicas.plans_for(3.0),
+    "--slowdown 1.05": lambda replicas: replicas.plans_for(1.05 * replicas.baseline_time_s),
+    "--straggler-time 2.9s": lambda replicas: replicas.plans_for(2.9),
+    "--straggler-time 1ms": lambda replicas: replicas.plans_for(replicas.min_time_s),
+    "--least-energy": lambda replicas: replicas.plans_for(replicas.least_energy_time_s * (1 + 1e-9)),
+}
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_several_frontiers_have_the_library_s_plans(frontiers: tuple[Frontier, Frontier], target: str):
+    replicas = Replicas(frontiers, (3, 1))
+    found = json.loads(done(f"{BOTH} {target} --replicas 3,1 --json"))
+    plans = tuple(Plan.load(f"plan-{number}.yaml") for number in (0, 1))
+    assert plans == TARGETS[target](replicas)
+    assert (found["counts"], found["files"], found["pipelines"]) == ([3, 1], ["plan-0.yaml", "plan-1.yaml"], 4)
+    assert (found["time_s"], found["energy_j"]) == replicas.time_and_energy(plans)
+    assert [part["energy_j"] for part in found["plans"]] == [plan.energy_j for plan in plans]
+
+
+def test_one_count_each_is_the_default(frontiers: tuple[Frontier, Frontier]):
+    found = json.loads(done(f"{BOTH} --slowdown 1 --json"))
+    plans = Replicas(frontiers).plans_for(frontiers[1].baseline_time_s)
+    time_s = max(plan.time_s for plan in plans)
+    waiting_j = math.fsum(2 * 83.64 * (time_s - plan.time_s) for plan in plans)
+    assert (found["counts"], found["pipelines"], found["time_s"]) == ([1, 1], 2, time_s)
+    assert found["energy_j"] == pytest.approx(math.fsum(plan.energy_j for plan in plans) + waiting_j, rel=1e-12)
+
+
+def test_the_text_ends_with_all_pipelines_together(frontiers: tuple[Frontier, Frontier]):
+    text = done(f"{BOTH} --replicas 3,1 --slowdown 1")
+    replicas = Replicas(frontiers, (3, 1))
+    together = summarize_plans(replicas, replicas.plans_for(replicas.baseline_time_s))
+    assert text == f"{plans_text(together)}\nWrote plan-0.yaml, for 3 pipelines\nWrote plan-1.yaml, for 1 pipeline\n"
+    assert "\nAll 4 pipelines together, each waiting for the slowest: " in text
+
+
+def test_a_frontier_alone_keeps_the_name_of_its_plan(frontiers: tuple[Frontier, Frontier]):
+    text = done("plan fast.npz --replicas 8 --least-energy -o plan.yaml")
+    assert text.endswith("\nWrote plan.yaml, for 8 pipelines\n")
+    assert Plan.load("plan.yaml") == frontiers[0].plan_for_least_energy()
+
+
+@pytest.mark.parametrize(
+    ("options", "budget"),
+    [
+        ("--max-changes 0", {"max_changes": 0}),
+        ("--min-dwell 50ms", {"min_dwell_s": 0.05}),
+        ("--max-changes 4 --min-dwell 0", {"max_changes": 4, "min_dwell_s": 0.0}),
+        ("", {}),
+    ],
+)
+@pytest.mark.parametrize("command", ["plan fast.npz -o plan.yaml", BOTH])
+def test_the_switch_budget_is_passed_on(
+    frontiers: tuple[Frontier, Frontier],
+    monkeypatch: pytest.MonkeyPatch,
+    command: str,
+    options: str,
+    budget: dict[str, float],
+):
+    passed = []
+    plan_for = Frontier.plan_for
+
+    def noted(self: Frontier, deadline_s: float, **given: Any) -> Plan:
+        passed.append(given)
+        return plan_for(self, deadline_s)
+
+    monkeypatch.setattr(Frontier, "plan_for", noted)
+    done(f"{command} --slowdown 1.1 {options}")
+    assert passed == [budget] * (1 + (command == BOTH))
+
+
+COUNTS = "are not counts: write a whole number for each, such as 3,1"
+REFUSED = {
+    f"{BOTH} --least-energy --replicas 3": "replicas: 1 counts for 2 kinds of pipelines; give one for each",
+    f"{BOTH} --least-energy --replicas 3,no": f"--replicas: '3,no' {COUNTS}",
+    f"{BOTH} --least-energy --replicas 3,0": f"--replicas: '3,0' {COUNTS}",
+    f"{BOTH} --power-budget 1kW": (
+        "--power-budget cannot be given with several frontiers; give --deadline or --slowdown instead"
+    ),
+    f"{BOTH} --slowdown 1 --min-dwell=-1": (
+        "--min-dwell: '-1' is not a duration: write seconds of 0 or more, or a number with ms, s or min, such as 1.5ms"
+    ),
+    f"{BOTH} --slowdown 1 --output fast.npz/plan.yaml": (
+        "--output fast.npz/plan.yaml: there is no folder fast.npz; make it, or name another"
+    ),
+    "plan fast.npz kind-0.yaml --slowdown 1 -o kind.yaml": (
+        "--output kind-0.yaml: is the file that is read; name another"
+    ),
+    "plan fast.npz slow.npz --slowdown 1 -o folder.yaml": "--output folder-1.yaml: is a folder; name a file in it",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("command", "message"), REFUSED.items(), ids=REFUSED)
+def test_bad_options_are_refused_in_one_line(
+    frontiers: tuple[Frontier, Frontier], folder: Path, command: str, message: str
+):
+    (folder / "kind-0.yaml").write_text("")
+    (folder / "folder-1.yaml").mkdir()
+    before = sorted(folder.iterdir())
+    assert refusal(command) == (2, "", f"Error: {message}\n")
+    assert sorted(folder.iterdir()) == before
+
+
+def test_a_deadline_that_the_slow_one_misses_names_the_least_of_all(frontiers: tuple[Frontier, Frontier]):
+    deadline_s = (frontiers[0].min_time_s + frontiers[1].min_time_s) / 2
+    status, _, complaint = refusal(f"{BOTH} --deadline {deadline_s}s")
+    least = complaint.removesuffix(" s; ask for that or more\n").split()[-1]
+    assert (status, float(least)) == (2, pytest.approx(frontiers[1].min_time_s, rel=1e-5))
+    done(f"{BOTH} --deadline {least}s")
+
+
+def test_a_negative_number_of_changes_is_misuse(frontiers: tuple[Frontier, Frontier]):
+    status, text, complaint = refusal(f"{BOTH} --slowdown 1 --max-changes=-1")
+    assert (status, text) == (2, "")
+    assert complaint.endswith("Error: Invalid value for '--max-changes': -1 is not in the range x>=0.\n")

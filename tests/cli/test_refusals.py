@@ -1,0 +1,175 @@
+"""Bad input on the command line: exit code 2, one line that says what to do, nothing printed, nothing written."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from perseus_planner import Profile, schedules, solve
+from perseus_planner.cli import main
+from perseus_planner.profiles.measurement import Measurement
+
+PROFILE = "profile --gpu simulated:a100-sxm --stages 2 -o new.yaml"
+SOLVE = "solve profile.yaml --schedule 1f1b --microbatches 3 -o new.npz"
+PLAN = "plan frontier.npz -o new.yaml"
+TARGETS = "--deadline, --slowdown, --straggler-time, --least-energy, --power-budget"
+
+# A later option of the same name wins over the one in PROFILE, SOLVE or PLAN.
+REFUSED = {
+    f"{PROFILE} --gpu simulated:h100": (
+        "GPU 'simulated:h100': there is no simulated GPU 'h100'; choose one of: simulated:v100, simulated:a100-pcie, "
+        "simulated:a100-sxm, simulated:a40, simulated:l40s, simulated:h100-sxm, simulated:h200, simulated:b200"
+    ),
+    f"{PROFILE} --gpu nvml:0": (
+        "what the stages are is missing; give --stage MODULE:FUNCTION, or profile a small GPT on a simulated GPU with "
+        "--gpu simulated:a100-sxm"
+    ),
+    f"{PROFILE} --gpu simulated": (
+        "what the stages are is missing; give --stage MODULE:FUNCTION, or profile a small GPT on a simulated GPU with "
+        "--gpu simulated:a100-sxm"
+    ),
+    f"{PROFILE} --resume": "--resume is of stages that run; give --stage MODULE:FUNCTION with it",
+    f"{PROFILE} --tensor-parallel 2": "--tensor-parallel is of stages that run; give --stage MODULE:FUNCTION with it",
+    f"{PROFILE} --blocking-power 85": "--blocking-power is of stages that run; give --stage MODULE:FUNCTION with it",
+    f"{PROFILE} --observe --knob clock": "--observe sets nothing, so leave out --knob",
+    f"{PROFILE} --window 0": (
+        "--window: '0' is not a duration: write seconds above 0, or a number with ms, s or min, such as 2.95s"
+    ),
+    "profile --gpu simulated:a100-sxm -o new.yaml": "how many pipeline stages there are is missing; give --stages S",
+    "profile --gpu simulated:a100-sxm --stages 2": "no file to write is named; give --output FILE",
+    "profile several.yaml": "the profile of the job is more than one file; give --output FILE",
+    "profile nowhere.yaml": (
+        "nowhere.yaml, key 'profile' absent/p.yaml: there is no folder absent; make it, or name another"
+    ),
+    f"{PROFILE} --stages 0": "stages is 0; give a whole number of at least 1",
+    f"{PROFILE} -o new.txt": "new.txt: a profile is saved as YAML with a CSV beside it; end the name with .yaml",
+    f"{PROFILE} -o absent/new.yaml": ("--output absent/new.yaml: there is no folder absent; make it, or name another"),
+    SOLVE.replace("profile.yaml", "absent.yaml"): "absent.yaml: no such file; check the path",
+    SOLVE.replace("profile.yaml", "profile.csv"): (
+        "profile.csv: a CSV does not carry the blocking power, what a GPU draws while it waits; give it with "
+        "--blocking-power W (in Python blocking_power_w=), or load profile.yaml, which carries it"
+    ),
+    f"{SOLVE} --microbatches 0": "microbatches is 0; give a whole number of at least 1",
+    f"{SOLVE} --stages 8": (
+        "the profile has 2 stages and the schedule 8; profile the stages of this schedule, or make the schedule for 2"
+    ),
+    f"{SOLVE} --stages 0": "stages is 0; give a whole number of at least 1",
+    f"{SOLVE} --blocking-power low": "--blocking-power: 'low' is not a power: write watts of 0 or more, such as 83.64",
+    f"{SOLVE} --blocking-power=-1": "--blocking-power: '-1' is not a power: write watts of 0 or more, such as 83.64",
+    f"{SOLVE} -o absent/new.npz": "--output absent/new.npz: there is no folder absent; make it, or name another",
+    f"{SOLVE} -o folder": "--output folder: is a folder; name a file in it",
+    f"{SOLVE} -o profile.yaml": "--output profile.yaml: is the file that is read; name another",
+    PLAN: f"give exactly one of {TARGETS}; got none",
+    f"{PLAN} --slowdown 1 --deadline 9s": f"give exactly one of {TARGETS}; got --deadline and --slowdown",
+    f"{PLAN} --least-energy --slowdown 1": f"give exactly one of {TARGETS}; got --slowdown and --least-energy",
+    f"{PLAN} --deadline 9parsecs": (
+        "--deadline: '9parsecs' is not a duration: write seconds above 0, or a number with ms, s or min, such as 2.95s"
+    ),
+    f"{PLAN} --straggler-time 9h": (
+        "--straggler-time: '9h' is not a duration: write seconds above 0, or a number with ms, s or min, such as 2.95s"
+    ),
+    f"{PLAN} --slowdown 5%": (
+        "--slowdown: '5%' is not a slowdown: write a number above 0, where 1 is as fast as all clocks at maximum, "
+        "such as 1.05"
+    ),
+    f"{PLAN} --power-budget 5MW": (
+        "--power-budget: '5MW' is not a power: write watts above 0, or a number with W or kW, such as 5kW"
+    ),
+    f"{PLAN} --deadline 9s": "no plan finishes an iteration within 9 s: the fastest takes 15 s; ask for that or more",
+    f"{PLAN} --slowdown 0.6": "no plan finishes an iteration within 9 s: the fastest takes 15 s; ask for that or more",
+    f"{PLAN} --least-energy -o frontier.npz": "--output frontier.npz: is the file that is read; name another",
+    f"{PLAN} --least-energy -o absent/new.yaml": (
+        "--output absent/new.yaml: there is no folder absent; make it, or name another"
+    ),
+    "plan profile.yaml --least-energy -o new.yaml": (
+        "profile.yaml: is not a frontier file; name one that `planner solve` wrote"
+    ),
+    "plan absent.npz --least-energy -o new.yaml": "absent.npz: no such file; check the path",
+    "show absent.yaml": "absent.yaml: no such file; check the path",
+    "show folder": "folder: is empty; look again when an iteration has ended by a plan",
+    "show profile.yaml --trace trace.json": "--trace trace.json: profile.yaml has no timeline; name a plan or a run",
+    "show profile.yaml --figure points": "--figure: says what --plot draws; give --plot FIGURE with it",
+    "show frontier.npz --plot figure.gif": (
+        "--plot figure.gif: figures are written as .png, .svg, .pdf; end the name with one of them"
+    ),
+    "show frontier.npz --plot absent/figure.png": (
+        "--plot absent/figure.png: there is no folder absent; make it, or name another"
+    ),
+}
+
+# What click itself refuses; above these lines it says how to get help.
+MISUSED = {
+    f"{SOLVE} --microbatches many": "Invalid value for '--microbatches': 'many' is not a valid integer.",
+    "plan frontier.npz --least-energy": "Missing option '--output' / '-o'.",
+    "frobnicate": "No such command 'frobnicate'.",
+}
+
+
+@pytest.fixture
+def work(folder: Path) -> Path:
+    """A working folder with a profile, a frontier and a folder."""
+    rows = (Measurement(1400, 2.5, 750.0), Measurement(1000, 3.0, 600.0))
+    profile = Profile({(stage, kind): rows for stage in range(2) for kind in "FB"}, blocking_power_w=100.0)
+    profile.save("profile.yaml")
+    solve(profile, schedules.one_f_one_b(stages=2, microbatches=2)).save("frontier.npz")
+    job = "format: perseus-planner/job\nversion: 1\nstages: 2\nprofile: "
+    (folder / "several.yaml").write_text(f"{job}[a.yaml, b.yaml]\n")
+    (folder / "nowhere.yaml").write_text(f"{job}absent/p.yaml\n")
+    (folder / "folder").mkdir()
+    return folder
+
+
+def contents(folder: Path) -> dict[str, bytes | None]:
+    return {file.name: file.read_bytes() if file.is_file() else None for file in folder.iterdir()}
+
+
+@pytest.mark.parametrize(("command", "message"), REFUSED.items(), ids=REFUSED)
+def test_the_planner_refuses_in_one_line(work: Path, command: str, message: str):
+    before = contents(work)
+    result = CliRunner().invoke(main, shlex.split(command))
+    assert (result.exit_code, result.stdout, result.stderr) == (2, "", f"Error: {message}\n")
+    assert contents(work) == before
+
+
+@pytest.mark.parametrize(("command", "message"), MISUSED.items(), ids=MISUSED)
+def test_misuse_is_refused_with_a_hint_at_the_help(work: Path, command: str, message: str):
+    before = contents(work)
+    result = CliRunner().invoke(main, shlex.split(command), prog_name="planner")
+    assert (result.exit_code, result.stdout) == (2, "")
+    usage, hint, _, error = result.stderr.splitlines()
+    assert usage.startswith("Usage: planner ")
+    assert hint.startswith("Try 'planner ")
+    assert error == f"Error: {message}"
+    assert contents(work) == before
+
+
+def test_a_power_budget_that_is_too_low_is_refused_with_one_that_is_not(work: Path):
+    before = contents(work)
+    result = CliRunner().invoke(main, shlex.split(f"{PLAN} --power-budget 1W"))
+    named = re.fullmatch(
+        r"Error: no plan draws 1 W or less on average: the most frugal draws (\S+) W; ask for that or more\n",
+        result.stderr,
+    )
+    assert named is not None
+    assert (result.exit_code, result.stdout, contents(work)) == (2, "", before)
+    assert CliRunner().invoke(main, shlex.split(f"{PLAN} --power-budget {named[1]}")).exit_code == 0
+
+
+def test_a_damaged_frontier_is_refused(work: Path):
+    whole = (work / "frontier.npz").read_bytes()
+    (work / "frontier.npz").write_bytes(whole[: len(whole) // 2])
+    for command in (f"{PLAN} --least-energy", "show frontier.npz"):
+        result = CliRunner().invoke(main, shlex.split(command))
+        assert (result.exit_code, result.stdout) == (2, "")
+        assert result.stderr.startswith("Error: frontier.npz: is damaged or cut short")
+        assert result.stderr.endswith("; make it again with `planner solve`\n")
+
+
+def test_as_json_an_error_is_the_same_line_and_stdout_is_empty(work: Path):
+    result = CliRunner().invoke(main, shlex.split(f"{PLAN} --json"))
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr == f"Error: give exactly one of {TARGETS}; got none\n"

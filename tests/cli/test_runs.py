@@ -1,0 +1,158 @@
+"""`planner show` and `planner calibrate` of a run folder: what was measured beside what was planned, and from where."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+from commands import done, refusal
+from made_runs import write_run
+from strategies import smooth_profile
+
+from perseus_planner import Plan, Profile
+from perseus_planner.profiles.clock_changes import ClockChange
+from perseus_planner.runs import Run
+from perseus_planner.runs.run import calibration_of
+from perseus_planner.runtime.controller.protocol import Changed
+from perseus_planner.views.run_drawing import draw_run
+from perseus_planner.views.run_planned import foreseen
+from perseus_planner.views.run_summary import summarize_run
+from perseus_planner.views.run_text import run_text
+
+
+@pytest.fixture
+def plan(folder: Path) -> Plan:
+    """A plan, and the profile.yaml that it was made from."""
+    smooth_profile(3, step_mhz=150).save("profile.yaml")
+    done("solve profile.yaml --schedule 1f1b --microbatches 4 -o frontier.npz")
+    done("plan frontier.npz --slowdown 1.1 -o plan.yaml")
+    return Plan.load("plan.yaml")
+
+
+def test_show_says_what_ran_beside_what_was_planned(plan: Plan):
+    write_run(Path("run"), plan, 4, deviations={3: "3 microbatches, and the plan has 4"})
+    text = done("show run")
+    assert text == f"{run_text(summarize_run(Run.load('run')))}\n"
+    assert text.startswith(
+        f"Run of {plan.schedule} on smooth\n"
+        "Run: times measured, energy and clocks simulated. Plan: replayed from a measured profile.\n\n"
+    )
+    assert "Not as planned:\n3 on ranks 0, 1, 2, first iteration 3: 3 microbatches, and the plan has 4\n" in text
+    cells = text.splitlines()[4].split()
+    assert (cells[:3], cells[3], cells[4], cells[5]) == (
+        ["1", "4", "2"], f"{plan.time_s:.5f}", f"{plan.time_s:.5f}", "0.00"
+    )  # fmt: skip
+
+
+def test_a_run_whose_gpus_were_not_read_has_hyphens(plan: Plan):
+    write_run(Path("run"), plan, 1)
+    text = done("show run")
+    assert text.splitlines()[4].split()[3:] == [
+        "-", f"{plan.time_s:.5f}", "-", "-", f"{plan.energy_j:.3f}", "-"
+    ]  # fmt: skip
+    assert "Every iteration ran as planned." in text
+
+
+@pytest.mark.parametrize("origin", ["measured", "simulated"])
+def test_as_json_it_says_the_same_in_si_units(plan: Plan, origin: str):
+    write_run(Path("run"), plan, 3, origin=origin)
+    found = json.loads(done("show run --json"))
+    assert found == json.loads(json.dumps({**asdict(summarize_run(Run.load("run"))), "files": []}))
+    assert (found["gpu_origin"], found["plan_origin"], found["version"]) == (origin, "measured", 1)
+    assert found["plans"][0]["time_s"] == pytest.approx(plan.time_s, abs=1e-6)
+
+
+def test_the_figure_has_two_rows_a_rank_with_the_plan_above_the_run(plan: Plan):
+    def edit(iteration: int, change: Changed) -> Changed | None:
+        late_ns = 5 * 10**7 if iteration == 3 else 0
+        return replace(change, begun_ns=change.begun_ns + late_ns, ended_ns=change.ended_ns + late_ns)
+
+    write_run(Path("run"), plan, 4, edit=edit)
+    assert done("show run --plot run.png").endswith("\nWrote run.png\n")
+    assert Path("run.png").read_bytes().startswith(b"\x89PNG")
+    run = Run.load("run")
+    axes, scale = draw_run(run).axes
+    assert axes.get_title().splitlines()[0] == f"Iteration 3 by plan 1: {plan.schedule}"
+    assert [text.get_text() for text in axes.get_yticklabels()] == [
+        "rank 0 plan",
+        "run",
+        "rank 1 plan",
+        "run",
+        "rank 2 plan",
+        "run",
+    ]
+    assert scale.get_ylabel() == "clock (MHz)"
+    rows = [each for each in axes.collections if each.get_paths() and len(each.get_paths()[0].vertices) > 2]
+    assert len(rows) == 6
+    lines = [each for each in axes.collections if each not in rows]
+    for rank, ran in enumerate(foreseen(plan)):
+        begin_s = run.ranks[rank].iterations[3].begin_s
+        real = run.ranks[rank].computations[3]
+        for bars, some, zero_s in ((rows[2 * rank], ran, 0.0), (rows[2 * rank + 1], real, begin_s)):
+            drawn = [(path.vertices[:, 0].min(), path.vertices[:, 0].max()) for path in bars.get_paths()]
+            assert drawn == [pytest.approx((each.begin_s - zero_s, each.end_s - zero_s), abs=1e-6) for each in some]
+    late = sum(each.is_late for rank in run.ranks for each in rank.computations[3])
+    assert late > 0
+    assert sum(len(each.get_segments()) for each in lines) == late
+
+
+def test_a_run_of_which_no_iteration_was_kept_cannot_be_drawn_but_shown(plan: Plan):
+    write_run(Path("run"), plan, 3)
+    Path("run/computations-1.csv").unlink()
+    done("show run")
+    assert refusal("show run --plot run.png") == (
+        2,
+        "",
+        "Error: run: there is no iteration that ran as planned on all ranks and whose computations all have kept; draw "
+        "it a minute later, or when the training has ended\n",
+    )
+
+
+def test_calibrate_takes_the_time_from_a_run(plan: Plan):
+    slow = replace(plan, time_s=plan.time_s + 0.25)
+    write_run(Path("run"), slow, 3)
+    found = json.loads(done("calibrate profile.yaml run --json"))
+    assert found["measured_s"] == calibration_of(Run.load("run")).time_s == pytest.approx(slow.time_s, abs=1e-6)
+    assert Profile.load("profile.yaml").overhead_s == pytest.approx(0.25, abs=1e-6)
+
+
+def test_what_a_run_cannot_calibrate_is_refused(plan: Plan):
+    write_run(Path("run"), plan, 1)
+    Path("empty").mkdir()
+    quick = replace(plan, time_s=plan.time_s / 4)
+    write_run(Path("quick"), quick, 3)
+    write_run(Path("other"), replace(plan, profile_digest="f" * 64), 3)
+    for command, message in {
+        "calibrate profile.yaml plan.yaml": (
+            "the measured time of an iteration is missing; give it with --measured TIME, or name the folder of a run "
+            "instead of plan.yaml"
+        ),
+        "calibrate profile.yaml run --measured 3s": (
+            "run: is a run, which says itself what was measured; leave out --measured"
+        ),
+        "calibrate profile.yaml run": (
+            "run: no iteration ran as planned by plan 1 after its first one; let the training run on"
+        ),
+        "calibrate profile.yaml empty": "empty: is empty; look again when an iteration has ended by a plan",
+        "calibrate profile.yaml quick": (
+            f"quick: {quick.time_s:.6g} s is less than half of the {plan.time_s:.6g} s of the replay; "
+            "give the mean time of an iteration with this plan"
+        ),
+        "calibrate profile.yaml other": (
+            "profile.yaml: is not what the plan was made from, whose profile has the digest ffffffffffff; name the "
+            "profile.yaml, or the job file, that it was made from without further options"
+        ),
+    }.items():
+        before = Path("profile.yaml").read_bytes()
+        assert refusal(command) == (2, "", f"Error: {message}\n")
+        assert Path("profile.yaml").read_bytes() == before
+
+
+def test_what_changes_cost_is_in_what_is_foreseen(plan: Plan):
+    costly = replace(plan, clock_change=ClockChange(20e-3, 0.0, 1))
+    write_run(Path("run"), costly, 3)
+    shown = summarize_run(Run.load("run"))
+    assert any(rank.planned_late for rank in shown.ranks)
+    assert [rank.changes_late for rank in shown.ranks] == [rank.planned_late for rank in shown.ranks]

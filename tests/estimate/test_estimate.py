@@ -1,0 +1,256 @@
+"""Estimated profiles are what the model of the GPU says, moved to where a measured stage puts them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from perseus_planner import Profile
+from perseus_planner.errors import UsageError
+from perseus_planner.estimate.calibration import Calibration, measured_stage
+from perseus_planner.estimate.estimate import estimate
+from perseus_planner.estimate.presets import PRESETS
+from perseus_planner.estimate.transformer import split_layers
+from perseus_planner.estimate.works import Workload, stage_traffic
+from perseus_planner.gpu.simulated.catalog import CATALOGUE
+from perseus_planner.profiles.measurement import Measurement
+
+SMALL = PRESETS["gpt3-1.3b"]
+factors = st.floats(0.2, 5.0)
+
+
+def workload(stages: int = 4, **changes: object) -> Workload:
+    return Workload("gpt3-1.3b", replace(SMALL, **changes), split_layers(SMALL.layers, stages))
+
+
+def off_by(profile: Profile, time: float, energy: float, step: int = 1) -> Profile:
+    """The same profile of a GPU that takes so many times as long and as much, measured at each `step`th clock."""
+    table = {
+        key: tuple(Measurement(row.clock_mhz, row.time_s * time, row.energy_j * energy) for row in rows[::step])
+        for key, rows in profile.measurements.items()
+    }
+    return replace(profile, measurements=table)
+
+
+def same(profile: Profile, other: Profile, rel: float = 1e-9) -> bool:
+    return all(
+        math.isclose(row.time_s, like.time_s, rel_tol=rel) and math.isclose(row.energy_j, like.energy_j, rel_tol=rel)
+        for key, rows in profile.measurements.items()
+        for row, like in zip(rows, other.measurements[key], strict=True)
+    )
+
+
+@pytest.mark.parametrize("name", CATALOGUE)
+def test_without_a_calibration_it_is_the_model_of_the_gpu(name: str):
+    gpu, work = CATALOGUE[name], workload()
+    profile = estimate(work, gpu, split_backward=True)
+    assert (profile.origin, profile.stages, profile.blocking_power_w) == ("simulated", 4, gpu.blocking_power_w)
+    for (stage, kind), rows in profile.measurements.items():
+        load = gpu.load(work.works(gpu)[stage][kind])
+        assert rows == tuple(Measurement(clock, load.time_s(clock), load.energy_j(clock)) for clock in gpu.clocks_mhz)
+
+
+@settings(max_examples=20)
+@given(
+    name=st.sampled_from(sorted(CATALOGUE)),
+    stage=st.integers(0, 3),
+    time=factors,
+    energy=factors,
+    step=st.integers(1, 40),
+    degree=st.sampled_from([1, 4]),
+)
+def test_any_stage_calibrates_all_others_where_the_model_is_off_alike(
+    name: str, stage: int, time: float, energy: float, step: int, degree: int
+):
+    gpu, work = CATALOGUE[name], workload(tensor_degree=degree)
+    truth = off_by(estimate(work, gpu, split_backward=True), time, energy)
+    calibration = measured_stage(off_by(truth, 1, 1, step), work, gpu, stage)
+    assert same(estimate(work, gpu, [calibration], split_backward=True), truth)
+
+
+@settings(max_examples=20)
+@given(data=st.data())
+def test_the_stage_that_calibrates_is_met_at_each_clock_that_was_measured(data: st.DataObject):
+    gpu, work = CATALOGUE["a100-sxm"], workload()
+    stage, clocks = data.draw(st.integers(0, 3)), data.draw(st.sets(st.sampled_from(gpu.clocks_mhz), min_size=1))
+    size = st.floats(1e-3, 10.0)
+    rows = {
+        kind: tuple(Measurement(clock, data.draw(size), data.draw(size)) for clock in sorted(clocks)) for kind in "FB"
+    }
+    calibration = Calibration(work.works(gpu)[stage], rows, SMALL.sequence, "drawn")
+    estimated = estimate(work, gpu, [calibration])
+    for kind, wanted in rows.items():
+        found = {row.clock_mhz: row for row in estimated.measurements[stage, kind]}
+        for row in wanted:
+            assert found[row.clock_mhz].time_s == pytest.approx(row.time_s)
+            assert found[row.clock_mhz].energy_j == pytest.approx(row.energy_j)
+
+
+@settings(max_examples=8)
+@given(lengths=st.lists(st.sampled_from([512, 1024, 4096, 8192]), min_size=2, max_size=2, unique=True), data=st.data())
+def test_two_sequence_lengths_give_a_power_of_the_length(lengths: list[int], data: st.DataObject):
+    gpu, off = CATALOGUE["h100-sxm"], [(data.draw(factors), data.draw(factors)) for _ in lengths]
+    calibrations = [
+        measured_stage(off_by(estimate(workload(sequence=length), gpu), *by), workload(sequence=length), gpu)
+        for length, by in zip(lengths, off, strict=True)
+    ]
+    exponents = [math.log(off[1][each] / off[0][each]) / math.log(lengths[1] / lengths[0]) for each in (0, 1)]
+    for length in (*lengths, 2048, 16384):
+        wanted = [off[0][each] * (length / lengths[0]) ** exponents[each] for each in (0, 1)]
+        work = workload(sequence=length)
+        assert same(estimate(work, gpu, calibrations), off_by(estimate(work, gpu), *wanted))
+
+
+def test_forward_and_backward_are_calibrated_apart():
+    gpu, work = CATALOGUE["a100-sxm"], workload()
+    plain = estimate(work, gpu)
+    table = {
+        key: rows if key[1] == "F" else off_by(plain, 2, 3).measurements[key]
+        for key, rows in plain.measurements.items()
+    }
+    assert same(
+        estimate(work, gpu, [measured_stage(replace(plain, measurements=table), work, gpu)]),
+        replace(plain, measurements=table),
+    )
+
+
+def test_a_backward_measured_in_two_parts_calibrates_the_whole_one():
+    gpu, work = CATALOGUE["a100-sxm"], workload()
+    rows = {
+        "F": (Measurement(1005, 1.0, 2.0),),
+        "I": (Measurement(1005, 3.0, 4.0),),
+        "W": (Measurement(1005, 5.0, 6.0),),
+    }
+    found = estimate(work, gpu, [Calibration(work.works(gpu)[1], rows, 2048, "parts")], split_backward=True)
+    at = {kind: next(row for row in found.measurements[1, kind] if row.clock_mhz == 1005) for kind in "FBIW"}
+    assert {kind: (row.time_s, row.energy_j) for kind, row in at.items()} == {
+        "F": (pytest.approx(1.0), pytest.approx(2.0)),
+        "B": (pytest.approx(8.0), pytest.approx(10.0)),
+        "I": (pytest.approx(3.0), pytest.approx(4.0)),
+        "W": (pytest.approx(5.0), pytest.approx(6.0)),
+    }
+
+
+def test_a_single_measured_stage_stands_for_the_middle_one_of_a_pipeline():
+    gpu, work = CATALOGUE["a100-sxm"], workload(8)
+    truth = off_by(estimate(work, gpu), 1.3, 0.7)
+    alone = replace(truth, measurements={(0, kind): truth.measurements[3, kind] for kind in "FB"})
+    assert same(estimate(work, gpu, [measured_stage(alone, work, gpu)]), truth)
+
+
+def test_another_number_of_stages_calibrates_by_its_own_layers():
+    gpu, before, after = CATALOGUE["a100-sxm"], workload(3), workload(8)
+    measured = off_by(estimate(before, gpu), 1.3, 0.7)
+    assert same(estimate(after, gpu, [measured_stage(measured, before, gpu)]), off_by(estimate(after, gpu), 1.3, 0.7))
+    assert measured_stage(measured, after, gpu).works == before.works(gpu)[1]
+
+
+def test_what_waiting_draws_is_the_measured_power_of_the_gpus_of_a_stage():
+    gpu, work = CATALOGUE["a40"], workload(tensor_degree=4)
+    measured = replace(estimate(work, gpu), blocking_power_w=(40.0, 44.0, 48.0, 52.0))
+    assert estimate(work, gpu, [measured_stage(measured, work, gpu)]).blocking_power_w == pytest.approx(44.0)
+    assert estimate(work, gpu).blocking_power_w == pytest.approx(4 * gpu.blocking_power_w)
+
+
+def test_a_tensor_group_of_n_takes_the_energy_of_n_gpus():
+    gpu, work = CATALOGUE["a100-sxm"], workload(tensor_degree=4)
+    profile = estimate(work, gpu)
+    assert profile.gpus_per_stage == 4
+    load = gpu.load(work.works(gpu)[1]["F"])
+    assert profile.measurements[1, "F"][0].energy_j == pytest.approx(4 * load.energy_j(1410))
+    assert profile.measurements[1, "F"][0].time_s == pytest.approx(load.time_s(1410))
+
+
+def test_traffic_takes_its_bytes_over_the_bandwidth_of_the_link():
+    gpu, work = CATALOGUE["a100-sxm"], workload(tensor_degree=4)
+    linked = replace(work, link_bytes_per_s=250e9)
+    traffic = stage_traffic(work.transformer, work.split)
+    plain, with_it = estimate(work, gpu), estimate(linked, gpu)
+    for (stage, kind), rows in plain.measurements.items():
+        for row, slower in zip(rows, with_it.measurements[stage, kind], strict=True):
+            if row.clock_mhz <= 1000:  # no power limit holds the clock back
+                assert slower.time_s - row.time_s == pytest.approx(traffic[stage][kind] / 250e9)
+
+
+def test_the_conditions_say_that_nothing_was_measured_and_from_what_it_was_made():
+    gpu, work = CATALOGUE["a100-sxm"], workload(tensor_degree=2)
+    assert dict(estimate(work, gpu, [measured_stage(estimate(work, gpu), work, gpu, 2, "old.yaml")]).conditions) == {
+        "estimate": "FLOPs and bytes in closed form, on a model of the GPU; nothing was measured on these stages",
+        "workload": "gpt3-1.3b, 1 x 2048 tokens a microbatch, layers 6,6,6,6, tensor degree 2, flash-causal attention, "
+        "recomputation none",
+        "tensor_traffic": "not counted",
+        "calibration": "stage 2 of old.yaml (simulated) at 2048 tokens",
+    }
+
+
+MEASURED = {
+    "gpt3-175b+a100_sxm_bf16.csv": ("gpt3-175b", "a100-sxm", (12,) * 8, {"microbatch": 2, "sequence": 1024}),
+    "bloom+a40_bf16.csv": ("bloom-176b", "a40", (9, 9, 9, 9, 9, 9, 9, 7), {}),
+}
+
+
+@pytest.mark.parametrize("file", MEASURED)
+def test_one_measured_stage_foretells_the_others(measured_data: Path, file: str):
+    name, gpu_name, split, changes = MEASURED[file]
+    shape = replace(PRESETS[name], tensor_degree=8, attention="plain", **changes)
+    gpu, work = CATALOGUE[gpu_name], Workload(name, shape, split)
+    measured = Profile.load(measured_data / "perseus_sosp24" / "stage_profile" / file, 80.0)
+    estimated = estimate(work, gpu, [measured_stage(measured, work, gpu)])
+    for (stage, kind), rows in measured.measurements.items():
+        found = {row.clock_mhz: row for row in estimated.measurements[stage, kind]}
+        for row in rows:
+            near = 0.1 if stage == 7 else 0.01  # the head, of which the middle stage tells nothing
+            assert found[row.clock_mhz].time_s == pytest.approx(row.time_s, rel=near)
+            assert found[row.clock_mhz].energy_j / 8 == pytest.approx(row.energy_j, rel=near)
+
+
+GPU = CATALOGUE["a100-sxm"]
+ONE = Measurement(1410, 1.0, 1.0)
+
+
+def calibration(**rows: tuple[Measurement, ...]) -> Calibration:
+    return Calibration(workload().works(GPU)[1], rows, 2048, "that file")
+
+
+def measured(**changes: object) -> Calibration:
+    stage = changes.pop("stage", None)
+    return measured_stage(replace(estimate(workload(), GPU), **changes), workload(), GPU, stage, "that.yaml")
+
+
+REFUSED = {
+    "that file: has no forward; measure it at one clock or more": lambda: calibration(B=(ONE,)),
+    "that file: has no backward; measure it at one clock or more": lambda: calibration(F=(ONE,), I=(ONE,)),
+    "that file: a forward of 0 J calibrates no energy; measure it again": lambda: calibration(
+        F=(replace(ONE, energy_j=0.0),), B=(ONE,)
+    ),
+    "that.yaml: there is no stage 4; give one from 0 to 3": lambda: measured(stage=4),
+    "that.yaml: there is no stage -1; give one from 0 to 3": lambda: measured(stage=-1),
+    "that.yaml: was measured by power limits; give one that was measured by clocks": lambda: measured(
+        knob="power-limit"
+    ),
+    "that.yaml: its stages have 8 GPUs and those of the workload 1; give the tensor degree that was measured": (
+        lambda: measured(gpus_per_stage=8)
+    ),
+    "both measured stages have the same sequence length; give one of them": lambda: estimate(
+        workload(), GPU, [measured(), measured(stage=2)]
+    ),
+    "3 measured stages calibrate; give one, or two of different sequences": lambda: estimate(
+        workload(), GPU, [measured()] * 3
+    ),
+    "link: 0.0 is no bandwidth; give one above 0": lambda: replace(workload(), link_bytes_per_s=0.0),
+    "layers: the stages have 23 in all and the model 24; give each stage its layers so that the sums agree": (
+        lambda: replace(workload(), split=(12, 11))
+    ),
+}
+
+
+@pytest.mark.parametrize(("message", "call"), REFUSED.items(), ids=REFUSED)
+def test_what_calibrates_nothing_is_refused(message: str, call):
+    with pytest.raises(UsageError) as refusal:
+        call()
+    assert str(refusal.value) == message

@@ -1,0 +1,413 @@
+"""An emulated GPU is the simulated one in real time, and one GPU to all processes of its user."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from gpu_owners import LOCKS_AND_WAITS, await_end, files, guardians, kill, owner
+
+from perseus_planner.errors import GpuError, GpuLost, GpuNotPermitted
+from perseus_planner.gpu import open_gpu
+from perseus_planner.gpu.lease.lease import held, left_behind, recover
+from perseus_planner.gpu.simulated.chip import SETTLE_S
+from perseus_planner.gpu.simulated.emulated import EmulatedGpu, opened
+from perseus_planner.gpu.simulated.shared_file import SharedState
+from perseus_planner.gpu.simulated.simulated import CATALOGUE, Load, Work
+
+A100 = CATALOGUE["a100-sxm"]
+WHICH = "a100-sxm/0?slower=2000&call=2ms"
+DENSE = Work(2e10, 1e6)  # a tenth of a second and more, nearly all of it arithmetic
+SHORT = DENSE * 0.1
+
+
+@pytest.fixture(autouse=True)
+def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("PLANNER_STATE_DIR", str(tmp_path / "state"))
+    return tmp_path / "state"
+
+
+@pytest.fixture
+def gpu() -> Iterator[EmulatedGpu]:
+    with closing(opened(WHICH)) as found:
+        yield found
+
+
+def load(gpu: EmulatedGpu, work: Work = DENSE) -> Load:
+    return gpu.model.load(work)
+
+
+def settled(gpu: EmulatedGpu, clock_mhz: int) -> None:
+    """Lock the clock, and let it take effect."""
+    gpu.set_clock_mhz(clock_mhz)
+    gpu.wait(2 * SETTLE_S)
+
+
+def computed_s(gpu: EmulatedGpu, work: Work) -> float:
+    """Seconds of the GPU's own account: without the time by which the process came late, as far as it knows of that."""
+    start_s = time.monotonic()
+    late_s = gpu.run(work)
+    return time.monotonic() - start_s - late_s
+
+
+def quickest_s(gpu: EmulatedGpu, work: Work) -> float:
+    """The same of three times, the one that the machine has disturbed least."""
+    return min(computed_s(gpu, work) for _ in range(3))
+
+
+@contextmanager
+def setter(text: str) -> Iterator[subprocess.Popen[str]]:
+    """A process that says `ready`; for each clock that it is told, it locks that, and says when the call ended."""
+    code = """
+import sys, time
+from perseus_planner.gpu import open_gpu
+with open_gpu(sys.argv[1]) as gpu:
+    print("ready", flush=True)
+    for line in sys.stdin:
+        gpu.set_clock_mhz(int(line))
+        print(time.monotonic(), flush=True)
+"""
+    with owner(code, [text]) as process:
+        yield process
+
+
+# Opening
+
+
+def test_it_is_the_simulated_gpu_of_the_same_name(gpu: EmulatedGpu):
+    assert gpu.text == "emulated:a100-sxm/0?slower=2000&call=0.002"
+    assert gpu.simulated_text == "simulated:a100-sxm?slower=2000&call=0.002&noise=0&step=0&drift=0"
+    with open_gpu(gpu.simulated_text) as simulated:
+        assert (simulated.name, simulated.supported_clocks_mhz) == (gpu.name, gpu.supported_clocks_mhz)
+        assert simulated.name == "simulated a100-sxm slower=2000"
+        simulated.run(DENSE)  # type: ignore[attr-defined]
+        assert simulated.now_s() == pytest.approx(load(gpu).time_s(1410))
+
+
+def test_numbers_and_options_tell_gpus_apart():
+    with ExitStack() as stack:
+        texts = ("a100-sxm/0", "a100-sxm/1", "a100-pcie/0", "a100-sxm/0?slower=2", "a100-sxm/0?seed=1", "a100-sxm/00")
+        gpus = [stack.enter_context(closing(opened(text))) for text in texts]
+        assert len({gpu.uuid for gpu in gpus}) == 5
+        assert gpus[-1].uuid == gpus[0].uuid
+        gpus[0].set_clock_mhz(600)
+        assert [gpu.locked_mhz for gpu in gpus] == [600, None, None, None, None, 600]
+
+
+@pytest.mark.parametrize(
+    ("which", "wrong"),
+    [
+        ("a100-sxm", "which of them is missing; write a number, such as emulated:a100-sxm/0"),
+        ("a100-sxm/", "which of them is missing; write a number, such as emulated:a100-sxm/0"),
+        ("a100-sxm/-1", "which of them is missing; write a number, such as emulated:a100-sxm/0"),
+        ("a100-sxm/../../x", "which of them is missing; write a number, such as emulated:a100-sxm/0"),
+        ("a100-sxm/0?slower=0", "'0' is not a slowdown: write how many times as slow, from 0.001 to 1e6, such as 2000"),
+        (
+            "a100-sxm/0?slower=nan",
+            "'nan' is not a slowdown: write how many times as slow, from 0.001 to 1e6, such as 2000",
+        ),
+        ("a100-sxm/0?call=-1", "'-1' is not the time of a call: write seconds, or a number with ms or s, such as 5ms"),
+    ],
+)
+def test_what_cannot_be_opened_is_refused(which: str, wrong: str):
+    with pytest.raises(GpuError) as refusal:
+        opened(which)
+    assert str(refusal.value) == f"GPU 'emulated:{which}': {wrong}"
+
+
+# Time and energy
+
+
+def test_work_takes_what_the_model_says_at_the_clock_in_force(gpu: EmulatedGpu):
+    for clock_mhz in (1410, 705):
+        settled(gpu, clock_mhz)
+        assert quickest_s(gpu, SHORT) == pytest.approx(load(gpu, SHORT).time_s(clock_mhz), rel=1e-3, abs=1e-4)
+
+
+def test_it_returns_soon_after_the_end(gpu: EmulatedGpu):
+    late_s = sorted(gpu.run(SHORT * 0.1) for _ in range(40))
+    assert late_s[0] >= 0
+    assert late_s[10] < 1e-3  # not the median: other processes may have the processors
+
+
+@pytest.mark.parametrize(("before_mhz", "after_mhz"), [(1410, 705), (705, 1410)])
+def test_a_clock_that_another_process_sets_changes_what_is_left_of_the_work(
+    gpu: EmulatedGpu, before_mhz: int, after_mhz: int
+):
+    settled(gpu, before_mhz)
+    before_s, after_s = (load(gpu).time_s(clock) for clock in (before_mhz, after_mhz))
+    with setter(gpu.text) as process:
+        start_s = time.monotonic()
+        gpu.start(DENSE)
+        print(after_mhz, file=process.stdin, flush=True)
+        took_s = time.monotonic() - start_s, gpu.finish()
+        taken_s = time.monotonic() - start_s - took_s[1]
+        done_s = float(process.stdout.readline()) + SETTLE_S - start_s
+    share = done_s / before_s
+    assert 0 < share < 0.9
+    assert taken_s == pytest.approx(done_s + (1 - share) * after_s, abs=0.1 * abs(after_s - before_s))
+
+
+def test_energy_is_that_of_work_and_of_waiting_to_the_moment(gpu: EmulatedGpu):
+    for clock_mhz in (1410, 900):
+        settled(gpu, clock_mhz)
+        waiting = gpu.model.blocking()
+        waiting_w = waiting.energy_j(clock_mhz) / waiting.time_s(clock_mhz)
+        early_s, start_j, start_s = time.monotonic(), gpu.energy_j(), time.monotonic()
+        gpu.run(SHORT)
+        gpu.wait(0.03)
+        gpu.run(DENSE * 0.2)
+        end_s, end_j, late_s = time.monotonic(), gpu.energy_j(), time.monotonic()
+        busy_s = sum(load(gpu, work).time_s(clock_mhz) for work in (SHORT, DENSE * 0.2))
+        busy_j = sum(load(gpu, work).energy_j(clock_mhz) for work in (SHORT, DENSE * 0.2))
+        least_j = busy_j + waiting_w * (end_s - start_s - busy_s)
+        most_j = busy_j + waiting_w * (late_s - early_s - busy_s)
+        assert least_j * (1 - 1e-6) <= end_j - start_j <= most_j * (1 + 1e-6)
+
+
+def test_what_it_does_is_read_while_it_does_it(gpu: EmulatedGpu):
+    with closing(opened(WHICH)) as other:
+        settled(other, 1005)
+        assert other.power_w() < 100
+        gpu.start(DENSE)
+        gpu.wait(0.01)
+        assert other.power_w() == pytest.approx(load(gpu).free_power_w(1005))
+        assert other.clock_mhz() == 1005
+        gpu.finish()
+        assert other.power_w() < 100
+
+
+def test_a_power_limit_holds_the_clock_back_and_is_counted(gpu: EmulatedGpu):
+    gpu.set_power_limit_w(200.0)
+    limited = replace(load(gpu, SHORT), power_limit_w=200.0)
+    assert quickest_s(gpu, SHORT) == pytest.approx(limited.time_s(1410), rel=1e-3, abs=1e-4)
+    gpu.start(SHORT)
+    gpu.wait(1e-3)
+    assert gpu.throttle_reasons() == {"sw-power-cap"}
+    assert gpu.clock_mhz() == round(limited.achieved_mhz(1410))
+    gpu.finish()
+    assert gpu.throttled_s()["sw-power-cap"] == pytest.approx(4 * limited.time_s(1410), rel=1e-3)
+
+
+def test_a_throttled_gpu_is_a_straggler():
+    with closing(opened(f"{WHICH}&fault=throttled@0s-1000s")) as gpu:
+        gpu.set_clock_mhz(1200)
+        gpu.wait(2 * SETTLE_S)
+        assert quickest_s(gpu, SHORT) == pytest.approx(load(gpu, SHORT).time_s(0.7 * 1200), rel=1e-3, abs=1e-4)
+        assert gpu.throttle_reasons() == {"hw-thermal"}
+        assert gpu.throttled_s()["hw-thermal"] > 0.01
+
+
+def test_noise_is_there_where_it_is_asked_for():
+    with closing(opened(f"{WHICH}&noise=0.1")) as gpu:
+        taken_s = [computed_s(gpu, SHORT * 0.3) for _ in range(6)]
+        assert max(taken_s) > 1.03 * min(taken_s)
+
+
+# Setting
+
+
+def test_a_call_takes_its_time_and_the_clock_follows(gpu: EmulatedGpu):
+    settled(gpu, 1200)
+    start_s = time.monotonic()
+    gpu.set_clock_mhz(600)
+    assert time.monotonic() - start_s >= 2e-3
+    assert gpu.locked_mhz == 600
+    gpu.wait(2 * SETTLE_S)
+    assert gpu.clock_mhz() == 600
+
+
+def test_calls_of_the_gpus_of_a_node_are_made_one_after_another():
+    with ExitStack() as stack:
+        gpus = [stack.enter_context(closing(opened(f"a100-sxm/{number}?call=20ms"))) for number in range(4)]
+        start_s = time.monotonic()
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(lambda gpu: gpu.set_clock_mhz(900), gpus))
+        assert time.monotonic() - start_s >= 0.08
+        assert [gpu.locked_mhz for gpu in gpus] == [900] * 4
+
+
+def test_a_call_that_is_under_way_holds_up_neither_work_nor_readings(gpu: EmulatedGpu):
+    gpu._shared.reserve(30.0)
+    start_s = time.monotonic()
+    gpu.run(SHORT)
+    assert gpu.energy_j() > 0
+    assert time.monotonic() - start_s < 15
+
+
+# One state
+
+
+def test_a_lock_outlives_the_process_that_made_it(gpu: EmulatedGpu):
+    with setter(gpu.text) as process:
+        print(600, file=process.stdin, flush=True)
+        process.stdout.readline()
+        process.kill()
+        process.wait()
+    assert gpu.locked_mhz == 600
+    gpu.close()
+    with closing(opened(WHICH)) as again:
+        assert again.locked_mhz == 600
+        energy_j = again.energy_j()
+        assert energy_j > 0
+        again.reset_clocks()
+        assert again.locked_mhz is None
+
+
+def test_the_guardian_resets_it_when_its_holder_is_killed(state: Path):
+    text = "emulated:h100-sxm/0"
+    with owner(LOCKS_AND_WAITS, [text]) as process, open_gpu(text) as seen:
+        assert isinstance(seen, EmulatedGpu)
+        assert (seen.locked_mhz, seen.power_limit_w()) == (1500, 300.0)
+        with pytest.raises(GpuError, match="has set its clocks since"), held([seen]):
+            pass
+        children = guardians(process)
+        kill(process.pid)
+        await_end(children)
+        assert (seen.locked_mhz, seen.power_limit_w()) == (None, 700.0)
+        assert files(state) == []
+
+
+def test_a_command_resets_it_when_the_guardian_is_killed_too(state: Path):
+    text = "emulated:h100-sxm/0"
+    with owner(LOCKS_AND_WAITS, [text]) as process, open_gpu(text) as seen:
+        assert isinstance(seen, EmulatedGpu)
+        kill(process.pid, *(each.pid for each in guardians(process)))
+        process.wait()
+        assert seen.locked_mhz == 1500
+        assert len(left_behind()) == 1
+        assert [each.problem for each in recover()] == [None]
+        assert (seen.locked_mhz, seen.power_limit_w(), files(state)) == (None, 700.0, [])
+
+
+def test_what_a_run_leaves_undone_ends_with_its_process():
+    with setter("emulated:a100-sxm/0"):
+        gpu = opened("a100-sxm/0?slower=2000")
+        gpu.start(Work(1e15, 1e6))
+        gpu.close()
+    with closing(opened("a100-sxm/0?slower=2000")) as again:
+        assert again.power_w() < 100
+
+
+def test_changes_of_many_processes_are_all_there(state: Path):
+    def begun(_: object) -> dict[str, int]:
+        return {"one": 0, "other": 0}
+
+    def add(_: int) -> None:
+        with closing(SharedState("counter", begun)) as shared:
+            for _ in range(200):
+                shared.change(lambda found: {name: value + 1 for name, value in found.items()})
+                _, seen = shared.read()
+                assert seen["one"] == seen["other"]
+
+    with closing(SharedState("counter", begun)) as kept, ThreadPoolExecutor(4) as pool:
+        list(pool.map(add, range(4)))
+        assert kept.read()[1] == {"one": 800, "other": 800}
+
+
+def test_a_write_that_was_cut_off_has_written_nothing():
+    with closing(SharedState("torn", lambda _: {"value": 0})) as shared:
+        for value in range(1, 6):
+            number = shared.read()[0]
+            place = (number + 1) % 2 * 2048
+            shared._memory[place : place + 30] = os.urandom(30)  # what comes next, half written
+            assert shared.read() == (number, {"value": value - 1})
+            shared.change(lambda _, value=value: {"value": value})  # type: ignore[misc]
+
+
+def test_a_file_of_another_boot_or_planner_is_begun_anew(gpu: EmulatedGpu):
+    gpu.set_clock_mhz(600)
+    gpu._shared.change(lambda found: {**found, "made_by": "perseus-planner 0.0, boot 1"})
+    gpu.close()
+    with closing(opened(WHICH)) as again:
+        assert again.locked_mhz is None
+
+
+def spoiled(state: Path, how: str) -> None:
+    """Put something else where the files of emulated GPUs are to be."""
+    own = state / f"emulated.{os.geteuid()}"
+    state.mkdir(exist_ok=True)
+    if how == "folder is a link":
+        (state / "elsewhere").mkdir()
+        own.symlink_to(state / "elsewhere")
+        return
+    own.mkdir(0o777 if how == "folder is open to others" else 0o700)
+    if how == "folder is open to others":
+        own.chmod(0o777)
+    elif how == "folder of another user":
+        os.chown(own, 12345, -1)
+    elif how == "pipe":
+        os.mkfifo(own / "node")
+    elif how == "link":
+        (state / "mine").write_text("precious")
+        (own / "node").symlink_to(state / "mine")
+
+
+@pytest.mark.parametrize(
+    "how", ["folder is a link", "folder is open to others", "folder of another user", "pipe", "link"]
+)
+def test_files_that_are_not_its_users_alone_are_not_opened(state: Path, how: str):
+    if how == "folder of another user" and os.geteuid():
+        pytest.skip("needs root")
+    spoiled(state, how)
+    with pytest.raises(GpuError, match=r"cannot be shared|is not this user's alone|is not a file of this user"):
+        opened(WHICH)
+    if how == "link":
+        assert (state / "mine").read_text() == "precious"
+
+
+# Faults
+
+
+def test_faults_count_from_when_it_was_opened_first():
+    which = "a100-sxm/0?fault=lost@200ms"
+    for _ in range(2):
+        with closing(opened(which)) as gpu:
+            assert gpu.energy_j() >= 0
+            gpu.wait(0.1)
+            with closing(opened(which)) as later:
+                gpu.wait(0.11)
+                for each in (gpu, later):
+                    with pytest.raises(GpuLost):
+                        each.energy_j()
+
+
+def test_a_gpu_that_is_lost_in_the_middle_of_work_says_so_then():
+    with closing(opened(f"{WHICH}&fault=lost@100ms")) as gpu:
+        start_s = time.monotonic()
+        with pytest.raises(GpuLost, match="fell off the bus"):
+            gpu.run(DENSE)
+        assert time.monotonic() - start_s > 0.05
+        with pytest.raises(GpuLost):
+            gpu.start(SHORT)
+
+
+def test_what_may_not_be_set_is_refused_at_once():
+    with closing(opened(f"{WHICH}&fault=not-permitted")) as gpu:
+        with pytest.raises(GpuNotPermitted):
+            gpu.set_clock_mhz(900)
+        assert computed_s(gpu, SHORT) > 0
+
+
+def test_work_of_nothing_is_refused(gpu: EmulatedGpu):
+    with pytest.raises(GpuError, match="without FLOPs or bytes"):
+        gpu.run(Work(0.0, 0.0))
+
+
+def test_it_is_told_from_the_real_kind_by_any_process(gpu: EmulatedGpu):
+    code = """
+import sys
+from perseus_planner.gpu import open_gpu
+with open_gpu(sys.argv[1]) as gpu:
+    print(gpu.uuid, gpu.name)
+"""
+    said = subprocess.run([sys.executable, "-c", code, gpu.text], cwd="/", capture_output=True, text=True, check=True)
+    assert said.stdout.strip() == f"{gpu.uuid} simulated a100-sxm slower=2000"

@@ -1,0 +1,345 @@
+"""GPUs through NVML: the real binding, nvidia-ml-py, against a stand-in library."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+
+import pytest
+from fake_nvml import CLOCKS_MHZ, PCI, UUIDS, StandIn, compiled
+from nvml_exercise import exercised, failed
+
+from perseus_planner.errors import GpuError, GpuLost, GpuNotPermitted, GpuNotSupported
+from perseus_planner.gpu import locked_clock, open_gpu
+from perseus_planner.gpu.nvml.discovery import visible_gpus
+
+NOT_SUPPORTED, NO_PERMISSION, UNINITIALIZED, LOST = 3, 4, 1, 15
+
+
+def test_readings_are_in_si_units(nvml: StandIn):
+    nvml.add("* now_s 100", "* power_w 321.5", "* clock_mhz 1395", "* temperature_c 71", "* throttle 0x165")
+    nvml.add("* energy_mj 123456", "* field_74 2500000000", "* field_271 7", "* limit_mw 200000 700000 600000")
+    with open_gpu("nvml:0") as gpu:
+        assert (gpu.energy_j(), gpu.power_w(), gpu.clock_mhz(), gpu.temperature_c()) == (123.456, 321.5, 1395, 71.0)
+        assert gpu.throttle_reasons() == {"sw-power-cap", "sw-thermal", "hw-thermal"}
+        assert gpu.throttled_s() == {
+            "sw-power-cap": 2.5,
+            "sync-boost": 0.0,
+            "sw-thermal": 0.0,
+            "hw-thermal": 0.0,
+            "hw-power-brake": 7e-9,
+        }
+        assert (gpu.power_limits_w, gpu.power_limit_w()) == ((200.0, 700.0), 600.0)
+        assert (gpu.text, gpu.uuid, gpu.name) == (f"nvml:{UUIDS[0]}", UUIDS[0], "NVIDIA H100 80GB HBM3")
+        assert (gpu.origin, gpu.driver, gpu.keeps_settings) == ("measured", "570.86.15", True)
+        assert gpu.supported_clocks_mhz == CLOCKS_MHZ
+        assert gpu.notices() == ()
+
+
+def test_energy_between_two_readings_is_power_times_time(nvml: StandIn):
+    nvml.add("* now_s 100", "* power_w 250")
+    with open_gpu("nvml:0") as gpu:
+        before_j = gpu.energy_j()
+        nvml.set("now_s", 104)
+        assert gpu.energy_j() - before_j == pytest.approx(1000.0)
+
+
+def test_clocks_are_listed_highest_first_once_each_and_for_the_highest_memory_clock(nvml: StandIn):
+    nvml.add("* memory_clocks 405 2619 1593", "* clocks 900 1200 0 900 4294967295 1050", "* clocks_at_405 405")
+    with open_gpu("nvml:0") as gpu:
+        assert gpu.supported_clocks_mhz == (1200, 1050, 900)
+
+
+def test_a_locked_clock_outlives_the_process_and_is_reset_by_another(nvml: StandIn):
+    script = "from perseus_planner.gpu import open_gpu\nwith open_gpu('nvml:1') as gpu: gpu.set_clock_mhz(1200)"
+    subprocess.run([sys.executable, "-c", script], cwd="/", env=nvml.environment(), check=True)
+    assert (nvml.locked_mhz(0), nvml.locked_mhz(1)) == (None, (1200, 1200))
+    with open_gpu("nvml:1") as gpu:
+        assert gpu.clock_mhz() == 1200
+        gpu.reset_clocks()
+        gpu.reset_clocks()
+    assert nvml.locked_mhz(1) is None
+
+
+def test_locked_clock_locks_the_named_gpu_alone_and_resets_it(nvml: StandIn):
+    with open_gpu("nvml:0") as gpu, locked_clock(gpu, 990):
+        assert (nvml.locked_mhz(0), nvml.locked_mhz(1)) == ((990, 990), None)
+    assert nvml.locked_mhz(0) is None
+
+
+def test_a_clock_that_is_not_supported_is_refused_before_nvml_rounds_it(nvml: StandIn):
+    with open_gpu("nvml:0") as gpu, pytest.raises(GpuError) as refused:
+        gpu.set_clock_mhz(1001)
+    assert str(refused.value) == (
+        f"nvml:{UUIDS[0]}: cannot lock its SM clock at 1001 MHz; the nearest supported clock is 1005 MHz, and all are "
+        "from 210 to 1980 MHz"
+    )
+    assert nvml.settings() == []
+
+
+def test_where_no_clocks_are_listed_nvml_alone_says_which_can_be_locked(nvml: StandIn):
+    nvml.fail("nvmlDeviceGetSupportedGraphicsClocks", NOT_SUPPORTED)
+    with open_gpu("nvml:0") as gpu:
+        with pytest.raises(GpuNotSupported, match="use the power limit as the knob"):
+            _ = gpu.supported_clocks_mhz
+        gpu.set_clock_mhz(1500)
+    assert nvml.locked_mhz(0) == (1500, 1500)
+
+
+def test_a_power_limit_is_set_and_set_back(nvml: StandIn):
+    with open_gpu("nvml:0") as gpu:
+        gpu.set_power_limit_w(250.5)
+        assert (nvml.limit_w(0), gpu.power_limit_w()) == (250.5, 250.5)
+        assert gpu.notices() == (
+            "the power limit is 250.5 W, below its default of 700 W, so that high clocks may not be reached; train "
+            "under the same, or set it back (`nvidia-smi -pl 700`)",
+        )
+        gpu.reset_power_limit()
+        assert gpu.power_limit_w() == 700.0
+        calls = len(nvml.settings())
+        gpu.reset_power_limit()
+        assert len(nvml.settings()) == calls
+
+
+@pytest.mark.parametrize("limit_w", [99.9, 700.1, float("nan"), float("inf"), -1.0])
+def test_a_power_limit_out_of_range_is_refused(nvml: StandIn, limit_w: float):
+    with open_gpu("nvml:0") as gpu, pytest.raises(GpuError, match="choose 100 to 700 W"):
+        gpu.set_power_limit_w(limit_w)
+    assert nvml.settings() == []
+
+
+@pytest.mark.parametrize(
+    "which", ["1", UUIDS[1], UUIDS[1].lower(), "GPU-2", PCI[1], "af:00.0", "AF:00", "00000000:AF:00.0"]
+)
+def test_a_gpu_is_named_by_index_uuid_or_pci_bus_id(nvml: StandIn, which: str):
+    with open_gpu(f"nvml:{which}") as gpu:
+        assert gpu.text == f"nvml:{UUIDS[1]}"
+
+
+@pytest.mark.parametrize("which", ["", "2", "-1", "01x", "99999999999999999999", "9" * 5000, "GPU-3", "H100", "٣"])
+def test_a_gpu_that_is_not_there_is_refused_with_those_that_are(nvml: StandIn, which: str):
+    with pytest.raises(GpuError) as refused, open_gpu(f"nvml:{which}"):
+        pass
+    name = "NVIDIA H100 80GB HBM3"
+    assert str(refused.value) == (
+        f"nvml:{which}: NVML shows no such GPU; choose one of: 0 {UUIDS[0]} {name}; 1 {UUIDS[1]} {name}"
+    )
+
+
+def test_an_ambiguous_uuid_is_refused(nvml: StandIn):
+    with pytest.raises(GpuError, match=r"several GPUs begin so: nvml:GPU-1.*; write more"), open_gpu("nvml:GPU-"):
+        pass
+
+
+def test_a_pci_bus_id_that_is_not_there_is_refused(nvml: StandIn):
+    said = r"nvml:0000:11:00\.0: cannot find it.*; run `planner doctor`"
+    with pytest.raises(GpuError, match=said), open_gpu("nvml:0000:11:00.0"):
+        pass
+
+
+def test_mig_instances_and_vgpus_are_refused(nvml: StandIn):
+    said = r"a MIG instance has no clock.*`nvidia-smi -mig 0`"
+    with pytest.raises(GpuNotSupported, match=said), open_gpu("nvml:MIG-0ff0"):
+        pass
+    nvml.set("virtualization", 2, gpu=1)
+    with pytest.raises(GpuNotSupported, match=r"this is a vGPU.*; run on the host"), open_gpu("nvml:1"):
+        pass
+
+
+def test_what_falsifies_a_profile_is_said(nvml: StandIn):
+    nvml.add("0 mig 1", "0 profiles 0x1000081", "0 field_251 1", "0 persistence 0")
+    with open_gpu("nvml:0") as gpu:
+        mig, profiles, smoothing, persistence = gpu.notices()
+    assert mig.startswith("MIG is on")
+    assert profiles.startswith("workload power profiles are active (MAX_P, LLM_TRAINING, LOW_PRIORITY_BACKGROUND)")
+    assert smoothing.startswith("power smoothing is on")
+    assert persistence.startswith("persistence mode is off")
+    with open_gpu("nvml:1") as gpu:
+        assert gpu.notices() == ()
+
+
+def test_a_module_is_read_where_the_gpu_alone_cannot_be_and_that_is_said(nvml: StandIn):
+    nvml.add("* module 1", "* power_w 600", "* field_83 error 3", "* field_186 error 3", "* field_191 error 3")
+    nvml.fail("nvmlDeviceGetTotalEnergyConsumption", NOT_SUPPORTED)
+    nvml.fail("nvmlDeviceGetPowerUsage", NOT_SUPPORTED)
+    with open_gpu("nvml:0") as gpu:
+        assert gpu.power_w() == 600.0
+        assert gpu.energy_j() > 999.0
+        assert gpu.notices() == (
+            "its energy and power can only be read for the whole module, the CPU's share included; compare only "
+            "profiles that were measured so",
+        )
+
+
+def test_one_way_to_read_energy_is_kept(nvml: StandIn):
+    nvml.add("* now_s 100", "* field_83 5000000")
+    with open_gpu("nvml:0") as gpu:
+        assert gpu.energy_j() == 1000.0
+        nvml.fail("nvmlDeviceGetTotalEnergyConsumption", NOT_SUPPORTED)
+        with pytest.raises(GpuNotSupported):
+            gpu.energy_j()
+    with open_gpu("nvml:0") as gpu:
+        assert gpu.energy_j() == 5000.0
+
+
+@pytest.mark.parametrize("said", ["error 3", "error 2", "untouched", "0", "0xffffffff"])
+def test_power_is_read_the_older_way_where_the_field_has_none(nvml: StandIn, said: str):
+    nvml.add("* power_w 123", f"* field_186 {said}")
+    with open_gpu("nvml:0") as gpu:
+        assert gpu.power_w() == 123.0
+        assert nvml.calls("nvmlDeviceGetPowerUsage") == 1
+
+
+def test_reasons_that_are_not_counted_are_left_out(nvml: StandIn):
+    nvml.add(
+        "* field_74 0", "* field_269 error 3", "* field_270 untouched", "* field_271 error 2", "* field_76 error 6"
+    )
+    with open_gpu("nvml:0") as gpu:
+        assert gpu.throttled_s() == {"sw-power-cap": 0.0}
+        asked = nvml.calls("nvmlDeviceGetFieldValues")
+        gpu.throttled_s()
+        assert nvml.calls("nvmlDeviceGetFieldValues") == asked + 1
+
+
+@pytest.mark.parametrize("method", ["set_clock_mhz", "set_power_limit_w", "reset_clocks"])
+def test_without_permission_the_error_names_what_sets_without_it(nvml: StandIn, method: str):
+    functions = ("SetGpuLockedClocks", "ResetGpuLockedClocks", "SetPowerManagementLimit")
+    for function in functions:
+        nvml.fail(f"nvmlDevice{function}", NO_PERMISSION)
+    outcome = exercised("nvml:0")
+    assert failed(outcome) == {"set_clock_mhz", "reset_clocks", "set_power_limit_w"}
+    assert isinstance(outcome[method], GpuNotPermitted)
+    for remedy in ("root", "--cap-add SYS_ADMIN", "zeusd:", "command:", "dry-run:", "observe"):
+        assert remedy in str(outcome[method])
+
+
+def test_the_text_of_a_refusal_says_who_what_why_and_what_to_do(nvml: StandIn):
+    nvml.fail("nvmlDeviceSetGpuLockedClocks", NO_PERMISSION)
+    with open_gpu("nvml:0") as gpu, pytest.raises(GpuNotPermitted) as refused:
+        gpu.set_clock_mhz(1200)
+    assert str(refused.value) == (
+        f"nvml:{UUIDS[0]}: cannot lock its SM clock at 1200 MHz: NVML answers 'Insufficient Permissions' (error 4) to "
+        "nvmlDeviceSetGpuLockedClocks; setting needs root (in Docker also `--cap-add SYS_ADMIN`): run as root, or "
+        "choose a back-end that sets for you (zeusd: or command:), or set nothing (dry-run:, or observe mode)"
+    )
+
+
+def test_where_clocks_cannot_be_locked_resetting_them_is_harmless(nvml: StandIn):
+    for function in ("nvmlDeviceSetGpuLockedClocks", "nvmlDeviceResetGpuLockedClocks"):
+        nvml.fail(function, NOT_SUPPORTED)
+    with open_gpu("nvml:0") as gpu:
+        gpu.reset_clocks()
+        with pytest.raises(GpuNotSupported, match="use the power limit as the knob"):
+            gpu.set_clock_mhz(1200)
+
+
+def test_a_library_that_locks_and_cannot_unlock_is_not_passed_over(nvml: StandIn):
+    nvml.fail("nvmlDeviceResetGpuLockedClocks", NOT_SUPPORTED)
+    with open_gpu("nvml:0") as gpu:
+        gpu.set_clock_mhz(1200)
+        with pytest.raises(GpuNotSupported, match="cannot reset its SM clock"):
+            gpu.reset_clocks()
+
+
+def test_a_gpu_that_is_lost_midway_is_lost_in_every_call_and_hides_no_other(nvml: StandIn):
+    with open_gpu("nvml:0") as lost, open_gpu("nvml:1") as other:
+        lost.set_clock_mhz(1200)
+        nvml.fail("*", LOST, gpu=0)
+        for call in (lost.energy_j, lost.power_w, lost.clock_mhz, lost.temperature_c, lost.notices, lost.reset_clocks):
+            with pytest.raises(GpuLost, match=f"nvml:{UUIDS[0]}: .*dmesg.*reset it.*planner reset"):
+                call()
+        assert other.power_w() > 0
+    with pytest.raises(GpuLost, match="GPU is lost"), open_gpu("nvml:0"):
+        pass
+    with pytest.raises(GpuLost, match="it may be the one that is lost"), open_gpu(f"nvml:{UUIDS[0]}"):
+        pass
+    with open_gpu(f"nvml:{UUIDS[1]}") as gpu:
+        assert gpu.uuid == UUIDS[1]
+    lost_one, other_one = visible_gpus()
+    assert (lost_one.text, other_one.text) == ("nvml:0", f"nvml:{UUIDS[1]}")
+    assert "GPU is lost" in lost_one.problem
+    assert (other_one.index, other_one.name, other_one.problem) == (1, "NVIDIA H100 80GB HBM3", "")
+
+
+def test_visible_gpus_opens_none_of_them(nvml: StandIn):
+    assert [(gpu.index, gpu.text) for gpu in visible_gpus()] == [(0, f"nvml:{UUIDS[0]}"), (1, f"nvml:{UUIDS[1]}")]
+    assert nvml.calls("nvmlInitWithFlags") == nvml.calls("nvmlShutdown") == 1
+    nvml.set("gpus", 0)
+    assert visible_gpus() == ()
+    with pytest.raises(GpuError, match="NVML shows none on this node"), open_gpu("nvml:0"):
+        pass
+
+
+def test_nvml_is_started_once_and_shut_down_when_the_last_gpu_is_closed(nvml: StandIn):
+    with open_gpu("nvml:0"):
+        with open_gpu("nvml:1") as gpu:
+            gpu.close()
+        assert (nvml.calls("nvmlInitWithFlags"), nvml.calls("nvmlShutdown")) == (1, 0)
+    assert nvml.calls("nvmlShutdown") == 1
+    with pytest.raises(GpuError, match="this GPU was closed; open it again"):
+        gpu.power_w()
+
+
+def test_a_gpu_can_be_used_from_many_threads(nvml: StandIn):
+    errors: list[BaseException] = []
+
+    def use() -> None:
+        try:
+            for _ in range(20):
+                with open_gpu("nvml:1") as gpu:
+                    gpu.energy_j()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=use) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    assert nvml.calls("nvmlInitWithFlags") == nvml.calls("nvmlShutdown")
+
+
+def test_a_forked_child_uses_and_closes_the_gpus_of_its_parent(nvml: StandIn):
+    script = """
+import os
+from perseus_planner.gpu import open_gpu
+with open_gpu("nvml:0") as gpu:
+    gpu.power_w()
+    child = os.fork()
+    if child == 0:
+        gpu.set_clock_mhz(1200)
+        gpu.close()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert gpu.clock_mhz() == 1200
+    gpu.reset_clocks()
+"""
+    subprocess.run([sys.executable, "-c", script], cwd="/", env=nvml.environment(), check=True, timeout=60)
+    assert nvml.locked_mhz(0) is None
+    assert nvml.calls("nvmlInitWithFlags") == nvml.calls("nvmlShutdown") == 2
+
+
+def test_an_old_library_without_newer_functions_is_read_by_the_older_ones(nvml: StandIn, tmp_path):
+    newer = (
+        "nvmlDeviceGetTemperatureV",
+        "nvmlDeviceGetCurrentClocksEventReasons",
+        "nvmlDeviceGetFieldValues",
+        "nvmlDeviceGetEnforcedPowerLimit",
+        "nvmlDeviceGetClockInfo",
+        "nvmlDeviceWorkloadPowerProfileGetCurrentProfiles",
+        "nvmlDeviceGetMigMode",
+        "nvmlDeviceGetVirtualizationMode",
+    )
+    old = StandIn(compiled(tmp_path / "old", without=newer), tmp_path)
+    old.add("* power_w 111", "* temperature_c 55", "* throttle 0x40")
+    script = """
+from nvml_exercise import exercised, failed
+outcome = exercised("nvml:1")
+assert not failed(outcome), outcome
+print(*(outcome[name] for name in ("power_w", "temperature_c", "throttle_reasons", "power_limit_w", "throttled_s")))
+"""
+    environment = {**old.environment(), "PYTHONPATH": "tests/support"}
+    run = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False)
+    assert (run.stdout, run.stderr) == ("111.0 55.0 frozenset({'hw-thermal'}) 700.0 {}\n", "")

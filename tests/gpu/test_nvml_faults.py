@@ -1,0 +1,216 @@
+"""Whatever NVML library stands behind the binding: each method answers with a sane value, or says what to do."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from fake_nvml import UUIDS, StandIn, loaded
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from nvml_exercise import READINGS, SETTINGS, exercised, failed
+
+from perseus_planner.errors import GpuError, GpuLost, GpuNotPermitted, GpuNotSupported
+from perseus_planner.gpu import open_gpu
+from perseus_planner.gpu.nvml.discovery import visible_gpus
+
+FUNCTIONS = {
+    # function -> the methods that cannot do without it; none where an older function stands in, or nothing is lost
+    "nvmlInitWithFlags": {"open"},
+    "nvmlShutdown": set(),
+    "nvmlSystemGetDriverVersion": {"driver"},
+    "nvmlDeviceGetCount_v2": {"open"},
+    "nvmlDeviceGetHandleByIndex_v2": {"open"},
+    "nvmlDeviceGetUUID": {"open"},
+    "nvmlDeviceGetName": {"name"},
+    "nvmlDeviceGetVirtualizationMode": set(),
+    "nvmlDeviceGetSupportedMemoryClocks": {"supported_clocks_mhz", "set_clock_mhz"},
+    "nvmlDeviceGetSupportedGraphicsClocks": {"supported_clocks_mhz", "set_clock_mhz"},
+    "nvmlDeviceGetClockInfo": set(),
+    "nvmlDeviceGetTotalEnergyConsumption": set(),
+    "nvmlDeviceGetFieldValues": set(),
+    "nvmlDeviceGetTemperatureV": set(),
+    "nvmlDeviceGetCurrentClocksEventReasons": set(),
+    "nvmlDeviceGetMigMode": set(),
+    "nvmlDeviceGetPersistenceMode": set(),
+    "nvmlDeviceWorkloadPowerProfileGetCurrentProfiles": set(),
+    "nvmlDeviceGetEnforcedPowerLimit": set(),
+    "nvmlDeviceGetPowerManagementLimit": {"reset_power_limit"},
+    "nvmlDeviceGetPowerManagementDefaultLimit": {"reset_power_limit"},
+    "nvmlDeviceGetPowerManagementLimitConstraints": {"power_limits_w", "set_power_limit_w"},
+    "nvmlDeviceSetGpuLockedClocks": {"set_clock_mhz"},
+    "nvmlDeviceResetGpuLockedClocks": {"reset_clocks"},
+    "nvmlDeviceSetPowerManagementLimit": {"set_power_limit_w"},
+}
+
+CODES = (*range(1, 31), 999, 4242, 4294967295)
+
+KINDS = {3: GpuNotSupported, 13: GpuNotSupported, 21: GpuNotSupported, 4: GpuNotPermitted, 15: GpuLost, 16: GpuLost}
+
+
+class Without:
+    """A library that lacks a function, as ctypes shows it: no such attribute."""
+
+    def __init__(self, library: Path, absent: str) -> None:
+        self._library, self._absent = ctypes.CDLL(str(library)), absent
+
+    def __getattr__(self, name: str) -> object:
+        if name == self._absent:
+            raise AttributeError(name)
+        return getattr(self._library, name)
+
+
+def test_the_table_of_functions_is_whole(nvml: StandIn):
+    outcome = exercised("nvml:0")
+    assert set(outcome) == {*READINGS, *SETTINGS}
+    assert not failed(outcome)
+    assert nvml.called() == {*FUNCTIONS}
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_every_error_of_every_function_says_what_to_do(nvml: StandIn, function: str):
+    for code in CODES:
+        nvml.heal()
+        nvml.fail(function, code)
+        outcome = exercised("nvml:0")
+        kind = KINDS.get(code, GpuError)
+        for method in FUNCTIONS[function] & {*outcome}:
+            assert isinstance(outcome[method], kind), (code, method, outcome[method])
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_success_without_an_answer_is_never_a_reading(nvml: StandIn, function: str):
+    nvml.add("* throttle 0x40")
+    healthy = exercised("nvml:0", settings=False)
+    nvml.fail(function, 0)
+    outcome = exercised("nvml:0", settings=False)
+    changed = {name for name in outcome if outcome[name] != healthy.get(name)} - failed(outcome) - {"energy_j"}
+    unknowable = {
+        "nvmlDeviceGetCurrentClocksEventReasons": {"throttle_reasons"},  # no bit set is a good answer
+        "nvmlDeviceGetFieldValues": {"throttled_s"},  # left out
+        "nvmlDeviceGetPersistenceMode": {"notices"},  # off is a good answer
+    }
+    assert changed <= unknowable.get(function, set())
+
+
+@pytest.mark.parametrize("function", list(FUNCTIONS))
+def test_every_function_may_be_missing(nvml: StandIn, nvml_library: Path, function: str):
+    with loaded(Without(nvml_library, function)):
+        outcome = exercised("nvml:0")
+    methods = FUNCTIONS[function]
+    assert failed(outcome) == methods
+    for method in methods:
+        assert isinstance(outcome[method], GpuNotSupported)
+        assert function.removesuffix("_v2").removesuffix("WithFlags") in str(outcome[method])
+
+
+@pytest.mark.parametrize("function", ["nvmlDeviceGetTemperatureV", "nvmlDeviceWorkloadPowerProfileGetCurrentProfiles"])
+def test_an_older_binding_may_lack_functions_too(nvml: StandIn, monkeypatch: pytest.MonkeyPatch, function: str):
+    import pynvml
+
+    monkeypatch.delattr(pynvml, function)
+    monkeypatch.delattr(pynvml, "c_nvmlWorkloadPowerProfileCurrentProfiles_v1_t")
+    assert not failed(exercised("nvml:0"))
+
+
+@pytest.mark.parametrize(
+    ("code", "remedy"),
+    [
+        (9, "load the NVIDIA driver .*--gpus all"),
+        (18, "of different versions: reboot the node"),
+        (17, "allow /dev/nvidia"),
+        (12, "install that, or name the library's folder in LD_LIBRARY_PATH; .*--gpus all.*simulated:"),
+        (999, "dmesg"),
+    ],
+)
+def test_where_nvml_cannot_start_the_remedy_is_said_and_a_later_start_succeeds(nvml: StandIn, code: int, remedy: str):
+    nvml.fail("nvmlInitWithFlags", code)
+    with pytest.raises(GpuError, match=f"NVML: cannot start: NVML answers .* to nvmlInit; .*{remedy}"):
+        visible_gpus()
+    with pytest.raises(GpuError, match="NVML: cannot start"), open_gpu("nvml:0"):
+        pass
+    nvml.heal()
+    assert len(visible_gpus()) == 2
+
+
+def test_without_the_library_what_brings_it_is_said(nvml: StandIn, monkeypatch: pytest.MonkeyPatch):
+    import pynvml
+
+    def not_found(name: str) -> None:
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.setattr(pynvml, "CDLL", not_found)
+    with loaded(None), pytest.raises(GpuError, match=r"libnvidia-ml\.so\.1 comes with the NVIDIA driver"):
+        visible_gpus()
+
+
+def test_without_the_binding_what_installs_it_is_said(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    with pytest.raises(GpuError, match=r"pip install 'perseus-planner\[nvml\]'"), open_gpu("nvml:0"):
+        pass
+
+
+def test_the_unofficial_binding_of_the_same_name_is_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "pynvml", ModuleType("pynvml"))
+    with pytest.raises(GpuError, match=r"pip uninstall pynvml`, then run `pip install 'perseus"), open_gpu("nvml:0"):
+        pass
+
+
+def test_a_name_that_is_no_text_is_refused(nvml: StandIn):
+    nvml.script.write_bytes(b"* uuid GPU-1\n0 name \xff\xfe\xff\n")
+    assert failed(exercised("nvml:0")) == {"name"}
+
+
+def test_memory_that_runs_out_in_the_binding_is_no_traceback(nvml: StandIn, monkeypatch: pytest.MonkeyPatch):
+    import pynvml
+
+    def too_much(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetSupportedMemoryClocks", too_much)
+    assert failed(exercised("nvml:0")) == {"supported_clocks_mhz", "set_clock_mhz"}
+
+
+ODD = st.sampled_from([0, 1, 405, 1980, 70_000, 0x7FFFFFFF, 0xFFFFFFFE, 0xFFFFFFFF, 0xFFFFFFFFFFFFFFFF])
+FIELD = st.one_of(
+    ODD.map(str), st.sampled_from(["untouched", "error 2", "error 3", "error 4", "error 15", "error 999"])
+)
+
+
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    numbers=st.fixed_dictionaries(
+        {},
+        optional=dict.fromkeys(
+            ("gpus", "power_w", "clock_mhz", "temperature_c", "throttle", "energy_mj", "mig", "profiles"), ODD
+        ),
+    ),
+    lists=st.fixed_dictionaries(
+        {}, optional={key: st.lists(ODD, max_size=4) for key in ("clocks", "memory_clocks", "limit_mw")}
+    ),
+    fields=st.dictionaries(st.sampled_from([74, 76, 83, 186, 191, 251, 269, 270, 271, "186_1", "191_1"]), FIELD),
+    failing=st.dictionaries(st.sampled_from(sorted(FUNCTIONS)), st.sampled_from([0, *CODES]), max_size=4),
+)
+def test_odd_answers_give_sane_values_or_errors(nvml: StandIn, numbers, lists, fields, failing):
+    said = [f"* {key} {value}" for key, value in numbers.items()]
+    said += [f"* {key} {' '.join(map(str, values))}" for key, values in lists.items()]
+    said += [f"* field_{field} {value}" for field, value in fields.items()]
+    said += [f"* error {function} {code}" for function, code in failing.items()]
+    with nvml.saying(*said):
+        exercised("nvml:0")
+        exercised(f"nvml:{UUIDS[1]}", settings=False)
+
+
+def test_another_library_is_as_good_or_says_what_to_do():
+    """Locks the top clock of every GPU that the library shows, sets its greatest power limit, and resets both."""
+    path = os.environ.get("PLANNER_NVML_LIBRARY")
+    if not path:
+        pytest.skip("name another libnvidia-ml.so.1 in PLANNER_NVML_LIBRARY to test with it")
+    with loaded(Path(path)):
+        for gpu in visible_gpus():
+            for name, value in exercised(gpu.text).items():
+                print(f"{gpu.index} {name}: {value!r}")

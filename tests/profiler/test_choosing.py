@@ -1,0 +1,162 @@
+"""Few settings tell what a plan needs: where they go, and when there are enough."""
+
+from __future__ import annotations
+
+from statistics import NormalDist, fmean
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from perseus_planner.gpu.simulated.catalog import CATALOGUE
+from perseus_planner.gpu.simulated.model import Work
+from perseus_planner.profiler.choosing import _RISES, MOST_SETTINGS, _improvement, descent, next_setting
+from perseus_planner.profiles.measurement import Evidence, Measurement
+
+CLOCKS = tuple(range(1980, 209, -15))
+
+
+def chosen(settings: tuple[int, ...], rows: dict[str, dict[int, Measurement]], waiting_w: float = 80.0) -> list[int]:
+    """The settings that a sweep measures of what `rows` says, in that order."""
+    seen: dict[str, dict[int, Measurement]] = {kind: {} for kind in rows}
+    order: list[int] = []
+    while (setting := next_setting(settings, seen, waiting_w)) is not None:
+        assert setting not in order
+        order.append(setting)
+        for kind, table in rows.items():
+            seen[kind][setting] = table[setting]
+    return order
+
+
+def modelled(name: str, work: Work) -> dict[int, Measurement]:
+    """What a simulated GPU does, without noise."""
+    model = CATALOGUE[name]
+    load = model.load(work)
+    rows = {}
+    for clock in model.clocks_mhz:
+        achieved = load.achieved_mhz(clock)
+        throttle = ("sw-power-cap",) if achieved < clock else ()
+        rows[clock] = Measurement(
+            clock, load.time_s(clock), load.energy_j(clock), Evidence(achieved, 0, 0, 3, 60, throttle)
+        )
+    return rows
+
+
+@pytest.mark.parametrize("name", CATALOGUE)
+@pytest.mark.parametrize("intensity", [1e4, 700, 100, 10])
+def test_few_clocks_hold_the_hull_of_every_simulated_gpu(name: str, intensity: float):
+    rows = modelled(name, Work(flops=1e12, bytes=1e12 / intensity))
+    settings = CATALOGUE[name].clocks_mhz
+    order = chosen(settings, {"F": rows})
+    assert len(order) <= MOST_SETTINGS
+    assert order[0] == settings[0]
+    # Whatever a second is worth, the chosen ones cost hardly more than the best.
+    losses = lost(rows, order)
+    assert max(losses) < 0.04
+    assert fmean(losses) < 0.008
+
+
+def test_chosen_clocks_lose_less_than_as_many_evenly_apart():
+    chosen_losses, even_losses = [], []
+    for name, model in CATALOGUE.items():
+        for intensity in (1e4, 700, 100):
+            rows, settings = modelled(name, Work(flops=1e12, bytes=1e12 / intensity)), model.clocks_mhz
+            last = len(settings) - 1
+            even = [settings[round(place * last / (MOST_SETTINGS - 1))] for place in range(MOST_SETTINGS)]
+            chosen_losses.append(fmean(lost(rows, chosen(settings, {"F": rows}))))
+            even_losses.append(fmean(lost(rows, even)))
+    assert fmean(chosen_losses) < 0.7 * fmean(even_losses)
+
+
+def lost(rows: dict[int, Measurement], order: list[int], waiting_w: float = 80.0) -> list[float]:
+    """What the best of `order` costs above the best of `rows`, by the energy of that, at each price of time."""
+    top = rows[max(rows)]
+    losses = []
+    for place in range(30):
+        second_w = 3 * place / 29 * top.energy_j / top.time_s - waiting_w
+
+        def cost_j(setting: int, second_w: float = second_w) -> float:
+            return rows[setting].energy_j + second_w * rows[setting].time_s
+
+        best = min(rows, key=cost_j)
+        losses.append((min(map(cost_j, order)) - cost_j(best)) / rows[best].energy_j)
+    return losses
+
+
+def test_what_a_power_cap_makes_alike_is_passed_over():
+    rows = modelled("h100-sxm", Work(flops=1e13, bytes=1e10))
+    achieved = rows[1980].evidence.achieved_mhz  # type: ignore[union-attr]
+    order = chosen(CLOCKS[: CLOCKS.index(345) + 1], {"F": rows})
+    assert achieved < 1800
+    assert [setting for setting in order if setting > achieved] == [1980]
+
+
+def test_the_descent_ends_when_effective_energy_has_risen_twice():
+    # Twice as much for half the clock: slower is worse, and nothing below the third step is measured.
+    rising = {clock: Measurement(clock, 1980 / clock, 200 * 1980 / clock) for clock in CLOCKS}
+    third = descent(CLOCKS, CLOCKS[0])[_RISES]
+    assert min(chosen(CLOCKS, {"F": rising})) == third
+
+
+def test_the_descent_goes_on_while_a_waiting_gpu_would_draw_more():
+    # The energy rises, but by less than what the GPU would draw if it waited instead.
+    rising = {clock: Measurement(clock, 1980 / clock, 50 + 60 * 1980 / clock) for clock in CLOCKS}
+    assert min(chosen(CLOCKS, {"F": rising}, 80.0)) == CLOCKS[-1]
+    assert min(chosen(CLOCKS, {"F": rising}, 10.0)) > CLOCKS[-1]
+
+
+def test_one_kind_that_still_saves_goes_on_to_the_bottom():
+    falling = {clock: Measurement(clock, 1 + 1e-3 * (1980 - clock), 100 + clock / 10) for clock in CLOCKS}
+    rising = {clock: Measurement(clock, 1980 / clock, 200 * 1980 / clock) for clock in CLOCKS}
+    assert min(chosen(CLOCKS, {"F": rising, "B": falling})) == CLOCKS[-1]
+
+
+@given(
+    st.lists(st.tuples(st.floats(0.01, 10), st.floats(0, 100)), min_size=1, max_size=100),
+    st.sampled_from((0.0, 80.0, 1e4)),
+)
+def test_whatever_is_measured_few_settings_are_and_the_first_is_the_top(
+    rows: list[tuple[float, float]], waiting_w: float
+):
+    settings = tuple(1980 - 15 * place for place in range(len(rows)))
+    table = {setting: Measurement(setting, *row) for setting, row in zip(settings, rows, strict=True)}
+    order = chosen(settings, {"F": table}, waiting_w)
+    assert order[0] == settings[0]
+    assert len(order) == min(MOST_SETTINGS, len(settings)) or min(order) > settings[-1]
+
+
+def test_a_dip_that_a_lower_clock_shows_is_looked_for_above_it():
+    # As in a measured profile: below 1050 MHz other kernels run, a tenth faster and much cheaper.
+    def row(clock: int) -> Measurement:
+        kernel = 0.9 if clock <= 1050 else 1.0
+        return Measurement(clock, kernel * (0.06 + 120 / clock), kernel * (15 + 24 * (clock / 1740) ** 2))
+
+    settings = tuple(range(1740, 854, -15))
+    assert any(
+        1020 <= setting <= 1050 for setting in chosen(settings, {"F": {clock: row(clock) for clock in settings}})
+    )
+
+
+def test_what_was_measured_before_decides_not_its_order():
+    rows = modelled("a100-sxm", Work(flops=1e13, bytes=1e10))
+    settings = CATALOGUE["a100-sxm"].clocks_mhz
+    order = chosen(settings, {"F": rows})
+    for count in range(1, len(order)):
+        seen = {setting: rows[setting] for setting in sorted(order[:count])}
+        assert next_setting(settings, {"F": seen}, 80.0) == order[count]
+
+
+@given(st.floats(-10, 10), st.floats(0.01, 10))
+def test_the_expected_improvement_is_the_mean_of_what_is_above_0(mean: float, spread: float):
+    normal = NormalDist(mean, spread)
+    steps = [normal.inv_cdf((place + 0.5) / 2000) for place in range(2000)]
+    assert _improvement(mean, spread) == pytest.approx(fmean(max(0.0, each) for each in steps), abs=1e-3 * spread)
+    assert _improvement(mean, 0.0) == max(0.0, mean)
+
+
+def test_power_limits_are_not_taken_for_clocks():
+    limits = tuple(range(700, 199, -5))
+    capped = Evidence(400.0, 0, 0, 3, 60, ("sw-power-cap",))
+    seen = {"F": {700: Measurement(700, 1.0, 600.0, capped)}}
+    # The first step down is a fifth of all settings below the top, not below the 400 MHz that were reached.
+    assert next_setting(limits, seen, 80.0, clocks=False) == 600  # type: ignore[operator]

@@ -1,0 +1,136 @@
+"""A sweep that is killed at any moment leaves no clock locked and no half-written file, and goes on where it was."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+from fake_nvml import StandIn
+from gpu_owners import await_end, files, guardians, kill
+
+from perseus_planner import Profile
+from perseus_planner.gpu.lease.lease import left_behind, recover
+from perseus_planner.profiles.csv_file import Row, read_table
+
+CLOCKS_MHZ = (1980, 1800, 1605, 1395, 1200, 1005, 810)
+# What `planner profile` does on each rank. Clocks are set through NVML; time is virtual, for equal sweeps to find equal
+# rows, but for a little of it, for a kill to come amid them.
+SWEEP = """
+import sys, time
+from pathlib import Path
+from perseus_planner.gpu import open_gpu
+from perseus_planner.gpu.lease.lease import held
+from perseus_planner.gpu.read_through import ReadThrough
+from perseus_planner.profiler.profiling import SweepSettings, assembled, forget_rows, measure_stage, rows_path
+from perseus_planner.profiler.stage import Stage, Timed
+
+class InVirtualTime(ReadThrough):
+    text, spent_s, spent_j = "nvml:0", 0.0, 0.0
+    def now_s(self): return self.spent_s
+    def energy_j(self): return self.spent_j // 10 * 10
+    def wait(self, duration_s): self.spend(duration_s, 60.0)
+    def spend(self, duration_s, power_w):
+        self.spent_s, self.spent_j = self.spent_s + duration_s, self.spent_j + power_w * duration_s
+    def set_clock_mhz(self, clock_mhz): self._gpu.set_clock_mhz(clock_mhz)
+    def reset_clocks(self): self._gpu.reset_clocks()
+    def set_power_limit_w(self, limit_w): raise NotImplementedError
+    def reset_power_limit(self): raise NotImplementedError
+
+output = Path(sys.argv[1])
+print("begun", flush=True)
+with open_gpu("nvml:0") as nvml, held([nvml], power_limit=False):
+    gpu = InVirtualTime(nvml)
+    def run(cycles):
+        def launch(times):
+            time.sleep(1e-3)
+            gpu.spend(times * cycles / gpu.clock_mhz(), 60.0 + 0.2 * gpu.clock_mhz())
+        return launch
+    stage = Stage({"F": Timed(run(100.0)), "B": Timed(run(200.0))}, lambda: None)
+    settings = SweepSettings(full=True, cool_down_s=0.0)
+    rows = measure_stage(gpu, stage, 0, settings, keep=rows_path(output, 0), resume=True)
+profile = assembled([rows], blocking_power_w=85.0)
+profile.save(output)
+forget_rows(output, 1)
+"""
+
+
+@pytest.fixture
+def state(nvml: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("PLANNER_STATE_DIR", str(tmp_path / "state"))
+    nvml.add(f"* clocks {' '.join(map(str, CLOCKS_MHZ))}")
+    return tmp_path / "state"
+
+
+def rows_of(path: Path) -> dict[tuple[str, int], Row]:
+    """The rows of a table, whole as they stand; none where it is not there."""
+    return {(row.kind, row.clock_mhz): row for row in read_table(path)[0]} if path.exists() else {}
+
+
+def swept(folder: Path, moment_s: float | None = None) -> float:
+    """Sweep, going on from what is there; kill it `moment_s` after its begin, if that is given. How long it took."""
+    command = [sys.executable, "-c", SWEEP, "p.yaml"]
+    with subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.readline()
+        begin_s = time.monotonic()
+        watching: list[psutil.Process] = []
+        if moment_s is not None:
+            time.sleep(moment_s)  # any moment will do: nothing is waited for
+            with suppress(psutil.NoSuchProcess):  # it has just ended by itself
+                watching = guardians(process)
+                kill(process.pid)
+        said = process.stderr.read().decode()
+        assert process.wait() == 0 or moment_s is not None, said
+        took_s = time.monotonic() - begin_s
+        await_end(watching)
+    return took_s
+
+
+def sweep_and_kill(nvml: StandIn, state: Path, folder: Path, times: int, seed: int) -> int:
+    """Kill a sweep so often, each going on from the one before, and then let it end; how often it was amid its rows."""
+    moments = random.Random(seed)
+    folder.mkdir()
+    whole_s = swept(folder)
+    whole = rows_of(folder / "p.csv")
+    assert len(whole) == 2 * len(CLOCKS_MHZ)
+    shutil.rmtree(folder)
+    folder.mkdir()
+    before: dict[tuple[str, int], Row] = {}
+    amid = 0
+    for number in range(times + 1):
+        swept(folder, moments.uniform(0.0, whole_s) if number < times else None)
+        assert nvml.locked_mhz(0) is None
+        recover()  # a record may be left where nothing was set yet
+        assert (left_behind(), files(state)) == ((), [])
+        # Beside these may lie what was being written, under a name of its own; the next sweep removes it.
+        assert {path.name for path in folder.glob("[!.]*")} <= {"p.yaml", "p.csv", "p.rows-0.csv"}
+        rows = rows_of(folder / "p.csv") or rows_of(folder / "p.rows-0.csv")
+        assert {key: rows[key] for key in before} == before  # what was finished stays as it was
+        amid += len(before) < len(rows) < len(whole)
+        before = rows
+        if (folder / "p.yaml").exists() and not (folder / "p.rows-0.csv").exists():
+            assert Profile.load(folder / "p.yaml").measurements.keys() == {(0, "F"), (0, "B")}
+            assert list(rows) == list(whole)
+            for key, row in rows.items():  # the counter's steps fall elsewhere after an interruption
+                assert (row.time_s, row.energy_j) == pytest.approx((whole[key].time_s, whole[key].energy_j), rel=1e-3)
+            assert [*folder.glob(".*rows*")] == []
+            shutil.rmtree(folder)
+            folder.mkdir()
+            before = {}
+    return amid
+
+
+def test_a_sweep_killed_at_random_moments_goes_on_and_leaves_nothing_locked(nvml: StandIn, state: Path, tmp_path: Path):
+    assert sweep_and_kill(nvml, state, tmp_path / "work", times=12, seed=1) >= 2
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1200)
+def test_a_sweep_killed_200_times_goes_on_and_leaves_nothing_locked(nvml: StandIn, state: Path, tmp_path: Path):
+    assert sweep_and_kill(nvml, state, tmp_path / "work", times=200, seed=2) >= 50

@@ -1,0 +1,61 @@
+"""A profile taken in a training script changes nothing of the training; torch's own schedules, on real ranks."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+from launching import ranks
+
+from perseus_planner.errors import UsageError
+from perseus_planner.profiles.profiles import Profile
+
+pytest.importorskip("torch")
+
+
+@pytest.fixture(scope="module")
+def profiles(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder in which two ranks wrote the profiles of three schedules, after comparing the trainings."""
+    folder = tmp_path_factory.mktemp("profiles")
+    for each in ranks("schedules", 2, folder):
+        assert (each.code, each.said) == (0, "equal\n"), each.complained
+    return folder
+
+
+def test_losses_gradients_weights_and_random_state_are_bit_equal_to_a_training_without(profiles: Path) -> None:
+    assert len(list(profiles.glob("*.yaml"))) == 3  # what was compared while they were written
+
+
+@pytest.mark.parametrize(
+    ("schedule", "stages", "kinds"), [("1f1b", 2, "FB"), ("interleaved-1f1b", 4, "FB"), ("interleaved-zb", 4, "FBIW")]
+)
+def test_all_stages_have_the_kinds_of_the_schedule(profiles: Path, schedule: str, stages: int, kinds: str) -> None:
+    profile = Profile.load(profiles / f"{schedule}.yaml")
+    assert set(profile.measurements) == set(itertools.product(range(stages), kinds))
+    assert (profile.origin, profile.knob) == ("simulated", "observed")
+
+
+def test_of_replicas_one_measures(tmp_path: Path) -> None:
+    everyone = ranks("replicas", 4, tmp_path)
+    assert [each.said for each in everyone] == ["True\n", "False\n", "False\n", "False\n"], everyone
+    profile = Profile.load(tmp_path / "profile.yaml")
+    assert (profile.stages, profile.gpus_per_stage) == (2, 1)
+
+
+def test_without_an_iteration_in_the_block_there_is_one_message(tmp_path: Path) -> None:
+    everyone = ranks("idle", 2, tmp_path)
+    assert [each.code for each in everyone] == [2, 2]
+    (said,) = {each.complained for each in everyone} - {""}
+    assert said.endswith("did not run inside the block of profile_pipeline; run one whole training iteration there\n")
+
+
+def test_something_else_than_an_engine_is_refused() -> None:
+    from perseus_planner.profiler.pipeline import profile_pipeline
+
+    with pytest.raises(UsageError) as error, profile_pipeline(object()):
+        pass
+    assert str(error.value) == (
+        "profile_pipeline was given a object; give it a DeepSpeed PipelineEngine, the chunks of a Megatron-core model, "
+        "or a schedule of torch.distributed.pipelining"
+    )

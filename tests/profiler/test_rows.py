@@ -1,0 +1,199 @@
+"""Finished rows outlive whatever ends a sweep, and a sweep that goes on leaves what one that was not ended leaves."""
+
+from __future__ import annotations
+
+import multiprocessing
+import pickle
+import random
+import signal
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+from replay_gpu import ReplayGpu
+
+from perseus_planner.errors import ProfileError
+from perseus_planner.profiler.profiling import StageRows, SweepSettings, forget_rows, measure_stage, rows_path
+from perseus_planner.profiler.rows import Rows
+from perseus_planner.profiles.csv_file import read_table
+from perseus_planner.profiles.measurement import Evidence, Measurement
+from perseus_planner.profiles.profiles import Profile
+
+ABOUT = {"gpu": "GPU-8f6b", "window": "5.0 s"}
+ROW = Measurement(1410, 0.1, 30.0, Evidence(1395.5, 1e-4, 0.02, 3, 61.5, ("sw-power-cap", "hw-thermal")))
+
+
+def gpu_of_a_stage() -> ReplayGpu:
+    rows = tuple(
+        Measurement(clock, 0.02 + 40 / clock, 6.0 + 25 * (clock / 1410) ** 2 + 7000 / clock)
+        for clock in range(1410, 600, -15)
+    )
+    twice = tuple(Measurement(row.clock_mhz, 2 * row.time_s, 2 * row.energy_j) for row in rows)
+    return ReplayGpu(Profile({(0, "F"): rows, (0, "B"): twice}, 80.0), 0)
+
+
+def swept(path: Path | None, *, resume: bool = True, **options: object) -> StageRows:
+    gpu = gpu_of_a_stage()
+    return measure_stage(gpu, gpu.stage(), 0, SweepSettings(**options), keep=path, resume=resume)  # type: ignore[arg-type]
+
+
+def assert_same(one: StageRows, other: StageRows) -> None:
+    assert set(one.measurements) == set(other.measurements)
+    for kind, rows in one.measurements.items():
+        assert [row.clock_mhz for row in rows] == [row.clock_mhz for row in other.measurements[kind]]
+        for row, same in zip(rows, other.measurements[kind], strict=True):
+            assert row.time_s == pytest.approx(same.time_s, rel=1e-9)
+            # The counter's steps fall elsewhere after an interruption.
+            assert row.energy_j == pytest.approx(same.energy_j, rel=1e-4)
+
+
+def test_rows_come_back_as_they_were_kept(tmp_path: Path):
+    rows = Rows(tmp_path / "r.csv", 3, "clock", ABOUT, resume=False)
+    other = Measurement(1395, 1 / 3, 29.9)
+    for kind, row in (("F", ROW), ("B.sync", ROW), ("F", other)):
+        rows.keep(kind, row)
+    again = Rows(tmp_path / "r.csv", 3, "clock", ABOUT, resume=True).finished
+    assert again == {"F": {1410: ROW, 1395: other}, "B.sync": {1410: ROW}}
+    assert again["F"][1410].evidence == ROW.evidence
+
+
+def test_the_file_is_a_table_of_a_profile_with_what_it_is_for_above(tmp_path: Path):
+    path = tmp_path / "r.csv"
+    Rows(path, 3, "power-limit", ABOUT, resume=False).keep("F", ROW)
+    assert path.read_text().startswith("# gpu: GPU-8f6b\n# window: 5.0 s\nstage,instruction,power_limit,time,energy,")
+    (row,), knob = read_table(path)
+    assert (row.stage, row.kind, row.clock_mhz, row.time_s, knob) == (3, "F", 1410, 0.1, "power-limit")
+
+
+def test_rows_of_something_else_are_refused_with_the_first_difference(folder: Path):
+    Rows(Path("r.csv"), 0, "clock", ABOUT, resume=False).keep("F", ROW)
+    with pytest.raises(ProfileError) as refusal:
+        Rows(Path("r.csv"), 0, "clock", {**ABOUT, "gpu": "GPU-77"}, resume=True)
+    assert str(refusal.value) == (
+        "r.csv: its rows were measured with gpu: GPU-8f6b, and now it is GPU-77; "
+        "go on with what it was, or measure anew without --resume"
+    )
+    with pytest.raises(ProfileError, match="with seed: nothing, and now it is 1;"):
+        Rows(Path("r.csv"), 0, "clock", {**ABOUT, "seed": "1"}, resume=True)
+    with pytest.raises(ProfileError, match=r"with window: 5\.0 s, and now it is nothing;"):
+        Rows(Path("r.csv"), 0, "clock", {"gpu": "GPU-8f6b"}, resume=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "difference"),
+    [
+        ({"window_s": 6.0}, "window: 5.0 s, and now it is 6.0 s"),
+        ({"full": True}, "settings: as few as a plan needs, and now it is all"),
+        ({"seed": 4}, "seed: 0, and now it is 4"),
+        ({"knob": "observed"}, "knob: clock, and now it is observed"),
+    ],
+)
+def test_a_sweep_with_other_settings_does_not_go_on(tmp_path: Path, change: dict[str, object], difference: str):
+    swept(tmp_path / "r.csv", resume=False)
+    with pytest.raises(ProfileError, match=difference):
+        swept(tmp_path / "r.csv", **change)
+
+
+def test_a_damaged_file_is_refused_with_its_line(folder: Path):
+    Rows(Path("r.csv"), 0, "clock", ABOUT, resume=False).keep("F", ROW)
+    text = Path("r.csv").read_text()
+    Path("r.csv").write_text(text.replace("30.0", "much"))
+    with pytest.raises(ProfileError, match=r"r.csv, line 4, column 'energy': 'much' is not an energy"):
+        Rows(Path("r.csv"), 0, "clock", ABOUT, resume=True)
+
+
+def test_without_resume_old_rows_are_forgotten(tmp_path: Path):
+    Rows(tmp_path / "r.csv", 0, "clock", ABOUT, resume=False).keep("F", ROW)
+    assert not Rows(tmp_path / "r.csv", 0, "clock", {}, resume=False).finished
+    assert not (tmp_path / "r.csv").exists()
+
+
+def test_rows_are_forgotten_with_what_a_killed_write_left(tmp_path: Path):
+    output = tmp_path / "profile.yaml"
+    for stage in (0, 1):
+        path = rows_path(output, stage)
+        path.write_text("x")
+        (tmp_path / f".{path.name}.abc.part").write_text("half")
+    (tmp_path / "other.csv").write_text("")
+    forget_rows(output, 2)
+    assert [path.name for path in tmp_path.iterdir()] == ["other.csv"]
+
+
+def test_every_row_is_on_disk_before_the_next_begins(tmp_path: Path):
+    gpu = gpu_of_a_stage()
+    found: list[int] = []
+
+    def look(done: int, total: int) -> None:
+        found.append(len(read_table(tmp_path / "r.csv")[0]))
+
+    measure_stage(gpu, gpu.stage(), 0, keep=tmp_path / "r.csv", progress=look)
+    assert found[:-1] == list(range(1, len(found)))
+
+
+@pytest.mark.parametrize("after", [1, 2, 9, 23])
+def test_finished_rows_are_not_measured_again(tmp_path: Path, after: int):
+    path, gpu = tmp_path / "r.csv", gpu_of_a_stage()
+
+    def stop(done: int, total: int) -> None:
+        if done == after:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        measure_stage(gpu, gpu.stage(), 0, keep=path, progress=stop)
+    assert gpu.locked_mhz is None
+    before = {(row.kind, row.clock_mhz): row.energy_j for row in read_table(path)[0]}
+    assert len(before) == after
+    done: list[int] = []
+    gpu = gpu_of_a_stage()
+    rows = measure_stage(gpu, gpu.stage(), 0, keep=path, resume=True, progress=lambda now, _: done.append(now))
+    assert done[0] == after + 1
+    assert_same(rows, swept(None))
+    kept = {(kind, row.clock_mhz): row.energy_j for kind, table in rows.measurements.items() for row in table}
+    assert kept.items() >= before.items()
+
+
+def test_what_was_measured_of_a_stage_can_be_sent_to_another_rank():
+    rows = swept(None)
+    assert pickle.loads(pickle.dumps(rows)) == rows
+
+
+def killed(path: Path, kills: int) -> None:
+    """Sweeps that are killed at random moments; each leaves a file that is whole, and the next goes on from it."""
+    draw = random.Random(kills)
+    begin_s = time.perf_counter()
+    whole = swept(path, resume=False)
+    lasts_s = time.perf_counter() - begin_s
+    forks = multiprocessing.get_context("fork")
+    done = found = 0
+    while done < kills:
+        goes_on = found < sum(map(len, whole.measurements.values())) and draw.random() < 0.8
+        process = forks.Process(target=partial(swept, path, resume=goes_on))
+        process.start()
+        process.join(draw.uniform(0.0, lasts_s))
+        process.kill()
+        process.join()
+        done += process.exitcode == -signal.SIGKILL
+        rows = {(row.kind, row.clock_mhz): row for row in read_table(path)[0]} if path.exists() else {}
+        found = len(rows)
+        for kind, table in whole.measurements.items():
+            for row in table:
+                if (kind, row.clock_mhz) in rows:
+                    assert rows.pop((kind, row.clock_mhz)).energy_j == pytest.approx(row.energy_j, rel=1e-4)
+        assert not rows
+    assert_same(swept(path), whole)
+    forget_rows(path.with_name("r.yaml"), 1)
+    assert not list(path.parent.iterdir())
+
+
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning"
+)  # of fork beside threads: the child runs this file's code only
+def test_twenty_sweeps_killed_at_random_moments_leave_whole_files_and_go_on(tmp_path: Path):
+    killed(tmp_path / "r.rows-0.csv", 20)
+
+
+@pytest.mark.soak
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_two_hundred_sweeps_killed_at_random_moments_leave_whole_files_and_go_on(tmp_path: Path):
+    killed(tmp_path / "r.rows-0.csv", 200)

@@ -1,0 +1,372 @@
+"""The sweep measures what the GPU does at few settings, sets nothing that it does not reset, and leaves a profile."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+from replay_gpu import ReplayGpu
+
+from perseus_planner import __version__, schedules, solve
+from perseus_planner.errors import GpuError, GpuNotPermitted, ProfileError, UsageError
+from perseus_planner.gpu.simulated.simulated import CATALOGUE, NOISE, Conditions, SimulatedGpu, Work
+from perseus_planner.profiler.profiling import StageRows, SweepSettings, assembled, measure_stage
+from perseus_planner.profiler.simulated_pipeline import sweep_simulated
+from perseus_planner.profiler.stage import Stage, Timed
+from perseus_planner.profiles.measurement import Measurement
+from perseus_planner.profiles.profiles import Profile
+
+A100 = CATALOGUE["a100-sxm"]
+WORK = Work(flops=1e13, bytes=1e10)
+QUICK = SweepSettings(window_s=1.0, cool_down_s=0.0)
+OBSERVED = SweepSettings(knob="observed")
+
+
+@pytest.fixture(scope="module")
+def profile() -> Profile:
+    return sweep_simulated("simulated:a100-sxm", stages=4)
+
+
+def quiet(**options: object) -> SimulatedGpu:
+    """A simulated GPU without noise."""
+    return SimulatedGpu(A100, conditions=Conditions(noise=0, drift=0, **options))  # type: ignore[arg-type]
+
+
+def stage_of(gpu: SimulatedGpu, work: Work = WORK) -> Stage:
+    timed = {"F": Timed(partial(gpu.run, work)), "B": Timed(partial(gpu.run, work * 2))}
+    return Stage(timed, lambda: None, gpu.block)
+
+
+def watched(
+    gpu: SimulatedGpu, calls: list[int | None], stop_after: int | None = None, error: type[BaseException] = RuntimeError
+) -> Stage:
+    """Its stage, which notes the clock that is locked whenever it runs."""
+
+    def run(work: Work, repetitions: int) -> None:
+        gpu.run(work, repetitions)
+        calls.append(gpu.locked_mhz)
+        if stop_after is not None and len(calls) > stop_after:
+            raise error
+
+    return Stage({"F": Timed(partial(run, WORK)), "B": Timed(partial(run, WORK * 2))}, lambda: None, gpu.block)
+
+
+def fastest_s(profile: Profile, stage: int, kind: str) -> float:
+    return profile.measurements[stage, kind][0].time_s
+
+
+def saved(directory: Path, seed: int) -> dict[str, bytes]:
+    directory.mkdir()
+    sweep_simulated(f"simulated:a100-sxm?seed={seed}", stages=2).save(directory / "profile.yaml")
+    return {file.name: file.read_bytes() for file in directory.iterdir()}
+
+
+def test_every_stage_has_both_kinds_at_few_clocks_that_they_share(profile: Profile):
+    assert set(profile.measurements) == set(itertools.product(range(4), "FB"))
+    for stage in range(4):
+        forward, backward = ([row.clock_mhz for row in profile.measurements[stage, kind]] for kind in "FB")
+        assert forward == backward
+        assert set(forward) <= set(A100.clocks_mhz)
+        assert forward[0] == A100.clocks_mhz[0]
+        assert 5 <= len(forward) <= 12
+
+
+def test_the_profile_says_where_its_numbers_come_from(profile: Profile):
+    assert (profile.origin, profile.gpu, profile.knob) == ("simulated", "simulated a100-sxm", "clock")
+    assert profile.conditions["planner"] == __version__
+    assert profile.conditions["windows"] == "5 s"
+    assert profile.conditions["energy counter step"] == "0.100 s"
+    assert profile.conditions["measured on"] == "simulated:a100-sxm"
+    assert "W at 1410 MHz" in profile.conditions["blocking power"]
+
+
+def test_equal_seeds_give_equal_files_and_others_do_not(tmp_path: Path):
+    first, again, other = (saved(tmp_path / name, seed) for name, seed in (("a", 3), ("b", 3), ("c", 4)))
+    assert first == again
+    assert first != other
+
+
+def test_a_saved_profile_loads_as_it_was_with_its_evidence(profile: Profile, tmp_path: Path):
+    profile.save(tmp_path / "profile.yaml")
+    loaded = Profile.load(tmp_path / "profile.yaml")
+    assert loaded == profile
+    assert loaded.conditions == profile.conditions
+    assert [row.evidence for row in loaded.measurements[0, "F"]] == [
+        row.evidence for row in profile.measurements[0, "F"]
+    ]
+
+
+def test_rows_are_what_the_gpu_does_at_that_clock():
+    gpu = quiet()
+    load = A100.load(WORK)
+    for row in measure_stage(gpu, stage_of(gpu), 0).measurements["F"]:
+        assert row.time_s == pytest.approx(load.time_s(row.clock_mhz), rel=1e-3)
+        assert row.energy_j == pytest.approx(load.energy_j(row.clock_mhz), rel=2e-3)
+        assert row.evidence is not None
+        assert row.evidence.achieved_mhz == pytest.approx(load.achieved_mhz(row.clock_mhz), abs=1)
+
+
+def test_a_full_sweep_measures_every_clock_from_the_top_down():
+    gpu = quiet()
+    clocks: list[int | None] = []
+    rows = measure_stage(gpu, watched(gpu, clocks), 0, replace(QUICK, full=True)).measurements
+    for kind in "FB":
+        assert [row.clock_mhz for row in rows[kind]] == list(A100.clocks_mhz)
+    assert [clock for clock, _ in itertools.groupby(clocks)] == list(A100.clocks_mhz)
+
+
+@pytest.mark.parametrize("name", ["a100-sxm", "h100-sxm", "a40"])
+def test_plans_from_few_clocks_cost_hardly_more_than_plans_from_all(name: str):
+    works = [Work(1.17e13, 1.3e10), Work(1.17e13, 1.28e10), Work(1.38e13, 1.7e10)]
+    model = CATALOGUE[name]
+    adaptive, full = [], {}
+    for number, work in enumerate(works):
+        gpu = SimulatedGpu(model, number)
+        adaptive.append(measure_stage(gpu, stage_of(gpu, work), number))
+        for kind, each in (("F", work), ("B", work * 2)):
+            load = model.load(each)
+            full[number, kind] = tuple(
+                Measurement(clock, load.time_s(clock), load.energy_j(clock)) for clock in model.clocks_mhz
+            )
+    few = assembled(adaptive)
+    schedule = schedules.one_f_one_b(3, 8)
+    found, whole = solve(few, schedule), solve(Profile(full, few.blocking_power_w), schedule)
+    for slowdown in (1.0, 1.02, 1.05, 1.1, 1.2):
+        real = whole.plan_of(found.plan_for(slowdown * found.baseline_time_s).clocks)
+        best = whole.plan_for(max(real.time_s, whole.min_time_s))
+        assert real.energy_j <= 1.01 * best.energy_j
+        assert real.time_s <= 1.01 * slowdown * whole.baseline_time_s
+
+
+def test_observing_sets_nothing_and_measures_each_kind_once_at_the_clock_that_the_gpu_runs():
+    gpu = quiet(fault=("not-permitted",))
+    rows = measure_stage(gpu, stage_of(gpu), 0, OBSERVED)
+    achieved = round(A100.load(WORK).achieved_mhz(1410))
+    assert {kind: [row.clock_mhz for row in table] for kind, table in rows.measurements.items()} == {
+        "F": [achieved],
+        "B": [round(A100.load(WORK * 2).achieved_mhz(1410))],
+    }
+    assert rows.knob == "observed"
+    assert rows.blocking_power_w == pytest.approx(A100.blocking().free_power_w(1410), rel=1e-3)
+    assert assembled([rows]).knob == "observed"
+
+
+def test_power_limits_are_swept_from_the_one_in_force_down_and_reset():
+    gpu = quiet()
+    least_w, _ = gpu.power_limits_w
+    rows = measure_stage(gpu, stage_of(gpu), 0, replace(QUICK, knob="power-limit"))
+    limits = [row.clock_mhz for row in rows.measurements["F"]]
+    assert limits[0] == gpu.power_limit_w() == 400
+    assert all(least_w <= limit <= 400 for limit in limits)
+    assert 4 <= len(limits) <= 12
+    for row in rows.measurements["F"]:
+        assert row.energy_j / row.time_s <= row.clock_mhz * 1.001
+    profile = assembled([rows])
+    assert profile.knob == "power-limit"
+    assert gpu.power_limit_w() == 400
+
+
+def test_a_gpu_that_may_not_be_set_says_so():
+    gpu = quiet(fault=("not-permitted",))
+    with pytest.raises(GpuNotPermitted):
+        measure_stage(gpu, stage_of(gpu), 0)
+
+
+def test_blocking_power_is_the_mean_of_the_highest_and_the_lowest_clock():
+    gpu = quiet()
+    rows = measure_stage(gpu, stage_of(gpu), 0)
+    lowest = rows.measurements["F"][-1].clock_mhz
+    powers_w = [A100.blocking().free_power_w(clock) for clock in (1410, lowest)]
+    assert rows.blocking_power_w == pytest.approx(sum(powers_w) / 2, rel=2e-3)
+    assert rows.conditions["blocking power"] == f"{powers_w[0]:.1f} W at 1410 MHz, {powers_w[1]:.1f} W at {lowest} MHz"
+
+
+def test_a_backward_that_runs_its_forward_too_is_measured_without_it():
+    gpu = quiet()
+    timed = {"F": Timed(partial(gpu.run, WORK)), "B": Timed(partial(gpu.run, WORK * 3), less="F")}
+    rows = measure_stage(gpu, Stage(timed, lambda: None, gpu.block), 0, QUICK).measurements
+    apart = quiet()
+    twice = measure_stage(apart, stage_of(apart), 0, QUICK).measurements
+    table = {row.clock_mhz: row for row in twice["B"]}
+    common = [row for row in rows["B"] if row.clock_mhz in table]
+    assert len(common) >= 3
+    for row in common:
+        assert row.time_s == pytest.approx(table[row.clock_mhz].time_s, rel=2e-3)
+        assert row.energy_j == pytest.approx(table[row.clock_mhz].energy_j, rel=5e-3)
+        assert row.evidence is not None
+
+
+def test_a_backward_that_seems_to_take_nothing_is_an_error_that_names_it():
+    gpu = quiet()
+    timed = {"F": Timed(partial(gpu.run, WORK)), "B": Timed(partial(gpu.run, WORK * 0.5), less="F")}
+    with pytest.raises(GpuError, match=r"stage 3, B with F: at 1410 .*nothing else run"):
+        measure_stage(gpu, Stage(timed, lambda: None, gpu.block), 3, QUICK)
+
+
+def test_rows_that_were_measured_too_hot_are_named_in_the_profile():
+    gpu = quiet(fault=("throttled@0s-60s",))
+    conditions = measure_stage(gpu, stage_of(gpu), 0, QUICK).conditions
+    assert conditions["measured while too hot"].startswith("F at 1410 MHz")
+    assert "cool the GPU" in conditions["measured while too hot"]
+    cool = quiet()
+    assert "measured while too hot" not in measure_stage(cool, stage_of(cool), 0, QUICK).conditions
+
+
+@pytest.mark.parametrize("exception", [RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize("after", [0, 3, 50])
+def test_clocks_are_reset_after_an_exception_at_any_moment(exception: type[BaseException], after: int):
+    gpu = quiet()
+    locked: list[int | None] = []
+    with pytest.raises(exception):
+        measure_stage(gpu, watched(gpu, locked, after, exception), 0, QUICK)
+    assert None not in locked
+    assert gpu.locked_mhz is None
+
+
+def test_clocks_are_reset_after_a_sweep_and_when_its_watcher_raises():
+    def give_up(done: int, total: int) -> None:
+        raise InterruptedError
+
+    gpu = quiet()
+    measure_stage(gpu, stage_of(gpu), 0, QUICK)
+    assert gpu.locked_mhz is None
+    with pytest.raises(InterruptedError):
+        measure_stage(gpu, stage_of(gpu), 0, QUICK, progress=give_up)
+    assert gpu.locked_mhz is None
+
+
+@pytest.mark.parametrize("stages", [1, 3])
+def test_progress_rises_to_the_total(stages: int):
+    calls: list[tuple[int, int]] = []
+    profile = sweep_simulated("simulated:a100-sxm", stages, progress=lambda *call: calls.append(call))
+    done = [done for done, _ in calls]
+    assert all(done <= total for done, total in calls)
+    assert calls[-1] == (sum(map(len, profile.measurements.values())),) * 2
+    assert done[0] == 1
+    if stages == 1:
+        assert done == sorted(done)
+
+
+def rows_of(
+    stage: int, *, power_w: float | None = 80.0, gpus: int = 1, knob: str = "clock", **conditions: str
+) -> StageRows:
+    row = (Measurement(1410, 0.1, 30.0),)
+    return StageRows(stage, {"F": row, "B": row}, power_w, gpus, f"GPU {stage % 2}", "measured", knob, conditions)
+
+
+def test_stages_are_assembled_in_whatever_order_they_come():
+    profile = assembled([rows_of(2, power_w=90.0), rows_of(0), rows_of(1)], conditions={"date": "2026-01-01"})
+    assert profile.stages == 3
+    assert profile.blocking_power_w == (80.0, 80.0, 90.0)
+    assert (profile.gpu, profile.origin) == ("GPU 0 + GPU 1", "measured")
+    assert profile.conditions["date"] == "2026-01-01"
+
+
+def test_conditions_of_stages_are_said_once_where_they_are_alike():
+    stages = [rows_of(0, driver="595", windows="5 s"), rows_of(1, driver="595", windows="10 s")]
+    conditions: Mapping[str, str] = assembled(stages).conditions
+    assert conditions["driver"] == "595"
+    assert conditions["windows"] == "stage 0: 5 s; stage 1: 10 s"
+
+
+def test_a_stage_without_a_neighbour_gets_the_mean_power_of_those_that_have_one():
+    stages = [rows_of(0, power_w=160.0, gpus=2), rows_of(1, power_w=None, gpus=2), rows_of(2, power_w=200.0, gpus=2)]
+    profile = assembled(stages)
+    assert profile.blocking_power_w == (160.0, 180.0, 200.0)
+    assert profile.gpus_per_stage == 2
+    assert assembled(stages, blocking_power_w=70.0).blocking_power_w == 140.0
+
+
+@pytest.mark.parametrize(
+    ("stages", "refusal"),
+    [
+        ([], "no stage was measured; give at least one"),
+        ([rows_of(0), rows_of(2)], "stage 1 is missing though there is a stage 2"),
+        ([rows_of(0), rows_of(0)], "stage 0 was measured twice; give it once"),
+        ([rows_of(0), rows_of(1, knob="observed")], "stage 0 and stage 1 differ in knob; measure both alike"),
+        ([rows_of(0), rows_of(1, gpus=2)], "stage 0 and stage 1 differ in gpus; measure both alike"),
+        ([rows_of(0, power_w=None)], "give it with --blocking-power W"),
+    ],
+)
+def test_stages_that_make_no_profile_are_refused(stages: list[StageRows], refusal: str):
+    with pytest.raises(ProfileError, match=refusal):
+        assembled(stages)
+
+
+@pytest.mark.parametrize(
+    ("setting", "refusal"),
+    [
+        ({"knob": "voltage"}, "knob: 'voltage' is unknown; choose one of: clock, power-limit, observed"),
+        ({"window_s": 0.0}, "window_s: 0.0 is not a time"),
+        ({"cool_down_s": -1.0}, "cool_down_s: -1.0 is not a wait"),
+        ({"seed": 1.5}, "seed: 1.5 is not a whole number of 0 or more"),
+    ],
+)
+def test_settings_that_are_none_are_refused(setting: dict[str, object], refusal: str):
+    with pytest.raises(UsageError, match=refusal):
+        SweepSettings(**setting)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("stages", [0, -1, True, 2.0, "4"])
+def test_a_count_of_stages_that_is_none_is_refused(stages: int):
+    with pytest.raises(UsageError, match="give a whole number of at least 1"):
+        sweep_simulated("simulated:a100-sxm", stages)
+
+
+def test_an_unknown_gpu_is_refused():
+    with pytest.raises(GpuError, match="simulated:a100-sxm"):
+        sweep_simulated("simulated:a1000", 4)
+
+
+def test_a_lower_clock_is_never_faster_beyond_noise(profile: Profile):
+    for rows in profile.measurements.values():
+        for above, below in itertools.pairwise(rows):
+            assert below.time_s > above.time_s * (1 - NOISE)
+        assert rows[-1].time_s > 1.2 * rows[0].time_s
+
+
+def test_average_power_lies_above_blocking_and_below_the_limit(profile: Profile):
+    for (stage, _), rows in profile.measurements.items():
+        for row in rows:
+            assert profile.blocking_w(stage) < row.energy_j / row.time_s <= A100.power_limit_w * (1 + NOISE)
+
+
+@pytest.mark.parametrize("kind", ["F", "B"])
+def test_the_head_makes_the_last_stage_slowest_and_the_embedding_the_first_slower(kind: str):
+    exact = sweep_simulated("simulated:a100-sxm?noise=0&drift=0", stages=4)
+    first, second, third, last = (fastest_s(exact, stage, kind) for stage in range(4))
+    assert third == pytest.approx(second, rel=1e-4)
+    assert second < first < 1.05 * second
+    assert 1.1 * second < last < 1.3 * second
+
+
+def test_one_stage_has_both_embedding_and_head(profile: Profile):
+    one = sweep_simulated("simulated:a100-sxm", 1)
+    assert one.stages == 1
+    assert fastest_s(one, 0, "F") > fastest_s(profile, 3, "F")
+
+
+def test_the_halves_of_a_backward_are_measured_where_asked_for():
+    split = sweep_simulated("simulated:a100-sxm", stages=2, split_backward=True)
+    assert {kind for _, kind in split.measurements} == {"F", "B", "I", "W"}
+    for stage in range(2):
+        halves_s = sum(fastest_s(split, stage, kind) for kind in "IW")
+        assert halves_s == pytest.approx(fastest_s(split, stage, "B"), rel=NOISE)
+
+
+def test_a_measured_profile_is_found_again_with_few_clocks(measured_data: Path):
+    path = measured_data / "perseus_sosp24" / "stage_profile" / "gpt3-175b+a100_sxm_bf16.csv"
+    whole = Profile.load(path, blocking_power_w=83.64)
+    gpu = ReplayGpu(whole, 0, noise=0.003, outliers=0.05, seed=5)
+    rows = measure_stage(gpu, gpu.stage(), 0)
+    assert rows.blocking_power_w == pytest.approx(83.64, rel=0.01)
+    for kind, table in rows.measurements.items():
+        assert len(table) <= 12
+        truth = {row.clock_mhz: row for row in whole.measurements[0, kind]}
+        for row in table:
+            assert row.time_s == pytest.approx(truth[row.clock_mhz].time_s, rel=0.01)
+            assert row.energy_j == pytest.approx(truth[row.clock_mhz].energy_j, rel=0.01)

@@ -1,0 +1,336 @@
+"""A stage from a torch module: its kinds, what each does, and a module that is afterwards as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+
+from perseus_planner.errors import UsageError
+from perseus_planner.gpu import open_gpu
+from perseus_planner.gpu.simulated.simulated import CATALOGUE, Conditions, SimulatedGpu, Work
+from perseus_planner.profiler.modules.torch_stage import callables_stage, torch_stage
+from perseus_planner.profiler.stage import Stage
+from perseus_planner.training.op_cost import counted
+from perseus_planner.training.state import as_found
+
+torch = pytest.importorskip("torch")
+nn = torch.nn
+
+WIDTH, ROWS = 16, 4
+# Matrix products of two layers, two operations each.
+FORWARD = 2 * 2 * ROWS * WIDTH * WIDTH
+
+
+class Busy:
+    """A GPU that is not simulated: what is launched really runs."""
+
+    origin, name, text = "measured", "busy", "busy:0"
+
+
+class Recorder(SimulatedGpu):
+    """A simulated GPU that notes the work that it is given."""
+
+    def __init__(self) -> None:
+        super().__init__(CATALOGUE["a100-sxm"], conditions=Conditions(noise=0.0))
+        self.works: list[Any] = []
+
+    def run(self, work: Any, repetitions: int = 1) -> None:
+        self.works.append(work)
+        super().run(work, repetitions)
+
+    def work_of(self, stage: Stage, kind: str) -> Work:
+        stage.timed[kind].run(1)
+        return self.works[-1]
+
+
+def network() -> Any:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH), nn.GELU())
+
+
+def sample() -> Any:
+    return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1))
+
+
+class Recomputed(nn.Module):
+    def __init__(self, part: Any, *, reentrant: bool) -> None:
+        super().__init__()
+        self.part, self.reentrant = part, reentrant
+
+    def forward(self, x: Any) -> Any:
+        return torch.utils.checkpoint.checkpoint(self.part, x, use_reentrant=self.reentrant)
+
+
+class Counted(nn.Module):
+    """Counts its forwards, and the backwards through its output."""
+
+    def __init__(self, part: Any) -> None:
+        super().__init__()
+        self.part, self.forwards, self.backwards = part, 0, 0
+
+    def forward(self, x: Any) -> Any:
+        self.forwards += 1
+        output = self.part(x)
+        output.register_hook(self._note)
+        return output
+
+    def _note(self, _: Any) -> None:
+        self.backwards += 1
+
+
+class Once(torch.autograd.Function):
+    """Frees what it has saved in its first backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any) -> Any:
+        ctx.own = x
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        gradient = 2 * ctx.own * gradient
+        ctx.own = None
+        return gradient
+
+
+class Freeing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = network()
+
+    def forward(self, x: Any) -> Any:
+        return Once.apply(self.part(x))
+
+
+def work_of(module: Any, *kinds: str, **options: Any) -> list[Work]:
+    gpu = Recorder()
+    with torch_stage(gpu, module, sample(), **options) as stage:
+        return [gpu.work_of(stage, kind) for kind in kinds]
+
+
+def test_backward_has_twice_the_flops_of_forward() -> None:
+    forward, backward = work_of(network(), "F", "B")
+    assert (forward.flops, backward.flops) == (FORWARD, 2 * FORWARD)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_backward_with_recomputation_has_three_times_the_flops_of_forward(reentrant: bool) -> None:
+    forward, backward = work_of(Recomputed(network(), reentrant=reentrant), "F", "B")
+    assert (forward.flops, backward.flops) == (FORWARD, 3 * FORWARD)
+
+
+def test_the_first_stage_computes_no_gradient_of_its_input() -> None:
+    (backward,) = work_of(network(), "B", first=True)
+    assert backward.flops == 2 * FORWARD - FORWARD / 2
+
+
+def test_gradients_of_inputs_and_weights_are_the_backward_in_two_parts() -> None:
+    whole, inputs, weights = work_of(network(), "B", "I", "W", split_backward=True)
+    assert (inputs.flops, weights.flops) == (FORWARD, FORWARD)
+    assert whole.flops == inputs.flops + weights.flops
+
+
+def test_in_the_first_stage_the_gradient_of_inputs_is_nothing_and_that_of_weights_all() -> None:
+    gpu = Recorder()
+    with torch_stage(gpu, network(), sample(), first=True, split_backward=True) as stage:
+        whole, weights = (gpu.work_of(stage, kind) for kind in "BW")
+        assert weights == whole
+        gpu.works.clear()
+        start_s = gpu.now_s()
+        stage.timed["I"].run(1000)
+        assert gpu.works == []
+        assert 0 < gpu.now_s() - start_s < 0.1
+
+
+def test_bytes_are_those_that_operators_read_and_write() -> None:
+    a, b = torch.zeros(10), torch.zeros(10)
+    assert counted(lambda: a + b).bytes == 3 * 40
+    assert counted(lambda: a.view(2, 5).t()).bytes == 0
+
+
+def test_attention_on_the_cpu_counts() -> None:
+    q = torch.randn(2, 4, 16, 8)
+    attention = nn.functional.scaled_dot_product_attention
+    assert counted(lambda: attention(q, q, q)).flops == 2 * 2 * (2 * 4) * 16 * 16 * 8
+
+
+def test_time_on_a_simulated_gpu_is_the_models() -> None:
+    gpu = Recorder()
+    with torch_stage(gpu, network(), sample()) as stage:
+        start_s = gpu.now_s()
+        stage.timed["B"].run(7)
+        assert gpu.now_s() - start_s == pytest.approx(7 * gpu.model.load(gpu.works[-1]).time_s(1410))
+
+
+def test_forward_and_backward_really_run_apart_from_each_other() -> None:
+    module = Counted(network())
+    with torch_stage(Busy(), module, sample()) as stage:
+        module.forwards = module.backwards = 0
+        stage.timed["F"].run(5)
+        assert (module.forwards, module.backwards) == (5, 0)
+        stage.timed["B"].run(5)
+        assert (module.forwards, module.backwards) == (6, 5)  # one forward left the graph
+        stage.timed["B"].run(3)
+        assert (module.forwards, module.backwards) == (6, 8)
+
+
+def test_gradients_accumulate_from_backward_to_backward() -> None:
+    module = network()
+    with torch_stage(Busy(), module, sample(), lambda output: output.square().mean()) as stage:
+        for parameter in module.parameters():
+            parameter.grad = None
+        stage.timed["B"].run(1)
+        once = [parameter.grad.clone() for parameter in module.parameters()]
+        stage.timed["B"].run(2)
+        for parameter, gradient in zip(module.parameters(), once, strict=True):
+            torch.testing.assert_close(parameter.grad, 3 * gradient)
+
+
+def test_a_split_backward_gives_the_gradients_of_the_whole_however_often() -> None:
+    module = network()
+
+    def gradients(stage: Stage, kinds: str) -> list[Any]:
+        for parameter in module.parameters():
+            parameter.grad = None
+        for kind in kinds:
+            stage.timed[kind].run(2)
+        return [parameter.grad.clone() for parameter in module.parameters()]
+
+    loss: Callable[[Any], Any]
+    for loss in (None, lambda output: output.square().mean()):
+        with torch_stage(Busy(), module, sample(), loss, split_backward=True) as stage:
+            torch.testing.assert_close(gradients(stage, "FIW"), gradients(stage, "B"))
+
+
+def test_where_the_graph_cannot_be_kept_backward_is_measured_with_its_forward() -> None:
+    with torch_stage(Busy(), Freeing(), sample()) as stage:
+        assert stage.timed["B"].less == "F"
+        stage.timed["B"].run(3)
+        stage.timed["F"].run(2)
+    gpu = Recorder()
+    with torch_stage(gpu, Freeing(), sample()) as stage:
+        forward, both = (gpu.work_of(stage, kind) for kind in "FB")
+        assert both.flops == 3 * forward.flops
+
+
+def test_a_backward_that_frees_cannot_be_split() -> None:
+    with pytest.raises(UsageError, match="cannot be split: an autograd function in it frees"):
+        ExitStack().enter_context(torch_stage(Busy(), Freeing(), sample(), split_backward=True))
+
+
+def test_inputs_are_a_tensor_a_tuple_or_named() -> None:
+    class Sum(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(WIDTH))
+
+        def forward(self, a: Any, b: Any) -> Any:
+            return {"sum": (a + b) * self.weight, "count": torch.tensor(3)}
+
+    for inputs in ((sample(), sample()), {"a": sample(), "b": sample()}):
+        with torch_stage(Busy(), Sum(), inputs) as stage:
+            stage.timed["B"].run(1)
+
+
+class Everything(nn.Module):
+    """Has all that a forward and a backward change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear, self.drop = nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5)
+        self.drop.eval()
+
+    def forward(self, x: Any) -> Any:
+        return torch.dropout(self.drop(self.linear(self.norm(x))), 0.5, self.training)
+
+
+def test_afterwards_all_is_as_it_was() -> None:
+    module, stepped = Everything(), []
+    module(sample()).sum().backward()
+    for parameter in module.parameters():
+        parameter.main_grad = torch.ones_like(parameter)
+        parameter.register_post_accumulate_grad_hook(stepped.append)
+    module.zero_grad()
+    module(sample()).sum().backward()
+    stepped.clear()
+    gradients = [(each, each.grad, each.grad.clone(), each.main_grad) for each in module.parameters()]
+    state = {name: value.clone() for name, value in module.state_dict().items()}
+    modes, random = [part.training for part in module.modules()], torch.get_rng_state()
+    with torch_stage(Busy(), module, sample(), split_backward=True) as stage:
+        for timed in stage.timed.values():
+            timed.run(2)
+    assert not stepped
+    for parameter, gradient, content, main in gradients:
+        assert parameter.grad is gradient
+        assert torch.equal(gradient, content)
+        assert parameter.main_grad is main
+        assert bool((main == 1).all())
+    assert all(torch.equal(value, state[name]) for name, value in module.state_dict().items())
+    assert [part.training for part in module.modules()] == modes
+    assert torch.equal(torch.get_rng_state(), random)
+    module(sample()).sum().backward()
+    assert len(stepped) == len(gradients)
+
+
+def test_a_module_that_evaluates_trains_while_it_is_measured() -> None:
+    module = network().eval()
+    with as_found(module):
+        assert all(part.training for part in module.modules())
+    assert not any(part.training for part in module.modules())
+
+
+def test_two_callables_are_a_stage() -> None:
+    calls: list[str] = []
+    stage = callables_stage(Busy(), lambda: calls.append("F"), lambda: calls.append("B"))
+    stage.timed["B"].run(2)
+    assert calls == ["F", "B", "B"]
+    calls.clear()
+    stage = callables_stage(Busy(), lambda: calls.append("F"), lambda: calls.append("B"), backward_needs_forward=True)
+    stage.timed["B"].run(2)
+    assert calls == ["F", "B", "F", "B"]
+    assert stage.timed["B"].less == "F"
+
+
+def test_blocking_on_a_simulated_gpu_takes_virtual_time_and_a_real_message() -> None:
+    gpu, waited = Recorder(), []
+    with torch_stage(gpu, network(), sample(), block=waited.append) as stage:
+        start_s = gpu.now_s()
+        assert stage.block is not None
+        stage.block(50.0)
+    assert waited == [0.0]
+    assert gpu.now_s() - start_s == pytest.approx(50.0)
+
+
+def refused(module: Any, inputs: Any, loss: Any = None) -> str:
+    with pytest.raises(UsageError) as error, torch_stage(Busy(), module, inputs, loss):
+        pass
+    return str(error.value)
+
+
+def test_what_cannot_be_run_is_refused() -> None:
+    wrong = refused(network(), torch.zeros(ROWS, 3))
+    assert wrong.startswith("the stage cannot be run on its sample input: RuntimeError: mat1 and mat2 shapes")
+    assert refused(nn.Identity(), torch.zeros(3, dtype=torch.long)).startswith("nothing that the stage returns has a")
+    assert refused(network(), sample(), lambda output: output) == (
+        f"the loss is 1 tensors of shapes ({ROWS}, {WIDTH}); return one scalar"
+    )
+
+
+def test_a_dry_run_of_a_simulated_gpu_is_refused() -> None:
+    class DryRun(Busy):
+        origin, text = "simulated", "dry-run:simulated:a100-sxm"
+
+    with (
+        pytest.raises(UsageError, match="open 'simulated:a100-sxm' itself"),
+        torch_stage(DryRun(), network(), sample()),
+    ):
+        pass
+
+
+def test_a_stage_of_a_simulated_gpu_opened_by_text_can_be_run() -> None:
+    with open_gpu("simulated:h100-sxm") as gpu, torch_stage(gpu, network(), sample()) as stage:
+        stage.timed["F"].run(10)
+        assert gpu.now_s() > 0

@@ -1,0 +1,354 @@
+"""One row: what windows between steps of the energy counter say is what the GPU does."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from itertools import pairwise
+from random import Random
+from typing import TypeVar
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from replay_gpu import ReplayGpu
+
+from perseus_planner.errors import GpuError
+from perseus_planner.gpu.simulated.simulated import CATALOGUE, Conditions, SimulatedGpu, Work
+from perseus_planner.profiler.counter import EnergyCounter
+from perseus_planner.profiler.estimates import Window, less, without_outliers
+from perseus_planner.profiler.stage import Alone
+from perseus_planner.profiler.windows import Windows
+from perseus_planner.profiles.measurement import Evidence, Measurement
+from perseus_planner.profiles.profiles import Profile
+
+T = TypeVar("T")
+WORK = Work(flops=1e13, bytes=1e10)
+
+
+def playing(time_s: float = 0.05, energy_j: float = 15.0, *, waiting_w: float = 80.0, **options: float) -> ReplayGpu:
+    """A GPU that knows one row."""
+    row = (Measurement(1410, time_s, energy_j),)
+    return ReplayGpu(Profile({(0, "F"): row, (0, "B"): row}, waiting_w), 0, **options)
+
+
+def measuring(gpu: ReplayGpu, *, window_s: float = 5.0) -> Windows:
+    return Windows(gpu, gpu.stage().synchronize, Alone(), window_s, 0.0)
+
+
+def row_of(gpu: ReplayGpu, **options: float) -> Measurement:
+    return measuring(gpu, **options).row(gpu.stage().timed["F"].run, 1410, Random(0))
+
+
+def evidence_of(row: Measurement) -> Evidence:
+    assert row.evidence is not None
+    return row.evidence
+
+
+@settings(max_examples=40)
+@given(
+    step_s=st.sampled_from((0.02, 0.1, 0.5)),
+    time_s=st.sampled_from((0.001, 0.05, 0.1, 1.7)),
+    power_w=st.floats(90, 700),
+    seed=st.integers(0, 1000),
+)
+def test_the_steps_of_the_counter_cost_no_accuracy(step_s: float, time_s: float, power_w: float, seed: int):
+    row = row_of(playing(time_s, power_w * time_s, step_s=step_s, seed=seed))
+    assert row.time_s == pytest.approx(time_s, rel=1e-9)
+    # Two readings at any moment would be off by up to a step: 0.4 to 10 % of the window.
+    assert row.energy_j == pytest.approx(power_w * time_s, rel=4e-4)
+
+
+class Lagging(ReplayGpu):
+    """Its counter shows what was used 150 ms before."""
+
+    def __init__(self, *arguments: object, **options: object) -> None:
+        super().__init__(*arguments, **options)  # type: ignore[arg-type]
+        self.shown = [(self._now_s, 0.0)]
+
+    def energy_j(self) -> float:
+        return next(
+            energy_j
+            for time_s, energy_j in reversed(self.shown)
+            if time_s <= max(self._now_s - 0.15, 0.0) or time_s == self.shown[0][0]
+        )
+
+    def _spend(self, time_s: float, energy_j: float) -> None:
+        super()._spend(time_s, energy_j)
+        self.shown.append((self._now_s - self._now_s % self._step_s, self._shown_j))
+
+
+def test_a_counter_that_lags_behind_is_waited_for():
+    row = (Measurement(1410, 0.05, 15.0),)
+    gpu = Lagging(Profile({(0, "F"): row, (0, "B"): row}, 80.0), 0)
+    assert row_of(gpu).energy_j == pytest.approx(15.0, rel=2e-3)
+
+
+@pytest.mark.parametrize("step_s", [0.02, 0.1, 0.5])
+def test_the_step_of_the_counter_is_found(step_s: float):
+    assert EnergyCounter(playing(step_s=step_s)).step_s == pytest.approx(step_s, abs=2e-3)
+
+
+def test_a_counter_that_stands_still_is_an_error():
+    gpu = SimulatedGpu(CATALOGUE["a100-sxm"], conditions=Conditions(fault=("counter-stuck@1s",)))
+    with pytest.raises(GpuError, match=r"energy counter has stood at .* for 5 s.*planner doctor"):
+        Windows(gpu, lambda: None, Alone(), 5.0, 0.0).row(lambda n: gpu.run(WORK, n), 1410, Random(0))
+
+
+def test_a_counter_that_goes_back_is_an_error(monkeypatch: pytest.MonkeyPatch):
+    gpu = playing()
+    readings = iter([5.0, 5.0, 4.0])
+    monkeypatch.setattr(gpu, "energy_j", lambda: next(readings))
+    with pytest.raises(GpuError, match=r"went back from 5.000 J to 4.000 J.*persistence mode"):
+        EnergyCounter(gpu)
+
+
+def test_a_stage_that_takes_no_time_is_an_error():
+    gpu = playing()
+    with pytest.raises(GpuError, match="takes no time"):
+        measuring(gpu).row(lambda n: None, 1410, Random(0))
+
+
+@pytest.mark.parametrize(("window_s", "step_s", "least_s"), [(5.0, 0.1, 5.0), (0.2, 0.1, 1.0), (1.0, 0.5, 5.0)])
+def test_a_window_is_as_long_as_asked_and_ten_steps_at_least(window_s: float, step_s: float, least_s: float):
+    gpu = playing(step_s=step_s)
+    windows = measuring(gpu, window_s=window_s)
+    calls: list[int] = []
+
+    def run(repetitions: int) -> None:
+        calls.append(repetitions)
+        gpu.stage().timed["F"].run(repetitions)
+
+    windows.row(run, 1410, Random(0))
+    assert sum(calls[-4:]) * 0.05 == pytest.approx(least_s, abs=0.051)
+
+
+class Queueing(ReplayGpu):
+    """Launches return at once; the work is done while the host waits or synchronises."""
+
+    def __init__(self, *arguments: object, **options: object) -> None:
+        super().__init__(*arguments, **options)  # type: ignore[arg-type]
+        self.left: list[list[float]] = []  #: seconds, watts
+        self.looked: list[float] = []  #: seconds of work that were left when the clock was read
+        self.synchronised = 0
+
+    def _run(self, kind: str, repetitions: int) -> None:
+        row = self._rows[kind][1410]
+        self.left.append([repetitions * row.time_s, row.energy_j / row.time_s])
+
+    def _synchronize(self) -> None:
+        self.synchronised += 1
+        for time_s, power_w in self.left:
+            self._spend(time_s, power_w * time_s)
+        self.left = []
+
+    def wait(self, duration_s: float) -> None:
+        while self.left and duration_s > 0:
+            piece_s = min(self.left[0][0], duration_s)
+            self._spend(piece_s, self.left[0][1] * piece_s)
+            self.left[0][0] -= piece_s
+            duration_s -= piece_s
+            if self.left[0][0] <= 1e-12:
+                self.left.pop(0)
+        if duration_s > 0:
+            super().wait(duration_s)
+
+    def clock_mhz(self) -> int:
+        self.looked.append(sum(time_s for time_s, _ in self.left))
+        return 1410
+
+
+def test_a_gpu_that_the_host_runs_ahead_of_is_looked_at_while_it_works_and_never_waits():
+    row = (Measurement(1410, 0.05, 15.0),)
+    gpu = Queueing(Profile({(0, "F"): row, (0, "B"): row}, 80.0), 0)
+    measured = row_of(gpu)
+    assert measured.time_s == pytest.approx(0.05, rel=1e-9)
+    assert measured.energy_j == pytest.approx(15.0, rel=4e-4)
+    assert len(gpu.looked) == 4 * evidence_of(measured).windows
+    assert all(0.3 < left_s < 1.0 for left_s in gpu.looked)  # half a part of 1.25 s
+
+
+def test_the_device_is_synchronised_at_the_edges_of_windows_only():
+    row = (Measurement(1410, 0.05, 15.0),)
+    gpu = Queueing(Profile({(0, "F"): row, (0, "B"): row}, 80.0), 0)
+    windows = measuring(gpu)
+    windows.warm_through(gpu.stage().timed["F"].run)
+    before = gpu.synchronised
+    windows._spent(lambda: gpu.stage().timed["F"].run(100), 0.5)
+    assert gpu.synchronised - before == 2
+
+
+def test_windows_begin_at_other_phases_of_the_counter_and_again_at_the_same_for_the_same_seed():
+    def phases(seed: int) -> Iterator[float]:
+        gpu = playing()
+        begins: list[float] = []
+        windows = measuring(gpu)
+
+        def run(repetitions: int) -> None:
+            begins.append(gpu.now_s() % 0.1)
+            gpu.stage().timed["F"].run(repetitions)
+
+        windows.row(run, 1410, Random(seed))
+        return iter(begins[-12::4])
+
+    first, again, other = list(phases(1)), list(phases(1)), list(phases(2))
+    assert first == again
+    assert first != other
+    assert min(abs(one - two) for one, two in pairwise(sorted(first))) > 1e-3
+
+
+def test_noise_is_averaged_over_more_windows_and_the_errors_are_honest():
+    deviations = []
+    for seed in range(12):
+        row = row_of(playing(noise=0.01, seed=seed))
+        evidence = evidence_of(row)
+        assert 3 <= evidence.windows <= 12
+        deviations += [(row.time_s - 0.05) / evidence.time_stderr_s, (row.energy_j - 15.0) / evidence.energy_stderr_j]
+    assert max(map(abs, deviations)) < 6
+    assert sum(abs(each) < 2 for each in deviations) > 0.7 * len(deviations)
+
+
+def test_three_windows_are_enough_where_there_is_no_noise():
+    assert evidence_of(row_of(playing())).windows == 3
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_outliers_are_left_out(seed: int):
+    row = row_of(playing(noise=0.002, outliers=0.15, seed=seed))
+    assert row.time_s == pytest.approx(0.05, rel=0.005)
+    assert row.energy_j == pytest.approx(15.0, rel=0.005)
+
+
+def test_windows_that_are_all_alike_but_for_a_little_are_no_outliers():
+    windows = [Window(time_s, 1.0, 1410, 50, 0, frozenset()) for time_s in (1.0, 1.0, 1.0, 1.005, 1.3)]
+    assert without_outliers(windows) == windows[:4]
+
+
+def hot(*spans: str) -> SimulatedGpu:
+    faults = tuple(f"throttled@{span}" for span in spans)
+    return SimulatedGpu(CATALOGUE["a100-sxm"], conditions=Conditions(noise=0, drift=0, fault=faults))
+
+
+def row_on(gpu: SimulatedGpu, work: Work = WORK) -> Measurement:
+    gpu.set_clock_mhz(1110)
+    return Windows(gpu, lambda: None, Alone(), 5.0, 5.0).row(lambda n: gpu.run(work, n), 1110, Random(0))
+
+
+def test_windows_in_which_the_gpu_was_too_hot_are_measured_again():
+    cool, was_hot = row_on(hot()), row_on(hot("6s-20s"))
+    assert was_hot.time_s == pytest.approx(cool.time_s, rel=1e-6)
+    assert evidence_of(was_hot).throttle == evidence_of(cool).throttle == ()
+
+
+def test_a_row_of_a_gpu_that_is_always_too_hot_says_so():
+    row = row_on(hot("0s-1000s"))
+    assert "hw-thermal" in evidence_of(row).throttle
+    assert row.time_s > 1.2 * row_on(hot()).time_s
+
+
+def test_a_power_cap_is_written_down_and_no_reason_to_measure_again():
+    gpu = SimulatedGpu(CATALOGUE["a100-sxm"], conditions=Conditions(noise=0, drift=0))
+    row = Windows(gpu, lambda: None, Alone(), 5.0, 5.0).row(lambda n: gpu.run(WORK, n), 1410, Random(0))
+    evidence = evidence_of(row)
+    assert evidence.throttle == ("sw-power-cap",)
+    assert evidence.windows == 3
+    assert evidence.achieved_mhz < 1400
+
+
+def test_a_gpu_that_got_hot_is_let_cool_for_a_limited_time(monkeypatch: pytest.MonkeyPatch):
+    gpu = playing()
+    windows = Windows(gpu, gpu.stage().synchronize, Alone(), 5.0, 3.0)
+    temperatures = iter([60.0, 58.0, 54.0])
+    monkeypatch.setattr(gpu, "temperature_c", lambda: next(temperatures))
+    begin_s = gpu.now_s()
+    windows.cool_down()
+    assert gpu.now_s() - begin_s == pytest.approx(1.0)
+    monkeypatch.setattr(gpu, "temperature_c", lambda: 90.0)
+    windows.cool_down()
+    assert gpu.now_s() - begin_s == pytest.approx(4.0)
+
+
+def test_the_gpu_is_warm_before_the_first_row():
+    gpu = SimulatedGpu(CATALOGUE["a100-sxm"])
+    windows = Windows(gpu, lambda: None, Alone(), 5.0, 5.0)
+    cold_c = gpu.temperature_c()
+    windows.warm_through(lambda n: gpu.run(WORK, n))
+    warm_c = gpu.temperature_c()
+    gpu.run(WORK, 100)
+    assert warm_c > cold_c + 10
+    assert gpu.temperature_c() <= warm_c + 3
+
+
+def test_what_a_repetition_also_runs_is_taken_off_and_errors_add_in_quadrature():
+    both = Measurement(1410, 0.15, 40.0, Evidence(1400, 3e-4, 0.03, 4, 60, ("sw-power-cap",)))
+    one = Measurement(1410, 0.05, 15.0, Evidence(1405, 4e-4, 0.04, 3, 55, ("hw-thermal",)))
+    rest = less(both, one)
+    assert (rest.clock_mhz, rest.time_s, rest.energy_j) == (1410, pytest.approx(0.10), pytest.approx(25.0))
+    evidence = evidence_of(rest)
+    assert evidence.time_stderr_s == pytest.approx(5e-4)
+    assert evidence.energy_stderr_j == pytest.approx(0.05)
+    assert evidence.throttle == ("sw-power-cap", "hw-thermal")
+    with pytest.raises(GpuError, match="nothing else run"):
+        less(one, both)
+
+
+class Together:
+    """A group of GPUs in threads."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._values: list[object] = [None] * size
+        self._barrier = threading.Barrier(size, timeout=20)
+        self._number = threading.local()
+
+    def join(self, number: int) -> None:
+        self._number.value = number
+
+    def gathered(self, value: T) -> list[T]:
+        self._values[self._number.value] = value
+        self._barrier.wait()
+        values = list(self._values)
+        self._barrier.wait()
+        return values  # type: ignore[return-value]
+
+
+def measured_together(gpus: list[ReplayGpu], runs: list[list[int]]) -> list[Measurement]:
+    group = Together(len(gpus))
+    rows: list[Measurement | None] = [None] * len(gpus)
+
+    def measure(number: int) -> None:
+        group.join(number)
+        gpu = gpus[number]
+
+        def run(repetitions: int) -> None:
+            runs[number].append(repetitions)
+            gpu.stage().timed["F"].run(repetitions)
+
+        rows[number] = Windows(gpu, gpu.stage().synchronize, group, 5.0, 0.0).row(run, 1410, Random(0))
+
+    threads = [threading.Thread(target=measure, args=(number,)) for number in range(len(gpus))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return [row for row in rows if row is not None]
+
+
+def test_a_group_runs_the_same_everywhere_lasts_as_long_as_its_slowest_and_takes_the_energy_of_all():
+    runs: list[list[int]] = [[], [], []]
+    gpus = [playing(0.05, 15.0), playing(0.06, 12.0, step_s=0.5), playing(0.04, 20.0, noise=0.004)]
+    rows = measured_together(gpus, runs)
+    assert len(rows) == 3
+    assert rows[0] == rows[1] == rows[2]
+    assert evidence_of(rows[0]) == evidence_of(rows[1]) == evidence_of(rows[2])
+    assert runs[0] == runs[1] == runs[2]
+    assert rows[0].time_s == pytest.approx(0.06, rel=1e-9)
+    assert rows[0].energy_j == pytest.approx(47.0, rel=0.005)
+
+
+def test_an_outlier_of_one_gpu_of_a_group_is_one_of_all():
+    runs: list[list[int]] = [[], []]
+    rows = measured_together([playing(0.05, 15.0), playing(0.05, 15.0, outliers=0.2, seed=4)], runs)
+    assert runs[0] == runs[1]
+    assert len(runs[0]) > 0
+    assert rows[0].energy_j == pytest.approx(30.0, rel=0.01)

@@ -1,0 +1,62 @@
+"""The benchmarks run, at a small size; what they find there is right."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+RUN = Path(__file__).resolve().parents[2] / "benchmarks" / "run.py"
+
+
+def benchmarks(*arguments: str, data: Path) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PLANNER_DATA": str(data)}
+    command = [sys.executable, str(RUN), *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=110)
+
+
+# Number 17 bounds times, which only a machine that does nothing else can keep to.
+@pytest.mark.parametrize("numbers", [range(1, 12), range(12, 17), [18]], ids=["planning", "training", "service"])
+def test_a_smoke_run_gets_every_answer_right(numbers: Sequence[int], measured_data: Path, tmp_path: Path):
+    only = [f"--only={number}" for number in numbers]
+    result = benchmarks("--smoke", *only, "--output", str(tmp_path), data=measured_data)
+    assert result.returncode == 0, result.stderr
+    (written,) = tmp_path.glob("smoke_*.json")
+    sections = json.loads(written.read_text())["sections"]
+    assert [section["number"] for section in sections] == list(numbers)
+    assert all(check["passed"] for section in sections for check in section["checks"])
+    skipped = [section["number"] for section in sections if section["title"] == "Skipped"]
+    assert skipped == ([] if importlib.util.find_spec("lowtime") else [2, 6] if 2 in numbers else [])
+    assert written.with_suffix(".md").read_text().count("\n## ") == len(sections)
+
+
+def test_a_run_without_measured_data_is_skipped_with_the_reason(tmp_path: Path):
+    result = benchmarks(data=tmp_path)
+    assert result.returncode == 0
+    missing = tmp_path / "perseus_sosp24"
+    expected = f"skipped: no measured profiles: {missing} is not there; name their folder in PLANNER_DATA\n"
+    assert result.stdout == expected
+
+
+@pytest.mark.parametrize("number", ["0", "99"])
+def test_an_unknown_number_is_refused(number: str, tmp_path: Path):
+    result = benchmarks("--only", number, data=tmp_path)
+    assert result.returncode == 2
+    assert "invalid choice" in result.stderr
+
+
+def test_what_needs_a_gpu_says_so_and_writes_nothing(tmp_path: Path):
+    command = [sys.executable, str(RUN.with_name("on_gpu.py")), "--output", str(tmp_path)]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=110)
+    assert result.returncode == 2
+    assert result.stdout == ""
+    assert result.stderr.startswith("on_gpu: torch ")
+    assert result.stderr.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []

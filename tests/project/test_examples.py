@@ -1,0 +1,90 @@
+"""Each example runs on the CPU with real ranks; its losses are those of a training without a profile and a plan."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from subprocess import Popen
+
+import pytest
+from launching import EXAMPLES, deepspeed, ended, ranks, torchrun
+
+from perseus_planner.plans.plan import Plan
+from perseus_planner.profiles.profiles import Profile
+from perseus_planner.runs import Run
+
+ENGINES = {
+    "torch": (),
+    "deepspeed": ("deepspeed.pipe",),
+    "megatron": ("megatron.core.models.gpt", "megatron.core.pipeline_parallel"),
+}  #: engine -> what of it its example imports, beside torch
+
+
+def losses(said: str) -> list[str]:
+    return re.findall(r"step \d+: loss \d+\.\d+", said)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.timeout(300)
+def test_an_example_profiles_plans_and_trains_as_it_would_without(engine: str, tmp_path: Path) -> None:
+    _need(engine)
+    example = [str(EXAMPLES / f"train_{engine}.py"), "--gpu", "simulated:a100-sxm"]
+    # That torchrun starts ranks which train is in test_runtime_kills.py; to import torch and Megatron again takes long.
+    said = [_launched(deepspeed, tmp_path, example) if engine == "deepspeed" else _forked(engine, tmp_path, example)]
+    if engine != "torch":  # test_profile_pipeline.py and the runtime's tests compare more of torch's schedules
+        said.append(_forked(engine, tmp_path, [*example, "--no-plan"]))
+    assert {len(losses(each)) for each in said} == {4}
+    assert len({tuple(losses(each)) for each in said}) == 1
+    profile = Profile.load(tmp_path / "profile.yaml")
+    assert (profile.stages, profile.origin, profile.gpu) == (2, "simulated", "simulated a100-sxm")
+    assert set(profile.measurements) == {(stage, kind) for stage in (0, 1) for kind in "FB"}
+    assert profile.measurements[1, "F"][0].time_s > profile.measurements[0, "F"][0].time_s  # the head and the loss
+    assert_ran_as_planned(tmp_path)
+
+
+def assert_ran_as_planned(folder: Path) -> None:
+    plan, run = Plan.load(folder / "plan.yaml"), Run.load(folder / "run")
+    assert len(run.ranks) == len(plan.schedule.ranks) == 2
+    for rank, order in zip(run.ranks, plan.schedule.ranks, strict=True):
+        assert len(rank.iterations) == 3
+        for iteration in rank.iterations:
+            assert iteration.is_as_planned
+            ran = [(each.computation, each.clock) for each in rank.computations[iteration.iteration]]
+            assert ran == [(each, plan.clocks[str(each)]) for each in order]
+
+
+def _launched(launch: Callable[..., Popen[str]], folder: Path, command: Sequence[str]) -> str:
+    """What is said by the two ranks that a launcher starts."""
+    result = ended(launch(2, folder, *command))
+    assert result.code == 0, result.complained
+    return result.said
+
+
+def _forked(engine: str, folder: Path, script: Sequence[str]) -> str:
+    """The same by ranks that need not import the engine."""
+    everyone = ranks("script", 2, folder, *script, imports=ENGINES[engine])
+    assert [each.code for each in everyone] == [0, 0], [each.complained for each in everyone]
+    return "".join(each.said for each in everyone)
+
+
+def _need(engine: str) -> None:
+    """Skip where it is not installed; found, not imported, for an import takes seconds and warns."""
+    from importlib.util import find_spec
+
+    for name in ("torch", engine):
+        if find_spec(name) is None:
+            pytest.skip(f"{name} is not installed")
+
+
+@pytest.mark.timeout(300)
+def test_the_job_of_the_examples_is_profiled_by_a_rank_for_each_stage(tmp_path: Path) -> None:
+    _need("torch")
+    for name in ("job.yaml", "stages.py", "gpt.py"):
+        shutil.copy(EXAMPLES / name, tmp_path)
+    command = ["-m", "perseus_planner", "profile", "job.yaml", "--stages", "2", "--split-backward"]
+    said = _launched(torchrun, tmp_path, command)
+    assert said.startswith("Profile of 2 stages, simulated a100-sxm (simulated: no GPU was touched); blocking")
+    assert said.endswith("\nWrote profile.yaml\nWrote profile.csv\n")
+    assert {kind for _, kind in Profile.load(tmp_path / "profile.yaml").measurements} == set("FBIW")

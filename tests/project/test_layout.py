@@ -1,0 +1,115 @@
+"""The layout of the repository and of the installed package is what the documents say."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDERS = ("perseus_planner", "profiler", "runtime")
+ROOMS = [
+    *("profiles", "schedules", "plans", "solver", "jobs", "gpu", "training", "estimate", "cluster", "runs", "service"),
+    "views",
+]
+"""The rooms of the package, in the way of the data."""
+CORE = ("displayed", "documents", "errors", "files", "processes", "quantities")
+"""The modules at its root, which all rooms may need."""
+LEAVES = ("cli", "profiler", "runtime")
+"""What no room imports."""
+HEAVY = ("deepspeed", "matplotlib", "pynvml", "torch")
+
+
+def sources(*folders: str) -> list[Path]:
+    return sorted(file for folder in folders for file in (ROOT / folder).rglob("*.py"))
+
+
+def imported(node: ast.AST) -> Iterator[str]:
+    """Every module that an import in `node` may load: `from a import b` may load a and a.b."""
+    for child in ast.walk(node):
+        if isinstance(child, ast.Import):
+            yield from (name.name for name in child.names)
+        elif isinstance(child, ast.ImportFrom):
+            yield from (f"{child.module}", *(f"{child.module}.{name.name}" for name in child.names))
+
+
+def python(code: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """Run `code` in a new interpreter, which finds `cwd` first and then what is installed."""
+    return subprocess.run([sys.executable, "-c", code], cwd=cwd, capture_output=True, text=True, timeout=60)
+
+
+def printed(code: str, cwd: Path) -> object:
+    result = python(code, cwd)
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout)
+
+
+@pytest.mark.parametrize("name", ["profiler", "runtime"])
+def test_a_generic_folder_is_refused_under_its_bare_name(name: str):
+    result = python(f"import {name}", cwd=ROOT)
+    assert result.returncode == 1
+    expected = f"'{name}' is not a package of its own; install perseus-planner, import perseus_planner.{name}"
+    assert result.stderr.splitlines()[-1] == f"ImportError: {expected}"
+
+
+@pytest.mark.parametrize("name", ["profiler", "runtime"])
+def test_a_generic_folder_is_part_of_the_package(name: str, tmp_path: Path):
+    assert (ROOT / "perseus_planner" / name).resolve() == ROOT / name
+    assert python(f"import perseus_planner.{name}", cwd=tmp_path).returncode == 0
+
+
+@pytest.mark.parametrize("room", [*ROOMS, "profiler", "runtime"])
+def test_a_room_imports_only_rooms_above_it(room: str):
+    folder = room if room in FOLDERS else f"perseus_planner/{room}"
+    names = [name for file in sources(folder) for name in imported(ast.parse(file.read_text()))]
+    reached = {name.split(".")[1] for name in names if name.startswith("perseus_planner.")}
+    below = {*ROOMS[ROOMS.index(room) + 1 :], *LEAVES} if room in ROOMS else {*LEAVES}
+    assert reached & (below - {room}) == set()
+
+
+@pytest.mark.parametrize("name", CORE)
+def test_the_core_imports_no_room(name: str):
+    reached = imported(ast.parse((ROOT / "perseus_planner" / f"{name}.py").read_text()))
+    assert {module.split(".")[1] for module in reached if module.startswith("perseus_planner.")} <= {*CORE}
+
+
+def test_the_import_loads_nothing_heavy(tmp_path: Path):
+    code = f"import json, sys, perseus_planner; print(json.dumps(sorted(set({HEAVY}) & set(sys.modules))))"
+    assert printed(code, tmp_path) == []
+
+
+def test_the_public_names_are_the_listed_ones_in_order(tmp_path: Path):
+    code = """
+import json
+import perseus_planner as package
+public = [name for name in dir(package) if not name.startswith("_")]
+[getattr(package, name) for name in public]
+print(json.dumps([package.__all__, sorted(public)]))
+"""
+    listed, public = printed(code, tmp_path)
+    assert listed == public
+
+
+@pytest.mark.parametrize("file", sources("perseus_planner/cli"), ids=lambda file: file.name)
+def test_a_command_loads_profiler_and_runtime_only_when_it_runs(file: Path):
+    body = ast.parse(file.read_text())
+    body.body = [node for node in body.body if not isinstance(node, ast.FunctionDef)]
+    reached = [
+        name for name in imported(body) if name.startswith(("perseus_planner.profiler", "perseus_planner.runtime"))
+    ]
+    assert reached == []
+
+
+def test_no_file_hides_a_module_that_cprofile_needs():
+    assert [file for file in sources(*FOLDERS, "tests", "benchmarks") if file.name == "profile.py"] == []
+
+
+def test_the_tests_mirror_the_tree():
+    folders = {file.parent.name for file in sources("tests")} - {"tests", "support", "project"}
+    assert folders <= {*ROOMS, *LEAVES}
+    assert [file for file in sources("tests") if file.name == "__init__.py"] == []

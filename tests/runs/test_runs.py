@@ -1,0 +1,303 @@
+"""A run folder says what its ranks measured, whatever cut it off; a run that did what its plan says shows just that."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from made_runs import any_plan, write_run
+from strategies import any_schedule, fixed, furnished, smooth_profile
+
+from perseus_planner import Plan, schedules, solve
+from perseus_planner.errors import RunError
+from perseus_planner.gpu.protocol import THROTTLE_REASONS
+from perseus_planner.plans.simulate import replay
+from perseus_planner.profiles.clock_changes import ClockChange
+from perseus_planner.runs import RanComputation, RanIteration, Run, recording
+from perseus_planner.runs.ran import RanChanges
+from perseus_planner.runs.recording import Recording
+from perseus_planner.runs.rows import COMPUTATIONS, ITERATIONS
+from perseus_planner.runs.run import calibration_of
+from perseus_planner.runtime.controller.protocol import Changed
+from perseus_planner.schedules import Computation
+from perseus_planner.views.run_planned import foreseen
+from perseus_planner.views.run_summary import summarize_run
+
+FINITE = st.floats(allow_nan=False, allow_infinity=False)
+WHOLE = st.integers(0, 10**12)
+
+
+def maybe(strategy: st.SearchStrategy[object]) -> st.SearchStrategy[object]:
+    return st.none() | strategy
+
+
+ROWS = st.builds(
+    RanIteration,
+    iteration=WHOLE,
+    version=maybe(WHOLE),
+    pipeline=WHOLE,
+    pipeline_rank=WHOLE,
+    begin_s=FINITE,
+    end_s=FINITE,
+    busy_s=FINITE,
+    planned_busy_s=maybe(FINITE),
+    energy_j=maybe(FINITE),
+    temperature_c=maybe(FINITE),
+    throttled_s=st.dictionaries(st.sampled_from(THROTTLE_REASONS), FINITE),
+    deviation=maybe(st.text()),
+    origin=st.sampled_from((None, "measured", "simulated")),
+    changes_asked=WHOLE,
+    changes_set=WHOLE,
+    changes_late=WHOLE,
+    changes_overtaken=WHOLE,
+    off_clock_s=FINITE,
+    latency_p50_s=maybe(FINITE),
+    latency_p99_s=maybe(FINITE),
+    clock=maybe(FINITE),
+    achieved_mhz=maybe(FINITE),
+)
+SOME = st.builds(
+    RanComputation,
+    iteration=WHOLE,
+    computation=st.builds(Computation, st.integers(0, 999), st.sampled_from("FBIW"), st.integers(0, 999)),
+    begin_s=FINITE,
+    end_s=FINITE,
+    clock=maybe(WHOLE),
+    asked_s=maybe(FINITE),
+    set_begin_s=maybe(FINITE),
+    set_end_s=maybe(FINITE),
+    achieved_mhz=maybe(WHOLE),
+)
+
+
+@settings(fixed, max_examples=50)
+@given(st.lists(ROWS, max_size=4), st.lists(SOME, max_size=4))
+def test_rows_are_read_as_they_were_written(tmp_path_factory, rows: list[RanIteration], some: list[RanComputation]):
+    path = tmp_path_factory.getbasetemp() / "rows.csv"
+    for table, written in ((ITERATIONS, rows), (COMPUTATIONS, some)):
+        path.write_bytes((table.header + "".join(map(table.line, written))).encode())
+        assert table.read(path) == written
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    frontier = solve(smooth_profile(3, step_mhz=150), schedules.one_f_one_b(3, 4))
+    return frontier.plan_for(1.1 * frontier.baseline_time_s)
+
+
+def test_a_file_that_was_cut_off_anywhere_has_the_rows_that_were_whole(plan: Plan, tmp_path: Path):
+    write_run(tmp_path, plan, 3)
+    for name, table in (("iterations-1.csv", ITERATIONS), ("computations-1.csv", COMPUTATIONS)):
+        path = tmp_path / name
+        data, rows = path.read_bytes(), table.read(path)
+        assert len(rows) > 2
+        data = data[: data.index(b"\n", data.index(b"\n", data.index(b"\n") + 1) + 1) + 1]  # the header and two rows
+        for length in range(len(data) + 1):
+            path.write_bytes(data[:length])
+            assert table.read(path) == rows[: max(0, data[:length].count(b"\n") - 1)]
+
+
+def with_cell(text: str, place: int, cell: str) -> str:
+    """One more row, like the first but for one cell."""
+    cells = text.splitlines()[1].split(",")
+    return text + ",".join([*cells[:place], cell, *cells[place + 1 :]]) + "\n"
+
+
+def test_what_is_not_a_row_is_refused_with_its_place(plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    write_run(Path("run"), plan, 2)
+    path = Path("run/iterations-1.csv")
+    text = path.read_text()
+    cells = text.splitlines()[1].split(",")
+    changed = "; the file was changed"
+    no_row = f"is not a row of {len(cells)} cells{changed}, so write it anew"
+    for wrong, message in (
+        (text[1:], ", line 1: has other columns; read it with the planner that the training ran with"),
+        (f"{text}1,2\n", f", line 4: {no_row}"),
+        (f'{text}"\n', f", line 4: {no_row}"),
+        (with_cell(text, 0, "x"), f", line 4, column 'iteration': 'x' is not a whole number of 0 or more{changed}"),
+        (with_cell(text, 0, ""), f", line 4, column 'iteration': '' is not a whole number of 0 or more{changed}"),
+        (with_cell(text, 4, "nan"), f", line 4, column 'begin_s': 'nan' is not a finite number{changed}"),
+    ):
+        path.write_text(wrong)
+        with pytest.raises(RunError) as refusal:
+            Run.load("run")
+        assert str(refusal.value) == f"run/iterations-1.csv{message}"
+
+
+def test_a_run_that_did_what_the_plan_says_shows_no_deviation(plan: Plan, tmp_path: Path):
+    for number, each in enumerate((plan, replace(plan, clock_change=ClockChange(2e-3, 0.0, 2)))):
+        foretold = replay(each)
+        each = replace(each, time_s=foretold.time_s, energy_j=foretold.energy_j)
+        write_run(tmp_path / str(number), each, 5)
+        shown = summarize_run(Run.load(tmp_path / str(number)))
+        (by_plan,) = shown.plans
+        assert (by_plan.iterations, by_plan.counted, shown.deviations) == (5, 4, ())
+        assert by_plan.time_s == pytest.approx(each.time_s, abs=1e-6)
+        assert by_plan.energy_j == pytest.approx(each.energy_j, rel=1e-6)
+        assert by_plan.planned_energy_j == pytest.approx(each.energy_j, rel=1e-9)
+        for rank, changes in zip(shown.ranks, each.changes, strict=True):
+            assert rank.busy_s == pytest.approx(rank.planned_busy_s, abs=1e-6)
+            assert rank.energy_j == pytest.approx(rank.planned_energy_j, rel=1e-6)
+            assert (rank.changes_asked, rank.changes_set, rank.changes_overtaken) == (4 * changes, 4 * changes, 0)
+            assert rank.changes_late == rank.planned_late == 0
+            assert rank.off_clock_s == pytest.approx(rank.planned_off_clock_s, abs=1e-6)
+            assert (rank.off_clock_s > 1e-6) == (changes > 0 and number == 1)
+            assert rank.achieved_mhz == pytest.approx(rank.clock)
+
+
+def test_a_late_change_and_one_that_was_never_made_are_found(plan: Plan, tmp_path: Path):
+    place = {}
+
+    def edit(iteration: int, change: Changed) -> Changed | None:
+        if iteration == 2 and change.place == place["late"]:
+            return replace(change, begun_ns=change.begun_ns + 3 * 10**7, ended_ns=change.ended_ns + 3 * 10**7)
+        return None if iteration == 3 and change.place == place["lost"] else change
+
+    rank = max(range(3), key=lambda rank: plan.changes[rank])
+    names = [str(each) for each in plan.schedule.ranks[rank]]
+    firsts = [i for i in range(1, len(names)) if plan.clocks[names[i]] != plan.clocks[names[i - 1]]]
+    place["late"], place["lost"] = firsts[0], firsts[-1]
+    write_run(tmp_path, plan, 5, edit=edit)
+    run = Run.load(tmp_path)
+    rows = run.ranks[rank].iterations
+    assert [(row.changes_late, row.changes_overtaken) for row in rows] == [(0, 0), (0, 0), (1, 0), (0, 1), (0, 0)]
+    late = run.ranks[rank].computations[2][place["late"]]
+    assert rows[2].off_clock_s == pytest.approx(late.set_end_s - late.begin_s, abs=1e-6)
+    assert late.is_late
+    assert late.set_end_s - late.asked_s == pytest.approx(0.03, abs=1e-6)
+    lost = run.ranks[rank].computations[3][place["lost"]]
+    assert lost.is_overtaken
+    assert rows[3].off_clock_s >= lost.duration_s - 1e-6
+
+
+@settings(fixed, max_examples=25)
+@given(st.integers(0, 2**32 - 1), st.sampled_from((None, 0.0, 1e-3, 6e-3)))
+def test_what_is_foreseen_of_any_plan_is_its_replay(seed: int, call_s: float | None):
+    rng = Random(seed)
+    dag = furnished(seed, any_schedule(seed, rng.randint(1, 3), rng.randint(1, 4)), 4)
+    plan = any_plan(dag, rng)
+    if call_s is not None:
+        plan = replace(plan, clock_change=ClockChange(call_s, 0.0, rng.randint(1, 3)))
+    spans, ranks = replay(plan).spans, foreseen(plan)
+    for program, ran in zip(plan.schedule.ranks, ranks, strict=True):
+        assert [each.computation for each in ran] == list(program)
+        assert [(each.begin_s, each.end_s) for each in ran] == [
+            (spans[str(c)].start_s, spans[str(c)].end_s) for c in program
+        ]
+        assert [each.clock for each in ran] == [plan.clocks[str(c)] for c in program]
+        counts = RanChanges.of(ran)
+        assert counts.changes_asked == counts.changes_set + counts.changes_overtaken
+        if not call_s:
+            assert (counts.changes_late, counts.changes_overtaken, counts.off_clock_s) == (0, 0, 0.0)
+    if not call_s:
+        assert tuple(RanChanges.of(ran).changes_asked for ran in ranks) == plan.changes
+
+
+def test_iterations_count_that_ran_as_planned_by_the_newest_plan_but_for_its_first(plan: Plan, tmp_path: Path):
+    slower = replace(plan, time_s=plan.time_s + 1.0)
+    write_run(tmp_path, plan, 3)
+    before = (tmp_path / "iterations-0.csv").read_text(), (tmp_path / "iterations-2.csv").read_text()
+    write_run(tmp_path, slower, 4, version=2, first=3, deviations={5: "0F9, where the plan has 0F1"})
+    for number, text in zip((0, 2), before, strict=True):
+        path = tmp_path / f"iterations-{number}.csv"
+        path.write_text(text + path.read_text().split("\n", 1)[1])
+    run = Run.load(tmp_path)
+    assert run.versions == (1, 2)
+    assert [row.iteration for row in run.ranks[0].counted(2)] == [4]  # the one after a deviation runs without clocks
+    found = calibration_of(run)
+    assert found.plan == slower
+    assert found.time_s == pytest.approx(slower.time_s, abs=1e-6)
+    shown = summarize_run(run)
+    assert [(each.version, each.iterations, each.counted) for each in shown.plans] == [(1, 3, 2), (2, 4, 1)]
+    assert [(each.reason, each.times, each.ranks, each.first_iteration) for each in shown.deviations] == [
+        ("0F9, where the plan has 0F1", 3, (0, 1, 2), 5),
+        ("it ran without its clocks, as the iteration before was not as planned", 3, (0, 1, 2), 6),
+    ]
+
+
+def test_without_an_iteration_that_counts_nothing_is_calibrated(plan: Plan, folder: Path):
+    write_run(Path("run"), plan, 1)
+    assert summarize_run(Run.load("run")).plans[0].time_s is None
+    with pytest.raises(RunError) as refusal:
+        calibration_of(Run.load("run"))
+    assert str(refusal.value) == (
+        "run: no iteration ran as planned by plan 1 after its first one; let the training run on"
+    )
+
+
+def test_pipelines_are_told_apart_and_may_have_plans_of_their_own(plan: Plan, tmp_path: Path):
+    made = write_run(tmp_path, plan, 3, pipelines=2, own_plans=True)
+    assert sorted(path.name for path in tmp_path.glob("plan*")) == [f"plan-1-pipeline-{n}.yaml" for n in range(2)]
+    replace(plan, time_s=plan.time_s + 1.0).save(tmp_path / "plan-1-pipeline-1.yaml")
+    run = Run.load(tmp_path)
+    assert [(each.rank, each.pipeline, each.pipeline_rank) for each in run.ranks] == [
+        (0, 0, 0), (1, 0, 1), (2, 0, 2), (3, 1, 0), (4, 1, 1), (5, 1, 2)
+    ]  # fmt: skip
+    assert [each.iterations for each in run.ranks] == [each.iterations for each in made]
+    assert calibration_of(run).plan == run.plan(1, 1)  # the others wait for the slowest
+    shown = summarize_run(run)
+    assert shown.plans[0].planned_time_s == plan.time_s + 1.0
+    assert shown.ranks[0].planned_energy_j > summarize_run_of(plan, tmp_path / "alone").ranks[0].planned_energy_j
+
+
+def summarize_run_of(plan: Plan, folder: Path):
+    write_run(folder, plan, 3)
+    return summarize_run(Run.load(folder))
+
+
+def test_a_folder_that_is_no_whole_run_is_refused(plan: Plan, folder: Path):
+    (folder / "empty").mkdir()
+    (folder / "other").mkdir()
+    (folder / "other" / "notes.txt").touch()
+    for name in ("early", "header", "rank", "last", "plan", "free"):
+        write_run(folder / name, plan, 2)
+    for path in (folder / "early").glob("iterations*"):
+        path.unlink()
+    for path in (folder / "header").glob("iterations*"):
+        path.write_text(ITERATIONS.header)
+    Path("rank/iterations-1.csv").unlink()
+    Path("last/iterations-2.csv").write_text(ITERATIONS.header + "0,1,0")
+    Path("plan/plan-1.yaml").unlink()
+    for path in (folder / "free").glob("iterations*"):
+        rows = [replace(row, version=None) for row in ITERATIONS.read(path)]
+        path.write_text(ITERATIONS.header + "".join(map(ITERATIONS.line, rows)))
+    remedy = "copy what all nodes wrote into one folder, or look again when each rank has ended an iteration"
+    for name, message in {
+        "absent": "no such file; check the path",
+        "empty": "is empty; look again when an iteration has ended by a plan",
+        "other": "is a folder, and not one that a training run has written; name such a folder, or a file",
+        "early": "no iteration has ended yet; look again when one has",
+        "header": "no iteration has ended yet; look again when one has",
+        "rank": f"has no iteration of rank 1, and has some of others; {remedy}",
+        "last": f"has no iteration of rank 2 of pipeline 0, and has some of others; {remedy}",
+        "plan": f"has iterations by plan 1 and no plan-1.yaml; {remedy}",
+        "free": "none of its iterations ran by a plan; look again when one has",
+    }.items():
+        with pytest.raises(RunError) as refusal:
+            Run.load(name)
+        assert str(refusal.value) == f"{name}: {message}"
+
+
+def test_a_rank_keeps_no_more_rows_than_it_may(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(recording, "MAX_BYTES", 2000)
+    seat = {"version": 1, "pipeline": 0, "pipeline_rank": 0}
+    written, row = Recording(tmp_path, 0), RanIteration(**seat, iteration=0, begin_s=0.5, end_s=1.5, busy_s=0.25)
+    for number in range(200):
+        written.add(replace(row, iteration=number))
+    files = sorted(tmp_path.iterdir())
+    assert [path.name for path in files] == ["iterations-0.csv", "iterations-0.old.csv"]
+    assert sum(path.stat().st_size for path in files) < 2 * (2000 + len(ITERATIONS.line(row)) + len(ITERATIONS.header))
+    kept = [each.iteration for path in reversed(files) for each in ITERATIONS.read(path)]
+    assert kept == list(range(kept[0], 200))
+    assert len(kept) > 20
+
+
+def test_a_rank_that_begins_anew_forgets_its_earlier_run(plan: Plan, tmp_path: Path):
+    write_run(tmp_path, plan, 9)
+    write_run(tmp_path, plan, 3)
+    assert [[row.iteration for row in rank.iterations] for rank in Run.load(tmp_path).ranks] == [[0, 1, 2]] * 3

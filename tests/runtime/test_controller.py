@@ -1,0 +1,279 @@
+"""The clock controller, as ranks see it: the real process, on the stand-in NVML library and on simulated GPUs."""
+
+from __future__ import annotations
+
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from controller_ranks import (
+    LONG_S,
+    attached,
+    awaited,
+    eventually,
+    has_ended,
+    let_look,
+    locked,
+    process_of,
+    set_clock,
+)
+from fake_nvml import StandIn
+from gpu_owners import files
+
+from perseus_planner.errors import ControllerLost, GpuError, GpuHeld, GpuNotPermitted, GpuNotSupported
+from perseus_planner.gpu import open_gpu
+from perseus_planner.gpu.lease.lease import held
+from perseus_planner.runtime.controller.client import Connection, started
+from perseus_planner.runtime.controller.protocol import Changed, Failed, Hello, Reading
+from perseus_planner.runtime.marks import NOTHING, word
+
+SIMULATED = "simulated:a100-sxm"
+
+
+@pytest.fixture
+def state(nvml: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("PLANNER_STATE_DIR", str(tmp_path / "state"))
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1] / "support"))  # for ranks of their own
+    return tmp_path / "state"
+
+
+def clocks_set(nvml: StandIn, gpu: int) -> list[int]:
+    """What each call that set the clock of a GPU set it to; 0 for resets."""
+    return [each.high for each in nvml.settings() if each.gpu == gpu and "LockedClocks" in each.function]
+
+
+def test_every_gpu_is_set_to_what_its_rank_asks_for_and_reset_when_it_leaves(nvml: StandIn, state: Path):
+    nvml.set("latency_us_nvmlDeviceSetGpuLockedClocks", 3000)
+    with attached(["nvml:0", "nvml:1"]) as (first, second):
+        process = process_of(first)
+        changed = set_clock(first, 1200)
+        assert (changed.place, changed.before_mhz) == (0, 1980)
+        assert changed.seen_ns <= changed.begun_ns <= changed.ended_ns - 3_000_000
+        assert set_clock(second, 900, place=7).place == 7
+        assert set_clock(first, 1005, place=1).before_mhz == 1200
+        assert locked(nvml) == [1005, 900]
+        assert len(files(state)) == 2
+        first.word[0] = NOTHING
+        assert awaited(first, Changed).value == 0
+        assert locked(nvml) == [None, 900]
+        set_clock(first, 1500)
+        assert first.leave(LONG_S) is None
+        assert locked(nvml) == [None, 900]
+        assert second.leave(LONG_S) is None
+        assert locked(nvml) == [None, None]
+        assert files(state) == []
+        eventually(lambda: has_ended(process))
+
+
+def test_a_value_that_is_set_already_is_not_set_again(nvml: StandIn, state: Path):
+    with attached(["nvml:0"]) as (connection,):
+        before = len(clocks_set(nvml, 0))
+        set_clock(connection, 1200, place=0)
+        for place in (1, 2, 3, 0):
+            connection.word[0] = word(place, 1200)
+            let_look(connection)
+        set_clock(connection, 900, place=1)
+        assert clocks_set(nvml, 0)[before:] == [1200, 900]
+
+
+def test_a_change_waits_for_the_dwell_and_the_latest_value_is_set_then(nvml: StandIn, state: Path):
+    with attached(["nvml:0"], min_dwell_s=0.3) as (connection,):
+        begin_ns = time.monotonic_ns()
+        set_clock(connection, 1200)
+        assert set_clock(connection, 1500, place=1).begun_ns - begin_ns >= 300_000_000
+        connection.dwell(3600.0)
+        for place, clock in ((2, 1005), (3, 1980), (4, 900)):
+            connection.word[0] = word(place, clock)
+            let_look(connection)
+        connection.dwell(0.0)
+        assert awaited(connection, Changed).value == 900
+        assert not {1005, 1980} & set(clocks_set(nvml, 0))
+
+
+def test_the_rate_is_of_all_gpus_together(nvml: StandIn, state: Path):
+    with attached(["nvml:0", "nvml:1"], max_changes_per_s=10.0) as (first, second):
+        begin_ns = time.monotonic_ns()
+        changes = [set_clock(each, clock) for clock in (1200, 900, 1500) for each in (first, second)]
+        assert changes[-1].begun_ns - begin_ns >= 400_000_000  # all but one for each GPU have to wait for their turn
+
+
+def test_a_power_limit_is_set_and_put_back_to_what_it_was(nvml: StandIn, state: Path):
+    with open_gpu("nvml:0") as gpu:
+        gpu.set_power_limit_w(500.0)
+    with attached(["nvml:0"], knob="power-limit") as (connection,):
+        set_clock(connection, 300)
+        assert nvml.limit_w(0) == 300.0
+        connection.word[0] = NOTHING
+        awaited(connection, Changed)
+        assert nvml.limit_w(0) == 500.0
+        set_clock(connection, 250)
+        assert connection.leave(LONG_S) is None
+        assert nvml.limit_w(0) == 500.0
+        assert nvml.locked_mhz(0) is None
+
+
+def test_readings_come_at_the_start_of_every_iteration_and_at_the_end(nvml: StandIn, state: Path):
+    nvml.set("temperature_c", 61)
+    nvml.fail("nvmlDeviceGetPowerUsage", 3)
+    nvml.set("field_186_0 error", 3)
+    with attached(["nvml:0"]) as (connection,):
+        first = awaited(connection, Reading)
+        set_clock(connection, 1200, place=0)
+        set_clock(connection, 900, place=1)
+        connection.word[0] = word(0, 1200)
+        second = awaited(connection, Reading)
+        connection.leave(LONG_S)
+        (last,) = [message for message in connection.messages() if isinstance(message, Reading)]
+    assert first.now_ns < second.now_ns < last.now_ns
+    assert first.energy_j < second.energy_j < last.energy_j
+    assert second.seen_ns <= second.now_ns
+    assert (last.temperature_c, last.clock_mhz, last.overtaken, last.untold) == (61.0, 1200, 0, 0)
+
+
+def test_what_a_gpu_does_not_say_is_none():
+    faults = "&".join(f"fault=not-supported:{what}" for what in ("energy", "power", "temperature", "throttle"))
+    with attached([f"{SIMULATED}?{faults}"]) as (connection,):
+        reading = awaited(connection, Reading)
+    assert (reading.energy_j, reading.power_w, reading.temperature_c, reading.throttled_s) == (None, None, None, {})
+    assert reading.clock_mhz == 210
+
+
+@pytest.mark.parametrize(("gpu", "knob"), [("dry-run:nvml:0", "clock"), ("nvml:0", "observed")])
+def test_without_privilege_a_gpu_can_be_watched_and_nothing_is_set(nvml: StandIn, state: Path, gpu: str, knob):
+    for function in ("SetGpuLockedClocks", "ResetGpuLockedClocks", "SetPowerManagementLimit"):
+        nvml.fail(f"nvmlDevice{function}", 4)
+    with attached([gpu], knob=knob) as (connection,):
+        first = awaited(connection, Reading)
+        for place in (0, 1, 0):
+            connection.word[0] = word(place, 1500)
+            let_look(connection)
+        second = awaited(connection, Reading)
+        assert second.energy_j > first.energy_j
+        if knob == "clock":
+            assert set_clock(connection, 1200, place=1).before_mhz == 1980
+        assert connection.leave(LONG_S) is None
+    assert nvml.settings() == []
+    assert files(state) == []
+
+
+def test_a_gpu_of_another_job_is_refused(nvml: StandIn, state: Path):
+    with open_gpu("nvml:0") as gpu, held([gpu]):
+        gpu.set_clock_mhz(1500)
+        with pytest.raises(GpuHeld, match="has set its clocks since"), attached(["nvml:0"]):
+            pytest.fail("not to be reached")
+        assert nvml.locked_mhz(0) == (1500, 1500)
+
+
+def test_a_second_controller_is_refused_what_the_first_one_has(nvml: StandIn, state: Path):
+    with attached(["nvml:0"]) as (connection,):
+        set_clock(connection, 1200)
+        with pytest.raises(GpuHeld, match=r"perseus_planner\.runtime\.controller"), attached(["nvml:0"]):
+            pytest.fail("not to be reached")
+        assert nvml.locked_mhz(0) == (1200, 1200)
+        set_clock(connection, 900)
+
+
+def test_ranks_that_share_a_gpu_are_refused_in_terms_of_ranks(nvml: StandIn, state: Path):
+    address = started(3, 100.0, LONG_S)
+    with ExitStack() as stack:
+        gpus = ("nvml:0", "nvml:1", "nvml:0")
+        ranks = [
+            stack.enter_context(Connection(address, Hello(rank, gpu, "clock", None, 0.0)))
+            for rank, gpu in enumerate(gpus)
+        ]
+        for rank in (0, 2):
+            with pytest.raises(GpuHeld, match=r"^ranks 0, 2 have one GPU, GPU-1.*name one of its own for each rank"):
+                ranks[rank].attach(LONG_S)
+        ranks[1].attach(LONG_S)
+        set_clock(ranks[1], 1200)
+        assert locked(nvml) == [None, 1200]
+
+
+@pytest.mark.parametrize(
+    ("gpu", "kind"),
+    [
+        (f"{SIMULATED}?fault=not-permitted", GpuNotPermitted),
+        (f"{SIMULATED}?fault=not-supported:power-limit", GpuNotSupported),
+        ("simulated:none", GpuError),
+    ],
+)
+def test_a_gpu_that_cannot_be_had_is_refused_with_its_error(gpu: str, kind: type[GpuError]):
+    with pytest.raises(GpuError) as caught, attached([gpu], knob="power-limit"):
+        pytest.fail("not to be reached")
+    assert type(caught.value) is kind
+
+
+def test_a_gpu_that_may_not_be_set_is_refused(nvml: StandIn, state: Path):
+    nvml.fail("nvmlDeviceResetGpuLockedClocks", 4)
+    with pytest.raises(GpuNotPermitted, match="setting needs root"), attached(["nvml:0"]):
+        pytest.fail("not to be reached")
+    assert files(state) == []
+
+
+def test_one_rank_whose_gpu_cannot_be_opened_does_not_keep_the_others_from_theirs(nvml: StandIn, state: Path):
+    address = started(2, 100.0, LONG_S)
+    with (
+        Connection(address, Hello(0, "nvml:9", "clock", None, 0.0)) as first,
+        Connection(address, Hello(1, "nvml:1", "clock", None, 0.0)) as second,
+    ):
+        second.attach(LONG_S)
+        with pytest.raises(GpuError, match="nvml:9"):
+            first.attach(LONG_S)
+        set_clock(second, 1200)
+        with pytest.raises(ControllerLost):
+            first.messages()
+
+
+def test_a_gpu_that_fails_is_told_once_and_the_others_go_on(nvml: StandIn, state: Path):
+    with attached(["nvml:0", "nvml:1"]) as (first, second):
+        set_clock(first, 1200)
+        nvml.fail("nvmlDeviceSetGpuLockedClocks", 999, gpu=0)
+        first.word[0] = word(1, 900)
+        failed = awaited(first, Failed)
+        assert "lock its SM clock at 900 MHz" in failed.text
+        assert locked(nvml) == [None, None]
+        nvml.heal()
+        first.word[0] = word(2, 1500)
+        set_clock(second, 1005)
+        set_clock(second, 1200, place=1)
+        assert locked(nvml) == [None, 1200]
+        assert first.messages() == []
+        assert first.leave(LONG_S) is None
+
+
+def test_a_lost_gpu_says_so_and_that_it_could_not_be_reset():
+    with attached([f"{SIMULATED}?fault=lost@40calls", SIMULATED]) as (first, second):
+        for place in range(40):
+            first.word[0] = word(place, 1200 + 15 * (place % 3))
+            set_clock(second, 1200 + 15 * (place % 3), place)
+        failed = awaited(first, Failed)
+        assert failed.text.count("is lost") == 2
+        assert "; and it could not be reset: " in failed.text
+        assert "is lost" in first.leave(LONG_S)
+        set_clock(second, 900)
+
+
+def test_a_clock_that_the_gpu_does_not_have_is_a_failure():
+    with attached([SIMULATED]) as (connection,):
+        connection.word[0] = word(0, 1201)
+        assert "the nearest supported clock is 1200 MHz" in awaited(connection, Failed).text
+
+
+def test_a_plan_that_is_too_fast_for_its_node_is_given_up(nvml: StandIn, state: Path):
+    with attached(["nvml:0", "nvml:1"], max_changes_per_s=2.0) as (first, second):
+        set_clock(second, 1200)
+        failed: list[Failed] = []
+        place = 0
+        while not failed:
+            first.word[0] = word(place % 1000, 900 + 15 * (place % 2))
+            place += 1
+            failed = [message for message in first.messages() if isinstance(message, Failed)]
+        assert failed[0].text == (
+            "GPU nvml:0: more than half of the last 64 changes of its clock came when the one before had not been "
+            "made yet; make the plan with fewer changes (--max-changes, --min-dwell), or allow more changes per second"
+        )
+        assert locked(nvml) == [None, 1200]
+        assert first.leave(LONG_S) is None
+        last = [message for message in first.messages() if isinstance(message, Reading)][-1]
+        assert last.overtaken > 32

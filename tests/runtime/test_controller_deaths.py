@@ -1,0 +1,257 @@
+"""Whoever ends, by whatever cause, the clock controller and its guardian leave no clock set."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from pathlib import Path
+
+import psutil
+import pytest
+from controller_ranks import (
+    LONG_S,
+    RANK_OF_ITS_OWN,
+    attached,
+    awaited,
+    eventually,
+    locked,
+    process_of,
+    set_clock,
+)
+from fake_nvml import StandIn
+from gpu_owners import WITHIN_S, await_end, files, kill, owner
+
+from perseus_planner.errors import ControllerLost, GpuError
+from perseus_planner.runtime.controller import server as controller
+from perseus_planner.runtime.controller.arrivals import Arrivals
+from perseus_planner.runtime.controller.client import Connection, started
+from perseus_planner.runtime.controller.protocol import Failed, Hello
+from perseus_planner.runtime.marks import word
+
+SIMULATED = "simulated:a100-sxm"
+WAITS = "import sys; print('here', flush=True); sys.stdin.read()"
+
+
+@pytest.fixture
+def state(nvml: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("PLANNER_STATE_DIR", str(tmp_path / "state"))
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1] / "support"))  # for ranks of their own
+    return tmp_path / "state"
+
+
+def test_a_killed_ranks_gpu_is_reset_in_time_and_no_other(nvml: StandIn, state: Path):
+    address = started(2, 100.0, LONG_S)
+    with (
+        owner(RANK_OF_ITS_OWN, [address, "0", "nvml:0", "1200", "0"]) as rank,
+        Connection(address, Hello(1, "nvml:1", "clock", None, 0.0)) as second,
+    ):
+        second.attach(LONG_S)
+        rank.stdout.readline()
+        set_clock(second, 900)
+        assert locked(nvml) == [1200, 900]
+        kill(rank.pid)
+        eventually(lambda: nvml.locked_mhz(0) is None, WITHIN_S)
+        assert locked(nvml) == [None, 900]
+        set_clock(second, 1005)
+
+
+def test_a_forked_child_that_has_the_socket_does_not_hide_the_ranks_death(nvml: StandIn, state: Path):
+    address = started(1, 100.0, LONG_S)
+    with owner(RANK_OF_ITS_OWN, [address, "0", "nvml:0", "1200", "1"]) as rank:
+        child = int(rank.stdout.readline().split()[1])
+        assert locked(nvml) == [1200, None]
+        kill(rank.pid)
+        eventually(lambda: nvml.locked_mhz(0) is None, WITHIN_S)
+        assert psutil.pid_exists(child)
+        kill(child)
+    eventually(lambda: files(state) == [])
+
+
+def test_a_killed_controllers_guardian_resets_all_in_time(nvml: StandIn, state: Path):
+    with attached(["nvml:0", "nvml:1"]) as (first, second):
+        set_clock(first, 1200)
+        set_clock(second, 900)
+        kill(process_of(first).pid)
+        eventually(lambda: locked(nvml) == [None, None], WITHIN_S)
+        eventually(lambda: files(state) == [])
+        eventually(lambda: _is_lost(first))
+        assert (
+            first.leave(1.0) == "the clock controller of this node has ended; what it had set is reset by its guardian"
+        )
+        first.word[0] = word(0, 900)  # goes on to be memory
+
+
+def _is_lost(connection: Connection) -> bool:
+    try:
+        connection.messages()
+    except ControllerLost:
+        return True
+    return False
+
+
+def test_a_controller_that_hangs_grows_old_and_can_be_killed(nvml: StandIn, state: Path):
+    with attached(["nvml:0"]) as (connection,):
+        set_clock(connection, 1200)
+        process = process_of(connection)
+        process.suspend()
+        eventually(lambda: connection.age_s() > 0.3)
+        assert connection.leave(0.05) is not None  # it does not answer, and this does not wait for it
+        assert locked(nvml) == [1200, None]
+        process.kill()
+        eventually(lambda: locked(nvml) == [None, None], WITHIN_S)
+
+
+def test_a_rank_kills_a_controller_that_hangs(nvml: StandIn, state: Path):
+    with attached(["nvml:0"]) as (connection,):
+        set_clock(connection, 1200)
+        assert connection.age_s() < 5.0
+        process_of(connection).suspend()
+        connection.kill()
+        eventually(lambda: locked(nvml) == [None, None], WITHIN_S)
+        eventually(lambda: _is_lost(connection))
+        connection.kill()  # harmless
+
+
+def test_the_launchers_end_resets_all_tells_all_and_ends_the_controller(nvml: StandIn, state: Path):
+    with owner(WAITS, []) as launcher, attached(["nvml:0", "nvml:1"], launcher=launcher.pid) as (first, second):
+        process = process_of(first)
+        set_clock(first, 1200)
+        set_clock(second, 900)
+        kill(launcher.pid)
+        for connection in (first, second):
+            text = f"process {launcher.pid}, which launched this job, has ended: all GPUs are reset"
+            assert awaited(connection, Failed).text == text
+        assert locked(nvml) == [None, None]
+        assert files(state) == []
+        await_end([process])
+
+
+def test_a_launcher_that_has_ended_already_is_seen():
+    with owner(WAITS, []) as launcher:
+        kill(launcher.pid)
+        launcher.wait()
+        with (
+            pytest.raises(GpuError, match="which launched this job, has ended"),
+            attached([SIMULATED], launcher=launcher.pid),
+        ):
+            pytest.fail("not to be reached")
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
+def test_a_polite_signal_does_not_end_it_while_ranks_live(name: str):
+    with attached([SIMULATED]) as (connection,):
+        process = process_of(connection)
+        process.send_signal(signal.Signals[name])
+        set_clock(connection, 1200)
+        assert os.getsid(process.pid) != os.getsid(0)
+        connection.leave(LONG_S)
+        await_end([process])
+
+
+def test_starting_it_leaves_no_child_behind():
+    before = {child.pid for child in psutil.Process().children()}
+    with attached([SIMULATED]) as (connection,):
+        assert {child.pid for child in psutil.Process().children()} <= before
+        process = process_of(connection)
+        assert os.readlink(f"/proc/{process.pid}/fd/0") == os.devnull
+        assert process.cwd() == "/"
+
+
+def test_it_is_light(nvml: StandIn, state: Path):
+    with attached(["nvml:0"]) as (connection,):
+        mapped = Path(f"/proc/{process_of(connection).pid}/maps").read_text()
+        assert not any(heavy in mapped for heavy in ("numpy", "torch", "numba"))
+
+
+def test_a_child_that_is_forked_inside_the_block_leaves_nothing():
+    with attached([SIMULATED]) as (connection,):
+        set_clock(connection, 1200)
+        child = os.fork()
+        if child == 0:
+            connection.__exit__(None, None, None)
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        set_clock(connection, 900, place=1)
+
+
+def test_an_error_inside_the_block_resets_the_gpu_before_it_goes_on(nvml: StandIn, state: Path):
+    def train(connection: Connection) -> None:
+        set_clock(connection, 1200)
+        raise ZeroDivisionError
+
+    with attached(["nvml:0", "nvml:1"]) as (connection, _):
+        with pytest.raises(ZeroDivisionError), connection:
+            train(connection)
+        assert locked(nvml) == [None, None]
+    assert locked(nvml) == [None, None]
+
+
+def test_nobody_comes_and_it_ends(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(controller, "ALONE_NS", 0)
+    controller.Controller(Arrivals(), 1, 1.0).run()
+
+
+def test_who_comes_late_is_attached_apart_and_who_is_missing_is_not_waited_for(
+    nvml: StandIn, state: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(controller, "TOGETHER_NS", 0)
+    arrivals = Arrivals()
+    thread = threading.Thread(target=controller.Controller(arrivals, 3, 100.0).run)
+    thread.start()
+    with Connection(arrivals.address, Hello(0, "nvml:0", "clock", None, 0.0)) as first:
+        first.attach(LONG_S)
+        set_clock(first, 1200)
+        with Connection(arrivals.address, Hello(1, "nvml:1", "clock", None, 0.0)) as late:
+            late.attach(LONG_S)
+            set_clock(late, 900)
+            assert locked(nvml) == [1200, 900]
+        assert locked(nvml) == [1200, None]
+        assert len(files(state)) == 1
+    thread.join(LONG_S)
+    assert not thread.is_alive()
+    assert files(state) == []
+
+
+def test_where_the_kernel_tells_of_no_end_processes_are_looked_at(
+    nvml: StandIn, state: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def refuse(pid: int) -> int:
+        raise PermissionError
+
+    monkeypatch.setattr(os, "pidfd_open", refuse)
+    arrivals = Arrivals()
+    thread = threading.Thread(target=controller.Controller(arrivals, 1, 100.0).run)
+    thread.start()
+    with owner(RANK_OF_ITS_OWN, [arrivals.address, "0", "nvml:0", "1200", "1"]) as rank:
+        child = int(rank.stdout.readline().split()[1])
+        kill(rank.pid)
+        eventually(lambda: nvml.locked_mhz(0) is None, WITHIN_S)
+        kill(child)
+    thread.join(LONG_S)
+    assert not thread.is_alive()
+
+
+def test_a_controller_that_breaks_resets_all_and_tells_all(monkeypatch: pytest.MonkeyPatch, nvml: StandIn, state: Path):
+    arrivals = Arrivals()
+    serving = controller.Controller(arrivals, 1, 100.0)
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            serving.run()
+        except ZeroDivisionError as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    with Connection(arrivals.address, Hello(0, "nvml:0", "clock", None, 0.0)) as connection:
+        connection.attach(LONG_S)
+        set_clock(connection, 1200)
+        monkeypatch.setattr(serving, "_beat", lambda: 1 / 0)
+        text = "the clock controller of this node has failed: ZeroDivisionError('division by zero')"
+        assert awaited(connection, Failed).text == text
+        thread.join(LONG_S)
+        assert len(raised) == 1
+        assert locked(nvml) == [None, None]
+        assert files(state) == []

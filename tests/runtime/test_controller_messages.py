@@ -1,0 +1,107 @@
+"""What ranks and the controller say to each other survives the way, and nothing else is taken for it."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, fields
+from typing import get_args
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from perseus_planner.errors import UsageError
+from perseus_planner.runtime.controller.protocol import (
+    LONGEST,
+    Dwell,
+    FromRank,
+    Hello,
+    Knob,
+    Message,
+    ToRank,
+    decoded,
+    encoded,
+)
+
+NUMBERS = st.floats(allow_nan=False, allow_infinity=False)
+VALUES = {
+    "int": st.integers(0, 2**63),
+    "int | None": st.none() | st.integers(0, 2**63),
+    "float": st.floats(0, 1e300),
+    "float | None": st.none() | NUMBERS,
+    "str": st.text(max_size=50),
+    "str | None": st.none() | st.text(max_size=50),
+    "Knob": st.sampled_from(get_args(Knob)),
+    "Mapping[str, float]": st.dictionaries(st.text(max_size=9), NUMBERS, max_size=5),
+}
+KINDS = (*get_args(FromRank), *get_args(ToRank))
+MESSAGES = st.one_of(st.builds(kind, **{field.name: VALUES[field.type] for field in fields(kind)}) for kind in KINDS)
+
+
+@given(MESSAGES)
+def test_a_message_is_one_line_and_comes_back(message: Message):
+    line = encoded(message)
+    assert line.count(b"\n") == 1
+    assert line.endswith(b"\n")
+    assert len(line) < LONGEST
+    assert decoded(line) == message
+
+
+@given(MESSAGES, st.data())
+def test_a_message_with_one_thing_wrong_is_none(message: Message, data):
+    content = {"message": type(message).__name__, **asdict(message)}
+    name = data.draw(st.sampled_from(sorted(content)))
+    wrong = data.draw(st.sampled_from(["lacks it", "has more", "is a list", "is a truth"]))
+    if wrong == "lacks it":
+        del content[name]
+    elif wrong == "has more":
+        content["more"] = 1
+    else:
+        content[name] = [] if wrong == "is a list" else True
+    with pytest.raises(ValueError, match=r" is |fields"):
+        decoded(json.dumps(content).encode())
+
+
+@given(st.binary(max_size=200) | st.text(max_size=200).map(str.encode))
+def test_garbage_is_no_message(garbage: bytes):
+    with pytest.raises(ValueError, match=r"."):
+        decoded(garbage)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b'{"message":"Dwell","min_dwell_s":NaN}',
+        b'{"message":"Dwell","min_dwell_s":1e999}',
+        b'{"message":"Dwell","min_dwell_s":-1}',
+        b'{"message":"Dwell","min_dwell_s":"1"}',
+        b'{"message":[],"min_dwell_s":1}',
+        b'{"message":"Dwell","min_dwell_s":' + b"9" * 5000 + b"}",
+        b'{"a":' * 20000,
+    ],
+)
+def test_numbers_and_depths_that_python_would_take_are_refused(line: bytes):
+    with pytest.raises(ValueError, match=r"."):
+        decoded(line)
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"rank": -1}, "rank -1 with launcher None: give whole numbers of 0 or more"),
+        ({"launcher": -5}, "rank 0 with launcher -5: give whole numbers of 0 or more"),
+        ({"knob": "voltage"}, "'voltage' is not a knob; choose one of: clock, power-limit, observed"),
+        ({"min_dwell_s": math.nan}, "a dwell of nan s: give finite seconds of 0 or more"),
+    ],
+)
+def test_a_hello_says_what_is_wrong_with_it(changed: dict[str, object], said: str):
+    values = {"rank": 0, "gpu": "nvml:0", "knob": "clock", "launcher": None, "min_dwell_s": 0.0, **changed}
+    with pytest.raises(UsageError) as caught:
+        Hello(**values)
+    assert str(caught.value) == said
+
+
+def test_a_dwell_is_a_time():
+    with pytest.raises(UsageError):
+        Dwell(-0.1)

@@ -1,0 +1,146 @@
+"""What ranks count adds up to what their GPUs say, and is told at the same iterations by all of them."""
+
+from __future__ import annotations
+
+from itertools import accumulate, pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from perseus_planner.runs import RanIteration
+from perseus_planner.runtime.agent.summing import together
+from perseus_planner.runtime.controller.protocol import Attached, Reading
+from perseus_planner.runtime.engines.engine import Seat
+from perseus_planner.runtime.marks import Timed
+from perseus_planner.runtime.telemetry import counters
+from perseus_planner.runtime.telemetry.counters import MARK_S, MARKS, PAUSE, PAUSE_S, Counting, Counts, common
+from perseus_planner.runtime.telemetry.telemetry import Telemetry
+
+S = 10**9
+
+
+def row(number: int, **fields: object) -> RanIteration:
+    return RanIteration(
+        iteration=number, version=1, pipeline=0, pipeline_rank=0, begin_s=0.0, end_s=1.0, busy_s=1.0, **fields
+    )
+
+
+def reading(now_ns: int, energy_j: float | None) -> Reading:
+    return Reading(now_ns, now_ns, energy_j, None, None, None, {})
+
+
+@pytest.fixture(autouse=True)
+def every_iteration(monkeypatch: pytest.MonkeyPatch):
+    """Counts are kept of each."""
+    monkeypatch.setattr(counters, "MARK_S", 0.0)
+
+
+def counted(ran: list[tuple[int, int]], readings: list[Reading]) -> Counts:
+    """What is counted of iterations from when to when, of a GPU of which that is read."""
+    telemetry = Telemetry(0, Seat(0, 1, 0, (0,)), offset_ns=lambda: 0)
+    telemetry.update([], [Attached("simulated:a100", "", "A100", "simulated"), readings[0]])
+    for number, ((begin_ns, end_ns), seen) in enumerate(zip(ran, readings[1:], strict=True)):
+        telemetry.ended(number, None, None)
+        telemetry.update([Timed(number, begin_ns, ((begin_ns, end_ns),), end_ns)], [seen])
+    telemetry.close()
+    return telemetry.counts[-1]
+
+
+STEPS = st.lists(
+    st.tuples(st.integers(0, S), st.integers(S // 100, 2 * S), st.floats(0.0, 500.0)), min_size=1, max_size=9
+)
+
+
+@given(STEPS)
+def test_joules_and_seconds_are_all_that_passed_from_the_first_begin_to_the_last_end(steps):
+    ran, at_ns = [], 0
+    for wait_ns, length_ns, _ in steps:
+        ran.append((at_ns + wait_ns, at_ns + wait_ns + length_ns))
+        at_ns += wait_ns + length_ns
+    joules = [0.0, *accumulate(each_j for *_, each_j in steps)]
+    at_ends = [
+        reading(at_ns, joule) for at_ns, joule in zip([ran[0][0], *(end for _, end in ran)], joules, strict=True)
+    ]
+    counts = counted(ran, at_ends)
+    assert (counts.iterations, counts.metered_iterations, counts.origin) == (len(ran), len(ran), "simulated")
+    assert counts.time_s == counts.metered_s == pytest.approx((ran[-1][1] - ran[0][0]) / S)
+    assert counts.energy_j == pytest.approx(joules[-1])
+
+
+def test_a_pause_is_not_counted_and_neither_are_its_joules():
+    longest_ns = int((PAUSE * 2.0 + PAUSE_S) * S)
+    for gap_ns, time_s, energy_j in ((longest_ns, 9.0, 900.0), (longest_ns + 1, 4.0, 400.0)):
+        begin_ns = 2 * S + gap_ns
+        # A GPU that draws 100 W all the time, also in the pause.
+        seen = [reading(at_ns, at_ns / S * 100.0) for at_ns in (0, 2 * S, begin_ns + 2 * S)]
+        counts = counted([(0, 2 * S), (begin_ns, begin_ns + 2 * S)], seen)
+        assert (counts.time_s, counts.energy_j) == (pytest.approx(time_s), pytest.approx(energy_j))
+
+
+def test_an_iteration_whose_joules_are_not_known_is_counted_but_not_metered():
+    ran = [(each * S, (each + 1) * S) for each in range(4)]
+    joules = [5.0, 9.0, 1.0, 4.0, None]  # the counter begins anew, and is gone at last
+    counts = counted(ran, [reading(place * S, each) for place, each in enumerate(joules)])
+    assert (counts.iterations, counts.metered_iterations, counts.metered_s) == (4, 2, 2.0)
+    assert counts.energy_j == 4.0 + 3.0
+
+
+def test_latencies_are_of_the_iterations_since_the_counts_before(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(counters, "MARK_S", 4.0)
+    counts = Counting()
+    p50_s = [0.9, 0.9, 0.9, 0.9, 0.01, None, 0.03, 0.02]
+    for number, each in enumerate(p50_s):
+        counts.add(row(number, latency_p50_s=each, latency_p99_s=each and 2 * each, changes_late=1), 1.0, None)
+    first, second = counts.marks[-2:]
+    assert (first.iteration, first.set_p50_s, first.set_p99_s) == (3, 0.9, 1.8)
+    assert (second.iteration, second.set_p50_s, second.set_p99_s) == (7, 0.02, 0.06)
+    assert (second.late_changes, second.energy_j, second.metered_iterations) == (8, 0.0, 0)
+
+
+@given(st.floats(0.001, 8.0), st.floats(1.0, 1.4), st.floats(1.0, 1.4), st.integers(0, 3), st.data())
+def test_ranks_find_counts_of_one_iteration_though_none_is_as_far_or_as_fast_as_the_others(
+    iteration_s: float, one: float, other: float, ahead: int, data: st.DataObject
+):
+    counters.MARK_S = MARK_S  # put back by the fixture
+    ranks = [Counting() for _ in range(3)]
+    far = data.draw(st.integers(1, 40)) * max(1, int(MARK_S / iteration_s))
+    stops = [far, far + ahead, far + data.draw(st.integers(0, 3))]
+    for rank, faster, stop in zip(ranks, (1.0, one, other), stops, strict=True):
+        for number in range(min(stop, 4000)):
+            rank.add(row(number), iteration_s / faster, 1.0)
+        assert len(rank.marks) <= MARKS
+        # Neither too often nor too rarely, once it is known how long iterations take.
+        assert all(
+            1 <= later.iteration - each.iteration <= max(1, MARK_S * faster / iteration_s)
+            for each, later in pairwise(rank.marks)
+        )
+    found = common([rank.marks for rank in ranks])
+    if found is None:
+        assert min(stops) * iteration_s < 4 * max(MARK_S, iteration_s)
+        return
+    (number,) = {each.iteration for each in found}
+    assert (min(*stops, 4000) - number) * iteration_s <= 4 * max(MARK_S, iteration_s)
+    assert [each.iterations for each in found] == [number + 1] * 3
+
+
+def test_ranks_that_have_not_all_counted_have_nothing_in_common():
+    some = (Counts(3), Counts(7))
+    assert common([]) is None
+    assert common([some, ()]) is None
+    assert common([some, (Counts(5),)]) is None
+    assert common([some, (Counts(3),)]) == [Counts(3), Counts(3)]
+
+
+def test_all_ranks_together_have_the_joules_of_all_and_no_more_iterations_than_each_of_them():
+    one = Counts(9, 10, 12.0, 10, 12.0, 500.0, "measured", 3, 0.01, 0.02)
+    other = Counts(9, 10, 12.5, 8, 10.0, 300.0, "measured", 4, 0.03, 0.01)
+    found = together("run", [one, other])
+    assert (found.run, found.iterations, found.time_s) == ("run", 10, 12.0)
+    assert (found.metered_iterations, found.metered_s, found.energy_j) == (8, 10.0, 800.0)
+    assert (found.late_changes, found.set_p50_s, found.set_p99_s) == (7, 0.02, 0.02)
+    assert found.energy_is == "measured"
+    simulated = together("run", [one, Counts(9, 10, 12.0, 10, 12.0, 500.0, "simulated")])
+    assert simulated.energy_is == "simulated"
+    unread = together("run", [one, Counts(9, 10, 12.5)])
+    assert (unread.metered_iterations, unread.metered_s, unread.energy_j, unread.energy_is) == (0, 0.0, 0.0, None)

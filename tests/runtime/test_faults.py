@@ -1,0 +1,175 @@
+"""Training under a plan goes on, to the same results, whatever fails of what sets the clocks; or it never begins."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from fake_nvml import StandIn
+from gpu_owners import files
+from launching import Said, said_by
+from planner_processes import planner_processes
+
+pytest.importorskip("torch")
+
+SOON_S = 8.0
+"""Within which a refusal must be everywhere; whoever waited for another rank would wait longer than that."""
+
+
+def heard(everyone: Said, name: str) -> list[str]:
+    """What the whole job was warned of in one of its trainings, without the rank that said it."""
+    return [text.partition(": ")[2] for each in everyone for text in each[name]["heard"]]
+
+
+# On the way in
+
+
+@pytest.fixture(scope="module")
+def refused(tmp_path_factory: pytest.TempPathFactory) -> Said:
+    folder = tmp_path_factory.mktemp("refused")
+    everyone = said_by("runtime_programs:refusals", 2, folder)
+    assert files(folder / "state") == []
+    return everyone
+
+
+ORDER = "is not what torch.distributed.pipelining runs on rank {} of the pipeline: computation {}"
+
+
+@pytest.mark.parametrize(
+    ("name", "errors", "text"),
+    [
+        ("schedule of rank 1", "RankError PlanError", ORDER.format(1, "2 is 1B0 there and 1F1 in the plan; solve for")),
+        ("microbatches", "PlanError PlanError", ORDER.format("{}", "")),
+        ("ranks", "PlanError PlanError", "the plan is for pipelines of 4 ranks, and torch.distributed.pipelining runs"),
+        ("gpu", "PlanError PlanError", "the plan is for the GPU 'NVIDIA A100-SXM4-80GB', and this rank has 'simulated"),
+        ("damaged", "PlanError RankError", "damaged.yaml, line 3, key 'digest': does not match"),
+        ("folder", "PlanError RankError", ".: is a folder; name the file in it"),
+        ("gpu of rank 1", "RankError PlanError", "and this rank has 'simulated a100-pcie' (emulated:a100-pcie/1)"),
+        ("no gpu on rank 1", "RankError UsageError", "GPU 'cuda:0': torch computes on cpu here"),
+        ("no engine on rank 1", "RankError UsageError", "planner_runtime was given a Linear; give it a DeepSpeed"),
+    ],
+)
+def test_what_a_user_can_correct_is_refused_on_all_ranks_at_once(refused: Said, name: str, errors: str, text: str):
+    said = [rank[name] for rank in refused]
+    assert [each["error"] for each in said] == errors.split()
+    for number, each in enumerate(said):
+        assert text.format(number) in each["text"]
+        assert each["took_s"] < SOON_S
+        assert each["locked_mhz"] is None
+        if each["error"] == "RankError":
+            assert each["text"] == f"rank {1 - number} does not begin: {said[1 - number]['text']}"
+
+
+def test_after_refusals_a_job_may_begin(refused: Said):
+    assert [rank["entered at last"]["error"] for rank in refused] == ["NoneType"] * 2
+    assert [rank["heard"] for rank in refused] == [[], []]
+
+
+@pytest.fixture(scope="module")
+def unclocked(tmp_path_factory: pytest.TempPathFactory) -> Said:
+    return said_by("runtime_programs:without", 2, tmp_path_factory.mktemp("without"))
+
+
+@pytest.mark.parametrize(
+    ("name", "plan", "problem", "text"),
+    [
+        ("no plan", False, None, "there is no plan: absent.yaml: no such file; training goes on without clocks"),
+        ("no plan for a pipeline", False, None, "there is no plan: absent.yaml: no such file; training goes on"),
+        ("not permitted", True, "does not let this process set anything", "no clock can be set: simulated a100-sxm"),
+        ("no such GPU", True, "it fell off the bus", "no clock can be set: simulated a100-sxm is lost"),
+        ("no controller", True, "could not be started: it ended without a word", "no clock can be set: the clock"),
+        ("no records", True, "name another folder in PLANNER_STATE_DIR", "no clock can be set: /proc/none: cannot be"),
+    ],
+)
+def test_without_what_sets_clocks_training_begins_all_the_same_and_that_is_told_once(
+    unclocked: Said, name: str, plan: bool, problem: str | None, text: str
+):
+    for said in (rank[name] for rank in unclocked):
+        assert (said["equal"], said["plan"]) == (True, plan)
+        assert (said["problem"] is None) if problem is None else (problem in said["problem"])
+    (told,) = heard(unclocked, name)
+    assert told.startswith(text)
+
+
+def test_who_does_not_come_is_waited_for_once_and_training_begins(unclocked: Said):
+    name = "a rank that does not come"
+    here, _ = (rank[name] for rank in unclocked)
+    assert (here["plan"], here["problem"], here["equal"]) == (True, None, True)
+    assert here["took_s"] < SOON_S
+    assert heard(unclocked, name) == ["rank 1 had not come within 0.3 s; begun without waiting longer"]
+
+
+# While training
+
+
+@pytest.fixture(scope="module")
+def survived(tmp_path_factory: pytest.TempPathFactory) -> Said:
+    folder = tmp_path_factory.mktemp("survived")
+    everyone = said_by("runtime_programs:no_clocks_any_more", 2, folder)
+    assert (planner_processes(str(folder / "state")), files(folder / "state")) == ([], [])
+    return everyone
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("killed", "the clock controller of this node has ended; what it had set is reset by its guardian"),
+        ("stopped", "the clock controller gave no sign of life for 0.5 s and is ended"),
+        ("lost", "simulated a100-sxm is lost: it fell off the bus, as its fault asks"),
+        ("slow", "GPU emulated:a100-sxm/"),
+        ("fault", "a fault of the planner, please report it: ValueError: a test breaks it"),
+    ],
+)
+def test_whatever_fails_training_goes_on_to_the_same_results_without_clocks_and_that_is_told_once(
+    survived: Said, name: str, text: str
+):
+    everyone = [rank[name] for rank in survived]
+    for said in everyone:
+        assert said["equal"]
+        assert said["problem"] is not None
+        assert (said["locked_mhz"] is None) == (name != "lost")
+    (told,) = heard(survived, name)
+    assert told.startswith(text)
+    assert told.endswith("; training goes on at the GPU's own clocks")
+
+
+def test_a_gpu_that_was_lost_is_reset_when_the_next_job_begins(survived: Said):
+    assert [rank["lost"]["locked_mhz later"] for rank in survived] == [None, None]
+
+
+def test_a_driver_that_sets_no_more_clocks_ends_them_on_all_ranks(nvml: StandIn, tmp_path: Path):
+    everyone = said_by(
+        "runtime_programs:no_permission_any_more", 2, tmp_path, json.dumps(dict(nvml.environment())), str(nvml.script)
+    )
+    assert all("NVML answers 'Insufficient Permissions'" in rank["problem"] for rank in everyone)
+    assert len([text for rank in everyone for text in rank["heard"]]) == 1
+    assert [nvml.locked_mhz(gpu) for gpu in range(2)] == [None, None]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Said:
+    return said_by("runtime_programs:clocks_go_on", 2, tmp_path_factory.mktemp("undisturbed"))
+
+
+@pytest.mark.parametrize(
+    ("name", "texts"),
+    [
+        ("trace removed", ["removed: no more is recorded there: No such file or directory; the training goes on"]),
+        ("trace full", ["full: no more is recorded there: No space left on device; the training goes on"]),
+        ("left early", []),
+        ("forked", []),
+        ("suspended", []),
+    ],
+)
+def test_what_fails_beside_or_leaves_takes_no_clock_from_the_others(undisturbed: Said, name: str, texts: list[str]):
+    for said in (rank[name] for rank in undisturbed):
+        assert (said["problem"], said["locked_mhz"]) == (None, None)
+    assert [text.removesuffix(" without") for text in heard(undisturbed, name)] == texts
+
+
+def test_without_the_store_training_goes_on_by_its_plan_and_no_new_one_is_taken(tmp_path: Path):
+    everyone = said_by("runtime_programs:store_gone", 2, tmp_path)
+    assert [(rank["problem"], rank["locked_mhz"]) for rank in everyone] == [(None, None)] * 2
+    assert all("the job's store cannot be used any more" in rank["refused"] for rank in everyone)
+    assert [len(rank["heard"]) for rank in everyone] == [1, 0]

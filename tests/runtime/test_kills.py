@@ -1,0 +1,268 @@
+"""Whoever of a training job is killed, and whenever: within two seconds no clock is locked, and nothing hangs."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager, suppress
+from functools import cache
+from pathlib import Path
+
+import psutil
+import pytest
+from commands import run
+from gpu_owners import WITHIN_S, await_end, files, owner
+from launching import deepspeed, said_by, torchrun
+from planner_processes import CONTROLLER, GUARDIAN, has_not_ended, planner_processes
+
+from perseus_planner.gpu.lease.lease import recover
+from perseus_planner.gpu.simulated.emulated import opened
+
+pytest.importorskip("torch")
+
+SCRIPT = Path(__file__).parents[1] / "support" / "runtime_victims.py"
+GPUS = [f"a100-sxm/{rank}?call=1ms" for rank in range(2)]
+LONG_S = 60.0
+"""In which whatever is to come must come; longer is to hang."""
+WHOLE_S = 3.0  #: about as long as a job takes that is stopped as soon as it trains
+
+STARTS_A_CONTROLLER = """
+import sys
+from perseus_planner.runtime.controller.client import started
+print(started(1, 100.0, 60.0), flush=True)
+sys.stdin.read()
+"""
+
+ROLES = ("rank 0", "rank 1", "launcher", "controller", "guardian")
+
+
+class Job:
+    """A job of two ranks that have met, from when on they end when one of them does; and its GPUs.
+
+    Args:
+        folder: in which it runs; a file `stop` in it ends it.
+        launcher: what has started it.
+        gpus: of its ranks.
+    """
+
+    def __init__(self, folder: Path, launcher: int, gpus: Sequence[psutil.Process]) -> None:
+        self.folder, self.gpus = folder, gpus
+        met = [folder / f"met-{rank}" for rank in range(2)]
+        eventually(lambda: all(path.exists() for path in met))
+        self.ranks = [psutil.Process(int(path.read_text())) for path in met]
+        self.launchers = [psutil.Process(launcher), *self.ranks[0].parents()[:1]]
+
+    @property
+    def locked_mhz(self) -> list[int | None]:
+        return [gpu.locked_mhz for gpu in self.gpus]
+
+    def processes(self) -> dict[str, list[psutil.Process]]:
+        """Who lives, by role."""
+        state = str(self.folder / "state")
+        found = {
+            "launcher": self.launchers,
+            "rank 0": self.ranks[:1],
+            "rank 1": self.ranks[1:],
+            "controller": planner_processes(state, CONTROLLER),
+            "guardian": planner_processes(state, GUARDIAN),
+        }
+        living = {role: [each for each in processes if has_not_ended(each)] for role, processes in found.items()}
+        return {role: processes for role, processes in living.items() if processes}
+
+    def warnings(self) -> list[str]:
+        """What its ranks said on stderr, as they have no other logging."""
+        texts = [(self.folder / f"complained-{rank}").read_text() for rank in range(2)]
+        return [line for text in texts for line in text.splitlines() if line.startswith("planner, rank ")]
+
+    def stop(self) -> None:
+        """Let it end by itself, and wait until nothing of it, or of the planner, is left."""
+        (self.folder / "stop").touch()
+        eventually(lambda: not self.processes().keys() - {"launcher"}, lambda: str(self.processes()))
+
+
+@contextmanager
+def job(folder: Path, launcher: int) -> Iterator[Job]:
+    """It is killed on leaving, in the whole."""
+    with ExitStack() as stack:
+        begun = Job(folder, launcher, [stack.enter_context(closing(opened(text))) for text in GPUS])
+        try:
+            yield begun
+        finally:
+            (folder / "stop").touch()  # for what ranks have forked
+            for processes in begun.processes().values():
+                kill(processes)
+
+
+@contextmanager
+def forked_job(folder: Path) -> Iterator[Job]:
+    """Started without waiting for imports."""
+    folder.mkdir()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        request = {"folder": str(folder), "port": str(free.getsockname()[1])}
+    server = _server()
+    print(json.dumps(request), file=server.stdin, flush=True)
+    with job(folder, int(server.stdout.readline())) as begun:
+        yield begun
+
+
+@cache
+def _server() -> subprocess.Popen[str]:
+    """Ends with this process, which closes its input."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "TORCH_CPP_LOG_LEVEL": "FATAL"}
+    return subprocess.Popen(
+        [sys.executable, str(SCRIPT), "serve"],
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def eventually(holds: Callable[[], bool], said: Callable[[], str] = lambda: "", within_s: float = LONG_S) -> None:
+    deadline_s = time.monotonic() + within_s
+    while not holds():
+        assert time.monotonic() < deadline_s, said()
+        time.sleep(0.005)  # between two looks
+
+
+def kill(processes: Sequence[psutil.Process]) -> None:
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            process.send_signal(signal.SIGKILL)
+
+
+def check_reset_when_killed(job: Job, victims: Sequence[str]) -> None:
+    """Soon after they are killed no clock is locked."""
+    found = job.processes()
+    killed, processes = found.keys() & set(victims), [each for role in victims for each in found.get(role, [])]
+    kill(processes)
+    killed_s = time.monotonic()
+    if {"controller", "guardian"} <= killed:  # what they had written down is left for the next command
+        eventually(lambda: not any(map(has_not_ended, processes)))
+        recover()
+    concerned = [rank for rank in range(2) if killed & {"controller", "launcher", f"rank {rank}"}]
+    eventually(
+        lambda: all(job.locked_mhz[rank] is None for rank in concerned),
+        lambda: f"{killed} were killed, and {job.locked_mhz} are locked",
+        killed_s + WITHIN_S - time.monotonic(),
+    )
+
+
+def check_leaves_nothing(job: Job) -> None:
+    """The job can be stopped, and all is as it was."""
+    job.stop()
+    recover()  # a record may be left where nothing was set yet
+    assert (job.locked_mhz, files(job.folder / "state")) == ([None, None], [])
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("PLANNER_STATE_DIR", str(tmp_path / "job" / "state"))
+    return tmp_path / "job"
+
+
+def trains(job: Job) -> None:
+    """Wait until both GPUs are set."""
+    eventually(lambda: None not in job.locked_mhz)
+
+
+@pytest.mark.parametrize(
+    "victims",
+    [
+        ("rank 1",),
+        ("controller",),
+        ("launcher",),
+        ("guardian",),
+        ("rank 0", "guardian", "controller"),
+        ROLES,
+    ],
+    ids=" and ".join,
+)
+def test_whoever_is_killed_no_clock_is_locked_two_seconds_later(victims: tuple[str, ...], folder: Path):
+    with forked_job(folder) as job:
+        trains(job)
+        assert job.processes().keys() == set(ROLES)
+        check_reset_when_killed(job, victims)
+        if victims in (("controller",), ("launcher",)):
+            eventually(lambda: len(job.warnings()) > 0)  # before the rank goes by whose store one alone says it
+        check_leaves_nothing(job)
+        if not any("rank" in role for role in victims):  # a rank that has lost another one may say more
+            assert len(job.warnings()) == (victims != ("guardian",))
+
+
+def test_a_second_job_is_refused_on_all_ranks_for_as_long_as_the_first_one_lives(folder: Path):
+    with forked_job(folder) as job:
+        trains(job)
+        everyone = said_by("runtime_programs:beside_another_job", 2, folder, "emulated:a100-sxm?call=1ms")
+        for rank in everyone:
+            assert rank["held"]["error"] == "GpuHeld"
+            assert "perseus_planner.runtime.controller" in rank["held"]["text"]
+        trains(job)
+        assert job.processes().keys() == set(ROLES)
+        job.stop()
+        assert (job.locked_mhz, files(folder / "state")) == ([None, None], [])
+        everyone = said_by("runtime_programs:beside_another_job", 2, folder, "emulated:a100-sxm?call=1ms")
+        assert [rank["held"]["error"] for rank in everyone] == ["NoneType"] * 2
+
+
+@pytest.mark.parametrize("launched", [torchrun, pytest.param(deepspeed, marks=pytest.mark.soak)])  # it imports much
+def test_when_a_launcher_is_killed_its_ranks_go_on_and_clocks_are_reset(launched: Callable, folder: Path):
+    if launched is deepspeed:
+        pytest.importorskip("deepspeed")
+    folder.mkdir()
+    with launched(2, folder, str(SCRIPT), str(folder)) as process, job(folder, process.pid) as begun:
+        trains(begun)
+        check_reset_when_killed(begun, ["launcher"])
+        check_leaves_nothing(begun)
+
+
+def test_what_is_left_when_all_are_killed_with_their_guardian_is_reset_by_the_next_command(folder: Path):
+    with forked_job(folder) as job:
+        trains(job)
+        kill([process for role in reversed(ROLES) for process in job.processes().get(role, [])])
+        eventually(lambda: not job.processes())
+        assert len(files(folder / "state")) == 2
+        said = run("show absent.yaml").stderr
+        assert said.count("left set by process") == said.count("is reset") == 2
+        assert (job.locked_mhz, files(folder / "state")) == ([None, None], [])
+
+
+def test_a_controller_to_which_no_rank_comes_as_its_starter_was_killed_ends_too(folder: Path):
+    with owner(STARTS_A_CONTROLLER) as starter:
+        (controller,) = planner_processes(os.environ["PLANNER_STATE_DIR"], CONTROLLER)
+        starter.kill()
+        await_end([controller])
+
+
+def kill_at_random_moments(folder: Path, times: int, seed: int, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Kill some of a job, and again, each time in a new one; how often clocks were set by then."""
+    moments, set_before = random.Random(seed), 0
+    folder.mkdir()
+    for number in range(times):
+        place = folder / str(number)
+        monkeypatch.setenv("PLANNER_STATE_DIR", str(place / "state"))
+        victims = moments.sample(ROLES, moments.randint(1, len(ROLES)))
+        with forked_job(place) as job:
+            time.sleep(moments.uniform(0.0, WHOLE_S))  # any moment will do: nothing is waited for
+            set_before += None not in job.locked_mhz
+            check_reset_when_killed(job, victims)
+            check_leaves_nothing(job)
+    return set_before
+
+
+def test_a_job_that_is_killed_at_random_moments_leaves_nothing_locked(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    kill_at_random_moments(folder, 2, 1, monkeypatch)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(7200)
+def test_jobs_that_are_killed_200_times_leave_nothing_locked(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    assert kill_at_random_moments(folder, 200, 2, monkeypatch) >= 60

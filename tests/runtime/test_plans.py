@@ -1,0 +1,75 @@
+"""The plans of a job's pipelines, as they go from rank to rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from strategies import deadline_s, jobs
+
+from perseus_planner.errors import PlanError
+from perseus_planner.plans.plan import Plan
+from perseus_planner.runtime.program import Program
+from perseus_planner.runtime.switching.plans import Plans
+from perseus_planner.schedules.dag import PipelineDag
+from perseus_planner.solver.frontier import trace
+
+
+def plan_of(dag: PipelineDag, share: float = 0.5) -> Plan:
+    frontier = trace(dag)
+    return frontier.plan_for(deadline_s(frontier, share))
+
+
+@settings(max_examples=15)
+@given(dag=jobs(), numbers=st.sets(st.integers(0, 30), min_size=1))
+def test_plans_are_the_same_on_all_ranks(dag: PipelineDag, numbers: set[int]):
+    fast, slow = plan_of(dag, 0.0), plan_of(dag, 1.0)
+    for given_plans in (fast, {number: slow if number % 2 else fast for number in numbers}):
+        sent = Plans.given(given_plans)
+        read = Plans.loads(sent.dumps())
+        assert read == sent
+        for number in numbers:
+            wanted = given_plans if isinstance(given_plans, Plan) else given_plans[number]
+            assert read.of_pipeline(number) == wanted
+
+
+@settings(max_examples=15)
+@given(dag=jobs())
+def test_a_pipeline_without_a_plan_is_refused(dag: PipelineDag):
+    with pytest.raises(PlanError, match=r"^pipeline 2 has no plan; there are plans for 1$"):
+        Plans.given({1: plan_of(dag)}).of_pipeline(2)
+
+
+@pytest.mark.parametrize("data", [b"", b"[]", b'{"": {}}', b'{"": "{}"}', b"\xff", b'{"x": "{}"}'])
+def test_what_are_no_plans_is_refused(data: bytes):
+    with pytest.raises(PlanError, match="sent"):
+        Plans.loads(data)
+
+
+def test_a_plan_may_be_named_by_its_file(folder: Path):
+    with pytest.raises(PlanError, match=r"^plan.yaml: no such file"):
+        Plans.given("plan.yaml")
+
+
+@settings(max_examples=15)
+@given(dag=jobs(), place=st.integers(0, 10**6), cut=st.booleans())
+def test_another_order_is_refused_at_its_first_difference(dag: PipelineDag, place: int, cut: bool):
+    plan = plan_of(dag)
+    program = Program(1, plan, 0)
+    order = program.computations
+    program.check_order(order, "an engine")
+    place %= len(order)
+    other = order[:place] if cut else (*order[:place], order[place]._replace(microbatch=10**6), *order[place + 1 :])
+    there = "none" if cut else str(other[place])
+    with pytest.raises(PlanError, match=f"computation {place + 1} is {there} there and {order[place]} in the plan"):
+        program.check_order(other, "an engine")
+
+
+@settings(max_examples=15)
+@given(dag=jobs())
+def test_a_rank_that_the_plan_has_not_is_refused(dag: PipelineDag):
+    plan = plan_of(dag)
+    with pytest.raises(PlanError, match=f"^the plan is for {len(plan.schedule.ranks)} ranks of a pipeline"):
+        Program(1, plan, len(plan.schedule.ranks))

@@ -1,0 +1,385 @@
+"""Rank 0 of a job and the service: what is registered, taken and told, and that nothing of it ends the training."""
+
+from __future__ import annotations
+
+import base64
+import json
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+import pytest
+from http_stand_in import StandIn, stand_in
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from service_answers import EFFECT, STATUS, refused
+from strategies import fixed
+
+from perseus_planner import Frontier, Plan, Profile, schedules, solve
+from perseus_planner.errors import FrontierError, PlanError, UsageError
+from perseus_planner.profiles.measurement import Measurement
+from perseus_planner.runs.straggler import Straggling
+from perseus_planner.runtime.agent import agent as agent_module
+from perseus_planner.runtime.agent.agent import LONGEST_PAUSE_S, Agent, Pauses
+from perseus_planner.runtime.agent.findings import TTL_S, Findings
+from perseus_planner.runtime.agent.settings import ServedJob
+from perseus_planner.runtime.agent.store import Card, Finding, Mailbox
+from perseus_planner.runtime.job import Job
+from perseus_planner.runtime.notices import Notices
+from perseus_planner.runtime.switching.proposals import Decided, Proposal, Refused
+from perseus_planner.runtime.telemetry.counters import Counts
+
+LONG_S = 20.0
+
+
+def eventually(holds: Callable[[], Any]) -> Any:
+    until_s = time.monotonic() + LONG_S
+    while not (found := holds()):
+        assert time.monotonic() < until_s, "it never came"
+        time.sleep(0.005)  # between two looks
+    return found
+
+
+@pytest.fixture(scope="module")
+def frontier(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Frontier]:
+    points = (Measurement(1400, 1.0, 300.0), Measurement(1000, 1.25, 250.0))
+    profile = Profile({(stage, kind): points for stage in range(2) for kind in "FB"}, blocking_power_w=70.0)
+    found = solve(profile, schedules.one_f_one_b(2, 3))
+    path = tmp_path_factory.mktemp("frontier") / "frontier.npz"
+    found.save(path)
+    return path, found
+
+
+class Service:
+    """Behind the stand-in: one job and its versions, which a test adds; long polls are answered at once.
+
+    Attributes:
+        versions: plan texts of version 1 and those that follow.
+    """
+
+    def __init__(self, first: Plan) -> None:
+        self.versions = [first]
+        self.is_known = False
+        self.refuses: tuple[int, Any] | None = None
+
+    def __call__(self, method: str, path: str, body: Any) -> tuple[int, Any]:
+        url = urlsplit(path)
+        if (method, url.path) == ("POST", "/v1/jobs"):
+            if self.refuses is not None:
+                return self.refuses
+            was_known, self.is_known = self.is_known, True
+            return 200 if was_known else 201, {"job": STATUS["job"], "version": len(self.versions)}
+        if not self.is_known:
+            return refused(404, "no such job")
+        if url.path.endswith("/plans"):
+            if int(parse_qs(url.query)["after"][0]) >= len(self.versions):
+                time.sleep(0.02)  # as a long poll would, much longer
+                return 204, None
+            text = self.versions[-1].dumps()
+            return 200, {"version": len(self.versions), "plans": [text], "of_pipeline": [0, 0]}
+        return (202, EFFECT) if url.path.endswith("/reports") else (204, None)
+
+
+class Training:
+    """Stands for the runtime.
+
+    Attributes:
+        given: what it was to switch to, with what became of it.
+        error: what it raises instead.
+    """
+
+    def __init__(self) -> None:
+        self.given: list[tuple[dict[int, Plan], Proposal]] = []
+        self.error: PlanError | None = None
+
+    def switch_to(self, plan: Any) -> Proposal:
+        if self.error is not None:
+            raise self.error
+        proposal = Proposal()
+        self.given.append((plan, proposal))
+        return proposal
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch):
+    for name, value in (
+        ("_FIRST_PAUSE_S", 0.01),
+        ("_ROUND_S", 0.01),
+        ("_COUNTS_S", 0.02),
+        ("LONGEST_PAUSE_S", 0.05),
+        ("_AGAIN_S", 0.0),
+    ):
+        monkeypatch.setattr(agent_module, name, value)
+
+
+@pytest.fixture
+def job() -> Job:
+    """Of two ranks, which have said where they are."""
+    dist = pytest.importorskip("torch.distributed")
+    store = dist.HashStore()
+    for rank in range(2):
+        Mailbox(store).say_place(Card(rank, rank, 1 - rank, f"node{rank}", f"GPU-{rank}"))
+    return Job(store, 0, 2)
+
+
+@contextmanager
+def running(address: str, job: Job, training: Training, path: Path, plan: Plan | None) -> Iterator[None]:
+    served = ServedJob(address, "gpt3", path, 8)
+    served.check()
+    agent = Agent(served, job, 2, plan, training.switch_to, Notices(job))
+    agent.start()
+    try:
+        yield
+    finally:
+        agent.close()
+
+
+def bodies(service: StandIn, method: str, ending: str) -> list[Any]:
+    return [each.body for each in list(service.asked) if each.method == method and each.path.endswith(ending)]
+
+
+def test_the_job_is_registered_followed_and_ended(job: Job, frontier: tuple[Path, Frontier]):
+    path, found = frontier
+    first, second = found.plan_for(found.baseline_time_s), found.plan_for(found.max_time_s)
+    service, training = Service(first), Training()
+    with stand_in(service) as http, running(http.address, job, training, path, first):
+        eventually(lambda: training.given)
+        ((plans, proposal),) = training.given
+        assert plans == {0: first, 1: first}
+        assert bodies(http, "POST", "/taken") == []
+        proposal.settle(Decided(2, 17))
+        eventually(lambda: bodies(http, "POST", "/taken") == [{"version": 1, "iteration": 17}])
+        service.versions.append(second)
+        eventually(lambda: len(training.given) == 2)
+        training.given[1][1].settle(Decided(3, 40))
+        eventually(lambda: bodies(http, "POST", "/taken")[1:] == [{"version": 2, "iteration": 40}])
+        (sent,) = bodies(http, "POST", "/v1/jobs")
+    assert base64.b64decode(sent.pop("frontier")) == path.read_bytes()
+    assert sent == {
+        "name": "gpt3",
+        "pipelines": 2,
+        "places": [
+            {"rank": 0, "pipeline": 0, "stages": [1], "node": "node0", "gpu": "GPU-0"},
+            {"rank": 1, "pipeline": 1, "stages": [0], "node": "node1", "gpu": "GPU-1"},
+        ],
+        "deadline_s": first.deadline_s,
+        "max_changes": 8,
+        "min_dwell_s": 0.0,
+    }
+    assert [each.path for each in http.asked if each.method == "DELETE"] == ["/v1/jobs/gpt3"]
+
+
+def test_findings_of_all_ranks_are_told_once_and_again_to_a_service_that_has_forgotten(
+    job: Job, frontier: tuple[Path, Frontier]
+):
+    path, found = frontier
+    service, training = Service(found.plan_for(found.baseline_time_s)), Training()
+
+    def told(http: StandIn) -> list[tuple[str, float]]:
+        return [(each["scope"]["value"], each["degree"]) for each in bodies(http, "POST", "/reports")]
+
+    with stand_in(service) as http, running(http.address, job, training, path, None):
+        Mailbox(job.store).say(Finding(1, Straggling(1.3, "throttled")))
+        eventually(lambda: told(http) == [("1", 1.3)])
+        Mailbox(job.store).say(Finding(0, Straggling(1.1, "slow")))
+        Mailbox(job.store).say(Finding(0, Straggling(1.0, "it has recovered")))
+        eventually(lambda: told(http)[-1:] == [("0", 1.0)])
+        before = len(told(http))
+        service.is_known = False
+        eventually(lambda: len(told(http)) > before)
+        assert told(http)[before:] == [("1", 1.3)]
+        keys = [each["key"] for each in bodies(http, "POST", "/reports") if each["scope"]["value"] == "1"]
+        assert len(set(keys)) == 1
+        assert {each["ttl_s"] for each in bodies(http, "POST", "/reports")} == {TTL_S}
+        assert len(training.given) >= 1
+
+
+def test_what_ranks_have_counted_is_told_together_and_at_last(job: Job, frontier: tuple[Path, Frontier]):
+    path, found = frontier
+    service, training = Service(found.plan_for(found.baseline_time_s)), Training()
+    mailbox = Mailbox(job.store)
+
+    def counts(iterations: int) -> Counts:
+        return Counts(iterations - 1, iterations, 2.0 * iterations, iterations, 2.0 * iterations, 100.0, "simulated")
+
+    def told(http: StandIn) -> list[tuple[int, float]]:
+        return [(each["iterations"], each["energy_j"]) for each in bodies(http, "POST", "/telemetry")]
+
+    with stand_in(service) as http, running(http.address, job, training, path, None):
+        mailbox.say_counts(0, [counts(8), counts(16)])
+        mailbox.say_counts(1, [counts(8)])
+        eventually(lambda: told(http)[-1:] == [(8, 200.0)])
+        mailbox.say_counts(1, [counts(8), counts(16)])
+        eventually(lambda: told(http)[-1:] == [(16, 200.0)])
+        service.is_known = False  # it is told all of the run once more when it knows the job again
+        before = len(told(http))
+        eventually(lambda: service.is_known and told(http)[before + 1 :])
+        assert told(http)[-1] == (16, 200.0)
+        for rank in range(2):
+            mailbox.say_counts(rank, [counts(16), counts(17)])
+    sent = bodies(http, "POST", "/telemetry")
+    assert told(http)[-1] == (17, 200.0)
+    assert http.asked[-1].method == "DELETE"
+    assert len({each["run"] for each in sent}) == 1
+    assert {each["energy_is"] for each in sent} == {"simulated"}
+
+
+def test_a_service_that_comes_late_and_goes_is_told_of_in_one_notice(
+    job: Job, frontier: tuple[Path, Frontier], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    path, found = frontier
+    service, training = Service(found.plan_for(found.baseline_time_s)), Training()
+    tries, next_s = [0], Pauses.next_s
+
+    def counted(pauses: Pauses) -> float:
+        tries[0] += 1
+        return next_s(pauses)
+
+    monkeypatch.setattr(Pauses, "next_s", counted)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with running(f"http://127.0.0.1:{port}", job, training, path, None):
+        eventually(lambda: caplog.records)
+        with stand_in(service, port):
+            eventually(lambda: len(training.given) == 1)
+        before = tries[0]
+        eventually(lambda: tries[0] > before + 3)
+        service.versions.append(found.plan_for(found.max_time_s))
+        with stand_in(service, port):
+            eventually(lambda: len(training.given) == 2)
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert record.getMessage().startswith(
+        f"planner, rank 0: there is no answer from the service at http://127.0.0.1:{port}"
+    )
+    assert record.getMessage().endswith("; training goes on by the plan it has")
+
+
+def test_plans_that_are_not_taken_are_told_of_once_and_proposed_again(
+    job: Job, frontier: tuple[Path, Frontier], caplog: pytest.LogCaptureFixture
+):
+    path, found = frontier
+    service, training = Service(found.plan_for(found.baseline_time_s)), Training()
+    with stand_in(service) as http, running(http.address, job, training, path, None):
+        for number in range(2):
+            eventually(lambda number=number: len(training.given) > number)
+            training.given[number][1].settle(Refused("rank 1 has not answered"))
+        eventually(lambda: len(training.given) > 2)
+        training.given[2][1].settle(Decided(4, 90))
+        eventually(lambda: bodies(http, "POST", "/taken") == [{"version": 1, "iteration": 90}])
+        training.error = PlanError("it is for other ranks")
+        service.versions.append(found.plan_for(found.max_time_s))
+        eventually(lambda: any("after=2" in each.path for each in list(http.asked)))
+    (record,) = caplog.records
+    assert record.getMessage().endswith("the service's plans were not taken: rank 1 has not answered")
+
+
+def test_a_refused_registration_is_told_of_and_tried_again(
+    job: Job, frontier: tuple[Path, Frontier], caplog: pytest.LogCaptureFixture
+):
+    path, found = frontier
+    service, training = Service(found.plan_for(found.baseline_time_s)), Training()
+    service.refuses = refused(409, "another job of that name runs")
+    with stand_in(service) as http, running(http.address, job, training, path, None):
+        eventually(lambda: len(bodies(http, "POST", "/v1/jobs")) > 2)
+        service.refuses = None
+        eventually(lambda: training.given)
+    (record,) = caplog.records
+    assert "refused: another job of that name runs; training goes on by the plan it has" in record.getMessage()
+
+
+def test_leaving_does_not_wait_for_a_service_that_is_silent(job: Job, frontier: tuple[Path, Frontier]):
+    path, _ = frontier
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        with running(f"http://127.0.0.1:{silent.getsockname()[1]}", job, Training(), path, None):
+            begin_s = time.monotonic()
+        assert time.monotonic() - begin_s < 5.0
+    for thread in threading.enumerate():
+        assert thread.daemon or not thread.name.startswith("perseus-planner service")
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "text"),
+    [
+        ({"name": None}, UsageError, "needs job=, a name for this training; give it to planner_runtime"),
+        ({"frontier": None}, UsageError, "needs frontier=, the file that `planner solve` wrote"),
+        ({"frontier": "absent.npz"}, FrontierError, "absent.npz: no such file"),
+        ({"address": "host:80"}, UsageError, "the service's address 'host:80' is none"),
+    ],
+)
+def test_what_cannot_be_registered_is_refused(
+    frontier: tuple[Path, Frontier], fields: dict[str, Any], error: type[Exception], text: str
+):
+    given = {"address": "http://127.0.0.1:1", "name": "gpt3", "frontier": frontier[0], **fields}
+    with pytest.raises(error, match=text):
+        ServedJob(**given).check()
+
+
+# What they are made of
+
+
+def test_pauses_double_up_to_the_longest_and_begin_anew(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.undo()
+    pauses = Pauses(chance=lambda: 1.0)
+    assert [pauses.next_s() for _ in range(8)] == [0.5, 1.0, 2.0, 4.0, 8.0, 16.0, LONGEST_PAUSE_S, LONGEST_PAUSE_S]
+    pauses.over()
+    assert pauses.next_s() == 0.5
+    assert Pauses(chance=lambda: 0.0).next_s() == 0.25
+
+
+@settings(fixed, max_examples=100)
+@given(
+    st.lists(
+        st.tuples(st.just("found"), st.integers(0, 3), st.sampled_from((1.0, 1.2, 1.5)))
+        | st.tuples(st.just("told"), st.just(0), st.just(0.0))
+        | st.tuples(st.just("pass"), st.just(0), st.sampled_from((1.0, 0.5 * TTL_S)))
+        | st.tuples(st.just("forgotten"), st.just(0), st.just(0.0)),
+        max_size=20,
+    )
+)
+def test_the_service_knows_the_last_finding_of_each_rank_whenever_all_is_told(acts: list[tuple[str, int, float]]):
+    now_s = [0.0]
+    findings, last = Findings(lambda: now_s[0]), {}
+    known: dict[str, tuple[float, float, float]] = {}  # scope -> degree, observed, expires
+    for act, rank, number in [*acts, ("told", 0, 0.0)]:
+        now_s[0] += 1e-3
+        if act == "found":
+            findings.add(Finding(rank, Straggling(number, "why")))
+            last[str(rank)] = number
+        elif act == "pass":
+            now_s[0] += number
+        elif act == "forgotten":
+            known = {}
+            findings.tell_again()
+        else:
+            for request in findings.due():
+                assert request.degree is not None
+                assert request.observed_s is not None
+                if request.observed_s > known.get(request.scope.value, (0, -1.0, 0))[1]:
+                    known[request.scope.value] = request.degree, request.observed_s, now_s[0] + TTL_S
+                findings.told(request)
+            assert findings.due() == []
+            standing = {
+                scope: degree for scope, (degree, _, until_s) in known.items() if degree > 1 and until_s > now_s[0]
+            }
+            assert standing == {scope: degree for scope, degree in last.items() if degree > 1}
+
+
+def test_a_finding_that_is_numbered_but_not_yet_written_is_read_later():
+    dist = pytest.importorskip("torch.distributed")
+    store = dist.HashStore()
+    mailbox = Mailbox(store)
+    assert mailbox.findings() == []
+    assert store.add("findings", 1) == 1
+    mailbox.say(Finding(3, Straggling(1.2, "late")))
+    assert mailbox.findings() == [Finding(3, Straggling(1.2, "late"))]
+    store.set("findings/1", json.dumps({"rank": 2, "straggling": {"degree": 1.1, "reason": "r"}}))
+    assert mailbox.findings() == [Finding(2, Straggling(1.1, "r"))]
+    assert mailbox.findings() == []

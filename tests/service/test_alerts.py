@@ -1,0 +1,349 @@
+"""Alerts as Alertmanager posts them, over HTTP, to a service with jobs that have what they name, or have not."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import re
+import textwrap
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import datetime, timezone
+from itertools import permutations
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from service_stand_in import asking, opened
+from services import NOW_S, Clock, at_once, frontier_file, job, planned, report
+from strategies import fixed
+
+from perseus_planner.service import alertmanager as webhook
+from perseus_planner.service.http.auth import TOKENS_VARIABLE, Access, Limits, read_tokens
+from perseus_planner.service.model import Place, Scope
+from perseus_planner.service.service import Service
+from perseus_planner.service.store.storage import Storage
+
+httpx = pytest.importorskip("httpx")
+
+
+def moment(at_s: float) -> str:
+    """As Alertmanager writes times."""
+    return datetime.fromtimestamp(at_s, timezone.utc).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+#: What an Alertmanager 0.25.0 posted by the rule and the configuration of alerts.py; GPU and times are those of tests.
+FIRING = {
+    "status": "firing",
+    "labels": {
+        "DCGM_FI_DRIVER_VERSION": "550.90.07",
+        "Hostname": "node1",
+        "UUID": "GPU-2",
+        "alertname": "GpuSlowed",
+        "device": "nvidia3",
+        "gpu": "3",
+        "instance": "127.0.0.1:9400",
+        "job": "dcgm",
+        "modelName": "NVIDIA H100 80GB HBM3",
+    },
+    "annotations": {"cause": "compute", "degree": "1.4042553191489362"},
+    "startsAt": moment(NOW_S - 60),
+    "endsAt": "0001-01-01T00:00:00Z",
+    "generatorURL": "http://vm:9992/graph?g0.expr=1980+%2F+avg_over_time%28DCGM_FI_DEV_SM_CLOCK%5B2m%5D%29&g0.tab=1",
+    "fingerprint": "bdb64e6c59aa1c2a",
+}
+RESOLVED = {**FIRING, "status": "resolved", "endsAt": moment(NOW_S - 1)}
+
+
+def body(*alerts: Any) -> dict[str, Any]:
+    return {
+        "receiver": "planner",
+        "status": "firing",
+        "alerts": list(alerts),
+        "groupLabels": {"alertname": "GpuSlowed"},
+        "commonLabels": {"DCGM_FI_DRIVER_VERSION": "550.90.07", "alertname": "GpuSlowed"},
+        "commonAnnotations": {"cause": "compute"},
+        "externalURL": "http://vm:9993",
+        "version": "4",
+        "groupKey": '{}:{alertname="GpuSlowed"}',
+        "truncatedAlerts": 0,
+    }
+
+
+def alert(labels: Any, annotations: Any, **fields: Any) -> dict[str, Any]:
+    return {**FIRING, "labels": labels, "annotations": annotations, **fields}
+
+
+@contextmanager
+def served(place: Path) -> Iterator[tuple[Service, Clock, Callable[..., httpx.Response]]]:
+    """A service with the job `gpt`, three pipelines of two stages on a node each, its clock, and what asks it."""
+    clock = Clock()
+    with (
+        Storage(place) as storage,
+        Service(storage, now_s=clock, run=at_once) as service,
+        asking(service, now_s=clock) as ask,
+    ):
+        service.register(job(), frontier_file())
+        yield service, clock, ask
+
+
+@pytest.fixture
+def running(tmp_path: Path) -> Iterator[tuple[Service, Clock, Callable[..., httpx.Response]]]:
+    with served(tmp_path / "service.sqlite") as running:
+        yield running
+
+
+def posted(ask: Callable[..., httpx.Response], *alerts: Any) -> dict[str, Any]:
+    answer = ask("POST", "/v1/alerts", json=body(*alerts))
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def degrees(service: Service, name: str = "gpt") -> list[float | None]:
+    return [each.degree for each in service.reports(name)]
+
+
+def test_an_alert_is_a_report_of_the_gpu_that_it_names_until_it_is_resolved(running):
+    service, _, ask = running
+    found = posted(ask, FIRING)
+    assert found["ignored"] == []
+    assert [(each["job"], each["version"], each["changed"]) for each in found["answers"]] == [("gpt", 2, True)]
+    planned(service)  # a slow stage is solved first
+    (kept,) = service.reports("gpt")
+    assert (kept.scope, kept.degree, kept.cause) == (Scope("gpu", "GPU-2"), 1.4042553191489362, "compute")
+    assert service.status("gpt").decision.targets[1].slow_stages == {0: kept.degree}
+    found = posted(ask, RESOLVED)
+    assert [(each["version"], each["changed"]) for each in found["answers"]] == [(3, True)]
+    assert service.reports("gpt") == ()
+    assert service.status("gpt").decision.targets[1].slow_stages == {}
+
+
+def test_every_job_that_has_what_an_alert_names_is_told(running):
+    service, _, ask = running
+    elsewhere = replace(job("bloom"), places=(Place(0, 1, (0, 1), "node1", "GPU-77"),))
+    service.register(elsewhere, frontier_file())
+    found = posted(ask, alert({"node": "node1"}, {"score": "0.8"}, fingerprint="1"), FIRING)
+    assert [each["job"] for each in found["answers"]] == ["bloom", "gpt"]
+    assert (degrees(service), degrees(service, "bloom")) == ([1.25, 1.4042553191489362], [1.25])
+
+
+def test_what_no_job_has_and_what_says_too_little_harm_no_other_alert(running, caplog: pytest.LogCaptureFixture):
+    service, _, ask = running
+    unknown = alert({"alertname": "A", "UUID": "GPU-of-others"}, {"degree": "1.2"}, fingerprint="1")
+    found = posted(ask, unknown, alert({"alertname": "B", "node": "node0"}, {}, fingerprint="2"), FIRING, "x")
+    assert [each["job"] for each in found["answers"]] == ["gpt"]
+    assert [(each["place"], each["name"]) for each in found["ignored"]] == [(0, "A"), (1, "B"), (3, "without a name")]
+    assert found["ignored"][0]["problem"] == "no job that runs has gpu 'GPU-of-others'"
+    assert degrees(service) == [1.4042553191489362]
+    assert "alert of the rule 'B' says too little: does not say how slow" in caplog.text
+    counted = ask("GET", "/metrics").text
+    assert 'planner_alerts_total{outcome="reported"} 1.0\n' in counted
+    assert 'planner_alerts_total{outcome="ignored"} 3.0\n' in counted
+
+
+def test_a_job_that_has_too_many_reports_says_so_and_others_are_told(running, monkeypatch: pytest.MonkeyPatch):
+    service, _, ask = running
+    service.register(job("bloom"), frontier_file())
+    service.report("gpt", report("one"))
+    monkeypatch.setattr("perseus_planner.service.checks._MOST_REPORTS", 1)
+    found = posted(ask, FIRING)
+    assert [each["problem"] for each in found["ignored"]] == ["job 'gpt' has 1 reports; clear some"]
+    assert (degrees(service), degrees(service, "bloom")) == ([1.3], [1.4042553191489362])
+
+
+@pytest.mark.parametrize(
+    ("alert", "text"),
+    [
+        (alert({"node": "n"}, {}), "does not say how slow; give its rule an annotation degree"),
+        (alert({"node": "n"}, {"degree": "much"}), "degree 'much' is no number above 0 and of usual size"),
+        (alert({"node": "n"}, {"degree": "1e7"}), "degree '1e7' is no number above 0 and of usual size"),
+        (alert({"node": "n"}, {"score": "0"}), "score '0' is no number above 0 and of usual size"),
+        (alert({"gpu": "3"}, {"degree": "1.2"}), "names no GPU and no node; keep the label UUID, Hostname"),
+        (alert({"node": "n\n"}, {"degree": "1.2"}), "names no GPU and no node"),
+        (alert({"node": "n"}, {"degree": "1.2", "cause": "bad"}), "cause 'bad' is none; write one of: compute, comm"),
+        (alert({"node": "n"}, {"degree": "1.2"}, status="other"), "its status is 'other'; it must be firing"),
+        (alert({"node": "n"}, {"degree": "1.2"}, startsAt="now"), "startsAt: 'now' is no time as Alertmanager"),
+        (alert({"node": "n"}, {"degree": "1.2"}, startsAt="2026-13-01T00:00:00Z"), "startsAt: '2026-13-01T00:00:00Z' "),
+        (alert({"node": "n"}, {}, status="resolved", endsAt=None), "endsAt: None is no time"),
+        (alert([], {"degree": "1.2"}), "names no GPU"),
+        ("x", "startsAt: None is no time"),
+    ],
+)  # fmt: skip
+def test_an_alert_that_says_too_little_says_what_is_missing(alert: Any, text: str):
+    (found,) = webhook.alerts_of([alert], NOW_S)
+    assert found.report is None
+    assert found.problem.startswith(text)
+
+
+@pytest.mark.parametrize(
+    ("labels", "scope"),
+    [
+        ({"Hostname": "node07", "instance": "10.1.2.3:9400"}, Scope("node", "node07")),
+        ({"node": "k8s-7", "instance": "10.1.2.3:9400"}, Scope("node", "k8s-7")),
+        ({"instance": "[fe80::7]:9400"}, Scope("node", "fe80::7")),
+        ({"instance": "node07"}, Scope("node", "node07")),
+        ({"UUID": "", "Hostname": "node07"}, Scope("node", "node07")),
+    ],
+)
+def test_an_alert_without_a_gpu_is_of_its_node(labels: dict[str, str], scope: Scope):
+    (found,) = webhook.alerts_of([alert(labels, {"score": "0.8"})], NOW_S)
+    assert found.report is not None
+    assert found.report.scope == scope
+
+
+@pytest.mark.parametrize(
+    ("labels", "annotations", "degree"),
+    [
+        ({}, {"score": "0.8"}, 1.25),
+        ({}, {"score": "1.2"}, 1.0),
+        ({}, {"degree": "0.97"}, 1.0),
+        ({"degree": "2"}, {"degree": "3"}, 2.0),
+    ],
+)
+def test_an_alert_says_how_slow_as_a_degree_or_as_a_score(labels: Any, annotations: Any, degree: float):
+    (found,) = webhook.alerts_of([alert({"node": "n", **labels}, annotations)], NOW_S)
+    assert found.report is not None
+    assert found.report.degree == degree
+
+
+def test_without_a_fingerprint_an_alert_is_told_by_its_labels():
+    said = [({}, "1.2"), ({}, "1.3"), ({"rule": "r"}, "1.2")]
+    alerts = [alert({"node": "n", **labels}, {"degree": degree}, fingerprint=None) for labels, degree in said]
+    assert len({each.report.source for each in webhook.alerts_of(alerts, NOW_S) if each.report is not None}) == 2
+
+
+def test_times_are_the_same_however_they_are_written():
+    texts = ("2026-05-04T12:00:10.5Z", "2026-05-04T14:00:10.500000000+02:00", "2026-05-04T07:00:10.50-05:00")
+    found = webhook.alerts_of([{**FIRING, "startsAt": text} for text in texts], 2e9)
+    assert len({each.report.key for each in found if each.report is not None}) == 1
+
+
+def test_an_alert_that_says_another_degree_is_the_same_and_one_that_was_cleared_stays_so(running):
+    service, clock, ask = running
+    for degree in ("1.3", "1.6", "1.3", "1.2"):
+        clock.now_s += 300
+        posted(ask, {**FIRING, "annotations": {"degree": degree}})
+        assert degrees(service) == [float(degree)]
+    (kept,) = service.reports("gpt")
+    service.clear("gpt", kept.key)
+    assert posted(ask, FIRING)["answers"][0]["changed"] is False
+    assert degrees(service) == []
+    again = {**FIRING, "startsAt": moment(clock.now_s - 1)}
+    assert posted(ask, again)["answers"][0]["changed"] is True
+    assert degrees(service) == [1.4042553191489362]
+
+
+SECOND = {**FIRING, "startsAt": moment(NOW_S - 30), "annotations": {"degree": "1.7"}}
+SECOND_OVER = {**SECOND, "status": "resolved", "endsAt": moment(NOW_S - 10)}
+FIRST_OVER = {**RESOLVED, "endsAt": moment(NOW_S - 40)}
+
+
+@pytest.mark.parametrize("ahead_h", [0, -5])
+def test_in_whatever_order_deliveries_come_the_last_state_of_an_alert_counts(tmp_path: Path, ahead_h: int):
+    """Prometheus' clock may be hours behind; both of two Alertmanagers deliver."""
+    with served(tmp_path / "service.sqlite") as (service, _, ask):
+        for said, left in (((FIRING, FIRST_OVER, SECOND), [1.7]), ((FIRING, FIRST_OVER, SECOND, SECOND_OVER), [])):
+            for number, order in enumerate(permutations(said)):
+                name = f"job-{len(said)}-{number}"
+                service.register(job(name), frontier_file())
+                for each in (*order, *order[::-1]):
+                    posted(ask, shifted(each, 3600.0 * ahead_h))
+                assert degrees(service, name) == left, order
+                service.end(name)
+
+
+def shifted(alert: dict[str, Any], by_s: float) -> dict[str, Any]:
+    """As a Prometheus says it whose clock is so much ahead."""
+    times = {name: alert[name] for name in ("startsAt", "endsAt") if not alert[name].startswith("0001")}
+    parsed = {name: datetime.fromisoformat(text.replace("Z", "+00:00")).timestamp() for name, text in times.items()}
+    return {**alert, **{name: moment(at_s + by_s) for name, at_s in parsed.items()}}
+
+
+def test_a_clock_that_was_ahead_and_is_set_right_does_not_keep_its_alerts_from_counting(running):
+    service, clock, ask = running
+    posted(ask, shifted(RESOLVED, 7200), shifted(FIRING, 7200))  # in that order; it stays resolved
+    assert degrees(service) == []
+    clock.now_s += 600
+    posted(ask, {**FIRING, "startsAt": moment(clock.now_s - 5)})
+    assert degrees(service) == [1.4042553191489362]
+
+
+def test_an_old_alert_that_was_resolved_long_ago_by_a_slow_clock_does_not_come_back(running):
+    service, clock, ask = running
+    behind = (shifted(RESOLVED, -36_000), shifted(FIRING, -36_000))
+    for each in behind:
+        posted(ask, each)
+        clock.now_s += 1800
+    service.tick()
+    posted(ask, behind[1])
+    assert degrees(service) == []
+
+
+def test_what_is_no_group_of_alerts_is_refused_and_a_large_one_is_taken(tmp_path: Path):
+    tokens = read_tokens(None, {TOKENS_VARIABLE: "0123456789abcdef report prometheus\nfedcba9876543210 read eve"})
+
+    async def conversation(service: Service) -> None:
+        async with opened(service, Access(tokens), Limits(alerts_bytes=2**20), now_s=Clock()) as client:
+
+            async def post(token: str, content: Any) -> int:
+                headers = {"Authorization": f"Bearer {token}"}
+                return (await client.post("/v1/alerts", json=content, headers=headers)).status_code
+
+            assert [await post("0123456789abcdef", each) for each in ([], {}, {"alerts": {}}, {"alerts": None})] == [
+                422
+            ] * 4
+            assert await post("fedcba9876543210", body(FIRING)) == 403
+            many = [{**FIRING, "fingerprint": str(number)} for number in range(400)]  # more than other bodies may have
+            assert await post("0123456789abcdef", body(*many)) == 200
+            assert await post("0123456789abcdef", body(*many * 9)) == 413
+            assert len(service.reports("gpt")) == 400
+
+    with Storage(tmp_path / "service.sqlite") as storage, Service(storage, now_s=Clock(), run=at_once) as service:
+        service.register(job(), frontier_file())
+        asyncio.run(conversation(service))
+
+
+def test_the_rule_and_the_configuration_that_are_shown_are_of_use(running):
+    _, _, ask = running
+    description = ask("GET", "/openapi.json").json()["paths"]["/v1/alerts"]["post"]["description"]
+    blocks = re.findall(r"((?:^    .*\n)+)", description, re.MULTILINE)
+    rules, configuration = (yaml.safe_load(textwrap.dedent(block)) for block in blocks)
+    ((rule,),) = (group["rules"] for group in rules["groups"])
+    assert set(FIRING["annotations"]) == set(rule["annotations"])
+    (receiver,) = configuration["receivers"]
+    assert receiver["webhook_configs"][0]["url"].endswith("/v1/alerts")
+    assert configuration["route"]["receiver"] == receiver["name"]
+
+
+JUNK = st.recursive(
+    st.none() | st.booleans() | st.floats() | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+@settings(fixed, max_examples=150)
+@given(st.lists(st.tuples(st.sampled_from(sorted(FIRING)), JUNK), max_size=3), JUNK)
+def test_whatever_an_alert_holds_it_is_a_report_or_a_problem(changes: list[tuple[str, Any]], junk: Any):
+    changed = copy.deepcopy(FIRING) | dict(changes)
+    for found in webhook.alerts_of([changed, junk], NOW_S):
+        assert (found.report is None) == bool(found.problem)
+        if found.report is not None:
+            assert re.fullmatch(r"[!-.0-~]{1,256}", found.report.key)
+            assert found.report.observed_s <= NOW_S
+
+
+def test_alerts_survive_the_service(tmp_path: Path):
+    with TemporaryDirectory() as folder:
+        place = Path(folder) / "service.sqlite"
+        with served(place) as (service, _, ask):
+            posted(ask, FIRING)
+            planned(service)
+            before = service.status("gpt")
+        with Storage(place) as storage, Service(storage, now_s=Clock(), run=at_once) as service:
+            assert service.status("gpt") == before

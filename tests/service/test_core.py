@@ -1,0 +1,816 @@
+"""The service: what is acknowledged is kept, versions go up, plans follow decisions, and nobody waits for another."""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import psutil
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from services import (
+    NOW_S,
+    PIPELINES,
+    STAGES,
+    Clock,
+    at_once,
+    baseline_s,
+    frontier_file,
+    job,
+    planned,
+    report,
+    small_frontier,
+    versions_told,
+)
+
+from perseus_planner import Frontier, Plan
+from perseus_planner.errors import FrontierError, InfeasibleDeadline, InfeasiblePower, UsageError
+from perseus_planner.profiles.groups import slowed
+from perseus_planner.schedules.dag import PipelineDag
+from perseus_planner.service.model import Conflict, Scope, StorageError, UnknownJob, UnknownReport
+from perseus_planner.service.planning.cache import NotPlanned, Processes
+from perseus_planner.service.planning.curves import Curve, KnownNumbers
+from perseus_planner.service.planning.worker import curve_of
+from perseus_planner.service.service import Service
+from perseus_planner.service.store.storage import Change, Storage
+from perseus_planner.solver.frontier import trace
+
+PROGRAM = Path(__file__).parents[1] / "support" / "service_program.py"
+
+
+@dataclass
+class Run:
+    """A service with one job, and what a test moves."""
+
+    service: Service
+    storage: Storage
+    clock: Clock
+    place: Path
+
+
+@contextmanager
+def running(place: Path, run: Any = at_once, clock: Clock | None = None) -> Iterator[Run]:
+    clock = clock or Clock()
+    with Storage(place) as storage, Service(storage, now_s=clock, run=run) as service:
+        yield Run(service, storage, clock, place)
+
+
+@pytest.fixture
+def one(tmp_path: Path) -> Iterator[Run]:
+    with running(tmp_path / "service.sqlite") as run:
+        run.service.register(job(), frontier_file())
+        yield run
+
+
+def plans(service: Service, name: str = "gpt") -> tuple[Plan, ...]:
+    found = service.plans(name, 0)
+    assert found is not None
+    return found.plans
+
+
+def test_a_job_begins_with_plans_that_are_no_slower_than_all_clocks_at_maximum(one: Run):
+    found = one.service.plans("gpt", 0)
+    assert found is not None
+    assert (found.version, len(found.texts), found.of_pipeline) == (1, 1, (0,) * PIPELINES)
+    assert found.plans[0] == small_frontier().plan_for(small_frontier().baseline_time_s)
+    assert one.service.plans("gpt", 1) is None
+
+
+def test_a_job_is_registered_once_however_often_it_is_said(one: Run):
+    one.service.set_deadline("gpt", 1.2 * small_frontier().baseline_time_s)
+    again = one.service.register(job(), frontier_file())
+    planned(one.service)
+    assert (again.is_new, again.version) == (False, 1)
+    assert again.job.deadline_s == 1.2 * small_frontier().baseline_time_s
+
+
+@pytest.mark.parametrize(("other", "step_mhz"), [(job(max_changes=2), 90), (job(), 180)])
+def test_another_job_of_the_same_name_is_refused(one: Run, other: Any, step_mhz: int):
+    with pytest.raises(Conflict, match=r"another job 'gpt' runs, with another frontier or other settings; end that"):
+        one.service.register(other, frontier_file(step_mhz))
+
+
+def test_the_same_job_registered_by_many_at_once_is_new_to_one(tmp_path: Path):
+    with running(tmp_path / "service.sqlite") as run, ThreadPoolExecutor(8) as threads:
+        found = list(threads.map(lambda _: run.service.register(job(), frontier_file()), range(8)))
+        assert sum(each.is_new for each in found) == 1
+        assert {each.version for each in found} == {1}
+
+
+BASELINE_S = baseline_s()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "text"),
+    [
+        (job(""), UsageError, "name: '' is no name"),
+        (job("a\nb"), UsageError, "is no name"),
+        (job("n" * 256), UsageError, "is no name"),
+        (replace(job(), pipelines=0), UsageError, "pipelines: 0 is not a whole number"),
+        (replace(job(), pipelines=2), UsageError, "pipeline 2: there is none; they are 0 to 1"),
+        (replace(job(), places=(replace(job().places[0], stages=(7,)),)), UsageError, "stage 7: there is none"),
+        (replace(job(), places=job().places[:1] * 2), UsageError, "a rank is there twice"),
+        (job(max_changes=-1), UsageError, "max_changes: -1"),
+        (job(min_dwell_s=math.nan), UsageError, "min_dwell_s: nan"),
+        (job(deadline_s=math.inf), UsageError, "deadline_s: inf"),
+        (job(power_w=0.0), UsageError, "power_w: 0.0"),
+        (job(deadline_s=0.01 * BASELINE_S), InfeasibleDeadline, "no plan finishes an iteration within"),
+        (job(max_changes=0, min_dwell_s=1e9, deadline_s=0.9999 * BASELINE_S), InfeasibleDeadline, "no plan"),
+        (job(power_w=1.0), InfeasiblePower, "no plan draws 1 W or less"),
+    ],
+)
+def test_what_is_no_job_is_refused(tmp_path: Path, wrong: Any, error: type[Exception], text: str):
+    with running(tmp_path / "service.sqlite") as run:
+        with pytest.raises(error, match=text):
+            run.service.register(wrong, frontier_file())
+        assert run.service.jobs() == ()
+
+
+@pytest.mark.parametrize("file", [lambda: b"", lambda: b"no frontier", lambda: frontier_file()[:-100]])
+def test_what_is_no_frontier_is_refused_without_a_path_of_this_machine(tmp_path: Path, file: Callable[[], bytes]):
+    with running(tmp_path / "service.sqlite") as run, pytest.raises(FrontierError, match=r"^frontier\.npz: "):
+        run.service.register(job(), file())
+
+
+def test_beside_a_slow_pipeline_the_others_take_as_long_and_go_back_when_it_recovers(one: Run):
+    calm = plans(one.service)
+    with versions_told(one.service) as told:
+        answer = one.service.report("gpt", report("a", pipeline=1, degree=1.2))
+        assert (answer.version, answer.changed, answer.takes_effect) == (2, True, "planning")
+        assert answer.expected_saving_w > 0.0
+        planned(one.service)
+        beside = small_frontier().plan_beside_straggler(1.2 * BASELINE_S)
+        assert plans(one.service) == (beside, calm[1], beside)
+        back = one.service.report("gpt", report("b", degree=1.0, observed_s=NOW_S + 1.0))
+        assert (back.version, back.takes_effect) == (3, "next iteration")  # those plans are known
+        assert plans(one.service) == calm
+    assert told == {"gpt": [2, 3]}
+
+
+def test_a_slow_stage_is_planned_exactly_and_the_others_wait_for_what_that_takes(one: Run):
+    degrees = {1: 1.3}
+    answer = one.service.report("gpt", report("a", degree=1.3, scope=Scope("stage", "1", 2)))
+    assert (answer.version, answer.takes_effect) == (2, "planning")
+    assert answer.reason == "slow stages are solved anew, and then it is decided"
+    planned(one.service)
+    frontier = small_frontier()
+    slow = trace(PipelineDag(slowed(frontier.profile, degrees), frontier.dag.iteration))
+    decision = one.service.status("gpt").decision
+    assert decision.straggler_time_s == max(slow.min_time_s, BASELINE_S)
+    assert decision.targets[2].slow_stages == degrees
+    own = slow.plan_for(decision.targets[2].time_s)
+    beside = frontier.plan_beside_straggler(decision.straggler_time_s)
+    assert plans(one.service) == (beside, beside, own)
+
+
+def test_no_plan_is_slower_than_is_of_use(one: Run):
+    one.service.report("gpt", report("a", degree=50.0))
+    planned(one.service)
+    assert plans(one.service)[0] == small_frontier().plan_for(small_frontier().max_time_s)
+    version = one.service.status("gpt").version
+    answer = one.service.report("gpt", report("b", degree=60.0, source="another"))
+    assert answer.version == version  # the plans are the same
+
+
+def test_the_same_report_again_changes_nothing(one: Run):
+    first = one.service.report("gpt", report("a"))
+    planned(one.service)
+    again = one.service.report("gpt", report("a", begins_s=NOW_S + 5.0))
+    assert (again.version, again.changed, again.report) == (first.version, False, first.report)
+    assert again.reason == "the report was received before"
+    one.service.clear("gpt", "a")
+    resent = one.service.report("gpt", report("a"))
+    assert not resent.changed
+    assert one.service.reports("gpt") == ()
+
+
+@pytest.mark.parametrize(
+    "other",
+    [report("a", degree=1.7), report("a", pipeline=2), report("a", source="another"), report("a", cause="data")],
+)
+def test_another_report_of_the_same_key_is_refused(one: Run, other: Any):
+    one.service.report("gpt", report("a"))
+    with pytest.raises(Conflict, match="report 'a' said something else before; give another report a key of its own"):
+        one.service.report("gpt", other)
+
+
+def test_what_a_source_observed_later_counts_in_whatever_order_it_comes(one: Run):
+    one.service.report("gpt", report("new", degree=1.0, observed_s=NOW_S))
+    late = one.service.report("gpt", report("old", degree=1.5, observed_s=NOW_S - 10.0))
+    assert not late.changed
+    assert "its source has seen it later" in late.reason
+    assert one.service.reports("gpt") == ()
+
+
+def test_a_cleared_report_keeps_older_ones_from_counting(one: Run):
+    one.service.report("gpt", report("new", degree=1.2, observed_s=NOW_S))
+    one.service.clear("gpt", "new")
+    one.service.report("gpt", report("old", degree=1.5, observed_s=NOW_S - 10.0))
+    assert one.service.reports("gpt") == ()
+    one.clock.now_s += 7200.0
+    one.service.report("gpt", report("c", pipeline=2))
+    assert [each.key for each in one.service.reports("gpt")] == ["c"]  # and is forgotten in the end
+    one.service.report("gpt", report("older", degree=1.5, observed_s=NOW_S - 20.0))
+    assert [each.key for each in one.service.reports("gpt")] == ["c", "older"]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "text"),
+    [
+        (report("a", pipeline=PIPELINES), "there is no pipeline 3; pipelines are 0 to 2"),
+        (report("a", scope=Scope("stage", str(STAGES), 0)), "there is no stage 2; stages are 0 to 1"),
+        (report("a", scope=Scope("node", "elsewhere")), "knows of no node 'elsewhere'"),
+        (report(""), "key: '' is no name"),
+        (report("a", observed_s=math.nan), "a time is no finite number"),
+        (report("a", begins_s=math.inf), "a time is no finite number"),
+    ],
+)
+def test_a_report_that_says_nothing_of_the_job_is_refused(one: Run, wrong: Any, text: str):
+    with pytest.raises(UsageError, match=text):
+        one.service.report("gpt", wrong)
+    assert one.service.status("gpt").promised == 1
+
+
+def test_what_is_not_there_is_said_to_be_unknown(one: Run):
+    service = one.service
+    for call in (service.status, service.reports, service.end):
+        with pytest.raises(UnknownJob, match="no job 'other' runs here"):
+            call("other")
+    for call in (
+        lambda: service.plans("other", 0),
+        lambda: service.report("other", report("a")),
+        lambda: service.clear("other", "a"),
+        lambda: service.set_deadline("other", 1.0),
+        lambda: service.set_power("other", 1.0),
+        lambda: service.taken("other", 1, 1),
+    ):
+        with pytest.raises(UnknownJob, match="no job 'other' runs here"):
+            call()
+    with pytest.raises(UnknownReport, match="job 'gpt' has no report 'a'"):
+        service.clear("gpt", "a")
+
+
+def test_time_alone_makes_reports_begin_and_end(one: Run):
+    one.service.report("gpt", report("a", degree=1.2, begins_s=NOW_S + 10.0, expires_s=NOW_S + 1000.0))
+    assert one.service.tick() == NOW_S + 10.0
+    assert one.service.status("gpt").promised == 1
+    assert [each.key for each in one.service.reports("gpt")] == ["a"]  # it is to count
+    one.clock.now_s = NOW_S + 10.0
+    assert one.service.tick() <= NOW_S + 1000.0
+    planned(one.service)
+    assert one.service.status("gpt").version == 2
+    one.clock.now_s = NOW_S + 1000.0
+    assert one.service.tick() == math.inf
+    assert one.service.status("gpt").version == 3
+    assert one.service.reports("gpt") == ()
+
+
+def test_a_report_begins_at_its_iteration_as_far_as_the_job_has_told(one: Run):
+    one.service.report("gpt", report("a", degree=1.2, begins_iteration=100))
+    assert one.service.tick() == math.inf  # nobody knows when that is
+    one.service.taken("gpt", 1, 50)
+    look_s = one.service.tick()
+    assert look_s == pytest.approx(NOW_S + 49 * BASELINE_S)
+    one.clock.now_s = look_s + 1e-3
+    one.service.tick()
+    assert one.service.status("gpt").promised == 2
+
+
+def test_a_deadline_moves_all_pipelines_and_back(one: Run):
+    calm = plans(one.service)
+    answer = one.service.set_deadline("gpt", 1.1 * BASELINE_S)
+    assert (answer.report, answer.version) == (None, 2)
+    planned(one.service)
+    assert plans(one.service) == (small_frontier().plan_for(1.1 * BASELINE_S),) * PIPELINES
+    one.service.set_deadline("gpt", None)
+    assert plans(one.service) == calm
+    for wrong, error in ((1e-6, InfeasibleDeadline), (-1.0, UsageError), (math.nan, UsageError)):
+        with pytest.raises(error):
+            one.service.set_deadline("gpt", wrong)
+    assert one.service.status("gpt").job.deadline_s is None
+
+
+def drawn_w(service: Service) -> float:
+    """What all jobs draw by their newest plans, all pipelines of each at the pace of the slowest, watts."""
+    found = 0.0
+    for status in service.jobs():
+        of = plans(service, status.job.name)
+        found += sum(plan.energy_j for plan in of) / max(plan.time_s for plan in of)
+    return found
+
+
+def test_a_power_budget_of_all_jobs_is_kept_by_all_together_and_lifted(one: Run):
+    one.service.register(job("bloom", deadline_s=1.05 * BASELINE_S), frontier_file())
+    before, before_w = plans(one.service), drawn_w(one.service)
+    answers = one.service.set_power(None, 0.85 * before_w)
+    assert [each.job for each in answers] == ["gpt", "bloom"]
+    planned(one.service)
+    assert drawn_w(one.service) <= 0.85 * before_w
+    assert one.service.power_w == 0.85 * before_w
+    with pytest.raises(InfeasiblePower):
+        one.service.register(job("third"), frontier_file())
+    with pytest.raises(InfeasiblePower) as refused:
+        one.service.set_power(None, 1.0)
+    one.service.set_power(None, refused.value.least_power_w * (1 + 1e-9))  # the least that was named is feasible
+    planned(one.service)
+    assert drawn_w(one.service) <= refused.value.least_power_w * (1 + 1e-9)
+    one.service.end("bloom")  # its power is for the others
+    planned(one.service)
+    assert plans(one.service) == before
+    one.service.set_power(None, None)
+    assert plans(one.service) == before
+
+
+def test_a_power_budget_of_a_job_is_its_own(one: Run):
+    one.service.register(job("bloom"), frontier_file())
+    (answer,) = one.service.set_power("gpt", 0.8 * drawn_w(one.service) / 2)
+    assert answer.job == "gpt"
+    planned(one.service)
+    status = {each.job.name: each for each in one.service.jobs()}
+    assert status["gpt"].decision.straggler_time_s > BASELINE_S == status["bloom"].decision.straggler_time_s
+    with pytest.raises(InfeasiblePower):
+        one.service.set_power("gpt", 1.0)
+    one.service.set_power("gpt", None)
+    assert one.service.status("gpt").decision.straggler_time_s == BASELINE_S
+
+
+def test_which_version_a_job_runs_by_is_noted_and_never_goes_back(one: Run):
+    with pytest.raises(Conflict, match="job 'gpt' has no version 2 of its plans; the newest is 1"):
+        one.service.taken("gpt", 2, 10)
+    one.service.set_deadline("gpt", 1.1 * BASELINE_S)
+    planned(one.service)
+    one.service.taken("gpt", 2, 20)
+    one.service.taken("gpt", 1, 10)
+    taken = one.service.status("gpt").taken
+    assert taken is not None
+    assert (taken.version, taken.iteration) == (2, 20)
+    assert one.service.set_deadline("gpt", 1.1 * BASELINE_S).takes_effect == "already"
+
+
+def test_those_who_wait_are_told_that_a_job_has_ended(one: Run):
+    with versions_told(one.service) as told:
+        one.service.end("gpt")
+    assert told == {"gpt": [1]}
+    assert one.service.jobs() == ()
+    assert one.service.register(job(max_changes=4), frontier_file()).is_new
+
+
+def test_a_subscriber_that_fails_harms_nobody(one: Run, caplog: pytest.LogCaptureFixture):
+    def fail(*_: object) -> None:
+        raise RuntimeError("no")
+
+    unsubscribe = one.service.subscribe(fail)
+    with versions_told(one.service) as told:
+        one.service.set_deadline("gpt", 1.1 * BASELINE_S)
+        planned(one.service)
+    assert told == {"gpt": [2]}
+    assert "has failed" in caplog.text
+    caplog.clear()
+    unsubscribe()
+    one.service.set_deadline("gpt", None)
+    assert caplog.text == ""
+
+
+class Slow:
+    """Plans when it is let."""
+
+    def __init__(self) -> None:
+        self.let = threading.Event()
+        self.let.set()
+        self.begun = threading.Event()
+
+    def __call__(self, function: Any, *arguments: Any) -> Any:
+        self.begun.set()
+        assert self.let.wait(30.0)
+        return function(*arguments)
+
+
+def test_nobody_waits_for_plans_that_are_being_made(tmp_path: Path):
+    slow = Slow()
+    with running(tmp_path / "service.sqlite", slow) as run:
+        run.service.register(job(), frontier_file())
+        run.service.register(job("bloom"), frontier_file())
+        slow.let.clear()
+        slow.begun.clear()
+        first = run.service.report("gpt", report("a", degree=1.2))
+        assert slow.begun.wait(30.0)
+        # What comes meanwhile joins it: one version has it all.
+        second = run.service.report("gpt", report("b", pipeline=2, degree=1.4))
+        assert (first.version, second.version, second.takes_effect) == (2, 2, "planning")
+        assert run.service.report("bloom", report("a")).version == 2
+        assert run.service.plans("gpt", 1) is None
+        assert run.service.status("gpt").promised == 2
+        slow.let.set()
+        planned(run.service)
+        status = run.service.status("gpt")
+        assert status.version == 2
+        assert status.decision.stragglers == {1: "a", 2: "b"}
+        assert plans(run.service)[0] == small_frontier().plan_beside_straggler(1.4 * BASELINE_S)
+
+
+def test_speeding_up_does_not_wait_for_plans_that_are_being_made(tmp_path: Path):
+    slow = Slow()
+    with running(tmp_path / "service.sqlite", slow) as run:
+        run.service.register(job(), frontier_file())
+        calm = plans(run.service)
+        slow.let.clear()
+        run.service.report("gpt", report("a", degree=1.2))
+        cleared = run.service.clear("gpt", "a")
+        assert (cleared.version, cleared.takes_effect) == (2, "next iteration")
+        assert plans(run.service) == calm
+        slow.let.set()
+    with running(tmp_path / "service.sqlite") as run:
+        assert run.service.status("gpt").version == 2
+
+
+def test_where_planning_fails_plans_stay_as_they_were_and_later_ones_are_made(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    error: list[Exception] = []
+
+    def failing(function: Any, *arguments: Any) -> Any:
+        if error:
+            raise error[0]
+        return function(*arguments)
+
+    with running(tmp_path / "service.sqlite", failing) as run:
+        run.service.register(job(), frontier_file())
+        calm = plans(run.service)
+        for each in (NotPlanned("killed twice"), MemoryError("no room")):
+            error[:] = [each]
+            answer = run.service.report(
+                "gpt", report(repr(each), degree=1.1 + 0.1 * len(repr(each)), source=repr(each))
+            )
+            planned(run.service)
+            status = run.service.status("gpt")
+            assert status.version == answer.version
+            assert status.decision.reason.startswith("plans stay as they were, as planning failed: ")
+            assert plans(run.service) == calm
+        assert "Planning for job 'gpt' has failed" in caplog.text  # a MemoryError is no error of the planner's own
+        error.clear()
+        run.service.report("gpt", report("more", degree=9.0))
+        planned(run.service)
+        assert plans(run.service) != calm
+
+
+def test_what_cannot_be_written_is_not_acknowledged_and_not_done(one: Run, monkeypatch: pytest.MonkeyPatch):
+    def full(self: Storage, change: Change) -> None:
+        raise StorageError("disk full")
+
+    one.service.report("gpt", report("later", begins_s=NOW_S + 10.0))
+    before = one.service.status("gpt")
+    with monkeypatch.context() as patch, versions_told(one.service) as told:
+        patch.setattr(Storage, "commit", full)
+        with pytest.raises(StorageError, match="disk full"):
+            one.service.report("gpt", report("a"))
+        one.clock.now_s += 10.0
+        with pytest.raises(StorageError, match="disk full"):
+            one.service.tick()
+    assert told == {}
+    assert one.service.status("gpt") == before
+    one.service.tick()  # what was due then is done now
+    assert one.service.status("gpt").promised == 2
+    assert one.service.report("gpt", report("a", degree=1.0)).reason != "the report was received before"
+
+
+def test_plans_that_cannot_be_written_are_written_later(one: Run, monkeypatch: pytest.MonkeyPatch):
+    commit, refused = Storage.commit, threading.Event()
+
+    def full_once(self: Storage, change: Change) -> None:
+        is_version = any(after and after.published.version == 2 for _, after in change.jobs.values())
+        if is_version and not refused.is_set():
+            refused.set()
+            raise StorageError("disk full")
+        commit(self, change)
+
+    monkeypatch.setattr(Storage, "commit", full_once)
+    one.service.report("gpt", report("a"))
+    assert refused.wait(30.0)
+    while math.isinf(one.service.tick()):  # until the thread has put down when to try again
+        pass
+    one.clock.now_s += 1.0
+    one.service.tick()
+    planned(one.service)
+    assert one.service.status("gpt").version == 2
+
+
+def test_reports_that_come_together_are_written_together(one: Run, monkeypatch: pytest.MonkeyPatch):
+    commit, commits, go = Storage.commit, [], threading.Event()
+
+    def slow(self: Storage, change: Change) -> None:
+        commits.append(change)
+        assert go.wait(30.0)
+        commit(self, change)
+
+    monkeypatch.setattr(Storage, "commit", slow)
+    names = [f"s{number}" for number in range(40)]
+    with ThreadPoolExecutor(len(names)) as threads:
+        later = {"begins_s": NOW_S + 1e6}
+        answers = []
+        for name in names:
+            answers.append(threads.submit(one.service.report, "gpt", report(name, source=name, **later)))
+            while not commits:  # the first one is being written, so that the others have to wait
+                pass
+        while one.service._writer._commands.qsize() < len(names) - 1:
+            pass
+        go.set()
+        assert all(each.result().version == 1 for each in answers)
+    assert len(commits) == 2
+    assert {each.key for each in one.service.reports("gpt")} == set(names)
+
+
+def test_a_service_that_does_not_run_says_so(tmp_path: Path):
+    with Storage(tmp_path / "service.sqlite") as storage:
+        service = Service(storage, run=at_once)
+        with pytest.raises(UsageError, match=r"the service does not run; use it inside `with Service"):
+            service.register(job(), frontier_file())
+        with service:
+            service.register(job(), frontier_file())
+        with pytest.raises(UsageError, match="the service does not run"):
+            service.report("gpt", report("a"))
+        assert service.status("gpt").version == 1
+
+
+KEYS = st.sampled_from([f"k{number}" for number in range(6)])
+SCOPES = st.one_of(
+    st.builds(Scope, st.just("pipeline"), st.integers(0, PIPELINES - 1).map(str)),
+    st.builds(Scope, st.just("stage"), st.integers(0, STAGES - 1).map(str), st.integers(0, PIPELINES - 1)),
+    st.builds(Scope, st.sampled_from(["rank", "node"]), st.sampled_from(["0", "1", "node1"])),
+)
+
+
+@dataclass(frozen=True)
+class Said:
+    """A report, in seconds from when it is sent."""
+
+    key: str
+    source: str
+    scope: Scope
+    degree: float
+    observed_s: float
+    begins_s: float
+    lasts_s: float
+
+    def __call__(self, service: Service, clock: Clock) -> object:
+        times = {"observed_s": clock.now_s - self.observed_s, "begins_s": clock.now_s + self.begins_s}
+        end = {"expires_s": clock.now_s + self.begins_s + self.lasts_s, "scope": self.scope}
+        return service.report("gpt", report(self.key, 0, self.degree, self.source, **times, **end))
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A call of the service."""
+
+    method: str
+    arguments: tuple[Any, ...]
+
+    def __call__(self, service: Service, clock: Clock) -> object:
+        return getattr(service, self.method)(*self.arguments)
+
+
+@dataclass(frozen=True)
+class Passed:
+    """Time goes by."""
+
+    seconds: float
+
+    def __call__(self, service: Service, clock: Clock) -> object:
+        clock.now_s += self.seconds
+        return service.tick() > clock.now_s
+
+
+def asked(method: str, *arguments: st.SearchStrategy[Any]) -> st.SearchStrategy[Asked]:
+    return st.builds(Asked, st.just(method), st.tuples(*arguments))
+
+
+DEADLINES = st.none() | st.sampled_from([0.5, 1.02, 1.1]).map(lambda share: share * BASELINE_S)
+POWERS = st.none() | st.sampled_from([10.0, 1500.0, 1700.0])
+SAID = st.builds(
+    Said,
+    KEYS,
+    st.sampled_from(["ops", "agent"]),
+    SCOPES,
+    st.sampled_from([1.0, 1.1, 1.3]),
+    st.sampled_from([0.0, 30.0]),
+    st.sampled_from([0.0, 60.0]),
+    st.sampled_from([60.0, 600.0, math.inf]),
+)
+GPT = st.just("gpt")
+COMMANDS = st.one_of(
+    SAID,
+    SAID,
+    st.builds(Passed, st.sampled_from([1.0, 40.0, 200.0, 5000.0])),
+    asked("clear", GPT, KEYS),
+    asked("set_deadline", GPT, DEADLINES),
+    asked("set_power", st.sampled_from([None, "gpt"]), POWERS),
+    asked("taken", GPT, st.integers(1, 3), st.integers(0, 50)),
+    asked("end", st.just("bloom")),
+    asked("register", st.just(job("bloom", deadline_s=1.05 * BASELINE_S)), st.builds(frontier_file)),
+)
+
+
+def outcome(command: Any, run: Run) -> object:
+    """What a command comes to once all that it promised is there."""
+    try:
+        answer = command(run.service, run.clock)
+    except (Conflict, UnknownJob, InfeasibleDeadline, InfeasiblePower, UsageError) as error:
+        answer = error
+    planned(run.service)
+    return type(answer).__name__ if not isinstance(answer, Exception) else repr(answer)
+
+
+def known(service: Service) -> object:
+    """All that the service knows but the numbers of versions."""
+    return [
+        (replace(status, version=0, promised=0, taken=None), plans(service, status.job.name))
+        for status in service.jobs()
+    ], service.power_w
+
+
+def copied(place: Path, to: Path) -> Path:
+    """What a service that is killed now leaves on the disk."""
+    for suffix in ("", "-wal"):
+        shutil.copyfile(f"{place}{suffix}", f"{to}{suffix}")
+    return to
+
+
+@settings(max_examples=40)
+@given(before=st.lists(COMMANDS, max_size=8), after=st.lists(COMMANDS, max_size=4))
+def test_a_service_that_was_killed_goes_on_as_one_that_was_not(before: list[Any], after: list[Any]):
+    with TemporaryDirectory() as folder, ExitStack() as stack:
+        first = stack.enter_context(running(Path(folder) / "first.sqlite"))
+        told = stack.enter_context(versions_told(first.service))
+        first.service.register(job(), frontier_file())
+        for command in before:
+            outcome(command, first)
+        # The same clock, but one that each moves for itself.
+        clock = Clock()
+        clock.now_s = first.clock.now_s
+        second = stack.enter_context(running(copied(first.place, Path(folder) / "second.sqlite"), clock=clock))
+        planned(second.service)
+        assert known(second.service) == known(first.service)
+        versions = {status.job.name: status.version for status in first.service.jobs()}
+        for command in after:
+            assert outcome(command, second) == outcome(command, first)
+            assert known(second.service) == known(first.service)
+        for status in second.service.jobs():
+            assert status.version >= versions.get(status.job.name, 1) or status.job.name == "bloom"
+        assert told["gpt"] == list(range(1, len(told["gpt"]) + 1))
+
+
+@settings(max_examples=15)
+@given(before=st.lists(COMMANDS, max_size=8))
+def test_a_service_that_is_killed_before_it_has_planned_publishes_what_was_promised(before: list[Any]):
+    never = Slow()
+    with TemporaryDirectory() as folder:
+        place = Path(folder) / "service.sqlite"
+        with running(place, never) as run:
+            run.service.register(job(), frontier_file())
+            never.let.clear()
+            promised = 1
+            for command in before:
+                if isinstance(command, Said):
+                    promised = max(promised, getattr(quiet(command, run), "version", 1))
+                    status = run.service.status("gpt")
+                    assert status.promised == max(promised, status.version)
+            wanted = run.service.status("gpt")
+            copy = copied(place, Path(folder) / "copy.sqlite")
+            never.let.set()
+        with running(copy) as again:
+            planned(again.service)
+            status = again.service.status("gpt")
+            assert status.version == promised
+            assert status.reports == wanted.reports
+
+
+def quiet(command: Any, run: Run) -> object:
+    try:
+        return command(run.service, run.clock)
+    except (Conflict, UsageError):
+        return None
+
+
+def one_life(place: Path, seed: int, lives_s: float) -> tuple[set[str], int]:
+    """The keys that a process was told are kept, and the highest version it saw, before it was killed."""
+    command = [sys.executable, str(PROGRAM), str(place), str(seed)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "begun\n"
+        killer = threading.Timer(lives_s, os.kill, (process.pid, signal.SIGKILL))
+        killer.start()
+        lines = process.stdout.readlines()
+        killer.join()
+    assert process.returncode == -signal.SIGKILL
+    if lines and not lines[-1].endswith("\n"):
+        lines.pop()  # cut short by the kill, so nobody was told
+    keys = {line.split()[1] for line in lines if line.startswith("kept")}
+    return keys, max((int(line.split()[1]) for line in lines if line.startswith("version")), default=1)
+
+
+def survive(place: Path, kills: int) -> int:
+    """Kill the service so many times; how many reports it had acknowledged."""
+    rng, version, acknowledged = random.Random(6), 1, 0
+    with running(place) as run:
+        run.service.register(job(), frontier_file())
+    for kill in range(kills):
+        keys, seen = one_life(place, kill, rng.uniform(0.0, 0.6))
+        acknowledged += len(keys)
+        clock = Clock()
+        with running(place, clock=clock) as run:
+            there = run.service.status("gpt")
+            assert there.version >= max(seen, version)
+            version = there.version
+            assert keys <= {each.key for each in run.service.reports("gpt")}
+            planned(run.service)
+            assert run.service.status("gpt").version in (there.promised, there.version)
+            for key in list(run.service._writer.jobs["gpt"].reports):
+                run.service.clear("gpt", key)
+            clock.now_s += 1e5  # all is forgotten
+            run.service.report(
+                "gpt", report(f"end of {kill}", degree=1.0, begins_s=clock.now_s, observed_s=clock.now_s)
+            )
+            version = run.service.status("gpt").version
+    return acknowledged
+
+
+def test_no_acknowledged_report_is_lost_when_the_service_is_killed(tmp_path: Path):
+    assert survive(tmp_path / "service.sqlite", kills=3) > 0
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1200)
+def test_no_acknowledged_report_is_lost_in_a_hundred_kills(tmp_path: Path):
+    assert survive(tmp_path / "service.sqlite", kills=100) > 1000
+
+
+def children() -> list[psutil.Process]:
+    """The processes that this one has started to plan."""
+    found = psutil.Process().children(recursive=True)
+    return [each for each in found if "spawn_main" in " ".join(each.cmdline())]
+
+
+def test_processes_plan_are_replaced_when_killed_and_end_with_the_service(tmp_path: Path):
+    clock = Clock()
+    with Storage(tmp_path / "service.sqlite") as storage:
+        with Service(storage, now_s=clock) as service:
+            service.register(job(), frontier_file())
+            assert plans(service)[0] == small_frontier().plan_for(BASELINE_S)
+            (first,) = children()
+            first.kill()
+            service.report("gpt", report("a", degree=1.2))
+            planned(service)
+            assert plans(service)[0] == small_frontier().plan_beside_straggler(1.2 * BASELINE_S)
+            (second,) = children()
+            assert second.pid != first.pid
+            assert second.nice() >= psutil.Process().nice()
+        assert psutil.wait_procs([second], timeout=30.0)[1] == []
+
+
+def test_errors_come_back_from_another_process_as_they_are():
+    with Processes(1) as processes, pytest.raises(FrontierError, match=r"^frontier\.npz: is not a frontier file"):
+        processes.run(curve_of, "digest", b"no frontier")
+    with pytest.raises(NotPlanned, match="the service is ending"):
+        processes.run(curve_of, "digest", b"")
+
+
+@settings(max_examples=50)
+@given(share=st.floats(0.0, 1.5))
+def test_a_curve_is_that_of_its_frontier(share: float):
+    frontier: Frontier = small_frontier()
+    curve = Curve.of(frontier)
+    assert (curve.min_time_s, curve.max_time_s) == (frontier.min_time_s, frontier.max_time_s)
+    assert (curve.stages, curve.gpus, curve.waiting_w) == (STAGES, STAGES, frontier.dag.waiting_w)
+    assert curve.times_s.tolist() == frontier.times_s.tolist()
+    assert curve.energies_j.tolist() == frontier.energies_j.tolist()
+    deadline_s = frontier.min_time_s + share * (frontier.max_time_s - frontier.min_time_s)
+    assert curve.bound_j(deadline_s) == pytest.approx(frontier.bound_j(deadline_s), rel=1e-9)
+    with pytest.raises(InfeasibleDeadline):
+        curve.bound_j(math.nextafter(frontier.min_time_s, 0.0))
+
+
+def test_slow_stages_of_slow_pipelines_are_slow_twice():
+    curve = Curve.of(small_frontier())
+    looked_up: list[Any] = []
+
+    def solved(slow: Any) -> Curve:
+        looked_up.append(slow)
+        return curve
+
+    numbers = KnownNumbers(curve, solved)
+    assert numbers.slowed({1: 1.0}) is numbers
+    numbers.slowed({1: 1.5}).slowed({1: 2.0, 0: 1.25})
+    assert looked_up == [((1, 1.5),), ((0, 1.25), (1, 3.0))]

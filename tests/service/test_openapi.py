@@ -1,0 +1,67 @@
+"""The service keeps what its OpenAPI document says, whatever it is sent; requests drawn by schemathesis, over HTTP."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from service_stand_in import StandIn
+from services import at_once, frontier_file, job
+
+from perseus_planner.service.http.app import create_app
+from perseus_planner.service.http.auth import TOKENS_VARIABLE, Access, Limits, read_tokens
+from perseus_planner.service.http.server import Address, serving
+from perseus_planner.service.service import Service
+from perseus_planner.service.store.storage import Storage
+
+schemathesis = pytest.importorskip("schemathesis")
+checks = pytest.importorskip("schemathesis.specs.openapi.checks")
+
+SCHEMA = schemathesis.openapi.from_dict(create_app(StandIn(), Access(), Limits()).openapi())
+FINITE = SCHEMA.exclude(path_regex="/events$")  # that one does not end
+# Job names are replaced below, and a schema cannot say which fields go together.
+EXCEPT = [checks.negative_data_rejection, checks.positive_data_acceptance, checks.missing_required_header]
+TOKEN = "0123456789abcdef"
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    folder = tmp_path_factory.mktemp("service")
+    with Storage(folder / "service.sqlite") as storage, Service(storage, run=at_once) as service:
+        yield service
+
+
+@pytest.fixture(scope="module")
+def url(service: Service) -> Iterator[str]:
+    with serving(service, Address(port=0), read_tokens(None, {TOKENS_VARIABLE: f"{TOKEN} operate test"})) as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def session() -> Iterator[Any]:
+    with pytest.importorskip("requests").Session() as session:
+        yield session
+
+
+@FINITE.parametrize()
+@settings(
+    max_examples=6,
+    phases=(Phase.explicit, Phase.generate),
+    suppress_health_check=list(HealthCheck),
+    derandomize=True,
+)
+def test_every_answer_is_one_that_the_document_has(case, service, url, session):
+    service.set_power(None, None)
+    service.register(job("known"), frontier_file())  # it may have been ended
+    if "job" in case.path_parameters and len(str(case.path_parameters["job"])) % 2:
+        case.path_parameters["job"] = "known"
+    wait_s = case.query.get("wait_s")
+    if isinstance(wait_s, (int, float)) and 0.01 < wait_s <= 60:
+        case.query["wait_s"] = 0.01
+    headers = {"Authorization": f"Bearer {TOKEN}"}
+    answer = case.call_and_validate(url, session, headers, excluded_checks=EXCEPT)
+    assert answer.status_code < 500
+    if answer.status_code >= 400:
+        assert {"code", "message"} <= set(answer.json()["error"])

@@ -1,0 +1,331 @@
+"""Who may ask the service for what, and how much."""
+
+from __future__ import annotations
+
+import base64
+import hmac
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from service_stand_in import StandIn, asking
+
+from perseus_planner.errors import UsageError
+from perseus_planner.service.http import auth
+from perseus_planner.service.http.auth import ROLES, Access, Limits, Rates, read_tokens
+
+httpx = pytest.importorskip("httpx")
+
+SECRETS = {role: f"{role}-0123456789abcdef" for role in ROLES}
+LINES = "# who may come in\n\n" + "".join(f"{secret} {role} the-{role}-client\n" for role, secret in SECRETS.items())
+JOB = {"name": "gpt3", "frontier": base64.b64encode(b"PK").decode(), "pipelines": 2}
+SLOW = {"source": "ops", "scope": {"kind": "pipeline", "value": 1}, "degree": 1.2, "key": "r1"}
+#: method, path, body, the least role that may
+REQUESTS = [
+    ("GET", "/v1/jobs", None, "read"),
+    ("GET", "/v1/jobs/gpt3", None, "read"),
+    ("GET", "/v1/jobs/gpt3/reports", None, "read"),
+    ("GET", "/v1/jobs/gpt3/plans", None, "read"),
+    ("GET", "/v1/jobs/gpt3/pipelines/0/plan", None, "read"),
+    ("GET", "/v1/jobs/gpt3/frontier", None, "read"),
+    ("GET", "/v1/jobs/gpt3/pipelines", None, "read"),
+    ("GET", "/metrics", None, "read"),
+    ("POST", "/v1/jobs/gpt3/reports", SLOW, "report"),
+    ("DELETE", "/v1/jobs/gpt3/reports/r1", None, "report"),
+    ("POST", "/v1/alerts", {"alerts": []}, "report"),
+    ("POST", "/v1/jobs/gpt3/taken", {"version": 1, "iteration": 1}, "report"),
+    ("POST", "/v1/jobs/gpt3/telemetry", {"run": "a", "iterations": 1, "time_s": 1.0}, "report"),
+    ("POST", "/v1/jobs", JOB, "operate"),
+    ("PUT", "/v1/jobs/gpt3/deadline", {"deadline_s": 1.0}, "operate"),
+    ("PUT", "/v1/jobs/gpt3/power", {"power_w": 1e3}, "operate"),
+    ("PUT", "/v1/power", {"power_w": 1e3}, "operate"),
+    ("DELETE", "/v1/jobs/gpt3", None, "operate"),
+]
+
+
+def tokens():
+    return auth.read_tokens(None, {auth.TOKENS_VARIABLE: LINES})
+
+
+def bearing(role: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {SECRETS[role]}"}
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_a_role_may_do_its_own_and_what_those_before_it_may(role):
+    with asking(StandIn(), access=Access(tokens())) as ask:
+        assert ask("POST", "/v1/jobs", json=JOB, headers=bearing("operate")).status_code == 201
+        ask("POST", "/v1/jobs/gpt3/reports", json=SLOW, headers=bearing("report"))
+        for method, path, body, least in REQUESTS:
+            content = {} if body is None else {"json": body}
+            answer = ask(method, path, headers=bearing(role), **content)
+            allowed = ROLES.index(role) >= ROLES.index(least)
+            assert (answer.status_code < 300) == allowed, (method, path)
+            if not allowed:
+                assert (answer.status_code, answer.json()["error"]["code"]) == (403, "forbidden")
+
+
+def test_every_address_is_in_the_table_above():
+    with asking(StandIn()) as ask:
+        paths = ask("GET", "/openapi.json").json()["paths"]
+    documented = {(method.upper(), path) for path, methods in paths.items() for method in methods}
+    tried = {
+        (method, path.replace("gpt3", "{job}").replace("r1", "{key}").replace("/0/", "/{pipeline}/"))
+        for method, path, *_ in REQUESTS
+    }
+    assert documented - tried == {("GET", "/healthz"), ("GET", "/v1/me"), ("GET", "/v1/jobs/{job}/events")}
+    assert tried <= documented
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {},
+        {"Authorization": ""},
+        {"Authorization": "Bearer"},
+        {"Authorization": "Bearer "},
+        {"Authorization": "Bearer wrong-0123456789abcdef"},
+        {"Authorization": f"Basic {SECRETS['operate']}"},
+        {"Authorization": SECRETS["operate"]},
+        {"Authorization": f"Bearer {SECRETS['operate']}x"},
+        {"Authorization": f"Bearer {SECRETS['operate'][:-1]}"},
+        {"Authorization": b"Bearer \xff\xfe"},
+    ],
+)
+def test_without_a_valid_token_nothing_is_told_but_that_the_service_lives(headers):
+    with asking(StandIn(), access=Access(tokens())) as ask:
+        for method, path, *_ in [
+            *REQUESTS,
+            ("GET", "/openapi.json"),
+            ("GET", "/elsewhere"),
+            ("GET", "/v1/jobs/x/events"),
+        ]:
+            answer = ask(method, path, headers=headers)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (401, "unauthenticated")
+            assert answer.headers["WWW-Authenticate"] == "Bearer"
+        assert ask("GET", "/healthz", headers=headers).status_code == 200
+
+
+def test_who_has_no_token_is_refused_before_a_body_is_read():
+    def unread():
+        raise AssertionError("the body was asked for")
+        yield b""
+
+    async def body():
+        for part in unread():
+            yield part
+
+    with asking(StandIn(), access=Access(tokens())) as ask:
+        assert ask("POST", "/v1/jobs", content=body()).status_code == 401
+
+
+def test_a_token_is_compared_with_all_by_digest_and_in_constant_time(monkeypatch):
+    compared = []
+
+    compare_digest = hmac.compare_digest
+
+    def compare(one, other):
+        compared.append((len(one), len(other)))
+        return compare_digest(one, other)
+
+    monkeypatch.setattr(auth.hmac, "compare_digest", compare)
+    access = Access(tokens())
+    for secret in (*SECRETS.values(), "", "x", "y" * 10_000):
+        compared.clear()
+        access.bearer(f"Bearer {secret}")
+        assert compared == [(32, 32)] * len(SECRETS)
+    assert not any(secret in repr(access) for secret in SECRETS.values())
+
+
+@given(st.text(max_size=40))
+def test_any_header_that_is_not_a_token_is_nobodys(text):
+    assert Access(tokens()).bearer(text) is None
+
+
+def test_tokens_come_from_a_file_or_from_the_environment(tmp_path: Path):
+    file = tmp_path / "tokens.txt"
+    file.write_text(LINES)
+    assert read_tokens(file, {}) == tokens()
+    assert [(token.role, token.name) for token in tokens()] == [(role, f"the-{role}-client") for role in ROLES]
+    assert read_tokens(None, {}) == ()
+    assert read_tokens(file, {auth.TOKENS_VARIABLE: "short read x"}) == tokens()
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("short read me\n", "tokens.txt, line 1: is no token of 16 characters or more, a role and a name"),
+        ("\n0123456789abcdef read\n", "tokens.txt, line 2: is no token of 16 characters or more, a role and a name"),
+        (
+            "0123456789abcdef write me\n",
+            "tokens.txt, line 1: the role is none of read, report, operate;",
+        ),
+        ("0123456789abcdef read a/b\n", "tokens.txt, line 1: is no token"),
+        ("0123456789abcdef read a\n0123456789abcdef operate b", "tokens.txt: has a token twice"),
+        ("# none\n", "tokens.txt: has no token; write lines of token, role and name"),
+    ],
+)
+def test_a_file_of_tokens_that_is_none_is_refused_and_shows_no_secret(folder, text, complaint):
+    Path("tokens.txt").write_text(text)
+    with pytest.raises(UsageError) as refused:
+        read_tokens(Path("tokens.txt"), {})
+    assert str(refused.value).startswith(complaint)
+    assert "0123456789abcdef" not in str(refused.value)
+
+
+def test_a_file_of_tokens_that_is_not_there_is_refused(folder):
+    with pytest.raises(UsageError, match="no such file"):
+        read_tokens(Path("absent"), {})
+
+
+@pytest.mark.parametrize("declared", [True, False])
+@pytest.mark.parametrize(("path", "most"), [("/v1/jobs", 3000), ("/v1/jobs/gpt3/reports", 1000)])
+def test_a_body_is_refused_where_it_is_larger_than_it_may_be(declared, path, most):
+    async def parts(size):
+        for _ in range(size // 100):
+            yield b" " * 100
+
+    with asking(StandIn(), limits=Limits(body_bytes=1000, registration_bytes=3000)) as ask:
+        for size, status in ((most, 422), (most + 100, 413)):
+            content = b" " * size if declared else parts(size)
+            answer = ask("POST", path, content=content, headers={"Content-Type": "application/json"})
+            assert answer.status_code == status
+        assert answer.json()["error"]["message"] == f"the body is larger than {most} bytes; send less"
+        lying = ask("POST", path, content=b"{}", headers={"Content-Length": "9" * 30})
+        assert lying.status_code == 413
+
+
+def test_a_client_may_make_a_burst_of_requests_and_then_a_steady_rate():
+    now_s = [0.0]
+    rates = Rates(Limits(requests_per_s=2.0, burst=3), lambda: now_s[0])
+    assert [rates.wait_s("a") for _ in range(4)] == [0.0, 0.0, 0.0, 0.5]
+    assert rates.wait_s("b") == 0.0
+    now_s[0] = 0.25
+    assert rates.wait_s("a") == 0.25
+    now_s[0] = 0.5
+    assert [rates.wait_s("a") for _ in range(2)] == [0.0, 0.5]
+    now_s[0] = 1e6
+    assert [rates.wait_s("a") for _ in range(4)] == [0.0, 0.0, 0.0, 0.5]
+
+
+@given(st.lists(st.floats(0.0, 2.0), max_size=60), st.floats(0.5, 20.0), st.integers(1, 10))
+def test_no_client_gets_more_than_its_burst_and_its_rate(gaps_s, rate, burst):
+    now_s = [0.0]
+    rates = Rates(Limits(requests_per_s=rate, burst=burst), lambda: now_s[0])
+    allowed = 0
+    for gap_s in gaps_s:
+        now_s[0] += gap_s
+        allowed += rates.wait_s("a") == 0.0
+    assert allowed <= burst + rate * now_s[0] + 1e-6
+
+
+def test_rates_of_many_addresses_take_no_more_memory_than_those_of_some():
+    rates = Rates(Limits(), lambda: 0.0)
+    for number in range(10_000):
+        rates.wait_s(f"address {number}")
+    assert len(rates._left) <= 4096
+
+
+def test_too_many_requests_of_one_token_are_refused_and_of_another_are_not():
+    with asking(StandIn(), access=Access(tokens()), limits=Limits(requests_per_s=0.001, burst=2)) as ask:
+        statuses = [ask("GET", "/v1/jobs", headers=bearing("read")).status_code for _ in range(3)]
+        assert statuses == [200, 200, 429]
+        refused = ask("GET", "/v1/jobs", headers=bearing("read"))
+        assert refused.json()["error"]["code"] == "too_many_requests"
+        assert int(refused.headers["Retry-After"]) >= 1
+        assert ask("GET", "/v1/jobs", headers=bearing("report")).status_code == 200
+        guesses = [ask("GET", "/v1/jobs", headers={"Authorization": f"Bearer {n:020}"}).status_code for n in range(3)]
+        assert guesses == [401, 401, 429]  # together they are one client: an address
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("localhost", 200),
+        ("127.0.0.1:8400", 200),
+        ("127.8.0.1", 200),
+        ("[::1]:8400", 200),
+        ("LOCALHOST:1", 200),
+        ("evil.example", 421),
+        ("127.0.0.1.evil.example", 421),
+        ("localhost.evil.example:8400", 421),
+        ("evil.example@127.0.0.1", 421),
+        ("10.0.0.1", 421),
+        ("", 421),
+    ],
+)
+def test_where_no_token_is_needed_a_web_page_with_a_name_of_its_own_gets_nothing(host, status):
+    with asking(StandIn(), access=Access(loopback_only=True)) as ask:
+        assert ask("GET", "/v1/jobs", headers={"Host": host}).status_code == status
+    with asking(StandIn(), access=Access()) as ask:
+        assert ask("GET", "/v1/jobs", headers={"Host": host}).status_code == 200
+
+
+@pytest.mark.parametrize(("path", "status"), [("/v1/jobs", 200), ("/v1/jobs/none", 404), ("/elsewhere", 404)])
+def test_answers_are_neither_kept_nor_guessed_nor_framed(path, status):
+    with asking(StandIn()) as ask:
+        answer = ask("GET", path)
+    assert answer.status_code == status
+    assert answer.headers["Cache-Control"] == "no-store"
+    assert answer.headers["X-Content-Type-Options"] == "nosniff"
+    assert "default-src 'none'" in answer.headers["Content-Security-Policy"]
+
+
+@pytest.mark.parametrize("role", [*ROLES, None])
+def test_everyone_may_ask_who_they_are(role):
+    with asking(StandIn(), access=Access(tokens())) as ask:
+        answer = ask("GET", "/v1/me", headers={} if role is None else bearing(role))
+    assert answer.json() == {"role": role, "name": role and f"the-{role}-client"}
+
+
+def test_where_there_are_no_tokens_everyone_may_do_all():
+    with asking(StandIn()) as ask:
+        assert ask("GET", "/v1/me").json() == {"role": "operate", "name": None}
+
+
+@pytest.mark.parametrize("path", ["/", "/static/main.js", "/static/charts.js", "/static/theme.css", "/static/icon.svg"])
+def test_the_page_needs_no_token_and_may_load_and_ask_nothing_but_the_service(path):
+    with asking(StandIn(), access=Access(tokens())) as ask:
+        answer = ask("GET", path)
+        assert answer.status_code == 200
+        policy = dict(each.split(maxsplit=1) for each in answer.headers["Content-Security-Policy"].split("; "))
+        assert policy["default-src"] == "'none'"
+        assert {policy[each] for each in ("script-src", "style-src", "connect-src")} == {"'self'"}
+        assert policy["frame-ancestors"] == "'none'"
+        assert answer.headers["X-Content-Type-Options"] == "nosniff"
+        assert ask("POST", path).status_code == 405
+
+
+@pytest.mark.parametrize("name", ["none.js", "routes.py", "__init__.py", "..%2froutes.py", "%2e%2e", "", "a/b"])
+def test_no_other_file_is_served(name):
+    with asking(StandIn(), access=Access(tokens())) as ask:
+        assert ask("GET", f"/static/{name}").status_code == 401
+        assert ask("GET", f"/static/{name}", headers=bearing("read")).status_code == 404
+
+
+@pytest.mark.parametrize(
+    "kind", [None, "text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=a"]
+)
+def test_what_a_form_of_another_page_can_send_is_not_taken(kind):
+    service = StandIn()
+    with asking(service) as ask:
+        ask("POST", "/v1/jobs", json=JOB)
+        headers = {} if kind is None else {"Content-Type": kind}
+        answer = ask("POST", "/v1/jobs/gpt3/reports", content=json.dumps(SLOW), headers=headers)
+        assert answer.status_code == 422
+        assert service.of_job["gpt3"] == {}
+
+
+@pytest.mark.parametrize("site", ["cross-site", "same-site"])
+def test_a_page_of_another_site_may_change_nothing(site):
+    service = StandIn()
+    with asking(service) as ask:
+        assert ask("POST", "/v1/jobs", json=JOB, headers={"Sec-Fetch-Site": "same-origin"}).status_code == 201
+        for method, path, body, _ in REQUESTS:
+            content = {} if body is None else {"json": body}
+            answer = ask(method, path, headers={"Sec-Fetch-Site": site}, **content)
+            assert (answer.status_code == 403) == (method != "GET"), (method, path)
+        assert ask("GET", "/", headers={"Sec-Fetch-Site": site}).status_code == 200  # a link leads here
+        assert (list(service.kept), service.of_job["gpt3"]) == (["gpt3"], {})

@@ -1,0 +1,316 @@
+"""`planner serve` as a process, and the server behind it: ports, unix sockets, TLS, waiting, ends."""
+
+from __future__ import annotations
+
+import base64
+import os
+import signal
+import socket
+import ssl
+import stat
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from commands import refusal
+from service_stand_in import StandIn
+from strategies import smooth_profile
+
+from perseus_planner import Plan, schedules, solve
+from perseus_planner.cli.serve import DATABASE, _listening, serve
+from perseus_planner.errors import UsageError
+from perseus_planner.files import sha256
+from perseus_planner.service.http.auth import TOKENS_VARIABLE, Limits, read_tokens
+from perseus_planner.service.http.server import Address, listening, serving
+from perseus_planner.service.model import Job
+
+httpx = pytest.importorskip("httpx")
+
+SLOW = {"source": "ops", "scope": {"kind": "pipeline", "value": 1}, "degree": 1.2, "key": "r1", "ttl_s": 600}
+TOKEN = "0123456789abcdef"
+PYTHON = [sys.executable, *(["-P"] if sys.version_info >= (3, 11) else [])]
+
+
+@contextmanager
+def planner_serve(folder: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """The command as a process, and the URL that it says."""
+    command = [*PYTHON, "-m", "perseus_planner", "serve", *options]
+    with subprocess.Popen(
+        command,
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            line = process.stdout.readline()
+            assert line.startswith("Listening at "), process.stderr.read()
+            yield process, line.removeprefix("Listening at ").partition(",")[0]
+        finally:
+            if process.poll() is None:
+                process.kill()
+
+
+def ended(process: subprocess.Popen[str], number: int) -> tuple[int, str, str]:
+    """How a process ends on a signal: its exit code, and what else it said."""
+    process.send_signal(number)
+    said, complained = process.communicate(timeout=30)
+    return process.returncode, said, complained
+
+
+def a_job() -> dict[str, Any]:
+    return {"name": "gpt3", "frontier": base64.b64encode(frontier_file()).decode(), "pipelines": 2}
+
+
+def frontier_file() -> bytes:
+    path = Path("frontier.npz")
+    solve(smooth_profile(2, 90), schedules.one_f_one_b(stages=2, microbatches=3)).save(path)
+    return path.read_bytes()
+
+
+def test_a_service_that_ended_knows_all_when_it_is_started_again(folder: Path):
+    options = ("--port", "0", "--database", "kept.sqlite")
+    with planner_serve(folder, *options) as (process, url), httpx.Client(base_url=url, timeout=30) as client:
+        assert client.post("/v1/jobs", json=a_job()).json()["version"] == 1
+        answer = client.post("/v1/jobs/gpt3/reports", json=SLOW)
+        assert (answer.status_code, answer.json()["changed"]) == (202, True)
+        version = answer.json()["version"]
+        plans = client.get("/v1/jobs/gpt3/plans", params={"after": version - 1, "wait_s": 20}).json()
+        assert ended(process, signal.SIGTERM) == (0, "", "")
+    with planner_serve(folder, *options) as (process, url), httpx.Client(base_url=url, timeout=30) as client:
+        assert client.get("/v1/jobs/gpt3/plans").json() == plans
+        assert [each["key"] for each in client.get("/v1/jobs/gpt3/reports").json()["reports"]] == ["r1"]
+        assert client.post("/v1/jobs", json=a_job()).status_code == 200
+        slow, other = (Plan.loads(plans["plans"][place]) for place in plans["of_pipeline"][::-1])
+        assert other.time_s > slow.time_s  # the other pipeline waits for the slow one, so it saves
+        assert ended(process, signal.SIGINT)[0] == 130
+
+
+def test_a_job_may_be_registered_with_its_profile_and_schedule(folder: Path):
+    smooth_profile(2, 90).save("measured.yaml")
+    texts = {f"profile_{kind}": Path(f"measured.{kind}").read_text() for kind in ("yaml", "csv")}
+    sent = {"name": "gpt3", "pipelines": 2, "schedule": "1f1b", "microbatches": 3, **texts}
+    grid = schedules.grid_text(schedules.one_f_one_b(stages=2, microbatches=3))
+    evil = texts["profile_yaml"].replace("measured.csv", "../../measured.csv")
+    service = StandIn()
+    with serving(service, Address(port=0)) as url, httpx.Client(base_url=url, timeout=30) as client:
+        assert client.post("/v1/jobs", json=sent).status_code == 201
+        by_grid = {**sent, "name": "grid", "schedule": grid, "microbatches": None}
+        assert client.post("/v1/jobs", json=by_grid).status_code == 201
+        for changes, complaint in (
+            (
+                {"schedule": "/etc/passwd", "microbatches": None},
+                "schedule.txt, line 1, cell 1: '/etc/passwd' is",
+            ),
+            ({"profile_csv": "a,b\n"}, "measured.csv, line 1: no column"),
+            ({"profile_yaml": "a: 1"}, "profile.yaml: has no key 'format'"),
+            ({"profile_yaml": evil}, "profile.yaml: measurements: is not a plain file name; write profile.csv there"),
+        ):
+            refused = client.post("/v1/jobs", json={**sent, "name": "other", **changes})
+            assert refused.status_code == 422
+            assert refused.json()["error"]["message"].startswith(complaint)
+    assert service.kept["gpt3"].frontier == sha256(frontier_file())  # as `planner solve` has it, to the byte
+    assert list(service.kept) == ["gpt3", "grid"]
+
+
+def test_a_unix_socket_is_its_owner_s_alone_and_gone_afterwards(folder: Path):
+    path = folder / "planner.sock"
+    with socket.socket(socket.AF_UNIX) as left_behind:
+        left_behind.bind(str(path))  # of a service that was killed
+    with serving(StandIn(), Address(unix=path)) as url:
+        assert url == f"unix:{path}"
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        with httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), base_url="http://any") as client:
+            assert client.get("/v1/jobs").json() == {"jobs": []}
+        code, _, complaint = refusal(f"serve --unix {path}")
+        assert (code, complaint) == (
+            2,
+            f"Error: --unix {path}: another process listens there; stop it, or give another path\n",
+        )
+    assert not path.exists()
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("tls")
+    made, key = folder / "cert.pem", folder / "key.pem"
+    command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=test"
+    command += f" -addext subjectAltName=IP:127.0.0.1 -keyout {key} -out {made}"
+    try:
+        subprocess.run(command.split(), check=True, capture_output=True)
+    except FileNotFoundError:
+        pytest.skip("openssl is not installed")
+    return made, key
+
+
+def test_with_tls_files_it_speaks_https_alone(certificate: tuple[Path, Path]):
+    address = Address(port=0, certificate=certificate[0], key=certificate[1])
+    with serving(StandIn(), address) as url:
+        assert url.startswith("https://127.0.0.1:")
+        trust = ssl.create_default_context(cafile=str(certificate[0]))
+        assert httpx.get(f"{url}/healthz", verify=trust).status_code == 200
+        with pytest.raises(httpx.ConnectError, match="certificate verify failed"):
+            httpx.get(f"{url}/healthz")
+        with pytest.raises(httpx.HTTPError):
+            httpx.get(f"{url.replace('https', 'http')}/healthz")
+
+
+def test_off_loopback_it_listens_with_tokens_alone():
+    tokens = read_tokens(None, {TOKENS_VARIABLE: f"{TOKEN} read dashboard"})
+    with pytest.raises(UsageError, match="others can reach it"), listening(Address("0.0.0.0", 0)):
+        pass
+    with serving(StandIn(), Address("0.0.0.0", 0), tokens) as url:
+        assert url.startswith("http://0.0.0.0:")
+        at = url.replace("0.0.0.0", "127.0.0.1")
+        assert httpx.get(f"{at}/v1/jobs").status_code == 401
+        assert httpx.get(f"{at}/v1/jobs", headers={"Authorization": f"Bearer {TOKEN}"}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        (
+            "--host 0.0.0.0",
+            "--host 0.0.0.0: others can reach it, so they must show tokens; give --tokens FILE, "
+            "or set PLANNER_SERVICE_TOKENS, or listen on 127.0.0.1",
+        ),
+        ("--host ::", "--host ::: others can reach it, so they must show tokens;"),
+        ("--host 999.1.2.3", "--host 999.1.2.3 --port 8400: cannot be listened on: "),
+        (f"--host {'x' * 70}.y", f"--host {'x' * 70}.y --port 8400: cannot be listened on: "),
+        ("--port 70000", "--port 70000: is no port; give one of 1 to 65535, or 0 to have one chosen"),
+        ("--unix a.sock --port 1", "--unix: is instead of --host and --port; give one or the other"),
+        ("--unix file.txt", "--unix file.txt: is there and no socket; give another path"),
+        ("--unix absent/a.sock", "--unix absent/a.sock: cannot be listened on: No such file or directory"),
+        (f"--unix {'a' * 120}", f"--unix {'a' * 120}: cannot be listened on: AF_UNIX path too long"),
+        ("--tls-cert file.txt", "TLS: give both --tls-cert and --tls-key"),
+        ("--unix a.sock --tls-cert file.txt --tls-key file.txt", "TLS: is not for a unix socket"),
+        ("--port 0 --tls-cert file.txt --tls-key absent", "--tls-key absent: no such file; name a PEM file"),
+        (
+            "--port 0 --tls-cert file.txt --tls-key file.txt",
+            "--tls-cert file.txt, --tls-key file.txt: are no",
+        ),
+        ("--port 0 --tokens absent", "absent: no such file; check the path"),
+        ("--port 0 --tokens file.txt", "file.txt, line 1: is no token of 16 characters or more, a role and a name"),
+    ],
+)
+def test_what_a_user_can_correct_is_refused_in_one_line(folder: Path, options: str, complaint: str):
+    Path("file.txt").write_text("some text\n")
+    code, said, complained = refusal(f"serve {options}")
+    assert (code, said, complained.count("\n")) == (2, "", 1)
+    assert complained.startswith(f"Error: {complaint}")
+    assert os.listdir() == ["file.txt"]  # no database, no socket
+
+
+def test_a_port_in_use_is_refused(folder: Path):
+    with listening(Address(port=0)) as listener:
+        port = listener.socket.getsockname()[1]
+        code, _, complained = refusal(f"serve --port {port}")
+    assert (code, complained) == (
+        2,
+        f"Error: --host 127.0.0.1 --port {port}: cannot be listened on: Address already in use; give another\n",
+    )
+
+
+def test_no_answer_waits_for_the_client_to_acknowledge_a_part_of_it():
+    with listening(Address(port=0)) as listener, socket.create_connection(listener.socket.getsockname()):
+        accepted, _ = listener.socket.accept()
+        with accepted:
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) == 1
+
+
+def test_a_database_that_is_none_is_refused(folder: Path):
+    Path("text.sqlite").write_text("no database, but long enough to be looked at as one" * 40)
+    code, said, complained = refusal("serve --port 0 --database text.sqlite")
+    assert (code, said, complained.count("\n")) == (2, "", 1)
+    assert "text.sqlite" in complained
+
+
+@pytest.mark.parametrize("line", [line.strip() for line in str(serve.epilog).splitlines() if " planner " in line])
+def test_the_examples_of_the_help_are_taken_as_they_stand(line: str):
+    given = serve.make_context("serve", line.split()[2:]).params
+    assert {f"--{name.replace('_', '-')}" for name, value in given.items() if value not in (None, DATABASE)} == {
+        word for word in line.split() if word.startswith("--")
+    }
+
+
+def test_a_password_of_a_database_is_not_shown():
+    said = _listening("http://127.0.0.1:1", 2, "postgresql+psycopg://planner:secret@host/name")
+    assert said == "Listening at http://127.0.0.1:1, 2 tokens, database postgresql+psycopg://planner:***@host/name"
+
+
+def until(served: Any, count: int) -> None:
+    """Until so many requests wait there."""
+    while f"planner_http_waiting {count}.0" not in served.get("/metrics").text:
+        pass
+
+
+def test_who_waits_is_answered_when_the_service_ends():
+    service = StandIn()
+    service.register(Job("gpt3", 2, ""), b"PK")
+    path = "/v1/jobs/gpt3/plans?after=1&wait_s=60"
+    with ThreadPoolExecutor(4) as pool, serving(service, Address(port=0)) as url, httpx.Client(base_url=url) as client:
+        polls = [pool.submit(httpx.get, f"{url}{path}", timeout=60) for _ in range(3)]
+        stream = pool.submit(httpx.get, f"{url}/v1/jobs/gpt3/events", timeout=60)
+        until(client, 4)
+    assert [poll.result().status_code for poll in polls] == [204] * 3
+    assert stream.result().text == 'id: 1\nevent: version\ndata: {"version":1}\n\n'
+
+
+def test_a_stream_of_events_has_every_version_keeps_alive_and_ends_with_the_job():
+    service = StandIn()
+    service.register(Job("gpt3", 2, ""), b"PK")
+    with (
+        serving(service, Address(port=0), limits=Limits(keep_alive_s=0.05)) as url,
+        httpx.stream("GET", f"{url}/v1/jobs/gpt3/events") as answer,
+    ):
+        assert answer.headers["Content-Type"].startswith("text/event-stream")
+        lines = answer.iter_lines()
+        assert [next(lines) for _ in range(4)] == ["id: 1", "event: version", 'data: {"version":1}', ""]
+        assert [next(lines) for _ in range(4)] == [": nothing new", "", ": nothing new", ""]
+        service.set_deadline("gpt3", 2.0)
+        assert next(line for line in lines if line.startswith("data:")) == 'data: {"version":2}'
+        service.end("gpt3")
+        assert set(lines) <= {": nothing new", ""}
+
+
+def test_whoever_goes_away_from_a_stream_waits_no_longer():
+    service = StandIn()
+    service.register(Job("gpt3", 2, ""), b"PK")
+    with serving(service, Address(port=0)) as url, httpx.Client(base_url=url) as client:
+        with httpx.stream("GET", f"{url}/v1/jobs/gpt3/events"):
+            until(client, 1)
+        until(client, 0)
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc",
+        b"GET\r\n\r\n",
+        b"GET / HTTP/1.1\r\n\xff: \xff\r\n\r\n",
+        b"POST /v1/jobs HTTP/1.1\r\nHost: localhost\r\nContent-Length: -1\r\n\r\n",
+    ],
+)
+def test_bytes_that_are_no_http_harm_nobody(sent):
+    with serving(StandIn(), Address(port=0)) as url:
+        host, port = url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=10) as raw:
+            raw.sendall(sent)
+            raw.shutdown(socket.SHUT_WR)
+            assert raw.recv(65536)[:10] in (b"", b"HTTP/1.1 4")
+        assert httpx.get(f"{url}/healthz").status_code == 200
+
+
+def test_the_service_leaves_no_thread_behind():
+    before = set(threading.enumerate())
+    with serving(StandIn(), Address(port=0)) as url:
+        assert httpx.get(f"{url}/v1/jobs").status_code == 200
+    for thread in set(threading.enumerate()) - before:
+        thread.join(timeout=10)
+    assert set(threading.enumerate()) == before

@@ -1,0 +1,239 @@
+"""The service's database: what is written is read again, once each, by one service."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from services import NOW_S, frontier_file, job, report, small_frontier
+
+from perseus_planner.service.model import Decision, StorageError, Target
+from perseus_planner.service.outcomes import PlanSet, Taken
+from perseus_planner.service.planning.curves import Curve
+from perseus_planner.service.power import Share
+from perseus_planner.service.state import REMEMBERED, JobState
+from perseus_planner.service.store.rows import VERSIONS_KEPT
+from perseus_planner.service.store.storage import Change, Storage
+
+DIGEST = "f" * 64
+
+
+def state(name: str = "gpt") -> JobState:
+    curve = Curve.of(small_frontier())
+    decision = Decision((Target(1.5), Target(2.0, {1: 1.25})), 2.0, {1: "a"}, NOW_S, NOW_S + 5.0, "because")
+    taken = Taken(1, 17, NOW_S)
+    registered = replace(job(name), frontier=DIGEST)
+    first = report("a", expires_s=NOW_S + 60.0)
+    return JobState(
+        registered=registered,
+        job=replace(registered, deadline_s=1.75),
+        curve=curve,
+        decision=decision,
+        saving_w=12.5,
+        published=PlanSet(1, ("plan one", "plan two"), (0, 1), NOW_S),
+        planned=replace(decision, reason="what was decided before"),
+        promised=2,
+        reports={"a": first},
+        past={"b": report("b", degree=1.0)},
+        taken=taken,
+        share=Share(1.9, 400.0),
+    )
+
+
+def added(*states: JobState) -> Change:
+    frontiers = {each.job.frontier: (frontier_file(), each.curve) for each in states}
+    return Change({each.job.name: (None, each) for each in states}, frontiers)
+
+
+def published(before: JobState, version: int, *texts: str) -> JobState:
+    return replace(before, published=PlanSet(version, texts, (0, len(texts) - 1), NOW_S))
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    return tmp_path / "service.sqlite"
+
+
+@pytest.fixture
+def storage(place: Path) -> Iterator[Storage]:
+    with Storage(place) as opened:
+        yield opened
+
+
+def count(place: Path, table: str) -> int:
+    connection = sqlite3.connect(place)
+    try:
+        return int(connection.execute(f"SELECT count(*) FROM {table}").fetchone()[0])
+    finally:
+        connection.close()
+
+
+def test_what_is_written_is_read_again(storage: Storage, place: Path):
+    storage.commit(replace(added(state("one"), state("two")), power_w=(5000.0,)))
+    with Storage(place) as again:
+        stored = again.load()
+        assert stored.jobs == {"one": state("one"), "two": state("two")}
+        assert stored.power_w == 5000.0
+        assert again.frontier(DIGEST) == frontier_file()
+
+
+def test_a_change_is_written_as_a_whole_state_would_be(storage: Storage):
+    before = state()
+    after = published(
+        replace(
+            before,
+            job=replace(before.job, deadline_s=None, power_w=900.0),
+            decision=replace(before.decision, reason="another", look_again_s=float("inf")),
+            saving_w=13.5,
+            planned=before.decision,
+            promised=3,
+            reports={"c": report("c", degree=2.0)},
+            past={"a": before.reports["a"]},
+            taken=Taken(2, 30, NOW_S),
+            share=None,
+        ),
+        2,
+        "plan two",
+        "plan three",
+    )
+    storage.commit(added(before))
+    storage.commit(Change({"gpt": (before, after)}))
+    assert storage.load().jobs == {"gpt": after}
+
+
+def test_reports_are_read_in_the_order_in_which_they_came(storage: Storage):
+    before = state()
+    later = replace(before, reports={**before.reports, "z": report("z"), "m": report("m")})
+    storage.commit(added(before))
+    storage.commit(Change({"gpt": (before, later)}))
+    assert list(storage.load().jobs["gpt"].reports) == ["a", "z", "m"]
+
+
+def test_equal_plans_are_stored_once_and_those_of_no_version_are_swept(place: Path):
+    with Storage(place) as storage:
+        now = state("one")
+        storage.commit(added(now, state("two")))
+        assert count(place, "plans") == 2
+        for version in range(2, 2 * VERSIONS_KEPT):
+            before, now = now, published(now, version, f"plan {version % 3}")
+            storage.commit(Change({"one": (before, now)}))
+        versions = [plan_set.version for plan_set, _ in storage.load().versions["one"]]
+        assert versions == list(range(VERSIONS_KEPT, 2 * VERSIONS_KEPT))
+    with Storage(place):
+        assert count(place, "plans") == 2 + 3  # of the job that did not move, and the three that took turns
+
+
+def test_nothing_is_left_of_a_job_that_has_ended_but_what_others_have_too(place: Path):
+    with Storage(place) as storage:
+        one, two = state("one"), state("two")
+        storage.commit(added(one, two))
+        storage.commit(Change({"one": (one, None)}))
+        assert storage.load().jobs == {"two": two}
+        assert storage.frontier(DIGEST) == frontier_file()
+        storage.commit(Change({"two": (two, None)}))
+        with pytest.raises(StorageError, match="has no frontier"):
+            storage.frontier(DIGEST)
+    with Storage(place):
+        tables = ("jobs", "decisions", "reports", "versions", "version_plans", "plans", "frontiers")
+        assert [count(place, table) for table in tables] == [0] * len(tables)
+
+
+def test_a_change_that_cannot_be_written_whole_is_not_written_at_all(storage: Storage):
+    storage.commit(added(state("one")))
+    twice = Change({"two": (None, state("two")), "one": (None, state("one"))})  # "one" is there
+    with pytest.raises(StorageError, match="UNIQUE"):
+        storage.commit(twice)
+    assert list(storage.load().jobs) == ["one"]
+
+
+def test_power_budgets_are_set_and_lifted(storage: Storage):
+    storage.commit(Change(power_w=(1.5,)))
+    storage.commit(Change(power_w=(2.5,)))
+    assert storage.load().power_w == 2.5
+    storage.commit(Change(power_w=(None,)))
+    assert storage.load().power_w is None
+
+
+def test_who_opened_it_before_another_service_writes_no_more(place: Path):
+    with Storage(place) as first:
+        first.commit(added(state("one")))
+        with Storage(place) as second:
+            with pytest.raises(StorageError, match=r"another service has opened it, so this one writes no more"):
+                first.commit(Change(power_w=(1.0,)))
+            second.commit(Change(power_w=(2.0,)))
+            assert second.load().power_w == 2.0
+
+
+def test_a_database_of_another_version_is_refused(place: Path):
+    with Storage(place):
+        pass
+    with sqlite3.connect(place) as connection:
+        connection.execute("UPDATE meta SET value = '99' WHERE name = 'layout'")
+    connection.close()
+    with pytest.raises(StorageError) as refused:
+        Storage(place)
+    assert str(refused.value) == (
+        f"{place}: is of version 99 and this planner reads version 1; use the planner that wrote it, "
+        "or begin with another database"
+    )
+
+
+def test_what_is_no_database_is_refused(place: Path):
+    place.write_bytes(b"a text of some length, which is no database at all" * 100)
+    with pytest.raises(StorageError, match="file is not a database"):
+        Storage(place)
+
+
+def test_a_database_that_was_changed_by_hand_is_refused(storage: Storage, place: Path):
+    storage.commit(added(state()))
+    with sqlite3.connect(place) as connection:
+        connection.execute("UPDATE decisions SET content = '{}'")
+    connection.close()
+    with pytest.raises(StorageError, match="holds what this planner cannot read"):
+        storage.load()
+
+
+@pytest.mark.parametrize(
+    ("place", "reason"),
+    [
+        ("nosuchdatabase://host/name", "Can't load plugin"),
+        ("://", "Could not parse"),
+        ("/nosuchfolder/service.sqlite", "unable to open database file"),
+    ],
+)
+def test_a_place_of_no_use_is_refused(place: str, reason: str):
+    with pytest.raises(StorageError, match=reason):
+        Storage(place)
+
+
+def test_a_url_does_as_well_as_a_path(place: Path):
+    with Storage(f"sqlite:///{place}") as storage:
+        storage.commit(added(state()))
+    with Storage(place) as storage:
+        assert list(storage.load().jobs) == ["gpt"]
+
+
+def test_a_database_in_memory_does_as_well(place: Path):
+    with Storage("sqlite://") as storage:
+        storage.commit(added(state()))
+        assert storage.load().jobs == {"gpt": state()}
+
+
+@pytest.mark.parametrize(("synchronous", "number"), [("NORMAL", 1), ("FULL", 2), ("EXTRA", 3)])
+def test_a_file_has_a_log_ahead_and_waits_for_the_disk_as_asked(place: Path, synchronous: str, number: int):
+    with Storage(place, synchronous=synchronous) as storage, storage._engine.connect() as connection:
+        assert connection.exec_driver_sql("PRAGMA journal_mode").scalar() == "wal"
+        assert connection.exec_driver_sql("PRAGMA synchronous").scalar() == number
+
+
+def test_a_job_remembers_so_many_reports_that_no_longer_count():
+    reports = {str(number): report(str(number)) for number in range(REMEMBERED + 10)}
+    before = replace(state(), reports=reports, past={"old": report("old")})
+    after = before.keeping([reports["3"]])
+    assert list(after.reports) == ["3"]
+    assert len(after.past) == REMEMBERED
+    assert list(after.past)[-1] == str(REMEMBERED + 9)
+    assert "old" not in after.past

@@ -1,0 +1,307 @@
+"""Plans with a switch budget: against every choice of clocks where these are few, and certificates beyond."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from pathlib import Path
+from random import Random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracles import effective_j, end_times_s, every_choice, nodes
+from strategies import dag, dags, deadline_s, fixed, job, pipeline, pipelines, shares, smooth_profile
+
+from perseus_planner import Profile, schedules
+from perseus_planner.errors import InfeasibleBudget, InfeasibleDeadline, UsageError
+from perseus_planner.plans.plan import Plan
+from perseus_planner.profiles.measurement import Measurement
+from perseus_planner.schedules import Computation, Schedule, one_f_one_b
+from perseus_planner.schedules.dag import PipelineDag
+from perseus_planner.schedules.iteration import Iteration, Operation
+from perseus_planner.solver import budget
+from perseus_planner.solver.frontier import Frontier, solve, trace
+
+EFFORT = (1_000_000, 300, 4_000)  #: of a search in tests where it need not be the best
+
+
+def changes_and_dwell(problem: PipelineDag, clocks: list[int], times_s: list[float]) -> tuple[int, float]:
+    """The most clock changes of a rank, and the shortest time that a clock is held, seconds."""
+    end_s = end_times_s(problem, times_s)
+    start_s = [end - time for end, time in zip(end_s, times_s, strict=False)]
+    period_s = max(end_s) + problem.profile.overhead_s
+    place, most, held_s = 0, 0, [math.inf]
+    for rank in problem.schedule.ranks:
+        mine = range(place, place + len(rank))
+        begins = [start_s[i] for i, j in zip(mine, [mine[-1], *mine], strict=False) if clocks[i] != clocks[j]]
+        if begins:
+            held_s += [b - a for a, b in zip(begins, [*begins[1:], begins[0] + period_s], strict=True)]
+        place, most = place + len(rank), max(most, len(begins))
+    return most, min(held_s)
+
+
+def spent_j(plan: Plan, problem: PipelineDag) -> float:
+    """Effective energy of a plan, joules."""
+    points = [plan.measurement(computation) for computation in problem.computations]
+    computed_j = [
+        point.energy_j - problem.profile.blocking_w(computation.stage) * point.time_s
+        for computation, point in zip(problem.computations, points, strict=True)
+    ]
+    return math.fsum([*computed_j, *(node.effective_j[0] for node in nodes(problem)[len(points) :])])
+
+
+def check(plan: Plan, problem: PipelineDag, deadline: float, most: int | None, dwell_s: float = 0.0) -> None:
+    """The plan keeps to deadline, budget and dwell; all found without the planner's own replay."""
+    clocks = [plan.clocks[str(computation)] for computation in problem.computations]
+    times_s = [plan.measurement(computation).time_s for computation in problem.computations]
+    changes, held_s = changes_and_dwell(problem, clocks, times_s)
+    assert max(plan.changes) == changes
+    assert most is None or changes <= most
+    assert dwell_s == 0 or held_s >= dwell_s * (1 - 1e-9)
+    assert plan.time_s == max(end_times_s(problem, times_s)) + problem.profile.overhead_s <= deadline
+
+
+def scale_j(problem: PipelineDag) -> float:
+    return math.fsum(max(map(abs, each)) for each in effective_j(problem))
+
+
+class Tried:
+    """A problem with all its choices of measured clocks, tried one by one."""
+
+    def __init__(self, problem: PipelineDag) -> None:
+        self.problem, self.frontier = problem, trace(problem)
+        points = [problem.profile.measurements[key] for key in problem.iteration.keys]
+        choice, self.times_s, self.costs_j = every_choice(problem)
+        told = [
+            changes_and_dwell(
+                problem,
+                [points[i][j].clock_mhz for i, j in enumerate(row)],
+                [points[i][j].time_s for i, j in enumerate(row)],
+            )
+            for row in choice.T.tolist()
+        ]
+        self.changes, self.held_s = np.array(told).T
+
+    def wasted_j(self, deadline: float, most: int, dwell_s: float) -> float:
+        """By how much the plan misses the best choice; fails where it is none, or refused though there is one."""
+        fits = (self.changes <= most) & ((self.held_s >= dwell_s * (1 + 1e-9)) | (dwell_s == 0))
+        in_time = fits & (self.times_s <= deadline)
+        if not in_time.any():
+            with pytest.raises(InfeasibleBudget) as caught:
+                self.frontier.plan_for(deadline, max_changes=most, min_dwell_s=dwell_s)
+            assert caught.value.least_time_s >= (self.times_s[fits].min() if fits.any() else math.inf)
+            return 0.0
+        plan = self.frontier.plan_for(deadline, max_changes=most, min_dwell_s=dwell_s)
+        check(plan, self.problem, deadline, most, dwell_s)
+        missed_j = spent_j(plan, self.problem) - self.costs_j[in_time].min()
+        assert missed_j >= -1e-12 * scale_j(self.problem)
+        return max(0.0, missed_j - 1e-12 * scale_j(self.problem))
+
+
+def small_problems(seed: int, count: int) -> list[PipelineDag]:
+    """Graphs, pipelines and jobs with all there can be, with at most 2048 choices of clocks."""
+    rng, problems = Random(seed), []
+    shapes = [(1, 2), (2, 1), (2, 2), (1, 3), (3, 1)]
+    while len(problems) < count:
+        shape = rng.choice(shapes)
+        graph = dag(rng.getrandbits(32), rng.randint(2, 7), 4)
+        lined = PipelineDag.from_schedule(*pipeline(rng.getrandbits(32), *shape, 4))
+        problem = (graph, lined, job(rng.getrandbits(32), *shape, 3))[len(problems) % 3]
+        if 2 <= math.prod(len(problem.profile.measurements[key]) for key in problem.iteration.keys) <= 2048:
+            problems.append(problem)
+    return problems
+
+
+def tried_at_random(seed: int, count: int) -> list[float]:
+    rng, wasted_j = Random(seed), []
+    for problem in small_problems(seed, count):
+        tried = Tried(problem)
+        for deadline in (rng.uniform(tried.times_s.min(), tried.times_s.max()), float(rng.choice(tried.times_s))):
+            held_s = [0.0, *tried.held_s[np.isfinite(tried.held_s)].tolist()]
+            dwell_s = max(0.0, rng.choice([0.0, 0.9999 * rng.choice(held_s)]))
+            wasted_j.append(tried.wasted_j(deadline, rng.randint(0, 4), dwell_s))
+    return wasted_j
+
+
+def test_plans_of_the_smallest_problems_are_the_best_there_are():
+    assert max(tried_at_random(1, 60)) == 0
+
+
+def test_without_trying_all_choices_most_are_the_best_still(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(budget, "_FEW", 0)
+    monkeypatch.setattr(budget, "_EFFORT", EFFORT)
+    assert np.mean(np.array(tried_at_random(2, 60)) == 0) >= 0.9
+
+
+BUDGETS = (0, 1, 2, 3, 4, 5, 7, 8, 12, 13, None)
+
+
+def rising(frontier: Frontier, deadline: float, dwell_s: float) -> list[float]:
+    """Effective energy of the plan of each budget, infinite where there is none; all are checked."""
+    spent = []
+    for most in BUDGETS:
+        try:
+            plan = frontier.plan_for(deadline, max_changes=most, min_dwell_s=dwell_s)
+        except InfeasibleBudget:
+            spent.append(math.inf)
+            continue
+        check(plan, frontier.dag, deadline, most, dwell_s)
+        spent.append(spent_j(plan, frontier.dag))
+    return spent
+
+
+def never_worse(spent: list[float], problem: PipelineDag) -> bool:
+    margin_j = 1e-9 * scale_j(problem)
+    return all(more <= less + margin_j for less, more in pairwise(spent))
+
+
+DWELLS = st.just(0.0) | st.floats(0.0, 0.5)
+
+
+@settings(fixed, max_examples=50)
+@given(dags(most=14), shares(), DWELLS)
+def test_a_larger_budget_is_never_worse_for_any_graph(problem: PipelineDag, share: float, dwell: float):
+    frontier = trace(problem)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(budget, "_EFFORT", EFFORT)
+        deadline = deadline_s(frontier, share)
+        assert never_worse(rising(frontier, deadline, dwell * deadline), problem)
+
+
+@settings(fixed, max_examples=50)
+@given(pipelines(max_microbatches=8), shares(), DWELLS)
+def test_a_larger_budget_is_never_worse_for_pipelines(case: tuple[Profile, Schedule], share: float, dwell: float):
+    frontier = solve(*case)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(budget, "_EFFORT", EFFORT)
+        deadline = deadline_s(frontier, share)
+        assert never_worse(rising(frontier, deadline, dwell * deadline), frontier.dag)
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        schedules.gpipe(4, 8),
+        schedules.interleaved_1f1b(4, 2, 8),
+        schedules.zb_h1(4, 8),
+        schedules.interleaved_zero_bubble(2, 2, 8),
+    ],
+    ids=str,
+)
+def test_budgets_hold_where_a_rank_has_several_stages_and_kinds(schedule: Schedule, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(budget, "_EFFORT", EFFORT)
+    frontier = solve(with_halves(smooth_profile(schedule.stages, step_mhz=60)), schedule)
+    for dwell_s in (0.0, 0.02 * frontier.baseline_time_s):
+        spent = rising(frontier, 1.05 * frontier.baseline_time_s, dwell_s)
+        assert never_worse(spent, frontier.dag)
+        assert spent[BUDGETS.index(8)] < spent[0] < math.inf
+
+
+def with_halves(profile: Profile) -> Profile:
+    """The profile, its backward also as two halves."""
+    halves = {
+        (stage, kind): tuple(Measurement(m.clock_mhz, m.time_s * part, m.energy_j * part) for m in points)
+        for (stage, backward), points in profile.measurements.items()
+        for kind, part in (("I", 0.55), ("W", 0.45))
+        if backward == "B"
+    }
+    return Profile({**profile.measurements, **halves}, profile.blocking_power_w)
+
+
+def test_no_change_is_one_clock_per_rank_and_one_change_is_none():
+    frontier = solve(smooth_profile(4), one_f_one_b(4, 12))
+    for share in (0.02, 0.3, 0.8):
+        deadline = deadline_s(frontier, share)
+        plan = frontier.plan_for(deadline, max_changes=0)
+        for rank in plan.schedule.ranks:
+            assert len({plan.clocks[str(computation)] for computation in rank}) == 1
+        assert frontier.plan_for(deadline, max_changes=1).clocks == plan.clocks
+
+
+def test_a_clock_that_is_worthless_alone_is_used_where_it_is_the_best_one_shared():
+    points = {
+        (0, "F"): (Measurement(1000, 1.0, 20.0), Measurement(900, 1.1, 21.0), Measurement(800, 1.2, 5.0)),
+        (0, "B"): (Measurement(1000, 1.0, 20.0), Measurement(900, 1.1, 4.0), Measurement(800, 1.5, 3.9)),
+    }
+    frontier = solve(Profile(points, 1.0), one_f_one_b(1, 2))
+    assert 900 not in {option.clock_mhz for option in frontier.dag.options[0, "F"]}
+    assert set(frontier.plan_for(4.5, max_changes=0).clocks.values()) == {900}
+
+
+def test_equal_input_gives_equal_plans():
+    one, other = (solve(smooth_profile(3), one_f_one_b(3, 8)) for _ in range(2))
+    deadline = 1.04 * one.baseline_time_s
+    other.plan_for(deadline, max_changes=2)  # what was asked before makes no difference
+    for most, dwell_s in ((0, 0.0), (4, 0.0), (6, 0.5)):
+        plans = [each.plan_for(deadline, max_changes=most, min_dwell_s=dwell_s) for each in (one, other)]
+        assert plans[0] == plans[1]
+
+
+def test_operations_without_a_clock_are_no_changes():
+    schedule = Schedule("one", (tuple(Computation(0, kind, m) for m in range(4) for kind in "FB"),))
+    operations = (Operation(0, "load", None, 0, 0.5), Operation(0, "step", None, 0, 0.3, 5.0))
+    before = ((8,), (0,), (1,), (2,), (9,), (4,), (5,), (6,), (), (3,))
+    problem = PipelineDag(smooth_profile(1), Iteration(schedule, before, operations=operations))
+    frontier = trace(problem)
+    deadline = 1.1 * frontier.baseline_time_s
+    assert frontier.plan_for(deadline, max_changes=0).changes == (0,)
+    assert frontier.plan_for(deadline, max_changes=2).changes <= (2,)
+
+
+def test_a_rank_without_a_clock_that_all_it_runs_was_measured_at_needs_changes():
+    points = {
+        (0, "F"): (Measurement(1000, 1.0, 20.0), Measurement(900, 1.2, 15.0)),
+        (0, "B"): (Measurement(950, 2.0, 40.0), Measurement(850, 2.2, 33.0)),
+    }
+    frontier = solve(Profile(points, 1.0), one_f_one_b(1, 1))
+    with pytest.raises(InfeasibleBudget) as caught:
+        frontier.plan_for(4.0, max_changes=0)
+    assert str(caught.value) == (
+        "no plan found finishes an iteration within 4 s with at most 0 clock changes per GPU: some GPU has no clock at "
+        "which all that it runs was measured; allow more changes"
+    )
+    assert frontier.plan_for(4.0, max_changes=2).changes == (2,)
+
+
+def test_a_deadline_that_takes_more_changes_is_refused_with_the_least_time(monkeypatch: pytest.MonkeyPatch):
+    points = {
+        (0, "F"): (Measurement(1000, 1.0, 20.0), Measurement(900, 1.2, 15.0)),
+        (0, "B"): (Measurement(1000, 2.4, 40.0), Measurement(900, 2.0, 33.0)),
+    }
+    frontier = solve(Profile(points, 1.0), one_f_one_b(1, 2))
+    for few in (2**15, 0):
+        monkeypatch.setattr(budget, "_FEW", few)
+        with pytest.raises(InfeasibleDeadline) as caught:
+            frontier.plan_for(6.1, max_changes=1, min_dwell_s=0.25)
+        assert str(caught.value) == (
+            "no plan found finishes an iteration within 6.1 s with at most 1 clock change per GPU, each clock held "
+            "for 0.25 s: the fastest found takes 6.4 s; ask for that, or allow more changes"
+        )
+        assert frontier.plan_for(6.4, max_changes=1, min_dwell_s=0.25).time_s == 6.4
+        assert frontier.plan_for(6.1, max_changes=4).time_s == 6.0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"max_changes": -1}, "max_changes: -1 is not a number of clock changes: give a whole number of 0 or more"),
+        ({"max_changes": 1.5}, "max_changes: 1.5 is not a number of clock changes: give a whole number of 0 or more"),
+        ({"min_dwell_s": -1.0}, "min_dwell_s: -1.0 is not a wait: give finite seconds of 0 or more, such as 0.002"),
+    ],
+)
+def test_what_is_no_budget_is_refused(arguments: dict[str, float], message: str):
+    frontier = solve(smooth_profile(1), one_f_one_b(1, 1))
+    with pytest.raises(UsageError) as caught:
+        frontier.plan_for(frontier.max_time_s, **arguments)
+    assert str(caught.value) == message
+
+
+def test_eight_changes_keep_most_of_what_a_measured_pipeline_saves(measured_data: Path):
+    file = measured_data / "perseus_sosp24" / "stage_profile" / "gpt3-175b+a100_sxm_bf16.csv"
+    frontier = solve(Profile.load(file, 83.64), one_f_one_b(8, 96))
+    deadline = 1.05 * frontier.baseline_time_s
+    plan = frontier.plan_for(deadline, max_changes=8)
+    check(plan, frontier.dag, deadline, 8)
+    assert plan.saving_j >= 0.94 * frontier.plan_for(deadline).saving_j

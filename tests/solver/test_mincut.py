@@ -1,0 +1,123 @@
+"""Minimum cuts along the frontier: certificates at sampled times, and the flows of networkx."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+from random import Random
+
+import networkx as nx
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from oracles import INFINITE, flow_range
+from strategies import fixed, graphs, jobs, pipelines, problems
+from validators import arc_cost, check_cut, check_state, critical_arcs, gaps
+
+from perseus_planner.profiles.profiles import Profile
+from perseus_planner.schedules import Schedule
+from perseus_planner.schedules.dag import PipelineDag
+from perseus_planner.solver.frontier import Checkpoint, Frontier, solve, trace
+from perseus_planner.solver.mincut import UNLIMITED, State
+
+#: Of two kinds: least and largest flows are what they are, whichever function of networkx finds them.
+FLOW_FUNCTIONS = (nx.algorithms.flow.preflow_push, nx.algorithms.flow.boykov_kolmogorov)
+
+
+def sampled(frontier: Frontier, count: int) -> Iterator[Checkpoint]:
+    """States at both ends, and at some points of the frontier and times between two of them."""
+    rng, points = Random(0), frontier.times.tolist()
+    between = [rng.randint(fast, slow) for slow, fast in pairwise(points)]
+    inner = points[1:-1] + between
+    times = {points[0], points[-1], *rng.sample(inner, min(count, len(inner)))}
+    for at in frontier.states_at(sorted(times, reverse=True)):
+        yield Checkpoint(at.time, at.power, State(*(array.copy() for array in at.state)))
+
+
+def power_below(frontier: Frontier, time: int) -> int:
+    """The slope of the frontier just below `time`."""
+    return int(frontier.powers[np.flatnonzero(frontier.times >= time)[-1]])
+
+
+def power_above(frontier: Frontier, time: int) -> int:
+    """The slope of the frontier just above `time`."""
+    above = np.flatnonzero(frontier.times > time)
+    return int(frontier.powers[above[-1]]) if len(above) else 0
+
+
+def check_states(frontier: Frontier, count: int) -> None:
+    """At a checkpoint the flow may be any optimal one, elsewhere it is the largest."""
+    kept = [point.time for point in frontier.checkpoints]
+    for at in sampled(frontier, count):
+        check_state(frontier.scaled.network, at)
+        if at.time in kept:
+            assert power_above(frontier, at.time) <= at.power <= power_below(frontier, at.time)
+        else:
+            check_cut(frontier.scaled.network, at)
+            assert at.power == power_below(frontier, at.time)
+
+
+@settings(fixed, max_examples=200)
+@given(dag=graphs(30, max_options=8))
+def test_states_of_any_graph_prove_themselves_optimal(dag: PipelineDag):
+    check_states(trace(dag), 6)
+
+
+@settings(fixed, max_examples=60)
+@given(problem=pipelines(5, 12, 12))
+def test_states_of_a_pipeline_prove_themselves_optimal(problem: tuple[Profile, Schedule]):
+    check_states(solve(*problem), 6)
+
+
+@settings(fixed, max_examples=100)
+@given(dag=jobs(4, 6, 8))
+def test_states_of_a_job_of_any_schedule_prove_themselves_optimal(dag: PipelineDag):
+    check_states(trace(dag), 6)
+
+
+@fixed
+@given(dag=problems(12))
+def test_checkpoints_reach_from_the_slow_end_to_the_fast_one(dag: PipelineDag):
+    frontier = trace(dag)
+    times = [point.time for point in frontier.checkpoints]
+    assert times[0] == frontier.times[0]
+    assert times == sorted(times, reverse=True)
+    assert times[-1] >= frontier.times[-1]
+    for at in frontier.checkpoints:
+        check_state(frontier.scaled.network, at)
+
+
+@fixed
+@given(dag=problems(12))
+def test_event_times_cost_exactly_what_the_slopes_say(dag: PipelineDag):
+    frontier = trace(dag)
+    network, times, powers = frontier.scaled.network, frontier.times.tolist(), frontier.powers.tolist()
+    states = (at.state for at in frontier.states_at(times))
+    costs = [sum(arc_cost(network, *arc) for arc in enumerate(gaps(network, state))) for state in states]
+    assert costs[0] == 0
+    wanted = [power * (slow - fast) for power, (slow, fast) in zip(powers[:-1], pairwise(times), strict=True)]
+    assert [after - before for before, after in pairwise(costs)] == wanted
+
+
+@pytest.mark.parametrize("flow_func", FLOW_FUNCTIONS, ids=lambda function: function.__name__)
+@settings(fixed, max_examples=60)
+@given(dag=graphs(20, least=3))
+def test_networkx_finds_the_same_cuts_in_any_graph(flow_func, dag: PipelineDag):
+    check_against_networkx(trace(dag), 3, flow_func)
+
+
+@pytest.mark.parametrize("flow_func", FLOW_FUNCTIONS, ids=lambda function: function.__name__)
+@settings(fixed, max_examples=30)
+@given(dag=jobs())
+def test_networkx_finds_the_same_cuts_in_a_job(flow_func, dag: PipelineDag):
+    check_against_networkx(trace(dag), 3, flow_func)
+
+
+def check_against_networkx(frontier: Frontier, count: int, flow_func) -> None:
+    """The critical network's least and largest flow are the frontier's slopes above and below, to the last unit."""
+    network = frontier.scaled.network
+    for at in sampled(frontier, count):
+        least, largest = flow_range(critical_arcs(network, at.state), network.source, network.sink, flow_func)
+        assert least == power_above(frontier, at.time)
+        below = power_below(frontier, at.time)
+        assert largest == (INFINITE if below == UNLIMITED else below)

@@ -1,0 +1,152 @@
+"""What ranks run that agree on plans; launching.py asks for them as "agreement_programs:NAME"."""
+# ruff: noqa: TID253 - the process in which this runs is there for torch
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from perseus_planner.runtime.switching.agreement import Agreement, Decided
+
+SIZE = 4
+ITERATION_S = 0.002
+
+
+class Training:
+    """A training loop of one rank, with a thread beside it that looks."""
+
+    def __init__(self, store: Any, rank: int, accept: Callable[[int, bytes], str | None] = lambda version, blob: None):
+        self.agreement = Agreement(dist.PrefixStore("plans", store), rank, SIZE, accept)
+        self.versions: list[int] = []
+
+    def iterate(self, duration_s: float = ITERATION_S) -> int:
+        """One iteration; the version that it ran by."""
+        self.versions.append(self.agreement.version_at(len(self.versions)))
+        time.sleep(duration_s)
+        return self.versions[-1]
+
+    @contextmanager
+    def looking(self) -> Iterator[None]:
+        left = threading.Event()
+
+        def look() -> None:
+            while not left.wait(ITERATION_S):
+                self.agreement.look(len(self.versions) + 2)
+
+        thread = threading.Thread(target=look, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            left.set()
+            thread.join()
+
+
+def train(store: Any, rank: int) -> Training:
+    """Rank 1 proposes; rank 2 stands still for a while in the midst of it. All go on until they have run by it."""
+    training = Training(store, rank)
+    with training.looking():
+        while training.iterate() != 2 or len(training.versions) < 50:
+            if rank == 1 and len(training.versions) == 10:
+                proposal = training.agreement.propose(b"a plan")
+            if rank == 2 and len(training.versions) in (11, 20):
+                training.iterate(0.2)
+        if rank == 1:
+            outcome = proposal.wait(10.0)
+            assert isinstance(outcome, Decided)
+            # 0: it had come to its limit, and did not know yet.
+            assert set(training.versions[: outcome.iteration]) - {0} == {1}
+            assert set(training.versions[outcome.iteration :]) - {0} == {2}
+    assert training.agreement.lost is None
+    # The last that each asks of the store; who may hold it stays.
+    store.add("done", 1)
+    while rank == 0 and store.add("done", 0) < SIZE:
+        time.sleep(ITERATION_S)
+    return training
+
+
+def over_tcp() -> None:
+    """Each prints the versions of its iterations."""
+    _said(train(_tcp_store(), _rank()).versions)
+
+
+def over_file(path: str) -> None:
+    """Each prints the versions of its iterations."""
+    _said(train(dist.FileStore(path, -1), _rank()).versions)
+
+
+def over_hash() -> None:
+    """The ranks are threads of this process."""
+    store, trained = dist.HashStore(), {}
+
+    def run(rank: int) -> None:
+        trained[rank] = train(store, rank).versions
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(SIZE)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    _said([trained[rank] for rank in range(SIZE)])
+
+
+def host_dies() -> None:
+    """Who holds the store dies; the others train on."""
+    store = _tcp_store()
+    training = Training(store, _rank())
+    with training.looking():
+        for _ in range(10):
+            training.iterate()
+        store.set(f"trained/{_rank()}", "")
+        while _rank() == 0:
+            if store.check([f"trained/{rank}" for rank in range(SIZE)]):
+                os.kill(os.getpid(), signal.SIGKILL)
+        _go_on(training)
+
+
+def host_dies_before_it_decides() -> None:
+    """Who holds the store proposes, and dies when all others have said yes."""
+    store = _tcp_store()
+
+    def accept(version: int, _: bytes) -> str | None:
+        while _rank() == 0:
+            if store.check([f"plans/answers/{version}/{rank}" for rank in range(1, SIZE)]):
+                os.kill(os.getpid(), signal.SIGKILL)
+        return None
+
+    training = Training(store, _rank(), accept)
+    if _rank() == 0:
+        training.agreement.propose(b"a plan")
+    with training.looking():
+        _go_on(training)
+
+
+def _go_on(training: Training) -> None:
+    until_s = time.monotonic() + 20.0
+    while training.agreement.lost is None and time.monotonic() < until_s:
+        training.iterate()
+    for _ in range(100):
+        training.iterate()
+    _said({"lost": training.agreement.lost, "versions": training.versions})
+
+
+def _tcp_store() -> Any:
+    port, timeout = int(os.environ["MASTER_PORT"]), timedelta(seconds=20)
+    return dist.TCPStore(os.environ["MASTER_ADDR"], port, SIZE, _rank() == 0, timeout)
+
+
+def _rank() -> int:
+    return int(os.environ["RANK"])
+
+
+def _said(value: Any) -> None:
+    print(json.dumps(value))

@@ -1,0 +1,113 @@
+"""Ranks that attach to a clock controller: in this process, or in one of their own, for tests that kill them."""
+
+from __future__ import annotations
+
+import select
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import TypeVar
+from weakref import WeakKeyDictionary
+
+import psutil
+from fake_nvml import StandIn
+
+from perseus_planner.runtime.controller.client import Connection, started
+from perseus_planner.runtime.controller.protocol import Changed, Hello, Knob, ToRank
+from perseus_planner.runtime.marks import word
+
+LONG_S = 30.0
+"""For what must come at some time: much longer than it takes."""
+
+RANK_OF_ITS_OWN = """
+import os, signal, sys
+from perseus_planner.runtime.controller.client import Connection
+from perseus_planner.runtime.controller.protocol import Hello
+from controller_ranks import set_clock
+
+print("here", flush=True)
+address, rank, gpu, clock_mhz, children = sys.argv[1:]
+connection = Connection(address, Hello(int(rank), gpu, "clock", None, 0.0))
+connection.attach(30.0)
+set_clock(connection, int(clock_mhz))
+child = os.fork() if int(children) else 1
+if child == 0:
+    signal.pause()
+print("set", child, flush=True)
+sys.stdin.read()
+"""
+"""Says `here`, attaches, has a clock set, says `set` and the child it forked, if it is to, and waits."""
+
+Kind = TypeVar("Kind", bound=ToRank)
+_KEPT: WeakKeyDictionary[Connection, deque[ToRank]] = WeakKeyDictionary()  #: what nobody has waited for yet
+
+
+@contextmanager
+def attached(
+    gpus: Sequence[str],
+    *,
+    knob: Knob = "clock",
+    launcher: int | None = None,
+    min_dwell_s: float = 0.0,
+    max_changes_per_s: float = 1e4,
+    ranks: int | None = None,
+) -> Iterator[list[Connection]]:
+    """A new controller, and in this process a rank of it for each of `gpus`, attached; killed with its last one."""
+    address = started(ranks or len(gpus), max_changes_per_s, LONG_S)
+    with ExitStack() as stack:
+        hellos = [Hello(rank, gpu, knob, launcher, min_dwell_s) for rank, gpu in enumerate(gpus)]
+        connections = [stack.enter_context(Connection(address, hello)) for hello in hellos]
+        if ranks in (None, len(gpus)):
+            for connection in connections:
+                connection.attach(LONG_S)
+        yield connections
+
+
+def awaited(connection: Connection, kind: type[Kind], other: Callable[[Kind], bool] = lambda _: True) -> Kind:
+    """The next message of that kind, of which `other` is true; those before it are not given again."""
+    kept = _KEPT.setdefault(connection, deque())
+    deadline_s = time.monotonic() + LONG_S
+    while time.monotonic() < deadline_s:
+        while kept:
+            message = kept.popleft()
+            if isinstance(message, kind) and other(message):
+                return message
+        select.select([connection], [], [], deadline_s - time.monotonic())
+        kept += connection.messages()
+    raise AssertionError(f"no {kind.__name__} came")
+
+
+def let_look(connection: Connection) -> None:
+    """Wait until the controller has seen what was written before."""
+    for _ in range(2):  # it has seen it between two signs of life
+        written_ns = time.monotonic_ns()
+        eventually(lambda: connection._alive_ns[0] > written_ns)  # noqa: B023 - called before the next
+
+
+def set_clock(connection: Connection, value: int, place: int = 0) -> Changed:
+    """Have it set, and wait until it is; gives the message that says so."""
+    connection.word[0] = word(place, value)
+    return awaited(connection, Changed, lambda changed: changed.value == value)
+
+
+def eventually(holds: Callable[[], bool], within_s: float = LONG_S) -> None:
+    """Wait for what no message tells of."""
+    deadline_s = time.monotonic() + within_s
+    while not holds():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.002)  # between two looks
+
+
+def process_of(connection: Connection) -> psutil.Process:
+    """The controller."""
+    return psutil.Process(connection._controller.pid)
+
+
+def has_ended(process: psutil.Process) -> bool:
+    return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+
+
+def locked(nvml: StandIn) -> list[int | None]:
+    found = [nvml.locked_mhz(index) for index in range(2)]
+    return [each[1] if each else None for each in found]

@@ -1,0 +1,222 @@
+"""A small GPT that Megatron-core's own schedules train on the CPU, and what stands in a hook's and in timers' place."""
+# ruff: noqa: TID253 - for ranks, which are there for torch and Megatron
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer import TransformerConfig
+from torch import nn
+
+from perseus_planner.runtime.engines.megatron import MegatronModel
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
+import megatron_cpu
+
+SEQUENCE, ROWS, VOCABULARY = 8, 1, 16
+
+
+class Heard:
+    """In the place of a hook: all that it is told, iteration by iteration."""
+
+    def __init__(self) -> None:
+        self.iterations: list[dict[str, Any]] = []
+        self._begun: tuple[int, str, int] | None = None
+
+    def begin_iteration(self, microbatches: int | None = None) -> None:
+        self.iterations.append({"microbatches": microbatches, "ran": [], "ended": False})
+
+    def begin(self, stage: int, kind: str, microbatch: int) -> None:
+        assert self._begun is None
+        self._begun = (stage, kind, microbatch)
+
+    def end(self) -> None:
+        self.iterations[-1]["ran"].append(self._begun)
+        self._begun = None
+
+    def end_iteration(self) -> None:
+        assert not self.iterations[-1]["ended"]
+        self.iterations[-1]["ended"] = True
+
+
+class Told:
+    """Marks and pilot of a real hook: which words it wants, and how its iterations ended."""
+
+    def __init__(self, program: Any) -> None:
+        self.program, self.ends, self.words, self.wants = program, [], [], []
+
+    def load(self, words: Any) -> None:
+        self.words = words
+
+    def want(self, index: int) -> None:
+        self.wants.append(index)
+
+    def program_for(self, iteration: int) -> Any:
+        return self.program
+
+    def ended(self, iteration: int, program: Any, deviation: str | None) -> None:
+        self.ends.append(deviation)
+
+    def nothing(self, *_: Any) -> None:
+        pass
+
+    begin_iteration = begin = end = end_iteration = three_quarters = nothing
+
+
+class UserTimers:
+    """Timers as a user may have them: every call is written down, and gives a value."""
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+
+    def __call__(self, *args: Any, **kwargs: Any) -> UserTimer:
+        self.calls.append((args, kwargs))
+        return UserTimer(self, args[0])
+
+    def log(self, names: list[str]) -> str:
+        return f"logged {names}"
+
+
+class UserTimer:
+    def __init__(self, timers: UserTimers, name: str) -> None:
+        self._timers, self._name, self._number = timers, name, len(timers.calls)
+
+    def start(self, *args: Any, **kwargs: Any) -> str:
+        self._timers.calls.append((self._name, "start", args, kwargs))
+        return f"{self._name} started"
+
+    def stop(self, *args: Any, **kwargs: Any) -> str:
+        self._timers.calls.append((self._name, "stop", args, kwargs))
+        return f"{self._name} stopped"
+
+    def elapsed(self) -> int:
+        return self._number
+
+
+class Wrapper(nn.Module):
+    """As Megatron's DistributedDataParallel and Float16Module are around a chunk."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+
+@contextmanager
+def parallel(virtual: int | None = None, tensor: int = 1, pipeline: int | None = None) -> Iterator[None]:
+    """Megatron's parallel state, of pipelines over all ranks unless they are given."""
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=tensor,
+        pipeline_model_parallel_size=pipeline or dist.get_world_size(),
+        virtual_pipeline_model_parallel_size=virtual,
+    )
+    try:
+        with megatron_cpu.cpu_only():
+            yield
+    finally:
+        parallel_state.destroy_model_parallel()
+
+
+class Training:
+    """A small GPT on this rank, in one chunk or more, and its optimizer; equal ones give equal results."""
+
+    def __init__(self, virtual: int | None = None, group: int | None = None, *, apart: bool = False) -> None:
+        ranks = parallel_state.get_pipeline_model_parallel_world_size()
+        config = TransformerConfig(
+            num_layers=ranks * (virtual or 1),
+            hidden_size=8,
+            num_attention_heads=2,
+            pipeline_model_parallel_size=ranks,
+            virtual_pipeline_model_parallel_size=virtual,
+            microbatch_group_size_per_vp_stage=group,
+            pipeline_dtype=torch.float32,
+            use_cpu_initialization=True,
+            batch_p2p_sync=False,
+            hidden_dropout=0.1,
+        )
+        torch.manual_seed(dist.get_rank())
+        self.chunks = [_chunk(copy.copy(config) if apart else config, each, virtual) for each in range(virtual or 1)]
+        self.config = self.chunks[0].config
+        self.configs = [chunk.config for chunk in self.chunks]
+        self.model = [Wrapper(chunk) for chunk in self.chunks]
+        self.engine = MegatronModel(self.model)
+        parameters = [each for chunk in self.chunks for each in chunk.parameters()]
+        self.optimizer = torch.optim.AdamW(parameters, lr=0.01)
+
+    def step(self, microbatches: int, *, forward_only: bool = False) -> list[Any]:
+        """The losses of one iteration, on the last rank."""
+        torch.manual_seed(100 + dist.get_rank())
+        data = torch.randint(VOCABULARY, (microbatches, ROWS, SEQUENCE), generator=torch.Generator().manual_seed(7))
+        batches = [iter(data) for _ in self.model]
+        losses = get_forward_backward_func()(
+            forward_step_func=_forward_step,
+            data_iterator=batches if len(batches) > 1 else batches[0],
+            model=self.model if len(batches) > 1 else self.model[0],
+            num_microbatches=microbatches,
+            seq_length=SEQUENCE,
+            micro_batch_size=ROWS,
+            forward_only=forward_only,
+        )
+        if not forward_only:
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        return losses
+
+    def weights(self) -> list[Any]:
+        return [each.detach().clone() for chunk in self.chunks for each in chunk.parameters()]
+
+    @contextmanager
+    def watched(self) -> Iterator[list[tuple[int, str, int]]]:
+        """What really runs, as its modules and gradients tell it."""
+        seat, ran, handles = self.engine.seat, [], []
+
+        def watch(number: int, chunk: Any) -> None:
+            stage = number * seat.ranks + seat.rank
+
+            def forward(module: Any, args: Any, output: Any) -> None:
+                microbatch = module.decoder.layers[0].current_microbatch  # the schedule writes it there
+                ran.append((stage, "F", microbatch))
+                if output.requires_grad:
+                    output.register_hook(lambda gradient: ran.append((stage, "B", microbatch)))
+
+            handles.append(chunk.register_forward_hook(forward))
+
+        for number, chunk in enumerate(self.chunks):
+            watch(number, chunk)
+        yield ran
+        for handle in handles:
+            handle.remove()
+
+
+def _chunk(config: Any, number: int, virtual: int | None) -> Any:
+    stage = number if virtual else None
+    return GPTModel(
+        config,
+        get_gpt_layer_local_spec(),
+        vocab_size=VOCABULARY,
+        max_sequence_length=SEQUENCE,
+        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
+        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
+        share_embeddings_and_output_weights=False,
+        vp_stage=stage,
+    )
+
+
+def _forward_step(batches: Any, model: Any) -> Any:
+    tokens = next(batches)
+    places = torch.arange(SEQUENCE).expand_as(tokens)
+    hidden = torch.ones(1, 1, SEQUENCE, SEQUENCE, dtype=torch.bool).triu(1)
+    return model(tokens, places, hidden, labels=tokens), lambda losses: (losses.mean(), losses.mean().detach())

@@ -1,0 +1,267 @@
+"""What ranks run on which something fails while they train under a plan."""
+# ruff: noqa: TID253 - the process in which this runs is there for torch
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from planner_processes import CONTROLLER, planner_processes
+from runtime_training import FAST, GPU, LONG_S, Heard, Torch, Watch, any_rank, every_rank, job, plan_of, schedule_of
+
+from perseus_planner.runtime import Runtime, monitor, planner_runtime, rendezvous
+from perseus_planner.runtime.switching.agreement import Refused
+
+PLAN = plan_of(schedule_of("1f1b", 2, 4))
+
+
+def no_clocks_any_more(state: str) -> None:
+    """What ends the setting of clocks, on all ranks."""
+    with job(state) as said:
+        heard = Heard()
+        said["killed"] = _survived(heard, lambda _: _signal_controller(state, signal.SIGKILL))
+        with mock.patch.object(monitor, "HUNG_S", 0.5):
+            said["stopped"] = _survived(heard, lambda _: _signal_controller(state, signal.SIGSTOP))
+        said["lost"] = _survived(heard, lambda _: None, f"{GPU}&fault=lost@200calls")
+        said["slow"] = _survived(heard, lambda _: None, max_changes_per_s=20.0)
+        said["fault"] = _survived(heard, _break_background)
+        said["lost"]["locked_mhz later"] = Watch(f"{GPU}&fault=lost@200calls").gpu.locked_mhz
+
+
+def _survived(
+    heard: Heard, inject: Callable[[Runtime], None], gpu: str = GPU, *, max_changes_per_s: float = FAST
+) -> dict[str, Any]:
+    """Train, let something fail, go on until every rank knows, and then a little."""
+    watch = Watch(gpu)
+    pipeline, losses = Torch("1f1b", 4, watch), []
+    with planner_runtime(pipeline.engine, plan=PLAN, gpu=gpu, max_changes_per_s=max_changes_per_s) as runtime:
+        watch.planned = (lambda: runtime.plan) if max_changes_per_s == FAST else None
+        steps = 2
+        for _ in range(steps):
+            losses += pipeline.step()
+        inject(runtime)
+        watch.planned, watch.takes_s = None, 0.005
+        while not every_rank(runtime.problem is not None):
+            losses += pipeline.step()
+            steps += 1
+        watch.takes_s = 0.0
+        if "lost" not in gpu:  # whose clock stays what it was
+            watch.planned = lambda: None
+        for _ in range(2):
+            losses += pipeline.step()
+    plain = Torch("1f1b", 4)
+    expected = [*(loss for _ in range(steps + 2) for loss in plain.step()), *plain.state()]
+    found = [*losses, *pipeline.state()]
+    return {
+        "equal": len(expected) == len(found) and all(map(torch.equal, expected, found)),
+        "problem": runtime.problem,
+        "heard": heard.taken(),
+        "locked_mhz": watch.gpu.locked_mhz,
+    }
+
+
+def _signal_controller(state: str, number: signal.Signals) -> None:
+    if dist.get_rank() == 0:
+        planner_processes(state, CONTROLLER)[-1].send_signal(number)
+
+
+def _break_background(runtime: Runtime) -> None:
+    def look() -> None:
+        raise ValueError("a test breaks it")
+
+    runtime._pilot.look = look
+
+
+def no_permission_any_more(state: str, environment: str, script: str) -> None:
+    """The driver refuses to set clocks from some moment on."""
+    os.environ.update(json.loads(environment))
+    gpu = f"nvml:{os.environ['RANK']}"
+    with job(state) as said, mock.patch.object(rendezvous, "gpu_text", return_value=gpu):
+        heard, watch = Heard(), Watch()
+        watch.takes_s = 0.005
+        pipeline = Torch("1f1b", 4, watch)
+        plan = plan_of(schedule_of("1f1b", 2, 4), gpu=None)
+        with planner_runtime(pipeline.engine, plan=plan, max_changes_per_s=FAST) as runtime:
+            pipeline.step()
+            dist.barrier()
+            if dist.get_rank() == 0:
+                with Path(script).open("a") as file:
+                    file.write("* error nvmlDeviceSetGpuLockedClocks 4\n")
+            while not every_rank(runtime.problem is not None):
+                pipeline.step()
+            pipeline.step()
+        said.update(problem=runtime.problem, heard=heard.taken())
+
+
+def clocks_go_on(state: str) -> None:
+    """What fails beside, or a rank that goes, takes no clock from the others."""
+    with job(state) as said:
+        heard = Heard()
+        said["trace removed"] = _recorded(heard, Path("removed"), _removed)
+        said["trace full"] = _recorded(heard, Path("full"), _full)
+        said["left early"] = _left_early(heard)
+        said["forked"] = _forked(heard)
+        with mock.patch.object(monitor, "HUNG_S", 1.0):
+            said["suspended"] = _suspended(heard, state)
+
+
+def _recorded(heard: Heard, folder: Path, spoilt: Callable[[Path], Any]) -> dict[str, Any]:
+    """The folder of the run can be written no more."""
+    watch = Watch()
+    pipeline = Torch("1f1b", 4, watch)
+    entered = planner_runtime(pipeline.engine, plan=PLAN, gpu=GPU, trace=folder, max_changes_per_s=FAST)
+    with entered as runtime, ExitStack() as stack:
+        watch.planned = lambda: runtime.plan
+        while not every_rank((folder / f"iterations-{dist.get_rank()}.csv").exists()):
+            pipeline.step()
+        stack.enter_context(spoilt(folder))
+        dist.barrier()
+        texts: list[str] = []
+        while not any_rank(bool(texts)):
+            pipeline.step()
+            texts += heard.taken()
+        before = runtime.iterations[-1].iteration
+        while not every_rank(runtime.iterations[-1].iteration > before + 2):
+            pipeline.step()
+    return {"problem": runtime.problem, "heard": texts + heard.taken(), "locked_mhz": watch.gpu.locked_mhz}
+
+
+@contextmanager
+def _removed(folder: Path) -> Iterator[None]:
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder)
+    yield
+
+
+@contextmanager
+def _full(folder: Path) -> Iterator[None]:
+    """The kernel lets no file grow beyond what this one has."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    size = (folder / f"iterations-{dist.get_rank()}.csv").stat().st_size
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 64, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def _left_early(heard: Heard) -> dict[str, Any]:
+    """Rank 1 trains on without the runtime; and so many files are open that `select` would not take one more."""
+    files = [os.dup(2) for _ in range(1100)]
+    watch = Watch()
+    pipeline = Torch("1f1b", 4, watch)
+    with ExitStack() as stack:
+        entered = planner_runtime(pipeline.engine, plan=PLAN, gpu=GPU, max_changes_per_s=FAST)
+        runtime = stack.enter_context(entered)
+        watch.planned = lambda: runtime.plan
+        pipeline.step()
+        if dist.get_rank() == 1:
+            stack.close()
+            watch.planned = lambda: None
+            assert isinstance(runtime.switch_to(PLAN).outcome, Refused)
+        while not every_rank(len(runtime.iterations) > 2 or dist.get_rank() == 1):
+            pipeline.step()
+    for file in files:
+        os.close(file)
+    return {"problem": runtime.problem, "heard": heard.taken(), "locked_mhz": watch.gpu.locked_mhz}
+
+
+def _forked(heard: Heard) -> dict[str, Any]:
+    """A rank forks while it trains: one child leaves the block as an exception does, one outlives it."""
+    watch = Watch()
+    pipeline = Torch("1f1b", 4, watch)
+    stays = 0
+    try:
+        with planner_runtime(pipeline.engine, plan=PLAN, gpu=GPU, max_changes_per_s=FAST) as runtime:
+            watch.planned = lambda: runtime.plan
+            pipeline.step()
+            stays = os.fork()
+            if not stays:
+                signal.pause()
+            leaves = os.fork()
+            if not leaves:
+                raise KeyError  # noqa: TRY301
+            assert os.waitpid(leaves, 0)[1] == 0
+            pipeline.step()
+            pipeline.step()
+    except KeyError:
+        os._exit(0)
+    locked_mhz = watch.gpu.locked_mhz
+    os.kill(stays, signal.SIGKILL)
+    os.waitpid(stays, 0)
+    return {"problem": runtime.problem, "heard": heard.taken(), "locked_mhz": locked_mhz}
+
+
+def _suspended(heard: Heard, state: str) -> dict[str, Any]:
+    """The whole job is stopped for longer than a controller may be silent; that goes on last."""
+    watch = Watch()
+    pipeline = Torch("1f1b", 4, watch)
+    pids = [torch.zeros(1, dtype=torch.int64) for _ in range(2)]
+    dist.all_gather(pids, torch.tensor([os.getpid()]))
+    with planner_runtime(pipeline.engine, plan=PLAN, gpu=GPU, max_changes_per_s=FAST) as runtime:
+        watch.planned = lambda: runtime.plan
+        pipeline.step()
+        dist.barrier()
+        if dist.get_rank() == 0:
+            _suspend([planner_processes(state, CONTROLLER)[-1].pid, *(int(pid) for pid in pids)])
+        dist.barrier()
+        for _ in range(3):
+            pipeline.step()
+    return {"problem": runtime.problem, "heard": heard.taken(), "locked_mhz": watch.gpu.locked_mhz}
+
+
+def _suspend(pids: list[int]) -> None:
+    """By another process, this one being among them."""
+    child = os.fork()
+    if not child:
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        time.sleep(1.5)
+        for pid in reversed(pids):
+            os.kill(pid, signal.SIGCONT)
+        os._exit(0)
+    os.waitpid(child, 0)
+
+
+def store_gone(state: str) -> None:
+    """The process that has the job's store is killed; it is none of the ranks."""
+    os.environ["PLANNER_STATE_DIR"] = state
+    rank, port = int(os.environ["RANK"]), int(os.environ["MASTER_PORT"])
+    host = _host(port) if rank == 0 else 0
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=LONG_S))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    heard, watch = Heard(), Watch()
+    pipeline = Torch("1f1b", 4, watch)
+    with planner_runtime(pipeline.engine, plan=PLAN, gpu=GPU, max_changes_per_s=FAST) as runtime:
+        watch.planned = lambda: runtime.plan
+        pipeline.step()
+        dist.barrier()
+        if rank == 0:
+            os.kill(host, signal.SIGKILL)
+        while not every_rank(runtime._pilot.agreement.lost is not None):
+            pipeline.step()
+        refused = runtime.switch_to(PLAN).wait(LONG_S)
+        pipeline.step()
+    said = {"problem": runtime.problem, "heard": heard.taken(), "refused": str(refused)}
+    print(json.dumps({**said, "locked_mhz": watch.gpu.locked_mhz}), flush=True)
+    os._exit(0)  # torch would say goodbye to the store
+
+
+def _host(port: int) -> int:
+    """A process that has the store."""
+    child = os.fork()
+    if not child:
+        store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+        while store:
+            signal.pause()
+    return child

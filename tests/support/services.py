@@ -1,0 +1,97 @@
+"""What the tests of the service share: a small frontier, a clock that stands still, and waiting for plans."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from strategies import smooth_profile
+
+from perseus_planner import Frontier, schedules, solve
+from perseus_planner.plans.simulate import time_and_energy
+from perseus_planner.schedules.dag import PipelineDag
+from perseus_planner.service.model import Job, Place, Report, Scope
+from perseus_planner.service.service import Service
+
+PIPELINES, STAGES = 3, 2
+NOW_S = 1_800_000_000.0
+
+
+@cache
+def small_frontier() -> Frontier:
+    return solve(smooth_profile(STAGES, 90), schedules.one_f_one_b(stages=STAGES, microbatches=3))
+
+
+def baseline_s() -> float:
+    """Of that frontier, replayed: modules ask for it, and to solve takes seconds where nothing is compiled."""
+    dag = PipelineDag.from_schedule(smooth_profile(STAGES, 90), schedules.one_f_one_b(stages=STAGES, microbatches=3))
+    return time_and_energy(dag, dag.at_maximum())[0]
+
+
+@cache
+def frontier_file(step_mhz: int = 90) -> bytes:
+    """The file of a small frontier; another one for another step."""
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "frontier.npz"
+        schedule = schedules.one_f_one_b(stages=STAGES, microbatches=3)
+        solve(smooth_profile(STAGES, step_mhz), schedule).save(path)
+        return path.read_bytes()
+
+
+def job(name: str = "gpt", **settings: Any) -> Job:
+    """A rank for each stage of each pipeline, two ranks on a node."""
+    ranks = [(pipeline, stage) for pipeline in range(PIPELINES) for stage in range(STAGES)]
+    places = tuple(
+        Place(rank, pipeline, (stage,), f"node{pipeline}", f"GPU-{rank}")
+        for rank, (pipeline, stage) in enumerate(ranks)
+    )
+    return Job(name, PIPELINES, "", places, **settings)
+
+
+def report(key: str, pipeline: int = 1, degree: float = 1.3, source: str = "ops", **fields: Any) -> Report:
+    """That a pipeline is slow."""
+    times = {"observed_s": NOW_S, "begins_s": NOW_S} | fields
+    return Report(key, source, times.pop("scope", Scope("pipeline", str(pipeline))), degree, None, **times)
+
+
+def at_once(function: Any, *arguments: Any) -> Any:
+    """Solves and plans on the thread that wants it."""
+    return function(*arguments)
+
+
+class Clock:
+    """Time that stands still until it is set."""
+
+    def __init__(self) -> None:
+        self.now_s = NOW_S
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def planned(service: Service, timeout_s: float = 30.0) -> None:
+    """Wait until every version that was promised is there."""
+    told = threading.Event()
+    unsubscribe = service.subscribe(lambda job, version: told.set())
+    try:
+        while any(status.promised > status.version for status in service.jobs()):
+            assert told.wait(timeout_s), "a promised version did not come"
+            told.clear()
+    finally:
+        unsubscribe()
+
+
+@contextmanager
+def versions_told(service: Service) -> Iterator[dict[str, list[int]]]:
+    """Every version that subscribers are told of, by job."""
+    told: dict[str, list[int]] = {}
+    unsubscribe = service.subscribe(lambda job, version: told.setdefault(job, []).append(version))
+    try:
+        yield told
+    finally:
+        unsubscribe()

@@ -1,0 +1,205 @@
+"""The figures of `planner show --figure` hold the values of the report, and nothing else."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from commands import done, refusal
+from made_runs import write_run
+from strategies import smooth_profile
+
+from perseus_planner import Frontier, Plan, Profile, schedules, solve
+from perseus_planner.cli.show import FIGURES as OFFERED
+from perseus_planner.errors import UsageError
+from perseus_planner.plans.simulate import replay
+from perseus_planner.profiles.curve import worthwhile
+from perseus_planner.profiles.measurement import Evidence
+from perseus_planner.runs import Run
+from perseus_planner.schedules.pipeline import FixedOperation
+from perseus_planner.views.report.figures import FIGURES, draw_curves, draw_points, draw_timelines
+from perseus_planner.views.report.points import points
+from perseus_planner.views.report.sources import Sources
+
+
+@pytest.fixture(scope="module")
+def frontier() -> Frontier:
+    operations = [FixedOperation("optimizer", "end", 0.01)]
+    return solve(smooth_profile(3, step_mhz=150), schedules.one_f_one_b(3, 4), operations=operations)
+
+
+@pytest.fixture(scope="module")
+def plan(frontier: Frontier) -> Plan:
+    return frontier.plan_for(1.1 * frontier.baseline_time_s)
+
+
+def bars(axes, row: int) -> list[list[tuple[float, float]]]:
+    """The bars of a row, first its background."""
+    found = []
+    for each in axes.collections:
+        paths = each.get_paths()
+        if paths and len(paths[0].vertices) > 2 and round(paths[0].vertices[:, 1].mean()) == row:
+            found.append([(path.vertices[:, 0].min(), path.vertices[:, 0].max()) for path in paths])
+    return found
+
+
+def test_the_points_are_the_bound_the_chosen_plan_and_other_planners(frontier: Frontier, plan: Plan):
+    sources = Sources(frontier=frontier, plans={"chosen.yaml": plan})
+    axes = draw_points(sources).axes[0]
+    curve, *marks = axes.lines
+    expected = points(sources)
+    assert np.array_equal(curve.get_xydata(), np.column_stack([expected.times_s, expected.energies_j]))
+    assert {mark.get_label(): tuple(mark.get_xydata()[0]) for mark in marks} == {
+        f"{each.name} ({each.origin})": (each.time_s, each.energy_j) for each in expected.points
+    }
+    shown = {mark.get_label() for mark in marks}
+    assert {"chosen.yaml (replayed, measured profile)", "EnvPipe (replayed, measured profile)"} <= shown
+    for mark in marks:
+        ((x, y),) = mark.get_xydata()
+        assert axes.get_xlim()[0] < x < axes.get_xlim()[1]
+        assert axes.get_ylim()[0] < y < axes.get_ylim()[1]
+    assert "lowtime" in axes.get_title()
+
+
+@pytest.mark.parametrize("by", ["power", "clock"])
+def test_the_timelines_are_the_iteration_before_and_after(frontier: Frontier, plan: Plan, by: str):
+    figure = draw_timelines(Sources(frontier=frontier, plans={"plan.yaml": plan}), by)
+    before, after, scale = figure.axes
+    assert (
+        before.get_title() == "all clocks at maximum: before: the baseline of every saving (replayed, measured profile)"
+    )
+    assert after.get_title() == "plan.yaml: as planned (replayed, measured profile)"
+    assert scale.get_ylabel() == {"power": "power of all GPUs of the rank (W)", "clock": "clock (MHz)"}[by]
+    fastest = frontier.plan_of({str(c): 1410 for c in frontier.dag.computations})
+    for axes, one in ((before, fastest), (after, plan)):
+        spans, colours = replay(one).spans, {}
+        for rank, program in enumerate(one.iteration.programs):
+            waiting, drawn = bars(axes, rank)
+            assert waiting == [pytest.approx((0.0, one.time_s), abs=1e-6)]
+            expected = [spans[one.iteration.names[place]] for place in program]
+            assert np.allclose(drawn, [(span.start_s, span.end_s) for span in expected], atol=1e-6)
+            fill = _fill(axes, rank)
+            for place, colour in zip(program, map(tuple, fill), strict=True):
+                name = one.iteration.names[place]
+                value = round(spans[name].power_w) if by == "power" else one.clocks.get(name)
+                assert colours.setdefault(value, colour) == colour
+        assert len(set(colours.values())) == len(colours)
+
+
+def _fill(axes, row: int):
+    """The colours of the bars in front."""
+    kept = [each for each in axes.collections if each.get_paths() and len(each.get_paths()[0].vertices) > 2]
+    return [each for each in kept if round(each.get_paths()[0].vertices[:, 1].mean()) == row][-1].get_facecolors()
+
+
+def test_a_critical_path_is_marked_from_end_to_end(frontier: Frontier):
+    figure = draw_timelines(Sources(frontier=frontier), "power")
+    axes = figure.axes[0]
+    marked = [
+        (segment[0][0], segment[1][0])
+        for each in axes.collections
+        for segment in map(np.asarray, getattr(each, "get_segments", list)())
+        if len(segment) == 2
+    ]
+    fastest = replay(frontier.plan_of({str(c): 1410 for c in frontier.dag.computations}))
+    # Any moment of the iteration is covered: a path without a gap; there are no transfers here.
+    covered_s = 0.0
+    for start_s, end_s in sorted(marked):
+        assert start_s <= covered_s + 2e-6
+        covered_s = max(covered_s, end_s)
+    assert covered_s == pytest.approx(fastest.time_s, abs=2e-6)
+    assert len(marked) < len(fastest.spans)
+
+
+def test_a_run_is_drawn_beside_its_plan(plan: Plan, tmp_path: Path):
+    computing = solve(smooth_profile(3, step_mhz=150), schedules.one_f_one_b(3, 4)).plan_for_least_energy()
+    write_run(tmp_path / "run", computing, 3)
+    run = Run.load(tmp_path / "run")
+    planned, ran, _ = draw_timelines(Sources(plans={"p": computing}, runs={"run": run}), "clock").axes
+    assert ran.get_title().startswith("run: as it ran: iteration 2 by plan 1")
+    for rank in range(3):
+        assert np.allclose(bars(planned, rank)[-1], bars(ran, rank)[-1], atol=3e-6)
+
+
+def test_curves_are_the_measured_points_their_errors_and_a_hull_below_them():
+    plain = smooth_profile(5, step_mhz=60)
+    profile = replace(
+        plain,
+        measurements={
+            key: tuple(
+                replace(row, evidence=Evidence(row.clock_mhz, row.time_s / 50, row.energy_j / 25, 3, 60.0))
+                for row in rows
+            )
+            for key, rows in plain.measurements.items()
+        },
+    )
+    figure = draw_curves(Sources(profile))
+    assert [axes.get_title() for axes in figure.axes if axes.get_visible()] == [f"stage {i}" for i in range(5)]
+    for (key, measured), (hull, drawn) in zip(profile.measurements.items(), _curves(figure), strict=True):
+        rows, errors = drawn
+        assert rows == [(row.time_s, row.energy_j) for row in measured]
+        assert errors == [(pytest.approx(x / 25), pytest.approx(y / 12.5)) for x, y in rows]
+        waiting_w = profile.blocking_w(key[0])
+        times_s, effective_j = hull[:, 0], hull[:, 1] - waiting_w * hull[:, 0]
+        for each in worthwhile(measured, waiting_w):
+            assert np.interp(each.time_s, times_s, effective_j) <= each.effective_j + 1e-9
+    assert "smooth, measured" in figure.get_suptitle()
+
+
+def _curves(figure):
+    """Of each: the hull, and the points with the whole length of their error bars."""
+    for axes in figure.axes:
+        if axes.get_visible():
+            for hull, container in zip(axes.lines[::2], axes.containers, strict=True):
+                line, _, (x_bars, y_bars) = container.lines
+                lengths = [
+                    (x[1][0] - x[0][0], y[1][1] - y[0][1])
+                    for x, y in zip(x_bars.get_segments(), y_bars.get_segments(), strict=True)
+                ]
+                yield hull.get_xydata(), (list(map(tuple, line.get_xydata())), lengths)
+
+
+def test_what_is_not_there_cannot_be_drawn(plan: Plan):
+    alone = Sources(plans={"plan.yaml": plan})
+    for draw, message in (
+        (draw_points, "--figure points: shows a frontier, and there is none; name one, or add it with --beside"),
+        (draw_curves, "--figure curves: shows a profile, and there is none; name one, or add it with --beside"),
+    ):
+        with pytest.raises(UsageError) as refused:
+            draw(alone)
+        assert str(refused.value) == message
+    with pytest.raises(UsageError) as refused:
+        draw_timelines(Sources(smooth_profile(2)), "power")
+    assert str(refused.value) == "--figure timeline: shows a plan, a run or a frontier, and there is none"
+
+
+def test_show_draws_each_figure_and_shows_a_profile(folder: Path):
+    smooth_profile(2, step_mhz=150).save("profile.yaml")
+    done("solve profile.yaml --schedule 1f1b --microbatches 2 -o frontier.npz")
+    done("plan frontier.npz --slowdown 1.1 -o plan.yaml")
+    for figure, ending in (("points", "png"), ("timeline", "svg"), ("timeline-clock", "svg")):
+        text = done(f"show frontier.npz --beside plan.yaml --plot {figure}.{ending} --figure {figure}")
+        assert text.endswith(f"\nWrote {figure}.{ending}\n")
+    one, other = (Path(f"{name}.svg").read_text() for name in ("timeline", "timeline-clock"))
+    assert one.startswith("<?xml")
+    assert one != other
+    assert done("show profile.yaml --plot profile.pdf").startswith("Profile of 2 stages, smooth (measured)")
+    found = json.loads(done("show profile.yaml --json"))
+    assert (found["digest"], found["files"]) == (Profile.load("profile.yaml").digest, [])
+    for command, message in {
+        "show plan.yaml --figure timeline": "--figure: says what --plot draws; give --plot FIGURE with it",
+        "show plan.yaml --beside frontier.npz": "--beside: is for --figure; give --figure with it",
+        "show profile.yaml --trace a.json": "--trace a.json: profile.yaml has no timeline; name a plan or a run",
+        "show plan.yaml --figure points --plot a.png": (
+            "--figure points: shows a frontier, and there is none; name one, or add it with --beside"
+        ),
+    }.items():
+        assert refusal(command) == (2, "", f"Error: {message}\n")
+    assert not Path("a.png").exists()
+
+
+def test_the_figures_that_are_offered_are_those_that_there_are():
+    assert tuple(FIGURES) == OFFERED

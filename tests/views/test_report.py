@@ -1,0 +1,263 @@
+"""The figures of a report are what the frontier, the replay and the profile say, and what does not fit is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from dataclasses import replace
+from itertools import accumulate, pairwise
+from pathlib import Path
+
+import pytest
+from commands import done, refusal
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from made_runs import write_run
+from strategies import jobs, profiles, smooth_profile
+
+from perseus_planner import Frontier, Profile, schedules, solve
+from perseus_planner.errors import UsageError
+from perseus_planner.plans.simulate import Span, replay
+from perseus_planner.profiles.measurement import Evidence
+from perseus_planner.runs.run import Run
+from perseus_planner.solver.frontier import trace
+from perseus_planner.views.report.curves import curves
+from perseus_planner.views.report.page import number, page
+from perseus_planner.views.report.points import points
+from perseus_planner.views.report.rates import Rates, Work
+from perseus_planner.views.report.report import make_report
+from perseus_planner.views.report.savings import savings
+from perseus_planner.views.report.sources import Sources
+from perseus_planner.views.report.timelines import of_plan, spare_s
+
+SMALL = smooth_profile(3, step_mhz=150)
+
+
+@pytest.fixture(scope="module")
+def frontier() -> Frontier:
+    return solve(SMALL, schedules.one_f_one_b(3, 5))
+
+
+@pytest.fixture
+def files(folder: Path, frontier: Frontier) -> Path:
+    """A working folder with a profile, its frontier, a plan and a run by it."""
+    SMALL.save("profile.yaml")
+    frontier.save("frontier.npz")
+    plan = frontier.plan_for(1.05 * frontier.baseline_time_s)
+    plan.save("plan.yaml")
+    Path("run").mkdir()
+    write_run(Path("run"), plan)
+    return folder
+
+
+def data_of(text: str) -> dict:
+    return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)[1])
+
+
+# --- Figures ---------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=12)
+@given(jobs().map(trace), st.floats(0, 1))
+def test_a_timeline_is_the_replay_in_whole_microseconds(frontier: Frontier, share: float):
+    plan = frontier.plan_for(frontier.min_time_s + share * (frontier.max_time_s - frontier.min_time_s))
+    timeline, spans = of_plan("plan", plan, ""), replay(plan).spans
+    shown = {}
+    for program, lane in zip(timeline.programs, timeline.lanes, strict=True):
+        steps = [part for pair in zip(lane.gaps_us, lane.times_us, strict=True) for part in pair]
+        times_us = list(accumulate(steps))
+        rows = zip(program.split(), times_us[::2], times_us[1::2], lane.clocks, strict=True)
+        shown |= {name: (begin, end, clock) for name, begin, end, clock in rows}
+    assert shown.keys() == spans.keys()
+    for name, (begin_us, end_us, clock) in shown.items():
+        assert abs(begin_us - 1e6 * spans[name].start_s) <= 0.5 + 1e-6 * begin_us
+        assert abs(end_us - 1e6 * spans[name].end_s) <= 0.5 + 1e-6 * end_us
+        assert clock == plan.clocks.get(name)
+
+
+@settings(max_examples=12)
+@given(jobs().map(trace), st.randoms(use_true_random=False))
+def test_a_computation_may_end_later_by_what_it_has_to_spare_and_no_more(frontier: Frontier, rng):
+    plan = frontier.plan_for(frontier.baseline_time_s)
+    iteration, spans = plan.iteration, list(replay(plan).spans.values())
+    spare = spare_s(iteration, spans)
+    assert min(spare) == 0
+    place = rng.randrange(len(spans))
+
+    def end_with(extra_s: float) -> float:
+        ends_s = [0.0] * len(spans)
+        for each in iteration.order:
+            start_s = max((ends_s[other] + lag_s for other, lag_s in iteration.waits[each]), default=0.0)
+            ends_s[each] = start_s + spans[each].end_s - spans[each].start_s + (extra_s if each == place else 0)
+        return max(ends_s)
+
+    whole_s = max(span.end_s for span in spans)
+    assert end_with(spare[place]) == pytest.approx(whole_s, rel=1e-9)
+    assert end_with(spare[place] + 0.01 * whole_s) == pytest.approx(1.01 * whole_s, rel=1e-9)
+
+
+@settings(max_examples=12)
+@given(jobs().map(trace))
+def test_no_point_of_the_frontiers_figure_is_below_the_bound(frontier: Frontier):
+    plan = frontier.plan_for(frontier.baseline_time_s)
+    found = points(Sources(frontier=frontier, plans={"plan": plan}))
+    assert list(found.times_s) == sorted(found.times_s)
+    assert (found.times_s[0], found.times_s[-1]) == (frontier.min_time_s, frontier.max_time_s)
+    for time_s, energy_j in zip(found.times_s, found.energies_j, strict=True):
+        assert energy_j == pytest.approx(frontier.bound_j(time_s), rel=1e-9, abs=1e-9)
+    for point in found.points:
+        if point.time_s >= frontier.min_time_s:
+            size_j = abs(point.energy_j) + frontier.dag.waiting_w * point.time_s
+            assert point.energy_j >= frontier.bound_j(point.time_s) - 1e-6 * size_j
+    assert {point.kind for point in found.points} >= {"baseline", "plan", "landmark"}
+
+
+@settings(max_examples=30)
+@given(profiles(3))
+def test_no_measured_point_is_below_the_hull_of_its_curve(profile: Profile):
+    for curve in curves(profile):
+        waiting_w = profile.blocking_w(curve.stage)
+        rows = {point.clock: (point.time_s, point.energy_j - waiting_w * point.time_s) for point in curve.points}
+        hull = [rows[clock] for clock in curve.hull]
+        assert [time_s for time_s, _ in hull] == sorted(time_s for time_s, _ in hull)
+        for time_s, effective_j in rows.values():
+            for (t0, e0), (t1, e1) in pairwise(hull):
+                if t0 <= time_s <= t1:
+                    line_j = e0 + (e1 - e0) * (time_s - t0) / (t1 - t0)
+                    assert effective_j >= line_j - 2e-6 - 1e-6 * abs(e0)
+
+
+def test_standard_errors_come_from_the_profile_that_has_them(frontier: Frontier):
+    evidence = Evidence(1400.0, 1e-4, 0.25, 3, 60.0)
+    rows = {key: tuple(replace(row, evidence=evidence) for row in each) for key, each in SMALL.measurements.items()}
+    known = curves(replace(SMALL, measurements=rows))
+    assert {(point.time_stderr_s, point.energy_stderr_j) for curve in known for point in curve.points} == {(1e-4, 0.25)}
+    unknown = curves(frontier.profile)
+    assert {(point.time_stderr_s, point.energy_stderr_j) for curve in unknown for point in curve.points} == {
+        (None, None)
+    }
+
+
+# --- Savings ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_plans_saving_is_counted_against_all_clocks_at_maximum(frontier: Frontier):
+    plan = frontier.plan_for(1.1 * frontier.baseline_time_s)
+    work, rates = Work(pipelines=4, tokens=1000, samples=10, iterations=50), Rates(0.2, 1.5, 0.3)
+    (saving,) = savings(Sources(plans={"plan": plan}), rates, work)
+    assert saving.per_iteration.gpu_j == pytest.approx(4 * plan.saving_j)
+    assert saving.per_iteration.kwh == pytest.approx(4 * plan.saving_j * 1.5 / 3.6e6)
+    assert saving.per_iteration.usd == pytest.approx(0.2 * saving.per_iteration.kwh)
+    assert saving.per_iteration.co2e_kg == pytest.approx(0.3 * saving.per_iteration.kwh)
+    assert saving.per_day.kwh == pytest.approx(saving.per_iteration.kwh * 86400 / plan.time_s)
+    assert saving.per_run is not None
+    assert saving.per_run.gpu_j == pytest.approx(50 * saving.per_iteration.gpu_j)
+    assert saving.efficiency.joules_per_token == pytest.approx(4 * plan.energy_j / 1000)
+    assert saving.efficiency.tokens_per_joule == pytest.approx(1000 / (4 * plan.energy_j))
+    power_w = 4 * plan.energy_j / plan.time_s
+    assert saving.efficiency.samples_per_s_per_w == pytest.approx(10 / plan.time_s / power_w)
+    assert saving.energy_origin == saving.baseline_origin == "replayed, measured profile"
+
+
+@pytest.mark.parametrize("pipelines", [1, 2])
+def test_a_run_saves_what_its_plan_does_if_it_ran_just_so(frontier: Frontier, tmp_path: Path, pipelines: int):
+    plan = frontier.plan_for(1.05 * frontier.baseline_time_s)
+    write_run(tmp_path, plan, 6, pipelines=pipelines)
+    sources = Sources(frontier=frontier, runs={"run": Run.load(tmp_path)})
+    (saving,) = savings(sources, Rates(), Work(pipelines=2, tokens=64))
+    assert saving.per_iteration.gpu_j == pytest.approx(pipelines * plan.saving_j, rel=1e-3)
+    assert (saving.time_origin, saving.energy_origin) == ("measured", "simulated")
+    assert (saving.iterations, saving.pipelines) == (5, pipelines)
+    assert saving.efficiency.joules_per_token == pytest.approx(2 * plan.energy_j / 64, rel=1e-3)
+    (point,) = (each for each in points(sources).points if each.kind == "run")
+    assert point.energy_j == pytest.approx(plan.energy_j, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    "option",
+    ["--price -1", "--pue 0.9", "--pue nan", "--carbon inf", "--pipelines 0", f"--tokens-per-iteration {10**400}"],
+)
+def test_a_rate_that_is_none_is_refused(files: Path, option: str):
+    code, _, stderr = refusal(f"report plan.yaml {option} -o report.html")
+    assert code == 2
+    assert "give" in stderr
+    assert not Path("report.html").exists()
+
+
+# --- The command -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "given_files", ["profile.yaml", "frontier.npz", "plan.yaml", "run", "frontier.npz plan.yaml run profile.yaml"]
+)
+def test_a_report_is_made_of_any_of_the_files(files: Path, given_files: str):
+    content = json.loads(done(f"report {given_files} -o report.html --json"))
+    assert content["files"] == ["report.html"]
+    text = Path("report.html").read_text()
+    assert data_of(text)["points"] == content["points"]
+    assert not re.findall(r"(?:src|href)=|url\(|@import", text)
+
+
+def test_equal_files_give_equal_pages(files: Path):
+    for name in ("one.html", "two.html"):
+        done(f"report frontier.npz plan.yaml run -o {name}")
+    assert Path("one.html").read_bytes() == Path("two.html").read_bytes()
+
+
+def test_a_job_file_says_pipelines_and_tokens(files: Path):
+    head = "format: perseus-planner/job\nversion: 1\nprofile: profile.yaml\nschedule: 1f1b\nmicrobatches: 5\n"
+    Path("job.yaml").write_text(head + "replicas: 3\ntokens_per_iteration: 6000\nsamples_per_iteration: 12\n")
+    work = json.loads(done("report plan.yaml job.yaml -o report.html --json"))["work"]
+    assert (work["pipelines"], work["tokens"], work["samples"]) == (3, 6000, 12)
+    two = "replicas:\n- count: 3\n- {count: 1, slow_stages: {1: 1.2}}\ntokens_per_iteration: 6000\n"
+    Path("job.yaml").write_text(head + two)
+    work = json.loads(done("report plan.yaml job.yaml -o report.html --json"))["work"]
+    assert (work["pipelines"], work["tokens"]) == (3, 4500)
+    given_here = "--pipelines 2 --tokens-per-iteration 7"
+    work = json.loads(done(f"report plan.yaml job.yaml {given_here} -o report.html --json"))["work"]
+    assert (work["pipelines"], work["tokens"]) == (2, 7)
+
+
+def test_what_does_not_belong_together_is_refused(files: Path):
+    other = smooth_profile(3, step_mhz=300)
+    other.save("other.yaml")
+    solve(SMALL, schedules.one_f_one_b(3, 6)).save("longer.npz")
+    for given_files, what in (
+        ("frontier.npz other.yaml", "another profile"),
+        ("longer.npz plan.yaml", "another schedule"),
+        ("frontier.npz longer.npz", "name one frontier"),
+        ("absent.yaml", "no such file"),
+        ("profile.csv", "--blocking-power"),
+        ("report.py", "no such file"),
+    ):
+        code, stdout, stderr = refusal(f"report {given_files} -o report.html")
+        assert (code, stdout) == (2, "")
+        assert what in stderr
+        assert not Path("report.html").exists()
+
+
+def test_nothing_makes_no_report():
+    with pytest.raises(UsageError, match="name at least one"):
+        Sources()
+
+
+def test_names_with_markup_are_texts(frontier: Frontier):
+    evil = "</script><script>alert(1)</script><img src=x onerror=alert(2)>&amp;'\""
+    profile = replace(SMALL, gpu=evil)
+    plan = replace(frontier.plan_for(frontier.baseline_time_s), gpu=evil, profile_digest=profile.digest)
+    text = page(make_report(Sources(profile, plans={evil: plan}, names=(evil,)), Rates(), Work()))
+    assert "<img" not in text
+    assert "alert(1)</script>" not in text
+    assert data_of(text)["points"]["points"][-1]["name"] == evil
+
+
+@given(st.floats(-1e12, 1e12))
+def test_a_number_on_the_page_is_the_number_to_four_digits(value: float):
+    shown = float(number(value).replace(",", "").replace("\u2212", "-"))
+    assert math.isclose(shown, value, rel_tol=6e-4, abs_tol=1e-11)
+
+
+def test_spare_time_of_a_lone_computation_is_none(frontier: Frontier):
+    iteration = solve(smooth_profile(1, step_mhz=300), schedules.one_f_one_b(1, 1)).dag.iteration
+    assert spare_s(iteration, [Span(0.0, 1.0, 1.0), Span(1.0, 3.0, 1.0)]) == [0.0, 0.0]

@@ -1,0 +1,154 @@
+"""The report in a real browser: legible, operable by keyboard, quick with many computations, and alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from browsing import barriers, chromium, opened
+from commands import done
+from made_runs import write_run
+from strategies import smooth_profile
+
+from perseus_planner import schedules, solve
+from perseus_planner.plans.plan import Plan
+from perseus_planner.profiles.profiles import Profile
+from perseus_planner.schedules.iteration import Iteration
+from perseus_planner.schedules.pipeline import pipeline_iteration
+from perseus_planner.views.report.page import page
+from perseus_planner.views.report.rates import Rates, Work
+from perseus_planner.views.report.report import make_report
+from perseus_planner.views.report.sources import Sources
+
+PHONE = {"viewport": {"width": 390, "height": 844}}
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with chromium() as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The page of a small pipeline with all that a report can be made from."""
+    folder = tmp_path_factory.mktemp("report")
+    profile = smooth_profile(3, step_mhz=150)
+    frontier = solve(profile, schedules.one_f_one_b(3, 6))
+    plan = frontier.plan_for(1.02 * frontier.baseline_time_s)
+    profile.save(folder / "profile.yaml")
+    frontier.save(folder / "frontier.npz")
+    plan.save(folder / "plan.yaml")
+    (folder / "run").mkdir()
+    write_run(folder / "run", plan)
+    names = " ".join(str(folder / name) for name in ("frontier.npz", "plan.yaml", "run", "profile.yaml"))
+    done(f"report {names} -o {folder / 'report.html'} --tokens-per-iteration 4096")
+    return (folder / "report.html").as_uri()
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_it_has_all_figures_and_no_barrier(browser, report: str, theme: str):
+    with opened(browser, report, color_scheme=theme) as page:
+        page.locator("#curve-5").scroll_into_view_if_needed()
+        page.locator("#curve-5 svg").wait_for()
+        assert page.locator("#frontier svg[role=img]").get_attribute("aria-label").startswith("Energy of an iteration")
+        assert page.locator("#timelines .timeline").count() == 3
+        assert page.locator("#frontier .mark").count() >= 6
+        assert page.locator("#changes rect.bar").count() == 3
+        assert barriers(page) == []
+
+
+def test_it_fits_a_phone(browser, report: str):
+    with opened(browser, report, **PHONE) as page:
+        assert page.evaluate("document.documentElement.scrollWidth") == 390
+        assert barriers(page) == []
+
+
+def test_paper_gets_light_colours_and_every_curve(browser, report: str):
+    with opened(browser, report, color_scheme="dark") as page:
+        page.evaluate("dispatchEvent(new Event('beforeprint'))")
+        page.emulate_media(media="print")
+        assert page.locator(".multiples svg").count() == 6
+        assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+        page.evaluate("dispatchEvent(new Event('afterprint'))")
+        page.emulate_media(media="screen")
+        assert page.evaluate("getComputedStyle(document.body).backgroundColor") != "rgb(255, 255, 255)"
+
+
+def test_the_numbers_of_a_chart_unfold(browser, report: str):
+    with opened(browser, report) as page:
+        page.locator("#frontier summary").click()
+        assert page.locator("#frontier tbody tr").filter(has_text="plan.yaml").is_visible()
+
+
+def test_the_timeline_is_read_and_zoomed_by_keyboard(browser, report: str):
+    with opened(browser, report) as page:
+        first = page.locator("#timelines canvas").first
+        first.focus()
+        page.keyboard.press("ArrowRight")
+        status = page.locator("#timelines .readout").first
+        assert status.inner_text().startswith("Rank 0, 0F0: forward of microbatch 0, stage 0")
+        page.keyboard.press("ArrowDown")
+        assert status.inner_text().startswith("Rank 1, 1F")
+        whole = picture(page)
+        page.keyboard.press("+")
+        zoomed = picture(page)
+        assert zoomed != whole
+        page.keyboard.press("0")
+        assert picture(page) == whole
+
+
+def test_the_colour_is_of_power_or_of_clocks(browser, report: str):
+    with opened(browser, report) as page:
+        by_power = picture(page, 1)  # in the pipeline before, all is at the top of both scales
+        page.locator("[data-colour=clock]").click()
+        assert picture(page, 1) != by_power
+        assert page.locator(".scale .high").inner_text() == "1,410\u00a0MHz"
+        assert page.locator("[data-colour=clock]").get_attribute("aria-pressed") == "true"
+
+
+def test_the_pointer_finds_computations_and_waiting(browser, report: str):
+    with opened(browser, report) as page:
+        page.locator("#timelines canvas").first.scroll_into_view_if_needed()
+        box = page.locator("#timelines canvas").first.bounding_box()
+        status = page.locator("#timelines .readout").first
+        page.mouse.move(box["x"] + 44, box["y"] + 8)
+        assert "0F0" in status.inner_text()
+        page.mouse.move(box["x"] + 44, box["y"] + 2 * 29 + 8)
+        assert status.inner_text().startswith("Rank 2 waits")
+
+
+def test_16_ranks_of_512_microbatches_are_usable_within_2_seconds(browser, tmp_path: Path):
+    profile = replace(smooth_profile(16, step_mhz=150), origin="simulated")
+    iteration = pipeline_iteration(schedules.one_f_one_b(16, 512))
+    plans = {name: plan_of(profile, iteration, clocks) for name, clocks in (("before", 1), ("after", 4))}
+    file = tmp_path / "report.html"
+    file.write_text(page(make_report(Sources(profile, plans=plans), Rates(), Work())))
+    assert file.stat().st_size < 5e6
+    with opened(browser, "about:blank") as fresh:
+        metrics = fresh.context.new_cdp_session(fresh)
+        # Of the page's own thread: how busy this machine is with other things does not count.
+        metrics.send("Performance.enable", {"timeDomain": "threadTicks"})
+        fresh.goto(file.as_uri())
+        fresh.locator("#timelines canvas").first.focus()
+        fresh.keyboard.press("ArrowRight")
+        fresh.keyboard.press("+")
+        assert "0F0" in fresh.locator("#timelines .readout").first.inner_text()
+        spent = {each["name"]: each["value"] for each in metrics.send("Performance.getMetrics")["metrics"]}
+        assert 0 < spent["TaskDuration"] < 2
+
+
+def picture(page, which: int = 0) -> str:
+    """What a timeline shows once it is drawn."""
+    drawn = "new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))"
+    return page.evaluate(f"{drawn}.then(() => document.querySelectorAll('#timelines canvas')[{which}].toDataURL())")
+
+
+def plan_of(profile: Profile, iteration: Iteration, choices: int) -> Plan:
+    """Computations at one of the highest `choices` clocks in turn; what it is worth does not matter here."""
+    keys = zip(iteration.computations, iteration.keys, strict=True)
+    clocks = {str(each): profile.measurements[key][i % choices].clock_mhz for i, (each, key) in enumerate(keys)}
+    table = {key: {row.clock_mhz: row for row in rows} for key, rows in profile.measurements.items()}
+    numbers = (30.0, 30.0, 9e4, 8e4, 30.0, 1e5)  # times and energies, about right
+    return Plan(iteration, clocks, table, profile.digest, None, "simulated", profile.blocking_power_w, *numbers)

@@ -1,0 +1,266 @@
+"""Summaries hold the right numbers, and their text is worth reading."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from perseus_planner import Frontier, Plan, Profile, schedules, solve
+from perseus_planner.profiles.measurement import Evidence, Measurement
+from perseus_planner.schedules import Computation, Schedule
+from perseus_planner.schedules.pipeline import FixedOperation, Transfer
+from perseus_planner.views.plan_summary import summarize_plan, summarize_timeline
+from perseus_planner.views.summary import summarize_frontier, summarize_profile
+from perseus_planner.views.tables import frontier_text, plan_text, profile_text, timeline_text
+
+FORWARD = (Measurement(1400, 1.0, 300.0), Measurement(1000, 1.25, 250.0))
+BACKWARD = (Measurement(1400, 2.0, 600.0), Measurement(1000, 2.5, 500.0))
+LAST_FORWARD = (Measurement(1400, 1.25, 375.0), Measurement(1000, 1.5, 320.0))
+LAST_BACKWARD = (Measurement(1400, 2.5, 750.0), Measurement(1000, 3.0, 640.0))
+CURVES = {(0, "F"): FORWARD, (0, "B"): BACKWARD, (1, "F"): LAST_FORWARD, (1, "B"): LAST_BACKWARD}
+PROFILE = Profile(CURVES, blocking_power_w=100.0, gpu="test GPU")
+
+
+def solved(curves: dict[tuple[int, str], tuple[Measurement, ...]], blocking_power_w: float = 100.0) -> Frontier:
+    return solve(Profile(curves, blocking_power_w), schedules.one_f_one_b(stages=2, microbatches=3))
+
+
+@pytest.fixture(scope="module")
+def frontier() -> Frontier:
+    return solve(PROFILE, schedules.one_f_one_b(stages=2, microbatches=3))
+
+
+@pytest.fixture(scope="module")
+def plan(frontier: Frontier) -> Plan:
+    """The first stage slows down, but for its first forward; the last one runs at its maximum."""
+    slow = [name for name in map(str, frontier.dag.computations) if name[0] == "0" and name != "0F0"]
+    clocks = {**dict.fromkeys(map(str, frontier.dag.computations), 1400), **dict.fromkeys(slow, 1000)}
+    return replace(frontier.plan_of(clocks), deadline_s=18.0)
+
+
+def test_the_profile_is_a_row_per_computation_from_its_highest_clock_to_its_lowest():
+    assert (
+        profile_text(summarize_profile(PROFILE))
+        == """\
+Profile of 2 stages, test GPU (measured); blocking power 100.00 W
+
+stage  computation  clocks           MHz             seconds              joules
+    0      forward       2  1400 to 1000  1.00000 to 1.25000  300.000 to 250.000
+    0     backward       2  1400 to 1000  2.00000 to 2.50000  600.000 to 500.000
+    1      forward       2  1400 to 1000  1.25000 to 1.50000  375.000 to 320.000
+    1     backward       2  1400 to 1000  2.50000 to 3.00000  750.000 to 640.000
+"""
+    )
+
+
+def test_the_frontier_is_a_table_against_all_clocks_at_maximum(frontier: Frontier):
+    assert (
+        frontier_text(summarize_frontier(frontier))
+        == """\
+Frontier of 1f1b, 2 stages x 3 microbatches on test GPU; 12 computations
+Replayed from a measured profile; blocking power 100.00 W.
+Baseline of every saving: all clocks at maximum, 14.2500 s and 6900.00 J an iteration.
+
+ time s  x baseline  bound J  saved J  saved %
+14.2500      1.0000  6450.00  450.000     6.52    fastest; no slower than all clocks at maximum
+14.5500      1.0211  6414.00  486.000     7.04
+14.8500      1.0421  6378.00  522.000     7.57
+15.1500      1.0632  6342.00  558.000     8.09
+15.4500      1.0842  6306.00  594.000     8.61
+15.7500      1.1053  6270.00  630.000     9.13
+16.0500      1.1263  6234.00  666.000     9.65
+16.3500      1.1474  6198.00  702.000    10.17
+16.6500      1.1684  6165.00  735.000    10.65
+16.9500      1.1895  6135.00  765.000    11.09
+17.2500      1.2105  6105.00  795.000    11.52    least energy; slowest useful, beside a straggler
+
+The bound is what no plan of that time can be below, waiting included, on all GPUs of the pipeline.
+"""
+    )
+
+
+def test_the_plan_is_held_against_all_clocks_at_maximum_and_the_bound(plan: Plan):
+    assert (
+        plan_text(summarize_plan(plan, straggler_time_s=20.0))
+        == """\
+Plan for 1f1b, 2 stages x 3 microbatches on test GPU, within 18.0000 s
+Replayed from a measured profile; blocking power 100.00 W.
+
+                      this plan  all clocks at maximum
+seconds an iteration    14.7500                14.2500
+joules an iteration     6400.00                6900.00
+watts on average        433.898                484.211
+
+It saves 500.000 J (7.25 %) of an iteration with all clocks at maximum, at 1.0351x its time.
+It is 0.156 % above the bound, which no plan of that time can be below.
+No GPU changes its clock more than 2 times an iteration.
+Beside a straggler of 20.0000 s, for which both would wait, it saves 600.000 J (7.45 %).
+"""
+    )
+
+
+def test_the_timeline_is_a_line_per_rank(plan: Plan):
+    _, _, stages = timeline_text(summarize_timeline(plan)).partition("times an iteration.\n\n")
+    assert (
+        stages
+        == """\
+rank           MHz  changes  busy %   joules    timeline
+   0  1000 to 1400        2    74.6  2675.00    FFFFFFF........BBBBBBBBBFFFFBBBBBBBB....BBBBBBBB
+   1          1400        0    76.3  3725.00    ...FFFFBBBBBBBBFFFFFBBBBBBBBFFFFBBBBBBBB........
+
+Timeline: 48 moments of the iteration; F forward, B backward, . waiting.
+Changes: of the clock from one computation to the next, and back for the next iteration.
+"""
+    )
+
+
+def of_a_job(overhead_s: float) -> Frontier:
+    """Two ranks with two stages each, loading before each first forward, an optimizer step on rank 1."""
+    one = {"F": 1.0, "I": 1.5, "W": 0.5}
+    points = {
+        (stage, kind): tuple(Measurement(mhz, 1000 * s / mhz, s * mhz / 5) for mhz in (1000, 800))
+        for stage in range(4)
+        for kind, s in one.items()
+    }
+    profile = Profile(points, (100.0, 90.0, 90.0, 100.0), overhead_s=overhead_s, gpus_per_stage=2)
+    return solve(
+        profile,
+        schedules.zbv(2, 2),
+        transfer=Transfer(0.5),
+        operations=[
+            FixedOperation("load", "before F", 0.5, where=(0,)),
+            FixedOperation("optimizer", "end", 1.0, 400.0, where=(1,)),
+        ],
+    )
+
+
+def test_a_timeline_shows_virtual_stages_by_rank_and_fixed_operations():
+    frontier = of_a_job(overhead_s=2.0)
+    plan = frontier.plan_for(frontier.baseline_time_s)
+    text = timeline_text(summarize_timeline(plan))
+    assert (
+        text[text.index("rank   ") :]
+        == """\
+rank          MHz  changes  busy %   joules    timeline
+   0  800 to 1000        4    79.1  2627.50    oFFFoFFF....FFIIIIWWFFFIIIIIWWIIIIWW..IIIIW.....
+   1  800 to 1000        4    73.6  3138.75    .....FFFFFFFFFFFF.IIIIWIIIIWWIIIWWIIIIWooo......
+
+Timeline: 48 moments of the iteration; F forward, I input gradient, W weight gradient, o fixed operation, . waiting.
+Changes: of the clock from one computation to the next, and back for the next iteration.
+"""
+    )
+    summary = summarize_plan(plan)
+    assert math.isclose(math.fsum(rank.energy_j for rank in summary.per_rank), plan.energy_j, rel_tol=1e-12)
+
+
+@pytest.mark.parametrize("overhead_s", [-3.0, 0.0, 30.0])
+def test_a_strip_is_as_long_as_its_moments_whatever_was_calibrated(overhead_s: float):
+    frontier = of_a_job(overhead_s)
+    for plan in (frontier.plan_for(frontier.min_time_s), frontier.plan_for_least_energy()):
+        lines = timeline_text(summarize_timeline(plan)).splitlines()
+        strips = [line.split()[-1] for line in lines if line.lstrip()[:2] in ("0 ", "1 ")]
+        assert list(map(len, strips)) == [48, 48]
+        assert frontier_text(summarize_frontier(frontier)).count("blocking power 90.00 to 100.00 W") == 1
+
+
+def test_a_simulated_profile_is_called_so_everywhere():
+    profile = Profile(CURVES, 100.0, origin="simulated")
+    frontier = solve(profile, schedules.one_f_one_b(stages=2, microbatches=3))
+    plan = frontier.plan_for(frontier.baseline_time_s)
+    assert "(simulated: no GPU was touched)" in profile_text(summarize_profile(profile))
+    for text in (
+        frontier_text(summarize_frontier(frontier)),
+        plan_text(summarize_plan(plan)),
+        timeline_text(summarize_timeline(plan)),
+    ):
+        assert "\nReplayed from a simulated profile; " in text
+
+
+def test_a_straggler_makes_both_wait(plan: Plan):
+    beside = summarize_plan(plan, straggler_time_s=20.0).beside_straggler
+    assert beside is not None
+    # Two GPUs wait at 100 W from the end of the iteration on.
+    assert beside.energy_j == pytest.approx(6400 + 200 * (20 - 14.75), rel=1e-12)
+    assert beside.baseline_energy_j == pytest.approx(6900 + 200 * (20 - 14.25), rel=1e-12)
+    assert summarize_plan(plan).beside_straggler is None
+
+
+def test_points_that_coincide_share_a_row():
+    marks = [point.mark for point in summarize_frontier(solved(CURVES)).points if point.mark]
+    assert marks == [
+        "fastest; no slower than all clocks at maximum",
+        "least energy; slowest useful, beside a straggler",
+    ]
+    assert len(summarize_frontier(solved(SINGLE)).points) == 1
+
+
+SINGLE = {key: rows[:1] for key, rows in CURVES.items()}
+LAST_STAGE_SINGLE = {key: rows if key[0] == 0 else rows[:1] for key, rows in CURVES.items()}
+# Each computation costs 1 J more at 1000 MHz than at 1400 MHz with the wait after it, at 100 W.
+DEAR = {(0, "F"): (1.25, 326.0), (0, "B"): (2.5, 651.0), (1, "F"): (1.5, 401.0), (1, "B"): (3.0, 801.0)}
+ALL_DEAR = {key: (rows[0], Measurement(1000, *DEAR[key])) for key, rows in CURVES.items()}
+NEVER = "No slowdown ever pays: computing slower costs more than being done early and waiting at 100 W."
+TOO_LARGE = (
+    "The blocking power of {} W is so large that no slowdown of the iteration ever pays: "
+    "the fastest has the least energy. Slower ones are of use beside a straggler only."
+)
+IMPLAUSIBLE = "The blocking power of 301 W is more than any computation draws (300 W at most); check it."
+ALONE = "Every computation has a single clock, so there is a single plan."
+
+
+@pytest.mark.parametrize(
+    ("curves", "blocking_power_w", "remarks"),
+    [
+        pytest.param(CURVES, 100.0, (), id="nothing"),
+        pytest.param(ALL_DEAR, 100.0, (NEVER,), id="no slowdown pays"),
+        pytest.param(LAST_STAGE_SINGLE, 290.0, (TOO_LARGE.format(290),), id="blocking power too large"),
+        pytest.param(CURVES, 301.0, (TOO_LARGE.format(301), IMPLAUSIBLE), id="blocking power implausible"),
+        pytest.param(SINGLE, 100.0, (ALONE,), id="single clock"),
+    ],
+)
+def test_what_a_reader_may_not_expect_is_remarked_on(
+    curves: dict[tuple[int, str], tuple[Measurement, ...]], blocking_power_w: float, remarks: tuple[str, ...]
+):
+    summary = summarize_frontier(solved(curves, blocking_power_w))
+    assert summary.remarks == remarks
+    assert frontier_text(summary).endswith("".join(f"{remark}\n" for remark in remarks))
+
+
+def test_groups_of_gpus_and_several_stages_on_a_rank_are_said():
+    profile = replace(PROFILE, gpus_per_stage=4)
+    assert profile_text(summarize_profile(profile)).startswith("Profile of 2 stages of 4 GPUs, test GPU (measured); ")
+    three = Profile({**CURVES, (2, "F"): FORWARD, (2, "B"): BACKWARD}, 100.0)
+    ranks = ("0F0 1F0 1B0 0B0", "2F0 2B0")
+    schedule = Schedule("own", tuple(tuple(map(Computation.parse, rank.split())) for rank in ranks))
+    frontier = solve(three, schedule)
+    wanted = " own, 3 stages on 2 ranks x 1 microbatches"
+    assert wanted in frontier_text(summarize_frontier(frontier)).splitlines()[0]
+    assert wanted in plan_text(summarize_plan(frontier.plan_for_least_energy())).splitlines()[0]
+
+
+def test_a_plan_of_one_clock_changes_none():
+    plan = solved(SINGLE).plan_for_least_energy()
+    assert "\nNo GPU changes its clock.\n" in plan_text(summarize_plan(plan))
+
+
+def test_a_profile_shows_its_evidence_and_what_a_reader_must_know():
+    hot = Evidence(1290.5, 0.002, 0.75, 3, 88.0, ("sw-power-cap", "hw-thermal"))
+    rows = (replace(FORWARD[0], evidence=hot), FORWARD[1])
+    conditions = {"driver": "570", "notices": "MIG is on: turn it off", "measured while too hot": "F at 1400 MHz"}
+    profile = replace(PROFILE, measurements={**CURVES, (0, "F"): rows}, knob="power-limit", conditions=conditions)
+    assert (
+        profile_text(summarize_profile(profile))
+        == """\
+Profile of 2 stages, test GPU (measured; power limits were set); blocking power 100.00 W
+Notices: MIG is on: turn it off
+Measured while too hot: F at 1400 MHz
+
+stage  computation  clocks             W             seconds              joules  time +- %  energy +- %  throttled
+    0      forward       2  1400 to 1000  1.00000 to 1.25000  300.000 to 250.000       0.20         0.25          1
+    0     backward       2  1400 to 1000  2.00000 to 2.50000  600.000 to 500.000          -            -          0
+    1      forward       2  1400 to 1000  1.25000 to 1.50000  375.000 to 320.000          -            -          0
+    1     backward       2  1400 to 1000  2.50000 to 3.00000  750.000 to 640.000          -            -          0
+"""
+    )
