@@ -15,7 +15,7 @@ import numpy as np
 
 from perseus_planner import Frontier
 from perseus_planner.profiles.curve import Option
-from perseus_planner.solver.mincut import Checkpoint
+from perseus_planner.solver.network import Checkpoint
 
 POINTS = 9
 

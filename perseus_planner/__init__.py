@@ -19,11 +19,12 @@ if TYPE_CHECKING:
     from perseus_planner.plans.plan import Plan
     from perseus_planner.profiles.profiles import Profile
     from perseus_planner.schedules.dag import PipelineDag
-    from perseus_planner.solver.frontier import Frontier, solve, trace
+    from perseus_planner.solver.frontier import Frontier
     from perseus_planner.solver.replicas import Replicas
+    from perseus_planner.solver.solve import solve, solve_dag
 
 __version__ = "0.1.0"
-__all__ = ["Frontier", "Job", "PipelineDag", "Plan", "Profile", "Replicas", "errors", "schedules", "solve", "trace"]
+__all__ = ["Frontier", "Job", "PipelineDag", "Plan", "Profile", "Replicas", "errors", "schedules", "solve", "solve_dag"]
 
 _HOME = {
     "Frontier": "solver.frontier",
@@ -32,8 +33,8 @@ _HOME = {
     "Plan": "plans.plan",
     "Profile": "profiles.profiles",
     "Replicas": "solver.replicas",
-    "solve": "solver.frontier",
-    "trace": "solver.frontier",
+    "solve": "solver.solve",
+    "solve_dag": "solver.solve",
 }
 
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import difflib
 import reprlib
-from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from perseus_planner.errors import PlannerError
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping
+    from pathlib import Path
 
 _MAX_BYTES = 64 * 2**20
 # The C parser is ten times faster, but PyYAML can be built without it.

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import TYPE_CHECKING
 
-from perseus_planner.profiler.stage import Stage
-from perseus_planner.profiler.windows import Windows
+if TYPE_CHECKING:
+    from perseus_planner.profiler.stage import Stage
+    from perseus_planner.profiler.windows import Windows
 
 
 def blocking_power_w(windows: Windows, stage: Stage) -> float | None:

@@ -13,18 +13,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from perseus_planner.errors import UsageError
-from perseus_planner.gpu import Gpu
 from perseus_planner.profiler.modules.torch_stage import torch_stage
 from perseus_planner.profiler.profiling import SweepSettings
 from perseus_planner.profiler.ranks.meeting import TIMEOUT_S, Meeting, Place, local_rank, place_of, process_group
 from perseus_planner.profiler.ranks.together import Block, LocalStage, Request, profiled_alone, profiled_together
-from perseus_planner.profiler.stage import Progress, Stage
-from perseus_planner.profiles.profiles import Profile
 from perseus_planner.training.microbatch import described
 from perseus_planner.training.values import mapped
 
 if TYPE_CHECKING:
     import torch
+
+    from perseus_planner.gpu import Gpu
+    from perseus_planner.profiler.stage import Progress, Stage
+    from perseus_planner.profiles.profiles import Profile
 
 Loss = Callable[[Any], Any]
 _WANTED = "a torch module, a sample input of one microbatch, and the loss of the last stage or None"

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 from itertools import pairwise
 from statistics import median
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from perseus_planner.errors import GpuError
-from perseus_planner.gpu import Gpu
+
+if TYPE_CHECKING:
+    from perseus_planner.gpu import Gpu
 
 _POLL_S = 1e-3
 _STUCK_S = 5.0  # no counter that is known steps more rarely than once a second

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean, median, stdev
+from typing import TYPE_CHECKING
 
 from perseus_planner.errors import GpuError
 from perseus_planner.gpu import THROTTLE_REASONS
 from perseus_planner.profiles.measurement import Evidence, Measurement
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 SPOILING = frozenset({"sw-thermal", "hw-thermal", "hw-slowdown", "hw-power-brake"})
 """Throttle reasons that pass, so that a window that saw one is measured again. A power cap stays, and is what training

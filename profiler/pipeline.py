@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from perseus_planner.errors import UsageError
 from perseus_planner.profiler.engines.deepspeed import deepspeed_engine
-from perseus_planner.profiler.engines.held import Held
 from perseus_planner.profiler.engines.megatron import ForwardStep, MegatronLosses, megatron_chunks
 from perseus_planner.profiler.engines.torch_pipelining import torch_schedule
 from perseus_planner.profiler.profiling import SweepSettings
 from perseus_planner.profiler.ranks.meeting import TIMEOUT_S, Meeting
 from perseus_planner.profiler.ranks.together import Request, profiled_together
-from perseus_planner.profiler.stage import Progress
-from perseus_planner.profiles.profiles import Profile
 from perseus_planner.training.engine_kinds import KNOWN, engine_kind
 from perseus_planner.training.engine_kinds import megatron_chunks as chunks_of
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Callable, Iterator
+
+    from perseus_planner.profiler.engines.held import Held
+    from perseus_planner.profiler.stage import Progress
+    from perseus_planner.profiles.profiles import Profile
 
 
 @dataclass

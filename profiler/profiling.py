@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from statistics import fmean
+from typing import TYPE_CHECKING
 
 from perseus_planner import __version__
 from perseus_planner.errors import ProfileError
-from perseus_planner.gpu import Gpu
 from perseus_planner.profiler import rows
 from perseus_planner.profiler.estimates import SPOILING
 from perseus_planner.profiler.rows import Rows
@@ -18,8 +16,14 @@ from perseus_planner.profiler.stage import Alone, Group, Progress, Stage
 from perseus_planner.profiler.sweep import Sweep, SweepSettings, Swept
 from perseus_planner.profiler.windows import Windows
 from perseus_planner.profiles.csv_file import unit_of
-from perseus_planner.profiles.measurement import Measurement
 from perseus_planner.profiles.profiles import Profile
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from perseus_planner.gpu import Gpu
+    from perseus_planner.profiles.measurement import Measurement
 
 __all__ = ["StageRows", "SweepSettings", "assembled", "forget_rows", "measure_stage", "rows_path"]
 

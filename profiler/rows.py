@@ -6,14 +6,17 @@ after each row: at any moment it is there with all rows that were finished, or n
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 from perseus_planner.documents import unreadable
 from perseus_planner.errors import ProfileError
 from perseus_planner.files import replacing
 from perseus_planner.profiles.csv_file import Row, read_table, written
 from perseus_planner.profiles.measurement import Measurement
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
 
 _MARK = "# "
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 from perseus_planner.errors import GpuError, UsageError
 from perseus_planner.estimate.presets import PRESETS
@@ -13,8 +13,12 @@ from perseus_planner.gpu import open_gpu
 from perseus_planner.gpu.simulated.simulated import SimulatedGpu, Work
 from perseus_planner.profiler.profiling import StageRows, assembled, measure_stage
 from perseus_planner.profiler.stage import Progress, Stage, Timed
-from perseus_planner.profiler.sweep import SweepSettings
-from perseus_planner.profiles.profiles import Profile
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from perseus_planner.profiler.sweep import SweepSettings
+    from perseus_planner.profiles.profiles import Profile
 
 
 def sweep_simulated(

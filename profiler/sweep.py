@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from random import Random
+from typing import TYPE_CHECKING
 
 from perseus_planner.errors import GpuError, UsageError
-from perseus_planner.gpu import Gpu
 from perseus_planner.profiler.blocking import blocking_power_w
 from perseus_planner.profiler.choosing import MOST_SETTINGS, next_setting
 from perseus_planner.profiler.estimates import less
-from perseus_planner.profiler.rows import Rows
-from perseus_planner.profiler.stage import Group, Progress, Stage
-from perseus_planner.profiler.windows import Windows
 from perseus_planner.profiles.csv_file import KNOBS
-from perseus_planner.profiles.measurement import Measurement
 from perseus_planner.quantities import STAGE, TIME, WAIT
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from perseus_planner.gpu import Gpu
+    from perseus_planner.profiler.rows import Rows
+    from perseus_planner.profiler.stage import Group, Progress, Stage
+    from perseus_planner.profiler.windows import Windows
+    from perseus_planner.profiles.measurement import Measurement
 
 _LIMIT_STEP_W = 5
 

@@ -8,16 +8,20 @@ The device is synchronised only at the edges of a window.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from random import Random
 from statistics import fmean
+from typing import TYPE_CHECKING
 
 from perseus_planner.errors import GpuError, GpuNotSupported
-from perseus_planner.gpu import Gpu
 from perseus_planner.profiler.counter import Edge, EnergyCounter
 from perseus_planner.profiler.estimates import LEAST_WINDOWS, Window, agree, row_of, together, without_outliers
-from perseus_planner.profiler.stage import Group, Run
-from perseus_planner.profiles.measurement import Measurement
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+    from random import Random
+
+    from perseus_planner.gpu import Gpu
+    from perseus_planner.profiler.stage import Group, Run
+    from perseus_planner.profiles.measurement import Measurement
 
 _LEAST_STEPS = 10  # a window has at least so many steps of the counter
 _LEAST_REPETITIONS = 3

@@ -5,10 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from mmap import mmap
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from perseus_planner.errors import GpuError
@@ -17,6 +14,10 @@ from perseus_planner.runtime.device_clock import DeviceClock, gap_ns
 from perseus_planner.runtime.marks import KEPT, NOTHING, Timed
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from mmap import mmap
+    from types import TracebackType
+
     import torch
 
 

@@ -31,7 +31,6 @@ from typing import TYPE_CHECKING, Any
 from perseus_planner.errors import UsageError
 from perseus_planner.gpu import open_gpu
 from perseus_planner.gpu.simulated.emulated import EmulatedGpu
-from perseus_planner.gpu.simulated.simulated import Work
 from perseus_planner.gpu.torch_device import gpu_text
 from perseus_planner.training.engine_kinds import engine_kind
 from perseus_planner.training.op_cost import StageWork, stage_work
@@ -39,6 +38,8 @@ from perseus_planner.training.values import copied, is_training, tensors
 
 if TYPE_CHECKING:
     import torch
+
+    from perseus_planner.gpu.simulated.simulated import Work
 
 Loss = Callable[[Any], "torch.Tensor"]
 

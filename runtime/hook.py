@@ -11,11 +11,13 @@ The rules:
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from perseus_planner.runtime.marks import Marks, word
-from perseus_planner.runtime.program import Program
 from perseus_planner.schedules import Computation
+
+if TYPE_CHECKING:
+    from perseus_planner.runtime.program import Program
 
 RESET = -1
 """Index of the word that asks for no clock."""

@@ -10,20 +10,24 @@ import os
 import select
 import threading
 import time
-from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
 from perseus_planner.errors import ControllerLost, GpuError
-from perseus_planner.runs import RanIteration
 from perseus_planner.runs.straggler import Straggling, Watch
 from perseus_planner.runtime.controller.client import HUNG_S, Connection
 from perseus_planner.runtime.controller.protocol import Failed, ToRank
-from perseus_planner.runtime.hook import Hook
 from perseus_planner.runtime.marks import NOTHING, Marks
-from perseus_planner.runtime.notices import Notices
-from perseus_planner.runtime.switching.controller import JobPilot
-from perseus_planner.runtime.telemetry.counters import Counts
-from perseus_planner.runtime.telemetry.telemetry import Telemetry
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from perseus_planner.runs import RanIteration
+    from perseus_planner.runtime.hook import Hook
+    from perseus_planner.runtime.notices import Notices
+    from perseus_planner.runtime.switching.controller import JobPilot
+    from perseus_planner.runtime.telemetry.counters import Counts
+    from perseus_planner.runtime.telemetry.telemetry import Telemetry
 
 QUIET, QUIET_S = 2.0, 1.0
 """After so many of the plan's iteration times, and so many seconds, in which no computation ended, the GPU is reset."""

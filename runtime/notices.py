@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 from contextlib import suppress
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from perseus_planner.runtime.job import Job
+if TYPE_CHECKING:
+    from perseus_planner.runtime.job import Job
 
 _LOG = logging.getLogger("perseus_planner.runtime")
 

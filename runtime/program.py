@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from perseus_planner.errors import PlanError
-from perseus_planner.plans.plan import Plan
-from perseus_planner.schedules import Computation
+
+if TYPE_CHECKING:
+    from perseus_planner.plans.plan import Plan
+    from perseus_planner.schedules import Computation
 
 
 @dataclass(frozen=True)

@@ -8,24 +8,27 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from perseus_planner.errors import GpuError, GpuHeld, PlanError, RankError
 from perseus_planner.gpu import open_gpu
 from perseus_planner.gpu.torch_device import gpu_text
-from perseus_planner.runtime.agent.settings import ServedJob
 from perseus_planner.runtime.controller.client import Connection, started
 from perseus_planner.runtime.controller.protocol import Attached, Hello, Knob
-from perseus_planner.runtime.engines.engine import Engine
 from perseus_planner.runtime.engines.selection import engine_of
 from perseus_planner.runtime.entry import entered
 from perseus_planner.runtime.job import Job, launcher, node
-from perseus_planner.runtime.notices import Notices
 from perseus_planner.runtime.program import Program
 from perseus_planner.runtime.switching.plans import GivenPlan, Plans, missing_file
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from perseus_planner.runtime.agent.settings import ServedJob
+    from perseus_planner.runtime.engines.engine import Engine
+    from perseus_planner.runtime.notices import Notices
 
 ENTRY_S = 300.0
 """How long the ranks wait for each other before training: one of them may still solve and plan."""
@@ -261,7 +264,7 @@ def _attached(
 
 
 def _knob(program: Program | None) -> Knob:
-    return "clock" if program is None else cast(Knob, program.plan.knob)
+    return "clock" if program is None else cast("Knob", program.plan.knob)
 
 
 def _anywhere(text: str) -> str:

@@ -3,31 +3,34 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from perseus_planner.errors import GpuError
-from perseus_planner.plans.plan import Plan
-from perseus_planner.runs import RanIteration
-from perseus_planner.runs.straggler import Straggling
 from perseus_planner.runtime.agent.link import ServiceLink
 from perseus_planner.runtime.agent.settings import ServedJob
 from perseus_planner.runtime.controller.client import LEAVE_S, Connection
-from perseus_planner.runtime.engines.engine import Engine
 from perseus_planner.runtime.hook import Hook
 from perseus_planner.runtime.job import this_job
 from perseus_planner.runtime.marks import NOTHING, HostMarks, Marks
 from perseus_planner.runtime.monitor import Background, Rounds
 from perseus_planner.runtime.notices import Notices
-from perseus_planner.runtime.program import Program
 from perseus_planner.runtime.rendezvous import Settings, check_gpu, join, program_of
-from perseus_planner.runtime.switching.agreement import Proposal
 from perseus_planner.runtime.switching.controller import JobPilot
 from perseus_planner.runtime.switching.plans import GivenPlan, Plans
 from perseus_planner.runtime.telemetry.telemetry import Telemetry
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from perseus_planner.plans.plan import Plan
+    from perseus_planner.runs import RanIteration
+    from perseus_planner.runs.straggler import Straggling
+    from perseus_planner.runtime.engines.engine import Engine
+    from perseus_planner.runtime.program import Program
+    from perseus_planner.runtime.switching.agreement import Proposal
 
 MAX_CHANGES_PER_S = 100.0
 """Clock changes of one node in a second, at most: a call holds the driver's lock for about 6 ms (facts of an A800)."""

@@ -22,7 +22,7 @@ from perseus_planner.profiles.profiles import Profile
 from perseus_planner.schedules import one_f_one_b
 from perseus_planner.schedules.dag import PipelineDag
 from perseus_planner.schedules.pipeline import FixedOperation, Transfer, Variant
-from perseus_planner.solver.frontier import solve, trace
+from perseus_planner.solver.solve import solve, solve_dag
 
 MAKE = """
 import sys
@@ -51,7 +51,7 @@ def plan(frontier: Frontier) -> Plan:
 @given(dag=problems(12), share=shares())
 def test_a_saved_frontier_loads_as_it_was_and_plans_alike(dag: PipelineDag, share: float, tmp_path_factory):
     path, again = (tmp_path_factory.mktemp("frontier") / name for name in ("f.npz", "again.npz"))
-    frontier = trace(dag)
+    frontier = solve_dag(dag)
     frontier.save(path)
     loaded = Frontier.load(path)
     assert same(loaded, frontier)
@@ -66,7 +66,7 @@ def test_a_saved_frontier_loads_as_it_was_and_plans_alike(dag: PipelineDag, shar
 @given(dag=problems(12), share=shares())
 def test_a_saved_plan_loads_as_it_was(dag: PipelineDag, share: float, tmp_path_factory):
     path, again = (tmp_path_factory.mktemp("plan") / name for name in ("p.yaml", "again.yaml"))
-    frontier = trace(dag)
+    frontier = solve_dag(dag)
     plan = frontier.plan_for(deadline_s(frontier, share))
     plan.save(path)
     loaded = Plan.load(path)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -11,6 +10,8 @@ from perseus_planner.cli import console
 from perseus_planner.errors import UsageError
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from perseus_planner.plans.plan import Plan
 
 

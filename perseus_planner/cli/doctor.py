@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from statistics import median
@@ -14,6 +13,8 @@ from perseus_planner.cli import console
 from perseus_planner.errors import GpuError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
     from perseus_planner.gpu.inspection import EnergyWatch, Inspection
     from perseus_planner.gpu.latency import Latency, Together
     from perseus_planner.gpu.protocol import Gpu

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -12,6 +11,8 @@ from perseus_planner.cli import console
 from perseus_planner.errors import GpuError, UsageError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from perseus_planner.gpu.lease.lease import Recovery
 
 

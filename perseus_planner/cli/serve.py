@@ -6,12 +6,15 @@ import os
 import select
 import signal
 import threading
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from perseus_planner.cli import console
 from perseus_planner.errors import UsageError
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 DATABASE = "planner-service.sqlite"
 _LOOK_S = 0.5  #: between two looks where the kernel does not tell that a process has ended

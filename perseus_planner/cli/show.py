@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
@@ -12,6 +10,9 @@ from perseus_planner.cli import console
 from perseus_planner.errors import UsageError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
     from matplotlib.figure import Figure
 
 #: of views/report/figures.py, which is not loaded for --help

@@ -115,7 +115,7 @@ def solve(profile_or_job: Path, output: Path, as_json: bool, **flags: Any) -> No
     ending.
     """
     from perseus_planner.jobs.job import Job
-    from perseus_planner.solver.frontier import trace
+    from perseus_planner.solver.solve import solve_dag
     from perseus_planner.views.summary import FrontiersSummary, summarize_frontier
     from perseus_planner.views.tables import frontier_text
 
@@ -123,7 +123,7 @@ def solve(profile_or_job: Path, output: Path, as_json: bool, **flags: Any) -> No
     job = Job.of(_settings(profile_or_job, flags))
     targets = console.numbered(output, len(job.counts), job.files)
     with console.progress("Solving") as progress:
-        frontiers = [trace(dag, progress=progress) for dag in job.dags()]
+        frontiers = [solve_dag(dag, progress=progress) for dag in job.dags()]
     for frontier, target in zip(frontiers, targets, strict=True):
         frontier.save(target)
     summaries = [summarize_frontier(frontier) for frontier in frontiers]

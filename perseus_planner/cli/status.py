@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from perseus_planner.cli import asking, console
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 _LOOK_S = 1.0  #: between two looks of --watch
 _CLEAR = "\033[2J\033[H"  #: what empties a terminal

@@ -9,16 +9,20 @@ deadline anyway.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from perseus_planner.cluster.envpipe import reconfigured
 from perseus_planner.cluster.lowtime_walk import Walk, fit
 from perseus_planner.errors import InfeasibleError, UsageError
 from perseus_planner.plans.simulate import time_and_energy
-from perseus_planner.profiles.measurement import Measurement
 from perseus_planner.quantities import TIME
 from perseus_planner.schedules import one_f_one_b
-from perseus_planner.schedules.dag import PipelineDag
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from perseus_planner.profiles.measurement import Measurement
+    from perseus_planner.schedules.dag import PipelineDag
 
 _TICKS = (1000, 10)  #: lowtime's steps in an iteration and in its shortest computation, at least, unless told
 

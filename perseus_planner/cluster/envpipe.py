@@ -22,12 +22,16 @@ paths are critical, and takes any.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from perseus_planner.plans.simulate import end_times
-from perseus_planner.profiles.measurement import Measurement
-from perseus_planner.schedules import Computation
-from perseus_planner.schedules.dag import PipelineDag
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from perseus_planner.profiles.measurement import Measurement
+    from perseus_planner.schedules import Computation
+    from perseus_planner.schedules.dag import PipelineDag
 
 
 def reconfigured(dag: PipelineDag, measured: Sequence[Sequence[Measurement]]) -> list[Measurement]:

@@ -9,17 +9,19 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from perseus_planner.errors import UsageError
-from perseus_planner.profiles.measurement import Measurement
-from perseus_planner.profiles.profiles import Profile
-from perseus_planner.schedules.dag import PipelineDag
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
     import networkx as nx
+
+    from perseus_planner.profiles.measurement import Measurement
+    from perseus_planner.profiles.profiles import Profile
+    from perseus_planner.schedules.dag import PipelineDag
 
 LOWTIME_VERSION = "0.3.0"
 _REMEDY = f"install it with: pip install lowtime=={LOWTIME_VERSION} scipy"

@@ -24,18 +24,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from perseus_planner.cluster import baselines
-from perseus_planner.cluster.slow_runs import Clocks, Runs
 from perseus_planner.cluster.stragglers import CALM, Condition
 from perseus_planner.documents import shown
 from perseus_planner.errors import UsageError
 from perseus_planner.profiles.groups import slowed
 from perseus_planner.schedules.dag import PipelineDag
-from perseus_planner.solver.frontier import Frontier, trace
+from perseus_planner.solver.solve import solve_dag
+
+if TYPE_CHECKING:
+    from perseus_planner.cluster.slow_runs import Clocks, Runs
+    from perseus_planner.solver.frontier import Frontier
 
 Stages = tuple[tuple[int, float], ...]
 Rule = Callable[[PipelineDag, float], Mapping[str, int]]
@@ -140,7 +143,7 @@ class _Planned:
     def with_slow(self, stages: Stages) -> Clocks:
         if stages not in self._with_slow:
             profile = slowed(self._frontier.profile, dict(stages))
-            frontier = trace(PipelineDag(profile, self._frontier.dag.iteration))
+            frontier = solve_dag(PipelineDag(profile, self._frontier.dag.iteration))
             self._with_slow[stages] = _clocks(frontier, max(frontier.baseline_time_s, self._target_s))
         return self._with_slow[stages]
 

@@ -12,10 +12,10 @@ the number of iterations. Moments are exact fractions: no rounding moves an even
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,7 +26,11 @@ from perseus_planner.cluster.stragglers import CALM, Condition, Straggler, condi
 from perseus_planner.documents import shown
 from perseus_planner.errors import UsageError
 from perseus_planner.quantities import COUNT, WAIT
-from perseus_planner.solver.frontier import Frontier
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+    from perseus_planner.solver.frontier import Frontier
 
 Floats = NDArray[np.float64]
 

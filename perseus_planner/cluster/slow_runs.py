@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from perseus_planner.cluster.stragglers import Condition
 from perseus_planner.plans.simulate import end_times, run_with_changes
 from perseus_planner.plans.tasks import Task
-from perseus_planner.profiles.clock_changes import ClockChange
 from perseus_planner.profiles.measurement import Measurement
-from perseus_planner.schedules.dag import PipelineDag
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from perseus_planner.cluster.stragglers import Condition
+    from perseus_planner.profiles.clock_changes import ClockChange
+    from perseus_planner.schedules.dag import PipelineDag
 
 Clocks = tuple[int, ...]  #: MHz of each computation, by its place in `dag.computations`
 Table = Mapping[int, Measurement]

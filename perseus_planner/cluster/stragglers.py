@@ -9,14 +9,16 @@ from __future__ import annotations
 import csv
 import io
 import math
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from perseus_planner.documents import shown, text_of
 from perseus_planner.errors import UsageError
 from perseus_planner.quantities import DEGREE, STAGE, TIME, WAIT, Rule
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+    from pathlib import Path
 
 _COLUMNS = ("start", "end", "degree", "pipeline", "stage")
 _HEADER = ",".join(_COLUMNS)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -22,10 +23,12 @@ import numpy.typing as npt
 from perseus_planner.errors import UsageError
 from perseus_planner.estimate.transformer import split_layers
 from perseus_planner.estimate.works import KINDS, Workload
-from perseus_planner.gpu.simulated.model import GpuModel, Work
 from perseus_planner.profiles.csv_file import word_of
 from perseus_planner.profiles.measurement import Measurement
-from perseus_planner.profiles.profiles import Profile
+
+if TYPE_CHECKING:
+    from perseus_planner.gpu.simulated.model import GpuModel, Work
+    from perseus_planner.profiles.profiles import Profile
 
 Factors = Mapping[str, tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]]
 """Kind -> measured over modelled seconds, and joules, at each of a GPU's clocks."""

@@ -6,14 +6,18 @@ how far a measured stage shows that model to be off (`calibration.py`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from perseus_planner.estimate.calibration import Calibration, factors
-from perseus_planner.estimate.works import Workload
-from perseus_planner.gpu.simulated.model import GpuModel
 from perseus_planner.profiles.groups import on_each_gpu
 from perseus_planner.profiles.measurement import Measurement
 from perseus_planner.profiles.profiles import Profile
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from perseus_planner.estimate.works import Workload
+    from perseus_planner.gpu.simulated.model import GpuModel
 
 
 def estimate(

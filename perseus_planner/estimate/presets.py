@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 from perseus_planner.estimate.transformer import Transformer
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 
 def _gpt3(layers: int, hidden: int, heads: int) -> Transformer:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from perseus_planner.estimate.works import Workload, stage_traffic, stage_works
 from perseus_planner.profiles.csv_file import word_of
-from perseus_planner.profiles.profiles import Profile
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from perseus_planner.profiles.profiles import Profile
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,15 @@ training on GPU clusters using Megatron-LM" (SC'21), appendix: s sequence, b mic
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
 
 from perseus_planner.documents import shown
 from perseus_planner.errors import UsageError
 from perseus_planner.quantities import COUNT
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 CHOICES = {
     "positions": ("learned", "rotary", "alibi"),

@@ -16,14 +16,17 @@ their arithmetic and are not counted, which holds for microbatches of some hundr
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from perseus_planner.documents import shown
 from perseus_planner.errors import UsageError
 from perseus_planner.estimate.transformer import Transformer, checked_split
 from perseus_planner.gpu.simulated.model import GpuModel, Work
 from perseus_planner.quantities import TIME
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
 
 KINDS = ("F", "B", "I", "W")
 """The kinds of a stage, in the order of a profile."""

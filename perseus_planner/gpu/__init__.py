@@ -11,11 +11,14 @@ emulated:a100-sxm/0       the same model in real time, GPU 0 of this user on thi
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from perseus_planner.errors import GpuError
 from perseus_planner.gpu.protocol import THROTTLE_REASONS, Gpu
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 __all__ = ["BACK_ENDS", "THROTTLE_REASONS", "Gpu", "locked_clock", "open_gpu"]
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from perseus_planner.gpu import opened as opened_gpu
-from perseus_planner.gpu.protocol import Gpu
 from perseus_planner.gpu.read_through import ReadThrough
+
+if TYPE_CHECKING:
+    from perseus_planner.gpu.protocol import Gpu
 
 KEPT = 4096
 """How many settings are remembered: a job may be watched for days."""

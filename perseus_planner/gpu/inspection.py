@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean, median
+from typing import TYPE_CHECKING
 
 from perseus_planner.errors import GpuError, GpuNotPermitted, GpuNotSupported
 from perseus_planner.gpu.lease.lease import held_text
 from perseus_planner.gpu.lease.records import Record, read_records
-from perseus_planner.gpu.protocol import Gpu
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from perseus_planner.gpu.protocol import Gpu
 
 _WATCH_S = 3.0  #: at most; no counter that is known steps more rarely than once a second
 _ENOUGH_S = 1.0  #: in which a power sensor that averages has seen as much as the counter

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from statistics import median
 from threading import Barrier
+from typing import TYPE_CHECKING
 
 from perseus_planner.errors import GpuError
 from perseus_planner.gpu.inspection import Setting, refused
-from perseus_planner.gpu.protocol import Gpu
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from perseus_planner.gpu.protocol import Gpu
 
 _CLOCKS = 5  #: that are set, spread over those supported
 _ROUNDS = 4  #: up and down over them

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING
 
 from perseus_planner.gpu.nvml.discovery import selected
-from perseus_planner.gpu.nvml.gpu import NvmlGpu
 from perseus_planner.gpu.read_through import ReadThrough
+
+if TYPE_CHECKING:
+    from perseus_planner.gpu.nvml.gpu import NvmlGpu
 
 
 class NvmlRead(ReadThrough, ABC):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 THROTTLE_REASONS = ("sw-power-cap", "sw-thermal", "hw-thermal", "hw-slowdown", "hw-power-brake", "sync-boost")
 """Why a GPU may run below the clock that was set: NVML's clocks event reasons that hold a busy GPU back."""

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from perseus_planner.errors import GpuError, GpuNotSupported
-from perseus_planner.gpu.protocol import Gpu
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from perseus_planner.gpu.protocol import Gpu
 
 
 class ReadThrough:

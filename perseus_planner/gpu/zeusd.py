@@ -8,14 +8,17 @@ and zeusd alone reads.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from contextlib import ExitStack
+from typing import TYPE_CHECKING
 
 from perseus_planner.errors import GpuError, GpuNotPermitted, GpuNotSupported
 from perseus_planner.gpu.nvml import gpu as nvml
 from perseus_planner.gpu.nvml_read import NvmlRead
 from perseus_planner.gpu.zeusd_daemon import found, pci_address
 from perseus_planner.gpu.zeusd_http import Daemon, connected
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 _LIBRARY_NOT_FOUND = 12  # of nvmlReturn_t
 

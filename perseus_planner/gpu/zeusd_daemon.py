@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from perseus_planner.errors import GpuError
 from perseus_planner.gpu.foreign_text import one_line
-from perseus_planner.gpu.zeusd_http import Daemon
+
+if TYPE_CHECKING:
+    from perseus_planner.gpu.zeusd_http import Daemon
 
 
 @dataclass(frozen=True)

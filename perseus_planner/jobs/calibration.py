@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 from perseus_planner.documents import with_number
 from perseus_planner.errors import UsageError
 from perseus_planner.files import replacing
 from perseus_planner.jobs.job import Job
 from perseus_planner.jobs.settings import is_job, job_document
-from perseus_planner.plans.plan import Plan
 from perseus_planner.plans.simulate import replay
 from perseus_planner.profiles.profiles import Profile, profile_document
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from perseus_planner.plans.plan import Plan
 
 _KEY = "overhead_s"
 _LEAST = 0.5  #: of the replayed time; who measures less has measured something else

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from perseus_planner import schedules
 from perseus_planner.errors import JobError, ProfileError
 from perseus_planner.jobs.settings import Power, ReplicaSettings, Settings, Source, read_settings
 from perseus_planner.profiles.groups import on_each_gpu, slowed, stage_by_stage, tensor_group
 from perseus_planner.profiles.profiles import Profile
-from perseus_planner.schedules import Schedule
 from perseus_planner.schedules.dag import PipelineDag
 from perseus_planner.schedules.pipeline import FixedOperation, Transfer, Variant
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Sequence
+
+    from perseus_planner.schedules import Schedule
 
 
 @dataclass(frozen=True)

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from perseus_planner.documents import Document, format_of, read_document, shown
 from perseus_planner.errors import JobError, PlannerError
 from perseus_planner.profiles.clock_changes import ClockChange
 from perseus_planner.quantities import COUNT, DEGREE, ENERGY, POWER, STAGE, TIME, WAIT, Rule
 from perseus_planner.schedules.pipeline import FixedOperation, Transfer, Variant
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
 
 FORMAT = "perseus-planner/job"
 _VERSION = 1

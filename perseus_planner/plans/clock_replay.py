@@ -19,15 +19,18 @@ is set after its end.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from perseus_planner.errors import UsageError
-from perseus_planner.plans.tasks import Cost, TaskGraph
-from perseus_planner.profiles.clock_changes import ClockChange
 from perseus_planner.quantities import COUNT, POWER
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from perseus_planner.plans.tasks import Cost, TaskGraph
+    from perseus_planner.profiles.clock_changes import ClockChange
 
 # What happens at one moment, in this order: all requests of that moment reach the lock together, and whatever starts
 # then sees the clocks that settle then.

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
@@ -19,8 +17,13 @@ from perseus_planner.files import replacing, sha256
 from perseus_planner.profiles.clock_changes import ClockChange, changes_per_rank
 from perseus_planner.profiles.measurement import Measurement
 from perseus_planner.schedules import Computation, Schedule
-from perseus_planner.schedules.iteration import Iteration
 from perseus_planner.schedules.iteration_text import ITERATION_KEYS, iteration_content, iteration_from, parse_key
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Mapping
+
+    from perseus_planner.schedules.iteration import Iteration
 
 _FORMAT = "perseus-planner/plan"
 _VERSION = 1

@@ -6,19 +6,20 @@ Plain Python over the rules of the schedule, with nothing of the solver in it: t
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from perseus_planner.plans.clock_replay import Call, ChangeReplay, replay_with_changes
 from perseus_planner.plans.tasks import Fixed, Task, TaskGraph
 from perseus_planner.profiles.clock_changes import ClockChange
-from perseus_planner.profiles.measurement import Measurement
-from perseus_planner.schedules.dag import PipelineDag
-from perseus_planner.schedules.iteration import Iteration
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     from perseus_planner.plans.plan import Plan
+    from perseus_planner.profiles.measurement import Measurement
+    from perseus_planner.schedules.dag import PipelineDag
+    from perseus_planner.schedules.iteration import Iteration
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,15 @@ An iteration follows another, so all counts go round: after the last computation
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from perseus_planner.documents import shown
 from perseus_planner.errors import ProfileError
 from perseus_planner.quantities import COUNT, WAIT
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 @dataclass(frozen=True)

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import csv
 import re
-from collections.abc import Iterator, Mapping, Sequence
 from itertools import count
-from pathlib import Path
 from types import MappingProxyType
-from typing import Any, BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 from perseus_planner.documents import shown, unreadable
 from perseus_planner.errors import ProfileError
 from perseus_planner.profiles.measurement import EVIDENCE, Evidence
 from perseus_planner.quantities import CLOCK, ENERGY, LIMIT, STAGE, TIME, Rule
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+    from pathlib import Path
 
 KNOBS = MappingProxyType({"clock": "frequency", "power-limit": "power_limit", "observed": "observed_frequency"})
 """What was set for each measurement -> the column that says to what, in MHz or watts."""

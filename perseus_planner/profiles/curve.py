@@ -7,10 +7,13 @@ compared: one that is both slower and, by raw energy, worse may still be the bet
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from perseus_planner.profiles.measurement import Measurement
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from perseus_planner.profiles.measurement import Measurement
 
 
 @dataclass(frozen=True)

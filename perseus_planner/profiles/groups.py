@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from perseus_planner.errors import ProfileError
 from perseus_planner.profiles.csv_file import word_of
 from perseus_planner.profiles.measurement import Measurement
-from perseus_planner.profiles.profiles import Profile
 from perseus_planner.quantities import COUNT, DEGREE
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from perseus_planner.profiles.profiles import Profile
 
 
 def tensor_group(profiles: Sequence[Profile]) -> Profile:

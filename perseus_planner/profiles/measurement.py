@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from perseus_planner.documents import shown
 from perseus_planner.errors import ProfileError
 from perseus_planner.quantities import CLOCK, COUNT, ENERGY, TEMPERATURE, TIME, WAIT, Rule
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 
 @dataclass(frozen=True)

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import math
 import numbers
-import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from itertools import count, pairwise
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
@@ -28,6 +27,9 @@ from perseus_planner.profiles.clock_changes import ClockChange
 from perseus_planner.profiles.csv_file import KNOBS, WORDS, Row, kind_of, read_table, word_of, written
 from perseus_planner.profiles.measurement import Measurement, checked
 from perseus_planner.quantities import COUNT, POWER, STAGE, WAIT
+
+if TYPE_CHECKING:
+    import os
 
 _FORMAT = "perseus-planner/profile"
 _VERSION = 1

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from perseus_planner.runs.ran import RanComputation
-from perseus_planner.schedules import Computation
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from perseus_planner.schedules import Computation
 
 
 class Change(NamedTuple):

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from perseus_planner.schedules import Computation
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from perseus_planner.schedules import Computation
 
 LATE = 0.1
 """A change is late when more than this share of the first computation that it is for was over before it was set."""

@@ -13,13 +13,17 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Sequence
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 from perseus_planner.files import replacing
-from perseus_planner.plans.plan import Plan
-from perseus_planner.runs.ran import RanComputation, RanIteration
 from perseus_planner.runs.rows import COMPUTATIONS, ITERATIONS
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from perseus_planner.plans.plan import Plan
+    from perseus_planner.runs.ran import RanComputation, RanIteration
 
 MAX_BYTES = 8 * 2**20
 """Of one file of rows; there are two of them at most."""

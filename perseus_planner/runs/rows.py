@@ -9,16 +9,18 @@ from __future__ import annotations
 import csv
 import io
 import math
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 from perseus_planner.documents import shown, unreadable
 from perseus_planner.errors import RunError, ScheduleError
 from perseus_planner.gpu.protocol import THROTTLE_REASONS
 from perseus_planner.runs.ran import RanComputation, RanIteration
 from perseus_planner.schedules import Computation
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from pathlib import Path
 
 _MAX_BYTES = 64 * 2**20  #: of a file; what a run writes is far below
 _THROTTLED = "throttled_s_"  #: before a reason, as the name of a column

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
 from statistics import fmean
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from perseus_planner.displayed import Shown
 from perseus_planner.documents import unreadable
 from perseus_planner.errors import RunError
 from perseus_planner.plans.plan import Plan
-from perseus_planner.runs.ran import RanComputation, RanIteration
 from perseus_planner.runs.recording import computations_path, iterations_path, plan_path
 from perseus_planner.runs.rows import COMPUTATIONS, ITERATIONS
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Mapping, Sequence
+
+    from perseus_planner.runs.ran import RanComputation, RanIteration
 
 _PLAN = re.compile(r"plan-([0-9]{1,9})(?:-pipeline-([0-9]{1,9}))?\.yaml")
 _ROWS = re.compile(r"iterations-([0-9]{1,9})\.csv")

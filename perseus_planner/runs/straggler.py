@@ -8,11 +8,14 @@ the profile that counts for as long as the GPU is held back from the start.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from statistics import median
+from typing import TYPE_CHECKING
 
-from perseus_planner.runs import RanIteration
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from perseus_planner.runs import RanIteration
 
 ENOUGH = 5
 """So many iterations in a row must say so before anything is reported; from as many it is learned what is usual."""

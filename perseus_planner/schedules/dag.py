@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING, Any
 from perseus_planner.documents import shown
 from perseus_planner.errors import ProfileError, ScheduleError
 from perseus_planner.profiles.curve import Option, worthwhile
-from perseus_planner.profiles.measurement import Measurement
-from perseus_planner.profiles.profiles import Profile
 from perseus_planner.quantities import STAGE
 from perseus_planner.schedules import Computation, Schedule
 from perseus_planner.schedules.iteration import Iteration, Operation, parse_operation
@@ -20,6 +18,9 @@ from perseus_planner.schedules.pipeline import pipeline_iteration
 
 if TYPE_CHECKING:
     import networkx as nx
+
+    from perseus_planner.profiles.measurement import Measurement
+    from perseus_planner.profiles.profiles import Profile
 
 _NO_CLOCK = 0  #: of a fixed operation, where an option needs a number
 

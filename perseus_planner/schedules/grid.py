@@ -10,11 +10,9 @@ is written here. Its overlapped pairs, `(3F9;4B2)OVERLAP_F_B`, are read as their
 
 from __future__ import annotations
 
-import os
 import re
-from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from perseus_planner.documents import shown, unreadable
 from perseus_planner.errors import ScheduleError
@@ -22,6 +20,10 @@ from perseus_planner.files import replacing
 from perseus_planner.schedules.checks import Flaw, misplaced, unrunnable
 from perseus_planner.schedules.computation import Computation
 from perseus_planner.schedules.schedule import Schedule
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Iterator
 
 _MAX_BYTES = 32 * 2**20  # millions of computations; a larger file is another one, named by mistake
 _LINE_END = re.compile(r"\r\n|\n|\r")

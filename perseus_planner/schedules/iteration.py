@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from perseus_planner.documents import shown
 from perseus_planner.errors import ScheduleError
 from perseus_planner.quantities import ENERGY, TIME, WAIT
-from perseus_planner.schedules import Computation, Schedule
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from perseus_planner.schedules import Computation, Schedule
 
 _OPERATION = re.compile(r"(\d+)([a-z][a-z-]*)(\d+)?")
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from perseus_planner.documents import shown
 from perseus_planner.errors import ScheduleError
 from perseus_planner.schedules.interleaved import interleaved_1f1b, interleaved_zero_bubble
 from perseus_planner.schedules.linear import gpipe, one_f_one_b, zb_h1
-from perseus_planner.schedules.schedule import Schedule
 from perseus_planner.schedules.v_shaped import dualpipe_v, zbv
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from perseus_planner.schedules.schedule import Schedule
 
 
 class Named(NamedTuple):

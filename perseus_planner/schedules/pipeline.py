@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from perseus_planner.documents import shown
 from perseus_planner.errors import ScheduleError
 from perseus_planner.quantities import STAGE, WAIT
 from perseus_planner.schedules import Computation, Schedule, awaited, check_pipeline
 from perseus_planner.schedules.iteration import Iteration, Operation
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
 
 _WHEN = re.compile(r"start|end|(before|after) [FBIW]")
 KIND = re.compile(r"[FBIW](\.[a-z0-9_-]+)?")  #: of a computation, as a profile names it

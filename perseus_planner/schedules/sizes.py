@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from perseus_planner.errors import ScheduleError
 from perseus_planner.quantities import COUNT
-from perseus_planner.schedules.computation import Computation
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from perseus_planner.schedules.computation import Computation
 
 # Far beyond any job, and still held in memory; a mistyped number is refused, not tried.
 _MOST = 1_000_000

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from perseus_planner.documents import shown
 from perseus_planner.errors import PlannerError
 from perseus_planner.service.checks import check_report
-from perseus_planner.service.model import Report
-from perseus_planner.service.outcomes import Answer
-from perseus_planner.service.state import JobState
 from perseus_planner.service.transitions import cleared
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from perseus_planner.service.model import Report
+    from perseus_planner.service.outcomes import Answer
+    from perseus_planner.service.state import JobState
 
 
 @dataclass(frozen=True)

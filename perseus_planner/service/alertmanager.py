@@ -134,7 +134,7 @@ def _report(alert: Mapping[str, Any], labels: Mapping[str, str], now_s: float) -
         observed_s=min(ended_s, now_s),
         begins_s=math.nextafter(now_s, 0.0) if is_over else now_s,
         expires_s=now_s if is_over else math.inf,
-        cause=cast(Cause, cause),
+        cause=cast("Cause", cause),
     )
 
 

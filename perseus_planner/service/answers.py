@@ -6,13 +6,15 @@ A time that never comes, which is infinite in values, is null in JSON.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from perseus_planner.plans.plan import Plan
 from perseus_planner.service.model import Decision, Report, Scope, Target
 from perseus_planner.service.outcomes import Answer, Expected, PipelineStatus, Taken
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 
 @dataclass(frozen=True)

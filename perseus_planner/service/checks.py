@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from perseus_planner.documents import shown
 from perseus_planner.errors import InfeasibleDeadline, UsageError
 from perseus_planner.quantities import CHANGES, COUNT, TIME, WAIT
 from perseus_planner.service.model import Conflict, Job, Report
-from perseus_planner.service.planning.curves import Curve
 from perseus_planner.service.reports import check_scope
-from perseus_planner.service.state import JobState
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from perseus_planner.service.planning.curves import Curve
+    from perseus_planner.service.state import JobState
 
 _LONGEST_NAME = 255
 _MOST_REPORTS = 4096

@@ -5,12 +5,16 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from perseus_planner.service.agenda import Agenda
-from perseus_planner.service.state import JobState
-from perseus_planner.service.store.writer import Changed
 from perseus_planner.service.transitions import next_look_s
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from perseus_planner.service.state import JobState
+    from perseus_planner.service.store.writer import Changed
 
 _log = logging.getLogger(__name__)
 

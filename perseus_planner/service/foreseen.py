@@ -11,9 +11,12 @@ import json
 import math
 from dataclasses import dataclass, fields
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 from perseus_planner.service.outcomes import Expected, PipelineStatus
-from perseus_planner.service.state import JobState
+
+if TYPE_CHECKING:
+    from perseus_planner.service.state import JobState
 
 _KEPT = 1024
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from perseus_planner.service.foreseen import pipelines
-from perseus_planner.service.model import Report
-from perseus_planner.service.outcomes import JobStatus, PipelineStatus, PlanSet
-from perseus_planner.service.planning.curves import Curve
-from perseus_planner.service.state import JobState
 from perseus_planner.service.store.writer import Writer, unknown_job
-from perseus_planner.service.telemetry_book import TelemetryBook
 from perseus_planner.service.transitions import counting, status_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from perseus_planner.service.model import Report
+    from perseus_planner.service.outcomes import JobStatus, PipelineStatus, PlanSet
+    from perseus_planner.service.planning.curves import Curve
+    from perseus_planner.service.state import JobState
+    from perseus_planner.service.telemetry_book import TelemetryBook
 
 
 class Knowledge:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from perseus_planner.plans.plan import Plan
-from perseus_planner.service.model import Decision, Job, Report
-from perseus_planner.service.telemetry import JobTelemetry
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from perseus_planner.service.model import Decision, Job, Report
+    from perseus_planner.service.telemetry import JobTelemetry
 
 
 @dataclass(frozen=True)

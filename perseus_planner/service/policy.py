@@ -45,13 +45,16 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from perseus_planner.documents import shown
 from perseus_planner.service.model import Decision, Job, Numbers, Report, Target
 from perseus_planner.service.reports import active_reports, meant, next_turn_s
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 _COMPUTING = ("compute", "unknown")
 _ROUNDING = 1e-9  #: a saving below this share of the energy is a rounding error

@@ -14,14 +14,16 @@ A pipeline that straggles counts as one that does not: who waits for it draws le
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from perseus_planner.errors import InfeasiblePower
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
 
 Floats = NDArray[np.float64]
 

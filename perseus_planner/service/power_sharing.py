@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from perseus_planner.service.model import Job
-from perseus_planner.service.planning.curves import Curve
 from perseus_planner.service.power import Demand, Share, shares
-from perseus_planner.service.state import JobState
-from perseus_planner.service.store.writer import Draft
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from perseus_planner.service.model import Job
+    from perseus_planner.service.planning.curves import Curve
+    from perseus_planner.service.state import JobState
+    from perseus_planner.service.store.writer import Draft
 
 
 def share_power(draft: Draft, job: str | None, settle: Callable[[JobState], object]) -> None:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from perseus_planner.documents import shown
 from perseus_planner.errors import UsageError
-from perseus_planner.service.model import Job, Report, Scope
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from perseus_planner.service.model import Job, Report, Scope
 
 
 def lasting_reports(reports: Iterable[Report], now_s: float, iteration: int | None = None) -> tuple[Report, ...]:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import base64
 import math
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from perseus_planner.errors import UsageError
-from perseus_planner.service.model import Cause, Place, Scope
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from perseus_planner.service.model import Cause, Place, Scope
 
 
 @dataclass(frozen=True)

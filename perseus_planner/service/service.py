@@ -5,13 +5,10 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from perseus_planner.documents import shown
 from perseus_planner.errors import PlannerError
@@ -26,12 +23,18 @@ from perseus_planner.service.planning.cache import Planning, Processes
 from perseus_planner.service.planning.replanner import Replanning, replan
 from perseus_planner.service.power_sharing import share_power
 from perseus_planner.service.registering import checked, first_state, known_again
-from perseus_planner.service.state import JobState
-from perseus_planner.service.store.storage import Storage
 from perseus_planner.service.store.writer import Draft, Writer
-from perseus_planner.service.telemetry import Counters
 from perseus_planner.service.telemetry_book import TelemetryBook
 from perseus_planner.service.transitions import answer, cleared, settled, until_it_begins
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from concurrent.futures import Future
+    from types import TracebackType
+
+    from perseus_planner.service.state import JobState
+    from perseus_planner.service.store.storage import Storage
+    from perseus_planner.service.telemetry import Counters
 
 _AGAIN_AFTER_S = 1.0  # what could not be written, such as for a full disk
 

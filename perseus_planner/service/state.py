@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
-from perseus_planner.service.model import Decision, Job, Report
-from perseus_planner.service.outcomes import PlanSet, Taken
-from perseus_planner.service.planning.curves import Curve
-from perseus_planner.service.power import Share
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from perseus_planner.service.model import Decision, Job, Report
+    from perseus_planner.service.outcomes import PlanSet, Taken
+    from perseus_planner.service.planning.curves import Curve
+    from perseus_planner.service.power import Share
 
 REMEMBERED = 256
 """How many reports of a job that no longer count are remembered, so that one delivered again is known."""

@@ -13,11 +13,13 @@ received, and what is received twice counts once. What is added up over the runs
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from perseus_planner.service.model import Conflict
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 Origin = Literal["measured", "simulated"]
 

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from perseus_planner.service.model import Job
-from perseus_planner.service.store.writer import Draft, Writer
 from perseus_planner.service.telemetry import Counters, JobTelemetry, counted
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from perseus_planner.service.model import Job
+    from perseus_planner.service.store.writer import Draft, Writer
 
 WRITTEN_AFTER_S = 5.0
 """How long what is sent waits to be written."""

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from perseus_planner.service.foreseen import expected
-from perseus_planner.service.model import Decision, Job, Report
 from perseus_planner.service.outcomes import Answer, JobStatus, PlanSet
 from perseus_planner.service.planning.cache import Planning, once_each, requests_of
 from perseus_planner.service.planning.curves import NotSolved
 from perseus_planner.service.policy import decide, saving_w
 from perseus_planner.service.reports import lasting_reports
-from perseus_planner.service.state import JobState
-from perseus_planner.service.telemetry import JobTelemetry
+
+if TYPE_CHECKING:
+    from perseus_planner.service.model import Decision, Job, Report
+    from perseus_planner.service.state import JobState
+    from perseus_planner.service.telemetry import JobTelemetry
 
 _FORGOTTEN_AFTER_S = 3600.0
 """When what has expired or recovered no longer keeps earlier observations, which arrive late, from counting."""

@@ -16,18 +16,21 @@ All choices are tried instead where they are few. Everything is seeded: equal in
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from perseus_planner.errors import InfeasibleBudget
-from perseus_planner.schedules.dag import PipelineDag
-from perseus_planner.solver.choices import Choices
-from perseus_planner.solver.mincut import Integers
 from perseus_planner.solver.run_search import Goal, Heat, anneal, cheapest_within, fastest_runs
 from perseus_planner.solver.runs import RunProblem, least_dwell_s, loaded, most_changes, replayed, run_problem
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from perseus_planner.schedules.dag import PipelineDag
+    from perseus_planner.solver.choices import Choices
+    from perseus_planner.solver.network import Integers
 
 _FEW = 2**15  #: choices in all that are tried one by one instead, so that the smallest problems are solved exactly
 _EFFORT = (75_000_000, 5_000, 60_000)  #: of each level: tries times operations, least tries, most tries

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from perseus_planner.schedules.dag import PipelineDag
-from perseus_planner.solver.mincut import Integers
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from perseus_planner.schedules.dag import PipelineDag
+    from perseus_planner.solver.network import Integers
 
 Floats = NDArray[np.float64]
 

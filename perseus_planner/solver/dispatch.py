@@ -6,13 +6,15 @@ topological order takes the option that is best by its price and by where it sho
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numba import njit
 
 from perseus_planner.solver.choices import Choices, Floats, ends
-from perseus_planner.solver.mincut import Integers
+
+if TYPE_CHECKING:
+    from perseus_planner.solver.network import Integers
 
 _ROUNDING = 1e-11  #: more than sums of 1e4 floats are off by, relative
 

@@ -1,16 +1,16 @@
-"""The exact time-energy frontier of a pipeline iteration, and the plans along it."""
+"""The exact time-energy frontier of a pipeline iteration, and the plans along it.
+
+The compiled kernels are loaded when a plan is asked for, so that looking at a frontier stays cheap.
+"""
 
 from __future__ import annotations
 
 import math
-import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
 from perseus_planner.displayed import Shown
 from perseus_planner.errors import (
@@ -18,21 +18,24 @@ from perseus_planner.errors import (
     InfeasibleDeadline,
     InfeasiblePower,
     PlanError,
-    ProfileError,
     UsageError,
 )
-from perseus_planner.plans.plan import Plan
 from perseus_planner.plans.simulate import end_times, time_and_energy
-from perseus_planner.profiles.profiles import Profile
 from perseus_planner.quantities import CHANGES, POWER, TIME, WAIT, Rule
-from perseus_planner.schedules import Schedule
-from perseus_planner.schedules.dag import PipelineDag
 from perseus_planner.solver.frontier_file import read_frontier, write_frontier
-from perseus_planner.solver.mincut import UNLIMITED, Checkpoint, Integers, State, advance, slowest_state
-from perseus_planner.solver.network import ScaledNetwork, scaled_network
-from perseus_planner.solver.planner import Planner
+from perseus_planner.solver.network import Checkpoint, Integers, ScaledNetwork, State, scaled_network
 
-_CHECKPOINTS = 16  #: kept along the frontier, so that a plan walks little of it
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Iterable, Iterator, Mapping
+
+    from numpy.typing import NDArray
+
+    from perseus_planner.plans.plan import Plan
+    from perseus_planner.profiles.profiles import Profile
+    from perseus_planner.schedules import Schedule
+    from perseus_planner.schedules.dag import PipelineDag
+    from perseus_planner.solver.planner import Planner
 
 
 @dataclass(frozen=True, eq=False)
@@ -227,6 +230,8 @@ class Frontier(Shown):
 
         The arrays of a state are changed on the way to the next: copy what is to stay.
         """
+        from perseus_planner.solver.mincut import advance
+
         at: Checkpoint | None = None
         for time in times:
             if at is None:
@@ -250,6 +255,8 @@ class Frontier(Shown):
 
     @cached_property
     def _planner(self) -> Planner:
+        from perseus_planner.solver.planner import Planner
+
         return Planner(self)
 
     @property
@@ -293,53 +300,6 @@ class Frontier(Shown):
         slope_w = (fast_j - slow_j) / (fast_s - slow_s)
         crossing_s = (slow_j - slope_w * slow_s) / (power_w - slope_w)
         return float(min(max(crossing_s, fast_s), slow_s))
-
-
-def solve(
-    profile: Profile, schedule: Schedule, *, progress: Callable[[int, int], None] | None = None, **extras: Any
-) -> Frontier:
-    """The exact frontier of `schedule` run with the clocks of `profile`.
-
-    Args:
-        profile: measurements of as many stages as the schedule has.
-        schedule: the computations of an iteration, rank by rank.
-        progress: called with (parts done, parts in all) from time to time.
-        extras: `transfer`, `operations` and `variants`, as `pipeline.pipeline_iteration` takes them.
-
-    Raises:
-        ProfileError: the profile has other stages than the schedule.
-        ScheduleError: the schedule cannot run.
-    """
-    return trace(PipelineDag.from_schedule(profile, schedule, **extras), progress=progress)
-
-
-def trace(dag: PipelineDag, *, progress: Callable[[int, int], None] | None = None) -> Frontier:
-    """The exact frontier of any graph of computations: from the slow end to the fast one, by minimum cuts."""
-    network = (scaled := scaled_network(dag)).network
-    state = slowest_state(network)
-    time, power = int(state.event[network.sink]), 0
-    fastest_s = max(end_times(dag, [dag.options[key][0].time_s for key in dag.iteration.keys]))
-    if fastest_s + dag.profile.overhead_s <= 0:
-        raise ProfileError(
-            f"overhead_s: {dag.profile.overhead_s:g} s leave nothing of an iteration that replays to {fastest_s:g} s "
-            "at its fastest; calibrate with an iteration of this schedule"
-        )
-    stretch = time - int(fastest_s / scaled.tick_s)
-    stops = [time - stretch * part // _CHECKPOINTS for part in range(_CHECKPOINTS)]
-    times, powers, checkpoints = [time], [power], []
-    for part, stop in enumerate([*stops[1:], 0]):
-        checkpoints.append(Checkpoint(time, power, State(*(array.copy() for array in state))))
-        reached, below = advance(network, state, time, power, stop)
-        times[-1:], powers[-1:] = reached, below
-        time, power = times[-1], powers[-1]
-        if progress is not None:
-            progress(part + 1, _CHECKPOINTS)
-        if power == UNLIMITED:
-            break
-    as_array = np.array([times, powers], dtype=np.int64)
-    bends = np.diff(as_array[1], prepend=0) != 0  # where the walk only stopped the slope is the same
-    bends[[0, -1]] = True
-    return Frontier(dag, as_array[0, bends], as_array[1, bends], tuple(checkpoints))
 
 
 def _checked(name: str, value: float, rule: Rule) -> float:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -19,7 +18,10 @@ from perseus_planner.schedules import Computation, Schedule
 from perseus_planner.schedules.dag import PipelineDag
 from perseus_planner.schedules.iteration import Iteration, parse_operation
 from perseus_planner.schedules.iteration_text import parse_key
-from perseus_planner.solver.mincut import Checkpoint, Integers, State
+from perseus_planner.solver.network import Checkpoint, Integers, State
+
+if TYPE_CHECKING:
+    import os
 
 _FORMAT = "perseus-planner/frontier"
 _VERSION = 1

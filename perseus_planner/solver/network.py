@@ -1,24 +1,73 @@
-"""PipelineDag -> the project network that the solver walks, in whole numbers, and the units to read it in."""
+"""PipelineDag -> the project network that the solver walks, in whole numbers, and the units to read it in.
+
+Only data: the kernels that walk it are in `mincut`.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import pairwise
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from perseus_planner.errors import ProfileError
 from perseus_planner.profiles.curve import Option, lower_hull
-from perseus_planner.schedules.dag import PipelineDag
-from perseus_planner.solver.mincut import Network, make_network
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from perseus_planner.schedules.dag import PipelineDag
+
+Integers = NDArray[np.int64]
+
+UNLIMITED = 2**62  #: more than any flow or time, which are at most 2**60
+
 
 _TIME_BITS = 60  #: all durations together are at most 2**60 ticks, and so is any time
 _POWER_BITS = 60  #: all slopes together are at most 2**60 units, and so is any flow
 _ENERGY_BITS = 62
 _SAME_TIME = 2.0**-30  #: closer than any clock measures, relative: a slope between such times would drown all others
+
+
+class Network(NamedTuple):
+    """A project network: arcs with convex costs, from `source` to `sink`. Never written to.
+
+    Each arc has two residual arcs, one from its tail (raises its flow) and one from its head (lowers it), kept node by
+    node: those that leave node v are `start[v]` to `start[v + 1]`.
+    """
+
+    source: int
+    sink: int
+    tail: Integers  #: (arcs,) node
+    head: Integers  #: (arcs,) node
+    first: Integers  #: (arcs,) index of the slowest vertex of the arc's curve
+    last: Integers  #: (arcs,) index of the fastest vertex
+    vertex_time: Integers  #: (vertices,) ticks
+    vertex_slope: Integers  #: (vertices,) power units
+    start: Integers  #: (nodes + 1,)
+    residual: Integers  #: (2 * arcs,) `arc` where it leaves the tail, `~arc` where it leaves the head
+    other: Integers  #: (2 * arcs,) the node at its far end
+    raising: Integers  #: (arcs,) where the residual arc from the tail stands
+    lowering: Integers  #: (arcs,) where the one from the head stands
+
+
+class State(NamedTuple):
+    """An optimal pair of event times and flow for one total time. The kernels move it along the frontier."""
+
+    event: Integers  #: (nodes,) ticks
+    flow: Integers  #: (arcs,) power units
+
+
+class Checkpoint(NamedTuple):
+    """A state and where on the frontier it is optimal."""
+
+    time: int  #: total time, ticks
+    power: int  #: flow from source to sink, power units
+    state: State
 
 
 @dataclass(frozen=True)
@@ -121,3 +170,34 @@ def _ends(dag: PipelineDag, tick_s: float) -> tuple[list[int], list[int], list[i
             tail.append(2 * rank[place] + 1)
             head.append(2 * count + 1)
     return tail, head, lags + [0] * (len(tail) - count - len(lags))
+
+
+def make_network(
+    source: int,
+    sink: int,
+    ends: tuple[Integers, Integers],
+    span: tuple[Integers, Integers],
+    curves: tuple[Integers, Integers],
+) -> Network:
+    """Index the residual arcs by node.
+
+    Args:
+        source: node without incoming arcs.
+        sink: node without outgoing arcs.
+        ends: `tail` and `head`.
+        span: `first` and `last`.
+        curves: `vertex_time` and `vertex_slope`.
+    """
+    tail, head = ends
+    arcs = np.arange(len(tail), dtype=np.int64)
+    node = np.concatenate([tail, head])
+    order = np.argsort(node, kind="stable")
+    start = np.zeros(int(node.max()) + 2, dtype=np.int64)
+    np.cumsum(np.bincount(node), out=start[1:])
+    place = np.empty_like(order)
+    place[order] = np.arange(len(order))
+    residual = np.concatenate([arcs, ~arcs])[order]
+    other = np.concatenate([head, tail])[order]
+    return Network(
+        source, sink, tail, head, *span, *curves, start, residual, other, place[: len(arcs)], place[len(arcs) :]
+    )

@@ -7,11 +7,10 @@ replayed with that cost; those that it makes late are made again for an earlier 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from functools import cached_property
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -19,14 +18,17 @@ from perseus_planner.errors import InfeasibleBudget, InfeasibleDeadline
 from perseus_planner.plans.plan import Plan
 from perseus_planner.plans.simulate import replay, time_and_energy
 from perseus_planner.plans.tasks import nearest_clock
-from perseus_planner.profiles.clock_changes import ClockChange
-from perseus_planner.profiles.measurement import Measurement
-from perseus_planner.schedules.dag import PipelineDag
 from perseus_planner.solver.budget import clocks_by_budget, clocks_within_budget
 from perseus_planner.solver.choices import Choices, choices_of
-from perseus_planner.solver.mincut import Checkpoint, Integers
-from perseus_planner.solver.network import ScaledNetwork
 from perseus_planner.solver.rounding import Anchor, anchor_deadlines, round_plan
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+    from perseus_planner.profiles.clock_changes import ClockChange
+    from perseus_planner.profiles.measurement import Measurement
+    from perseus_planner.schedules.dag import PipelineDag
+    from perseus_planner.solver.network import Checkpoint, Integers, ScaledNetwork
 
 _LEVELS = (0, 2, 4, 8, 16, 32)  #: numbers of changes that are tried where changing clocks costs time, beside any
 _HURRIES = 2  #: times that a plan is made again for an earlier deadline, where changing clocks makes it late

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from perseus_planner.errors import InfeasibleBudget, InfeasibleDeadline, UsageError
-from perseus_planner.plans.plan import Plan
 from perseus_planner.quantities import COUNT
-from perseus_planner.solver.frontier import Frontier
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from perseus_planner.plans.plan import Plan
+    from perseus_planner.solver.frontier import Frontier
 
 
 @dataclass(frozen=True)

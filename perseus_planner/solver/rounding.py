@@ -19,14 +19,17 @@ where each computation should end, and the price (watts) of its time, the flow o
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from perseus_planner.solver.choices import Choices, Floats, ends
 from perseus_planner.solver.dispatch import Guide, cheapest, improve, mixed
-from perseus_planner.solver.mincut import Integers
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from perseus_planner.solver.network import Integers
 
 _ANCHORS = 33  #: deadlines around the one asked for at which plans are made
 _ANCHOR_SPAN = 0.06  #: how far they reach, as a part of the deadline

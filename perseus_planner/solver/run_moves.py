@@ -6,11 +6,15 @@ is that many do the same at the same time. Which places of different ranks belon
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 from numba import njit
 
-from perseus_planner.solver.mincut import Integers
 from perseus_planner.solver.runs import RunProblem, State, paint, put
+
+if TYPE_CHECKING:
+    from perseus_planner.solver.network import Integers
 
 
 @njit(cache=True)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numba import njit
 
-from perseus_planner.solver.mincut import Integers
 from perseus_planner.solver.run_moves import change_many, change_one
 from perseus_planner.solver.runs import (
     RunProblem,
@@ -20,6 +19,9 @@ from perseus_planner.solver.runs import (
     replayed,
     restore,
 )
+
+if TYPE_CHECKING:
+    from perseus_planner.solver.network import Integers
 
 _DEARER = 8.0  #: how many times dearer it is to be late in the end than at first
 

@@ -6,16 +6,18 @@ this one, so as many runs are as many changes, and a single run is none. Operati
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numba import njit
 
-from perseus_planner.schedules.dag import PipelineDag
-from perseus_planner.solver.choices import Choices, Floats
-from perseus_planner.solver.mincut import Integers
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from perseus_planner.schedules.dag import PipelineDag
+    from perseus_planner.solver.choices import Choices, Floats
+    from perseus_planner.solver.network import Integers
 
 
 class RunProblem(NamedTuple):

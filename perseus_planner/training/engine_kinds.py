@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
 
 KNOWN = "a DeepSpeed PipelineEngine, the chunks of a Megatron-core model, or a schedule of torch.distributed.pipelining"
 """What can be given, in words."""

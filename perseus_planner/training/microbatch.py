@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from perseus_planner.errors import UsageError
 from perseus_planner.training.values import arguments, copied, tensors
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     import torch
 
 

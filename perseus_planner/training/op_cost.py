@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from perseus_planner.gpu.simulated.simulated import Work
@@ -12,6 +11,8 @@ from perseus_planner.training.state import as_found
 from perseus_planner.training.values import tensors
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import torch
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from perseus_planner.errors import UsageError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
     import torch
 
 

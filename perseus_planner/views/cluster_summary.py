@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from perseus_planner.cluster.replay import Cluster, Outcome
 from perseus_planner.views.summary import share
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from perseus_planner.cluster.replay import Cluster, Outcome
 
 _HEADER = "policy,pipeline,rank,gpu,energy_j,busy_s,idle_s\n"
 

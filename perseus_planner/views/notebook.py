@@ -5,8 +5,8 @@ All texts go through ElementTree, so that a name is never taken for HTML; there 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from functools import singledispatch
+from typing import TYPE_CHECKING
 from xml.etree.ElementTree import Element, SubElement, tostring
 
 from perseus_planner.plans.plan import Plan
@@ -19,6 +19,9 @@ from perseus_planner.views import sketches
 from perseus_planner.views.columns import number, numbers, ranges
 from perseus_planner.views.sketches import Busy, Mark
 from perseus_planner.views.tables import origin_text
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
 
 _MOST = 24  #: rows of a table, ranks or computations of a drawing; more would push all else off the screen
 _SECONDS, _JOULES = "seconds an iteration", "joules an iteration"

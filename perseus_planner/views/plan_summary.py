@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from perseus_planner.plans.plan import Plan
 from perseus_planner.plans.simulate import Timeline, replay
 from perseus_planner.views.summary import longest_lag_s, share
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from perseus_planner.plans.plan import Plan
     from perseus_planner.solver.replicas import Replicas
 
 

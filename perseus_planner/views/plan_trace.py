@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from perseus_planner.plans.plan import Plan
 from perseus_planner.plans.simulate import Span, Timeline, replay
 from perseus_planner.profiles.csv_file import setting_of
 from perseus_planner.views.tables import origin_text
 from perseus_planner.views.trace_events import WAITING, Counter, Process, Slice, Thread, steps, total, write_trace
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Iterator
+
+    from perseus_planner.plans.plan import Plan
 
 
 def trace_plan(plan: Plan, path: str | os.PathLike[str]) -> None:

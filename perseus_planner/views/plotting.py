@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from perseus_planner.errors import UsageError
 from perseus_planner.files import replacing
-from perseus_planner.plans.plan import Plan
 from perseus_planner.plans.simulate import Timeline, replay
 from perseus_planner.profiles.csv_file import unit_of
-from perseus_planner.solver.frontier import Frontier
 from perseus_planner.views.tables import origin_text
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+    from pathlib import Path
+
     from matplotlib.axes import Axes
     from matplotlib.cm import ScalarMappable
     from matplotlib.figure import Figure
+
+    from perseus_planner.plans.plan import Plan
+    from perseus_planner.solver.frontier import Frontier
 
 # What keeps the time of day out of the file, so that equal input gives equal bytes.
 _METADATA: dict[str, dict[str, None]] = {"png": {}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}

@@ -6,23 +6,25 @@ where its iteration began, which is where the plan's begins.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from perseus_planner.errors import RunError
-from perseus_planner.runs.ran import RanComputation
-from perseus_planner.runs.run import RanRank, Run
 from perseus_planner.views.plotting import clock_label, colours_of, empty_axes
 from perseus_planner.views.run_planned import foreseen
 from perseus_planner.views.run_summary import summarize_run
 from perseus_planner.views.run_text import sources_text
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+    from perseus_planner.runs.ran import RanComputation
+    from perseus_planner.runs.run import RanRank, Run
 
 _UNKNOWN = "lightgrey"
 _ROWS = 2.4  #: between a rank and the next one, where a row is 1 high

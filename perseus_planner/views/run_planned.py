@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from perseus_planner.plans.clock_replay import Call
-from perseus_planner.plans.plan import Plan
 from perseus_planner.plans.simulate import clock_calls, replay
 from perseus_planner.runs.matching import Change, with_changes
-from perseus_planner.runs.ran import RanComputation
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from perseus_planner.plans.clock_replay import Call
+    from perseus_planner.plans.plan import Plan
+    from perseus_planner.runs.ran import RanComputation
 
 
 def foreseen(plan: Plan) -> tuple[tuple[RanComputation, ...], ...]:

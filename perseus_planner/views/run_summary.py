@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
+from typing import TYPE_CHECKING
 
-from perseus_planner.plans.plan import Plan
 from perseus_planner.runs.ran import RanChanges, RanIteration
-from perseus_planner.runs.run import RanRank, Run
 from perseus_planner.views.plan_summary import summarize_plan
 from perseus_planner.views.run_planned import foreseen
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from perseus_planner.plans.plan import Plan
+    from perseus_planner.runs.run import RanRank, Run
 
 NO_PLAN = "it ran by no plan"
 """Why an iteration did not run as planned where no plan was there."""

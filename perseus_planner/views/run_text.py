@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from perseus_planner.profiles.csv_file import unit_of
 from perseus_planner.runs.ran import LATE
 from perseus_planner.views.columns import column, numbers, table
-from perseus_planner.views.run_summary import Deviation, RankOfRun, RunSummary
 from perseus_planner.views.tables import origin_text
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from perseus_planner.views.run_summary import Deviation, RankOfRun, RunSummary
 
 _MOST = 10  #: reasons why iterations did not run as planned that are listed
 _RANKS = 8  #: ranks that are listed of one

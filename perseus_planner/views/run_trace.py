@@ -6,19 +6,22 @@ where the first iteration began whose computations all ranks have kept.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from perseus_planner.errors import RunError
-from perseus_planner.plans.plan import Plan
 from perseus_planner.profiles.csv_file import setting_of
-from perseus_planner.runs.ran import RanComputation, RanIteration
-from perseus_planner.runs.run import RanRank, Run
 from perseus_planner.views.plan_trace import to_ns
 from perseus_planner.views.run_summary import NO_PLAN, summarize_run
 from perseus_planner.views.run_text import sources_text
 from perseus_planner.views.trace_events import WAITING, Counter, Process, Slice, Thread, steps, total, write_trace
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Iterator, Sequence
+
+    from perseus_planner.plans.plan import Plan
+    from perseus_planner.runs.ran import RanComputation, RanIteration
+    from perseus_planner.runs.run import RanRank, Run
 
 
 def trace_run(run: Run, path: str | os.PathLike[str]) -> None:

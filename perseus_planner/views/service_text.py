@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from datetime import datetime
 from math import isinf
+from typing import TYPE_CHECKING
 
-from perseus_planner.service.answers import Status, Telemetry
-from perseus_planner.service.model import Report
-from perseus_planner.service.outcomes import Answer
 from perseus_planner.views.columns import column, table
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from perseus_planner.service.answers import Status, Telemetry
+    from perseus_planner.service.model import Report
+    from perseus_planner.service.outcomes import Answer
 
 
 def answer_text(answer: Answer) -> str:

@@ -6,12 +6,14 @@ Lines and texts have the colour of the text around them; what else is coloured i
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
 from itertools import groupby
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 from xml.etree.ElementTree import Element, SubElement
 
 from perseus_planner.views.columns import number
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
 
 _WIDTH, _HEIGHT = 480.0, 220.0
 _LEFT, _RIGHT, _TOP, _BOTTOM = 70.0, 16.0, 12.0, 38.0  #: beside the drawing itself, for its scales

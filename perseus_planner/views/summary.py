@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from perseus_planner.profiles.csv_file import word_of
-from perseus_planner.profiles.measurement import Measurement
-from perseus_planner.profiles.profiles import Profile
-from perseus_planner.schedules.iteration import Iteration
-from perseus_planner.solver.frontier import Frontier
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from perseus_planner.profiles.measurement import Measurement
+    from perseus_planner.profiles.profiles import Profile
+    from perseus_planner.schedules.iteration import Iteration
+    from perseus_planner.solver.frontier import Frontier
 
 _STEPS = 10  #: between the ends of a frontier, in its table
 

@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from perseus_planner.profiles.csv_file import WORDS, unit_of
 from perseus_planner.schedules import Computation
-from perseus_planner.views.cluster_summary import ClusterSummary
 from perseus_planner.views.columns import column, number, numbers, ranges, table
-from perseus_planner.views.plan_summary import (
-    BesideStraggler,
-    ComputationSummary,
-    PlansSummary,
-    PlanSummary,
-    RankSummary,
-    TimelineSummary,
-)
-from perseus_planner.views.summary import FrontierSummary, ProfileSummary
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from perseus_planner.jobs.calibration import Calibration
+    from perseus_planner.views.cluster_summary import ClusterSummary
+    from perseus_planner.views.plan_summary import (
+        BesideStraggler,
+        ComputationSummary,
+        PlansSummary,
+        PlanSummary,
+        RankSummary,
+        TimelineSummary,
+    )
+    from perseus_planner.views.summary import FrontierSummary, ProfileSummary
 
 _WARNINGS = ("notices", "measured while too hot")  #: conditions of a profile that a reader must see
 _STRIP = 48  #: moments of an iteration that a timeline shows

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from perseus_planner.errors import UsageError
 from perseus_planner.profiler.engines.held import Held, by_name, called, local_stage, loss_of
 from perseus_planner.profiler.engines.recorder import recorded_attribute, recorded_module
 from perseus_planner.training.values import first_device
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
 
 
 @contextmanager

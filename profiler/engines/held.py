@@ -6,20 +6,22 @@ the iteration ran. No engine is imported that is not in use.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from perseus_planner.errors import UsageError
-from perseus_planner.gpu import Gpu
-from perseus_planner.profiler.engines.recorder import Recorded
 from perseus_planner.profiler.modules.torch_stage import torch_stage
 from perseus_planner.profiler.ranks.together import Block, LocalStage
-from perseus_planner.profiler.stage import Stage
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
     import torch
+
+    from perseus_planner.gpu import Gpu
+    from perseus_planner.profiler.engines.recorder import Recorded
+    from perseus_planner.profiler.stage import Stage
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ The last call counts: before the first microbatch, engines may call them with te
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -13,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 from perseus_planner.training.values import copied, is_training
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
     import torch
 
 

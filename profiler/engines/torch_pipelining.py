@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from perseus_planner.profiler.engines.held import Held, by_name, called, local_stage, loss_of
 from perseus_planner.profiler.engines.recorder import recorded_attribute, recorded_module
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
 
 
 @contextmanager

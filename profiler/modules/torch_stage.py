@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from perseus_planner.errors import UsageError
-from perseus_planner.gpu import Gpu
 from perseus_planner.gpu.simulated.emulated import EmulatedGpu
 from perseus_planner.gpu.simulated.simulated import SimulatedGpu
 from perseus_planner.profiler.stage import Run, Stage, Timed
@@ -28,6 +27,8 @@ from perseus_planner.training.values import first_device
 
 if TYPE_CHECKING:
     import torch
+
+    from perseus_planner.gpu import Gpu
 
 Block = Callable[[float], None]
 

@@ -12,7 +12,6 @@ import pickle
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import count
@@ -22,6 +21,8 @@ from perseus_planner.errors import EndedElsewhere, PlannerError, RankError, Usag
 from perseus_planner.training.microbatch import described
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
     from torch.distributed import Store
 
 T = TypeVar("T")

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pickle
 import threading
-from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import count
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from perseus_planner.profiler.ranks.meeting import Meeting
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from perseus_planner.profiler.ranks.meeting import Meeting
 
 # Between two looks for who asks.
 _LOOK_S = 0.02

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from perseus_planner.errors import UsageError
@@ -23,11 +22,14 @@ from perseus_planner.profiler.profiling import (
 )
 from perseus_planner.profiler.ranks.meeting import TIMEOUT_S, Meeting, StageGroup
 from perseus_planner.profiler.ranks.neighbours import connected
-from perseus_planner.profiler.stage import Progress, Stage
-from perseus_planner.profiles.profiles import Profile
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import torch
+
+    from perseus_planner.profiler.stage import Progress, Stage
+    from perseus_planner.profiles.profiles import Profile
 
 Block = Callable[[float], None]
 

@@ -9,24 +9,28 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from http.client import CONFLICT, NOT_FOUND
+from typing import TYPE_CHECKING
 
 from perseus_planner.errors import PlannerError, ServiceRefusal
-from perseus_planner.plans.plan import Plan
 from perseus_planner.runtime.agent.embedded import EmbeddedService, Embedding
 from perseus_planner.runtime.agent.findings import Findings
-from perseus_planner.runtime.agent.settings import ServedJob
 from perseus_planner.runtime.agent.store import Card, Mailbox
 from perseus_planner.runtime.agent.summing import Summing
-from perseus_planner.runtime.job import Job
-from perseus_planner.runtime.notices import Notices
-from perseus_planner.runtime.switching.plans import GivenPlan
 from perseus_planner.runtime.switching.proposals import Decided, Proposal, Refused
-from perseus_planner.service.answers import PlanVersion
 from perseus_planner.service.client.client import TIMEOUT_S, Client
-from perseus_planner.service.requests import Registration
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from perseus_planner.plans.plan import Plan
+    from perseus_planner.runtime.agent.settings import ServedJob
+    from perseus_planner.runtime.job import Job
+    from perseus_planner.runtime.notices import Notices
+    from perseus_planner.runtime.switching.plans import GivenPlan
+    from perseus_planner.service.answers import PlanVersion
+    from perseus_planner.service.requests import Registration
 
 POLL_S = 30.0
 """How long one question for newer plans waits at the service."""

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import count
+from typing import TYPE_CHECKING
 from uuid import uuid4
 
-from perseus_planner.runtime.agent.store import Finding
 from perseus_planner.service.client.sources import straggling_report
-from perseus_planner.service.requests import ReportRequest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from perseus_planner.runtime.agent.store import Finding
+    from perseus_planner.service.requests import ReportRequest
 
 TTL_S = 900.0
 """For how long a finding holds at the service, so that it does not outlive a job that was killed."""

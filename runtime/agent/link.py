@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
-from perseus_planner.plans.plan import Plan
-from perseus_planner.runs.straggler import Straggling
 from perseus_planner.runtime.agent.agent import Agent
-from perseus_planner.runtime.agent.settings import ServedJob
 from perseus_planner.runtime.agent.store import Card, Finding, Mailbox
-from perseus_planner.runtime.job import Job
-from perseus_planner.runtime.notices import Notices
-from perseus_planner.runtime.rendezvous import Joined
-from perseus_planner.runtime.switching.plans import GivenPlan
-from perseus_planner.runtime.switching.proposals import Proposal
-from perseus_planner.runtime.telemetry.counters import Counts
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from perseus_planner.plans.plan import Plan
+    from perseus_planner.runs.straggler import Straggling
+    from perseus_planner.runtime.agent.settings import ServedJob
+    from perseus_planner.runtime.job import Job
+    from perseus_planner.runtime.notices import Notices
+    from perseus_planner.runtime.rendezvous import Joined
+    from perseus_planner.runtime.switching.plans import GivenPlan
+    from perseus_planner.runtime.switching.proposals import Proposal
+    from perseus_planner.runtime.telemetry.counters import Counts
 
 
 class ServiceLink:

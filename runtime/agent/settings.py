@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from perseus_planner.errors import UsageError
-from perseus_planner.plans.plan import Plan
 from perseus_planner.runtime.agent.embedded import Embedding
-from perseus_planner.runtime.agent.store import Card
 from perseus_planner.service.client.client import Client
 from perseus_planner.service.model import Place
 from perseus_planner.service.requests import Registration
 from perseus_planner.solver.frontier import Frontier
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Iterable
+
+    from perseus_planner.plans.plan import Plan
+    from perseus_planner.runtime.agent.store import Card
 
 
 @dataclass(frozen=True)

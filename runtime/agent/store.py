@@ -6,7 +6,6 @@ So that rank 0 alone reaches the service, and has its token.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
@@ -15,6 +14,8 @@ from perseus_planner.runtime.switching.shared_state import read
 from perseus_planner.runtime.telemetry.counters import Counts
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch.distributed import Store
 
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from statistics import median
+from typing import TYPE_CHECKING
 from uuid import uuid4
 
-from perseus_planner.runtime.agent.store import Mailbox
 from perseus_planner.runtime.telemetry.counters import Counts, common
 from perseus_planner.service.telemetry import Counters
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from perseus_planner.runtime.agent.store import Mailbox
 
 
 class Summing:

@@ -19,7 +19,7 @@ import struct
 import time
 from collections import deque
 from contextlib import suppress
-from types import TracebackType
+from typing import TYPE_CHECKING
 
 from perseus_planner import errors
 from perseus_planner.errors import ControllerLost, GpuError
@@ -38,6 +38,9 @@ from perseus_planner.runtime.controller.protocol import (
     ToRank,
 )
 from perseus_planner.runtime.controller.starting import started
+
+if TYPE_CHECKING:
+    from types import TracebackType
 
 __all__ = ["HUNG_S", "LEAVE_S", "Connection", "ControllerLost", "started"]
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
+from typing import TYPE_CHECKING
 
 from perseus_planner.errors import GpuError, GpuHeld
 from perseus_planner.gpu.lease.lease import held, recover
-from perseus_planner.gpu.protocol import Gpu
-from perseus_planner.runtime.controller.rank import Rank
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from perseus_planner.gpu.protocol import Gpu
+    from perseus_planner.runtime.controller.rank import Rank
 
 
 class Hold:

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Any, Literal, NoReturn, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeAlias, get_args
 
 from perseus_planner.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 LONGEST = 65536
 """Bytes of a line, at most."""

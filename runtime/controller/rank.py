@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
 from perseus_planner.errors import GpuError
 from perseus_planner.gpu import opened
-from perseus_planner.gpu.protocol import Gpu
 from perseus_planner.processes import Watched
-from perseus_planner.runtime.controller.page import Page
-from perseus_planner.runtime.controller.peer import Peer
 from perseus_planner.runtime.controller.places import Places
 from perseus_planner.runtime.controller.protocol import Attached, Changed, Failed, Hello, Reading, Refused, ToRank
-from perseus_planner.runtime.controller.scheduler import Wanted
 from perseus_planner.runtime.controller.setting import Setting
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from perseus_planner.gpu.protocol import Gpu
+    from perseus_planner.runtime.controller.page import Page
+    from perseus_planner.runtime.controller.peer import Peer
+    from perseus_planner.runtime.controller.scheduler import Wanted
 
 
 class Rank:

@@ -14,15 +14,19 @@ from __future__ import annotations
 import os
 import select
 import time
-from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from perseus_planner.errors import GpuError
-from perseus_planner.processes import Watched
-from perseus_planner.runtime.controller.arrivals import Arrivals
 from perseus_planner.runtime.controller.hold import Hold, shared
 from perseus_planner.runtime.controller.protocol import Dwell, Leave, Left
-from perseus_planner.runtime.controller.rank import Rank
 from perseus_planner.runtime.controller.scheduler import JUDGED, Pacing
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from perseus_planner.processes import Watched
+    from perseus_planner.runtime.controller.arrivals import Arrivals
+    from perseus_planner.runtime.controller.rank import Rank
 
 TOGETHER_NS = 10_000_000_000
 """From the first hello until GPUs are taken at the latest; whoever comes later has its GPU taken apart."""

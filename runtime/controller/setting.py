@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from perseus_planner.errors import GpuError
 from perseus_planner.gpu.lease.release import put_back_power_limit
-from perseus_planner.gpu.protocol import Gpu
-from perseus_planner.runtime.controller.protocol import Knob
 from perseus_planner.runtime.controller.scheduler import RESET
+
+if TYPE_CHECKING:
+    from perseus_planner.gpu.protocol import Gpu
+    from perseus_planner.runtime.controller.protocol import Knob
 
 
 class Setting:

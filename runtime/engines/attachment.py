@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from perseus_planner.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 _MARK = "_perseus_planner_attached"
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import count
 from typing import TYPE_CHECKING, Any
@@ -13,6 +12,8 @@ from perseus_planner.runtime.engines.engine import Seat
 from perseus_planner.schedules import Computation
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
     import torch
 
     from perseus_planner.runtime.hook import Hook

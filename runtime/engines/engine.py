@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from perseus_planner.schedules import Computation
-
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
     import torch
 
     from perseus_planner.runtime.hook import Hook
+    from perseus_planner.schedules import Computation
 
 
 @dataclass(frozen=True)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from perseus_planner.errors import UsageError
 from perseus_planner.runtime.engines.deepspeed import DeepSpeedPipeline
-from perseus_planner.runtime.engines.engine import Engine
 from perseus_planner.runtime.engines.torch_pipelining import TorchPipeline
 from perseus_planner.training.engine_kinds import KNOWN, engine_kind, megatron_chunks
+
+if TYPE_CHECKING:
+    from perseus_planner.runtime.engines.engine import Engine
 
 
 def engine_of(engine: Any) -> Engine:

@@ -35,7 +35,6 @@ import threading
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -45,6 +44,8 @@ from perseus_planner.runtime.switching.proposals import Refused as Refused
 from perseus_planner.runtime.switching.shared_state import SharedState, read
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch.distributed import Store
 
 LONGEST_PLAN_BYTES = 4 << 20

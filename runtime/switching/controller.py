@@ -5,12 +5,15 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from perseus_planner.errors import PlannerError
-from perseus_planner.runtime.job import Job
 from perseus_planner.runtime.program import Program
 from perseus_planner.runtime.switching.agreement import Agreement
 from perseus_planner.runtime.switching.plans import Plans
+
+if TYPE_CHECKING:
+    from perseus_planner.runtime.job import Job
 
 PATIENCE_S = 0.5
 """For how long an iteration's begin may wait, once, for this rank to hear from the others."""

@@ -10,11 +10,14 @@ from how long iterations take. Where ranks find different powers, the multiples 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import median
+from typing import TYPE_CHECKING
 
-from perseus_planner.runs import RanIteration
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from perseus_planner.runs import RanIteration
 
 MARK_S = 2.0
 """Seconds between two iterations at which counts are kept, at most; but for iterations that are longer."""

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING
 
-from perseus_planner.runtime.controller.protocol import Reading
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from perseus_planner.runtime.controller.protocol import Reading
 
 _MOST = 1_000  #: that are remembered, whatever happens
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 from perseus_planner.errors import PlannerError
-from perseus_planner.runs.ran import RanComputation, RanIteration
 from perseus_planner.runs.recording import Recording
-from perseus_planner.runtime.program import Program
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from perseus_planner.runs.ran import RanComputation, RanIteration
+    from perseus_planner.runtime.program import Program
 
 _EVERY_S = 30
 """How often the computations are replaced. All ranks do it in the same moment, by the clock of their node: that is how

@@ -11,20 +11,24 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import fmean
+from typing import TYPE_CHECKING
 
 from perseus_planner.runs.matching import Change, Seen, with_changes
 from perseus_planner.runs.ran import RanChanges, RanComputation, RanIteration
 from perseus_planner.runtime.controller.protocol import Attached, Changed, Reading, ToRank
-from perseus_planner.runtime.engines.engine import Seat
-from perseus_planner.runtime.marks import Timed
-from perseus_planner.runtime.program import Program
 from perseus_planner.runtime.telemetry.counters import Counting, Counts, is_pause
 from perseus_planner.runtime.telemetry.readings import Readings
 from perseus_planner.runtime.telemetry.recorder import Recorder
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+    from pathlib import Path
+
+    from perseus_planner.runtime.engines.engine import Seat
+    from perseus_planner.runtime.marks import Timed
+    from perseus_planner.runtime.program import Program
 
 _PATIENCE = 4  #: iterations that may wait for a reading
 _KEPT = 8  #: iterations whose computations are kept

@@ -20,7 +20,7 @@ from perseus_planner import Frontier, Plan
 from perseus_planner.errors import FrontierError, PlanError, PlannerError
 from perseus_planner.files import sha256
 from perseus_planner.schedules import one_f_one_b
-from perseus_planner.solver.frontier import solve
+from perseus_planner.solver.solve import solve
 
 # NumPy warns of odd headers before it refuses them.
 pytestmark = pytest.mark.filterwarnings("ignore:Reading `.npy`:UserWarning")

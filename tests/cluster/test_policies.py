@@ -17,7 +17,8 @@ from perseus_planner.cluster.stragglers import CALM, Condition, Straggler
 from perseus_planner.errors import InfeasibleDeadline, UsageError
 from perseus_planner.profiles.groups import slowed
 from perseus_planner.schedules import one_f_one_b
-from perseus_planner.solver.frontier import Frontier, solve
+from perseus_planner.solver.frontier import Frontier
+from perseus_planner.solver.solve import solve
 
 
 @pytest.fixture(scope="module")

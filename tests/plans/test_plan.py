@@ -22,7 +22,8 @@ from perseus_planner.plans.plan import Plan
 from perseus_planner.profiles.profiles import Profile
 from perseus_planner.schedules import Schedule, one_f_one_b
 from perseus_planner.schedules.dag import PipelineDag
-from perseus_planner.solver.frontier import Frontier, solve, trace
+from perseus_planner.solver.frontier import Frontier
+from perseus_planner.solver.solve import solve, solve_dag
 from perseus_planner.views.plan_summary import summarize_plan, summarize_timeline
 from perseus_planner.views.tables import timeline_text
 
@@ -41,7 +42,7 @@ def effective_j(frontier: Frontier, time_s: float, energy_j: float) -> float:
 @settings(fixed, max_examples=150)
 @given(dag=problems(30, 8), share=shares())
 def test_a_plan_holds_in_every_number_and_replays_to_it(dag: PipelineDag, share: float):
-    frontier = trace(dag)
+    frontier = solve_dag(dag)
     plan = frontier.plan_for(deadline_s(frontier, share))
     check_plan(plan, frontier)
     check_replay(plan)
@@ -51,7 +52,7 @@ def test_a_plan_holds_in_every_number_and_replays_to_it(dag: PipelineDag, share:
 @given(dag=jobs())
 @example(dag=PipelineDag.from_schedule(*pipeline(3679774297, 1, 2, 4)))  # once cost 29 % more
 def test_a_plan_in_the_time_of_maximum_clocks_costs_no_more_than_they_do(dag: PipelineDag):
-    frontier = trace(dag)
+    frontier = solve_dag(dag)
     plan = frontier.plan_for(frontier.baseline_time_s)
     at_maximum_j = effective_j(frontier, frontier.baseline_time_s, frontier.baseline_energy_j)
     assert plan.time_s <= frontier.baseline_time_s
@@ -63,8 +64,8 @@ def test_a_plan_in_the_time_of_maximum_clocks_costs_no_more_than_they_do(dag: Pi
 def test_an_overhead_lengthens_every_iteration_and_all_gpus_wait_meanwhile(
     dag: PipelineDag, overhead_s: float, share: float
 ):
-    without = trace(replace(dag, profile=replace(dag.profile, overhead_s=0.0)))
-    frontier = trace(replace(dag, profile=replace(dag.profile, overhead_s=overhead_s)))
+    without = solve_dag(replace(dag, profile=replace(dag.profile, overhead_s=0.0)))
+    frontier = solve_dag(replace(dag, profile=replace(dag.profile, overhead_s=overhead_s)))
     waiting_j = waiting_w(dag) * overhead_s
     for name in ("min_time_s", "max_time_s", "baseline_time_s"):
         assert getattr(frontier, name) == getattr(without, name) + overhead_s
@@ -117,7 +118,7 @@ def test_beside_a_straggler_a_pipeline_is_as_slow_but_no_slower_than_pays(fronti
 @settings(fixed, max_examples=60)
 @given(dag=jobs(), degree=st.floats(0.5, 2.0))
 def test_beside_a_straggler_any_job_is_as_slow_but_no_slower_than_pays(dag: PipelineDag, degree: float):
-    frontier = trace(dag)
+    frontier = solve_dag(dag)
     straggler_s = degree * frontier.max_time_s
     plan = frontier.plan_beside_straggler(straggler_s)
     check_plan(plan, frontier)
@@ -131,7 +132,7 @@ def test_beside_a_straggler_any_job_is_as_slow_but_no_slower_than_pays(dag: Pipe
 @settings(fixed, max_examples=60)
 @given(dag=jobs(), share=st.floats(0, 1))
 def test_any_job_keeps_within_a_power_budget_or_names_one_that_it_keeps_within(dag: PipelineDag, share: float):
-    frontier = trace(dag)
+    frontier = solve_dag(dag)
     average_w = frontier.energies_j / frontier.times_s
     budget_w = max(0.0, float(average_w.min() + share * (average_w.max() - average_w.min())))
     try:
@@ -146,7 +147,7 @@ def test_any_job_keeps_within_a_power_budget_or_names_one_that_it_keeps_within(d
 @settings(fixed, max_examples=60)
 @given(dag=problems(12), seed=st.integers(0, 2**32))
 def test_a_plan_of_any_clocks_holds_in_every_number(dag: PipelineDag, seed: int):
-    rng, frontier = Random(seed), trace(dag)
+    rng, frontier = Random(seed), solve_dag(dag)
     each = zip(dag.computations, dag.iteration.keys, strict=True)
     clocks = {str(c): rng.choice(dag.profile.measurements[key]).clock_mhz for c, key in each}
     plan = frontier.plan_of(clocks)
@@ -261,7 +262,7 @@ def test_what_is_no_power_is_refused(frontier: Frontier, bad: object):
 
 @given(dag=jobs(), share=st.floats(0, 1), min_dwell_s=st.floats(0.0, 1.0))
 def test_a_plan_is_the_same_in_another_process(dag: PipelineDag, share: float, min_dwell_s: float):
-    frontier = trace(dag)
+    frontier = solve_dag(dag)
     plan = replace(frontier.plan_for(deadline_s(frontier, share)), min_dwell_s=min_dwell_s)
     assert Plan.loads(plan.dumps()) == plan
 

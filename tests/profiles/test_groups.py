@@ -15,7 +15,7 @@ from perseus_planner.errors import ProfileError
 from perseus_planner.profiles.groups import on_each_gpu, slowed, stage_by_stage, tensor_group
 from perseus_planner.profiles.measurement import Measurement
 from perseus_planner.profiles.profiles import ClockChange, Profile
-from perseus_planner.solver.frontier import solve
+from perseus_planner.solver.solve import solve
 
 FAST = Profile({(0, kind): (Measurement(1400, 1.0, 300.0), Measurement(1000, 1.5, 200.0)) for kind in "FB"}, 80.0, "A")
 SLOW = Profile({(0, kind): (Measurement(1400, 1.2, 250.0), Measurement(900, 2.0, 150.0)) for kind in "FB"}, 60.0, "B")

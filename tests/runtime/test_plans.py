@@ -14,11 +14,11 @@ from perseus_planner.plans.plan import Plan
 from perseus_planner.runtime.program import Program
 from perseus_planner.runtime.switching.plans import Plans
 from perseus_planner.schedules.dag import PipelineDag
-from perseus_planner.solver.frontier import trace
+from perseus_planner.solver.solve import solve_dag
 
 
 def plan_of(dag: PipelineDag, share: float = 0.5) -> Plan:
-    frontier = trace(dag)
+    frontier = solve_dag(dag)
     return frontier.plan_for(deadline_s(frontier, share))
 
 

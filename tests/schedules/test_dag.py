@@ -20,7 +20,7 @@ from perseus_planner.schedules import Computation, Schedule, one_f_one_b
 from perseus_planner.schedules.dag import PipelineDag
 from perseus_planner.schedules.iteration import Iteration
 from perseus_planner.schedules.pipeline import FixedOperation
-from perseus_planner.solver.frontier import trace
+from perseus_planner.solver.solve import solve_dag
 
 
 def same_everywhere(stages: int) -> Profile:
@@ -89,7 +89,7 @@ def test_the_order_in_which_a_graph_was_written_is_of_no_account(dag: PipelineDa
     again = PipelineDag.from_networkx(dag.profile, shuffled, dag.schedule.name)
     assert again.schedule == dag.schedule
     assert sorted(again.iteration.operations) == sorted(dag.iteration.operations)
-    frontier, other = trace(dag), trace(again)
+    frontier, other = solve_dag(dag), solve_dag(again)
     assert (other.min_time_s, other.max_time_s) == (frontier.min_time_s, frontier.max_time_s)
     at_s = deadline_s(frontier, share)
     assert math.isclose(other.bound_j(at_s), frontier.bound_j(at_s), rel_tol=1e-9, abs_tol=1e-9)
@@ -109,7 +109,7 @@ def test_a_graph_of_the_users_own():
     profile = Profile({**points, (1, "B.last"): (Measurement(1410, 3.0, 330.0),)}, 50.0)
     dag = PipelineDag.from_networkx(profile, graph)
     assert [list(map(str, rank)) for rank in dag.schedule.ranks] == [["0F0", "0B0"], ["1F0", "1B0"]]
-    plan = trace(dag).plan_for(100.0)
+    plan = solve_dag(dag).plan_for(100.0)
     spans = replay(plan).spans
     assert {name: (span.start_s, span.end_s) for name, span in spans.items()} == {
         **{"0F0": (0.0, 1.0), "1F0": (1.25, 2.25), "1B0": (2.25, 5.25), "0B0": (5.25, 7.25)},

@@ -47,7 +47,7 @@ from perseus_planner.service.planning.curves import Curve, KnownNumbers
 from perseus_planner.service.planning.worker import curve_of
 from perseus_planner.service.service import Service
 from perseus_planner.service.store.storage import Change, Storage
-from perseus_planner.solver.frontier import trace
+from perseus_planner.solver.solve import solve_dag
 
 PROGRAM = Path(__file__).parents[1] / "support" / "service_program.py"
 
@@ -168,7 +168,7 @@ def test_a_slow_stage_is_planned_exactly_and_the_others_wait_for_what_that_takes
     assert answer.reason == "slow stages are solved anew, and then it is decided"
     planned(one.service)
     frontier = small_frontier()
-    slow = trace(PipelineDag(slowed(frontier.profile, degrees), frontier.dag.iteration))
+    slow = solve_dag(PipelineDag(slowed(frontier.profile, degrees), frontier.dag.iteration))
     decision = one.service.status("gpt").decision
     assert decision.straggler_time_s == max(slow.min_time_s, BASELINE_S)
     assert decision.targets[2].slow_stages == degrees

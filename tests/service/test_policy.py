@@ -21,7 +21,7 @@ from perseus_planner.errors import UsageError
 from perseus_planner.service.model import Cause, Decision, Job, Numbers, Report, Scope, ScopeKind
 from perseus_planner.service.policy import Settings, decide, saving_w
 from perseus_planner.service.reports import active_reports, check_scope, lasting_reports, meant, next_turn_s
-from perseus_planner.solver.frontier import solve
+from perseus_planner.solver.solve import solve
 
 CALM_S = Formula().baseline_time_s
 START_S = JOB.since_s

@@ -18,7 +18,8 @@ from strategies import fixed, smooth_profile
 from perseus_planner import schedules
 from perseus_planner.errors import InfeasibleDeadline, InfeasiblePower
 from perseus_planner.service.power import Demand, Share, shares
-from perseus_planner.solver.frontier import Frontier, solve
+from perseus_planner.solver.frontier import Frontier
+from perseus_planner.solver.solve import solve
 
 
 @dataclass(frozen=True, eq=False)

@@ -22,7 +22,8 @@ from perseus_planner.schedules import Computation, Schedule, one_f_one_b
 from perseus_planner.schedules.dag import PipelineDag
 from perseus_planner.schedules.iteration import Iteration, Operation
 from perseus_planner.solver import budget
-from perseus_planner.solver.frontier import Frontier, solve, trace
+from perseus_planner.solver.frontier import Frontier
+from perseus_planner.solver.solve import solve, solve_dag
 
 EFFORT = (1_000_000, 300, 4_000)  #: of a search in tests where it need not be the best
 
@@ -71,7 +72,7 @@ class Tried:
     """A problem with all its choices of measured clocks, tried one by one."""
 
     def __init__(self, problem: PipelineDag) -> None:
-        self.problem, self.frontier = problem, trace(problem)
+        self.problem, self.frontier = problem, solve_dag(problem)
         points = [problem.profile.measurements[key] for key in problem.iteration.keys]
         choice, self.times_s, self.costs_j = every_choice(problem)
         told = [
@@ -163,7 +164,7 @@ DWELLS = st.just(0.0) | st.floats(0.0, 0.5)
 @settings(fixed, max_examples=50)
 @given(dags(most=14), shares(), DWELLS)
 def test_a_larger_budget_is_never_worse_for_any_graph(problem: PipelineDag, share: float, dwell: float):
-    frontier = trace(problem)
+    frontier = solve_dag(problem)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(budget, "_EFFORT", EFFORT)
         deadline = deadline_s(frontier, share)
@@ -244,7 +245,7 @@ def test_operations_without_a_clock_are_no_changes():
     operations = (Operation(0, "load", None, 0, 0.5), Operation(0, "step", None, 0, 0.3, 5.0))
     before = ((8,), (0,), (1,), (2,), (9,), (4,), (5,), (6,), (), (3,))
     problem = PipelineDag(smooth_profile(1), Iteration(schedule, before, operations=operations))
-    frontier = trace(problem)
+    frontier = solve_dag(problem)
     deadline = 1.1 * frontier.baseline_time_s
     assert frontier.plan_for(deadline, max_changes=0).changes == (0,)
     assert frontier.plan_for(deadline, max_changes=2).changes <= (2,)

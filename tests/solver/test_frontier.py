@@ -22,7 +22,8 @@ from perseus_planner.schedules import Computation, Schedule
 from perseus_planner.schedules.dag import PipelineDag
 from perseus_planner.schedules.iteration import Iteration
 from perseus_planner.schedules.pipeline import FixedOperation, Transfer
-from perseus_planner.solver.frontier import Frontier, solve, trace
+from perseus_planner.solver.frontier import Frontier
+from perseus_planner.solver.solve import solve, solve_dag
 
 
 def scale_j(frontier: Frontier) -> float:
@@ -40,13 +41,13 @@ def check_bound(frontier: Frontier, share: float) -> None:
 @settings(fixed, max_examples=300)
 @given(dag=graphs(12), share=shares())
 def test_the_bound_of_any_small_graph_is_that_of_a_linear_programme(dag: PipelineDag, share: float):
-    check_bound(trace(dag), share)
+    check_bound(solve_dag(dag), share)
 
 
 @settings(fixed, max_examples=300)
 @given(dag=graphs(45, least=15, max_options=12), share=shares())
 def test_the_bound_of_any_larger_graph_is_that_of_a_linear_programme(dag: PipelineDag, share: float):
-    check_bound(trace(dag), share)
+    check_bound(solve_dag(dag), share)
 
 
 @settings(fixed, max_examples=60)
@@ -58,7 +59,7 @@ def test_the_bound_of_a_pipeline_is_that_of_a_linear_programme(problem: tuple[Pr
 @settings(fixed, max_examples=200)
 @given(dag=jobs(max_options=8), share=shares())
 def test_the_bound_of_a_job_of_any_schedule_is_that_of_a_linear_programme(dag: PipelineDag, share: float):
-    check_bound(trace(dag), share)
+    check_bound(solve_dag(dag), share)
 
 
 @pytest.mark.parametrize(
@@ -77,7 +78,7 @@ def test_the_bound_of_a_job_of_any_schedule_is_that_of_a_linear_programme(dag: P
 )
 def test_the_bound_of_larger_jobs_is_that_of_a_linear_programme(schedule: Schedule):
     for seed in range(3):
-        frontier = trace(furnished(seed, schedule, 5))
+        frontier = solve_dag(furnished(seed, schedule, 5))
         for share in (0.0, 0.01, 0.3, 0.7, 1.0):
             check_bound(frontier, share)
 
@@ -85,7 +86,7 @@ def test_the_bound_of_larger_jobs_is_that_of_a_linear_programme(schedule: Schedu
 @settings(fixed, max_examples=100)
 @given(dag=graphs(6, max_options=4))
 def test_no_choice_of_clocks_is_below_the_bound_or_faster_than_the_least_time(dag: PipelineDag):
-    frontier = trace(dag)
+    frontier = solve_dag(dag)
     times_s, costs_j = all_choices(dag)
     assert frontier.min_time_s == times_s.min()
     blocked_w = waiting_w(dag)
@@ -97,7 +98,7 @@ def test_no_choice_of_clocks_is_below_the_bound_or_faster_than_the_least_time(da
 @settings(fixed, max_examples=200)
 @given(dag=problems(30, 8))
 def test_a_frontier_is_a_convex_curve_between_its_ends(dag: PipelineDag):
-    frontier = trace(dag)
+    frontier = solve_dag(dag)
     check_frontier(frontier)
     energies_j = [frontier.bound_j(time_s) for time_s in frontier.times_s.tolist()]
     assert energies_j == frontier.energies_j.tolist()
@@ -114,7 +115,7 @@ def test_every_point_is_a_change_of_slope():
 @fixed
 @given(dag=problems(20), near=st.floats(0, 1.5), far=st.floats(0, 1.5))
 def test_a_later_deadline_never_costs_effective_energy(dag: PipelineDag, near: float, far: float):
-    frontier = trace(dag)
+    frontier = solve_dag(dag)
     blocked_w = waiting_w(dag)
 
     def effective(share: float) -> float:
@@ -147,7 +148,7 @@ def scaled(dag: PipelineDag, times: float = 1.0, joules: float = 1.0) -> Pipelin
 @settings(fixed, max_examples=60)
 @given(dag=problems(20), power=st.integers(-20, 20))
 def test_all_joules_scaled_by_a_power_of_two_scale_the_frontier_exactly(dag: PipelineDag, power: int):
-    frontier, other = trace(dag), trace(scaled(dag, joules=2.0**power))
+    frontier, other = solve_dag(dag), solve_dag(scaled(dag, joules=2.0**power))
     assert np.array_equal(other.times_s, frontier.times_s)
     assert np.array_equal(other.energies_j, 2.0**power * frontier.energies_j)
 
@@ -155,7 +156,7 @@ def test_all_joules_scaled_by_a_power_of_two_scale_the_frontier_exactly(dag: Pip
 @settings(fixed, max_examples=60)
 @given(dag=problems(20), times=st.floats(1e-3, 1e3), joules=st.floats(1e-3, 1e3), share=st.floats(0.01, 1))
 def test_all_times_or_joules_scaled_scale_the_frontier(dag: PipelineDag, times: float, joules: float, share: float):
-    frontier, other = trace(dag), trace(scaled(dag, times, joules))
+    frontier, other = solve_dag(dag), solve_dag(scaled(dag, times, joules))
     at_s = deadline_s(frontier, share)
     assert math.isclose(other.min_time_s, times * frontier.min_time_s, rel_tol=1e-12)
     assert math.isclose(other.max_time_s, times * frontier.max_time_s, rel_tol=1e-12)
@@ -166,7 +167,7 @@ def test_all_times_or_joules_scaled_scale_the_frontier(dag: PipelineDag, times: 
 @settings(fixed, max_examples=60)
 @given(dag=jobs())
 def test_the_named_times_are_in_order_and_the_least_energy_is_the_least(dag: PipelineDag):
-    frontier = trace(dag)
+    frontier = solve_dag(dag)
     assert frontier.min_time_s <= frontier.least_energy_time_s <= frontier.max_time_s
     assert frontier.min_time_s <= frontier.baseline_time_s
     margin_j = 1e-12 * scale_j(frontier)
@@ -226,7 +227,9 @@ def test_a_graph_need_not_run_everything_that_was_profiled():
         (0, "F"): (Measurement(1410, 1e-4, 0.01), Measurement(855, 3e-4, 0.0)),
         (0, "B"): (Measurement(1410, 1.0, 5000.0), Measurement(855, 2.0, 1.0)),
     }
-    frontier = trace(PipelineDag(Profile(points, 0.0), Iteration(Schedule("any", ((Computation(0, "F", 0),),)), ((),))))
+    frontier = solve_dag(
+        PipelineDag(Profile(points, 0.0), Iteration(Schedule("any", ((Computation(0, "F", 0),),)), ((),)))
+    )
     assert (frontier.min_time_s, frontier.max_time_s) == (1e-4, 3e-4)
     assert math.isclose(frontier.bound_j(2e-4), 0.005, rel_tol=1e-12)
 
@@ -253,7 +256,7 @@ def test_a_clock_that_is_faster_by_a_hair_does_not_blur_the_bound(hair: float):
 @pytest.mark.parametrize("unit_j", [1e-12, 1e9])
 def test_any_unit_will_do(unit_s: float, unit_j: float):
     plain = PipelineDag.from_schedule(two_clocks(2, 80.0), schedules.one_f_one_b(2, 3))
-    frontier = trace(scaled(plain, unit_s, unit_j))
+    frontier = solve_dag(scaled(plain, unit_s, unit_j))
     usual = solve(two_clocks(2, 80.0), schedules.one_f_one_b(2, 3))
     at_s = 1.2 * usual.min_time_s
     assert math.isclose(frontier.bound_j(at_s * unit_s), usual.bound_j(at_s) * unit_j, rel_tol=1e-12)

@@ -17,8 +17,9 @@ from validators import arc_cost, check_cut, check_state, critical_arcs, gaps
 from perseus_planner.profiles.profiles import Profile
 from perseus_planner.schedules import Schedule
 from perseus_planner.schedules.dag import PipelineDag
-from perseus_planner.solver.frontier import Checkpoint, Frontier, solve, trace
-from perseus_planner.solver.mincut import UNLIMITED, State
+from perseus_planner.solver.frontier import Frontier
+from perseus_planner.solver.network import UNLIMITED, Checkpoint, State
+from perseus_planner.solver.solve import solve, solve_dag
 
 #: Of two kinds: least and largest flows are what they are, whichever function of networkx finds them.
 FLOW_FUNCTIONS = (nx.algorithms.flow.preflow_push, nx.algorithms.flow.boykov_kolmogorov)
@@ -60,7 +61,7 @@ def check_states(frontier: Frontier, count: int) -> None:
 @settings(fixed, max_examples=200)
 @given(dag=graphs(30, max_options=8))
 def test_states_of_any_graph_prove_themselves_optimal(dag: PipelineDag):
-    check_states(trace(dag), 6)
+    check_states(solve_dag(dag), 6)
 
 
 @settings(fixed, max_examples=60)
@@ -72,13 +73,13 @@ def test_states_of_a_pipeline_prove_themselves_optimal(problem: tuple[Profile, S
 @settings(fixed, max_examples=100)
 @given(dag=jobs(4, 6, 8))
 def test_states_of_a_job_of_any_schedule_prove_themselves_optimal(dag: PipelineDag):
-    check_states(trace(dag), 6)
+    check_states(solve_dag(dag), 6)
 
 
 @fixed
 @given(dag=problems(12))
 def test_checkpoints_reach_from_the_slow_end_to_the_fast_one(dag: PipelineDag):
-    frontier = trace(dag)
+    frontier = solve_dag(dag)
     times = [point.time for point in frontier.checkpoints]
     assert times[0] == frontier.times[0]
     assert times == sorted(times, reverse=True)
@@ -90,7 +91,7 @@ def test_checkpoints_reach_from_the_slow_end_to_the_fast_one(dag: PipelineDag):
 @fixed
 @given(dag=problems(12))
 def test_event_times_cost_exactly_what_the_slopes_say(dag: PipelineDag):
-    frontier = trace(dag)
+    frontier = solve_dag(dag)
     network, times, powers = frontier.scaled.network, frontier.times.tolist(), frontier.powers.tolist()
     states = (at.state for at in frontier.states_at(times))
     costs = [sum(arc_cost(network, *arc) for arc in enumerate(gaps(network, state))) for state in states]
@@ -103,14 +104,14 @@ def test_event_times_cost_exactly_what_the_slopes_say(dag: PipelineDag):
 @settings(fixed, max_examples=60)
 @given(dag=graphs(20, least=3))
 def test_networkx_finds_the_same_cuts_in_any_graph(flow_func, dag: PipelineDag):
-    check_against_networkx(trace(dag), 3, flow_func)
+    check_against_networkx(solve_dag(dag), 3, flow_func)
 
 
 @pytest.mark.parametrize("flow_func", FLOW_FUNCTIONS, ids=lambda function: function.__name__)
 @settings(fixed, max_examples=30)
 @given(dag=jobs())
 def test_networkx_finds_the_same_cuts_in_a_job(flow_func, dag: PipelineDag):
-    check_against_networkx(trace(dag), 3, flow_func)
+    check_against_networkx(solve_dag(dag), 3, flow_func)
 
 
 def check_against_networkx(frontier: Frontier, count: int, flow_func) -> None:

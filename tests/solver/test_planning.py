@@ -18,7 +18,8 @@ from perseus_planner.profiles.measurement import Measurement
 from perseus_planner.profiles.profiles import ClockChange, Profile
 from perseus_planner.schedules import Schedule
 from perseus_planner.solver import budget
-from perseus_planner.solver.frontier import Frontier, solve
+from perseus_planner.solver.frontier import Frontier
+from perseus_planner.solver.solve import solve
 
 EFFORT = (1_000_000, 300, 4_000)  #: of a search in tests where it need not be the best
 CHANGES = st.builds(ClockChange, st.sampled_from((0.0, 1e-4, 3e-3, 0.05)), st.sampled_from((0.0, 1e-3, 0.2)))

@@ -13,7 +13,8 @@ from strategies import any_schedule, furnished, graph, pipeline
 
 from perseus_planner.schedules.dag import PipelineDag
 from perseus_planner.solver import rounding
-from perseus_planner.solver.frontier import Frontier, trace
+from perseus_planner.solver.frontier import Frontier
+from perseus_planner.solver.solve import solve_dag
 
 
 def graphs(rng: Random, largest: int, max_options: int) -> Iterator[PipelineDag]:
@@ -50,7 +51,7 @@ class Tried:
     """
 
     def __init__(self, problem: PipelineDag) -> None:
-        self.frontier: Frontier = trace(problem)
+        self.frontier: Frontier = solve_dag(problem)
         self._times_s, self._costs_j = all_choices(problem)
         self.exact_s = self._times_s[self._times_s <= self.frontier.max_time_s]
         self._scale_j = math.fsum(max(map(abs, each)) for each in effective_j(problem))

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from perseus_planner.profiles.groups import slowed
 from perseus_planner.schedules.dag import PipelineDag
 from perseus_planner.service.model import Job, Place
-from perseus_planner.solver.frontier import Frontier, trace
+from perseus_planner.solver.frontier import Frontier
+from perseus_planner.solver.solve import solve_dag
 
 #: Three pipelines of four stages. Two ranks of each hold two stages; of the last rank it is not known which.
 PLACES = (
@@ -79,5 +80,5 @@ class Solved:
         key = tuple(sorted(stages.items()))
         if key not in self._slowed:
             profile = slowed(self.frontier.profile, stages)
-            self._slowed[key] = Solved(trace(PipelineDag(profile, self.frontier.dag.iteration)))
+            self._slowed[key] = Solved(solve_dag(PipelineDag(profile, self.frontier.dag.iteration)))
         return self._slowed[key]

@@ -12,8 +12,8 @@ from perseus_planner.plans.plan import Plan
 from perseus_planner.plans.simulate import replay
 from perseus_planner.profiles.measurement import Measurement
 from perseus_planner.schedules.dag import PipelineDag
-from perseus_planner.solver.frontier import Checkpoint, Frontier
-from perseus_planner.solver.mincut import UNLIMITED, Network, State
+from perseus_planner.solver.frontier import Frontier
+from perseus_planner.solver.network import UNLIMITED, Checkpoint, Network, State
 
 
 def curve(network: Network, arc: int) -> tuple[list[int], list[int]]:

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from made_runs import any_plan, write_run
 from strategies import fixed, graphs, profiles, smooth_profile
 
-from perseus_planner import Frontier, Plan, Profile, schedules, solve, trace
+from perseus_planner import Frontier, Plan, Profile, schedules, solve, solve_dag
 from perseus_planner.errors import UsageError
 from perseus_planner.plans.simulate import replay
 from perseus_planner.profiles.measurement import Evidence, Measurement
@@ -133,7 +133,7 @@ def test_a_run_shows_what_was_measured_beside_what_was_planned(run: Run, plan: P
 @given(graphs(12))
 @few
 def test_any_frontier_and_plan_can_be_shown(dag: PipelineDag):
-    frontier = trace(dag)
+    frontier = solve_dag(dag)
     for each in (dag.profile, frontier, frontier.plan_for_least_energy()):
         seen = Seen(each._repr_html_())
         assert len(seen.rows) > 1
@@ -198,7 +198,7 @@ def test_the_evidence_of_a_profile_is_in_its_frame():
 @given(graphs(12))
 @few
 def test_a_frontier_is_a_frame_of_its_corners(dag: PipelineDag):
-    frontier = trace(dag)
+    frontier = solve_dag(dag)
     frame = frontier.to_frame()
     assert list(frame.columns) == ["time_s", "time_ratio", "bound_j", "saved_j", "power_w"]
     assert frame["time_s"].tolist() == frontier.times_s.tolist()[::-1]

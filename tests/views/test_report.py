@@ -21,7 +21,7 @@ from perseus_planner.errors import UsageError
 from perseus_planner.plans.simulate import Span, replay
 from perseus_planner.profiles.measurement import Evidence
 from perseus_planner.runs.run import Run
-from perseus_planner.solver.frontier import trace
+from perseus_planner.solver.solve import solve_dag
 from perseus_planner.views.report.curves import curves
 from perseus_planner.views.report.page import number, page
 from perseus_planner.views.report.points import points
@@ -59,7 +59,7 @@ def data_of(text: str) -> dict:
 
 
 @settings(max_examples=12)
-@given(jobs().map(trace), st.floats(0, 1))
+@given(jobs().map(solve_dag), st.floats(0, 1))
 def test_a_timeline_is_the_replay_in_whole_microseconds(frontier: Frontier, share: float):
     plan = frontier.plan_for(frontier.min_time_s + share * (frontier.max_time_s - frontier.min_time_s))
     timeline, spans = of_plan("plan", plan, ""), replay(plan).spans
@@ -77,7 +77,7 @@ def test_a_timeline_is_the_replay_in_whole_microseconds(frontier: Frontier, shar
 
 
 @settings(max_examples=12)
-@given(jobs().map(trace), st.randoms(use_true_random=False))
+@given(jobs().map(solve_dag), st.randoms(use_true_random=False))
 def test_a_computation_may_end_later_by_what_it_has_to_spare_and_no_more(frontier: Frontier, rng):
     plan = frontier.plan_for(frontier.baseline_time_s)
     iteration, spans = plan.iteration, list(replay(plan).spans.values())
@@ -98,7 +98,7 @@ def test_a_computation_may_end_later_by_what_it_has_to_spare_and_no_more(frontie
 
 
 @settings(max_examples=12)
-@given(jobs().map(trace))
+@given(jobs().map(solve_dag))
 def test_no_point_of_the_frontiers_figure_is_below_the_bound(frontier: Frontier):
     plan = frontier.plan_for(frontier.baseline_time_s)
     found = points(Sources(frontier=frontier, plans={"plan": plan}))

@@ -14,17 +14,20 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from contextlib import ExitStack, suppress
-from typing import IO
+from typing import IO, TYPE_CHECKING
 
 from perseus_planner.errors import GpuError, PlannerError
 from perseus_planner.gpu import open_gpu
 from perseus_planner.gpu.lease.folder import elsewhere
-from perseus_planner.gpu.lease.owner import Owner
 from perseus_planner.gpu.lease.records import Record, read_records
 from perseus_planner.gpu.lease.release import for_each, release, undo
-from perseus_planner.gpu.protocol import Gpu
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from perseus_planner.gpu.lease.owner import Owner
+    from perseus_planner.gpu.protocol import Gpu
 
 READY_S = 60.0
 """How long a guardian may take to open its GPUs: Python may have to come from a slow file system, a driver to load."""

@@ -35,10 +35,10 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
+from typing import TYPE_CHECKING
 
 from perseus_planner.errors import GpuError, GpuHeld, GpuNotPermitted, GpuNotSupported
 from perseus_planner.gpu import open_gpu
@@ -46,7 +46,11 @@ from perseus_planner.gpu.lease.guardian import Guardian
 from perseus_planner.gpu.lease.owner import Owner, this_process
 from perseus_planner.gpu.lease.records import Page, Record, page, read_records, recorded_uuids
 from perseus_planner.gpu.lease.release import for_each, holder, in_turn, release, undo
-from perseus_planner.gpu.protocol import Gpu
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from perseus_planner.gpu.protocol import Gpu
 
 
 @contextmanager

@@ -19,17 +19,19 @@ import math
 import os
 import re
 import stat
-from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 from urllib.parse import quote
 
 from perseus_planner.errors import GpuError
 from perseus_planner.files import replacing
 from perseus_planner.gpu.lease.folder import state_folder
 from perseus_planner.gpu.lease.owner import Owner
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
 
 BACK_ENDS = ("nvml", "zeusd", "command", "emulated")
 """The back-ends that a record's GPU is opened by; an emulated one has its own private folder for each user."""

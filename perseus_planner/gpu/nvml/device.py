@@ -7,12 +7,14 @@ both become `GpuNotSupported`, so that the next way to read the same thing is tr
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from perseus_planner.errors import GpuError, GpuLost, GpuNotSupported
 from perseus_planner.gpu.nvml.library import NVML, refusal
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
 
 Answer = TypeVar("Answer")
 

@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from perseus_planner.errors import GpuError, GpuNotSupported
 from perseus_planner.gpu.nvml.device import MOST_MHZ, NvmlDevice, Quantity, Reading, answer
 from perseus_planner.gpu.nvml.discovery import selected
 from perseus_planner.gpu.nvml.library import NVML
 from perseus_planner.gpu.nvml.warnings import mig_is_on, notices
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 _CLOCK_SM, _CLOCK_ID_CURRENT, _TEMPERATURE_GPU = 1, 0, 0
 _SCOPE_MODULE = 1

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from perseus_planner.gpu.nvml.device import UNKNOWN, NvmlDevice, answer
 from perseus_planner.gpu.nvml.library import NVML
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 _POWER_SMOOTHING = 251
 

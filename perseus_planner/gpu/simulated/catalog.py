@@ -14,10 +14,13 @@ Assumed of all, where an entry says nothing else:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 from perseus_planner.gpu.simulated.model import GpuModel
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 _REACHED = 0.62
 _RIDGE = 0.77

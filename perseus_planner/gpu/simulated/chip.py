@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from perseus_planner.errors import GpuLost
 from perseus_planner.gpu.simulated.meter import Meter
 from perseus_planner.gpu.simulated.model import REFERENCE_C, GpuModel, Load
-from perseus_planner.gpu.simulated.options import Conditions
+
+if TYPE_CHECKING:
+    from perseus_planner.gpu.simulated.options import Conditions
 
 COUNTED = ("sw-power-cap", "sw-thermal", "hw-thermal")
 """The throttle reasons that a simulated GPU has and counts."""

@@ -20,9 +20,9 @@ import math
 import os
 import re
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from perseus_planner.errors import GpuError, GpuLost
 from perseus_planner.gpu.lease.owner import boot_id
@@ -32,6 +32,9 @@ from perseus_planner.gpu.simulated.gpu import ModelGpu
 from perseus_planner.gpu.simulated.model import GpuModel, Load, Work
 from perseus_planner.gpu.simulated.options import Conditions, parsed, written
 from perseus_planner.gpu.simulated.shared_file import SharedState, State
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 UNDISTURBED = Conditions(noise=0.0, step_s=0.0, drift=0.0)
 """What an emulated GPU runs under where its text says nothing else."""

@@ -13,17 +13,21 @@ were measured badly have little pull (Huber, "Robust estimation of a location pa
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from perseus_planner.errors import ProfileError
 from perseus_planner.gpu.simulated.model import Load
-from perseus_planner.profiles.measurement import Measurement
-from perseus_planner.profiles.profiles import Profile
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from perseus_planner.profiles.measurement import Measurement
+    from perseus_planner.profiles.profiles import Profile
 
 Floats = NDArray[np.float64]
 

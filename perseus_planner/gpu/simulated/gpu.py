@@ -5,17 +5,21 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Mapping
 from hashlib import blake2b
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from perseus_planner import __version__
 from perseus_planner.errors import GpuError, GpuLost, GpuNotPermitted, GpuNotSupported
 from perseus_planner.gpu.simulated.chip import LOST, Chip
-from perseus_planner.gpu.simulated.model import GpuModel
 from perseus_planner.gpu.simulated.options import Conditions, number_text
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from perseus_planner.gpu.simulated.model import GpuModel
 
 # Quantiles of the time that a call to set a clock takes on an A800 (p50 4.5 ms, p99 13 ms, in an unpublished
 # measurement); their ends are chosen so that the mean is the 6 ms that were measured too.

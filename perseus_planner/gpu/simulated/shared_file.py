@@ -19,14 +19,16 @@ import os
 import stat
 import struct
 import time
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 from zlib import crc32
 
 from perseus_planner.errors import GpuError
 from perseus_planner.gpu.lease.records import open_folder
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
 
 State = dict[str, Any]
 """What is known, as JSON has it."""

@@ -15,7 +15,7 @@ the options `drift=0` and `step=0` take them out.
 from __future__ import annotations
 
 from bisect import bisect, insort
-from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from perseus_planner.errors import GpuError
 from perseus_planner.gpu.simulated.catalog import CATALOGUE
@@ -23,6 +23,9 @@ from perseus_planner.gpu.simulated.chip import COUNTED, Chip
 from perseus_planner.gpu.simulated.gpu import ModelGpu
 from perseus_planner.gpu.simulated.model import GpuModel, Load, Work
 from perseus_planner.gpu.simulated.options import NOISE, Conditions, number_text, parsed, written
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 __all__ = ["CATALOGUE", "COUNTED", "NOISE", "Conditions", "GpuModel", "Load", "Node", "SimulatedGpu", "Work", "opened"]
 

@@ -8,13 +8,11 @@ with Client("http://127.0.0.1:8400") as service:
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from perseus_planner.errors import UsageError
-from perseus_planner.plans.plan import Plan
 from perseus_planner.service.answers import (
     PlanVersion,
     Points,
@@ -30,13 +28,16 @@ from perseus_planner.service.answers import (
     status_from,
 )
 from perseus_planner.service.client.transport import Transport
-from perseus_planner.service.model import Report
-from perseus_planner.service.outcomes import Answer, PipelineStatus
-from perseus_planner.service.requests import Registration, ReportRequest
-from perseus_planner.service.telemetry import Counters
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from types import TracebackType
+
+    from perseus_planner.plans.plan import Plan
+    from perseus_planner.service.model import Report
+    from perseus_planner.service.outcomes import Answer, PipelineStatus
+    from perseus_planner.service.requests import Registration, ReportRequest
+    from perseus_planner.service.telemetry import Counters
 
 TIMEOUT_S = 10.0
 """For how long an answer is waited for, beside what a long poll waits."""

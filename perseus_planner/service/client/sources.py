@@ -17,14 +17,16 @@ import math
 import re
 from collections.abc import Callable, Collection, Mapping
 from datetime import datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from perseus_planner.errors import UsageError
 from perseus_planner.runs.straggler import SLOW, Straggling
-from perseus_planner.service.client.client import Client
 from perseus_planner.service.model import Scope
-from perseus_planner.service.outcomes import Answer
 from perseus_planner.service.requests import ReportRequest
+
+if TYPE_CHECKING:
+    from perseus_planner.service.client.client import Client
+    from perseus_planner.service.outcomes import Answer
 
 MEGATRON, RESILIENCY, RUNTIME = "megatron", "nvidia-resiliency-ext", "perseus-planner runtime"
 """The sources, as reports name them; the runtime's is followed by its rank."""

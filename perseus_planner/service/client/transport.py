@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import re
 import ssl
-from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from perseus_planner.errors import PlanError, ServiceAway, ServiceRefusal, UsageError
 from perseus_planner.gpu.foreign_text import one_line
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
     import httpx
 
 Value = TypeVar("Value")

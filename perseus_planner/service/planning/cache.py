@@ -9,15 +9,18 @@ from collections.abc import Callable, Hashable, Iterable
 from concurrent.futures import CancelledError, Executor, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from functools import cache
-from types import TracebackType
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from perseus_planner.errors import PlannerError
-from perseus_planner.service.model import Decision, Job
-from perseus_planner.service.outcomes import PlanSet
 from perseus_planner.service.planning import worker
 from perseus_planner.service.planning.curves import Curve, KnownNumbers, Slow, slow_of
 from perseus_planner.service.planning.worker import PlanRequest
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from perseus_planner.service.model import Decision, Job
+    from perseus_planner.service.outcomes import PlanSet
 
 Key = TypeVar("Key", bound=Hashable)
 Value = TypeVar("Value")

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
 from perseus_planner.errors import InfeasibleDeadline
-from perseus_planner.solver.frontier import Frontier
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from numpy.typing import NDArray
+
+    from perseus_planner.solver.frontier import Frontier
 
 Slow = tuple[tuple[int, float], ...]
 """(stage, how many times as long it takes), in the order of the stages."""

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
-from types import TracebackType
+from typing import TYPE_CHECKING
 
 from perseus_planner.errors import PlannerError
 from perseus_planner.service.planning.cache import Ending, Planning
-from perseus_planner.service.store.writer import Draft, Writer
 from perseus_planner.service.transitions import given_up, prepare, settled
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import TracebackType
+
+    from perseus_planner.service.store.writer import Draft, Writer
 
 _log = logging.getLogger(__name__)
 

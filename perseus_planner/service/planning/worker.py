@@ -21,7 +21,8 @@ from perseus_planner.errors import FrontierError, InfeasibleDeadline, Infeasible
 from perseus_planner.profiles.groups import slowed
 from perseus_planner.schedules.dag import PipelineDag
 from perseus_planner.service.planning.curves import Curve, Slow
-from perseus_planner.solver.frontier import Frontier, trace
+from perseus_planner.solver.frontier import Frontier
+from perseus_planner.solver.solve import solve_dag
 
 _KEPT = 32  # frontiers of which a process remembers what it made of them
 _LARGEST_BYTES = 1 << 30  # of a frontier when unpacked; one of 16 stages and 512 microbatches has some 30 MB
@@ -118,7 +119,7 @@ def _frontier(digest: str, slow: Slow, content: bytes) -> Frontier:
 
 
 def _slowed(frontier: Frontier, slow: Slow) -> Frontier:
-    return trace(PipelineDag(slowed(frontier.profile, dict(slow)), frontier.dag.iteration))
+    return solve_dag(PipelineDag(slowed(frontier.profile, dict(slow)), frontier.dag.iteration))
 
 
 def _read(content: bytes) -> Frontier:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Mapping
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import Connection, Table, and_, bindparam, delete, exists, insert, select, update
 
 from perseus_planner.files import sha256
-from perseus_planner.service.model import Report
-from perseus_planner.service.state import JobState
 from perseus_planner.service.store.records import text_of
 from perseus_planner.service.store.tables import (
     decisions,
@@ -23,7 +20,13 @@ from perseus_planner.service.store.tables import (
     version_plans,
     versions,
 )
-from perseus_planner.service.telemetry import JobTelemetry
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Mapping
+
+    from perseus_planner.service.model import Report
+    from perseus_planner.service.state import JobState
+    from perseus_planner.service.telemetry import JobTelemetry
 
 VERSIONS_KEPT = 16
 """How many versions of a job's plans are kept: it goes to and fro between few plans, which are then not made again."""

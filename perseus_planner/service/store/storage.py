@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import TracebackType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 from uuid import uuid4
 
 from sqlalchemy import URL, Connection, Engine, StaticPool, bindparam, create_engine, event, make_url, select
 from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 
 from perseus_planner.service.model import Decision, StorageError
-from perseus_planner.service.outcomes import PlanSet
-from perseus_planner.service.planning.curves import Curve
-from perseus_planner.service.state import JobState
 from perseus_planner.service.store import records, tables
 from perseus_planner.service.store.rows import Rows, forget_jobs, forget_unused_plans, write_telemetry
-from perseus_planner.service.telemetry import JobTelemetry
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+    from types import TracebackType
+
+    from perseus_planner.service.outcomes import PlanSet
+    from perseus_planner.service.planning.curves import Curve
+    from perseus_planner.service.state import JobState
+    from perseus_planner.service.telemetry import JobTelemetry
 
 Synchronous = Literal["NORMAL", "FULL", "EXTRA"]
 

@@ -15,7 +15,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from sqlalchemy import (
     Boolean,
@@ -33,11 +33,15 @@ from sqlalchemy import (
     select,
 )
 
-from perseus_planner.service.model import Decision, Report
 from perseus_planner.service.outcomes import PlanSet
 from perseus_planner.service.state import JobState
 from perseus_planner.service.store import records
-from perseus_planner.service.telemetry import JobTelemetry
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from perseus_planner.service.model import Decision, Report
+    from perseus_planner.service.telemetry import JobTelemetry
 
 LAYOUT = "1"
 """The version of the tables; a database of another version is refused."""

@@ -7,15 +7,18 @@ import queue
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from types import TracebackType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from perseus_planner.errors import UsageError
 from perseus_planner.service.model import UnknownJob
-from perseus_planner.service.planning.curves import Curve
 from perseus_planner.service.state import JobState
 from perseus_planner.service.store.storage import Change, Storage, Stored
-from perseus_planner.service.telemetry import JobTelemetry
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from perseus_planner.service.planning.curves import Curve
+    from perseus_planner.service.telemetry import JobTelemetry
 
 Result = TypeVar("Result")
 Changed = Mapping[str, tuple[JobState | None, JobState | None]]

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from perseus_planner.profiles.csv_file import word_of
 from perseus_planner.profiles.curve import Option, lower_hull, worthwhile
-from perseus_planner.profiles.measurement import Measurement
-from perseus_planner.profiles.profiles import Profile
+
+if TYPE_CHECKING:
+    from perseus_planner.profiles.measurement import Measurement
+    from perseus_planner.profiles.profiles import Profile
 
 _NANO, _MICRO = 10**9, 10**6
 

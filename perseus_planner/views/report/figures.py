@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate, chain
 from math import ceil
@@ -15,13 +14,16 @@ from perseus_planner.errors import UsageError
 from perseus_planner.views.plotting import clock_label, colours_of, empty_axes
 from perseus_planner.views.report.curves import Curve, curves
 from perseus_planner.views.report.points import Point, Points, points
-from perseus_planner.views.report.sources import Sources
 from perseus_planner.views.report.timelines import Lane, Timeline, timelines
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
     from matplotlib.axes import Axes
     from matplotlib.cm import ScalarMappable
     from matplotlib.figure import Figure
+
+    from perseus_planner.views.report.sources import Sources
 
 _MARKERS = MappingProxyType({"baseline": "s", "plan": "*", "peer": "X", "run": "D", "landmark": "o"})
 _WAITING, _UNKNOWN, _CRITICAL = "gainsboro", "darkgrey", "black"

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import json
 from base64 import b64encode
-from collections.abc import Iterable
 from dataclasses import asdict
 from hashlib import sha256
 from importlib.resources import files
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jinja2 import Environment, StrictUndefined
 from jinja2.utils import htmlsafe_json_dumps
 from markupsafe import Markup
 
 from perseus_planner.profiles.csv_file import unit_of
-from perseus_planner.views.report.report import Report
 from perseus_planner.views.web import page_file
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from perseus_planner.views.report.report import Report
 
 _NOT_KNOWN, _MINUS = "\u2013", "\u2212"
 

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
 from perseus_planner.cluster import baselines
 from perseus_planner.errors import UsageError
-from perseus_planner.runs.run import Run
 from perseus_planner.solver.frontier import Frontier
 from perseus_planner.views.report.savings import pipelines_of_run, replayed
-from perseus_planner.views.report.sources import Sources
 from perseus_planner.views.run_summary import summarize_run
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from perseus_planner.runs.run import Run
+    from perseus_planner.views.report.sources import Sources
 
 _MOST_POINTS = 500  #: of a curve, far more than can be seen
 _ENVPIPE_COMPUTATIONS = 2000  #: it replays the iteration up to computations x clocks times; more take minutes

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from perseus_planner import __version__
 from perseus_planner.views.plan_summary import RankSummary, summarize_plan
 from perseus_planner.views.report.curves import Curve, curves
 from perseus_planner.views.report.points import Points, points
-from perseus_planner.views.report.rates import Rates, Work
 from perseus_planner.views.report.savings import Saving, replayed, savings
-from perseus_planner.views.report.sources import Sources
 from perseus_planner.views.report.timelines import Timelines, timelines
 from perseus_planner.views.run_summary import RunSummary, summarize_run
+
+if TYPE_CHECKING:
+    from perseus_planner.views.report.rates import Rates, Work
+    from perseus_planner.views.report.sources import Sources
 
 _OF_PROFILE = ("gpu", "origin", "knob", "gpus_per_stage", "blocking_power_w", "overhead_s")  #: which plans have, too
 

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-from perseus_planner.plans.plan import Plan
-from perseus_planner.runs.run import Run
-from perseus_planner.views.report.rates import Energy, Rates, Work
-from perseus_planner.views.report.sources import Sources
 from perseus_planner.views.run_summary import RunSummary, summarize_run
 from perseus_planner.views.summary import share
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from perseus_planner.plans.plan import Plan
+    from perseus_planner.runs.run import Run
+    from perseus_planner.views.report.rates import Energy, Rates, Work
+    from perseus_planner.views.report.sources import Sources
 
 _DAY_S = 86400.0
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
-from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from perseus_planner.documents import format_of, unreadable
 from perseus_planner.errors import UsageError
@@ -15,8 +13,13 @@ from perseus_planner.jobs.settings import FORMAT as JOB
 from perseus_planner.plans.plan import Plan
 from perseus_planner.profiles.profiles import Profile
 from perseus_planner.runs.run import Run
-from perseus_planner.schedules.iteration import Iteration
 from perseus_planner.solver.frontier import Frontier
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+    from pathlib import Path
+
+    from perseus_planner.schedules.iteration import Iteration
 
 T = TypeVar("T")
 _ONE_KIND = "make a report for each kind of pipeline, from files that belong together"

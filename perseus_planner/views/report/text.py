@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from perseus_planner.views.columns import column, numbers, table
-from perseus_planner.views.report.report import Report
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from perseus_planner.views.report.report import Report
 
 
 def report_text(report: Report) -> str:

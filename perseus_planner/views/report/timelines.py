@@ -6,20 +6,24 @@ each of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from perseus_planner.cluster.baselines import all_maximum
 from perseus_planner.errors import RunError
-from perseus_planner.plans.plan import Plan
 from perseus_planner.plans.simulate import Span, replay
-from perseus_planner.runs.run import RanRank, Run
-from perseus_planner.schedules.iteration import Iteration
 from perseus_planner.views.report.points import BEFORE
 from perseus_planner.views.report.savings import replayed
-from perseus_planner.views.report.sources import Sources
 from perseus_planner.views.run_drawing import last_as_planned
 from perseus_planner.views.run_summary import summarize_run
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from perseus_planner.plans.plan import Plan
+    from perseus_planner.runs.run import RanRank, Run
+    from perseus_planner.schedules.iteration import Iteration
+    from perseus_planner.views.report.sources import Sources
 
 _US = 1e6
 

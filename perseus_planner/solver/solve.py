@@ -1,0 +1,69 @@
+"""A profile and a schedule -> the exact frontier."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from perseus_planner.errors import ProfileError
+from perseus_planner.plans.simulate import end_times
+from perseus_planner.schedules.dag import PipelineDag
+from perseus_planner.solver.frontier import Frontier
+from perseus_planner.solver.mincut import advance, slowest_state
+from perseus_planner.solver.network import UNLIMITED, Checkpoint, State, scaled_network
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from perseus_planner.profiles.profiles import Profile
+    from perseus_planner.schedules import Schedule
+
+_CHECKPOINTS = 16  #: kept along the frontier, so that a plan walks little of it
+
+
+def solve(
+    profile: Profile, schedule: Schedule, *, progress: Callable[[int, int], None] | None = None, **extras: Any
+) -> Frontier:
+    """The exact frontier of `schedule` run with the clocks of `profile`.
+
+    Args:
+        profile: measurements of as many stages as the schedule has.
+        schedule: the computations of an iteration, rank by rank.
+        progress: called with (parts done, parts in all) from time to time.
+        extras: `transfer`, `operations` and `variants`, as `pipeline.pipeline_iteration` takes them.
+
+    Raises:
+        ProfileError: the profile has other stages than the schedule.
+        ScheduleError: the schedule cannot run.
+    """
+    return solve_dag(PipelineDag.from_schedule(profile, schedule, **extras), progress=progress)
+
+
+def solve_dag(dag: PipelineDag, *, progress: Callable[[int, int], None] | None = None) -> Frontier:
+    """The exact frontier of any graph of computations: from the slow end to the fast one, by minimum cuts."""
+    network = (scaled := scaled_network(dag)).network
+    state = slowest_state(network)
+    time, power = int(state.event[network.sink]), 0
+    fastest_s = max(end_times(dag, [dag.options[key][0].time_s for key in dag.iteration.keys]))
+    if fastest_s + dag.profile.overhead_s <= 0:
+        raise ProfileError(
+            f"overhead_s: {dag.profile.overhead_s:g} s leave nothing of an iteration that replays to {fastest_s:g} s "
+            "at its fastest; calibrate with an iteration of this schedule"
+        )
+    stretch = time - int(fastest_s / scaled.tick_s)
+    stops = [time - stretch * part // _CHECKPOINTS for part in range(_CHECKPOINTS)]
+    times, powers, checkpoints = [time], [power], []
+    for part, stop in enumerate([*stops[1:], 0]):
+        checkpoints.append(Checkpoint(time, power, State(*(array.copy() for array in state))))
+        reached, below = advance(network, state, time, power, stop)
+        times[-1:], powers[-1:] = reached, below
+        time, power = times[-1], powers[-1]
+        if progress is not None:
+            progress(part + 1, _CHECKPOINTS)
+        if power == UNLIMITED:
+            break
+    as_array = np.array([times, powers], dtype=np.int64)
+    bends = np.diff(as_array[1], prepend=0) != 0  # where the walk only stopped the slope is the same
+    bends[[0, -1]] = True
+    return Frontier(dag, as_array[0, bends], as_array[1, bends], tuple(checkpoints))
