@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from perseus_planner import Frontier
-from perseus_planner.profiles.curve import Option
+from perseus_planner.profiles.curve import OperatingPoint
 from perseus_planner.solver.network import Checkpoint
 
 POINTS = 9
@@ -87,9 +87,9 @@ def _prices(frontier: Frontier, at: Checkpoint) -> np.ndarray:
     return through * frontier.scaled.power_unit_w
 
 
-def _hull(options: Sequence[Option]) -> tuple[list[float], list[float]]:
+def _hull(options: Sequence[OperatingPoint]) -> tuple[list[float], list[float]]:
     """Seconds and effective joules of the lower hull's vertices: those that no line between two others is below."""
-    hull: list[Option] = []
+    hull: list[OperatingPoint] = []
     for option in options:
         while len(hull) > 1 and _slope_w(hull[-2], hull[-1]) >= _slope_w(hull[-2], option):
             hull.pop()
@@ -97,5 +97,5 @@ def _hull(options: Sequence[Option]) -> tuple[list[float], list[float]]:
     return [option.time_s for option in hull], [option.effective_j for option in hull]
 
 
-def _slope_w(a: Option, b: Option) -> float:
+def _slope_w(a: OperatingPoint, b: OperatingPoint) -> float:
     return (b.effective_j - a.effective_j) / (b.time_s - a.time_s)

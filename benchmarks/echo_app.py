@@ -20,7 +20,7 @@ class Body(BaseModel):
     key: str
     source: str
     scope: dict[str, str | int]
-    degree: float
+    slowdown: float
     ttl_s: float
 
 

@@ -18,8 +18,8 @@ from perseus_planner.profiles.groups import on_each_gpu
 
 _GPUS_PER_STAGE = 8
 _PIPELINES = {12: 128, 24: 64, 48: 32, 96: 16}  #: microbatches of each -> pipelines: 1,536 microbatches in all
-_DEGREES = (1.0, 1.05, 1.1, 1.2, 1.5)
-_PUBLISHED: Mapping[str, Mapping[int, tuple[float | None, ...]]] = {  #: percent saved, at `_DEGREES`
+_SLOWDOWNS = (1.0, 1.05, 1.1, 1.2, 1.5)
+_PUBLISHED: Mapping[str, Mapping[int, tuple[float | None, ...]]] = {  #: percent saved, at `_SLOWDOWNS`
     "gpt3-175b": {
         12: (15.2, 21.6, 24.4, 24.8, 23.1),
         24: (14.2, 21.7, 25.6, 26.4, 24.8),
@@ -37,7 +37,7 @@ _COLUMNS = {
     "profile": ("profile", ""),
     "microbatches": ("microbatches", "d"),
     "gpus": ("GPUs", ",d"),
-    "degree": ("straggler", ""),
+    "slowdown": ("straggler", ""),
     "published": ("published, %", ".1f"),
     "envpipe": ("EnvPipe, %", ".1f"),
     "ours": ("ours, %", ".1f"),
@@ -78,8 +78,8 @@ def _rows(case: Case, microbatches: int) -> Iterator[dict[str, Any]]:
     baseline_s, waiting_w = frontier.baseline_time_s, frontier.dag.waiting_w
     other = _envpipe(case, microbatches)
     published = _PUBLISHED[case.model][microbatches]
-    for degree, theirs in zip(_DEGREES, published, strict=True):
-        until_s = degree * baseline_s
+    for slowdown, theirs in zip(_SLOWDOWNS, published, strict=True):
+        until_s = slowdown * baseline_s
         plan = frontier.plan_beside_straggler(until_s)
 
         def saved(time_s: float, energy_j: float, until_s: float = until_s) -> float:
@@ -88,14 +88,14 @@ def _rows(case: Case, microbatches: int) -> Iterator[dict[str, Any]]:
             spent_j = frontier.baseline_energy_j + waiting_w * (until_s - baseline_s)
             return 100 * (1 - own_j / spent_j)
 
-        stragglers = [Straggler(0.0, math.inf, degree, 0)] if degree > 1 else []
+        stragglers = [Straggler(0.0, math.inf, slowdown, 0)] if slowdown > 1 else []
         cluster = Cluster(frontier, pipelines, 10, stragglers, 0.0)
         spent_j = {name: simulate(cluster, name).energy_j for name in ("max", "planner")}
         yield {
             "profile": case.name,
             "microbatches": microbatches,
             "gpus": pipelines * STAGES * _GPUS_PER_STAGE,
-            "degree": f"{degree:g}x" if degree > 1 else "none",
+            "slowdown": f"{slowdown:g}x" if slowdown > 1 else "none",
             "published": theirs,
             "envpipe": saved(other.time_s, other.energy_j),
             "ours": saved(plan.time_s, plan.energy_j),

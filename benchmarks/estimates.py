@@ -13,8 +13,8 @@ from results import Check, Section, Table
 from perseus_planner import Profile
 from perseus_planner.estimate.calibration import Calibration, measured_stage
 from perseus_planner.estimate.estimate import estimate
+from perseus_planner.estimate.op_costs import Workload
 from perseus_planner.estimate.presets import PRESETS
-from perseus_planner.estimate.works import Workload
 from perseus_planner.gpu.simulated.catalog import CATALOGUE
 from perseus_planner.profiles.csv_file import word_of
 

@@ -14,7 +14,7 @@ from perseus_planner.profiles.groups import slowed
 from perseus_planner.profiles.measurement import Measurement
 
 _INTERLEAVED_LIMIT_S, _SLOWED_LIMIT_S = 10.0, 0.5
-_DEGREE = 1.15
+_SLOWDOWN = 1.15
 _INTERLEAVED = {
     "profile": ("profile", ""),
     "ranks": ("ranks", "d"),
@@ -47,7 +47,7 @@ def measure(size: Size) -> Section:
         9,
         "Interleaved pipelines, and a slow stage",
         "Measured seconds of this machine. Interleaved: each measured stage split into equal parts, Megatron's order; "
-        f"to reach {_INTERLEAVED_LIMIT_S:g} s. A slow stage: its computations take {_DEGREE}x as long at unchanged "
+        f"to reach {_INTERLEAVED_LIMIT_S:g} s. A slow stage: its computations take {_SLOWDOWN}x as long at unchanged "
         "power, in a 1F1B pipeline; new exact frontier and a plan no slower than all clocks at maximum; "
         f"to reach {_SLOWED_LIMIT_S:g} s.",
         [Table(_INTERLEAVED, interleaved), Table(_SLOWED, slow)],
@@ -114,7 +114,7 @@ def _slowed(case: Case, size: Size, stage: int) -> dict[str, Any]:
     sound = frontier_of(case, size.slowed_microbatches)
     sound.plan_for(sound.baseline_time_s)
     begin_s = time.perf_counter()
-    frontier = solve(slowed(sound.profile, {stage: _DEGREE}), sound.schedule)
+    frontier = solve(slowed(sound.profile, {stage: _SLOWDOWN}), sound.schedule)
     solved_s = time.perf_counter()
     plan = frontier.plan_for(frontier.baseline_time_s)
     return {

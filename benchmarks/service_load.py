@@ -27,7 +27,7 @@ _PLACES = tuple(
     Place(rank, rank // STAGES, (rank % STAGES,), f"node-{rank // STAGES}", f"GPU-{rank:08}")
     for rank in range(PIPELINES * STAGES)
 )
-_DEGREES = (1.3, 1.2, 1.1)
+_SLOWDOWNS = (1.3, 1.2, 1.1)
 _AGAIN, _MOSTLY_AGAIN = 0.5, 0.95  # that share of the reports says what the same probe said last
 _RECOVERED = 0.3  # and that share of the others that a pipeline is as fast as ever
 _MOST_PER_S = 2000  # what the service lets one client ask for
@@ -97,15 +97,15 @@ def _bodies(rng: random.Random, jobs: Sequence[str], again: float) -> Iterator[t
             job, pipeline = rng.choice(jobs), rng.randrange(PIPELINES)
             if (job, pipeline) not in said:
                 known.append((job, pipeline))
-            said[job, pipeline] = 1.0 if rng.random() < _RECOVERED else rng.choice(_DEGREES)
+            said[job, pipeline] = 1.0 if rng.random() < _RECOVERED else rng.choice(_SLOWDOWNS)
         request = _request(f"load-{again}-{number}", pipeline, said[job, pipeline])
         yield f"/v1/jobs/{job}/reports", json.dumps(request.body())
 
 
-def _request(key: str, pipeline: int, degree: float) -> ReportRequest:
+def _request(key: str, pipeline: int, slowdown: float) -> ReportRequest:
     """As a probe of that pipeline reports it: what it said before counts no more."""
     scope = Scope("pipeline", str(pipeline))
-    return ReportRequest(f"probe-{pipeline}", scope, degree=degree, ttl_s=1800.0, cause="data", key=key)
+    return ReportRequest(f"probe-{pipeline}", scope, slowdown=slowdown, ttl_s=1800.0, cause="data", key=key)
 
 
 @cache
@@ -128,9 +128,9 @@ def _register(client: Client, jobs: Jobs) -> float:
 def _have_plans_made(client: Client, jobs: Jobs) -> None:
     """Have every plan that the load will ask for made once: how long that takes is number 5, and not the service's."""
     first = {kind: name for name, kind in reversed(jobs.items())}
-    for degree in (*_DEGREES, 1.0):  # rising speed: that is never held back
+    for slowdown in (*_SLOWDOWNS, 1.0):  # rising speed: that is never held back
         for job in first.values():
-            client.report(job, _request(f"first-{degree}", 0, degree))
+            client.report(job, _request(f"first-{slowdown}", 0, slowdown))
         _all_planned(client)
 
 

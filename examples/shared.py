@@ -24,7 +24,7 @@ def parsed(description: str) -> argparse.Namespace:
     parser.add_argument("--max-changes", type=int, help="of a GPU's clock in an iteration; 0: one clock for each GPU")
     parser.add_argument("--profile", type=Path, default=Path("profile.yaml"), help="to write")
     parser.add_argument("--plan", type=Path, default=Path("plan.yaml"), help="to write")
-    parser.add_argument("--trace", type=Path, default=Path("run"), help="the folder to write what ran to")
+    parser.add_argument("--record", type=Path, default=Path("run"), help="the folder to write what ran to")
     parser.add_argument("--microbatches", type=int, default=4)
     parser.add_argument("--rows", type=int, default=2, help="of a microbatch")
     for name in ("layers", "hidden", "heads", "sequence"):
@@ -32,7 +32,7 @@ def parsed(description: str) -> argparse.Namespace:
     parser.add_argument("--local_rank", help=argparse.SUPPRESS)  # the deepspeed launcher gives it
     given = parser.parse_args()
     given.size = gpt.Size(given.layers, given.hidden, given.heads, given.sequence)
-    given.sweep = SweepSettings(knob="observed" if given.observe else "clock")
+    given.sweep = SweepSettings(control="observed" if given.observe else "clock")
     return given
 
 

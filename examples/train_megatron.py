@@ -52,7 +52,7 @@ def run(training, given):
         schedule = schedules.one_f_one_b(dist.get_world_size(), given.microbatches)
         shared.write_plan(profiling.profile, schedule, given)
     # 3. All other steps run by the plan.
-    with planner_runtime(training.model, plan=given.plan, gpu=given.gpu, dry_run=given.dry_run, trace=given.trace):
+    with planner_runtime(training.model, plan=given.plan, gpu=given.gpu, dry_run=given.dry_run, record=given.record):
         training.train(range(1, given.steps))
 
 

@@ -52,7 +52,7 @@ TIME = Rule(float, False, "a time: write finite seconds above 0, such as 0.0512"
 ENERGY = Rule(float, True, "an energy: write finite joules of 0 or more, such as 23.8")
 POWER = Rule(float, True, "a power: give finite watts of 0 or more, such as 83.64")
 WAIT = Rule(float, True, "a wait: give finite seconds of 0 or more, such as 0.002")
-DEGREE = Rule(float, False, "a degree: give how many times as long it takes, above 0, such as 1.15")
+FACTOR = Rule(float, False, "a slowdown: give how many times as long it takes, above 0, such as 1.15")
 
 
 class Quantity(NamedTuple):

@@ -39,7 +39,7 @@ class StageRows:
         gpus: how many GPUs share the stage.
         gpu: the name of its GPUs.
         origin: "measured" or "simulated".
-        knob: of the settings.
+        control: of the settings.
         conditions: how it was measured, as in `Profile.conditions`.
     """
 
@@ -49,7 +49,7 @@ class StageRows:
     gpus: int
     gpu: str
     origin: str
-    knob: str
+    control: str
     conditions: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -84,7 +84,7 @@ def measure_stage(
     kept = None
     if keep is not None:
         about = _about(gpu, stage, number, settings, group)
-        kept = Rows(keep, number, settings.knob, about, resume=resume)
+        kept = Rows(keep, number, settings.control, about, resume=resume)
     finished = next(filter(None, group.gathered(kept.finished if kept else {})), {})
     windows = Windows(gpu, stage.synchronize, group, settings.window_s, settings.cool_down_s)
     swept = Sweep(gpu, stage, number, settings, group, windows, kept, finished, progress).run()
@@ -96,8 +96,8 @@ def measure_stage(
         gpus=group.size,
         gpu=" + ".join(dict.fromkeys(group.gathered(gpu.name))),
         origin=gpu.origin,
-        knob=settings.knob,
-        conditions=_conditions(gpu, settings.knob, windows, swept),
+        control=settings.control,
+        conditions=_conditions(gpu, settings.control, windows, swept),
     )
 
 
@@ -123,7 +123,7 @@ def assembled(
     if not stages:
         raise ProfileError("no stage was measured; give at least one")
     for each in stages:
-        for name in ("knob", "gpus"):
+        for name in ("control", "gpus"):
             if getattr(each, name) != getattr(stages[0], name):
                 raise ProfileError(
                     f"stage {stages[0].stage} and stage {each.stage} differ in {name}; measure both alike"
@@ -139,7 +139,7 @@ def assembled(
         gpu=" + ".join(dict.fromkeys(each.gpu for each in stages)),
         origin="simulated" if any(each.origin == "simulated" for each in stages) else "measured",
         gpus_per_stage=stages[0].gpus,
-        knob=stages[0].knob,
+        control=stages[0].control,
         conditions={**(conditions or {}), "planner": __version__, **_merged(stages)},
     )
 
@@ -168,7 +168,7 @@ def _about(gpu: Gpu, stage: Stage, number: int, settings: SweepSettings, group: 
         "stage": str(number),
         "kinds": ", ".join(kinds),
         "gpus of the stage": str(group.size),
-        "knob": settings.knob,
+        "control": settings.control,
         "settings": "all" if settings.full else "as few as a plan needs",
         "window": f"{settings.window_s!r} s",
         "cool-down": f"{settings.cool_down_s!r} s",
@@ -176,8 +176,8 @@ def _about(gpu: Gpu, stage: Stage, number: int, settings: SweepSettings, group: 
     }
 
 
-def _conditions(gpu: Gpu, knob: str, windows: Windows, swept: Swept) -> dict[str, str]:
-    unit = unit_of(knob)
+def _conditions(gpu: Gpu, control: str, windows: Windows, swept: Swept) -> dict[str, str]:
+    unit = unit_of(control)
     conditions = {
         "driver": gpu.driver,
         "measured on": gpu.text,

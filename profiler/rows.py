@@ -30,7 +30,7 @@ class Rows:
     Args:
         path: the file.
         stage: the number of the stage.
-        knob: what is set for each row.
+        control: what is set for each row.
         about: what the rows are for, as lines of `name: text`; two sweeps that differ in it cannot share rows.
         resume: read the rows that are there; else they are forgotten when the first row is kept.
 
@@ -38,8 +38,8 @@ class Rows:
         ProfileError: the file cannot be read, or its rows are for something else: the first difference is named.
     """
 
-    def __init__(self, path: Path, stage: int, knob: str, about: Mapping[str, str], *, resume: bool) -> None:
-        self._path, self._stage, self._knob, self._about = path, stage, knob, dict(about)
+    def __init__(self, path: Path, stage: int, control: str, about: Mapping[str, str], *, resume: bool) -> None:
+        self._path, self._stage, self._control, self._about = path, stage, control, dict(about)
         self.finished: dict[str, dict[int, Measurement]] = {}
         for part in _parts(path):
             part.unlink(missing_ok=True)
@@ -66,7 +66,7 @@ class Rows:
         head = "".join(f"{_MARK}{name}: {text}\n" for name, text in self._about.items())
         try:
             with replacing(self._path) as file:
-                file.write(head.encode() + written(rows, self._knob))
+                file.write(head.encode() + written(rows, self._control))
         except OSError as error:
             raise ProfileError(f"{self._path}: cannot be written: {error.strerror}; check the folder") from error
 

@@ -7,10 +7,10 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from perseus_planner.errors import GpuError, UsageError
+from perseus_planner.estimate.op_costs import stage_op_costs
 from perseus_planner.estimate.presets import PRESETS
-from perseus_planner.estimate.works import stage_works
 from perseus_planner.gpu import open_gpu
-from perseus_planner.gpu.simulated.simulated import SimulatedGpu, Work
+from perseus_planner.gpu.simulated.simulated import OpCost, SimulatedGpu
 from perseus_planner.profiler.profiling import StageRows, assembled, measure_stage
 from perseus_planner.profiler.stage import Progress, Stage, Timed
 
@@ -68,12 +68,12 @@ def _share(progress: Progress | None, number: int, stages: int) -> Progress | No
     return lambda done, total: progress(number * total + done, stages * total)
 
 
-def _small_gpt(stages: int) -> list[dict[str, Work]]:
+def _small_gpt(stages: int) -> list[dict[str, OpCost]]:
     """Kind -> what it does, of each stage: eight layers as of GPT-3 2.7B, on a microbatch of four sequences."""
     model = replace(PRESETS["gpt3-2.7b"], layers=8 * stages, microbatch=4)
-    return stage_works(model, stages)
+    return stage_op_costs(model, stages)
 
 
-def _simulated_stage(gpu: SimulatedGpu, works: Mapping[str, Work], split_backward: bool) -> Stage:
+def _simulated_stage(gpu: SimulatedGpu, works: Mapping[str, OpCost], split_backward: bool) -> Stage:
     kinds = "FBIW" if split_backward else "FB"
     return Stage({kind: Timed(partial(gpu.run, works[kind])) for kind in kinds}, lambda: None, gpu.block)

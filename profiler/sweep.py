@@ -12,7 +12,7 @@ from perseus_planner.errors import GpuError, UsageError
 from perseus_planner.profiler.blocking import blocking_power_w
 from perseus_planner.profiler.choosing import MOST_SETTINGS, next_setting
 from perseus_planner.profiler.estimates import less
-from perseus_planner.profiles.csv_file import KNOBS
+from perseus_planner.profiles.csv_file import CONTROLS
 from perseus_planner.quantities import STAGE, TIME, WAIT
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ class SweepSettings:
     """How a stage is measured.
 
     Attributes:
-        knob: what is set for each row: "clock", "power-limit", or "observed": nothing, one row of each kind.
+        control: what is set for each row: "clock", "power-limit", or "observed": nothing, one row of each kind.
         full: measure at every setting; otherwise at as few as a plan needs.
         window_s: the least length of one measuring window, seconds.
         cool_down_s: the longest wait for the GPU to cool down before each setting, seconds.
@@ -42,15 +42,15 @@ class SweepSettings:
         UsageError: a value is not of that kind.
     """
 
-    knob: str = "clock"
+    control: str = "clock"
     full: bool = False
     window_s: float = 5.0
     cool_down_s: float = 5.0
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.knob not in KNOBS:
-            raise UsageError(f"knob: {self.knob!r} is unknown; choose one of: {', '.join(KNOBS)}")
+        if self.control not in CONTROLS:
+            raise UsageError(f"control: {self.control!r} is unknown; choose one of: {', '.join(CONTROLS)}")
         for name, rule in (("window_s", TIME), ("cool_down_s", WAIT), ("seed", STAGE)):
             if rule.accept(getattr(self, name)) is None:
                 wanted = "a whole number of 0 or more" if name == "seed" else rule.wanted
@@ -108,9 +108,9 @@ class Sweep:
             GpuError: the GPU cannot be read or set.
             ProfileError: a row cannot be kept.
         """
-        if self._settings.knob == "observed":
+        if self._settings.control == "observed":
             return self._observed()
-        with _knob(self._gpu, self._settings.knob) as (own, set_to):
+        with _control(self._gpu, self._settings.control) as (own, set_to):
             settings = _common(self._group.gathered(own))
             set_to(settings[0])
             self._warm_through()
@@ -148,7 +148,7 @@ class Sweep:
             return max(begun)
         if self._settings.full:
             return next((setting for setting in settings if setting not in whole), None)
-        return next_setting(settings, self._rows, waiting_w, clocks=self._settings.knob == "clock")
+        return next_setting(settings, self._rows, waiting_w, clocks=self._settings.control == "clock")
 
     def _measured(self, kind: str, setting: int | None) -> Measurement:
         timed = self._stage.timed[kind]
@@ -192,10 +192,10 @@ class Sweep:
 
 
 @contextmanager
-def _knob(gpu: Gpu, knob: str) -> Iterator[tuple[tuple[int, ...], Callable[[int], None]]]:
-    """What `knob` can be set to, highest first, and what sets it; it is reset on leaving, by whatever way."""
+def _control(gpu: Gpu, control: str) -> Iterator[tuple[tuple[int, ...], Callable[[int], None]]]:
+    """What `control` can be set to, highest first, and what sets it; it is reset on leaving, by whatever way."""
     set_to: Callable[[int], None]
-    if knob == "clock":
+    if control == "clock":
         settings, set_to, reset = gpu.supported_clocks_mhz, gpu.set_clock_mhz, gpu.reset_clocks
     else:
         least_w, top_w = gpu.power_limits_w[0], math.floor(gpu.power_limit_w())

@@ -33,13 +33,13 @@ from perseus_planner.gpu import open_gpu
 from perseus_planner.gpu.simulated.emulated import EmulatedGpu
 from perseus_planner.gpu.torch_device import gpu_text
 from perseus_planner.training.engine_kinds import engine_kind
-from perseus_planner.training.op_cost import StageWork, stage_work
+from perseus_planner.training.op_cost import StageOpCost, stage_op_cost
 from perseus_planner.training.values import copied, is_training, tensors
 
 if TYPE_CHECKING:
     import torch
 
-    from perseus_planner.gpu.simulated.simulated import Work
+    from perseus_planner.gpu.simulated.simulated import OpCost
 
 Loss = Callable[[Any], "torch.Tensor"]
 
@@ -115,8 +115,8 @@ class _Stage:
     ) -> None:
         self._gpu, self._module, self._forward, self._first, self._state = gpu, module, forward, first, state
         self._loss = loss
-        self._works: dict[object, StageWork] = {}  #: shapes -> work
-        self._running: StageWork | None = None  #: of the forward that runs
+        self._works: dict[object, StageOpCost] = {}  #: shapes -> work
+        self._running: StageOpCost | None = None  #: of the forward that runs
         self._is_counting = False
         self._awaits_loss: tuple[Any, Mapping[str, Any]] | None = None  #: the call whose work its loss will tell
 
@@ -165,11 +165,11 @@ class _Stage:
         self._gpu.finish()
         _time_backward(self._gpu, result, work.backward)
 
-    def _counted(self, args: Any, kwargs: Mapping[str, Any], loss: Loss | None) -> StageWork:
+    def _counted(self, args: Any, kwargs: Mapping[str, Any], loss: Loss | None) -> StageOpCost:
         self._is_counting = True
         try:
             with self._state():
-                return stage_work(
+                return stage_op_cost(
                     self._module,
                     {"args": tuple(args), "kwargs": dict(kwargs)},
                     loss,
@@ -180,12 +180,12 @@ class _Stage:
             self._is_counting = False
 
 
-def _start(gpu: EmulatedGpu, work: Work) -> None:
+def _start(gpu: EmulatedGpu, work: OpCost) -> None:
     if work.flops or work.bytes:
         gpu.start(work)
 
 
-def _time_backward(gpu: EmulatedGpu, output: Any, work: Work) -> None:
+def _time_backward(gpu: EmulatedGpu, output: Any, work: OpCost) -> None:
     """Let the backward from `output` take what `work` takes on `gpu`.
 
     By hooks on the graph, not by operations of it: engines free outputs and detach them in place, which they could not

@@ -22,7 +22,7 @@ from perseus_planner.runtime.marks import NOTHING, Marks
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from perseus_planner.runs import RanIteration
+    from perseus_planner.runs import IterationRecord
     from perseus_planner.runtime.hook import Hook
     from perseus_planner.runtime.notices import Notices
     from perseus_planner.runtime.switching.controller import JobPilot
@@ -202,7 +202,7 @@ class Rounds:
         if now_s - self._progressed_s > QUIET * program.plan.time_s + QUIET_S:
             self._connection.word[0] = NOTHING
 
-    def _report(self, rows: Sequence[RanIteration]) -> None:
+    def _report(self, rows: Sequence[IterationRecord]) -> None:
         for row in rows:
             self._watch, straggling = self._watch.after(row)
             if straggling is None or self._on_straggling is None:

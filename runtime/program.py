@@ -41,7 +41,7 @@ class Program:
 
     @cached_property
     def clocks(self) -> tuple[int, ...]:
-        """What each is to run at, in the unit of the plan's knob: MHz, or watts of a power limit."""
+        """What each is to run at, in the unit of the plan's control: MHz, or watts of a power limit."""
         return tuple(self.plan.clocks[str(computation)] for computation in self.computations)
 
     def check_order(self, order: tuple[Computation, ...], engine: str) -> None:

@@ -64,7 +64,7 @@ class Joined:
         pipeline: which data-parallel pipeline it is in, from 0.
         pipelines: how many there are.
         program: what it runs by; None where there is no plan.
-        knob: what is set of its GPU, whatever plan comes.
+        control: what is set of its GPU, whatever plan comes.
         connection: to its node's controller; None where there is none.
         gpu: what the controller said of its GPU.
         problem: why no clock can be set; None: they are, if there is a plan.
@@ -74,7 +74,7 @@ class Joined:
     pipeline: int
     pipelines: int
     program: Program | None
-    knob: Knob
+    control: Knob
     connection: Connection | None
     gpu: Attached | None
     problem: str | None
@@ -144,10 +144,10 @@ def join(engine: Any, job: Job, settings: Settings, notices: Notices, stack: Exi
     with _step(job, "gpus", here, 2 * _CONTROLLER_S):
         connection, gpu, problem = _attached(job, settings, cards, text, program, stack)
         if program is not None and gpu is not None:
-            check_gpu(program, gpu, _knob(program))
+            check_gpu(program, gpu, _control(program))
     if problem is not None:
         notices.say("joining", f"{problem}; training goes on without")
-    return Joined(adapter, pipeline, pipelines, program, _knob(program), connection, gpu, problem)
+    return Joined(adapter, pipeline, pipelines, program, _control(program), connection, gpu, problem)
 
 
 def program_of(engine: Engine, plans: Plans, version: int, pipeline: int) -> Program:
@@ -170,16 +170,16 @@ def program_of(engine: Engine, plans: Plans, version: int, pipeline: int) -> Pro
     return program
 
 
-def check_gpu(program: Program, gpu: Attached, knob: Knob) -> None:
-    """Refuse a plan that was made for another kind of GPU, or sets another `knob` than the one that is set.
+def check_gpu(program: Program, gpu: Attached, control: Knob) -> None:
+    """Refuse a plan that was made for another kind of GPU, or sets another `control` than the one that is set.
 
     Raises:
         PlanError: names the difference.
     """
     planned = program.plan.gpu
-    if program.plan.knob != knob:
+    if program.plan.control != control:
         raise PlanError(
-            f"the plan's knob is {program.plan.knob!r}, and this training began with {knob!r}; begin it anew"
+            f"the plan's control is {program.plan.control!r}, and this training began with {control!r}; begin it anew"
         )
     if planned is not None and gpu.name != planned:
         raise PlanError(
@@ -251,7 +251,7 @@ def _attached(
         hello = Hello(
             rank=job.rank,
             gpu=_anywhere(f"dry-run:{text}" if settings.dry_run and not text.startswith("dry-run:") else text),
-            knob=_knob(program),
+            control=_control(program),
             launcher=launcher(),
             min_dwell_s=0.0 if program is None else program.plan.min_dwell_s,
         )
@@ -263,8 +263,8 @@ def _attached(
         return None, None, f"no clock can be set: {error}"
 
 
-def _knob(program: Program | None) -> Knob:
-    return "clock" if program is None else cast("Knob", program.plan.knob)
+def _control(program: Program | None) -> Knob:
+    return "clock" if program is None else cast("Knob", program.plan.control)
 
 
 def _anywhere(text: str) -> str:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from perseus_planner.plans.plan import Plan
-    from perseus_planner.runs import RanIteration
+    from perseus_planner.runs import IterationRecord
     from perseus_planner.runs.straggler import Straggling
     from perseus_planner.runtime.engines.engine import Engine
     from perseus_planner.runtime.program import Program
@@ -67,7 +67,7 @@ class Runtime:
         return self._pilot.problem
 
     @property
-    def iterations(self) -> tuple[RanIteration, ...]:
+    def iterations(self) -> tuple[IterationRecord, ...]:
         """The last iterations of this rank, as measured."""
         return self._telemetry.iterations
 
@@ -97,7 +97,7 @@ def planner_runtime(
     plan: GivenPlan,
     gpu: str = "cuda",
     dry_run: bool = False,
-    trace: str | os.PathLike[str] | None = None,
+    record: str | os.PathLike[str] | None = None,
     max_changes_per_s: float = MAX_CHANGES_PER_S,
     on_straggling: Callable[[Straggling], None] | None = None,
     service: str | None = None,
@@ -116,7 +116,7 @@ def planner_runtime(
         plan: the plan or its file, or such for each pipeline by its number; that of rank 0 counts, and is sent to all.
         gpu: each rank's GPU, as for `open_gpu`, or a back-end alone: "cuda", "nvml", "zeusd", "command".
         dry_run: do all but set clocks.
-        trace: a folder in which the ranks write what ran, for `planner show` and `planner calibrate`.
+        record: a folder in which the ranks write what ran, for `planner show` and `planner calibrate`.
         max_changes_per_s: clock changes of one node in a second, at most.
         on_straggling: told, on a thread of the runtime's own, when this rank's GPU turns out slow or throttled, and
             when that is over.
@@ -145,9 +145,9 @@ def planner_runtime(
         telemetry = Telemetry(
             everyone.rank,
             replace(adapter.seat, pipeline=joined.pipeline),
-            None if trace is None else Path(trace),
+            None if record is None else Path(record),
             own_plans=joined.pipelines > 1,
-            say=lambda text: notices.say("trace", text),
+            say=lambda text: notices.say("record", text),
         )
         telemetry.update([], [] if joined.gpu is None else [joined.gpu])
         background = Background()
@@ -155,7 +155,7 @@ def planner_runtime(
         def accepts(version: int, plans: Plans) -> Program:
             program = program_of(adapter, plans, version, joined.pipeline)
             if joined.gpu is not None:
-                check_gpu(program, joined.gpu, joined.knob)
+                check_gpu(program, joined.gpu, joined.control)
             return program
 
         pilot = JobPilot(everyone, accepts, telemetry.ended, background.wake)

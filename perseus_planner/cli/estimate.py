@@ -13,7 +13,7 @@ from perseus_planner.errors import GpuError, UsageError
 
 if TYPE_CHECKING:
     from perseus_planner.estimate.calibration import Calibration
-    from perseus_planner.estimate.works import Workload
+    from perseus_planner.estimate.op_costs import Workload
     from perseus_planner.gpu.simulated.model import GpuModel
 
 
@@ -97,9 +97,9 @@ def _gpu_model(text: str) -> GpuModel:
 def _workload(
     model: str, stages: int | None, layers: str | None, link: float | None, recompute: str | None, **others: Any
 ) -> Workload:
+    from perseus_planner.estimate.op_costs import Workload
     from perseus_planner.estimate.transformer import checked_split, split_layers
     from perseus_planner.estimate.transformer_file import named_transformer
-    from perseus_planner.estimate.works import Workload
 
     others["tensor_degree"], others["recomputation"] = others.pop("tensor_parallel"), recompute
     transformer = replace(

@@ -45,7 +45,7 @@ _OF_A_STAGE = ("blocking_power", "resume")
 @click.option("--stages", type=int, metavar="S", help="Number of pipeline stages, at least 1.")
 @click.option("--tensor-parallel", type=int, metavar="GPUS", help="GPUs of a stage.  [default: 1]")
 @click.option(
-    "--knob",
+    "--control",
     type=click.Choice(["clock", "power-limit"]),
     help="What is set: the SM clock, or the power limit where clocks cannot be locked.  [default: clock]",
 )
@@ -142,10 +142,10 @@ def _read(job: Path | None) -> Settings | None:
 def _profiled(wanted: _Wanted, flags: Mapping[str, Any], progress: Any) -> Profile | None:
     from perseus_planner.profiler.profiling import SweepSettings
 
-    if flags["observe"] and flags["knob"] is not None:
-        raise UsageError("--observe sets nothing, so leave out --knob")
-    knob = "observed" if flags["observe"] else flags["knob"] or "clock"
-    settings = SweepSettings(knob, full=flags["full"], **({"window_s": flags["window"]} if flags["window"] else {}))
+    if flags["observe"] and flags["control"] is not None:
+        raise UsageError("--observe sets nothing, so leave out --control")
+    control = "observed" if flags["observe"] else flags["control"] or "clock"
+    settings = SweepSettings(control, full=flags["full"], **({"window_s": flags["window"]} if flags["window"] else {}))
     if wanted.stage is None:
         return _small_gpt(wanted, flags, settings, progress)
     from perseus_planner.profiler.build import profile_stages

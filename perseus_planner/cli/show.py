@@ -31,7 +31,7 @@ class _Shown(NamedTuple):
 @click.command(
     epilog=console.examples(
         "planner show frontier.npz --plot frontier.png",
-        "planner show plan.yaml --plot plan.svg --trace plan.json",
+        "planner show plan.yaml --plot plan.svg --perfetto plan.json",
         "planner show frontier.npz --beside plan.yaml --plot before-after.pdf --figure timeline",
         "planner show run --plot run.png",
         "planner show profile.yaml --plot curves.png",
@@ -59,7 +59,7 @@ class _Shown(NamedTuple):
     help="What --figure is to show as well: a frontier, plans, runs, or the profile.",
 )
 @click.option(
-    "--trace",
+    "--perfetto",
     type=console.PATH,
     callback=console.writable,
     metavar="TRACE",
@@ -84,10 +84,10 @@ def show(
 
         check_figure_path(plot, "--plot")
     if trace is not None:
-        console.refuse_same([file, *beside], trace, "--trace")
+        console.refuse_same([file, *beside], trace, "--perfetto")
     shown = _reader(file)(file)
     if trace is not None and shown.trace is None:
-        raise UsageError(f"--trace {trace}: {file} has no timeline; name a plan or a run")
+        raise UsageError(f"--perfetto {trace}: {file} has no timeline; name a plan or a run")
     if plot is not None:
         from perseus_planner.views.plotting import save_figure
 

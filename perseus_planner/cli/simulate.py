@@ -31,7 +31,7 @@ def _delay(_: click.Context, parameter: click.Parameter, text: str) -> float:
 @click.command(
     epilog=console.examples(
         "planner simulate frontier.npz --pipelines 128 --csv gpus.csv",
-        "planner simulate frontier.npz --pipelines 16 --stragglers trace.csv --reaction-delay 5s --csv gpus.csv",
+        "planner simulate frontier.npz --pipelines 16 --stragglers stragglers.csv --reaction-delay 5s --csv gpus.csv",
     )
 )
 @click.argument("frontier", type=console.PATH)
@@ -41,7 +41,7 @@ def _delay(_: click.Context, parameter: click.Parameter, text: str) -> float:
     "--stragglers",
     type=console.PATH,
     metavar="FILE",
-    help="CSV with the columns start, end (s), degree, pipeline, stage (empty: the whole pipeline).  [default: none]",
+    help="CSV with the columns start, end (s), slowdown, pipeline, stage (empty: the whole pipeline).  [default: none]",
 )
 @click.option(
     "--reaction-delay",
@@ -101,9 +101,9 @@ def simulate(
         if table is not None:
             console.refuse_same([source], table, "--csv")
     solved = Frontier.load(frontier)
-    Cluster(solved, pipelines, iterations)  # its numbers are checked before the trace is read against them
-    trace = read_stragglers(stragglers, pipelines, solved.schedule.stages) if stragglers else ()
-    cluster, left_out = Cluster(solved, pipelines, iterations, trace, reaction_delay), list[str]()
+    Cluster(solved, pipelines, iterations)  # its numbers are checked before the events are read against them
+    events = read_stragglers(stragglers, pipelines, solved.schedule.stages) if stragglers else ()
+    cluster, left_out = Cluster(solved, pipelines, iterations, events, reaction_delay), list[str]()
     with console.progress("Simulating") as progress:
         names = tuple(dict.fromkeys((_BASELINE, *(policies or _DEFAULT))))
         outcomes = []

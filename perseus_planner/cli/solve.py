@@ -19,21 +19,21 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "interleaved-zb", "zb
 
 
 def _slow(_: click.Context, parameter: click.Parameter, texts: tuple[str, ...]) -> dict[int, float] | None:
-    """A callback that reads 3=1.15, any number of times, as stage and degree."""
-    degrees: dict[int, float] = {}
+    """A callback that reads 3=1.15, any number of times, as stage and slowdown."""
+    slowdowns: dict[int, float] = {}
     for text in texts:
-        from perseus_planner.quantities import DEGREE, STAGE
+        from perseus_planner.quantities import FACTOR, STAGE
 
         match = re.fullmatch(r"(\d+)=([^=]+)", text)
-        stage, degree = (STAGE.parse(match[1]), DEGREE.parse(match[2])) if match else (None, None)
-        if stage is None or degree is None:
+        stage, slowdown = (STAGE.parse(match[1]), FACTOR.parse(match[2])) if match else (None, None)
+        if stage is None or slowdown is None:
             raise UsageError(
-                f"{parameter.opts[0]}: {text!r} is not a slow stage: write stage and degree, such as 3=1.15"
+                f"{parameter.opts[0]}: {text!r} is not a slow stage: write stage and slowdown, such as 3=1.15"
             )
-        if stage in degrees:
+        if stage in slowdowns:
             raise UsageError(f"{parameter.opts[0]}: stage {stage} is there twice; keep one")
-        degrees[stage] = degree
-    return degrees or None
+        slowdowns[stage] = slowdown
+    return slowdowns or None
 
 
 @click.command(
@@ -83,7 +83,7 @@ def _slow(_: click.Context, parameter: click.Parameter, texts: tuple[str, ...]) 
 @click.option(
     "--slow",
     multiple=True,
-    metavar="STAGE=DEGREE",
+    metavar="STAGE=SLOWDOWN",
     callback=_slow,
     help="A stage that is slower than it was profiled, e.g. 3=1.15; may be given again for another stage.",
 )

@@ -18,9 +18,9 @@ _CAUSES = ("compute", "communication", "data", "unknown")
 
 @click.command(
     epilog=console.examples(
-        "planner straggler --job gpt3 --pipeline 3 --degree 1.2 --in 10s --ttl 30m",
+        "planner straggler --job gpt3 --pipeline 3 --slowdown 1.2 --in 10s --ttl 30m",
         "planner straggler --job gpt3 --node node07 --score 0.83 --cause compute --source dcgm",
-        "planner straggler --job gpt3 --pipeline 3 --degree 1",
+        "planner straggler --job gpt3 --pipeline 3 --slowdown 1",
         "planner straggler --job gpt3 --clear 5f0c",
         "tail -F train.log | planner straggler --job gpt3 --megatron-log --ttl 10m",
     )
@@ -34,7 +34,7 @@ _CAUSES = ("compute", "communication", "data", "unknown")
 @click.option("--gpu", metavar="UUID", help="A GPU, as nvidia-smi -L names it.")
 @click.option("--node", metavar="NAME", help="All GPUs of a host.")
 @click.option(
-    "--degree",
+    "--slowdown",
     metavar="RATIO",
     callback=console.quantity("SLOWDOWN"),
     help="How many times as long it takes, 1 or more; 1: it has recovered.",
@@ -115,7 +115,7 @@ def _request(given: dict[str, Any]) -> Any:
     return ReportRequest(
         source=given["source"] or f"{getpass.getuser()}@{socket.gethostname()}",
         scope=_scope(**{name: given[name] for name in ("pipeline", "stage", "rank", "gpu", "node")}),
-        degree=given["degree"],
+        slowdown=given["slowdown"],
         iteration_s=given["iteration_time"],
         score=given["score"],
         in_s=given["in_s"],

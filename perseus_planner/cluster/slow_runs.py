@@ -40,7 +40,7 @@ class Run(NamedTuple):
 class Runs:
     """Iterations of one pipeline, each replayed once.
 
-    A slow stage takes its degree times as long for each computation; a slow pipeline for all that it does, fixed
+    A slow stage takes its slowdown times as long for each computation; a slow pipeline for all that it does, fixed
     operations, transfers and overhead too. GPUs draw the power that they drew, so joules grow as seconds do.
     """
 
@@ -61,17 +61,17 @@ class Runs:
         key = clocks, condition.stages
         if key not in self._runs:
             self._runs[key] = self._replayed(clocks, dict(condition.stages))
-        run, degree = self._runs[key], condition.degree
-        return run if degree == 1 else Run(run.time_s * degree, run.busy_s * degree, run.busy_j * degree)
+        run, slowdown = self._runs[key], condition.slowdown
+        return run if slowdown == 1 else Run(run.time_s * slowdown, run.busy_s * slowdown, run.busy_j * slowdown)
 
     def _replayed(self, clocks: Clocks, slow: Mapping[int, float]) -> Run:
         iteration, waiting_w = self.dag.iteration, self.dag.rank_waiting_w
         if self.dag.profile.clock_change is not None:
             return self._with_changes(clocks, slow, self.dag.profile.clock_change)
         points = [table[clock] for table, clock in zip(self._tables, clocks, strict=True)]
-        degrees = [slow.get(stage, 1.0) for stage, _ in iteration.keys]
-        times_s = [point.time_s * degree for point, degree in zip(points, degrees, strict=True)]
-        energies_j = [point.energy_j * degree for point, degree in zip(points, degrees, strict=True)]
+        slowdowns = [slow.get(stage, 1.0) for stage, _ in iteration.keys]
+        times_s = [point.time_s * slowdown for point, slowdown in zip(points, slowdowns, strict=True)]
+        energies_j = [point.energy_j * slowdown for point, slowdown in zip(points, slowdowns, strict=True)]
         time_s = max(end_times(self.dag, times_s)) + self.dag.profile.overhead_s
         for each in iteration.operations:
             times_s.append(each.time_s)
@@ -96,5 +96,5 @@ class Runs:
         return np.array([math.fsum(per_node[self._rank_of == rank]) for rank in range(ranks)])
 
 
-def _slower(table: Table, degree: float) -> Table:
-    return {mhz: Measurement(mhz, m.time_s * degree, m.energy_j * degree) for mhz, m in table.items()}
+def _slower(table: Table, slowdown: float) -> Table:
+    return {mhz: Measurement(mhz, m.time_s * slowdown, m.energy_j * slowdown) for mhz, m in table.items()}

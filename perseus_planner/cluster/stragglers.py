@@ -1,6 +1,6 @@
 """Stragglers: which pipeline of a cluster, or which stage of it, is how much slower from when to when; their CSV file.
 
-The file has the columns `start,end,degree,pipeline,stage`: seconds since the first iteration began (an empty end: for
+The file has the columns `start,end,slowdown,pipeline,stage`: seconds since the first iteration began (an empty end: for
 good), how many times as long everything takes, and the number of the pipeline and of its stage (empty: all of it).
 """
 
@@ -14,17 +14,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from perseus_planner.documents import shown, text_of
 from perseus_planner.errors import UsageError
-from perseus_planner.quantities import DEGREE, STAGE, TIME, WAIT, Rule
+from perseus_planner.quantities import FACTOR, STAGE, TIME, WAIT, Rule
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
     from pathlib import Path
 
-_COLUMNS = ("start", "end", "degree", "pipeline", "stage")
+_COLUMNS = ("start", "end", "slowdown", "pipeline", "stage")
 _HEADER = ",".join(_COLUMNS)
 _START = WAIT._replace(wanted="a start: write finite seconds of 0 or more, such as 120.5")
 _END = TIME._replace(wanted="an end: write finite seconds above 0, such as 180, or nothing for one that stays")
-_DEGREE = DEGREE._replace(wanted="a degree: write how many times as long it takes, 1 or more, such as 1.15")
+_SLOWDOWN = FACTOR._replace(wanted="a slowdown: write how many times as long it takes, 1 or more, such as 1.15")
 _PIPELINE = STAGE._replace(wanted="a pipeline: write 0 for the first one, 1 for the next, and so on")
 _STAGE = STAGE._replace(wanted="a stage: write 0 for the first one, or nothing for the whole pipeline")
 
@@ -36,7 +36,7 @@ class Straggler:
     Attributes:
         start_s: from when on, seconds since the first iteration began, 0 or more.
         end_s: until when, seconds, above `start_s`; infinite for one that stays.
-        degree: how many times as long everything takes, 1 or more. Power is not changed, so joules grow as times do.
+        slowdown: how many times as long everything takes, 1 or more. Power is not changed, so joules grow as times do.
         pipeline: its number.
         stage: the slow stage; None: all of the pipeline.
 
@@ -46,19 +46,19 @@ class Straggler:
 
     start_s: float
     end_s: float
-    degree: float
+    slowdown: float
     pipeline: int
     stage: int | None = None
 
     def __post_init__(self) -> None:
-        for name, rule in (("start_s", _START), ("degree", _DEGREE), ("pipeline", _PIPELINE)):
+        for name, rule in (("start_s", _START), ("slowdown", _SLOWDOWN), ("pipeline", _PIPELINE)):
             object.__setattr__(self, name, _checked(name, getattr(self, name), rule))
         if self.end_s != math.inf:
             object.__setattr__(self, "end_s", _checked("end_s", self.end_s, _END))
         if self.stage is not None:
             object.__setattr__(self, "stage", _checked("stage", self.stage, _STAGE))
-        if self.degree < 1:
-            raise UsageError(f"straggler, degree: {self.degree!r} is not {_DEGREE.wanted}")
+        if self.slowdown < 1:
+            raise UsageError(f"straggler, slowdown: {self.slowdown!r} is not {_SLOWDOWN.wanted}")
         if self.end_s <= self.start_s:
             raise UsageError(
                 f"straggler, end_s: {self.end_s!r} is not after its start {self.start_s!r}; correct one of them"
@@ -79,11 +79,11 @@ class Condition(NamedTuple):
     """How slow a pipeline is at some moment.
 
     Attributes:
-        degree: how many times as long all of it takes.
+        slowdown: how many times as long all of it takes.
         stages: (stage, how many times as long its computations take beside that), in the order of the stages.
     """
 
-    degree: float = 1.0
+    slowdown: float = 1.0
     stages: tuple[tuple[int, float], ...] = ()
 
 
@@ -91,15 +91,15 @@ CALM = Condition()  #: of a pipeline that no straggler is in
 
 
 def condition_of(stragglers: Iterable[Straggler]) -> Condition:
-    """What those stragglers, all in one pipeline, make of it: degrees that hit the same are multiplied."""
-    degree = 1.0
+    """What those stragglers, all in one pipeline, make of it: slowdowns that hit the same are multiplied."""
+    slowdown = 1.0
     stages: dict[int, float] = {}
     for each in stragglers:
         if each.stage is None:
-            degree *= each.degree
+            slowdown *= each.slowdown
         else:
-            stages[each.stage] = stages.get(each.stage, 1.0) * each.degree
-    return Condition(degree, tuple(sorted((stage, slow) for stage, slow in stages.items() if slow != 1.0)))
+            stages[each.stage] = stages.get(each.stage, 1.0) * each.slowdown
+    return Condition(slowdown, tuple(sorted((stage, slow) for stage, slow in stages.items() if slow != 1.0)))
 
 
 def read_stragglers(path: Path, pipelines: int, stages: int) -> tuple[Straggler, ...]:
@@ -162,11 +162,11 @@ def _straggler(place: str, cells: Mapping[str, str]) -> Straggler:
         raise UsageError(
             f"{place}, column 'end': {cells['end']!r} is not after the start {cells['start']!r}; correct one of them"
         )
-    degree = _parsed(place, "degree", cells, _DEGREE)
-    if degree < 1:
-        raise UsageError(f"{place}, column 'degree': {shown(cells['degree'])} is not {_DEGREE.wanted}")
+    slowdown = _parsed(place, "slowdown", cells, _SLOWDOWN)
+    if slowdown < 1:
+        raise UsageError(f"{place}, column 'slowdown': {shown(cells['slowdown'])} is not {_SLOWDOWN.wanted}")
     stage = _parsed(place, "stage", cells, _STAGE) if cells["stage"] else None
-    return Straggler(start_s, end_s, degree, _parsed(place, "pipeline", cells, _PIPELINE), stage)
+    return Straggler(start_s, end_s, slowdown, _parsed(place, "pipeline", cells, _PIPELINE), stage)
 
 
 def _parsed(place: str, column: str, cells: Mapping[str, str], rule: Rule) -> Any:

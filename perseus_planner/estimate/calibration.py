@@ -21,13 +21,13 @@ import numpy as np
 import numpy.typing as npt
 
 from perseus_planner.errors import UsageError
+from perseus_planner.estimate.op_costs import KINDS, Workload
 from perseus_planner.estimate.transformer import split_layers
-from perseus_planner.estimate.works import KINDS, Workload
 from perseus_planner.profiles.csv_file import word_of
 from perseus_planner.profiles.measurement import Measurement
 
 if TYPE_CHECKING:
-    from perseus_planner.gpu.simulated.model import GpuModel, Work
+    from perseus_planner.gpu.simulated.model import GpuModel, OpCost
     from perseus_planner.profiles.profiles import Profile
 
 Factors = Mapping[str, tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]]
@@ -49,7 +49,7 @@ class Calibration:
         UsageError: F is missing, or B and one of I and W; or an energy is 0.
     """
 
-    works: Mapping[str, Work]
+    works: Mapping[str, OpCost]
     measurements: Mapping[str, tuple[Measurement, ...]]
     sequence: int
     source: str
@@ -99,7 +99,7 @@ def measured_stage(
     number = (len(workload.split) - 1) // 2 if stage is None else stage
     if not 0 <= number < len(workload.split):
         raise UsageError(f"{source}: there is no stage {number}; give one from 0 to {len(workload.split) - 1}")
-    if profile.knob == "power-limit":
+    if profile.control == "power-limit":
         raise UsageError(f"{source}: was measured by power limits; give one that was measured by clocks")
     gpus = profile.gpus_per_stage
     if gpus not in (1, shape.tensor_degree):

@@ -16,7 +16,7 @@ from perseus_planner.profiles.profiles import Profile
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from perseus_planner.estimate.works import Workload
+    from perseus_planner.estimate.op_costs import Workload
     from perseus_planner.gpu.simulated.model import GpuModel
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from perseus_planner.estimate.works import Workload, stage_traffic, stage_works
+from perseus_planner.estimate.op_costs import Workload, stage_op_costs, stage_traffic
 from perseus_planner.profiles.csv_file import word_of
 
 if TYPE_CHECKING:
@@ -139,7 +139,7 @@ def estimate_text(summary: EstimateSummary) -> str:
 
 
 def _computations(profile: Profile, workload: Workload) -> tuple[EstimatedComputation, ...]:
-    works = stage_works(workload.transformer, workload.split)
+    works = stage_op_costs(workload.transformer, workload.split)
     sent = stage_traffic(workload.transformer, workload.split)
     tops = {key: rows[0] for key, rows in profile.measurements.items()}
     least_s = {kind: min(top.time_s for (_, of), top in tops.items() if of == kind) for _, kind in tops}

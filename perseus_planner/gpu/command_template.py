@@ -76,7 +76,7 @@ class CommandTemplate:
         if kind is GpuNotPermitted:
             return kind(f"{start}allow this user to run it without a password (NOPASSWD in sudoers), or run as root")
         if kind is GpuNotSupported:
-            return kind(f"{start}use the other knob (SM clock or power limit), or observe mode")
+            return kind(f"{start}use the other control (SM clock or power limit), or observe mode")
         if kind is GpuLost:
             return kind(f"{start}the GPU needs a reset, or the node a reboot")
         return kind(f"{start}run it by hand to see why, or set {self.variable} to another command")

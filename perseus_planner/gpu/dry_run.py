@@ -22,7 +22,7 @@ class Setting:
 
     Attributes:
         now_s: when, on the GPU's own clock, seconds.
-        what: the knob.
+        what: the control.
         value: MHz of a clock, watts of a power limit; None for a reset.
     """
 

@@ -118,7 +118,7 @@ class Daemon:
         if response.status_code == 404:
             return GpuNotSupported(f"{start}start zeusd 0.5 or later with --enable {group}")
         if "not available on the target device" in said:
-            return GpuNotSupported(f"{start}use the other knob (SM clock or power limit), or observe mode")
+            return GpuNotSupported(f"{start}use the other control (SM clock or power limit), or observe mode")
         if "fell off the bus" in said:
             return GpuLost(f"{start}the node needs a reset or a reboot")
         if response.status_code == 400:

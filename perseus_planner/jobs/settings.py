@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from perseus_planner.documents import Document, format_of, read_document, shown
 from perseus_planner.errors import JobError, PlannerError
 from perseus_planner.profiles.clock_changes import ClockChange
-from perseus_planner.quantities import COUNT, DEGREE, ENERGY, POWER, STAGE, TIME, WAIT, Rule
+from perseus_planner.quantities import COUNT, ENERGY, FACTOR, POWER, STAGE, TIME, WAIT, Rule
 from perseus_planner.schedules.pipeline import FixedOperation, Transfer, Variant
 
 if TYPE_CHECKING:
@@ -236,11 +236,11 @@ def _variant(entry: Document) -> Variant:
 
 
 def _slow_stages(document: Document, key: str) -> Mapping[int, float]:
-    entries = document.table(key, "3: 1.15, stage and degree")
+    entries = document.table(key, "3: 1.15, stage and slowdown")
     for text in entries.values:
         if STAGE.parse(text) is None:
             raise entries.refusal(text, f"is not {STAGE.wanted}")
-    return {STAGE.parse(text): _number(entries, text, DEGREE) for text in entries.values}
+    return {STAGE.parse(text): _number(entries, text, FACTOR) for text in entries.values}
 
 
 def _overhead_s(document: Document, key: str) -> float:

@@ -29,7 +29,7 @@ _FORMAT = "perseus-planner/plan"
 _VERSION = 1
 _NUMBERS = ("deadline_s", "time_s", "energy_j", "bound_j", "baseline_time_s", "baseline_energy_j")
 _KEYS = (
-    "digest", "profile", "gpu", "origin", "knob", "gpus_per_stage", "schedule", "blocking_power_w", "overhead_s",
+    "digest", "profile", "gpu", "origin", "control", "gpus_per_stage", "schedule", "blocking_power_w", "overhead_s",
     *_NUMBERS, "clock_change", "min_dwell_s", "changes", "measurements", "ranks",
 )  # fmt: skip
 _DUMPER: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
@@ -59,7 +59,7 @@ class Plan(Shown):
         overhead_s: calibrated seconds of an iteration beside what is replayed; in all times above.
         clock_change: what changing a clock costs, which `time_s` and `energy_j` count; None: nothing.
         min_dwell_s: for how long a clock is held at least, as was asked for, seconds.
-        knob: what the profile set: "clock"; "power-limit", where all that is called a clock here is a limit in watts;
+        control: what the profile set: "clock"; "power-limit", where a clock here is a limit in watts;
             or "observed", where nothing was set and nothing is to be.
     """
 
@@ -80,7 +80,7 @@ class Plan(Shown):
     overhead_s: float = 0.0
     clock_change: ClockChange | None = None
     min_dwell_s: float = 0.0
-    knob: str = "clock"
+    control: str = "clock"
     _keys: Mapping[Computation, tuple[int, str]] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -195,7 +195,7 @@ class Plan(Shown):
             "profile": self.profile_digest,
             "gpu": self.gpu,
             "origin": self.origin,
-            "knob": self.knob,
+            "control": self.control,
             "gpus_per_stage": self.gpus_per_stage,
             "schedule": self.schedule.name,
             "blocking_power_w": list(power_w) if isinstance(power_w, tuple) else power_w,
@@ -233,7 +233,7 @@ def _from_content(values: Mapping[str, Any], name: str) -> Plan:
             profile_digest=str(values["profile"]),
             gpu=None if values["gpu"] is None else str(values["gpu"]),
             origin=str(values["origin"]),
-            knob=str(values["knob"]),
+            control=str(values["control"]),
             blocking_power_w=tuple(map(float, power_w)) if isinstance(power_w, list) else float(power_w),
             gpus_per_stage=int(values["gpus_per_stage"]),
             overhead_s=float(values["overhead_s"]),

@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
-KNOBS = MappingProxyType({"clock": "frequency", "power-limit": "power_limit", "observed": "observed_frequency"})
+CONTROLS = MappingProxyType({"clock": "frequency", "power-limit": "power_limit", "observed": "observed_frequency"})
 """What was set for each measurement -> the column that says to what, in MHz or watts."""
 _HEADER = "stage,instruction,frequency,time,energy"
 _RULES = MappingProxyType({"stage": STAGE, "time": TIME, "energy": ENERGY})
-_KNOB_RULES = MappingProxyType({"frequency": CLOCK, "power_limit": LIMIT, "observed_frequency": CLOCK})
+_CONTROL_RULES = MappingProxyType({"frequency": CLOCK, "power_limit": LIMIT, "observed_frequency": CLOCK})
 _EVIDENCE = MappingProxyType(
     {
         "achieved_mhz": "achieved_frequency",
@@ -63,9 +63,9 @@ def kind_of(instruction: str) -> str | None:
     return None if kind is None or _SUFFIX.fullmatch(dot + suffix) is None else kind + dot + suffix
 
 
-def written(rows: Sequence[Row], knob: str = "clock") -> bytes:
+def written(rows: Sequence[Row], control: str = "clock") -> bytes:
     """The CSV file that holds `rows`; reading it gives the same floats."""
-    columns = ["stage", "instruction", KNOBS[knob], "time", "energy"]
+    columns = ["stage", "instruction", CONTROLS[control], "time", "energy"]
     with_evidence = any(row.evidence is not None for row in rows)
     lines = [",".join([*columns, *(_EVIDENCE.values() if with_evidence else [])])]
     for row in rows:
@@ -81,7 +81,9 @@ def _evidence_cells(evidence: Evidence | None) -> list[str]:
 
 
 def read_table(path: Path) -> tuple[list[Row], str]:
-    """The rows of the CSV at `path`, each number within its range, no stage, instruction and clock twice; and the knob.
+    """Read the rows of the CSV at `path` and the control that its header names.
+
+    Each number is within its range, and no stage, instruction and clock stands there twice.
 
     Columns other than the profile's are ignored, and so are lines that begin with `#`. Whether the stages are complete
     is not looked at.
@@ -126,7 +128,7 @@ def _rows(path: Path, reader: Any) -> tuple[list[Row], str]:
     if first is None:
         raise ProfileError(f"{path}: is empty; write the header {_HEADER} and a row for each measurement")
     header = [cell.strip() for cell in first]
-    knob = _checked_header(path, header)
+    control = _checked_header(path, header)
     rows = []
     seen: dict[tuple[int, str, int], int] = {}
     for cells in filter(None, reader):
@@ -136,37 +138,37 @@ def _rows(path: Path, reader: Any) -> tuple[list[Row], str]:
                 f"{path}, line {line}: has {len(cells)} cells where the header has {len(header)}; "
                 "give each column one cell, with a point as decimal mark"
             )
-        row = _row(f"{path}, line {line}", KNOBS[knob], dict(zip(header, cells, strict=True)))
+        row = _row(f"{path}, line {line}", CONTROLS[control], dict(zip(header, cells, strict=True)))
         earlier = seen.setdefault(row[:3], line)
         if earlier != line:
-            place = f"stage {row.stage} {word_of(row.kind)} at {row.clock_mhz} {unit_of(knob)}"
+            place = f"stage {row.stage} {word_of(row.kind)} at {row.clock_mhz} {unit_of(control)}"
             raise ProfileError(f"{path}, line {line}: {place} is on line {earlier} too; keep one of them")
         rows.append(row)
-    return rows, knob
+    return rows, control
 
 
 def _checked_header(path: Path, header: list[str]) -> str:
-    """The knob that the header names."""
-    knobs = [knob for knob, column in KNOBS.items() if column in header]
-    columns = ["stage", "instruction", KNOBS[knobs[0]] if knobs else "frequency", "time", "energy"]
+    """The control that the header names."""
+    controls = [control for control, column in CONTROLS.items() if column in header]
+    columns = ["stage", "instruction", CONTROLS[controls[0]] if controls else "frequency", "time", "energy"]
     missing = [column for column in columns if column not in header]
     if missing:
         raise ProfileError(
             f"{path}, line 1: no column {', '.join(map(repr, missing))} in the header {shown(','.join(header))}; "
             f"write {_HEADER}, separated by commas"
         )
-    if len(knobs) > 1:
-        both = " and ".join(repr(KNOBS[knob]) for knob in knobs)
+    if len(controls) > 1:
+        both = " and ".join(repr(CONTROLS[control]) for control in controls)
         raise ProfileError(f"{path}, line 1: has the columns {both}; keep the one that was set")
     for column in [*columns, *_EVIDENCE.values()]:
         if header.count(column) > 1:
             raise ProfileError(f"{path}, line 1: column {column!r} is there twice; keep one of them")
-    return knobs[0]
+    return controls[0]
 
 
-def _row(place: str, knob_column: str, cells: Mapping[str, str]) -> Row:
+def _row(place: str, control_column: str, cells: Mapping[str, str]) -> Row:
     found = {column: _number(place, column, rule, cells) for column, rule in _RULES.items()}
-    setting = _number(place, knob_column, _KNOB_RULES[knob_column], cells)
+    setting = _number(place, control_column, _CONTROL_RULES[control_column], cells)
     kind = kind_of(cells["instruction"])
     if kind is None:
         word = shown(cells["instruction"])
@@ -189,11 +191,11 @@ def _number(place: str, column: str, rule: Rule, cells: Mapping[str, str]) -> An
     return number
 
 
-def unit_of(knob: str) -> str:
-    """The unit of what `knob` is set to."""
-    return "W" if knob == "power-limit" else "MHz"
+def unit_of(control: str) -> str:
+    """The unit of what `control` is set to."""
+    return "W" if control == "power-limit" else "MHz"
 
 
-def setting_of(knob: str) -> str:
-    """What `knob` is set to, as a name with its unit: clock_mhz, power_limit_w or observed_clock_mhz."""
-    return {"clock": "clock_mhz", "power-limit": "power_limit_w", "observed": "observed_clock_mhz"}[knob]
+def setting_of(control: str) -> str:
+    """What `control` is set to, as a name with its unit: clock_mhz, power_limit_w or observed_clock_mhz."""
+    return {"clock": "clock_mhz", "power-limit": "power_limit_w", "observed": "observed_clock_mhz"}[control]

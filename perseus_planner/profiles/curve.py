@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Option:
+class OperatingPoint:
     """One clock of a computation, with what it costs an iteration of given length.
 
     Attributes:
@@ -33,17 +33,18 @@ class Option:
     effective_j: float
 
 
-def worthwhile(measurements: Iterable[Measurement], blocking_power_w: float) -> tuple[Option, ...]:
+def pareto_front(measurements: Iterable[Measurement], blocking_power_w: float) -> tuple[OperatingPoint, ...]:
     """The options that no other one beats in both time and effective energy, fastest first.
 
     Time rises and effective energy falls strictly along the result, which has at least one option. Of equal
     ones the highest clock stays, the first that a GPU that is left alone would run at.
     """
     options = [
-        Option(m.clock_mhz, m.time_s, m.energy_j, m.energy_j - blocking_power_w * m.time_s) for m in measurements
+        OperatingPoint(m.clock_mhz, m.time_s, m.energy_j, m.energy_j - blocking_power_w * m.time_s)
+        for m in measurements
     ]
     options.sort(key=lambda option: (option.time_s, option.effective_j, -option.clock_mhz))
-    kept: list[Option] = []
+    kept: list[OperatingPoint] = []
     for option in options:
         if not kept or option.effective_j < kept[-1].effective_j:
             kept.append(option)

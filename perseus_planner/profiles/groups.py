@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from perseus_planner.errors import ProfileError
 from perseus_planner.profiles.csv_file import word_of
 from perseus_planner.profiles.measurement import Measurement
-from perseus_planner.quantities import COUNT, DEGREE
+from perseus_planner.quantities import COUNT, FACTOR
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -32,9 +32,9 @@ def tensor_group(profiles: Sequence[Profile]) -> Profile:
     for number, other in enumerate(profiles):
         if set(other.measurements) != set(first.measurements):
             raise ProfileError(f"GPU {number} of the group has other stages or kinds than GPU 0; measure the same")
-        if other.knob != first.knob:
+        if other.control != first.control:
             raise ProfileError(
-                f"GPU {number} of the group was measured by {other.knob}, GPU 0 by {first.knob}; use one"
+                f"GPU {number} of the group was measured by {other.control}, GPU 0 by {first.control}; use one"
             )
     rows = {key: [each.measurements[key] for each in profiles] for key in first.measurements}
     measurements = {key: tuple(_together(each, key)) for key, each in rows.items()}
@@ -77,7 +77,7 @@ def stage_by_stage(profiles: Sequence[Profile]) -> Profile:
         source = 0 if profile.stages == 1 else stage
         if source >= profile.stages:
             raise ProfileError(f"the profile of stage {stage} has only {profile.stages} stages; give one that has it")
-        for name in ("gpus_per_stage", "overhead_s", "clock_change", "knob"):
+        for name in ("gpus_per_stage", "overhead_s", "clock_change", "control"):
             if getattr(profile, name) != getattr(first, name):
                 raise ProfileError(f"the profiles of stage 0 and stage {stage} differ in {name}; give both the same")
         powers_w.append(profile.blocking_w(source))
@@ -91,27 +91,27 @@ def stage_by_stage(profiles: Sequence[Profile]) -> Profile:
     )
 
 
-def slowed(profile: Profile, degrees: Mapping[int, float]) -> Profile:
+def slowed(profile: Profile, slowdowns: Mapping[int, float]) -> Profile:
     """The profile of the same pipeline while some stages are slower, such as one whose GPU throttles.
 
     A slower stage is assumed to draw the power that it drew, so its joules grow as its seconds do.
 
     Args:
         profile: as measured.
-        degrees: stage -> how many times as long its computations take, such as 1.15.
+        slowdowns: stage -> how many times as long its computations take, such as 1.15.
 
     Raises:
-        ProfileError: there is no such stage, or a degree is not above 0.
+        ProfileError: there is no such stage, or a slowdown is not above 0.
     """
-    for stage, degree in degrees.items():
+    for stage, slowdown in slowdowns.items():
         if stage not in range(profile.stages):
             raise ProfileError(f"slow stage {stage!r}: there is none; stages are 0 to {profile.stages - 1}")
-        if DEGREE.accept(degree) is None:
-            raise ProfileError(f"slow stage {stage}: {degree!r} is not {DEGREE.wanted}")
+        if FACTOR.accept(slowdown) is None:
+            raise ProfileError(f"slow stage {stage}: {slowdown!r} is not {FACTOR.wanted}")
 
     def slower(key: tuple[int, str]) -> Callable[[Measurement], Measurement]:
-        degree = degrees.get(key[0], 1.0)
-        return lambda m: Measurement(m.clock_mhz, m.time_s * degree, m.energy_j * degree)
+        slowdown = slowdowns.get(key[0], 1.0)
+        return lambda m: Measurement(m.clock_mhz, m.time_s * slowdown, m.energy_j * slowdown)
 
     measurements = {key: tuple(map(slower(key), rows)) for key, rows in profile.measurements.items()}
     return replace(profile, measurements=measurements)

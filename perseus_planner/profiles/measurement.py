@@ -59,7 +59,7 @@ class Measurement:
     """One computation at one clock.
 
     Attributes:
-        clock_mhz: the SM clock that was set, MHz, above 0; the power limit in watts where that is the profile's knob.
+        clock_mhz: the SM clock that was set, MHz, above 0; in a profile of power limits the limit, watts.
         time_s: its duration, seconds, above 0.
         energy_j: the energy that the GPU used for it, joules, 0 or more.
         evidence: how it came to be, where that is known; measurements that differ only in it are equal.

@@ -24,7 +24,7 @@ from perseus_planner.documents import Document, read_document, shown
 from perseus_planner.errors import ProfileError
 from perseus_planner.files import replacing, sha256
 from perseus_planner.profiles.clock_changes import ClockChange
-from perseus_planner.profiles.csv_file import KNOBS, WORDS, Row, kind_of, read_table, word_of, written
+from perseus_planner.profiles.csv_file import CONTROLS, WORDS, Row, kind_of, read_table, word_of, written
 from perseus_planner.profiles.measurement import Measurement, checked
 from perseus_planner.quantities import COUNT, POWER, STAGE, WAIT
 
@@ -52,7 +52,7 @@ class Profile(Shown):
         gpus_per_stage: how many GPUs a stage has (tensor parallelism). Energies and powers are sums over them.
         overhead_s: calibration: a measured iteration time minus the replayed one, seconds. GPUs wait meanwhile.
         clock_change: what changing a clock costs; None where it was not measured.
-        knob: what was set for each measurement: "clock", "power-limit", or "observed", where nothing was set and the
+        control: what was set for each measurement: "clock", "power-limit", or "observed", where nothing was set and the
             clocks are those that the GPU chose.
         conditions: under what conditions it was measured, such as driver and time, as text; profiles that differ only
             in it are equal.
@@ -68,7 +68,7 @@ class Profile(Shown):
     gpus_per_stage: int = 1
     overhead_s: float = 0.0
     clock_change: ClockChange | None = None
-    knob: str = "clock"
+    control: str = "clock"
     conditions: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -136,7 +136,7 @@ class Profile(Shown):
             raise ProfileError(f"{path}: a profile is saved as YAML with a CSV beside it; end the name with .yaml")
         table = path.with_suffix(".csv")
         document = {"format": _FORMAT, "version": _VERSION, "measurements": table.name, **self.rest()}
-        document.pop("knob", None)  # the header of the table says it
+        document.pop("control", None)  # the header of the table says it
         text = yaml.safe_dump(document, sort_keys=False, allow_unicode=True, width=math.inf)
         for target, data in ((table, self._csv()), (path, text.encode())):
             try:
@@ -159,8 +159,8 @@ class Profile(Shown):
             content["overhead_s"] = self.overhead_s
         if change is not None:
             content["clock_change"] = asdict(change)
-        if self.knob != "clock":
-            content["knob"] = self.knob
+        if self.control != "clock":
+            content["control"] = self.control
         if self.conditions:
             content["conditions"] = dict(self.conditions)
         return content
@@ -171,7 +171,7 @@ class Profile(Shown):
             for (stage, kind), options in self.measurements.items()
             for option in options
         ]
-        return written(rows, self.knob)
+        return written(rows, self.control)
 
 
 def _checked_power(value: object) -> Any:
@@ -209,9 +209,9 @@ def _checked_origin(value: object) -> object:
     return value
 
 
-def _checked_knob(value: object) -> object:
-    if value not in KNOBS:
-        raise ProfileError(f"knob: {shown(value)} is unknown: give {' or '.join(KNOBS)}")
+def _checked_control(value: object) -> object:
+    if value not in CONTROLS:
+        raise ProfileError(f"control: {shown(value)} is unknown: give {' or '.join(CONTROLS)}")
     return value
 
 
@@ -229,7 +229,7 @@ _CHECKS: Mapping[str, Callable[[object], object]] = MappingProxyType(
         "gpus_per_stage": lambda value: checked("gpus_per_stage", value, COUNT),
         "overhead_s": _checked_overhead,
         "clock_change": _checked_change,
-        "knob": _checked_knob,
+        "control": _checked_control,
         "conditions": _checked_conditions,
     }
 )
@@ -272,13 +272,13 @@ def _check_complete(table: Mapping[tuple[int, str], object]) -> None:
 
 def _built(path: Path, **rest: Any) -> Profile:
     """The Profile of the CSV at `path`, which errors name."""
-    rows, knob = read_table(path)
+    rows, control = read_table(path)
     table: dict[tuple[int, str], list[Measurement]] = {}
     for row in rows:
         option = Measurement(row.clock_mhz, row.time_s, row.energy_j, row.evidence)
         table.setdefault((row.stage, row.kind), []).append(option)
     try:
-        return Profile({key: tuple(options) for key, options in table.items()}, knob=knob, **rest)
+        return Profile({key: tuple(options) for key, options in table.items()}, control=control, **rest)
     except ProfileError as error:
         raise ProfileError(f"{path}: {error}") from None
 
@@ -299,7 +299,7 @@ def profile_document(path: Path) -> Document:
         ProfileError: it cannot be read, or is no such file.
     """
     required = ("measurements", "blocking_power_w")
-    optional = tuple(key for key in _CHECKS if key not in (*required, "knob"))
+    optional = tuple(key for key in _CHECKS if key not in (*required, "control"))
     return read_document(path, _FORMAT, _VERSION, required, optional, ProfileError)
 
 

@@ -10,7 +10,7 @@ import math
 from bisect import bisect_left, bisect_right
 from typing import TYPE_CHECKING, NamedTuple
 
-from perseus_planner.runs.ran import RanComputation
+from perseus_planner.runs.records import ComputationRecord
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -46,7 +46,7 @@ def with_changes(
     asked_s: float,
     in_force: int | None,
     readings: Sequence[Seen] = (),
-) -> tuple[RanComputation, ...]:
+) -> tuple[ComputationRecord, ...]:
     """One rank's computations of an iteration, with the changes that were made for them; O(n log n).
 
     Args:
@@ -66,7 +66,7 @@ def with_changes(
     ran, nothing = [], _Asked()
     for place, (computation, span, mhz) in enumerate(zip(computations, spans_s, achieved, strict=True)):
         clock = None if clocks is None else clocks[place]
-        ran.append(RanComputation(iteration, computation, *span, clock, *asked.get(place, nothing), mhz))
+        ran.append(ComputationRecord(iteration, computation, *span, clock, *asked.get(place, nothing), mhz))
     return tuple(ran)
 
 

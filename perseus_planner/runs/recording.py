@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from perseus_planner.plans.plan import Plan
-    from perseus_planner.runs.ran import RanComputation, RanIteration
+    from perseus_planner.runs.records import ComputationRecord, IterationRecord
 
 MAX_BYTES = 8 * 2**20
 """Of one file of rows; there are two of them at most."""
@@ -43,7 +43,7 @@ class Recording:
         self._folder, self._rank = folder, rank
         self._begun = False
 
-    def add(self, row: RanIteration) -> None:
+    def add(self, row: IterationRecord) -> None:
         """Add a row; who reads the file from then on finds it, also when this process is killed."""
         path = iterations_path(self._folder, self._rank)
         if not self._begun:
@@ -57,7 +57,7 @@ class Recording:
             if file.write(line) != len(line):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    def keep(self, computations: Sequence[RanComputation]) -> None:
+    def keep(self, computations: Sequence[ComputationRecord]) -> None:
         """Replace the computations by these."""
         with replacing(computations_path(self._folder, self._rank)) as file:
             file.write((COMPUTATIONS.header + "".join(map(COMPUTATIONS.line, computations))).encode())

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 from perseus_planner.documents import shown, unreadable
 from perseus_planner.errors import RunError, ScheduleError
 from perseus_planner.gpu.protocol import THROTTLE_REASONS
-from perseus_planner.runs.ran import RanComputation, RanIteration
+from perseus_planner.runs.records import ComputationRecord, IterationRecord
 from perseus_planner.schedules import Computation
 
 if TYPE_CHECKING:
@@ -158,21 +158,21 @@ _ITERATION = {
 _REASONS = {f"{_THROTTLED}{reason}": _NUMBER.or_empty() for reason in THROTTLE_REASONS}
 
 
-def _iteration_values(row: RanIteration) -> list[object]:
+def _iteration_values(row: IterationRecord) -> list[object]:
     return [
         *(getattr(row, name) for name in _ITERATION),
         *(row.throttled_s.get(reason) for reason in THROTTLE_REASONS),
     ]
 
 
-def _iteration_of(values: dict[str, Any]) -> RanIteration:
+def _iteration_of(values: dict[str, Any]) -> IterationRecord:
     throttled_s = {name.removeprefix(_THROTTLED): values.pop(name) for name in _REASONS}
     known_s = {reason: seconds for reason, seconds in throttled_s.items() if seconds is not None}
-    return RanIteration(**values, throttled_s=known_s)
+    return IterationRecord(**values, throttled_s=known_s)
 
 
 ITERATIONS = Table({**_ITERATION, **_REASONS}, _iteration_values, _iteration_of)
-"""`RanIteration`s, a row each."""
+"""`IterationRecord`s, a row each."""
 
 _RAN = {
     "iteration": _WHOLE,
@@ -186,5 +186,7 @@ _RAN = {
     "achieved_mhz": _WHOLE.or_empty(),
 }
 
-COMPUTATIONS = Table(_RAN, lambda row: [getattr(row, name) for name in _RAN], lambda values: RanComputation(**values))
-"""`RanComputation`s, a row each."""
+COMPUTATIONS = Table(
+    _RAN, lambda row: [getattr(row, name) for name in _RAN], lambda values: ComputationRecord(**values)
+)
+"""`ComputationRecord`s, a row each."""

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Mapping, Sequence
 
-    from perseus_planner.runs.ran import RanComputation, RanIteration
+    from perseus_planner.runs.records import ComputationRecord, IterationRecord
 
 _PLAN = re.compile(r"plan-([0-9]{1,9})(?:-pipeline-([0-9]{1,9}))?\.yaml")
 _ROWS = re.compile(r"iterations-([0-9]{1,9})\.csv")
@@ -29,7 +29,7 @@ _ALL = "copy what all nodes wrote into one folder, or look again when each rank 
 
 
 @dataclass(frozen=True)
-class RanRank:
+class RankRecord:
     """What one rank measured.
 
     Attributes:
@@ -39,8 +39,8 @@ class RanRank:
     """
 
     rank: int
-    iterations: tuple[RanIteration, ...]
-    computations: Mapping[int, tuple[RanComputation, ...]] = field(repr=False)
+    iterations: tuple[IterationRecord, ...]
+    computations: Mapping[int, tuple[ComputationRecord, ...]] = field(repr=False)
 
     @property
     def pipeline(self) -> int:
@@ -52,11 +52,11 @@ class RanRank:
         """Which rank of it it is."""
         return self.iterations[-1].pipeline_rank
 
-    def counted(self, version: int) -> tuple[RanIteration, ...]:
+    def counted(self, version: int) -> tuple[IterationRecord, ...]:
         """The iterations that ran as planned by that plan but for its first one, which is like no other."""
         return tuple(row for row in self.by(version)[1:] if row.is_as_planned)
 
-    def by(self, version: int) -> tuple[RanIteration, ...]:
+    def by(self, version: int) -> tuple[IterationRecord, ...]:
         """The iterations that ran by that plan, as planned or not."""
         return tuple(row for row in self.iterations if row.version == version)
 
@@ -73,7 +73,7 @@ class Run(Shown):
 
     folder: Path
     plans: Mapping[tuple[int, int | None], Plan] = field(repr=False)
-    ranks: tuple[RanRank, ...]
+    ranks: tuple[RankRecord, ...]
 
     @classmethod
     def load(cls, folder: str | os.PathLike[str]) -> Run:
@@ -182,7 +182,7 @@ def _check_names(folder: Path, names: Sequence[str], plans: int, ranks: int) -> 
         raise RunError(f"{folder}: no iteration has ended yet; look again when one has")
 
 
-def _ranks(folder: Path, numbers: Sequence[int]) -> tuple[RanRank, ...]:
+def _ranks(folder: Path, numbers: Sequence[int]) -> tuple[RankRecord, ...]:
     """Those of which there is an iteration."""
     ranks = []
     for number in numbers:
@@ -191,7 +191,7 @@ def _ranks(folder: Path, numbers: Sequence[int]) -> tuple[RanRank, ...]:
         path = computations_path(folder, number)
         ran = groupby(COMPUTATIONS.read(path) if path.exists() else [], key=lambda each: each.iteration)
         if rows:
-            ranks.append(RanRank(number, tuple(rows), {iteration: tuple(each) for iteration, each in ran}))
+            ranks.append(RankRecord(number, tuple(rows), {iteration: tuple(each) for iteration, each in ran}))
     if not ranks:
         raise RunError(f"{folder}: no iteration has ended yet; look again when one has")
     return tuple(ranks)

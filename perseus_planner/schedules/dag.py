@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from perseus_planner.documents import shown
 from perseus_planner.errors import ProfileError, ScheduleError
-from perseus_planner.profiles.curve import Option, worthwhile
+from perseus_planner.profiles.curve import OperatingPoint, pareto_front
 from perseus_planner.quantities import STAGE
 from perseus_planner.schedules import Computation, Schedule
 from perseus_planner.schedules.iteration import Iteration, Operation, parse_operation
@@ -111,7 +111,7 @@ class PipelineDag:
         return (*self.iteration.keys, *((i, str(each)) for i, each in enumerate(self.iteration.operations)))
 
     @cached_property
-    def options(self) -> dict[tuple[int, str], tuple[Option, ...]]:
+    def options(self) -> dict[tuple[int, str], tuple[OperatingPoint, ...]]:
         """The worthwhile options of every class, fastest first: of computations in the order of the profile.
 
         An operation has one option, at clock 0.
@@ -119,12 +119,12 @@ class PipelineDag:
         used, options = set(self.iteration.keys), {}
         for key, points in self.profile.measurements.items():
             if key in used:
-                options[key] = worthwhile(points, self.profile.blocking_w(key[0]))
+                options[key] = pareto_front(points, self.profile.blocking_w(key[0]))
         for key, operation in zip(self.keys[len(self.computations) :], self.iteration.operations, strict=True):
             power_w = self.rank_waiting_w[operation.rank]
             energy_j = power_w * operation.time_s if operation.energy_j is None else operation.energy_j
             effective_j = 0.0 if operation.energy_j is None else energy_j - power_w * operation.time_s
-            options[key] = (Option(_NO_CLOCK, operation.time_s, energy_j, effective_j),)
+            options[key] = (OperatingPoint(_NO_CLOCK, operation.time_s, energy_j, effective_j),)
         return options
 
     @cached_property

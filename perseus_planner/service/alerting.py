@@ -81,5 +81,5 @@ def _said_again(known: Report, report: Report, now_s: float) -> Report:
     if known.expires_s <= now_s:
         return known
     if report.expires_s <= now_s:
-        return cleared(replace(known, degree=1.0, observed_s=max(known.observed_s, report.observed_s)), now_s)
-    return replace(known, degree=report.degree, cause=report.cause)
+        return cleared(replace(known, slowdown=1.0, observed_s=max(known.observed_s, report.observed_s)), now_s)
+    return replace(known, slowdown=report.slowdown, cause=report.cause)

@@ -2,7 +2,7 @@
 
 An alert is a report of the GPU or node that it names, in whatever jobs have it. Which GPU or node is the first there is
 of the labels `UUID` (as DCGM's exporter names a GPU), `Hostname`, `node`, `nodename` and `instance` without its port.
-How slow is the annotation or label `degree`, how many times as long it takes, or `score`, its inverse; one of them is
+How slow is the annotation or label `slowdown`, how many times as long it takes, or `score`, its inverse; one of them is
 needed while the alert fires. `cause` may stand there too. A rule for GPUs that heat or a power brake slows, where 1980
 is the highest SM clock; an exporter says these reasons only where its list of counters has them, newer ones as
 `DCGM_FI_DEV_CLOCKS_EVENT_REASONS`:
@@ -18,10 +18,10 @@ is the highest SM clock; an exporter says these reasons only where its list of c
           or floor(DCGM_FI_DEV_CLOCK_THROTTLE_REASONS / 32) % 8 > 0)
         for: 1m
         annotations:
-          degree: '{{ $value }}'
+          slowdown: '{{ $value }}'
           cause: compute
 
-That is the degree of the clocks: what waits for memory slows down less. And Alertmanager's, to post them:
+That is the slowdown of the clocks: what waits for memory slows down less. And Alertmanager's, to post them:
 
     receivers:
     - name: planner
@@ -54,7 +54,7 @@ from typing import Any, cast, get_args
 from perseus_planner.documents import shown
 from perseus_planner.errors import UsageError
 from perseus_planner.files import sha256
-from perseus_planner.quantities import DEGREE
+from perseus_planner.quantities import FACTOR
 from perseus_planner.service.model import Cause, Report, Scope
 
 _MOMENT = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)(\.\d{1,9})?(Z|[+-]\d\d:\d\d)", re.ASCII)  # RFC 3339
@@ -129,7 +129,7 @@ def _report(alert: Mapping[str, Any], labels: Mapping[str, str], now_s: float) -
         key=f"alert-{fingerprint}-{round(began_s * 1000)}",
         source=f"alertmanager, {fingerprint}",
         scope=_scope(said),
-        degree=1.0 if is_over else _degree(said),
+        slowdown=1.0 if is_over else _slowdown(said),
         iteration_s=None,
         observed_s=min(ended_s, now_s),
         begins_s=math.nextafter(now_s, 0.0) if is_over else now_s,
@@ -145,18 +145,18 @@ def _is_resolved(alert: Mapping[str, Any]) -> bool:
     return bool(status == "resolved")
 
 
-def _degree(said: Mapping[str, str]) -> float:
+def _slowdown(said: Mapping[str, str]) -> float:
     """How many times as long it takes."""
-    kind = next((kind for kind in ("degree", "score") if kind in said), None)
+    kind = next((kind for kind in ("slowdown", "score") if kind in said), None)
     if kind is None:
         raise UsageError(
-            "does not say how slow; give its rule an annotation degree: how many times as long it takes, "
-            "such as degree: '{{ $value }}'"
+            "does not say how slow; give its rule an annotation slowdown: how many times as long it takes, "
+            "such as slowdown: '{{ $value }}'"
         )
-    number = DEGREE.parse(said[kind])
+    number = FACTOR.parse(said[kind])
     if number is None or not 1.0 / _MOST_TIMES <= number <= _MOST_TIMES:
         raise UsageError(f"{kind} {shown(said[kind])} is no number above 0 and of usual size")
-    return float(max(1.0, number if kind == "degree" else 1.0 / number))
+    return float(max(1.0, number if kind == "slowdown" else 1.0 / number))
 
 
 def _scope(said: Mapping[str, str]) -> Scope:

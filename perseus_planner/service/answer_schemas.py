@@ -57,7 +57,7 @@ class ReportAnswer(_Answer):
     key: str
     source: str
     scope: ScopeAnswer
-    degree: float | None
+    slowdown: float | None
     iteration_s: float | None
     observed_s: float
     begins_s: float

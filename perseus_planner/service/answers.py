@@ -155,7 +155,7 @@ def report_from(content: Any) -> Report:
         key=str(content["key"]),
         source=str(content["source"]),
         scope=Scope(scope["kind"], str(scope["value"]), _optional(scope, "pipeline", int)),
-        degree=_optional(content, "degree", float),
+        slowdown=_optional(content, "slowdown", float),
         iteration_s=_optional(content, "iteration_s", float),
         observed_s=float(content["observed_s"]),
         begins_s=float(content["begins_s"]),

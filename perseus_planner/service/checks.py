@@ -94,7 +94,8 @@ def check_same(known: Report, report: Report) -> None:
         Conflict: it is another report.
     """
     if any(
-        getattr(known, name) != getattr(report, name) for name in ("source", "scope", "degree", "iteration_s", "cause")
+        getattr(known, name) != getattr(report, name)
+        for name in ("source", "scope", "slowdown", "iteration_s", "cause")
     ):
         raise Conflict(f"report {shown(report.key)} said something else before; give another report a key of its own")
 

@@ -93,7 +93,7 @@ class Report:
         key: which report this is: the same key again is the same report.
         source: who says it; a later report of the same source about the same scope takes the place of the earlier.
         scope: what is slow.
-        degree: how many times as long it takes, 1 or more; 1: it has recovered. None where `iteration_s` is given.
+        slowdown: how many times as long it takes, 1 or more; 1: it has recovered. None where `iteration_s` is given.
         iteration_s: the iteration time that is expected of its pipeline, seconds.
         observed_s: when the source observed it: what is later counts, in whatever order reports come.
         begins_s: from when it holds.
@@ -105,7 +105,7 @@ class Report:
     key: str
     source: str
     scope: Scope
-    degree: float | None
+    slowdown: float | None
     iteration_s: float | None
     observed_s: float
     begins_s: float
@@ -114,10 +114,10 @@ class Report:
     cause: Cause = "unknown"
 
     def __post_init__(self) -> None:
-        if (self.degree is None) == (self.iteration_s is None):
-            raise UsageError(f"report {self.key}: give either a degree or an iteration time")
-        if self.degree is not None and not 1.0 <= self.degree < math.inf:
-            raise UsageError(f"report {self.key}: degree {self.degree} is not a number of 1 or more")
+        if (self.slowdown is None) == (self.iteration_s is None):
+            raise UsageError(f"report {self.key}: give either a slowdown or an iteration time")
+        if self.slowdown is not None and not 1.0 <= self.slowdown < math.inf:
+            raise UsageError(f"report {self.key}: slowdown {self.slowdown} is not a number of 1 or more")
         if self.iteration_s is not None and not 0.0 < self.iteration_s < math.inf:
             raise UsageError(f"report {self.key}: iteration_s {self.iteration_s} is not a number of seconds above 0")
 

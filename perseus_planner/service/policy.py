@@ -8,8 +8,8 @@ Which reports count
 | has begun                                         | until it expires, and unless the next lines say otherwise     |
 | its source has observed that scope later          | no more, once the later one has begun, also after that expires|
 | expires before it begins                          | never                                                         |
-| has degree 1                                      | no; it ends what its source said earlier of that scope        |
-| others of the same pipeline say something else    | the worst one counts; slow stages each by their worst degree  |
+| has slowdown 1                                      | no; it ends what its source said earlier of that scope        |
+| others of the same pipeline say something else    | the worst one counts; slow stages each by their worst slowdown  |
 
 What they make of a pipeline. `target` is the job's deadline, or the time with all clocks at maximum, but never less
 than `min_time_s` nor more than `max_time_s` of the pipeline in question. T' is the time of the slowest one.
@@ -18,7 +18,7 @@ than `min_time_s` nor more than `max_time_s` of the pipeline in question. T' is 
 |---------------------------------------------------|-------------------------|---------------------------------------|
 | nothing                                           | target                  | max(target, T'), at most `max_time_s` |
 | stages that compute slower                        | target, so slowed       | the same, planned anew so slowed      |
-| a degree of all of it                             | degree x target         | target                                |
+| a slowdown of all of it                           | slowdown x target       | target                                |
 | an iteration time above its target                | that                    | target                                |
 
 A slow rank, GPU or node is slow in all stages that it holds. Where communication or data are slow, or the stage is not
@@ -83,7 +83,7 @@ class _Pipeline:
 
     Attributes:
         numbers: of it, with its slow stages.
-        slow_stages: stage -> degree.
+        slow_stages: stage -> slowdown.
         own_s: what its plan takes if it waits for nobody.
         takes_s: what its iteration takes with that plan.
         worst: the report that counts; None: none does.
@@ -271,11 +271,11 @@ def _told(said: Sequence[tuple[Report, frozenset[int]]], calm: _Pipeline, target
     of_stages: list[tuple[float, str, Report]] = []  # in order of how bad they are; the key settles a tie
     of_all: list[tuple[float, str, Report]] = []
     for report, stages in said:
-        if report.degree is not None and stages and report.cause in _COMPUTING:
-            slow |= {stage: max(report.degree, slow.get(stage, 1.0)) for stage in stages}
-            of_stages.append((report.degree, report.key, report))
+        if report.slowdown is not None and stages and report.cause in _COMPUTING:
+            slow |= {stage: max(report.slowdown, slow.get(stage, 1.0)) for stage in stages}
+            of_stages.append((report.slowdown, report.key, report))
         else:
-            of_all.append((report.iteration_s or calm.own_s * (report.degree or 1.0), report.key, report))
+            of_all.append((report.iteration_s or calm.own_s * (report.slowdown or 1.0), report.key, report))
     slow = dict(sorted(slow.items()))
     numbers = calm.numbers.slowed(slow) if slow else calm.numbers
     own_s = _own_s(numbers, target_s)

@@ -51,7 +51,9 @@ def next_turn_s(reports: Iterable[Report], now_s: float, iteration: int | None =
 
 def _active(lasting: Iterable[Report], now_s: float, iteration: int | None) -> tuple[Report, ...]:
     return tuple(
-        each for each in lasting if _has_begun(each, now_s, iteration) and now_s < each.expires_s and each.degree != 1.0
+        each
+        for each in lasting
+        if _has_begun(each, now_s, iteration) and now_s < each.expires_s and each.slowdown != 1.0
     )
 
 

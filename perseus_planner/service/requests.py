@@ -19,15 +19,15 @@ if TYPE_CHECKING:
 class ReportRequest:
     """That something is slow, or has recovered, as it is sent.
 
-    How slow is said in exactly one way: `degree`, `iteration_s` or `score`.
+    How slow is said in exactly one way: `slowdown`, `iteration_s` or `score`.
 
     Attributes:
         source: who says it; a later report of the same source about the same scope takes the place of the earlier.
         scope: what is slow.
-        degree: how many times as long it takes, 1 or more; 1: it has recovered.
+        slowdown: how many times as long it takes, 1 or more; 1: it has recovered.
         iteration_s: the iteration time that is expected of its pipeline, seconds.
         score: performance relative to what it should be, above 0 and at most 1, as NVIDIA's resiliency extension says
-            it: its degree is 1/score.
+            it: its slowdown is 1/score.
         in_s: it begins so many seconds after it is received; with `at_iteration` as well, one of them is None.
         at_iteration: it begins with this iteration of the job.
         ttl_s: for how long it holds once begun, seconds; None: until it is cleared.
@@ -38,7 +38,7 @@ class ReportRequest:
 
     source: str
     scope: Scope
-    degree: float | None = None
+    slowdown: float | None = None
     iteration_s: float | None = None
     score: float | None = None
     in_s: float | None = None
@@ -49,16 +49,16 @@ class ReportRequest:
     key: str | None = None
 
     def __post_init__(self) -> None:
-        given = [name for name in ("degree", "iteration_s", "score") if getattr(self, name) is not None]
+        given = [name for name in ("slowdown", "iteration_s", "score") if getattr(self, name) is not None]
         if len(given) != 1:
             raise UsageError(
-                "a report says how slow in one way: give a degree, an iteration time or a score, "
+                "a report says how slow in one way: give a slowdown, an iteration time or a score, "
                 f"and not {' and '.join(given) or 'none'}"
             )
         if self.in_s is not None and self.at_iteration is not None:
             raise UsageError("a report begins after a time or with an iteration; give one of the two")
-        if self.degree is not None and not 1.0 <= self.degree < math.inf:
-            raise UsageError(f"degree {self.degree:g} is not a number of 1 or more; 1 says that it has recovered")
+        if self.slowdown is not None and not 1.0 <= self.slowdown < math.inf:
+            raise UsageError(f"slowdown {self.slowdown:g} is not a number of 1 or more; 1 says that it has recovered")
         if self.score is not None and not 0.0 < self.score <= 1.0:
             raise UsageError(f"score {self.score:g} is not above 0 and at most 1; 1 says that it has recovered")
         if self.iteration_s is not None and not 0.0 < self.iteration_s < math.inf:

@@ -133,12 +133,12 @@ class StragglerReport(_Sent):
         description="Who says it; its later report about the same scope takes the place of the earlier.",
     )
     scope: ScopeBody
-    degree: float | None = Field(
+    slowdown: float | None = Field(
         None, ge=1.0, le=1e6, description="How many times as long it takes; 1: it has recovered."
     )
     iteration_s: Span | None = Field(None, description="The iteration time expected of its pipeline, seconds.")
     score: float | None = Field(
-        None, ge=1e-6, le=1.0, description="Performance relative to what it should be; its degree is 1 / score."
+        None, ge=1e-6, le=1.0, description="Performance relative to what it should be; its slowdown is 1 / score."
     )
     in_s: float | None = Field(None, ge=0.0, le=_MOST_S, description="It begins in so many seconds; null: now.")
     at_iteration: Whole | None = Field(None, description="Or it begins with this iteration of the job.")
@@ -157,8 +157,8 @@ class StragglerReport(_Sent):
 
     @model_validator(mode="after")
     def _checked(self) -> StragglerReport:
-        if [self.degree, self.iteration_s, self.score].count(None) != 2:
-            raise ValueError("say how slow in one way: degree, iteration_s or score")
+        if [self.slowdown, self.iteration_s, self.score].count(None) != 2:
+            raise ValueError("say how slow in one way: slowdown, iteration_s or score")
         if self.in_s is not None and self.at_iteration is not None:
             raise ValueError("it begins in_s seconds from now or at_iteration; give one of them")
         return self
@@ -176,7 +176,7 @@ class StragglerReport(_Sent):
             key=self.key or header_key or uuid.uuid4().hex,
             source=self.source,
             scope=self.scope.scope(),
-            degree=1.0 / self.score if self.score is not None else self.degree,
+            slowdown=1.0 / self.score if self.score is not None else self.slowdown,
             iteration_s=self.iteration_s,
             observed_s=now_s if self.observed_s is None else min(self.observed_s, now_s),
             begins_s=begins_s,

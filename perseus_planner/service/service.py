@@ -159,7 +159,7 @@ class Service(Knowledge):
     def alert(self, reports: Sequence[Report]) -> Alerted:
         """Take reports that name no job: each is of every job that has its GPU or node.
 
-        One of a known key is the same alert, which may say another degree now, and is over once it has expired. All
+        One of a known key is the same alert, which may say another slowdown now, and is over once it has expired. All
         are taken in one transaction, and what is wrong with one does no harm to the others.
         """
 

@@ -134,12 +134,12 @@ def counting(state: JobState, now_s: float) -> tuple[Report, ...]:
 def _is_over(report: Report, now_s: float) -> bool:
     """It has expired, or says that what was slow has recovered."""
     has_begun = report.begins_iteration is None and report.begins_s <= now_s
-    return report.expires_s <= now_s or (report.degree == 1.0 and has_begun)
+    return report.expires_s <= now_s or (report.slowdown == 1.0 and has_begun)
 
 
 def _over_s(report: Report) -> float:
     """Since when a report is over."""
-    return report.begins_s if report.degree == 1.0 else report.expires_s
+    return report.begins_s if report.slowdown == 1.0 else report.expires_s
 
 
 def _decided(state: JobState, planning: Planning, now_s: float) -> Decision:

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perseus_planner.errors import ProfileError
-from perseus_planner.profiles.curve import Option, lower_hull
+from perseus_planner.profiles.curve import OperatingPoint, lower_hull
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -132,7 +132,7 @@ def _power_of_two(total: float, bits: int) -> float:
     return math.ldexp(1.0, exponent - bits - (mantissa == 0.5))
 
 
-def _hull(options: Sequence[Option], tick_s: float) -> tuple[list[int], list[Fraction]]:
+def _hull(options: Sequence[OperatingPoint], tick_s: float) -> tuple[list[int], list[Fraction]]:
     """Vertex times (ticks, slowest first) and the slope (watts, exact) from the slower vertex before to each."""
     largest = max(abs(option.effective_j) for option in options)
     quantum_j = _power_of_two(largest, _ENERGY_BITS) if largest else 1.0

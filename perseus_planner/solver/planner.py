@@ -261,7 +261,7 @@ class Planner:
             baseline_time_s=frontier.baseline_time_s,
             baseline_energy_j=frontier.baseline_energy_j,
             gpus_per_stage=self.profile.gpus_per_stage,
-            knob=self.profile.knob,
+            control=self.profile.control,
             overhead_s=self.profile.overhead_s,
             clock_change=self.profile.clock_change,
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from perseus_planner.gpu.simulated.simulated import Work
+from perseus_planner.gpu.simulated.simulated import OpCost
 from perseus_planner.training.microbatch import Microbatch
 from perseus_planner.training.state import as_found
 from perseus_planner.training.values import tensors
@@ -16,21 +16,21 @@ if TYPE_CHECKING:
     import torch
 
 
-class StageWork(NamedTuple):
+class StageOpCost(NamedTuple):
     """The work of one microbatch in a stage."""
 
-    forward: Work  #: the loss included, if it has one
-    backward: Work  #: of inputs and weights
+    forward: OpCost  #: the loss included, if it has one
+    backward: OpCost  #: of inputs and weights
 
 
-def stage_work(
+def stage_op_cost(
     module: torch.nn.Module,
     inputs: object,
     loss: Callable[[Any], torch.Tensor] | None = None,
     *,
     first: bool = False,
     forward: Callable[..., Any] | None = None,
-) -> StageWork:
+) -> StageOpCost:
     """What `module` does in one microbatch, counted in a run of it that leaves no trace; arguments as of `Microbatch`.
 
     The backward adds to gradients that are there, as those of all microbatches but the first of an iteration do.
@@ -44,16 +44,16 @@ def stage_work(
             if microbatch.can_keep_graph():
                 backward = counted(microbatch.backward)
                 microbatch.forget()
-                return StageWork(counted(microbatch.forward), backward)
+                return StageOpCost(counted(microbatch.forward), backward)
             microbatch.forward()
             microbatch.free_backward()
             ahead = counted(microbatch.forward)
-            return StageWork(ahead, counted(microbatch.free_backward))
+            return StageOpCost(ahead, counted(microbatch.free_backward))
         finally:
             microbatch.forget()
 
 
-def counted(action: Callable[[], object]) -> Work:
+def counted(action: Callable[[], object]) -> OpCost:
     """The work of `action`, which runs once.
 
     FLOPs are those of matrix products, convolutions and attention, as torch's FlopCounterMode knows them. Bytes are
@@ -78,7 +78,7 @@ def counted(action: Callable[[], object]) -> Work:
         warnings.filterwarnings("ignore", message="The module hierarchy tracking")
         with flops, traffic:
             action()
-    return Work(float(flops.get_total_flops()), float(traffic.bytes))
+    return OpCost(float(flops.get_total_flops()), float(traffic.bytes))
 
 
 def _attention_on_cpu() -> dict[Any, Callable[..., int]]:

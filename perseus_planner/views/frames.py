@@ -30,13 +30,13 @@ def frame_of(value: object) -> pd.DataFrame:
     """A frame of `value`.
 
     - Of a profile: a row for each measurement, computation by computation, highest clock first: stage, instruction,
-      clock_mhz (power_limit_w or observed_clock_mhz by other knobs), time_s, energy_j, then those of `Evidence`.
+      clock_mhz (power_limit_w or observed_clock_mhz by other controls), time_s, energy_j, then those of `Evidence`.
     - Of a frontier: one for each of `times_s`, fastest first: time_s, time_ratio, bound_j, saved_j, and power_w of the
       bound. Ratio and saving are against all clocks at maximum, as `attrs` says.
     - Of a plan: one for each computation, rank by rank in program order, then for each operation of fixed time:
       computation, rank, stage, kind, microbatch, clock_mhz (as above), start_s, end_s, power_w, energy_j, replayed.
       Waiting is not in it.
-    - Of a run: one for each iteration of each rank, with all that `RanIteration` has.
+    - Of a run: one for each iteration of each rank, with all that `IterationRecord` has.
 
     What is not known, or what a row has not, is missing.
 
@@ -48,7 +48,7 @@ def frame_of(value: object) -> pd.DataFrame:
 
 @frame_of.register(Profile)
 def _of_profile(profile: Profile) -> pd.DataFrame:
-    setting = setting_of(profile.knob)
+    setting = setting_of(profile.control)
     rows = [
         {
             "stage": stage,
@@ -89,7 +89,7 @@ def _of_frontier(frontier: Frontier) -> pd.DataFrame:
 
 @frame_of.register(Plan)
 def _of_plan(plan: Plan) -> pd.DataFrame:
-    iteration, setting = plan.iteration, setting_of(plan.knob)
+    iteration, setting = plan.iteration, setting_of(plan.control)
     rows: list[dict[str, Any]] = []
     for place, (name, span) in enumerate(replay(plan).spans.items()):
         one = iteration.computations[place] if place < len(iteration.computations) else None
@@ -121,9 +121,9 @@ def _of_plan(plan: Plan) -> pd.DataFrame:
 @frame_of.register(Run)
 def _of_run(run: Run) -> pd.DataFrame:
     from perseus_planner.gpu.protocol import THROTTLE_REASONS
-    from perseus_planner.runs.ran import RanIteration
+    from perseus_planner.runs.records import IterationRecord
 
-    names = [each.name for each in fields(RanIteration) if each.name != "throttled_s"]
+    names = [each.name for each in fields(IterationRecord) if each.name != "throttled_s"]
     rows = [
         {
             "rank": rank.rank,

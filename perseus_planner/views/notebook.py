@@ -46,7 +46,7 @@ def _of_profile(profile: Profile) -> str:
         "stage": [str(each.stage) for each in shown],
         "computation": [each.instruction for each in shown],
         "clocks": [str(each.clocks) for each in shown],
-        unit_of(profile.knob): [f"{high.clock_mhz} to {low.clock_mhz}" for high, low in ends],
+        unit_of(profile.control): [f"{high.clock_mhz} to {low.clock_mhz}" for high, low in ends],
         "seconds": ranges([(high.time_s, low.time_s) for high, low in ends]),
         "joules": ranges([(high.energy_j, low.energy_j) for high, low in ends]),
     }

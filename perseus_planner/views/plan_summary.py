@@ -66,7 +66,7 @@ class PlanSummary:
     operations: int
     longest_lag_s: float
     gpus_per_stage: int
-    knob: str
+    control: str
     blocking_power_w: float | tuple[float, ...]
     overhead_s: float
     deadline_s: float
@@ -139,7 +139,7 @@ def summarize_plan(plan: Plan, straggler_time_s: float | None = None) -> PlanSum
         operations=len(plan.iteration.operations),
         longest_lag_s=longest_lag_s(plan.iteration),
         gpus_per_stage=plan.gpus_per_stage,
-        knob=plan.knob,
+        control=plan.control,
         blocking_power_w=plan.blocking_power_w,
         overhead_s=plan.overhead_s,
         deadline_s=plan.deadline_s,

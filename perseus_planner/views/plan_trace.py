@@ -86,7 +86,7 @@ def _slice(plan: Plan, place: int, name: str, span: Span) -> Slice:
     if place >= len(computations):
         return Slice(name, "operation of fixed time", to_ns(span.start_s), to_ns(span.end_s), details)
     one, (_, kind) = computations[place], plan.iteration.keys[place]
-    what = {"stage": one.stage, "kind": kind, "microbatch": one.microbatch, setting_of(plan.knob): plan.clocks[name]}
+    what = {"stage": one.stage, "kind": kind, "microbatch": one.microbatch, setting_of(plan.control): plan.clocks[name]}
     return Slice(name, "computation", to_ns(span.start_s), to_ns(span.end_s), {**what, **details})
 
 

@@ -82,7 +82,7 @@ def draw_plan(plan: Plan) -> Figure:
     axes.set_xlabel("time (s)")
     axes.set_ylabel("rank")
     axes.set_title(_title(f"{plan.schedule}: {plan.time_s:.4g} s, {plan.energy_j:.5g} J", plan.origin))
-    figure.colorbar(colours, ax=axes, label=clock_label(plan.knob))
+    figure.colorbar(colours, ax=axes, label=clock_label(plan.control))
     return figure
 
 
@@ -94,10 +94,10 @@ def colours_of(clocks: Collection[float]) -> ScalarMappable:
     return ScalarMappable(Normalize(min(clocks), max(max(clocks), min(clocks) + 1)), _COLOURS)
 
 
-def clock_label(knob: str) -> str:
+def clock_label(control: str) -> str:
     """What such a scale shows."""
-    label = {"clock": "clock", "power-limit": "power limit", "observed": "observed clock"}[knob]
-    return f"{label} ({unit_of(knob)})"
+    label = {"clock": "clock", "power-limit": "power limit", "observed": "observed clock"}[control]
+    return f"{label} ({unit_of(control)})"
 
 
 def _draw_operations(axes: Axes, plan: Plan, timeline: Timeline, row: int) -> None:

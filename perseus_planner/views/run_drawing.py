@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from perseus_planner.runs.ran import RanComputation
-    from perseus_planner.runs.run import RanRank, Run
+    from perseus_planner.runs.records import ComputationRecord
+    from perseus_planner.runs.run import RankRecord, Run
 
 _UNKNOWN = "lightgrey"
 _ROWS = 2.4  #: between a rank and the next one, where a row is 1 high
@@ -37,7 +37,7 @@ class _Bar(NamedTuple):
 
     begin_s: float
     end_s: float
-    ran: RanComputation
+    ran: ComputationRecord
     set_s: float
 
 
@@ -53,7 +53,7 @@ def draw_run(run: Run) -> Figure:
     number, version = last_as_planned(run)
     summary = summarize_run(run)
     pairs = [(_planned(run, version, rank), _ran(rank, number)) for rank in run.ranks]
-    in_mhz = run.plan(version, run.ranks[0].pipeline).knob != "power-limit"
+    in_mhz = run.plan(version, run.ranks[0].pipeline).control != "power-limit"
     shades = [_shades(bars, in_mhz) for pair in pairs for bars in pair]
     colours = colours_of([shade for row in shades for shade in row if shade is not None] or [0])
     figure, axes = empty_axes(10.0, 1.8 + 0.55 * len(run.ranks))
@@ -65,7 +65,7 @@ def draw_run(run: Run) -> Figure:
     axes.set_yticks(rows, [text for rank in run.ranks for text in (f"rank {rank.rank} plan", "run")])
     axes.set_xlabel("time (s), of each rank from where its iteration began")
     axes.set_title(f"Iteration {number} by plan {version}: {summary.schedule}\n{sources_text(summary)}")
-    figure.colorbar(colours, ax=axes, label=clock_label(summary.knob))
+    figure.colorbar(colours, ax=axes, label=clock_label(summary.control))
     _explain(figure, [bar for pair in pairs for bars in pair for bar in bars])
     return figure
 
@@ -85,7 +85,7 @@ def last_as_planned(run: Run) -> tuple[int, int]:
     return max(kept)
 
 
-def _kept(rank: RanRank) -> set[tuple[int, int]]:
+def _kept(rank: RankRecord) -> set[tuple[int, int]]:
     return {
         (row.iteration, row.version)
         for row in rank.iterations
@@ -93,16 +93,16 @@ def _kept(rank: RanRank) -> set[tuple[int, int]]:
     }
 
 
-def _planned(run: Run, version: int, rank: RanRank) -> list[_Bar]:
+def _planned(run: Run, version: int, rank: RankRecord) -> list[_Bar]:
     return [_bar(each, 0.0) for each in foreseen(run.plan(version, rank.pipeline))[rank.pipeline_rank]]
 
 
-def _ran(rank: RanRank, number: int) -> list[_Bar]:
+def _ran(rank: RankRecord, number: int) -> list[_Bar]:
     begin_s = next(row.begin_s for row in rank.iterations if row.iteration == number)
     return [_bar(each, begin_s) for each in rank.computations[number]]
 
 
-def _bar(ran: RanComputation, begin_s: float) -> _Bar:
+def _bar(ran: ComputationRecord, begin_s: float) -> _Bar:
     return _Bar(ran.begin_s - begin_s, ran.end_s - begin_s, ran, (ran.set_end_s or 0.0) - begin_s)
 
 

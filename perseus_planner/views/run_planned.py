@@ -12,10 +12,10 @@ if TYPE_CHECKING:
 
     from perseus_planner.plans.clock_replay import Call
     from perseus_planner.plans.plan import Plan
-    from perseus_planner.runs.ran import RanComputation
+    from perseus_planner.runs.records import ComputationRecord
 
 
-def foreseen(plan: Plan) -> tuple[tuple[RanComputation, ...], ...]:
+def foreseen(plan: Plan) -> tuple[tuple[ComputationRecord, ...], ...]:
     """The computations of each rank, times in seconds from the start of the iteration; `iteration` is 0."""
     spans, calls = replay(plan).spans, clock_calls(plan)
     ranks = []

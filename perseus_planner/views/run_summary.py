@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import fmean, median
 from typing import TYPE_CHECKING
 
-from perseus_planner.runs.ran import RanChanges, RanIteration
+from perseus_planner.runs.records import IterationRecord, RanChanges
 from perseus_planner.views.plan_summary import summarize_plan
 from perseus_planner.views.run_planned import foreseen
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from perseus_planner.plans.plan import Plan
-    from perseus_planner.runs.run import RanRank, Run
+    from perseus_planner.runs.run import RankRecord, Run
 
 NO_PLAN = "it ran by no plan"
 """Why an iteration did not run as planned where no plan was there."""
@@ -112,7 +112,7 @@ class RunSummary:
     Attributes:
         schedule: of the plan `version`.
         gpu: that this plan is for.
-        knob: what is set.
+        control: what is set.
         plan_origin: how its profile came to be, "measured" or "simulated".
         gpu_origin: how energy, clocks and throttling of the run came to be, likewise; None: no GPU was read, or it
             differs from rank to rank. Times are always measured.
@@ -126,7 +126,7 @@ class RunSummary:
 
     schedule: str
     gpu: str | None
-    knob: str
+    control: str
     plan_origin: str
     gpu_origin: str | None
     pipelines: int
@@ -145,7 +145,7 @@ def summarize_run(run: Run) -> RunSummary:
     return RunSummary(
         schedule=str(plan.schedule),
         gpu=plan.gpu,
-        knob=plan.knob,
+        control=plan.control,
         plan_origin=plan.origin,
         gpu_origin=origins.pop() if len(origins) == 1 else None,
         pipelines=len({rank.pipeline for rank in run.ranks}),
@@ -208,7 +208,7 @@ def _planned(plan: Plan, time_s: float) -> list[_Planned]:
     ]
 
 
-def _rank(rank: RanRank, rows: Sequence[RanIteration], planned: _Planned) -> RankOfRun:
+def _rank(rank: RankRecord, rows: Sequence[IterationRecord], planned: _Planned) -> RankOfRun:
     reasons = dict.fromkeys(reason for row in rows for reason, seconds in row.throttled_s.items() if seconds > 0)
     clocked_s = [row.busy_s if row.achieved_mhz is not None else 0.0 for row in rows]
     return RankOfRun(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from perseus_planner.profiles.csv_file import unit_of
-from perseus_planner.runs.ran import LATE
+from perseus_planner.runs.records import LATE
 from perseus_planner.views.columns import column, numbers, table
 from perseus_planner.views.tables import origin_text
 
@@ -90,7 +90,7 @@ def _load_columns(summary: RunSummary) -> Iterator[list[str]]:
 def _clock_columns(summary: RunSummary) -> Iterator[list[str]]:
     ranks = summary.ranks
     yield from _seat_columns(summary)
-    yield column(f"{unit_of(summary.knob)} asked", [_clock(rank.clock) for rank in ranks])
+    yield column(f"{unit_of(summary.control)} asked", [_clock(rank.clock) for rank in ranks])
     yield column("MHz achieved", [_clock(rank.achieved_mhz) for rank in ranks])
     yield column("changes", [str(rank.changes_asked) for rank in ranks])
     yield column("set", [str(rank.changes_set) for rank in ranks])

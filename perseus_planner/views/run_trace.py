@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from perseus_planner.plans.plan import Plan
-    from perseus_planner.runs.ran import RanComputation, RanIteration
-    from perseus_planner.runs.run import RanRank, Run
+    from perseus_planner.runs.records import ComputationRecord, IterationRecord
+    from perseus_planner.runs.run import RankRecord, Run
 
 
 def trace_run(run: Run, path: str | os.PathLike[str]) -> None:
@@ -55,7 +55,7 @@ def _first(run: Run) -> int:
     return min(kept)
 
 
-def _kept(rank: RanRank, first: int) -> list[RanIteration]:
+def _kept(rank: RankRecord, first: int) -> list[IterationRecord]:
     """The iterations of `rank` from that on whose computations it has."""
     return [row for row in rank.iterations if row.iteration >= first and row.iteration in rank.computations]
 
@@ -73,11 +73,11 @@ def _pipeline(run: Run, pipeline: int, first: int, sources: str) -> Process:
     return Process(f"pipeline {pipeline}. {sources}", threads, counters)
 
 
-def _name(rank: RanRank) -> str:
+def _name(rank: RankRecord) -> str:
     return f"rank {rank.pipeline_rank}" + ("" if rank.rank == rank.pipeline_rank else f" (of the job: {rank.rank})")
 
 
-def _power(rank: RanRank, rows: Sequence[RanIteration]) -> Iterator[Counter]:
+def _power(rank: RankRecord, rows: Sequence[IterationRecord]) -> Iterator[Counter]:
     """What its GPU drew; nothing where that is not known of all iterations."""
     spans = [
         (to_ns(row.begin_s - rows[0].begin_s), row.energy_j / row.time_s)
@@ -88,7 +88,7 @@ def _power(rank: RanRank, rows: Sequence[RanIteration]) -> Iterator[Counter]:
         yield Counter(f"rank {rank.pipeline_rank} power", "W", steps(spans, to_ns(rows[-1].end_s - rows[0].begin_s)))
 
 
-def _slices(run: Run, rank: RanRank, rows: Sequence[RanIteration]) -> Iterator[Slice]:
+def _slices(run: Run, rank: RankRecord, rows: Sequence[IterationRecord]) -> Iterator[Slice]:
     """The computations, and the rest of each iteration; where two overlap, the later one begins when the other ends."""
     zero_s, done_ns = rows[0].begin_s, 0
     for row in rows:
@@ -104,12 +104,12 @@ def _slices(run: Run, rank: RanRank, rows: Sequence[RanIteration]) -> Iterator[S
         done_ns = max(done_ns, end_ns)
 
 
-def _rest(row: RanIteration, start_ns: int, end_ns: int) -> Iterator[Slice]:
+def _rest(row: IterationRecord, start_ns: int, end_ns: int) -> Iterator[Slice]:
     if end_ns > start_ns:
         yield Slice("waiting or other work", WAITING, start_ns, end_ns, {"iteration": row.iteration})
 
 
-def _details(row: RanIteration, ran: RanComputation, plan: Plan | None) -> dict[str, Any]:
+def _details(row: IterationRecord, ran: ComputationRecord, plan: Plan | None) -> dict[str, Any]:
     one = ran.computation
     known: dict[str, Any] = {
         "iteration": row.iteration,
@@ -121,7 +121,7 @@ def _details(row: RanIteration, ran: RanComputation, plan: Plan | None) -> dict[
         "achieved_mhz": ran.achieved_mhz,
     }
     if plan is not None:
-        known[setting_of(plan.knob)] = ran.clock
+        known[setting_of(plan.control)] = ran.clock
     if plan is not None and row.is_as_planned:
         planned = plan.measurement(one)
         known["planned_seconds"] = planned.time_s

@@ -147,7 +147,7 @@ def _scope(report: Report) -> str:
 
 
 def _how(report: Report) -> str:
-    return f"{report.degree:.4g}x" if report.degree is not None else f"{report.iteration_s:.6g} s"
+    return f"{report.slowdown:.4g}x" if report.slowdown is not None else f"{report.iteration_s:.6g} s"
 
 
 def _begin(report: Report) -> str:

@@ -53,7 +53,7 @@ class ProfileSummary:
     origin: str
     gpu: str | None
     stages: int
-    knob: str
+    control: str
     gpus_per_stage: int
     blocking_power_w: float | tuple[float, ...]
     overhead_s: float
@@ -126,7 +126,7 @@ def summarize_profile(profile: Profile) -> ProfileSummary:
         origin=profile.origin,
         gpu=profile.gpu,
         stages=profile.stages,
-        knob=profile.knob,
+        control=profile.control,
         gpus_per_stage=profile.gpus_per_stage,
         blocking_power_w=profile.blocking_power_w,
         overhead_s=profile.overhead_s,

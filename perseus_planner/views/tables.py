@@ -35,13 +35,13 @@ def profile_text(summary: ProfileSummary) -> str:
         column("stage", [str(each.stage) for each in summary.computations]),
         column("computation", [each.instruction for each in summary.computations]),
         column("clocks", [str(each.clocks) for each in summary.computations]),
-        column(unit_of(summary.knob), [f"{high.clock_mhz} to {low.clock_mhz}" for high, low in ends]),
+        column(unit_of(summary.control), [f"{high.clock_mhz} to {low.clock_mhz}" for high, low in ends]),
         column("seconds", ranges([(high.time_s, low.time_s) for high, low in ends])),
         column("joules", ranges([(high.energy_j, low.energy_j) for high, low in ends])),
         *_evidence_columns(summary),
     ]
     made = "measured" if summary.origin == "measured" else "simulated: no GPU was touched"
-    made += {"clock": "", "power-limit": "; power limits were set", "observed": "; no clock was set"}[summary.knob]
+    made += {"clock": "", "power-limit": "; power limits were set", "observed": "; no clock was set"}[summary.control]
     stages = f"{summary.stages} stages" + (f" of {summary.gpus_per_stage} GPUs" if summary.gpus_per_stage > 1 else "")
     head = f"Profile of {stages}, {summary.gpu or 'GPU not named'} ({made}); "
     warnings = [(name, text) for name, text in summary.conditions.items() if name in _WARNINGS]
@@ -140,7 +140,7 @@ def timeline_text(summary: TimelineSummary) -> str:
     ranks = summary.per_rank
     columns = [
         column("rank", [str(rank.rank) for rank in ranks]),
-        column(unit_of(summary.knob), [_clocks(rank) for rank in ranks]),
+        column(unit_of(summary.control), [_clocks(rank) for rank in ranks]),
         column("changes", [str(rank.clock_changes) for rank in ranks]),
         column("busy %", [f"{100 * rank.busy_s / summary.time_s:.1f}" for rank in ranks]),
         column("joules", numbers([rank.energy_j for rank in ranks])),

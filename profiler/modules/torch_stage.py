@@ -5,8 +5,8 @@ from it, on a graph that one forward left and that is kept; what a module comput
 recomputation) is then part of B, as in training. Gradients accumulate as from microbatch to microbatch.
 
 On a simulated GPU each kind really runs once, on the device where the module is; its FLOPs are counted by torch's
-FlopCounterMode and its bytes by `counted`, and that `Work` is spent on the simulated GPU: what is measured there is the
-model's time and energy of the real shapes.
+FlopCounterMode and its bytes by `counted`, and that `OpCost` is spent on the simulated GPU: what is measured there is
+the model's time and energy of the real shapes.
 """
 
 from __future__ import annotations

@@ -147,11 +147,11 @@ def _taken(request: Request, device: torch.device) -> Iterator[Gpu]:
 
 
 def _held(gpu: Gpu, settings: SweepSettings) -> AbstractContextManager[None]:
-    if settings.knob == "observed" or not gpu.keeps_settings:
+    if settings.control == "observed" or not gpu.keeps_settings:
         return nullcontext()
     from perseus_planner.gpu.lease.lease import held
 
-    return held([gpu], power_limit=settings.knob == "power-limit")
+    return held([gpu], power_limit=settings.control == "power-limit")
 
 
 def _refuse_shared(gpus: Sequence[tuple[str, str, bool] | None]) -> None:

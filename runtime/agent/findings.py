@@ -59,7 +59,7 @@ class Findings:
         for rank, kept in list(self._kept.items()):
             if self._key(kept) == request.key:
                 self._kept[rank] = replace(kept, told_s=self._now_s())
-                if kept.finding.straggling.degree <= 1.0:
+                if kept.finding.straggling.slowdown <= 1.0:
                     del self._kept[rank]
 
     def tell_again(self) -> None:

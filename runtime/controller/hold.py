@@ -31,7 +31,7 @@ class Hold:
         to_set = [gpu for rank in ranks if (gpu := _set_gpu(rank)) is not None]
         if any(gpu.keeps_settings for gpu in to_set):
             recover()
-        power_limit = any(rank.hello.knob == "power-limit" for rank in ranks)
+        power_limit = any(rank.hello.control == "power-limit" for rank in ranks)
         self._taken.enter_context(held(to_set, power_limit=power_limit))
 
     def leave(self, rank: Rank) -> str | None:
@@ -71,4 +71,4 @@ def shared(ranks: Iterable[Rank]) -> dict[Rank, GpuHeld]:
 
 def _set_gpu(rank: Rank) -> Gpu | None:
     """The GPU of a rank, if it is to be set."""
-    return None if rank.hello.knob == "observed" else rank.gpu
+    return None if rank.hello.control == "observed" else rank.gpu

@@ -31,7 +31,7 @@ class Hello:
     Attributes:
         rank: its number, by which messages name it.
         gpu: what the controller opens with `open_gpu`; it runs in the environment of the rank that started it.
-        knob: what the rank's values are.
+        control: what the rank's values are.
         launcher: the process whose end ends the job; None or 0: there is none that can be seen.
         min_dwell_s: for how long a value is kept at least, seconds.
 
@@ -41,15 +41,15 @@ class Hello:
 
     rank: int
     gpu: str
-    knob: Knob
+    control: Knob
     launcher: int | None
     min_dwell_s: float
 
     def __post_init__(self) -> None:
         if self.rank < 0 or (self.launcher or 0) < 0:
             raise UsageError(f"rank {self.rank} with launcher {self.launcher}: give whole numbers of 0 or more")
-        if self.knob not in get_args(Knob):
-            raise UsageError(f"{self.knob!r} is not a knob; choose one of: {', '.join(get_args(Knob))}")
+        if self.control not in get_args(Knob):
+            raise UsageError(f"{self.control!r} is not a control; choose one of: {', '.join(get_args(Knob))}")
         _check_dwell(self.min_dwell_s)
 
 

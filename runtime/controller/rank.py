@@ -44,7 +44,7 @@ class Rank:
         self.min_dwell_s = hello.min_dwell_s
         self.gpu: Gpu | None = None
         self.places = Places()
-        self.is_set = hello.knob != "observed"
+        self.is_set = hello.control != "observed"
         self.due_ns: int | None = None
         self._setting: Setting | None = None
         self._failed: Failed | None = None  #: what it must be told yet
@@ -71,7 +71,7 @@ class Rank:
             GpuError: the GPU does not say what must be known of it.
         """
         assert self.gpu is not None  # it was opened, to be held
-        self._setting = Setting(self.gpu, self.hello.knob)
+        self._setting = Setting(self.gpu, self.hello.control)
         self.tell(Attached(self.gpu.text, self.gpu.uuid, self.gpu.name, self.gpu.origin))
 
     def refuse(self, error: GpuError) -> None:

@@ -14,15 +14,15 @@ if TYPE_CHECKING:
 
 
 class Setting:
-    """One GPU's knob.
+    """One GPU's control.
 
     Raises:
         GpuError: the power limit that was in force before, to which a reset goes back, cannot be read.
     """
 
-    def __init__(self, gpu: Gpu, knob: Knob) -> None:
-        self._gpu, self._knob = gpu, knob
-        self._before_w = gpu.power_limit_w() if knob == "power-limit" else None
+    def __init__(self, gpu: Gpu, control: Knob) -> None:
+        self._gpu, self._control = gpu, control
+        self._before_w = gpu.power_limit_w() if control == "power-limit" else None
 
     def set(self, value: int) -> None:
         """Set the GPU to `value`, MHz or watts, or reset it where that is `RESET`.
@@ -30,9 +30,9 @@ class Setting:
         Raises:
             GpuError: it did not do that.
         """
-        if self._knob == "observed":
+        if self._control == "observed":
             return
-        if self._knob == "power-limit":
+        if self._control == "power-limit":
             if value == RESET:
                 put_back_power_limit(self._gpu, self._before_w)
             else:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from perseus_planner.runs import RanIteration
+    from perseus_planner.runs import IterationRecord
 
 MARK_S = 2.0
 """Seconds between two iterations at which counts are kept, at most; but for iterations that are longer."""
@@ -56,7 +56,7 @@ class Counts:
     set_p50_s: float | None = None
     set_p99_s: float | None = None
 
-    def after(self, row: RanIteration, time_s: float, energy_j: float | None) -> Counts:
+    def after(self, row: IterationRecord, time_s: float, energy_j: float | None) -> Counts:
         """With one more iteration, from what it counts from to its end; `energy_j` is None where it is not known."""
         is_metered = energy_j is not None
         return replace(
@@ -82,9 +82,9 @@ class Counting:
     def __init__(self) -> None:
         self.marks: tuple[Counts, ...] = ()
         self._counts = Counts()
-        self._recent: list[RanIteration] = []  #: since the last of the marks
+        self._recent: list[IterationRecord] = []  #: since the last of the marks
 
-    def add(self, row: RanIteration, time_s: float, energy_j: float | None) -> None:
+    def add(self, row: IterationRecord, time_s: float, energy_j: float | None) -> None:
         """Count an iteration, as `Counts.after` does."""
         self._counts = self._counts.after(row, time_s, energy_j)
         self._recent.append(row)

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from perseus_planner.runs.ran import RanComputation, RanIteration
+    from perseus_planner.runs.records import ComputationRecord, IterationRecord
     from perseus_planner.runtime.program import Program
 
 _EVERY_S = 30
@@ -39,7 +39,7 @@ class Recorder:
         self._version = 0  #: of the plan that was written last
         self._slot: int | None = None
 
-    def write(self, row: RanIteration, program: Program | None, computations: Sequence[RanComputation]) -> None:
+    def write(self, row: IterationRecord, program: Program | None, computations: Sequence[ComputationRecord]) -> None:
         """An iteration has ended; `computations` are those of the last ones."""
         if program is not None and program.version != self._version and self._keeps_plans:
             self._version = program.version
@@ -51,7 +51,7 @@ class Recorder:
             self.keep(computations)
         self._slot = slot
 
-    def keep(self, computations: Sequence[RanComputation]) -> None:
+    def keep(self, computations: Sequence[ComputationRecord]) -> None:
         """Replace the computations that are kept."""
         if computations:
             self._do(lambda recording: recording.keep(computations))

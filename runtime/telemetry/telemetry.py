@@ -16,7 +16,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING
 
 from perseus_planner.runs.matching import Change, Seen, with_changes
-from perseus_planner.runs.ran import RanChanges, RanComputation, RanIteration
+from perseus_planner.runs.records import ComputationRecord, IterationRecord, RanChanges
 from perseus_planner.runtime.controller.protocol import Attached, Changed, Reading, ToRank
 from perseus_planner.runtime.telemetry.counters import Counting, Counts, is_pause
 from perseus_planner.runtime.telemetry.readings import Readings
@@ -84,8 +84,8 @@ class Telemetry:
         # Where the engine does not number its pipelines, the first rank of each does.
         self._pipeline = min(seat.peers, default=0) if seat.pipeline is None else seat.pipeline
         self._recorder = None if folder is None else Recorder(folder, rank, seat.rank, own_plans=own_plans, say=say)
-        self._iterations: tuple[RanIteration, ...] = ()
-        self._computations: deque[tuple[RanComputation, ...]] = deque(maxlen=_KEPT)
+        self._iterations: tuple[IterationRecord, ...] = ()
+        self._computations: deque[tuple[ComputationRecord, ...]] = deque(maxlen=_KEPT)
         self._ended: deque[tuple[int, Program | None, str | None]] = deque(maxlen=capacity)
         self._timed: deque[Timed] = deque()
         self._readings = Readings()
@@ -101,12 +101,12 @@ class Telemetry:
         self._end_ns: int | None = None
 
     @property
-    def iterations(self) -> tuple[RanIteration, ...]:
+    def iterations(self) -> tuple[IterationRecord, ...]:
         """The last ones, oldest first."""
         return self._iterations
 
     @property
-    def computations(self) -> tuple[RanComputation, ...]:
+    def computations(self) -> tuple[ComputationRecord, ...]:
         """Those of the last iterations whose computations are known."""
         return tuple(each for iteration in self._computations for each in iteration)
 
@@ -127,7 +127,7 @@ class Telemetry:
         """An iteration has ended that ran by `program`; `deviation` says what was not in it, if anything."""
         self._ended.append((iteration, program, deviation))
 
-    def update(self, timed: Iterable[Timed], messages: Iterable[ToRank]) -> list[RanIteration]:
+    def update(self, timed: Iterable[Timed], messages: Iterable[ToRank]) -> list[IterationRecord]:
         """Take in what has become known, and give the iterations that are known by it."""
         self._since_epoch_ns = self._offset_ns()  # the clock of the node may have been set meanwhile
         for message in messages:
@@ -138,7 +138,7 @@ class Telemetry:
             rows.append(self._finish(self._timed.popleft()))
         return rows
 
-    def close(self) -> list[RanIteration]:
+    def close(self) -> list[IterationRecord]:
         """Nothing more comes: give the iterations that were still waited for, and write all that is to be written."""
         rows = [self._finish(self._timed.popleft()) for _ in range(len(self._timed))]
         self._counting.close()
@@ -158,12 +158,12 @@ class Telemetry:
         is_read = self._readings.first_after(timed.end_ns) is not None
         return is_read and bool(self._ended) and self._ended[-1][0] >= timed.number
 
-    def _finish(self, timed: Timed) -> RanIteration:
+    def _finish(self, timed: Timed) -> IterationRecord:
         program, deviation = self._told(timed.number)
         left = deviation is not None
         if program is not None and deviation is None and len(timed.spans_ns) != len(program.computations):
             deviation = f"{len(timed.spans_ns)} computations were timed, and the plan has {len(program.computations)}"
-        computations: tuple[RanComputation, ...] = ()
+        computations: tuple[ComputationRecord, ...] = ()
         is_open = self._left and program is self._program
         if program is not None and deviation is None:
             computations = self._computed(timed, program, is_open)
@@ -177,7 +177,7 @@ class Telemetry:
             self._recorder.write(row, program, self.computations)
         return row
 
-    def _count(self, timed: Timed, row: RanIteration) -> None:
+    def _count(self, timed: Timed, row: IterationRecord) -> None:
         begin_ns = timed.begin_ns
         if self._end_ns is not None and not is_pause((begin_ns - self._end_ns) / 1e9, row.time_s):
             begin_ns = self._end_ns
@@ -192,8 +192,8 @@ class Telemetry:
         _, program, deviation = self._ended.popleft()
         return program, deviation
 
-    def _computed(self, timed: Timed, program: Program, is_open: bool) -> tuple[RanComputation, ...]:
-        is_asked = not is_open and program.plan.knob != "observed"
+    def _computed(self, timed: Timed, program: Program, is_open: bool) -> tuple[ComputationRecord, ...]:
+        is_asked = not is_open and program.plan.control != "observed"
         return with_changes(
             timed.number,
             program.computations,
@@ -218,13 +218,13 @@ class Telemetry:
         timed: Timed,
         program: Program | None,
         deviation: str | None,
-        computations: Sequence[RanComputation],
-    ) -> RanIteration:
+        computations: Sequence[ComputationRecord],
+    ) -> IterationRecord:
         after = self._readings.first_after(timed.end_ns)
         planned_s = None
         if program is not None and deviation is None:
             planned_s = math.fsum(program.plan.measurement(each.computation).time_s for each in computations)
-        return RanIteration(
+        return IterationRecord(
             **vars(RanChanges.of(computations)),
             iteration=timed.number,
             version=None if program is None else program.version,

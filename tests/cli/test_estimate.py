@@ -12,8 +12,8 @@ from commands import done, refusal
 
 from perseus_planner import Profile
 from perseus_planner.estimate.estimate import estimate
+from perseus_planner.estimate.op_costs import Workload, stage_op_costs
 from perseus_planner.estimate.presets import PRESETS
-from perseus_planner.estimate.works import Workload, stage_works
 from perseus_planner.gpu.simulated.catalog import CATALOGUE
 from perseus_planner.profiles.measurement import Measurement
 
@@ -85,7 +85,7 @@ def test_the_json_holds_the_same_in_si_units(folder: Path):
         shape.parameters,
         ["new.yaml", "new.csv"],
     )
-    works = stage_works(shape, 4)
+    works = stage_op_costs(shape, 4)
     for row in found["computations"]:
         kind = row["instruction"][0].upper()
         top = profile.measurements[row["stage"], kind][0]

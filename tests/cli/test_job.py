@@ -146,8 +146,8 @@ REFUSED = {
     f"{SOLVE} --overhead=--5ms": (
         "--overhead: '-5ms' is not a duration: write seconds, or a number with ms, s or min, such as 120ms"
     ),
-    f"{SOLVE} --slow 3": "--slow: '3' is not a slow stage: write stage and degree, such as 3=1.15",
-    f"{SOLVE} --slow 3=0": "--slow: '3=0' is not a slow stage: write stage and degree, such as 3=1.15",
+    f"{SOLVE} --slow 3": "--slow: '3' is not a slow stage: write stage and slowdown, such as 3=1.15",
+    f"{SOLVE} --slow 3=0": "--slow: '3=0' is not a slow stage: write stage and slowdown, such as 3=1.15",
     f"{SOLVE} --slow 3=1.1 --slow 3=1.2": "--slow: stage 3 is there twice; keep one",
     f"{SOLVE} --slow 4=1.1": "slow stage 4: there is none; stages are 0 to 3",
     "solve job.yaml -o job.yaml": "--output job.yaml: is the file that is read; name another",

@@ -35,7 +35,7 @@ REFUSED = {
     f"{PROFILE} --resume": "--resume is of stages that run; give --stage MODULE:FUNCTION with it",
     f"{PROFILE} --tensor-parallel 2": "--tensor-parallel is of stages that run; give --stage MODULE:FUNCTION with it",
     f"{PROFILE} --blocking-power 85": "--blocking-power is of stages that run; give --stage MODULE:FUNCTION with it",
-    f"{PROFILE} --observe --knob clock": "--observe sets nothing, so leave out --knob",
+    f"{PROFILE} --observe --control clock": "--observe sets nothing, so leave out --control",
     f"{PROFILE} --window 0": (
         "--window: '0' is not a duration: write seconds above 0, or a number with ms, s or min, such as 2.95s"
     ),

@@ -21,7 +21,7 @@ from perseus_planner.schedules import Computation, Schedule, one_f_one_b
 from perseus_planner.views.cluster_summary import summarize_cluster
 from perseus_planner.views.tables import cluster_text
 
-TRACE = "start,end,degree,pipeline,stage\n5,40,1.2,0,\n20,30,1.3,2,1\n90,,1.05,1,\n"
+TRACE = "start,end,slowdown,pipeline,stage\n5,40,1.2,0,\n20,30,1.3,2,1\n90,,1.05,1,\n"
 SIMULATE = "simulate frontier.npz --pipelines 3 --iterations 100 --stragglers trace.csv --reaction-delay 2s"
 DEFAULT = ("max", "one-clock", "per-stage", "envpipe", "planner-fixed", "planner")
 

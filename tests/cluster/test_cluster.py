@@ -62,10 +62,10 @@ def condition(stragglers: Sequence[Straggler]) -> Condition:
     whole, stages = 1.0, dict.fromkeys(range(9), 1.0)
     for each in stragglers:
         if each.stage is None:
-            whole *= each.degree
+            whole *= each.slowdown
         else:
-            stages[each.stage] *= each.degree
-    return Condition(whole, tuple((stage, degree) for stage, degree in stages.items() if degree > 1))
+            stages[each.stage] *= each.slowdown
+    return Condition(whole, tuple((stage, slowdown) for stage, slowdown in stages.items() if slowdown > 1))
 
 
 def pipeline_iteration(dag: PipelineDag, clocks: Clocks, slow: Condition) -> tuple[float, list[float], list[float]]:
@@ -87,9 +87,9 @@ def pipeline_iteration(dag: PipelineDag, clocks: Clocks, slow: Condition) -> tup
             moved, ends_s[place] = moved or end_s > ends_s[place], max(end_s, ends_s[place])
     busy_s, busy_j = [0.0] * len(dag.schedule.ranks), [0.0] * len(dag.schedule.ranks)
     for rank, time_s, energy_j in zip(dag.iteration.rank_of, times_s, energies_j, strict=True):
-        busy_s[rank] += slow.degree * time_s
-        busy_j[rank] += slow.degree * energy_j
-    return slow.degree * (max(ends_s) + dag.profile.overhead_s), busy_s, busy_j
+        busy_s[rank] += slow.slowdown * time_s
+        busy_j[rank] += slow.slowdown * energy_j
+    return slow.slowdown * (max(ends_s) + dag.profile.overhead_s), busy_s, busy_j
 
 
 def stepped(cluster: Cluster, policy: Whim) -> tuple[float, dict[tuple[int, int, int], list[float]]]:
@@ -126,9 +126,9 @@ def traces(draw: st.DrawFn, pipelines: int, stages: int, most: int = 6) -> list[
     for _ in range(draw(st.integers(0, most))):
         start_s = draw(st.sampled_from((0.0, 0.25)) | st.floats(0, 1))
         end_s = start_s + draw(st.sampled_from((math.inf, 0.25)) | st.floats(1e-3, 1))
-        degree = draw(st.sampled_from((1.0, 1.5)) | st.floats(1, 3))
+        slowdown = draw(st.sampled_from((1.0, 1.5)) | st.floats(1, 3))
         stage = draw(st.none() | st.integers(0, stages - 1))
-        found.append(Straggler(start_s, end_s, degree, draw(st.integers(0, pipelines - 1)), stage))
+        found.append(Straggler(start_s, end_s, slowdown, draw(st.integers(0, pipelines - 1)), stage))
     return found
 
 

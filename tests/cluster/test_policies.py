@@ -42,17 +42,17 @@ def test_baselines_run_the_clocks_of_their_rules(smooth: Frontier):
         assert math.isclose(outcome.energy_j, 2 * 5 * plan.energy_j, rel_tol=1e-12), name
 
 
-@pytest.mark.parametrize("degree", [1.05, 1.1, 1.2, 1.3, 1.5, 3.0])
-def test_beside_a_lasting_straggler_others_wait_as_the_published_formula_says(smooth: Frontier, degree: float):
+@pytest.mark.parametrize("slowdown", [1.05, 1.1, 1.2, 1.3, 1.5, 3.0])
+def test_beside_a_lasting_straggler_others_wait_as_the_published_formula_says(smooth: Frontier, slowdown: float):
     """Perseus, Table 4: a plan beside a straggler of T' costs its own energy and (T' - T) * GPUs * blocking power."""
-    cluster = Cluster(smooth, 5, 20, [Straggler(0, math.inf, degree, 3)], 0.0)
+    cluster = Cluster(smooth, 5, 20, [Straggler(0, math.inf, slowdown, 3)], 0.0)
     kept = smooth.plan_for(smooth.baseline_time_s)
-    straggler_s = degree * kept.time_s
+    straggler_s = slowdown * kept.time_s
     others = {"planner-fixed": kept, "planner": smooth.plan_beside_straggler(straggler_s)}
     for name, plan in others.items():
         outcome = simulate(cluster, name)
         waiting_j = (straggler_s - plan.time_s) * 3 * 83.64
-        expected_j = 20 * (4 * (plan.energy_j + waiting_j) + degree * kept.energy_j)
+        expected_j = 20 * (4 * (plan.energy_j + waiting_j) + slowdown * kept.energy_j)
         assert math.isclose(outcome.time_s, 20 * straggler_s, rel_tol=1e-12)
         assert math.isclose(outcome.energy_j, expected_j, rel_tol=1e-12)
 
@@ -120,15 +120,15 @@ def test_a_baseline_that_reacts_follows_its_rule_for_what_the_straggler_takes(sm
     runs = Cluster(smooth, 2, 1).runs
     policy = policy_of(name, smooth, 1.0, runs)
     kept = tuple(rule(smooth.dag, smooth.baseline_time_s).values())
-    for degree in (1.31, 1.05, 1.3, 1.1, 1.5, 1.02, 1.2, 1.0001, 2.5, 1.31):
-        straggling = Condition(degree, ())
+    for slowdown in (1.31, 1.05, 1.3, 1.1, 1.5, 1.02, 1.2, 1.0001, 2.5, 1.31):
+        straggling = Condition(slowdown, ())
         clocks = policy.clocks_in(frozenset({CALM, straggling}))
         assert clocks[straggling] == kept
         straggler_s = runs.run(kept, straggling).time_s
         expected = rule(smooth.dag, straggler_s) if straggler_s > smooth.baseline_time_s else rule(
             smooth.dag, smooth.baseline_time_s
         )  # fmt: skip
-        assert clocks[CALM] == tuple(expected.values()), degree
+        assert clocks[CALM] == tuple(expected.values()), slowdown
     slow_stage = Condition(1.0, ((0, 1.4),))
     assert policy.clocks_in(frozenset({CALM, slow_stage}))[slow_stage] == kept
 

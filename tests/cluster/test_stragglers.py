@@ -10,10 +10,10 @@ import pytest
 from perseus_planner.cluster.stragglers import CALM, Condition, Straggler, condition_of, read_stragglers
 from perseus_planner.errors import UsageError
 
-HEADER = "start,end,degree,pipeline,stage\n"
+HEADER = "start,end,slowdown,pipeline,stage\n"
 NEEDS_START = "is not a start: write finite seconds of 0 or more, such as 120.5"
 NEEDS_END = "is not an end: write finite seconds above 0, such as 180, or nothing for one that stays"
-NEEDS_DEGREE = "is not a degree: write how many times as long it takes, 1 or more, such as 1.15"
+NEEDS_SLOWDOWN = "is not a slowdown: write how many times as long it takes, 1 or more, such as 1.15"
 NEEDS_PIPELINE = "is not a pipeline: write 0 for the first one, 1 for the next, and so on"
 NEEDS_STAGE = "is not a stage: write 0 for the first one, or nothing for the whole pipeline"
 NEEDS_CELLS = "where the header has 5; give each column one cell, with a point as decimal mark"
@@ -26,9 +26,9 @@ BAD_ROWS = {
     "infinite end": ("1,inf,1.1,0,", f"column 'end': 'inf' {NEEDS_END}"),
     "end at the start": ("1.5,1.5,1.1,0,", "column 'end': '1.5' is not after the start '1.5'; correct one of them"),
     "end before the start": ("3,2,1.1,0,", "column 'end': '2' is not after the start '3'; correct one of them"),
-    "degree below 1": ("1,2,0.9,0,", f"column 'degree': '0.9' {NEEDS_DEGREE}"),
-    "degree of zero": ("1,2,0,0,", f"column 'degree': '0' {NEEDS_DEGREE}"),
-    "degree in per cent": ("1,2,115%,0,", f"column 'degree': '115%' {NEEDS_DEGREE}"),
+    "slowdown below 1": ("1,2,0.9,0,", f"column 'slowdown': '0.9' {NEEDS_SLOWDOWN}"),
+    "slowdown of zero": ("1,2,0,0,", f"column 'slowdown': '0' {NEEDS_SLOWDOWN}"),
+    "slowdown in per cent": ("1,2,115%,0,", f"column 'slowdown': '115%' {NEEDS_SLOWDOWN}"),
     "no pipeline": ("1,2,1.1,,", f"column 'pipeline': '' {NEEDS_PIPELINE}"),
     "fractional pipeline": ("1,2,1.1,0.5,", f"column 'pipeline': '0.5' {NEEDS_PIPELINE}"),
     "pipeline that is not there": ("1,2,1.1,4,", "column 'pipeline': there is no pipeline 4; pipelines are 0 to 3"),
@@ -41,9 +41,12 @@ BAD_ROWS = {
 
 BAD_FILES = {
     "empty": (b"", f"trace.csv: is empty; write the header {HEADER.strip()} and a row for each straggler"),
-    "no degree": (b"start,end,pipeline,stage\n", f"trace.csv, line 1: column 'degree' is not there; write {HEADER}"),
+    "no slowdown": (
+        b"start,end,pipeline,stage\n",
+        f"trace.csv, line 1: column 'slowdown' is not there; write {HEADER}",
+    ),
     "two ends": (
-        b"start,end,degree,end,pipeline,stage\n",
+        b"start,end,slowdown,end,pipeline,stage\n",
         f"trace.csv, line 1: column 'end' is there twice; write {HEADER}",
     ),
     "NUL": (
@@ -68,7 +71,7 @@ def message_of(path: Path) -> str:
 
 
 def test_a_trace_is_read_in_its_order(folder: Path):
-    text = "\ufeffnote,start , end,degree,pipeline,stage\na,0,2.5,1.1,3,\n\nb, 7,,2,0, 1\n"
+    text = "\ufeffnote,start , end,slowdown,pipeline,stage\na,0,2.5,1.1,3,\n\nb, 7,,2,0, 1\n"
     expected = (Straggler(0.0, 2.5, 1.1, 3), Straggler(7.0, math.inf, 2.0, 0, 1))
     assert read_stragglers(written(text), 4, 2) == expected
 
@@ -100,7 +103,7 @@ def test_a_file_that_is_not_there_is_refused(folder: Path):
         ((-1.0, 2.0, 1.1, 0), f"straggler, start_s: -1.0 {NEEDS_START}"),
         ((1.0, math.nan, 1.1, 0), f"straggler, end_s: nan {NEEDS_END}"),
         ((1.0, 0.5, 1.1, 0), "straggler, end_s: 0.5 is not after its start 1.0; correct one of them"),
-        ((1.0, 2.0, 0.5, 0), f"straggler, degree: 0.5 {NEEDS_DEGREE}"),
+        ((1.0, 2.0, 0.5, 0), f"straggler, slowdown: 0.5 {NEEDS_SLOWDOWN}"),
         ((1.0, 2.0, 1.1, True), f"straggler, pipeline: True {NEEDS_PIPELINE}"),
         ((1.0, 2.0, 1.1, 0, "1"), f"straggler, stage: '1' {NEEDS_STAGE}"),
     ],

@@ -14,9 +14,9 @@ from perseus_planner import Profile
 from perseus_planner.errors import UsageError
 from perseus_planner.estimate.calibration import Calibration, measured_stage
 from perseus_planner.estimate.estimate import estimate
+from perseus_planner.estimate.op_costs import Workload, stage_traffic
 from perseus_planner.estimate.presets import PRESETS
 from perseus_planner.estimate.transformer import split_layers
-from perseus_planner.estimate.works import Workload, stage_traffic
 from perseus_planner.gpu.simulated.catalog import CATALOGUE
 from perseus_planner.profiles.measurement import Measurement
 
@@ -231,7 +231,7 @@ REFUSED = {
     "that.yaml: there is no stage 4; give one from 0 to 3": lambda: measured(stage=4),
     "that.yaml: there is no stage -1; give one from 0 to 3": lambda: measured(stage=-1),
     "that.yaml: was measured by power limits; give one that was measured by clocks": lambda: measured(
-        knob="power-limit"
+        control="power-limit"
     ),
     "that.yaml: its stages have 8 GPUs and those of the workload 1; give the tensor degree that was measured": (
         lambda: measured(gpus_per_stage=8)

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from perseus_planner.errors import UsageError
+from perseus_planner.estimate.op_costs import KINDS, stage_op_costs, stage_traffic
 from perseus_planner.estimate.presets import PRESETS
 from perseus_planner.estimate.transformer import CHOICES, Transformer, checked_split, split_layers
-from perseus_planner.estimate.works import KINDS, stage_traffic, stage_works
-from perseus_planner.gpu.simulated.model import Work
+from perseus_planner.gpu.simulated.model import OpCost
 
 SMALL = Transformer(
     layers=4, hidden=32, heads=4, kv_heads=2, head_size=8, ffn=48, vocabulary=101, sequence=16, microbatch=2
@@ -52,7 +52,7 @@ def splits(draw: st.DrawFn, layers: int) -> tuple[int, ...]:
 
 
 def flops(shape: Transformer, split: tuple[int, ...]) -> list[dict[str, float]]:
-    return [{kind: work.flops for kind, work in stage.items()} for stage in stage_works(shape, split)]
+    return [{kind: work.flops for kind, work in stage.items()} for stage in stage_op_costs(shape, split)]
 
 
 @given(data=st.data())
@@ -76,8 +76,8 @@ def test_torch_counts_the_same_flops_for_every_choice(recomputation: str, attent
 
 @given(shape=transformers(), data=st.data())
 def test_a_backward_is_both_its_gradients_and_a_split_keeps_the_sum(shape: Transformer, data: st.DataObject):
-    works = stage_works(shape, data.draw(splits(shape.layers)))
-    (whole,) = stage_works(shape, 1)
+    works = stage_op_costs(shape, data.draw(splits(shape.layers)))
+    (whole,) = stage_op_costs(shape, 1)
     for kind in KINDS:
         assert sum(stage[kind].flops for stage in works) == whole[kind].flops
         assert sum(stage[kind].bytes for stage in works) == whole[kind].bytes
@@ -88,13 +88,13 @@ def test_a_backward_is_both_its_gradients_and_a_split_keeps_the_sum(shape: Trans
 @given(shape=transformers())
 def test_twice_the_microbatch_is_twice_the_work(shape: Transformer):
     twice = replace(shape, microbatch=2 * shape.microbatch)
-    for once, double in zip(stage_works(shape, 1), stage_works(twice, 1), strict=True):
+    for once, double in zip(stage_op_costs(shape, 1), stage_op_costs(twice, 1), strict=True):
         assert {kind: work * 2 for kind, work in once.items()} == double
 
 
 @given(shape=transformers(attentions=("flash",)))
 def test_a_causal_mask_hides_all_pairs_but_those_up_to_the_diagonal(shape: Transformer):
-    (full,), (causal,) = stage_works(shape, 1), stage_works(replace(shape, attention="flash-causal"), 1)
+    (full,), (causal,) = stage_op_costs(shape, 1), stage_op_costs(replace(shape, attention="flash-causal"), 1)
     one = 2 * shape.microbatch * shape.heads_per_gpu * shape.head_size * shape.layers
     hidden = shape.sequence * (shape.sequence - 1) // 2
     assert full["F"].flops - causal["F"].flops == 2 * one * hidden
@@ -119,7 +119,7 @@ def test_the_flops_of_an_iteration_are_those_of_the_published_formula():
     shape = replace(PRESETS["gpt3-175b"], recomputation="full", attention="plain", microbatch=3)
     s, h, layers, tokens = shape.sequence, shape.hidden, shape.layers, shape.tokens
     published = 96 * tokens * layers * h**2 * (1 + s / (6 * h) + shape.vocabulary / (16 * layers * h))
-    (whole,) = stage_works(shape, 1)
+    (whole,) = stage_op_costs(shape, 1)
     assert whole["F"].flops + whole["B"].flops == pytest.approx(published, rel=1e-12)
 
 
@@ -145,7 +145,7 @@ def test_presets_have_the_published_number_of_parameters(name: str, published: t
 
 def test_bytes_are_those_of_the_operations_that_were_listed():
     shape = Transformer(1, 8, 2, 2, 4, ffn=16, vocabulary=10, sequence=4, microbatch=1, attention="plain")
-    (works,) = stage_works(shape, 1)
+    (works,) = stage_op_costs(shape, 1)
     tokens, scores, logits = 4, 2 * 4 * 4, 4 * 10
     norms_sums, activation = 2 * 2 * 8 + 2 * 3 * 8, 2 * 16
     forward = 2 * (tokens * (norms_sums + activation) + 4 * scores)
@@ -220,4 +220,4 @@ def test_what_is_no_split_is_refused(message: str, stages: object):
 def test_every_word_has_its_choices():
     words = {field.name for field in fields(Transformer) if field.type == "str"}
     assert words == set(CHOICES)
-    assert Work(1.0, 2.0) * 2 == Work(2.0, 4.0)
+    assert OpCost(1.0, 2.0) * 2 == OpCost(2.0, 4.0)

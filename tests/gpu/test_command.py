@@ -170,9 +170,9 @@ def test_a_file_that_cannot_be_executed(folder: Path):
     [
         (1, GpuError, "run it by hand to see why, or set PLANNER_SET_CLOCK to another command"),
         (2, GpuError, "run it by hand to see why, or set PLANNER_SET_CLOCK to another command"),
-        (3, GpuNotSupported, "use the other knob (SM clock or power limit), or observe mode"),
+        (3, GpuNotSupported, "use the other control (SM clock or power limit), or observe mode"),
         (4, GpuNotPermitted, "allow this user to run it without a password (NOPASSWD in sudoers), or run as root"),
-        (13, GpuNotSupported, "use the other knob (SM clock or power limit), or observe mode"),
+        (13, GpuNotSupported, "use the other control (SM clock or power limit), or observe mode"),
         (15, GpuLost, "the GPU needs a reset, or the node a reboot"),
     ],
 )

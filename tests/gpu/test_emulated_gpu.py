@@ -21,11 +21,11 @@ from perseus_planner.gpu.lease.lease import held, left_behind, recover
 from perseus_planner.gpu.simulated.chip import SETTLE_S
 from perseus_planner.gpu.simulated.emulated import EmulatedGpu, opened
 from perseus_planner.gpu.simulated.shared_file import SharedState
-from perseus_planner.gpu.simulated.simulated import CATALOGUE, Load, Work
+from perseus_planner.gpu.simulated.simulated import CATALOGUE, Load, OpCost
 
 A100 = CATALOGUE["a100-sxm"]
 WHICH = "a100-sxm/0?slower=2000&call=2ms"
-DENSE = Work(2e10, 1e6)  # a tenth of a second and more, nearly all of it arithmetic
+DENSE = OpCost(2e10, 1e6)  # a tenth of a second and more, nearly all of it arithmetic
 SHORT = DENSE * 0.1
 
 
@@ -41,7 +41,7 @@ def gpu() -> Iterator[EmulatedGpu]:
         yield found
 
 
-def load(gpu: EmulatedGpu, work: Work = DENSE) -> Load:
+def load(gpu: EmulatedGpu, work: OpCost = DENSE) -> Load:
     return gpu.model.load(work)
 
 
@@ -51,14 +51,14 @@ def settled(gpu: EmulatedGpu, clock_mhz: int) -> None:
     gpu.wait(2 * SETTLE_S)
 
 
-def computed_s(gpu: EmulatedGpu, work: Work) -> float:
+def computed_s(gpu: EmulatedGpu, work: OpCost) -> float:
     """Seconds of the GPU's own account: without the time by which the process came late, as far as it knows of that."""
     start_s = time.monotonic()
     late_s = gpu.run(work)
     return time.monotonic() - start_s - late_s
 
 
-def quickest_s(gpu: EmulatedGpu, work: Work) -> float:
+def quickest_s(gpu: EmulatedGpu, work: OpCost) -> float:
     """The same of three times, the one that the machine has disturbed least."""
     return min(computed_s(gpu, work) for _ in range(3))
 
@@ -291,7 +291,7 @@ def test_a_command_resets_it_when_the_guardian_is_killed_too(state: Path):
 def test_what_a_run_leaves_undone_ends_with_its_process():
     with setter("emulated:a100-sxm/0"):
         gpu = opened("a100-sxm/0?slower=2000")
-        gpu.start(Work(1e15, 1e6))
+        gpu.start(OpCost(1e15, 1e6))
         gpu.close()
     with closing(opened("a100-sxm/0?slower=2000")) as again:
         assert again.power_w() < 100
@@ -399,7 +399,7 @@ def test_what_may_not_be_set_is_refused_at_once():
 
 def test_work_of_nothing_is_refused(gpu: EmulatedGpu):
     with pytest.raises(GpuError, match="without FLOPs or bytes"):
-        gpu.run(Work(0.0, 0.0))
+        gpu.run(OpCost(0.0, 0.0))
 
 
 def test_it_is_told_from_the_real_kind_by_any_process(gpu: EmulatedGpu):

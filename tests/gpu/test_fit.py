@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from perseus_planner.errors import ProfileError
 from perseus_planner.gpu.simulated.fit import fitted, fitted_profile
 from perseus_planner.gpu.simulated.model import Load
-from perseus_planner.gpu.simulated.simulated import CATALOGUE, Conditions, SimulatedGpu, Work
+from perseus_planner.gpu.simulated.simulated import CATALOGUE, Conditions, OpCost, SimulatedGpu
 from perseus_planner.profiles.measurement import Measurement
 from perseus_planner.profiles.profiles import Profile
 
@@ -26,7 +26,7 @@ PROFILES = ("gpt3-175b+a100_sxm_bf16", "bloom+a40_bf16")
 def loads(draw: st.DrawFn) -> tuple[Load, list[int]]:
     """A computation on a GPU of the catalogue under some power limit, and clocks that it could be measured at."""
     model = draw(st.sampled_from(list(CATALOGUE.values())))
-    work = Work(draw(st.floats(1e11, 1e13)), draw(st.floats(1e8, 1e11)))
+    work = OpCost(draw(st.floats(1e11, 1e13)), draw(st.floats(1e8, 1e11)))
     limit_w = draw(st.floats(0.5, 1.0)) * model.power_limit_w
     lowest = draw(st.sampled_from([0.0, 0.3, 0.6])) * model.clocks_mhz[0]
     clocks = [clock for clock in model.clocks_mhz if clock >= lowest][:: draw(st.sampled_from([1, 2, 3]))]
@@ -79,7 +79,7 @@ def test_through_noise_the_truth_is_found(drawn: tuple[Load, list[int]], seed: i
 
 
 def test_the_parameters_themselves_are_found_where_the_clocks_tell_them_apart():
-    truth = A40.load(Work(3e12, 4e10))
+    truth = A40.load(OpCost(3e12, 4e10))
     found = fitted(rows_of(truth, list(A40.clocks_mhz), noise=0.003))
     for field in fields(Load):
         if field.name != "power_limit_w":  # half of the work waits for memory: the limit hardly holds
@@ -87,7 +87,7 @@ def test_the_parameters_themselves_are_found_where_the_clocks_tell_them_apart():
 
 
 def test_the_power_limit_is_found():
-    truth = A40.load(Work(1e13, 1e9))
+    truth = A40.load(OpCost(1e13, 1e9))
     found = fitted(rows_of(truth, list(A40.clocks_mhz), noise=0.003))
     assert found.power_limit_w == pytest.approx(300.0, rel=0.01)
     assert found.achieved_mhz(1740) == pytest.approx(truth.achieved_mhz(1740), rel=0.02)
@@ -96,20 +96,20 @@ def test_the_power_limit_is_found():
 @pytest.mark.parametrize("clocks", [(1410, 1200, 1005, 810), tuple(range(1410, 464, -45))])
 def test_a_limit_that_holds_at_all_clocks_is_kept(clocks: tuple[int, ...]):
     # Nearly all times are one, and nothing but noise tells static power from the rest.
-    truth = replace(CATALOGUE["a100-pcie"].load(Work(4e10, 1e8)), power_limit_w=150.0)
+    truth = replace(CATALOGUE["a100-pcie"].load(OpCost(4e10, 1e8)), power_limit_w=150.0)
     found = fitted(rows_of(truth, list(clocks), noise=0.01, seed=86))
     for clock in (2000, *clocks):
         assert found.time_s(clock) == pytest.approx(truth.time_s(clock), rel=0.02)
 
 
 def test_work_that_no_limit_holds_back_is_fitted_without_one():
-    truth = replace(A40.load(Work(3e12, 1e9)), power_limit_w=float("inf"))
+    truth = replace(A40.load(OpCost(3e12, 1e9)), power_limit_w=float("inf"))
     found = fitted(rows_of(truth, list(A40.clocks_mhz)))
     assert found.achieved_mhz(1740) == pytest.approx(1740, rel=1e-3)
 
 
 def test_rows_that_were_measured_badly_have_little_pull():
-    truth = A40.load(Work(5e12, 3e10))
+    truth = A40.load(OpCost(5e12, 3e10))
     clean, rows = rows_of(truth, list(A40.clocks_mhz)), rows_of(truth, list(A40.clocks_mhz), noise=0.005)
     for index in range(3, len(rows), 10):
         rows[index] = replace(rows[index], time_s=1.3 * rows[index].time_s, energy_j=1.2 * rows[index].energy_j)
@@ -119,19 +119,19 @@ def test_rows_that_were_measured_badly_have_little_pull():
 
 
 def test_memory_bound_work_is_as_fast_at_any_clock():
-    found = fitted(rows_of(A40.load(Work(0.0, 1e11)), list(A40.clocks_mhz)))
+    found = fitted(rows_of(A40.load(OpCost(0.0, 1e11)), list(A40.clocks_mhz)))
     assert found.time_s(210) == pytest.approx(found.time_s(1740))
 
 
 @pytest.mark.parametrize("clocks", [(1740, 1305, 870, 435), (1740, 1500, 1200, 900, 600, 300)])
 def test_few_clocks_give_a_fit_through_them(clocks: tuple[int, ...]):
-    rows = rows_of(A40.load(Work(5e12, 3e10)), list(clocks))
+    rows = rows_of(A40.load(OpCost(5e12, 3e10)), list(clocks))
     for error in errors(fitted(rows), rows):
         assert error.max() <= 0.01
 
 
 def test_the_order_of_the_rows_does_not_matter():
-    rows = rows_of(A40.load(Work(5e12, 3e10)), list(A40.clocks_mhz), noise=0.01)
+    rows = rows_of(A40.load(OpCost(5e12, 3e10)), list(A40.clocks_mhz), noise=0.01)
     assert fitted(rows) == fitted(rows[::-1])
 
 
@@ -146,7 +146,7 @@ def test_what_cannot_be_fitted_is_refused_by_its_name():
     expected = "stage 0 F: a fit needs energies, and here is one of 0 J; measure it again in a longer window"
     assert str(refusal.value) == expected
     with pytest.raises(ProfileError) as refusal:
-        fitted_profile(Profile({(0, "F"): enough, (0, "B"): enough}, 80.0, knob="power-limit"))
+        fitted_profile(Profile({(0, "F"): enough, (0, "B"): enough}, 80.0, control="power-limit"))
     assert str(refusal.value) == "the profile is over power limits; a fit needs one over clocks"
 
 
@@ -171,7 +171,7 @@ def test_clocks_that_it_did_not_see_are_predicted_as_well(measured_data: Path, n
 
 
 def test_a_fitted_computation_runs_on_the_simulated_gpu():
-    truth = replace(A40.load(Work(8e12, 1e10)), power_limit_w=320.0)
+    truth = replace(A40.load(OpCost(8e12, 1e10)), power_limit_w=320.0)
     load = fitted(rows_of(truth, list(A40.clocks_mhz[:70]), noise=0.01))
     gpu = SimulatedGpu(A40, conditions=Conditions(noise=0.0, step_s=0.0, drift=0.0))
     assert load.power_limit_w > A40.power_limit_w, "it would not show whose limit holds"

@@ -81,7 +81,7 @@ def test_a_clock_that_is_not_supported_is_refused_before_nvml_rounds_it(nvml: St
 def test_where_no_clocks_are_listed_nvml_alone_says_which_can_be_locked(nvml: StandIn):
     nvml.fail("nvmlDeviceGetSupportedGraphicsClocks", NOT_SUPPORTED)
     with open_gpu("nvml:0") as gpu:
-        with pytest.raises(GpuNotSupported, match="use the power limit as the knob"):
+        with pytest.raises(GpuNotSupported, match="use the power limit as the control"):
             _ = gpu.supported_clocks_mhz
         gpu.set_clock_mhz(1500)
     assert nvml.locked_mhz(0) == (1500, 1500)
@@ -230,7 +230,7 @@ def test_where_clocks_cannot_be_locked_resetting_them_is_harmless(nvml: StandIn)
         nvml.fail(function, NOT_SUPPORTED)
     with open_gpu("nvml:0") as gpu:
         gpu.reset_clocks()
-        with pytest.raises(GpuNotSupported, match="use the power limit as the knob"):
+        with pytest.raises(GpuNotSupported, match="use the power limit as the control"):
             gpu.set_clock_mhz(1200)
 
 

@@ -16,15 +16,15 @@ from perseus_planner.errors import GpuError, GpuLost, GpuNotPermitted, GpuNotSup
 from perseus_planner.gpu import Gpu, locked_clock, open_gpu
 from perseus_planner.gpu.simulated.model import REFERENCE_C, Load
 from perseus_planner.gpu.simulated.options import parsed, written
-from perseus_planner.gpu.simulated.simulated import CATALOGUE, COUNTED, Conditions, GpuModel, Node, SimulatedGpu, Work
+from perseus_planner.gpu.simulated.simulated import CATALOGUE, COUNTED, Conditions, GpuModel, Node, OpCost, SimulatedGpu
 
 A100, H100 = CATALOGUE["a100-sxm"], CATALOGUE["h100-sxm"]
-DENSE = Work(flops=1e13, bytes=1e9)
-MEMORY = Work(flops=1e9, bytes=1e11)
+DENSE = OpCost(flops=1e13, bytes=1e9)
+MEMORY = OpCost(flops=1e9, bytes=1e11)
 EXACT = Conditions(noise=0.0, step_s=0.0, drift=0.0)  # nothing but the physics
 
 models = st.sampled_from(list(CATALOGUE.values()))
-works = st.builds(Work, flops=st.floats(1e9, 1e14), bytes=st.floats(1e6, 1e11))
+works = st.builds(OpCost, flops=st.floats(1e9, 1e14), bytes=st.floats(1e6, 1e11))
 faults = st.sampled_from(
     ["not-permitted", "not-supported:energy", "lost@30s", "lost@7calls", "throttled@1s-2min", "counter-stuck@500ms"]
 )
@@ -253,7 +253,7 @@ def test_calls_of_a_node_never_overlap_and_each_takes_the_first_gap(calls: list[
 
 @given(models, st.integers(), conditions, st.lists(st.tuples(works, st.integers(1, 4)), max_size=5))
 def test_time_rises_and_the_energy_counter_never_falls(
-    model: GpuModel, seed: int, options: Conditions, jobs: list[tuple[Work, int]]
+    model: GpuModel, seed: int, options: Conditions, jobs: list[tuple[OpCost, int]]
 ):
     gpu = SimulatedGpu(model, seed, replace(options, fault=()))
     for work, repetitions in jobs:
@@ -264,7 +264,7 @@ def test_time_rises_and_the_energy_counter_never_falls(
 
 
 @given(models, works, st.integers(), st.data())
-def test_average_power_lies_between_static_and_limit(model: GpuModel, work: Work, seed: int, data: st.DataObject):
+def test_average_power_lies_between_static_and_limit(model: GpuModel, work: OpCost, seed: int, data: st.DataObject):
     gpu = SimulatedGpu(model, seed, Conditions(step_s=0.0, drift=0.0))
     gpu.set_clock_mhz(data.draw(st.sampled_from(model.clocks_mhz)))
     gpu.set_power_limit_w(limit_w := data.draw(st.floats(*model.power_limits_w)))
@@ -274,7 +274,7 @@ def test_average_power_lies_between_static_and_limit(model: GpuModel, work: Work
 
 
 @given(models, works, st.data())
-def test_without_noise_it_does_what_the_physics_say(model: GpuModel, work: Work, data: st.DataObject):
+def test_without_noise_it_does_what_the_physics_say(model: GpuModel, work: OpCost, data: st.DataObject):
     gpu, load = SimulatedGpu(model, conditions=EXACT), model.load(work)
     clock = data.draw(st.sampled_from(model.clocks_mhz))
     gpu.set_clock_mhz(clock)
@@ -340,8 +340,8 @@ def test_equal_seeds_give_equal_numbers_and_others_do_not():
 
 
 @given(st.permutations([(work, clock) for work in (DENSE, MEMORY) for clock in (1410, 900, 600)]))
-def test_noise_follows_from_what_is_run_and_how_often_not_from_what_was_run_between(order: list[tuple[Work, int]]):
-    def measured(jobs: list[tuple[Work, int]]) -> dict[tuple[Work, int], tuple[float, float]]:
+def test_noise_follows_from_what_is_run_and_how_often_not_from_what_was_run_between(order: list[tuple[OpCost, int]]):
+    def measured(jobs: list[tuple[OpCost, int]]) -> dict[tuple[OpCost, int], tuple[float, float]]:
         gpu = SimulatedGpu(A100, 3, Conditions(step_s=0.0, drift=0.0))
         found = {}
         for work, clock in jobs:
@@ -530,7 +530,7 @@ def test_a_stuck_counter_stands_still_from_its_moment_on():
 
 
 @given(models, works)
-def test_a_lower_clock_is_never_faster_and_never_draws_more(model: GpuModel, work: Work):
+def test_a_lower_clock_is_never_faster_and_never_draws_more(model: GpuModel, work: OpCost):
     load = model.load(work)
     clocks = [load.achieved_mhz(clock) for clock in model.clocks_mhz]
     for above, below in itertools.pairwise(clocks):
@@ -539,7 +539,7 @@ def test_a_lower_clock_is_never_faster_and_never_draws_more(model: GpuModel, wor
 
 
 @given(models, works, st.data())
-def test_the_clock_falls_only_as_far_as_the_power_limit_asks(model: GpuModel, work: Work, data: st.DataObject):
+def test_the_clock_falls_only_as_far_as_the_power_limit_asks(model: GpuModel, work: OpCost, data: st.DataObject):
     limit_w = data.draw(st.floats(*model.power_limits_w))
     load = replace(model.load(work), power_limit_w=limit_w)
     for clock in model.clocks_mhz:
@@ -555,7 +555,7 @@ def test_dense_work_has_a_plateau_on_top_and_memory_bound_work_has_none():
 
 
 def test_memory_bound_work_hardly_slows_down_and_dense_work_does():
-    loads = [A100.load(work) for work in (MEMORY, Work(1e13, 1e6))]
+    loads = [A100.load(work) for work in (MEMORY, OpCost(1e13, 1e6))]
     slowdowns = [load.free_time_s(705) / load.free_time_s(1410) for load in loads]
     assert slowdowns == pytest.approx([1.0, 2.0], rel=0.01)
 
@@ -581,18 +581,18 @@ def test_the_catalogue_is_sound(model: GpuModel):
     assert list(model.clocks_mhz) == sorted(set(model.clocks_mhz), reverse=True)
     assert model.idle_power_w < model.static_power_w < min(model.blocking_power_w, least_w)
     assert model.power_limit_w == greatest_w
-    dense = model.load(Work(1e14, 0.0))
+    dense = model.load(OpCost(1e14, 0.0))
     assert 0.75 < dense.achieved_mhz(model.clocks_mhz[0]) / model.clocks_mhz[0] < 0.95
     assert 0 < REFERENCE_C < model.slowdown_c
 
 
 def test_work_adds_up():
-    assert Work(1.0, 2.0) + Work(3.0, 5.0) * 2 == Work(7.0, 12.0)
+    assert OpCost(1.0, 2.0) + OpCost(3.0, 5.0) * 2 == OpCost(7.0, 12.0)
 
 
 @given(models, works, st.floats(1e-3, 10), st.data())
 def test_a_slowed_gpu_takes_so_many_times_as_long_at_the_same_power(
-    model: GpuModel, work: Work, slower: float, data: st.DataObject
+    model: GpuModel, work: OpCost, slower: float, data: st.DataObject
 ):
     clock = data.draw(st.sampled_from(model.clocks_mhz))
     spans = []

@@ -325,7 +325,7 @@ def test_a_path_that_an_older_daemon_does_not_have(zeusd):
         (
             NOT_SUPPORTED,
             GpuNotSupported,
-            "the requested operation is not available on the target device; use the other knob (SM clock or power "
+            "the requested operation is not available on the target device; use the other control (SM clock or power "
             "limit), or observe mode",
         ),
         (INVALID, GpuError, "a supplied argument was invalid; see with `nvidia-smi -q` what this GPU takes"),

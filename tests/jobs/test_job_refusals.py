@@ -148,7 +148,8 @@ BAD: dict[str, tuple[str | tuple[str, str], str]] = {
     ),
     "slow stages a list": (
         "slow_stages: [1.1]\n",
-        "job.yaml, line 6, key 'slow_stages': [1.1] is not a mapping; write entries such as 3: 1.15, stage and degree",
+        "job.yaml, line 6, key 'slow_stages': [1.1] is not a mapping; write entries such as 3: 1.15, stage and "
+        "slowdown",
     ),
     "slow stage by name": (
         "slow_stages:\n  last: 1.1\n",
@@ -156,7 +157,7 @@ BAD: dict[str, tuple[str | tuple[str, str], str]] = {
     ),
     "slow by nothing": (
         "slow_stages:\n  1: 0\n",
-        "job.yaml, line 7, key '1' of slow_stages: 0 is not a degree: give how many times as long it takes, above 0, "
+        "job.yaml, line 7, key '1' of slow_stages: 0 is not a slowdown: give how many times as long it takes, above 0, "
         "such as 1.15",
     ),
     "slow stage that is not": ("slow_stages: {2: 1.1}\n", "slow stage 2: there is none; stages are 0 to 1"),

@@ -116,10 +116,10 @@ def test_beside_a_straggler_a_pipeline_is_as_slow_but_no_slower_than_pays(fronti
 
 
 @settings(fixed, max_examples=60)
-@given(dag=jobs(), degree=st.floats(0.5, 2.0))
-def test_beside_a_straggler_any_job_is_as_slow_but_no_slower_than_pays(dag: PipelineDag, degree: float):
+@given(dag=jobs(), slowdown=st.floats(0.5, 2.0))
+def test_beside_a_straggler_any_job_is_as_slow_but_no_slower_than_pays(dag: PipelineDag, slowdown: float):
     frontier = solve_dag(dag)
-    straggler_s = degree * frontier.max_time_s
+    straggler_s = slowdown * frontier.max_time_s
     plan = frontier.plan_beside_straggler(straggler_s)
     check_plan(plan, frontier)
     assert plan == frontier.plan_for(max(straggler_s, frontier.min_time_s))
@@ -317,14 +317,14 @@ def test_plans_of_measured_profiles_are_near_the_bound(
         assert whole_j <= frontier.bound_j(whole_s) * (1 + most)
 
 
-@pytest.mark.parametrize(("knob", "unit"), [("power-limit", "W"), ("observed", "MHz")])
-def test_a_plan_says_by_what_its_profile_was_measured(tmp_path: Path, knob: str, unit: str):
-    profile = replace(smooth_profile(2), knob=knob)
+@pytest.mark.parametrize(("control", "unit"), [("power-limit", "W"), ("observed", "MHz")])
+def test_a_plan_says_by_what_its_profile_was_measured(tmp_path: Path, control: str, unit: str):
+    profile = replace(smooth_profile(2), control=control)
     frontier = solve(profile, one_f_one_b(2, 3))
     frontier.save(tmp_path / "f.npz")
     plan = Frontier.load(tmp_path / "f.npz").plan_for(frontier.baseline_time_s)
     plan.save(tmp_path / "p.yaml")
     assert Plan.load(tmp_path / "p.yaml") == plan == frontier.plan_for(frontier.baseline_time_s)
-    assert plan.knob == knob
+    assert plan.control == control
     assert plan != solve(smooth_profile(2), one_f_one_b(2, 3)).plan_for(frontier.baseline_time_s)
     assert f" {unit} " in timeline_text(summarize_timeline(plan))

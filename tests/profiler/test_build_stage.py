@@ -20,7 +20,7 @@ from perseus_planner.profiles.profiles import Profile
 torch = pytest.importorskip("torch")
 
 QUIET = "simulated:a100-sxm?noise=0&drift=0&step=0"
-OBSERVED = SweepSettings(knob="observed")
+OBSERVED = SweepSettings(control="observed")
 WHOLE = """
 import torch
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from perseus_planner.gpu.simulated.catalog import CATALOGUE
-from perseus_planner.gpu.simulated.model import Work
+from perseus_planner.gpu.simulated.model import OpCost
 from perseus_planner.profiler.choosing import _RISES, MOST_SETTINGS, _improvement, descent, next_setting
 from perseus_planner.profiles.measurement import Evidence, Measurement
 
@@ -28,7 +28,7 @@ def chosen(settings: tuple[int, ...], rows: dict[str, dict[int, Measurement]], w
     return order
 
 
-def modelled(name: str, work: Work) -> dict[int, Measurement]:
+def modelled(name: str, work: OpCost) -> dict[int, Measurement]:
     """What a simulated GPU does, without noise."""
     model = CATALOGUE[name]
     load = model.load(work)
@@ -45,7 +45,7 @@ def modelled(name: str, work: Work) -> dict[int, Measurement]:
 @pytest.mark.parametrize("name", CATALOGUE)
 @pytest.mark.parametrize("intensity", [1e4, 700, 100, 10])
 def test_few_clocks_hold_the_hull_of_every_simulated_gpu(name: str, intensity: float):
-    rows = modelled(name, Work(flops=1e12, bytes=1e12 / intensity))
+    rows = modelled(name, OpCost(flops=1e12, bytes=1e12 / intensity))
     settings = CATALOGUE[name].clocks_mhz
     order = chosen(settings, {"F": rows})
     assert len(order) <= MOST_SETTINGS
@@ -60,7 +60,7 @@ def test_chosen_clocks_lose_less_than_as_many_evenly_apart():
     chosen_losses, even_losses = [], []
     for name, model in CATALOGUE.items():
         for intensity in (1e4, 700, 100):
-            rows, settings = modelled(name, Work(flops=1e12, bytes=1e12 / intensity)), model.clocks_mhz
+            rows, settings = modelled(name, OpCost(flops=1e12, bytes=1e12 / intensity)), model.clocks_mhz
             last = len(settings) - 1
             even = [settings[round(place * last / (MOST_SETTINGS - 1))] for place in range(MOST_SETTINGS)]
             chosen_losses.append(fmean(lost(rows, chosen(settings, {"F": rows}))))
@@ -84,7 +84,7 @@ def lost(rows: dict[int, Measurement], order: list[int], waiting_w: float = 80.0
 
 
 def test_what_a_power_cap_makes_alike_is_passed_over():
-    rows = modelled("h100-sxm", Work(flops=1e13, bytes=1e10))
+    rows = modelled("h100-sxm", OpCost(flops=1e13, bytes=1e10))
     achieved = rows[1980].evidence.achieved_mhz  # type: ignore[union-attr]
     order = chosen(CLOCKS[: CLOCKS.index(345) + 1], {"F": rows})
     assert achieved < 1800
@@ -138,7 +138,7 @@ def test_a_dip_that_a_lower_clock_shows_is_looked_for_above_it():
 
 
 def test_what_was_measured_before_decides_not_its_order():
-    rows = modelled("a100-sxm", Work(flops=1e13, bytes=1e10))
+    rows = modelled("a100-sxm", OpCost(flops=1e13, bytes=1e10))
     settings = CATALOGUE["a100-sxm"].clocks_mhz
     order = chosen(settings, {"F": rows})
     for count in range(1, len(order)):

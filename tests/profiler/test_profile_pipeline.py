@@ -33,7 +33,7 @@ def test_losses_gradients_weights_and_random_state_are_bit_equal_to_a_training_w
 def test_all_stages_have_the_kinds_of_the_schedule(profiles: Path, schedule: str, stages: int, kinds: str) -> None:
     profile = Profile.load(profiles / f"{schedule}.yaml")
     assert set(profile.measurements) == set(itertools.product(range(stages), kinds))
-    assert (profile.origin, profile.knob) == ("simulated", "observed")
+    assert (profile.origin, profile.control) == ("simulated", "observed")
 
 
 def test_of_replicas_one_measures(tmp_path: Path) -> None:

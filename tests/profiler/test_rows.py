@@ -62,8 +62,8 @@ def test_the_file_is_a_table_of_a_profile_with_what_it_is_for_above(tmp_path: Pa
     path = tmp_path / "r.csv"
     Rows(path, 3, "power-limit", ABOUT, resume=False).keep("F", ROW)
     assert path.read_text().startswith("# gpu: GPU-8f6b\n# window: 5.0 s\nstage,instruction,power_limit,time,energy,")
-    (row,), knob = read_table(path)
-    assert (row.stage, row.kind, row.clock_mhz, row.time_s, knob) == (3, "F", 1410, 0.1, "power-limit")
+    (row,), control = read_table(path)
+    assert (row.stage, row.kind, row.clock_mhz, row.time_s, control) == (3, "F", 1410, 0.1, "power-limit")
 
 
 def test_rows_of_something_else_are_refused_with_the_first_difference(folder: Path):
@@ -86,7 +86,7 @@ def test_rows_of_something_else_are_refused_with_the_first_difference(folder: Pa
         ({"window_s": 6.0}, "window: 5.0 s, and now it is 6.0 s"),
         ({"full": True}, "settings: as few as a plan needs, and now it is all"),
         ({"seed": 4}, "seed: 0, and now it is 4"),
-        ({"knob": "observed"}, "knob: clock, and now it is observed"),
+        ({"control": "observed"}, "control: clock, and now it is observed"),
     ],
 )
 def test_a_sweep_with_other_settings_does_not_go_on(tmp_path: Path, change: dict[str, object], difference: str):

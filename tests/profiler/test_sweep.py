@@ -13,7 +13,7 @@ from replay_gpu import ReplayGpu
 
 from perseus_planner import __version__, schedules, solve
 from perseus_planner.errors import GpuError, GpuNotPermitted, ProfileError, UsageError
-from perseus_planner.gpu.simulated.simulated import CATALOGUE, NOISE, Conditions, SimulatedGpu, Work
+from perseus_planner.gpu.simulated.simulated import CATALOGUE, NOISE, Conditions, OpCost, SimulatedGpu
 from perseus_planner.profiler.profiling import StageRows, SweepSettings, assembled, measure_stage
 from perseus_planner.profiler.simulated_pipeline import sweep_simulated
 from perseus_planner.profiler.stage import Stage, Timed
@@ -21,9 +21,9 @@ from perseus_planner.profiles.measurement import Measurement
 from perseus_planner.profiles.profiles import Profile
 
 A100 = CATALOGUE["a100-sxm"]
-WORK = Work(flops=1e13, bytes=1e10)
+WORK = OpCost(flops=1e13, bytes=1e10)
 QUICK = SweepSettings(window_s=1.0, cool_down_s=0.0)
-OBSERVED = SweepSettings(knob="observed")
+OBSERVED = SweepSettings(control="observed")
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,7 @@ def quiet(**options: object) -> SimulatedGpu:
     return SimulatedGpu(A100, conditions=Conditions(noise=0, drift=0, **options))  # type: ignore[arg-type]
 
 
-def stage_of(gpu: SimulatedGpu, work: Work = WORK) -> Stage:
+def stage_of(gpu: SimulatedGpu, work: OpCost = WORK) -> Stage:
     timed = {"F": Timed(partial(gpu.run, work)), "B": Timed(partial(gpu.run, work * 2))}
     return Stage(timed, lambda: None, gpu.block)
 
@@ -46,7 +46,7 @@ def watched(
 ) -> Stage:
     """Its stage, which notes the clock that is locked whenever it runs."""
 
-    def run(work: Work, repetitions: int) -> None:
+    def run(work: OpCost, repetitions: int) -> None:
         gpu.run(work, repetitions)
         calls.append(gpu.locked_mhz)
         if stop_after is not None and len(calls) > stop_after:
@@ -76,7 +76,7 @@ def test_every_stage_has_both_kinds_at_few_clocks_that_they_share(profile: Profi
 
 
 def test_the_profile_says_where_its_numbers_come_from(profile: Profile):
-    assert (profile.origin, profile.gpu, profile.knob) == ("simulated", "simulated a100-sxm", "clock")
+    assert (profile.origin, profile.gpu, profile.control) == ("simulated", "simulated a100-sxm", "clock")
     assert profile.conditions["planner"] == __version__
     assert profile.conditions["windows"] == "5 s"
     assert profile.conditions["energy counter step"] == "0.100 s"
@@ -121,7 +121,7 @@ def test_a_full_sweep_measures_every_clock_from_the_top_down():
 
 @pytest.mark.parametrize("name", ["a100-sxm", "h100-sxm", "a40"])
 def test_plans_from_few_clocks_cost_hardly_more_than_plans_from_all(name: str):
-    works = [Work(1.17e13, 1.3e10), Work(1.17e13, 1.28e10), Work(1.38e13, 1.7e10)]
+    works = [OpCost(1.17e13, 1.3e10), OpCost(1.17e13, 1.28e10), OpCost(1.38e13, 1.7e10)]
     model = CATALOGUE[name]
     adaptive, full = [], {}
     for number, work in enumerate(works):
@@ -150,15 +150,15 @@ def test_observing_sets_nothing_and_measures_each_kind_once_at_the_clock_that_th
         "F": [achieved],
         "B": [round(A100.load(WORK * 2).achieved_mhz(1410))],
     }
-    assert rows.knob == "observed"
+    assert rows.control == "observed"
     assert rows.blocking_power_w == pytest.approx(A100.blocking().free_power_w(1410), rel=1e-3)
-    assert assembled([rows]).knob == "observed"
+    assert assembled([rows]).control == "observed"
 
 
 def test_power_limits_are_swept_from_the_one_in_force_down_and_reset():
     gpu = quiet()
     least_w, _ = gpu.power_limits_w
-    rows = measure_stage(gpu, stage_of(gpu), 0, replace(QUICK, knob="power-limit"))
+    rows = measure_stage(gpu, stage_of(gpu), 0, replace(QUICK, control="power-limit"))
     limits = [row.clock_mhz for row in rows.measurements["F"]]
     assert limits[0] == gpu.power_limit_w() == 400
     assert all(least_w <= limit <= 400 for limit in limits)
@@ -166,7 +166,7 @@ def test_power_limits_are_swept_from_the_one_in_force_down_and_reset():
     for row in rows.measurements["F"]:
         assert row.energy_j / row.time_s <= row.clock_mhz * 1.001
     profile = assembled([rows])
-    assert profile.knob == "power-limit"
+    assert profile.control == "power-limit"
     assert gpu.power_limit_w() == 400
 
 
@@ -252,10 +252,10 @@ def test_progress_rises_to_the_total(stages: int):
 
 
 def rows_of(
-    stage: int, *, power_w: float | None = 80.0, gpus: int = 1, knob: str = "clock", **conditions: str
+    stage: int, *, power_w: float | None = 80.0, gpus: int = 1, control: str = "clock", **conditions: str
 ) -> StageRows:
     row = (Measurement(1410, 0.1, 30.0),)
-    return StageRows(stage, {"F": row, "B": row}, power_w, gpus, f"GPU {stage % 2}", "measured", knob, conditions)
+    return StageRows(stage, {"F": row, "B": row}, power_w, gpus, f"GPU {stage % 2}", "measured", control, conditions)
 
 
 def test_stages_are_assembled_in_whatever_order_they_come():
@@ -287,7 +287,7 @@ def test_a_stage_without_a_neighbour_gets_the_mean_power_of_those_that_have_one(
         ([], "no stage was measured; give at least one"),
         ([rows_of(0), rows_of(2)], "stage 1 is missing though there is a stage 2"),
         ([rows_of(0), rows_of(0)], "stage 0 was measured twice; give it once"),
-        ([rows_of(0), rows_of(1, knob="observed")], "stage 0 and stage 1 differ in knob; measure both alike"),
+        ([rows_of(0), rows_of(1, control="observed")], "stage 0 and stage 1 differ in control; measure both alike"),
         ([rows_of(0), rows_of(1, gpus=2)], "stage 0 and stage 1 differ in gpus; measure both alike"),
         ([rows_of(0, power_w=None)], "give it with --blocking-power W"),
     ],
@@ -300,7 +300,7 @@ def test_stages_that_make_no_profile_are_refused(stages: list[StageRows], refusa
 @pytest.mark.parametrize(
     ("setting", "refusal"),
     [
-        ({"knob": "voltage"}, "knob: 'voltage' is unknown; choose one of: clock, power-limit, observed"),
+        ({"control": "voltage"}, "control: 'voltage' is unknown; choose one of: clock, power-limit, observed"),
         ({"window_s": 0.0}, "window_s: 0.0 is not a time"),
         ({"cool_down_s": -1.0}, "cool_down_s: -1.0 is not a wait"),
         ({"seed": 1.5}, "seed: 1.5 is not a whole number of 0 or more"),

@@ -10,7 +10,7 @@ import pytest
 
 from perseus_planner.errors import UsageError
 from perseus_planner.gpu import open_gpu
-from perseus_planner.gpu.simulated.simulated import CATALOGUE, Conditions, SimulatedGpu, Work
+from perseus_planner.gpu.simulated.simulated import CATALOGUE, Conditions, OpCost, SimulatedGpu
 from perseus_planner.profiler.modules.torch_stage import callables_stage, torch_stage
 from perseus_planner.profiler.stage import Stage
 from perseus_planner.training.op_cost import counted
@@ -41,7 +41,7 @@ class Recorder(SimulatedGpu):
         self.works.append(work)
         super().run(work, repetitions)
 
-    def work_of(self, stage: Stage, kind: str) -> Work:
+    def work_of(self, stage: Stage, kind: str) -> OpCost:
         stage.timed[kind].run(1)
         return self.works[-1]
 
@@ -105,7 +105,7 @@ class Freeing(nn.Module):
         return Once.apply(self.part(x))
 
 
-def work_of(module: Any, *kinds: str, **options: Any) -> list[Work]:
+def work_of(module: Any, *kinds: str, **options: Any) -> list[OpCost]:
     gpu = Recorder()
     with torch_stage(gpu, module, sample(), **options) as stage:
         return [gpu.work_of(stage, kind) for kind in kinds]

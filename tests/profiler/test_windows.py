@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from replay_gpu import ReplayGpu
 
 from perseus_planner.errors import GpuError
-from perseus_planner.gpu.simulated.simulated import CATALOGUE, Conditions, SimulatedGpu, Work
+from perseus_planner.gpu.simulated.simulated import CATALOGUE, Conditions, OpCost, SimulatedGpu
 from perseus_planner.profiler.counter import EnergyCounter
 from perseus_planner.profiler.estimates import Window, less, without_outliers
 from perseus_planner.profiler.stage import Alone
@@ -23,7 +23,7 @@ from perseus_planner.profiles.measurement import Evidence, Measurement
 from perseus_planner.profiles.profiles import Profile
 
 T = TypeVar("T")
-WORK = Work(flops=1e13, bytes=1e10)
+WORK = OpCost(flops=1e13, bytes=1e10)
 
 
 def playing(time_s: float = 0.05, energy_j: float = 15.0, *, waiting_w: float = 80.0, **options: float) -> ReplayGpu:
@@ -229,7 +229,7 @@ def hot(*spans: str) -> SimulatedGpu:
     return SimulatedGpu(CATALOGUE["a100-sxm"], conditions=Conditions(noise=0, drift=0, fault=faults))
 
 
-def row_on(gpu: SimulatedGpu, work: Work = WORK) -> Measurement:
+def row_on(gpu: SimulatedGpu, work: OpCost = WORK) -> Measurement:
     gpu.set_clock_mhz(1110)
     return Windows(gpu, lambda: None, Alone(), 5.0, 5.0).row(lambda n: gpu.run(work, n), 1110, Random(0))
 

@@ -256,19 +256,19 @@ def test_a_profile_without_evidence_has_the_documented_columns_alone(folder: Pat
     assert Path("p.csv").read_text().splitlines()[0] == HEADER.strip()
 
 
-@pytest.mark.parametrize(("knob", "column"), [("power-limit", "power_limit"), ("observed", "observed_frequency")])
-def test_the_third_column_says_what_was_set(folder: Path, knob: str, column: str):
+@pytest.mark.parametrize(("control", "column"), [("power-limit", "power_limit"), ("observed", "observed_frequency")])
+def test_the_third_column_says_what_was_set(folder: Path, control: str, column: str):
     row = (Measurement(250, 0.05, 20.0),)
-    profile = Profile({(0, "F"): row, (0, "B"): row}, 85.0, knob=knob)
+    profile = Profile({(0, "F"): row, (0, "B"): row}, 85.0, control=control)
     profile.save("p.yaml")
     assert Path("p.csv").read_text().splitlines()[0] == f"stage,instruction,{column},time,energy"
-    assert "knob" not in Path("p.yaml").read_text()
+    assert "control" not in Path("p.yaml").read_text()
     assert Profile.load("p.yaml") == profile == Profile.load("p.csv", 85.0)
-    assert profile.digest != replace(profile, knob="clock").digest
+    assert profile.digest != replace(profile, control="clock").digest
 
 
-BAD_KNOBS = {
-    "two knobs": (
+BAD_CONTROLS = {
+    "two controls": (
         "stage,instruction,frequency,power_limit,time,energy\n",
         "p.csv, line 1: has the columns 'frequency' and 'power_limit'; keep the one that was set",
     ),
@@ -288,7 +288,7 @@ BAD_KNOBS = {
 }
 
 
-@pytest.mark.parametrize(("text", "message"), BAD_KNOBS.values(), ids=BAD_KNOBS.keys())
+@pytest.mark.parametrize(("text", "message"), BAD_CONTROLS.values(), ids=BAD_CONTROLS.keys())
 def test_a_bad_knob_or_evidence_is_refused_with_its_remedy(folder: Path, text: str, message: str):
     (folder / "p.csv").write_text(text)
     assert message_of("p.csv", 85.0) == message

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from strategies import fixed, profiles
 
-from perseus_planner.profiles.curve import lower_hull, worthwhile
+from perseus_planner.profiles.curve import lower_hull, pareto_front
 from perseus_planner.profiles.measurement import Measurement
 from perseus_planner.profiles.profiles import Profile
 
@@ -20,7 +20,7 @@ from perseus_planner.profiles.profiles import Profile
 def test_worthwhile_options_get_slower_and_cheaper_and_leave_none_out_that_is_better(profile: Profile):
     power_w = profile.blocking_power_w
     for measured in profile.measurements.values():
-        kept = worthwhile(measured, power_w)
+        kept = pareto_front(measured, power_w)
         assert {Measurement(o.clock_mhz, o.time_s, o.energy_j) for o in kept} <= set(measured)
         assert all(o.effective_j == o.energy_j - power_w * o.time_s for o in kept)
         assert all(a.time_s < b.time_s and a.effective_j > b.effective_j for a, b in pairwise(kept))
@@ -30,24 +30,24 @@ def test_worthwhile_options_get_slower_and_cheaper_and_leave_none_out_that_is_be
 
 def test_energy_is_compared_after_the_waiting_is_subtracted():
     fast, slow = Measurement(1410, 1.0, 100.0), Measurement(855, 2.0, 150.0)
-    assert [option.clock_mhz for option in worthwhile([fast, slow], 0.0)] == [1410]
-    assert [option.clock_mhz for option in worthwhile([fast, slow], 80.0)] == [1410, 855]
+    assert [option.clock_mhz for option in pareto_front([fast, slow], 0.0)] == [1410]
+    assert [option.clock_mhz for option in pareto_front([fast, slow], 80.0)] == [1410, 855]
 
 
 def test_no_slowdown_is_worthwhile_where_nothing_is_saved():
     options = [Measurement(1410, 1.0, 100.0), Measurement(1200, 1.5, 100.0), Measurement(855, 2.0, 101.0)]
-    assert [option.clock_mhz for option in worthwhile(options, 0.0)] == [1410]
+    assert [option.clock_mhz for option in pareto_front(options, 0.0)] == [1410]
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
 def test_of_equal_options_the_highest_clock_stays(order: tuple[int, ...]):
     options = [Measurement(clock, 1.0, 50.0) for clock in (1410, 1395, 1380)]
-    assert [option.clock_mhz for option in worthwhile([options[i] for i in order], 80.0)] == [1410]
+    assert [option.clock_mhz for option in pareto_front([options[i] for i in order], 80.0)] == [1410]
 
 
 def test_of_equally_fast_options_the_cheapest_stays():
     options = [Measurement(1410, 1.0, 52.0), Measurement(1395, 1.0, 50.0), Measurement(1380, 1.0, 51.0)]
-    assert [option.clock_mhz for option in worthwhile(options, 80.0)] == [1395]
+    assert [option.clock_mhz for option in pareto_front(options, 80.0)] == [1395]
 
 
 @fixed

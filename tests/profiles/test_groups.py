@@ -56,21 +56,21 @@ def test_a_whole_pipeline_for_each_stage_gives_that_stage():
 
 
 @fixed
-@given(profile=profiles(), degree=st.floats(1.0, 3.0))
-def test_a_pipeline_whose_every_stage_is_slower_is_that_much_slower(profile: Profile, degree: float):
+@given(profile=profiles(), slowdown=st.floats(1.0, 3.0))
+def test_a_pipeline_whose_every_stage_is_slower_is_that_much_slower(profile: Profile, slowdown: float):
     schedule = schedules.one_f_one_b(profile.stages, 3)
-    slow = solve(slowed(profile, dict.fromkeys(range(profile.stages), degree)), schedule)
+    slow = solve(slowed(profile, dict.fromkeys(range(profile.stages), slowdown)), schedule)
     frontier = solve(profile, schedule)
-    assert math.isclose(slow.min_time_s, degree * frontier.min_time_s, rel_tol=1e-12)
-    assert math.isclose(slow.baseline_energy_j, degree * frontier.baseline_energy_j, rel_tol=1e-12, abs_tol=1e-9)
+    assert math.isclose(slow.min_time_s, slowdown * frontier.min_time_s, rel_tol=1e-12)
+    assert math.isclose(slow.baseline_energy_j, slowdown * frontier.baseline_energy_j, rel_tol=1e-12, abs_tol=1e-9)
 
 
 def test_only_the_slow_stage_is_slower():
     profile = smooth_profile(3)
     slow = slowed(profile, {1: 1.15})
     for (stage, kind), rows in profile.measurements.items():
-        degree = 1.15 if stage == 1 else 1.0
-        wanted = tuple(Measurement(m.clock_mhz, m.time_s * degree, m.energy_j * degree) for m in rows)
+        slowdown = 1.15 if stage == 1 else 1.0
+        wanted = tuple(Measurement(m.clock_mhz, m.time_s * slowdown, m.energy_j * slowdown) for m in rows)
         assert slow.measurements[stage, kind] == wanted
 
 
@@ -88,7 +88,7 @@ def test_only_the_slow_stage_is_slower():
             "stage 0 forward: the GPUs of the group have no clock in common; measure one",
         ),
         (
-            lambda: tensor_group([FAST, replace(FAST, knob="power-limit")]),
+            lambda: tensor_group([FAST, replace(FAST, control="power-limit")]),
             "GPU 1 of the group was measured by power-limit, GPU 0 by clock; use one",
         ),
         (lambda: on_each_gpu(FAST, 0), "gpus is 0; give a whole number of at least 1"),
@@ -103,7 +103,7 @@ def test_only_the_slow_stage_is_slower():
         (lambda: slowed(FAST, {1: 1.1}), "slow stage 1: there is none; stages are 0 to 0"),
         (
             lambda: slowed(FAST, {0: 0.0}),
-            "slow stage 0: 0.0 is not a degree: give how many times as long it takes, above 0, such as 1.15",
+            "slow stage 0: 0.0 is not a slowdown: give how many times as long it takes, above 0, such as 1.15",
         ),
     ],
 )

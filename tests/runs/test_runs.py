@@ -17,9 +17,9 @@ from perseus_planner.errors import RunError
 from perseus_planner.gpu.protocol import THROTTLE_REASONS
 from perseus_planner.plans.simulate import replay
 from perseus_planner.profiles.clock_changes import ClockChange
-from perseus_planner.runs import RanComputation, RanIteration, Run, recording
-from perseus_planner.runs.ran import RanChanges
+from perseus_planner.runs import ComputationRecord, IterationRecord, Run, recording
 from perseus_planner.runs.recording import Recording
+from perseus_planner.runs.records import RanChanges
 from perseus_planner.runs.rows import COMPUTATIONS, ITERATIONS
 from perseus_planner.runs.run import calibration_of
 from perseus_planner.runtime.controller.protocol import Changed
@@ -36,7 +36,7 @@ def maybe(strategy: st.SearchStrategy[object]) -> st.SearchStrategy[object]:
 
 
 ROWS = st.builds(
-    RanIteration,
+    IterationRecord,
     iteration=WHOLE,
     version=maybe(WHOLE),
     pipeline=WHOLE,
@@ -61,7 +61,7 @@ ROWS = st.builds(
     achieved_mhz=maybe(FINITE),
 )
 SOME = st.builds(
-    RanComputation,
+    ComputationRecord,
     iteration=WHOLE,
     computation=st.builds(Computation, st.integers(0, 999), st.sampled_from("FBIW"), st.integers(0, 999)),
     begin_s=FINITE,
@@ -76,7 +76,9 @@ SOME = st.builds(
 
 @settings(fixed, max_examples=50)
 @given(st.lists(ROWS, max_size=4), st.lists(SOME, max_size=4))
-def test_rows_are_read_as_they_were_written(tmp_path_factory, rows: list[RanIteration], some: list[RanComputation]):
+def test_rows_are_read_as_they_were_written(
+    tmp_path_factory, rows: list[IterationRecord], some: list[ComputationRecord]
+):
     path = tmp_path_factory.getbasetemp() / "rows.csv"
     for table, written in ((ITERATIONS, rows), (COMPUTATIONS, some)):
         path.write_bytes((table.header + "".join(map(table.line, written))).encode())
@@ -286,7 +288,7 @@ def test_a_folder_that_is_no_whole_run_is_refused(plan: Plan, folder: Path):
 def test_a_rank_keeps_no_more_rows_than_it_may(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(recording, "MAX_BYTES", 2000)
     seat = {"version": 1, "pipeline": 0, "pipeline_rank": 0}
-    written, row = Recording(tmp_path, 0), RanIteration(**seat, iteration=0, begin_s=0.5, end_s=1.5, busy_s=0.25)
+    written, row = Recording(tmp_path, 0), IterationRecord(**seat, iteration=0, begin_s=0.5, end_s=1.5, busy_s=0.25)
     for number in range(200):
         written.add(replace(row, iteration=number))
     files = sorted(tmp_path.iterdir())

@@ -8,13 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import fixed
 
-from perseus_planner.runs import RanIteration
+from perseus_planner.runs import IterationRecord
 from perseus_planner.runs.straggler import ENOUGH, RECOVERED, SLOW, Straggling, Watch
 
 
-def ran(ratio: float, planned_s: float = 2.0, deviation: str | None = None, **throttled_s: float) -> RanIteration:
+def ran(ratio: float, planned_s: float = 2.0, deviation: str | None = None, **throttled_s: float) -> IterationRecord:
     """An iteration of 4 s whose computations took `ratio` times as long as planned."""
-    return RanIteration(
+    return IterationRecord(
         iteration=0,
         version=1,
         pipeline=0,
@@ -28,7 +28,7 @@ def ran(ratio: float, planned_s: float = 2.0, deviation: str | None = None, **th
     )
 
 
-def reports(rows: list[RanIteration], usual: float | None = 1.0) -> list[tuple[int, Straggling]]:
+def reports(rows: list[IterationRecord], usual: float | None = 1.0) -> list[tuple[int, Straggling]]:
     """Place -> what was reported there."""
     watch, found = Watch(usual), []
     for place, row in enumerate(rows):
@@ -52,14 +52,14 @@ def test_every_report_has_so_many_iterations_in_a_row_behind_it_and_none_is_miss
         last = ratios[max(0, place + 1 - ENOUGH) : place + 1]
         if place in found:
             assert len(last) == ENOUGH
-            if found[place].degree > 1.0:
+            if found[place].slowdown > 1.0:
                 assert min(last) > SLOW
-                assert found[place].degree == median(last)
+                assert found[place].slowdown == median(last)
                 assert min(last) > SLOW * reported or max(last) * SLOW < reported
             else:
                 assert reported > 1.0
                 assert max(last) < RECOVERED
-            reported = found[place].degree
+            reported = found[place].slowdown
         elif len(last) == ENOUGH:
             assert not (reported == 1.0 and min(last) > SLOW)
             assert not (reported > 1.0 and max(last) < RECOVERED)
@@ -75,7 +75,7 @@ def test_what_is_usual_is_learned_so_that_only_what_changes_counts(usual: float,
         (place, each.reason) for place, each in expected
     ]
     for (_, one), (_, other) in zip(learned, expected, strict=True):
-        assert abs(one.degree - other.degree) < 1e-9
+        assert abs(one.slowdown - other.slowdown) < 1e-9
 
 
 @settings(fixed, max_examples=50)
@@ -102,5 +102,5 @@ def test_a_gpu_that_is_held_back_from_the_start_is_judged_by_the_profile():
     held, free = ran(1.3, sw_thermal=2.0), ran(1.1)
     found = reports([held] * 7 + [free] * 20, None)
     assert [place for place, _ in found] == [ENOUGH - 1, 7 + 2 * ENOUGH - 1]
-    assert [each.degree for _, each in found] == [1.3, 1.0]
+    assert [each.slowdown for _, each in found] == [1.3, 1.0]
     assert reports([ran(1.3, sw_power_cap=4.0)] * 20, None) == []  # at its power limit, as many always are

@@ -101,7 +101,7 @@ def test_the_rate_is_of_all_gpus_together(nvml: StandIn, state: Path):
 def test_a_power_limit_is_set_and_put_back_to_what_it_was(nvml: StandIn, state: Path):
     with open_gpu("nvml:0") as gpu:
         gpu.set_power_limit_w(500.0)
-    with attached(["nvml:0"], knob="power-limit") as (connection,):
+    with attached(["nvml:0"], control="power-limit") as (connection,):
         set_clock(connection, 300)
         assert nvml.limit_w(0) == 300.0
         connection.word[0] = NOTHING
@@ -139,18 +139,18 @@ def test_what_a_gpu_does_not_say_is_none():
     assert reading.clock_mhz == 210
 
 
-@pytest.mark.parametrize(("gpu", "knob"), [("dry-run:nvml:0", "clock"), ("nvml:0", "observed")])
-def test_without_privilege_a_gpu_can_be_watched_and_nothing_is_set(nvml: StandIn, state: Path, gpu: str, knob):
+@pytest.mark.parametrize(("gpu", "control"), [("dry-run:nvml:0", "clock"), ("nvml:0", "observed")])
+def test_without_privilege_a_gpu_can_be_watched_and_nothing_is_set(nvml: StandIn, state: Path, gpu: str, control):
     for function in ("SetGpuLockedClocks", "ResetGpuLockedClocks", "SetPowerManagementLimit"):
         nvml.fail(f"nvmlDevice{function}", 4)
-    with attached([gpu], knob=knob) as (connection,):
+    with attached([gpu], control=control) as (connection,):
         first = awaited(connection, Reading)
         for place in (0, 1, 0):
             connection.word[0] = word(place, 1500)
             let_look(connection)
         second = awaited(connection, Reading)
         assert second.energy_j > first.energy_j
-        if knob == "clock":
+        if control == "clock":
             assert set_clock(connection, 1200, place=1).before_mhz == 1980
         assert connection.leave(LONG_S) is None
     assert nvml.settings() == []
@@ -199,7 +199,7 @@ def test_ranks_that_share_a_gpu_are_refused_in_terms_of_ranks(nvml: StandIn, sta
     ],
 )
 def test_a_gpu_that_cannot_be_had_is_refused_with_its_error(gpu: str, kind: type[GpuError]):
-    with pytest.raises(GpuError) as caught, attached([gpu], knob="power-limit"):
+    with pytest.raises(GpuError) as caught, attached([gpu], control="power-limit"):
         pytest.fail("not to be reached")
     assert type(caught.value) is kind
 

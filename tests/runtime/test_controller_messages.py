@@ -91,12 +91,12 @@ def test_numbers_and_depths_that_python_would_take_are_refused(line: bytes):
     [
         ({"rank": -1}, "rank -1 with launcher None: give whole numbers of 0 or more"),
         ({"launcher": -5}, "rank 0 with launcher -5: give whole numbers of 0 or more"),
-        ({"knob": "voltage"}, "'voltage' is not a knob; choose one of: clock, power-limit, observed"),
+        ({"control": "voltage"}, "'voltage' is not a control; choose one of: clock, power-limit, observed"),
         ({"min_dwell_s": math.nan}, "a dwell of nan s: give finite seconds of 0 or more"),
     ],
 )
 def test_a_hello_says_what_is_wrong_with_it(changed: dict[str, object], said: str):
-    values = {"rank": 0, "gpu": "nvml:0", "knob": "clock", "launcher": None, "min_dwell_s": 0.0, **changed}
+    values = {"rank": 0, "gpu": "nvml:0", "control": "clock", "launcher": None, "min_dwell_s": 0.0, **changed}
     with pytest.raises(UsageError) as caught:
         Hello(**values)
     assert str(caught.value) == said

@@ -32,8 +32,8 @@ GARBAGE = (
     b"[" * 60000,
     b'{"message":"Leave"}\n',
     b'{"message":"Hello","rank":0}\n',
-    b'{"message":"Hello","rank":true,"gpu":"nvml:1","knob":"clock","launcher":null,"min_dwell_s":0}\n',
-    b'{"message":"Hello","rank":5,"gpu":"nvml:1","knob":"clock","launcher":null,"min_dwell_s":0}\n',  # without its page
+    b'{"message":"Hello","rank":true,"gpu":"nvml:1","control":"clock","launcher":null,"min_dwell_s":0}\n',
+    b'{"message":"Hello","rank":5,"gpu":"nvml:1","control":"clock","launcher":null,"min_dwell_s":0}\n',  # no page
     b"\xff\xfe\n",
     b'{"message":"Left","problem":null}\n',
 )
@@ -64,7 +64,7 @@ def test_garbage_from_a_stranger_changes_nothing_for_others(simulated_rank: Conn
 
 @pytest.mark.parametrize("is_sealed", [True, False])
 def test_a_page_that_could_vanish_under_the_controller_is_refused(simulated_rank: Connection, is_sealed: bool):
-    hello = b'{"message":"Hello","rank":5,"gpu":"nvml:1","knob":"clock","launcher":null,"min_dwell_s":0}\n'
+    hello = b'{"message":"Hello","rank":5,"gpu":"nvml:1","control":"clock","launcher":null,"min_dwell_s":0}\n'
     descriptor = os.memfd_create("small", os.MFD_ALLOW_SEALING) if is_sealed else os.open("/dev/zero", os.O_RDWR)
     try:
         with _stranger(simulated_rank) as stranger:

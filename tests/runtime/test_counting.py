@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from perseus_planner.runs import RanIteration
+from perseus_planner.runs import IterationRecord
 from perseus_planner.runtime.agent.summing import together
 from perseus_planner.runtime.controller.protocol import Attached, Reading
 from perseus_planner.runtime.engines.engine import Seat
@@ -20,8 +20,8 @@ from perseus_planner.runtime.telemetry.telemetry import Telemetry
 S = 10**9
 
 
-def row(number: int, **fields: object) -> RanIteration:
-    return RanIteration(
+def row(number: int, **fields: object) -> IterationRecord:
+    return IterationRecord(
         iteration=number, version=1, pipeline=0, pipeline_rank=0, begin_s=0.0, end_s=1.0, busy_s=1.0, **fields
     )
 

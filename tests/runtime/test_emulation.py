@@ -18,7 +18,7 @@ from perseus_planner.gpu.simulated.emulated import EmulatedGpu, opened
 from perseus_planner.gpu.torch_device import gpu_text
 from perseus_planner.profiler.modules.torch_stage import torch_stage
 from perseus_planner.runtime.emulation import emulated, emulated_stage
-from perseus_planner.training.op_cost import stage_work
+from perseus_planner.training.op_cost import stage_op_cost
 
 torch = pytest.importorskip("torch")
 nn = torch.nn
@@ -124,7 +124,7 @@ def test_outputs_gradients_and_random_state_are_the_same_to_the_last_bit(gpu: Em
 def test_the_work_is_what_a_profile_measures(gpu: EmulatedGpu, name: str):
     build, loss, first = MODULES[name]
     module = build()
-    work = stage_work(module, sample(first=first), loss, first=first)
+    work = stage_op_cost(module, sample(first=first), loss, first=first)
     with (
         open_gpu(gpu.simulated_text) as simulated,
         torch_stage(simulated, module, sample(first=first), loss, first=first) as stage,
@@ -171,7 +171,7 @@ def test_forward_and_backward_take_as_long_as_the_gpu_says_at_its_clock(
     build, loss, first = MODULES[name]
     module = build()
     expected_s = [
-        gpu.model.load(work).time_s(clock_mhz) for work in stage_work(module, sample(first=first), loss, first=first)
+        gpu.model.load(work).time_s(clock_mhz) for work in stage_op_cost(module, sample(first=first), loss, first=first)
     ]
     gpu.set_clock_mhz(clock_mhz)
     gpu.wait(2e-3)
@@ -182,7 +182,7 @@ def test_forward_and_backward_take_as_long_as_the_gpu_says_at_its_clock(
 
 def test_several_outputs_are_one_backward(gpu: EmulatedGpu):
     module, mask = Two(), torch.ones(WIDTH, WIDTH)
-    expected_s = gpu.model.load(stage_work(module, (sample(first=False), mask)).backward).time_s(1410)
+    expected_s = gpu.model.load(stage_op_cost(module, (sample(first=False), mask)).backward).time_s(1410)
     with emulated_stage(module, gpu):
         one, two, _ = module(sample(first=False), mask)
         for retain in (True, False):  # a graph that is kept takes its time again
@@ -195,8 +195,8 @@ def test_other_shapes_are_other_work(gpu: EmulatedGpu):
     module = plain()
     with emulated_stage(module, gpu):
         module(torch.randn(8, WIDTH))
-        small = stage_work(module, torch.randn(8, WIDTH)).forward
-        large = stage_work(module, torch.randn(64, WIDTH)).forward
+        small = stage_op_cost(module, torch.randn(8, WIDTH)).forward
+        large = stage_op_cost(module, torch.randn(64, WIDTH)).forward
         module(torch.randn(64, WIDTH))
         for rows, work in ((8, small), (64, large), (8, small)):
             start_s = time.monotonic()

@@ -182,7 +182,7 @@ def test_findings_of_all_ranks_are_told_once_and_again_to_a_service_that_has_for
     service, training = Service(found.plan_for(found.baseline_time_s)), Training()
 
     def told(http: StandIn) -> list[tuple[str, float]]:
-        return [(each["scope"]["value"], each["degree"]) for each in bodies(http, "POST", "/reports")]
+        return [(each["scope"]["value"], each["slowdown"]) for each in bodies(http, "POST", "/reports")]
 
     with stand_in(service) as http, running(http.address, job, training, path, None):
         Mailbox(job.store).say(Finding(1, Straggling(1.3, "throttled")))
@@ -347,7 +347,7 @@ def test_pauses_double_up_to_the_longest_and_begin_anew(monkeypatch: pytest.Monk
 def test_the_service_knows_the_last_finding_of_each_rank_whenever_all_is_told(acts: list[tuple[str, int, float]]):
     now_s = [0.0]
     findings, last = Findings(lambda: now_s[0]), {}
-    known: dict[str, tuple[float, float, float]] = {}  # scope -> degree, observed, expires
+    known: dict[str, tuple[float, float, float]] = {}  # scope -> slowdown, observed, expires
     for act, rank, number in [*acts, ("told", 0, 0.0)]:
         now_s[0] += 1e-3
         if act == "found":
@@ -360,16 +360,18 @@ def test_the_service_knows_the_last_finding_of_each_rank_whenever_all_is_told(ac
             findings.tell_again()
         else:
             for request in findings.due():
-                assert request.degree is not None
+                assert request.slowdown is not None
                 assert request.observed_s is not None
                 if request.observed_s > known.get(request.scope.value, (0, -1.0, 0))[1]:
-                    known[request.scope.value] = request.degree, request.observed_s, now_s[0] + TTL_S
+                    known[request.scope.value] = request.slowdown, request.observed_s, now_s[0] + TTL_S
                 findings.told(request)
             assert findings.due() == []
             standing = {
-                scope: degree for scope, (degree, _, until_s) in known.items() if degree > 1 and until_s > now_s[0]
+                scope: slowdown
+                for scope, (slowdown, _, until_s) in known.items()
+                if slowdown > 1 and until_s > now_s[0]
             }
-            assert standing == {scope: degree for scope, degree in last.items() if degree > 1}
+            assert standing == {scope: slowdown for scope, slowdown in last.items() if slowdown > 1}
 
 
 def test_a_finding_that_is_numbered_but_not_yet_written_is_read_later():
@@ -380,6 +382,6 @@ def test_a_finding_that_is_numbered_but_not_yet_written_is_read_later():
     assert store.add("findings", 1) == 1
     mailbox.say(Finding(3, Straggling(1.2, "late")))
     assert mailbox.findings() == [Finding(3, Straggling(1.2, "late"))]
-    store.set("findings/1", json.dumps({"rank": 2, "straggling": {"degree": 1.1, "reason": "r"}}))
+    store.set("findings/1", json.dumps({"rank": 2, "straggling": {"slowdown": 1.1, "reason": "r"}}))
     assert mailbox.findings() == [Finding(2, Straggling(1.1, "r"))]
     assert mailbox.findings() == []

@@ -153,7 +153,7 @@ def test_a_straggler_that_is_reported_lets_the_others_save_what_was_promised_and
                 "source": "data",
                 "key": "k",
                 "scope": {"kind": "pipeline", "value": "1"},
-                "degree": SLOW,
+                "slowdown": SLOW,
                 "cause": "data",
             },
         )

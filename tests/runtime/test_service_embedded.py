@@ -29,7 +29,7 @@ pytest.importorskip("fastapi")
 pytest.importorskip("sqlalchemy")
 
 LONG_S = 60.0  #: for what must come at some time: much longer than it takes
-REPORT = ReportRequest("ops", Scope("stage", "1"), degree=1.2, key="k", cause="compute")
+REPORT = ReportRequest("ops", Scope("stage", "1"), slowdown=1.2, key="k", cause="compute")
 
 
 def eventually(holds: Callable[[], Any], within_s: float = LONG_S) -> Any:

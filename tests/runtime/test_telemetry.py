@@ -263,7 +263,7 @@ def test_nothing_grows_without_bound():
 
 def test_where_nothing_is_set_nothing_is_missed():
     ran_by = program(3)
-    ran_by = Program(1, replace(ran_by.plan, knob="observed"), 0)
+    ran_by = Program(1, replace(ran_by.plan, control="observed"), 0)
     telemetry = Telemetry(0, SEAT, offset_ns=lambda: 0)
     spans = tuple((10 * i, 10 * i + 5) for i in range(len(ran_by.computations)))
     telemetry.ended(0, ran_by, None)

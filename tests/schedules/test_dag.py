@@ -13,7 +13,7 @@ from strategies import deadline_s, fixed, jobs, problems, shares
 from perseus_planner import schedules
 from perseus_planner.errors import ProfileError, ScheduleError
 from perseus_planner.plans.simulate import replay
-from perseus_planner.profiles.curve import Option
+from perseus_planner.profiles.curve import OperatingPoint
 from perseus_planner.profiles.measurement import Measurement
 from perseus_planner.profiles.profiles import Profile
 from perseus_planner.schedules import Computation, Schedule, one_f_one_b
@@ -242,9 +242,9 @@ def test_an_operation_is_one_option_without_a_clock(power_w: float):
     )
     found = {str(each): dag.options[key] for each, key in zip(dag.iteration.operations, dag.keys[4:], strict=True)}
     assert found == {
-        "0load": (Option(0, 0.5, 0.5 * power_w, 0.0),),
-        "0step": (Option(0, 2.0, 300.0, 300.0 - 2 * power_w),),
-        "1step": (Option(0, 2.0, 300.0, 280.0),),
+        "0load": (OperatingPoint(0, 0.5, 0.5 * power_w, 0.0),),
+        "0step": (OperatingPoint(0, 2.0, 300.0, 300.0 - 2 * power_w),),
+        "1step": (OperatingPoint(0, 2.0, 300.0, 280.0),),
     }
 
 

@@ -34,9 +34,9 @@ def rank(source: str, number: int, **fields: Any) -> ReportRequest:
 
 def test_the_runtimes_own_finding_is_about_its_rank():
     assert straggling_report(Straggling(1.2, "throttled: sw-thermal 80 % of the time"), 5, key="k", ttl_s=9.0) == rank(
-        "perseus-planner runtime, rank 5", 5, degree=1.2, key="k", ttl_s=9.0
+        "perseus-planner runtime, rank 5", 5, slowdown=1.2, key="k", ttl_s=9.0
     )
-    assert straggling_report(Straggling(1.0, "it has recovered"), 5).degree == 1.0
+    assert straggling_report(Straggling(1.0, "it has recovered"), 5).slowdown == 1.0
 
 
 # NVIDIA's resiliency extension
@@ -70,7 +70,7 @@ def test_slow_gpus_of_a_resiliency_report_are_reported_by_their_score():
 def test_a_gpu_that_was_slow_is_reported_once_more_when_it_is_not():
     report = Report({0: 1.0, 1: 0.98, 2: 0.9, 3: float("nan")})
     source = "nvidia-resiliency-ext"
-    assert resiliency_reports(report, before={1, 2, 3}) == [rank(source, 1, degree=1.0), rank(source, 2, score=0.9)]
+    assert resiliency_reports(report, before={1, 2, 3}) == [rank(source, 1, slowdown=1.0), rank(source, 2, score=0.9)]
 
 
 @settings(fixed, max_examples=100)
@@ -96,7 +96,7 @@ def test_every_rank_whose_score_is_known_is_slow_or_recovered_or_not_of_interest
             assert reports[number].score == score
         else:
             assert (number in reports) == (number in before)
-            assert number not in reports or reports[number].degree == 1.0
+            assert number not in reports or reports[number].slowdown == 1.0
 
 
 @pytest.mark.parametrize("report", [{"gpu_relative_perf_scores": [0.5]}, None, Report({0: "fast"})])  # type: ignore[dict-item]
@@ -127,10 +127,10 @@ def test_ranks_that_were_slow_recover_when_a_line_shows_it():
     even = LINE.replace("205.00TF", "240.00TF")
     assert megatron_reports(even) == []
     assert megatron_reports(even, before={7, 2}) == [
-        rank("megatron", number, degree=1.0, observed_s=NOON_S) for number in (2, 7)
+        rank("megatron", number, slowdown=1.0, observed_s=NOON_S) for number in (2, 7)
     ]
     # Of a rank that the line does not name, nothing is known while another one is slow.
-    assert [(each.scope.value, each.degree) for each in megatron_reports(LINE, before={2, 3})] == [
+    assert [(each.scope.value, each.slowdown) for each in megatron_reports(LINE, before={2, 3})] == [
         ("3", 1.0),
         ("7", None),
     ]
@@ -167,7 +167,7 @@ def test_the_command_follows_megatrons_log():
         command = ["straggler", "--job", "gpt3", "--megatron-log", "--ttl", "10m", "--service", service.address]
         result = CliRunner().invoke(main, command, input=log)
         assert (result.exit_code, result.stderr) == (0, "")
-        said = [(each.path, each.body["scope"]["value"], each.body.get("degree")) for each in service.asked]
+        said = [(each.path, each.body["scope"]["value"], each.body.get("slowdown")) for each in service.asked]
         path = "/v1/jobs/gpt3/reports"
         assert said == [(path, "7", None), (path, "7", None), (path, "7", 1.0)]
         assert {each.body["ttl_s"] for each in service.asked} == {600.0}
@@ -187,7 +187,7 @@ def test_a_callback_of_the_resiliency_extension_needs_two_lines():
         for report in reports:
             with suppress(PlannerError):  # the first is not taken
                 feed(report)
-        said = [(each.path, each.body.get("score"), each.body.get("degree")) for each in service.asked]
+        said = [(each.path, each.body.get("score"), each.body.get("slowdown")) for each in service.asked]
         path = "/v1/jobs/gpt3/reports"
         assert said == [(path, 0.5, None), (path, 0.5, None), (path, 0.9, None), (path, None, 1.0)]
 
@@ -201,4 +201,4 @@ def test_what_could_not_be_said_of_a_recovery_is_said_the_next_time():
             feed(Report({1: 1.0}))
         assert [each.version for each in feed(Report({1: 1.0}))] == [EFFECT["version"]]
         assert feed(Report({1: 1.0})) == []
-        assert [each.body.get("degree") for each in service.asked] == [None, 1.0, 1.0]
+        assert [each.body.get("slowdown") for each in service.asked] == [None, 1.0, 1.0]

@@ -51,7 +51,7 @@ FIRING = {
         "job": "dcgm",
         "modelName": "NVIDIA H100 80GB HBM3",
     },
-    "annotations": {"cause": "compute", "degree": "1.4042553191489362"},
+    "annotations": {"cause": "compute", "slowdown": "1.4042553191489362"},
     "startsAt": moment(NOW_S - 60),
     "endsAt": "0001-01-01T00:00:00Z",
     "generatorURL": "http://vm:9992/graph?g0.expr=1980+%2F+avg_over_time%28DCGM_FI_DEV_SM_CLOCK%5B2m%5D%29&g0.tab=1",
@@ -104,8 +104,8 @@ def posted(ask: Callable[..., httpx.Response], *alerts: Any) -> dict[str, Any]:
     return answer.json()
 
 
-def degrees(service: Service, name: str = "gpt") -> list[float | None]:
-    return [each.degree for each in service.reports(name)]
+def slowdowns(service: Service, name: str = "gpt") -> list[float | None]:
+    return [each.slowdown for each in service.reports(name)]
 
 
 def test_an_alert_is_a_report_of_the_gpu_that_it_names_until_it_is_resolved(running):
@@ -115,8 +115,8 @@ def test_an_alert_is_a_report_of_the_gpu_that_it_names_until_it_is_resolved(runn
     assert [(each["job"], each["version"], each["changed"]) for each in found["answers"]] == [("gpt", 2, True)]
     planned(service)  # a slow stage is solved first
     (kept,) = service.reports("gpt")
-    assert (kept.scope, kept.degree, kept.cause) == (Scope("gpu", "GPU-2"), 1.4042553191489362, "compute")
-    assert service.status("gpt").decision.targets[1].slow_stages == {0: kept.degree}
+    assert (kept.scope, kept.slowdown, kept.cause) == (Scope("gpu", "GPU-2"), 1.4042553191489362, "compute")
+    assert service.status("gpt").decision.targets[1].slow_stages == {0: kept.slowdown}
     found = posted(ask, RESOLVED)
     assert [(each["version"], each["changed"]) for each in found["answers"]] == [(3, True)]
     assert service.reports("gpt") == ()
@@ -129,17 +129,17 @@ def test_every_job_that_has_what_an_alert_names_is_told(running):
     service.register(elsewhere, frontier_file())
     found = posted(ask, alert({"node": "node1"}, {"score": "0.8"}, fingerprint="1"), FIRING)
     assert [each["job"] for each in found["answers"]] == ["bloom", "gpt"]
-    assert (degrees(service), degrees(service, "bloom")) == ([1.25, 1.4042553191489362], [1.25])
+    assert (slowdowns(service), slowdowns(service, "bloom")) == ([1.25, 1.4042553191489362], [1.25])
 
 
 def test_what_no_job_has_and_what_says_too_little_harm_no_other_alert(running, caplog: pytest.LogCaptureFixture):
     service, _, ask = running
-    unknown = alert({"alertname": "A", "UUID": "GPU-of-others"}, {"degree": "1.2"}, fingerprint="1")
+    unknown = alert({"alertname": "A", "UUID": "GPU-of-others"}, {"slowdown": "1.2"}, fingerprint="1")
     found = posted(ask, unknown, alert({"alertname": "B", "node": "node0"}, {}, fingerprint="2"), FIRING, "x")
     assert [each["job"] for each in found["answers"]] == ["gpt"]
     assert [(each["place"], each["name"]) for each in found["ignored"]] == [(0, "A"), (1, "B"), (3, "without a name")]
     assert found["ignored"][0]["problem"] == "no job that runs has gpu 'GPU-of-others'"
-    assert degrees(service) == [1.4042553191489362]
+    assert slowdowns(service) == [1.4042553191489362]
     assert "alert of the rule 'B' says too little: does not say how slow" in caplog.text
     counted = ask("GET", "/metrics").text
     assert 'planner_alerts_total{outcome="reported"} 1.0\n' in counted
@@ -153,24 +153,24 @@ def test_a_job_that_has_too_many_reports_says_so_and_others_are_told(running, mo
     monkeypatch.setattr("perseus_planner.service.checks._MOST_REPORTS", 1)
     found = posted(ask, FIRING)
     assert [each["problem"] for each in found["ignored"]] == ["job 'gpt' has 1 reports; clear some"]
-    assert (degrees(service), degrees(service, "bloom")) == ([1.3], [1.4042553191489362])
+    assert (slowdowns(service), slowdowns(service, "bloom")) == ([1.3], [1.4042553191489362])
 
 
 @pytest.mark.parametrize(
     ("alert", "text"),
     [
-        (alert({"node": "n"}, {}), "does not say how slow; give its rule an annotation degree"),
-        (alert({"node": "n"}, {"degree": "much"}), "degree 'much' is no number above 0 and of usual size"),
-        (alert({"node": "n"}, {"degree": "1e7"}), "degree '1e7' is no number above 0 and of usual size"),
+        (alert({"node": "n"}, {}), "does not say how slow; give its rule an annotation slowdown"),
+        (alert({"node": "n"}, {"slowdown": "much"}), "slowdown 'much' is no number above 0 and of usual size"),
+        (alert({"node": "n"}, {"slowdown": "1e7"}), "slowdown '1e7' is no number above 0 and of usual size"),
         (alert({"node": "n"}, {"score": "0"}), "score '0' is no number above 0 and of usual size"),
-        (alert({"gpu": "3"}, {"degree": "1.2"}), "names no GPU and no node; keep the label UUID, Hostname"),
-        (alert({"node": "n\n"}, {"degree": "1.2"}), "names no GPU and no node"),
-        (alert({"node": "n"}, {"degree": "1.2", "cause": "bad"}), "cause 'bad' is none; write one of: compute, comm"),
-        (alert({"node": "n"}, {"degree": "1.2"}, status="other"), "its status is 'other'; it must be firing"),
-        (alert({"node": "n"}, {"degree": "1.2"}, startsAt="now"), "startsAt: 'now' is no time as Alertmanager"),
-        (alert({"node": "n"}, {"degree": "1.2"}, startsAt="2026-13-01T00:00:00Z"), "startsAt: '2026-13-01T00:00:00Z' "),
+        (alert({"gpu": "3"}, {"slowdown": "1.2"}), "names no GPU and no node; keep the label UUID, Hostname"),
+        (alert({"node": "n\n"}, {"slowdown": "1.2"}), "names no GPU and no node"),
+        (alert({"node": "n"}, {"slowdown": "1.2", "cause": "bad"}), "cause 'bad' is none; write one of: compute, comm"),
+        (alert({"node": "n"}, {"slowdown": "1.2"}, status="other"), "its status is 'other'; it must be firing"),
+        (alert({"node": "n"}, {"slowdown": "1.2"}, startsAt="now"), "startsAt: 'now' is no time as Alertmanager"),
+        (alert({"node": "n"}, {"slowdown": "2"}, startsAt="2026-13-01T00:00:00Z"), "startsAt: '2026-13-01T00:00:00Z' "),
         (alert({"node": "n"}, {}, status="resolved", endsAt=None), "endsAt: None is no time"),
-        (alert([], {"degree": "1.2"}), "names no GPU"),
+        (alert([], {"slowdown": "1.2"}), "names no GPU"),
         ("x", "startsAt: None is no time"),
     ],
 )  # fmt: skip
@@ -197,23 +197,23 @@ def test_an_alert_without_a_gpu_is_of_its_node(labels: dict[str, str], scope: Sc
 
 
 @pytest.mark.parametrize(
-    ("labels", "annotations", "degree"),
+    ("labels", "annotations", "slowdown"),
     [
         ({}, {"score": "0.8"}, 1.25),
         ({}, {"score": "1.2"}, 1.0),
-        ({}, {"degree": "0.97"}, 1.0),
-        ({"degree": "2"}, {"degree": "3"}, 2.0),
+        ({}, {"slowdown": "0.97"}, 1.0),
+        ({"slowdown": "2"}, {"slowdown": "3"}, 2.0),
     ],
 )
-def test_an_alert_says_how_slow_as_a_degree_or_as_a_score(labels: Any, annotations: Any, degree: float):
+def test_an_alert_says_how_slow_as_a_degree_or_as_a_score(labels: Any, annotations: Any, slowdown: float):
     (found,) = webhook.alerts_of([alert({"node": "n", **labels}, annotations)], NOW_S)
     assert found.report is not None
-    assert found.report.degree == degree
+    assert found.report.slowdown == slowdown
 
 
 def test_without_a_fingerprint_an_alert_is_told_by_its_labels():
     said = [({}, "1.2"), ({}, "1.3"), ({"rule": "r"}, "1.2")]
-    alerts = [alert({"node": "n", **labels}, {"degree": degree}, fingerprint=None) for labels, degree in said]
+    alerts = [alert({"node": "n", **labels}, {"slowdown": slowdown}, fingerprint=None) for labels, slowdown in said]
     assert len({each.report.source for each in webhook.alerts_of(alerts, NOW_S) if each.report is not None}) == 2
 
 
@@ -225,20 +225,20 @@ def test_times_are_the_same_however_they_are_written():
 
 def test_an_alert_that_says_another_degree_is_the_same_and_one_that_was_cleared_stays_so(running):
     service, clock, ask = running
-    for degree in ("1.3", "1.6", "1.3", "1.2"):
+    for slowdown in ("1.3", "1.6", "1.3", "1.2"):
         clock.now_s += 300
-        posted(ask, {**FIRING, "annotations": {"degree": degree}})
-        assert degrees(service) == [float(degree)]
+        posted(ask, {**FIRING, "annotations": {"slowdown": slowdown}})
+        assert slowdowns(service) == [float(slowdown)]
     (kept,) = service.reports("gpt")
     service.clear("gpt", kept.key)
     assert posted(ask, FIRING)["answers"][0]["changed"] is False
-    assert degrees(service) == []
+    assert slowdowns(service) == []
     again = {**FIRING, "startsAt": moment(clock.now_s - 1)}
     assert posted(ask, again)["answers"][0]["changed"] is True
-    assert degrees(service) == [1.4042553191489362]
+    assert slowdowns(service) == [1.4042553191489362]
 
 
-SECOND = {**FIRING, "startsAt": moment(NOW_S - 30), "annotations": {"degree": "1.7"}}
+SECOND = {**FIRING, "startsAt": moment(NOW_S - 30), "annotations": {"slowdown": "1.7"}}
 SECOND_OVER = {**SECOND, "status": "resolved", "endsAt": moment(NOW_S - 10)}
 FIRST_OVER = {**RESOLVED, "endsAt": moment(NOW_S - 40)}
 
@@ -253,7 +253,7 @@ def test_in_whatever_order_deliveries_come_the_last_state_of_an_alert_counts(tmp
                 service.register(job(name), frontier_file())
                 for each in (*order, *order[::-1]):
                     posted(ask, shifted(each, 3600.0 * ahead_h))
-                assert degrees(service, name) == left, order
+                assert slowdowns(service, name) == left, order
                 service.end(name)
 
 
@@ -267,10 +267,10 @@ def shifted(alert: dict[str, Any], by_s: float) -> dict[str, Any]:
 def test_a_clock_that_was_ahead_and_is_set_right_does_not_keep_its_alerts_from_counting(running):
     service, clock, ask = running
     posted(ask, shifted(RESOLVED, 7200), shifted(FIRING, 7200))  # in that order; it stays resolved
-    assert degrees(service) == []
+    assert slowdowns(service) == []
     clock.now_s += 600
     posted(ask, {**FIRING, "startsAt": moment(clock.now_s - 5)})
-    assert degrees(service) == [1.4042553191489362]
+    assert slowdowns(service) == [1.4042553191489362]
 
 
 def test_an_old_alert_that_was_resolved_long_ago_by_a_slow_clock_does_not_come_back(running):
@@ -281,7 +281,7 @@ def test_an_old_alert_that_was_resolved_long_ago_by_a_slow_clock_does_not_come_b
         clock.now_s += 1800
     service.tick()
     posted(ask, behind[1])
-    assert degrees(service) == []
+    assert slowdowns(service) == []
 
 
 def test_what_is_no_group_of_alerts_is_refused_and_a_large_one_is_taken(tmp_path: Path):

@@ -22,7 +22,7 @@ from perseus_planner.views.service_text import answer_text
 
 pytest.importorskip("httpx")
 
-SLOW_STAGE = ReportRequest("ops", Scope("stage", "1", 1), degree=1.31, cause="compute", key="k")
+SLOW_STAGE = ReportRequest("ops", Scope("stage", "1", 1), slowdown=1.31, cause="compute", key="k")
 
 
 class Held:

@@ -24,7 +24,7 @@ httpx = pytest.importorskip("httpx")
 
 FRONTIER = b"PK frontier"
 JOB = {"name": "gpt3", "frontier": base64.b64encode(FRONTIER).decode(), "pipelines": 3}
-SLOW = {"source": "ops", "scope": {"kind": "pipeline", "value": 1}, "degree": 1.2, "key": "r1"}
+SLOW = {"source": "ops", "scope": {"kind": "pipeline", "value": 1}, "slowdown": 1.2, "key": "r1"}
 
 
 def talk(
@@ -121,13 +121,13 @@ def test_a_report_is_answered_with_what_follows():
 @pytest.mark.parametrize(
     ("sent", "found"),
     [
-        ({"score": 0.8}, {"degree": 1.25, "iteration_s": None}),
-        ({"iteration_s": 3}, {"degree": None, "iteration_s": 3.0}),
-        ({"degree": 1}, {"degree": 1.0, "expires_s": math.inf, "begins_s": NOW_S, "observed_s": NOW_S}),
-        ({"degree": 2, "at_iteration": 70}, {"begins_iteration": 70}),
-        ({"degree": 2, "scope": {"kind": "rank", "value": "17"}}, {"scope": Scope("rank", "17")}),
-        ({"degree": 2, "scope": {"kind": "stage", "value": 2, "pipeline": 1}}, {"scope": Scope("stage", "2", 1)}),
-        ({"degree": 2, "scope": {"kind": "node", "value": "knöten 7"}}, {"scope": Scope("node", "knöten 7")}),
+        ({"score": 0.8}, {"slowdown": 1.25, "iteration_s": None}),
+        ({"iteration_s": 3}, {"slowdown": None, "iteration_s": 3.0}),
+        ({"slowdown": 1}, {"slowdown": 1.0, "expires_s": math.inf, "begins_s": NOW_S, "observed_s": NOW_S}),
+        ({"slowdown": 2, "at_iteration": 70}, {"begins_iteration": 70}),
+        ({"slowdown": 2, "scope": {"kind": "rank", "value": "17"}}, {"scope": Scope("rank", "17")}),
+        ({"slowdown": 2, "scope": {"kind": "stage", "value": 2, "pipeline": 1}}, {"scope": Scope("stage", "2", 1)}),
+        ({"slowdown": 2, "scope": {"kind": "node", "value": "knöten 7"}}, {"scope": Scope("node", "knöten 7")}),
     ],
 )
 def test_a_report_says_how_slow_in_one_of_three_ways(sent, found):
@@ -321,8 +321,8 @@ def test_a_fault_of_the_service_is_no_secret_told_to_the_client():
         (b'{"source": "\\ud800"}', 422),
         (b"[" * 60_000, 400),
         (b'{"a":' * 10_000, 400),
-        (b'{"degree": ' + b"9" * 5_000 + b"}", 400),
-        (b'{"degree": NaN}', 422),
+        (b'{"slowdown": ' + b"9" * 5_000 + b"}", 400),
+        (b'{"slowdown": NaN}', 422),
     ],
 )
 def test_a_body_that_is_none_is_refused(body, status, ask):
@@ -342,14 +342,14 @@ def test_a_form_of_a_web_page_is_no_report(kind, ask):
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
-        ({"degree": 0.99}, "body.degree: Input should be greater than or equal to 1"),
-        ({"degree": float("nan")}, "body.degree: Input should be a finite number"),
-        ({"degree": float("inf")}, "body.degree: Input should be a finite number"),
-        ({"degree": 10**400}, "body.degree"),
-        ({"degree": "1.2"}, "body.degree: Input should be a valid number"),
-        ({"degree": True}, "body.degree: Input should be a valid number"),
-        ({"degree": None}, "body: Value error, say how slow in one way: degree, iteration_s or score"),
-        ({"score": 0.5}, "body: Value error, say how slow in one way: degree, iteration_s or score"),
+        ({"slowdown": 0.99}, "body.slowdown: Input should be greater than or equal to 1"),
+        ({"slowdown": float("nan")}, "body.slowdown: Input should be a finite number"),
+        ({"slowdown": float("inf")}, "body.slowdown: Input should be a finite number"),
+        ({"slowdown": 10**400}, "body.slowdown"),
+        ({"slowdown": "1.2"}, "body.slowdown: Input should be a valid number"),
+        ({"slowdown": True}, "body.slowdown: Input should be a valid number"),
+        ({"slowdown": None}, "body: Value error, say how slow in one way: slowdown, iteration_s or score"),
+        ({"score": 0.5}, "body: Value error, say how slow in one way: slowdown, iteration_s or score"),
         ({"in_s": -1}, "body.in_s: Input should be greater than or equal to 0"),
         ({"in_s": 1, "at_iteration": 3}, "body: Value error, it begins in_s seconds from now or at_iteration"),
         ({"at_iteration": 2.0}, "body.at_iteration: Input should be a valid integer"),

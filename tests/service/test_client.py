@@ -36,7 +36,7 @@ def client(service: StandIn):
 
 
 def test_every_endpoint_has_a_method_that_reads_its_answer(service: StandIn, client: Client):
-    request = ReportRequest("ops", Scope("stage", "2", 3), degree=1.2, in_s=10.0, cause="compute", key="k1")
+    request = ReportRequest("ops", Scope("stage", "2", 3), slowdown=1.2, in_s=10.0, cause="compute", key="k1")
     job = Registration("gpt3", b"\x00\xff", 2, (Place(0, 0, (0, 1), "node07", "GPU-1"),), max_changes=8)
     registered = client.register(job)
     assert (registered.version, registered.is_new) == (1, True)
@@ -67,7 +67,7 @@ def test_every_endpoint_has_a_method_that_reads_its_answer(service: StandIn, cli
         "/v1/jobs/gpt3/reports": {
             "source": "ops",
             "scope": {"kind": "stage", "value": "2", "pipeline": 3},
-            "degree": 1.2,
+            "slowdown": 1.2,
             "in_s": 10.0,
             "cause": "compute",
             "key": "k1",
@@ -170,14 +170,14 @@ def test_address_and_token_come_from_the_environment(service: StandIn, monkeypat
 @pytest.mark.parametrize(
     ("fields", "text"),
     [
-        ({}, "give a degree, an iteration time or a score, and not none"),
-        ({"degree": 1.2, "score": 0.5}, "and not degree and score"),
-        ({"degree": 0.9}, "degree 0.9 is not a number of 1 or more"),
-        ({"degree": math.nan}, "degree nan is not"),
+        ({}, "give a slowdown, an iteration time or a score, and not none"),
+        ({"slowdown": 1.2, "score": 0.5}, "and not slowdown and score"),
+        ({"slowdown": 0.9}, "slowdown 0.9 is not a number of 1 or more"),
+        ({"slowdown": math.nan}, "slowdown nan is not"),
         ({"score": 0.0}, "score 0 is not above 0 and at most 1"),
         ({"score": 1.01}, "score 1.01 is not above 0"),
         ({"iteration_s": math.inf}, "iteration time inf is not a number of seconds"),
-        ({"degree": 1.2, "in_s": 1.0, "at_iteration": 3}, "give one of the two"),
+        ({"slowdown": 1.2, "in_s": 1.0, "at_iteration": 3}, "give one of the two"),
     ],
 )
 def test_a_report_that_says_nothing_or_two_things_is_refused(fields: dict[str, Any], text: str):
@@ -198,14 +198,14 @@ def sent(service: StandIn, command: str) -> Any:
 @pytest.mark.parametrize(
     ("options", "scope", "rest"),
     [
-        ("--pipeline 3 --degree 1.2 --in 10s --ttl 30m", {"kind": "pipeline", "value": "3"},
-         {"degree": 1.2, "in_s": 10.0, "ttl_s": 1800.0, "cause": "unknown"}),
+        ("--pipeline 3 --slowdown 1.2 --in 10s --ttl 30m", {"kind": "pipeline", "value": "3"},
+         {"slowdown": 1.2, "in_s": 10.0, "ttl_s": 1800.0, "cause": "unknown"}),
         ("--stage 2 --pipeline 3 --iteration-time 950ms --cause data", {"kind": "stage", "value": "2", "pipeline": 3},
          {"iteration_s": 0.95, "cause": "data"}),
         ("--rank 17 --score 0.8 --at-iteration 500 --key k", {"kind": "rank", "value": "17"},
          {"score": 0.8, "at_iteration": 500, "key": "k", "cause": "unknown"}),
-        ("--node node07 --degree 1", {"kind": "node", "value": "node07"}, {"degree": 1.0, "cause": "unknown"}),
-        ("--gpu GPU-8f6b --degree 2x", {"kind": "gpu", "value": "GPU-8f6b"}, {"degree": 2.0, "cause": "unknown"}),
+        ("--node node07 --slowdown 1", {"kind": "node", "value": "node07"}, {"slowdown": 1.0, "cause": "unknown"}),
+        ("--gpu GPU-8f6b --slowdown 2x", {"kind": "gpu", "value": "GPU-8f6b"}, {"slowdown": 2.0, "cause": "unknown"}),
     ],
 )  # fmt: skip
 def test_straggler_sends_what_its_options_say(
@@ -216,7 +216,7 @@ def test_straggler_sends_what_its_options_say(
 
 
 def test_straggler_says_what_follows(service: StandIn):
-    command = f"straggler --job gpt3 --pipeline 3 --degree 1.2 --service {service.address}"
+    command = f"straggler --job gpt3 --pipeline 3 --slowdown 1.2 --service {service.address}"
     assert done(command) == (
         "Job gpt3: version 7 of its plans is taken at the next iteration; expected to save 812.5 W\n"
         "pipeline 3 takes 1.2 times as long\nReport k1\n"
@@ -235,16 +235,18 @@ def test_straggler_clears(service: StandIn):
 @pytest.mark.parametrize(
     ("command", "message"),
     [
-        ("straggler --job j --degree 1.2", "say what is slow in one way: --pipeline, --stage, --rank, --gpu or --node"),
-        ("straggler --job j --rank 1 --pipeline 2 --degree 1.2",
+        ("straggler --job j --slowdown 1.2",
+         "say what is slow in one way: --pipeline, --stage, --rank, --gpu or --node"),
+        ("straggler --job j --rank 1 --pipeline 2 --slowdown 1.2",
          "say what is slow in one way: --pipeline, --stage, --rank, --gpu or --node"),
         ("straggler --job j --rank 1",
-         "a report says how slow in one way: give a degree, an iteration time or a score, and not none"),
-        ("straggler --job j --rank 1 --degree 0.5", "degree 0.5 is not a number of 1 or more; 1 says that it has "
+         "a report says how slow in one way: give a slowdown, an iteration time or a score, and not none"),
+        ("straggler --job j --rank 1 --slowdown 0.5", "slowdown 0.5 is not a number of 1 or more; 1 says that it has "
          "recovered"),
         ("straggler --job j --clear k --rank 1", "--rank: is for a new report; leave it out beside --clear"),
-        ("straggler --job j --rank 1 --degree 1.2 --ttl 3w", "--ttl: '3w' is not a span of time: write seconds of 0 or "
-         "more, or a number with ms, s, m, h or d, such as 30m"),
+        ("straggler --job j --rank 1 --slowdown 1.2 --ttl 3w",
+         "--ttl: '3w' is not a span of time: write seconds of 0 or more, or a number with ms, s, m, h or d, "
+         "such as 30m"),
         ("budget --job j", "give --power, --deadline or both of them, or --none"),
         ("budget --power 3kW --none", "give --power, --deadline or both of them, or --none"),
         ("budget --deadline 5s", "--deadline: is for one job; name it with --job"),

@@ -149,40 +149,40 @@ def test_what_is_no_frontier_is_refused_without_a_path_of_this_machine(tmp_path:
 def test_beside_a_slow_pipeline_the_others_take_as_long_and_go_back_when_it_recovers(one: Run):
     calm = plans(one.service)
     with versions_told(one.service) as told:
-        answer = one.service.report("gpt", report("a", pipeline=1, degree=1.2))
+        answer = one.service.report("gpt", report("a", pipeline=1, slowdown=1.2))
         assert (answer.version, answer.changed, answer.takes_effect) == (2, True, "planning")
         assert answer.expected_saving_w > 0.0
         planned(one.service)
         beside = small_frontier().plan_beside_straggler(1.2 * BASELINE_S)
         assert plans(one.service) == (beside, calm[1], beside)
-        back = one.service.report("gpt", report("b", degree=1.0, observed_s=NOW_S + 1.0))
+        back = one.service.report("gpt", report("b", slowdown=1.0, observed_s=NOW_S + 1.0))
         assert (back.version, back.takes_effect) == (3, "next iteration")  # those plans are known
         assert plans(one.service) == calm
     assert told == {"gpt": [2, 3]}
 
 
 def test_a_slow_stage_is_planned_exactly_and_the_others_wait_for_what_that_takes(one: Run):
-    degrees = {1: 1.3}
-    answer = one.service.report("gpt", report("a", degree=1.3, scope=Scope("stage", "1", 2)))
+    slowdowns = {1: 1.3}
+    answer = one.service.report("gpt", report("a", slowdown=1.3, scope=Scope("stage", "1", 2)))
     assert (answer.version, answer.takes_effect) == (2, "planning")
     assert answer.reason == "slow stages are solved anew, and then it is decided"
     planned(one.service)
     frontier = small_frontier()
-    slow = solve_dag(PipelineDag(slowed(frontier.profile, degrees), frontier.dag.iteration))
+    slow = solve_dag(PipelineDag(slowed(frontier.profile, slowdowns), frontier.dag.iteration))
     decision = one.service.status("gpt").decision
     assert decision.straggler_time_s == max(slow.min_time_s, BASELINE_S)
-    assert decision.targets[2].slow_stages == degrees
+    assert decision.targets[2].slow_stages == slowdowns
     own = slow.plan_for(decision.targets[2].time_s)
     beside = frontier.plan_beside_straggler(decision.straggler_time_s)
     assert plans(one.service) == (beside, beside, own)
 
 
 def test_no_plan_is_slower_than_is_of_use(one: Run):
-    one.service.report("gpt", report("a", degree=50.0))
+    one.service.report("gpt", report("a", slowdown=50.0))
     planned(one.service)
     assert plans(one.service)[0] == small_frontier().plan_for(small_frontier().max_time_s)
     version = one.service.status("gpt").version
-    answer = one.service.report("gpt", report("b", degree=60.0, source="another"))
+    answer = one.service.report("gpt", report("b", slowdown=60.0, source="another"))
     assert answer.version == version  # the plans are the same
 
 
@@ -200,7 +200,7 @@ def test_the_same_report_again_changes_nothing(one: Run):
 
 @pytest.mark.parametrize(
     "other",
-    [report("a", degree=1.7), report("a", pipeline=2), report("a", source="another"), report("a", cause="data")],
+    [report("a", slowdown=1.7), report("a", pipeline=2), report("a", source="another"), report("a", cause="data")],
 )
 def test_another_report_of_the_same_key_is_refused(one: Run, other: Any):
     one.service.report("gpt", report("a"))
@@ -209,22 +209,22 @@ def test_another_report_of_the_same_key_is_refused(one: Run, other: Any):
 
 
 def test_what_a_source_observed_later_counts_in_whatever_order_it_comes(one: Run):
-    one.service.report("gpt", report("new", degree=1.0, observed_s=NOW_S))
-    late = one.service.report("gpt", report("old", degree=1.5, observed_s=NOW_S - 10.0))
+    one.service.report("gpt", report("new", slowdown=1.0, observed_s=NOW_S))
+    late = one.service.report("gpt", report("old", slowdown=1.5, observed_s=NOW_S - 10.0))
     assert not late.changed
     assert "its source has seen it later" in late.reason
     assert one.service.reports("gpt") == ()
 
 
 def test_a_cleared_report_keeps_older_ones_from_counting(one: Run):
-    one.service.report("gpt", report("new", degree=1.2, observed_s=NOW_S))
+    one.service.report("gpt", report("new", slowdown=1.2, observed_s=NOW_S))
     one.service.clear("gpt", "new")
-    one.service.report("gpt", report("old", degree=1.5, observed_s=NOW_S - 10.0))
+    one.service.report("gpt", report("old", slowdown=1.5, observed_s=NOW_S - 10.0))
     assert one.service.reports("gpt") == ()
     one.clock.now_s += 7200.0
     one.service.report("gpt", report("c", pipeline=2))
     assert [each.key for each in one.service.reports("gpt")] == ["c"]  # and is forgotten in the end
-    one.service.report("gpt", report("older", degree=1.5, observed_s=NOW_S - 20.0))
+    one.service.report("gpt", report("older", slowdown=1.5, observed_s=NOW_S - 20.0))
     assert [each.key for each in one.service.reports("gpt")] == ["c", "older"]
 
 
@@ -265,7 +265,7 @@ def test_what_is_not_there_is_said_to_be_unknown(one: Run):
 
 
 def test_time_alone_makes_reports_begin_and_end(one: Run):
-    one.service.report("gpt", report("a", degree=1.2, begins_s=NOW_S + 10.0, expires_s=NOW_S + 1000.0))
+    one.service.report("gpt", report("a", slowdown=1.2, begins_s=NOW_S + 10.0, expires_s=NOW_S + 1000.0))
     assert one.service.tick() == NOW_S + 10.0
     assert one.service.status("gpt").promised == 1
     assert [each.key for each in one.service.reports("gpt")] == ["a"]  # it is to count
@@ -280,7 +280,7 @@ def test_time_alone_makes_reports_begin_and_end(one: Run):
 
 
 def test_a_report_begins_at_its_iteration_as_far_as_the_job_has_told(one: Run):
-    one.service.report("gpt", report("a", degree=1.2, begins_iteration=100))
+    one.service.report("gpt", report("a", slowdown=1.2, begins_iteration=100))
     assert one.service.tick() == math.inf  # nobody knows when that is
     one.service.taken("gpt", 1, 50)
     look_s = one.service.tick()
@@ -406,10 +406,10 @@ def test_nobody_waits_for_plans_that_are_being_made(tmp_path: Path):
         run.service.register(job("bloom"), frontier_file())
         slow.let.clear()
         slow.begun.clear()
-        first = run.service.report("gpt", report("a", degree=1.2))
+        first = run.service.report("gpt", report("a", slowdown=1.2))
         assert slow.begun.wait(30.0)
         # What comes meanwhile joins it: one version has it all.
-        second = run.service.report("gpt", report("b", pipeline=2, degree=1.4))
+        second = run.service.report("gpt", report("b", pipeline=2, slowdown=1.4))
         assert (first.version, second.version, second.takes_effect) == (2, 2, "planning")
         assert run.service.report("bloom", report("a")).version == 2
         assert run.service.plans("gpt", 1) is None
@@ -428,7 +428,7 @@ def test_speeding_up_does_not_wait_for_plans_that_are_being_made(tmp_path: Path)
         run.service.register(job(), frontier_file())
         calm = plans(run.service)
         slow.let.clear()
-        run.service.report("gpt", report("a", degree=1.2))
+        run.service.report("gpt", report("a", slowdown=1.2))
         cleared = run.service.clear("gpt", "a")
         assert (cleared.version, cleared.takes_effect) == (2, "next iteration")
         assert plans(run.service) == calm
@@ -453,7 +453,7 @@ def test_where_planning_fails_plans_stay_as_they_were_and_later_ones_are_made(
         for each in (NotPlanned("killed twice"), MemoryError("no room")):
             error[:] = [each]
             answer = run.service.report(
-                "gpt", report(repr(each), degree=1.1 + 0.1 * len(repr(each)), source=repr(each))
+                "gpt", report(repr(each), slowdown=1.1 + 0.1 * len(repr(each)), source=repr(each))
             )
             planned(run.service)
             status = run.service.status("gpt")
@@ -462,7 +462,7 @@ def test_where_planning_fails_plans_stay_as_they_were_and_later_ones_are_made(
             assert plans(run.service) == calm
         assert "Planning for job 'gpt' has failed" in caplog.text  # a MemoryError is no error of the planner's own
         error.clear()
-        run.service.report("gpt", report("more", degree=9.0))
+        run.service.report("gpt", report("more", slowdown=9.0))
         planned(run.service)
         assert plans(run.service) != calm
 
@@ -484,7 +484,7 @@ def test_what_cannot_be_written_is_not_acknowledged_and_not_done(one: Run, monke
     assert one.service.status("gpt") == before
     one.service.tick()  # what was due then is done now
     assert one.service.status("gpt").promised == 2
-    assert one.service.report("gpt", report("a", degree=1.0)).reason != "the report was received before"
+    assert one.service.report("gpt", report("a", slowdown=1.0)).reason != "the report was received before"
 
 
 def test_plans_that_cannot_be_written_are_written_later(one: Run, monkeypatch: pytest.MonkeyPatch):
@@ -560,7 +560,7 @@ class Said:
     key: str
     source: str
     scope: Scope
-    degree: float
+    slowdown: float
     observed_s: float
     begins_s: float
     lasts_s: float
@@ -568,7 +568,7 @@ class Said:
     def __call__(self, service: Service, clock: Clock) -> object:
         times = {"observed_s": clock.now_s - self.observed_s, "begins_s": clock.now_s + self.begins_s}
         end = {"expires_s": clock.now_s + self.begins_s + self.lasts_s, "scope": self.scope}
-        return service.report("gpt", report(self.key, 0, self.degree, self.source, **times, **end))
+        return service.report("gpt", report(self.key, 0, self.slowdown, self.source, **times, **end))
 
 
 @dataclass(frozen=True)
@@ -741,7 +741,7 @@ def survive(place: Path, kills: int) -> int:
                 run.service.clear("gpt", key)
             clock.now_s += 1e5  # all is forgotten
             run.service.report(
-                "gpt", report(f"end of {kill}", degree=1.0, begins_s=clock.now_s, observed_s=clock.now_s)
+                "gpt", report(f"end of {kill}", slowdown=1.0, begins_s=clock.now_s, observed_s=clock.now_s)
             )
             version = run.service.status("gpt").version
     return acknowledged
@@ -771,7 +771,7 @@ def test_processes_plan_are_replaced_when_killed_and_end_with_the_service(tmp_pa
             assert plans(service)[0] == small_frontier().plan_for(BASELINE_S)
             (first,) = children()
             first.kill()
-            service.report("gpt", report("a", degree=1.2))
+            service.report("gpt", report("a", slowdown=1.2))
             planned(service)
             assert plans(service)[0] == small_frontier().plan_beside_straggler(1.2 * BASELINE_S)
             (second,) = children()

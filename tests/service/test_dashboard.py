@@ -27,7 +27,7 @@ from perseus_planner.service.store.storage import Storage  # noqa: E402
 LIGHT, DARK = {"color_scheme": "light"}, {"color_scheme": "dark"}
 PHONE = {"viewport": {"width": 390, "height": 844}, "has_touch": True, "is_mobile": True}
 SECRETS = {role: f"{role}-0123456789abcdef" for role in ROLES}
-SLOW = {"source": "ops", "scope": {"kind": "pipeline", "value": 1}, "degree": 1.3}
+SLOW = {"source": "ops", "scope": {"kind": "pipeline", "value": 1}, "slowdown": 1.3}
 COUNTED = {
     "run": "first",
     "iterations": 123_456,
@@ -161,7 +161,7 @@ def test_a_straggler_is_reported_and_cleared_with_the_keyboard_alone(browser: An
         has(page, "#reports li", "Rank 3 1.25 times as long")
         has(page, "#report-form .said", "Reported: ")
         (report,) = service.reports("gpt")
-        assert (report.source, report.degree, report.cause) == ("dashboard", 1.25, "unknown")
+        assert (report.source, report.slowdown, report.cause) == ("dashboard", 1.25, "unknown")
         assert report.expires_s - report.begins_s == 7200
         tab_to(page, "#reports button")
         page.keyboard.press("Enter")

@@ -33,13 +33,13 @@ class Said:
         source: its number.
         scope: which of `SCOPES`.
         at_s: when.
-        degree: as in a report.
+        slowdown: as in a report.
     """
 
     source: int
     scope: int
     at_s: float
-    degree: float
+    slowdown: float
 
     def body(self, ahead_s: float) -> dict[str, Any]:
         """As it is sent, by a clock that is so much ahead."""
@@ -47,7 +47,7 @@ class Said:
             "key": f"{self.source}-{self.scope}-{self.at_s}",
             "source": f"source {self.source}",
             "scope": SCOPES[self.scope],
-            "degree": self.degree,
+            "slowdown": self.slowdown,
             "cause": "data",
             "observed_s": self.at_s + ahead_s,
         }
@@ -75,7 +75,7 @@ class Running:
             self.clock.now_s = self.service.tick()
         status = self.service.status(name)
         self.service.end(name)
-        kept = sorted((each.source, str(each.scope), each.degree) for each in status.reports)
+        kept = sorted((each.source, str(each.scope), each.slowdown) for each in status.reports)
         return [*kept, ("iterations take", status.decision.straggler_time_s, None)]
 
 
@@ -137,7 +137,9 @@ def test_a_clock_that_is_ahead_keeps_nothing_from_counting_also_when_it_is_set_r
 
 
 def test_a_recovery_by_a_clock_that_is_hours_behind_is_remembered_as_long_as_any(running: Running):
-    slow, recovered = (Said(0, 0, NOW_S + at_s, degree).body(-20 * HOUR_S) for at_s, degree in ((60.0, 1.5), (90.0, 1)))
+    slow, recovered = (
+        Said(0, 0, NOW_S + at_s, slowdown).body(-20 * HOUR_S) for at_s, slowdown in ((60.0, 1.5), (90.0, 1))
+    )
     found = running.told([(NOW_S + 100.0, recovered), (NOW_S + 200.0, recovered), (NOW_S + 3000.0, slow)])
     assert [name for name, *_ in found] == ["iterations take"]
 

@@ -142,7 +142,7 @@ class Reporter(Talker):
         self._made += 1
         key = f"{self._name}.{self._made}"
         scope = {"kind": "pipeline", "value": self.rng.randrange(PIPELINES)}
-        return {"key": key, "source": key, "scope": scope, "degree": self.rng.choice((1.1, 1.2, 1.3))} | {
+        return {"key": key, "source": key, "scope": scope, "slowdown": self.rng.choice((1.1, 1.2, 1.3))} | {
             "observed_s": time.time() - self.rng.random()
         }
 

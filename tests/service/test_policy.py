@@ -39,7 +39,7 @@ SCOPES = [
 _numbers = count()
 
 
-def report(kind: ScopeKind = "pipeline", value: str = "1", degree: float | None = 1.2, **of: object) -> Report:
+def report(kind: ScopeKind = "pipeline", value: str = "1", slowdown: float | None = 1.2, **of: object) -> Report:
     """A report on something that is slow from the start of the job on."""
     said: dict[str, Any] = {
         "source": "test",
@@ -49,7 +49,7 @@ def report(kind: ScopeKind = "pipeline", value: str = "1", degree: float | None 
         "key": f"k{next(_numbers)}",
     }
     said["scope"] = Scope(kind, value, of.pop("pipeline", None))
-    return Report(degree=degree, **(said | of))
+    return Report(slowdown=slowdown, **(said | of))
 
 
 def times_s(decision: Decision) -> list[float]:
@@ -71,7 +71,7 @@ def counting(reports: Sequence[Report], now_s: float, iteration: int | None) -> 
         each
         for each in known
         if each.expires_s > now_s
-        and each.degree != 1
+        and each.slowdown != 1
         and not any(
             (other.source, other.scope) == (each.source, each.scope) and other.observed_s > each.observed_s
             for other in known
@@ -110,11 +110,11 @@ def known_of(numbers: Numbers, target_s: float, active: Sequence[Report], pipeli
     by_stage, by_time = [], []
     for each in active:
         stages = hit(each.scope, pipeline)
-        if stages and each.degree and each.cause not in ("communication", "data"):
-            slow |= {stage: max(slow.get(stage, 1.0), each.degree) for stage in stages}
-            by_stage.append((each.degree, each.key, each.expires_s))
+        if stages and each.slowdown and each.cause not in ("communication", "data"):
+            slow |= {stage: max(slow.get(stage, 1.0), each.slowdown) for stage in stages}
+            by_stage.append((each.slowdown, each.key, each.expires_s))
         elif stages is not None:
-            by_time.append((each.iteration_s or each.degree * calm_s, each.key, each.expires_s))
+            by_time.append((each.iteration_s or each.slowdown * calm_s, each.key, each.expires_s))
     own = numbers.slowed(slow)
     own_s = sorted((own.min_time_s, target_s, own.max_time_s))[1]
     takes_s, *_, expires_s = max(by_time, default=(0.0, math.inf))
@@ -154,7 +154,7 @@ class Model:
         return chosen
 
 
-DEGREES = st.sampled_from((1.0, 1.0, 1.004, 1.008, 1.02, 1.1, 1.25, 2.0))
+SLOWDOWNS = st.sampled_from((1.0, 1.0, 1.004, 1.008, 1.02, 1.1, 1.25, 2.0))
 ITERATIONS = st.sampled_from((0.5, 1.02, 1.1, 1.2, 2.0))
 DELAYS = st.sampled_from((0.0, 0.0, 0.25, 3.0, 40.0))
 TTLS = st.sampled_from((0.25, 2.0, 3.0, 29.0, 60.0, 1e5, math.inf))
@@ -179,17 +179,19 @@ class Straggling(RuleBasedStateMachine):
 
     @rule(
         scope=st.sampled_from(SCOPES),
-        degree=DEGREES,
+        slowdown=SLOWDOWNS,
         source=st.sampled_from("ab"),
         delay_s=DELAYS,
         ttl_s=TTLS,
         skew_s=SKEWS,
         cause=CAUSES,
     )
-    def say(self, scope: Scope, degree: float, source: str, delay_s: float, ttl_s: float, skew_s: float, cause: Cause):
+    def say(
+        self, scope: Scope, slowdown: float, source: str, delay_s: float, ttl_s: float, skew_s: float, cause: Cause
+    ):
         at_s, begins_s = self.now_s + skew_s, self.now_s + delay_s
         key = f"k{len(self.reports)}"
-        said = Report(key, source, scope, degree, None, at_s, begins_s, None, begins_s + ttl_s, cause)
+        said = Report(key, source, scope, slowdown, None, at_s, begins_s, None, begins_s + ttl_s, cause)
         self.reports.append(said)
         self.decide()
 
@@ -307,7 +309,7 @@ def test_nobody_straggles_so_all_take_the_target():
 
 
 def test_the_others_are_as_slow_as_a_slow_pipeline_which_goes_on():
-    decision = decided(report(degree=1.2, key="k"))
+    decision = decided(report(slowdown=1.2, key="k"))
     assert times_s(decision) == [1.2 * CALM_S, CALM_S, 1.2 * CALM_S]
     assert decision.straggler_time_s == 1.2 * CALM_S
     assert decision.stragglers == {1: "k"}
@@ -318,12 +320,12 @@ def test_the_others_are_as_slow_as_a_slow_pipeline_which_goes_on():
 
 
 def test_nobody_is_slower_than_what_still_saves():
-    assert times_s(decided(report(degree=4.0))) == [1.3, CALM_S, 1.3]
+    assert times_s(decided(report(slowdown=4.0))) == [1.3, CALM_S, 1.3]
 
 
 def test_an_iteration_time_is_taken_as_given():
-    assert times_s(decided(report(degree=None, iteration_s=1.25))) == [1.25, CALM_S, 1.25]
-    assert decided(report(degree=None, iteration_s=1.01)).stragglers == {}
+    assert times_s(decided(report(slowdown=None, iteration_s=1.25))) == [1.25, CALM_S, 1.25]
+    assert decided(report(slowdown=None, iteration_s=1.01)).stragglers == {}
 
 
 def test_a_slow_stage_is_planned_anew_and_meets_the_target_if_it_can():
@@ -357,40 +359,40 @@ def test_a_stage_that_computes_as_ever_is_not_planned_anew(cause: Cause):
 
 
 def test_the_worst_of_contradicting_reports_counts():
-    reports = [report(degree=degree, source=f"s{degree}", key=f"k{degree}") for degree in (1.1, 1.25, 1.05)]
+    reports = [report(slowdown=slowdown, source=f"s{slowdown}", key=f"k{slowdown}") for slowdown in (1.1, 1.25, 1.05)]
     assert decided(*reports).stragglers == {1: "k1.25"}
     assert decided(*reports).straggler_time_s == 1.25 * CALM_S
 
 
 def test_the_worst_that_is_said_of_a_stage_counts_and_of_other_stages_what_is_said_of_them():
     said = [("a", 1.2), ("b", 1.3), ("c", 1.1)]
-    reports = [report("stage", "2", degree, pipeline=1, source=source) for source, degree in said]
+    reports = [report("stage", "2", slowdown, pipeline=1, source=source) for source, slowdown in said]
     decision = decided(*reports, report("stage", "3", 1.4, pipeline=1))
     assert decision.targets[1].slow_stages == {2: 1.3, 3: 1.4}
     assert decision.straggler_time_s == 1.3
 
 
 def test_a_recovery_that_was_observed_earlier_but_comes_later_ends_nothing():
-    reports = report(degree=1.2, observed_s=START_S + 5), report(degree=1.0, observed_s=START_S + 4)
+    reports = report(slowdown=1.2, observed_s=START_S + 5), report(slowdown=1.0, observed_s=START_S + 4)
     assert decided(*reports, at_s=START_S + 6).straggler_time_s == 1.2 * CALM_S
 
 
 def test_an_expired_report_leaves_nothing_of_the_one_whose_place_it_took():
-    first, second = report(degree=1.1), report(degree=1.2, observed_s=START_S + 1, expires_s=START_S + 20)
+    first, second = report(slowdown=1.1), report(slowdown=1.2, observed_s=START_S + 1, expires_s=START_S + 20)
     decision = decided(first, second, at_s=START_S + 2)
     assert (decision.straggler_time_s, decision.look_again_s) == (1.2 * CALM_S, START_S + 20)
     assert decided(first, second, at_s=START_S + 20, before=decision).straggler_time_s == CALM_S
 
 
 def test_what_is_to_come_leaves_what_is_until_it_begins():
-    now, later = report(degree=1.1), report(degree=1.2, observed_s=START_S + 1, begins_s=START_S + 60)
+    now, later = report(slowdown=1.1), report(slowdown=1.2, observed_s=START_S + 1, begins_s=START_S + 60)
     decision = decided(now, later, at_s=START_S + 2)
     assert (decision.straggler_time_s, decision.look_again_s) == (1.1 * CALM_S, START_S + 60)
     assert decided(now, later, at_s=START_S + 60, before=decision).straggler_time_s == 1.2 * CALM_S
 
 
 def test_what_expires_before_it_begins_ends_nothing():
-    now, never = report(degree=1.1), report(observed_s=START_S + 1, begins_s=START_S + 9, expires_s=START_S + 8)
+    now, never = report(slowdown=1.1), report(observed_s=START_S + 1, begins_s=START_S + 9, expires_s=START_S + 8)
     assert decided(now, never, at_s=START_S + 20).straggler_time_s == 1.1 * CALM_S
 
 
@@ -404,17 +406,17 @@ def test_what_begins_at_an_iteration_waits_for_it():
 
 
 def test_plans_that_would_hardly_be_longer_are_left():
-    decision = decided(report(degree=1.009))
+    decision = decided(report(slowdown=1.009))
     assert times_s(decision) == [CALM_S] * 3
     assert decision.reason.endswith("but nothing is slowed down: their plans would hardly be longer")
-    assert times_s(decided(report(degree=1.009), how=EAGER))[0] == 1.009 * CALM_S
+    assert times_s(decided(report(slowdown=1.009), how=EAGER))[0] == 1.009 * CALM_S
 
 
 def test_after_a_change_nobody_is_slowed_down_again_for_a_while():
-    first = report(degree=1.1)
+    first = report(slowdown=1.1)
     before = decided(first, before=decided(), at_s=START_S + 5)
     assert times_s(before)[0] == 1.1 * CALM_S, "the first straggler of a job is not held back"
-    worse = report(degree=1.2, observed_s=START_S + 6)
+    worse = report(slowdown=1.2, observed_s=START_S + 6)
     held = decided(first, worse, before=before, at_s=START_S + 6)
     assert times_s(held) == times_s(before)
     assert held.look_again_s == START_S + 35
@@ -423,7 +425,7 @@ def test_after_a_change_nobody_is_slowed_down_again_for_a_while():
 
 
 def test_what_is_sped_up_while_others_are_held_holds_them_for_longer():
-    first = report(degree=1.1)
+    first = report(slowdown=1.1)
     before = decided(first, before=decided(), at_s=START_S + 5)
     worse = report("pipeline", "0", 1.2)
     held = decided(first, worse, before=before, at_s=START_S + 6)
@@ -434,7 +436,7 @@ def test_what_is_sped_up_while_others_are_held_holds_them_for_longer():
 
 def test_another_deadline_holds_no_straggler_back():
     before = decided(before=decided(), at_s=START_S + 50, deadline_s=1.1)
-    decision = decided(report(degree=1.1), before=before, at_s=START_S + 51, deadline_s=1.1)
+    decision = decided(report(slowdown=1.1), before=before, at_s=START_S + 51, deadline_s=1.1)
     assert times_s(decision)[0] == 1.1 * 1.1
 
 
@@ -442,7 +444,7 @@ def test_recovery_is_never_held_back():
     slow = decided(report(), before=decided(), at_s=START_S + 5)
     recovered = decided(before=slow, at_s=START_S + 5.25)
     assert times_s(recovered) == [CALM_S] * 3
-    better = decided(report(degree=1.199), before=slow, at_s=START_S + 5.25)
+    better = decided(report(slowdown=1.199), before=slow, at_s=START_S + 5.25)
     assert times_s(better)[0] == 1.199 * CALM_S
 
 
@@ -521,14 +523,14 @@ def solved() -> Solved:
 
 @fixed
 @given(
-    degree=st.sampled_from((1.01, 1.1, 1.4)),
+    slowdown=st.sampled_from((1.01, 1.1, 1.4)),
     scope=st.sampled_from(SCOPES),
     slack=st.sampled_from((0.9, 1.0, 1.05, 3.0)),
 )
-def test_plans_for_what_was_decided_keep_to_it_and_save_what_was_said(degree: float, scope: Scope, slack: float):
+def test_plans_for_what_was_decided_keep_to_it_and_save_what_was_said(slowdown: float, scope: Scope, slack: float):
     numbers = solved()
     job = replace(JOB, deadline_s=slack * numbers.baseline_time_s)
-    said = report(scope.kind, scope.value, degree, pipeline=scope.pipeline)
+    said = report(scope.kind, scope.value, slowdown, pipeline=scope.pipeline)
     decision = decide(job, [said], numbers, None, START_S, EAGER)
     saved_j = 0.0
     for target in decision.targets:

@@ -179,8 +179,8 @@ def test_no_jobs_fit_in_any_budget():
 
 
 @cache
-def solved(degree: int) -> Frontier:
-    return solve(smooth_profile(2 + degree, 60), schedules.one_f_one_b(2 + degree, 4))
+def solved(slowdown: int) -> Frontier:
+    return solve(smooth_profile(2 + slowdown, 60), schedules.one_f_one_b(2 + slowdown, 4))
 
 
 @pytest.mark.parametrize("slack", [1.0, 1.03, 5.0])

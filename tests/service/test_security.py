@@ -21,7 +21,7 @@ httpx = pytest.importorskip("httpx")
 SECRETS = {role: f"{role}-0123456789abcdef" for role in ROLES}
 LINES = "# who may come in\n\n" + "".join(f"{secret} {role} the-{role}-client\n" for role, secret in SECRETS.items())
 JOB = {"name": "gpt3", "frontier": base64.b64encode(b"PK").decode(), "pipelines": 2}
-SLOW = {"source": "ops", "scope": {"kind": "pipeline", "value": 1}, "degree": 1.2, "key": "r1"}
+SLOW = {"source": "ops", "scope": {"kind": "pipeline", "value": 1}, "slowdown": 1.2, "key": "r1"}
 #: method, path, body, the least role that may
 REQUESTS = [
     ("GET", "/v1/jobs", None, "read"),

@@ -32,7 +32,7 @@ from perseus_planner.service.model import Job
 
 httpx = pytest.importorskip("httpx")
 
-SLOW = {"source": "ops", "scope": {"kind": "pipeline", "value": 1}, "degree": 1.2, "key": "r1", "ttl_s": 600}
+SLOW = {"source": "ops", "scope": {"kind": "pipeline", "value": 1}, "slowdown": 1.2, "key": "r1", "ttl_s": 600}
 TOKEN = "0123456789abcdef"
 PYTHON = [sys.executable, *(["-P"] if sys.version_info >= (3, 11) else [])]
 

@@ -37,7 +37,7 @@ def state(name: str = "gpt") -> JobState:
         planned=replace(decision, reason="what was decided before"),
         promised=2,
         reports={"a": first},
-        past={"b": report("b", degree=1.0)},
+        past={"b": report("b", slowdown=1.0)},
         taken=taken,
         share=Share(1.9, 400.0),
     )
@@ -90,7 +90,7 @@ def test_a_change_is_written_as_a_whole_state_would_be(storage: Storage):
             saving_w=13.5,
             planned=before.decision,
             promised=3,
-            reports={"c": report("c", degree=2.0)},
+            reports={"c": report("c", slowdown=2.0)},
             past={"a": before.reports["a"]},
             taken=Taken(2, 30, NOW_S),
             share=None,

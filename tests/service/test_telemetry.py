@@ -183,7 +183,7 @@ def test_plans_are_expected_to_draw_what_they_say_and_wait_for_the_slowest(place
     with served(place, Clock()) as (service, ask):
         service.register(job(), frontier_file())
         service.report("gpt", report("slow", 1, 1.3))
-        service.report("gpt", report("stage", degree=1.1, scope=Scope("stage", "1", 2), cause="compute"))
+        service.report("gpt", report("stage", slowdown=1.1, scope=Scope("stage", "1", 2), cause="compute"))
         planned(service)
         status, plans = ask("GET", "/v1/jobs/gpt").json(), service.plans("gpt", 0)
         assert plans is not None

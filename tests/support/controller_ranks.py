@@ -47,7 +47,7 @@ _KEPT: WeakKeyDictionary[Connection, deque[ToRank]] = WeakKeyDictionary()  #: wh
 def attached(
     gpus: Sequence[str],
     *,
-    knob: Knob = "clock",
+    control: Knob = "clock",
     launcher: int | None = None,
     min_dwell_s: float = 0.0,
     max_changes_per_s: float = 1e4,
@@ -56,7 +56,7 @@ def attached(
     """A new controller, and in this process a rank of it for each of `gpus`, attached; killed with its last one."""
     address = started(ranks or len(gpus), max_changes_per_s, LONG_S)
     with ExitStack() as stack:
-        hellos = [Hello(rank, gpu, knob, launcher, min_dwell_s) for rank, gpu in enumerate(gpus)]
+        hellos = [Hello(rank, gpu, control, launcher, min_dwell_s) for rank, gpu in enumerate(gpus)]
         connections = [stack.enter_context(Connection(address, hello)) for hello in hellos]
         if ranks in (None, len(gpus)):
             for connection in connections:

@@ -43,7 +43,7 @@ def train(name: str) -> None:
         results.append([*losses, *weights, torch.rand(1)])
     assert len(results[0]) == len(results[1])
     assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
-    settings = SweepSettings(knob="observed")
+    settings = SweepSettings(control="observed")
     with profile_pipeline(engine, gpu=simulated, settings=settings, output="profile.yaml"):
         step()
     dist.barrier()

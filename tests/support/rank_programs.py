@@ -27,7 +27,7 @@ from perseus_planner.profiler.profiling import SweepSettings
 from perseus_planner.profiler.ranks.meeting import Meeting, StageGroup, process_group
 from perseus_planner.profiler.ranks.neighbours import connected
 
-OBSERVED = SweepSettings(knob="observed")
+OBSERVED = SweepSettings(control="observed")
 GPU = "simulated:a100-sxm"
 WIDTH = 16
 

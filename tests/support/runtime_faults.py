@@ -121,7 +121,7 @@ def _recorded(heard: Heard, folder: Path, spoilt: Callable[[Path], Any]) -> dict
     """The folder of the run can be written no more."""
     watch = Watch()
     pipeline = Torch("1f1b", 4, watch)
-    entered = planner_runtime(pipeline.engine, plan=PLAN, gpu=GPU, trace=folder, max_changes_per_s=FAST)
+    entered = planner_runtime(pipeline.engine, plan=PLAN, gpu=GPU, record=folder, max_changes_per_s=FAST)
     with entered as runtime, ExitStack() as stack:
         watch.planned = lambda: runtime.plan
         while not every_rank((folder / f"iterations-{dist.get_rank()}.csv").exists()):

@@ -41,7 +41,7 @@ def schedule_of(name: str, ranks: int, microbatches: int) -> Schedule:
     return named(name, ranks=ranks, microbatches=microbatches, virtual_stages=virtual)
 
 
-def plan_of(schedule: Schedule, top_mhz: int = TOP_MHZ, gpu: str | None = NAME, knob: str = "clock") -> Plan:
+def plan_of(schedule: Schedule, top_mhz: int = TOP_MHZ, gpu: str | None = NAME, control: str = "clock") -> Plan:
     """A plan in which no two computations of a rank have one clock, from `top_mhz` down."""
     places = {str(each): place for row in schedule.ranks for place, each in enumerate(row)}
     clocks = {str(each): top_mhz - STEP_MHZ * places[str(each)] for each in schedule.computations()}
@@ -52,7 +52,7 @@ def plan_of(schedule: Schedule, top_mhz: int = TOP_MHZ, gpu: str | None = NAME, 
     }
     iteration = pipeline_iteration(schedule)
     # Long enough for no rank to be taken to stand still while it waits for a clock.
-    return Plan(iteration, clocks, measured, "0" * 64, gpu, "simulated", 1.0, *[LONG_S] * 6, knob=knob)
+    return Plan(iteration, clocks, measured, "0" * 64, gpu, "simulated", 1.0, *[LONG_S] * 6, control=control)
 
 
 @contextmanager

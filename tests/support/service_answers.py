@@ -12,7 +12,7 @@ REPORT = {
     "key": "k1",
     "source": "ops",
     "scope": {"kind": "stage", "value": "2", "pipeline": 3},
-    "degree": 1.2,
+    "slowdown": 1.2,
     "iteration_s": None,
     "observed_s": 10.0,
     "begins_s": 20.0,

@@ -25,8 +25,8 @@ def main(place: str, seed: str) -> None:
     def talk(service: Service, thread: int) -> None:
         for number in count():
             key = f"{seed}.{thread}.{number}"
-            degree = 1.1 + 0.1 * (number % 5)
-            service.report("gpt", report(key, number % 3, degree, source=key))
+            slowdown = 1.1 + 0.1 * (number % 5)
+            service.report("gpt", report(key, number % 3, slowdown, source=key))
             say(f"kept {key}")
 
     with Storage(place) as storage, Service(storage, now_s=Clock(), run=at_once) as service:

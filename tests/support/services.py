@@ -53,10 +53,10 @@ def job(name: str = "gpt", **settings: Any) -> Job:
     return Job(name, PIPELINES, "", places, **settings)
 
 
-def report(key: str, pipeline: int = 1, degree: float = 1.3, source: str = "ops", **fields: Any) -> Report:
+def report(key: str, pipeline: int = 1, slowdown: float = 1.3, source: str = "ops", **fields: Any) -> Report:
     """That a pipeline is slow."""
     times = {"observed_s": NOW_S, "begins_s": NOW_S} | fields
-    return Report(key, source, times.pop("scope", Scope("pipeline", str(pipeline))), degree, None, **times)
+    return Report(key, source, times.pop("scope", Scope("pipeline", str(pipeline))), slowdown, None, **times)
 
 
 def at_once(function: Any, *arguments: Any) -> Any:

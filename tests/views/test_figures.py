@@ -16,7 +16,7 @@ from perseus_planner import Frontier, Plan, Profile, schedules, solve
 from perseus_planner.cli.show import FIGURES as OFFERED
 from perseus_planner.errors import UsageError
 from perseus_planner.plans.simulate import replay
-from perseus_planner.profiles.curve import worthwhile
+from perseus_planner.profiles.curve import pareto_front
 from perseus_planner.profiles.measurement import Evidence
 from perseus_planner.runs import Run
 from perseus_planner.schedules.pipeline import FixedOperation
@@ -144,7 +144,7 @@ def test_curves_are_the_measured_points_their_errors_and_a_hull_below_them():
         assert errors == [(pytest.approx(x / 25), pytest.approx(y / 12.5)) for x, y in rows]
         waiting_w = profile.blocking_w(key[0])
         times_s, effective_j = hull[:, 0], hull[:, 1] - waiting_w * hull[:, 0]
-        for each in worthwhile(measured, waiting_w):
+        for each in pareto_front(measured, waiting_w):
             assert np.interp(each.time_s, times_s, effective_j) <= each.effective_j + 1e-9
     assert "smooth, measured" in figure.get_suptitle()
 

@@ -22,7 +22,7 @@ from perseus_planner.errors import UsageError
 from perseus_planner.plans.simulate import replay
 from perseus_planner.profiles.measurement import Evidence, Measurement
 from perseus_planner.runs import Run
-from perseus_planner.runs.ran import RanIteration
+from perseus_planner.runs.records import IterationRecord
 from perseus_planner.schedules.dag import PipelineDag
 from perseus_planner.views.columns import numbers
 
@@ -185,7 +185,7 @@ def test_a_profile_is_a_frame_of_its_measurements(profile: Profile):
 
 def test_the_evidence_of_a_profile_is_in_its_frame():
     known = Measurement(1400, 1.0, 200.0, Evidence(1395.0, 0.01, 2.0, 5, 61.5, ("sw-power-cap",)))
-    profile = Profile({(0, "F"): (known,), (0, "B"): (Measurement(300, 1.0, 2.0),)}, 80.0, knob="power-limit")
+    profile = Profile({(0, "F"): (known,), (0, "B"): (Measurement(300, 1.0, 2.0),)}, 80.0, control="power-limit")
     first, second = rows_of(profile.to_frame())
     assert first == {
         "stage": 0, "instruction": "forward", "power_limit_w": 1400, "time_s": 1.0, "energy_j": 200.0,
@@ -231,7 +231,7 @@ def test_a_plan_is_a_frame_of_all_that_runs(dag: PipelineDag):
 def test_a_run_is_a_frame_of_its_iterations(run: Run):
     rows = rows_of(run.to_frame())
     expected = [(rank.rank, row) for rank in run.ranks for row in rank.iterations]
-    names = [each.name for each in fields(RanIteration) if each.name != "throttled_s"]
+    names = [each.name for each in fields(IterationRecord) if each.name != "throttled_s"]
     for row, (rank, iteration) in zip(rows, expected, strict=True):
         assert row["rank"] == rank
         assert {name: row[name] for name in names} == {name: getattr(iteration, name) for name in names}

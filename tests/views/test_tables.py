@@ -249,7 +249,7 @@ def test_a_profile_shows_its_evidence_and_what_a_reader_must_know():
     hot = Evidence(1290.5, 0.002, 0.75, 3, 88.0, ("sw-power-cap", "hw-thermal"))
     rows = (replace(FORWARD[0], evidence=hot), FORWARD[1])
     conditions = {"driver": "570", "notices": "MIG is on: turn it off", "measured while too hot": "F at 1400 MHz"}
-    profile = replace(PROFILE, measurements={**CURVES, (0, "F"): rows}, knob="power-limit", conditions=conditions)
+    profile = replace(PROFILE, measurements={**CURVES, (0, "F"): rows}, control="power-limit", conditions=conditions)
     assert (
         profile_text(summarize_profile(profile))
         == """\

@@ -116,7 +116,7 @@ def test_the_trace_says_where_its_numbers_come_from_and_their_baseline(plan: Pla
 
 
 def test_a_power_limit_is_not_called_a_clock_and_a_tensor_group_is_said(plan: Plan, tmp_path: Path):
-    trace = read(replace(plan, knob="power-limit", gpus_per_stage=8), tmp_path)
+    trace = read(replace(plan, control="power-limit", gpus_per_stage=8), tmp_path)
     assert list(trace.threads.values()) == ["rank 0 (8 GPUs)", "rank 1 (8 GPUs)", "rank 2 (8 GPUs)"]
     assert trace.slices[next(iter(trace.processes.values())), "rank 0 (8 GPUs)"][0][2]["args"]["power_limit_w"] > 0
 

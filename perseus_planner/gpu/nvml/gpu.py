@@ -39,9 +39,11 @@ _REASON_FIELDS = {74: "sw-power-cap", 76: "sync-boost", 269: "sw-thermal", 270: 
 """Fields that count the nanoseconds for which a reason has held."""
 
 _WITHOUT_ENERGY = "without an energy counter there is nothing to plan on: use another GPU, or simulated:"
-_WITHOUT_CLOCKS = "where clocks cannot be locked, use the power limit as the knob, or observe mode, which sets nothing"
+_WITHOUT_CLOCKS = (
+    "where clocks cannot be locked, use the power limit as the control, or observe mode, which sets nothing"
+)
 _WITHOUT_LIMIT = (
-    "where the power limit cannot be set, use the SM clock as the knob, or observe mode, which sets nothing"
+    "where the power limit cannot be set, use the SM clock as the control, or observe mode, which sets nothing"
 )
 
 _MOST_MW = 100_000_000

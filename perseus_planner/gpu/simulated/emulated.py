@@ -29,7 +29,7 @@ from perseus_planner.gpu.lease.owner import boot_id
 from perseus_planner.gpu.simulated.catalog import CATALOGUE
 from perseus_planner.gpu.simulated.chip import SETTLE_S, Chip
 from perseus_planner.gpu.simulated.gpu import ModelGpu
-from perseus_planner.gpu.simulated.model import GpuModel, Load, Work
+from perseus_planner.gpu.simulated.model import GpuModel, Load, OpCost
 from perseus_planner.gpu.simulated.options import Conditions, parsed, written
 from perseus_planner.gpu.simulated.shared_file import SharedState, State
 
@@ -114,16 +114,16 @@ class EmulatedGpu(ModelGpu):
         self._called()
         time.sleep(max(0.0, duration_s))
 
-    def run(self, work: Work | Load) -> float:
+    def run(self, work: OpCost | Load) -> float:
         """Run `work`, and return when it is done: `start`, then `finish`. For the one process that computes on it."""
         self.start(work)
         return self.finish()
 
-    def start(self, work: Work | Load) -> None:
+    def start(self, work: OpCost | Load) -> None:
         """Begin `work`, as a GPU does when it is launched; what is not done of what was begun before is dropped."""
         now_s = time.monotonic()
         self._called()
-        load = self.model.load(work) if isinstance(work, Work) else work
+        load = self.model.load(work) if isinstance(work, OpCost) else work
         if load.memory_s <= 0 and load.megacycles <= 0:
             raise GpuError(f"{self.name} was given work without FLOPs or bytes; give it some")
 

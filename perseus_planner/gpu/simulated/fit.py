@@ -66,9 +66,9 @@ def fitted_profile(profile: Profile) -> Mapping[tuple[int, str], Load]:
     """Stage and kind -> what was fitted to its measurements, per GPU of the profile.
 
     Raises:
-        ProfileError: its knob is the power limit, or something cannot be fitted; the text names it.
+        ProfileError: its control is the power limit, or something cannot be fitted; the text names it.
     """
-    if profile.knob == "power-limit":
+    if profile.control == "power-limit":
         raise ProfileError("the profile is over power limits; a fit needs one over clocks")
     loads = {}
     for (stage, kind), rows in profile.measurements.items():

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
-class Work:
+class OpCost:
     """What one computation does.
 
     Attributes:
@@ -32,13 +32,13 @@ class Work:
     flops: float
     bytes: float
 
-    def __add__(self, other: Work) -> Work:
+    def __add__(self, other: OpCost) -> OpCost:
         """Both, one after the other."""
-        return Work(self.flops + other.flops, self.bytes + other.bytes)
+        return OpCost(self.flops + other.flops, self.bytes + other.bytes)
 
-    def __mul__(self, times: float) -> Work:
+    def __mul__(self, times: float) -> OpCost:
         """The same work `times` over."""
-        return Work(self.flops * times, self.bytes * times)
+        return OpCost(self.flops * times, self.bytes * times)
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ class GpuModel:
         """The same GPU, so many times slower in all that it computes; it draws what it draws."""
         return replace(self, flops_per_cycle=self.flops_per_cycle / times, bytes_per_s=self.bytes_per_s / times)
 
-    def load(self, work: Work) -> Load:
+    def load(self, work: OpCost) -> Load:
         """`work` on this GPU, at `REFERENCE_C`, under the default power limit."""
         return self._load(
             work.bytes / self.bytes_per_s,

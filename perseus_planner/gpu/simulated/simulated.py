@@ -21,13 +21,24 @@ from perseus_planner.errors import GpuError
 from perseus_planner.gpu.simulated.catalog import CATALOGUE
 from perseus_planner.gpu.simulated.chip import COUNTED, Chip
 from perseus_planner.gpu.simulated.gpu import ModelGpu
-from perseus_planner.gpu.simulated.model import GpuModel, Load, Work
+from perseus_planner.gpu.simulated.model import GpuModel, Load, OpCost
 from perseus_planner.gpu.simulated.options import NOISE, Conditions, number_text, parsed, written
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["CATALOGUE", "COUNTED", "NOISE", "Conditions", "GpuModel", "Load", "Node", "SimulatedGpu", "Work", "opened"]
+__all__ = [
+    "CATALOGUE",
+    "COUNTED",
+    "NOISE",
+    "Conditions",
+    "GpuModel",
+    "Load",
+    "Node",
+    "OpCost",
+    "SimulatedGpu",
+    "opened",
+]
 
 
 _REMEMBERED = 4096  #: calls; no GPU of a node is so far behind the others
@@ -56,7 +67,7 @@ class Node:
 
 
 class SimulatedGpu(ModelGpu):
-    """One simulated GPU: a `Gpu` that also runs `Work` and waits for messages, both in virtual time.
+    """One simulated GPU: a `Gpu` that also runs `OpCost` and waits for messages, both in virtual time.
 
     Args:
         model: which GPU.
@@ -100,14 +111,14 @@ class SimulatedGpu(ModelGpu):
         self._called()
         self._chip.idle(duration_s)
 
-    def run(self, work: Work | Load, repetitions: int = 1) -> None:
+    def run(self, work: OpCost | Load, repetitions: int = 1) -> None:
         """Run `work` so many times back to back; virtual time and energy are spent on return.
 
         A `Load`, such as one fitted to measurements, is run as it is, its own power limit included; a limit that
         is set on this GPU holds beside that.
         """
         self._called()
-        load = self.model.load(work) if isinstance(work, Work) else work
+        load = self.model.load(work) if isinstance(work, OpCost) else work
         self._chip.execute(load, repetitions, *self._noise(self._chip, work, repetitions))
 
     def block(self, duration_s: float) -> None:

@@ -1,7 +1,7 @@
 """A client of the planner's service: a method for each thing that can be asked, values out, one kind of error.
 
 with Client("http://127.0.0.1:8400") as service:
-    answer = service.report("gpt3", ReportRequest("ops", Scope("pipeline", "3"), degree=1.2, ttl_s=1800.0))
+    answer = service.report("gpt3", ReportRequest("ops", Scope("pipeline", "3"), slowdown=1.2, ttl_s=1800.0))
     print(answer.version, answer.reason)
 """
 

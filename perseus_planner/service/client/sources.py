@@ -44,7 +44,7 @@ def straggling_report(
     return ReportRequest(
         source=f"{RUNTIME}, rank {rank}",
         scope=Scope("rank", str(rank)),
-        degree=max(1.0, finding.degree),
+        slowdown=max(1.0, finding.slowdown),
         cause="compute",
         key=key,
         observed_s=observed_s,
@@ -64,7 +64,7 @@ def resiliency_reports(
     Args:
         report: its `Report`, or the same as a mapping, whose ranks may then be texts, as in JSON.
         before: ranks that were reported as slow before; they are reported once more where they no longer are.
-        slow: a degree above which a GPU is slow; a score counts as its inverse.
+        slow: a slowdown above which a GPU is slow; a score counts as its inverse.
         ttl_s: for how long a report holds if nothing follows, seconds; a few of the extension's intervals.
 
     Raises:
@@ -141,7 +141,7 @@ class Feed:
         answers = []
         for request in self._reports_of(said, before=frozenset(self._slow), ttl_s=self._ttl_s):
             answers.append(self._client.report(self._job, request))
-            change = self._slow.discard if request.degree == 1.0 else self._slow.add
+            change = self._slow.discard if request.slowdown == 1.0 else self._slow.add
             change(int(request.scope.value))
         return answers
 
@@ -167,7 +167,7 @@ def _slow(source: str, rank: int, score: float, ttl_s: float | None, observed_s:
 
 def _recovered(source: str, rank: int, ttl_s: float | None, observed_s: float | None) -> ReportRequest:
     return ReportRequest(
-        source, Scope("rank", str(rank)), degree=1.0, cause="compute", ttl_s=ttl_s, observed_s=observed_s
+        source, Scope("rank", str(rank)), slowdown=1.0, cause="compute", ttl_s=ttl_s, observed_s=observed_s
     )
 
 

@@ -157,10 +157,10 @@ class KnownNumbers:
         Raises:
             NotSolved: that has not been solved yet.
         """
-        degrees = dict(self.slow)
-        for stage, degree in stages.items():
-            degrees[stage] = degrees.get(stage, 1.0) * degree
-        slow = slow_of(degrees)
+        slowdowns = dict(self.slow)
+        for stage, slowdown in stages.items():
+            slowdowns[stage] = slowdowns.get(stage, 1.0) * slowdown
+        slow = slow_of(slowdowns)
         if slow == self.slow:
             return self
         curve = self.solved(slow)
@@ -171,4 +171,4 @@ class KnownNumbers:
 
 def slow_of(stages: Mapping[int, float]) -> Slow:
     """Slow stages in the one way in which they are looked up."""
-    return tuple(sorted((stage, degree) for stage, degree in stages.items() if degree != 1.0)) if stages else ()
+    return tuple(sorted((stage, slowdown) for stage, slowdown in stages.items() if slowdown != 1.0)) if stages else ()

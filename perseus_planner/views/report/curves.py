@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from perseus_planner.profiles.csv_file import word_of
-from perseus_planner.profiles.curve import Option, lower_hull, worthwhile
+from perseus_planner.profiles.curve import OperatingPoint, lower_hull, pareto_front
 
 if TYPE_CHECKING:
     from perseus_planner.profiles.measurement import Measurement
@@ -47,7 +47,7 @@ class Curve:
 def curves(profile: Profile) -> tuple[Curve, ...]:
     """That of each (stage, kind) of the profile."""
     return tuple(
-        Curve(stage, word_of(kind), tuple(map(_point, rows)), _hull(worthwhile(rows, profile.blocking_w(stage))))
+        Curve(stage, word_of(kind), tuple(map(_point, rows)), _hull(pareto_front(rows, profile.blocking_w(stage))))
         for (stage, kind), rows in profile.measurements.items()
     )
 
@@ -58,7 +58,7 @@ def _point(row: Measurement) -> CurvePoint:
     return CurvePoint(row.clock_mhz, row.time_s, row.energy_j, *errors)
 
 
-def _hull(options: tuple[Option, ...]) -> tuple[int, ...]:
+def _hull(options: tuple[OperatingPoint, ...]) -> tuple[int, ...]:
     scaled: dict[int, tuple[int, int]] = {}  # nanoseconds -> microjoules and clock; of equal times the cheaper, last
     for each in options:
         scaled[round(each.time_s * _NANO)] = round(each.effective_j * _MICRO), each.clock_mhz

@@ -87,7 +87,7 @@ def draw_timelines(sources: Sources, by: str) -> Figure:
         raise UsageError(
             "; ".join(found.left_out) or "--figure timeline: shows a plan, a run or a frontier, and there is none"
         )
-    knob = (sources.any_plan or sources.profile).knob  # type: ignore[union-attr]  # what has a timeline has either
+    control = (sources.any_plan or sources.profile).control  # type: ignore[union-attr]  # what has a timeline has either
     shades = [[_shades(lane, by) for lane in each.lanes] for each in found.timelines]
     known = [shade for each in shades for lane in each for shade in lane if shade is not None]
     colours = colours_of(known or [0])
@@ -95,7 +95,7 @@ def draw_timelines(sources: Sources, by: str) -> Figure:
     for axes, timeline, values in zip(rows, found.timelines, shades, strict=True):
         _draw_timeline(axes, timeline, values, colours)
     rows[-1].set_xlabel("time (s)")
-    label = "power of all GPUs of the rank (W)" if by == "power" else clock_label(knob)
+    label = "power of all GPUs of the rank (W)" if by == "power" else clock_label(control)
     figure.colorbar(colours, ax=rows, label=label)
     _explain(figure, found.timelines)
     return figure

@@ -35,7 +35,7 @@ def page(report: Report) -> str:
     environment.filters |= {"number": number, "input": _input, "share": _share, "signed": _signed, "watts": _watts}
     return environment.from_string(_own("report.html.j2")).render(
         report=report,
-        unit=unit_of(report.setup.knob),
+        unit=unit_of(report.setup.control),
         styles=styles,
         scripts=scripts,
         policy=_policy(scripts, styles),
@@ -99,7 +99,7 @@ def _digest(text: str) -> str:
 def _data(report: Report) -> dict[str, Any]:
     """What the scripts draw from."""
     return {
-        "unit": unit_of(report.setup.knob),
+        "unit": unit_of(report.setup.control),
         "points": asdict(report.points),
         "timelines": [asdict(each) for each in report.timelines.timelines],
         "ranks": [asdict(each) for each in report.ranks],

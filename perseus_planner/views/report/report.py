@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from perseus_planner.views.report.rates import Rates, Work
     from perseus_planner.views.report.sources import Sources
 
-_OF_PROFILE = ("gpu", "origin", "knob", "gpus_per_stage", "blocking_power_w", "overhead_s")  #: which plans have, too
+_OF_PROFILE = ("gpu", "origin", "control", "gpus_per_stage", "blocking_power_w", "overhead_s")  #: which plans have, too
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Setup:
 
     gpu: str | None
     origin: str
-    knob: str
+    control: str
     gpus_per_stage: int
     blocking_power_w: float | tuple[float, ...]
     overhead_s: float

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from perseus_planner.plans.plan import Plan
-    from perseus_planner.runs.run import RanRank, Run
+    from perseus_planner.runs.run import RankRecord, Run
     from perseus_planner.schedules.iteration import Iteration
     from perseus_planner.views.report.sources import Sources
 
@@ -132,7 +132,7 @@ def of_run(name: str, run: Run) -> Timeline:
     first = run.ranks[0].pipeline
     ranks = [rank for rank in run.ranks if rank.pipeline == first]
     plan = run.plan(version, first)
-    in_mhz = plan.knob != "power-limit"
+    in_mhz = plan.control != "power-limit"
     lanes = tuple(_ran(rank, number, plan.rank_waiting_w[rank.pipeline_rank], in_mhz) for rank in ranks)
     rows = [row for rank in ranks for row in rank.iterations if row.iteration == number]
     programs = tuple(" ".join(str(each.computation) for each in rank.computations[number]) for rank in ranks)
@@ -144,7 +144,7 @@ def of_run(name: str, run: Run) -> Timeline:
     return Timeline(name, note, origin, round(_US * max(row.time_s for row in rows)), lanes, programs)
 
 
-def _ran(rank: RanRank, number: int, waiting_w: float, in_mhz: bool) -> Lane:
+def _ran(rank: RankRecord, number: int, waiting_w: float, in_mhz: bool) -> Lane:
     begin_s = next(row.begin_s for row in rank.iterations if row.iteration == number)
     ran = rank.computations[number]
     gaps_us, times_us = _gaps_and_times_us([(each.begin_s - begin_s, each.end_s - begin_s) for each in ran])

@@ -7,7 +7,7 @@ import { scopeText } from "./reports.js";
 
 const NUMBERED = ["pipeline", "stage", "rank"];
 const NAMES = { pipeline: "Its number", stage: "Its number", rank: "Its number", gpu: "Its UUID", node: "Its name" };
-const LEAST = { degree: "1", score: "0.000001", iteration_s: "0" };
+const LEAST = { slowdown: "1", score: "0.000001", iteration_s: "0" };
 
 let unanswered = { content: "", key: "" }; // a report whose answer was lost is sent with the same key: it counts once
 

@@ -47,7 +47,7 @@ function fill(element, group, status, frontier, reports) {
 
 function why(group, status, frontier, report) {
   const coming = Math.abs(group.target_s - group.time_s) > 0.01 * group.time_s ? `; wanted within ${seconds(group.target_s)}` : "";
-  const slow = Object.entries(group.slow_stages).map(([stage, degree]) => `stage ${stage} × ${number(degree)}`).join(", ");
+  const slow = Object.entries(group.slow_stages).map(([stage, slowdown]) => `stage ${stage} × ${number(slowdown)}`).join(", ");
   if (report) return `slow: ${scopeText(report)}, ${slownessText(report)}${slow ? ` (planned with ${slow})` : ""}${coming}`;
   const own_s = status.job.deadline_s ?? frontier.baseline_time_s;
   return (group.target_s > own_s * 1.0001 ? "would wait for the slowest, so it runs slower and saves" : "at its own pace") + coming;

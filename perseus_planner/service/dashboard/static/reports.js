@@ -7,9 +7,9 @@ const KINDS = { pipeline: "Pipeline", stage: "Stage", rank: "Rank", gpu: "GPU", 
 
 export const scopeText = ({ scope }) => `${KINDS[scope.kind]} ${scope.value}${scope.pipeline === null ? "" : ` of pipeline ${scope.pipeline}`}`;
 
-export function slownessText({ degree, iteration_s }) {
-  if (degree === null) return `iterations of ${seconds(iteration_s)}`;
-  return degree === 1 ? "recovered" : `${number(degree)} times as long`;
+export function slownessText({ slowdown, iteration_s }) {
+  if (slowdown === null) return `iterations of ${seconds(iteration_s)}`;
+  return slowdown === 1 ? "recovered" : `${number(slowdown)} times as long`;
 }
 
 /** Show them; `clear(report)` is called for the button of one, where `mayClear`. */

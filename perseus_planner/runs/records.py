@@ -1,7 +1,7 @@
 """What was measured of one iteration on one rank, and which clock change was for which computation.
 
 Times are in seconds since the epoch, as the clock of the rank's node has it. What is called a clock here is in the unit
-of the plan's knob: MHz, or watts of a power limit; what was achieved is always in MHz.
+of the plan's control: MHz, or watts of a power limit; what was achieved is always in MHz.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _LONGEST = 300  #: characters that are kept of what an engine did
 
 
 @dataclass(frozen=True)
-class RanComputation:
+class ComputationRecord:
     """One computation that ran.
 
     Attributes:
@@ -90,7 +90,7 @@ class RanChanges:
     achieved_mhz: float | None = None
 
     @classmethod
-    def of(cls, computations: Sequence[RanComputation]) -> RanChanges:
+    def of(cls, computations: Sequence[ComputationRecord]) -> RanChanges:
         """What they came to in an iteration of `computations`, in the order in which they ran."""
         asked = [each for each in computations if each.asked_s is not None]
         latencies_s = sorted(
@@ -111,7 +111,7 @@ class RanChanges:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RanIteration(RanChanges):
+class IterationRecord(RanChanges):
     """One iteration on one rank.
 
     Attributes:
@@ -161,7 +161,7 @@ class RanIteration(RanChanges):
         return self.version is not None and self.deviation is None
 
 
-def _off_clock_s(computations: Sequence[RanComputation]) -> float:
+def _off_clock_s(computations: Sequence[ComputationRecord]) -> float:
     seconds, until_s, clock = 0.0, -math.inf, None
     for each in computations:
         if each.asked_s is not None:
@@ -178,7 +178,7 @@ def _percentile(in_order: Sequence[float], share: float) -> float | None:
     return in_order[int(share * (len(in_order) - 1) + 0.5)] if in_order else None
 
 
-def _mean_by_time(computations: Sequence[RanComputation], values: Sequence[float]) -> float | None:
+def _mean_by_time(computations: Sequence[ComputationRecord], values: Sequence[float]) -> float | None:
     weights_s = [each.duration_s for each in computations]
     whole_s = math.fsum(weights_s)
     return math.fsum(map(operator.mul, weights_s, values)) / whole_s if whole_s > 0 else None

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from perseus_planner.documents import shown
 from perseus_planner.errors import UsageError
 from perseus_planner.estimate.transformer import Transformer, checked_split
-from perseus_planner.gpu.simulated.model import GpuModel, Work
+from perseus_planner.gpu.simulated.model import GpuModel, OpCost
 from perseus_planner.quantities import TIME
 
 if TYPE_CHECKING:
@@ -58,20 +58,20 @@ class Workload:
         if self.link_bytes_per_s is not None and TIME.accept(self.link_bytes_per_s) is None:
             raise UsageError(f"link: {shown(self.link_bytes_per_s)} is no bandwidth; give one above 0")
 
-    def works(self, gpu: GpuModel) -> list[dict[str, Work]]:
+    def works(self, gpu: GpuModel) -> list[dict[str, OpCost]]:
         """Kind -> what one `gpu` of each stage does for one microbatch; what it sends, as bytes that take as long."""
-        works = stage_works(self.transformer, self.split)
+        works = stage_op_costs(self.transformer, self.split)
         if self.link_bytes_per_s is None:
             return works
         slower = gpu.bytes_per_s / self.link_bytes_per_s
         sent = stage_traffic(self.transformer, self.split)
         return [
-            {kind: work + Work(0, slower * traffic[kind]) for kind, work in stage.items()}
+            {kind: work + OpCost(0, slower * traffic[kind]) for kind, work in stage.items()}
             for stage, traffic in zip(works, sent, strict=True)
         ]
 
 
-def stage_works(transformer: Transformer, stages: int | Sequence[int]) -> list[dict[str, Work]]:
+def stage_op_costs(transformer: Transformer, stages: int | Sequence[int]) -> list[dict[str, OpCost]]:
     """Kind -> what one GPU of each stage does in it for one microbatch.
 
     The first stage moreover has the embedding; the last has the final norm, the language-model head and the loss.
@@ -116,30 +116,30 @@ def stage_traffic(transformer: Transformer, stages: int | Sequence[int]) -> list
     return traffic
 
 
-def _layer(shape: Transformer) -> dict[str, Work]:
+def _layer(shape: Transformer) -> dict[str, OpCost]:
     linear, product = _linear_flops(shape), _attention_product_flops(shape)
     scores = _score_bytes(shape)
-    core = Work(2 * product, 4 * scores)  # scores written, the softmax's read and write, read with the values
-    forward = Work(linear, _passes(shape, residual=10, gated=3, plain=2, rotary=2)) + core
-    backward = Work(linear, _passes(shape, residual=12, gated=5, plain=3, rotary=2))
+    core = OpCost(2 * product, 4 * scores)  # scores written, the softmax's read and write, read with the values
+    forward = OpCost(linear, _passes(shape, residual=10, gated=3, plain=2, rotary=2)) + core
+    backward = OpCost(linear, _passes(shape, residual=12, gated=5, plain=3, rotary=2))
     # Without the scores at hand, flash attention computes them once more than plain attention.
-    backward += Work((4 if shape.attention == "plain" else 5) * product, 7 * scores)
-    again = {"none": Work(0, 0), "selective": core, "full": forward}[shape.recomputation]
-    return {"F": forward, "I": backward + again, "W": Work(linear, 0)}
+    backward += OpCost((4 if shape.attention == "plain" else 5) * product, 7 * scores)
+    again = {"none": OpCost(0, 0), "selective": core, "full": forward}[shape.recomputation]
+    return {"F": forward, "I": backward + again, "W": OpCost(linear, 0)}
 
 
-def _embedding(shape: Transformer) -> dict[str, Work]:
+def _embedding(shape: Transformer) -> dict[str, OpCost]:
     element = shape.tokens * shape.hidden * shape.element_bytes
     learned = 3 if shape.positions == "learned" else 0  # two summands read, their sum written
     norm = 1 if shape.embedding_norm else 0
     return {
-        "F": Work(0, element * (2 + learned + 2 * norm)),
-        "I": Work(0, element * 3 * norm),
-        "W": Work(0, element * (3 + learned)),  # gradients read, the rows of the table read and written
+        "F": OpCost(0, element * (2 + learned + 2 * norm)),
+        "I": OpCost(0, element * 3 * norm),
+        "W": OpCost(0, element * (3 + learned)),  # gradients read, the rows of the table read and written
     }
 
 
-def _head(shape: Transformer) -> dict[str, Work]:
+def _head(shape: Transformer) -> dict[str, OpCost]:
     flops = 2 * shape.tokens * shape.hidden * shape.vocabulary_per_gpu
     element, logits = shape.tokens * shape.hidden * shape.element_bytes, shape.tokens * shape.vocabulary_per_gpu
     # Logits are read and written in float32, and once more by the logarithm of the softmax.
@@ -148,9 +148,9 @@ def _head(shape: Transformer) -> dict[str, Work]:
     # which is then rounded.
     backward = 5 * _FLOAT32 + shape.element_bytes
     return {
-        "F": Work(flops, 2 * element + forward * logits),
-        "I": Work(flops, 3 * element + backward * logits),
-        "W": Work(flops, 0),
+        "F": OpCost(flops, 2 * element + forward * logits),
+        "I": OpCost(flops, 3 * element + backward * logits),
+        "W": OpCost(flops, 0),
     }
 
 
@@ -187,5 +187,5 @@ def _passes(shape: Transformer, residual: int, gated: int, plain: int, rotary: i
     return shape.tokens * shape.element_bytes * (residual * shape.hidden + inside + rotary * turned)
 
 
-def _added(parts: Mapping[str, Work], more: Mapping[str, Work]) -> dict[str, Work]:
+def _added(parts: Mapping[str, OpCost], more: Mapping[str, OpCost]) -> dict[str, OpCost]:
     return {kind: work + more[kind] for kind, work in parts.items()}
