@@ -1,4 +1,4 @@
-"""`planner show`: what is in a file or a run folder, as text, as a figure, as a trace."""
+"""`planner show`: what is in a file or a run folder, as text, as a figure, as a Perfetto trace."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class _Shown(NamedTuple):
     summary: Any
     text: str
     draw: Callable[[], Figure]  #: the figure of this file alone
-    trace: Callable[[Path], None] | None  #: None: it has no timeline
+    perfetto: Callable[[Path], None] | None  #: None: it has no timeline
 
 
 @click.command(
@@ -67,7 +67,7 @@ class _Shown(NamedTuple):
 )
 @console.as_json
 def show(
-    file: Path, plot: Path | None, figure: str | None, beside: tuple[Path, ...], trace: Path | None, as_json: bool
+    file: Path, plot: Path | None, figure: str | None, beside: tuple[Path, ...], perfetto: Path | None, as_json: bool
 ) -> None:
     """Show a profile, a frontier, the timeline of a plan, or what a training run measured beside its plan.
 
@@ -83,18 +83,18 @@ def show(
         from perseus_planner.views.plotting import check_figure_path
 
         check_figure_path(plot, "--plot")
-    if trace is not None:
-        console.refuse_same([file, *beside], trace, "--perfetto")
+    if perfetto is not None:
+        console.refuse_same([file, *beside], perfetto, "--perfetto")
     shown = _reader(file)(file)
-    if trace is not None and shown.trace is None:
-        raise UsageError(f"--perfetto {trace}: {file} has no timeline; name a plan or a run")
+    if perfetto is not None and shown.perfetto is None:
+        raise UsageError(f"--perfetto {perfetto}: {file} has no timeline; name a plan or a run")
     if plot is not None:
         from perseus_planner.views.plotting import save_figure
 
         save_figure(shown.draw() if figure is None else _figure(figure, (file, *beside)), plot)
-    if trace is not None and shown.trace is not None:
-        shown.trace(trace)
-    written = [each for each in (plot, trace) if each is not None]
+    if perfetto is not None and shown.perfetto is not None:
+        shown.perfetto(perfetto)
+    written = [each for each in (plot, perfetto) if each is not None]
     console.report(shown.summary, shown.text, written, as_json=as_json)
 
 

@@ -91,7 +91,7 @@ REFUSED = {
     "plan absent.npz --least-energy -o new.yaml": "absent.npz: no such file; check the path",
     "show absent.yaml": "absent.yaml: no such file; check the path",
     "show folder": "folder: is empty; look again when an iteration has ended by a plan",
-    "show profile.yaml --trace trace.json": "--trace trace.json: profile.yaml has no timeline; name a plan or a run",
+    "show profile.yaml --perfetto a.json": "--perfetto a.json: profile.yaml has no timeline; name a plan or a run",
     "show profile.yaml --figure points": "--figure: says what --plot draws; give --plot FIGURE with it",
     "show frontier.npz --plot figure.gif": (
         "--plot figure.gif: figures are written as .png, .svg, .pdf; end the name with one of them"

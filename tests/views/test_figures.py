@@ -192,7 +192,7 @@ def test_show_draws_each_figure_and_shows_a_profile(folder: Path):
     for command, message in {
         "show plan.yaml --figure timeline": "--figure: says what --plot draws; give --plot FIGURE with it",
         "show plan.yaml --beside frontier.npz": "--beside: is for --figure; give --figure with it",
-        "show profile.yaml --trace a.json": "--trace a.json: profile.yaml has no timeline; name a plan or a run",
+        "show profile.yaml --perfetto a.json": "--perfetto a.json: profile.yaml has no timeline; name a plan or a run",
         "show plan.yaml --figure points --plot a.png": (
             "--figure points: shows a frontier, and there is none; name one, or add it with --beside"
         ),

@@ -234,18 +234,20 @@ def test_show_writes_traces_of_plans_and_runs_beside_what_it_says(folder: Path):
     smooth_profile(2, step_mhz=150).save("profile.yaml")
     done("solve profile.yaml --schedule 1f1b --microbatches 2 -o frontier.npz")
     done("plan frontier.npz --slowdown 1.1 -o plan.yaml")
-    assert done("show plan.yaml --trace plan.json").endswith("\nWrote plan.json\n")
-    assert json.loads(done("show plan.yaml --plot a.svg --trace b.json --json"))["files"] == ["a.svg", "b.json"]
+    assert done("show plan.yaml --perfetto plan.json").endswith("\nWrote plan.json\n")
+    assert json.loads(done("show plan.yaml --plot a.svg --perfetto b.json --json"))["files"] == ["a.svg", "b.json"]
     assert Path("plan.json").read_bytes() == Path("b.json").read_bytes()
     write_run(Path("run"), Plan.load("plan.yaml"), 3)
-    assert done("show run --trace run.json").endswith("\nWrote run.json\n")
+    assert done("show run --perfetto run.json").endswith("\nWrote run.json\n")
     assert Read(Path("run.json")).end_ns > Read(Path("plan.json")).end_ns
     for command, message in {
-        "show plan.yaml --trace plan.yaml": "--trace plan.yaml: is the file that is read; name another",
-        "show plan.yaml --trace absent/a.json": (
-            "--trace absent/a.json: there is no folder absent; make it, or name another"
+        "show plan.yaml --perfetto plan.yaml": "--perfetto plan.yaml: is the file that is read; name another",
+        "show plan.yaml --perfetto absent/a.json": (
+            "--perfetto absent/a.json: there is no folder absent; make it, or name another"
         ),
-        "show frontier.npz --trace a.json": ("--trace a.json: frontier.npz has no timeline; name a plan or a run"),
+        "show frontier.npz --perfetto a.json": (
+            "--perfetto a.json: frontier.npz has no timeline; name a plan or a run"
+        ),
     }.items():
         assert refusal(command) == (2, "", f"Error: {message}\n")
     assert not Path("a.json").exists()
