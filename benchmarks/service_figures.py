@@ -7,7 +7,6 @@ from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
-from importlib.util import find_spec
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -127,14 +126,8 @@ def _notes(size: Size, found: Found) -> list[str]:
         "into account. Where plans have to be made, they are made one after the other by one process.",
         "The clients are Python as well, with HTTP written by hand. Each acknowledged report is on disk: a write of "
         "SQLite with `synchronous=FULL`, for those that came meanwhile together. The echo writes nothing.",
-        f"uvicorn {metadata.version('uvicorn')} reads HTTP by {_used('httptools', 'h11')} and runs on "
-        f"{_used('uvloop', 'asyncio')}, for both.",
+        f"Both run on uvicorn {metadata.version('uvicorn')}.",
     ]
-
-
-def _used(better: str, otherwise: str) -> str:
-    """What uvicorn takes: the better one if it is installed."""
-    return better if find_spec(better) else otherwise
 
 
 def _load_rows(asked: str, pair: tuple[Spell, Spell]) -> Iterator[dict[str, Any]]:

@@ -30,7 +30,7 @@ _PLACES = tuple(
 _SLOWDOWNS = (1.3, 1.2, 1.1)
 _AGAIN, _MOSTLY_AGAIN = 0.5, 0.95  # that share of the reports says what the same probe said last
 _RECOVERED = 0.3  # and that share of the others that a pipeline is as fast as ever
-_MOST_PER_S = 2000  # what the service lets one client ask for
+_MOST_PER_S = 2000  # reports that are made for a spell without a rate
 _BUDGET = 0.9  # of what all jobs draw as they are registered
 _PATIENCE_S = 120.0
 

@@ -1,13 +1,11 @@
-"""Who may ask the service for what, and how much: bearer tokens with roles, size and rate limits, safe headers."""
+"""Who may ask the service for what, and how much: bearer tokens with roles, size limits, safe headers."""
 
 from __future__ import annotations
 
 import hmac
 import os
 import re
-import time
-from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
@@ -41,7 +39,6 @@ _HEADERS = (
     (b"referrer-policy", b"no-referrer"),
     (b"x-content-type-options", b"nosniff"),
 )
-_MOST_CLIENTS = 4096
 
 
 @dataclass(frozen=True)
@@ -91,8 +88,6 @@ class Limits:
         body_bytes: the largest body of a request.
         registration_bytes: the same where a job is registered, which carries a frontier.
         alerts_bytes: the same where Alertmanager posts a group of alerts, of some 1.5 kB each.
-        requests_per_s: how many requests a client may make in the long run.
-        burst: how many of them at once.
         waiting: how many long polls and event streams may be open, over all clients.
         keep_alive_s: an event stream says something at least so often.
         solve_s: how long the service solves a profile that a job was registered with.
@@ -101,8 +96,6 @@ class Limits:
     body_bytes: int = 64 * 2**10
     registration_bytes: int = 64 * 2**20
     alerts_bytes: int = 8 * 2**20
-    requests_per_s: float = 2000.0
-    burst: int = 10_000
     waiting: int = 10_000
     keep_alive_s: float = 15.0
     solve_s: float = 600.0
@@ -148,37 +141,16 @@ def _token(line: str, place: str) -> Token:
     return Token(sha256(match["secret"].encode()).digest(), role, match["name"])
 
 
-class Rates:
-    """How many requests each client may still make: a bucket of `burst` that fills again at a steady rate."""
-
-    def __init__(self, limits: Limits, now_s: Callable[[], float] = time.monotonic) -> None:
-        self._limits = limits
-        self._now_s = now_s
-        self._left: OrderedDict[str, tuple[float, float]] = OrderedDict()
-
-    def wait_s(self, client: str) -> float:
-        """Take one request of `client`; 0 where it may go on, else after how many seconds it may try again."""
-        now_s = self._now_s()
-        left, at_s = self._left.pop(client, (float(self._limits.burst), now_s))
-        left = min(left + (now_s - at_s) * self._limits.requests_per_s, float(self._limits.burst))
-        allowed = left >= 1.0
-        self._left[client] = left - allowed, now_s
-        if len(self._left) > _MOST_CLIENTS:  # the one that has been quiet for longest
-            self._left.popitem(last=False)
-        return 0.0 if allowed else (1.0 - left) / self._limits.requests_per_s
-
-
 class Guard:
-    """ASGI middleware that lets a request through only from whom, as often, and as large as it may be.
+    """ASGI middleware that lets a request through only from those who may ask, and no larger than it may be.
 
     It looks at headers alone, before anything of a body is read, and counts the body as it comes.
     """
 
-    def __init__(self, app: ASGIApp, access: Access, limits: Limits, rates: Rates | None = None) -> None:
+    def __init__(self, app: ASGIApp, access: Access, limits: Limits) -> None:
         self._app = app
         self._access = access
         self._limits = limits
-        self._rates = rates or Rates(limits)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request, or refuse it."""
@@ -200,11 +172,6 @@ class Guard:
         if scope["method"] not in _SAFE and headers.get("sec-fetch-site") in _ELSEWHERE:
             raise HTTPException(403, "a page of another site may not ask for this; ask from the service's own page")
         bearer = self._access.bearer(headers.get("authorization"))
-        address = scope["client"][0] if scope.get("client") else "local"
-        wait_s = self._rates.wait_s(f"name {bearer.name}" if bearer else f"address {address}")
-        if wait_s > 0.0:
-            again = {"Retry-After": str(1 + int(wait_s))}
-            raise HTTPException(429, f"too many requests of one client; try again in {wait_s:.3g} s", again)
         if bearer is None and self._access.tokens and not _is_open(scope["path"]):
             wanted = {"WWW-Authenticate": "Bearer"}
             raise HTTPException(401, "no valid token; send the header `Authorization: Bearer TOKEN`", wanted)

@@ -30,7 +30,6 @@ _CODES = {
     413: "too_large",
     421: "wrong_host",
     422: "invalid",
-    429: "too_many_requests",
     503: "unavailable",
 }
 _MESSAGES = {

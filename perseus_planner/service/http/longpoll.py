@@ -6,7 +6,6 @@ import asyncio
 import logging
 import math
 import time
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager, suppress
@@ -33,27 +32,6 @@ _AFTER_FAILURE_S = 1.0
 P = ParamSpec("P")
 R = TypeVar("R")
 _log = logging.getLogger(__name__)
-
-
-class _Inbox:
-    """Calls that other threads want made on an event loop; many wake it once, as each waking is a system call."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
-        self._calls: deque[Callable[[], object]] = deque()
-        self._is_woken = False
-
-    def call(self, function: Callable[..., object], *arguments: object) -> None:
-        """Have it called soon; from any thread."""
-        self._calls.append(partial(function, *arguments))
-        if not self._is_woken:
-            self._is_woken = True
-            self._loop.call_soon_threadsafe(self._make_all)
-
-    def _make_all(self) -> None:
-        self._is_woken = False  # before the first of them, so that none that comes now is left
-        while self._calls:
-            self._calls.popleft()()
 
 
 class AsyncService:
@@ -83,10 +61,8 @@ class AsyncService:
         self._ended, self._sooner = False, asyncio.Event()
         self._pool = ThreadPoolExecutor(_THREADS, "planner-service")
 
-        self._inbox = _Inbox(loop)
-
         def heard(job: str, _: int) -> None:  # on any thread
-            self._inbox.call(self.changed, job)
+            loop.call_soon_threadsafe(self.changed, job)
 
         unsubscribe = self.service.subscribe(heard)
         clock = asyncio.create_task(self._tick())
@@ -111,16 +87,12 @@ class AsyncService:
             self._sooner.set()
 
     async def report(self, job: str, report: Report) -> Answer:
-        """`Service.report`; of these there are hundreds in a second, so no thread waits for each."""
-        taken = self.service.reporting(job, report)
-        answered = asyncio.get_running_loop().create_future()
-        taken.add_done_callback(lambda _: self._inbox.call(_wake, answered))
+        """`Service.report`, without a thread that waits for the disk."""
         try:
-            await answered
+            return await asyncio.wrap_future(self.service.reporting(job, report))
         finally:
             if self.service.next_tick_s() < self._napping_until_s:
                 self._sooner.set()
-        return taken.result()
 
     async def register(self, job: Job, frontier: bytes) -> Registered:
         """`Service.register`; of those that plan, few at a time, so that threads are left for reports."""
@@ -210,9 +182,3 @@ class AsyncService:
             with suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._sooner.wait(), min(nap_s, _LONGEST_NAP_S))
             await asyncio.sleep(_BETWEEN_TICKS_S)  # one for all reports of a burst
-
-
-def _wake(answered: asyncio.Future[None]) -> None:
-    """Wake who waits for an answer, if it still does."""
-    if not answered.done():
-        answered.set_result(None)

@@ -14,11 +14,10 @@ from perseus_planner import __version__
 from perseus_planner.service import alertmanager as webhook
 from perseus_planner.service import answer_schemas as answers
 from perseus_planner.service.http.metrics import CONTENT_TYPE
-from perseus_planner.service.http.routing import Job, Live, live_of
+from perseus_planner.service.http.routing import Job, Live
 from perseus_planner.service.http.routing import errors as _errors
 from perseus_planner.service.http.routing import for_role as _for
 from perseus_planner.service.http.routing import said as _said
-from perseus_planner.service.http.usual import LONGEST_POLL_S, UsualRoute, read_poll, read_report, usually
 from perseus_planner.service.model import UnknownJob
 from perseus_planner.service.schemas import (
     KEY,
@@ -31,6 +30,9 @@ from perseus_planner.service.schemas import (
     TakenBody,
 )
 
+LONGEST_POLL_S = 60.0
+"""The longest time that a request may wait for a newer version, seconds."""
+
 _log = logging.getLogger(__name__)
 
 After = Annotated[int, Query(ge=0, le=MOST_WHOLE, description="The version that is known already; 0: none.")]
@@ -39,7 +41,7 @@ Wait = Annotated[
     Query(ge=0.0, le=LONGEST_POLL_S, allow_inf_nan=False, description="How long to wait for it, seconds."),
 ]
 
-router = APIRouter(route_class=UsualRoute)
+router = APIRouter()
 
 
 @router.post(
@@ -93,11 +95,11 @@ async def end(job: Job, live: Live) -> Response:
     response_model=answers.EffectAnswer,
     responses=_errors(404, 409),
 )
-@usually("report", read_report)
 async def report(
     request: Request,
     job: Job,
     sent: StragglerReport,
+    live: Live,
     idempotency_key: Annotated[str | None, Header(pattern=KEY)] = None,
     wait_s: Wait = 0.0,
 ) -> Response:
@@ -106,7 +108,6 @@ async def report(
     Where slow stages are solved and planned first, it waits `wait_s` for that at most.
     """
     straggler = sent.report(idempotency_key, request.app.state.now_s())
-    live = live_of(request)
     answer = await live.report(job, straggler)
     if wait_s and answer.takes_effect == "planning":
         with suppress(HTTPException, UnknownJob):  # too many wait, or the job has ended: the report was taken
@@ -162,16 +163,15 @@ async def alerts(request: Request, sent: AlertsBody, live: Live) -> Response:
     response_model=answers.PlanAnswer,
     responses={204: {"description": "Nothing newer within `wait_s`."}, **_errors(404)},
 )
-@usually("read", read_poll)
 async def plan(
-    request: Request,
     job: Job,
+    live: Live,
     pipeline: Annotated[int, Path(ge=0, lt=2**31, description="Which one, from 0.")],
     after: After = 0,
     wait_s: Wait = 0.0,
 ) -> Response:
     """The plan of one pipeline, as soon as its version is above `after`."""
-    newer = await live_of(request).newer(job, after, wait_s)
+    newer = await live.newer(job, after, wait_s)
     return _plans(None if newer is None else newer.of_one(pipeline))
 
 

@@ -17,14 +17,9 @@ from perseus_planner.service.schemas import NAME
 Job = Annotated[str, Path(pattern=NAME, description="The job's name.")]
 
 
-def live_of(request: Request) -> AsyncService:
-    """The service, for routes that are asked often; it takes FastAPI longer to find `Live`."""
+async def _live(request: Request) -> AsyncService:
     service: AsyncService = request.app.state.service
     return service
-
-
-async def _live(request: Request) -> AsyncService:
-    return live_of(request)
 
 
 Live = Annotated[AsyncService, Depends(_live)]
@@ -50,7 +45,7 @@ def for_role(role: Role) -> list[Any]:
 
 def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
     """The refusals of a route, for OpenAPI."""
-    common = (400, 401, 403, 413, 421, 422, 429, 500, 503)
+    common = (400, 401, 403, 413, 421, 422, 500, 503)
     return {
         status: {"model": ErrorAnswer, "description": HTTPStatus(status).phrase}
         for status in sorted({*common, *statuses})

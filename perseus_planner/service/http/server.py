@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import os
-import resource
 import signal
 import socket
 import ssl
@@ -29,8 +27,6 @@ if TYPE_CHECKING:
 
 _GRACE_S = 5  # how long answers that are under way may still take
 _BACKLOG = 2048
-_CONNECTIONS = 65_536
-_COLLECTIONS = 20_000, 50, 1_000  # objects that were made and are still there; of these, how many times that
 
 
 @dataclass(frozen=True)
@@ -106,7 +102,7 @@ def serve(
 
     Long polls are answered and event streams ended before it returns. `ready` is called when requests are answered.
     """
-    with _many_connections(), _few_collections(), _ended_by_sigterm():
+    with _ended_by_sigterm():
         _server(service, listener, limits, ready).run(sockets=[listener.socket])
 
 
@@ -247,37 +243,6 @@ def _remove_if_left_behind(path: Path) -> None:
             path.unlink()
             return
     raise UsageError(f"--unix {path}: another process listens there; stop it, or give another path")
-
-
-@contextmanager
-def _many_connections() -> Iterator[None]:
-    """As many open files as this process may have at all: every long poll is one, and the usual limit is 1024."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with suppress(ValueError, OSError):
-        most = _CONNECTIONS if hard == resource.RLIM_INFINITY else min(hard, _CONNECTIONS)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-
-
-@contextmanager
-def _few_collections() -> Iterator[None]:
-    """Have Python seldom look for garbage in cycles.
-
-    Answers leave none, and a look at all that is known of a thousand jobs takes as long as hundreds of answers; by
-    default, long polls that come and go cause one every few seconds.
-    """
-    before = gc.get_threshold()
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(*_COLLECTIONS)
-    try:
-        yield
-    finally:
-        gc.set_threshold(*before)
-        gc.unfreeze()
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 // The service's API, asked by the page with the token of whoever looks at it.
 
-/** The service cannot be asked now: it is not reached, too busy, or cannot go on. */
+/** The service cannot be asked now: it cannot be reached, or cannot go on. */
 export class Away extends Error {}
 
 /** The service has refused what was asked; `status` is that of HTTP. */
@@ -76,7 +76,7 @@ async function request(method, path, body, signal, wanted) {
   setClock(response.headers.get("Date"));
   if (response.ok) return response;
   const message = (await response.json().catch(() => null))?.error?.message ?? `it answers ${response.status}`;
-  throw response.status === 429 || response.status >= 500 ? new Away(message) : new Refused(response.status, message);
+  throw response.status >= 500 ? new Away(message) : new Refused(response.status, message);
 }
 
 /** The header has whole seconds; clocks that are less than two apart are taken for equal. */
