@@ -41,7 +41,7 @@ def random_trace(seed: int, count: int, pipelines: int, stages: int, seconds: fl
 
 
 def measure(size: Size) -> Section:
-    """Replay 8,192 GPUs under every policy but lowtime, which takes long; the time of each with all its planning."""
+    """Replay 8,192 GPUs under every policy; the time of each includes all its planning."""
     profile = on_each_gpu(profile_of(size.cases[0]), _GPUS_PER_STAGE)
     frontier = solve(profile, schedules.one_f_one_b(STAGES, _MICROBATCHES))
     pipelines, stragglers = (_PIPELINES, _STRAGGLERS) if size.cases == CASES else (4, 5)

@@ -16,11 +16,11 @@ from lowtime_runs import (
     same_plans,
     same_problem,
 )
+from lowtime_walk import LOWTIME_VERSION, Fits
 from results import Check, Section, Table
 from timing import median_ms, seconds
 
 from perseus_planner import Frontier
-from perseus_planner.cluster.lowtime_walk import LOWTIME_VERSION, Fits
 
 _COLUMNS = {
     "profile": ("profile", ""),

@@ -10,9 +10,9 @@ from functools import cache
 
 import numpy as np
 from data import STAGES, Case, MissingError, dag_of, profile_of
+from lowtime_walk import Fits, Walk, fit, load_lowtime
 
 from perseus_planner import Frontier, Profile, schedules, solve
-from perseus_planner.cluster.lowtime_walk import Fits, Walk, fit, load_lowtime
 from perseus_planner.errors import UsageError
 from perseus_planner.plans.simulate import end_times
 from perseus_planner.profiles.measurement import Measurement

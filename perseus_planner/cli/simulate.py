@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from perseus_planner.cluster.replay import Cluster, Outcome
 
 _BASELINE = "max"
-_DEFAULT = ("one-clock", "per-stage", "envpipe", "planner-fixed", "planner")  # lowtime takes long
-_POLICIES = (_BASELINE, "one-clock", "per-stage", "envpipe", "lowtime", "planner-fixed", "planner")
+_DEFAULT = ("one-clock", "per-stage", "envpipe", "planner-fixed", "planner")
+_POLICIES = (_BASELINE, "one-clock", "per-stage", "envpipe", "planner-fixed", "planner")
 
 
 def _delay(_: click.Context, parameter: click.Parameter, text: str) -> float:
@@ -64,7 +64,7 @@ def _delay(_: click.Context, parameter: click.Parameter, text: str) -> float:
     "policies",
     multiple=True,
     type=click.Choice(_POLICIES),
-    help="What chooses clocks; may be repeated.  [default: all that apply but lowtime, which takes minutes]",
+    help="What chooses clocks; may be repeated.  [default: all that apply]",
 )
 @click.option(
     "--csv",

@@ -1,12 +1,12 @@
 """Replays a job on a cluster: data-parallel pipelines that end every iteration together, some slower for a while.
 
-All pipelines are alike. An iteration takes as long as its slowest pipeline; the GPUs of the others wait, at the
-blocking power. Which stragglers are there is judged as each iteration begins. A policy sees them late, by the reaction
-delay: it knows those that were there so long ago, and what it decides is in force from the beginning of an iteration.
+All pipelines are alike. An iteration takes as long as its slowest pipeline; the GPUs of the others wait at the blocking
+power. The stragglers of an iteration are those that are active when it begins. A policy learns of them late, by the
+reaction delay, and its decisions take effect at the beginning of an iteration.
 
-Time is simulated, and what iterations take is replayed from the profile. Between two events (a straggler comes or goes,
-or that becomes known) all iterations are alike, so the replay goes from event to event and its cost does not depend on
-the number of iterations. Moments are exact fractions: no rounding moves an event to another iteration.
+Time is simulated, and iterations are replayed from the profile. Between two events (a straggler begins or ends, or the
+policy learns of it) all iterations are equal, so the replay goes from event to event and its cost does not depend on
+the number of iterations. Moments are exact fractions, so that no rounding moves an event to another iteration.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from perseus_planner.cluster.policies import Policy, policy_of
-from perseus_planner.cluster.slow_runs import Clocks, Run, Runs
-from perseus_planner.cluster.stragglers import CALM, Condition, Straggler, condition_of
+from perseus_planner.cluster.iterations import Clocks, IterationReplays, ReplayedIteration
+from perseus_planner.cluster.policies import Policy, make_policy
+from perseus_planner.cluster.stragglers import UNDISTURBED, Condition, Straggler, condition_of
 from perseus_planner.documents import shown
 from perseus_planner.errors import UsageError
 from perseus_planner.quantities import COUNT, WAIT
@@ -37,17 +37,17 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, eq=False)
 class Cluster:
-    """A job on a cluster, and what befalls it.
+    """A training job on a cluster, with its stragglers.
 
     Attributes:
-        frontier: of each pipeline.
-        pipelines: how many there are.
-        iterations: for how many the job runs.
-        stragglers: in any order; several at once multiply where they hit the same stage.
-        delay_s: how late a policy reacts, seconds, 0 or more.
+        frontier: the frontier of each pipeline; all pipelines are alike.
+        pipelines: number of data-parallel pipelines.
+        iterations: number of iterations that the job runs.
+        stragglers: in any order. The slowdowns of stragglers that hit the same stage at once are multiplied.
+        delay_s: how late a policy learns of a change, seconds, 0 or more.
 
     Raises:
-        UsageError: a number is not of that kind, or a straggler is in no pipeline or stage of the cluster.
+        UsageError: If a number is out of range, or a straggler names a pipeline or stage that does not exist.
     """
 
     frontier: Frontier
@@ -67,27 +67,27 @@ class Cluster:
             each.check(self.pipelines, self.frontier.schedule.stages)
 
     @cached_property
-    def runs(self) -> Runs:
-        """What iterations of a pipeline take."""
-        return Runs(self.frontier.dag)
+    def replays(self) -> IterationReplays:
+        """The replayed iterations of a pipeline."""
+        return IterationReplays(self.frontier.dag)
 
     @property
     def gpus(self) -> int:
-        """How many there are in the cluster."""
+        """The number of GPUs in the cluster."""
         return self.pipelines * len(self.frontier.schedule.ranks) * self.frontier.profile.gpus_per_stage
 
 
 @dataclass(frozen=True, eq=False)
 class Outcome:
-    """What a job did under one policy; the GPUs of a rank do all the same.
+    """The result of a job under one policy. All GPUs of a rank do the same.
 
     Attributes:
-        policy: its name.
-        iterations: how many there were.
-        time_s: how long they took, seconds.
-        busy_s: (pipelines, ranks) seconds that each GPU of a rank worked; the rest of `time_s` it was idle.
-        energy_per_gpu_j: (pipelines, ranks) joules of each GPU of a rank, waiting included.
-        gpus_per_stage: how many GPUs a rank has.
+        policy: name of the policy.
+        iterations: number of iterations.
+        time_s: time of all iterations, seconds.
+        busy_s: (pipelines, ranks) time for which each GPU of a rank works, seconds. It is idle for the rest.
+        energy_per_gpu_j: (pipelines, ranks) energy of each GPU of a rank, waiting included, joules.
+        gpus_per_stage: number of GPUs of a rank.
     """
 
     policy: str
@@ -99,22 +99,22 @@ class Outcome:
 
     @property
     def idle_s(self) -> Floats:
-        """(pipelines, ranks) seconds that each GPU of a rank waited."""
+        """(pipelines, ranks) time for which each GPU of a rank waits, seconds."""
         return self.time_s - self.busy_s
 
     @property
     def energy_j(self) -> float:
-        """Joules over all GPUs, waiting included."""
+        """Energy of all GPUs, waiting included, joules."""
         return math.fsum(self.energy_per_gpu_j.flat) * self.gpus_per_stage
 
     @property
     def power_w(self) -> float:
-        """Average watts over all GPUs."""
+        """Average power of all GPUs, watts."""
         return self.energy_j / self.time_s
 
 
 def simulate(cluster: Cluster, name: str, slowdown: float = 1.0) -> Outcome:
-    """Replay the job under the policy of that name.
+    """Replay the job under the policy called `name`.
 
     Args:
         cluster: the job.
@@ -122,10 +122,10 @@ def simulate(cluster: Cluster, name: str, slowdown: float = 1.0) -> Outcome:
         slowdown: the target, as a multiple of the iteration time with all clocks at maximum.
 
     Raises:
-        InfeasibleError: no iteration is as fast as the target.
-        UsageError: there is no such policy, or it does not apply to this schedule or profile.
+        InfeasibleError: If no iteration is as fast as the target.
+        UsageError: If there is no such policy, or it does not apply to this schedule or profile.
     """
-    return replay_under(cluster, policy_of(name, cluster.frontier, slowdown, cluster.runs))
+    return replay_under(cluster, make_policy(name, cluster.frontier, slowdown, cluster.replays))
 
 
 def replay_under(cluster: Cluster, policy: Policy) -> Outcome:
@@ -134,19 +134,21 @@ def replay_under(cluster: Cluster, policy: Policy) -> Outcome:
     busy_s = np.zeros((cluster.pipelines, len(waiting_w)))
     energy_j = np.zeros_like(busy_s)
     time_s = Fraction(0)
-    for count, pairs in _stretches(cluster, policy):
-        longest_s = max(run.time_s for run, _ in pairs)
-        for run, members in pairs:
-            busy_s[members] += count * run.busy_s
-            energy_j[members] += count * (run.busy_j + waiting_w * (longest_s - run.busy_s))
+    for count, groups in _equal_iterations(cluster, policy):
+        longest_s = max(iteration.time_s for iteration, _ in groups)
+        for iteration, members in groups:
+            busy_s[members] += count * iteration.busy_s
+            energy_j[members] += count * (iteration.busy_j + waiting_w * (longest_s - iteration.busy_s))
         time_s += count * Fraction(longest_s)
     gpus = cluster.frontier.profile.gpus_per_stage
     return Outcome(policy.name, cluster.iterations, float(time_s), busy_s, energy_j / gpus, gpus)
 
 
-def _stretches(cluster: Cluster, policy: Policy) -> Iterator[tuple[int, list[tuple[Run, list[int]]]]]:
-    """Iterations that are alike: how many, and what the pipelines do in each, those alike together."""
-    actual, known = _View(cluster.stragglers, 0.0), _View(cluster.stragglers, cluster.delay_s)
+def _equal_iterations(
+    cluster: Cluster, policy: Policy
+) -> Iterator[tuple[int, list[tuple[ReplayedIteration, list[int]]]]]:
+    """Yield a number of equal iterations, with each distinct iteration in them and the pipelines that run it."""
+    actual, known = _DelayedView(cluster.stragglers, 0.0), _DelayedView(cluster.stragglers, cluster.delay_s)
     plans: dict[frozenset[Condition], Mapping[Condition, Clocks]] = {}
     now, left = Fraction(0), cluster.iterations
     while left:
@@ -156,28 +158,30 @@ def _stretches(cluster: Cluster, policy: Policy) -> Iterator[tuple[int, list[tup
         seen = frozenset(belief for _, belief in groups)
         if seen not in plans:
             plans[seen] = policy.clocks_in(seen)
-        pairs = [(cluster.runs.run(plans[seen][belief], truth), each) for (truth, belief), each in groups.items()]
-        longest_s = Fraction(max(run.time_s for run, _ in pairs))
+        running = [
+            (cluster.replays.replay(plans[seen][belief], truth), each) for (truth, belief), each in groups.items()
+        ]
+        longest_s = Fraction(max(iteration.time_s for iteration, _ in running))
         upcoming = [moment for moment in (actual.upcoming, known.upcoming) if moment is not None]
         count = min([left, *(math.ceil((moment - now) / longest_s) for moment in upcoming)])
-        yield count, pairs
+        yield count, running
         now, left = now + count * longest_s, left - count
 
 
 def _groups(
     pipelines: int, actual: Mapping[int, Condition], known: Mapping[int, Condition]
 ) -> dict[tuple[Condition, Condition], list[int]]:
-    """(what a pipeline is like, what it is known to be like) -> the numbers of those pipelines."""
+    """Group the pipelines by their actual and their known condition."""
     groups: dict[tuple[Condition, Condition], list[int]] = {}
     for number in range(pipelines):
-        groups.setdefault((actual.get(number, CALM), known.get(number, CALM)), []).append(number)
+        groups.setdefault((actual.get(number, UNDISTURBED), known.get(number, UNDISTURBED)), []).append(number)
     return groups
 
 
-class _View:
-    """The stragglers as they are seen, so many seconds late.
+class _DelayedView:
+    """The stragglers as an observer sees them who is `late_s` seconds late.
 
-    `conditions` has every pipeline that a straggler is seen in.
+    `conditions` maps each pipeline in which a straggler was seen to its condition.
     """
 
     def __init__(self, stragglers: Sequence[Straggler], late_s: float) -> None:
@@ -194,16 +198,18 @@ class _View:
 
     @property
     def upcoming(self) -> Fraction | None:
-        """When what is seen may next change."""
+        """The moment of the next change."""
         return self._events[-1][0] if self._events else None
 
     def move_to(self, now: Fraction) -> None:
-        """Take in all that happened until then; moments must rise."""
+        """Apply all changes up to `now`. Successive moments must rise."""
         changed = set()
         while self._events and self._events[-1][0] <= now:
             place = self._events.pop()[1]
             pipeline = self._stragglers[place].pipeline
-            self._seen.setdefault(pipeline, set()).symmetric_difference_update({place})  # comes first, then goes
+            self._seen.setdefault(pipeline, set()).symmetric_difference_update(
+                {place}
+            )  # the straggler begins, later ends
             changed.add(pipeline)
         for pipeline in changed:
             self.conditions[pipeline] = condition_of(self._in_order(self._seen[pipeline]))

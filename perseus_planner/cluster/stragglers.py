@@ -1,7 +1,8 @@
-"""Stragglers: which pipeline of a cluster, or which stage of it, is how much slower from when to when; their CSV file.
+"""Stragglers: which pipeline or stage of a cluster is slower, by how much, from when to when; and their CSV file.
 
-The file has the columns `start,end,slowdown,pipeline,stage`: seconds since the first iteration began (an empty end: for
-good), how many times as long everything takes, and the number of the pipeline and of its stage (empty: all of it).
+The file has the columns `start,end,slowdown,pipeline,stage`. Start and end are seconds after the begin of the first
+iteration; leave the end empty for a straggler that lasts. The slowdown is a factor of all times. Pipeline and stage are
+numbers from 0; leave the stage empty if the whole pipeline is slow.
 """
 
 from __future__ import annotations
@@ -31,17 +32,17 @@ _STAGE = STAGE._replace(wanted="a stage: write 0 for the first one, or nothing f
 
 @dataclass(frozen=True)
 class Straggler:
-    """A pipeline, or one stage of it, that is slower for a while.
+    """A pipeline, or one stage of it, that is slow for a while.
 
     Attributes:
-        start_s: from when on, seconds since the first iteration began, 0 or more.
-        end_s: until when, seconds, above `start_s`; infinite for one that stays.
-        slowdown: how many times as long everything takes, 1 or more. Power is not changed, so joules grow as times do.
-        pipeline: its number.
-        stage: the slow stage; None: all of the pipeline.
+        start_s: when it begins, seconds after the begin of the first iteration, 0 or more.
+        end_s: when it ends, seconds, above `start_s`; infinite if it lasts.
+        slowdown: factor of all times, 1 or more. Power does not change, so energies grow as times do.
+        pipeline: number of the pipeline.
+        stage: number of the slow stage, or None if the whole pipeline is slow.
 
     Raises:
-        UsageError: a value is not of that kind.
+        UsageError: If a value is out of range.
     """
 
     start_s: float
@@ -65,10 +66,10 @@ class Straggler:
             )
 
     def check(self, pipelines: int, stages: int) -> None:
-        """Refuse a straggler that is not in a cluster of so many pipelines of so many stages.
+        """Check that the straggler fits a cluster of that many pipelines and stages.
 
         Raises:
-            UsageError: it is not.
+            UsageError: If its pipeline or stage does not exist.
         """
         for name, value, count in (("pipeline", self.pipeline, pipelines), ("stage", self.stage or 0, stages)):
             if value >= count:
@@ -79,19 +80,19 @@ class Condition(NamedTuple):
     """How slow a pipeline is at some moment.
 
     Attributes:
-        slowdown: how many times as long all of it takes.
-        stages: (stage, how many times as long its computations take beside that), in the order of the stages.
+        slowdown: factor of all its times.
+        stages: (stage, further factor of the times of its computations), in the order of the stages.
     """
 
     slowdown: float = 1.0
     stages: tuple[tuple[int, float], ...] = ()
 
 
-CALM = Condition()  #: of a pipeline that no straggler is in
+UNDISTURBED = Condition()  #: the condition of a pipeline without a straggler
 
 
 def condition_of(stragglers: Iterable[Straggler]) -> Condition:
-    """What those stragglers, all in one pipeline, make of it: slowdowns that hit the same are multiplied."""
+    """Return the condition of a pipeline with these stragglers; slowdowns of the same stage are multiplied."""
     slowdown = 1.0
     stages: dict[int, float] = {}
     for each in stragglers:
@@ -103,15 +104,15 @@ def condition_of(stragglers: Iterable[Straggler]) -> Condition:
 
 
 def read_stragglers(path: Path, pipelines: int, stages: int) -> tuple[Straggler, ...]:
-    """The stragglers of the CSV at `path`, in its order. Other columns than those five are ignored.
+    """Read stragglers from the CSV file at `path`, in its order. Columns other than those five are ignored.
 
     Args:
         path: the file.
-        pipelines: how many the cluster has.
-        stages: how many each pipeline has.
+        pipelines: number of pipelines of the cluster.
+        stages: number of stages of each pipeline.
 
     Raises:
-        UsageError: the file cannot be read or a row is wrong; the text names file, line, column and remedy.
+        UsageError: If the file cannot be read or a row is wrong. The text names file, line, column and remedy.
     """
     reader = csv.reader(io.StringIO(_text(path), newline=""), strict=True)
     try:
@@ -121,7 +122,7 @@ def read_stragglers(path: Path, pipelines: int, stages: int) -> tuple[Straggler,
 
 
 def _text(path: Path) -> str:
-    text = text_of(path, UsageError, "so hardly a trace of stragglers")
+    text = text_of(path, UsageError, "so hardly a list of stragglers")
     if "\0" in text:
         line = text.count("\n", 0, text.index("\0")) + 1
         raise UsageError(f"{path}, line {line}: has a NUL byte, so the file is damaged or no text; write it again")

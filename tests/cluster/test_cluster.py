@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from strategies import fixed, pipelines, smooth_profile
 
+from perseus_planner.cluster.iterations import Clocks
 from perseus_planner.cluster.replay import Cluster, Outcome, replay_under, simulate
-from perseus_planner.cluster.slow_runs import Clocks
 from perseus_planner.cluster.stragglers import Condition, Straggler
 from perseus_planner.errors import UsageError
 from perseus_planner.profiles.profiles import ClockChange, Profile

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from perseus_planner.cluster.stragglers import CALM, Condition, Straggler, condition_of, read_stragglers
+from perseus_planner.cluster.stragglers import UNDISTURBED, Condition, Straggler, condition_of, read_stragglers
 from perseus_planner.errors import UsageError
 
 HEADER = "start,end,slowdown,pipeline,stage\n"
@@ -117,6 +117,6 @@ def test_a_straggler_of_wrong_values_is_refused(values: tuple[float, ...], compl
 def test_degrees_that_hit_the_same_are_multiplied():
     whole, first = Straggler(0, 1, 1.5, 0), Straggler(0, 1, 1.25, 0, stage=0)
     second = Straggler(0, 1, 2.0, 0, stage=1)
-    assert condition_of([]) == CALM
-    assert condition_of([Straggler(0, 1, 1.0, 0), Straggler(0, 1, 1.0, 0, stage=1)]) == CALM
+    assert condition_of([]) == UNDISTURBED
+    assert condition_of([Straggler(0, 1, 1.0, 0), Straggler(0, 1, 1.0, 0, stage=1)]) == UNDISTURBED
     assert condition_of([second, whole, first, whole, second]) == Condition(2.25, ((0, 1.25), (1, 4.0)))

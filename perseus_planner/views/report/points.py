@@ -116,7 +116,6 @@ def _peers(frontier: Frontier, deadline_s: float) -> tuple[tuple[Point, ...], tu
             left_out.append(f"{name}: {error}")
         else:
             found.append(Point(name, "peer", plan.time_s, plan.energy_j, replayed(plan.origin)))
-    left_out.append("lowtime: its walk takes minutes; `planner simulate --policy lowtime` replays it")
     return tuple(found), tuple(left_out)
 
 

@@ -29,11 +29,11 @@ _REMEDY = f"install it with: pip install lowtime=={LOWTIME_VERSION} scipy"
 
 @dataclass(frozen=True, eq=False)
 class Fits:
-    """What lowtime makes of a profile.
+    """A profile as lowtime models it.
 
     Attributes:
-        unit_s: its step in time, seconds.
-        blocking_power_w: subtracted from every option's energy, watts; or one number for each stage.
+        unit_s: lowtime's step in time, seconds.
+        blocking_power_w: power subtracted from every option's energy, watts; or one number for each stage.
         options: (stage, kind) -> lowtime's CandidateExecutionOptions.
         models: (stage, kind) -> lowtime's ExponentialModel: units of time -> effective joules.
     """
@@ -45,10 +45,10 @@ class Fits:
 
 
 def load_lowtime() -> None:
-    """Load lowtime, and keep it quiet.
+    """Load lowtime and limit its logging to errors.
 
     Raises:
-        UsageError: it cannot be loaded, or is of another version.
+        UsageError: If it cannot be loaded, or is another version.
     """
     try:
         import lowtime.cost_model
@@ -61,16 +61,16 @@ def load_lowtime() -> None:
 
 
 def fit(profile: Profile, unit_s: float, *, filter_first: bool = False) -> Fits:
-    """Fit the options of every (stage, kind) as lowtime's users do.
+    """Fit a cost model to the options of every (stage, kind), as lowtime's users do.
 
     Args:
         profile: the measurements.
         unit_s: lowtime's step in time, seconds.
-        filter_first: take out dominated options before the blocking energy is subtracted, as the Perseus artifact
-            does, not afterwards, as Zeus does.
+        filter_first: remove dominated options before the blocking energy is subtracted, as the Perseus artifact does,
+            instead of afterwards, as Zeus does.
 
     Raises:
-        UsageError: lowtime cannot be loaded, or finds no curve through the measurements of a computation.
+        UsageError: If lowtime cannot be loaded, or cannot fit the measurements of a computation.
     """
     load_lowtime()
     from lowtime.cost_model import ExponentialModel
@@ -80,7 +80,7 @@ def fit(profile: Profile, unit_s: float, *, filter_first: bool = False) -> Fits:
         options[key] = _candidates(measurements, unit_s, profile.blocking_w(key[0]), filter_first)
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # overflows on the way of a fit that is then not taken
+                warnings.simplefilter("ignore")  # overflows in fits that are then discarded
                 models[key] = ExponentialModel(options[key], search_strategy="best")
         except (ValueError, TypeError, RuntimeError) as error:  # a failed search, or fewer points than parameters
             raise UsageError(
@@ -102,7 +102,7 @@ def _candidates(measurements: Sequence[Measurement], unit_s: float, power_w: flo
     if not filter_first:
         subtract_blocking()
     candidates = CandidateExecutionOptions(options)
-    if len(candidates.options) <= 3:  # too few to fit: its users then filter softly
+    if len(candidates.options) <= 3:  # too few to fit: use its soft filter
         candidates = CandidateExecutionOptions(options, noise_factor=0.95)
     if filter_first:
         subtract_blocking()
@@ -110,12 +110,12 @@ def _candidates(measurements: Sequence[Measurement], unit_s: float, power_w: flo
 
 
 class Walk:
-    """lowtime's way down a frontier; iterating it gives the seconds that it claims for each step, slowest first.
+    """lowtime's walk along a frontier. Iterating yields the iteration time that it claims for each step, slowest first.
 
     Args:
-        fits: what lowtime makes of the profile.
+        fits: the profile as lowtime models it.
         dag: the iteration.
-        keys: the (stage, kind) of each computation in `fits`, by its place in `dag.computations`.
+        keys: the (stage, kind) of each of `dag.computations`.
     """
 
     def __init__(self, fits: Fits, dag: PipelineDag, keys: Sequence[tuple[int, str]]) -> None:
@@ -131,12 +131,12 @@ class Walk:
 
     @property
     def clocks(self) -> list[int]:
-        """MHz of each computation at the step that was last given, by its place in `dag.computations`."""
+        """The clock of each of `dag.computations` at the last step, MHz."""
         return [operation.assigned_knob for operation in self._operations]
 
 
 def _graph(fits: Fits, dag: PipelineDag, keys: Sequence[tuple[int, str]]) -> nx.DiGraph[int]:
-    """The graph of `dag` as lowtime wants it: computation k is node k + 2, node 0 the source and 1 the sink."""
+    """Build lowtime's graph of `dag`: computation k is node k + 2, node 0 is the source and node 1 the sink."""
     import networkx as nx
     from lowtime.graph_utils import add_sink_node, add_source_node
     from lowtime.operation import Operation, OperationSpec

@@ -1,4 +1,4 @@
-"""What an iteration of one pipeline takes, rank by rank, while the pipeline or some of its stages are slow."""
+"""Replayed iterations of one pipeline, rank by rank, while the pipeline or some of its stages are slow."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ if TYPE_CHECKING:
     from perseus_planner.profiles.clock_changes import ClockChange
     from perseus_planner.schedules.dag import PipelineDag
 
-Clocks = tuple[int, ...]  #: MHz of each computation, by its place in `dag.computations`
+Clocks = tuple[int, ...]  #: the clock of each of `dag.computations`, MHz
 Table = Mapping[int, Measurement]
 
 
-class Run(NamedTuple):
-    """One iteration of one pipeline.
+class ReplayedIteration(NamedTuple):
+    """One replayed iteration of one pipeline.
 
     Attributes:
-        time_s: until its last computation or operation ends, and the calibrated overhead, seconds.
-        busy_s: (ranks,) seconds that the GPUs of each rank work.
-        busy_j: (ranks,) joules of that over all GPUs of the rank.
+        time_s: iteration time with the calibrated overhead, seconds.
+        busy_s: (ranks,) time for which the GPUs of each rank work, seconds.
+        busy_j: (ranks,) energy of that work over all GPUs of the rank, joules.
     """
 
     time_s: float
@@ -37,11 +37,11 @@ class Run(NamedTuple):
     busy_j: NDArray[np.float64]
 
 
-class Runs:
-    """Iterations of one pipeline, each replayed once.
+class IterationReplays:
+    """Replays iterations of one pipeline, each combination of clocks and slow stages once.
 
-    A slow stage takes its slowdown times as long for each computation; a slow pipeline for all that it does, fixed
-    operations, transfers and overhead too. GPUs draw the power that they drew, so joules grow as seconds do.
+    The slowdown of a stage applies to its computations. The slowdown of a pipeline applies to everything: computations,
+    fixed operations, transfers and overhead. The power of a GPU does not change, so energies grow as times do.
     """
 
     def __init__(self, dag: PipelineDag) -> None:
@@ -51,23 +51,27 @@ class Runs:
         self._tables = [self._tables_of[key] for key in keys]
         self._slow_tables: dict[tuple[tuple[int, float], ...], dict[tuple[int, str], Table]] = {}
         self._rank_of = np.array(dag.iteration.rank_of)
-        self._runs: dict[tuple[Clocks, tuple[tuple[int, float], ...]], Run] = {}
+        self._replays: dict[tuple[Clocks, tuple[tuple[int, float], ...]], ReplayedIteration] = {}
 
-    def run(self, clocks: Clocks, condition: Condition) -> Run:
-        """An iteration at `clocks` of a pipeline in that condition.
+    def replay(self, clocks: Clocks, condition: Condition) -> ReplayedIteration:
+        """Return an iteration at `clocks` of a pipeline in `condition`.
 
-        Complexity: a replay for each new pair of clocks and slow stages, else a look-up.
+        Complexity: one replay for each new pair of clocks and slow stages, and a look-up after that.
         """
         key = clocks, condition.stages
-        if key not in self._runs:
-            self._runs[key] = self._replayed(clocks, dict(condition.stages))
-        run, slowdown = self._runs[key], condition.slowdown
-        return run if slowdown == 1 else Run(run.time_s * slowdown, run.busy_s * slowdown, run.busy_j * slowdown)
+        if key not in self._replays:
+            self._replays[key] = self._replay(clocks, dict(condition.stages))
+        found, slowdown = self._replays[key], condition.slowdown
+        return (
+            found
+            if slowdown == 1
+            else ReplayedIteration(found.time_s * slowdown, found.busy_s * slowdown, found.busy_j * slowdown)
+        )
 
-    def _replayed(self, clocks: Clocks, slow: Mapping[int, float]) -> Run:
+    def _replay(self, clocks: Clocks, slow: Mapping[int, float]) -> ReplayedIteration:
         iteration, waiting_w = self.dag.iteration, self.dag.rank_waiting_w
         if self.dag.profile.clock_change is not None:
-            return self._with_changes(clocks, slow, self.dag.profile.clock_change)
+            return self._replay_with_changes(clocks, slow, self.dag.profile.clock_change)
         points = [table[clock] for table, clock in zip(self._tables, clocks, strict=True)]
         slowdowns = [slow.get(stage, 1.0) for stage, _ in iteration.keys]
         times_s = [point.time_s * slowdown for point, slowdown in zip(points, slowdowns, strict=True)]
@@ -76,25 +80,25 @@ class Runs:
         for each in iteration.operations:
             times_s.append(each.time_s)
             energies_j.append(waiting_w[each.rank] * each.time_s if each.energy_j is None else each.energy_j)
-        return Run(time_s, self._per_rank(times_s), self._per_rank(energies_j))
+        return ReplayedIteration(time_s, self._per_rank(times_s), self._per_rank(energies_j))
 
-    def _with_changes(self, clocks: Clocks, slow: Mapping[int, float], change: ClockChange) -> Run:
-        """As `_replayed`, where changing a clock takes time, which no slowness changes."""
+    def _replay_with_changes(self, clocks: Clocks, slow: Mapping[int, float], change: ClockChange) -> ReplayedIteration:
+        """Replay with the time that clock changes take, which no slowdown applies to."""
         key = tuple(sorted(slow.items()))
         if key not in self._slow_tables:
-            tables = {of: _slower(table, slow.get(of[0], 1.0)) for of, table in self._tables_of.items()}
+            tables = {of: _slow_down(table, slow.get(of[0], 1.0)) for of, table in self._tables_of.items()}
             self._slow_tables[key] = tables
         tables = self._slow_tables[key]
         tasks = [Task(tables[of], mhz) for of, mhz in zip(self.dag.iteration.keys, clocks, strict=True)]
         waiting_w, gpus = self.dag.rank_waiting_w, self.dag.profile.gpus_per_stage
-        ran = run_with_changes(self.dag.iteration, tasks, change, waiting_w=waiting_w, gpus_per_stage=gpus)
-        time_s = max(ran.end_s) + self.dag.profile.overhead_s
-        return Run(time_s, self._per_rank(ran.durations_s), self._per_rank(ran.energies_j))
+        replayed = run_with_changes(self.dag.iteration, tasks, change, waiting_w=waiting_w, gpus_per_stage=gpus)
+        time_s = max(replayed.end_s) + self.dag.profile.overhead_s
+        return ReplayedIteration(time_s, self._per_rank(replayed.durations_s), self._per_rank(replayed.energies_j))
 
     def _per_rank(self, values: Sequence[float]) -> NDArray[np.float64]:
         ranks, per_node = len(self.dag.schedule.ranks), np.array(values)
         return np.array([math.fsum(per_node[self._rank_of == rank]) for rank in range(ranks)])
 
 
-def _slower(table: Table, slowdown: float) -> Table:
+def _slow_down(table: Table, slowdown: float) -> Table:
     return {mhz: Measurement(mhz, m.time_s * slowdown, m.energy_j * slowdown) for mhz, m in table.items()}
