@@ -44,23 +44,25 @@ class Builder:
     function: Callable[..., Any]
 
     @classmethod
-    def named(cls, text: str) -> Builder:
-        """The function that `text` names, imported from the current folder or from where Python finds modules.
+    def named(cls, text: str, folder: Path | None = None) -> Builder:
+        """Import the function that `text` names.
+
+        Its module is looked up in `folder`, then in the current folder, then wherever Python finds modules.
 
         Raises:
-            UsageError: there is no such module or function, or the module cannot be imported.
+            UsageError: If the module or the function does not exist, or the module cannot be imported.
         """
         name, colon, attribute = text.partition(":")
         if not (name and colon and attribute):
             raise UsageError(f"stage {text!r} names no function: write package.module:build_stage")
-        if (folder := str(Path.cwd())) not in sys.path:
-            sys.path.insert(0, folder)
+        folders = [str(each) for each in dict.fromkeys([(folder or Path()).resolve(), Path.cwd()])]
+        sys.path[:0] = [each for each in folders if each not in sys.path]
         try:
             module = importlib.import_module(name)
         except ModuleNotFoundError as error:
             if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
                 raise UsageError(
-                    f"stage {text!r}: there is no module {error.name!r} in {folder} or on sys.path"
+                    f"stage {text!r}: there is no module {error.name!r} in {', in '.join(folders)} or on sys.path"
                 ) from None
             raise UsageError(f"stage {text!r}: importing {name} failed: {_told(error)}") from error
         except Exception as error:  # whatever their code raises
@@ -104,6 +106,7 @@ def profile_stages(
     gpu: str,
     stages: int,
     *,
+    folder: Path | None = None,
     tensor_parallel: int = 1,
     split_backward: bool = False,
     settings: SweepSettings | None = None,
@@ -124,6 +127,8 @@ def profile_stages(
             `torch_stage`, and the loss of the last stage or None.
         gpu: as in `torch_device.gpu_text`, for each rank.
         stages: how many, at least 1.
+        folder: where the module of `build` is looked up first: the folder of the job file that names it. The current
+            folder, and wherever Python finds modules, come after it.
         tensor_parallel: GPUs of each stage; more than one need a rank each.
         split_backward: as in `torch_stage`.
         settings: of the sweep; the defaults where None.
@@ -150,12 +155,12 @@ def profile_stages(
                     f"start with torchrun, {stages * tensor_parallel} ranks in all"
                 )
             places = [Place(stage, stages) for stage in range(stages)]
-            builder = Builder.named(build)
+            builder = Builder.named(build, folder)
             local = [_local(builder, place, device, split_backward) for place in places]
             return profiled_alone(local, request, device)
         with Meeting(timeout_s) as meeting:
             place = place_of(*rank, stages, tensor_parallel)
-            stage = _local(Builder.named(build), place, device, split_backward)
+            stage = _local(Builder.named(build, folder), place, device, split_backward)
             return profiled_together(meeting, [stage], place.tensor_rank, request, device)
 
 

@@ -107,6 +107,7 @@ class _Wanted:
     stage: str | None
     tensor_parallel: int
     blocking_power_w: float | None
+    folder: Path | None
 
 
 def _wanted(job: Path | None, output: Path | None, flags: Mapping[str, Any]) -> _Wanted:
@@ -128,7 +129,8 @@ def _wanted(job: Path | None, output: Path | None, flags: Mapping[str, Any]) -> 
         raise UsageError("how many pipeline stages there are is missing; give --stages S")
     if COUNT.accept(stages) is None:
         raise UsageError(f"stages is {stages!r}; give {COUNT.wanted}")
-    return _Wanted(target, of("gpu", "cuda"), stages, of("stage"), of("tensor_parallel", 1), power_w)
+    folder = job.parent if job is not None and flags["stage"] is None else None
+    return _Wanted(target, of("gpu", "cuda"), stages, of("stage"), of("tensor_parallel", 1), power_w, folder)
 
 
 def _read(job: Path | None) -> Settings | None:
@@ -154,6 +156,7 @@ def _profiled(wanted: _Wanted, flags: Mapping[str, Any], progress: Any) -> Profi
         wanted.stage,
         wanted.gpu,
         wanted.stages,
+        folder=wanted.folder,
         tensor_parallel=wanted.tensor_parallel,
         split_backward=flags["split_backward"],
         settings=settings,

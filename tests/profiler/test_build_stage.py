@@ -111,13 +111,26 @@ def test_a_function_that_returns_something_else_is_refused(own: Path) -> None:
     assert refusal("own:nothing", Place(1, 3)) == f"own:nothing for stage 1 of 3 returned NoneType; {wanted}"
 
 
-def test_the_examples_stages_are_profiled_in_one_process(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(EXAMPLES)
+def test_a_module_is_found_in_the_given_folder_before_the_current_one(own: Path) -> None:
+    beside = own / "beside"
+    beside.mkdir()
+    (beside / "own_twin.py").write_text("def build_stage(): return 'beside'")
+    (own / "own_twin.py").write_text("def build_stage(): return 'here'")
+    assert Builder.named("own_twin:build_stage", beside).function() == "beside"
+    with pytest.raises(UsageError) as error:
+        Builder.named("own_stages:build", beside)
+    assert str(error.value) == (
+        f"stage 'own_stages:build': there is no module 'own_stages' in {beside}, in {own} or on sys.path"
+    )
+
+
+def test_the_examples_stages_are_profiled_in_one_process(own: Path) -> None:
     rows: list[tuple[int, int]] = []
     profile = profile_stages(
         "stages:build_stage",
         QUIET,
         4,
+        folder=EXAMPLES,
         output=own / "profile.yaml",
         progress=lambda done, total: rows.append((done, total)),
     )
@@ -143,8 +156,8 @@ def test_ranks_and_one_process_measure_the_same(own: Path) -> None:
             )
 
 
-def test_the_command_profiles_a_job_with_a_rank_for_each_stage(own: Path) -> None:
-    job = [str(EXAMPLES), "profile", "job.yaml", "--observe", "-o", str(own / "profile.yaml")]
+def test_the_command_profiles_a_job_of_another_folder_with_a_rank_for_each_stage(own: Path) -> None:
+    job = [str(own), "profile", str(EXAMPLES / "job.yaml"), "--observe", "-o", "profile.yaml"]
     everyone = ranks("command", 4, own, *job)
     assert [(each.code, each.complained) for each in everyone] == [(0, "")] * 4
     assert [bool(each.said) for each in everyone] == [True, False, False, False]

@@ -9,12 +9,13 @@ from pathlib import Path
 from subprocess import Popen
 
 import pytest
-from launching import EXAMPLES, deepspeed, ended, ranks, torchrun
+from launching import EXAMPLES, deepspeed, ended, ranks, started, torchrun
 
 from perseus_planner.plans.plan import Plan
 from perseus_planner.profiles.profiles import Profile
 from perseus_planner.runs import Run
 
+ROOT = EXAMPLES.parent
 ENGINES = {
     "torch": (),
     "deepspeed": ("deepspeed.pipe",),
@@ -78,13 +79,30 @@ def _need(engine: str) -> None:
             pytest.skip(f"{name} is not installed")
 
 
+@pytest.fixture
+def clone(tmp_path: Path) -> Path:
+    """A bare clone: the sources as git has them, with nothing installed from them."""
+    for name in ("perseus_planner", "profiler", "runtime", "examples"):
+        ignored = shutil.ignore_patterns("__pycache__", "profile.*", "frontier.npz", "plan.yaml", "run")
+        shutil.copytree(ROOT / name, tmp_path / name, symlinks=True, ignore=ignored)
+    return tmp_path
+
+
 @pytest.mark.timeout(300)
-def test_the_job_of_the_examples_is_profiled_by_a_rank_for_each_stage(tmp_path: Path) -> None:
+def test_the_job_of_the_examples_is_profiled_in_a_bare_clone_by_a_rank_for_each_stage(clone: Path) -> None:
     _need("torch")
-    for name in ("job.yaml", "stages.py", "gpt.py"):
-        shutil.copy(EXAMPLES / name, tmp_path)
-    command = ["-m", "perseus_planner", "profile", "job.yaml", "--stages", "2", "--split-backward"]
-    said = _launched(torchrun, tmp_path, command)
+    found = ended(started(["-c", "import perseus_planner.runtime.hook as hook; print(hook.__file__)"], clone))
+    assert found.said == f"{clone}/perseus_planner/runtime/hook.py\n"
+    command = ["-m", "perseus_planner", "profile", "examples/job.yaml", "--stages", "2", "--split-backward"]
+    said = _launched(torchrun, clone, command)
     assert said.startswith("Profile of 2 stages, simulated a100-sxm (simulated: no GPU was touched); blocking")
-    assert said.endswith("\nWrote profile.yaml\nWrote profile.csv\n")
-    assert {kind for _, kind in Profile.load(tmp_path / "profile.yaml").measurements} == set("FBIW")
+    assert said.endswith("\nWrote examples/profile.yaml\nWrote examples/profile.csv\n")
+    assert {kind for _, kind in Profile.load(clone / "examples" / "profile.yaml").measurements} == set("FBIW")
+
+
+def test_the_job_of_the_examples_is_profiled_in_one_process_from_another_folder(folder: Path) -> None:
+    _need("torch")
+    command = ["-m", "perseus_planner", "profile", str(EXAMPLES / "job.yaml"), "--observe", "-o", "profile.yaml"]
+    result = ended(started(command, folder))
+    assert (result.code, result.complained) == (0, "")
+    assert Profile.load(folder / "profile.yaml").stages == 4
