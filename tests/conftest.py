@@ -28,6 +28,7 @@ FIRST = (
     "runtime/test_megatron",
     "project/test_benchmarks",
     "project/test_examples",
+    "project/test_wheel",
     "runtime/test_service_e2e",
     "solver/test_rounding",
     "plans/test_plan",

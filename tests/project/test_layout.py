@@ -62,7 +62,8 @@ def test_a_generic_folder_is_refused_under_its_bare_name(name: str):
 
 @pytest.mark.parametrize("name", ["profiler", "runtime"])
 def test_a_generic_folder_is_part_of_the_package(name: str, tmp_path: Path):
-    assert (ROOT / "perseus_planner" / name).resolve() == ROOT / name
+    # A source distribution holds a copy in place of the symbolic link.
+    assert (ROOT / "perseus_planner" / name).resolve() == ROOT / name or not (ROOT / ".git").exists()
     assert python(f"import perseus_planner.{name}", cwd=tmp_path).returncode == 0
 
 
