@@ -1,31 +1,31 @@
-"""YAML files of one named format and version, read strictly: every value with the line that it stands on."""
+"""Read YAML files of one named format and version strictly; every value knows the line that it stands on."""
 
 from __future__ import annotations
 
 import difflib
-import reprlib
+import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from perseus_planner.errors import PlannerError
+from perseus_planner.errors import PlannerError, UsageError, shown
+from perseus_planner.files import read_text, reading
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
     from pathlib import Path
 
-_MAX_BYTES = 64 * 2**20
+    from perseus_planner.quantities import Rule
+
 # The C parser is ten times faster, but PyYAML can be built without it.
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-# What PyYAML raises itself, and what int() and datetime raise through it (for `2001-99-99`, say).
+# PyYAML raises the first one itself; int() and datetime raise the others through it, for `2001-99-99`, say.
 _YAML_ERRORS = (yaml.YAMLError, ValueError, KeyError, TypeError, AttributeError)
-# The C parser overruns its stack on deep nesting, so that is refused before it builds anything.
+# The C parser overruns its stack on deep nesting, so deep nesting is refused before anything is built.
 _MAX_DEPTH = 20
-
-
-_SHORT = reprlib.Repr()
-_SHORT.maxstring = _SHORT.maxother = 80
+_FORMAT = re.compile(rb"""^format\s*:\s*["']?perseus-planner/([a-z]+)\b""", re.MULTILINE)
+_HEAD_BYTES = 4096
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,9 @@ class Document:
         path: the file.
         values: key -> value.
         lines: key -> line number, from 1.
-        error: what the refusals of this file are.
-        within: the key under which it stands; empty for the top-level one.
-        line: where it begins, from 1.
+        error: the type of error that the methods raise.
+        within: the key under which the mapping stands; empty for the top-level one.
+        line: the line on which the mapping begins, from 1.
     """
 
     path: Path
@@ -50,50 +50,95 @@ class Document:
     _nodes: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
     def where(self, key: str) -> str:
-        """The place of `key`, for an error message: "profile.yaml, line 4, key 'gpu'"."""
+        """Return the place of `key` for an error text: "profile.yaml, line 4, key 'gpu'"."""
         return f"{self.path}, line {self.lines[key]}, key {key!r}{self._of}"
 
     def refusal(self, key: str, problem: str) -> PlannerError:
-        """The error to raise for what is wrong with the value of `key`, which is there."""
+        """Return the error to raise for a problem with the value of `key`, which must be present."""
         return self.error(f"{self.where(key)}: {problem}")
 
-    def section(self, key: str, required: Collection[str], optional: Collection[str]) -> Document:
-        """The mapping that stands under `key`, checked as the document is: its keys are `required` and `optional`.
+    def number(self, key: str, rule: Rule) -> Any:
+        """Return the number under `key`.
 
         Raises:
-            PlannerError: of the type `error`; it is no such mapping.
+            PlannerError: If it breaks `rule`; of the type `error`.
         """
-        return self._section(key, self._nodes[key], required, optional)
+        return rule.check(self.values[key], self.where(key), self.error)
+
+    def number_or_list(self, key: str, rule: Rule) -> Any:
+        """Return the number under `key`, or a tuple of the numbers in the list that stands there.
+
+        Raises:
+            PlannerError: If one of them breaks `rule`; of the type `error`.
+        """
+        return self.numbers(key, rule) if isinstance(self.values[key], list) else self.number(key, rule)
+
+    def numbers(self, key: str, rule: Rule) -> tuple[Any, ...]:
+        """Return the numbers in the list under `key`.
+
+        Raises:
+            PlannerError: If there is no list, it is empty, or a number breaks `rule`; of the type `error`.
+        """
+        values = self.values[key]
+        if not isinstance(values, list) or not values:
+            raise self.refusal(key, f"{shown(values)} is not a list of numbers; write one such as [0, 2]")
+        return tuple(rule.check(value, self.where(key), self.error) for value in values)
+
+    def text(self, key: str) -> str:
+        """Return the text under `key`.
+
+        Raises:
+            PlannerError: If it is not one line of printable text; of the type `error`.
+        """
+        value = self.values[key]
+        if not isinstance(value, str) or not value or not value.isprintable():
+            raise self.refusal(key, f"{shown(value)} is not one line of text; write one")
+        return value
+
+    def section(self, key: str, required: Collection[str], optional: Collection[str]) -> Document:
+        """Return the mapping under `key`, which must have the `required` keys and may have the `optional` ones.
+
+        Raises:
+            PlannerError: If there is no such mapping; of the type `error`.
+        """
+        return self._section(key, self._nodes[key], self.values[key], required, optional)
 
     def table(self, key: str, entry: str) -> Document:
-        """The mapping that stands under `key`, whose keys may be any; `entry` says what one looks like.
+        """Return the mapping under `key`, which may have any keys.
+
+        Args:
+            key: the key.
+            entry: an example of an entry, for the error text.
 
         Raises:
-            PlannerError: of the type `error`; it is no mapping, or has a key twice.
+            PlannerError: If there is no mapping, or it has a key twice; of the type `error`.
         """
         if not isinstance(self._nodes[key], yaml.MappingNode):
             raise self.refusal(key, f"{shown(self.values[key])} is not a mapping; write entries such as {entry}")
         return _mapping(self.path, self._nodes[key], self.error, key)
 
     def sections(self, key: str, required: Collection[str], optional: Collection[str]) -> tuple[Document, ...]:
-        """The mappings in the list that stands under `key`, likewise.
+        """Return the mappings in the list under `key`, each checked as by `section`.
 
         Raises:
-            PlannerError: of the type `error`; it is no list of such mappings.
+            PlannerError: If there is no list of such mappings; of the type `error`.
         """
         if not isinstance(self._nodes[key], yaml.SequenceNode):
             raise self.refusal(key, f"{shown(self.values[key])} is not a list; begin each of its entries with a hyphen")
-        return tuple(self._section(key, node, required, optional) for node in self._nodes[key].value)
+        entries = zip(self._nodes[key].value, self.values[key], strict=True)
+        return tuple(self._section(key, node, value, required, optional) for node, value in entries)
 
     @property
     def _of(self) -> str:
         return f" of {self.within}" if self.within else ""
 
-    def _section(self, key: str, node: Any, required: Collection[str], optional: Collection[str]) -> Document:
+    def _section(
+        self, key: str, node: Any, value: object, required: Collection[str], optional: Collection[str]
+    ) -> Document:
         known = ", ".join([*required, *optional])
         if not isinstance(node, yaml.MappingNode):
             place = f"{self.path}, line {node.start_mark.line + 1}, key {key!r}{self._of}"
-            raise self.error(f"{place}: is not a mapping; write it with the keys {known}")
+            raise self.error(f"{place}: {shown(value)} is not a mapping; write it with the keys {known}")
         inner = _mapping(self.path, node, self.error, key)
         _check_keys(inner, set(required), set(optional))
         return inner
@@ -107,35 +152,59 @@ def read_document(
     optional: Collection[str],
     error: type[PlannerError],
 ) -> Document:
-    """Read the YAML file at `path`, whose keys `format` and `version` must be `name` and `version`.
+    """Read the YAML file at `path` without constructing any objects from it.
 
-    `required` and `optional` are its other keys. Objects are never constructed.
+    Args:
+        path: the file.
+        name: the value of its key `format`.
+        version: the value of its key `version`.
+        required: the other keys that it must have.
+        optional: the keys that it may have.
+        error: the type of error to raise.
 
     Raises:
-        PlannerError: of the type `error`; the file cannot be read, is not YAML, or is not such a document.
+        PlannerError: If the file cannot be read, is not YAML, or is not such a document; of the type `error`.
     """
-    document = _parse(path, text_of(path, error), error)
+    document = _parse(path, read_text(path, error), error)
     _check_format(document, name, version, error)
     _check_keys(document, {"format", "version", *required}, set(optional))
     return document
 
 
-def format_of(path: Path) -> str | None:
-    """What the file at `path` says that its format is; None where it says nothing, or cannot be read."""
+def kind_of(path: Path) -> str | None:
+    """Return what kind of file of the planner's stands at `path`, judged by how it begins.
+
+    Returns:
+        "run" for a folder, "frontier" for an archive, "profile" for a CSV; for a YAML file the last part of its
+        `format`, such as "profile", "plan" or "job", or None if it has none.
+
+    Raises:
+        UsageError: If the file cannot be read.
+    """
+    if path.is_dir():
+        return "run"
+    with reading(path, UsageError), path.open("rb") as file:
+        head = file.read(_HEAD_BYTES)
+    if head.startswith(b"PK"):  # a zip archive, as .npz is
+        return "frontier"
+    if path.suffix.lower() == ".csv":
+        return "profile"
+    if found := _FORMAT.search(head):  # the planner writes it first; a plan can be large, so it is not parsed for this
+        return found[1].decode()
     try:
-        name = _parse(path, text_of(path, PlannerError), PlannerError).values.get("format")
+        name = _parse(path, read_text(path, PlannerError), PlannerError).values.get("format")
     except PlannerError:
         return None
-    return name if isinstance(name, str) else None
+    return name.removeprefix("perseus-planner/") if isinstance(name, str) else None
 
 
 def with_number(document: Document, key: str, number: float) -> str:
-    """The text of `document`'s file with `number` as the value of the top-level `key`, all else as it is.
+    """Return the text of `document`'s file with `number` as the value of the top-level `key`, and no other change.
 
     Raises:
-        PlannerError: of the type of the document's errors; the file is written in a way that this cannot change.
+        PlannerError: If the file is written in a way that this cannot change; of the document's type of error.
     """
-    text, written = text_of(document.path, document.error), yaml.safe_dump(number).split("\n")[0]
+    text, written = read_text(document.path, document.error), yaml.safe_dump(number).split("\n")[0]
     lines = text.splitlines(keepends=True)
     if key in document.values:
         start, end = document._nodes[key].start_mark, document._nodes[key].end_mark
@@ -152,45 +221,6 @@ def with_number(document: Document, key: str, number: float) -> str:
     if values != {**document.values, key: number}:
         raise document.error(f"{document.path}: {key} cannot be written into it; write `{key}: {written}` yourself")
     return changed
-
-
-def unreadable(path: Path, error: OSError) -> str:
-    """What to tell the user who named `path`, which could not be read because of `error`."""
-    if isinstance(error, FileNotFoundError):
-        return f"{path}: no such file; check the path"
-    if isinstance(error, IsADirectoryError):
-        return f"{path}: is a folder; name the file in it"
-    return f"{path}: cannot be read: {error.strerror}; check the path and its permissions"
-
-
-def shown(value: object) -> str:
-    """`repr(value)` as an error message quotes it: cut when it is long."""
-    return _SHORT.repr(value)
-
-
-def text_of(path: Path, error: type[PlannerError], suspicion: str = "so not what the planner wrote") -> str:
-    """The text of the file at `path`.
-
-    Args:
-        path: the file.
-        error: what is raised.
-        suspicion: what is to be thought of a file that is too large.
-
-    Raises:
-        PlannerError: of the type `error`; the file cannot be read, is too large or is not UTF-8.
-    """
-    try:
-        with path.open("rb") as file:
-            data = file.read(_MAX_BYTES + 1)
-    except OSError as reason:
-        raise error(unreadable(path, reason)) from reason
-    if len(data) > _MAX_BYTES:
-        raise error(f"{path}: is larger than {_MAX_BYTES} bytes, {suspicion}; name another file")
-    try:
-        return data.decode("utf-8-sig")
-    except UnicodeDecodeError as reason:
-        line = data.count(b"\n", 0, reason.start) + 1
-        raise error(f"{path}, line {line}: is not UTF-8 text; save the file as UTF-8") from reason
 
 
 def _parse(path: Path, text: str, error: type[PlannerError]) -> Document:
@@ -248,7 +278,7 @@ def _yaml_complaint(path: Path, reason: Exception) -> str:
 def _check_format(document: Document, name: str, version: int, error: type[PlannerError]) -> None:
     values = document.values
     if "format" not in values:
-        raise error(f"{document.path}: has no key 'format'; a file of this kind says `format: {name}`")
+        raise error(f"{document.path}: has no key 'format'; write `format: {name}`")
     if values["format"] != name:
         raise error(
             f"{document.where('format')}: {shown(values['format'])} is not {name!r}; name a file of that format"

@@ -30,6 +30,15 @@ The text of each says what was read (file, line, field), what is wrong with it, 
 from __future__ import annotations
 
 import math
+import reprlib
+
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = 80
+
+
+def shown(value: object) -> str:
+    """Return `repr(value)` as error texts quote it: shortened if it is long."""
+    return _SHORT.repr(value)
 
 
 class PlannerError(Exception):

@@ -1,26 +1,146 @@
-"""Files that are either whole or absent, and the digests that tell whether they are what was written."""
+"""Read and write files: text and CSV read strictly, files replaced whole, and digests of what they hold.
+
+Functions that take `error` raise that type when the system refuses, with one text for one cause.
+"""
 
 from __future__ import annotations
 
+import csv
 import hashlib
 import os
 import tempfile
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
+
+    from perseus_planner.errors import PlannerError
+
+_MAX_BYTES = 64 * 2**20
+# No real row comes near this; it keeps a file without line ends from being read whole.
+_MAX_LINE_BYTES = 65536
 
 
 @contextmanager
-def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
+def reading(path: Path, error: type[PlannerError]) -> Iterator[None]:
+    """Raise `error` instead of an `OSError` that reading `path` causes in the block.
+
+    Raises:
+        PlannerError: If the file cannot be read; of the type `error`.
+    """
+    try:
+        yield
+    except FileNotFoundError as reason:
+        raise error(f"{path}: no such file; check the path") from reason
+    except IsADirectoryError as reason:
+        raise error(f"{path}: is a folder; name the file in it") from reason
+    except OSError as reason:
+        raise error(f"{path}: cannot be read: {reason.strerror}; check the path and its permissions") from reason
+
+
+def read_text(path: Path, error: type[PlannerError], expected: str = "a file that the planner wrote") -> str:
+    """Return the text of the file at `path`, which must be UTF-8 and at most 64 MiB.
+
+    Args:
+        path: the file.
+        error: the type of error to raise.
+        expected: the kind of file to name instead of one that is too large.
+
+    Raises:
+        PlannerError: If the file cannot be read, is too large or is not UTF-8; of the type `error`.
+    """
+    try:
+        with reading(path, error), path.open("rb") as file:
+            data = file.read(_MAX_BYTES + 1)
+    except ValueError as reason:  # a NUL in the path
+        raise error(f"{str(path)!r}: is not a path; check it") from reason
+    if len(data) > _MAX_BYTES:
+        raise error(f"{path}: is larger than {_MAX_BYTES // 2**20} MiB; name {expected}")
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as reason:
+        line = data.count(b"\n", 0, reason.start) + 1
+        raise error(f"{path}, line {line}: is not UTF-8 text; save the file as UTF-8") from reason
+
+
+def csv_rows(path: Path, error: type[PlannerError]) -> Iterator[tuple[str, list[str]]]:
+    """Yield the place of each row of a CSV file, for error texts, and its cells without surrounding blanks.
+
+    Blank lines and lines that begin with `#` are skipped. The file is read line by line, so that a wrong header is
+    found before the rest is read.
+
+    Raises:
+        PlannerError: If the file cannot be read or is not CSV in UTF-8; of the type `error`.
+    """
+    with reading(path, error), path.open("rb") as file:
+        reader = csv.reader(_lines(path, file, error), strict=True)
+        try:
+            for cells in filter(None, reader):
+                yield f"{path}, line {reader.line_num}", [cell.strip() for cell in cells]
+        except csv.Error as reason:
+            raise error(f"{path}, line {reader.line_num}: {reason}; correct its quotes") from reason
+
+
+def by_column(where: str, header: Sequence[str], cells: Sequence[str], error: type[PlannerError]) -> dict[str, str]:
+    """Return the cells of a row by their columns.
+
+    Raises:
+        PlannerError: If the row has more or fewer cells than the header; of the type `error`.
+    """
+    if len(cells) != len(header):
+        raise error(
+            f"{where}: has {len(cells)} cells where the header has {len(header)}; "
+            "give each column one cell, with a point as decimal mark"
+        )
+    return dict(zip(header, cells, strict=True))
+
+
+def _lines(path: Path, file: BinaryIO, error: type[PlannerError]) -> Iterator[str]:
+    for number in count(1):
+        line = file.readline(_MAX_LINE_BYTES + 1)
+        if not line:
+            return
+        if b"\0" in line:
+            raise error(f"{path}, line {number}: has a NUL byte, so the file is damaged or not text; write it again")
+        if len(line) > _MAX_LINE_BYTES:
+            raise error(f"{path}, line {number}: is longer than {_MAX_LINE_BYTES} bytes; write one row a line")
+        if line.startswith(b"#"):
+            yield "\n"  # an empty line, so that line numbers stay
+            continue
+        try:
+            yield line.decode("utf-8-sig" if number == 1 else "utf-8")
+        except UnicodeDecodeError as reason:
+            raise error(f"{path}, line {number}: is not UTF-8 text; save the file as UTF-8") from reason
+
+
+@contextmanager
+def replacing(path: str | os.PathLike[str], error: type[PlannerError] | None = None) -> Iterator[BinaryIO]:
     """Open a temporary file beside `path` for writing; rename it onto `path` when the block ends well.
 
-    When the block raises, `path` is as it was and the temporary file is gone. The file gets the
-    permissions that a plain `open` would have given it.
+    If the block raises, `path` is unchanged and the temporary file is removed. The file gets the permissions that a
+    plain `open` would have given it.
+
+    Args:
+        path: the file to replace.
+        error: the type of error to raise instead of an `OSError`; None leaves it as it is.
+
+    Raises:
+        PlannerError: If the file cannot be written; of the type `error`.
     """
-    target = Path(path)
+    try:
+        with _replacing(Path(path)) as file:
+            yield file
+    except OSError as reason:
+        if error is None:
+            raise
+        raise error(f"{path}: cannot be written: {reason.strerror}; check the folder") from reason
+
+
+@contextmanager
+def _replacing(target: Path) -> Iterator[BinaryIO]:
     descriptor, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".part")
     try:
         with os.fdopen(descriptor, "wb") as file:
@@ -36,8 +156,18 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
         raise
 
 
+def write_file(path: str | os.PathLike[str], content: bytes | str, error: type[PlannerError]) -> None:
+    """Replace the file at `path` by one that holds `content`; text is written as UTF-8.
+
+    Raises:
+        PlannerError: If the file cannot be written; of the type `error`.
+    """
+    with replacing(path, error) as file:
+        file.write(content.encode() if isinstance(content, str) else content)
+
+
 def sha256(*parts: bytes) -> str:
-    """Digest of `parts`, each with its length, so that no two lists of parts share one."""
+    """Return the digest of `parts`, each with its length, so that no two lists of parts share one."""
     digest = hashlib.sha256()
     for part in parts:
         digest.update(len(part).to_bytes(8, "little"))

@@ -1,4 +1,8 @@
-"""What numbers may be: those of a profile, in files and in Python, and those with a unit on the command line."""
+"""The numbers that the planner takes, each with its unit: one rule and one error text wherever a number comes from.
+
+Python calls, YAML and CSV files and the command line all check a number by its `Rule`, so a wrong one is refused in the
+same words everywhere.
+"""
 
 from __future__ import annotations
 
@@ -9,39 +13,89 @@ from fractions import Fraction
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from perseus_planner.errors import UsageError
+from perseus_planner.errors import PlannerError, UsageError, shown
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
 
 class Rule(NamedTuple):
-    """What a number must be: its type, whether it may be zero, and that in words."""
+    """What a number must be.
 
-    type: Callable[[Any], float]
+    Attributes:
+        number_type: int or float.
+        zero: whether 0 is allowed.
+        wanted: what the number must be, in words; completes the sentence "5 is not ...".
+        negative: whether numbers below 0 are allowed.
+    """
+
+    number_type: Callable[[Any], float]
     zero: bool
     wanted: str
+    negative: bool = False
 
     def accept(self, value: object) -> Any:
-        """`value` as a plain int or float, or None when it breaks the rule."""
-        allowed = numbers.Integral if self.type is int else numbers.Real
+        """Return `value` as a plain int or float, or None if it breaks the rule."""
+        allowed = numbers.Integral if self.number_type is int else numbers.Real
         if isinstance(value, bool) or not isinstance(value, allowed):
             return None
         try:
-            number = self.type(value) + 0  # -0.0 becomes 0.0, so that equal profiles have equal files
-            good = math.isfinite(number) and (number > 0 or (self.zero and number == 0))
+            number = self.number_type(value) + 0  # -0.0 becomes 0.0, so that equal profiles have equal files
+            good = math.isfinite(number) and (number > 0 or (self.zero and number == 0) or (self.negative and number))
         except OverflowError:
             return None
         return number if good else None
 
     def parse(self, text: str) -> Any:
-        """The number that `text` writes, or None when it writes none or one that breaks the rule."""
+        """Return the number that `text` writes, or None if it is not a number or breaks the rule."""
         try:
-            return None if "_" in text else self.accept(self.type(text))
+            return None if "_" in text else self.accept(self.number_type(text))
         except ValueError:
             return None
 
+    def check(self, value: object, where: str, error: type[PlannerError] = UsageError) -> Any:
+        """Return `value` as a plain int or float.
 
+        Args:
+            value: the number.
+            where: the name of the field or its place in a file; the error text begins with it.
+            error: the type of error to raise.
+
+        Raises:
+            PlannerError: If `value` breaks the rule; of the type `error`.
+        """
+        number = self.accept(value)
+        if number is None:
+            raise error(f"{where}: {shown(value)} is not {self.wanted}")
+        return number
+
+    def read(self, text: str, where: str, error: type[PlannerError] = UsageError) -> Any:
+        """Return the number that `text` writes; arguments and errors are those of `check`."""
+        number = self.parse(text)
+        if number is None:
+            raise error(f"{where}: {shown(text)} is not {self.wanted}")
+        return number
+
+
+def check_fields(
+    instance: object, rules: Mapping[str, Rule], error: type[PlannerError] = UsageError, prefix: str = ""
+) -> None:
+    """Check fields of a frozen dataclass and store them as plain numbers; call it from `__post_init__`.
+
+    Args:
+        instance: the dataclass.
+        rules: name of each field to check -> its rule.
+        error: the type of error to raise.
+        prefix: what error texts put before the name of a field, such as "clock_change, ".
+
+    Raises:
+        PlannerError: If a field breaks its rule; of the type `error`.
+    """
+    for name, rule in rules.items():
+        object.__setattr__(instance, name, rule.check(getattr(instance, name), f"{prefix}{name}", error))
+
+
+INDEX = Rule(int, True, "a whole number of 0 or more")
 STAGE = Rule(int, True, "a stage number: write 0 for the first stage, 1 for the next, and so on")
 COUNT = Rule(int, False, "a whole number of at least 1")
 CHANGES = Rule(int, True, "a number of clock changes: give a whole number of 0 or more")
@@ -52,6 +106,7 @@ TIME = Rule(float, False, "a time: write finite seconds above 0, such as 0.0512"
 ENERGY = Rule(float, True, "an energy: write finite joules of 0 or more, such as 23.8")
 POWER = Rule(float, True, "a power: give finite watts of 0 or more, such as 83.64")
 WAIT = Rule(float, True, "a wait: give finite seconds of 0 or more, such as 0.002")
+OFFSET = Rule(float, True, "an overhead: write finite seconds, such as 0.12", negative=True)
 FACTOR = Rule(float, False, "a slowdown: give how many times as long it takes, above 0, such as 1.15")
 
 

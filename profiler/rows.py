@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from perseus_planner.documents import unreadable
 from perseus_planner.errors import ProfileError
-from perseus_planner.files import replacing
+from perseus_planner.files import reading, write_file
 from perseus_planner.profiles.csv_file import Row, read_table, written
 from perseus_planner.profiles.measurement import Measurement
 
@@ -64,11 +63,7 @@ class Rows:
             for each in table.values()
         ]
         head = "".join(f"{_MARK}{name}: {text}\n" for name, text in self._about.items())
-        try:
-            with replacing(self._path) as file:
-                file.write(head.encode() + written(rows, self._control))
-        except OSError as error:
-            raise ProfileError(f"{self._path}: cannot be written: {error.strerror}; check the folder") from error
+        write_file(self._path, head.encode() + written(rows, self._control), ProfileError)
 
     def _check(self) -> None:
         """Refuse rows that are for something else."""
@@ -94,13 +89,10 @@ def _parts(path: Path) -> list[Path]:
 
 def _head(path: Path) -> dict[str, str]:
     found: dict[str, str] = {}
-    try:
-        with path.open(encoding="utf-8", errors="replace") as file:
-            for line in file:
-                if not line.startswith(_MARK):
-                    break
-                name, _, text = line.removeprefix(_MARK).rstrip("\n").partition(": ")
-                found[name] = text
-    except OSError as error:
-        raise ProfileError(unreadable(path, error)) from error
+    with reading(path, ProfileError), path.open(encoding="utf-8", errors="replace") as file:
+        for line in file:
+            if not line.startswith(_MARK):
+                break
+            name, _, text = line.removeprefix(_MARK).rstrip("\n").partition(": ")
+            found[name] = text
     return found

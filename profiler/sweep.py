@@ -13,7 +13,7 @@ from perseus_planner.profiler.blocking import blocking_power_w
 from perseus_planner.profiler.choosing import MOST_SETTINGS, next_setting
 from perseus_planner.profiler.estimates import less
 from perseus_planner.profiles.csv_file import CONTROLS
-from perseus_planner.quantities import STAGE, TIME, WAIT
+from perseus_planner.quantities import INDEX, TIME, WAIT, check_fields
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -51,10 +51,7 @@ class SweepSettings:
     def __post_init__(self) -> None:
         if self.control not in CONTROLS:
             raise UsageError(f"control: {self.control!r} is unknown; choose one of: {', '.join(CONTROLS)}")
-        for name, rule in (("window_s", TIME), ("cool_down_s", WAIT), ("seed", STAGE)):
-            if rule.accept(getattr(self, name)) is None:
-                wanted = "a whole number of 0 or more" if name == "seed" else rule.wanted
-                raise UsageError(f"{name}: {getattr(self, name)!r} is not {wanted}")
+        check_fields(self, {"window_s": TIME, "cool_down_s": WAIT, "seed": INDEX})
 
 
 @dataclass(frozen=True)

@@ -40,12 +40,13 @@ def calibrate(profile_or_job: Path, plan_or_run: Path, measured: float | None, a
     PLAN_OR_RUN is the plan, or the folder that a training run wrote. Of a run, the mean is taken over the iterations
     that ran as planned by its newest plan, but for the first of them.
     """
-    from perseus_planner.jobs.calibration import calibrated, write_text
+    from perseus_planner.files import write_file
+    from perseus_planner.jobs.calibration import calibrated
     from perseus_planner.views.tables import calibration_text
 
     plan, measured_s, source = _measured(plan_or_run, measured)
     result, text = calibrated(profile_or_job, plan, measured_s, source)
-    write_text(profile_or_job, text)
+    write_file(profile_or_job, text, UsageError)
     console.report(result, calibration_text(result), [profile_or_job], as_json=as_json)
 
 

@@ -127,8 +127,7 @@ def _wanted(job: Path | None, output: Path | None, flags: Mapping[str, Any]) -> 
     stages, power_w = of("stages"), flags["blocking_power"]
     if stages is None:
         raise UsageError("how many pipeline stages there are is missing; give --stages S")
-    if COUNT.accept(stages) is None:
-        raise UsageError(f"stages is {stages!r}; give {COUNT.wanted}")
+    COUNT.check(stages, "stages")
     folder = job.parent if job is not None and flags["stage"] is None else None
     return _Wanted(target, of("gpu", "cuda"), stages, of("stage"), of("tensor_parallel", 1), power_w, folder)
 

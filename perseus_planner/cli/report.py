@@ -123,10 +123,6 @@ def _float(number: Fraction) -> float:
 
 
 def _write(path: Path, text: str) -> None:
-    from perseus_planner.files import replacing
+    from perseus_planner.files import write_file
 
-    try:
-        with replacing(path) as file:
-            file.write(text.encode())
-    except OSError as error:
-        raise UsageError(f"{path}: cannot be written: {error.strerror}; check the folder") from error
+    write_file(path, text, UsageError)

@@ -106,19 +106,10 @@ def _figure(name: str, files: tuple[Path, ...]) -> Figure:
 
 
 def _reader(path: Path) -> Callable[[Path], _Shown]:
-    """What reads the file, by how it begins; what is none of these is read as a plan, whose refusal says why."""
-    if path.is_dir():
-        return _run
-    try:
-        with path.open("rb") as file:
-            head = file.read(4096)
-    except OSError as error:
-        from perseus_planner.documents import unreadable
+    """Return the function that reads this kind of file; `Plan.load` says why it refuses any other file."""
+    from perseus_planner.documents import kind_of
 
-        raise UsageError(unreadable(path, error)) from error
-    if head.startswith(b"PK"):  # a zip archive, as .npz is
-        return _frontier
-    return _profile if b"perseus-planner/profile" in head else _plan
+    return {"run": _run, "frontier": _frontier, "profile": _profile}.get(kind_of(path) or "", _plan)
 
 
 def _profile(file: Path) -> _Shown:

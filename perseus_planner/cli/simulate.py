@@ -131,10 +131,6 @@ def _outcomes(cluster: Cluster, names: Sequence[str], slowdown: float, left_out:
 
 
 def _write(path: Path, data: bytes) -> None:
-    from perseus_planner.files import replacing
+    from perseus_planner.files import write_file
 
-    try:
-        with replacing(path) as file:
-            file.write(data)
-    except OSError as error:
-        raise UsageError(f"{path}: cannot be written: {error.strerror}; check the folder") from error
+    write_file(path, data, UsageError)

@@ -135,7 +135,8 @@ def _settings(path: Path, flags: dict[str, Any]) -> Settings:
     """What the job file says, or that `path` is the profile, with the flags that are given instead."""
     from dataclasses import replace
 
-    from perseus_planner.jobs.settings import Settings, is_job, read_settings, schedule_of
+    from perseus_planner.documents import kind_of
+    from perseus_planner.jobs.settings import Settings, read_settings, schedule_of
     from perseus_planner.schedules.pipeline import Transfer
 
     same = ("microbatches", "ranks", "virtual_stages", "microbatch_group", "stages", "tensor_parallel")
@@ -147,5 +148,5 @@ def _settings(path: Path, flags: dict[str, Any]) -> Settings:
         given["schedule"] = schedule_of(flags["schedule"], Path())
     if flags["transfer"] is not None:
         given["transfer"] = Transfer(flags["transfer"], flags["transfer"])
-    settings = read_settings(path) if is_job(path) else Settings(profile=path)
+    settings = read_settings(path) if kind_of(path) == "job" else Settings(profile=path)
     return replace(settings, **{name: value for name, value in given.items() if value is not None})

@@ -42,7 +42,7 @@ def one_clock(dag: PipelineDag, deadline_s: float) -> dict[str, int]:
     Raises:
         UsageError: If no clock was measured for all computations, or `deadline_s` is not a time.
     """
-    deadline_s = _seconds("deadline_s", deadline_s)
+    deadline_s = TIME.check(deadline_s, "deadline_s")
     tables = [{point.clock_mhz: point for point in points} for points in _measured(dag)]
     shared = _shared_clocks(_measured(dag))
     if not shared:
@@ -71,7 +71,7 @@ def one_per_stage(dag: PipelineDag, deadline_s: float) -> dict[str, int]:
     Raises:
         UsageError: If the computations of a stage share no clock, or `deadline_s` is not a time.
     """
-    deadline_s = _seconds("deadline_s", deadline_s)
+    deadline_s = TIME.check(deadline_s, "deadline_s")
     measured = _measured(dag)
     tables = [{point.clock_mhz: point for point in points} for points in measured]
     stages = [computation.stage for computation in dag.computations]
@@ -106,13 +106,6 @@ def _measured(dag: PipelineDag) -> list[tuple[Measurement, ...]]:
 
 def _clocks(dag: PipelineDag, points: Iterable[Measurement]) -> dict[str, int]:
     return {str(c): point.clock_mhz for c, point in zip(dag.computations, points, strict=True)}
-
-
-def _seconds(name: str, value: float) -> float:
-    seconds: float | None = TIME.accept(value)
-    if seconds is None:
-        raise UsageError(f"{name}: {value!r} is not {TIME.wanted}")
-    return seconds
 
 
 def _cheapest(dag: PipelineDag, choices: Iterable[list[Measurement]], deadline_s: float) -> list[Measurement] | None:

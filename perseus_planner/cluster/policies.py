@@ -25,8 +25,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from perseus_planner.cluster import baselines
 from perseus_planner.cluster.stragglers import UNDISTURBED, Condition
-from perseus_planner.documents import shown
-from perseus_planner.errors import UsageError
+from perseus_planner.errors import UsageError, shown
 from perseus_planner.profiles.groups import slowed
 from perseus_planner.schedules.dag import PipelineDag
 from perseus_planner.solver.solve import solve_dag

@@ -23,9 +23,7 @@ from numpy.typing import NDArray
 from perseus_planner.cluster.iterations import Clocks, IterationReplays, ReplayedIteration
 from perseus_planner.cluster.policies import Policy, make_policy
 from perseus_planner.cluster.stragglers import UNDISTURBED, Condition, Straggler, condition_of
-from perseus_planner.documents import shown
-from perseus_planner.errors import UsageError
-from perseus_planner.quantities import COUNT, WAIT
+from perseus_planner.quantities import COUNT, WAIT, check_fields
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -58,11 +56,7 @@ class Cluster:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stragglers", tuple(self.stragglers))
-        for name, rule in (("pipelines", COUNT), ("iterations", COUNT), ("delay_s", WAIT)):
-            value = rule.accept(getattr(self, name))
-            if value is None:
-                raise UsageError(f"{name}: {shown(getattr(self, name))} is not {rule.wanted}")
-            object.__setattr__(self, name, value)
+        check_fields(self, {"pipelines": COUNT, "iterations": COUNT, "delay_s": WAIT})
         for each in self.stragglers:
             each.check(self.pipelines, self.frontier.schedule.stages)
 

@@ -7,15 +7,13 @@ numbers from 0; leave the stage empty if the whole pipeline is slow.
 
 from __future__ import annotations
 
-import csv
-import io
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from perseus_planner.documents import shown, text_of
-from perseus_planner.errors import UsageError
-from perseus_planner.quantities import FACTOR, STAGE, TIME, WAIT, Rule
+from perseus_planner.errors import UsageError, shown
+from perseus_planner.files import by_column, csv_rows
+from perseus_planner.quantities import FACTOR, STAGE, TIME, WAIT, Rule, check_fields
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -52,12 +50,10 @@ class Straggler:
     stage: int | None = None
 
     def __post_init__(self) -> None:
-        for name, rule in (("start_s", _START), ("slowdown", _SLOWDOWN), ("pipeline", _PIPELINE)):
-            object.__setattr__(self, name, _checked(name, getattr(self, name), rule))
-        if self.end_s != math.inf:
-            object.__setattr__(self, "end_s", _checked("end_s", self.end_s, _END))
-        if self.stage is not None:
-            object.__setattr__(self, "stage", _checked("stage", self.stage, _STAGE))
+        rules = {"start_s": _START, "slowdown": _SLOWDOWN, "pipeline": _PIPELINE}
+        rules |= {"end_s": _END} if self.end_s != math.inf else {}
+        rules |= {"stage": _STAGE} if self.stage is not None else {}
+        check_fields(self, rules, prefix="straggler, ")
         if self.slowdown < 1:
             raise UsageError(f"straggler, slowdown: {self.slowdown!r} is not {_SLOWDOWN.wanted}")
         if self.end_s <= self.start_s:
@@ -114,39 +110,17 @@ def read_stragglers(path: Path, pipelines: int, stages: int) -> tuple[Straggler,
     Raises:
         UsageError: If the file cannot be read or a row is wrong. The text names file, line, column and remedy.
     """
-    reader = csv.reader(io.StringIO(_text(path), newline=""), strict=True)
-    try:
-        return _stragglers(path, reader, pipelines, stages)
-    except csv.Error as error:
-        raise UsageError(f"{path}, line {reader.line_num}: {error}; correct its quotes") from error
-
-
-def _text(path: Path) -> str:
-    text = text_of(path, UsageError, "so hardly a list of stragglers")
-    if "\0" in text:
-        line = text.count("\n", 0, text.index("\0")) + 1
-        raise UsageError(f"{path}, line {line}: has a NUL byte, so the file is damaged or no text; write it again")
-    return text
-
-
-def _stragglers(path: Path, reader: Any, pipelines: int, stages: int) -> tuple[Straggler, ...]:
-    first = next(reader, None)
-    if first is None:
+    rows = csv_rows(path, UsageError)
+    where, header = next(rows, ("", []))
+    if not header:
         raise UsageError(f"{path}: is empty; write the header {_HEADER} and a row for each straggler")
-    header = [cell.strip() for cell in first]
     for column in _COLUMNS:
         if header.count(column) != 1:
-            wrong = "there twice" if column in header else "not there"
-            raise UsageError(f"{path}, line 1: column {column!r} is {wrong}; write {_HEADER}")
+            wrong = "there twice" if column in header else "missing"
+            raise UsageError(f"{where}: column {column!r} is {wrong}; write {_HEADER}")
     found = []
-    for cells in filter(None, reader):
-        place = f"{path}, line {reader.line_num}"
-        if len(cells) != len(header):
-            raise UsageError(
-                f"{place}: has {len(cells)} cells where the header has {len(header)}; "
-                "give each column one cell, with a point as decimal mark"
-            )
-        found.append(_straggler(place, {name: cell.strip() for name, cell in zip(header, cells, strict=True)}))
+    for place, cells in rows:
+        found.append(_straggler(place, by_column(place, header, cells, UsageError)))
         counts = {"pipeline": pipelines, "stage": stages}
         for column, count in counts.items():
             if (value := getattr(found[-1], column)) is not None and value >= count:
@@ -171,14 +145,4 @@ def _straggler(place: str, cells: Mapping[str, str]) -> Straggler:
 
 
 def _parsed(place: str, column: str, cells: Mapping[str, str], rule: Rule) -> Any:
-    value = rule.parse(cells[column])
-    if value is None:
-        raise UsageError(f"{place}, column {column!r}: {shown(cells[column])} is not {rule.wanted}")
-    return value
-
-
-def _checked(name: str, value: object, rule: Rule) -> Any:
-    number = rule.accept(value)
-    if number is None:
-        raise UsageError(f"straggler, {name}: {shown(value)} is not {rule.wanted}")
-    return number
+    return rule.read(cells[column], f"{place}, column {column!r}")

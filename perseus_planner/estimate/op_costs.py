@@ -19,8 +19,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from perseus_planner.documents import shown
-from perseus_planner.errors import UsageError
+from perseus_planner.errors import UsageError, shown
 from perseus_planner.estimate.transformer import Transformer, checked_split
 from perseus_planner.gpu.simulated.model import GpuModel, OpCost
 from perseus_planner.quantities import TIME

@@ -9,8 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
-from perseus_planner.documents import shown
-from perseus_planner.errors import UsageError
+from perseus_planner.errors import UsageError, shown
 from perseus_planner.quantities import COUNT
 
 if TYPE_CHECKING:

@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from perseus_planner.documents import with_number
+from perseus_planner.documents import kind_of, with_number
 from perseus_planner.errors import UsageError
-from perseus_planner.files import replacing
 from perseus_planner.jobs.job import Job
-from perseus_planner.jobs.settings import is_job, job_document
+from perseus_planner.jobs.settings import job_document
 from perseus_planner.plans.simulate import replay
 from perseus_planner.profiles.profiles import Profile, profile_document
 
@@ -59,7 +58,7 @@ def calibrated(path: Path, plan: Plan, measured_s: float, source: str = "--measu
     """
     if path.suffix.lower() == ".csv":
         raise UsageError(f"{path}: a CSV carries no overhead; name a profile.yaml, or a job file")
-    if is_job(path):
+    if kind_of(path) == "job":
         document, profiles = job_document(path), Job.load(path).profiles
     else:
         document = profile_document(path)
@@ -79,16 +78,3 @@ def calibrated(path: Path, plan: Plan, measured_s: float, source: str = "--measu
     before_s, overhead_s = of[0].overhead_s, round(measured_s - replayed_s, _DIGITS)
     result = Calibration(measured_s, replayed_s, before_s, overhead_s, replayed_s + before_s, replayed_s + overhead_s)
     return result, with_number(document, _KEY, overhead_s)
-
-
-def write_text(path: Path, text: str) -> None:
-    """Replace the file at `path`, whole or not at all.
-
-    Raises:
-        UsageError: it cannot be written.
-    """
-    try:
-        with replacing(path) as file:
-            file.write(text.encode())
-    except OSError as error:
-        raise UsageError(f"{path}: cannot be written: {error.strerror}; check the folder") from error

@@ -7,16 +7,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from perseus_planner.documents import Document, format_of, read_document, shown
-from perseus_planner.errors import JobError, PlannerError
-from perseus_planner.profiles.clock_changes import ClockChange
-from perseus_planner.quantities import COUNT, ENERGY, FACTOR, POWER, STAGE, TIME, WAIT, Rule
+from perseus_planner.documents import Document, read_document
+from perseus_planner.errors import JobError, PlannerError, shown
+from perseus_planner.profiles.clock_changes import ClockChange, read_clock_change
+from perseus_planner.quantities import COUNT, ENERGY, FACTOR, OFFSET, POWER, STAGE, TIME, WAIT
 from perseus_planner.schedules.pipeline import FixedOperation, Transfer, Variant
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-FORMAT = "perseus-planner/job"
+_FORMAT = "perseus-planner/job"
 _VERSION = 1
 _GRIDS = (".csv", ".txt")
 _OPERATION = re.compile(r"[a-z][a-z-]*")
@@ -107,13 +107,8 @@ class Settings:
     def __post_init__(self) -> None:
         for name in _COUNTS:
             value = getattr(self, name)
-            if value is not None and COUNT.accept(value) is None:
-                raise JobError(f"{name} is {value!r}; give {COUNT.wanted}")
-
-
-def is_job(path: Path) -> bool:
-    """Whether the file at `path` says that it is a job file."""
-    return path.suffix.lower() in (".yaml", ".yml") and format_of(path) == FORMAT
+            if value is not None:
+                COUNT.check(value, name, JobError)
 
 
 def schedule_of(text: str, folder: Path) -> str | Path:
@@ -127,7 +122,7 @@ def job_document(path: Path) -> Document:
     Raises:
         JobError: it cannot be read, or is no job file.
     """
-    return read_document(path, FORMAT, _VERSION, ("profile",), tuple(_READERS), JobError)
+    return read_document(path, _FORMAT, _VERSION, ("profile",), tuple(_READERS), JobError)
 
 
 def read_settings(path: Path) -> Settings:
@@ -138,41 +133,6 @@ def read_settings(path: Path) -> Settings:
     """
     document = job_document(path)
     return Settings(**{key: _READERS[key](document, key) for key in _READERS if key in document.values}, file=path)
-
-
-def _number(document: Document, key: str, rule: Rule) -> Any:
-    number = rule.accept(document.values[key])
-    if number is None:
-        raise document.refusal(key, f"{shown(document.values[key])} is not {rule.wanted}")
-    return number
-
-
-def _numbers(document: Document, key: str, rule: Rule) -> Any:
-    """A number, or a tuple of a list of them."""
-    value = document.values[key]
-    if not isinstance(value, list):
-        return _number(document, key, rule)
-    return tuple(_each(document, key, value, rule))
-
-
-def _each(document: Document, key: str, values: object, rule: Rule) -> list[Any]:
-    if not isinstance(values, list) or not values:
-        raise document.refusal(key, f"{shown(values)} is not a list of numbers; write one such as [0, 2]")
-    for value in values:
-        if rule.accept(value) is None:
-            raise document.refusal(key, f"{shown(value)} is not {rule.wanted}")
-    return [rule.accept(value) for value in values]
-
-
-def _count(document: Document, key: str) -> int:
-    return int(_number(document, key, COUNT))
-
-
-def _text(document: Document, key: str) -> str:
-    value = document.values[key]
-    if not isinstance(value, str) or not value or not value.isprintable():
-        raise document.refusal(key, f"{shown(value)} is not a text of one line; write one")
-    return value
 
 
 def _made(document: Document, key: str, make: Callable[[], T]) -> T:
@@ -202,12 +162,12 @@ def _source(document: Document, key: str) -> Source:
 
 
 def _schedule(document: Document, key: str) -> str | Path:
-    return schedule_of(_text(document, key), document.path.parent)
+    return schedule_of(document.text(key), document.path.parent)
 
 
 def _transfer(document: Document, key: str) -> Transfer:
     inner = document.section(key, (), ("forward_s", "backward_s"))
-    return Transfer(**{each: _numbers(inner, each, WAIT) for each in inner.values})
+    return Transfer(**{each: inner.number_or_list(each, WAIT) for each in inner.values})
 
 
 def _operations(document: Document, key: str) -> tuple[FixedOperation, ...]:
@@ -215,11 +175,11 @@ def _operations(document: Document, key: str) -> tuple[FixedOperation, ...]:
 
 
 def _operation(entry: Document) -> FixedOperation:
-    if not _OPERATION.fullmatch(name := _text(entry, "name")):
+    if not _OPERATION.fullmatch(name := entry.text("name")):
         raise entry.refusal("name", f"{shown(name)} is not the name of an operation: write lower-case letters, hyphens")
-    time_s = _number(entry, "time_s", TIME)
-    energy_j = _number(entry, "energy_j", ENERGY) if entry.values.get("energy_j") is not None else None
-    where = tuple(_each(entry, "where", entry.values["where"], STAGE)) if "where" in entry.values else None
+    time_s = entry.number("time_s", TIME)
+    energy_j = entry.number("energy_j", ENERGY) if entry.values.get("energy_j") is not None else None
+    where = entry.numbers("where", STAGE) if "where" in entry.values else None
     return _made(entry, "when", lambda: FixedOperation(name, entry.values["when"], time_s, energy_j, where))
 
 
@@ -229,43 +189,26 @@ def _variants(document: Document, key: str) -> tuple[Variant, ...]:
 
 def _variant(entry: Document) -> Variant:
     _made(entry, "kind", lambda: Variant(entry.values["kind"], "all"))
-    stages = tuple(_each(entry, "stages", entry.values["stages"], STAGE)) if "stages" in entry.values else None
+    stages = entry.numbers("stages", STAGE) if "stages" in entry.values else None
     which = entry.values["microbatches"]
-    chosen: Any = which if isinstance(which, str) else tuple(_each(entry, "microbatches", which, STAGE))
+    chosen: Any = which if isinstance(which, str) else entry.numbers("microbatches", STAGE)
     return _made(entry, "microbatches", lambda: Variant(entry.values["kind"], chosen, stages))
 
 
 def _slow_stages(document: Document, key: str) -> Mapping[int, float]:
     entries = document.table(key, "3: 1.15, stage and slowdown")
-    for text in entries.values:
-        if STAGE.parse(text) is None:
-            raise entries.refusal(text, f"is not {STAGE.wanted}")
-    return {STAGE.parse(text): _number(entries, text, FACTOR) for text in entries.values}
-
-
-def _overhead_s(document: Document, key: str) -> float:
-    value = document.values[key]
-    size = abs(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else value
-    if WAIT.accept(size) is None:
-        raise document.refusal(key, f"{shown(value)} is not an overhead: write finite seconds, such as 0.12")
-    return float(value)
-
-
-def _clock_change(document: Document, key: str) -> ClockChange:
-    rules = {"call_s": WAIT, "settle_s": WAIT, "gpus_per_node": COUNT}
-    inner = document.section(key, ("call_s",), ("settle_s", "gpus_per_node"))
-    return ClockChange(**{each: _number(inner, each, rules[each]) for each in inner.values})
+    return {STAGE.read(text, entries.where(text), JobError): entries.number(text, FACTOR) for text in entries.values}
 
 
 def _stage(document: Document, key: str) -> str:
-    if not _BUILDER.fullmatch(text := _text(document, key)):
-        raise document.refusal(key, f"{shown(text)} is no function: write package.module:function")
+    if not _BUILDER.fullmatch(text := document.text(key)):
+        raise document.refusal(key, f"{shown(text)} is not a function: write package.module:function")
     return text
 
 
 def _replicas(document: Document, key: str) -> tuple[ReplicaSettings, ...]:
     if not isinstance(document.values[key], list):
-        return (ReplicaSettings(_count(document, key)),)
+        return (ReplicaSettings(document.number(key, COUNT)),)
     entries = document.sections(key, ("count",), [each for each in _OF_A_REPLICA if each != "count"])
     if not entries:
         raise document.refusal(key, "is empty; give how many pipelines there are, or an entry for each kind of them")
@@ -273,21 +216,21 @@ def _replicas(document: Document, key: str) -> tuple[ReplicaSettings, ...]:
 
 
 _OF_A_REPLICA: Mapping[str, Callable[[Document, str], Any]] = {
-    "count": _count,
+    "count": lambda document, key: document.number(key, COUNT),
     "profile": _source,
-    "blocking_power_w": lambda document, key: _numbers(document, key, POWER),
+    "blocking_power_w": lambda document, key: document.number_or_list(key, POWER),
     "slow_stages": _slow_stages,
 }
 _READERS: Mapping[str, Callable[[Document, str], Any]] = {
     **{key: read for key, read in _OF_A_REPLICA.items() if key != "count"},
     "schedule": _schedule,
-    **dict.fromkeys(_COUNTS, _count),
+    **dict.fromkeys(_COUNTS, _OF_A_REPLICA["count"]),
     "transfer": _transfer,
     "operations": _operations,
     "variants": _variants,
-    "overhead_s": _overhead_s,
-    "clock_change": _clock_change,
+    "overhead_s": lambda document, key: document.number(key, OFFSET),
+    "clock_change": read_clock_change,
     "replicas": _replicas,
     "stage": _stage,
-    "gpu": _text,
+    "gpu": Document.text,
 }

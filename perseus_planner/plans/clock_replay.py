@@ -117,10 +117,8 @@ def replay_with_changes(
         if len(values) != len(iteration.ranks):
             raise UsageError(f"{name}: has {len(values)} entries for {len(iteration.ranks)} ranks; give as many")
     for power_w in blocking_power_w:
-        if POWER.accept(power_w) is None:
-            raise UsageError(f"blocking_power_w: {power_w!r} is not {POWER.wanted}")
-    if COUNT.accept(gpus_per_rank) is None:
-        raise UsageError(f"gpus_per_rank: {gpus_per_rank!r} is not {COUNT.wanted}")
+        POWER.check(power_w, "blocking_power_w")
+    COUNT.check(gpus_per_rank, "gpus_per_rank")
     run = _Run(iteration, node_of_rank, gpus_per_rank * change.call_s, change.settle_s)
     run.until_all_is_over()
     return run.result(blocking_power_w)

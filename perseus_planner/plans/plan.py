@@ -13,7 +13,7 @@ import yaml
 from perseus_planner.displayed import Shown
 from perseus_planner.documents import read_document
 from perseus_planner.errors import PlanError, PlannerError
-from perseus_planner.files import replacing, sha256
+from perseus_planner.files import sha256, write_file
 from perseus_planner.profiles.clock_changes import ClockChange, changes_per_rank
 from perseus_planner.profiles.measurement import Measurement
 from perseus_planner.schedules import Computation, Schedule
@@ -144,11 +144,7 @@ class Plan(Shown):
         content = self._content()
         document = {"format": _FORMAT, "version": _VERSION, "digest": _digest(content), **content}
         text = yaml.dump(document, Dumper=_DUMPER, sort_keys=False, width=120, default_flow_style=None)
-        try:
-            with replacing(path) as file:
-                file.write(text.encode())
-        except OSError as error:
-            raise PlanError(f"{path}: cannot be written: {error.strerror}; check the folder") from error
+        write_file(path, text, PlanError)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:

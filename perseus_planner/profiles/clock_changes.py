@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from perseus_planner.documents import shown
 from perseus_planner.errors import ProfileError
-from perseus_planner.quantities import COUNT, WAIT
+from perseus_planner.quantities import COUNT, WAIT, check_fields
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from perseus_planner.documents import Document
+
+_RULES = MappingProxyType({"call_s": WAIT, "settle_s": WAIT, "gpus_per_node": COUNT})
 
 
 @dataclass(frozen=True)
@@ -36,11 +40,7 @@ class ClockChange:
     gpus_per_node: int = 8
 
     def __post_init__(self) -> None:
-        for name, rule in (("call_s", WAIT), ("settle_s", WAIT), ("gpus_per_node", COUNT)):
-            value = rule.accept(getattr(self, name))
-            if value is None:
-                raise ProfileError(f"clock_change, {name}: {shown(getattr(self, name))} is not {rule.wanted}")
-            object.__setattr__(self, name, value)
+        check_fields(self, _RULES, ProfileError, "clock_change, ")
 
     def node_of_rank(self, ranks: int, gpus_per_rank: int) -> list[int]:
         """The node that each of `ranks` ranks of so many GPUs is on, or begins on."""
@@ -49,6 +49,16 @@ class ClockChange:
     def calls_per_change(self, gpus_per_rank: int) -> int:
         """How many calls of one node a change of a rank's clock takes."""
         return min(gpus_per_rank, self.gpus_per_node)
+
+
+def read_clock_change(document: Document, key: str) -> ClockChange:
+    """Return the costs of a clock change that a file gives under `key`.
+
+    Raises:
+        PlannerError: If it is not a mapping with `call_s`, or a number breaks its rule; of the document's type.
+    """
+    section = document.section(key, ("call_s",), ("settle_s", "gpus_per_node"))
+    return ClockChange(**{name: section.number(name, _RULES[name]) for name in section.values})
 
 
 def changes_per_rank(clocks_mhz: Sequence[int | None]) -> int:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import csv
 import re
-from itertools import count
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from perseus_planner.documents import shown, unreadable
-from perseus_planner.errors import ProfileError
+from perseus_planner.errors import ProfileError, shown
+from perseus_planner.files import by_column, csv_rows
 from perseus_planner.profiles.measurement import EVIDENCE, Evidence
 from perseus_planner.quantities import CLOCK, ENERGY, LIMIT, STAGE, TIME, Rule
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
 CONTROLS = MappingProxyType({"clock": "frequency", "power-limit": "power_limit", "observed": "observed_frequency"})
@@ -36,8 +34,6 @@ WORDS = MappingProxyType({"F": "forward", "B": "backward", "I": "input-gradient"
 _KINDS = MappingProxyType({**{word: kind for kind, word in WORDS.items()}, **{kind: kind for kind in WORDS}})
 _SUFFIX = re.compile(r"(\.[a-z0-9_-]+)?")
 _INSTRUCTIONS = "forward or backward (or input-gradient, weight-gradient; with a suffix such as backward.sync)"
-# No real row comes near it; it keeps a file without line ends from being read whole.
-_MAX_LINE_BYTES = 65536
 
 
 class Row(NamedTuple):
@@ -91,78 +87,39 @@ def read_table(path: Path) -> tuple[list[Row], str]:
     Raises:
         ProfileError: the file cannot be read, or a row is wrong.
     """
-    try:
-        with path.open("rb") as file:
-            reader = csv.reader(_lines(path, file), strict=True)
-            try:
-                return _rows(path, reader)
-            except csv.Error as error:
-                raise ProfileError(f"{path}, line {reader.line_num}: {error}; correct its quotes") from error
-    except OSError as error:
-        raise ProfileError(unreadable(path, error)) from error
-
-
-def _lines(path: Path, file: BinaryIO) -> Iterator[str]:
-    """The lines of `file` as text, one read at a time, so that a wrong header is found before the rest is read."""
-    for number in count(1):
-        line = file.readline(_MAX_LINE_BYTES + 1)
-        if not line:
-            return
-        if b"\0" in line:
-            raise ProfileError(
-                f"{path}, line {number}: has a NUL byte, so the file is damaged or no text; write it again"
-            )
-        if len(line) > _MAX_LINE_BYTES:
-            raise ProfileError(f"{path}, line {number}: is longer than {_MAX_LINE_BYTES} bytes; write one row a line")
-        if line.startswith(b"#"):
-            yield "\n"  # an empty line, so that line numbers stay
-            continue
-        try:
-            yield line.decode("utf-8-sig" if number == 1 else "utf-8")
-        except UnicodeDecodeError as error:
-            raise ProfileError(f"{path}, line {number}: is not UTF-8 text; save the file as UTF-8") from error
-
-
-def _rows(path: Path, reader: Any) -> tuple[list[Row], str]:
-    first = next(filter(None, reader), None)
-    if first is None:
+    lines = csv_rows(path, ProfileError)
+    where, header = next(lines, ("", []))
+    if not header:
         raise ProfileError(f"{path}: is empty; write the header {_HEADER} and a row for each measurement")
-    header = [cell.strip() for cell in first]
-    control = _checked_header(path, header)
+    control = _checked_header(where, header)
     rows = []
-    seen: dict[tuple[int, str, int], int] = {}
-    for cells in filter(None, reader):
-        line = reader.line_num
-        if len(cells) != len(header):
-            raise ProfileError(
-                f"{path}, line {line}: has {len(cells)} cells where the header has {len(header)}; "
-                "give each column one cell, with a point as decimal mark"
-            )
-        row = _row(f"{path}, line {line}", CONTROLS[control], dict(zip(header, cells, strict=True)))
-        earlier = seen.setdefault(row[:3], line)
-        if earlier != line:
+    seen: dict[tuple[int, str, int], str] = {}
+    for where, cells in lines:
+        row = _row(where, CONTROLS[control], by_column(where, header, cells, ProfileError))
+        earlier = seen.setdefault(row[:3], where)
+        if earlier != where:
             place = f"stage {row.stage} {word_of(row.kind)} at {row.clock_mhz} {unit_of(control)}"
-            raise ProfileError(f"{path}, line {line}: {place} is on line {earlier} too; keep one of them")
+            raise ProfileError(f"{where}: {place} is on {earlier.removeprefix(f'{path}, ')} too; keep one of them")
         rows.append(row)
     return rows, control
 
 
-def _checked_header(path: Path, header: list[str]) -> str:
+def _checked_header(where: str, header: list[str]) -> str:
     """The control that the header names."""
     controls = [control for control, column in CONTROLS.items() if column in header]
     columns = ["stage", "instruction", CONTROLS[controls[0]] if controls else "frequency", "time", "energy"]
     missing = [column for column in columns if column not in header]
     if missing:
         raise ProfileError(
-            f"{path}, line 1: no column {', '.join(map(repr, missing))} in the header {shown(','.join(header))}; "
+            f"{where}: no column {', '.join(map(repr, missing))} in the header {shown(','.join(header))}; "
             f"write {_HEADER}, separated by commas"
         )
     if len(controls) > 1:
         both = " and ".join(repr(CONTROLS[control]) for control in controls)
-        raise ProfileError(f"{path}, line 1: has the columns {both}; keep the one that was set")
+        raise ProfileError(f"{where}: has the columns {both}; keep the one that was set")
     for column in [*columns, *_EVIDENCE.values()]:
         if header.count(column) > 1:
-            raise ProfileError(f"{path}, line 1: column {column!r} is there twice; keep one of them")
+            raise ProfileError(f"{where}: column {column!r} is there twice; keep one of them")
     return controls[0]
 
 
@@ -185,10 +142,7 @@ def _evidence(place: str, cells: Mapping[str, str]) -> Evidence | None:
 
 
 def _number(place: str, column: str, rule: Rule, cells: Mapping[str, str]) -> Any:
-    number = rule.parse(cells[column])
-    if number is None:
-        raise ProfileError(f"{place}, column {column!r}: {shown(cells[column])} is not {rule.wanted}")
-    return number
+    return rule.read(cells[column], f"{place}, column {column!r}", ProfileError)
 
 
 def unit_of(control: str) -> str:

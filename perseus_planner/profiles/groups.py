@@ -55,8 +55,7 @@ def on_each_gpu(profile: Profile, gpus: int) -> Profile:
     Raises:
         ProfileError: `gpus` is not a positive whole number.
     """
-    if COUNT.accept(gpus) is None:
-        raise ProfileError(f"gpus is {gpus!r}; give {COUNT.wanted}")
+    COUNT.check(gpus, "gpus", ProfileError)
     return tensor_group([profile] * gpus)
 
 
@@ -106,8 +105,7 @@ def slowed(profile: Profile, slowdowns: Mapping[int, float]) -> Profile:
     for stage, slowdown in slowdowns.items():
         if stage not in range(profile.stages):
             raise ProfileError(f"slow stage {stage!r}: there is none; stages are 0 to {profile.stages - 1}")
-        if FACTOR.accept(slowdown) is None:
-            raise ProfileError(f"slow stage {stage}: {slowdown!r} is not {FACTOR.wanted}")
+        FACTOR.check(slowdown, f"slow stage {stage}", ProfileError)
 
     def slower(key: tuple[int, str]) -> Callable[[Measurement], Measurement]:
         slowdown = slowdowns.get(key[0], 1.0)

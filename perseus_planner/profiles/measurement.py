@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from perseus_planner.documents import shown
 from perseus_planner.errors import ProfileError
-from perseus_planner.quantities import CLOCK, COUNT, ENERGY, TEMPERATURE, TIME, WAIT, Rule
+from perseus_planner.quantities import CLOCK, COUNT, ENERGY, TEMPERATURE, TIME, WAIT, Rule, check_fields
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -38,8 +37,7 @@ class Evidence:
     throttle: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for name, rule in EVIDENCE.items():
-            object.__setattr__(self, name, checked(name, getattr(self, name), rule))
+        check_fields(self, EVIDENCE, ProfileError)
 
 
 EVIDENCE: Mapping[str, Rule] = MappingProxyType(
@@ -74,17 +72,4 @@ class Measurement:
     evidence: Evidence | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        for name, rule in (("clock_mhz", CLOCK), ("time_s", TIME), ("energy_j", ENERGY)):
-            object.__setattr__(self, name, checked(name, getattr(self, name), rule))
-
-
-def checked(name: str, value: object, rule: Rule) -> Any:
-    """`value` as `rule` reads it.
-
-    Raises:
-        ProfileError: it breaks the rule; the text begins with `name`.
-    """
-    number = rule.accept(value)
-    if number is None:
-        raise ProfileError(f"{name}: {shown(value)} is not {rule.wanted}")
-    return number
+        check_fields(self, {"clock_mhz": CLOCK, "time_s": TIME, "energy_j": ENERGY}, ProfileError)

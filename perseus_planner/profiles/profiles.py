@@ -8,7 +8,6 @@ file beside it that holds the rest: the blocking power, the GPU, and how the num
 from __future__ import annotations
 
 import math
-import numbers
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
@@ -20,16 +19,17 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from perseus_planner.displayed import Shown
-from perseus_planner.documents import Document, read_document, shown
-from perseus_planner.errors import ProfileError
-from perseus_planner.files import replacing, sha256
-from perseus_planner.profiles.clock_changes import ClockChange
+from perseus_planner.documents import Document, read_document
+from perseus_planner.errors import ProfileError, shown
+from perseus_planner.files import sha256, write_file
+from perseus_planner.profiles.clock_changes import ClockChange, read_clock_change
 from perseus_planner.profiles.csv_file import CONTROLS, WORDS, Row, kind_of, read_table, word_of, written
-from perseus_planner.profiles.measurement import Measurement, checked
-from perseus_planner.quantities import COUNT, POWER, STAGE, WAIT
+from perseus_planner.profiles.measurement import Measurement
+from perseus_planner.quantities import COUNT, OFFSET, POWER, STAGE
 
 if TYPE_CHECKING:
     import os
+    from collections.abc import Collection
 
 _FORMAT = "perseus-planner/profile"
 _VERSION = 1
@@ -78,7 +78,7 @@ class Profile(Shown):
         order = sorted(table, key=lambda key: (key[0], kinds.index(key[1][0]), key[1]))
         object.__setattr__(self, "measurements", MappingProxyType({key: table[key] for key in order}))
         for name, check in _CHECKS.items():
-            object.__setattr__(self, name, check(getattr(self, name)))
+            object.__setattr__(self, name, check(getattr(self, name), name))
         if isinstance(self.blocking_power_w, tuple) and len(self.blocking_power_w) != self.stages:
             raise ProfileError(
                 f"blocking_power_w: has {len(self.blocking_power_w)} numbers for {self.stages} stages; "
@@ -115,7 +115,7 @@ class Profile(Shown):
         """
         path = Path(path)
         if blocking_power_w is not None:
-            _checked_power(blocking_power_w)
+            _checked_power(blocking_power_w, "blocking_power_w")
         if path.suffix.lower() in _YAML_SUFFIXES:
             return _load_yaml(path, blocking_power_w)
         if blocking_power_w is None and path.exists() and not path.is_dir():
@@ -138,12 +138,8 @@ class Profile(Shown):
         document = {"format": _FORMAT, "version": _VERSION, "measurements": table.name, **self.rest()}
         document.pop("control", None)  # the header of the table says it
         text = yaml.safe_dump(document, sort_keys=False, allow_unicode=True, width=math.inf)
-        for target, data in ((table, self._csv()), (path, text.encode())):
-            try:
-                with replacing(target) as file:
-                    file.write(data)
-            except OSError as error:
-                raise ProfileError(f"{target}: cannot be written: {error.strerror}; check the folder") from error
+        write_file(table, self._csv(), ProfileError)
+        write_file(path, text, ProfileError)
 
     def rest(self) -> dict[str, Any]:
         """All but the measurements, as plain values; what is at its default and rarely set is left out."""
@@ -174,71 +170,58 @@ class Profile(Shown):
         return written(rows, self.control)
 
 
-def _checked_power(value: object) -> Any:
+def _checked_power(value: object, where: str) -> Any:
     if isinstance(value, (list, tuple)):
-        return tuple(checked("blocking_power_w", each, POWER) for each in value)
-    return checked("blocking_power_w", value, POWER)
+        return tuple(POWER.check(power_w, where, ProfileError) for power_w in value)
+    return POWER.check(value, where, ProfileError)
 
 
-def _checked_overhead(value: Any) -> Any:
-    below = isinstance(value, numbers.Real) and value < 0  # less was measured than replayed
-    number = WAIT.accept(-value if below else value)
-    if number is None:
-        raise ProfileError(f"overhead_s: {shown(value)} is no number of seconds, above or below 0; give a finite one")
-    return -number if below else number
-
-
-def _checked_change(value: object) -> ClockChange | None:
+def _checked_change(value: object, where: str) -> ClockChange | None:
     if value is None or isinstance(value, ClockChange):
         return value
-    known = {"call_s", "settle_s", "gpus_per_node"}
-    if not isinstance(value, dict) or "call_s" not in value or not set(value) <= known:
-        raise ProfileError(f"clock_change: {shown(value)} is none; write call_s and settle_s, seconds, below it")
-    return ClockChange(**value)
+    raise ProfileError(f"{where}: {shown(value)} is not a ClockChange; give one, such as ClockChange(call_s=0.006)")
 
 
-def _checked_gpu(value: object) -> object:
+def _checked_gpu(value: object, where: str) -> object:
     if value is None or (isinstance(value, str) and value and value.isprintable()):
         return value
-    raise ProfileError(f"gpu: {shown(value)} is not the name of a GPU: give one line of text, or leave it out")
+    raise ProfileError(f"{where}: {shown(value)} is not the name of a GPU: give one line of text, or leave it out")
 
 
-def _checked_origin(value: object) -> object:
-    if value not in ("measured", "simulated"):
-        raise ProfileError(f"origin: {shown(value)} is unknown: give measured or simulated")
-    return value
+def _one_of(choices: Collection[str]) -> Callable[[object, str], object]:
+    def check(value: object, where: str) -> object:
+        if value not in choices:
+            raise ProfileError(f"{where}: {shown(value)} is unknown: give {' or '.join(choices)}")
+        return value
+
+    return check
 
 
-def _checked_control(value: object) -> object:
-    if value not in CONTROLS:
-        raise ProfileError(f"control: {shown(value)} is unknown: give {' or '.join(CONTROLS)}")
-    return value
-
-
-def _checked_conditions(value: object) -> Mapping[str, str]:
-    if not isinstance(value, Mapping) or not all(isinstance(each, str) for pair in value.items() for each in pair):
-        raise ProfileError(f"conditions: {shown(value)} are none: write one `name: text` a line below it")
+def _checked_conditions(value: object, where: str) -> Mapping[str, str]:
+    if not isinstance(value, Mapping) or not all(isinstance(text, str) for pair in value.items() for text in pair):
+        raise ProfileError(f"{where}: {shown(value)} is not a mapping of texts: write `name: text`, one on each line")
     return MappingProxyType(dict(value))
 
 
-_CHECKS: Mapping[str, Callable[[object], object]] = MappingProxyType(
+_CHECKS: Mapping[str, Callable[[object, str], object]] = MappingProxyType(
     {
         "blocking_power_w": _checked_power,
         "gpu": _checked_gpu,
-        "origin": _checked_origin,
-        "gpus_per_stage": lambda value: checked("gpus_per_stage", value, COUNT),
-        "overhead_s": _checked_overhead,
+        "origin": _one_of(("measured", "simulated")),
+        "gpus_per_stage": lambda value, where: COUNT.check(value, where, ProfileError),
+        "overhead_s": lambda value, where: OFFSET.check(value, where, ProfileError),
         "clock_change": _checked_change,
-        "control": _checked_control,
+        "control": _one_of(CONTROLS),
         "conditions": _checked_conditions,
     }
 )
+"""Field -> the function that checks its value; error texts begin with the second argument."""
 
 
 def _checked_key(key: object) -> tuple[int, str]:
     match key:
         case (stage, str() as kind) if kind_of(kind) == kind:
-            return checked("stage", stage, STAGE), kind
+            return STAGE.check(stage, "stage", ProfileError), kind
     raise ProfileError(f"measurements: {shown(key)} is not a stage and a kind: write it as (0, 'F') or (0, 'B')")
 
 
@@ -305,12 +288,11 @@ def profile_document(path: Path) -> Document:
 
 def _load_yaml(path: Path, power_w: float | tuple[float, ...] | None) -> Profile:
     document = profile_document(path)
-    rest = {key: document.values[key] for key in _CHECKS if key in document.values}
+    rest = {key: value for key, value in document.values.items() if key in _CHECKS}
+    if rest.get("clock_change") is not None:
+        rest["clock_change"] = read_clock_change(document, "clock_change")
     for key, value in rest.items():
-        try:
-            _CHECKS[key](value)
-        except ProfileError as error:
-            raise ProfileError(f"{path}, line {document.lines[key]}, {error}") from None
+        _CHECKS[key](value, document.where(key))
     table = _table_path(document)
     if power_w is not None:
         rest["blocking_power_w"] = power_w

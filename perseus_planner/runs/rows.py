@@ -12,8 +12,8 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
-from perseus_planner.documents import shown, unreadable
-from perseus_planner.errors import RunError, ScheduleError
+from perseus_planner.errors import RunError, ScheduleError, shown
+from perseus_planner.files import reading
 from perseus_planner.gpu.protocol import THROTTLE_REASONS
 from perseus_planner.runs.records import ComputationRecord, IterationRecord
 from perseus_planner.schedules import Computation
@@ -122,11 +122,8 @@ class Table(Generic[Row]):
 
 def _lines(path: Path) -> list[str]:
     """The whole lines, without their ends."""
-    try:
-        with path.open("rb") as file:
-            data = file.read(_MAX_BYTES + 1)
-    except OSError as error:
-        raise RunError(unreadable(path, error)) from error
+    with reading(path, RunError), path.open("rb") as file:
+        data = file.read(_MAX_BYTES + 1)
     if len(data) > _MAX_BYTES:
         raise RunError(f"{path}: is larger than {_MAX_BYTES} bytes, so not what a run writes; name another folder")
     return [line.decode(errors="replace") for line in data.split(b"\n")[:-1]]

@@ -11,8 +11,8 @@ from statistics import fmean
 from typing import TYPE_CHECKING, NamedTuple
 
 from perseus_planner.displayed import Shown
-from perseus_planner.documents import unreadable
 from perseus_planner.errors import RunError
+from perseus_planner.files import reading
 from perseus_planner.plans.plan import Plan
 from perseus_planner.runs.recording import computations_path, iterations_path, plan_path
 from perseus_planner.runs.rows import COMPUTATIONS, ITERATIONS
@@ -84,10 +84,8 @@ class Run(Shown):
             PlanError: one of its plans is damaged.
         """
         folder = Path(folder)
-        try:
+        with reading(folder, RunError):
             names = sorted(each.name for each in folder.iterdir())
-        except OSError as error:
-            raise RunError(unreadable(folder, error)) from error
         plans = {
             (int(match[1]), None if match[2] is None else int(match[2])): Plan.load(folder / match[0])
             for match in filter(None, map(_PLAN.fullmatch, names))

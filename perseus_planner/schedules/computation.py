@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-from perseus_planner.documents import shown
-from perseus_planner.errors import ScheduleError
+from perseus_planner.errors import ScheduleError, shown
 
 KINDS = ("F", "B", "I", "W")  #: forward, full backward, gradient of the input alone, gradient of the weights alone
 

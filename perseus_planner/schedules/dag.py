@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from perseus_planner.documents import shown
-from perseus_planner.errors import ProfileError, ScheduleError
+from perseus_planner.errors import ProfileError, ScheduleError, shown
 from perseus_planner.profiles.curve import OperatingPoint, pareto_front
 from perseus_planner.quantities import STAGE
 from perseus_planner.schedules import Computation, Schedule
@@ -200,7 +199,7 @@ def _rank(each: Computation | Operation, attributes: dict[str, Any], count: int)
     value = each.rank if isinstance(each, Operation) else attributes.get("rank", each.stage)
     rank: int | None = STAGE.accept(value)
     if rank is None or rank >= count:
-        raise ScheduleError(f"{each}, rank: {shown(value)} is no rank; number the ranks 0, 1, 2 and so on")
+        raise ScheduleError(f"{each}, rank: {shown(value)} is not a rank; number the ranks 0, 1, 2 and so on")
     return rank
 
 

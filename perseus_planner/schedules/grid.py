@@ -14,9 +14,8 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from perseus_planner.documents import shown, unreadable
-from perseus_planner.errors import ScheduleError
-from perseus_planner.files import replacing
+from perseus_planner.errors import ScheduleError, shown
+from perseus_planner.files import read_text, write_file
 from perseus_planner.schedules.checks import Flaw, misplaced, unrunnable
 from perseus_planner.schedules.computation import Computation
 from perseus_planner.schedules.schedule import Schedule
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Iterator
 
-_MAX_BYTES = 32 * 2**20  # millions of computations; a larger file is another one, named by mistake
 _LINE_END = re.compile(r"\r\n|\n|\r")
 _OVERLAPPED = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
 # What torch puts between computations when it is asked for communication too.
@@ -53,19 +51,7 @@ def load_grid(path: str | os.PathLike[str]) -> Schedule:
         ScheduleError: the file cannot be read, is too large or no text, or holds no grid of a pipeline.
     """
     file = Path(path)
-    try:
-        with file.open("rb") as stream:
-            data = stream.read(_MAX_BYTES + 1)
-    except (OSError, ValueError) as error:
-        raise ScheduleError(_unreadable(file, error)) from error
-    if len(data) > _MAX_BYTES:
-        raise ScheduleError(f"{file}: is larger than {_MAX_BYTES // 2**20} MiB; name the text grid of a schedule")
-    try:
-        text = data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = data.count(b"\n", 0, error.start) + 1
-        raise ScheduleError(f"{file}, line {line}: is not UTF-8 text; name the text grid of a schedule") from error
-    return parse_grid(text, file.stem, str(file))
+    return parse_grid(read_text(file, ScheduleError, "the text grid of a schedule"), file.stem, str(file))
 
 
 def parse_grid(text: str, name: str, source: str) -> Schedule:
@@ -102,16 +88,7 @@ def save_grid(schedule: Schedule, path: str | os.PathLike[str]) -> None:
     Raises:
         ScheduleError: the file cannot be written.
     """
-    try:
-        with replacing(path) as file:
-            file.write(grid_text(schedule).encode())
-    except OSError as error:
-        raise ScheduleError(f"{path}: cannot be written: {error.strerror}; check the folder") from error
-
-
-def _unreadable(file: Path, error: OSError | ValueError) -> str:
-    # A NUL in a path is a ValueError.
-    return unreadable(file, error) if isinstance(error, OSError) else f"{str(file)!r}: is no path; check it"
+    write_file(path, grid_text(schedule), ScheduleError)
 
 
 def _content(text: str) -> Iterator[tuple[int, str]]:

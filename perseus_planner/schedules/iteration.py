@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
-from perseus_planner.documents import shown
-from perseus_planner.errors import ScheduleError
+from perseus_planner.errors import ScheduleError, shown
 from perseus_planner.quantities import ENERGY, TIME, WAIT
 
 if TYPE_CHECKING:
@@ -99,9 +98,7 @@ class Iteration:
         checked = []
         for name, (before, lags_s) in zip(self.names, zip(self.predecessors, self.lags_s, strict=False), strict=False):
             for other, lag_s in zip(before, lags_s, strict=True):
-                if WAIT.accept(lag_s) is None:
-                    edge = f"{self.names[other]} -> {name}"
-                    raise ScheduleError(f"lag_s of {edge}: {shown(lag_s)} is not {WAIT.wanted}")
+                WAIT.check(lag_s, f"lag_s of {self.names[other]} -> {name}", ScheduleError)
             checked.append(tuple(map(WAIT.accept, lags_s)))
         return tuple(checked) if any(map(any, checked)) else ()
 
@@ -164,11 +161,9 @@ def _checked_operation(operation: Operation, ranks: int) -> Operation:
     if not _OPERATION.fullmatch(str(operation)) or operation.rank not in range(ranks):
         text = shown(str(operation))
         raise ScheduleError(f"{text}: name it with lower-case letters, on a rank from 0 to {ranks - 1}")
-    time_s, energy_j = TIME.accept(operation.time_s), ENERGY.accept(operation.energy_j)
-    if time_s is None:
-        raise ScheduleError(f"{operation}: {shown(operation.time_s)} is not {TIME.wanted}")
-    if operation.energy_j is not None and energy_j is None:
-        raise ScheduleError(f"{operation}: {shown(operation.energy_j)} is not {ENERGY.wanted}")
+    time_s, energy_j = TIME.check(operation.time_s, str(operation), ScheduleError), operation.energy_j
+    if energy_j is not None:
+        energy_j = ENERGY.check(energy_j, str(operation), ScheduleError)
     return operation._replace(rank=int(operation.rank), time_s=time_s, energy_j=energy_j)
 
 

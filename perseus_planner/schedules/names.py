@@ -6,8 +6,7 @@ import difflib
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
-from perseus_planner.documents import shown
-from perseus_planner.errors import ScheduleError
+from perseus_planner.errors import ScheduleError, shown
 from perseus_planner.schedules.interleaved import interleaved_1f1b, interleaved_zero_bubble
 from perseus_planner.schedules.linear import gpipe, one_f_one_b, zb_h1
 from perseus_planner.schedules.v_shaped import dualpipe_v, zbv

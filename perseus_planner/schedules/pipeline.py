@@ -6,8 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from perseus_planner.documents import shown
-from perseus_planner.errors import ScheduleError
+from perseus_planner.errors import ScheduleError, shown
 from perseus_planner.quantities import STAGE, WAIT
 from perseus_planner.schedules import Computation, Schedule, awaited, check_pipeline
 from perseus_planner.schedules.iteration import Iteration, Operation
@@ -35,11 +34,12 @@ class Transfer:
     def __post_init__(self) -> None:
         for name in ("forward_s", "backward_s"):
             value = getattr(self, name)
-            each = value if isinstance(value, (tuple, list)) else (value,)
-            checked = tuple(map(WAIT.accept, each))
-            if None in checked:
-                raise ScheduleError(f"transfer, {name}: {shown(each[checked.index(None)])} is not {WAIT.wanted}")
-            object.__setattr__(self, name, checked if each is value or isinstance(value, list) else checked[0])
+            where = f"transfer, {name}"
+            if isinstance(value, (tuple, list)):
+                checked = tuple(WAIT.check(each, where, ScheduleError) for each in value)
+            else:
+                checked = WAIT.check(value, where, ScheduleError)
+            object.__setattr__(self, name, checked)
 
     def lag_s(self, schedule: Schedule, source: Computation, target: Computation) -> float:
         """Seconds from the end of `source` to the arrival of its result at `target`."""

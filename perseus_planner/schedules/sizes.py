@@ -25,9 +25,7 @@ def counted(**sizes: int) -> tuple[int, ...]:
     counts = []
     product = 1
     for name, value in sizes.items():
-        count: int | None = COUNT.accept(value)
-        if count is None:
-            raise ScheduleError(f"{name} is {value!r}; give {COUNT.wanted}")
+        count = COUNT.check(value, name, ScheduleError)
         product *= count
         counts.append(count)
     if product > _MOST:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from perseus_planner.documents import shown
-from perseus_planner.errors import PlannerError
+from perseus_planner.errors import PlannerError, shown
 from perseus_planner.service.checks import check_report
 from perseus_planner.service.transitions import cleared
 

@@ -51,8 +51,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, cast, get_args
 
-from perseus_planner.documents import shown
-from perseus_planner.errors import UsageError
+from perseus_planner.errors import UsageError, shown
 from perseus_planner.files import sha256
 from perseus_planner.quantities import FACTOR
 from perseus_planner.service.model import Cause, Report, Scope

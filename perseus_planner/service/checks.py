@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from perseus_planner.documents import shown
-from perseus_planner.errors import InfeasibleDeadline, UsageError
+from perseus_planner.errors import InfeasibleDeadline, UsageError, shown
 from perseus_planner.quantities import CHANGES, COUNT, TIME, WAIT
 from perseus_planner.service.model import Conflict, Job, Report
 from perseus_planner.service.reports import check_scope

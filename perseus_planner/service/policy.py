@@ -49,7 +49,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from perseus_planner.documents import shown
+from perseus_planner.errors import shown
 from perseus_planner.service.model import Decision, Job, Numbers, Report, Target
 from perseus_planner.service.reports import active_reports, meant, next_turn_s
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import replace
 
-from perseus_planner.documents import shown
+from perseus_planner.errors import shown
 from perseus_planner.service.checks import check_deadline, check_job, check_places
 from perseus_planner.service.model import Conflict, Job
 from perseus_planner.service.outcomes import PlanSet, Registered

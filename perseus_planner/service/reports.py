@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from perseus_planner.documents import shown
-from perseus_planner.errors import UsageError
+from perseus_planner.errors import UsageError, shown
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

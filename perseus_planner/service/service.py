@@ -10,8 +10,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from perseus_planner.documents import shown
-from perseus_planner.errors import PlannerError
+from perseus_planner.errors import PlannerError, shown
 from perseus_planner.service.alerting import Alerted, concerned, with_alerts
 from perseus_planner.service.checks import check_deadline, check_positive, check_report, check_same
 from perseus_planner.service.following import Following

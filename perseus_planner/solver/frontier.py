@@ -18,10 +18,9 @@ from perseus_planner.errors import (
     InfeasibleDeadline,
     InfeasiblePower,
     PlanError,
-    UsageError,
 )
 from perseus_planner.plans.simulate import end_times, time_and_energy
-from perseus_planner.quantities import CHANGES, POWER, TIME, WAIT, Rule
+from perseus_planner.quantities import CHANGES, POWER, TIME, WAIT
 from perseus_planner.solver.frontier_file import read_frontier, write_frontier
 from perseus_planner.solver.network import Checkpoint, Integers, ScaledNetwork, State, scaled_network
 
@@ -138,8 +137,8 @@ class Frontier(Shown):
             InfeasibleBudget: no plan found is that fast with so few changes; names the least time found.
             UsageError: an argument is no such number.
         """
-        most = None if max_changes is None else int(_checked("max_changes", max_changes, CHANGES))
-        return self._planner.plan(self._feasible(deadline_s), most, _checked("min_dwell_s", min_dwell_s, WAIT))
+        most = None if max_changes is None else CHANGES.check(max_changes, "max_changes")
+        return self._planner.plan(self._feasible(deadline_s), most, WAIT.check(min_dwell_s, "min_dwell_s"))
 
     def plan_for_least_energy(self, *, max_changes: int | None = None, min_dwell_s: float = 0.0) -> Plan:
         """The plan for a pipeline that waits for nobody: the least energy per iteration.
@@ -161,7 +160,7 @@ class Frontier(Shown):
         Raises:
             UsageError: it is no time.
         """
-        deadline_s = max(_checked("straggler_time_s", straggler_time_s, TIME), self.min_time_s)
+        deadline_s = max(TIME.check(straggler_time_s, "straggler_time_s"), self.min_time_s)
         return self.plan_for(deadline_s, max_changes=max_changes, min_dwell_s=min_dwell_s)
 
     def plan_within_power(self, power_w: float, *, max_changes: int | None = None, min_dwell_s: float = 0.0) -> Plan:
@@ -173,7 +172,7 @@ class Frontier(Shown):
             InfeasiblePower: no plan found draws that little; names the least power of one.
             UsageError: it is no power.
         """
-        target_w = power_w = _checked("power_w", power_w, POWER)
+        target_w = power_w = POWER.check(power_w, "power_w")
         while True:
             deadline_s = self._fastest_within(target_w)
             if deadline_s is None:
@@ -275,7 +274,7 @@ class Frontier(Shown):
         return slowest_j + np.array(added)
 
     def _feasible(self, deadline_s: float) -> float:
-        deadline_s = _checked("deadline_s", deadline_s, TIME)
+        deadline_s = TIME.check(deadline_s, "deadline_s")
         if deadline_s < self.min_time_s:
             raise InfeasibleDeadline(deadline_s, self.min_time_s)
         return deadline_s
@@ -300,10 +299,3 @@ class Frontier(Shown):
         slope_w = (fast_j - slow_j) / (fast_s - slow_s)
         crossing_s = (slow_j - slope_w * slow_s) / (power_w - slope_w)
         return float(min(max(crossing_s, fast_s), slow_s))
-
-
-def _checked(name: str, value: float, rule: Rule) -> float:
-    number: float | None = rule.accept(value)
-    if number is None:
-        raise UsageError(f"{name}: {value!r} is not {rule.wanted}")
-    return number

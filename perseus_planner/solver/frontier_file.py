@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from perseus_planner.documents import unreadable
 from perseus_planner.errors import FrontierError, PlannerError
-from perseus_planner.files import replacing, sha256
+from perseus_planner.files import reading, replacing, sha256
+from perseus_planner.profiles.clock_changes import ClockChange
 from perseus_planner.profiles.measurement import Measurement
 from perseus_planner.profiles.profiles import Profile
 from perseus_planner.schedules import Computation, Schedule
@@ -56,11 +56,8 @@ def write_frontier(
         "flows": np.array([point.state.flow for point in checkpoints]),
     }
     arrays["digest"] = np.frombuffer(_digest(arrays).encode(), dtype=np.uint8)
-    try:
-        with replacing(path) as file:
-            np.savez_compressed(file, **arrays)  # type: ignore[arg-type]  # its stubs take the first name for a flag
-    except OSError as error:
-        raise FrontierError(f"{path}: cannot be written: {error.strerror}; check the folder") from error
+    with replacing(path, FrontierError) as file:
+        np.savez_compressed(file, **arrays)  # type: ignore[arg-type]  # its stubs take the first name for a flag
 
 
 def read_frontier(path: str | os.PathLike[str]) -> Parts:
@@ -70,16 +67,14 @@ def read_frontier(path: str | os.PathLike[str]) -> Parts:
         FrontierError: the file cannot be read, or is not exactly what was written.
     """
     path = Path(path)
-    try:
-        with path.open("rb") as file:
-            archived = file.read(2) == b"PK"
-            file.seek(0)
+    with reading(path, FrontierError), path.open("rb") as file:
+        archived = file.read(2) == b"PK"
+        file.seek(0)
+        try:
             with np.load(file, allow_pickle=False) if archived else nullcontext({}) as archive:
                 arrays = {name: np.asarray(archive[name]) for name in archive}
-    except Exception as error:  # NumPy and zipfile have no common error for damaged bytes
-        if isinstance(error, OSError) and error.filename is not None:
-            raise FrontierError(unreadable(path, error)) from error
-        raise FrontierError(f"{path}: is damaged or cut short ({error}); {_AGAIN}") from error
+        except Exception as error:  # NumPy and zipfile have no common error for damaged bytes
+            raise FrontierError(f"{path}: is damaged or cut short ({error}); {_AGAIN}") from error
     _check(path, arrays)
     try:
         return _parts(arrays)
@@ -133,7 +128,8 @@ def _parts(arrays: dict[str, Any]) -> Parts:
         parse_key(text): tuple(Measurement(*point) for point in points)
         for text, points in header["measurements"].items()
     }
-    profile = Profile(measurements, **header["profile"])
+    rest, change = header["profile"], header["profile"].get("clock_change")
+    profile = Profile(measurements, **{**rest, "clock_change": None if change is None else ClockChange(**change)})
     ranks = tuple(tuple(map(Computation.parse, rank.split())) for rank in header["ranks"])
     operations = tuple(parse_operation(*each) for each in header["operations"])
     waits, lags = arrays["waits"].tolist(), arrays["lags_s"].tolist()

@@ -41,8 +41,7 @@ class Replicas:
                 f"replicas: {len(self.counts)} counts for {len(self.frontiers)} kinds of pipelines; give one for each"
             )
         for count in self.counts:
-            if COUNT.accept(count) is None:
-                raise UsageError(f"replicas: {count!r} is not {COUNT.wanted}")
+            COUNT.check(count, "replicas")
 
     @property
     def min_time_s(self) -> float:

@@ -117,11 +117,8 @@ def save_figure(figure: Figure, path: Path) -> None:
     from matplotlib import rc_context
 
     kind = path.suffix[1:].lower()
-    try:
-        with replacing(path) as file, rc_context({"svg.hashsalt": "perseus-planner"}):
-            figure.savefig(file, format=kind, dpi=150, metadata=_METADATA[kind])
-    except OSError as error:
-        raise UsageError(f"{path}: cannot be written: {error.strerror}; check the folder") from error
+    with replacing(path, UsageError) as file, rc_context({"svg.hashsalt": "perseus-planner"}):
+        figure.savefig(file, format=kind, dpi=150, metadata=_METADATA[kind])
 
 
 def empty_axes(width_in: float, height_in: float) -> tuple[Figure, Axes]:

@@ -121,14 +121,11 @@ def write_trace(path: str | os.PathLike[str], processes: Sequence[Process], abou
     Raises:
         UsageError: the file cannot be written.
     """
-    try:
-        with replacing(path) as file:
-            file.write(b'{"traceEvents":[\n')
-            for number, event in enumerate(_events(processes)):
-                file.write((",\n" if number else "").encode() + _json(event))
-            file.write(b'\n],\n"otherData":' + _json(about) + b"}\n")
-    except OSError as error:
-        raise UsageError(f"{path}: cannot be written: {error.strerror}; check the folder") from error
+    with replacing(path, UsageError) as file:
+        file.write(b'{"traceEvents":[\n')
+        for number, event in enumerate(_events(processes)):
+            file.write((",\n" if number else "").encode() + _json(event))
+        file.write(b'\n],\n"otherData":' + _json(about) + b"}\n")
 
 
 def _events(processes: Sequence[Process]) -> Iterator[dict[str, Any]]:

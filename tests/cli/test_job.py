@@ -134,12 +134,12 @@ REFUSED = {
     ),
     f"{SOLVE} --schedule 1f1": "there is no schedule '1f1'; did you mean 1f1b?",
     f"{SOLVE} --schedule absent.csv": "absent.csv: no such file; check the path",
-    f"{SOLVE} --ranks 0": "ranks is 0; give a whole number of at least 1",
+    f"{SOLVE} --ranks 0": "ranks: 0 is not a whole number of at least 1",
     f"{SOLVE} --ranks 2": (
         "the profile has 4 stages and the schedule 2; profile the stages of this schedule, or make the schedule for 4"
     ),
     f"{SOLVE} --virtual-stages 2": "schedule 1f1b: has 1 stage per rank, not 2; leave virtual stages out",
-    f"{SOLVE} --tensor-parallel 0": "tensor_parallel is 0; give a whole number of at least 1",
+    f"{SOLVE} --tensor-parallel 0": "tensor_parallel: 0 is not a whole number of at least 1",
     f"{SOLVE} --transfer soon": (
         "--transfer: 'soon' is not a duration: write seconds of 0 or more, or a number with ms, s or min, such as 1.5ms"
     ),

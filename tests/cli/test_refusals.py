@@ -45,7 +45,7 @@ REFUSED = {
     "profile nowhere.yaml": (
         "nowhere.yaml, key 'profile' absent/p.yaml: there is no folder absent; make it, or name another"
     ),
-    f"{PROFILE} --stages 0": "stages is 0; give a whole number of at least 1",
+    f"{PROFILE} --stages 0": "stages: 0 is not a whole number of at least 1",
     f"{PROFILE} -o new.txt": "new.txt: a profile is saved as YAML with a CSV beside it; end the name with .yaml",
     f"{PROFILE} -o absent/new.yaml": ("--output absent/new.yaml: there is no folder absent; make it, or name another"),
     SOLVE.replace("profile.yaml", "absent.yaml"): "absent.yaml: no such file; check the path",
@@ -53,11 +53,11 @@ REFUSED = {
         "profile.csv: a CSV does not carry the blocking power, what a GPU draws while it waits; give it with "
         "--blocking-power W (in Python blocking_power_w=), or load profile.yaml, which carries it"
     ),
-    f"{SOLVE} --microbatches 0": "microbatches is 0; give a whole number of at least 1",
+    f"{SOLVE} --microbatches 0": "microbatches: 0 is not a whole number of at least 1",
     f"{SOLVE} --stages 8": (
         "the profile has 2 stages and the schedule 8; profile the stages of this schedule, or make the schedule for 2"
     ),
-    f"{SOLVE} --stages 0": "stages is 0; give a whole number of at least 1",
+    f"{SOLVE} --stages 0": "stages: 0 is not a whole number of at least 1",
     f"{SOLVE} --blocking-power low": "--blocking-power: 'low' is not a power: write watts of 0 or more, such as 83.64",
     f"{SOLVE} --blocking-power=-1": "--blocking-power: '-1' is not a power: write watts of 0 or more, such as 83.64",
     f"{SOLVE} -o absent/new.npz": "--output absent/new.npz: there is no folder absent; make it, or name another",

@@ -43,7 +43,7 @@ BAD_FILES = {
     "empty": (b"", f"trace.csv: is empty; write the header {HEADER.strip()} and a row for each straggler"),
     "no slowdown": (
         b"start,end,pipeline,stage\n",
-        f"trace.csv, line 1: column 'slowdown' is not there; write {HEADER}",
+        f"trace.csv, line 1: column 'slowdown' is missing; write {HEADER}",
     ),
     "two ends": (
         b"start,end,slowdown,end,pipeline,stage\n",
@@ -51,7 +51,7 @@ BAD_FILES = {
     ),
     "NUL": (
         HEADER.encode() + b"1,\0,1.1,0,\n",
-        "trace.csv, line 2: has a NUL byte, so the file is damaged or no text; write it again",
+        "trace.csv, line 2: has a NUL byte, so the file is damaged or not text; write it again",
     ),
     "Latin-1": (HEADER.encode() + b"1,2,1.1,0,\xe9\n", "trace.csv, line 2: is not UTF-8 text; save the file as UTF-8"),
     "open quote": (HEADER.encode() + b'1,2,"1.1,0,\n', "trace.csv, line 2: unexpected end of data; correct its quotes"),

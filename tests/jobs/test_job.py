@@ -12,8 +12,9 @@ import yaml
 from strategies import smooth_profile
 
 from perseus_planner import Profile, schedules
+from perseus_planner.documents import kind_of
 from perseus_planner.jobs.job import Job
-from perseus_planner.jobs.settings import ReplicaSettings, Settings, is_job, read_settings
+from perseus_planner.jobs.settings import ReplicaSettings, Settings, read_settings
 from perseus_planner.profiles.clock_changes import ClockChange
 from perseus_planner.profiles.groups import on_each_gpu, slowed, stage_by_stage, tensor_group
 from perseus_planner.profiles.measurement import Measurement
@@ -192,9 +193,9 @@ def test_settings_need_no_file(work: Path):
 
 def test_a_job_is_told_from_a_profile_by_its_format(work: Path):
     write(**PLAIN)
-    assert is_job(Path("job.yaml"))
-    for name in ("four.yaml", "four.csv", "absent.yaml", "jobs"):
-        assert not is_job(Path(name))
+    assert kind_of(Path("job.yaml")) == "job"
+    for name in ("four.yaml", "four.csv"):
+        assert kind_of(Path(name)) == "profile"
 
 
 def test_reading_settings_reads_nothing_that_they_name(folder: Path):

@@ -83,7 +83,7 @@ BAD: dict[str, tuple[str | tuple[str, str], str]] = {
     "groups and files": (("two.yaml", "[[a], b]"), f"job.yaml, line 3, key 'profile': [['a'], 'b'] {SOURCE}"),
     "schedule a number": (
         ("1f1b", "1"),
-        "job.yaml, line 4, key 'schedule': 1 is not a text of one line; write one",
+        "job.yaml, line 4, key 'schedule': 1 is not one line of text; write one",
     ),
     "power as text": ("blocking_power_w: low\n", f"job.yaml, line 6, key 'blocking_power_w': 'low' is not {POWER}"),
     "one power negative": (
@@ -92,7 +92,7 @@ BAD: dict[str, tuple[str | tuple[str, str], str]] = {
     ),
     "transfer a number": (
         "transfer: 0.1\n",
-        "job.yaml, line 6, key 'transfer': is not a mapping; write it with the keys forward_s, backward_s",
+        "job.yaml, line 6, key 'transfer': 0.1 is not a mapping; write it with the keys forward_s, backward_s",
     ),
     "negative transfer": (
         "transfer:\n  backward_s: -1\n",
@@ -102,10 +102,15 @@ BAD: dict[str, tuple[str | tuple[str, str], str]] = {
         "operations: {name: a}\n",
         "job.yaml, line 6, key 'operations': {'name': 'a'} is not a list; begin each of its entries with a hyphen",
     ),
+    "clock change a number": (
+        "clock_change: 5\n",
+        "job.yaml, line 6, key 'clock_change': 5 is not a mapping; write it with the keys call_s, settle_s, "
+        "gpus_per_node",
+    ),
     "an operation no mapping": (
         "operations:\n- a\n",
-        "job.yaml, line 7, key 'operations': is not a mapping; write it with the keys name, when, time_s, energy_j, "
-        "where",
+        "job.yaml, line 7, key 'operations': 'a' is not a mapping; write it with the keys name, when, time_s, "
+        "energy_j, where",
     ),
     "operation in capitals": (
         "operations:\n- {name: Load, when: end, time_s: 1}\n",
@@ -153,7 +158,7 @@ BAD: dict[str, tuple[str | tuple[str, str], str]] = {
     ),
     "slow stage by name": (
         "slow_stages:\n  last: 1.1\n",
-        f"job.yaml, line 7, key 'last' of slow_stages: is not {STAGE}",
+        f"job.yaml, line 7, key 'last' of slow_stages: 'last' is not {STAGE}",
     ),
     "slow by nothing": (
         "slow_stages:\n  1: 0\n",
@@ -205,9 +210,9 @@ BAD: dict[str, tuple[str | tuple[str, str], str]] = {
     ),
     "a stage that is no function": (
         "stage: package.module\n",
-        "job.yaml, line 6, key 'stage': 'package.module' is no function: write package.module:function",
+        "job.yaml, line 6, key 'stage': 'package.module' is not a function: write package.module:function",
     ),
-    "a gpu that is no text": ("gpu: 0\n", "job.yaml, line 6, key 'gpu': 0 is not a text of one line; write one"),
+    "a gpu that is no text": ("gpu: 0\n", "job.yaml, line 6, key 'gpu': 0 is not one line of text; write one"),
     "powers for other stages": (
         ("two.yaml", "[one.yaml, one.yaml]\nblocking_power_w: [1, 2, 3]"),
         "blocking_power_w has 3 numbers for 2 profiles; give one for each, or one for all",

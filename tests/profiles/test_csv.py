@@ -78,7 +78,7 @@ BAD_ROWS = {
     "decimal comma": ("0,forward,1395,0,05,20", f"line 4: has 6 cells where the header has 5; {NEEDS_CELLS}"),
     "NUL byte": (
         "0,for\0ward,1395,0.05,20",
-        "line 4: has a NUL byte, so the file is damaged or no text; write it again",
+        "line 4: has a NUL byte, so the file is damaged or not text; write it again",
     ),
     "open quote": ('0,"forward,1395,0.05,20', "line 4: unexpected end of data; correct its quotes"),
     "endless line": ("9" * 70000, "line 4: is longer than 65536 bytes; write one row a line"),
@@ -149,7 +149,7 @@ def test_a_bad_csv_is_refused_with_its_remedy(folder: Path, text: str, message: 
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (HEADER.encode("utf-16"), "p.csv, line 1: has a NUL byte, so the file is damaged or no text; write it again"),
+        (HEADER.encode("utf-16"), "p.csv, line 1: has a NUL byte, so the file is damaged or not text; write it again"),
         (GOOD.encode() + b"0,forw\xe4rts,1,1,1\n", "p.csv, line 4: is not UTF-8 text; save the file as UTF-8"),
     ],
     ids=["UTF-16", "Latin-1"],

@@ -91,7 +91,7 @@ def test_only_the_slow_stage_is_slower():
             lambda: tensor_group([FAST, replace(FAST, control="power-limit")]),
             "GPU 1 of the group was measured by power-limit, GPU 0 by clock; use one",
         ),
-        (lambda: on_each_gpu(FAST, 0), "gpus is 0; give a whole number of at least 1"),
+        (lambda: on_each_gpu(FAST, 0), "gpus: 0 is not a whole number of at least 1"),
         (
             lambda: stage_by_stage([FAST, smooth_profile(2), smooth_profile(2)]),
             "the profile of stage 2 has only 2 stages; give one that has it",

@@ -27,7 +27,7 @@ BAD_YAMLS = {
     "list": ("- 1\n", "p.yaml: is not a mapping; write one `key: value` a line"),
     "no format": (
         "version: 1\n",
-        "p.yaml: has no key 'format'; a file of this kind says `format: perseus-planner/profile`",
+        "p.yaml: has no key 'format'; write `format: perseus-planner/profile`",
     ),
     "wrong format": (
         YAML.replace("profile", "plan"),
@@ -68,25 +68,25 @@ BAD_YAMLS = {
     ),
     "power as text": (
         YAML.replace("83.64", "'83.64'"),
-        f"p.yaml, line 4, blocking_power_w: '83.64' {NEEDS_POWER}",
+        f"p.yaml, line 4, key 'blocking_power_w': '83.64' {NEEDS_POWER}",
     ),
-    "power NaN": (YAML.replace("83.64", ".nan"), f"p.yaml, line 4, blocking_power_w: nan {NEEDS_POWER}"),
-    "negative power": (YAML.replace("83.64", "-1"), f"p.yaml, line 4, blocking_power_w: -1 {NEEDS_POWER}"),
+    "power NaN": (YAML.replace("83.64", ".nan"), f"p.yaml, line 4, key 'blocking_power_w': nan {NEEDS_POWER}"),
+    "negative power": (YAML.replace("83.64", "-1"), f"p.yaml, line 4, key 'blocking_power_w': -1 {NEEDS_POWER}"),
     "conditions that are none": (
         YAML + "conditions: [cold]\n",
-        "p.yaml, line 5, conditions: ['cold'] are none: write one `name: text` a line below it",
+        "p.yaml, line 5, key 'conditions': ['cold'] is not a mapping of texts: write `name: text`, one on each line",
     ),
     "gpu of two lines": (
         YAML + 'gpu: "A100\\e[2J"\n',
-        "p.yaml, line 5, gpu: 'A100\\x1b[2J' is not the name of a GPU: give one line of text, or leave it out",
+        "p.yaml, line 5, key 'gpu': 'A100\\x1b[2J' is not the name of a GPU: give one line of text, or leave it out",
     ),
     "unknown origin": (
         YAML + "origin: guessed\n",
-        "p.yaml, line 5, origin: 'guessed' is unknown: give measured or simulated",
+        "p.yaml, line 5, key 'origin': 'guessed' is unknown: give measured or simulated",
     ),
     "power of a stage as text": (
         YAML.replace("83.64", "[80, x]"),
-        f"p.yaml, line 4, blocking_power_w: 'x' {NEEDS_POWER}",
+        f"p.yaml, line 4, key 'blocking_power_w': 'x' {NEEDS_POWER}",
     ),
     "powers of too many stages": (
         YAML.replace("83.64", "[80, 81]"),
@@ -94,19 +94,35 @@ BAD_YAMLS = {
     ),
     "no GPU in a stage": (
         YAML + "gpus_per_stage: 0\n",
-        "p.yaml, line 5, gpus_per_stage: 0 is not a whole number of at least 1",
+        "p.yaml, line 5, key 'gpus_per_stage': 0 is not a whole number of at least 1",
     ),
     "overhead as text": (
         YAML + "overhead_s: 5ms\n",
-        "p.yaml, line 5, overhead_s: '5ms' is no number of seconds, above or below 0; give a finite one",
+        "p.yaml, line 5, key 'overhead_s': '5ms' is not an overhead: write finite seconds, such as 0.12",
+    ),
+    "clock change without a call": (
+        f"{YAML}clock_change: {{settle_s: 0.01}}\n",
+        "p.yaml, line 5, clock_change: has no key 'call_s'; add it",
+    ),
+    "clock change with a wait": (
+        f"{YAML}clock_change: {{call_s: 0.01, wait_s: 1}}\n",
+        "p.yaml, line 5: unknown key 'wait_s' of clock_change; remove it; known keys are call_s, gpus_per_node, "
+        "settle_s",
+    ),
+    "clock change that never settles": (
+        f"{YAML}clock_change: {{call_s: 0, settle_s: .inf}}\n",
+        "p.yaml, line 5, key 'settle_s' of clock_change: inf is not a wait: give finite seconds of 0 or more, such as "
+        "0.002",
     ),
     "clock change as a number": (
         YAML + "clock_change: 0.01\n",
-        "p.yaml, line 5, clock_change: 0.01 is none; write call_s and settle_s, seconds, below it",
+        "p.yaml, line 5, key 'clock_change': 0.01 is not a mapping; write it with the keys call_s, settle_s, "
+        "gpus_per_node",
     ),
     "clock change below 0": (
         YAML + "clock_change:\n  call_s: -0.01\n",
-        "p.yaml, line 5, clock_change, call_s: -0.01 is not a wait: give finite seconds of 0 or more, such as 0.002",
+        "p.yaml, line 6, key 'call_s' of clock_change: -0.01 is not a wait: give finite seconds of 0 or more, such as "
+        "0.002",
     ),
     "object": (
         YAML + "gpu: !!python/object/apply:os.system [exit 1]\n",
@@ -158,7 +174,7 @@ def test_a_yaml_that_is_not_utf8_is_refused(folder: Path):
 def test_a_yaml_of_two_gigabytes_is_not_read(folder: Path):
     (folder / "p.yaml").touch()
     os.truncate("p.yaml", 2 * 2**30)
-    expected = "p.yaml: is larger than 67108864 bytes, so not what the planner wrote; name another file"
+    expected = "p.yaml: is larger than 64 MiB; name a file that the planner wrote"
     assert message_of("p.yaml") == expected
 
 

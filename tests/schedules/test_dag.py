@@ -139,7 +139,7 @@ def with_edge(tail: object, head: object, **attributes: object) -> nx.DiGraph:
 
 
 NEEDS_WAIT = "is not a wait: give finite seconds of 0 or more, such as 0.002"
-NEEDS_RANK = "is no rank; number the ranks 0, 1, 2 and so on"
+NEEDS_RANK = "is not a rank; number the ranks 0, 1, 2 and so on"
 NEEDS_TYPE = "is of the wrong type; give a networkx.DiGraph"
 BAD_GRAPHS = {
     "no graph": (7, f"graph: int {NEEDS_TYPE}"),

@@ -131,9 +131,9 @@ def test_the_parts_of_an_overlapped_pair_are_in_one_cell():
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"0F0,\xff", "mine.csv, line 1: is not UTF-8 text; name the text grid of a schedule"),
-        (b"0F0,0B0\n\n\xff", "mine.csv, line 3: is not UTF-8 text; name the text grid of a schedule"),
-        (b" " * (32 * 2**20 + 1), "mine.csv: is larger than 32 MiB; name the text grid of a schedule"),
+        (b"0F0,\xff", "mine.csv, line 1: is not UTF-8 text; save the file as UTF-8"),
+        (b"0F0,0B0\n\n\xff", "mine.csv, line 3: is not UTF-8 text; save the file as UTF-8"),
+        (b" " * (64 * 2**20 + 1), "mine.csv: is larger than 64 MiB; name the text grid of a schedule"),
         (b"", "mine.csv: is empty; write one line per rank, such as 0F0,0F1,0B0,0B1"),
     ],
     ids=["no text", "no text further on", "too large", "empty"],
@@ -150,7 +150,7 @@ def test_a_file_that_is_no_grid_is_refused(content: bytes, message: str, folder:
     [
         ("missing.csv", "missing.csv: no such file; check the path"),
         (".", ".: is a folder; name the file in it"),
-        ("a\0b", "'a\\x00b': is no path; check it"),
+        ("a\0b", "'a\\x00b': is not a path; check it"),
     ],
 )
 def test_a_path_that_cannot_be_read_is_refused(path: str, message: str, folder: Path):

@@ -15,8 +15,8 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from perseus_planner.documents import text_of
 from perseus_planner.errors import UsageError
+from perseus_planner.files import read_text
 from perseus_planner.service.dashboard import routes as dashboard
 from perseus_planner.service.http.errors import refusal
 
@@ -113,7 +113,7 @@ def read_tokens(path: Path | None, environment: Mapping[str, str] = os.environ) 
     """
     if path is None:
         return _tokens(environment.get(TOKENS_VARIABLE, ""), TOKENS_VARIABLE)
-    text = text_of(path, UsageError, "so no list of tokens")
+    text = read_text(path, UsageError, "a list of tokens")
     tokens = _tokens(text, str(path))
     if not tokens:
         raise UsageError(f"{path}: has no token; write lines of token, role and name")

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from perseus_planner.documents import shown
-from perseus_planner.errors import UsageError
-from perseus_planner.quantities import COUNT, Rule
+from perseus_planner.errors import UsageError, shown
+from perseus_planner.quantities import COUNT, Rule, check_fields
 
 _J_PER_KWH = 3.6e6
 _PUE = Rule(float, False, "a PUE: give what the building draws over what the GPUs draw, at least 1, such as 1.2")
@@ -32,11 +31,9 @@ class Rates:
     carbon_kg_per_kwh: float = 0.40
 
     def __post_init__(self) -> None:
-        for name, rule in (("price_usd_per_kwh", _RATE), ("pue", _PUE), ("carbon_kg_per_kwh", _RATE)):
-            value = rule.accept(getattr(self, name))
-            if value is None or (name == "pue" and value < 1):
-                raise UsageError(f"{name}: {getattr(self, name)!r} is not {rule.wanted}")
-            object.__setattr__(self, name, value)
+        check_fields(self, {"price_usd_per_kwh": _RATE, "pue": _PUE, "carbon_kg_per_kwh": _RATE})
+        if self.pue < 1:
+            raise UsageError(f"pue: {self.pue!r} is not {_PUE.wanted}")
 
     def of(self, energy_j: float) -> Energy:
         """What `energy_j` joules at the GPUs come to; negative ones too."""

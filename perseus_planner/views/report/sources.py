@@ -6,10 +6,9 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import TYPE_CHECKING, TypeVar
 
-from perseus_planner.documents import format_of, unreadable
+from perseus_planner.documents import kind_of
 from perseus_planner.errors import UsageError
 from perseus_planner.jobs.job import Job
-from perseus_planner.jobs.settings import FORMAT as JOB
 from perseus_planner.plans.plan import Plan
 from perseus_planner.profiles.profiles import Profile
 from perseus_planner.runs.run import Run
@@ -109,7 +108,7 @@ def read_sources(paths: Iterable[Path], blocking_power_w: float | None = None) -
     plans, runs, names = dict[str, Plan](), dict[str, Run](), list[str]()
     for path in paths:
         names.append(name := _own_name(path, names))
-        match _kind_of(path):
+        match kind_of(path):
             case "run":
                 runs[name] = Run.load(path)
             case "frontier":
@@ -118,7 +117,7 @@ def read_sources(paths: Iterable[Path], blocking_power_w: float | None = None) -
                 profiles[name] = Profile.load(path, blocking_power_w)
             case "job":
                 jobs[name] = Job.load(path)
-            case _:
+            case _:  # a plan, or a file that Plan.load refuses with the reason
                 plans[name] = Plan.load(path)
     job, profile = _only(jobs, "job file"), _only(profiles, "profile")
     if profile is None and job is not None and not (frontiers or plans or runs):
@@ -131,22 +130,6 @@ def _only(found: Mapping[str, T], what: str) -> T | None:
     if len(found) > 1:
         raise UsageError(f"{' and '.join(found)}: are {len(found)} of a kind; name one {what}")
     return next(iter(found.values()), None)
-
-
-def _kind_of(path: Path) -> str:
-    if path.is_dir():
-        return "run"
-    try:
-        with path.open("rb") as file:
-            archive = file.read(2) == b"PK"  # as .npz is
-    except OSError as error:
-        raise UsageError(unreadable(path, error)) from error
-    if archive:
-        return "frontier"
-    if path.suffix.lower() == ".csv":
-        return "profile"
-    known = {JOB: "job", "perseus-planner/profile": "profile"}
-    return known.get(format_of(path) or "", "plan")  # whose refusal says what is wrong with any other file
 
 
 def _own_name(path: Path, taken: list[str]) -> str:
