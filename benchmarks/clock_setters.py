@@ -24,8 +24,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from perseus_planner.gpu import opened
-from perseus_planner.gpu.read_through import ReadThrough
+from perseus_planner.gpu import open_gpu
+from perseus_planner.gpu.dry_run import DryRunGpu
 from perseus_planner.runtime.controller import rank as controller_rank
 from perseus_planner.runtime.controller.arrivals import Arrivals
 from perseus_planner.runtime.controller.client import Connection
@@ -36,20 +36,18 @@ from perseus_planner.runtime.marks import word
 CLOCKS_MHZ = tuple(range(1200, 1320, 15))
 """Asked for in turn."""
 
-# Quantiles of the time of a call on an A800, as in perseus_planner/gpu/simulated/simulated.py.
+# Quantiles of the time of a call on an A800, as in perseus_planner/gpu/simulated/gpu.py.
 _SHARES, _CALL_S = (0.0, 0.5, 0.99, 1.0), (1.8e-3, 4.5e-3, 13e-3, 14e-3)
 
 Log = list[tuple[int, int]]
 """(number of what was asked for, when the call that set it returned, nanoseconds)"""
 
 
-class LockedGpu(ReadThrough):
+class LockedGpu(DryRunGpu):
     """A simulated GPU whose call to set a clock takes as long as a real one, and holds a lock of the whole node."""
 
-    keeps_settings = False
-
     def __init__(self, text: str, lock: str) -> None:
-        super().__init__(opened(text))
+        super().__init__(open_gpu(text))
         self.text = text
         self._lock = os.open(lock, os.O_RDWR)
         self._random = random.Random(text)
@@ -77,7 +75,7 @@ class LockedGpu(ReadThrough):
 
 def serve(options: argparse.Namespace) -> None:
     """The controller of the package, on these GPUs."""
-    controller_rank.opened = lambda text: LockedGpu(text, options.lock)  # type: ignore[assignment]
+    controller_rank.open_gpu = lambda text: LockedGpu(text, options.lock)  # type: ignore[assignment]
     arrivals = Arrivals()
     print(arrivals.address, flush=True)
     Controller(arrivals, options.ranks, float("inf")).run()

@@ -15,7 +15,7 @@ from perseus_planner.estimate.calibration import Calibration, measured_stage
 from perseus_planner.estimate.estimate import estimate
 from perseus_planner.estimate.op_costs import Workload
 from perseus_planner.estimate.presets import PRESETS
-from perseus_planner.gpu.simulated.catalog import CATALOGUE
+from perseus_planner.gpu.simulated.catalog import CATALOG
 from perseus_planner.profiles.csv_file import word_of
 
 _PROMISED = (0.01, 0.10)  #: largest mean error over the clocks, without a head and with it, calibrated on all clocks
@@ -95,7 +95,7 @@ def measure(size: Size) -> Section:
 
 def _rows(case: Case) -> Iterator[dict[str, Any]]:
     measured, (name, workload) = profile_of(case), _WORKLOADS[case.model]
-    gpu = CATALOGUE[name]
+    gpu = CATALOG[name]
     middle = measured_stage(measured, workload, gpu)
     calibrations = {"none": (), "top": (_top(middle),), "all": (middle,)}
     for wanted, chosen in calibrations.items():

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 from data import Case, Size, profile_of
+from load_fit import fitted_profile
 from results import Check, Section, Table
 
 from perseus_planner import Profile
-from perseus_planner.gpu.simulated.fit import fitted_profile
 from perseus_planner.gpu.simulated.model import Load
 
 _MEDIAN = 2.0  #: percent, the most that the median error may be

@@ -127,7 +127,7 @@ class ReplayGpu:
         """Rest for so long."""
         self._spend(duration_s, self._blocking_w * duration_s)
 
-    def notices(self) -> tuple[str, ...]:
+    def warnings(self) -> tuple[str, ...]:
         """None."""
         return ()
 

@@ -200,6 +200,13 @@ class UsageError(PlannerError):
     """A value in a call or on the command line cannot be used."""
 
 
+def one_line(text: str, longest: int = 300) -> str:
+    """Return the end of a text from outside, such as a command's output, on one printable line for an error message."""
+    words = "".join(character if character.isprintable() else " " for character in text).split()
+    line = " ".join(words)
+    return line if len(line) <= longest else f"…{line[1 - longest :]}"
+
+
 def _rounded_up(value: float) -> str:
     """`value` with as few digits as do not make it less, so that who asks for what was printed gets it."""
     return next(text for digits in range(6, 18) if float(text := f"{value:.{digits}g}") >= value)

@@ -195,8 +195,8 @@ def _conditions(gpu: Gpu, control: str, windows: Windows, swept: Swept) -> dict[
     ]
     if hot:
         conditions["measured while too hot"] = ", ".join(hot) + "; cool the GPU and measure again"
-    if gpu.notices():
-        conditions["notices"] = " ".join(gpu.notices())
+    if gpu.warnings():
+        conditions["warnings"] = " ".join(gpu.warnings())
     return conditions
 
 

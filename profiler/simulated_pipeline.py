@@ -10,13 +10,14 @@ from perseus_planner.errors import GpuError, UsageError
 from perseus_planner.estimate.op_costs import stage_op_costs
 from perseus_planner.estimate.presets import PRESETS
 from perseus_planner.gpu import open_gpu
-from perseus_planner.gpu.simulated.simulated import OpCost, SimulatedGpu
+from perseus_planner.gpu.simulated.gpu import SimulatedGpu
 from perseus_planner.profiler.profiling import StageRows, assembled, measure_stage
 from perseus_planner.profiler.stage import Progress, Stage, Timed
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from perseus_planner.gpu.simulated.model import OpCost
     from perseus_planner.profiler.sweep import SweepSettings
     from perseus_planner.profiles.profiles import Profile
 

@@ -39,7 +39,7 @@ from perseus_planner.training.values import copied, is_training, tensors
 if TYPE_CHECKING:
     import torch
 
-    from perseus_planner.gpu.simulated.simulated import OpCost
+    from perseus_planner.gpu.simulated.model import OpCost
 
 Loss = Callable[[Any], "torch.Tensor"]
 

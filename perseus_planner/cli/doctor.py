@@ -168,7 +168,7 @@ def _gpu_text(found: GpuDiagnosis) -> str:
     rows += [("changing the clock", text) for text in _latency_texts(found.latency)]
     rows += [("held", seen.held_by or "by no process")]
     rows += [("left behind", text) for text in seen.left_behind]
-    rows += [("note", text) for text in seen.notices]
+    rows += [("note", text) for text in seen.warnings]
     width = max(len(name) for name, _ in rows)
     lines = [f"  {name.ljust(width)}  {text}" for name, text in rows]
     return "\n".join([f"{seen.gpu}: {seen.name}, driver {seen.driver}{origin}", *lines])

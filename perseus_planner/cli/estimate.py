@@ -86,12 +86,12 @@ def estimate(gpu: str, calibrate: tuple[str, ...], calibrate_stage: int | None, 
 
 
 def _gpu_model(text: str) -> GpuModel:
-    from perseus_planner.gpu.simulated.catalog import CATALOGUE
+    from perseus_planner.gpu.simulated.catalog import CATALOG
 
     name = text.removeprefix("simulated:")
-    if name not in CATALOGUE:
-        raise GpuError(f"--gpu: there is no model of a GPU {text!r}; choose one of: {', '.join(CATALOGUE)}")
-    return CATALOGUE[name]
+    if name not in CATALOG:
+        raise GpuError(f"--gpu: there is no model of a GPU {text!r}; choose one of: {', '.join(CATALOG)}")
+    return CATALOG[name]
 
 
 def _workload(

@@ -1,72 +1,199 @@
-"""A GPU that NVML reads and external commands set, such as `sudo nvidia-smi`.
+"""A GPU that NVML reads and that external commands set, such as `sudo nvidia-smi`.
 
-The commands come from the environment of this process alone; the defaults are
+Three environment variables of this process hold the commands. Their defaults are
 
 PLANNER_SET_CLOCK      sudo -n nvidia-smi -i {uuid} -lgc {min},{max}
 PLANNER_RESET_CLOCK    sudo -n nvidia-smi -i {uuid} -rgc
 PLANNER_SET_POWER      sudo -n nvidia-smi -i {uuid} -pl {watts}
 
-{gpu}, which may stand in each, is NVML's index. `command_template` says how they are run and how their end is read.
+Each may also contain {gpu}, the NVML index. Commands run without a shell; their exit status is read as nvidia-smi's.
 """
 
 from __future__ import annotations
 
-from perseus_planner.gpu.command_template import CommandTemplate, template
-from perseus_planner.gpu.nvml import gpu as nvml
-from perseus_planner.gpu.nvml_read import NvmlRead
+import os
+import re
+import shlex
+import subprocess
+import tempfile
+from contextlib import suppress
+from dataclasses import dataclass
+from string import Formatter
+from typing import TYPE_CHECKING
+
+from perseus_planner.errors import GpuError, GpuLost, GpuNotPermitted, GpuNotSupported, one_line
+from perseus_planner.gpu.nvml.gpu import NvmlReader, open_device
+from perseus_planner.gpu.protocol import check_clock, check_power_limit
+
+if TYPE_CHECKING:
+    from perseus_planner.gpu.nvml.device import NvmlDevice
+
+TIMEOUT_S = 10.0
+"""How long a command may run."""
+
+_ERRORS: dict[int, type[GpuError]] = {3: GpuNotSupported, 4: GpuNotPermitted, 13: GpuNotSupported, 15: GpuLost}
+"""Kind of error by exit status of nvidia-smi, which are the return codes of NVML (see its manual page)."""
+
+_SUDO_REFUSED = re.compile(r"password is required|read the password|sudoers|not allowed to execute")
 
 
-class CommandGpu(NvmlRead):
-    """Reads `gpu`; sets it by commands.
+class CommandGpu(NvmlReader):
+    """A GPU that commands set.
 
     Args:
-        gpu: what is read.
-        set_clock: has {min} and {max}, both the clock in MHz.
-        reset_clock: undoes it.
-        set_power: has {watts}; is also run to go back to the default limit.
+        device: The GPU.
+        set_clock: Command with {min} and {max}, both the clock in MHz.
+        reset_clock: Command that unlocks the clock.
+        set_power: Command with {watts}; it also restores the default limit.
     """
 
     def __init__(
         self,
-        gpu: nvml.NvmlGpu,
+        device: NvmlDevice,
         set_clock: CommandTemplate,
         reset_clock: CommandTemplate,
         set_power: CommandTemplate,
     ) -> None:
-        super().__init__(gpu)
+        super().__init__(device, f"command:{device.uuid}")
         self._set_clock, self._reset_clock, self._set_power = set_clock, reset_clock, set_power
-        self._which = {"gpu": str(self._device.call("nvmlDeviceGetIndex", what="read its index")), "uuid": self.uuid}
+        self._fields = {"gpu": str(device.call("nvmlDeviceGetIndex", what="read its index")), "uuid": self.uuid}
 
-    @property
-    def text(self) -> str:
-        """See `Gpu.text`."""
-        return f"command:{self.uuid}"
+    def set_clock_mhz(self, clock_mhz: int) -> None:
+        """Lock the SM clock."""
+        check_clock(self, clock_mhz)
+        self._set_clock.run(**self._fields, min=str(clock_mhz), max=str(clock_mhz))
 
     def reset_clocks(self) -> None:
-        """Undo `set_clock_mhz`; raises `GpuError` where the command cannot be run or fails."""
-        self._reset_clock.run(**self._which)
+        """Unlock the SM clock."""
+        self._reset_clock.run(**self._fields)
 
-    def _lock_clock(self, clock_mhz: int) -> None:
-        self._set_clock.run(**self._which, min=str(clock_mhz), max=str(clock_mhz))
+    def set_power_limit_w(self, limit_w: float) -> None:
+        """Set the power limit, to the milliwatt."""
+        check_power_limit(self, limit_w)
+        self._set_power.run(**self._fields, watts=f"{limit_w:.7g}")
 
-    def _limit_power(self, limit_w: float) -> None:
-        self._set_power.run(**self._which, watts=f"{limit_w:.7g}")
+    def reset_power_limit(self) -> None:
+        """Set the power limit back to its default."""
+        default_w = self.default_limit_to_restore_w()
+        if default_w is not None:
+            self.set_power_limit_w(default_w)
 
 
-def opened(which: str) -> CommandGpu:
-    """The GPU that NVML finds by `which`, such as an index or UUID, to be set by the commands of the environment.
+def open_command(which: str) -> CommandGpu:
+    """Open the GPU that NVML finds by `which`, such as an index or UUID, with the commands of the environment.
 
     Raises:
-        GpuError: a command is malformed; otherwise as `nvml.opened`.
+        GpuError: If a command is malformed, or NVML cannot open the GPU.
     """
     commands = (
-        template("PLANNER_SET_CLOCK", "sudo -n nvidia-smi -i {uuid} -lgc {min},{max}", ("min", "max")),
-        template("PLANNER_RESET_CLOCK", "sudo -n nvidia-smi -i {uuid} -rgc", ()),
-        template("PLANNER_SET_POWER", "sudo -n nvidia-smi -i {uuid} -pl {watts}", ("watts",)),
+        read_template("PLANNER_SET_CLOCK", "sudo -n nvidia-smi -i {uuid} -lgc {min},{max}", ("min", "max")),
+        read_template("PLANNER_RESET_CLOCK", "sudo -n nvidia-smi -i {uuid} -rgc", ()),
+        read_template("PLANNER_SET_POWER", "sudo -n nvidia-smi -i {uuid} -pl {watts}", ("watts",)),
     )
-    gpu = nvml.opened(which)
+    return open_device(which, lambda device: CommandGpu(device, *commands))
+
+
+@dataclass(frozen=True)
+class CommandTemplate:
+    """A command with fields.
+
+    Attributes:
+        variable: Environment variable that sets it, for error messages.
+        words: Program and arguments, with fields written as {field}.
+    """
+
+    variable: str
+    words: tuple[str, ...]
+
+    def run(self, **values: str) -> None:
+        """Run the command with `values` in place of its fields, and wait for it.
+
+        Raises:
+            GpuError: If the command cannot be run, does not end within `TIMEOUT_S` seconds, or fails: `GpuNotPermitted`
+                for status 4 or if sudo refuses, `GpuNotSupported` for 3 and 13, `GpuLost` for 15. The text quotes the
+                end of its output.
+        """
+        words = [word.format(**values) for word in self.words]
+        with tempfile.TemporaryFile() as output:  # not a pipe: a child of the command could keep that open for ever
+            status = self._wait_for(words, output.fileno())
+            output.seek(0)
+            printed = one_line(output.read().decode(errors="replace"))
+        if status != 0:
+            raise self._failure(words, status, printed)
+
+    def _wait_for(self, words: list[str], output: int) -> int:
+        """Run the command with its output in the file descriptor `output`; return its exit status."""
+        english = {**os.environ, "LC_ALL": "C"}  # for _SUDO_REFUSED
+        try:
+            process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=english)
+        except OSError as error:
+            raise GpuError(
+                f"{words[0]!r} cannot be run ({error.strerror}); install it, or set {self.variable} to another command"
+            ) from error
+        try:
+            return process.wait(TIMEOUT_S)
+        except subprocess.TimeoutExpired as error:
+            raise GpuError(
+                f"`{shlex.join(words)}` did not end within {TIMEOUT_S:g} s, and may or may not have taken effect; run "
+                f"it by hand to see why, or set {self.variable} to another command"
+            ) from error
+        finally:
+            _kill(process)
+
+    def _failure(self, words: list[str], status: int, printed: str) -> GpuError:
+        start = f"`{shlex.join(words)}` failed with status {status} and printed {printed!r}; "
+        kind = GpuNotPermitted if _SUDO_REFUSED.search(printed) else _ERRORS.get(status, GpuError)
+        if kind is GpuNotPermitted:
+            return kind(f"{start}allow this user to run it without a password (NOPASSWD in sudoers), or run as root")
+        if kind is GpuNotSupported:
+            return kind(f"{start}use the other control (SM clock or power limit), or observe mode")
+        if kind is GpuLost:
+            return kind(f"{start}reset the GPU, or reboot the node")
+        return kind(f"{start}run it by hand to see why, or set {self.variable} to another command")
+
+
+def read_template(variable: str, default: str, fields: tuple[str, ...]) -> CommandTemplate:
+    """Return the command in the environment variable `variable`, or `default` if it is not set.
+
+    Args:
+        variable: Name of the variable.
+        default: Command to use if it is not set.
+        fields: Fields that the command may contain besides {gpu} and {uuid}; it must contain one of them.
+
+    Raises:
+        GpuError: If the command is empty, cannot be split into words, or has the wrong fields.
+    """
+    text = os.environ.get(variable, default)
     try:
-        return CommandGpu(gpu, *commands)
-    except BaseException:
-        gpu.close()
-        raise
+        words = tuple(shlex.split(text))
+        found = [field for word in words for field in _fields_of(word)]
+    except ValueError as error:
+        raise GpuError(f"{variable} is {text!r}, which is not a command: {error}; quote it as for a shell") from error
+    if not words:
+        raise GpuError(f"{variable} is empty; unset it to use `{default}`")
+    known = ("gpu", "uuid", *fields)
+    unknown = [field for field in found if field not in known]
+    if unknown:
+        listed = ", ".join(f"{{{field}}}" for field in known)
+        raise GpuError(f"{variable} is {text!r} with the unknown field {{{unknown[0]}}}; choose from {listed}")
+    if fields and not set(fields) & set(found):
+        listed = " or ".join(f"{{{field}}}" for field in fields)
+        raise GpuError(f"{variable} is {text!r}, which does not contain the value to set; put {listed} into it")
+    return CommandTemplate(variable, words)
+
+
+def _fields_of(word: str) -> list[str]:
+    """Return the text of each pair of braces: for "{max:d}" it is "max:d", which is not a known field."""
+    parts = Formatter().parse(word)
+    return [
+        f"{name}{'!' + conversion if conversion else ''}{':' + form if form else ''}"
+        for _, name, form, conversion in parts
+        if name is not None
+    ]
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """Kill `process` if it still runs. Processes started by sudo belong to root and cannot be killed."""
+    with suppress(PermissionError, subprocess.TimeoutExpired):
+        process.kill()
+        process.wait(1.0)  # a process that hangs in the driver does not end even then

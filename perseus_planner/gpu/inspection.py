@@ -89,7 +89,7 @@ class Inspection:
         energy: how its energy counter behaves.
         held_by: which process sets it now; None: none.
         left_behind: what dead processes left set.
-        notices: what to know before trusting a profile of it.
+        warnings: what to know before trusting a profile of it.
     """
 
     gpu: str
@@ -102,7 +102,7 @@ class Inspection:
     energy: EnergyWatch
     held_by: str | None
     left_behind: tuple[str, ...]
-    notices: tuple[str, ...]
+    warnings: tuple[str, ...]
 
 
 def inspect(gpu: Gpu) -> Inspection:
@@ -124,7 +124,7 @@ def inspect(gpu: Gpu) -> Inspection:
         energy=watch_energy(gpu),
         held_by=held_text(living[0]) if living else None,
         left_behind=tuple(_left_text(record) for record in records if record not in living),
-        notices=gpu.notices(),
+        warnings=gpu.warnings(),
     )
 
 

@@ -1,103 +1,164 @@
-"""What the planner asks of a GPU: read it, set its clock or its power limit, and undo that."""
+"""What a GPU can do: `GpuReader` reads it, `GpuSetter` sets its clock and power limit, and a `Gpu` does both."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
+from perseus_planner.errors import GpuError, GpuNotSupported
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from typing_extensions import Self
+
 THROTTLE_REASONS = ("sw-power-cap", "sw-thermal", "hw-thermal", "hw-slowdown", "hw-power-brake", "sync-boost")
-"""Why a GPU may run below the clock that was set: NVML's clocks event reasons that hold a busy GPU back."""
+"""Why a GPU may run below its locked clock: the NVML clocks event reasons that slow down a busy GPU."""
 
 
-class Gpu(Protocol):
-    """One physical GPU.
+class GpuReader(Protocol):
+    """Reads one physical GPU.
 
-    Readings and settings raise `GpuNotSupported` where this GPU, driver or back-end has none, `GpuNotPermitted`
-    where this process may not, `GpuLost` where the GPU has fallen off, and `GpuError` for whatever else; each text says
-    what to do. Nothing is guessed: a reading that is not there is never 0.
+    Every member raises `GpuNotSupported` if this GPU, driver or back-end cannot tell, `GpuNotPermitted` if this process
+    may not ask, `GpuLost` if the GPU has fallen off the bus, and `GpuError` otherwise. Each error text says what to do.
+    A missing value is always an error, never 0.
     """
 
     @property
     def text(self) -> str:
-        """What `open_gpu` opens this very GPU by, from any process on this node, e.g. "nvml:GPU-8f6b…"."""
+        """Text that makes `open_gpu` open this GPU in any process of the node, e.g. "nvml:GPU-8f6b…"."""
 
     @property
     def uuid(self) -> str:
-        """What tells this GPU from all others, e.g. "GPU-8f6b…"; the same whichever back-end opened it."""
+        """Unique identifier of the GPU, e.g. "GPU-8f6b…"; the same for every back-end."""
 
     @property
     def name(self) -> str:
-        """What a profile is labelled with, e.g. "NVIDIA A100-SXM4-80GB" or "simulated a100-sxm"."""
+        """Name for profiles, e.g. "NVIDIA A100-SXM4-80GB" or "simulated a100-sxm"."""
 
     @property
     def origin(self) -> str:
-        """How numbers read from this GPU come to be: "measured" or "simulated"."""
+        """Where the numbers come from: "measured" or "simulated"."""
 
     @property
     def driver(self) -> str:
-        """Version of its driver, or of what stands for it."""
+        """Version of the driver, or of the simulator."""
 
-    @property
-    def keeps_settings(self) -> bool:
-        """Whether a clock or power limit that is set here outlives this process, and so must be written down first."""
-
-    def notices(self) -> tuple[str, ...]:
-        """What a user must know before trusting a profile of this GPU; one sentence each, with what to do.
-
-        For example that MIG is on, that a workload power profile is active or that power smoothing holds a floor.
-        """
+    def warnings(self) -> tuple[str, ...]:
+        """What can spoil a profile of this GPU, such as MIG or power smoothing; each text also says what to do."""
 
     @property
     def supported_clocks_mhz(self) -> tuple[int, ...]:
-        """The SM clocks that can be locked, highest first."""
-
-    def set_clock_mhz(self, clock_mhz: int) -> None:
-        """Lock the SM clock; a power limit may still hold the achieved clock below it."""
-
-    def reset_clocks(self) -> None:
-        """Undo `set_clock_mhz`; harmless when nothing is locked."""
+        """SM clocks that can be locked, highest first."""
 
     @property
     def power_limits_w(self) -> tuple[float, float]:
-        """The least and the greatest power limit that can be set, watts."""
+        """Smallest and largest power limit that can be set, watts."""
 
     def power_limit_w(self) -> float:
-        """The power limit that is in force, watts."""
-
-    def set_power_limit_w(self, limit_w: float) -> None:
-        """Set the power limit, watts."""
-
-    def reset_power_limit(self) -> None:
-        """Set the power limit back to its default; harmless when it is there."""
+        """Power limit in force, watts."""
 
     def energy_j(self) -> float:
-        """Cumulative energy counter, joules; only differences mean anything, and it may move in steps."""
+        """Cumulative energy counter, joules. Only differences are meaningful; it may move in steps."""
 
     def power_w(self) -> float:
-        """Power now, watts, as this GPU's sensor says it."""
+        """Power reported by the sensor, watts."""
 
     def clock_mhz(self) -> int:
-        """The SM clock that is achieved now, MHz."""
+        """Current SM clock, MHz."""
 
     def temperature_c(self) -> float:
         """Core temperature, degrees Celsius."""
 
     def throttle_reasons(self) -> frozenset[str]:
-        """Which of `THROTTLE_REASONS` hold now."""
+        """The members of `THROTTLE_REASONS` that slow the GPU down now."""
 
     def throttled_s(self) -> Mapping[str, float]:
-        """Reason -> seconds for which it has held since the driver was loaded; only differences mean anything.
+        """Seconds of throttling since the driver was loaded, by reason; only differences are meaningful.
 
-        Has the reasons that this GPU counts; may be empty.
+        Contains the reasons that this GPU counts, possibly none.
         """
 
     def now_s(self) -> float:
-        """Seconds on the clock that this GPU's numbers go by; only differences mean anything. Virtual if simulated."""
+        """Time on the GPU's clock, seconds; virtual for a simulated GPU. Only differences are meaningful."""
 
     def wait(self, duration_s: float) -> None:
-        """Let so many seconds of that clock pass with nothing to do."""
+        """Stay idle for `duration_s` seconds of that clock."""
+
+
+class GpuSetter(Protocol):
+    """Sets the clock and the power limit of one physical GPU; raises the same errors as `GpuReader`."""
+
+    @property
+    def keeps_settings(self) -> bool:
+        """Whether settings outlive this process, so that a lease must be recorded before anything is set."""
+
+    def set_clock_mhz(self, clock_mhz: int) -> None:
+        """Lock the SM clock. A power limit may still keep the actual clock below it."""
+
+    def reset_clocks(self) -> None:
+        """Unlock the SM clock; does nothing if it is not locked."""
+
+    def set_power_limit_w(self, limit_w: float) -> None:
+        """Set the power limit, watts."""
+
+    def reset_power_limit(self) -> None:
+        """Set the power limit back to its default; does nothing if it is the default."""
+
+
+class Gpu(GpuReader, GpuSetter, Protocol):
+    """One GPU that `open_gpu` has opened. Use it in a `with` statement, or call `close`."""
 
     def close(self) -> None:
-        """Give back what opening took; sets nothing."""
+        """Release what opening the GPU took. Settings stay as they are."""
+
+    def __enter__(self) -> Self:
+        """Return the GPU itself."""
+
+    def __exit__(self, *_: object) -> None:
+        """Close the GPU."""
+
+
+class ClosedOnExit:
+    """Base class that closes a GPU at the end of a `with` statement."""
+
+    def __enter__(self) -> Self:
+        """Return the GPU itself."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close the GPU."""
+        self.close()
+
+    def close(self) -> None:
+        """Release what opening the GPU took."""
+
+
+def check_clock(gpu: GpuReader, clock_mhz: int) -> None:
+    """Check that `gpu` supports a clock: NVML would silently round it.
+
+    Raises:
+        GpuError: If the clock is not supported; the text names the nearest one that is.
+    """
+    try:
+        clocks = gpu.supported_clocks_mhz
+    except GpuNotSupported:
+        return  # some GPUs can lock clocks but do not list them; then the driver decides
+    if clock_mhz not in clocks:
+        nearest = min(clocks, key=lambda supported: abs(supported - clock_mhz))
+        raise GpuError(
+            f"{gpu.text}: cannot lock its SM clock at {clock_mhz} MHz; the nearest supported clock is {nearest} MHz, "
+            f"and all are from {clocks[-1]} to {clocks[0]} MHz"
+        )
+
+
+def check_power_limit(gpu: GpuReader, limit_w: float) -> None:
+    """Check that `gpu` supports a power limit.
+
+    Raises:
+        GpuError: If the limit is out of range; the text names the range.
+    """
+    smallest_w, largest_w = gpu.power_limits_w
+    if not smallest_w <= limit_w <= largest_w:  # also rejects NaN
+        raise GpuError(
+            f"{gpu.text}: cannot set its power limit to {limit_w:g} W; choose {smallest_w:g} to {largest_w:g} W"
+        )

@@ -1,4 +1,4 @@
-"""Which GPU it is that torch computes on."""
+"""Finds the GPU that torch computes on."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ if TYPE_CHECKING:
 
 
 def gpu_text(text: str, device: torch.device) -> str:
-    """What opens the GPU that is torch's `device`: `text`, with the GPU filled in where only a back-end is given.
+    """Return the text that opens the GPU of a torch device: `text`, completed if it names only a back-end.
 
-    An emulated GPU without a number, such as "emulated:a100-sxm?slower=2000", is the one of this process' local rank.
+    An emulated GPU without a number, such as "emulated:a100-sxm?slower=2000", gets the local rank of this process.
 
     Args:
-        text: as for `open_gpu`, or a back-end alone: "cuda", "nvml", "zeusd", "command", "dry-run:cuda" and so on.
-        device: where this process computes.
+        text: As for `open_gpu`, or only a back-end: "cuda", "nvml", "zeusd", "command", "dry-run:cuda" and so on.
+        device: The device that this process computes on.
 
     Raises:
-        UsageError: a GPU would be read while something else computes; or there is no local rank, where it is needed.
+        UsageError: If torch computes on another device than the GPU, or the local rank is needed and unknown.
     """
     which = text.removeprefix("dry-run:")
     if which.startswith("simulated:"):
@@ -51,7 +51,7 @@ def _with_number(text: str) -> str:
     number = os.environ.get("LOCAL_RANK")
     if number is None:
         raise UsageError(
-            f"GPU {text!r}: which of them is missing, and there is no LOCAL_RANK to tell; start this with torchrun, or "
+            f"GPU {text!r}: the number of the GPU is missing, and LOCAL_RANK is not set; start this with torchrun, or "
             f"write a number, such as {path}/0"
         )
     return f"{path}/{number}{mark}{options}"

@@ -1,234 +1,295 @@
-"""A GPU that the zeusd daemon sets, for jobs without privilege, and NVML reads.
+"""A GPU that NVML reads and the zeusd daemon sets, for jobs without privilege.
 
-`which` is what `nvml.opened` takes. The daemon may see more GPUs than this container does, so its GPU is found by PCI
-address, never by index. Only where the NVML library is not here, `which` is an index of the daemon's or a PCI address,
-and zeusd alone reads.
+The daemon may see more GPUs than this container does, so the GPU is looked up by its PCI address, never by its index.
+ZEUSD_SOCK_PATH names the daemon's UNIX socket, ZEUSD_HOST_PORT its address if it listens on TCP, and ZEUSD_TOKEN the
+token that it asks for, if any.
+
+Requests and answers are those of zeusd 0.5.0 (docs/zeusd/api.md, src/auth.rs and src/error.rs of Zeus): parameters are
+query parameters, bodies are empty, and status 200 to a blocking request means that NVML has done it.
 """
 
 from __future__ import annotations
 
-import time
-from contextlib import ExitStack
-from typing import TYPE_CHECKING
+import errno
+import os
+import re
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from perseus_planner.errors import GpuError, GpuNotPermitted, GpuNotSupported
-from perseus_planner.gpu.nvml import gpu as nvml
-from perseus_planner.gpu.nvml_read import NvmlRead
-from perseus_planner.gpu.zeusd_daemon import found, pci_address
-from perseus_planner.gpu.zeusd_http import Daemon, connected
+from perseus_planner.errors import GpuError, GpuLost, GpuNotPermitted, GpuNotSupported, one_line
+from perseus_planner.gpu.nvml.gpu import NvmlReader, open_device
+from perseus_planner.gpu.nvml.library import LIBRARY_NOT_FOUND
+from perseus_planner.gpu.protocol import check_clock, check_power_limit
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    import httpx
 
-_LIBRARY_NOT_FOUND = 12  # of nvmlReturn_t
+    from perseus_planner.gpu.nvml.device import NvmlDevice
 
-_KEPT = "zeusd keeps what it has set when the process that asked for it has ended; `planner reset` undoes that"
+SOCKET_PATH = "/run/zeusd/zeusd.sock"
+"""Default socket of zeusd."""
+
+TIMEOUT_S = 10.0
+"""How long to wait for an answer."""
+
+_KEEPS = "zeusd does not undo settings when the process that asked for them ends; `planner reset` does"
 
 
-class ZeusdGpu(NvmlRead):
-    """Reads `gpu`, and what that cannot read through zeusd; sets it through zeusd.
+class ZeusdGpu(NvmlReader):
+    """A GPU that zeusd sets.
 
     Args:
-        gpu: what is read.
-        daemon: has the same GPU.
+        device: The GPU.
+        daemon: Connection to zeusd; closed with this GPU.
 
     Raises:
-        GpuError: the daemon does not have it.
+        GpuError: If the daemon does not have the GPU.
     """
 
-    def __init__(self, gpu: nvml.NvmlGpu, daemon: Daemon) -> None:
-        super().__init__(gpu)
-        bus_id = self._device.call("nvmlDeviceGetPciInfo", what="read its PCI address").busId
-        address = bus_id.decode() if isinstance(bus_id, bytes) else str(bus_id)
-        self._daemon, self._daemon_gpu = daemon, found(daemon, address)
+    def __init__(self, device: NvmlDevice, daemon: Daemon) -> None:
+        super().__init__(device, f"zeusd:{device.uuid}")
+        bus_id = device.call("nvmlDeviceGetPciInfo", what="read its PCI address").busId
+        self._daemon = daemon
+        self._index = daemon.index_of(bus_id.decode() if isinstance(bus_id, bytes) else str(bus_id))
 
-    @property
-    def text(self) -> str:
-        """See `Gpu.text`."""
-        return f"zeusd:{self.uuid}"
+    def warnings(self) -> tuple[str, ...]:
+        """The warnings of NVML, and those about zeusd."""
+        if not self._daemon.is_remote:
+            return (*super().warnings(), _KEEPS)
+        remote = (
+            f"zeusd is reached over the network, at {self._daemon.address}: make sure that it runs on this node, "
+            "because the GPUs of another node may have the same PCI addresses"
+        )
+        return (*super().warnings(), remote, _KEEPS)
 
-    def notices(self) -> tuple[str, ...]:
-        """See `Gpu.notices`."""
-        return (*self._gpu.notices(), *_notices(self._daemon))
+    def set_clock_mhz(self, clock_mhz: int) -> None:
+        """Lock the SM clock."""
+        check_clock(self, clock_mhz)
+        self._post("set_gpu_locked_clocks", min_clock_mhz=clock_mhz, max_clock_mhz=clock_mhz)
 
     def reset_clocks(self) -> None:
-        """Undo `set_clock_mhz`; raises `GpuError` where zeusd cannot be reached or refuses."""
-        self._daemon_gpu.reset_clocks()
+        """Unlock the SM clock."""
+        self._post("reset_gpu_locked_clocks")
 
-    def energy_j(self) -> float:
-        """See `Gpu.energy_j`."""
-        try:
-            return self._gpu.energy_j()
-        except (GpuNotPermitted, GpuNotSupported):
-            return self._daemon_gpu.energy_j()
+    def set_power_limit_w(self, limit_w: float) -> None:
+        """Set the power limit, to the milliwatt."""
+        check_power_limit(self, limit_w)
+        self._post("set_power_limit", power_limit_mw=round(1000 * limit_w))
 
-    def power_w(self) -> float:
-        """See `Gpu.power_w`."""
-        try:
-            return self._gpu.power_w()
-        except (GpuNotPermitted, GpuNotSupported):
-            return self._daemon_gpu.power_w()
+    def reset_power_limit(self) -> None:
+        """Set the power limit back to its default."""
+        default_w = self.default_limit_to_restore_w()
+        if default_w is not None:
+            self.set_power_limit_w(default_w)
 
     def close(self) -> None:
-        """See `Gpu.close`."""
+        """Give NVML back, and close the connection."""
         super().close()
         self._daemon.close()
 
-    def _lock_clock(self, clock_mhz: int) -> None:
-        self._daemon_gpu.lock_clock(clock_mhz)
-
-    def _limit_power(self, limit_w: float) -> None:
-        self._daemon_gpu.set_power_limit_w(limit_w)
+    def _post(self, command: str, **values: int) -> None:
+        self._daemon.post(f"/gpu/{command}", {"gpu_ids": self._index, **values})
 
 
-class ZeusdAloneGpu:
-    """A GPU that zeusd both sets and reads: energy, power and power limits, no more.
+def open_zeusd(which: str) -> ZeusdGpu:
+    """Open the GPU that NVML finds by `which`, such as an index or UUID, to be set by zeusd.
+
+    Raises:
+        GpuError: If NVML cannot open the GPU, or zeusd cannot be reached or does not have it.
+    """
+    daemon = connect()
+    try:
+        return open_device(which, lambda device: ZeusdGpu(device, daemon))
+    except BaseException as error:
+        daemon.close()
+        if getattr(error.__cause__, "value", None) != LIBRARY_NOT_FOUND:
+            raise
+        raise GpuError(
+            f"zeusd:{which}: zeusd only sets GPUs, NVML reads them, and libnvidia-ml.so.1 is not here; in a container, "
+            "mount it by setting NVIDIA_DRIVER_CAPABILITIES=compute,utility"
+        ) from error
+
+
+class Daemon:
+    """Connection to a zeusd daemon.
 
     Args:
-        daemon: has it.
-        which: the daemon's index of it, or its PCI address.
-
-    Raises:
-        GpuError: the daemon does not have it.
+        address: Path of its socket, or its host and port, for error messages.
+        client: HTTP client whose base URL is the daemon's.
+        is_remote: Whether the daemon may run on another node.
     """
 
-    origin = "measured"
-    driver = "unknown to zeusd"
-    keeps_settings = True
+    def __init__(self, address: str, client: httpx.Client, is_remote: bool) -> None:
+        self.address, self.is_remote = address, is_remote
+        self._client = client
 
-    def __init__(self, daemon: Daemon, which: str) -> None:
-        self._daemon, self._daemon_gpu = daemon, found(daemon, which)
+    def index_of(self, bus_id: str) -> int:
+        """Return the daemon's index of the GPU at a PCI address.
 
-    @property
-    def text(self) -> str:
-        """See `Gpu.text`."""
-        return f"zeusd:{self._daemon_gpu.pci_address}"
+        Raises:
+            GpuError: If the daemon cannot be reached, is not zeusd, or does not have the GPU.
+        """
+        response = self._request("GET", "/discover", {})
+        try:
+            indices = {_address_of(gpu): gpu["id"] for gpu in response.json()["gpus"]}
+        except (KeyError, TypeError, ValueError, RecursionError):
+            self._reject_answer(response)
+        wanted = pci_address(bus_id)
+        if wanted not in indices:
+            listed = ", ".join(f"{index} at {address}" for address, index in indices.items()) or "none"
+            raise GpuError(
+                f"zeusd at {self.address} has no GPU {wanted!r}; it has {listed}: check that it is the zeusd of this "
+                "node, started with --enable gpu-control"
+            )
+        return int(indices[wanted])
 
-    @property
-    def uuid(self) -> str:
-        """The PCI address, as zeusd does not tell UUIDs: another than NVML's of the same GPU."""
-        return f"PCI-{self._daemon_gpu.pci_address}"
+    def post(self, path: str, values: dict[str, int]) -> None:
+        """Send a POST request, and wait until the daemon has done it.
 
-    @property
-    def name(self) -> str:
-        """See `Gpu.name`."""
-        return self._daemon_gpu.name
-
-    def notices(self) -> tuple[str, ...]:
-        """See `Gpu.notices`."""
-        alone = (
-            "zeusd alone reads this GPU: no list of clocks, achieved clock, temperature or throttle reasons; for "
-            "those, make libnvidia-ml.so.1 visible here (in a container, NVIDIA_DRIVER_CAPABILITIES=compute,utility)"
-        )
-        return (alone, *_notices(self._daemon))
-
-    @property
-    def supported_clocks_mhz(self) -> tuple[int, ...]:
-        """Not supported."""
-        raise self._unread("which clocks a GPU supports")
-
-    def set_clock_mhz(self, clock_mhz: int) -> None:
-        """Lock the SM clock; raises `GpuError` where zeusd cannot be reached or refuses."""
-        self._daemon_gpu.lock_clock(clock_mhz)
-
-    def reset_clocks(self) -> None:
-        """Undo `set_clock_mhz`; raises `GpuError` as that does."""
-        self._daemon_gpu.reset_clocks()
-
-    @property
-    def power_limits_w(self) -> tuple[float, float]:
-        """See `Gpu.power_limits_w`."""
-        return self._daemon_gpu.power_limits_w()
-
-    def power_limit_w(self) -> float:
-        """See `Gpu.power_limit_w`."""
-        return self._daemon_gpu.power_limit_w()
-
-    def set_power_limit_w(self, limit_w: float) -> None:
-        """Not supported, as it could not be undone."""
-        raise self._unread("the default power limit, so that one that is set could not be reset")
-
-    def reset_power_limit(self) -> None:
-        """Not supported."""
-        raise self._unread("the default power limit")
-
-    def energy_j(self) -> float:
-        """See `Gpu.energy_j`."""
-        return self._daemon_gpu.energy_j()
-
-    def power_w(self) -> float:
-        """See `Gpu.power_w`."""
-        return self._daemon_gpu.power_w()
-
-    def clock_mhz(self) -> int:
-        """Not supported."""
-        raise self._unread("the achieved clock")
-
-    def temperature_c(self) -> float:
-        """Not supported."""
-        raise self._unread("the temperature")
-
-    def throttle_reasons(self) -> frozenset[str]:
-        """Not supported."""
-        raise self._unread("throttle reasons")
-
-    def throttled_s(self) -> Mapping[str, float]:
-        """Empty."""
-        return {}
-
-    def now_s(self) -> float:
-        """See `Gpu.now_s`."""
-        return time.monotonic()
-
-    def wait(self, duration_s: float) -> None:
-        """See `Gpu.wait`."""
-        time.sleep(duration_s)
+        Raises:
+            GpuError: If the daemon cannot be reached, or refuses.
+        """
+        self._request("POST", path, {name: str(value) for name, value in values.items()} | {"block": "true"})
 
     def close(self) -> None:
-        """See `Gpu.close`."""
-        self._daemon.close()
+        """Close the connection."""
+        self._client.close()
 
-    def _unread(self, what: str) -> GpuNotSupported:
-        return GpuNotSupported(
-            f"GPU {self.text!r}: zeusd does not tell {what}; make libnvidia-ml.so.1 visible here, "
-            "and name the GPU by its index or UUID"
+    def _reject_answer(self, response: httpx.Response) -> NoReturn:
+        raise GpuError(
+            f"zeusd at {self.address} answered /discover with {one_line(response.text, 80)!r}, which zeusd 0.5 does "
+            "not; check what listens there, and its version"
         )
 
+    def _request(self, method: str, path: str, parameters: dict[str, str]) -> httpx.Response:
+        import httpx
 
-def opened(which: str) -> ZeusdGpu | ZeusdAloneGpu:
-    """The GPU that `which` names.
+        advice = "check whether it still runs, and its log"
+        if method == "POST":
+            advice += "; the request may or may not have taken effect, so run `planner reset`"
+        try:
+            response = self._client.request(method, path, params=parameters)
+        except httpx.TimeoutException as error:
+            raise GpuLost(f"zeusd at {self.address} did not answer {path} within {TIMEOUT_S:g} s; {advice}") from error
+        except httpx.ConnectError as error:
+            raise self._unreachable(error) from error
+        except httpx.RequestError as error:
+            reason = one_line(str(error), 80)
+            raise GpuLost(f"zeusd at {self.address} broke off at {path} ({reason}); {advice}") from error
+        if response.status_code != httpx.codes.OK:
+            raise self._refusal(path, response)
+        return response
+
+    def _unreachable(self, error: httpx.ConnectError) -> GpuError:
+        number = _errno(error)
+        if number == errno.EACCES:
+            return GpuNotPermitted(
+                f"this user may not write to the socket of zeusd at {self.address}; start zeusd with "
+                "--socket-permissions 666, or with --socket-gid and a group of this user"
+            )
+        reason = os.strerror(number) if number else one_line(str(error), 80)
+        return GpuLost(
+            f"there is no zeusd at {self.address} ({reason}); start it with `sudo zeusd serve`, or set ZEUSD_SOCK_PATH "
+            "to its socket or ZEUSD_HOST_PORT to its host:port"
+        )
+
+    def _refusal(self, path: str, response: httpx.Response) -> GpuError:
+        """Return the error for a status other than 200.
+
+        zeusd answers 400 or 500 with the texts of nvml-wrapper 0.12, through which it calls NVML.
+        """
+        message, is_from_nvml = _message(response)
+        start = f"zeusd at {self.address} refused {path}: {message}; "
+        if response.status_code == 401:
+            return GpuNotPermitted(f"{start}set ZEUSD_TOKEN to a token from `zeusd token issue --scope gpu-control`")
+        if response.status_code == 403 and is_from_nvml:
+            return GpuNotPermitted(f"{start}run zeusd itself as root, in a container with SYS_ADMIN")
+        if response.status_code == 403:
+            return GpuNotPermitted(f"{start}ask for a token of scope gpu-control")
+        if response.status_code == 404:
+            return GpuNotSupported(f"{start}start zeusd 0.5 or later with --enable gpu-control")
+        if "not available on the target device" in message:
+            return GpuNotSupported(f"{start}use the other control (SM clock or power limit), or observe mode")
+        if "fell off the bus" in message:
+            return GpuLost(f"{start}reset the GPU, or reboot the node")
+        if response.status_code == 400:
+            return GpuError(f"{start}`nvidia-smi -q` shows which values this GPU supports")
+        return GpuError(f"{start}check the log of zeusd (HTTP {response.status_code})")
+
+
+def connect() -> Daemon:
+    """Prepare a connection to the daemon that the environment names; nothing is sent yet.
 
     Raises:
-        GpuError: there is no zeusd, or it does not have this GPU; otherwise as `nvml.opened`.
+        GpuError: If httpx is not installed, or a variable is malformed.
     """
-    with ExitStack() as on_error:
-        read = _read_by_nvml(which)
-        if read:
-            on_error.callback(read.close)
-        daemon = connected()
-        on_error.callback(daemon.close)
-        gpu = ZeusdGpu(read, daemon) if read else ZeusdAloneGpu(daemon, which)
-        on_error.pop_all()
-    return gpu
-
-
-def _notices(daemon: Daemon) -> tuple[str, ...]:
-    if not daemon.elsewhere:
-        return (_KEPT,)
-    here = (
-        f"zeusd is reached over the network, at {daemon.where}: make sure that it runs on this node, as the GPUs of "
-        "another one may well have the same PCI addresses"
-    )
-    return (here, _KEPT)
-
-
-def _read_by_nvml(which: str) -> nvml.NvmlGpu | None:
-    """The GPU through NVML; None where NVML or its binding is not installed here, and zeusd can find it by `which`."""
     try:
-        return nvml.opened(which)
-    except GpuError as error:
-        cause = error.__cause__
-        absent = isinstance(cause, ImportError) or getattr(cause, "value", None) == _LIBRARY_NOT_FOUND
-        if absent and (which.isdecimal() or pci_address(which)):
-            return None
-        raise
+        import httpx
+    except ImportError as error:
+        raise GpuError("zeusd is reached through httpx; run: pip install 'perseus-planner[zeusd]'") from error
+    headers = _authorization(os.environ.get("ZEUSD_TOKEN", "").strip())
+    socket, host_port = os.environ.get("ZEUSD_SOCK_PATH"), os.environ.get("ZEUSD_HOST_PORT")
+    if host_port and not socket:
+        address, base, transport = host_port, _tcp_url(host_port), None
+        is_remote = not re.match(r"localhost:|127\.|\[::1\]:", host_port)
+    else:
+        address, base, is_remote = socket or SOCKET_PATH, "http://localhost", False
+        transport = httpx.HTTPTransport(uds=address)
+    # trust_env=False: no proxy stands between this process and a daemon of its node.
+    client = httpx.Client(base_url=base, transport=transport, headers=headers, timeout=TIMEOUT_S, trust_env=False)
+    return Daemon(address, client, is_remote)
+
+
+def pci_address(text: str) -> str | None:
+    """Return a PCI address in the form of `lspci -D`, such as "0000:07:00.0"; None if `text` is not one.
+
+    NVML writes the domain with eight digits, and letters in upper case.
+    """
+    match = re.fullmatch(r"([0-9a-f]{4,8}):([0-9a-f]{2}:[0-9a-f]{2}\.[0-7])", text.lower())
+    return f"{int(match[1], 16):04x}:{match[2]}" if match else None
+
+
+def _address_of(gpu: Any) -> str:
+    address = pci_address(str(gpu["pci_address"]))
+    if type(gpu["id"]) is not int or address is None:
+        raise ValueError
+    return address
+
+
+def _authorization(token: str) -> dict[str, str]:
+    if not re.fullmatch(r"[!-~]*", token):
+        raise GpuError("ZEUSD_TOKEN contains a space or a character that is not ASCII; set it to a token of zeusd")
+    return {"Authorization": f"Bearer {token}"} if token else {}
+
+
+def _tcp_url(host_port: str) -> str:
+    import httpx
+
+    match = re.fullmatch(r"([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):([0-9]{1,5})", host_port)
+    with suppress(httpx.InvalidURL):  # the text in brackets may not be an address
+        if match and int(match[2]) <= 65535:
+            return str(httpx.URL(f"http://{host_port}"))
+    raise GpuError(f"ZEUSD_HOST_PORT is {host_port!r}, which is not host:port; set it to, for example, localhost:4938")
+
+
+def _errno(error: BaseException | None) -> int | None:
+    """Return the errno of the operating system's error that caused an error of httpx."""
+    while error is not None and not (isinstance(error, OSError) and error.errno):
+        error = error.__cause__ or error.__context__
+    return error.errno if isinstance(error, OSError) else None
+
+
+def _message(response: httpx.Response) -> tuple[str, bool]:
+    """Return the text of a refusal, and whether it comes from NVML.
+
+    The body is {"errors": {"0": text}} if it does, else {"error": text} or plain text.
+    """
+    try:
+        body = response.json()
+    except ValueError:
+        body = response.text
+    by_gpu = body.get("errors") if isinstance(body, dict) else None
+    if isinstance(by_gpu, dict):
+        return one_line(", ".join(map(str, by_gpu.values()))), True
+    text = body.get("error", body) if isinstance(body, dict) else body
+    return one_line(str(text)) or f"HTTP {response.status_code}", False

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from perseus_planner.gpu.simulated.simulated import OpCost
+from perseus_planner.gpu.simulated.model import OpCost
 from perseus_planner.training.microbatch import Microbatch
 from perseus_planner.training.state import as_found
 from perseus_planner.training.values import tensors

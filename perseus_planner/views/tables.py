@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     )
     from perseus_planner.views.summary import FrontierSummary, ProfileSummary
 
-_WARNINGS = ("notices", "measured while too hot")  #: conditions of a profile that a reader must see
+_WARNINGS = ("warnings", "measured while too hot")  #: conditions of a profile that a reader must see
 _STRIP = 48  #: moments of an iteration that a timeline shows
 
 

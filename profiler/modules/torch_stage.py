@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from perseus_planner.errors import UsageError
 from perseus_planner.gpu.simulated.emulated import EmulatedGpu
-from perseus_planner.gpu.simulated.simulated import SimulatedGpu
+from perseus_planner.gpu.simulated.gpu import SimulatedGpu
 from perseus_planner.profiler.stage import Run, Stage, Timed
 from perseus_planner.training.microbatch import Microbatch
 from perseus_planner.training.op_cost import counted

@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from perseus_planner.errors import GpuError
-from perseus_planner.gpu import opened
+from perseus_planner.gpu import open_gpu
 from perseus_planner.processes import Watched
 from perseus_planner.runtime.controller.places import Places
 from perseus_planner.runtime.controller.protocol import Attached, Changed, Failed, Hello, Reading, Refused, ToRank
@@ -61,7 +61,7 @@ class Rank:
         Raises:
             GpuError: it cannot be opened.
         """
-        self.gpu = opened(self.hello.gpu)
+        self.gpu = open_gpu(self.hello.gpu)
         return self.gpu
 
     def attach(self) -> None:

@@ -14,7 +14,7 @@ from perseus_planner import Profile
 from perseus_planner.estimate.estimate import estimate
 from perseus_planner.estimate.op_costs import Workload, stage_op_costs
 from perseus_planner.estimate.presets import PRESETS
-from perseus_planner.gpu.simulated.catalog import CATALOGUE
+from perseus_planner.gpu.simulated.catalog import CATALOG
 from perseus_planner.profiles.measurement import Measurement
 
 GPT = "estimate --model gpt3-1.3b --gpu a100-sxm -o new.yaml"
@@ -38,7 +38,7 @@ def test_the_profile_is_that_of_python_and_can_be_planned_on(folder: Path):
     shape = replace(PRESETS["gpt3-1.3b"], tensor_degree=2, microbatch=4, sequence=1024, recomputation="full")
     work = Workload("gpt3-1.3b", shape, (5, 7, 6, 6), 250e9)
     profile = Profile.load("new.yaml")
-    assert profile == estimate(work, CATALOGUE["a100-sxm"])
+    assert profile == estimate(work, CATALOG["a100-sxm"])
     assert (profile.origin, profile.gpus_per_stage) == ("simulated", 2)
     assert "nothing was measured" in profile.conditions["estimate"]
     done("solve new.yaml --schedule 1f1b --microbatches 8 -o frontier.npz")
@@ -120,7 +120,7 @@ def test_a_measured_stage_calibrates(folder: Path, file: str, power_w: float | N
     for key, rows in measured.measurements.items():
         for row, like in zip(rows, own.measurements[key], strict=True):
             assert (like.time_s, like.energy_j) == (pytest.approx(row.time_s), pytest.approx(row.energy_j))
-    assert own.blocking_power_w == (power_w or CATALOGUE["a100-sxm"].blocking_power_w)
+    assert own.blocking_power_w == (power_w or CATALOG["a100-sxm"].blocking_power_w)
     assert own.origin == "simulated"
 
 
@@ -143,7 +143,7 @@ def test_a_stage_of_another_sequence_length_calibrates(folder: Path):
 
 
 NAMES = ", ".join(PRESETS)
-GPUS = ", ".join(CATALOGUE)
+GPUS = ", ".join(CATALOG)
 REFUSED = {
     GPT: "give one of --stages and --layers: how many stages there are, or the layers of each",
     f"{GPT} --stages 4 --layers 12,12": (

@@ -17,7 +17,7 @@ from perseus_planner.estimate.estimate import estimate
 from perseus_planner.estimate.op_costs import Workload, stage_traffic
 from perseus_planner.estimate.presets import PRESETS
 from perseus_planner.estimate.transformer import split_layers
-from perseus_planner.gpu.simulated.catalog import CATALOGUE
+from perseus_planner.gpu.simulated.catalog import CATALOG
 from perseus_planner.profiles.measurement import Measurement
 
 SMALL = PRESETS["gpt3-1.3b"]
@@ -45,9 +45,9 @@ def same(profile: Profile, other: Profile, rel: float = 1e-9) -> bool:
     )
 
 
-@pytest.mark.parametrize("name", CATALOGUE)
+@pytest.mark.parametrize("name", CATALOG)
 def test_without_a_calibration_it_is_the_model_of_the_gpu(name: str):
-    gpu, work = CATALOGUE[name], workload()
+    gpu, work = CATALOG[name], workload()
     profile = estimate(work, gpu, split_backward=True)
     assert (profile.origin, profile.stages, profile.blocking_power_w) == ("simulated", 4, gpu.blocking_power_w)
     for (stage, kind), rows in profile.measurements.items():
@@ -57,7 +57,7 @@ def test_without_a_calibration_it_is_the_model_of_the_gpu(name: str):
 
 @settings(max_examples=20)
 @given(
-    name=st.sampled_from(sorted(CATALOGUE)),
+    name=st.sampled_from(sorted(CATALOG)),
     stage=st.integers(0, 3),
     time=factors,
     energy=factors,
@@ -67,7 +67,7 @@ def test_without_a_calibration_it_is_the_model_of_the_gpu(name: str):
 def test_any_stage_calibrates_all_others_where_the_model_is_off_alike(
     name: str, stage: int, time: float, energy: float, step: int, degree: int
 ):
-    gpu, work = CATALOGUE[name], workload(tensor_degree=degree)
+    gpu, work = CATALOG[name], workload(tensor_degree=degree)
     truth = off_by(estimate(work, gpu, split_backward=True), time, energy)
     calibration = measured_stage(off_by(truth, 1, 1, step), work, gpu, stage)
     assert same(estimate(work, gpu, [calibration], split_backward=True), truth)
@@ -76,7 +76,7 @@ def test_any_stage_calibrates_all_others_where_the_model_is_off_alike(
 @settings(max_examples=20)
 @given(data=st.data())
 def test_the_stage_that_calibrates_is_met_at_each_clock_that_was_measured(data: st.DataObject):
-    gpu, work = CATALOGUE["a100-sxm"], workload()
+    gpu, work = CATALOG["a100-sxm"], workload()
     stage, clocks = data.draw(st.integers(0, 3)), data.draw(st.sets(st.sampled_from(gpu.clocks_mhz), min_size=1))
     size = st.floats(1e-3, 10.0)
     rows = {
@@ -94,7 +94,7 @@ def test_the_stage_that_calibrates_is_met_at_each_clock_that_was_measured(data: 
 @settings(max_examples=8)
 @given(lengths=st.lists(st.sampled_from([512, 1024, 4096, 8192]), min_size=2, max_size=2, unique=True), data=st.data())
 def test_two_sequence_lengths_give_a_power_of_the_length(lengths: list[int], data: st.DataObject):
-    gpu, off = CATALOGUE["h100-sxm"], [(data.draw(factors), data.draw(factors)) for _ in lengths]
+    gpu, off = CATALOG["h100-sxm"], [(data.draw(factors), data.draw(factors)) for _ in lengths]
     calibrations = [
         measured_stage(off_by(estimate(workload(sequence=length), gpu), *by), workload(sequence=length), gpu)
         for length, by in zip(lengths, off, strict=True)
@@ -107,7 +107,7 @@ def test_two_sequence_lengths_give_a_power_of_the_length(lengths: list[int], dat
 
 
 def test_forward_and_backward_are_calibrated_apart():
-    gpu, work = CATALOGUE["a100-sxm"], workload()
+    gpu, work = CATALOG["a100-sxm"], workload()
     plain = estimate(work, gpu)
     table = {
         key: rows if key[1] == "F" else off_by(plain, 2, 3).measurements[key]
@@ -120,7 +120,7 @@ def test_forward_and_backward_are_calibrated_apart():
 
 
 def test_a_backward_measured_in_two_parts_calibrates_the_whole_one():
-    gpu, work = CATALOGUE["a100-sxm"], workload()
+    gpu, work = CATALOG["a100-sxm"], workload()
     rows = {
         "F": (Measurement(1005, 1.0, 2.0),),
         "I": (Measurement(1005, 3.0, 4.0),),
@@ -137,28 +137,28 @@ def test_a_backward_measured_in_two_parts_calibrates_the_whole_one():
 
 
 def test_a_single_measured_stage_stands_for_the_middle_one_of_a_pipeline():
-    gpu, work = CATALOGUE["a100-sxm"], workload(8)
+    gpu, work = CATALOG["a100-sxm"], workload(8)
     truth = off_by(estimate(work, gpu), 1.3, 0.7)
     alone = replace(truth, measurements={(0, kind): truth.measurements[3, kind] for kind in "FB"})
     assert same(estimate(work, gpu, [measured_stage(alone, work, gpu)]), truth)
 
 
 def test_another_number_of_stages_calibrates_by_its_own_layers():
-    gpu, before, after = CATALOGUE["a100-sxm"], workload(3), workload(8)
+    gpu, before, after = CATALOG["a100-sxm"], workload(3), workload(8)
     measured = off_by(estimate(before, gpu), 1.3, 0.7)
     assert same(estimate(after, gpu, [measured_stage(measured, before, gpu)]), off_by(estimate(after, gpu), 1.3, 0.7))
     assert measured_stage(measured, after, gpu).works == before.works(gpu)[1]
 
 
 def test_what_waiting_draws_is_the_measured_power_of_the_gpus_of_a_stage():
-    gpu, work = CATALOGUE["a40"], workload(tensor_degree=4)
+    gpu, work = CATALOG["a40"], workload(tensor_degree=4)
     measured = replace(estimate(work, gpu), blocking_power_w=(40.0, 44.0, 48.0, 52.0))
     assert estimate(work, gpu, [measured_stage(measured, work, gpu)]).blocking_power_w == pytest.approx(44.0)
     assert estimate(work, gpu).blocking_power_w == pytest.approx(4 * gpu.blocking_power_w)
 
 
 def test_a_tensor_group_of_n_takes_the_energy_of_n_gpus():
-    gpu, work = CATALOGUE["a100-sxm"], workload(tensor_degree=4)
+    gpu, work = CATALOG["a100-sxm"], workload(tensor_degree=4)
     profile = estimate(work, gpu)
     assert profile.gpus_per_stage == 4
     load = gpu.load(work.works(gpu)[1]["F"])
@@ -167,7 +167,7 @@ def test_a_tensor_group_of_n_takes_the_energy_of_n_gpus():
 
 
 def test_traffic_takes_its_bytes_over_the_bandwidth_of_the_link():
-    gpu, work = CATALOGUE["a100-sxm"], workload(tensor_degree=4)
+    gpu, work = CATALOG["a100-sxm"], workload(tensor_degree=4)
     linked = replace(work, link_bytes_per_s=250e9)
     traffic = stage_traffic(work.transformer, work.split)
     plain, with_it = estimate(work, gpu), estimate(linked, gpu)
@@ -178,7 +178,7 @@ def test_traffic_takes_its_bytes_over_the_bandwidth_of_the_link():
 
 
 def test_the_conditions_say_that_nothing_was_measured_and_from_what_it_was_made():
-    gpu, work = CATALOGUE["a100-sxm"], workload(tensor_degree=2)
+    gpu, work = CATALOG["a100-sxm"], workload(tensor_degree=2)
     assert dict(estimate(work, gpu, [measured_stage(estimate(work, gpu), work, gpu, 2, "old.yaml")]).conditions) == {
         "estimate": "FLOPs and bytes in closed form, on a model of the GPU; nothing was measured on these stages",
         "workload": "gpt3-1.3b, 1 x 2048 tokens a microbatch, layers 6,6,6,6, tensor degree 2, flash-causal attention, "
@@ -198,7 +198,7 @@ MEASURED = {
 def test_one_measured_stage_foretells_the_others(measured_data: Path, file: str):
     name, gpu_name, split, changes = MEASURED[file]
     shape = replace(PRESETS[name], tensor_degree=8, attention="plain", **changes)
-    gpu, work = CATALOGUE[gpu_name], Workload(name, shape, split)
+    gpu, work = CATALOG[gpu_name], Workload(name, shape, split)
     measured = Profile.load(measured_data / "perseus_sosp24" / "stage_profile" / file, 80.0)
     estimated = estimate(work, gpu, [measured_stage(measured, work, gpu)])
     for (stage, kind), rows in measured.measurements.items():
@@ -209,7 +209,7 @@ def test_one_measured_stage_foretells_the_others(measured_data: Path, file: str)
             assert found[row.clock_mhz].energy_j / 8 == pytest.approx(row.energy_j, rel=near)
 
 
-GPU = CATALOGUE["a100-sxm"]
+GPU = CATALOG["a100-sxm"]
 ONE = Measurement(1410, 1.0, 1.0)
 
 

@@ -13,8 +13,9 @@ import pytest
 from fake_nvml import UUIDS, nvml, nvml_library  # noqa: F401  # fixtures
 
 from perseus_planner.errors import GpuError, GpuLost, GpuNotPermitted, GpuNotSupported
-from perseus_planner.gpu import command_template, open_gpu
-from perseus_planner.gpu.command_template import CommandTemplate, template
+from perseus_planner.gpu import command as command_module
+from perseus_planner.gpu import open_gpu
+from perseus_planner.gpu.command import CommandTemplate, read_template
 
 SET, RESET, POWER = "PLANNER_SET_CLOCK", "PLANNER_RESET_CLOCK", "PLANNER_SET_POWER"
 
@@ -81,31 +82,34 @@ def test_the_power_limit_goes_back_to_the_default_by_the_same_command(recorded: 
 
 def test_the_defaults_are_those_of_nvidia_smi(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv(SET, raising=False)
-    found = template(SET, "sudo -n nvidia-smi -i {uuid} -lgc {min},{max}", ("min", "max"))
+    found = read_template(SET, "sudo -n nvidia-smi -i {uuid} -lgc {min},{max}", ("min", "max"))
     assert found.words == ("sudo", "-n", "nvidia-smi", "-i", "{uuid}", "-lgc", "{min},{max}")
 
 
 @pytest.mark.parametrize(
     ("variable", "text", "said"),
     [
-        (SET, "", f"{SET} is empty; unset it to have `sudo -n nvidia-smi -i {{uuid}} -lgc {{min}},{{max}}`"),
-        (RESET, "  ", f"{RESET} is empty; unset it to have `sudo -n nvidia-smi -i {{uuid}} -rgc`"),
+        (SET, "", f"{SET} is empty; unset it to use `sudo -n nvidia-smi -i {{uuid}} -lgc {{min}},{{max}}`"),
+        (RESET, "  ", f"{RESET} is empty; unset it to use `sudo -n nvidia-smi -i {{uuid}} -rgc`"),
         (
             SET,
             "smi {max",
-            f"{SET} is 'smi {{max', which is no command: expected '}}' before end of string; quote it as for a shell",
+            (
+                f"{SET} is 'smi {{max', which is not a command: expected '}}' before end of string; quote it as for a "
+                "shell"
+            ),
         ),
         (
             SET,
             "smi '{max}",
-            f"""{SET} is "smi '{{max}}", which is no command: No closing quotation; quote it as for a shell""",
+            f"""{SET} is "smi '{{max}}", which is not a command: No closing quotation; quote it as for a shell""",
         ),
         *(
             (
                 SET,
                 f"smi {{{field}}} {{max}}",
-                f"{SET} is 'smi {{{field}}} {{max}}', and {{{field}}} is none of its fields, which are {{gpu}}, "
-                "{uuid}, {min}, {max}",
+                f"{SET} is 'smi {{{field}}} {{max}}' with the unknown field {{{field}}}; choose from {{gpu}}, "
+                f"{{uuid}}, {{min}}, {{max}}",
             )
             for field in (
                 "",
@@ -122,22 +126,25 @@ def test_the_defaults_are_those_of_nvidia_smi(monkeypatch: pytest.MonkeyPatch):
         (
             RESET,
             "smi {max}",
-            f"{RESET} is 'smi {{max}}', and {{max}} is none of its fields, which are {{gpu}}, {{uuid}}",
+            f"{RESET} is 'smi {{max}}' with the unknown field {{max}}; choose from {{gpu}}, {{uuid}}",
         ),
         (
             POWER,
             "smi {min}",
-            f"{POWER} is 'smi {{min}}', and {{min}} is none of its fields, which are {{gpu}}, {{uuid}}, {{watts}}",
+            f"{POWER} is 'smi {{min}}' with the unknown field {{min}}; choose from {{gpu}}, {{uuid}}, {{watts}}",
         ),
         (
             SET,
             "smi -i {gpu} -lgc 900",
-            f"{SET} is 'smi -i {{gpu}} -lgc 900', which nowhere says what is to be set; put {{min}} or {{max}} into it",
+            (
+                f"{SET} is 'smi -i {{gpu}} -lgc 900', which does not contain the value to set; put {{min}} or {{max}} "
+                "into it"
+            ),
         ),
         (
             POWER,
             "smi {{watts}}",
-            f"{POWER} is 'smi {{{{watts}}}}', which nowhere says what is to be set; put {{watts}} into it",
+            f"{POWER} is 'smi {{{{watts}}}}', which does not contain the value to set; put {{watts}} into it",
         ),
     ],
 )
@@ -173,7 +180,7 @@ def test_a_file_that_cannot_be_executed(folder: Path):
         (3, GpuNotSupported, "use the other control (SM clock or power limit), or observe mode"),
         (4, GpuNotPermitted, "allow this user to run it without a password (NOPASSWD in sudoers), or run as root"),
         (13, GpuNotSupported, "use the other control (SM clock or power limit), or observe mode"),
-        (15, GpuLost, "the GPU needs a reset, or the node a reboot"),
+        (15, GpuLost, "reset the GPU, or reboot the node"),
     ],
 )
 def test_the_statuses_of_nvidia_smi(status: int, kind: type[GpuError], advice: str):
@@ -213,14 +220,14 @@ def test_only_the_end_of_a_long_output_is_quoted():
 
 
 def test_a_command_that_does_not_end_is_stopped(monkeypatch: pytest.MonkeyPatch, folder: Path):
-    monkeypatch.setattr(command_template, "TIMEOUT_S", 0.5)
+    monkeypatch.setattr(command_module, "TIMEOUT_S", 0.5)
     command = script("open('pid', 'w').write(str(os.getpid())); time.sleep(60)")
     began_s = time.monotonic()
     said = failure(command, GpuError)
     assert time.monotonic() - began_s < 10
     assert said == (
-        f"`{command}` did not end within 0.5 s, and may or may not have done it; run it by hand to see why, or set "
-        "PLANNER_SET_CLOCK to another command"
+        f"`{command}` did not end within 0.5 s, and may or may not have taken effect; run it by hand to see why, "
+        "or set PLANNER_SET_CLOCK to another command"
     )
     assert not Path(f"/proc/{(folder / 'pid').read_text()}").exists()
 

@@ -19,7 +19,7 @@ from fake_nvml import CUDA_SOURCE, UUIDS, StandIn, compiled, nvml, nvml_library 
 from fake_zeusd import FakeZeusd, KeptGpu, NvmlGpu
 
 from perseus_planner.errors import GpuError, GpuLost, GpuNotPermitted
-from perseus_planner.gpu import BACK_ENDS, THROTTLE_REASONS, Gpu, locked_clock, open_gpu, opened
+from perseus_planner.gpu import BACK_ENDS, THROTTLE_REASONS, Gpu, open_gpu
 from perseus_planner.gpu.dry_run import DryRunGpu
 
 SIMULATED = "simulated:a100-sxm"
@@ -79,7 +79,7 @@ def case(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_pa
 
 def model_case(name: str) -> Case:
     text = EMULATED if name == "emulated" else SIMULATED
-    inner = opened(text)
+    inner = open_gpu(text)
     gpu = DryRunGpu(inner) if name.startswith("dry-run") else inner
 
     def held() -> tuple[int | None, float]:
@@ -89,7 +89,7 @@ def model_case(name: str) -> Case:
     def fall_into(fault: str) -> Callable[[], None]:
         def fall() -> None:
             case.gpu.close()
-            case.gpu = opened(case.text + f"?fault={fault}")
+            case.gpu = open_gpu(case.text + f"?fault={fault}")
 
         return fall
 
@@ -127,7 +127,7 @@ def nvml_case(name: str, nvml: StandIn, monkeypatch, folder: Path, stack: ExitSt
         assert nvml.limit_w(1 - index) is None
         return greatest, nvml.limit_w(index) or 700.0
 
-    return Case(text, opened(text), held, refuse, lambda: nvml.fail("*", 15), not name.startswith("dry-run"))
+    return Case(text, open_gpu(text), held, refuse, lambda: nvml.fail("*", 15), not name.startswith("dry-run"))
 
 
 def lead_cuda_to(library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,7 +167,7 @@ def test_its_text_opens_the_same_gpu_by_the_same_back_end(case: Case):
 
 def test_its_identity_is_lines_of_printable_text(case: Case):
     gpu = case.gpu
-    for text in (gpu.text, gpu.uuid, gpu.name, gpu.driver, *gpu.notices()):
+    for text in (gpu.text, gpu.uuid, gpu.name, gpu.driver, *gpu.warnings()):
         assert text
         assert text.isprintable()
     assert gpu.origin == ("simulated" if case.text.endswith((SIMULATED, EMULATED)) else "measured")
@@ -183,7 +183,7 @@ def test_what_outlives_the_process_is_said_to(case: Case):
 def test_what_is_no_gpu_is_refused(case: Case, which: str):
     text = f"{case.text.rpartition(':')[0]}:{which}"
     with pytest.raises(GpuError) as error:
-        opened(text).close()
+        open_gpu(text).close()
     assert str(error.value)
 
 
@@ -196,7 +196,7 @@ def test_closing_sets_nothing(case: Case):
     case.gpu.set_clock_mhz(case.gpu.supported_clocks_mhz[-1])
     before = case.held()
     case.gpu.close()
-    with closing(opened(case.text)):
+    with closing(open_gpu(case.text)):
         assert case.held() == before
 
 
@@ -240,20 +240,6 @@ def test_a_clock_that_is_not_supported_is_refused_with_the_nearest(case: Case):
         with pytest.raises(GpuError, match=rf" {wrong_mhz} MHz.* nearest supported clock is {nearest_mhz} MHz"):
             case.gpu.set_clock_mhz(wrong_mhz)
     assert case.held()[0] is None
-
-
-@pytest.mark.parametrize("leaving", [KeyboardInterrupt, SystemExit, GpuError, ValueError, GeneratorExit])
-def test_a_locked_clock_is_reset_however_the_block_is_left(case: Case, leaving: type[BaseException]):
-    clock_mhz = case.gpu.supported_clocks_mhz[3]
-    with pytest.raises(leaving):
-        leave_locked(case, clock_mhz, leaving())
-    assert case.held()[0] is None
-
-
-def leave_locked(case: Case, clock_mhz: int, error: BaseException) -> None:
-    with locked_clock(case.gpu, clock_mhz):
-        assert case.held()[0] == (clock_mhz if case.sets else None)
-        raise error
 
 
 # --- the power limit

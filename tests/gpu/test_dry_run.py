@@ -7,14 +7,14 @@ import math
 import pytest
 
 from perseus_planner.errors import GpuError
-from perseus_planner.gpu import locked_clock, open_gpu
-from perseus_planner.gpu.dry_run import KEPT, Setting, opened
+from perseus_planner.gpu import open_gpu
+from perseus_planner.gpu.dry_run import MAX_SETTINGS, RecordedSetting, open_dry_run
 
 A100 = "simulated:a100-sxm"
 
 
 def test_what_would_be_set_is_recorded_in_order_with_its_time():
-    gpu = opened(A100)
+    gpu = open_dry_run(A100)
     gpu.set_clock_mhz(1200)
     gpu.wait(2.0)
     gpu.reset_clocks()
@@ -22,50 +22,46 @@ def test_what_would_be_set_is_recorded_in_order_with_its_time():
     gpu.wait(1.0)
     gpu.reset_power_limit()
     assert gpu.settings == (
-        Setting(0.0, "clock", 1200),
-        Setting(2.0, "clock", None),
-        Setting(2.0, "power-limit", 300.0),
-        Setting(3.0, "power-limit", None),
+        RecordedSetting(0.0, "clock", 1200),
+        RecordedSetting(2.0, "clock", None),
+        RecordedSetting(2.0, "power-limit", 300.0),
+        RecordedSetting(3.0, "power-limit", None),
     )
 
 
 def test_a_long_run_is_remembered_in_part():
-    gpu = opened(A100)
-    for turn in range(KEPT + 2):
+    gpu = open_dry_run(A100)
+    for turn in range(MAX_SETTINGS + 2):
         gpu.set_clock_mhz(1200 + 15 * (turn % 2))
-    assert len(gpu.settings) == KEPT
+    assert len(gpu.settings) == MAX_SETTINGS
     assert [setting.value for setting in gpu.settings[-2:]] == [1200, 1215]
 
 
 def test_what_is_refused_is_not_recorded():
-    gpu = opened(A100)
+    gpu = open_dry_run(A100)
     with pytest.raises(GpuError) as error:
         gpu.set_clock_mhz(1201)
-    assert str(error.value) == "simulated a100-sxm cannot run at 1201 MHz; the nearest supported clock is 1200 MHz"
+    assert str(error.value) == (
+        "simulated:a100-sxm: cannot lock its SM clock at 1201 MHz; the nearest supported clock is 1200 MHz, and all "
+        "are from 210 to 1410 MHz"
+    )
     for limit_w in (99.0, 401.0, math.nan, math.inf):
         with pytest.raises(GpuError) as error:
             gpu.set_power_limit_w(limit_w)
         assert str(error.value) == (
-            f"simulated a100-sxm cannot be limited to {limit_w:g} W; its power limit can be set from 100 to 400 W"
+            f"simulated:a100-sxm: cannot set its power limit to {limit_w:g} W; choose 100 to 400 W"
         )
     assert gpu.settings == ()
 
 
-def test_an_interrupt_is_recorded_as_a_reset():
-    gpu = opened(A100)
-    with pytest.raises(KeyboardInterrupt), locked_clock(gpu, 900):
-        raise KeyboardInterrupt
-    assert [(setting.what, setting.value) for setting in gpu.settings] == [("clock", 900), ("clock", None)]
-
-
 def test_its_text_names_what_is_read():
-    assert opened(f"{A100}?seed=3").text == f"dry-run:{A100}?seed=3"
-    assert opened(f"dry-run:{A100}").text == f"dry-run:dry-run:{A100}"
+    assert open_dry_run(f"{A100}?seed=3").text == f"dry-run:{A100}?seed=3"
+    assert open_dry_run(f"dry-run:{A100}").text == f"dry-run:dry-run:{A100}"
 
 
 def test_it_says_that_nothing_is_set():
-    assert opened(A100).notices() == (
-        "nothing is set in a dry run: whatever clock is asked for, the GPU runs as it is; do not plan on this",
+    assert open_dry_run(A100).warnings() == (
+        "nothing is set in a dry run: the GPU keeps the clock it has; do not plan with this profile",
     )
 
 

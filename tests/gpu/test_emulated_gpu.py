@@ -18,12 +18,13 @@ from gpu_owners import LOCKS_AND_WAITS, await_end, files, guardians, kill, owner
 from perseus_planner.errors import GpuError, GpuLost, GpuNotPermitted
 from perseus_planner.gpu import open_gpu
 from perseus_planner.gpu.lease.lease import held, left_behind, recover
+from perseus_planner.gpu.simulated.catalog import CATALOG
 from perseus_planner.gpu.simulated.chip import SETTLE_S
-from perseus_planner.gpu.simulated.emulated import EmulatedGpu, opened
+from perseus_planner.gpu.simulated.emulated import EmulatedGpu, open_emulated
+from perseus_planner.gpu.simulated.model import Load, OpCost
 from perseus_planner.gpu.simulated.shared_file import SharedState
-from perseus_planner.gpu.simulated.simulated import CATALOGUE, Load, OpCost
 
-A100 = CATALOGUE["a100-sxm"]
+A100 = CATALOG["a100-sxm"]
 WHICH = "a100-sxm/0?slower=2000&call=2ms"
 DENSE = OpCost(2e10, 1e6)  # a tenth of a second and more, nearly all of it arithmetic
 SHORT = DENSE * 0.1
@@ -37,7 +38,7 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def gpu() -> Iterator[EmulatedGpu]:
-    with closing(opened(WHICH)) as found:
+    with closing(open_emulated(WHICH)) as found:
         yield found
 
 
@@ -95,7 +96,7 @@ def test_it_is_the_simulated_gpu_of_the_same_name(gpu: EmulatedGpu):
 def test_numbers_and_options_tell_gpus_apart():
     with ExitStack() as stack:
         texts = ("a100-sxm/0", "a100-sxm/1", "a100-pcie/0", "a100-sxm/0?slower=2", "a100-sxm/0?seed=1", "a100-sxm/00")
-        gpus = [stack.enter_context(closing(opened(text))) for text in texts]
+        gpus = [stack.enter_context(closing(open_emulated(text))) for text in texts]
         assert len({gpu.uuid for gpu in gpus}) == 5
         assert gpus[-1].uuid == gpus[0].uuid
         gpus[0].set_clock_mhz(600)
@@ -119,7 +120,7 @@ def test_numbers_and_options_tell_gpus_apart():
 )
 def test_what_cannot_be_opened_is_refused(which: str, wrong: str):
     with pytest.raises(GpuError) as refusal:
-        opened(which)
+        open_emulated(which)
     assert str(refusal.value) == f"GPU 'emulated:{which}': {wrong}"
 
 
@@ -174,7 +175,7 @@ def test_energy_is_that_of_work_and_of_waiting_to_the_moment(gpu: EmulatedGpu):
 
 
 def test_what_it_does_is_read_while_it_does_it(gpu: EmulatedGpu):
-    with closing(opened(WHICH)) as other:
+    with closing(open_emulated(WHICH)) as other:
         settled(other, 1005)
         assert other.power_w() < 100
         gpu.start(DENSE)
@@ -198,7 +199,7 @@ def test_a_power_limit_holds_the_clock_back_and_is_counted(gpu: EmulatedGpu):
 
 
 def test_a_throttled_gpu_is_a_straggler():
-    with closing(opened(f"{WHICH}&fault=throttled@0s-1000s")) as gpu:
+    with closing(open_emulated(f"{WHICH}&fault=throttled@0s-1000s")) as gpu:
         gpu.set_clock_mhz(1200)
         gpu.wait(2 * SETTLE_S)
         assert quickest_s(gpu, SHORT) == pytest.approx(load(gpu, SHORT).time_s(0.7 * 1200), rel=1e-3, abs=1e-4)
@@ -207,7 +208,7 @@ def test_a_throttled_gpu_is_a_straggler():
 
 
 def test_noise_is_there_where_it_is_asked_for():
-    with closing(opened(f"{WHICH}&noise=0.1")) as gpu:
+    with closing(open_emulated(f"{WHICH}&noise=0.1")) as gpu:
         taken_s = [computed_s(gpu, SHORT * 0.3) for _ in range(6)]
         assert max(taken_s) > 1.03 * min(taken_s)
 
@@ -227,7 +228,7 @@ def test_a_call_takes_its_time_and_the_clock_follows(gpu: EmulatedGpu):
 
 def test_calls_of_the_gpus_of_a_node_are_made_one_after_another():
     with ExitStack() as stack:
-        gpus = [stack.enter_context(closing(opened(f"a100-sxm/{number}?call=20ms"))) for number in range(4)]
+        gpus = [stack.enter_context(closing(open_emulated(f"a100-sxm/{number}?call=20ms"))) for number in range(4)]
         start_s = time.monotonic()
         with ThreadPoolExecutor(4) as pool:
             list(pool.map(lambda gpu: gpu.set_clock_mhz(900), gpus))
@@ -254,7 +255,7 @@ def test_a_lock_outlives_the_process_that_made_it(gpu: EmulatedGpu):
         process.wait()
     assert gpu.locked_mhz == 600
     gpu.close()
-    with closing(opened(WHICH)) as again:
+    with closing(open_emulated(WHICH)) as again:
         assert again.locked_mhz == 600
         energy_j = again.energy_j()
         assert energy_j > 0
@@ -290,10 +291,10 @@ def test_a_command_resets_it_when_the_guardian_is_killed_too(state: Path):
 
 def test_what_a_run_leaves_undone_ends_with_its_process():
     with setter("emulated:a100-sxm/0"):
-        gpu = opened("a100-sxm/0?slower=2000")
+        gpu = open_emulated("a100-sxm/0?slower=2000")
         gpu.start(OpCost(1e15, 1e6))
         gpu.close()
-    with closing(opened("a100-sxm/0?slower=2000")) as again:
+    with closing(open_emulated("a100-sxm/0?slower=2000")) as again:
         assert again.power_w() < 100
 
 
@@ -327,7 +328,7 @@ def test_a_file_of_another_boot_or_planner_is_begun_anew(gpu: EmulatedGpu):
     gpu.set_clock_mhz(600)
     gpu._shared.change(lambda found: {**found, "made_by": "perseus-planner 0.0, boot 1"})
     gpu.close()
-    with closing(opened(WHICH)) as again:
+    with closing(open_emulated(WHICH)) as again:
         assert again.locked_mhz is None
 
 
@@ -359,7 +360,7 @@ def test_files_that_are_not_its_users_alone_are_not_opened(state: Path, how: str
         pytest.skip("needs root")
     spoiled(state, how)
     with pytest.raises(GpuError, match=r"cannot be shared|is not this user's alone|is not a file of this user"):
-        opened(WHICH)
+        open_emulated(WHICH)
     if how == "link":
         assert (state / "mine").read_text() == "precious"
 
@@ -370,10 +371,10 @@ def test_files_that_are_not_its_users_alone_are_not_opened(state: Path, how: str
 def test_faults_count_from_when_it_was_opened_first():
     which = "a100-sxm/0?fault=lost@200ms"
     for _ in range(2):
-        with closing(opened(which)) as gpu:
+        with closing(open_emulated(which)) as gpu:
             assert gpu.energy_j() >= 0
             gpu.wait(0.1)
-            with closing(opened(which)) as later:
+            with closing(open_emulated(which)) as later:
                 gpu.wait(0.11)
                 for each in (gpu, later):
                     with pytest.raises(GpuLost):
@@ -381,7 +382,7 @@ def test_faults_count_from_when_it_was_opened_first():
 
 
 def test_a_gpu_that_is_lost_in_the_middle_of_work_says_so_then():
-    with closing(opened(f"{WHICH}&fault=lost@100ms")) as gpu:
+    with closing(open_emulated(f"{WHICH}&fault=lost@100ms")) as gpu:
         start_s = time.monotonic()
         with pytest.raises(GpuLost, match="fell off the bus"):
             gpu.run(DENSE)
@@ -391,7 +392,7 @@ def test_a_gpu_that_is_lost_in_the_middle_of_work_says_so_then():
 
 
 def test_what_may_not_be_set_is_refused_at_once():
-    with closing(opened(f"{WHICH}&fault=not-permitted")) as gpu:
+    with closing(open_emulated(f"{WHICH}&fault=not-permitted")) as gpu:
         with pytest.raises(GpuNotPermitted):
             gpu.set_clock_mhz(900)
         assert computed_s(gpu, SHORT) > 0

@@ -11,7 +11,7 @@ from fake_nvml import CLOCKS_MHZ, PCI, UUIDS, StandIn, compiled
 from nvml_exercise import exercised, failed
 
 from perseus_planner.errors import GpuError, GpuLost, GpuNotPermitted, GpuNotSupported
-from perseus_planner.gpu import locked_clock, open_gpu
+from perseus_planner.gpu import open_gpu
 from perseus_planner.gpu.nvml.discovery import visible_gpus
 
 NOT_SUPPORTED, NO_PERMISSION, UNINITIALIZED, LOST = 3, 4, 1, 15
@@ -34,7 +34,7 @@ def test_readings_are_in_si_units(nvml: StandIn):
         assert (gpu.text, gpu.uuid, gpu.name) == (f"nvml:{UUIDS[0]}", UUIDS[0], "NVIDIA H100 80GB HBM3")
         assert (gpu.origin, gpu.driver, gpu.keeps_settings) == ("measured", "570.86.15", True)
         assert gpu.supported_clocks_mhz == CLOCKS_MHZ
-        assert gpu.notices() == ()
+        assert gpu.warnings() == ()
 
 
 def test_energy_between_two_readings_is_power_times_time(nvml: StandIn):
@@ -62,12 +62,6 @@ def test_a_locked_clock_outlives_the_process_and_is_reset_by_another(nvml: Stand
     assert nvml.locked_mhz(1) is None
 
 
-def test_locked_clock_locks_the_named_gpu_alone_and_resets_it(nvml: StandIn):
-    with open_gpu("nvml:0") as gpu, locked_clock(gpu, 990):
-        assert (nvml.locked_mhz(0), nvml.locked_mhz(1)) == ((990, 990), None)
-    assert nvml.locked_mhz(0) is None
-
-
 def test_a_clock_that_is_not_supported_is_refused_before_nvml_rounds_it(nvml: StandIn):
     with open_gpu("nvml:0") as gpu, pytest.raises(GpuError) as refused:
         gpu.set_clock_mhz(1001)
@@ -91,9 +85,9 @@ def test_a_power_limit_is_set_and_set_back(nvml: StandIn):
     with open_gpu("nvml:0") as gpu:
         gpu.set_power_limit_w(250.5)
         assert (nvml.limit_w(0), gpu.power_limit_w()) == (250.5, 250.5)
-        assert gpu.notices() == (
+        assert gpu.warnings() == (
             "the power limit is 250.5 W, below its default of 700 W, so that high clocks may not be reached; train "
-            "under the same, or set it back (`nvidia-smi -pl 700`)",
+            "under the same limit, or restore the default (`nvidia-smi -pl 700`)",
         )
         gpu.reset_power_limit()
         assert gpu.power_limit_w() == 700.0
@@ -128,7 +122,7 @@ def test_a_gpu_that_is_not_there_is_refused_with_those_that_are(nvml: StandIn, w
 
 
 def test_an_ambiguous_uuid_is_refused(nvml: StandIn):
-    with pytest.raises(GpuError, match=r"several GPUs begin so: nvml:GPU-1.*; write more"), open_gpu("nvml:GPU-"):
+    with pytest.raises(GpuError, match=r"several GPUs match: nvml:GPU-1.*; write more"), open_gpu("nvml:GPU-"):
         pass
 
 
@@ -150,13 +144,13 @@ def test_mig_instances_and_vgpus_are_refused(nvml: StandIn):
 def test_what_falsifies_a_profile_is_said(nvml: StandIn):
     nvml.add("0 mig 1", "0 profiles 0x1000081", "0 field_251 1", "0 persistence 0")
     with open_gpu("nvml:0") as gpu:
-        mig, profiles, smoothing, persistence = gpu.notices()
+        mig, profiles, smoothing, persistence = gpu.warnings()
     assert mig.startswith("MIG is on")
     assert profiles.startswith("workload power profiles are active (MAX_P, LLM_TRAINING, LOW_PRIORITY_BACKGROUND)")
     assert smoothing.startswith("power smoothing is on")
     assert persistence.startswith("persistence mode is off")
     with open_gpu("nvml:1") as gpu:
-        assert gpu.notices() == ()
+        assert gpu.warnings() == ()
 
 
 def test_a_module_is_read_where_the_gpu_alone_cannot_be_and_that_is_said(nvml: StandIn):
@@ -166,9 +160,9 @@ def test_a_module_is_read_where_the_gpu_alone_cannot_be_and_that_is_said(nvml: S
     with open_gpu("nvml:0") as gpu:
         assert gpu.power_w() == 600.0
         assert gpu.energy_j() > 999.0
-        assert gpu.notices() == (
-            "its energy and power can only be read for the whole module, the CPU's share included; compare only "
-            "profiles that were measured so",
+        assert gpu.warnings() == (
+            "energy and power can only be read for the whole module, including the CPU; compare only profiles that "
+            "were measured the same way",
         )
 
 
@@ -219,8 +213,8 @@ def test_the_text_of_a_refusal_says_who_what_why_and_what_to_do(nvml: StandIn):
     with open_gpu("nvml:0") as gpu, pytest.raises(GpuNotPermitted) as refused:
         gpu.set_clock_mhz(1200)
     assert str(refused.value) == (
-        f"nvml:{UUIDS[0]}: cannot lock its SM clock at 1200 MHz: NVML answers 'Insufficient Permissions' (error 4) to "
-        "nvmlDeviceSetGpuLockedClocks; setting needs root (in Docker also `--cap-add SYS_ADMIN`): run as root, or "
+        f"nvml:{UUIDS[0]}: cannot lock its SM clock at 1200 MHz: NVML returns 'Insufficient Permissions' (error 4) "
+        "from nvmlDeviceSetGpuLockedClocks; setting needs root (in Docker also `--cap-add SYS_ADMIN`): run as root, or "
         "choose a back-end that sets for you (zeusd: or command:), or set nothing (dry-run:, or observe mode)"
     )
 
@@ -246,7 +240,7 @@ def test_a_gpu_that_is_lost_midway_is_lost_in_every_call_and_hides_no_other(nvml
     with open_gpu("nvml:0") as lost, open_gpu("nvml:1") as other:
         lost.set_clock_mhz(1200)
         nvml.fail("*", LOST, gpu=0)
-        for call in (lost.energy_j, lost.power_w, lost.clock_mhz, lost.temperature_c, lost.notices, lost.reset_clocks):
+        for call in (lost.energy_j, lost.power_w, lost.clock_mhz, lost.temperature_c, lost.warnings, lost.reset_clocks):
             with pytest.raises(GpuLost, match=f"nvml:{UUIDS[0]}: .*dmesg.*reset it.*planner reset"):
                 call()
         assert other.power_w() > 0

@@ -92,7 +92,7 @@ def test_success_without_an_answer_is_never_a_reading(nvml: StandIn, function: s
     unknowable = {
         "nvmlDeviceGetCurrentClocksEventReasons": {"throttle_reasons"},  # no bit set is a good answer
         "nvmlDeviceGetFieldValues": {"throttled_s"},  # left out
-        "nvmlDeviceGetPersistenceMode": {"notices"},  # off is a good answer
+        "nvmlDeviceGetPersistenceMode": {"warnings"},  # off is a good answer
     }
     assert changed <= unknowable.get(function, set())
 
@@ -121,7 +121,7 @@ def test_an_older_binding_may_lack_functions_too(nvml: StandIn, monkeypatch: pyt
     ("code", "remedy"),
     [
         (9, "load the NVIDIA driver .*--gpus all"),
-        (18, "of different versions: reboot the node"),
+        (18, "have different versions: reboot the node"),
         (17, "allow /dev/nvidia"),
         (12, "install that, or name the library's folder in LD_LIBRARY_PATH; .*--gpus all.*simulated:"),
         (999, "dmesg"),
@@ -129,7 +129,7 @@ def test_an_older_binding_may_lack_functions_too(nvml: StandIn, monkeypatch: pyt
 )
 def test_where_nvml_cannot_start_the_remedy_is_said_and_a_later_start_succeeds(nvml: StandIn, code: int, remedy: str):
     nvml.fail("nvmlInitWithFlags", code)
-    with pytest.raises(GpuError, match=f"NVML: cannot start: NVML answers .* to nvmlInit; .*{remedy}"):
+    with pytest.raises(GpuError, match=f"NVML: cannot start: NVML returns .* from nvmlInit; .*{remedy}"):
         visible_gpus()
     with pytest.raises(GpuError, match="NVML: cannot start"), open_gpu("nvml:0"):
         pass

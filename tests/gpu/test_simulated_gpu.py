@@ -13,23 +13,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from perseus_planner.errors import GpuError, GpuLost, GpuNotPermitted, GpuNotSupported
-from perseus_planner.gpu import Gpu, locked_clock, open_gpu
-from perseus_planner.gpu.simulated.model import REFERENCE_C, Load
-from perseus_planner.gpu.simulated.options import parsed, written
-from perseus_planner.gpu.simulated.simulated import CATALOGUE, COUNTED, Conditions, GpuModel, Node, OpCost, SimulatedGpu
+from perseus_planner.gpu import Gpu, open_gpu
+from perseus_planner.gpu.simulated.catalog import CATALOG
+from perseus_planner.gpu.simulated.chip import COUNTED
+from perseus_planner.gpu.simulated.gpu import Node, SimulatedGpu
+from perseus_planner.gpu.simulated.model import REFERENCE_C, GpuModel, Load, OpCost
+from perseus_planner.gpu.simulated.options import SimulationOptions, format_options, parse_options
 
-A100, H100 = CATALOGUE["a100-sxm"], CATALOGUE["h100-sxm"]
+A100, H100 = CATALOG["a100-sxm"], CATALOG["h100-sxm"]
 DENSE = OpCost(flops=1e13, bytes=1e9)
 MEMORY = OpCost(flops=1e9, bytes=1e11)
-EXACT = Conditions(noise=0.0, step_s=0.0, drift=0.0)  # nothing but the physics
+EXACT = SimulationOptions(noise=0.0, step_s=0.0, drift=0.0)  # nothing but the physics
 
-models = st.sampled_from(list(CATALOGUE.values()))
+models = st.sampled_from(list(CATALOG.values()))
 works = st.builds(OpCost, flops=st.floats(1e9, 1e14), bytes=st.floats(1e6, 1e11))
 faults = st.sampled_from(
     ["not-permitted", "not-supported:energy", "lost@30s", "lost@7calls", "throttled@1s-2min", "counter-stuck@500ms"]
 )
 conditions = st.builds(
-    Conditions,
+    SimulationOptions,
     slower=st.floats(1e-3, 10),
     call_s=st.none() | st.floats(0, 1),
     noise=st.floats(0, 0.2),
@@ -67,7 +69,7 @@ def test_a_gpu_is_opened_by_its_text():
         assert protocol.power_limits_w == (100.0, 400.0)
         assert protocol.power_limit_w() == 400.0
         assert not protocol.keeps_settings
-        assert protocol.notices() == ()
+        assert protocol.warnings() == ()
 
 
 @pytest.mark.parametrize("name", ["v100", "a100-pcie", "a100-sxm", "a40", "l40s", "h100-sxm", "h200", "b200"])
@@ -75,16 +77,16 @@ def test_the_catalogue_has(name: str):
     assert opened(f"simulated:{name}").name == f"simulated {name}"
 
 
-@given(st.sampled_from(list(CATALOGUE)), st.integers(-(10**6), 10**6), conditions)
-def test_its_text_opens_an_equal_one(name: str, seed: int, options: Conditions):
-    gpu = SimulatedGpu(CATALOGUE[name], seed, options)
+@given(st.sampled_from(list(CATALOG)), st.integers(-(10**6), 10**6), conditions)
+def test_its_text_opens_an_equal_one(name: str, seed: int, options: SimulationOptions):
+    gpu = SimulatedGpu(CATALOG[name], seed, options)
     again = opened(gpu.text)
-    assert (again.model, again.seed, again.conditions) == (gpu.model, gpu.seed, gpu.conditions)
-    assert parsed(written(seed, options)) == (seed, options)
-    assert again.conditions.faults == gpu.conditions.faults
+    assert (again.model, again.seed, again.options) == (gpu.model, gpu.seed, gpu.options)
+    assert parse_options(format_options(seed, options)) == (seed, options)
+    assert again.options.faults == gpu.options.faults
 
 
-KNOWN = ", ".join(f"simulated:{name}" for name in CATALOGUE)
+KNOWN = ", ".join(f"simulated:{name}" for name in CATALOG)
 SHARE = "a noise: write a share from 0 to 0.2, such as 0.01"
 FAULTS = "not-permitted, not-supported:energy, lost@30s, lost@200calls, throttled@30s-60s, counter-stuck@30s"
 
@@ -143,7 +145,9 @@ def test_what_cannot_be_opened_is_refused_with_what_can(which: str, wrong: str |
 @pytest.mark.parametrize(("clock_mhz", "nearest"), [(1000, 1005), (1500, 1410), (0, 210)])
 def test_an_unsupported_clock_is_refused_with_the_nearest(clock_mhz: int, nearest: int):
     gpu = SimulatedGpu(A100)
-    with pytest.raises(GpuError, match=f"cannot run at {clock_mhz} MHz; the nearest supported clock is {nearest} MHz"):
+    with pytest.raises(
+        GpuError, match=f"lock its SM clock at {clock_mhz} MHz; the nearest supported clock is {nearest} MHz"
+    ):
         gpu.set_clock_mhz(clock_mhz)
     assert gpu.locked_mhz is None
 
@@ -151,7 +155,7 @@ def test_an_unsupported_clock_is_refused_with_the_nearest(clock_mhz: int, neares
 @pytest.mark.parametrize("limit_w", [99.0, 401.0, math.nan])
 def test_a_power_limit_out_of_range_is_refused_with_the_range(limit_w: float):
     gpu = SimulatedGpu(A100)
-    with pytest.raises(GpuError, match=f"cannot be limited to {limit_w:g} W; give a limit from 100 to 400 W"):
+    with pytest.raises(GpuError, match=f"cannot set its power limit to {limit_w:g} W; choose 100 to 400 W"):
         gpu.set_power_limit_w(limit_w)
     assert gpu.power_limit_w() == 400.0
 
@@ -165,39 +169,12 @@ def test_a_power_limit_holds_until_it_is_reset():
 
 
 def test_without_a_lock_the_highest_clock_runs():
-    gpu = SimulatedGpu(A100, conditions=EXACT)
+    gpu = SimulatedGpu(A100, options=EXACT)
     gpu.set_clock_mhz(210)
     gpu.reset_clocks()
     gpu.wait(0.01)
     time_s, _ = spent(gpu, lambda: gpu.run(DENSE))
     assert time_s == pytest.approx(A100.load(DENSE).time_s(1410))
-
-
-def test_a_locked_clock_holds_inside_the_block_only():
-    gpu = SimulatedGpu(A100)
-    with locked_clock(gpu, 900):
-        assert gpu.locked_mhz == 900
-    assert gpu.locked_mhz is None
-
-
-@pytest.mark.parametrize("exception", [RuntimeError, KeyboardInterrupt])
-def test_clocks_are_reset_when_the_block_raises(exception: type[BaseException]):
-    gpu = SimulatedGpu(A100)
-    with pytest.raises(exception), locked_clock(gpu, 900):
-        raise exception
-    assert gpu.locked_mhz is None
-
-
-def test_clocks_are_reset_when_the_call_that_locks_them_is_interrupted():
-    class Interrupted(SimulatedGpu):
-        def set_clock_mhz(self, clock_mhz: int) -> None:
-            super().set_clock_mhz(clock_mhz)
-            raise KeyboardInterrupt
-
-    gpu = Interrupted(A100)
-    with pytest.raises(KeyboardInterrupt), locked_clock(gpu, 900):
-        pass
-    assert gpu.locked_mhz is None
 
 
 def test_setting_takes_as_long_as_was_measured():
@@ -211,7 +188,7 @@ def test_setting_takes_as_long_as_was_measured():
 
 
 def test_the_clock_follows_a_little_after_the_call():
-    gpu = SimulatedGpu(A100, conditions=EXACT)
+    gpu = SimulatedGpu(A100, options=EXACT)
     gpu.set_clock_mhz(1200)
     gpu.wait(1.0)
     gpu.set_clock_mhz(600)
@@ -236,7 +213,7 @@ def test_calls_to_the_gpus_of_a_node_wait_for_each_other():
 def test_calls_of_a_node_never_overlap_and_each_takes_the_first_gap(calls: list[tuple[float, float]]):
     node, taken = Node(), []
     for now_s, duration_s in calls:
-        end_s = node.call_s(now_s, duration_s)
+        end_s = node.call_end_s(now_s, duration_s)
         start_s = end_s - duration_s
         assert start_s >= now_s - 1e-9
         assert all(start_s >= end - 1e-9 or end_s <= start + 1e-9 for start, end in taken)
@@ -253,7 +230,7 @@ def test_calls_of_a_node_never_overlap_and_each_takes_the_first_gap(calls: list[
 
 @given(models, st.integers(), conditions, st.lists(st.tuples(works, st.integers(1, 4)), max_size=5))
 def test_time_rises_and_the_energy_counter_never_falls(
-    model: GpuModel, seed: int, options: Conditions, jobs: list[tuple[OpCost, int]]
+    model: GpuModel, seed: int, options: SimulationOptions, jobs: list[tuple[OpCost, int]]
 ):
     gpu = SimulatedGpu(model, seed, replace(options, fault=()))
     for work, repetitions in jobs:
@@ -265,7 +242,7 @@ def test_time_rises_and_the_energy_counter_never_falls(
 
 @given(models, works, st.integers(), st.data())
 def test_average_power_lies_between_static_and_limit(model: GpuModel, work: OpCost, seed: int, data: st.DataObject):
-    gpu = SimulatedGpu(model, seed, Conditions(step_s=0.0, drift=0.0))
+    gpu = SimulatedGpu(model, seed, SimulationOptions(step_s=0.0, drift=0.0))
     gpu.set_clock_mhz(data.draw(st.sampled_from(model.clocks_mhz)))
     gpu.set_power_limit_w(limit_w := data.draw(st.floats(*model.power_limits_w)))
     gpu.wait(0.01)
@@ -275,7 +252,7 @@ def test_average_power_lies_between_static_and_limit(model: GpuModel, work: OpCo
 
 @given(models, works, st.data())
 def test_without_noise_it_does_what_the_physics_say(model: GpuModel, work: OpCost, data: st.DataObject):
-    gpu, load = SimulatedGpu(model, conditions=EXACT), model.load(work)
+    gpu, load = SimulatedGpu(model, options=EXACT), model.load(work)
     clock = data.draw(st.sampled_from(model.clocks_mhz))
     gpu.set_clock_mhz(clock)
     gpu.wait(0.01)
@@ -288,7 +265,7 @@ def test_without_noise_it_does_what_the_physics_say(model: GpuModel, work: OpCos
 
 def test_a_load_runs_as_it_is_and_under_a_limit_that_is_set_too():
     load = Load(0.01, 50.0, 80.0, 0.1, 0.05, 900.0, 1e-3, power_limit_w=250.0)
-    gpu = SimulatedGpu(A100, conditions=EXACT)
+    gpu = SimulatedGpu(A100, options=EXACT)
     assert spent(gpu, lambda: gpu.run(load, 10)) == pytest.approx((10 * load.time_s(1410), 10 * load.energy_j(1410)))
     gpu.set_power_limit_w(150.0)
     gpu.wait(0.01)
@@ -305,13 +282,13 @@ def deviations(gpu: SimulatedGpu, repetitions: int, calls: int = 400) -> list[fl
 
 @pytest.mark.parametrize(("repetitions", "expected"), [(1, 0.01), (4, 0.005), (16, 0.0025), (400, 0.0025)])
 def test_noise_falls_with_repetition_but_not_for_ever(repetitions: int, expected: float):
-    found = deviations(SimulatedGpu(A100, conditions=Conditions(drift=0.0)), repetitions)
+    found = deviations(SimulatedGpu(A100, options=SimulationOptions(drift=0.0)), repetitions)
     assert math.sqrt(sum(each**2 for each in found) / len(found)) == pytest.approx(expected, rel=0.15)
     assert max(map(abs, found)) <= 3 * expected
 
 
 def test_noise_does_not_lift_the_power_above_the_limit():
-    gpu = SimulatedGpu(A100, conditions=Conditions(noise=0.05, step_s=0.0, drift=0.0))
+    gpu = SimulatedGpu(A100, options=SimulationOptions(noise=0.05, step_s=0.0, drift=0.0))
     powers_w = []
     for _ in range(100):
         time_s, energy_j = spent(gpu, lambda: gpu.run(DENSE))
@@ -321,7 +298,7 @@ def test_noise_does_not_lift_the_power_above_the_limit():
 
 
 def test_so_many_calls_are_outliers_as_were_asked_for():
-    gpu = SimulatedGpu(A100, conditions=Conditions(noise=0.0, outliers=0.1, drift=0.0))
+    gpu = SimulatedGpu(A100, options=SimulationOptions(noise=0.0, outliers=0.1, drift=0.0))
     odd = [each for each in deviations(gpu, 1, calls=1000) if each > 1e-6]
     assert 70 <= len(odd) <= 130
     assert min(odd) >= 0.05 - 1e-9
@@ -342,7 +319,7 @@ def test_equal_seeds_give_equal_numbers_and_others_do_not():
 @given(st.permutations([(work, clock) for work in (DENSE, MEMORY) for clock in (1410, 900, 600)]))
 def test_noise_follows_from_what_is_run_and_how_often_not_from_what_was_run_between(order: list[tuple[OpCost, int]]):
     def measured(jobs: list[tuple[OpCost, int]]) -> dict[tuple[OpCost, int], tuple[float, float]]:
-        gpu = SimulatedGpu(A100, 3, Conditions(step_s=0.0, drift=0.0))
+        gpu = SimulatedGpu(A100, 3, SimulationOptions(step_s=0.0, drift=0.0))
         found = {}
         for work, clock in jobs:
             gpu.set_clock_mhz(clock)
@@ -368,8 +345,8 @@ def test_the_energy_counter_moves_in_steps():
 
 @given(st.floats(0.01, 0.5), st.integers(0, 100), st.lists(st.floats(1e-3, 2.0), min_size=1, max_size=10))
 def test_the_energy_counter_is_never_more_than_a_step_behind(step_s: float, seed: int, waits_s: list[float]):
-    stepping = SimulatedGpu(A100, seed, Conditions(step_s=step_s, drift=0.0))
-    exact = SimulatedGpu(A100, seed, Conditions(step_s=0.0, drift=0.0))
+    stepping = SimulatedGpu(A100, seed, SimulationOptions(step_s=step_s, drift=0.0))
+    exact = SimulatedGpu(A100, seed, SimulationOptions(step_s=0.0, drift=0.0))
     for wait_s in waits_s:
         for gpu in (stepping, exact):
             gpu.block(wait_s)
@@ -378,7 +355,7 @@ def test_the_energy_counter_is_never_more_than_a_step_behind(step_s: float, seed
 
 
 def test_an_a100_shows_the_power_of_the_moment_and_an_h100_the_average_of_a_second():
-    a100, h100 = (SimulatedGpu(model, conditions=EXACT) for model in (A100, H100))
+    a100, h100 = (SimulatedGpu(model, options=EXACT) for model in (A100, H100))
     for gpu in (a100, h100):
         gpu.block(5.0)
         gpu.wait(0.25)
@@ -389,7 +366,7 @@ def test_an_a100_shows_the_power_of_the_moment_and_an_h100_the_average_of_a_seco
 
 
 def test_it_warms_up_and_then_draws_more():
-    gpu = SimulatedGpu(A100, conditions=Conditions(noise=0.0, step_s=0.0, drift=1.0))
+    gpu = SimulatedGpu(A100, options=SimulationOptions(noise=0.0, step_s=0.0, drift=1.0))
     cold_c = gpu.temperature_c()
     gpu.set_clock_mhz(900)
     windows_j = [spent(gpu, lambda: gpu.run(DENSE, 50))[1] for _ in range(50)]
@@ -416,7 +393,7 @@ def test_a_gpu_in_hot_air_slows_down_so_that_it_gets_no_hotter():
 
 
 def test_throttled_seconds_are_those_in_which_the_limit_held():
-    gpu = SimulatedGpu(A100, conditions=EXACT)
+    gpu = SimulatedGpu(A100, options=EXACT)
     capped_s, _ = spent(gpu, lambda: gpu.run(DENSE, 10))
     gpu.run(MEMORY, 10)
     assert set(gpu.throttled_s()) == set(COUNTED)
@@ -425,7 +402,7 @@ def test_throttled_seconds_are_those_in_which_the_limit_held():
 
 
 def test_waiting_for_a_message_draws_a_little_less_at_a_lower_clock():
-    gpu = SimulatedGpu(A100, conditions=EXACT)
+    gpu = SimulatedGpu(A100, options=EXACT)
     powers_w = {}
     for clock in (1410, 900, 210):
         gpu.set_clock_mhz(clock)
@@ -451,7 +428,7 @@ def test_waiting_for_a_message_draws_a_little_less_at_a_lower_clock():
 )
 def test_nothing_may_be_set_where_it_is_not_permitted(action: Callable[[SimulatedGpu], None]):
     gpu = opened("simulated:a100-sxm?fault=not-permitted")
-    with pytest.raises(GpuNotPermitted, match="does not let this process set anything, as its fault asks; open it"):
+    with pytest.raises(GpuNotPermitted, match="does not let this process set anything, as its fault says; open it"):
         action(gpu)
     gpu.run(DENSE, 10)
     assert gpu.energy_j() > 0
@@ -472,7 +449,7 @@ def test_what_is_not_supported_is_refused_and_nothing_else(missing: str):
     gpu = opened(f"simulated:a100-sxm?fault=not-supported:{missing}")
     for function, reading in READINGS.items():
         if function == missing:
-            with pytest.raises(GpuNotSupported, match=f"does not support {missing}, as its fault asks"):
+            with pytest.raises(GpuNotSupported, match=f"does not support {missing}, as its fault says"):
                 reading(gpu)
         else:
             reading(gpu)
@@ -481,7 +458,7 @@ def test_what_is_not_supported_is_refused_and_nothing_else(missing: str):
 def test_a_gpu_is_lost_at_its_moment_even_in_the_middle_of_work():
     gpu = opened("simulated:a100-sxm?fault=lost@30s")
     gpu.run(DENSE, 100)
-    with pytest.raises(GpuLost, match="simulated a100-sxm is lost: it fell off the bus, as its fault asks"):
+    with pytest.raises(GpuLost, match="simulated a100-sxm is lost: it fell off the bus, as its fault says"):
         gpu.run(DENSE, 1000)
     assert gpu.now_s() == pytest.approx(30.0)
     for use in (*READINGS.values(), lambda gpu: gpu.run(DENSE), lambda gpu: gpu.wait(1.0), SimulatedGpu.reset_clocks):
@@ -597,7 +574,7 @@ def test_a_slowed_gpu_takes_so_many_times_as_long_at_the_same_power(
     clock = data.draw(st.sampled_from(model.clocks_mhz))
     spans = []
     for times in (1.0, slower):
-        gpu = SimulatedGpu(model, conditions=replace(EXACT, slower=times))
+        gpu = SimulatedGpu(model, options=replace(EXACT, slower=times))
         gpu.set_clock_mhz(clock)
         gpu.wait(0.01)
         spans.append(spent(gpu, lambda gpu=gpu: gpu.run(work)))  # type: ignore[misc]

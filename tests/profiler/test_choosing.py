@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from perseus_planner.gpu.simulated.catalog import CATALOGUE
+from perseus_planner.gpu.simulated.catalog import CATALOG
 from perseus_planner.gpu.simulated.model import OpCost
 from perseus_planner.profiler.choosing import _RISES, MOST_SETTINGS, _improvement, descent, next_setting
 from perseus_planner.profiles.measurement import Evidence, Measurement
@@ -30,7 +30,7 @@ def chosen(settings: tuple[int, ...], rows: dict[str, dict[int, Measurement]], w
 
 def modelled(name: str, work: OpCost) -> dict[int, Measurement]:
     """What a simulated GPU does, without noise."""
-    model = CATALOGUE[name]
+    model = CATALOG[name]
     load = model.load(work)
     rows = {}
     for clock in model.clocks_mhz:
@@ -42,11 +42,11 @@ def modelled(name: str, work: OpCost) -> dict[int, Measurement]:
     return rows
 
 
-@pytest.mark.parametrize("name", CATALOGUE)
+@pytest.mark.parametrize("name", CATALOG)
 @pytest.mark.parametrize("intensity", [1e4, 700, 100, 10])
 def test_few_clocks_hold_the_hull_of_every_simulated_gpu(name: str, intensity: float):
     rows = modelled(name, OpCost(flops=1e12, bytes=1e12 / intensity))
-    settings = CATALOGUE[name].clocks_mhz
+    settings = CATALOG[name].clocks_mhz
     order = chosen(settings, {"F": rows})
     assert len(order) <= MOST_SETTINGS
     assert order[0] == settings[0]
@@ -58,7 +58,7 @@ def test_few_clocks_hold_the_hull_of_every_simulated_gpu(name: str, intensity: f
 
 def test_chosen_clocks_lose_less_than_as_many_evenly_apart():
     chosen_losses, even_losses = [], []
-    for name, model in CATALOGUE.items():
+    for name, model in CATALOG.items():
         for intensity in (1e4, 700, 100):
             rows, settings = modelled(name, OpCost(flops=1e12, bytes=1e12 / intensity)), model.clocks_mhz
             last = len(settings) - 1
@@ -139,7 +139,7 @@ def test_a_dip_that_a_lower_clock_shows_is_looked_for_above_it():
 
 def test_what_was_measured_before_decides_not_its_order():
     rows = modelled("a100-sxm", OpCost(flops=1e13, bytes=1e10))
-    settings = CATALOGUE["a100-sxm"].clocks_mhz
+    settings = CATALOG["a100-sxm"].clocks_mhz
     order = chosen(settings, {"F": rows})
     for count in range(1, len(order)):
         seen = {setting: rows[setting] for setting in sorted(order[:count])}

@@ -27,12 +27,13 @@ import sys, time
 from pathlib import Path
 from perseus_planner.gpu import open_gpu
 from perseus_planner.gpu.lease.lease import held
-from perseus_planner.gpu.read_through import ReadThrough
+from perseus_planner.gpu.dry_run import DryRunGpu
 from perseus_planner.profiler.profiling import SweepSettings, assembled, forget_rows, measure_stage, rows_path
 from perseus_planner.profiler.stage import Stage, Timed
 
-class InVirtualTime(ReadThrough):
-    text, spent_s, spent_j = "nvml:0", 0.0, 0.0
+class InVirtualTime(DryRunGpu):
+    spent_s, spent_j = 0.0, 0.0
+    def warnings(self): return self._gpu.warnings()
     def now_s(self): return self.spent_s
     def energy_j(self): return self.spent_j // 10 * 10
     def wait(self, duration_s): self.spend(duration_s, 60.0)

@@ -13,14 +13,17 @@ from replay_gpu import ReplayGpu
 
 from perseus_planner import __version__, schedules, solve
 from perseus_planner.errors import GpuError, GpuNotPermitted, ProfileError, UsageError
-from perseus_planner.gpu.simulated.simulated import CATALOGUE, NOISE, Conditions, OpCost, SimulatedGpu
+from perseus_planner.gpu.simulated.catalog import CATALOG
+from perseus_planner.gpu.simulated.gpu import SimulatedGpu
+from perseus_planner.gpu.simulated.model import OpCost
+from perseus_planner.gpu.simulated.options import NOISE, SimulationOptions
 from perseus_planner.profiler.profiling import StageRows, SweepSettings, assembled, measure_stage
 from perseus_planner.profiler.simulated_pipeline import sweep_simulated
 from perseus_planner.profiler.stage import Stage, Timed
 from perseus_planner.profiles.measurement import Measurement
 from perseus_planner.profiles.profiles import Profile
 
-A100 = CATALOGUE["a100-sxm"]
+A100 = CATALOG["a100-sxm"]
 WORK = OpCost(flops=1e13, bytes=1e10)
 QUICK = SweepSettings(window_s=1.0, cool_down_s=0.0)
 OBSERVED = SweepSettings(control="observed")
@@ -33,7 +36,7 @@ def profile() -> Profile:
 
 def quiet(**options: object) -> SimulatedGpu:
     """A simulated GPU without noise."""
-    return SimulatedGpu(A100, conditions=Conditions(noise=0, drift=0, **options))  # type: ignore[arg-type]
+    return SimulatedGpu(A100, options=SimulationOptions(noise=0, drift=0, **options))  # type: ignore[arg-type]
 
 
 def stage_of(gpu: SimulatedGpu, work: OpCost = WORK) -> Stage:
@@ -122,7 +125,7 @@ def test_a_full_sweep_measures_every_clock_from_the_top_down():
 @pytest.mark.parametrize("name", ["a100-sxm", "h100-sxm", "a40"])
 def test_plans_from_few_clocks_cost_hardly_more_than_plans_from_all(name: str):
     works = [OpCost(1.17e13, 1.3e10), OpCost(1.17e13, 1.28e10), OpCost(1.38e13, 1.7e10)]
-    model = CATALOGUE[name]
+    model = CATALOG[name]
     adaptive, full = [], {}
     for number, work in enumerate(works):
         gpu = SimulatedGpu(model, number)

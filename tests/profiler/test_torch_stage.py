@@ -10,7 +10,10 @@ import pytest
 
 from perseus_planner.errors import UsageError
 from perseus_planner.gpu import open_gpu
-from perseus_planner.gpu.simulated.simulated import CATALOGUE, Conditions, OpCost, SimulatedGpu
+from perseus_planner.gpu.simulated.catalog import CATALOG
+from perseus_planner.gpu.simulated.gpu import SimulatedGpu
+from perseus_planner.gpu.simulated.model import OpCost
+from perseus_planner.gpu.simulated.options import SimulationOptions
 from perseus_planner.profiler.modules.torch_stage import callables_stage, torch_stage
 from perseus_planner.profiler.stage import Stage
 from perseus_planner.training.op_cost import counted
@@ -34,7 +37,7 @@ class Recorder(SimulatedGpu):
     """A simulated GPU that notes the work that it is given."""
 
     def __init__(self) -> None:
-        super().__init__(CATALOGUE["a100-sxm"], conditions=Conditions(noise=0.0))
+        super().__init__(CATALOG["a100-sxm"], options=SimulationOptions(noise=0.0))
         self.works: list[Any] = []
 
     def run(self, work: Any, repetitions: int = 1) -> None:

@@ -14,7 +14,10 @@ from hypothesis import strategies as st
 from replay_gpu import ReplayGpu
 
 from perseus_planner.errors import GpuError
-from perseus_planner.gpu.simulated.simulated import CATALOGUE, Conditions, OpCost, SimulatedGpu
+from perseus_planner.gpu.simulated.catalog import CATALOG
+from perseus_planner.gpu.simulated.gpu import SimulatedGpu
+from perseus_planner.gpu.simulated.model import OpCost
+from perseus_planner.gpu.simulated.options import SimulationOptions
 from perseus_planner.profiler.counter import EnergyCounter
 from perseus_planner.profiler.estimates import Window, less, without_outliers
 from perseus_planner.profiler.stage import Alone
@@ -90,7 +93,7 @@ def test_the_step_of_the_counter_is_found(step_s: float):
 
 
 def test_a_counter_that_stands_still_is_an_error():
-    gpu = SimulatedGpu(CATALOGUE["a100-sxm"], conditions=Conditions(fault=("counter-stuck@1s",)))
+    gpu = SimulatedGpu(CATALOG["a100-sxm"], options=SimulationOptions(fault=("counter-stuck@1s",)))
     with pytest.raises(GpuError, match=r"energy counter has stood at .* for 5 s.*planner doctor"):
         Windows(gpu, lambda: None, Alone(), 5.0, 0.0).row(lambda n: gpu.run(WORK, n), 1410, Random(0))
 
@@ -226,7 +229,7 @@ def test_windows_that_are_all_alike_but_for_a_little_are_no_outliers():
 
 def hot(*spans: str) -> SimulatedGpu:
     faults = tuple(f"throttled@{span}" for span in spans)
-    return SimulatedGpu(CATALOGUE["a100-sxm"], conditions=Conditions(noise=0, drift=0, fault=faults))
+    return SimulatedGpu(CATALOG["a100-sxm"], options=SimulationOptions(noise=0, drift=0, fault=faults))
 
 
 def row_on(gpu: SimulatedGpu, work: OpCost = WORK) -> Measurement:
@@ -247,7 +250,7 @@ def test_a_row_of_a_gpu_that_is_always_too_hot_says_so():
 
 
 def test_a_power_cap_is_written_down_and_no_reason_to_measure_again():
-    gpu = SimulatedGpu(CATALOGUE["a100-sxm"], conditions=Conditions(noise=0, drift=0))
+    gpu = SimulatedGpu(CATALOG["a100-sxm"], options=SimulationOptions(noise=0, drift=0))
     row = Windows(gpu, lambda: None, Alone(), 5.0, 5.0).row(lambda n: gpu.run(WORK, n), 1410, Random(0))
     evidence = evidence_of(row)
     assert evidence.throttle == ("sw-power-cap",)
@@ -269,7 +272,7 @@ def test_a_gpu_that_got_hot_is_let_cool_for_a_limited_time(monkeypatch: pytest.M
 
 
 def test_the_gpu_is_warm_before_the_first_row():
-    gpu = SimulatedGpu(CATALOGUE["a100-sxm"])
+    gpu = SimulatedGpu(CATALOG["a100-sxm"])
     windows = Windows(gpu, lambda: None, Alone(), 5.0, 5.0)
     cold_c = gpu.temperature_c()
     windows.warm_through(lambda n: gpu.run(WORK, n))

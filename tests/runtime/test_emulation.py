@@ -14,7 +14,7 @@ import pytest
 from perseus_planner import Profile
 from perseus_planner.errors import UsageError
 from perseus_planner.gpu import open_gpu
-from perseus_planner.gpu.simulated.emulated import EmulatedGpu, opened
+from perseus_planner.gpu.simulated.emulated import EmulatedGpu, open_emulated
 from perseus_planner.gpu.torch_device import gpu_text
 from perseus_planner.profiler.modules.torch_stage import torch_stage
 from perseus_planner.runtime.emulation import emulated, emulated_stage
@@ -39,7 +39,7 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def gpu() -> Iterator[EmulatedGpu]:
-    with closing(opened("a100-sxm/0?slower=200000")) as found:
+    with closing(open_emulated("a100-sxm/0?slower=200000")) as found:
         yield found
 
 
@@ -228,7 +228,7 @@ def test_a_stage_that_fails_leaves_the_next_microbatch_as_it_was(gpu: EmulatedGp
 def test_without_a_number_it_is_the_gpu_of_the_local_rank(monkeypatch: pytest.MonkeyPatch):
     cpu, text = torch.device("cpu"), "emulated:a100-sxm?slower=2000"
     monkeypatch.delenv("LOCAL_RANK", raising=False)
-    with pytest.raises(UsageError, match="there is no LOCAL_RANK to tell; start this with torchrun, or write a number"):
+    with pytest.raises(UsageError, match="LOCAL_RANK is not set; start this with torchrun, or write a number"):
         gpu_text(text, cpu)
     monkeypatch.setenv("LOCAL_RANK", "3")
     assert gpu_text(text, cpu) == "emulated:a100-sxm/3?slower=2000"

@@ -116,7 +116,7 @@ def survived(tmp_path_factory: pytest.TempPathFactory) -> Said:
     [
         ("killed", "the clock controller of this node has ended; what it had set is reset by its guardian"),
         ("stopped", "the clock controller gave no sign of life for 0.5 s and is ended"),
-        ("lost", "simulated a100-sxm is lost: it fell off the bus, as its fault asks"),
+        ("lost", "simulated a100-sxm is lost: it fell off the bus, as its fault says"),
         ("slow", "GPU emulated:a100-sxm/"),
         ("fault", "a fault of the planner, please report it: ValueError: a test breaks it"),
     ],

@@ -23,7 +23,7 @@ from launching import deepspeed, said_by, torchrun
 from planner_processes import CONTROLLER, GUARDIAN, has_not_ended, planner_processes
 
 from perseus_planner.gpu.lease.lease import recover
-from perseus_planner.gpu.simulated.emulated import opened
+from perseus_planner.gpu.simulated.emulated import open_emulated
 
 pytest.importorskip("torch")
 
@@ -91,7 +91,7 @@ class Job:
 def job(folder: Path, launcher: int) -> Iterator[Job]:
     """It is killed on leaving, in the whole."""
     with ExitStack() as stack:
-        begun = Job(folder, launcher, [stack.enter_context(closing(opened(text))) for text in GPUS])
+        begun = Job(folder, launcher, [stack.enter_context(closing(open_emulated(text))) for text in GPUS])
         try:
             yield begun
         finally:

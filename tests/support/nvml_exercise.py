@@ -15,7 +15,7 @@ READINGS: dict[str, tuple[Callable[[Gpu], Any], Callable[[Any], bool]]] = {
     "uuid": (lambda gpu: gpu.uuid, lambda uuid: len(uuid) > 0),
     "name": (lambda gpu: gpu.name, lambda name: len(name.strip()) > 0),
     "driver": (lambda gpu: gpu.driver, lambda version: len(version.strip()) > 0),
-    "notices": (lambda gpu: gpu.notices(), lambda said: all(len(each) > 20 for each in said)),
+    "warnings": (lambda gpu: gpu.warnings(), lambda said: all(len(each) > 20 for each in said)),
     "supported_clocks_mhz": (
         lambda gpu: gpu.supported_clocks_mhz,
         lambda clocks: len(clocks) > 0 and clocks[-1] > 0 and sorted(set(clocks), reverse=True) == list(clocks),

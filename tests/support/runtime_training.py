@@ -18,7 +18,7 @@ from schedule_engines import TORCH
 from torch import nn
 from torch.distributed import pipelining
 
-from perseus_planner.gpu import opened
+from perseus_planner.gpu import open_gpu
 from perseus_planner.gpu.simulated.emulated import EmulatedGpu
 from perseus_planner.gpu.torch_device import gpu_text
 from perseus_planner.plans.plan import Plan
@@ -98,7 +98,7 @@ class Watch:
     """
 
     def __init__(self, gpu: str = GPU) -> None:
-        found = opened(gpu_text(gpu, torch.device("cpu")))
+        found = open_gpu(gpu_text(gpu, torch.device("cpu")))
         assert isinstance(found, EmulatedGpu)
         self.gpu = found
         self.planned: Callable[[], Plan | None] | None = None

@@ -248,13 +248,13 @@ def test_a_plan_of_one_clock_changes_none():
 def test_a_profile_shows_its_evidence_and_what_a_reader_must_know():
     hot = Evidence(1290.5, 0.002, 0.75, 3, 88.0, ("sw-power-cap", "hw-thermal"))
     rows = (replace(FORWARD[0], evidence=hot), FORWARD[1])
-    conditions = {"driver": "570", "notices": "MIG is on: turn it off", "measured while too hot": "F at 1400 MHz"}
+    conditions = {"driver": "570", "warnings": "MIG is on: turn it off", "measured while too hot": "F at 1400 MHz"}
     profile = replace(PROFILE, measurements={**CURVES, (0, "F"): rows}, control="power-limit", conditions=conditions)
     assert (
         profile_text(summarize_profile(profile))
         == """\
 Profile of 2 stages, test GPU (measured; power limits were set); blocking power 100.00 W
-Notices: MIG is on: turn it off
+Warnings: MIG is on: turn it off
 Measured while too hot: F at 1400 MHz
 
 stage  computation  clocks             W             seconds              joules  time +- %  energy +- %  throttled

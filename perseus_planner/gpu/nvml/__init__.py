@@ -1,1 +1,1 @@
-"""NVIDIA's management library (NVML): which GPU, calls and their errors, what to know of a GPU."""
+"""NVML, NVIDIA's management library: `gpu` and `cuda` open GPUs, `discovery` lists those of the node."""

@@ -1,8 +1,8 @@
-"""GPUs by the number that CUDA gives them here, read and set through NVML.
+"""GPUs named by their CUDA ordinal in this process, read and set through NVML.
 
-CUDA's ordinals follow CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER; NVML's indices heed neither. So the CUDA driver is
-asked for the UUID. Asking initialises the driver in this process, as the first use of CUDA does: later changes of those
-variables have no effect in it, and children forked from it cannot use CUDA.
+CUDA ordinals depend on CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER, NVML indices do not, so the CUDA driver is asked for
+the UUID. This initialises the driver in this process, as the first use of CUDA does: later changes of those variables
+have no effect, and forked children cannot use CUDA.
 """
 
 from __future__ import annotations
@@ -14,29 +14,29 @@ import uuid
 from typing import Any
 
 from perseus_planner.errors import GpuError, GpuNotSupported
-from perseus_planner.gpu.nvml import gpu as nvml
 from perseus_planner.gpu.nvml.discovery import visible_gpus
+from perseus_planner.gpu.nvml.gpu import NvmlGpu, open_nvml
 
 _NO_DEVICE = 100
 
 
-def opened(which: str) -> nvml.NvmlGpu:
-    """The GPU whose CUDA ordinal in this process's environment is `which`.
+def open_cuda(which: str) -> NvmlGpu:
+    """Open the GPU whose CUDA ordinal in this process is `which`.
 
     Raises:
-        GpuError: no CUDA driver, no such ordinal, or NVML cannot open that GPU.
-        GpuNotSupported: CUDA's device is a MIG instance.
+        GpuError: If there is no CUDA driver or no such ordinal, or NVML cannot open the GPU.
+        GpuNotSupported: If the CUDA device is a MIG instance.
     """
     if not re.fullmatch("[0-9]{1,4}", which):
-        raise GpuError(f"cuda:{which}: {which!r} is no CUDA ordinal; write cuda:0, or nvml: and a UUID")
-    found = _uuid(int(which))
-    if f"GPU-{found}" not in {gpu.text.removeprefix("nvml:") for gpu in visible_gpus()}:
+        raise GpuError(f"cuda:{which}: {which!r} is not a CUDA ordinal; write cuda:0, or nvml: and a UUID")
+    device = _uuid(int(which))
+    if f"nvml:GPU-{device}" not in {gpu.text for gpu in visible_gpus()}:
         raise GpuNotSupported(
-            f"cuda:{which}: CUDA's device has UUID {found}, which is none of the GPUs that NVML shows; if it is a MIG "
-            "instance, its clock is the whole GPU's: turn MIG off (`nvidia-smi -mig 0`)"
+            f"cuda:{which}: NVML shows no GPU with the UUID of this CUDA device, {device}; if it is a MIG instance, "
+            "it has no clock of its own: turn MIG off (`nvidia-smi -mig 0`)"
         )
-    gpu = nvml.opened(f"GPU-{found}")
-    if gpu.mig_on:  # an old CUDA driver tells the UUID of the whole GPU, of which it shows but an instance
+    gpu = open_nvml(f"GPU-{device}")
+    if gpu.is_mig_on:  # old CUDA drivers return the UUID of the whole GPU for an instance of it
         gpu.close()
         raise GpuNotSupported(
             f"cuda:{which}: MIG is on, so that CUDA shows an instance of {gpu.text}, which has no clock of its own; "
@@ -46,22 +46,22 @@ def opened(which: str) -> nvml.NvmlGpu:
 
 
 def _uuid(ordinal: int) -> uuid.UUID:
-    """The UUID of a CUDA device, without the prefix that NVML gives it."""
+    """Return the UUID of a CUDA device."""
     driver = _driver()
-    count, device, found = ctypes.c_int(), ctypes.c_int(), (ctypes.c_ubyte * 16)()
+    count, device, raw = ctypes.c_int(), ctypes.c_int(), (ctypes.c_ubyte * 16)()
     code = driver.cuInit(0)
     if code != _NO_DEVICE:
         _check(code, f"cuda:{ordinal}", "cuInit")
         _check(driver.cuDeviceGetCount(ctypes.byref(count)), f"cuda:{ordinal}", "cuDeviceGetCount")
     if ordinal >= count.value:
         raise GpuError(
-            f"cuda:{ordinal}: CUDA shows {_number_of_gpus(count.value)} here{_visible()}; see `planner doctor`"
+            f"cuda:{ordinal}: CUDA shows {_listed(count.value)} here{_visible_devices()}; see `planner doctor`"
         )
     _check(driver.cuDeviceGet(ctypes.byref(device), ordinal), f"cuda:{ordinal}", "cuDeviceGet")
-    # The newer call tells a MIG instance by a UUID of its own.
+    # The newer function returns a separate UUID for a MIG instance.
     name = "cuDeviceGetUuid_v2" if hasattr(driver, "cuDeviceGetUuid_v2") else "cuDeviceGetUuid"
-    _check(getattr(driver, name)(ctypes.byref(found), device), f"cuda:{ordinal}", name)
-    return uuid.UUID(bytes=bytes(found))
+    _check(getattr(driver, name)(ctypes.byref(raw), device), f"cuda:{ordinal}", name)
+    return uuid.UUID(bytes=bytes(raw))
 
 
 def _driver() -> Any:
@@ -76,7 +76,7 @@ def _driver() -> Any:
     if missing or not (hasattr(driver, "cuDeviceGetUuid_v2") or hasattr(driver, "cuDeviceGetUuid")):
         raise GpuNotSupported(
             f"cuda: libcuda.so.1 has no {', '.join([*missing, 'cuDeviceGetUuid'][:1])}; update the NVIDIA driver, or "
-            "name the GPU by NVML's index or UUID (nvml:)"
+            "name the GPU by its NVML index or UUID (nvml:)"
         )
     return driver
 
@@ -84,16 +84,16 @@ def _driver() -> Any:
 def _check(code: int, who: str, function: str) -> None:
     if code != 0:
         raise GpuError(
-            f"{who}: the CUDA driver answers error {code} to {function}{_visible()}; see that `nvidia-smi` works and "
-            "fits the driver, or name the GPU by NVML's index or UUID (nvml:)"
+            f"{who}: the CUDA driver returns error {code} from {function}{_visible_devices()}; check that `nvidia-smi` "
+            "works and fits the driver, or name the GPU by its NVML index or UUID (nvml:)"
         )
 
 
-def _number_of_gpus(count: int) -> str:
+def _listed(count: int) -> str:
     return {0: "no GPU", 1: "1 GPU, cuda:0"}.get(count, f"{count} GPUs, cuda:0 to cuda:{count - 1}")
 
 
-def _visible() -> str:
-    """What hides or reorders devices from CUDA, for an error."""
+def _visible_devices() -> str:
+    """Return the variable that hides or reorders devices, for an error message."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     return "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible!r})"

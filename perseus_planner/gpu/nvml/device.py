@@ -1,7 +1,7 @@
-"""Calls of NVML on one GPU, whose answers are whole numbers in NVML's units, or an error.
+"""Calls of NVML on one GPU, whose results are whole numbers in NVML's units.
 
-A library may answer that all went well and write nothing, or write what stands for "unknown". Neither is a reading:
-both become `GpuNotSupported`, so that the next way to read the same thing is tried.
+A library may report success and write nothing, or write a number that means "unknown". Both become `GpuNotSupported`,
+so that the next way to read the same quantity is tried.
 """
 
 from __future__ import annotations
@@ -11,51 +11,51 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from perseus_planner.errors import GpuError, GpuLost, GpuNotSupported
-from perseus_planner.gpu.nvml.library import NVML, refusal
+from perseus_planner.gpu.nvml.library import NVML, nvml_error
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-Answer = TypeVar("Answer")
+Result = TypeVar("Result")
 
-MOST_MHZ = 100_000
-"""No clock is above it: a greater number is none."""
+MAX_MHZ = 100_000
+"""Larger numbers cannot be a clock."""
 
 UNKNOWN = (0xFFFFFFFF, 0xFFFFFFFFFFFFFFFF)
-"""What NVML writes where it does not know a number of 32 or 64 bits."""
+"""What NVML writes for an unknown number of 32 or 64 bits."""
 
-_NO_SUCH_FIELD = (2, 3, 6, 13, 25, 26)
-"""Codes by which libraries say that they do not know a field; they differ in that."""
+_UNKNOWN_FIELD = (2, 3, 6, 13, 25, 26)
+"""Return codes of libraries that do not know a field; they differ in which one they use."""
 
 _INTEGERS = {1: "uiVal", 2: "ulVal", 3: "ullVal", 4: "sllVal", 5: "siVal", 6: "usVal"}
-"""Where a field's number lies, by its type. Type 0, a real number, is also that of an entry never written."""
+"""Member that holds a field's number, by type. Type 0, a real number, is also the type of an entry never written."""
 
 
 @dataclass(frozen=True)
 class Quantity:
-    """Something that NVML says as a whole number.
+    """A quantity that NVML returns as a whole number.
 
     Attributes:
-        what: what is done to learn it, for errors: "cannot" stands before it.
-        least: no GPU that works has less.
-        most: none has more.
-        instead: what to do where it is not supported; empty: what suits every quantity.
+        what: What reading it does, for error messages that begin with "cannot".
+        largest: Largest plausible number.
+        smallest: Smallest plausible number.
+        advice: What to do if it is not supported; empty for general advice.
     """
 
     what: str
-    most: int
-    least: int = 1
-    instead: str = ""
+    largest: int
+    smallest: int = 1
+    advice: str = ""
 
 
 class NvmlDevice:
-    """One GPU as NVML sees it; from any thread, and in forked children.
+    """One GPU of NVML, usable from any thread and in forked children.
 
-    Every method raises a `GpuError` that says what was asked, what NVML answered and what to do.
+    Every method raises a `GpuError` that says what was asked, what NVML returned and what to do.
 
     Attributes:
-        uuid: NVML's UUID of it.
-        who: how errors call it; the text that opens it.
+        uuid: The GPU's UUID.
+        who: Text that opens the GPU, which begins each error message.
     """
 
     def __init__(self, uuid: str, handle: Any) -> None:
@@ -64,79 +64,80 @@ class NvmlDevice:
         self._handle, self._generation = handle, NVML.generation
         self._lock = threading.Lock()
 
-    def call(self, function: str, *arguments: Any, what: str, instead: str = "") -> Any:
-        """What the binding's `function` returns for this GPU; `what` and `instead` as in `Nvml.call`."""
-        return NVML.call(function, self._current_handle(), *arguments, who=self.who, what=what, instead=instead)
+    def call(self, function: str, *arguments: Any, what: str, advice: str = "") -> Any:
+        """Call a function of the binding on this GPU; see `Nvml.call`."""
+        return NVML.call(function, self._current_handle(), *arguments, who=self.who, what=what, advice=advice)
 
     def text(self, function: str, what: str) -> str:
-        """A text that is not empty."""
-        said = self.call(function, what=what)
-        text = (said.decode(errors="replace") if isinstance(said, bytes) else str(said)).strip()
+        """Return a text, which is not empty."""
+        value = self.call(function, what=what)
+        text = (value.decode(errors="replace") if isinstance(value, bytes) else str(value)).strip()
         if not text:
-            raise self.no_reading(what, "an empty text", function)
+            raise self.implausible(what, "an empty text", function)
         return text
 
     def number(self, quantity: Quantity, function: str, *arguments: int) -> int:
-        """A number that the quantity can have."""
-        value = int(self.call(function, *arguments, what=quantity.what, instead=quantity.instead))
+        """Return a plausible number of the quantity."""
+        value = int(self.call(function, *arguments, what=quantity.what, advice=quantity.advice))
         return self._plausible(quantity, value, function)
 
-    def number_of_field(self, quantity: Quantity, field: int, scope: int = 0) -> int:
-        """The same from a field value; scope 0 is the GPU, 1 the module of a GPU and its CPU."""
-        # Scope 0 is not spelt out: older versions of the binding know no scopes.
+    def field_number(self, quantity: Quantity, field: int, scope: int = 0) -> int:
+        """Return a plausible number from a field; scope 0 is the GPU, 1 the module of a GPU and its CPU."""
+        # Scope 0 is left out: older versions of the binding know no scopes.
         (value,) = self.fields([(field, scope) if scope else field], quantity.what)
         return self._plausible(quantity, value, f"field {field} of nvmlDeviceGetFieldValues")
 
-    def clocks(self, function: str, *arguments: int, what: str, instead: str) -> tuple[int, ...]:
-        """A list of clocks, MHz, highest first, each once: the order of NVML's lists is not specified."""
-        listed = self.call(function, *arguments, what=what, instead=instead)
-        clocks = tuple(sorted({int(clock) for clock in listed if 0 < clock <= MOST_MHZ}, reverse=True))
+    def clocks(self, function: str, *arguments: int, what: str, advice: str) -> tuple[int, ...]:
+        """Return a list of clocks without duplicates, highest first, MHz: NVML specifies no order."""
+        listed = self.call(function, *arguments, what=what, advice=advice)
+        clocks = tuple(sorted({int(clock) for clock in listed if 0 < clock <= MAX_MHZ}, reverse=True))
         if not clocks:
-            raise GpuNotSupported(f"{self.who}: cannot {what}: {function} lists none; {instead}")
+            raise GpuNotSupported(f"{self.who}: cannot {what}: {function} returns an empty list; {advice}")
         return clocks
 
     def fields(self, fields: Sequence[int | tuple[int, int]], what: str) -> list[int]:
-        """The numbers of some fields, each a field or (field, scope), read in one call."""
-        return [self._written(entry, what) for entry in self.call("nvmlDeviceGetFieldValues", list(fields), what=what)]
+        """Return the numbers of several fields, each a field or (field, scope), from one call."""
+        entries = self.call("nvmlDeviceGetFieldValues", list(fields), what=what)
+        return [self._field_number(entry, what) for entry in entries]
 
-    def no_reading(self, what: str, said: str, function: str) -> GpuNotSupported:
-        """The error for an answer that is none."""
+    def implausible(self, what: str, value: str, function: str) -> GpuNotSupported:
+        """Return the error for an implausible value."""
         return GpuNotSupported(
-            f"{self.who}: cannot {what}: NVML answers {said} to {function}, which is no reading; update the NVIDIA "
-            "driver, and see which libnvidia-ml.so.1 is loaded"
+            f"{self.who}: cannot {what}: NVML returns {value} from {function}, which is not plausible; update the "
+            "NVIDIA driver, and check which libnvidia-ml.so.1 is loaded"
         )
 
     def _plausible(self, quantity: Quantity, value: int, function: str) -> int:
-        if not quantity.least <= value <= quantity.most or value in UNKNOWN:
-            raise self.no_reading(quantity.what, str(value), function)
+        if not quantity.smallest <= value <= quantity.largest or value in UNKNOWN:
+            raise self.implausible(quantity.what, str(value), function)
         return value
 
-    def _written(self, entry: Any, what: str) -> int:
-        """The number in one entry of field values, which has a return code of its own."""
-        asked = f"field {entry.fieldId} of nvmlDeviceGetFieldValues"
+    def _field_number(self, entry: Any, what: str) -> int:
+        """Return the number in one entry of field values, which has a return code of its own."""
+        function = f"field {entry.fieldId} of nvmlDeviceGetFieldValues"
         if entry.nvmlReturn != 0:
-            error = refusal(entry.nvmlReturn, "no value", asked, self.who, what)
-            raise GpuNotSupported(str(error)) if entry.nvmlReturn in _NO_SUCH_FIELD else error
+            error = nvml_error(entry.nvmlReturn, "no value", function, self.who, what)
+            raise GpuNotSupported(str(error)) if entry.nvmlReturn in _UNKNOWN_FIELD else error
         member = _INTEGERS.get(entry.valueType)
         number = int(getattr(entry.value, member)) if member else None
         if number is None or number in UNKNOWN:
-            raise self.no_reading(what, "nothing" if number is None else hex(number), asked)
+            raise self.implausible(what, "nothing" if number is None else hex(number), function)
         return number
 
     def _current_handle(self) -> Any:
-        NVML.ready()
-        if self._generation != NVML.generation:  # a forked child: handles are of the process that asked for them
+        NVML.ensure_initialised()
+        if self._generation != NVML.generation:  # in a forked child: handles belong to the process that got them
             with self._lock:
                 self._handle = NVML.call("nvmlDeviceGetHandleByUUID", self.uuid, who=self.who, what="find it again")
                 self._generation = NVML.generation
         return self._handle
 
 
-def answer(read: Callable[[], Answer]) -> Answer | None:
-    """What `read` returns; None where NVML has no answer, unless that is since the GPU is lost.
+def read_or_none(read: Callable[[], Result]) -> Result | None:
+    """Return what `read` returns, or None if NVML cannot tell.
 
     Raises:
-        GpuLost: the GPU has fallen off the bus.
+        GpuLost: If the GPU has fallen off the bus.
     """
     try:
         return read()
@@ -146,38 +147,40 @@ def answer(read: Callable[[], Answer]) -> Answer | None:
         return None
 
 
-class Reading:
-    """The first of several ways to read a quantity that the GPU supports, and from then on only that way.
+class FirstSupported:
+    """Reads a quantity by the first function that the GPU supports, and by no other from then on.
 
-    Two ways may count different things, so differences between what they say would mean nothing.
+    Different functions may count differently, so that differences between their results would be meaningless.
 
+    Args:
+        functions: Read the quantity, best first.
     """
 
-    def __init__(self, *ways: Callable[[], int]) -> None:
-        self._ways = ways
-        self._way: Callable[[], int] | None = None
+    def __init__(self, *functions: Callable[[], int]) -> None:
+        self._functions = functions
+        self._supported: Callable[[], int] | None = None
 
     @property
-    def last_way(self) -> bool:
-        """Whether all ways but the last were found not to be supported."""
-        return self._way is self._ways[-1]
+    def uses_last(self) -> bool:
+        """Whether only the last function is supported."""
+        return self._supported is self._functions[-1]
 
     def __call__(self) -> int:
-        """The quantity now.
+        """Read the quantity.
 
         Raises:
-            GpuNotSupported: no way is supported; the text is that of the first.
-            GpuError: as a way raises it.
+            GpuNotSupported: If no function is supported; the text is that of the first.
+            GpuError: As the function raises it.
         """
-        if self._way is not None:
-            return self._way()
+        if self._supported is not None:
+            return self._supported()
         errors = []
-        for way in self._ways:
+        for function in self._functions:
             try:
-                value = way()
+                value = function()
             except GpuNotSupported as error:
                 errors.append(error)
             else:
-                self._way = way
+                self._supported = function
                 return value
         raise errors[0]

@@ -1,4 +1,4 @@
-"""Which GPUs NVML shows on this node, and which of them a text names."""
+"""Finds the GPUs that NVML shows on this node."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from perseus_planner.errors import GpuError, GpuLost, GpuNotSupported
-from perseus_planner.gpu.nvml.device import NvmlDevice, answer
+from perseus_planner.gpu.nvml.device import NvmlDevice, read_or_none
 from perseus_planner.gpu.nvml.library import NVML
 
 _PCI = re.compile(r"(?:([0-9a-f]{4,8}):)?([0-9a-f]{2}:[0-9a-f]{2})(?:\.[0-7])?", re.IGNORECASE)
@@ -25,10 +25,10 @@ class VisibleGpu:
     """A GPU that NVML shows.
 
     Attributes:
-        index: NVML's index of it.
-        text: what opens it; by its index where its UUID cannot be read.
-        name: what its maker calls it; empty where it cannot be read.
-        problem: why it cannot be opened; empty if it can.
+        index: NVML index.
+        text: Text that opens the GPU, with its index if the UUID cannot be read.
+        name: Product name; empty if it cannot be read.
+        problem: Why the GPU cannot be opened; empty if it can.
     """
 
     index: int
@@ -38,24 +38,24 @@ class VisibleGpu:
 
 
 def visible_gpus() -> tuple[VisibleGpu, ...]:
-    """The GPUs that NVML shows on this node, by its indices; those that cannot be opened too.
+    """Return all GPUs that NVML shows on this node, by index, including those that cannot be opened.
 
     Raises:
-        GpuError: NVML is not usable here; the text says what to do.
+        GpuError: If NVML cannot be used here; the text says what to do.
     """
     NVML.acquire()
     try:
-        return tuple(_seen(index) for index in range(_count()))
+        return tuple(_visible_gpu(index) for index in range(_count()))
     finally:
         NVML.release()
 
 
-def selected(which: str) -> NvmlDevice:
-    """The GPU that an index, a UUID, a unique beginning of one, or a PCI bus id names; NVML must be in use.
+def find_device(which: str) -> NvmlDevice:
+    """Return the GPU with an index, a UUID, the unique beginning of one, or a PCI bus id; NVML must be in use.
 
     Raises:
-        GpuError: there is no such GPU, or it cannot be opened.
-        GpuNotSupported: it is a MIG instance or a vGPU.
+        GpuError: If there is no such GPU, or it cannot be opened.
+        GpuNotSupported: If it is a MIG instance or a vGPU.
     """
     if which.upper().startswith("MIG-"):
         raise GpuNotSupported(f"nvml:{which}: {_MIG}")
@@ -66,17 +66,17 @@ def selected(which: str) -> NvmlDevice:
         device = _with_index(which)
     else:
         device = _with_uuid(which)
-    _refuse_vgpu(device)
+    _reject_vgpu(device)
     return device
 
 
-def _seen(index: int) -> VisibleGpu:
+def _visible_gpu(index: int) -> VisibleGpu:
     text, name, problem = f"nvml:{index}", "", ""
     try:
         device = _at(index)
         text = device.who
         name = device.text("nvmlDeviceGetName", "read its name")
-        _refuse_vgpu(device)
+        _reject_vgpu(device)
     except GpuError as error:
         problem = str(error)
     return VisibleGpu(index, text, name, problem)
@@ -84,7 +84,7 @@ def _seen(index: int) -> VisibleGpu:
 
 def _with_index(which: str) -> NvmlDevice:
     if int(which) >= _count():
-        raise _none(which)
+        raise _not_found(which)
     return _at(int(which))
 
 
@@ -94,7 +94,7 @@ def _with_pci(which: str, bus_id: str) -> NvmlDevice:
 
 
 def _with_uuid(which: str) -> NvmlDevice:
-    """By beginning, among those that can be read: a GPU that is lost hides no other."""
+    """Find a GPU by the beginning of its UUID, even if other GPUs cannot be read."""
     found, lost = [], None
     for index in range(_count()):
         try:
@@ -107,12 +107,12 @@ def _with_uuid(which: str) -> NvmlDevice:
             if which and device.uuid.lower().startswith(which.lower()):
                 found.append(device)
     if not found and lost:
-        raise GpuLost(f"nvml:{which}: none of the GPUs that answer; it may be the one that is lost: {lost}")
+        raise GpuLost(f"nvml:{which}: no GPU that responds has this UUID; it may be the one that is lost: {lost}")
     if not found:
-        raise _none(which)
+        raise _not_found(which)
     if len(found) > 1:
-        fits = ", ".join(device.who for device in found)
-        raise GpuError(f"nvml:{which}: several GPUs begin so: {fits}; write more of the UUID")
+        matches = ", ".join(device.who for device in found)
+        raise GpuError(f"nvml:{which}: several GPUs match: {matches}; write more of the UUID")
     return found[0]
 
 
@@ -121,30 +121,31 @@ def _at(index: int) -> NvmlDevice:
 
 
 def _device(which: str, handle: Any) -> NvmlDevice:
-    """The device of a handle; its UUID is what tells it from others, so there is none without."""
+    """Return the device of a handle, which must have a UUID: nothing else identifies it."""
     uuid = NvmlDevice(which, handle).text("nvmlDeviceGetUUID", "read its UUID")
     if uuid.startswith("MIG-"):
         raise GpuNotSupported(f"nvml:{which}: {_MIG}")
     return NvmlDevice(uuid, handle)
 
 
-def _refuse_vgpu(device: NvmlDevice) -> None:
-    if answer(lambda: device.call("nvmlDeviceGetVirtualizationMode", what="read its virtualization mode")) == _VGPU:
+def _reject_vgpu(device: NvmlDevice) -> None:
+    mode = read_or_none(lambda: device.call("nvmlDeviceGetVirtualizationMode", what="read its virtualization mode"))
+    if mode == _VGPU:
         raise GpuNotSupported(
-            f"{device.who}: this is a vGPU, whose clock and power are the host's; run on the host, or have a whole GPU "
-            "passed through to this machine"
+            f"{device.who}: this is a vGPU, whose clock and power belong to the host; run on the host, or have a whole "
+            "GPU passed through to this machine"
         )
 
 
 def _count() -> int:
     count = NVML.call("nvmlDeviceGetCount", who="NVML", what="count the GPUs")
-    if not 0 <= count <= 1024:  # more than any node has
-        raise GpuError(f"NVML: cannot count the GPUs: it answers {count}; see which libnvidia-ml.so.1 is loaded")
+    if not 0 <= count <= 1024:  # no node has more
+        raise GpuError(f"NVML: cannot count the GPUs: it returns {count}; check which libnvidia-ml.so.1 is loaded")
     return int(count)
 
 
-def _none(which: str) -> GpuError:
-    """The error for a GPU that is not there, with those that are."""
+def _not_found(which: str) -> GpuError:
+    """Return the error for a missing GPU, with a list of the GPUs that NVML shows."""
     shown = [f"{gpu.index} {gpu.text.removeprefix('nvml:')} {gpu.name or gpu.problem}" for gpu in visible_gpus()]
     choose = f"choose one of: {'; '.join(shown)}" if shown else "NVML shows none on this node"
     return GpuError(f"nvml:{which}: NVML shows no such GPU; {choose}")

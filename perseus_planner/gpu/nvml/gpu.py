@@ -1,25 +1,25 @@
-"""GPUs through NVML, NVIDIA's management library.
+"""GPUs read and set through NVML, NVIDIA's management library.
 
-What is locked or limited here stays when the process ends: the driver keeps it until it is reset, or unloaded. NVML's
-milliwatts, millijoules and nanoseconds become SI units in this file and nowhere else. Names of calls and numbers of
-fields are those of nvml.h.
+The driver keeps a locked clock or a power limit after the process has ended, until it is reset or the driver unloaded.
+This is the only file that converts NVML's milliwatts, millijoules and nanoseconds to SI units. Names of functions and
+numbers of fields are those of nvml.h.
 """
 
 from __future__ import annotations
 
-import math
 import time
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
-from perseus_planner.errors import GpuError, GpuNotSupported
-from perseus_planner.gpu.nvml.device import MOST_MHZ, NvmlDevice, Quantity, Reading, answer
-from perseus_planner.gpu.nvml.discovery import selected
+from perseus_planner.errors import GpuNotSupported
+from perseus_planner.gpu.nvml.device import MAX_MHZ, FirstSupported, NvmlDevice, Quantity, read_or_none
+from perseus_planner.gpu.nvml.discovery import find_device
 from perseus_planner.gpu.nvml.library import NVML
-from perseus_planner.gpu.nvml.warnings import mig_is_on, notices
+from perseus_planner.gpu.nvml.warnings import find_warnings, is_mig_on
+from perseus_planner.gpu.protocol import ClosedOnExit, check_clock, check_power_limit
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
 _CLOCK_SM, _CLOCK_ID_CURRENT, _TEMPERATURE_GPU = 1, 0, 0
 _SCOPE_MODULE = 1
@@ -33,175 +33,137 @@ _REASON_BITS = {
     0x40: "hw-thermal",
     0x80: "hw-power-brake",
 }
-"""NVML's clocks event reasons that hold a busy GPU back; it has others, for idle GPUs and for displays."""
+"""NVML's clocks event reasons that slow down a busy GPU; the others are about idle GPUs and displays."""
 
 _REASON_FIELDS = {74: "sw-power-cap", 76: "sync-boost", 269: "sw-thermal", 270: "hw-thermal", 271: "hw-power-brake"}
-"""Fields that count the nanoseconds for which a reason has held."""
+"""Fields that count the nanoseconds of each reason."""
 
-_WITHOUT_ENERGY = "without an energy counter there is nothing to plan on: use another GPU, or simulated:"
-_WITHOUT_CLOCKS = (
-    "where clocks cannot be locked, use the power limit as the control, or observe mode, which sets nothing"
-)
-_WITHOUT_LIMIT = (
-    "where the power limit cannot be set, use the SM clock as the control, or observe mode, which sets nothing"
-)
+_WITHOUT_ENERGY = "without an energy counter there is nothing to plan with: use another GPU, or simulated:"
+_WITHOUT_CLOCKS = "if clocks cannot be locked, use the power limit as the control, or set nothing (observe mode)"
+_WITHOUT_LIMIT = "if the power limit cannot be set, use the SM clock as the control, or set nothing (observe mode)"
 
-_MOST_MW = 100_000_000
-"""No board draws 100 kW: a greater number is no power."""
+_MAX_MW = 100_000_000
+"""Larger numbers cannot be a power: no board draws 100 kW."""
 
-_ENERGY_MJ = Quantity("read its energy counter", most=2**63, instead=_WITHOUT_ENERGY)
-_POWER_MW = Quantity("read its power", most=_MOST_MW)
-_LIMIT_MW = Quantity("read its power limit", most=_MOST_MW)
-_DEFAULT_LIMIT_MW = Quantity("read its default power limit", most=_MOST_MW, instead=_WITHOUT_LIMIT)
-_CLOCK_MHZ = Quantity("read its SM clock", most=MOST_MHZ)
-_TEMPERATURE_C = Quantity("read its temperature", most=200)
-_REASONS = Quantity("read why it is throttled", most=2**63, least=0)
+_ENERGY_MJ = Quantity("read its energy counter", largest=2**63, advice=_WITHOUT_ENERGY)
+_POWER_MW = Quantity("read its power", largest=_MAX_MW)
+_LIMIT_MW = Quantity("read its power limit", largest=_MAX_MW)
+_DEFAULT_LIMIT_MW = Quantity("read its default power limit", largest=_MAX_MW, advice=_WITHOUT_LIMIT)
+_CLOCK_MHZ = Quantity("read its SM clock", largest=MAX_MHZ)
+_TEMPERATURE_C = Quantity("read its temperature", largest=200)
+_REASONS = Quantity("read why it is throttled", largest=2**63, smallest=0)
+
+OpenedGpu = TypeVar("OpenedGpu", bound="NvmlReader")
 
 
-class NvmlGpu:
-    """One NVIDIA GPU, read and set through NVML; see `Gpu` for what its methods mean and raise.
+class NvmlReader(ClosedOnExit):
+    """Reads one NVIDIA GPU; a back-end adds how to set it. See `GpuReader` for the members and their errors.
 
-    Attributes:
-        uuid: NVML's UUID of it.
-        text: what opens it again from any process on this node.
+    Args:
+        device: The GPU.
+        text: Text that opens it again in any process of the node.
     """
 
     origin = "measured"
     keeps_settings = True
 
-    def __init__(self, device: NvmlDevice) -> None:
-        """Take over a device, and one use of NVML, which `close` gives back."""
-        self.uuid, self.text = device.uuid, device.who
+    def __init__(self, device: NvmlDevice, text: str) -> None:
+        self.uuid, self.text = device.uuid, text
         self._device = device
-        self._open = True
-        self._clock_touched = self._limit_touched = False
+        self._is_open = True
         self._counted: tuple[int, ...] | None = None
-        number, field = device.number, device.number_of_field
-        self._energy_mj = Reading(
+        number, field = device.number, device.field_number
+        self._energy_mj = FirstSupported(
             lambda: number(_ENERGY_MJ, "nvmlDeviceGetTotalEnergyConsumption"),
             lambda: field(_ENERGY_MJ, _TOTAL_ENERGY),
             lambda: field(_ENERGY_MJ, _ENERGY),
             lambda: field(_ENERGY_MJ, _ENERGY, _SCOPE_MODULE),
         )
-        self._power_mw = Reading(
-            # Of now; the plain call averages over a second on most GPUs since Ampere.
+        self._power_mw = FirstSupported(
+            # Instant power; since Ampere, nvmlDeviceGetPowerUsage is an average over a second on most GPUs.
             lambda: field(_POWER_MW, _POWER_INSTANT),
             lambda: number(_POWER_MW, "nvmlDeviceGetPowerUsage"),
             lambda: field(_POWER_MW, _POWER_INSTANT, _SCOPE_MODULE),
         )
-        self._limit_mw = Reading(
-            # The strictest of all limits; the other call says what was set.
+        self._limit_mw = FirstSupported(
+            # The strictest of all limits; the second function returns the one that was set.
             lambda: number(_LIMIT_MW, "nvmlDeviceGetEnforcedPowerLimit"),
             lambda: number(_LIMIT_MW, "nvmlDeviceGetPowerManagementLimit"),
         )
-        self._clock_mhz = Reading(
+        self._clock_mhz = FirstSupported(
             lambda: number(_CLOCK_MHZ, "nvmlDeviceGetClockInfo", _CLOCK_SM),
             lambda: number(_CLOCK_MHZ, "nvmlDeviceGetClock", _CLOCK_SM, _CLOCK_ID_CURRENT),
         )
-        self._temperature_c = Reading(
+        self._temperature_c = FirstSupported(
             lambda: number(_TEMPERATURE_C, "nvmlDeviceGetTemperatureV", _TEMPERATURE_GPU),
             lambda: number(_TEMPERATURE_C, "nvmlDeviceGetTemperature", _TEMPERATURE_GPU),
         )
-        self._reason_bits = Reading(
+        self._reason_bits = FirstSupported(
             lambda: number(_REASONS, "nvmlDeviceGetCurrentClocksEventReasons"),
             lambda: number(_REASONS, "nvmlDeviceGetCurrentClocksThrottleReasons"),
         )
 
     @cached_property
     def name(self) -> str:
-        """What its maker calls it."""
+        """Product name."""
         return self._device.text("nvmlDeviceGetName", "read its name")
 
     @cached_property
     def driver(self) -> str:
         """Version of the NVIDIA driver."""
         function, what = "nvmlSystemGetDriverVersion", "read the driver's version"
-        version = str(NVML.call(function, who=self.text, what=what)).strip()
+        version = str(NVML.call(function, who=self._device.who, what=what)).strip()
         if not version:
-            raise self._device.no_reading(what, "an empty text", function)
+            raise self._device.implausible(what, "an empty text", function)
         return version
 
     @property
-    def mig_on(self) -> bool:
+    def is_mig_on(self) -> bool:
         """Whether the GPU is partitioned into MIG instances."""
-        return mig_is_on(self._device)
+        return is_mig_on(self._device)
 
-    def notices(self) -> tuple[str, ...]:
-        """What to know before trusting its profile: MIG, power profiles, smoothing, limits, persistence, scope."""
-        limits_w = answer(lambda: (self.power_limit_w(), self._default_limit_w()))
-        return notices(self._device, self._read_of_module(), limits_w)
+    def warnings(self) -> tuple[str, ...]:
+        """Warnings about MIG, power profiles, power smoothing, power limits, persistence and module readings."""
+        limits_w = read_or_none(lambda: (self.power_limit_w(), self._default_limit_w()))
+        return tuple(find_warnings(self._device, self._read_of_module(), limits_w))
 
     @cached_property
     def supported_clocks_mhz(self) -> tuple[int, ...]:
-        """The SM clocks that its highest memory clock goes with, highest first."""
+        """SM clocks available at the highest memory clock, highest first."""
         what = "list its supported clocks"
-        memory = self._device.clocks("nvmlDeviceGetSupportedMemoryClocks", what=what, instead=_WITHOUT_CLOCKS)
+        memory = self._device.clocks("nvmlDeviceGetSupportedMemoryClocks", what=what, advice=_WITHOUT_CLOCKS)
         function = "nvmlDeviceGetSupportedGraphicsClocks"
-        return self._device.clocks(function, memory[0], what=what, instead=_WITHOUT_CLOCKS)
-
-    def set_clock_mhz(self, clock_mhz: int) -> None:
-        """Lock the SM clock, which takes milliseconds, in which no other GPU of this node can be set."""
-        self._check_clock(clock_mhz)
-        self._clock_touched = True  # before the call: an interrupt during it comes after it has taken effect
-        what = f"lock its SM clock at {clock_mhz} MHz"
-        self._device.call("nvmlDeviceSetGpuLockedClocks", clock_mhz, clock_mhz, what=what, instead=_WITHOUT_CLOCKS)
-
-    def reset_clocks(self) -> None:
-        """Unlock the SM clock, whichever process locked it."""
-        try:
-            self._device.call("nvmlDeviceResetGpuLockedClocks", what="reset its SM clock", instead=_WITHOUT_CLOCKS)
-        except GpuNotSupported:
-            if self._clock_touched:  # there are libraries that lock and cannot unlock
-                raise
-        else:
-            self._clock_touched = False
+        return self._device.clocks(function, memory[0], what=what, advice=_WITHOUT_CLOCKS)
 
     @property
     def power_limits_w(self) -> tuple[float, float]:
-        """The least and the greatest power limit that can be set, watts."""
+        """Smallest and largest power limit that can be set, watts."""
         function, what = "nvmlDeviceGetPowerManagementLimitConstraints", "read its range of power limits"
-        least_mw, greatest_mw = self._device.call(function, what=what, instead=_WITHOUT_LIMIT)
-        if not 0 < least_mw <= greatest_mw <= _MOST_MW:
-            raise self._device.no_reading(what, f"{least_mw} to {greatest_mw} mW", function)
-        return _watts(least_mw), _watts(greatest_mw)
+        smallest_mw, largest_mw = self._device.call(function, what=what, advice=_WITHOUT_LIMIT)
+        if not 0 < smallest_mw <= largest_mw <= _MAX_MW:
+            raise self._device.implausible(what, f"{smallest_mw} to {largest_mw} mW", function)
+        return _watts(smallest_mw), _watts(largest_mw)
 
     def power_limit_w(self) -> float:
-        """The power limit that is in force, watts."""
+        """Power limit in force, watts."""
         return _watts(self._limit_mw())
 
-    def set_power_limit_w(self, limit_w: float) -> None:
-        """Set the power limit, watts, to the milliwatt."""
-        least_w, greatest_w = self.power_limits_w
-        if not (math.isfinite(limit_w) and least_w <= limit_w <= greatest_w):
-            raise GpuError(
-                f"{self.text}: cannot set its power limit to {limit_w:g} W; choose {least_w:g} to {greatest_w:g} W"
-            )
-        self._limit_touched = True
-        self._limit_power(limit_w)
-
-    def reset_power_limit(self) -> None:
-        """Set the power limit back to what it is when the driver is loaded."""
-        try:
-            default_w = self._default_limit_w()
-            set_mw = self._device.number(_LIMIT_MW, "nvmlDeviceGetPowerManagementLimit")
-        except GpuNotSupported:
-            if self._limit_touched:
-                raise
-            return
-        if _watts(set_mw) != default_w:  # where nothing is to be done, no privilege is needed
-            self._limit_power(default_w)
-        self._limit_touched = False
+    def default_limit_to_restore_w(self) -> float | None:
+        """Default power limit, watts; None if it is set already, so that restoring it needs no privilege."""
+        default_w = self._default_limit_w()
+        set_mw = self._device.number(_LIMIT_MW, "nvmlDeviceGetPowerManagementLimit")
+        return None if _watts(set_mw) == default_w else default_w
 
     def energy_j(self) -> float:
-        """Energy since the driver was loaded, joules; on data centre GPUs it moves about every 100 ms."""
+        """Energy since the driver was loaded, joules; data centre GPUs update it about every 100 ms."""
         return self._energy_mj() / 1000
 
     def power_w(self) -> float:
-        """Power now, watts; where the driver cannot say that, its average over up to a second."""
+        """Instant power, watts, or an average over up to a second if the driver has only that."""
         return _watts(self._power_mw())
 
     def clock_mhz(self) -> int:
-        """The SM clock now, MHz."""
+        """Current SM clock, MHz."""
         return self._clock_mhz()
 
     def temperature_c(self) -> float:
@@ -209,14 +171,14 @@ class NvmlGpu:
         return float(self._temperature_c())
 
     def throttle_reasons(self) -> frozenset[str]:
-        """Which of `THROTTLE_REASONS` hold now."""
+        """The members of `THROTTLE_REASONS` that slow the GPU down now."""
         bits = self._reason_bits()
         return frozenset(reason for bit, reason in _REASON_BITS.items() if bits & bit)
 
     def throttled_s(self) -> Mapping[str, float]:
-        """Reason -> seconds for which it has held since the driver was loaded, for those that are counted."""
+        """Seconds of throttling since the driver was loaded, for each reason that this GPU counts."""
         what = "read for how long it was throttled"
-        if self._counted is None:  # asked one by one: a library may refuse them all for one that it does not know
+        if self._counted is None:  # asked one by one: a library may refuse all fields because of an unknown one
             self._counted = tuple(field for field in _REASON_FIELDS if self._counts(field, what))
         if not self._counted:
             return {}
@@ -224,44 +186,26 @@ class NvmlGpu:
         return {_REASON_FIELDS[field]: time_ns / 1e9 for field, time_ns in zip(self._counted, times_ns, strict=True)}
 
     def now_s(self) -> float:
-        """The system's monotonic clock, seconds."""
+        """Monotonic clock of the system, seconds."""
         return time.monotonic()
 
     def wait(self, duration_s: float) -> None:
-        """Sleep for so many seconds."""
+        """Sleep for `duration_s` seconds."""
         time.sleep(duration_s)
 
     def close(self) -> None:
-        """Give NVML back; what is locked stays locked."""
-        if self._open:
-            self._open = False
+        """Give NVML back; locked clocks stay locked."""
+        if self._is_open:
+            self._is_open = False
             NVML.release()
-
-    def _check_clock(self, clock_mhz: int) -> None:
-        """Refuse what NVML would take without a word and round."""
-        try:
-            clocks = self.supported_clocks_mhz
-        except GpuNotSupported:
-            return  # there are GPUs that lock clocks and list none; then NVML alone says what it takes
-        if clock_mhz not in clocks:
-            nearest = min(clocks, key=lambda supported: abs(supported - clock_mhz))
-            raise GpuError(
-                f"{self.text}: cannot lock its SM clock at {clock_mhz} MHz; the nearest supported clock is "
-                f"{nearest} MHz, and all are from {clocks[-1]} to {clocks[0]} MHz"
-            )
-
-    def _limit_power(self, limit_w: float) -> None:
-        # Not the newer nvmlDeviceSetPowerManagementLimit_v2: the binding drops its return code.
-        function, what = "nvmlDeviceSetPowerManagementLimit", f"set its power limit to {limit_w:g} W"
-        self._device.call(function, round(limit_w * 1000), what=what, instead=_WITHOUT_LIMIT)
 
     def _default_limit_w(self) -> float:
         return _watts(self._device.number(_DEFAULT_LIMIT_MW, "nvmlDeviceGetPowerManagementDefaultLimit"))
 
     def _read_of_module(self) -> tuple[str, ...]:
-        """Which of energy and power come for the GPU together with its CPU: their last ways."""
-        readings = {"energy": self._energy_mj, "power": self._power_mw}
-        return tuple(name for name, reading in readings.items() if answer(reading) and reading.last_way)
+        """Return which of energy and power are those of the GPU and its CPU together."""
+        quantities = {"energy": self._energy_mj, "power": self._power_mw}
+        return tuple(name for name, read in quantities.items() if read_or_none(read) and read.uses_last)
 
     def _counts(self, field: int, what: str) -> bool:
         try:
@@ -271,18 +215,75 @@ class NvmlGpu:
         return True
 
 
-def opened(which: str) -> NvmlGpu:
-    """The GPU that `which` names: NVML's index ("0"), a UUID or a unique beginning of one, or a PCI bus id.
+class NvmlGpu(NvmlReader):
+    """One NVIDIA GPU, read and set through NVML."""
 
-    NVML's indices are of the whole node, in the order of PCI bus ids, and heed no CUDA_VISIBLE_DEVICES.
+    def __init__(self, device: NvmlDevice) -> None:
+        super().__init__(device, device.who)
+        self._clock_touched = self._limit_touched = False
+
+    def set_clock_mhz(self, clock_mhz: int) -> None:
+        """Lock the SM clock. This takes milliseconds, during which no other GPU of the node can be set."""
+        check_clock(self, clock_mhz)
+        self._clock_touched = True  # set before the call: an interrupt can follow the call's effect
+        what = f"lock its SM clock at {clock_mhz} MHz"
+        self._device.call("nvmlDeviceSetGpuLockedClocks", clock_mhz, clock_mhz, what=what, advice=_WITHOUT_CLOCKS)
+
+    def reset_clocks(self) -> None:
+        """Unlock the SM clock, whichever process locked it."""
+        try:
+            self._device.call("nvmlDeviceResetGpuLockedClocks", what="reset its SM clock", advice=_WITHOUT_CLOCKS)
+        except GpuNotSupported:
+            if self._clock_touched:  # some libraries can lock but not unlock
+                raise
+        else:
+            self._clock_touched = False
+
+    def set_power_limit_w(self, limit_w: float) -> None:
+        """Set the power limit, to the milliwatt."""
+        check_power_limit(self, limit_w)
+        self._limit_touched = True
+        self._limit_power(limit_w)
+
+    def reset_power_limit(self) -> None:
+        """Set the power limit back to the value it has when the driver is loaded."""
+        try:
+            default_w = self.default_limit_to_restore_w()
+        except GpuNotSupported:
+            if self._limit_touched:
+                raise
+            return
+        if default_w is not None:
+            self._limit_power(default_w)
+        self._limit_touched = False
+
+    def _limit_power(self, limit_w: float) -> None:
+        # Not the newer nvmlDeviceSetPowerManagementLimit_v2: the binding ignores its return code.
+        function, what = "nvmlDeviceSetPowerManagementLimit", f"set its power limit to {limit_w:g} W"
+        self._device.call(function, round(limit_w * 1000), what=what, advice=_WITHOUT_LIMIT)
+
+
+def open_nvml(which: str) -> NvmlGpu:
+    """Open the GPU with an NVML index ("0"), a UUID or the unique beginning of one, or a PCI bus id.
+
+    NVML indices count all GPUs of the node in the order of PCI bus ids, whatever CUDA_VISIBLE_DEVICES is.
 
     Raises:
-        GpuError: NVML is not usable here, or shows no such GPU; the text lists those that it shows.
-        GpuNotSupported: a MIG instance or a vGPU, whose clocks are not its own.
+        GpuError: If NVML cannot be used, or shows no such GPU; the text then lists the GPUs it shows.
+        GpuNotSupported: If it is a MIG instance or a vGPU, which have no clock of their own.
     """
-    NVML.acquire()
+    return open_device(which, NvmlGpu)
+
+
+def open_device(which: str, make: Callable[[NvmlDevice], OpenedGpu]) -> OpenedGpu:
+    """Start NVML, and let `make` turn the device that `which` names into the GPU of a back-end.
+
+    Raises:
+        GpuError: As `open_nvml`, or if `make` raises it.
+    """
+    NVML.acquire()  # the GPU releases it when it is closed
     try:
-        return NvmlGpu(selected(which))
+        return make(find_device(which))
     except BaseException:
         NVML.release()
         raise

@@ -1,8 +1,7 @@
-"""The one seam to NVIDIA's management library (NVML): the binding is loaded here, and its errors become the planner's.
+"""Loads NVIDIA's management library (NVML), calls its functions, and turns its errors into those of the planner.
 
-The binding is nvidia-ml-py, which loads `libnvidia-ml.so.1`. Any library may stand behind it: an old one without the
-newer functions, one for a vGPU, one that a container brought along. Whatever it answers, what leaves this file is a
-value or a `GpuError`.
+The binding is nvidia-ml-py, which loads `libnvidia-ml.so.1`. That library may be old and lack newer functions, be made
+for a vGPU, or come with a container. Whatever it returns, callers get a value or a `GpuError`.
 """
 
 from __future__ import annotations
@@ -14,19 +13,18 @@ from typing import Any
 
 from perseus_planner.errors import GpuError, GpuLost, GpuNotPermitted, GpuNotSupported
 
-FUNCTION_NOT_FOUND = 13
-"""NVML's code for a function that the library does not have."""
+LIBRARY_NOT_FOUND = 12
+"""Return code if libnvidia-ml.so.1 cannot be loaded."""
 
-UNSUPPORTED = frozenset({2, 3, 6, 13, 25, 26})
-"""Codes by which NVML says of one field value that there is none; libraries differ in what they call an unknown one."""
+_FUNCTION_NOT_FOUND = 13
 
 _INSTALL = "run `pip install 'perseus-planner[nvml]'`"
 
 _CONTAINER = "in a container, start it with the NVIDIA runtime (`docker run --gpus all`)"
 
-_SEE_LOG = "see the kernel log for what the driver says (`dmesg | grep -i -e nvrm -e xid`)"
+_SEE_LOG = "see what the driver writes to the kernel log (`dmesg | grep -i -e nvrm -e xid`)"
 
-_UPDATE = "update the NVIDIA driver, or do without: `planner doctor` lists what this GPU has"
+_UPDATE = "update the NVIDIA driver, or do without: `planner doctor` lists what this GPU supports"
 
 _LOST = (
     f"it has fallen off the bus or hangs: {_SEE_LOG}, then reset it (`nvidia-smi --gpu-reset`) or reboot the node, "
@@ -34,7 +32,7 @@ _LOST = (
 )
 
 _MAY_NOT_READ = (
-    "ask who runs this node for access to this GPU's device file, or have the job system assign this GPU to the job"
+    "ask the node's administrator for access to this GPU's device file, or have the job system assign it to the job"
 )
 
 _MAY_NOT_SET = (
@@ -42,34 +40,34 @@ _MAY_NOT_SET = (
     "(zeusd: or command:), or set nothing (dry-run:, or observe mode)"
 )
 
-_ANSWERS: dict[int, tuple[type[GpuError], str]] = {
-    1: (GpuError, "other code in this process has shut NVML down: let it balance nvmlInit and nvmlShutdown"),
-    2: (GpuError, f"the value does not suit this GPU, or MIG or a vGPU forbids it: {_UPDATE}"),
+_ERRORS: dict[int, tuple[type[GpuError], str]] = {
+    1: (GpuError, "other code in this process has shut NVML down: balance its calls of nvmlInit and nvmlShutdown"),
+    2: (GpuError, f"this GPU does not accept the value, or MIG or a vGPU forbids it: {_UPDATE}"),
     3: (GpuNotSupported, _UPDATE),
     4: (GpuNotPermitted, _MAY_NOT_READ),
     6: (GpuError, "run `planner doctor` to see which GPUs there are"),
     8: (GpuError, "plug in its external power cables"),
     9: (GpuError, f"load the NVIDIA driver (`modprobe nvidia`; `nvidia-smi` must work); {_CONTAINER}"),
     10: (GpuError, f"the driver did not answer in time: try again; {_SEE_LOG}"),
-    12: (
+    LIBRARY_NOT_FOUND: (
         GpuError,
         "libnvidia-ml.so.1 comes with the NVIDIA driver: install that, or name the library's folder in "
         f"LD_LIBRARY_PATH; {_CONTAINER}; without an NVIDIA GPU, use simulated:",
     ),
-    FUNCTION_NOT_FOUND: (GpuNotSupported, f"this libnvidia-ml.so.1 is too old to have it: {_UPDATE}"),
+    _FUNCTION_NOT_FOUND: (GpuNotSupported, f"this libnvidia-ml.so.1 is too old for it: {_UPDATE}"),
     15: (GpuLost, _LOST),
     16: (GpuLost, _LOST),
     17: (GpuError, "the operating system or a container's rules block the driver's device files: allow /dev/nvidia*"),
     18: (
         GpuError,
-        "the driver that is loaded and libnvidia-ml.so.1 are of different versions: reboot the node, or reload the "
-        "driver's modules, or start the container anew",
+        "the loaded driver and libnvidia-ml.so.1 have different versions: reboot the node, reload the driver's "
+        "modules, or restart the container",
     ),
-    19: (GpuError, "something else uses it: stop that (DCGM, nvidia-smi, another profiler) and try again"),
-    21: (GpuNotSupported, f"the driver keeps no such data for it: {_UPDATE}"),
+    19: (GpuError, "another program uses it: stop that (DCGM, nvidia-smi, another profiler) and try again"),
+    21: (GpuNotSupported, f"the driver has no such data for it: {_UPDATE}"),
     24: (GpuError, "choose one of the supported clocks: `planner doctor` lists them"),
     25: (GpuNotSupported, f"this libnvidia-ml.so.1 knows another version of that function: {_UPDATE}"),
-    26: (GpuNotSupported, f"this libnvidia-ml.so.1 has given that function up: {_UPDATE}"),
+    26: (GpuNotSupported, f"this libnvidia-ml.so.1 has dropped that function: {_UPDATE}"),
     28: (GpuLost, _LOST),
 }
 
@@ -78,7 +76,7 @@ class Nvml:
     """NVML in this process: initialised while it is in use, and again in a forked child.
 
     Attributes:
-        generation: changes whenever NVML is initialised; a device handle is good for one generation.
+        generation: Changes whenever NVML is initialised; a device handle is valid for one generation.
     """
 
     def __init__(self) -> None:
@@ -89,10 +87,10 @@ class Nvml:
         os.register_at_fork(after_in_child=self._after_fork)
 
     def acquire(self) -> None:
-        """Initialise NVML unless it is; give it back with `release`.
+        """Initialise NVML unless it is already; call `release` afterwards.
 
         Raises:
-            GpuError: no binding, no library, no driver, or versions that do not fit.
+            GpuError: If the binding, the library or the driver is missing, or their versions do not match.
         """
         with self._lock:
             if not self._initialised:
@@ -100,35 +98,35 @@ class Nvml:
             self._users += 1
 
     def release(self) -> None:
-        """Undo one `acquire`; the last one shuts NVML down."""
+        """Undo one `acquire`; the last release shuts NVML down."""
         with self._lock:
             self._users -= 1
             if self._users == 0 and self._initialised:
                 self._initialised = False
-                with suppress(GpuError):  # what was taken goes with the process, and nothing hangs on it
-                    _called("nvmlShutdown", (), "NVML", "shut down")
+                with suppress(GpuError):  # the process ends its use of NVML anyway
+                    _call("nvmlShutdown", (), "NVML", "shut down")
 
-    def call(self, function: str, *arguments: Any, who: str, what: str, instead: str = "") -> Any:
-        """What the binding's `function` returns, in NVML's units.
+    def call(self, function: str, *arguments: Any, who: str, what: str, advice: str = "") -> Any:
+        """Call a function of the binding, and return its result in NVML's units.
 
         Args:
-            function: its name in nvidia-ml-py.
-            arguments: passed on.
-            who: which GPU is asked, for the error.
-            what: what was to be done, for the error: "cannot" stands before it.
-            instead: what to do where it is not supported; empty: what suits every function.
+            function: Name in nvidia-ml-py.
+            arguments: Arguments of the function.
+            who: Text of the GPU, which begins the error message.
+            what: What the call does, for error messages that begin with "cannot".
+            advice: What to do if it is not supported; empty for general advice.
 
         Raises:
-            GpuError: NVML answered an error; the text says which, and what to do.
+            GpuError: If NVML returns an error; the text says which, and what to do.
         """
-        self.ready()
-        return _called(function, arguments, who, what, instead)
+        self.ensure_initialised()
+        return _call(function, arguments, who, what, advice)
 
-    def ready(self) -> None:
-        """Initialise NVML anew where this is a child that was forked while it was in use.
+    def ensure_initialised(self) -> None:
+        """Initialise NVML again in a child that was forked while it was in use.
 
         Raises:
-            GpuError: nobody uses NVML in this process, or it cannot be initialised.
+            GpuError: If NVML is not in use in this process, or cannot be initialised.
         """
         if self._initialised:
             return
@@ -139,28 +137,28 @@ class Nvml:
                 self._initialise()
 
     def structure(self, name: str) -> Any:
-        """An empty structure of the binding, its version filled in.
+        """Return an empty structure of the binding, with its version filled in.
 
         Raises:
-            GpuNotSupported: the installed binding does not know it.
+            GpuNotSupported: If the installed binding does not know it.
         """
         try:
             return getattr(_binding(), name)()
         except AttributeError as error:
-            raise GpuNotSupported(f"nvidia-ml-py: too old to have {name}; {_INSTALL}") from error
+            raise GpuNotSupported(f"nvidia-ml-py: too old for {name}; {_INSTALL}") from error
 
     def constants(self, prefix: str) -> dict[str, int]:
-        """The binding's numbers whose names begin so, by the rest of their names."""
+        """Return the binding's constants with this prefix, by name without the prefix."""
         members = vars(_binding()).items()
         return {name.removeprefix(prefix): value for name, value in members if name.startswith(prefix)}
 
     def _initialise(self) -> None:
-        _called("nvmlInit", (), "NVML", "start")
+        _call("nvmlInit", (), "NVML", "start")
         self._initialised = True
         self.generation += 1
 
     def _after_fork(self) -> None:
-        # Its parent's NVML is not the child's; and another thread may have held the lock.
+        # The child has to initialise NVML itself, and another thread may have held the lock.
         self._initialised = False
         self._lock = threading.Lock()
 
@@ -169,35 +167,34 @@ NVML = Nvml()
 """The NVML of this process."""
 
 
-def refusal(code: int, said: str, function: str, who: str, what: str, instead: str = "") -> GpuError:
-    """The error for a code that NVML answered, with what to do about it."""
-    kind, advice = _ANSWERS.get(code, (GpuError, f"{_SEE_LOG} and try again"))
-    if kind is GpuNotSupported and instead:
-        advice = instead
+def nvml_error(code: int, message: str, function: str, who: str, what: str, advice: str = "") -> GpuError:
+    """Return the error for a return code of NVML, with advice."""
+    kind, general = _ERRORS.get(code, (GpuError, f"{_SEE_LOG} and try again"))
     if kind is GpuNotPermitted and function.startswith(("nvmlDeviceSet", "nvmlDeviceReset")):
-        advice = _MAY_NOT_SET
-    return kind(f"{who}: cannot {what}: NVML answers '{said}' (error {code}) to {function}; {advice}")
+        general = _MAY_NOT_SET
+    do = advice if advice and kind is GpuNotSupported else general
+    return kind(f"{who}: cannot {what}: NVML returns '{message}' (error {code}) from {function}; {do}")
 
 
-def _called(function: str, arguments: tuple[Any, ...], who: str, what: str, instead: str = "") -> Any:
+def _call(function: str, arguments: tuple[Any, ...], who: str, what: str, advice: str = "") -> Any:
     binding = _binding()
     call = getattr(binding, function, None)
     if call is None:
-        raise refusal(FUNCTION_NOT_FOUND, "nvidia-ml-py is too old", function, who, what, instead or _INSTALL)
+        raise nvml_error(_FUNCTION_NOT_FOUND, "nvidia-ml-py is too old", function, who, what, advice or _INSTALL)
     try:
         return call(*arguments)
     except binding.NVMLError as error:
-        raise refusal(error.value, _said(error), function, who, what, instead) from error
+        raise nvml_error(error.value, _message(error), function, who, what, advice) from error
     except Exception as error:
-        # Not an answer of NVML's: the binding has met bytes that are no text, a size that fills no memory, and so on.
+        # The binding cannot decode the result, for example bytes that are not text or an impossible size.
         raise GpuError(
-            f"{who}: cannot {what}: nvidia-ml-py makes no sense of what NVML answers to {function} "
-            f"({type(error).__name__}: {error}); see which libnvidia-ml.so.1 is loaded, and {_UPDATE}"
+            f"{who}: cannot {what}: nvidia-ml-py cannot decode what NVML returns from {function} "
+            f"({type(error).__name__}: {error}); check which libnvidia-ml.so.1 is loaded, and {_UPDATE}"
         ) from error
 
 
-def _said(error: Exception) -> str:
-    """NVML's own words for an error, which come from the library and may be anything."""
+def _message(error: Exception) -> str:
+    """Return NVML's text for an error, which comes from the library and may be anything."""
     try:
         return str(error)
     except Exception:
@@ -205,13 +202,13 @@ def _said(error: Exception) -> str:
 
 
 def _binding() -> Any:
-    """The module of nvidia-ml-py, which is called pynvml."""
+    """Import nvidia-ml-py, whose module is called pynvml."""
     try:
         import pynvml
     except ImportError as error:
         raise GpuError(f"NVML needs nvidia-ml-py, which cannot be imported ({error}); {_INSTALL}") from error
     if not hasattr(pynvml, "_nvmlGetFunctionPointer"):
-        # Packages called pynvml before version 12 bring a module of the same name that lacks much of NVML.
+        # The package pynvml before version 12 has a module of the same name that lacks much of NVML.
         found = getattr(pynvml, "__file__", None)
         raise GpuError(
             f"NVML needs nvidia-ml-py, but `import pynvml` finds another package ({found}); "

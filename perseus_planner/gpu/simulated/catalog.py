@@ -189,5 +189,5 @@ _MODELS = (
     ),
 )
 
-CATALOGUE: Mapping[str, GpuModel] = MappingProxyType({model.name: model for model in _MODELS})
+CATALOG: Mapping[str, GpuModel] = MappingProxyType({model.name: model for model in _MODELS})
 """The GPUs that can be simulated, by name."""

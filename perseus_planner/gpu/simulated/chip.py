@@ -11,7 +11,7 @@ from perseus_planner.gpu.simulated.meter import Meter
 from perseus_planner.gpu.simulated.model import REFERENCE_C, GpuModel, Load
 
 if TYPE_CHECKING:
-    from perseus_planner.gpu.simulated.options import Conditions
+    from perseus_planner.gpu.simulated.options import SimulationOptions
 
 COUNTED = ("sw-power-cap", "sw-thermal", "hw-thermal")
 """The throttle reasons that a simulated GPU has and counts."""
@@ -33,7 +33,7 @@ class Chip:
         phase_s: when the energy counter moves first.
     """
 
-    def __init__(self, model: GpuModel, conditions: Conditions, phase_s: float) -> None:
+    def __init__(self, model: GpuModel, conditions: SimulationOptions, phase_s: float) -> None:
         idle_w = model.idle_power_w
         self.limit_w: float | None = None  #: the power limit that is set; None: the default, that of each load
         self.locked_mhz: int | None = None  #: what is locked
@@ -164,5 +164,5 @@ class Chip:
             raise GpuLost(f"simulated {self._model.name} is lost: {LOST}")
 
 
-LOST = "it fell off the bus, as its fault asks; open it without that fault"
+LOST = "it fell off the bus, as its fault says; open it without that fault"
 """What a lost GPU says."""

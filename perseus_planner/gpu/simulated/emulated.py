@@ -26,17 +26,17 @@ from typing import TYPE_CHECKING
 
 from perseus_planner.errors import GpuError, GpuLost
 from perseus_planner.gpu.lease.owner import boot_id
-from perseus_planner.gpu.simulated.catalog import CATALOGUE
+from perseus_planner.gpu.simulated.catalog import CATALOG
 from perseus_planner.gpu.simulated.chip import SETTLE_S, Chip
-from perseus_planner.gpu.simulated.gpu import ModelGpu
+from perseus_planner.gpu.simulated.gpu import SimulationBase
 from perseus_planner.gpu.simulated.model import GpuModel, Load, OpCost
-from perseus_planner.gpu.simulated.options import Conditions, parsed, written
+from perseus_planner.gpu.simulated.options import SimulationOptions, format_options, parse_options
 from perseus_planner.gpu.simulated.shared_file import SharedState, State
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-UNDISTURBED = Conditions(noise=0.0, step_s=0.0, drift=0.0)
+UNDISTURBED = SimulationOptions(noise=0.0, step_s=0.0, drift=0.0)
 """What an emulated GPU runs under where its text says nothing else."""
 
 # A clock that is set takes effect SETTLE_S later: who looks more often than that knows of it before.
@@ -65,14 +65,14 @@ class _Run:
         self.left = chip.execute(self.load, self.left, self.time, self.power, within_s)
 
 
-class EmulatedGpu(ModelGpu):
+class EmulatedGpu(SimulationBase):
     """One emulated GPU, opened by this process.
 
     Args:
         model: which GPU.
         number: which of them on this node.
         seed: which of the noises, if any.
-        conditions: slowdown, noise, faults; `UNDISTURBED` where None.
+        options: slowdown, noise, faults; `UNDISTURBED` where None.
 
     Raises:
         GpuError: its state cannot be shared.
@@ -80,8 +80,8 @@ class EmulatedGpu(ModelGpu):
 
     keeps_settings = True
 
-    def __init__(self, model: GpuModel, number: int, seed: int = 0, conditions: Conditions | None = None) -> None:
-        super().__init__(model, seed, conditions or UNDISTURBED)
+    def __init__(self, model: GpuModel, number: int, seed: int = 0, options: SimulationOptions | None = None) -> None:
+        super().__init__(model, seed, options or UNDISTURBED)
         self.number = number
         self._made_by = f"{self.driver}, boot {boot_id()}"
         self._shared = SharedState(self.uuid, self._begun)
@@ -96,7 +96,7 @@ class EmulatedGpu(ModelGpu):
     @property
     def simulated_text(self) -> str:
         """What opens the same GPU in virtual time: a profile measured there foretells what this one does."""
-        options = written(self.seed, self.conditions)
+        options = format_options(self.seed, self.options)
         return f"simulated:{self.model.name}{'?' if options else ''}{options}"
 
     @property
@@ -111,7 +111,7 @@ class EmulatedGpu(ModelGpu):
 
     def wait(self, duration_s: float) -> None:
         """Let so many seconds pass."""
-        self._called()
+        self._count_call()
         time.sleep(max(0.0, duration_s))
 
     def run(self, work: OpCost | Load) -> float:
@@ -122,7 +122,7 @@ class EmulatedGpu(ModelGpu):
     def start(self, work: OpCost | Load) -> None:
         """Begin `work`, as a GPU does when it is launched; what is not done of what was begun before is dropped."""
         now_s = time.monotonic()
-        self._called()
+        self._count_call()
         load = self.model.load(work) if isinstance(work, OpCost) else work
         if load.memory_s <= 0 and load.megacycles <= 0:
             raise GpuError(f"{self.name} was given work without FLOPs or bytes; give it some")
@@ -145,7 +145,7 @@ class EmulatedGpu(ModelGpu):
             number, state = self._shared.read()
             end_s = self._restored(state).end_s()
             if self._slept_until(end_s, number):
-                self._called()
+                self._count_call()
                 return time.monotonic() - end_s
 
     def close(self) -> None:
@@ -154,7 +154,7 @@ class EmulatedGpu(ModelGpu):
 
     @property
     def _options(self) -> str:
-        return written(self.seed, self.conditions, UNDISTURBED)
+        return format_options(self.seed, self.options, UNDISTURBED)
 
     @property
     def _chip(self) -> Chip:
@@ -198,7 +198,7 @@ class EmulatedGpu(ModelGpu):
         return _Moment(chip, state["made_by"], state["origin_s"], run, state["ended_s"])
 
     def _new_chip(self) -> Chip:
-        return Chip(replace(self.model, sensor_s=0.0), self.conditions, self._counter_phase_s())
+        return Chip(replace(self.model, sensor_s=0.0), self.options, self._counter_phase_s())
 
     def _fault_time_s(self) -> float:
         return self.now_s() - self._origin_s
@@ -265,7 +265,7 @@ class _Moment:
         }
 
 
-def opened(which: str) -> EmulatedGpu:
+def open_emulated(which: str) -> EmulatedGpu:
     """The emulated GPU that `which` names: a name of the catalogue, a number and options, "a100-sxm/0?slower=2000".
 
     Raises:
@@ -273,13 +273,13 @@ def opened(which: str) -> EmulatedGpu:
     """
     path, _, options = which.partition("?")
     name, _, number = path.partition("/")
-    if name not in CATALOGUE:
-        known = ", ".join(f"emulated:{each}/0" for each in CATALOGUE)
+    if name not in CATALOG:
+        known = ", ".join(f"emulated:{each}/0" for each in CATALOG)
         raise GpuError(f"GPU 'emulated:{which}': there is no such GPU as {name!r}; choose one of: {known}")
     if not re.fullmatch("[0-9]{1,4}", number):
         raise GpuError(f"GPU 'emulated:{which}': which of them is missing; write a number, such as emulated:{name}/0")
     try:
-        seed, conditions = parsed(options, UNDISTURBED)
+        seed, parsed = parse_options(options, UNDISTURBED)
     except GpuError as error:
         raise GpuError(f"GPU 'emulated:{which}': {error}") from None
-    return EmulatedGpu(CATALOGUE[name], int(number), seed, conditions)
+    return EmulatedGpu(CATALOG[name], int(number), seed, parsed)

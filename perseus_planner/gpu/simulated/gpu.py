@@ -1,9 +1,22 @@
-"""What GPUs that are a model have in common, whether their time is virtual or real: what is read of them, and set."""
+"""Simulated GPUs: they compute nothing, and a model says how long work takes and how much power it draws.
+
+`model.py` contains the physics. On top of that come the effects that make measuring hard: noise, static power that
+follows the temperature, an energy counter that moves in steps, settings that take time and wait for those of the other
+GPUs of the node, and the faults of `options.py`. Time passes only while work runs, the GPU waits or a setting is made;
+readings take no time and refer to what was done last.
+
+Equal models, seeds, options and calls give equal numbers. The noise of a call of `run` depends on the seed, the work,
+the clock and power limit that are set, and how often the same work ran under the same settings before, and on nothing
+else. So a sweep that continues after an interruption gets the noise it would have got, if it begins each measurement
+again. The temperature and the phase of the energy counter do depend on everything before; the options `drift=0` and
+`step=0` remove them.
+"""
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from bisect import bisect, insort
 from collections import Counter
 from hashlib import blake2b
 from types import MappingProxyType
@@ -13,38 +26,50 @@ import numpy as np
 
 from perseus_planner import __version__
 from perseus_planner.errors import GpuError, GpuLost, GpuNotPermitted, GpuNotSupported
+from perseus_planner.gpu.protocol import ClosedOnExit, check_clock, check_power_limit
+from perseus_planner.gpu.simulated.catalog import CATALOG
 from perseus_planner.gpu.simulated.chip import LOST, Chip
-from perseus_planner.gpu.simulated.options import Conditions, number_text
+from perseus_planner.gpu.simulated.model import GpuModel, Load, OpCost
+from perseus_planner.gpu.simulated.options import SimulationOptions, format_number, format_options, parse_options
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from perseus_planner.gpu.simulated.model import GpuModel
-
-# Quantiles of the time that a call to set a clock takes on an A800 (p50 4.5 ms, p99 13 ms, in an unpublished
-# measurement); their ends are chosen so that the mean is the 6 ms that were measured too.
+# Quantiles of the duration of a call that sets a clock on an A800 (p50 4.5 ms and p99 13 ms in an unpublished
+# measurement). The ends are chosen to give the measured mean of 6 ms.
 _QUANTILES, _CALL_S = (0.0, 0.5, 0.99, 1.0), (1.8e-3, 4.5e-3, 13e-3, 14e-3)
-_LASTING = 0.25  # of the noise of one computation, the share that stays however often a call repeats it
+_LASTING = 0.25  # share of the noise of one computation that remains however often a call repeats it
 _LARGEST = 3.0  # standard deviations
+_REMEMBERED_CALLS = 4096  # no GPU of a node is further behind the others than that
 
 
-class ModelGpu(ABC):
-    """A `Gpu` that is a model.
+class SimulationBase(ClosedOnExit, ABC):
+    """What simulated and emulated GPUs share: a `Gpu` whose readings and settings are those of a `Chip`.
 
     Args:
-        model: which GPU, as in the catalogue.
-        seed: which of the noises.
-        conditions: what it runs under; it is slowed by as much as they say.
+        model: The GPU from the catalog.
+        seed: Seed of the noise.
+        options: Noise, slowdown, faults and so on.
     """
 
     origin = "simulated"
     driver = f"perseus-planner {__version__}"
 
-    def __init__(self, model: GpuModel, seed: int, conditions: Conditions) -> None:
-        self.model, self.seed, self.conditions = model.slowed(conditions.slower), seed, conditions
-        self._faults = conditions.faults
+    def __init__(self, model: GpuModel, seed: int, options: SimulationOptions) -> None:
+        self.model, self.seed, self.options = model.slowed(options.slower), seed, options
+        self._faults = options.faults
         self._calls = 0
         self._repeated: Counter[object] = Counter()
+
+    @property
+    @abstractmethod
+    def text(self) -> str:
+        """Text that opens this GPU."""
+
+    @property
+    @abstractmethod
+    def uuid(self) -> str:
+        """Unique identifier."""
 
     @property
     @abstractmethod
@@ -53,59 +78,61 @@ class ModelGpu(ABC):
 
     @abstractmethod
     def _set(self, change: Callable[[Chip], None]) -> None:
-        """Make a call that sets something: it needs permission, waits for those of the node, takes time, then acts."""
+        """Set something: check permission, wait for other calls on the node, let the call's time pass, change."""
 
     @abstractmethod
     def now_s(self) -> float:
-        """See `Gpu.now_s`."""
+        """Time on the GPU's clock, seconds."""
+
+    @abstractmethod
+    def wait(self, duration_s: float) -> None:
+        """Let `duration_s` seconds of that clock pass."""
 
     @property
     def name(self) -> str:
-        """What a profile is labelled with, e.g. "simulated a100-sxm"; a GPU that is slowed says so."""
-        slower = self.conditions.slower
-        return f"simulated {self.model.name}" + (f" slower={number_text(slower)}" if slower != 1 else "")
+        """Name for profiles, e.g. "simulated a100-sxm", with the slowdown if there is one."""
+        slower = self.options.slower
+        return f"simulated {self.model.name}" + (f" slower={format_number(slower)}" if slower != 1 else "")
 
     @property
     def locked_mhz(self) -> int | None:
-        """The clock that is locked, MHz; None when clocks are reset."""
+        """Locked clock, MHz; None if the clocks are reset."""
         return self._chip.locked_mhz
 
-    def notices(self) -> tuple[str, ...]:
-        """Nothing beyond its origin."""
+    def warnings(self) -> tuple[str, ...]:
+        """No warnings: nothing spoils a simulated profile."""
         return ()
 
     @property
     def supported_clocks_mhz(self) -> tuple[int, ...]:
-        """The SM clocks that can be locked, highest first."""
-        self._called("clocks")
+        """SM clocks that can be locked, highest first."""
+        self._count_call("clocks")
         return self.model.clocks_mhz
 
     def set_clock_mhz(self, clock_mhz: int) -> None:
-        """Lock the SM clock: takes some milliseconds, and a little longer until the clock follows.
+        """Lock the SM clock. The call takes milliseconds, and the clock follows a little later.
 
         Raises:
-            GpuError: the clock is not supported; the text names the nearest that is.
+            GpuError: If the clock is not supported.
         """
-        clocks = self.supported_clocks_mhz
-        if clock_mhz not in clocks:
-            nearest = min(clocks, key=lambda supported: abs(supported - clock_mhz))
-            raise GpuError(f"{self.name} cannot run at {clock_mhz} MHz; the nearest supported clock is {nearest} MHz")
+        if clock_mhz not in self.supported_clocks_mhz:  # which raises GpuNotSupported if a fault says so
+            check_clock(self, clock_mhz)
         self._set(lambda chip: chip.lock(clock_mhz))
 
     def reset_clocks(self) -> None:
-        """Undo `set_clock_mhz`: the GPU runs at its highest clock again."""
-        self._called("clocks")
+        """Unlock the SM clock, so that the GPU runs at its highest clock again."""
+        self._count_call("clocks")
         self._set(lambda chip: chip.lock(None))
 
     @property
     def power_limits_w(self) -> tuple[float, float]:
-        """The least and the greatest power limit that can be set, watts."""
-        self._called("power-limit")
+        """Smallest and largest power limit that can be set, watts."""
+        self._count_call("power-limit")
         return self.model.power_limits_w
 
     def power_limit_w(self) -> float:
-        """The power limit that is in force, watts."""
-        self._called("power-limit")
+        """Power limit in force, watts."""
+        self._count_call("power-limit")
         limit_w = self._chip.limit_w
         return self.model.power_limit_w if limit_w is None else limit_w
 
@@ -113,95 +140,200 @@ class ModelGpu(ABC):
         """Set the power limit, watts.
 
         Raises:
-            GpuError: it is out of range; the text names the range.
+            GpuError: If the limit is out of range.
         """
-        least_w, greatest_w = self.power_limits_w
-        if not least_w <= limit_w <= greatest_w:
-            raise GpuError(
-                f"{self.name} cannot be limited to {limit_w:g} W; give a limit from {least_w:g} to {greatest_w:g} W"
-            )
+        check_power_limit(self, limit_w)
         self._set(lambda chip: chip.limit(limit_w))
 
     def reset_power_limit(self) -> None:
         """Set the power limit back to its default."""
-        self._called("power-limit")
+        self._count_call("power-limit")
         self._set(lambda chip: chip.limit(None))
 
     def energy_j(self) -> float:
-        """Energy as the counter shows it, joules; it moves in steps, unless these are 0 seconds apart."""
-        self._called("energy")
+        """Energy counter, joules; it moves in steps unless the option `step` is 0."""
+        self._count_call("energy")
         return self._chip.meter.counter_j
 
     def power_w(self) -> float:
-        """Power as the sensor shows it, watts: of the moment or the average of the last second, by model."""
-        self._called("power")
+        """Power sensor, watts: instant power or an average over the last second, depending on the model."""
+        self._count_call("power")
         return self._chip.meter.sensed_w()
 
     def clock_mhz(self) -> int:
-        """The SM clock that is achieved; of what was done last, where time passes with work only. MHz."""
-        self._called()
+        """SM clock of what ran last, MHz."""
+        self._count_call()
         return round(self._chip.clock_mhz)
 
     def temperature_c(self) -> float:
         """Core temperature, whole degrees Celsius."""
-        self._called("temperature")
+        self._count_call("temperature")
         return float(round(self._chip.temperature_c))
 
     def throttle_reasons(self) -> frozenset[str]:
-        """What holds the clock back, or did in what was done last."""
-        self._called("throttle")
+        """Reasons that slowed down what ran last."""
+        self._count_call("throttle")
         return self._chip.reasons
 
     def throttled_s(self) -> Mapping[str, float]:
-        """Reason -> seconds for which it has held, of those of `COUNTED`."""
-        self._called("throttle")
+        """Seconds of throttling, for each reason that a simulated GPU has."""
+        self._count_call("throttle")
         return MappingProxyType(dict(self._chip.throttled_s))
 
-    def _called(self, function: str = "") -> None:
-        """Count a call of `function`, one of `FUNCTIONS` or none of them, and refuse it where a fault asks so."""
+    def _count_call(self, function: str = "") -> None:
+        """Count a call of `function`, one of `FUNCTIONS` or empty, and raise an error if a fault demands it."""
         self._calls += 1
         if self._calls > self._faults.lost_after_calls or self._fault_time_s() >= self._faults.lost_at_s:
             raise GpuLost(f"{self.name} is lost: {LOST}")
         if function in self._faults.not_supported:
             raise GpuNotSupported(
-                f"{self.name} does not support {function}, as its fault asks; open it without not-supported:{function}"
+                f"{self.name} does not support {function}, as its fault says; open it without not-supported:{function}"
             )
 
     def _fault_time_s(self) -> float:
-        """The time that faults go by, seconds."""
+        """Return the time that the faults refer to, seconds."""
         return self.now_s()
 
     def _check_permission(self) -> None:
         if self._faults.not_permitted:
             raise GpuNotPermitted(
-                f"{self.name} does not let this process set anything, as its fault asks; open it without not-permitted"
+                f"{self.name} does not let this process set anything, as its fault says; open it without not-permitted"
             )
 
     def _counter_phase_s(self) -> float:
-        """When the energy counter moves first."""
-        return self.conditions.step_s * self._uniform("phase")[0]
+        """Return when the energy counter first moves, seconds."""
+        return self.options.step_s * self._uniform("phase")[0]
 
     def _call_s(self) -> float:
-        """How long the next call takes that sets something, by itself."""
-        if self.conditions.call_s is not None:
-            return self.conditions.call_s
-        return float(np.interp(self._uniform("call", self._again("call"))[0], _QUANTILES, _CALL_S))
+        """Return how long the next call that sets something takes, without waiting for others, seconds."""
+        if self.options.call_s is not None:
+            return self.options.call_s
+        return float(np.interp(self._uniform("call", self._times_before("call"))[0], _QUANTILES, _CALL_S))
 
     def _noise(self, chip: Chip, work: object, repetitions: int) -> tuple[float, float]:
-        """What time and power of a call are multiplied by."""
-        conditions, setting = self.conditions, (work, chip.locked_mhz, chip.limit_w)
-        one, two, odd, size = self._uniform(*setting, self._again(setting))
-        deviation = conditions.noise * max(_LASTING, 1 / math.sqrt(max(1, repetitions)))
-        length = deviation * min(_LARGEST, math.sqrt(-2 * math.log(1 - one)))  # Box and Muller's two normal numbers
-        slower = 1.05 + 0.25 * size if odd < conditions.outliers else 1.0
+        """Return the factors by which noise multiplies the time and the power of a call."""
+        options, setting = self.options, (work, chip.locked_mhz, chip.limit_w)
+        one, two, odd, size = self._uniform(*setting, self._times_before(setting))
+        deviation = options.noise * max(_LASTING, 1 / math.sqrt(max(1, repetitions)))
+        # The Box-Muller transform gives two independent normal numbers.
+        length = deviation * min(_LARGEST, math.sqrt(-2 * math.log(1 - one)))
+        slower = 1.05 + 0.25 * size if odd < options.outliers else 1.0
         return slower * (1 + length * math.cos(math.tau * two)), 1 + length * math.sin(math.tau * two)
 
-    def _again(self, what: object) -> int:
-        """How often this was asked of `what` before."""
-        self._repeated[what] += 1
-        return self._repeated[what] - 1
+    def _times_before(self, key: object) -> int:
+        """Return how often this was asked with `key` before."""
+        self._repeated[key] += 1
+        return self._repeated[key] - 1
 
     def _uniform(self, *key: object) -> tuple[float, ...]:
-        """Four numbers from 0 to below 1 that follow from the seed and `key` alone, in any process."""
+        """Return four numbers in [0, 1) that depend only on the seed and `key`, in any process."""
         digest = blake2b(repr((self.seed, *key)).encode(), digest_size=32).digest()
         return tuple(int.from_bytes(digest[i : i + 8], "big") / 2**64 for i in range(0, 32, 8))
+
+
+class Node:
+    """The driver lock that the GPUs of one machine share, which makes calls that set something wait for each other.
+
+    The virtual times of the GPUs begin together, but one GPU may be ahead of another: a call takes the first gap after
+    its own time.
+    """
+
+    def __init__(self) -> None:
+        self._calls: list[tuple[float, float]] = []  # (start, end) of each call, in order
+
+    def call_end_s(self, now_s: float, duration_s: float) -> float:
+        """Return when a call ends that is made at `now_s` and holds the lock for `duration_s` seconds."""
+        start_s = now_s
+        for begin_s, end_s in self._calls[max(0, bisect(self._calls, (now_s,)) - 1) :]:
+            if start_s + duration_s <= begin_s:
+                break
+            start_s = max(start_s, end_s)
+        insort(self._calls, (start_s, start_s + duration_s))
+        del self._calls[:-_REMEMBERED_CALLS]
+        return start_s + duration_s
+
+
+class SimulatedGpu(SimulationBase):
+    """One simulated GPU, which runs `OpCost` and waits for messages in virtual time.
+
+    Args:
+        model: The GPU from the catalog.
+        seed: Seed of the noise.
+        options: Noise, slowdown, faults and so on; None for the defaults.
+        node: Machine that the GPU is in; None for one without other GPUs.
+    """
+
+    keeps_settings = False
+
+    def __init__(
+        self, model: GpuModel, seed: int = 0, options: SimulationOptions | None = None, node: Node | None = None
+    ) -> None:
+        super().__init__(model, seed, options or SimulationOptions())
+        self._node = node or Node()
+        self._state = Chip(self.model, self.options, self._counter_phase_s())
+
+    @property
+    def _chip(self) -> Chip:
+        return self._state
+
+    @property
+    def text(self) -> str:
+        """Text that opens a GPU equal to this one when it was opened, e.g. "simulated:a100-sxm?seed=3"."""
+        options = format_options(self.seed, self.options)
+        return f"simulated:{self.model.name}{'?' if options else ''}{options}"
+
+    @property
+    def uuid(self) -> str:
+        """Model, seed and slowdown, e.g. "simulated-a100-sxm-seed-3"."""
+        slower = self.options.slower
+        slowed = f"-slower-{format_number(slower)}" if slower != 1 else ""
+        return f"simulated-{self.model.name}-seed-{self.seed}{slowed}"
+
+    def now_s(self) -> float:
+        """Virtual time, seconds."""
+        return self._chip.meter.now_s
+
+    def wait(self, duration_s: float) -> None:
+        """Stay idle for `duration_s` seconds of virtual time."""
+        self._count_call()
+        self._chip.idle(duration_s)
+
+    def run(self, work: OpCost | Load, repetitions: int = 1) -> None:
+        """Run `work` several times back to back; on return, its time and energy have been spent.
+
+        A `Load`, such as one fitted to measurements, has its own power limit, which applies beside the limit that is
+        set on this GPU.
+        """
+        self._count_call()
+        load = self.model.load(work) if isinstance(work, OpCost) else work
+        self._chip.execute(load, repetitions, *self._noise(self._chip, work, repetitions))
+
+    def block(self, duration_s: float) -> None:
+        """Wait for a neighbour's message for `duration_s` seconds of virtual time."""
+        self._count_call()
+        self._chip.execute(self._chip.waiting, duration_s, 1.0, self._noise(self._chip, "block", 1)[1])
+
+    def close(self) -> None:
+        """Do nothing: a simulated GPU holds no resources."""
+
+    def _set(self, change: Callable[[Chip], None]) -> None:
+        self._check_permission()
+        self._chip.idle(self._node.call_end_s(self.now_s(), self._call_s()) - self.now_s())
+        change(self._chip)
+
+
+def open_simulated(which: str) -> SimulatedGpu:
+    """Open a simulated GPU: a name of the catalog with the options of `options.py`, e.g. "a100-sxm?seed=3&noise=0".
+
+    Raises:
+        GpuError: If there is no such GPU or option.
+    """
+    name, _, options = which.partition("?")
+    if name not in CATALOG:
+        known = ", ".join(f"simulated:{known}" for known in CATALOG)
+        raise GpuError(f"GPU 'simulated:{which}': there is no simulated GPU {name!r}; choose one of: {known}")
+    try:
+        seed, parsed = parse_options(options)
+    except GpuError as error:
+        raise GpuError(f"GPU 'simulated:{which}': {error}") from None
+    return SimulatedGpu(CATALOG[name], seed, parsed)

@@ -137,7 +137,7 @@ def _seconds_rule(what: str, example: str) -> Rule:
 
 
 class _Bounds(NamedTuple):
-    """What a field of `Conditions` must be, and the least and the greatest that it may be."""
+    """What a field of `SimulationOptions` must be, and the least and the greatest that it may be."""
 
     rule: Rule
     least: float
@@ -164,7 +164,7 @@ _RULES: Mapping[str, _Bounds] = MappingProxyType(
 
 
 @dataclass(frozen=True)
-class Conditions:
+class SimulationOptions:
     """The options of the module's text, but for the seed.
 
     Attributes:
@@ -215,10 +215,10 @@ _FIELDS: Mapping[str, str] = MappingProxyType(
         "drift": "drift",
     }
 )
-"""Option -> field of `Conditions`."""
+"""Option -> field of `SimulationOptions`."""
 
 
-def parsed(text: str, default: Conditions | None = None) -> tuple[int, Conditions]:
+def parse_options(text: str, default: SimulationOptions | None = None) -> tuple[int, SimulationOptions]:
     """The seed and the conditions that `text`, what stands after `?`, writes; what it leaves out is as in `default`.
 
     Raises:
@@ -240,7 +240,7 @@ def parsed(text: str, default: Conditions | None = None) -> tuple[int, Condition
     if not re.fullmatch("-?[0-9]{1,18}", seed):
         raise GpuError(f"{seed!r} is not a seed: write a whole number, such as 3")
     numbers: dict[str, Any] = {_FIELDS[name]: _number(name, value) for name, value in values.items()}
-    return int(seed), replace(default or Conditions(), **numbers, fault=tuple(faults))
+    return int(seed), replace(default or SimulationOptions(), **numbers, fault=tuple(faults))
 
 
 def _number(name: str, text: str) -> float:
@@ -253,17 +253,17 @@ def _number(name: str, text: str) -> float:
     return value
 
 
-def written(seed: int, conditions: Conditions, default: Conditions | None = None) -> str:
-    """What `parsed` reads as these; what is as in `default` is left out."""
-    default = default or Conditions()
+def format_options(seed: int, conditions: SimulationOptions, default: SimulationOptions | None = None) -> str:
+    """What `parse_options` reads as these; what is as in `default` is left out."""
+    default = default or SimulationOptions()
     options = [f"seed={seed}"] if seed else []
     for name, target in _FIELDS.items():
         if getattr(conditions, target) != getattr(default, target):
-            options.append(f"{name}={number_text(getattr(conditions, target))}")
+            options.append(f"{name}={format_number(getattr(conditions, target))}")
     return "&".join([*options, *(f"fault={fault}" for fault in conditions.fault)])
 
 
-def number_text(value: float) -> str:
+def format_number(value: float) -> str:
     """`value` so that it is read as the very same: 2000, 0.01."""
     return repr(value).removesuffix(".0")
 

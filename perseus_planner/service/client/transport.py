@@ -7,8 +7,7 @@ import re
 import ssl
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-from perseus_planner.errors import PlanError, ServiceAway, ServiceRefusal, UsageError
-from perseus_planner.gpu.foreign_text import one_line
+from perseus_planner.errors import PlanError, ServiceAway, ServiceRefusal, UsageError, one_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

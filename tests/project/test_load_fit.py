@@ -10,22 +10,24 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from load_fit import fitted, fitted_profile
 
 from perseus_planner.errors import ProfileError
-from perseus_planner.gpu.simulated.fit import fitted, fitted_profile
-from perseus_planner.gpu.simulated.model import Load
-from perseus_planner.gpu.simulated.simulated import CATALOGUE, Conditions, OpCost, SimulatedGpu
+from perseus_planner.gpu.simulated.catalog import CATALOG
+from perseus_planner.gpu.simulated.gpu import SimulatedGpu
+from perseus_planner.gpu.simulated.model import Load, OpCost
+from perseus_planner.gpu.simulated.options import SimulationOptions
 from perseus_planner.profiles.measurement import Measurement
 from perseus_planner.profiles.profiles import Profile
 
-A40 = CATALOGUE["a40"]
+A40 = CATALOG["a40"]
 PROFILES = ("gpt3-175b+a100_sxm_bf16", "bloom+a40_bf16")
 
 
 @st.composite
 def loads(draw: st.DrawFn) -> tuple[Load, list[int]]:
     """A computation on a GPU of the catalogue under some power limit, and clocks that it could be measured at."""
-    model = draw(st.sampled_from(list(CATALOGUE.values())))
+    model = draw(st.sampled_from(list(CATALOG.values())))
     work = OpCost(draw(st.floats(1e11, 1e13)), draw(st.floats(1e8, 1e11)))
     limit_w = draw(st.floats(0.5, 1.0)) * model.power_limit_w
     lowest = draw(st.sampled_from([0.0, 0.3, 0.6])) * model.clocks_mhz[0]
@@ -96,7 +98,7 @@ def test_the_power_limit_is_found():
 @pytest.mark.parametrize("clocks", [(1410, 1200, 1005, 810), tuple(range(1410, 464, -45))])
 def test_a_limit_that_holds_at_all_clocks_is_kept(clocks: tuple[int, ...]):
     # Nearly all times are one, and nothing but noise tells static power from the rest.
-    truth = replace(CATALOGUE["a100-pcie"].load(OpCost(4e10, 1e8)), power_limit_w=150.0)
+    truth = replace(CATALOG["a100-pcie"].load(OpCost(4e10, 1e8)), power_limit_w=150.0)
     found = fitted(rows_of(truth, list(clocks), noise=0.01, seed=86))
     for clock in (2000, *clocks):
         assert found.time_s(clock) == pytest.approx(truth.time_s(clock), rel=0.02)
@@ -173,7 +175,7 @@ def test_clocks_that_it_did_not_see_are_predicted_as_well(measured_data: Path, n
 def test_a_fitted_computation_runs_on_the_simulated_gpu():
     truth = replace(A40.load(OpCost(8e12, 1e10)), power_limit_w=320.0)
     load = fitted(rows_of(truth, list(A40.clocks_mhz[:70]), noise=0.01))
-    gpu = SimulatedGpu(A40, conditions=Conditions(noise=0.0, step_s=0.0, drift=0.0))
+    gpu = SimulatedGpu(A40, options=SimulationOptions(noise=0.0, step_s=0.0, drift=0.0))
     assert load.power_limit_w > A40.power_limit_w, "it would not show whose limit holds"
     for clock in (1740, 1350, 900):
         gpu.set_clock_mhz(clock)
