@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from perseus_planner import Frontier
-from perseus_planner.profiles.curve import OperatingPoint
+from perseus_planner.profiles.operating_points import OperatingPoint
 from perseus_planner.solver.network import Checkpoint
 
 POINTS = 9

@@ -15,7 +15,7 @@ from data import MissingError, Size, folder
 from results import Check, Section, Table
 
 from perseus_planner import Profile, schedules
-from perseus_planner.plans.simulate import time_and_energy
+from perseus_planner.plans.replay import time_and_energy
 from perseus_planner.profiles.measurement import Measurement
 from perseus_planner.schedules import Schedule
 from perseus_planner.schedules.dag import PipelineDag

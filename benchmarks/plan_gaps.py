@@ -12,7 +12,7 @@ from lowtime_runs import Replayed, fits_of, lowtime_run, same_plans, same_proble
 from results import Check, Section, Table
 
 from perseus_planner import Frontier
-from perseus_planner.plans.simulate import end_times
+from perseus_planner.plans.replay import end_times
 
 _COLUMNS = {
     "profile": ("profile", ""),

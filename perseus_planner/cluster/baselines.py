@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from perseus_planner.cluster.envpipe import reconfigure
 from perseus_planner.errors import UsageError
-from perseus_planner.plans.simulate import time_and_energy
+from perseus_planner.plans.replay import time_and_energy
 from perseus_planner.quantities import TIME
 from perseus_planner.schedules import one_f_one_b
 

@@ -28,7 +28,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from perseus_planner.plans.simulate import end_times
+from perseus_planner.plans.replay import end_times
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from perseus_planner.plans.simulate import end_times, run_with_changes
-from perseus_planner.plans.tasks import Task
+from perseus_planner.plans.clock_replay import Task
+from perseus_planner.plans.replay import end_times, replay_changes
 from perseus_planner.profiles.measurement import Measurement
 
 if TYPE_CHECKING:
@@ -91,8 +91,8 @@ class IterationReplays:
         tables = self._slow_tables[key]
         tasks = [Task(tables[of], mhz) for of, mhz in zip(self.dag.iteration.keys, clocks, strict=True)]
         waiting_w, gpus = self.dag.rank_waiting_w, self.dag.profile.gpus_per_stage
-        replayed = run_with_changes(self.dag.iteration, tasks, change, waiting_w=waiting_w, gpus_per_stage=gpus)
-        time_s = max(replayed.end_s) + self.dag.profile.overhead_s
+        replayed = replay_changes(self.dag.iteration, tasks, change, waiting_w, gpus)
+        time_s = max(replayed.ends_s) + self.dag.profile.overhead_s
         return ReplayedIteration(time_s, self._per_rank(replayed.durations_s), self._per_rank(replayed.energies_j))
 
     def _per_rank(self, values: Sequence[float]) -> NDArray[np.float64]:

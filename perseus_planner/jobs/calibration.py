@@ -9,7 +9,7 @@ from perseus_planner.documents import kind_of, with_number
 from perseus_planner.errors import UsageError
 from perseus_planner.jobs.job import Job
 from perseus_planner.jobs.settings import job_document
-from perseus_planner.plans.simulate import replay
+from perseus_planner.plans.replay import replay
 from perseus_planner.profiles.profiles import Profile, profile_document
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from perseus_planner.errors import ProfileError
 from perseus_planner.quantities import CLOCK, COUNT, ENERGY, TEMPERATURE, TIME, WAIT, Rule, check_fields
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping
 
 
 @dataclass(frozen=True)
@@ -73,3 +73,10 @@ class Measurement:
 
     def __post_init__(self) -> None:
         check_fields(self, {"clock_mhz": CLOCK, "time_s": TIME, "energy_j": ENERGY}, ProfileError)
+
+
+def nearest_clock(measured: Collection[int], clock_mhz: int) -> int:
+    """Return `clock_mhz` if it was measured, else the next lower clock that was, else the lowest one."""
+    if clock_mhz in measured:
+        return clock_mhz
+    return max((measured_mhz for measured_mhz in measured if measured_mhz < clock_mhz), default=min(measured))

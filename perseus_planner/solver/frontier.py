@@ -19,7 +19,7 @@ from perseus_planner.errors import (
     InfeasiblePower,
     PlanError,
 )
-from perseus_planner.plans.simulate import end_times, time_and_energy
+from perseus_planner.plans.replay import end_times, time_and_energy
 from perseus_planner.quantities import CHANGES, POWER, TIME, WAIT
 from perseus_planner.solver.frontier_file import read_frontier, write_frontier
 from perseus_planner.solver.network import Checkpoint, Integers, ScaledNetwork, State, scaled_network

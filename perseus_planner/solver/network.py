@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perseus_planner.errors import ProfileError
-from perseus_planner.profiles.curve import OperatingPoint, lower_hull
+from perseus_planner.profiles.operating_points import OperatingPoint, lower_hull
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -16,8 +16,8 @@ import numpy as np
 
 from perseus_planner.errors import InfeasibleBudget, InfeasibleDeadline
 from perseus_planner.plans.plan import Plan
-from perseus_planner.plans.simulate import replay, time_and_energy
-from perseus_planner.plans.tasks import nearest_clock
+from perseus_planner.plans.replay import replay, time_and_energy
+from perseus_planner.profiles.measurement import nearest_clock
 from perseus_planner.solver.budget import clocks_by_budget, clocks_within_budget
 from perseus_planner.solver.choices import Choices, choices_of
 from perseus_planner.solver.rounding import Anchor, anchor_deadlines, round_plan

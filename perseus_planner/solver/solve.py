@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from perseus_planner.errors import ProfileError
-from perseus_planner.plans.simulate import end_times
+from perseus_planner.plans.replay import end_times
 from perseus_planner.schedules.dag import PipelineDag
 from perseus_planner.solver.frontier import Frontier
 from perseus_planner.solver.mincut import advance, slowest_state

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from perseus_planner.errors import UsageError
 from perseus_planner.plans.plan import Plan
-from perseus_planner.plans.simulate import replay
+from perseus_planner.plans.replay import replay
 from perseus_planner.profiles.csv_file import setting_of, word_of
 from perseus_planner.profiles.profiles import Profile
 from perseus_planner.runs.run import Run

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from xml.etree.ElementTree import Element, SubElement, tostring
 
 from perseus_planner.plans.plan import Plan
-from perseus_planner.plans.simulate import replay
+from perseus_planner.plans.replay import replay
 from perseus_planner.profiles.csv_file import unit_of, word_of
 from perseus_planner.profiles.profiles import Profile
 from perseus_planner.runs.run import Run

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from perseus_planner.plans.simulate import Timeline, replay
+from perseus_planner.plans.replay import Timeline, replay
 from perseus_planner.views.summary import longest_lag_s, share
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from perseus_planner.plans.simulate import Span, Timeline, replay
+from perseus_planner.plans.replay import Span, Timeline, replay
 from perseus_planner.profiles.csv_file import setting_of
 from perseus_planner.views.tables import origin_text
 from perseus_planner.views.trace_events import WAITING, Counter, Process, Slice, Thread, steps, total, write_trace

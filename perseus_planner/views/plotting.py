@@ -8,7 +8,7 @@ import numpy as np
 
 from perseus_planner.errors import UsageError
 from perseus_planner.files import replacing
-from perseus_planner.plans.simulate import Timeline, replay
+from perseus_planner.plans.replay import Timeline, replay
 from perseus_planner.profiles.csv_file import unit_of
 from perseus_planner.views.tables import origin_text
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from perseus_planner.plans.simulate import clock_calls, replay
+from perseus_planner.plans.replay import clock_calls, replay
 from perseus_planner.runs.matching import Change, with_changes
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from strategies import smooth_profile
 
 from perseus_planner import Frontier, Plan, Profile
 from perseus_planner.jobs.job import Job
-from perseus_planner.plans.simulate import replay
+from perseus_planner.plans.replay import replay
 
 JOB = """# the job that runs tonight
 format: perseus-planner/job

@@ -15,7 +15,7 @@ from strategies import any_schedule, fixed, furnished, smooth_profile
 from perseus_planner import Plan, schedules, solve
 from perseus_planner.errors import RunError
 from perseus_planner.gpu.protocol import THROTTLE_REASONS
-from perseus_planner.plans.simulate import replay
+from perseus_planner.plans.replay import replay
 from perseus_planner.profiles.clock_changes import ClockChange
 from perseus_planner.runs import ComputationRecord, IterationRecord, Run, recording
 from perseus_planner.runs.recording import Recording

@@ -12,9 +12,9 @@ from strategies import deadline_s, fixed, jobs, problems, shares
 
 from perseus_planner import schedules
 from perseus_planner.errors import ProfileError, ScheduleError
-from perseus_planner.plans.simulate import replay
-from perseus_planner.profiles.curve import OperatingPoint
+from perseus_planner.plans.replay import replay
 from perseus_planner.profiles.measurement import Measurement
+from perseus_planner.profiles.operating_points import OperatingPoint
 from perseus_planner.profiles.profiles import Profile
 from perseus_planner.schedules import Computation, Schedule, one_f_one_b
 from perseus_planner.schedules.dag import PipelineDag

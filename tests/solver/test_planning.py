@@ -13,7 +13,7 @@ from strategies import deadline_s, fixed, pipelines, shares, smooth_profile
 from perseus_planner import schedules
 from perseus_planner.errors import InfeasibleBudget, InfeasibleDeadline
 from perseus_planner.plans.plan import Plan
-from perseus_planner.plans.simulate import replay
+from perseus_planner.plans.replay import replay
 from perseus_planner.profiles.measurement import Measurement
 from perseus_planner.profiles.profiles import ClockChange, Profile
 from perseus_planner.schedules import Schedule

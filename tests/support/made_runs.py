@@ -8,7 +8,7 @@ from pathlib import Path
 from random import Random
 
 from perseus_planner.plans.plan import Plan
-from perseus_planner.plans.simulate import clock_calls, replay
+from perseus_planner.plans.replay import clock_calls, replay
 from perseus_planner.runtime.controller.protocol import Attached, Changed, Reading
 from perseus_planner.runtime.engines.engine import Seat
 from perseus_planner.runtime.marks import Timed

@@ -13,7 +13,7 @@ from typing import Any
 from strategies import smooth_profile
 
 from perseus_planner import Frontier, schedules, solve
-from perseus_planner.plans.simulate import time_and_energy
+from perseus_planner.plans.replay import time_and_energy
 from perseus_planner.schedules.dag import PipelineDag
 from perseus_planner.service.model import Job, Place, Report, Scope
 from perseus_planner.service.service import Service

@@ -9,7 +9,7 @@ import numpy as np
 from oracles import Flow, end_times_s, nodes, rank_waiting_w
 
 from perseus_planner.plans.plan import Plan
-from perseus_planner.plans.simulate import replay
+from perseus_planner.plans.replay import replay
 from perseus_planner.profiles.measurement import Measurement
 from perseus_planner.schedules.dag import PipelineDag
 from perseus_planner.solver.frontier import Frontier

@@ -15,9 +15,9 @@ from strategies import smooth_profile
 from perseus_planner import Frontier, Plan, Profile, schedules, solve
 from perseus_planner.cli.show import FIGURES as OFFERED
 from perseus_planner.errors import UsageError
-from perseus_planner.plans.simulate import replay
-from perseus_planner.profiles.curve import pareto_front
+from perseus_planner.plans.replay import replay
 from perseus_planner.profiles.measurement import Evidence
+from perseus_planner.profiles.operating_points import pareto_front
 from perseus_planner.runs import Run
 from perseus_planner.schedules.pipeline import FixedOperation
 from perseus_planner.views.report.figures import FIGURES, draw_curves, draw_points, draw_timelines

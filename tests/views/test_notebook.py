@@ -19,7 +19,7 @@ from strategies import fixed, graphs, profiles, smooth_profile
 
 from perseus_planner import Frontier, Plan, Profile, schedules, solve, solve_dag
 from perseus_planner.errors import UsageError
-from perseus_planner.plans.simulate import replay
+from perseus_planner.plans.replay import replay
 from perseus_planner.profiles.measurement import Evidence, Measurement
 from perseus_planner.runs import Run
 from perseus_planner.runs.records import IterationRecord

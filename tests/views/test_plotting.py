@@ -11,7 +11,7 @@ import pytest
 
 from perseus_planner import Frontier, Plan, Profile, schedules, solve
 from perseus_planner.errors import UsageError
-from perseus_planner.plans.simulate import replay
+from perseus_planner.plans.replay import replay
 from perseus_planner.profiles.measurement import Measurement
 from perseus_planner.schedules.pipeline import FixedOperation
 from perseus_planner.views.plotting import check_figure_path, draw_frontier, draw_plan, save_figure

@@ -18,7 +18,7 @@ from strategies import jobs, profiles, smooth_profile
 
 from perseus_planner import Frontier, Profile, schedules, solve
 from perseus_planner.errors import UsageError
-from perseus_planner.plans.simulate import Span, replay
+from perseus_planner.plans.replay import Span, replay
 from perseus_planner.profiles.measurement import Evidence
 from perseus_planner.runs.run import Run
 from perseus_planner.solver.solve import solve_dag

@@ -18,7 +18,7 @@ from trace_rules import Read, integral
 
 from perseus_planner import Plan, schedules, solve
 from perseus_planner.errors import RunError, UsageError
-from perseus_planner.plans.simulate import replay
+from perseus_planner.plans.replay import replay
 from perseus_planner.profiles.clock_changes import ClockChange
 from perseus_planner.runs import Run
 from perseus_planner.schedules.dag import PipelineDag

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from perseus_planner.profiles.csv_file import word_of
-from perseus_planner.profiles.curve import OperatingPoint, lower_hull, pareto_front
+from perseus_planner.profiles.operating_points import OperatingPoint, lower_hull, pareto_front
 
 if TYPE_CHECKING:
     from perseus_planner.profiles.measurement import Measurement

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from perseus_planner.cluster.baselines import all_maximum
 from perseus_planner.errors import RunError
-from perseus_planner.plans.simulate import Span, replay
+from perseus_planner.plans.replay import Span, replay
 from perseus_planner.views.report.points import BEFORE
 from perseus_planner.views.report.savings import replayed
 from perseus_planner.views.run_drawing import last_as_planned

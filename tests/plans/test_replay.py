@@ -15,7 +15,7 @@ from strategies import any_schedule, extras, fixed, furnished
 from perseus_planner import schedules
 from perseus_planner.errors import ScheduleError
 from perseus_planner.plans.plan import Plan
-from perseus_planner.plans.simulate import replay
+from perseus_planner.plans.replay import replay
 from perseus_planner.profiles.measurement import Measurement
 from perseus_planner.profiles.profiles import Profile
 from perseus_planner.schedules import Computation, Schedule, one_f_one_b
