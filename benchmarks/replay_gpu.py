@@ -9,7 +9,7 @@ from random import Random
 
 from perseus_planner import Profile
 from perseus_planner.errors import GpuNotSupported
-from perseus_planner.profiler.stage import Stage, Timed
+from perseus_planner.profiler.stage import Stage, TimedRun
 from perseus_planner.profiles.measurement import Measurement
 
 
@@ -61,7 +61,7 @@ class ReplayGpu:
 
     def stage(self) -> Stage:
         """The stage that runs on it, which blocks at the profile's blocking power."""
-        timed = {kind: Timed(partial(self._run, kind)) for kind in self._rows}
+        timed = {kind: TimedRun(partial(self._run, kind)) for kind in self._rows}
         return Stage(
             timed, self._synchronize, lambda duration_s: self._spend(duration_s, self._blocking_w * duration_s)
         )

@@ -13,7 +13,8 @@ from replay_gpu import ReplayGpu
 from results import Check, Section, Table
 
 from perseus_planner import Frontier, Profile, schedules, solve
-from perseus_planner.profiler.profiling import StageRows, SweepSettings, assembled, measure_stage
+from perseus_planner.profiler.assembly import assemble_profile
+from perseus_planner.profiler.sweep import StageRows, SweepSettings, measure_stage
 
 _MICROBATCHES = 12
 _SLOWDOWNS = (1.00, 1.02, 1.05, 1.10, 1.20)
@@ -114,7 +115,7 @@ def _swept(profile: Profile, noise: float, seed: int, sweep: str) -> tuple[Profi
         gpu = ReplayGpu(profile, number, noise, _OUTLIERS if noise else 0.0, seed=1000 * seed + number)
         stages.append(measure_stage(gpu, gpu.stage(), number, SweepSettings(full=sweep != "adaptive")))
         longest_s = max(longest_s, gpu.now_s())
-    found = assembled(stages)
+    found = assemble_profile(stages)
     return (_evenly(found) if sweep == "even" else found), longest_s
 
 

@@ -9,7 +9,7 @@ import gpt
 import torch
 
 from perseus_planner import Profile, solve
-from perseus_planner.profiler.profiling import SweepSettings
+from perseus_planner.profiler.sweep import SweepSettings
 from perseus_planner.schedules import Schedule
 
 

@@ -1,19 +1,19 @@
-"""Which setting to measure next, so that few of them tell all that a plan needs.
+"""Choose the setting to measure next, so that few settings are enough for good plans.
 
-First a coarse descent from the top: settings evenly apart, until every kind's effective energy (see `curve.py`) rises.
-Settings above the clock that a power cap leaves to every kind are passed over: they are all alike.
+The sweep first descends coarsely from the top, at evenly spaced settings, until the effective energy of every kind (see
+`curve.py`) rises. It skips settings above the clock that a power cap leaves to every kind, as they all run alike.
 
-Then one setting after the other is measured where it promises most. What a plan asks of a computation is the least of
-energy + price * time over the settings, where the price of a second, watts, is what the deadline makes it (the
-Lagrangian of the plan; Perseus, SOSP'24, finds such prices by minimum cuts). A plan from few settings loses, at each
-price, what the least over them is above the least over all. So for a range of prices a setting is worth what it is
-expected to lower the least: its expected improvement.
+Then it measures one setting after another where the expected gain is largest. For each computation a plan minimises
+energy + price * time over the settings, where the price of a second, in watts, follows from the deadline (the
+Lagrangian of the plan; Perseus, SOSP'24, finds such prices by minimum cuts). At each price, a plan from few settings
+loses the difference between their minimum and the minimum over all settings. So the gain of a setting is the amount by
+which it is expected to lower the minimum, summed over a range of prices: its expected improvement.
 
-Between two neighbours that were measured, time and energy are thought to walk from one to the other at random, as
-Brownian motion over the logarithm of the setting: in the mean along a straight line, and least certain in the middle
-of a wide gap (Kushner, "A new method of locating the maximum point of an arbitrary multipeak curve in the presence of
-noise", 1964; Locatelli, "Bayesian algorithms for one-dimensional global optimization", 1997). This supposes neither
-that they are smooth nor that they are monotone: measured ones are not, as other kernels run at other clocks.
+Between two measured neighbours, time and energy are modelled as Brownian motion over the logarithm of the setting:
+their mean follows a straight line, and their variance is largest in the middle of a wide gap (Kushner, "A new method of
+locating the maximum point of an arbitrary multipeak curve in the presence of noise", 1964; Locatelli, "Bayesian
+algorithms for one-dimensional global optimization", 1997). This assumes neither smooth nor monotone curves: measured
+ones are not, because the GPU runs other kernels at other clocks.
 """
 
 from __future__ import annotations
@@ -25,23 +25,25 @@ from typing import NamedTuple
 
 from perseus_planner.profiles.measurement import Measurement
 
-Table = Mapping[str, Mapping[int, Measurement]]
+RowTable = Mapping[str, Mapping[int, Measurement]]
 """Kind -> setting -> its row. All kinds have the same settings."""
 
-MOST_SETTINGS = 12  #: an adaptive sweep measures no more
-_COARSE = 6  # settings of the descent, beside the top one
-_RISES = 2
-_RISEN = 0.01  # relative to the energy: less than this, or than the noise, is no rise
+MAX_SETTINGS = 12
+"""An adaptive sweep measures no more settings."""
+
+_COARSE = 6  # settings of the descent, besides the top one
+_RISES = 2  # consecutive rises that end the descent
+_RISEN = 0.01  # relative to the energy: a smaller change is not a rise, nor is one within the noise
 _NOISE = 2.0  # standard errors
 _ROUGHNESS = 0.3  # relative standard deviation of time and energy over settings that differ by a factor of e
-# Of time, relative to the power at the top setting: from where there is time to spare to where a second is worth nearly
-# three times what the GPU draws. Evenly apart by their logarithms.
+# Prices of a second, relative to the power at the top setting: from the price where there is time to spare to one of
+# nearly three times the power of the GPU. Their logarithms are evenly spaced.
 _PRICES = tuple(2 ** (half / 2) for half in range(-8, 4))
 _NORMAL = NormalDist()
 
 
-class _Guess(NamedTuple):
-    """What a row that was not measured may say."""
+class _Prediction(NamedTuple):
+    """The expected row of a setting that was not measured."""
 
     time_s: float
     energy_j: float
@@ -49,20 +51,43 @@ class _Guess(NamedTuple):
 
 
 def descent(settings: Sequence[int], begin: int) -> list[int]:
-    """The settings of the coarse descent, highest first: the top one, and from `begin` to the lowest.
+    """Return the settings of the coarse descent, highest first: the top one, and from `begin` to the lowest.
 
     Args:
-        settings: what can be set, highest first.
-        begin: one of them.
+        settings: All settings, highest first.
+        begin: One of them.
     """
     step = (begin - settings[-1]) / (_COARSE - 1)
-    wanted = (begin - place * step for place in range(_COARSE))
-    nearest = (min(settings, key=lambda setting: abs(setting - each)) for each in wanted)
+    targets = (begin - number * step for number in range(_COARSE))
+    nearest = (min(settings, key=lambda setting: abs(setting - target)) for target in targets)
     return list(dict.fromkeys([settings[0], *nearest]))
 
 
-def _capped(settings: Sequence[int], rows: Table) -> int:
-    """The highest setting that is worth a look below the top one."""
+def next_setting(settings: Sequence[int], rows: RowTable, blocking_w: float, *, clocks: bool = True) -> int | None:
+    """Return the setting to measure next, or None when the measured ones are enough.
+
+    The result depends on the arguments alone, so a resumed sweep chooses as one that was not interrupted.
+
+    Args:
+        settings: All settings, highest first.
+        rows: The rows measured so far.
+        blocking_w: Power of the GPUs while they wait, watts.
+        clocks: Whether the settings are clocks in MHz, and not power limits.
+    """
+    measured = {setting for table in rows.values() for setting in table}
+    capped = _highest_below_cap(settings, rows) if clocks else settings[0]
+    coarse = descent(settings, capped)
+    done = [setting for setting in coarse if setting in measured]
+    if len(done) < len(coarse) and not _has_risen(done, rows, blocking_w):
+        return next(setting for setting in coarse if setting not in measured)
+    if len(measured) >= MAX_SETTINGS:
+        return None
+    between = [setting for setting in settings if min(measured) < setting <= capped and setting not in measured]
+    return max(between, key=lambda setting: _gain_j(setting, rows, blocking_w), default=None)
+
+
+def _highest_below_cap(settings: Sequence[int], rows: RowTable) -> int:
+    """Return the highest clock that the power cap lets some kind reach; the top one if there is no cap."""
     top = [table[settings[0]].evidence for table in rows.values() if settings[0] in table]
     if not top or any(evidence is None or "sw-power-cap" not in evidence.throttle for evidence in top):
         return settings[0]
@@ -70,31 +95,8 @@ def _capped(settings: Sequence[int], rows: Table) -> int:
     return next((setting for setting in settings if setting <= reached_mhz), settings[0])
 
 
-def next_setting(settings: Sequence[int], rows: Table, blocking_w: float, *, clocks: bool = True) -> int | None:
-    """The setting to measure next; None when what was measured is enough.
-
-    Follows from the arguments alone, so that a sweep that goes on chooses as one that was not interrupted.
-
-    Args:
-        settings: what can be set, highest first.
-        rows: what was measured so far.
-        blocking_w: what the GPUs draw while they wait, watts.
-        clocks: whether settings are clocks, MHz, and not power limits.
-    """
-    measured = {setting for table in rows.values() for setting in table}
-    capped = _capped(settings, rows) if clocks else settings[0]
-    wanted = descent(settings, capped)
-    done = [setting for setting in wanted if setting in measured]
-    if len(done) < len(wanted) and not _risen(done, rows, blocking_w):
-        return next(setting for setting in wanted if setting not in measured)
-    if len(measured) >= MOST_SETTINGS:
-        return None
-    between = [setting for setting in settings if min(measured) < setting <= capped and setting not in measured]
-    return max(between, key=lambda setting: _worth_j(setting, rows, blocking_w), default=None)
-
-
-def _risen(done: Sequence[int], rows: Table, blocking_w: float) -> bool:
-    """Whether at the last settings every kind took more effective energy than at its best by more than noise."""
+def _has_risen(done: Sequence[int], rows: RowTable, blocking_w: float) -> bool:
+    """Return whether, at the last settings, the effective energy of every kind was above its minimum beyond noise."""
     for table in rows.values():
         least_j = min((_cost_j(table[setting], -blocking_w) for setting in done), default=0.0)
         for setting in done[-_RISES:]:
@@ -105,48 +107,48 @@ def _risen(done: Sequence[int], rows: Table, blocking_w: float) -> bool:
     return len(done) > _RISES
 
 
-def _worth_j(setting: int, rows: Table, blocking_w: float) -> float:
-    """What a row of every kind at `setting` is expected to save, joules, over all prices of time."""
-    return math.fsum(_saved_j(setting, table, blocking_w) for table in rows.values())
+def _gain_j(setting: int, rows: RowTable, blocking_w: float) -> float:
+    """Return what measuring every kind at `setting` is expected to save, joules, summed over the prices of time."""
+    return math.fsum(_kind_gain_j(setting, table, blocking_w) for table in rows.values())
 
 
-def _saved_j(setting: int, table: Mapping[int, Measurement], blocking_w: float) -> float:
-    """The same of one kind."""
-    guess = _guess(setting, table)
+def _kind_gain_j(setting: int, table: Mapping[int, Measurement], blocking_w: float) -> float:
+    """Return what measuring one kind at `setting` is expected to save, joules, summed over the prices of time."""
+    predicted = _predict(setting, table)
     top = table[max(table)]
-    saved_j = 0.0
+    gain_j = 0.0
     for price in _PRICES:
-        # A GPU that is busy does not wait, so that a second costs the price less what waiting draws.
+        # A busy GPU does not wait, so a second costs its price less the power of waiting.
         second_w = price * top.energy_j / top.time_s - blocking_w
         least_j = min(_cost_j(row, second_w) for row in table.values())
-        spread_j = guess.spread * math.hypot(guess.energy_j, second_w * guess.time_s)
-        saved_j += _improvement(least_j - _cost_j(guess, second_w), spread_j)
-    return saved_j
+        spread_j = predicted.spread * math.hypot(predicted.energy_j, second_w * predicted.time_s)
+        gain_j += _expected_improvement(least_j - _cost_j(predicted, second_w), spread_j)
+    return gain_j
 
 
-def _guess(setting: int, table: Mapping[int, Measurement]) -> _Guess:
-    """What is to be expected at a setting between two that were measured: the Brownian bridge of the module."""
+def _predict(setting: int, table: Mapping[int, Measurement]) -> _Prediction:
+    """Predict the row of a setting between two measured ones by the Brownian bridge that the module describes."""
     high = table[min(each for each in table if each > setting)]
     low = table[max(each for each in table if each < setting)]
     above, below = math.log(high.clock_mhz / setting), math.log(setting / low.clock_mhz)
     share = above / (above + below)
-    return _Guess(
+    return _Prediction(
         high.time_s + share * (low.time_s - high.time_s),
         high.energy_j + share * (low.energy_j - high.energy_j),
         _ROUGHNESS * math.sqrt(above * below / (above + below)),
     )
 
 
-def _improvement(mean: float, spread: float) -> float:
-    """The mean of what is above 0 of a normal distribution (Jones, Schonlau and Welch, 1998)."""
+def _expected_improvement(mean: float, spread: float) -> float:
+    """Return the mean of the positive part of a normal distribution (Jones, Schonlau and Welch, 1998)."""
     if spread <= 0:
         return max(0.0, mean)
     ratio = mean / spread
     return mean * _NORMAL.cdf(ratio) + spread * _NORMAL.pdf(ratio)
 
 
-def _cost_j(row: Measurement | _Guess, second_w: float) -> float:
-    """Energy, and time at what a second costs."""
+def _cost_j(row: Measurement | _Prediction, second_w: float) -> float:
+    """Return the energy plus the time at the price of a second."""
     return row.energy_j + second_w * row.time_s
 
 

@@ -1,9 +1,10 @@
-"""The energy counter read so that its steps cost no accuracy.
+"""Read a GPU's energy counter without the error of its update interval.
 
-Counters of data-centre GPUs move about every 100 ms, so a difference of two readings taken at any moment is off by up
-to a step's energy. A reading taken just when the counter moves is not: so every window begins and ends at such a
-moment, with the GPU at rest, and what it drew at rest between that moment and its work is taken off again. What remains
-is the error of the time of that moment, one poll, at the power of rest: about 0.1 J of the 1500 J of a window of 5 s.
+The energy counters of data-centre GPUs update about every 100 ms, so the difference of two readings taken at arbitrary
+times is wrong by up to the energy of one interval. A reading taken right after an update is not. Every window therefore
+begins and ends at an update, with the GPU at rest, and the energy that the GPU drew at rest between these updates and
+its work is subtracted. The remaining error is the time between two polls at the power of a resting GPU: about 0.1 J of
+the 1500 J of a window of 5 s.
 """
 
 from __future__ import annotations
@@ -18,15 +19,21 @@ if TYPE_CHECKING:
     from perseus_planner.gpu import Gpu
 
 _POLL_S = 1e-3
-_STUCK_S = 5.0  # no counter that is known steps more rarely than once a second
-_STEPS = 5  # so many are timed to learn how long one is
-_LEAST_S = 0.01  # power at rest is that of at least so long, whatever the counter
-_SETTLED = 0.05  # two steps of rest that differ by less say the same
-_MOST_STEPS = 20
+_STUCK_S = 5.0  # every known counter updates at least once a second
+_INTERVALS = 5  # intervals that are timed to find the length of one
+_MIN_REST_S = 0.01  # the power at rest is the mean over at least this long
+_STABLE = 0.05  # the GPU is at rest when the power of two intervals differs by less
+_MAX_INTERVALS = 20
 
 
-class Edge(NamedTuple):
-    """A moment at which the counter moved while the GPU was at rest: seconds, joules, and the watts of its rest."""
+class RestingReading(NamedTuple):
+    """The counter right after an update while the GPU is at rest.
+
+    Attributes:
+        time_s: When the counter was updated, seconds.
+        energy_j: The counter, joules.
+        rest_w: The power of the resting GPU, watts.
+    """
 
     time_s: float
     energy_j: float
@@ -34,56 +41,56 @@ class Edge(NamedTuple):
 
 
 class EnergyCounter:
-    """The energy counter of a GPU; finds out at birth how long its step is.
+    """The energy counter of a GPU, whose update interval is measured on construction.
 
     Attributes:
-        step_s: the median time between two moves, seconds.
+        interval_s: The median time between two updates, seconds.
 
     Raises:
-        GpuError: it stands still for seconds, or runs backwards.
+        GpuError: If the counter does not move for seconds, or runs backwards.
     """
 
     def __init__(self, gpu: Gpu) -> None:
         self._gpu = gpu
-        times_s = [self._moved()[0] for _ in range(_STEPS + 1)]
-        self.step_s = median(after - before for before, after in pairwise(times_s))
+        times_s = [self._wait_for_update()[0] for _ in range(_INTERVALS + 1)]
+        self.interval_s = median(after - before for before, after in pairwise(times_s))
 
-    def at_rest(self) -> Edge:
-        """Wait, with nothing to do on the GPU, until the counter moves by what rest takes alone.
+    def wait_for_rest(self) -> RestingReading:
+        """Wait until the counter counts nothing but the power of the resting GPU. Nothing may be running.
 
-        A counter that is fed from averages still counts finished work for some steps; so it is waited until two steps
-        in a row say the same power.
+        A counter that is fed from averaged power still counts finished work for some intervals. So this waits until two
+        intervals in a row have the same power.
 
         Raises:
-            GpuError: it stands still, or runs backwards.
+            GpuError: If the counter does not move for seconds, or runs backwards.
         """
-        time_s, energy_j = self._moved()
+        time_s, energy_j = self._wait_for_update()
         before_w = 0.0
-        for _ in range(_MOST_STEPS):
-            # Polling starts shortly before the step is due.
-            self._gpu.wait(max(0.8 * self.step_s, _LEAST_S))
-            next_s, next_j = self._moved()
+        for _ in range(_MAX_INTERVALS):
+            # Polling starts shortly before the update is due.
+            self._gpu.wait(max(0.8 * self.interval_s, _MIN_REST_S))
+            next_s, next_j = self._wait_for_update()
             rest_w = (next_j - energy_j) / (next_s - time_s)
             time_s, energy_j = next_s, next_j
-            if abs(rest_w - before_w) <= _SETTLED * rest_w:
+            if abs(rest_w - before_w) <= _STABLE * rest_w:
                 break
             before_w = rest_w
-        return Edge(time_s, energy_j, rest_w)
+        return RestingReading(time_s, energy_j, rest_w)
 
-    def _moved(self) -> tuple[float, float]:
-        """Seconds and joules when the counter next moves."""
+    def _wait_for_update(self) -> tuple[float, float]:
+        """Return the time and the counter, seconds and joules, right after its next update."""
         gpu = self._gpu
         before_j, give_up_s = gpu.energy_j(), gpu.now_s() + _STUCK_S
         while (energy_j := gpu.energy_j()) == before_j:
             if gpu.now_s() >= give_up_s:
                 raise GpuError(
                     f"{gpu.name}: its energy counter has stood at {energy_j:.3f} J for {_STUCK_S:g} s, so energy "
-                    "cannot be measured; see what `planner doctor` says of it, and load the driver again"
+                    "cannot be measured; run `planner doctor` to check the counter, and reload the driver"
                 )
             gpu.wait(_POLL_S)
         if energy_j < before_j:
             raise GpuError(
-                f"{gpu.name}: its energy counter went back from {before_j:.3f} J to {energy_j:.3f} J, as when the "
-                "driver is loaded again; turn persistence mode on and measure again"
+                f"{gpu.name}: its energy counter went back from {before_j:.3f} J to {energy_j:.3f} J, as after a "
+                "reload of the driver; turn persistence mode on and measure again"
             )
         return gpu.now_s(), energy_j

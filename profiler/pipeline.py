@@ -1,4 +1,4 @@
-"""A profile from inside a training script: the engine's own stages, on the inputs of a real iteration."""
+"""Profile a pipeline inside its training script: the engine's stages, on the inputs of a real iteration."""
 
 from __future__ import annotations
 
@@ -8,38 +8,37 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from perseus_planner.errors import UsageError
-from perseus_planner.profiler.engines.deepspeed import deepspeed_engine
-from perseus_planner.profiler.engines.megatron import ForwardStep, MegatronLosses, megatron_chunks
-from perseus_planner.profiler.engines.torch_pipelining import torch_schedule
-from perseus_planner.profiler.profiling import SweepSettings
-from perseus_planner.profiler.ranks.meeting import TIMEOUT_S, Meeting
-from perseus_planner.profiler.ranks.together import Request, profiled_together
-from perseus_planner.training.engine_kinds import KNOWN, engine_kind
-from perseus_planner.training.engine_kinds import megatron_chunks as chunks_of
+from perseus_planner.profiler.engines.deepspeed import record_deepspeed
+from perseus_planner.profiler.engines.megatron import ForwardStep, MegatronLoss, record_megatron
+from perseus_planner.profiler.engines.torch_pipelining import record_torch_schedule
+from perseus_planner.profiler.ranks.group import TIMEOUT_S, RankGroup
+from perseus_planner.profiler.ranks.measure import ProfileRequest, measure_with_ranks
+from perseus_planner.profiler.sweep import SweepSettings
+from perseus_planner.training.engine_kinds import KNOWN, engine_kind, megatron_chunks
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Iterator
 
-    from perseus_planner.profiler.engines.held import Held
+    from perseus_planner.profiler.engines.engine_stages import EngineStages
     from perseus_planner.profiler.stage import Progress
     from perseus_planner.profiles.profiles import Profile
 
 
 @dataclass
 class Profiling:
-    """What is under way inside the block.
+    """The profiling in progress inside the block of `profile_pipeline`.
 
     Attributes:
-        profile: on rank 0, after the block: what was measured.
+        profile: After the block, on rank 0, the profile; None on other ranks.
     """
 
     profile: Profile | None = None
-    _losses: MegatronLosses = field(default_factory=MegatronLosses, repr=False)
+    _loss: MegatronLoss = field(default_factory=MegatronLoss, repr=False)
 
     def watched(self, forward_step: ForwardStep) -> ForwardStep:
-        """For Megatron-core: `forward_step` as it is to be given inside the block, for its loss to be known."""
-        return self._losses.watched(forward_step)
+        """Return the `forward_step` to give to Megatron-core inside the block, so that its loss is known."""
+        return self._loss.watched(forward_step)
 
 
 @contextmanager
@@ -57,47 +56,48 @@ def profile_pipeline(
 ) -> Iterator[Profiling]:
     """Profile the pipeline that `engine` trains, on all its ranks.
 
-    Inside the block, every rank runs one training iteration as ever: `engine.train_batch(...)`,
+    Inside the block, run one training iteration on every rank: `engine.train_batch(...)`,
     `forward_backward_func(forward_step_func=profiling.watched(forward_step), ...)` or `schedule.step(...)`. On leaving
-    it, the stages that the iteration ran are measured on its last microbatch. Weights, optimizer, gradients and random
-    state are afterwards as the iteration left them. All ranks go in step: the block is entered and left on every one.
+    the block, the stages that the iteration ran are measured on its last microbatch. Weights, optimizer, gradients and
+    random state are left as after the iteration. All ranks must enter and leave the block.
 
     Args:
-        engine: a DeepSpeed PipelineEngine; a Megatron-core model, or the list of its chunks; or a schedule of
+        engine: A DeepSpeed PipelineEngine; a Megatron-core model, or the list of its chunks; or a schedule of
             torch.distributed.pipelining.
-        gpu: as in `torch_device.gpu_text`, for each rank.
-        output: the profile to write on rank 0, .yaml.
-        settings: of the sweep; the defaults where None.
-        resume: go on from finished rows beside `output`.
-        tensor_group: for torch schedules: the process group of the ranks that share a stage; None: each has its own.
-        blocking_power_w: of one GPU, watts, instead of what is measured.
-        timeout_s: after how long without a sign of life a rank is taken for dead, seconds.
-        progress: told of this rank's rows.
+        gpu: Each rank's GPU, as in `torch_device.gpu_text`.
+        output: The profile to write on rank 0, .yaml.
+        settings: How to measure; the defaults if None.
+        resume: Whether to go on from the finished rows beside `output`.
+        tensor_group: For torch schedules, the process group of the ranks that share a stage; None if they share none.
+        blocking_power_w: Power of one waiting GPU, watts, instead of what is measured.
+        timeout_s: A rank without a heartbeat for this long is presumed dead, seconds.
+        progress: Called with this rank's rows.
 
     Raises:
-        UsageError: `engine` is none of these, or no iteration ran inside the block.
-        RankError: another rank has ended.
-        GpuError, ProfileError: as `measure_stage`.
+        UsageError: If `engine` is of another kind, or no iteration ran inside the block.
+        RankError: If another rank has ended.
+        GpuError, ProfileError: As in `measure_stage`.
     """
     profiling = Profiling()
-    with _watched(engine, profiling, tensor_group) as held:
+    with _recorded(engine, profiling, tensor_group) as find_stages:
         yield profiling
     target = None if output is None else Path(output)
-    request = Request(gpu, settings or SweepSettings(), target, resume, blocking_power_w, timeout_s, progress)
-    with Meeting(timeout_s) as meeting:
-        found = held()
-        profiling.profile = profiled_together(meeting, found.stages, found.tensor_rank, request, found.device)
+    request = ProfileRequest(gpu, settings or SweepSettings(), target, resume, blocking_power_w, timeout_s, progress)
+    with RankGroup(timeout_s) as group:
+        found = find_stages()
+        profiling.profile = measure_with_ranks(group, found.stages, found.tensor_rank, request, found.device)
 
 
-def _watched(engine: Any, profiling: Profiling, tensor_group: Any) -> AbstractContextManager[Callable[[], Held]]:
-    """While its iteration runs."""
+def _recorded(
+    engine: Any, profiling: Profiling, tensor_group: Any
+) -> AbstractContextManager[Callable[[], EngineStages]]:
     kind = engine_kind(engine)
     if kind == "deepspeed":
-        return deepspeed_engine(engine)
+        return record_deepspeed(engine)
     if kind == "torch":
-        return torch_schedule(engine, _rank_in(tensor_group))
+        return record_torch_schedule(engine, _rank_in(tensor_group))
     if kind == "megatron":
-        return megatron_chunks(chunks_of(engine), profiling._losses)
+        return record_megatron(megatron_chunks(engine), profiling._loss)
     raise UsageError(f"profile_pipeline was given a {type(engine).__name__}; give it {KNOWN}")
 
 

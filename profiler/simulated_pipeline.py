@@ -1,4 +1,4 @@
-"""A pipeline whose stages run on a simulated GPU, profiled in virtual time."""
+"""Profile a small GPT on a simulated GPU, in virtual time."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from perseus_planner.estimate.op_costs import stage_op_costs
 from perseus_planner.estimate.presets import PRESETS
 from perseus_planner.gpu import open_gpu
 from perseus_planner.gpu.simulated.gpu import SimulatedGpu
-from perseus_planner.profiler.profiling import StageRows, assembled, measure_stage
-from perseus_planner.profiler.stage import Progress, Stage, Timed
+from perseus_planner.profiler.assembly import assemble_profile
+from perseus_planner.profiler.stage import Progress, Stage, TimedRun
+from perseus_planner.profiler.sweep import StageRows, SweepSettings, measure_stage
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from perseus_planner.gpu.simulated.model import OpCost
-    from perseus_planner.profiler.sweep import SweepSettings
     from perseus_planner.profiles.profiles import Profile
 
 
-def sweep_simulated(
+def profile_simulated(
     gpu: str,
     stages: int,
     progress: Progress | None = None,
@@ -30,21 +30,21 @@ def sweep_simulated(
     split_backward: bool = False,
     settings: SweepSettings | None = None,
 ) -> Profile:
-    """Profile a small GPT-like pipeline of so many stages on the simulated GPU that `gpu` names.
+    """Profile a small GPT-like pipeline on a simulated GPU.
 
-    Every stage holds eight layers; the first also has the embedding and the last the language-model head, which make
-    them slower than the others. Equal arguments give equal profiles.
+    Every stage has eight layers. The first stage also has the embedding, and the last the language-model head, so these
+    are slower than the others. Equal arguments give equal profiles.
 
     Args:
-        gpu: such as "simulated:a100-sxm", or "simulated:a100-sxm?seed=3" for other noise.
-        stages: how many pipeline stages, at least 1.
-        progress: told after every measurement.
-        split_backward: measure the gradients of inputs and of weights apart too, which zero-bubble schedules run so.
-        settings: how the stages are measured; the defaults where None.
+        gpu: The simulated GPU, such as "simulated:a100-sxm", or "simulated:a100-sxm?seed=3" for other noise.
+        stages: The number of pipeline stages, at least 1.
+        progress: Called after every measurement.
+        split_backward: Whether to measure the gradients of inputs and of weights apart too, for zero-bubble schedules.
+        settings: How to measure; the defaults if None.
 
     Raises:
-        GpuError: there is no such simulated GPU.
-        UsageError: `stages` is not a positive whole number.
+        GpuError: If there is no such simulated GPU.
+        UsageError: If `stages` is not a positive whole number.
     """
     if not isinstance(stages, int) or isinstance(stages, bool) or stages < 1:
         raise UsageError(f"stages is {stages!r}; give a whole number of at least 1")
@@ -52,29 +52,29 @@ def sweep_simulated(
     with open_gpu(gpu) as device:
         if not isinstance(device, SimulatedGpu):
             raise GpuError(f"{gpu} is not simulated; give one such as simulated:a100-sxm")
-        for number, works in enumerate(_small_gpt(stages)):
-            stage = _simulated_stage(device, works, split_backward)
-            told = _share(progress, number, stages)
-            measured.append(measure_stage(device, stage, number, settings, progress=told))
+        for number, costs in enumerate(_small_gpt(stages)):
+            stage = _simulated_stage(device, costs, split_backward)
+            of_all = _progress_of_all(progress, number, stages)
+            measured.append(measure_stage(device, stage, number, settings, progress=of_all))
     if progress is not None:
         rows = sum(len(table) for each in measured for table in each.measurements.values())
         progress(rows, rows)
-    return assembled(measured)
+    return assemble_profile(measured)
 
 
-def _share(progress: Progress | None, number: int, stages: int) -> Progress | None:
-    """The progress of all stages from that of stage `number`, where those before it took what it takes."""
+def _progress_of_all(progress: Progress | None, number: int, stages: int) -> Progress | None:
+    """Return a progress of stage `number` that calls the progress of all, as if the stages took equally many rows."""
     if progress is None:
         return None
     return lambda done, total: progress(number * total + done, stages * total)
 
 
 def _small_gpt(stages: int) -> list[dict[str, OpCost]]:
-    """Kind -> what it does, of each stage: eight layers as of GPT-3 2.7B, on a microbatch of four sequences."""
+    """Return kind -> cost of each stage: eight layers like those of GPT-3 2.7B, on a microbatch of four sequences."""
     model = replace(PRESETS["gpt3-2.7b"], layers=8 * stages, microbatch=4)
     return stage_op_costs(model, stages)
 
 
-def _simulated_stage(gpu: SimulatedGpu, works: Mapping[str, OpCost], split_backward: bool) -> Stage:
+def _simulated_stage(gpu: SimulatedGpu, costs: Mapping[str, OpCost], split_backward: bool) -> Stage:
     kinds = "FBIW" if split_backward else "FB"
-    return Stage({kind: Timed(partial(gpu.run, works[kind])) for kind in kinds}, lambda: None, gpu.block)
+    return Stage({kind: TimedRun(partial(gpu.run, costs[kind])) for kind in kinds}, lambda: None, gpu.block)

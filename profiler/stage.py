@@ -1,4 +1,4 @@
-"""A stage as the profiler sees it: what runs each kind of computation, and how to wait."""
+"""A pipeline stage as the profiler sees it: functions that run its computations, and the GPUs that share it."""
 
 from __future__ import annotations
 
@@ -9,57 +9,60 @@ from typing import Protocol, TypeVar
 T = TypeVar("T")
 
 Run = Callable[[int], None]
-"""Launches a computation so many times back to back; the GPU may still be at it on return."""
+"""Launches a computation the given number of times, back to back. The GPU may still be busy when it returns."""
+
+Block = Callable[[float], None]
+"""Keeps the GPU waiting for a message from a neighbour stage for about the given number of seconds."""
+
 Progress = Callable[[int, int], None]
-"""Called with the measurements that are done and the total, which may shrink; the last call has them equal."""
+"""Called with the number of finished measurements and the total. The total may shrink; the last call has them equal."""
 
 
 @dataclass(frozen=True)
-class Timed:
-    """What is measured of one kind.
+class TimedRun:
+    """How one kind of computation is run to be measured.
 
     Attributes:
-        run: runs it.
-        less: a kind of the same stage that each repetition of `run` also runs once, and whose time and energy are
-            therefore taken off: "F" where a backward cannot be run without its forward.
+        run: Runs the computation.
+        includes: A kind of the same stage that each repetition of `run` also runs once. Its time and energy are
+            subtracted: "F" where a backward cannot run without its forward. None if `run` runs nothing else.
     """
 
     run: Run
-    less: str | None = None
+    includes: str | None = None
 
 
 @dataclass(frozen=True)
 class Stage:
-    """What is measured of one pipeline stage on one GPU.
+    """A pipeline stage on one GPU, ready to be measured.
 
     Attributes:
-        timed: kind, as in `Profile.measurements` -> what runs it. A kind stands after the one that its `less` names.
-        synchronize: returns when the GPU has finished all that was launched.
-        block: keeps the GPU really waiting for a neighbour's message for about so many seconds; None where there is no
-            neighbour. Returns when the message has come.
+        runs: How to run each kind, named as in `Profile.measurements`. A kind comes after the one that it includes.
+        synchronize: Returns when the GPU has finished everything that was launched.
+        block: Blocks the GPU on its neighbour; None if the stage has no neighbour.
     """
 
-    timed: Mapping[str, Timed]
+    runs: Mapping[str, TimedRun]
     synchronize: Callable[[], None]
-    block: Callable[[float], None] | None = None
+    block: Block | None = None
 
 
-class Group(Protocol):
-    """The GPUs that share a stage (tensor parallelism), and so must measure in step."""
+class GpuGroup(Protocol):
+    """The GPUs that share a stage (tensor parallelism) and are measured in step."""
 
     @property
     def size(self) -> int:
-        """How many they are."""
+        """The number of GPUs."""
 
-    def gathered(self, value: T) -> list[T]:
-        """Everyone's `value`, in the order of ranks, at everyone; returns when all have given theirs."""
+    def gather(self, value: T) -> list[T]:
+        """Return the values of all GPUs, in the order of their ranks, once every GPU has given its own."""
 
 
-class Alone:
-    """The group of one GPU."""
+class SingleGpu:
+    """A group of one GPU."""
 
     size = 1
 
-    def gathered(self, value: T) -> list[T]:
-        """`[value]`."""
+    def gather(self, value: T) -> list[T]:
+        """Return `[value]`."""
         return [value]

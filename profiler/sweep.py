@@ -1,27 +1,29 @@
-"""The sweep: every kind of a stage at one setting after the other, from the top down, at as few as a plan needs."""
+"""Measure all kinds of a stage at one setting after another, from the highest down, at as few as a plan needs."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from random import Random
+from statistics import fmean
 from typing import TYPE_CHECKING
 
 from perseus_planner.errors import GpuError, UsageError
-from perseus_planner.profiler.blocking import blocking_power_w
-from perseus_planner.profiler.choosing import MOST_SETTINGS, next_setting
-from perseus_planner.profiler.estimates import less
-from perseus_planner.profiles.csv_file import CONTROLS
+from perseus_planner.profiler.choosing import MAX_SETTINGS, RowTable, next_setting
+from perseus_planner.profiler.row_file import RowFile
+from perseus_planner.profiler.row_meter import RowMeter
+from perseus_planner.profiler.stage import GpuGroup, Progress, SingleGpu, Stage
+from perseus_planner.profiler.windows import TRANSIENT_REASONS, subtract
+from perseus_planner.profiles.csv_file import CONTROLS, unit_of
 from perseus_planner.quantities import INDEX, TIME, WAIT, check_fields
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Sequence
+    from pathlib import Path
 
     from perseus_planner.gpu import Gpu
-    from perseus_planner.profiler.rows import Rows
-    from perseus_planner.profiler.stage import Group, Progress, Stage
-    from perseus_planner.profiler.windows import Windows
     from perseus_planner.profiles.measurement import Measurement
 
 _LIMIT_STEP_W = 5
@@ -32,14 +34,15 @@ class SweepSettings:
     """How a stage is measured.
 
     Attributes:
-        control: what is set for each row: "clock", "power-limit", or "observed": nothing, one row of each kind.
-        full: measure at every setting; otherwise at as few as a plan needs.
-        window_s: the least length of one measuring window, seconds.
-        cool_down_s: the longest wait for the GPU to cool down before each setting, seconds.
-        seed: chooses when, after a step of the energy counter, each window begins.
+        control: What is set for each row: "clock", "power-limit", or "observed" to set nothing and measure one row of
+            each kind.
+        full: Whether to measure at every setting, instead of at as few as a plan needs.
+        window_s: The minimum length of a measuring window, seconds.
+        cool_down_s: The longest wait for the GPU to cool down before each setting, seconds.
+        seed: Draws when, after an update of the energy counter, each window begins.
 
     Raises:
-        UsageError: a value is not of that kind.
+        UsageError: If a value is out of range.
     """
 
     control: str = "clock"
@@ -55,142 +58,193 @@ class SweepSettings:
 
 
 @dataclass(frozen=True)
-class Swept:
-    """What a sweep found.
+class StageRows:
+    """The measurements of one stage. It can be pickled, so ranks can send it to each other.
 
     Attributes:
-        rows: kind -> setting -> its row.
-        blocking_w: setting -> what the GPUs drew while they were blocked, watts; empty where they never are.
+        stage: The number of the stage.
+        measurements: Kind -> rows, highest setting first. Times are the longest of the stage's GPUs, energies sums.
+        blocking_power_w: Power of the stage's GPUs while they wait for a neighbour, watts in all; None if the stage has
+            no neighbour.
+        gpus: How many GPUs share the stage.
+        gpu: The name of these GPUs.
+        origin: "measured" or "simulated".
+        control: What was set for each row.
+        conditions: How the rows were measured, as in `Profile.conditions`.
     """
 
-    rows: Mapping[str, Mapping[int, Measurement]]
+    stage: int
+    measurements: Mapping[str, tuple[Measurement, ...]]
+    blocking_power_w: float | None
+    gpus: int
+    gpu: str
+    origin: str
+    control: str
+    conditions: Mapping[str, str] = field(default_factory=dict)
+
+
+def measure_stage(
+    gpu: Gpu,
+    stage: Stage,
+    number: int,
+    settings: SweepSettings | None = None,
+    *,
+    group: GpuGroup | None = None,
+    rows_file: Path | None = None,
+    resume: bool = False,
+    progress: Progress | None = None,
+) -> StageRows:
+    """Measure `stage` on `gpu`. The GPU's settings are reset on return, also after an exception.
+
+    Args:
+        gpu: The GPU that the stage runs on. The caller holds its lease, so that no other process sets it.
+        stage: What to measure.
+        number: The number of the stage in its pipeline, from 0.
+        settings: How to measure; the defaults if None.
+        group: The GPUs that share the stage, each of which calls this at the same time; None for a single GPU.
+        rows_file: Keeps finished rows, see `rows_path`. In a group only one GPU gives it.
+        resume: Go on from the rows in `rows_file` instead of deleting them. It must be the same for all of a group.
+        progress: Called after every row.
+
+    Raises:
+        GpuError: If the GPU cannot be read or set, or its energy counter does not move.
+        ProfileError: If the kept rows cannot be read, or were measured on another GPU, stage or with other settings.
+    """
+    settings, group = settings or SweepSettings(), group or SingleGpu()
+    kept = None
+    if rows_file is not None:
+        subject = _subject(gpu, stage, number, settings, group)
+        kept = RowFile(rows_file, number, settings.control, subject, resume=resume)
+    finished = next(filter(None, group.gather(kept.finished if kept else {})), {})
+    meter = RowMeter(gpu, stage.synchronize, group, settings.window_s, settings.cool_down_s)
+    result = _Sweep(gpu, stage, number, settings, group, meter, kept, finished, progress).run()
+    return StageRows(
+        stage=number,
+        measurements={
+            kind: tuple(table[setting] for setting in sorted(table, reverse=True))
+            for kind, table in result.rows.items()
+        },
+        blocking_power_w=fmean(result.blocking_w.values()) if result.blocking_w else None,
+        gpus=group.size,
+        gpu=" + ".join(dict.fromkeys(group.gather(gpu.name))),
+        origin=gpu.origin,
+        control=settings.control,
+        conditions=_conditions(gpu, settings.control, meter, result),
+    )
+
+
+@dataclass(frozen=True)
+class _SweepResult:
+    """What a sweep measured.
+
+    Attributes:
+        rows: All rows.
+        blocking_w: Setting -> power of the blocked GPUs, watts; empty if the stage has no neighbour.
+    """
+
+    rows: RowTable
     blocking_w: Mapping[int, float]
 
 
-class Sweep:
-    """One stage on one GPU, or on one of the GPUs that share it.
+@dataclass
+class _Sweep:
+    """A sweep of one stage on one GPU, or on one of the GPUs that share it."""
 
-    Args:
-        gpu: the GPU.
-        stage: what is measured.
-        number: of the stage.
-        settings: how.
-        group: the GPUs that share the stage.
-        windows: what measures a row.
-        kept: where finished rows are kept; None: nowhere.
-        finished: kind -> setting -> the row that an earlier sweep left; the same for all of a group.
-        progress: told after every row.
-    """
+    gpu: Gpu
+    stage: Stage
+    number: int
+    settings: SweepSettings
+    group: GpuGroup
+    meter: RowMeter
+    kept: RowFile | None
+    finished: RowTable  # of the sweep to resume; the same on all GPUs of the group
+    progress: Progress | None
 
-    def __init__(
-        self,
-        gpu: Gpu,
-        stage: Stage,
-        number: int,
-        settings: SweepSettings,
-        group: Group,
-        windows: Windows,
-        kept: Rows | None,
-        finished: Mapping[str, Mapping[int, Measurement]],
-        progress: Progress | None,
-    ) -> None:
-        self._gpu, self._stage, self._number, self._settings, self._group = gpu, stage, number, settings, group
-        self._windows, self._kept, self._progress = windows, kept, progress
-        self._rows = {kind: dict(finished.get(kind, {})) for kind in stage.timed}
+    def __post_init__(self) -> None:
+        self._rows = {kind: dict(self.finished.get(kind, {})) for kind in self.stage.runs}
 
-    def run(self) -> Swept:
-        """Measure what is missing; on return, by whatever way, nothing is set on the GPU.
-
-        Raises:
-            GpuError: the GPU cannot be read or set.
-            ProfileError: a row cannot be kept.
-        """
-        if self._settings.control == "observed":
-            return self._observed()
-        with _control(self._gpu, self._settings.control) as (own, set_to):
-            settings = _common(self._group.gathered(own))
+    def run(self) -> _SweepResult:
+        """Measure the missing rows."""
+        if self.settings.control == "observed":
+            return self._observe()
+        with _control(self.gpu, self.settings.control) as (own, set_to):
+            settings = _common(self.group.gather(own))
             set_to(settings[0])
-            self._warm_through()
-            power_w = blocking_power_w(self._windows, self._stage)
-            waiting_w = self._resting_w() if power_w is None else power_w
-            while (setting := self._next(settings, waiting_w)) is not None:
+            self._heat()
+            power_w = self.meter.measure_blocking_w(self.stage.block)
+            waiting_w = self.meter.measure_rest_w() if power_w is None else power_w
+            while (setting := self._next_setting(settings, waiting_w)) is not None:
                 set_to(setting)
-                self._windows.cool_down()
-                for kind in self._stage.timed:
+                self.meter.cool_down()
+                for kind in self.stage.runs:
                     if setting not in self._rows[kind]:
-                        self._add(kind, self._measured(kind, setting), self._expected(settings))
+                        self._add(kind, self._measure(kind, setting), self._expected(settings))
             if power_w is None:
-                return self._swept({})
+                return self._finish({})
             lowest = min(next(iter(self._rows.values())))
             set_to(lowest)
-            lowest_w = blocking_power_w(self._windows, self._stage)
+            lowest_w = self.meter.measure_blocking_w(self.stage.block)
             assert lowest_w is not None
-            return self._swept({settings[0]: power_w, lowest: lowest_w})
+            return self._finish({settings[0]: power_w, lowest: lowest_w})
 
-    def _observed(self) -> Swept:
-        self._warm_through()
-        power_w = blocking_power_w(self._windows, self._stage)
-        for kind in self._stage.timed:
+    def _observe(self) -> _SweepResult:
+        self._heat()
+        power_w = self.meter.measure_blocking_w(self.stage.block)
+        for kind in self.stage.runs:
             if not self._rows[kind]:
-                self._windows.cool_down()
-                self._add(kind, self._measured(kind, None), 1)
+                self.meter.cool_down()
+                self._add(kind, self._measure(kind, None), 1)
         clock_mhz = max(next(iter(self._rows.values())))
-        return self._swept({} if power_w is None else {clock_mhz: power_w})
+        return self._finish({} if power_w is None else {clock_mhz: power_w})
 
-    def _next(self, settings: Sequence[int], waiting_w: float) -> int | None:
-        """The setting at which something is to be measured next."""
-        whole = set.intersection(*(set(table) for table in self._rows.values()))
-        begun = {setting for table in self._rows.values() for setting in table} - whole
-        if begun:
-            return max(begun)
-        if self._settings.full:
-            return next((setting for setting in settings if setting not in whole), None)
-        return next_setting(settings, self._rows, waiting_w, clocks=self._settings.control == "clock")
+    def _next_setting(self, settings: Sequence[int], waiting_w: float) -> int | None:
+        complete = set.intersection(*(set(table) for table in self._rows.values()))
+        incomplete = {setting for table in self._rows.values() for setting in table} - complete
+        if incomplete:
+            return max(incomplete)
+        if self.settings.full:
+            return next((setting for setting in settings if setting not in complete), None)
+        return next_setting(settings, self._rows, waiting_w, clocks=self.settings.control == "clock")
 
-    def _measured(self, kind: str, setting: int | None) -> Measurement:
-        timed = self._stage.timed[kind]
-        random = Random(f"{self._settings.seed} {self._number} {kind} {setting}")
-        row = self._windows.row(timed.run, setting, random)
-        if timed.less is None:
+    def _measure(self, kind: str, setting: int | None) -> Measurement:
+        timed = self.stage.runs[kind]
+        random = Random(f"{self.settings.seed} {self.number} {kind} {setting}")
+        row = self.meter.measure_row(timed.run, setting, random)
+        if timed.includes is None:
             return row
-        parts = self._rows[timed.less]
+        parts = self._rows[timed.includes]
         part = next(iter(parts.values())) if setting is None else parts[setting]
         try:
-            return less(row, part)
+            return subtract(row, part)
         except GpuError as error:
-            raise GpuError(f"stage {self._number}, {kind} with {timed.less}: {error}") from None
+            raise GpuError(f"stage {self.number}, {kind} with {timed.includes}: {error}") from None
 
     def _add(self, kind: str, row: Measurement, expected: int) -> None:
         self._rows[kind][row.clock_mhz] = row
-        if self._kept is not None:
-            self._kept.keep(kind, row)
-        if self._progress is not None:
+        if self.kept is not None:
+            self.kept.add(kind, row)
+        if self.progress is not None:
             done = sum(map(len, self._rows.values()))
-            self._progress(done, max(done, expected * len(self._rows)))
+            self.progress(done, max(done, expected * len(self._rows)))
 
-    def _swept(self, blocking_w: Mapping[int, float]) -> Swept:
+    def _finish(self, blocking_w: Mapping[int, float]) -> _SweepResult:
         done = sum(map(len, self._rows.values()))
-        if self._progress is not None:
-            self._progress(done, done)
-        return Swept(self._rows, blocking_w)
+        if self.progress is not None:
+            self.progress(done, done)
+        return _SweepResult(self._rows, blocking_w)
 
     def _expected(self, settings: Sequence[int]) -> int:
-        """How many settings will be measured, about."""
-        if self._settings.full:
-            return len(settings)
-        return min(len(settings), MOST_SETTINGS)
+        """Return how many settings will be measured, approximately."""
+        return len(settings) if self.settings.full else min(len(settings), MAX_SETTINGS)
 
-    def _warm_through(self) -> None:
-        # Also where rows were kept: what is measured then is measured as it would have been.
-        self._windows.warm_through(next(iter(self._stage.timed.values())).run)
-
-    def _resting_w(self) -> float:
-        return math.fsum(self._group.gathered(self._windows.counter.at_rest().rest_w))
+    def _heat(self) -> None:
+        # Also when resuming: the missing rows are measured on a GPU as warm as it was for the others.
+        self.meter.heat(next(iter(self.stage.runs.values())).run)
 
 
 @contextmanager
 def _control(gpu: Gpu, control: str) -> Iterator[tuple[tuple[int, ...], Callable[[int], None]]]:
-    """What `control` can be set to, highest first, and what sets it; it is reset on leaving, by whatever way."""
+    """Yield the settings of `control`, highest first, and the function that sets one; reset the GPU on leaving."""
     set_to: Callable[[int], None]
     if control == "clock":
         settings, set_to, reset = gpu.supported_clocks_mhz, gpu.set_clock_mhz, gpu.reset_clocks
@@ -205,8 +259,49 @@ def _control(gpu: Gpu, control: str) -> Iterator[tuple[tuple[int, ...], Callable
 
 
 def _common(settings: Sequence[Sequence[int]]) -> list[int]:
-    """What all GPUs of a group can be set to, highest first."""
+    """Return the settings that all GPUs of a group have, highest first."""
     common = sorted(set.intersection(*map(set, settings)), reverse=True)
     if not common:
-        raise GpuError("the GPUs of a group have no setting in common; give a stage GPUs of one kind")
+        raise GpuError("the GPUs of a stage have no setting in common; give a stage GPUs of one kind")
     return common
+
+
+def _subject(gpu: Gpu, stage: Stage, number: int, settings: SweepSettings, group: GpuGroup) -> dict[str, str]:
+    """Return what two sweeps must agree in to share rows."""
+    kinds = [kind if run.includes is None else f"{kind} less {run.includes}" for kind, run in stage.runs.items()]
+    return {
+        "gpu": gpu.uuid,
+        "driver": gpu.driver,
+        "stage": str(number),
+        "kinds": ", ".join(kinds),
+        "gpus of the stage": str(group.size),
+        "control": settings.control,
+        "settings": "all" if settings.full else "as few as a plan needs",
+        "window": f"{settings.window_s!r} s",
+        "cool-down": f"{settings.cool_down_s!r} s",
+        "seed": str(settings.seed),
+    }
+
+
+def _conditions(gpu: Gpu, control: str, meter: RowMeter, result: _SweepResult) -> dict[str, str]:
+    unit = unit_of(control)
+    conditions = {
+        "driver": gpu.driver,
+        "measured on": gpu.text,
+        "windows": f"{meter.window_s:g} s",
+        "energy counter step": f"{meter.counter.interval_s:.3f} s",
+    }
+    if result.blocking_w:
+        powers = (f"{power_w:.1f} W at {setting} {unit}" for setting, power_w in result.blocking_w.items())
+        conditions["blocking power"] = ", ".join(powers)
+    hot = [
+        f"{kind} at {row.clock_mhz} {unit}"
+        for kind, table in result.rows.items()
+        for row in table.values()
+        if row.evidence is not None and TRANSIENT_REASONS.intersection(row.evidence.throttle)
+    ]
+    if hot:
+        conditions["measured while too hot"] = ", ".join(hot) + "; cool the GPU and measure again"
+    if gpu.warnings():
+        conditions["warnings"] = " ".join(gpu.warnings())
+    return conditions

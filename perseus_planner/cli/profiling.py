@@ -141,7 +141,7 @@ def _read(job: Path | None) -> Settings | None:
 
 
 def _profiled(wanted: _Wanted, flags: Mapping[str, Any], progress: Any) -> Profile | None:
-    from perseus_planner.profiler.profiling import SweepSettings
+    from perseus_planner.profiler.sweep import SweepSettings
 
     if flags["observe"] and flags["control"] is not None:
         raise UsageError("--observe sets nothing, so leave out --control")
@@ -176,9 +176,9 @@ def _small_gpt(wanted: _Wanted, flags: Mapping[str, Any], settings: Any, progres
     for name, value in (("tensor_parallel", wanted.tensor_parallel != 1), *((n, flags[n]) for n in _OF_A_STAGE)):
         if value:
             raise UsageError(f"--{name.replace('_', '-')} is of stages that run; give --stage MODULE:FUNCTION with it")
-    from perseus_planner.profiler.simulated_pipeline import sweep_simulated
+    from perseus_planner.profiler.simulated_pipeline import profile_simulated
 
-    result = sweep_simulated(
+    result = profile_simulated(
         wanted.gpu, wanted.stages, progress=progress, split_backward=flags["split_backward"], settings=settings
     )
     result.save(wanted.output)

@@ -5,33 +5,40 @@ from __future__ import annotations
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
-from perseus_planner.profiler.engines.held import Held, by_name, called, local_stage, loss_of
-from perseus_planner.profiler.engines.recorder import recorded_attribute, recorded_module
+from perseus_planner.profiler.engines.engine_stages import (
+    EngineStages,
+    bind_loss,
+    local_stage,
+    record_attribute,
+    record_module,
+    unpacked,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
 
 @contextmanager
-def torch_schedule(schedule: Any, tensor_rank: int) -> Iterator[Callable[[], Held]]:
-    """A schedule of torch.distributed.pipelining; one that runs I and W is measured with both."""
-    parts = [schedule._stage] if hasattr(schedule, "_stage") else list(schedule._stages)  # the engine has no other way
+def record_torch_schedule(schedule: Any, tensor_rank: int) -> Iterator[Callable[[], EngineStages]]:
+    """Find the stages of a schedule while it runs an iteration. If it runs I and W, these are measured too."""
+    # torch offers no public access to the stages and the loss.
+    parts = [schedule._stage] if hasattr(schedule, "_stage") else list(schedule._stages)
     split = _splits_backward(schedule)
     with ExitStack() as stack:
-        modules = [stack.enter_context(recorded_module(part.submod)) for part in parts]
+        calls = [stack.enter_context(record_module(part.submod)) for part in parts]
         function = schedule._loss_fn
-        losses = stack.enter_context(recorded_attribute(schedule, "_loss_fn"))
+        loss_call = stack.enter_context(record_attribute(schedule, "_loss_fn"))
 
-        def held() -> Held:
-            stages = []
-            for part, recorded in zip(parts, modules, strict=True):
-                loss = loss_of(function, losses) if part.is_last else None
-                inputs = called(recorded, f"stage {part.stage_index}")
-                forward = by_name(part.submod)
-                stages.append(local_stage(part.stage_index, part.submod, forward, inputs, loss, split_backward=split))
-            return Held(tuple(stages), tensor_rank, parts[0].device)
+        def stages() -> EngineStages:
+            found = []
+            for part, call in zip(parts, calls, strict=True):
+                loss = bind_loss(function, loss_call) if part.is_last else None
+                inputs = call.arguments(f"stage {part.stage_index}")
+                forward = unpacked(part.submod)
+                found.append(local_stage(part.stage_index, part.submod, forward, inputs, loss, split_backward=split))
+            return EngineStages(tuple(found), tensor_rank, parts[0].device)
 
-        yield held
+        yield stages
 
 
 def _splits_backward(schedule: Any) -> bool:

@@ -1,1 +1,1 @@
-"""The ranks of a job, which measure all its stages at once."""
+"""Measure the stages of a pipeline on all its ranks at once, coordinated through their torch.distributed store."""

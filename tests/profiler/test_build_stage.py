@@ -12,8 +12,8 @@ from launching import EXAMPLES, ended, ranks, started
 
 from perseus_planner.errors import UsageError
 from perseus_planner.gpu.torch_device import gpu_text
-from perseus_planner.profiler.build import Builder, profile_stages
-from perseus_planner.profiler.ranks.meeting import Place
+from perseus_planner.profiler.build import StageBuilder, profile_stages
+from perseus_planner.profiler.ranks.group import RankPosition
 from perseus_planner.profiler.sweep import SweepSettings
 from perseus_planner.profiles.profiles import Profile
 
@@ -62,23 +62,23 @@ def own(folder: Path) -> Iterator[Path]:
             del sys.modules[name]
 
 
-def refusal(text: str, place: Place | None = None) -> str:
+def refusal(text: str, place: RankPosition | None = None) -> str:
     with pytest.raises(UsageError) as error:
-        Builder.named(text).built(place or Place(0, 2))
+        StageBuilder.load(text).build(place or RankPosition(0, 2))
     return str(error.value)
 
 
 def test_a_function_gets_the_arguments_that_it_takes(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    module, inputs, loss = Builder.named("own:build_stage").built(Place(1, 2))
+    module, inputs, loss = StageBuilder.load("own:build_stage").build(RankPosition(1, 2))
     assert isinstance(module, torch.nn.Linear)
     assert (tuple(inputs.shape), loss) == ((2, 8), None)
-    Builder.named("own:with_all").built(Place(1, 2, 3, 4))
+    StageBuilder.load("own:with_all").build(RankPosition(1, 2, 3, 4))
     assert capsys.readouterr().out == "[('stage', 1), ('stages', 2), ('tensor_parallel', 4), ('tensor_rank', 3)]\n"
 
 
 def test_what_is_no_function_is_refused(own: Path) -> None:
     for text in ("own", "own:", ":build_stage"):
-        assert refusal(text) == f"stage {text!r} names no function: write package.module:build_stage"
+        assert refusal(text) == f"stage {text!r} does not name a function; write package.module:build_stage"
     assert refusal("own_stages:build") == (
         f"stage 'own_stages:build': there is no module 'own_stages' in {own} or on sys.path"
     )
@@ -108,7 +108,7 @@ def test_a_function_that_raises_is_refused_with_its_line(own: Path) -> None:
 def test_a_function_that_returns_something_else_is_refused(own: Path) -> None:
     wanted = "return a torch module, a sample input of one microbatch, and the loss of the last stage or None"
     assert refusal("own:two") == f"own:two for stage 0 of 2 returned Linear, NoneType; {wanted}"
-    assert refusal("own:nothing", Place(1, 3)) == f"own:nothing for stage 1 of 3 returned NoneType; {wanted}"
+    assert refusal("own:nothing", RankPosition(1, 3)) == f"own:nothing for stage 1 of 3 returned NoneType; {wanted}"
 
 
 def test_a_module_is_found_in_the_given_folder_before_the_current_one(own: Path) -> None:
@@ -116,9 +116,9 @@ def test_a_module_is_found_in_the_given_folder_before_the_current_one(own: Path)
     beside.mkdir()
     (beside / "own_twin.py").write_text("def build_stage(): return 'beside'")
     (own / "own_twin.py").write_text("def build_stage(): return 'here'")
-    assert Builder.named("own_twin:build_stage", beside).function() == "beside"
+    assert StageBuilder.load("own_twin:build_stage", beside).function() == "beside"
     with pytest.raises(UsageError) as error:
-        Builder.named("own_stages:build", beside)
+        StageBuilder.load("own_stages:build", beside)
     assert str(error.value) == (
         f"stage 'own_stages:build': there is no module 'own_stages' in {beside}, in {own} or on sys.path"
     )
@@ -168,7 +168,9 @@ def test_the_command_on_too_few_ranks_ends_all_with_one_message(own: Path) -> No
     everyone = ranks("command", 2, own, str(EXAMPLES), "profile", "job.yaml", "-o", str(own / "profile.yaml"))
     assert [each.code for each in everyone] == [2, 2]
     (said,) = {each.complained for each in everyone} - {""}
-    assert said == "Error: 4 stages on 1 GPU each are 4 ranks, and there are 2; start as many, of one pipeline only\n"
+    assert said == (
+        "Error: 4 stages on 1 GPU each need 4 ranks, but there are 2; start 4 ranks, of one pipeline only\n"
+    )
 
 
 def test_the_command_is_a_module_too(own: Path) -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from perseus_planner.gpu.simulated.catalog import CATALOG
 from perseus_planner.gpu.simulated.model import OpCost
-from perseus_planner.profiler.choosing import _RISES, MOST_SETTINGS, _improvement, descent, next_setting
+from perseus_planner.profiler.choosing import _RISES, MAX_SETTINGS, _expected_improvement, descent, next_setting
 from perseus_planner.profiles.measurement import Evidence, Measurement
 
 CLOCKS = tuple(range(1980, 209, -15))
@@ -48,7 +48,7 @@ def test_few_clocks_hold_the_hull_of_every_simulated_gpu(name: str, intensity: f
     rows = modelled(name, OpCost(flops=1e12, bytes=1e12 / intensity))
     settings = CATALOG[name].clocks_mhz
     order = chosen(settings, {"F": rows})
-    assert len(order) <= MOST_SETTINGS
+    assert len(order) <= MAX_SETTINGS
     assert order[0] == settings[0]
     # Whatever a second is worth, the chosen ones cost hardly more than the best.
     losses = lost(rows, order)
@@ -62,7 +62,7 @@ def test_chosen_clocks_lose_less_than_as_many_evenly_apart():
         for intensity in (1e4, 700, 100):
             rows, settings = modelled(name, OpCost(flops=1e12, bytes=1e12 / intensity)), model.clocks_mhz
             last = len(settings) - 1
-            even = [settings[round(place * last / (MOST_SETTINGS - 1))] for place in range(MOST_SETTINGS)]
+            even = [settings[round(place * last / (MAX_SETTINGS - 1))] for place in range(MAX_SETTINGS)]
             chosen_losses.append(fmean(lost(rows, chosen(settings, {"F": rows}))))
             even_losses.append(fmean(lost(rows, even)))
     assert fmean(chosen_losses) < 0.7 * fmean(even_losses)
@@ -122,7 +122,7 @@ def test_whatever_is_measured_few_settings_are_and_the_first_is_the_top(
     table = {setting: Measurement(setting, *row) for setting, row in zip(settings, rows, strict=True)}
     order = chosen(settings, {"F": table}, waiting_w)
     assert order[0] == settings[0]
-    assert len(order) == min(MOST_SETTINGS, len(settings)) or min(order) > settings[-1]
+    assert len(order) == min(MAX_SETTINGS, len(settings)) or min(order) > settings[-1]
 
 
 def test_a_dip_that_a_lower_clock_shows_is_looked_for_above_it():
@@ -150,8 +150,10 @@ def test_what_was_measured_before_decides_not_its_order():
 def test_the_expected_improvement_is_the_mean_of_what_is_above_0(mean: float, spread: float):
     normal = NormalDist(mean, spread)
     steps = [normal.inv_cdf((place + 0.5) / 2000) for place in range(2000)]
-    assert _improvement(mean, spread) == pytest.approx(fmean(max(0.0, each) for each in steps), abs=1e-3 * spread)
-    assert _improvement(mean, 0.0) == max(0.0, mean)
+    assert _expected_improvement(mean, spread) == pytest.approx(
+        fmean(max(0.0, each) for each in steps), abs=1e-3 * spread
+    )
+    assert _expected_improvement(mean, 0.0) == max(0.0, mean)
 
 
 def test_power_limits_are_not_taken_for_clocks():

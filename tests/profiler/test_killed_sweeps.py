@@ -7,7 +7,9 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -20,16 +22,19 @@ from perseus_planner.gpu.lease.lease import left_behind, recover
 from perseus_planner.profiles.csv_file import Row, read_table
 
 CLOCKS_MHZ = (1980, 1800, 1605, 1395, 1200, 1005, 810)
-# What `planner profile` does on each rank. Clocks are set through NVML; time is virtual, for equal sweeps to find equal
-# rows, but for a little of it, for a kill to come amid them.
+# What `planner profile` does on each rank. Clocks are set through NVML. Time is virtual, so that equal sweeps find the
+# same rows, but each run also takes a millisecond of real time, so that a kill can come during a measurement. After each
+# row the sweep prints a line and waits for one on stdin; it goes on without waiting when stdin is closed.
 SWEEP = """
 import sys, time
 from pathlib import Path
 from perseus_planner.gpu import open_gpu
 from perseus_planner.gpu.lease.lease import held
 from perseus_planner.gpu.dry_run import DryRunGpu
-from perseus_planner.profiler.profiling import SweepSettings, assembled, forget_rows, measure_stage, rows_path
-from perseus_planner.profiler.stage import Stage, Timed
+from perseus_planner.profiler.assembly import assemble_profile
+from perseus_planner.profiler.row_file import delete_rows, rows_path
+from perseus_planner.profiler.stage import Stage, TimedRun
+from perseus_planner.profiler.sweep import SweepSettings, measure_stage
 
 class InVirtualTime(DryRunGpu):
     spent_s, spent_j = 0.0, 0.0
@@ -53,12 +58,15 @@ with open_gpu("nvml:0") as nvml, held([nvml], power_limit=False):
             time.sleep(1e-3)
             gpu.spend(times * cycles / gpu.clock_mhz(), 60.0 + 0.2 * gpu.clock_mhz())
         return launch
-    stage = Stage({"F": Timed(run(100.0)), "B": Timed(run(200.0))}, lambda: None)
+    stage = Stage({"F": TimedRun(run(100.0)), "B": TimedRun(run(200.0))}, lambda: None)
     settings = SweepSettings(full=True, cool_down_s=0.0)
-    rows = measure_stage(gpu, stage, 0, settings, keep=rows_path(output, 0), resume=True)
-profile = assembled([rows], blocking_power_w=85.0)
+    def progress(done, total):
+        print(done, flush=True)
+        sys.stdin.readline()
+    rows = measure_stage(gpu, stage, 0, settings, rows_file=rows_path(output, 0), resume=True, progress=progress)
+profile = assemble_profile([rows], blocking_power_w=85.0)
 profile.save(output)
-forget_rows(output, 1)
+delete_rows(output, 1)
 """
 
 
@@ -74,28 +82,62 @@ def rows_of(path: Path) -> dict[tuple[str, int], Row]:
     return {(row.kind, row.clock_mhz): row for row in read_table(path)[0]} if path.exists() else {}
 
 
-def swept(folder: Path, moment_s: float | None = None) -> float:
-    """Sweep, going on from what is there; kill it `moment_s` after its begin, if that is given. How long it took."""
+@dataclass(frozen=True)
+class Kill:
+    """When a sweep is killed: `delay_s` seconds after it has begun, or has written a number of rows."""
+
+    delay_s: float
+    rows: int | None = None
+
+    def wait(self, process: subprocess.Popen[bytes]) -> None:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        if self.rows is None:
+            process.stdin.close()
+        for _ in range(self.rows or 0):
+            process.stdout.readline()
+            process.stdin.write(b"\n")
+            process.stdin.flush()
+        time.sleep(self.delay_s)
+
+
+def swept(folder: Path, killed: Kill | None = None) -> float:
+    """Sweep, resuming from the rows in `folder`; return the seconds that it took."""
     command = [sys.executable, "-c", SWEEP, "p.yaml"]
-    with subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, cwd=folder, stdin=pipe, stdout=pipe, stderr=pipe) as process:
         process.stdout.readline()
         begin_s = time.monotonic()
         watching: list[psutil.Process] = []
-        if moment_s is not None:
-            time.sleep(moment_s)  # any moment will do: nothing is waited for
+        if killed is None:
+            process.stdin.close()
+        else:
+            killed.wait(process)
             with suppress(psutil.NoSuchProcess):  # it has just ended by itself
                 watching = guardians(process)
                 kill(process.pid)
-        said = process.stderr.read().decode()
-        assert process.wait() == 0 or moment_s is not None, said
+        errors = process.stderr.read().decode()
+        assert process.wait() == 0 or killed is not None, errors
         took_s = time.monotonic() - begin_s
         await_end(watching)
     return took_s
 
 
-def sweep_and_kill(nvml: StandIn, state: Path, folder: Path, times: int, seed: int) -> int:
-    """Kill a sweep so often, each going on from the one before, and then let it end; how often it was amid its rows."""
-    moments = random.Random(seed)
+def sweep_and_kill(
+    nvml: StandIn, state: Path, folder: Path, times: int, next_kill: Callable[[int, float], Kill]
+) -> int:
+    """Kill sweeps, each resuming from the one before, and then let one end.
+
+    Args:
+        nvml: The GPU.
+        state: The folder of the records of set GPUs.
+        folder: The folder to work in.
+        times: How often to kill.
+        next_kill: Chooses when, given the number of rows that are missing and the seconds of a whole sweep.
+
+    Returns:
+        How many kills left some new rows, but not all.
+    """
     folder.mkdir()
     whole_s = swept(folder)
     whole = rows_of(folder / "p.csv")
@@ -105,7 +147,7 @@ def sweep_and_kill(nvml: StandIn, state: Path, folder: Path, times: int, seed: i
     before: dict[tuple[str, int], Row] = {}
     amid = 0
     for number in range(times + 1):
-        swept(folder, moments.uniform(0.0, whole_s) if number < times else None)
+        swept(folder, next_kill(len(whole) - len(before), whole_s) if number < times else None)
         assert nvml.locked_mhz(0) is None
         recover()  # a record may be left where nothing was set yet
         assert (left_behind(), files(state)) == ((), [])
@@ -127,11 +169,21 @@ def sweep_and_kill(nvml: StandIn, state: Path, folder: Path, times: int, seed: i
     return amid
 
 
-def test_a_sweep_killed_at_random_moments_goes_on_and_leaves_nothing_locked(nvml: StandIn, state: Path, tmp_path: Path):
-    assert sweep_and_kill(nvml, state, tmp_path / "work", times=12, seed=1) >= 2
+def test_a_sweep_killed_between_rows_resumes_and_leaves_nothing_locked(nvml: StandIn, state: Path, tmp_path: Path):
+    draw = random.Random(1)
+
+    def next_kill(missing: int, whole_s: float) -> Kill:
+        if missing < 3:
+            return Kill(draw.uniform(0.0, whole_s))
+        return Kill(draw.uniform(0.0, 0.05), rows=min(draw.randint(1, 3), missing - 2))
+
+    # At most four rows are new after each kill, so three kills leave some of the 14 rows missing.
+    assert sweep_and_kill(nvml, state, tmp_path / "work", 12, next_kill) >= 3
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(1200)
-def test_a_sweep_killed_200_times_goes_on_and_leaves_nothing_locked(nvml: StandIn, state: Path, tmp_path: Path):
-    assert sweep_and_kill(nvml, state, tmp_path / "work", times=200, seed=2) >= 50
+def test_a_sweep_killed_200_times_resumes_and_leaves_nothing_locked(nvml: StandIn, state: Path, tmp_path: Path):
+    draw = random.Random(2)
+    kills = sweep_and_kill(nvml, state, tmp_path / "work", 200, lambda _, whole_s: Kill(draw.uniform(0.0, whole_s)))
+    assert kills >= 50

@@ -8,7 +8,7 @@ import pytest
 from launching import ranks
 
 from perseus_planner.errors import UsageError
-from perseus_planner.profiler.ranks.meeting import Place, place_of
+from perseus_planner.profiler.ranks.group import RankPosition, position_of
 from perseus_planner.profiler.ranks.neighbours import neighbours
 from perseus_planner.profiles.profiles import Profile
 
@@ -16,19 +16,19 @@ pytest.importorskip("torch")
 
 
 def test_ranks_are_laid_out_stage_by_stage() -> None:
-    assert [place_of(rank, 6, 3, 2) for rank in (0, 1, 2, 5)] == [
-        Place(0, 3, 0, 2),
-        Place(0, 3, 1, 2),
-        Place(1, 3, 0, 2),
-        Place(2, 3, 1, 2),
+    assert [position_of(rank, 6, 3, 2) for rank in (0, 1, 2, 5)] == [
+        RankPosition(0, 3, 0, 2),
+        RankPosition(0, 3, 1, 2),
+        RankPosition(1, 3, 0, 2),
+        RankPosition(2, 3, 1, 2),
     ]
 
 
 def test_as_many_ranks_as_gpus_are_asked_for() -> None:
     with pytest.raises(UsageError) as error:
-        place_of(0, 4, 3, 2)
+        position_of(0, 4, 3, 2)
     assert (
-        str(error.value) == "3 stages on 2 GPUs each are 6 ranks, and there are 4; start as many, of one pipeline only"
+        str(error.value) == "3 stages on 2 GPUs each need 6 ranks, but there are 4; start 6 ranks, of one pipeline only"
     )
 
 

@@ -14,8 +14,8 @@ import pytest
 from replay_gpu import ReplayGpu
 
 from perseus_planner.errors import ProfileError
-from perseus_planner.profiler.profiling import StageRows, SweepSettings, forget_rows, measure_stage, rows_path
-from perseus_planner.profiler.rows import Rows
+from perseus_planner.profiler.row_file import RowFile, delete_rows, rows_path
+from perseus_planner.profiler.sweep import StageRows, SweepSettings, measure_stage
 from perseus_planner.profiles.csv_file import read_table
 from perseus_planner.profiles.measurement import Evidence, Measurement
 from perseus_planner.profiles.profiles import Profile
@@ -35,7 +35,7 @@ def gpu_of_a_stage() -> ReplayGpu:
 
 def swept(path: Path | None, *, resume: bool = True, **options: object) -> StageRows:
     gpu = gpu_of_a_stage()
-    return measure_stage(gpu, gpu.stage(), 0, SweepSettings(**options), keep=path, resume=resume)  # type: ignore[arg-type]
+    return measure_stage(gpu, gpu.stage(), 0, SweepSettings(**options), rows_file=path, resume=resume)  # type: ignore[arg-type]
 
 
 def assert_same(one: StageRows, other: StageRows) -> None:
@@ -49,35 +49,35 @@ def assert_same(one: StageRows, other: StageRows) -> None:
 
 
 def test_rows_come_back_as_they_were_kept(tmp_path: Path):
-    rows = Rows(tmp_path / "r.csv", 3, "clock", ABOUT, resume=False)
+    rows = RowFile(tmp_path / "r.csv", 3, "clock", ABOUT, resume=False)
     other = Measurement(1395, 1 / 3, 29.9)
     for kind, row in (("F", ROW), ("B.sync", ROW), ("F", other)):
-        rows.keep(kind, row)
-    again = Rows(tmp_path / "r.csv", 3, "clock", ABOUT, resume=True).finished
+        rows.add(kind, row)
+    again = RowFile(tmp_path / "r.csv", 3, "clock", ABOUT, resume=True).finished
     assert again == {"F": {1410: ROW, 1395: other}, "B.sync": {1410: ROW}}
     assert again["F"][1410].evidence == ROW.evidence
 
 
 def test_the_file_is_a_table_of_a_profile_with_what_it_is_for_above(tmp_path: Path):
     path = tmp_path / "r.csv"
-    Rows(path, 3, "power-limit", ABOUT, resume=False).keep("F", ROW)
+    RowFile(path, 3, "power-limit", ABOUT, resume=False).add("F", ROW)
     assert path.read_text().startswith("# gpu: GPU-8f6b\n# window: 5.0 s\nstage,instruction,power_limit,time,energy,")
     (row,), control = read_table(path)
     assert (row.stage, row.kind, row.clock_mhz, row.time_s, control) == (3, "F", 1410, 0.1, "power-limit")
 
 
 def test_rows_of_something_else_are_refused_with_the_first_difference(folder: Path):
-    Rows(Path("r.csv"), 0, "clock", ABOUT, resume=False).keep("F", ROW)
+    RowFile(Path("r.csv"), 0, "clock", ABOUT, resume=False).add("F", ROW)
     with pytest.raises(ProfileError) as refusal:
-        Rows(Path("r.csv"), 0, "clock", {**ABOUT, "gpu": "GPU-77"}, resume=True)
+        RowFile(Path("r.csv"), 0, "clock", {**ABOUT, "gpu": "GPU-77"}, resume=True)
     assert str(refusal.value) == (
         "r.csv: its rows were measured with gpu: GPU-8f6b, and now it is GPU-77; "
-        "go on with what it was, or measure anew without --resume"
+        "resume with gpu as before, or measure from the start without --resume"
     )
     with pytest.raises(ProfileError, match="with seed: nothing, and now it is 1;"):
-        Rows(Path("r.csv"), 0, "clock", {**ABOUT, "seed": "1"}, resume=True)
+        RowFile(Path("r.csv"), 0, "clock", {**ABOUT, "seed": "1"}, resume=True)
     with pytest.raises(ProfileError, match=r"with window: 5\.0 s, and now it is nothing;"):
-        Rows(Path("r.csv"), 0, "clock", {"gpu": "GPU-8f6b"}, resume=True)
+        RowFile(Path("r.csv"), 0, "clock", {"gpu": "GPU-8f6b"}, resume=True)
 
 
 @pytest.mark.parametrize(
@@ -96,16 +96,16 @@ def test_a_sweep_with_other_settings_does_not_go_on(tmp_path: Path, change: dict
 
 
 def test_a_damaged_file_is_refused_with_its_line(folder: Path):
-    Rows(Path("r.csv"), 0, "clock", ABOUT, resume=False).keep("F", ROW)
+    RowFile(Path("r.csv"), 0, "clock", ABOUT, resume=False).add("F", ROW)
     text = Path("r.csv").read_text()
     Path("r.csv").write_text(text.replace("30.0", "much"))
     with pytest.raises(ProfileError, match=r"r.csv, line 4, column 'energy': 'much' is not an energy"):
-        Rows(Path("r.csv"), 0, "clock", ABOUT, resume=True)
+        RowFile(Path("r.csv"), 0, "clock", ABOUT, resume=True)
 
 
 def test_without_resume_old_rows_are_forgotten(tmp_path: Path):
-    Rows(tmp_path / "r.csv", 0, "clock", ABOUT, resume=False).keep("F", ROW)
-    assert not Rows(tmp_path / "r.csv", 0, "clock", {}, resume=False).finished
+    RowFile(tmp_path / "r.csv", 0, "clock", ABOUT, resume=False).add("F", ROW)
+    assert not RowFile(tmp_path / "r.csv", 0, "clock", {}, resume=False).finished
     assert not (tmp_path / "r.csv").exists()
 
 
@@ -116,7 +116,7 @@ def test_rows_are_forgotten_with_what_a_killed_write_left(tmp_path: Path):
         path.write_text("x")
         (tmp_path / f".{path.name}.abc.part").write_text("half")
     (tmp_path / "other.csv").write_text("")
-    forget_rows(output, 2)
+    delete_rows(output, 2)
     assert [path.name for path in tmp_path.iterdir()] == ["other.csv"]
 
 
@@ -127,7 +127,7 @@ def test_every_row_is_on_disk_before_the_next_begins(tmp_path: Path):
     def look(done: int, total: int) -> None:
         found.append(len(read_table(tmp_path / "r.csv")[0]))
 
-    measure_stage(gpu, gpu.stage(), 0, keep=tmp_path / "r.csv", progress=look)
+    measure_stage(gpu, gpu.stage(), 0, rows_file=tmp_path / "r.csv", progress=look)
     assert found[:-1] == list(range(1, len(found)))
 
 
@@ -140,13 +140,13 @@ def test_finished_rows_are_not_measured_again(tmp_path: Path, after: int):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        measure_stage(gpu, gpu.stage(), 0, keep=path, progress=stop)
+        measure_stage(gpu, gpu.stage(), 0, rows_file=path, progress=stop)
     assert gpu.locked_mhz is None
     before = {(row.kind, row.clock_mhz): row.energy_j for row in read_table(path)[0]}
     assert len(before) == after
     done: list[int] = []
     gpu = gpu_of_a_stage()
-    rows = measure_stage(gpu, gpu.stage(), 0, keep=path, resume=True, progress=lambda now, _: done.append(now))
+    rows = measure_stage(gpu, gpu.stage(), 0, rows_file=path, resume=True, progress=lambda now, _: done.append(now))
     assert done[0] == after + 1
     assert_same(rows, swept(None))
     kept = {(kind, row.clock_mhz): row.energy_j for kind, table in rows.measurements.items() for row in table}
@@ -182,7 +182,7 @@ def killed(path: Path, kills: int) -> None:
                     assert rows.pop((kind, row.clock_mhz)).energy_j == pytest.approx(row.energy_j, rel=1e-4)
         assert not rows
     assert_same(swept(path), whole)
-    forget_rows(path.with_name("r.yaml"), 1)
+    delete_rows(path.with_name("r.yaml"), 1)
     assert not list(path.parent.iterdir())
 
 

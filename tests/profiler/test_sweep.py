@@ -17,9 +17,10 @@ from perseus_planner.gpu.simulated.catalog import CATALOG
 from perseus_planner.gpu.simulated.gpu import SimulatedGpu
 from perseus_planner.gpu.simulated.model import OpCost
 from perseus_planner.gpu.simulated.options import NOISE, SimulationOptions
-from perseus_planner.profiler.profiling import StageRows, SweepSettings, assembled, measure_stage
-from perseus_planner.profiler.simulated_pipeline import sweep_simulated
-from perseus_planner.profiler.stage import Stage, Timed
+from perseus_planner.profiler.assembly import assemble_profile
+from perseus_planner.profiler.simulated_pipeline import profile_simulated
+from perseus_planner.profiler.stage import Stage, TimedRun
+from perseus_planner.profiler.sweep import StageRows, SweepSettings, measure_stage
 from perseus_planner.profiles.measurement import Measurement
 from perseus_planner.profiles.profiles import Profile
 
@@ -31,7 +32,7 @@ OBSERVED = SweepSettings(control="observed")
 
 @pytest.fixture(scope="module")
 def profile() -> Profile:
-    return sweep_simulated("simulated:a100-sxm", stages=4)
+    return profile_simulated("simulated:a100-sxm", stages=4)
 
 
 def quiet(**options: object) -> SimulatedGpu:
@@ -40,7 +41,7 @@ def quiet(**options: object) -> SimulatedGpu:
 
 
 def stage_of(gpu: SimulatedGpu, work: OpCost = WORK) -> Stage:
-    timed = {"F": Timed(partial(gpu.run, work)), "B": Timed(partial(gpu.run, work * 2))}
+    timed = {"F": TimedRun(partial(gpu.run, work)), "B": TimedRun(partial(gpu.run, work * 2))}
     return Stage(timed, lambda: None, gpu.block)
 
 
@@ -55,7 +56,7 @@ def watched(
         if stop_after is not None and len(calls) > stop_after:
             raise error
 
-    return Stage({"F": Timed(partial(run, WORK)), "B": Timed(partial(run, WORK * 2))}, lambda: None, gpu.block)
+    return Stage({"F": TimedRun(partial(run, WORK)), "B": TimedRun(partial(run, WORK * 2))}, lambda: None, gpu.block)
 
 
 def fastest_s(profile: Profile, stage: int, kind: str) -> float:
@@ -64,7 +65,7 @@ def fastest_s(profile: Profile, stage: int, kind: str) -> float:
 
 def saved(directory: Path, seed: int) -> dict[str, bytes]:
     directory.mkdir()
-    sweep_simulated(f"simulated:a100-sxm?seed={seed}", stages=2).save(directory / "profile.yaml")
+    profile_simulated(f"simulated:a100-sxm?seed={seed}", stages=2).save(directory / "profile.yaml")
     return {file.name: file.read_bytes() for file in directory.iterdir()}
 
 
@@ -135,7 +136,7 @@ def test_plans_from_few_clocks_cost_hardly_more_than_plans_from_all(name: str):
             full[number, kind] = tuple(
                 Measurement(clock, load.time_s(clock), load.energy_j(clock)) for clock in model.clocks_mhz
             )
-    few = assembled(adaptive)
+    few = assemble_profile(adaptive)
     schedule = schedules.one_f_one_b(3, 8)
     found, whole = solve(few, schedule), solve(Profile(full, few.blocking_power_w), schedule)
     for slowdown in (1.0, 1.02, 1.05, 1.1, 1.2):
@@ -155,7 +156,7 @@ def test_observing_sets_nothing_and_measures_each_kind_once_at_the_clock_that_th
     }
     assert rows.control == "observed"
     assert rows.blocking_power_w == pytest.approx(A100.blocking().free_power_w(1410), rel=1e-3)
-    assert assembled([rows]).control == "observed"
+    assert assemble_profile([rows]).control == "observed"
 
 
 def test_power_limits_are_swept_from_the_one_in_force_down_and_reset():
@@ -168,7 +169,7 @@ def test_power_limits_are_swept_from_the_one_in_force_down_and_reset():
     assert 4 <= len(limits) <= 12
     for row in rows.measurements["F"]:
         assert row.energy_j / row.time_s <= row.clock_mhz * 1.001
-    profile = assembled([rows])
+    profile = assemble_profile([rows])
     assert profile.control == "power-limit"
     assert gpu.power_limit_w() == 400
 
@@ -190,7 +191,7 @@ def test_blocking_power_is_the_mean_of_the_highest_and_the_lowest_clock():
 
 def test_a_backward_that_runs_its_forward_too_is_measured_without_it():
     gpu = quiet()
-    timed = {"F": Timed(partial(gpu.run, WORK)), "B": Timed(partial(gpu.run, WORK * 3), less="F")}
+    timed = {"F": TimedRun(partial(gpu.run, WORK)), "B": TimedRun(partial(gpu.run, WORK * 3), includes="F")}
     rows = measure_stage(gpu, Stage(timed, lambda: None, gpu.block), 0, QUICK).measurements
     apart = quiet()
     twice = measure_stage(apart, stage_of(apart), 0, QUICK).measurements
@@ -205,7 +206,7 @@ def test_a_backward_that_runs_its_forward_too_is_measured_without_it():
 
 def test_a_backward_that_seems_to_take_nothing_is_an_error_that_names_it():
     gpu = quiet()
-    timed = {"F": Timed(partial(gpu.run, WORK)), "B": Timed(partial(gpu.run, WORK * 0.5), less="F")}
+    timed = {"F": TimedRun(partial(gpu.run, WORK)), "B": TimedRun(partial(gpu.run, WORK * 0.5), includes="F")}
     with pytest.raises(GpuError, match=r"stage 3, B with F: at 1410 .*nothing else run"):
         measure_stage(gpu, Stage(timed, lambda: None, gpu.block), 3, QUICK)
 
@@ -245,7 +246,7 @@ def test_clocks_are_reset_after_a_sweep_and_when_its_watcher_raises():
 @pytest.mark.parametrize("stages", [1, 3])
 def test_progress_rises_to_the_total(stages: int):
     calls: list[tuple[int, int]] = []
-    profile = sweep_simulated("simulated:a100-sxm", stages, progress=lambda *call: calls.append(call))
+    profile = profile_simulated("simulated:a100-sxm", stages, progress=lambda *call: calls.append(call))
     done = [done for done, _ in calls]
     assert all(done <= total for done, total in calls)
     assert calls[-1] == (sum(map(len, profile.measurements.values())),) * 2
@@ -262,7 +263,7 @@ def rows_of(
 
 
 def test_stages_are_assembled_in_whatever_order_they_come():
-    profile = assembled([rows_of(2, power_w=90.0), rows_of(0), rows_of(1)], conditions={"date": "2026-01-01"})
+    profile = assemble_profile([rows_of(2, power_w=90.0), rows_of(0), rows_of(1)], conditions={"date": "2026-01-01"})
     assert profile.stages == 3
     assert profile.blocking_power_w == (80.0, 80.0, 90.0)
     assert (profile.gpu, profile.origin) == ("GPU 0 + GPU 1", "measured")
@@ -271,17 +272,17 @@ def test_stages_are_assembled_in_whatever_order_they_come():
 
 def test_conditions_of_stages_are_said_once_where_they_are_alike():
     stages = [rows_of(0, driver="595", windows="5 s"), rows_of(1, driver="595", windows="10 s")]
-    conditions: Mapping[str, str] = assembled(stages).conditions
+    conditions: Mapping[str, str] = assemble_profile(stages).conditions
     assert conditions["driver"] == "595"
     assert conditions["windows"] == "stage 0: 5 s; stage 1: 10 s"
 
 
 def test_a_stage_without_a_neighbour_gets_the_mean_power_of_those_that_have_one():
     stages = [rows_of(0, power_w=160.0, gpus=2), rows_of(1, power_w=None, gpus=2), rows_of(2, power_w=200.0, gpus=2)]
-    profile = assembled(stages)
+    profile = assemble_profile(stages)
     assert profile.blocking_power_w == (160.0, 180.0, 200.0)
     assert profile.gpus_per_stage == 2
-    assert assembled(stages, blocking_power_w=70.0).blocking_power_w == 140.0
+    assert assemble_profile(stages, blocking_power_w=70.0).blocking_power_w == 140.0
 
 
 @pytest.mark.parametrize(
@@ -297,7 +298,7 @@ def test_a_stage_without_a_neighbour_gets_the_mean_power_of_those_that_have_one(
 )
 def test_stages_that_make_no_profile_are_refused(stages: list[StageRows], refusal: str):
     with pytest.raises(ProfileError, match=refusal):
-        assembled(stages)
+        assemble_profile(stages)
 
 
 @pytest.mark.parametrize(
@@ -317,12 +318,12 @@ def test_settings_that_are_none_are_refused(setting: dict[str, object], refusal:
 @pytest.mark.parametrize("stages", [0, -1, True, 2.0, "4"])
 def test_a_count_of_stages_that_is_none_is_refused(stages: int):
     with pytest.raises(UsageError, match="give a whole number of at least 1"):
-        sweep_simulated("simulated:a100-sxm", stages)
+        profile_simulated("simulated:a100-sxm", stages)
 
 
 def test_an_unknown_gpu_is_refused():
     with pytest.raises(GpuError, match="simulated:a100-sxm"):
-        sweep_simulated("simulated:a1000", 4)
+        profile_simulated("simulated:a1000", 4)
 
 
 def test_a_lower_clock_is_never_faster_beyond_noise(profile: Profile):
@@ -340,7 +341,7 @@ def test_average_power_lies_above_blocking_and_below_the_limit(profile: Profile)
 
 @pytest.mark.parametrize("kind", ["F", "B"])
 def test_the_head_makes_the_last_stage_slowest_and_the_embedding_the_first_slower(kind: str):
-    exact = sweep_simulated("simulated:a100-sxm?noise=0&drift=0", stages=4)
+    exact = profile_simulated("simulated:a100-sxm?noise=0&drift=0", stages=4)
     first, second, third, last = (fastest_s(exact, stage, kind) for stage in range(4))
     assert third == pytest.approx(second, rel=1e-4)
     assert second < first < 1.05 * second
@@ -348,13 +349,13 @@ def test_the_head_makes_the_last_stage_slowest_and_the_embedding_the_first_slowe
 
 
 def test_one_stage_has_both_embedding_and_head(profile: Profile):
-    one = sweep_simulated("simulated:a100-sxm", 1)
+    one = profile_simulated("simulated:a100-sxm", 1)
     assert one.stages == 1
     assert fastest_s(one, 0, "F") > fastest_s(profile, 3, "F")
 
 
 def test_the_halves_of_a_backward_are_measured_where_asked_for():
-    split = sweep_simulated("simulated:a100-sxm", stages=2, split_backward=True)
+    split = profile_simulated("simulated:a100-sxm", stages=2, split_backward=True)
     assert {kind for _, kind in split.measurements} == {"F", "B", "I", "W"}
     for stage in range(2):
         halves_s = sum(fastest_s(split, stage, kind) for kind in "IW")

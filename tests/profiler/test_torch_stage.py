@@ -14,8 +14,8 @@ from perseus_planner.gpu.simulated.catalog import CATALOG
 from perseus_planner.gpu.simulated.gpu import SimulatedGpu
 from perseus_planner.gpu.simulated.model import OpCost
 from perseus_planner.gpu.simulated.options import SimulationOptions
-from perseus_planner.profiler.modules.torch_stage import callables_stage, torch_stage
 from perseus_planner.profiler.stage import Stage
+from perseus_planner.profiler.torch_stage import torch_stage
 from perseus_planner.training.op_cost import counted
 from perseus_planner.training.state import as_found
 
@@ -45,7 +45,7 @@ class Recorder(SimulatedGpu):
         super().run(work, repetitions)
 
     def work_of(self, stage: Stage, kind: str) -> OpCost:
-        stage.timed[kind].run(1)
+        stage.runs[kind].run(1)
         return self.works[-1]
 
 
@@ -143,7 +143,7 @@ def test_in_the_first_stage_the_gradient_of_inputs_is_nothing_and_that_of_weight
         assert weights == whole
         gpu.works.clear()
         start_s = gpu.now_s()
-        stage.timed["I"].run(1000)
+        stage.runs["I"].run(1000)
         assert gpu.works == []
         assert 0 < gpu.now_s() - start_s < 0.1
 
@@ -164,7 +164,7 @@ def test_time_on_a_simulated_gpu_is_the_models() -> None:
     gpu = Recorder()
     with torch_stage(gpu, network(), sample()) as stage:
         start_s = gpu.now_s()
-        stage.timed["B"].run(7)
+        stage.runs["B"].run(7)
         assert gpu.now_s() - start_s == pytest.approx(7 * gpu.model.load(gpu.works[-1]).time_s(1410))
 
 
@@ -172,11 +172,11 @@ def test_forward_and_backward_really_run_apart_from_each_other() -> None:
     module = Counted(network())
     with torch_stage(Busy(), module, sample()) as stage:
         module.forwards = module.backwards = 0
-        stage.timed["F"].run(5)
+        stage.runs["F"].run(5)
         assert (module.forwards, module.backwards) == (5, 0)
-        stage.timed["B"].run(5)
+        stage.runs["B"].run(5)
         assert (module.forwards, module.backwards) == (6, 5)  # one forward left the graph
-        stage.timed["B"].run(3)
+        stage.runs["B"].run(3)
         assert (module.forwards, module.backwards) == (6, 8)
 
 
@@ -185,9 +185,9 @@ def test_gradients_accumulate_from_backward_to_backward() -> None:
     with torch_stage(Busy(), module, sample(), lambda output: output.square().mean()) as stage:
         for parameter in module.parameters():
             parameter.grad = None
-        stage.timed["B"].run(1)
+        stage.runs["B"].run(1)
         once = [parameter.grad.clone() for parameter in module.parameters()]
-        stage.timed["B"].run(2)
+        stage.runs["B"].run(2)
         for parameter, gradient in zip(module.parameters(), once, strict=True):
             torch.testing.assert_close(parameter.grad, 3 * gradient)
 
@@ -199,7 +199,7 @@ def test_a_split_backward_gives_the_gradients_of_the_whole_however_often() -> No
         for parameter in module.parameters():
             parameter.grad = None
         for kind in kinds:
-            stage.timed[kind].run(2)
+            stage.runs[kind].run(2)
         return [parameter.grad.clone() for parameter in module.parameters()]
 
     loss: Callable[[Any], Any]
@@ -210,9 +210,9 @@ def test_a_split_backward_gives_the_gradients_of_the_whole_however_often() -> No
 
 def test_where_the_graph_cannot_be_kept_backward_is_measured_with_its_forward() -> None:
     with torch_stage(Busy(), Freeing(), sample()) as stage:
-        assert stage.timed["B"].less == "F"
-        stage.timed["B"].run(3)
-        stage.timed["F"].run(2)
+        assert stage.runs["B"].includes == "F"
+        stage.runs["B"].run(3)
+        stage.runs["F"].run(2)
     gpu = Recorder()
     with torch_stage(gpu, Freeing(), sample()) as stage:
         forward, both = (gpu.work_of(stage, kind) for kind in "FB")
@@ -235,7 +235,7 @@ def test_inputs_are_a_tensor_a_tuple_or_named() -> None:
 
     for inputs in ((sample(), sample()), {"a": sample(), "b": sample()}):
         with torch_stage(Busy(), Sum(), inputs) as stage:
-            stage.timed["B"].run(1)
+            stage.runs["B"].run(1)
 
 
 class Everything(nn.Module):
@@ -263,7 +263,7 @@ def test_afterwards_all_is_as_it_was() -> None:
     state = {name: value.clone() for name, value in module.state_dict().items()}
     modes, random = [part.training for part in module.modules()], torch.get_rng_state()
     with torch_stage(Busy(), module, sample(), split_backward=True) as stage:
-        for timed in stage.timed.values():
+        for timed in stage.runs.values():
             timed.run(2)
     assert not stepped
     for parameter, gradient, content, main in gradients:
@@ -283,18 +283,6 @@ def test_a_module_that_evaluates_trains_while_it_is_measured() -> None:
     with as_found(module):
         assert all(part.training for part in module.modules())
     assert not any(part.training for part in module.modules())
-
-
-def test_two_callables_are_a_stage() -> None:
-    calls: list[str] = []
-    stage = callables_stage(Busy(), lambda: calls.append("F"), lambda: calls.append("B"))
-    stage.timed["B"].run(2)
-    assert calls == ["F", "B", "B"]
-    calls.clear()
-    stage = callables_stage(Busy(), lambda: calls.append("F"), lambda: calls.append("B"), backward_needs_forward=True)
-    stage.timed["B"].run(2)
-    assert calls == ["F", "B", "F", "B"]
-    assert stage.timed["B"].less == "F"
 
 
 def test_blocking_on_a_simulated_gpu_takes_virtual_time_and_a_real_message() -> None:
@@ -335,5 +323,5 @@ def test_a_dry_run_of_a_simulated_gpu_is_refused() -> None:
 
 def test_a_stage_of_a_simulated_gpu_opened_by_text_can_be_run() -> None:
     with open_gpu("simulated:h100-sxm") as gpu, torch_stage(gpu, network(), sample()) as stage:
-        stage.timed["F"].run(10)
+        stage.runs["F"].run(10)
         assert gpu.now_s() > 0

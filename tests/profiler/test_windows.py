@@ -19,9 +19,9 @@ from perseus_planner.gpu.simulated.gpu import SimulatedGpu
 from perseus_planner.gpu.simulated.model import OpCost
 from perseus_planner.gpu.simulated.options import SimulationOptions
 from perseus_planner.profiler.counter import EnergyCounter
-from perseus_planner.profiler.estimates import Window, less, without_outliers
-from perseus_planner.profiler.stage import Alone
-from perseus_planner.profiler.windows import Windows
+from perseus_planner.profiler.row_meter import RowMeter
+from perseus_planner.profiler.stage import SingleGpu
+from perseus_planner.profiler.windows import Window, subtract, without_outliers
 from perseus_planner.profiles.measurement import Evidence, Measurement
 from perseus_planner.profiles.profiles import Profile
 
@@ -35,12 +35,12 @@ def playing(time_s: float = 0.05, energy_j: float = 15.0, *, waiting_w: float = 
     return ReplayGpu(Profile({(0, "F"): row, (0, "B"): row}, waiting_w), 0, **options)
 
 
-def measuring(gpu: ReplayGpu, *, window_s: float = 5.0) -> Windows:
-    return Windows(gpu, gpu.stage().synchronize, Alone(), window_s, 0.0)
+def measuring(gpu: ReplayGpu, *, window_s: float = 5.0) -> RowMeter:
+    return RowMeter(gpu, gpu.stage().synchronize, SingleGpu(), window_s, 0.0)
 
 
 def row_of(gpu: ReplayGpu, **options: float) -> Measurement:
-    return measuring(gpu, **options).row(gpu.stage().timed["F"].run, 1410, Random(0))
+    return measuring(gpu, **options).measure_row(gpu.stage().runs["F"].run, 1410, Random(0))
 
 
 def evidence_of(row: Measurement) -> Evidence:
@@ -89,13 +89,13 @@ def test_a_counter_that_lags_behind_is_waited_for():
 
 @pytest.mark.parametrize("step_s", [0.02, 0.1, 0.5])
 def test_the_step_of_the_counter_is_found(step_s: float):
-    assert EnergyCounter(playing(step_s=step_s)).step_s == pytest.approx(step_s, abs=2e-3)
+    assert EnergyCounter(playing(step_s=step_s)).interval_s == pytest.approx(step_s, abs=2e-3)
 
 
 def test_a_counter_that_stands_still_is_an_error():
     gpu = SimulatedGpu(CATALOG["a100-sxm"], options=SimulationOptions(fault=("counter-stuck@1s",)))
     with pytest.raises(GpuError, match=r"energy counter has stood at .* for 5 s.*planner doctor"):
-        Windows(gpu, lambda: None, Alone(), 5.0, 0.0).row(lambda n: gpu.run(WORK, n), 1410, Random(0))
+        RowMeter(gpu, lambda: None, SingleGpu(), 5.0, 0.0).measure_row(lambda n: gpu.run(WORK, n), 1410, Random(0))
 
 
 def test_a_counter_that_goes_back_is_an_error(monkeypatch: pytest.MonkeyPatch):
@@ -109,7 +109,7 @@ def test_a_counter_that_goes_back_is_an_error(monkeypatch: pytest.MonkeyPatch):
 def test_a_stage_that_takes_no_time_is_an_error():
     gpu = playing()
     with pytest.raises(GpuError, match="takes no time"):
-        measuring(gpu).row(lambda n: None, 1410, Random(0))
+        measuring(gpu).measure_row(lambda n: None, 1410, Random(0))
 
 
 @pytest.mark.parametrize(("window_s", "step_s", "least_s"), [(5.0, 0.1, 5.0), (0.2, 0.1, 1.0), (1.0, 0.5, 5.0)])
@@ -120,9 +120,9 @@ def test_a_window_is_as_long_as_asked_and_ten_steps_at_least(window_s: float, st
 
     def run(repetitions: int) -> None:
         calls.append(repetitions)
-        gpu.stage().timed["F"].run(repetitions)
+        gpu.stage().runs["F"].run(repetitions)
 
-    windows.row(run, 1410, Random(0))
+    windows.measure_row(run, 1410, Random(0))
     assert sum(calls[-4:]) * 0.05 == pytest.approx(least_s, abs=0.051)
 
 
@@ -175,9 +175,9 @@ def test_the_device_is_synchronised_at_the_edges_of_windows_only():
     row = (Measurement(1410, 0.05, 15.0),)
     gpu = Queueing(Profile({(0, "F"): row, (0, "B"): row}, 80.0), 0)
     windows = measuring(gpu)
-    windows.warm_through(gpu.stage().timed["F"].run)
+    windows.heat(gpu.stage().runs["F"].run)
     before = gpu.synchronised
-    windows._spent(lambda: gpu.stage().timed["F"].run(100), 0.5)
+    windows._measure_energy(lambda: gpu.stage().runs["F"].run(100), 0.5)
     assert gpu.synchronised - before == 2
 
 
@@ -189,9 +189,9 @@ def test_windows_begin_at_other_phases_of_the_counter_and_again_at_the_same_for_
 
         def run(repetitions: int) -> None:
             begins.append(gpu.now_s() % 0.1)
-            gpu.stage().timed["F"].run(repetitions)
+            gpu.stage().runs["F"].run(repetitions)
 
-        windows.row(run, 1410, Random(seed))
+        windows.measure_row(run, 1410, Random(seed))
         return iter(begins[-12::4])
 
     first, again, other = list(phases(1)), list(phases(1)), list(phases(2))
@@ -234,7 +234,7 @@ def hot(*spans: str) -> SimulatedGpu:
 
 def row_on(gpu: SimulatedGpu, work: OpCost = WORK) -> Measurement:
     gpu.set_clock_mhz(1110)
-    return Windows(gpu, lambda: None, Alone(), 5.0, 5.0).row(lambda n: gpu.run(work, n), 1110, Random(0))
+    return RowMeter(gpu, lambda: None, SingleGpu(), 5.0, 5.0).measure_row(lambda n: gpu.run(work, n), 1110, Random(0))
 
 
 def test_windows_in_which_the_gpu_was_too_hot_are_measured_again():
@@ -251,7 +251,7 @@ def test_a_row_of_a_gpu_that_is_always_too_hot_says_so():
 
 def test_a_power_cap_is_written_down_and_no_reason_to_measure_again():
     gpu = SimulatedGpu(CATALOG["a100-sxm"], options=SimulationOptions(noise=0, drift=0))
-    row = Windows(gpu, lambda: None, Alone(), 5.0, 5.0).row(lambda n: gpu.run(WORK, n), 1410, Random(0))
+    row = RowMeter(gpu, lambda: None, SingleGpu(), 5.0, 5.0).measure_row(lambda n: gpu.run(WORK, n), 1410, Random(0))
     evidence = evidence_of(row)
     assert evidence.throttle == ("sw-power-cap",)
     assert evidence.windows == 3
@@ -260,7 +260,7 @@ def test_a_power_cap_is_written_down_and_no_reason_to_measure_again():
 
 def test_a_gpu_that_got_hot_is_let_cool_for_a_limited_time(monkeypatch: pytest.MonkeyPatch):
     gpu = playing()
-    windows = Windows(gpu, gpu.stage().synchronize, Alone(), 5.0, 3.0)
+    windows = RowMeter(gpu, gpu.stage().synchronize, SingleGpu(), 5.0, 3.0)
     temperatures = iter([60.0, 58.0, 54.0])
     monkeypatch.setattr(gpu, "temperature_c", lambda: next(temperatures))
     begin_s = gpu.now_s()
@@ -273,9 +273,9 @@ def test_a_gpu_that_got_hot_is_let_cool_for_a_limited_time(monkeypatch: pytest.M
 
 def test_the_gpu_is_warm_before_the_first_row():
     gpu = SimulatedGpu(CATALOG["a100-sxm"])
-    windows = Windows(gpu, lambda: None, Alone(), 5.0, 5.0)
+    windows = RowMeter(gpu, lambda: None, SingleGpu(), 5.0, 5.0)
     cold_c = gpu.temperature_c()
-    windows.warm_through(lambda n: gpu.run(WORK, n))
+    windows.heat(lambda n: gpu.run(WORK, n))
     warm_c = gpu.temperature_c()
     gpu.run(WORK, 100)
     assert warm_c > cold_c + 10
@@ -285,14 +285,14 @@ def test_the_gpu_is_warm_before_the_first_row():
 def test_what_a_repetition_also_runs_is_taken_off_and_errors_add_in_quadrature():
     both = Measurement(1410, 0.15, 40.0, Evidence(1400, 3e-4, 0.03, 4, 60, ("sw-power-cap",)))
     one = Measurement(1410, 0.05, 15.0, Evidence(1405, 4e-4, 0.04, 3, 55, ("hw-thermal",)))
-    rest = less(both, one)
+    rest = subtract(both, one)
     assert (rest.clock_mhz, rest.time_s, rest.energy_j) == (1410, pytest.approx(0.10), pytest.approx(25.0))
     evidence = evidence_of(rest)
     assert evidence.time_stderr_s == pytest.approx(5e-4)
     assert evidence.energy_stderr_j == pytest.approx(0.05)
     assert evidence.throttle == ("sw-power-cap", "hw-thermal")
     with pytest.raises(GpuError, match="nothing else run"):
-        less(one, both)
+        subtract(one, both)
 
 
 class Together:
@@ -307,7 +307,7 @@ class Together:
     def join(self, number: int) -> None:
         self._number.value = number
 
-    def gathered(self, value: T) -> list[T]:
+    def gather(self, value: T) -> list[T]:
         self._values[self._number.value] = value
         self._barrier.wait()
         values = list(self._values)
@@ -325,9 +325,9 @@ def measured_together(gpus: list[ReplayGpu], runs: list[list[int]]) -> list[Meas
 
         def run(repetitions: int) -> None:
             runs[number].append(repetitions)
-            gpu.stage().timed["F"].run(repetitions)
+            gpu.stage().runs["F"].run(repetitions)
 
-        rows[number] = Windows(gpu, gpu.stage().synchronize, group, 5.0, 0.0).row(run, 1410, Random(0))
+        rows[number] = RowMeter(gpu, gpu.stage().synchronize, group, 5.0, 0.0).measure_row(run, 1410, Random(0))
 
     threads = [threading.Thread(target=measure, args=(number,)) for number in range(len(gpus))]
     for thread in threads:

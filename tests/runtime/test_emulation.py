@@ -16,7 +16,7 @@ from perseus_planner.errors import UsageError
 from perseus_planner.gpu import open_gpu
 from perseus_planner.gpu.simulated.emulated import EmulatedGpu, open_emulated
 from perseus_planner.gpu.torch_device import gpu_text
-from perseus_planner.profiler.modules.torch_stage import torch_stage
+from perseus_planner.profiler.torch_stage import torch_stage
 from perseus_planner.runtime.emulation import emulated, emulated_stage
 from perseus_planner.training.op_cost import stage_op_cost
 
@@ -131,7 +131,7 @@ def test_the_work_is_what_a_profile_measures(gpu: EmulatedGpu, name: str):
     ):
         for kind, counted in (("F", work.forward), ("B", work.backward)):
             seconds = []
-            for each in (stage.timed[kind], stage.timed["F"]) if stage.timed[kind].less else (stage.timed[kind],):
+            for each in (stage.runs[kind], stage.runs["F"]) if stage.runs[kind].includes else (stage.runs[kind],):
                 start_s = simulated.now_s()
                 each.run(1)
                 seconds.append(simulated.now_s() - start_s)
@@ -244,7 +244,7 @@ def test_what_is_no_engine_is_refused():
 
 def test_an_emulated_gpu_is_not_profiled_in_real_time(gpu: EmulatedGpu):
     with (
-        pytest.raises(UsageError, match=r"is in real time; profile 'simulated:a100-sxm\?slower=200000&noise=0"),
+        pytest.raises(UsageError, match=r"runs in real time; profile 'simulated:a100-sxm\?slower=200000&noise=0"),
         torch_stage(gpu, plain(), sample(first=False)),
     ):
         pass

@@ -17,7 +17,7 @@ from perseus_planner import Profile
 from perseus_planner.errors import UsageError
 from perseus_planner.gpu.simulated.emulated import EmulatedGpu
 from perseus_planner.profiler.pipeline import profile_pipeline
-from perseus_planner.profiler.profiling import SweepSettings
+from perseus_planner.profiler.sweep import SweepSettings
 from perseus_planner.runtime.emulation import emulated
 
 WIDTH, MICROBATCHES = 32, 4

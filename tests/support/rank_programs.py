@@ -23,9 +23,9 @@ from perseus_planner.cli import main
 from perseus_planner.errors import EndedElsewhere, PlannerError, UsageError
 from perseus_planner.profiler.build import profile_stages
 from perseus_planner.profiler.pipeline import profile_pipeline
-from perseus_planner.profiler.profiling import SweepSettings
-from perseus_planner.profiler.ranks.meeting import Meeting, StageGroup, process_group
-from perseus_planner.profiler.ranks.neighbours import connected
+from perseus_planner.profiler.ranks.group import RankGroup, StageGroup, process_group
+from perseus_planner.profiler.ranks.neighbours import connect_neighbour
+from perseus_planner.profiler.sweep import SweepSettings
 
 OBSERVED = SweepSettings(control="observed")
 GPU = "simulated:a100-sxm"
@@ -40,14 +40,14 @@ def build_stage(stage: int, stages: int, tensor_parallel: int) -> Any:
 
 def meet() -> None:
     """What each gives comes to all in order, and each blocks on its neighbour for as long as it asks."""
-    with process_group() as place, Meeting() as meeting:
+    with process_group() as place, RankGroup() as group:
         assert place is not None
         rank, size = place
         for turn in range(20):
-            assert meeting.gathered((rank, turn)) == [(each, turn) for each in range(size)]
-        pair = StageGroup(meeting, [rank - rank % 2, rank - rank % 2 + 1])
-        assert pair.gathered(rank) == [rank - rank % 2, rank - rank % 2 + 1]
-        with connected(meeting, [[0, 2, 3], [1]], torch.device("cpu")) as neighbour:
+            assert group.gather((rank, turn)) == [(each, turn) for each in range(size)]
+        pair = StageGroup(group, [rank - rank % 2, rank - rank % 2 + 1])
+        assert pair.gather(rank) == [rank - rank % 2, rank - rank % 2 + 1]
+        with connect_neighbour(group, [[0, 2, 3], [1]], torch.device("cpu")) as neighbour:
             assert neighbour.exists == (rank != 1)
             for duration_s in (0.0, 0.3):
                 start_s = time.monotonic()
@@ -61,12 +61,12 @@ def refuse() -> None:
     """One rank ends with an error: all do, and one says why."""
 
     def body() -> None:
-        with process_group() as place, Meeting() as meeting:
+        with process_group() as place, RankGroup() as group:
             assert place is not None
-            meeting.gathered(None)
+            group.gather(None)
             if place[0] == 1:
                 raise UsageError("rank 1 cannot go on")
-            meeting.gathered(None)
+            group.gather(None)
 
     _told(body)
 

@@ -1,0 +1,164 @@
+"""What the adapters of all engines share: recorded calls of modules and losses, and stages made from them."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from perseus_planner.errors import UsageError
+from perseus_planner.profiler.ranks.measure import LocalStage
+from perseus_planner.profiler.torch_stage import torch_stage
+from perseus_planner.training.values import copied, is_training
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    import torch
+
+    from perseus_planner.gpu import Gpu
+    from perseus_planner.profiler.stage import Block, Stage
+
+
+@dataclass(frozen=True)
+class EngineStages:
+    """What this rank holds of the pipeline.
+
+    Attributes:
+        stages: Its stages, first to last.
+        tensor_rank: Its rank among the GPUs that share these stages.
+        device: Where it computes.
+    """
+
+    stages: tuple[LocalStage, ...]
+    tensor_rank: int
+    device: torch.device
+
+
+@dataclass
+class RecordedCall:
+    """The arguments of the last call that trains; `args` is None until there was one.
+
+    The last call counts because engines may call modules before the first microbatch, with tensors that hold nothing,
+    to find the shapes.
+    """
+
+    args: tuple[Any, ...] | None = None
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+    def record(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Keep copies of the arguments, unless the call only infers shapes or evaluates."""
+        if is_training(args, kwargs):
+            self.args, self.kwargs = copied(tuple(args)), copied(dict(kwargs))
+
+    def arguments(self, name: str) -> dict[str, Any]:
+        """Return the arguments under the names args and kwargs.
+
+        Raises:
+            UsageError: If there was no call of `name`.
+        """
+        if self.args is None:
+            raise UsageError(
+                f"{name} did not run inside the block of profile_pipeline; run one whole training iteration there"
+            )
+        return {"args": self.args, "kwargs": self.kwargs}
+
+
+@contextmanager
+def record_module(module: torch.nn.Module) -> Iterator[RecordedCall]:
+    """Record the calls of `module` inside the block."""
+    call = RecordedCall()
+
+    def record(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        call.record(args, kwargs)
+
+    handle = module.register_forward_pre_hook(record, with_kwargs=True)
+    try:
+        yield call
+    finally:
+        handle.remove()
+
+
+@contextmanager
+def record_attribute(owner: object, name: str) -> Iterator[RecordedCall]:
+    """Record the calls of the function, method or module that is attribute `name` of `owner`, if it is not None."""
+    import torch
+
+    target: Callable[..., Any] | None = getattr(owner, name)
+    if isinstance(target, torch.nn.Module):
+        with record_module(target) as call:
+            yield call
+        return
+    call, is_own = RecordedCall(), name in vars(owner)
+    if target is None:
+        yield call
+        return
+
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        call.record(args, kwargs)
+        return target(*args, **kwargs)
+
+    setattr(owner, name, wrapper)
+    try:
+        yield call
+    finally:
+        if is_own:
+            setattr(owner, name, target)
+        else:
+            delattr(owner, name)
+
+
+def local_stage(
+    number: int,
+    module: torch.nn.Module,
+    forward: Callable[..., Any],
+    inputs: Mapping[str, Any],
+    loss: Callable[[Any], Any] | None,
+    *,
+    split_backward: bool = False,
+    preserve_state: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> LocalStage:
+    """Return a stage as an engine runs it.
+
+    Args:
+        number: The number of the stage in the pipeline.
+        module: The module that holds its weights.
+        forward: Called with `inputs` by name.
+        inputs: The inputs of one microbatch.
+        loss: In the last stage, maps the result of `forward` to a scalar.
+        split_backward: As in `torch_stage`.
+        preserve_state: Restores further state of the engine after the measurement.
+    """
+
+    @contextmanager
+    def opened(gpu: Gpu, block: Block | None) -> Iterator[Stage]:
+        stage = torch_stage(
+            gpu,
+            module,
+            dict(inputs),
+            loss,
+            first=number == 0,
+            split_backward=split_backward,
+            forward=forward,
+            block=block,
+        )
+        with preserve_state(), stage as result:
+            yield result
+
+    return LocalStage(number, opened)
+
+
+def bind_loss(function: Callable[..., Any], call: RecordedCall) -> Callable[[Any], Any]:
+    """Return `function` as a function of the output alone, with the other arguments as recorded.
+
+    Raises:
+        UsageError: If it was not called.
+    """
+    call_arguments = call.arguments("the loss")
+    _, *rest = call_arguments["args"]
+    return lambda output: function(output, *rest, **call_arguments["kwargs"])
+
+
+def unpacked(module: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `module` as a function of args and kwargs, which are unpacked."""
+    return lambda args, kwargs: module(*args, **kwargs)

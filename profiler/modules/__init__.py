@@ -1,1 +1,0 @@
-"""Stages from torch modules."""

@@ -1,0 +1,199 @@
+"""Measure the stages that this process holds, alone or beside other ranks, and assemble the profile of all stages."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from typing import TYPE_CHECKING, Any
+
+from perseus_planner.errors import UsageError
+from perseus_planner.gpu import Gpu, open_gpu
+from perseus_planner.gpu.torch_device import gpu_text
+from perseus_planner.profiler.assembly import assemble_profile
+from perseus_planner.profiler.ranks.group import TIMEOUT_S, RankGroup, StageGroup
+from perseus_planner.profiler.ranks.neighbours import connect_neighbour
+from perseus_planner.profiler.row_file import delete_rows, rows_path
+from perseus_planner.profiler.sweep import StageRows, SweepSettings, measure_stage
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import torch
+
+    from perseus_planner.profiler.stage import Block, Progress, Stage
+    from perseus_planner.profiles.profiles import Profile
+
+
+@dataclass(frozen=True)
+class LocalStage:
+    """A stage of the pipeline that this process holds.
+
+    Attributes:
+        number: The number of the stage in the pipeline, from 0.
+        open: Opens the stage on a GPU for as long as it is measured, given the function that blocks it on its neighbour
+            (None if it has none).
+    """
+
+    number: int
+    open: Callable[[Gpu, Block | None], AbstractContextManager[Stage]]
+
+
+@dataclass(frozen=True)
+class ProfileRequest:
+    """How to make a profile.
+
+    Attributes:
+        gpu: Each rank's GPU, as in `gpu_text`.
+        settings: How to measure.
+        output: The profile to write, .yaml, beside which finished rows are kept until then; None to write nothing.
+        resume: Whether to go on from the rows that were kept.
+        blocking_power_w: Power of one waiting GPU, watts, instead of what is measured.
+        timeout_s: A rank without a heartbeat for this long is presumed dead, seconds.
+        progress: Called with this rank's rows.
+    """
+
+    gpu: str
+    settings: SweepSettings = field(default_factory=SweepSettings)
+    output: Path | None = None
+    resume: bool = False
+    blocking_power_w: float | None = None
+    timeout_s: float = TIMEOUT_S
+    progress: Progress | None = None
+
+
+def measure_alone(stages: Sequence[LocalStage], request: ProfileRequest, device: torch.device) -> Profile:
+    """Measure all stages of a pipeline in this process, one after the other, and write their profile.
+
+    Raises:
+        UsageError: If the stages would not run on the GPU that is measured.
+        GpuError, ProfileError: As in `measure_stage` and `assemble_profile`.
+    """
+    with _lease_gpu(request, device) as gpu:
+        rows = [_measure(gpu, stage, request) for stage in stages]
+    return _write_profile(rows, request)
+
+
+def measure_with_ranks(
+    group: RankGroup, stages: Sequence[LocalStage], tensor_rank: int, request: ProfileRequest, device: torch.device
+) -> Profile | None:
+    """Measure the stages of this rank while the others measure theirs. All ranks call this; rank 0 gets the profile.
+
+    Of data-parallel replicas, the one with the lowest ranks measures while the others wait.
+
+    Args:
+        group: All ranks.
+        stages: The stages that this rank holds.
+        tensor_rank: The tensor rank of this rank.
+        request: How to measure; the same on all ranks.
+        device: Where this rank computes.
+
+    Raises:
+        UsageError: If the stages would not run on the GPU that is measured, or two ranks would measure the same GPU.
+        RankError: If another rank has ended.
+        GpuError, ProfileError: As in `measure_stage` and `assemble_profile`.
+    """
+    holdings = group.gather((tuple(stage.number for stage in stages), tensor_rank))
+    measuring = [rank for rank, holding in enumerate(holdings) if holdings.index(holding) == rank]
+    by_tensor_rank = {each: [rank for rank in measuring if holdings[rank][1] == each] for _, each in holdings}
+    pipelines = [sorted(ranks, key=lambda rank: holdings[rank]) for ranks in by_tensor_rank.values()]
+    rows: list[StageRows] = []
+    with connect_neighbour(group, pipelines, device) as neighbour:
+        if group.rank not in measuring:
+            group.gather(None)
+        else:
+            sharing = [rank for rank in measuring if holdings[rank][0] == holdings[group.rank][0]]
+            stage_group = StageGroup(group, sorted(sharing, key=lambda rank: holdings[rank][1]))
+            block = neighbour.block if neighbour.exists else None
+            with _lease_gpu(request, device) as gpu:
+                _refuse_shared_gpus(group.gather((socket.gethostname(), gpu.uuid, gpu.keeps_settings)))
+                with _rank_errors(group):
+                    rows = [_measure(gpu, stage, request, group, stage_group, block, tensor_rank) for stage in stages]
+    gathered = group.gather(rows if tensor_rank == 0 else [])
+    profile = None
+    if group.rank == 0:
+        profile = _write_profile([row for each in gathered for row in each], request)
+    group.gather(None)  # if writing fails, all ranks end
+    return profile
+
+
+@contextmanager
+def _rank_errors(group: RankGroup) -> Iterator[None]:
+    """Turn the error of a stage's collective that lost a rank into the one that all ranks agree on."""
+    import torch.distributed as dist
+
+    try:
+        yield
+    except RuntimeError as error:
+        if not isinstance(error, dist.DistError) and "Connection closed by peer" not in str(error):
+            raise
+        raise group.rank_error("a rank that shares a stage has ended; see why, and resume") from error
+
+
+@contextmanager
+def _lease_gpu(request: ProfileRequest, device: torch.device) -> Iterator[Gpu]:
+    """Open this process's GPU, which no other process of the planner can set meanwhile."""
+    with open_gpu(gpu_text(request.gpu, device)) as gpu, _lease(gpu, request.settings):
+        yield gpu
+
+
+def _lease(gpu: Gpu, settings: SweepSettings) -> AbstractContextManager[None]:
+    if settings.control == "observed" or not gpu.keeps_settings:
+        return nullcontext()
+    from perseus_planner.gpu.lease.lease import held
+
+    return held([gpu], power_limit=settings.control == "power-limit")
+
+
+def _refuse_shared_gpus(gpus: Sequence[tuple[str, str, bool] | None]) -> None:
+    found: set[Any] = set()
+    for gpu in gpus:
+        if gpu is not None and gpu[2] and gpu in found:
+            raise UsageError(
+                f"two ranks on {gpu[0]} would measure the same GPU, {gpu[1]}; name the back-end alone, such as nvml, "
+                "and each rank measures the GPU that it computes on"
+            )
+        found.add(gpu)
+
+
+def _measure(
+    gpu: Gpu,
+    stage: LocalStage,
+    request: ProfileRequest,
+    group: RankGroup | None = None,
+    stage_group: StageGroup | None = None,
+    block: Block | None = None,
+    tensor_rank: int = 0,
+) -> StageRows:
+    def progress(done: int, total: int) -> None:
+        if group is not None:
+            group.check()
+        if request.progress is not None:
+            request.progress(done, total)
+
+    rows_file = rows_path(request.output, stage.number) if request.output is not None and tensor_rank == 0 else None
+    with stage.open(gpu, block) as opened:
+        return measure_stage(
+            gpu,
+            opened,
+            stage.number,
+            request.settings,
+            group=stage_group,
+            rows_file=rows_file,
+            resume=request.resume,
+            progress=progress,
+        )
+
+
+def _write_profile(rows: Sequence[StageRows], request: ProfileRequest) -> Profile:
+    import torch
+
+    now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    conditions = {"measured at": now, "torch": str(torch.__version__)}
+    profile = assemble_profile(rows, blocking_power_w=request.blocking_power_w, conditions=conditions)
+    if request.output is not None:
+        profile.save(request.output)
+        delete_rows(request.output, profile.stages)
+    return profile

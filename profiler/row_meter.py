@@ -1,0 +1,234 @@
+"""Measure one row of a profile: a computation repeated in windows at the current setting of the GPU.
+
+This follows the good practice of Yang et al., "Accurate and Convenient Energy Measurements for GPUs" (SC'24): warm up,
+use windows of seconds, begin each at another phase of the power sensor, repeat, and watch the temperature. The device
+is synchronised only at the edges of a window.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from statistics import fmean
+from typing import TYPE_CHECKING
+
+from perseus_planner.errors import GpuError, GpuNotSupported
+from perseus_planner.profiler.counter import EnergyCounter, RestingReading
+from perseus_planner.profiler.windows import MIN_WINDOWS, Window, combine, is_enough, mean_of, without_outliers
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+    from random import Random
+
+    from perseus_planner.gpu import Gpu
+    from perseus_planner.profiler.stage import Block, GpuGroup, Run
+    from perseus_planner.profiles.measurement import Measurement
+
+_MIN_INTERVALS = 10  # a window lasts at least this many intervals of the counter
+_MIN_REPETITIONS = 3
+_PARTS = 4  # the repetitions of a window are launched in parts, and the GPU is sampled in the middle of each
+_WARM_UP = 0.1  # a chunk of the warm-up lasts this fraction of a window
+_STABLE = 0.02  # the warm-up ends when two chunks differ by less
+_MAX_CHUNKS = 20
+_MAX_WINDOWS = 12
+_MAX_REJECTED = 5
+_THROTTLED = 0.01  # a throttle reason is reported if it held for more than this fraction of a window
+_MAX_HEATING = 12  # windows that heat the GPU before the first row
+_HEATED_C = 1.0  # heating ends with a window that warms the GPU by no more
+_COOL_C = 5.0  # a GPU is cool when it is no more than this warmer than after heating
+_POLL_S = 0.5
+
+
+class RowMeter:
+    """Measures rows on one GPU, in step with the GPUs that share its stage.
+
+    The caller sets the clock or the power limit that a row is measured at.
+
+    Attributes:
+        counter: The energy counter.
+        window_s: The length of a window, seconds.
+
+    Args:
+        gpu: The GPU.
+        synchronize: Returns when the GPU has finished everything that was launched.
+        group: The GPUs that measure in step. They decide together which windows count and how many there are.
+        window_s: The minimum length of a window, seconds. It is raised to ten intervals of the energy counter.
+        cool_down_s: The longest wait for the GPU to cool down, seconds.
+
+    Raises:
+        GpuError: If the energy counter cannot be used.
+    """
+
+    def __init__(
+        self, gpu: Gpu, synchronize: Callable[[], None], group: GpuGroup, window_s: float, cool_down_s: float
+    ) -> None:
+        self._gpu, self._synchronize, self._group, self._cool_down_s = gpu, synchronize, group, cool_down_s
+        self._heated_c = gpu.temperature_c()
+        self._rest: RestingReading | None = None  # after the last window, as long as nothing has run since
+        self.counter = EnergyCounter(gpu)
+        self.window_s = max(group.gather(max(window_s, _MIN_INTERVALS * self.counter.interval_s)))
+
+    def heat(self, run: Run) -> None:
+        """Run until the GPU gets no warmer, for a limited time.
+
+        Training runs on a warm GPU, which draws more than a cool one and is slower under a power cap; and rows must be
+        comparable. `cool_down` goes back to the temperature that is reached here.
+
+        Raises:
+            GpuError: If the GPU cannot be read, or `run` takes no time.
+        """
+        repetitions = math.ceil(self.window_s / max(self._group.gather(self._warm_up(run))))
+        for _ in range(_MAX_HEATING):
+            before_c = self._gpu.temperature_c()
+            self._time(run, repetitions)
+            self._heated_c = self._gpu.temperature_c()
+            if max(self._group.gather(self._heated_c - before_c)) <= _HEATED_C:
+                break
+
+    def measure_row(self, run: Run, setting: int | None, random: Random) -> Measurement:
+        """Measure `run` at the current setting.
+
+        Windows are measured until three or more agree; those far from the median are left out. A window in which the
+        GPU was throttled by heat is measured again after a cool-down. If too few others can be had, such windows count,
+        and the row's evidence names the reason: training would be throttled too.
+
+        Args:
+            run: The computation.
+            setting: The clock in MHz or power limit in watts that is set. None if nothing is set: the row then gets the
+                clock that was achieved.
+            random: Draws when windows begin. It must be in the same state on all GPUs of the group.
+
+        Raises:
+            GpuError: If the GPU cannot be read, or `run` takes no time.
+        """
+        time_s = self._warm_up(run)
+        repetitions = max(_MIN_REPETITIONS, math.ceil(self.window_s / max(self._group.gather(time_s))))
+        accepted: list[Window] = []
+        rejected: list[Window] = []
+        while len(accepted) < _MAX_WINDOWS and len(rejected) <= _MAX_REJECTED:
+            window = self._measure_window(run, repetitions, time_s, random.random())
+            (accepted if window.is_comparable else rejected).append(window)
+            if window.is_throttled:
+                self.cool_down()
+            if is_enough(without_outliers(accepted)):
+                break
+        windows = without_outliers(accepted if len(accepted) >= MIN_WINDOWS else accepted + rejected)
+        return mean_of(windows, setting)
+
+    def measure_blocking_w(self, block: Block | None) -> float | None:
+        """Measure the power of the group's GPUs while they are blocked on their neighbours, watts in all.
+
+        A GPU that waits in a receive is not idle: the kernel that polls for the message keeps the clock up, so the
+        power depends on the clock too.
+
+        Args:
+            block: Blocks this GPU; None if the stage has no neighbour, and then nothing is measured.
+
+        Raises:
+            GpuError: If the energy counter cannot be used.
+        """
+        if block is None:
+            return None
+        time_s, energy_j = self._measure_energy(partial(block, self.window_s), 0.0)
+        return math.fsum(self._group.gather(energy_j / time_s))
+
+    def measure_rest_w(self) -> float:
+        """Measure the power of the group's GPUs at rest, watts in all."""
+        return math.fsum(self._group.gather(self.counter.wait_for_rest().rest_w))
+
+    def cool_down(self) -> None:
+        """Wait until the GPU is about as cool as after `heat`, for a limited time."""
+        give_up_s = self._gpu.now_s() + self._cool_down_s
+        self._rest = None  # a cooling GPU draws less and less
+        while self._gpu.now_s() < give_up_s and self._gpu.temperature_c() > self._heated_c + _COOL_C:
+            self._gpu.wait(min(_POLL_S, self._cool_down_s))
+
+    def _warm_up(self, run: Run) -> float:
+        """Run until the time of a repetition is stable on all GPUs of the group; return it for this GPU, seconds."""
+        before_s, repetitions = math.inf, 1
+        for _ in range(_MAX_CHUNKS):
+            own_s = self._time(run, repetitions)
+            chunk_s = max(self._group.gather(own_s))
+            if chunk_s <= 0:
+                raise GpuError(
+                    f"{self._gpu.name}: the computation takes no time; measure a stage that runs on this GPU"
+                )
+            time_s, long_s = chunk_s / repetitions, _WARM_UP * self.window_s
+            if chunk_s < long_s:
+                repetitions = math.ceil(min(10.0, 1.1 * long_s / chunk_s) * repetitions)
+            elif abs(time_s - before_s) <= _STABLE * time_s:
+                break
+            before_s = time_s
+        return own_s / repetitions
+
+    def _time(self, run: Run, repetitions: int) -> float:
+        self._rest = None
+        self._synchronize()
+        begin_s = self._gpu.now_s()
+        run(repetitions)
+        self._synchronize()
+        return self._gpu.now_s() - begin_s
+
+    def _measure_window(self, run: Run, repetitions: int, time_s: float, phase: float) -> Window:
+        """Measure one window of the group."""
+        samples: list[tuple[int, float, frozenset[str]]] = []
+        throttled_s = self._throttled_s()
+
+        def work() -> None:
+            begin_s, launched = self._gpu.now_s(), 0
+            for part in _parts(repetitions):
+                run(part)
+                # The GPU may lag far behind the launches: sample it when it should be in the middle of this part.
+                middle_s = begin_s + (launched + part / 2) * time_s
+                launched += part
+                if self._gpu.now_s() < middle_s:
+                    self._gpu.wait(middle_s - self._gpu.now_s())
+                samples.append((self._gpu.clock_mhz(), self._gpu.temperature_c(), self._throttle_reasons()))
+
+        spent_s, energy_j = self._measure_energy(work, phase)
+        counted = {
+            reason
+            for reason, after_s in self._throttled_s().items()
+            if after_s - throttled_s.get(reason, 0.0) > _THROTTLED * spent_s
+        }
+        clocks, temperatures, reasons = zip(*samples, strict=True)
+        own = Window(
+            spent_s / repetitions,
+            energy_j / repetitions,
+            fmean(clocks),
+            max(temperatures),
+            max(temperatures) - min(temperatures),
+            frozenset(counted.union(*reasons)),
+        )
+        return combine(self._group.gather(own))
+
+    def _measure_energy(self, action: Callable[[], None], phase: float) -> tuple[float, float]:
+        """Return the seconds and joules of `action`, begun `phase` of an interval after an update of the counter."""
+        self._synchronize()
+        before = self._rest or self.counter.wait_for_rest()
+        self._gpu.wait(phase * self.counter.interval_s)
+        self._group.gather(None)  # all GPUs begin together
+        begin_s = self._gpu.now_s()
+        action()
+        self._synchronize()
+        end_s = self._gpu.now_s()
+        self._rest = after = self.counter.wait_for_rest()
+        at_rest_j = before.rest_w * (begin_s - before.time_s) + after.rest_w * (after.time_s - end_s)
+        return end_s - begin_s, max(0.0, after.energy_j - before.energy_j - at_rest_j)
+
+    def _throttle_reasons(self) -> frozenset[str]:
+        try:
+            return self._gpu.throttle_reasons()
+        except GpuNotSupported:
+            return frozenset()
+
+    def _throttled_s(self) -> Mapping[str, float]:
+        try:
+            return self._gpu.throttled_s()
+        except GpuNotSupported:
+            return {}
+
+
+def _parts(repetitions: int) -> Iterator[int]:
+    parts = min(_PARTS, repetitions)
+    yield from ((number + 1) * repetitions // parts - number * repetitions // parts for number in range(parts))
