@@ -22,9 +22,9 @@ from perseus_planner.gpu.lease.lease import left_behind, recover
 from perseus_planner.profiles.csv_file import Row, read_table
 
 CLOCKS_MHZ = (1980, 1800, 1605, 1395, 1200, 1005, 810)
-# What `planner profile` does on each rank. Clocks are set through NVML. Time is virtual, so that equal sweeps find the
-# same rows, but each run also takes a millisecond of real time, so that a kill can come during a measurement. After each
-# row the sweep prints a line and waits for one on stdin; it goes on without waiting when stdin is closed.
+# What `planner profile` does on each rank. Clocks are set through NVML. Time is virtual, so that equal sweeps find
+# equal rows, but each run also takes a millisecond of real time, so that a kill can come during a measurement. After
+# each row the sweep prints a line and waits for one on stdin; it goes on without waiting when stdin is closed.
 SWEEP = """
 import sys, time
 from pathlib import Path
