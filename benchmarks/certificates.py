@@ -58,7 +58,7 @@ def _certificate(frontier: Frontier, at: Checkpoint) -> float:
     assert event[: 2 * len(rank)].max() <= at.time, "a computation ends after the iteration"
     price_w = _prices(frontier, at)
     primal, dual = [], []
-    for key, options in dag.options.items():
+    for key, options in dag.points.items():
         members = np.array([rank[place] for place, c in enumerate(dag.computations) if c[:2] == key])
         given_s = (event[2 * members + 1] - event[2 * members]) * tick_s
         hull_s, hull_j = _hull(options)

@@ -124,7 +124,7 @@ def same_plans(fits: Fits, dag: PipelineDag, times: Iterable[int]) -> Iterator[R
     to_ticks = round(1 / frontier.scaled.tick_s)  # a power of two, so that units stay whole numbers
     units = list(times)
     place_of = np.argsort(dag.order)
-    slowest = np.array([round(frontier.dag.options[c[:2]][-1].time_s) for c in dag.computations])
+    slowest = np.array([round(frontier.dag.points[c[:2]][-1].time_s) for c in dag.computations])
     for unit, at in zip(units, frontier.states_at([unit * to_ticks for unit in units]), strict=True):
         event = at.state.event[: 2 * len(place_of)] // to_ticks
         duration = np.minimum((event[1::2] - event[::2])[place_of], slowest)

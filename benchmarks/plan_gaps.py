@@ -112,7 +112,7 @@ def _rounded_up(frontier: Frontier, deadline_s: float) -> tuple[float, float]:
     dag, tick_s = frontier.dag, frontier.scaled.tick_s
     within = min(max(int(deadline_s / tick_s), int(frontier.times[-1])), int(frontier.times[0]))
     event = next(frontier.states_at([within])).state.event
-    options = [dag.options[computation[:2]] for computation in dag.computations]
+    options = [dag.points[computation[:2]] for computation in dag.computations]
     chosen = [0] * len(options)
     for k, place in enumerate(dag.order):
         given = event[2 * k + 1] - event[2 * k]

@@ -1,11 +1,11 @@
 """Plan one GPU clock per computation of pipeline-parallel training: the same speed, the least energy.
 
-    from perseus_planner import Profile, schedules, solve
+    from perseus_planner import Profile, solve
 
-    frontier = solve(Profile.load("profile.yaml"), schedules.one_f_one_b(stages=8, microbatches=96))
+    frontier = solve(Profile.load("profile.yaml"), "1f1b", microbatches=96)
     frontier.plan_for(frontier.baseline_time_s).save("plan.yaml")
 
-Names are loaded when they are first used, so that importing this package costs nothing.
+Names are loaded when they are first used, so that importing this package stays cheap.
 """
 
 from __future__ import annotations
@@ -18,21 +18,28 @@ if TYPE_CHECKING:
     from perseus_planner.jobs.job import Job
     from perseus_planner.plans.plan import Plan
     from perseus_planner.profiles.profiles import Profile
+    from perseus_planner.runs.run import Run
     from perseus_planner.schedules.dag import PipelineDag
+    from perseus_planner.service.client.client import Client
     from perseus_planner.solver.frontier import Frontier
     from perseus_planner.solver.replicas import Replicas
     from perseus_planner.solver.solve import solve, solve_dag
 
 __version__ = "0.1.0"
-__all__ = ["Frontier", "Job", "PipelineDag", "Plan", "Profile", "Replicas", "errors", "schedules", "solve", "solve_dag"]
+__all__ = [
+    "Client", "Frontier", "Job", "PipelineDag", "Plan", "Profile", "Replicas", "Run", "errors", "schedules", "solve",
+    "solve_dag",
+]  # fmt: skip
 
 _HOME = {
+    "Client": "service.client.client",
     "Frontier": "solver.frontier",
     "Job": "jobs.job",
     "PipelineDag": "schedules.dag",
     "Plan": "plans.plan",
     "Profile": "profiles.profiles",
     "Replicas": "solver.replicas",
+    "Run": "runs.run",
     "solve": "solver.solve",
     "solve_dag": "solver.solve",
 }

@@ -196,21 +196,12 @@ def _schedule(settings: Settings, profiled: int) -> Schedule:
 def _generated(settings: Settings, name: str, profiled: int) -> Schedule:
     if settings.microbatches is None:
         raise JobError(f"how many microbatches an iteration has is missing; {_give('microbatches')}")
-    ranks, each = settings.ranks, settings.virtual_stages
-    stages = profiled if settings.stages is None else settings.stages
-    if name in schedules.NAMES:
-        own = schedules.NAMES[name].virtual_stages
-        if ranks is not None and own is None and each is None and stages % ranks == 0:
-            each = stages // ranks
-        per_rank = own or each or 1
-        if ranks is None and stages % per_rank:
-            raise JobError(f"{stages} stages cannot be shared by ranks of {per_rank} stages each; {_give('ranks')}")
-        ranks = ranks or stages // per_rank
-    return schedules.named(
+    return schedules.generate_for_stages(
         name,
-        ranks=ranks or stages,
+        profiled if settings.stages is None else settings.stages,
         microbatches=settings.microbatches,
-        virtual_stages=each,
+        ranks=settings.ranks,
+        virtual_stages=settings.virtual_stages,
         group=settings.microbatch_group,
     )
 

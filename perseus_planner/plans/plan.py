@@ -17,7 +17,12 @@ from perseus_planner.files import sha256, write_file
 from perseus_planner.profiles.clock_changes import ClockChange, changes_per_rank
 from perseus_planner.profiles.measurement import Measurement
 from perseus_planner.schedules import Computation, Schedule
-from perseus_planner.schedules.iteration_text import ITERATION_KEYS, iteration_content, iteration_from, parse_key
+from perseus_planner.schedules.iteration_text import (
+    ITERATION_KEYS,
+    iteration_from_dict,
+    iteration_to_dict,
+    parse_stage_kind,
+)
 
 if TYPE_CHECKING:
     import os
@@ -35,7 +40,7 @@ _KEYS = (
 _DUMPER: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plan(Shown):
     """One clock per computation, and what an iteration with them takes: replayed from measured points, never a fit's.
 
@@ -96,6 +101,10 @@ class Plan(Shown):
         object.__setattr__(self, "_keys", dict(zip(self.iteration.computations, self.iteration.keys, strict=True)))
         for computation in self.schedule.computations():
             self.measurement(computation)
+
+    def __repr__(self) -> str:
+        numbers = f"{self.time_s:.6g} s and {self.energy_j:.6g} J per iteration, deadline {self.deadline_s:.6g} s"
+        return f"<Plan: {self.schedule}, {numbers}>"
 
     @property
     def schedule(self) -> Schedule:
@@ -204,7 +213,7 @@ class Plan(Shown):
                 f"{stage}{kind}": {clock: [point.time_s, point.energy_j] for clock, point in clocks.items()}
                 for (stage, kind), clocks in self.measurements.items()
             },
-            **iteration_content(iteration),
+            **iteration_to_dict(iteration),
             "ranks": [{str(each): self.clocks[str(each)] for each in rank} for rank in self.schedule.ranks],
         }
 
@@ -219,11 +228,11 @@ def _from_content(values: Mapping[str, Any], name: str) -> Plan:
         ranks = tuple(tuple(Computation.parse(text) for text in rank) for rank in values["ranks"])
         measurements = {
             # JSON has no keys but text.
-            parse_key(text): {int(clock): Measurement(int(clock), *point) for clock, point in clocks.items()}
+            parse_stage_kind(text): {int(clock): Measurement(int(clock), *point) for clock, point in clocks.items()}
             for text, clocks in values["measurements"].items()
         }
         return Plan(
-            iteration=iteration_from(Schedule(str(values["schedule"]), ranks), values),
+            iteration=iteration_from_dict(Schedule(str(values["schedule"]), ranks), values),
             clocks={text: clock for rank in values["ranks"] for text, clock in rank.items()},
             measurements=measurements,
             profile_digest=str(values["profile"]),

@@ -5,12 +5,12 @@ stage 3. A schedule is one list of them per rank. There are generators for what 
 the command line, and text grids for any other schedule.
 """
 
-from perseus_planner.schedules.checks import awaited
+from perseus_planner.schedules.checks import dependency_of
 from perseus_planner.schedules.computation import KINDS, Computation
 from perseus_planner.schedules.grid import grid_text, load_grid, parse_grid, save_grid
 from perseus_planner.schedules.interleaved import interleaved_1f1b, interleaved_zero_bubble
 from perseus_planner.schedules.linear import gpipe, one_f_one_b, zb_h1
-from perseus_planner.schedules.names import NAMES, named
+from perseus_planner.schedules.names import NAMES, generate, generate_for_stages
 from perseus_planner.schedules.schedule import Schedule, check_pipeline
 from perseus_planner.schedules.v_shaped import dualpipe_v, zbv
 
@@ -19,15 +19,16 @@ __all__ = [
     "NAMES",
     "Computation",
     "Schedule",
-    "awaited",
     "check_pipeline",
+    "dependency_of",
     "dualpipe_v",
+    "generate",
+    "generate_for_stages",
     "gpipe",
     "grid_text",
     "interleaved_1f1b",
     "interleaved_zero_bubble",
     "load_grid",
-    "named",
     "one_f_one_b",
     "parse_grid",
     "save_grid",

@@ -33,7 +33,7 @@ class Flaw(NamedTuple):
         return f"rank {self.rank}" + ("" if self.position is None else f", computation {self.position + 1}")
 
 
-def misplaced(ranks: Ranks) -> Flaw | None:
+def find_layout_flaw(ranks: Ranks) -> Flaw | None:
     """The first that is malformed, there twice or on a second rank, or a rank with none, or a stage that is missing."""
     seen: set[Computation] = set()
     holder: dict[int, tuple[int, int]] = {}
@@ -70,7 +70,7 @@ def _hole(what: str, numbers: Collection[int]) -> str:
     return f"{what} {largest} is there and {what} {missing} is not; number them from 0 without a hole"
 
 
-def awaited(computation: Computation, present: Container[Computation], last_stage: int) -> Computation | None:
+def dependency_of(computation: Computation, present: Container[Computation], last_stage: int) -> Computation | None:
     """The one whose output `computation` works on in a pipeline; None for a forward of stage 0.
 
     A forward waits for the forward of the stage before; a backward, B or I, for the backward of the stage behind, of
@@ -93,8 +93,8 @@ def awaited(computation: Computation, present: Container[Computation], last_stag
     return part if part in present else Computation(stage + 1, "B", microbatch)
 
 
-def unrunnable(ranks: Ranks) -> Flaw | None:
-    """Why ranks in which nothing is `misplaced` are no pipeline that runs to its end; see `check_pipeline`."""
+def find_pipeline_flaw(ranks: Ranks) -> Flaw | None:
+    """Why ranks in which nothing is `find_layout_flaw` are no pipeline that runs to its end; see `check_pipeline`."""
     place = {each: (rank, position) for rank, order in enumerate(ranks) for position, each in enumerate(order)}
     holder = {each.microbatch: place[each] for each in reversed(place)}
     text = _hole("microbatch", holder)
@@ -121,7 +121,7 @@ def _stuck(ranks: Ranks, place: Mapping[Computation, tuple[int, int]]) -> Flaw |
     chain: dict[int, Computation] = {}  # rank -> what its next computation waits for
     while rank not in chain:
         head = ranks[rank][reached[rank]]
-        other = awaited(head, place, last_stage)
+        other = dependency_of(head, place, last_stage)
         assert other is not None  # else it would have run
         if other not in place:
             return Flaw(rank, reached[rank], f"{head} can never run: it waits for {_missing(other)}")
@@ -161,7 +161,7 @@ def _reached(ranks: Ranks, present: Container[Computation], last_stage: int) -> 
         rank = able.pop()
         while reached[rank] < len(ranks[rank]):
             computation = ranks[rank][reached[rank]]
-            other = awaited(computation, present, last_stage)
+            other = dependency_of(computation, present, last_stage)
             if other not in done:
                 waiting[other].append(rank)
                 break

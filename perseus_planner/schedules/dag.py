@@ -110,7 +110,7 @@ class PipelineDag:
         return (*self.iteration.keys, *((i, str(each)) for i, each in enumerate(self.iteration.operations)))
 
     @cached_property
-    def options(self) -> dict[tuple[int, str], tuple[OperatingPoint, ...]]:
+    def points(self) -> dict[tuple[int, str], tuple[OperatingPoint, ...]]:
         """The worthwhile options of every class, fastest first: of computations in the order of the profile.
 
         An operation has one option, at clock 0.
@@ -136,7 +136,7 @@ class PipelineDag:
         """What all GPUs of the pipeline draw while they wait, watts."""
         return math.fsum(self.rank_waiting_w)
 
-    def at_maximum(self) -> list[Measurement]:
+    def baseline_measurements(self) -> list[Measurement]:
         """Every computation at its maximum clock."""
         return [self.profile.measurements[key][0] for key in self.iteration.keys]
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from perseus_planner.errors import ScheduleError, shown
 from perseus_planner.files import read_text, write_file
-from perseus_planner.schedules.checks import Flaw, misplaced, unrunnable
+from perseus_planner.schedules.checks import Flaw, find_layout_flaw, find_pipeline_flaw
 from perseus_planner.schedules.computation import Computation
 from perseus_planner.schedules.schedule import Schedule
 
@@ -71,7 +71,7 @@ def parse_grid(text: str, name: str, source: str) -> Schedule:
     if not lines:
         raise ScheduleError(f"{source}: is empty; write one line per rank, such as 0F0,0F1,0B0,0B1")
     ranks = tuple(line.order for line in lines)
-    flaw = misplaced(ranks) or unrunnable(ranks)
+    flaw = find_layout_flaw(ranks) or find_pipeline_flaw(ranks)
     if flaw is not None:
         raise ScheduleError(f"{source}, {_place(lines[flaw.rank], flaw)}: {flaw.text}")
     return Schedule(name, ranks)

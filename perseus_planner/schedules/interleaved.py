@@ -5,7 +5,7 @@ from __future__ import annotations
 from perseus_planner.errors import ScheduleError
 from perseus_planner.schedules.computation import Computation
 from perseus_planner.schedules.schedule import Schedule
-from perseus_planner.schedules.sizes import counted, in_turn
+from perseus_planner.schedules.sizes import alternating_order, check_sizes
 
 
 def interleaved_1f1b(ranks: int, virtual_stages: int, microbatches: int, group: int | None = None) -> Schedule:
@@ -29,9 +29,11 @@ def interleaved_1f1b(ranks: int, virtual_stages: int, microbatches: int, group: 
         ScheduleError: a size is not a whole number of at least 1, all are too large, or Megatron refuses the group: it
             is out of its range, or leaves a last group of fewer microbatches than ranks.
     """
-    ranks, virtual_stages, microbatches = counted(ranks=ranks, virtual_stages=virtual_stages, microbatches=microbatches)
+    ranks, virtual_stages, microbatches = check_sizes(
+        ranks=ranks, virtual_stages=virtual_stages, microbatches=microbatches
+    )
     if group is not None:
-        (group,) = counted(group=group)
+        (group,) = check_sizes(group=group)
     if virtual_stages == 1:
         group, hop = 1, 1  # groups of any size give the same order
     else:
@@ -41,7 +43,7 @@ def interleaved_1f1b(ranks: int, virtual_stages: int, microbatches: int, group: 
         forwards = _looped(rank, ranks, range(virtual_stages), microbatches, group, "F")
         backwards = _looped(rank, ranks, range(virtual_stages)[::-1], microbatches, group, "B")
         warmup = hop * (ranks - 1 - rank) + (virtual_stages - 1) * group
-        orders.append(in_turn(forwards, backwards, warmup))
+        orders.append(alternating_order(forwards, backwards, warmup))
     return Schedule("interleaved-1f1b", tuple(orders))
 
 
@@ -59,7 +61,9 @@ def interleaved_zero_bubble(ranks: int, virtual_stages: int, microbatches: int) 
         ScheduleError: a size is not a whole number of at least 1, all are too large, or the microbatches do not divide
             into `microbatches // ranks` equal groups.
     """
-    ranks, virtual_stages, microbatches = counted(ranks=ranks, virtual_stages=virtual_stages, microbatches=microbatches)
+    ranks, virtual_stages, microbatches = check_sizes(
+        ranks=ranks, virtual_stages=virtual_stages, microbatches=microbatches
+    )
     rounds = 1 if virtual_stages == 1 else max(1, microbatches // ranks)
     group, rest = divmod(microbatches, rounds)
     if rest:
@@ -74,7 +78,7 @@ def interleaved_zero_bubble(ranks: int, virtual_stages: int, microbatches: int) 
         backwards = _looped(rank, ranks, range(virtual_stages)[::-1], microbatches, group, "I")
         weights = [backward._replace(kind="W") for backward in backwards]
         warmup = ranks - 1 - rank + (virtual_stages - 1) * group
-        orders.append(in_turn(forwards, backwards, warmup, weights, delay=rank))
+        orders.append(alternating_order(forwards, backwards, warmup, weights, delay=rank))
     return Schedule("interleaved-zb", tuple(orders))
 
 

@@ -184,9 +184,9 @@ def _topological_order(names: Sequence[str], predecessors: Sequence[Sequence[int
                 ready.append(other)
     if len(order) < len(names):
         stuck = next(place for place, count in enumerate(waiting) if count)
-        awaited = next(other for other in predecessors[stuck] if waiting[other])
+        dependency_of = next(other for other in predecessors[stuck] if waiting[other])
         raise ScheduleError(
-            f"{names[stuck]} can never start: it waits for {names[awaited]}, which in the end "
+            f"{names[stuck]} can never start: it waits for {names[dependency_of]}, which in the end "
             "waits for it; reorder the schedule"
         )
     return tuple(order)

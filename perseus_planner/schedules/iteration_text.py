@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from perseus_planner.schedules import Schedule
 
 _KEY = re.compile(rf"(\d+)({KIND.pattern})")
-ITERATION_KEYS = ("kinds", "operations", "waits")  #: of `iteration_content`, each only where there is something to say
+ITERATION_KEYS = ("kinds", "operations", "waits")  #: of `iteration_to_dict`, each only where there is something to say
 
 
-def iteration_content(iteration: Iteration) -> dict[str, Any]:
-    """Plain values from which `iteration_from` makes `iteration` again.
+def iteration_to_dict(iteration: Iteration) -> dict[str, Any]:
+    """Plain values from which `iteration_from_dict` makes `iteration` again.
 
     kinds: computation -> its kind, where that has a suffix. operations: name -> [rank, seconds, joules or null].
     waits: node -> what it waits for -> seconds of lag; only where they are not those of a pipeline without lags.
@@ -42,8 +42,8 @@ def iteration_content(iteration: Iteration) -> dict[str, Any]:
     return content
 
 
-def iteration_from(schedule: Schedule, content: Mapping[str, Any]) -> Iteration:
-    """The iteration of `schedule` that `content` of `iteration_content` tells.
+def iteration_from_dict(schedule: Schedule, content: Mapping[str, Any]) -> Iteration:
+    """The iteration of `schedule` that `content` of `iteration_to_dict` tells.
 
     Raises:
         ScheduleError: it is no such iteration.
@@ -64,7 +64,7 @@ def iteration_from(schedule: Schedule, content: Mapping[str, Any]) -> Iteration:
     return Iteration(schedule, predecessors, lags_s, operations, own)
 
 
-def parse_key(text: str) -> tuple[int, str]:
+def parse_stage_kind(text: str) -> tuple[int, str]:
     """Stage and kind of a text such as "3B" or "3B.sync".
 
     Raises:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from perseus_planner.schedules.computation import Computation
 from perseus_planner.schedules.schedule import Schedule
-from perseus_planner.schedules.sizes import counted, in_turn
+from perseus_planner.schedules.sizes import alternating_order, check_sizes
 
 
 def gpipe(stages: int, microbatches: int) -> Schedule:
@@ -15,11 +15,11 @@ def gpipe(stages: int, microbatches: int) -> Schedule:
     Raises:
         ScheduleError: `stages` or `microbatches` is not a whole number of at least 1, or both are too large.
     """
-    stages, microbatches = counted(stages=stages, microbatches=microbatches)
+    stages, microbatches = check_sizes(stages=stages, microbatches=microbatches)
     return Schedule(
         "gpipe",
         tuple(
-            in_turn(_row(stage, "F", microbatches), _row(stage, "B", microbatches), microbatches)
+            alternating_order(_row(stage, "F", microbatches), _row(stage, "B", microbatches), microbatches)
             for stage in range(stages)
         ),
     )
@@ -35,11 +35,11 @@ def one_f_one_b(stages: int, microbatches: int) -> Schedule:
     Raises:
         ScheduleError: `stages` or `microbatches` is not a whole number of at least 1, or both are too large.
     """
-    stages, microbatches = counted(stages=stages, microbatches=microbatches)
+    stages, microbatches = check_sizes(stages=stages, microbatches=microbatches)
     return Schedule(
         "1f1b",
         tuple(
-            in_turn(_row(stage, "F", microbatches), _row(stage, "B", microbatches), stages - 1 - stage)
+            alternating_order(_row(stage, "F", microbatches), _row(stage, "B", microbatches), stages - 1 - stage)
             for stage in range(stages)
         ),
     )
@@ -56,11 +56,11 @@ def zb_h1(stages: int, microbatches: int) -> Schedule:
     Raises:
         ScheduleError: `stages` or `microbatches` is not a whole number of at least 1, or both are too large.
     """
-    stages, microbatches = counted(stages=stages, microbatches=microbatches)
+    stages, microbatches = check_sizes(stages=stages, microbatches=microbatches)
     ranks = []
     for stage in range(stages):
         forwards, backwards, weights = (_row(stage, kind, microbatches) for kind in "FIW")
-        ranks.append(in_turn(forwards, backwards, stages - 1 - stage, weights, delay=stage))
+        ranks.append(alternating_order(forwards, backwards, stages - 1 - stage, weights, delay=stage))
     return Schedule("zb-h1", tuple(ranks))
 
 

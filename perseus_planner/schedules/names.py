@@ -1,4 +1,4 @@
-"""Every schedule that has a generator, by its name on the command line."""
+"""The schedules that have a generator, by their names on the command line."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from perseus_planner.schedules.schedule import Schedule
 
 
-class Named(NamedTuple):
-    """A generator and how many stages per rank it makes.
+class Generator(NamedTuple):
+    """A function that makes a schedule, and how many stages it puts on each rank.
 
     Attributes:
-        generate: called with ranks, virtual stages where `virtual_stages` is None, and microbatches.
-        virtual_stages: stages per rank; None when the caller chooses.
+        generate: takes ranks, then virtual stages if `virtual_stages` is None, then microbatches.
+        virtual_stages: stages per rank; None if the caller chooses.
     """
 
     generate: Callable[..., Schedule]
@@ -30,50 +30,87 @@ class Named(NamedTuple):
 
 
 #: name -> its generator
-NAMES: Mapping[str, Named] = MappingProxyType(
+NAMES: Mapping[str, Generator] = MappingProxyType(
     {
-        "gpipe": Named(gpipe, 1),
-        "1f1b": Named(one_f_one_b, 1),
-        "interleaved-1f1b": Named(interleaved_1f1b, None),
-        "zb-h1": Named(zb_h1, 1),
-        "interleaved-zb": Named(interleaved_zero_bubble, None),
-        "zbv": Named(zbv, 2),
-        "dualpipe-v": Named(dualpipe_v, 2),
+        "gpipe": Generator(gpipe, 1),
+        "1f1b": Generator(one_f_one_b, 1),
+        "interleaved-1f1b": Generator(interleaved_1f1b, None),
+        "zb-h1": Generator(zb_h1, 1),
+        "interleaved-zb": Generator(interleaved_zero_bubble, None),
+        "zbv": Generator(zbv, 2),
+        "dualpipe-v": Generator(dualpipe_v, 2),
     }
 )
 
 
-def named(
+def generate(
     name: str, *, ranks: int, microbatches: int, virtual_stages: int | None = None, group: int | None = None
 ) -> Schedule:
-    """The schedule of that name.
+    """Make the schedule of that name.
 
     Args:
         name: one of `NAMES`.
-        ranks: how many ranks the pipeline has; each holds as many stages as the schedule has virtual stages.
-        microbatches: of one iteration.
-        virtual_stages: stages per rank. Needed for the interleaved schedules; the others have a number of their own.
-
-        group: how many microbatches go through a stage before those of the rank's next one, as Megatron's
-            `microbatch_group_size_per_vp_stage`; of interleaved-1f1b alone.
+        ranks: number of ranks of the pipeline; each holds as many stages as the schedule has virtual stages.
+        microbatches: number of microbatches of one iteration.
+        virtual_stages: stages per rank. Required for the interleaved schedules; the others have a fixed number.
+        group: number of microbatches that go through a stage before the rank's next stage gets its turn, Megatron's
+            `microbatch_group_size_per_vp_stage`; for interleaved-1f1b only.
 
     Raises:
-        ScheduleError: there is no such name, `virtual_stages` is missing or not the schedule's own, it has no groups,
-            or the generator refuses the sizes.
+        ScheduleError: If the name is unknown, `virtual_stages` is missing or differs from the schedule's number, the
+            schedule has no groups, or the generator refuses the sizes.
     """
+    make, fixed = _generator(name)
+    if group is not None and make is not interleaved_1f1b:
+        raise ScheduleError(f"schedule {name}: has no groups of microbatches; leave the group out")
+    if fixed is None:
+        if virtual_stages is None:
+            raise ScheduleError(f"schedule {name}: how many virtual stages a rank holds is missing; give 2 or more")
+        groups = {} if group is None else {"group": group}
+        return make(ranks, virtual_stages, microbatches, **groups)
+    if virtual_stages not in (None, fixed):
+        per_rank = f"{fixed} stage" + "s" * (fixed > 1)
+        raise ScheduleError(f"schedule {name}: has {per_rank} per rank, not {virtual_stages}; leave virtual stages out")
+    return make(ranks, microbatches)
+
+
+def generate_for_stages(
+    name: str,
+    stages: int,
+    *,
+    microbatches: int,
+    ranks: int | None = None,
+    virtual_stages: int | None = None,
+    group: int | None = None,
+) -> Schedule:
+    """Make the schedule of that name for a pipeline of `stages` stages; ranks and virtual stages follow from them.
+
+    Args:
+        name: one of `NAMES`.
+        stages: number of stages of the pipeline.
+        microbatches: number of microbatches of one iteration.
+        ranks: number of ranks; None if virtual stages, or the schedule, tell it.
+        virtual_stages: stages per rank; None if the ranks, or the schedule, tell it.
+        group: as `generate` takes it.
+
+    Raises:
+        ScheduleError: If the stages cannot be shared equally by ranks, or `generate` refuses the sizes.
+    """
+    fixed = _generator(name).virtual_stages
+    if ranks is not None and fixed is None and virtual_stages is None and stages % ranks == 0:
+        virtual_stages = stages // ranks
+    per_rank = fixed or virtual_stages or 1
+    if ranks is None and stages % per_rank:
+        raise ScheduleError(
+            f"{stages} stages cannot be shared by ranks of {per_rank} stages each; give the number of ranks"
+        )
+    ranks = ranks or stages // per_rank or stages
+    return generate(name, ranks=ranks, microbatches=microbatches, virtual_stages=virtual_stages, group=group)
+
+
+def _generator(name: str) -> Generator:
     if name not in NAMES:
         near = difflib.get_close_matches(name, NAMES, n=1)
         advice = f"did you mean {near[0]}?" if near else f"give one of {', '.join(NAMES)}"
         raise ScheduleError(f"there is no schedule {shown(name)}; {advice}")
-    generate, own = NAMES[name]
-    if group is not None and generate is not interleaved_1f1b:
-        raise ScheduleError(f"schedule {name}: has no groups of microbatches; leave the group out")
-    if own is None:
-        if virtual_stages is None:
-            raise ScheduleError(f"schedule {name}: how many virtual stages a rank holds is missing; give 2 or more")
-        groups = {} if group is None else {"group": group}
-        return generate(ranks, virtual_stages, microbatches, **groups)
-    if virtual_stages not in (None, own):
-        each = f"{own} stage" + "s" * (own > 1)
-        raise ScheduleError(f"schedule {name}: has {each} per rank, not {virtual_stages}; leave virtual stages out")
-    return generate(ranks, microbatches)
+    return NAMES[name]

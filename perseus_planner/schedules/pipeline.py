@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 from perseus_planner.errors import ScheduleError, shown
 from perseus_planner.quantities import STAGE, WAIT
-from perseus_planner.schedules import Computation, Schedule, awaited, check_pipeline
+from perseus_planner.schedules import Computation, Schedule, check_pipeline, dependency_of
 from perseus_planner.schedules.iteration import Iteration, Operation
 
 if TYPE_CHECKING:
@@ -187,7 +187,7 @@ def pipeline_iteration(
             )
     present = set(computations)
     for computation in computations:
-        needed = awaited(computation, present, schedule.stages - 1)
+        needed = dependency_of(computation, present, schedule.stages - 1)
         if needed is not None:
             _add(waits[place[computation]], place[needed], transfer.lag_s(schedule, needed, computation))
     predecessors = tuple(tuple(other for other, _ in waits[i]) for i in range(len(place)))

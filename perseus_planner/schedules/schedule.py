@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from perseus_planner.errors import ScheduleError
-from perseus_planner.schedules.checks import Flaw, misplaced, unrunnable
+from perseus_planner.schedules.checks import Flaw, find_layout_flaw, find_pipeline_flaw
 from perseus_planner.schedules.computation import KINDS, Computation
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ class Schedule:
     def __post_init__(self) -> None:
         if not self.ranks:
             raise ScheduleError(f"schedule {self.name}: has no rank; give it at least one")
-        flaw = misplaced(self.ranks)
+        flaw = find_layout_flaw(self.ranks)
         if flaw is not None:
             raise ScheduleError(f"schedule {self.name}, {flaw.where}: {flaw.text}")
 
@@ -64,7 +64,7 @@ class Schedule:
     @cached_property
     def _unrunnable(self) -> Flaw | None:
         """Kept, as a schedule is checked wherever a graph is made of it."""
-        return unrunnable(self.ranks)
+        return find_pipeline_flaw(self.ranks)
 
     def computations(self) -> Iterator[Computation]:
         """All computations, rank by rank in program order."""
@@ -81,7 +81,7 @@ def check_pipeline(schedule: Schedule) -> None:
 
     Whole: each stage runs, for each microbatch, F and either B or both I and W; microbatches are numbered from 0
     without a hole. It runs when each computation has, before it on its rank, nothing that waits for it through whatever
-    chain (`awaited` says what waits for what).
+    chain (`dependency_of` says what waits for what).
 
     Raises:
         ScheduleError: names the first computation that cannot run and what it waits for, or the one that lacks its

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 _MOST = 1_000_000
 
 
-def counted(**sizes: int) -> tuple[int, ...]:
+def check_sizes(**sizes: int) -> tuple[int, ...]:
     """The values of `sizes`, in their order, as plain ints.
 
     Raises:
@@ -34,7 +34,7 @@ def counted(**sizes: int) -> tuple[int, ...]:
     return tuple(counts)
 
 
-def in_turn(
+def alternating_order(
     forwards: Sequence[Computation],
     backwards: Sequence[Computation],
     warmup: int,

@@ -7,7 +7,7 @@ from collections import deque
 from perseus_planner.errors import ScheduleError
 from perseus_planner.schedules.computation import Computation
 from perseus_planner.schedules.schedule import Schedule
-from perseus_planner.schedules.sizes import counted
+from perseus_planner.schedules.sizes import check_sizes
 
 
 class _Rank:
@@ -64,8 +64,8 @@ def zbv(ranks: int, microbatches: int) -> Schedule:
     Raises:
         ScheduleError: a size is not a whole number of at least 1, or both are too large.
     """
-    ranks, microbatches = counted(ranks=ranks, microbatches=microbatches)
-    (padded, _) = counted(microbatches=max(microbatches, 2 * ranks - 1), ranks=ranks)
+    ranks, microbatches = check_sizes(ranks=ranks, microbatches=microbatches)
+    (padded, _) = check_sizes(microbatches=max(microbatches, 2 * ranks - 1), ranks=ranks)
     orders = (_zbv_rank(rank, ranks, padded) for rank in range(ranks))
     return Schedule("zbv", tuple(tuple(each for each in order if each.microbatch < microbatches) for order in orders))
 
@@ -111,7 +111,7 @@ def dualpipe_v(ranks: int, microbatches: int) -> Schedule:
         ScheduleError: a size is not a whole number of at least 1, both are too large, or there are fewer microbatches
             than the `2 * ranks` stages.
     """
-    ranks, microbatches = counted(ranks=ranks, microbatches=microbatches)
+    ranks, microbatches = check_sizes(ranks=ranks, microbatches=microbatches)
     if microbatches < 2 * ranks:
         raise ScheduleError(
             f"dualpipe-v on {ranks} ranks has {2 * ranks} stages and needs as many microbatches, not {microbatches}; "

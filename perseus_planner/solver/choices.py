@@ -38,12 +38,12 @@ class Choices(NamedTuple):
 
 def choices_of(dag: PipelineDag) -> Choices:
     """Lay out the nodes of `dag`, in `dag.order`, for the kernels."""
-    keys = list(dag.options)
+    keys = list(dag.points)
     number = {key: i for i, key in enumerate(keys)}
     member = [number[dag.keys[place]] for place in dag.order]
-    start = np.cumsum([0, *(len(dag.options[key]) for key in keys)])
-    time_s = np.array([option.time_s for key in keys for option in dag.options[key]])
-    cost_j = np.array([option.effective_j for key in keys for option in dag.options[key]])
+    start = np.cumsum([0, *(len(dag.points[key]) for key in keys)])
+    time_s = np.array([option.time_s for key in keys for option in dag.points[key]])
+    cost_j = np.array([option.effective_j for key in keys for option in dag.points[key]])
     gain_w, loss_w = np.zeros_like(time_s), np.full_like(time_s, np.inf)
     for first, stop in pairwise(start.tolist()):
         for i in range(first, stop):

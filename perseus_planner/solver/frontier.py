@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from perseus_planner.solver.planner import Planner
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Frontier(Shown):
     """The least energy of an iteration for every iteration time, as a convex piecewise-linear curve; exact.
 
@@ -57,6 +57,10 @@ class Frontier(Shown):
     times: Integers = field(repr=False)
     powers: Integers = field(repr=False)
     checkpoints: tuple[Checkpoint, ...] = field(repr=False)
+
+    def __repr__(self) -> str:
+        least = f"least energy {self.energies_j.min():.6g} J at {self.least_energy_time_s:.6g} s"
+        return f"<Frontier: {self.schedule}, {self.min_time_s:.6g} s to {self.max_time_s:.6g} s, {least}>"
 
     @property
     def profile(self) -> Profile:
@@ -243,12 +247,12 @@ class Frontier(Shown):
 
     @cached_property
     def _baseline(self) -> tuple[float, float]:
-        return time_and_energy(self.dag, self.dag.at_maximum())
+        return time_and_energy(self.dag, self.dag.baseline_measurements())
 
     @cached_property
     def replayed_ends_s(self) -> tuple[float, float]:
         """What an iteration replays to with the fastest options, and with the slowest worthwhile ones, seconds."""
-        options = [self.dag.options[key] for key in self.dag.iteration.keys]
+        options = [self.dag.points[key] for key in self.dag.iteration.keys]
         fastest_s, slowest_s = (max(end_times(self.dag, [each[end].time_s for each in options])) for end in (0, -1))
         return fastest_s, slowest_s
 
@@ -265,7 +269,7 @@ class Frontier(Shown):
     @cached_property
     def _effective_j(self) -> NDArray[np.float64]:
         """(points,) least relaxed effective energy at `times_s`, joules; summed in whole numbers from the slow end."""
-        slowest_j = math.fsum(self.dag.options[key][-1].effective_j for key in self.dag.keys)
+        slowest_j = math.fsum(self.dag.points[key][-1].effective_j for key in self.dag.keys)
         unit_j = self.scaled.tick_s * self.scaled.power_unit_w
         added, total = [0.0], 0
         for power, ticks in zip(self.powers[:-1].tolist(), (-np.diff(self.times)).tolist(), strict=True):

@@ -17,7 +17,7 @@ from perseus_planner.profiles.profiles import Profile
 from perseus_planner.schedules import Computation, Schedule
 from perseus_planner.schedules.dag import PipelineDag
 from perseus_planner.schedules.iteration import Iteration, parse_operation
-from perseus_planner.schedules.iteration_text import parse_key
+from perseus_planner.schedules.iteration_text import parse_stage_kind
 from perseus_planner.solver.network import Checkpoint, Integers, State
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ def _digest(arrays: dict[str, Any]) -> str:
 def _parts(arrays: dict[str, Any]) -> Parts:
     header = json.loads(arrays["header"].tobytes())
     measurements = {
-        parse_key(text): tuple(Measurement(*point) for point in points)
+        parse_stage_kind(text): tuple(Measurement(*point) for point in points)
         for text, points in header["measurements"].items()
     }
     rest, change = header["profile"], header["profile"].get("clock_change")

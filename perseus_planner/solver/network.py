@@ -95,12 +95,12 @@ def scaled_network(dag: PipelineDag) -> ScaledNetwork:
     """
     members = [dag.keys[place] for place in dag.order]
     try:
-        longest_s = [dag.options[key][-1].time_s for key in members]
+        longest_s = [dag.points[key][-1].time_s for key in members]
         tick_s = _power_of_two(math.fsum([*longest_s, *map(math.fsum, dag.iteration.lags_s)]), _TIME_BITS)
-        hulls = {key: _hull(dag.options[key], tick_s) for key in dict.fromkeys(members)}
+        hulls = {key: _hull(dag.points[key], tick_s) for key in dict.fromkeys(members)}
         steepest_w = math.fsum(float(hulls[key][1][-1]) for key in members)
         power_unit_w = _power_of_two(steepest_w, _POWER_BITS) if steepest_w else 1.0
-        math.fsum(dag.options[key][0].energy_j for key in members)  # refused here if it overflows, not later
+        math.fsum(dag.points[key][0].energy_j for key in members)  # refused here if it overflows, not later
     except (OverflowError, ZeroDivisionError) as error:
         raise ProfileError("measurements: are too large or too small to plan with; give seconds and joules") from error
 

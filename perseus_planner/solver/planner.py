@@ -204,7 +204,7 @@ class Planner:
             option = choice - self._choices.option_start[self._choices.member]
             index = dict(zip(self.dag.order, option.tolist(), strict=True))
             self._unlimited[deadline_s] = [
-                self.dag.options[key][index[place]].clock_mhz for place, key in enumerate(self.dag.iteration.keys)
+                self.dag.points[key][index[place]].clock_mhz for place, key in enumerate(self.dag.iteration.keys)
             ]
         return self._unlimited[deadline_s]
 
@@ -217,7 +217,7 @@ class Planner:
         """(n,) in `dag.order`, the best option that is no slower than the maximum clock."""
         last = {
             key: sum(option.time_s <= self.profile.measurements[key][0].time_s for option in options) - 1
-            for key, options in self.dag.options.items()
+            for key, options in self.dag.points.items()
             if key in self.profile.measurements
         }
         above = np.array([last.get(self.dag.keys[place], 0) for place in self.dag.order], dtype=np.int64)

@@ -58,12 +58,12 @@ def run_problem(dag: PipelineDag, choices: Choices, unlimited_mhz: Sequence[int]
         choices: the same, as `choices_of` lays it out.
         unlimited_mhz: the clock of each computation, by its place, in a plan without a budget.
     """
-    used = [key for key in dag.options if key in dag.profile.measurements]
+    used = [key for key in dag.points if key in dag.profile.measurements]
     clocks = sorted({m.clock_mhz for key in used for m in dag.profile.measurements[key]}, reverse=True)
     column = {clock: i for i, clock in enumerate(clocks)}
-    time_s = np.full((len(dag.options), len(clocks)), np.inf)
+    time_s = np.full((len(dag.points), len(clocks)), np.inf)
     cost_j = time_s.copy()
-    for row, key in enumerate(dag.options):
+    for row, key in enumerate(dag.points):
         if key in used:
             for m in dag.profile.measurements[key]:
                 time_s[row, column[m.clock_mhz]] = m.time_s

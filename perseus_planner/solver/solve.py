@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from perseus_planner.errors import ProfileError
+from perseus_planner.errors import ProfileError, UsageError
 from perseus_planner.plans.replay import end_times
+from perseus_planner.schedules import generate_for_stages
 from perseus_planner.schedules.dag import PipelineDag
 from perseus_planner.solver.frontier import Frontier
 from perseus_planner.solver.mincut import advance, slowest_state
@@ -23,20 +24,41 @@ _CHECKPOINTS = 16  #: kept along the frontier, so that a plan walks little of it
 
 
 def solve(
-    profile: Profile, schedule: Schedule, *, progress: Callable[[int, int], None] | None = None, **extras: Any
+    profile: Profile,
+    schedule: Schedule | str,
+    *,
+    microbatches: int | None = None,
+    ranks: int | None = None,
+    virtual_stages: int | None = None,
+    group: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+    **extras: Any,
 ) -> Frontier:
-    """The exact frontier of `schedule` run with the clocks of `profile`.
+    """Compute the exact frontier of an iteration: `solve(profile, "1f1b", microbatches=96)`.
 
     Args:
         profile: measurements of as many stages as the schedule has.
-        schedule: the computations of an iteration, rank by rank.
-        progress: called with (parts done, parts in all) from time to time.
-        extras: `transfer`, `operations` and `variants`, as `pipeline.pipeline_iteration` takes them.
+        schedule: the computations of an iteration, rank by rank; or the name of a schedule, as `planner solve
+            --schedule` takes it, which then has the stages of the profile.
+        microbatches: microbatches of one iteration; for a name, and required there.
+        ranks: ranks of the pipeline; for a name. One for each stage, or as the virtual stages tell, unless given.
+        virtual_stages: stages that each rank holds; for the name of an interleaved schedule.
+        group: microbatches that go through a stage at a time, as `schedules.generate` takes it; for a name.
+        progress: called with (parts done, all parts) from time to time.
+        extras: `transfer`, `operations` and `variants`, as `pipeline_iteration` takes them.
 
     Raises:
-        ProfileError: the profile has other stages than the schedule.
-        ScheduleError: the schedule cannot run.
+        ProfileError: If the profile has other stages than the schedule.
+        ScheduleError: If the name is unknown, or the schedule cannot run.
+        UsageError: If `microbatches` is missing for a name, or sizes are given with a schedule that has its own.
     """
+    sizes = {"microbatches": microbatches, "ranks": ranks, "virtual_stages": virtual_stages, "group": group}
+    if isinstance(schedule, str):
+        if microbatches is None:
+            raise UsageError(f'microbatches: is missing; write solve(profile, "{schedule}", microbatches=8)')
+        schedule = generate_for_stages(schedule, profile.stages, **sizes)  # type: ignore[arg-type]
+    elif given := [name for name, size in sizes.items() if size is not None]:
+        raise UsageError(f"{given[0]}: the schedule has its sizes; leave it out, or name the schedule")
     return solve_dag(PipelineDag.from_schedule(profile, schedule, **extras), progress=progress)
 
 
@@ -45,7 +67,7 @@ def solve_dag(dag: PipelineDag, *, progress: Callable[[int, int], None] | None =
     network = (scaled := scaled_network(dag)).network
     state = slowest_state(network)
     time, power = int(state.event[network.sink]), 0
-    fastest_s = max(end_times(dag, [dag.options[key][0].time_s for key in dag.iteration.keys]))
+    fastest_s = max(end_times(dag, [dag.points[key][0].time_s for key in dag.iteration.keys]))
     if fastest_s + dag.profile.overhead_s <= 0:
         raise ProfileError(
             f"overhead_s: {dag.profile.overhead_s:g} s leave nothing of an iteration that replays to {fastest_s:g} s "

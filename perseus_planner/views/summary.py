@@ -222,7 +222,7 @@ def _point(frontier: Frontier, time_s: float, mark: str) -> FrontierPoint:
 
 
 def _remarks(frontier: Frontier) -> Iterator[str]:
-    profile, options = frontier.profile, frontier.dag.options
+    profile, options = frontier.profile, frontier.dag.points
     most_waiting_w = max(map(profile.blocking_w, range(profile.stages)))
     power = f"{most_waiting_w:g} W"
     if all(len(rows) == 1 for rows in profile.measurements.values()):

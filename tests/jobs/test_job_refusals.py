@@ -232,7 +232,7 @@ BAD: dict[str, tuple[str | tuple[str, str], str]] = {
     ),
     "stages that ranks cannot share": (
         ("1f1b", "zbv\nstages: 3"),
-        "3 stages cannot be shared by ranks of 2 stages each; give --ranks, or ranks in a job file",
+        "3 stages cannot be shared by ranks of 2 stages each; give the number of ranks",
     ),
     "grid of other microbatches": (
         ("1f1b", "order.csv"),

@@ -125,6 +125,10 @@ print(json.dumps([package.__all__, sorted(public)]))
 """
     listed, public = printed(code, tmp_path)
     assert listed == public
+    assert listed == [
+        *("Client", "Frontier", "Job", "PipelineDag", "Plan", "Profile", "Replicas", "Run"),
+        *("errors", "schedules", "solve", "solve_dag"),
+    ]
 
 
 @pytest.mark.parametrize("file", sources("perseus_planner/cli"), ids=lambda file: file.name)

@@ -19,9 +19,9 @@ from perseus_planner.schedules import (
     Schedule,
     check_pipeline,
     dualpipe_v,
+    generate,
     interleaved_1f1b,
     interleaved_zero_bubble,
-    named,
     one_f_one_b,
     zb_h1,
     zbv,
@@ -36,7 +36,7 @@ class Sizes(NamedTuple):
 
     def schedule(self) -> Schedule:
         name, ranks, virtual_stages, microbatches = self
-        return named(name, ranks=ranks, microbatches=microbatches, virtual_stages=virtual_stages)
+        return generate(name, ranks=ranks, microbatches=microbatches, virtual_stages=virtual_stages)
 
     def kept(self) -> list[int]:
         """For each rank, the activations that it may keep at one time, one for each forward, as published."""

@@ -240,7 +240,7 @@ def test_an_operation_is_one_option_without_a_clock(power_w: float):
         one_f_one_b(2, 1),
         operations=[FixedOperation("load", "start", 0.5, where=(0,)), FixedOperation("step", "end", 2.0, 300.0)],
     )
-    found = {str(each): dag.options[key] for each, key in zip(dag.iteration.operations, dag.keys[4:], strict=True)}
+    found = {str(each): dag.points[key] for each, key in zip(dag.iteration.operations, dag.keys[4:], strict=True)}
     assert found == {
         "0load": (OperatingPoint(0, 0.5, 0.5 * power_w, 0.0),),
         "0step": (OperatingPoint(0, 2.0, 300.0, 300.0 - 2 * power_w),),

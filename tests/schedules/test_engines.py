@@ -20,7 +20,7 @@ from schedule_engines import (
 )
 
 from perseus_planner.errors import ScheduleError
-from perseus_planner.schedules import Schedule, interleaved_1f1b, load_grid, named, one_f_one_b, save_grid, zb_h1
+from perseus_planner.schedules import Schedule, generate, interleaved_1f1b, load_grid, one_f_one_b, save_grid, zb_h1
 
 SIZES = [(ranks, microbatches) for ranks in range(1, 7) for microbatches in (*range(1, 11), 12, 16)]
 # What importing and asking an engine warns of is not ours.
@@ -51,7 +51,7 @@ def as_torch(name: str, ranks: int, virtual_stages: int, microbatches: int) -> S
     """Ours, with microbatches in groups of the size that torch takes."""
     if name == "interleaved-1f1b":
         return interleaved_1f1b(ranks, virtual_stages, microbatches, microbatches // max(1, microbatches // ranks))
-    return named(name, ranks=ranks, microbatches=microbatches, virtual_stages=virtual_stages)
+    return generate(name, ranks=ranks, microbatches=microbatches, virtual_stages=virtual_stages)
 
 
 @pytest.mark.parametrize("golden", GOLDEN, ids=lambda golden: golden.path.stem)
@@ -66,7 +66,7 @@ def test_the_golden_files_are_our_schedules(golden: Golden):
         )
     else:
         size = {"ranks": golden.ranks, "microbatches": golden.microbatches, "virtual_stages": golden.virtual_stages}
-        assert found.ranks == named(golden.name, **size).ranks
+        assert found.ranks == generate(golden.name, **size).ranks
 
 
 def test_no_golden_file_is_forgotten():

@@ -13,10 +13,10 @@ from perseus_planner.errors import ScheduleError
 from perseus_planner.schedules import (
     NAMES,
     Schedule,
+    generate,
     gpipe,
     grid_text,
     load_grid,
-    named,
     one_f_one_b,
     parse_grid,
     save_grid,
@@ -34,7 +34,7 @@ def refusal(text: str) -> str:
 @given(name=st.sampled_from(tuple(NAMES)), ranks=st.integers(1, 5), rounds=st.integers(2, 4))
 def test_a_schedule_reads_back_from_its_text(name: str, ranks: int, rounds: int):
     virtual = None if NAMES[name].virtual_stages else 3
-    schedule = named(name, ranks=ranks, microbatches=ranks * rounds, virtual_stages=virtual)
+    schedule = generate(name, ranks=ranks, microbatches=ranks * rounds, virtual_stages=virtual)
     text = grid_text(schedule)
     assert parse_grid(text, name, "grid.csv") == schedule
     assert parse_grid(text.replace(",", " "), name, "grid.csv") == schedule

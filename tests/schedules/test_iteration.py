@@ -14,7 +14,7 @@ from perseus_planner.errors import ScheduleError
 from perseus_planner.schedules import Computation, Schedule
 from perseus_planner.schedules.dag import PipelineDag
 from perseus_planner.schedules.iteration import Iteration, Operation, parse_operation
-from perseus_planner.schedules.iteration_text import iteration_content, iteration_from, parse_key
+from perseus_planner.schedules.iteration_text import iteration_from_dict, iteration_to_dict, parse_stage_kind
 
 NEEDS_WAIT = "is not a wait: give finite seconds of 0 or more, such as 0.002"
 NEEDS_NAME = "name it with lower-case letters, on a rank from 0 to 0"
@@ -107,12 +107,12 @@ def test_numbers_become_plain_ones():
 @settings(fixed, max_examples=200)
 @given(dag=problems(12))
 def test_an_iteration_comes_back_from_its_text(dag: PipelineDag):
-    content = iteration_content(dag.iteration)
-    assert iteration_from(dag.schedule, content) == dag.iteration
+    content = iteration_to_dict(dag.iteration)
+    assert iteration_from_dict(dag.schedule, content) == dag.iteration
     for each in dag.iteration.operations:
         assert parse_operation(str(each), each.rank, each.time_s, each.energy_j) == each
     for stage, kind in dag.iteration.keys:
-        assert parse_key(f"{stage}{kind}") == (stage, kind)
+        assert parse_stage_kind(f"{stage}{kind}") == (stage, kind)
 
 
 @pytest.mark.parametrize("text", ["", "step", "0", "0Step", "0step0.5", "0step 1", "-1step", "0f_g", "0step\n"])
@@ -125,5 +125,5 @@ def test_other_text_is_no_operation(text: str):
 @pytest.mark.parametrize("text", ["", "B", "3", "3X", "3B.", "3B.Sync", "3B.sync ", "-3B", "3B0"])
 def test_other_text_is_no_stage_and_kind(text: str):
     with pytest.raises(ScheduleError) as caught:
-        parse_key(text)
+        parse_stage_kind(text)
     assert str(caught.value) == f"{text!r} is no stage and kind; write them as 3B, or 3B.sync"

@@ -12,7 +12,7 @@ from strategies import fixed
 
 from perseus_planner import schedules
 from perseus_planner.errors import ScheduleError
-from perseus_planner.schedules import NAMES, Computation, Schedule, check_pipeline, named, one_f_one_b
+from perseus_planner.schedules import NAMES, Computation, Schedule, check_pipeline, generate, one_f_one_b
 
 
 def greedy(stages: int, microbatches: int, stage: int) -> list[str]:
@@ -180,11 +180,11 @@ def test_the_names_are_those_of_the_command_line():
 @pytest.mark.parametrize("name", NAMES)
 def test_a_name_gives_its_schedule(name: str):
     own = NAMES[name].virtual_stages
-    schedule = named(name, ranks=2, microbatches=4, virtual_stages=None if own else 3)
+    schedule = generate(name, ranks=2, microbatches=4, virtual_stages=None if own else 3)
     assert (schedule.name, len(schedule.ranks), schedule.microbatches) == (name, 2, 4)
     assert schedule.stages == 2 * (own or 3)
     if own:
-        assert named(name, ranks=2, microbatches=4, virtual_stages=own) == schedule
+        assert generate(name, ranks=2, microbatches=4, virtual_stages=own) == schedule
 
 
 @pytest.mark.parametrize(
@@ -230,7 +230,7 @@ def test_a_name_gives_its_schedule(name: str):
 )
 def test_a_name_or_size_that_gives_no_schedule_is_refused(arguments: dict, message: str):
     with pytest.raises(ScheduleError) as caught:
-        named(**({"ranks": 4, "microbatches": 8} | arguments))
+        generate(**({"ranks": 4, "microbatches": 8} | arguments))
     assert str(caught.value) == message
 
 
@@ -240,7 +240,7 @@ def test_every_generator_refuses_what_is_no_whole_number(name: str, bad):
     virtual = None if NAMES[name].virtual_stages else 2
     for sizes in ({"ranks": bad, "microbatches": 8}, {"ranks": 4, "microbatches": bad}):
         with pytest.raises(ScheduleError, match=r": .* is not a whole number of at least 1"):
-            named(name, **sizes, virtual_stages=virtual)
+            generate(name, **sizes, virtual_stages=virtual)
 
 
 @pytest.mark.parametrize("group", [3, 9, 0, 2.0])

@@ -227,7 +227,7 @@ def test_a_clock_that_is_worthless_alone_is_used_where_it_is_the_best_one_shared
         (0, "B"): (Measurement(1000, 1.0, 20.0), Measurement(900, 1.1, 4.0), Measurement(800, 1.5, 3.9)),
     }
     frontier = solve(Profile(points, 1.0), one_f_one_b(1, 2))
-    assert 900 not in {option.clock_mhz for option in frontier.dag.options[0, "F"]}
+    assert 900 not in {option.clock_mhz for option in frontier.dag.points[0, "F"]}
     assert set(frontier.plan_for(4.5, max_changes=0).clocks.values()) == {900}
 
 

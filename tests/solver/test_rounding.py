@@ -132,7 +132,7 @@ def test_plans_of_problems_too_large_to_try_all_choices_are_near_the_best_one(ki
     problems, tried = kind(rng, 9, 8), []
     while len(tried) < 40:
         problem = next(problems)
-        worthwhile = math.prod(len(problem.options[key]) for key in problem.keys)
+        worthwhile = math.prod(len(problem.points[key]) for key in problem.keys)
         measured = math.prod(len(problem.profile.measurements[key]) for key in problem.iteration.keys)
         if worthwhile > rounding._FEW and measured <= 2**18:
             tried.append(Tried(problem))

@@ -25,7 +25,7 @@ from perseus_planner.runtime.engines.selection import engine_of
 from perseus_planner.runtime.hook import Hook
 from perseus_planner.runtime.marks import HostMarks, place_and_value
 from perseus_planner.runtime.program import Program
-from perseus_planner.schedules import Computation, Schedule, named
+from perseus_planner.schedules import Computation, Schedule, generate
 from perseus_planner.schedules.pipeline import pipeline_iteration
 
 WIDTH = 8
@@ -104,7 +104,7 @@ def schedule_of(name: str, ranks: int, microbatches: int) -> Schedule:
         rows = torch_rows(TORCH[name], ranks, microbatches, 2)
         return Schedule(name, tuple(tuple(map(Computation.parse, row)) for row in rows))
     virtual = 2 if name.startswith("interleaved") else None
-    return named(name, ranks=ranks, microbatches=microbatches, virtual_stages=virtual)
+    return generate(name, ranks=ranks, microbatches=microbatches, virtual_stages=virtual)
 
 
 def with_clocks(adapter: Engine, hook: Watched) -> dict[str, Any]:

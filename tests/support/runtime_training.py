@@ -23,7 +23,7 @@ from perseus_planner.gpu.simulated.emulated import EmulatedGpu
 from perseus_planner.gpu.torch_device import gpu_text
 from perseus_planner.plans.plan import Plan
 from perseus_planner.profiles.measurement import Measurement
-from perseus_planner.schedules import Computation, Schedule, named
+from perseus_planner.schedules import Computation, Schedule, generate
 from perseus_planner.schedules.pipeline import pipeline_iteration
 
 WIDTH, ROWS = 8, 2
@@ -38,7 +38,7 @@ Watcher = Callable[[int, str, int], None]
 
 def schedule_of(name: str, ranks: int, microbatches: int) -> Schedule:
     virtual = 2 if name.startswith("interleaved") else None
-    return named(name, ranks=ranks, microbatches=microbatches, virtual_stages=virtual)
+    return generate(name, ranks=ranks, microbatches=microbatches, virtual_stages=virtual)
 
 
 def plan_of(schedule: Schedule, top_mhz: int = TOP_MHZ, gpu: str | None = NAME, control: str = "clock") -> Plan:
