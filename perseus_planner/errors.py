@@ -15,7 +15,7 @@
     │   ├── GpuNotSupported      it has no such function: the GPU, its driver, or the back-end
     │   ├── GpuNotPermitted      this process may not
     │   ├── GpuLost              it has fallen off the bus, or its daemon is gone
-    │   ├── GpuHeld              another process sets its clocks
+    │   ├── GpuInUse             another process has leased it
     │   └── ControllerLost       the process that sets the clocks of this node's GPUs has ended
     ├── RankError                a rank of a job cannot go on because of another one
     │   └── EndedElsewhere       that one has said why already
@@ -154,8 +154,8 @@ class GpuLost(GpuError):
     """The GPU has fallen off the bus, or what reaches it is gone."""
 
 
-class GpuHeld(GpuError):
-    """Another process, which lives, sets this GPU's clocks."""
+class GpuInUse(GpuError):
+    """Another living process has leased this GPU."""
 
 
 class ControllerLost(GpuError):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING
 
-from perseus_planner.gpu.lease.owner import this_process
+from perseus_planner.processes import this_process
 
 if TYPE_CHECKING:
     from torch.distributed import Store

@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, cast
 
-from perseus_planner.errors import GpuError, GpuHeld, PlanError, RankError
+from perseus_planner.errors import GpuError, GpuInUse, PlanError, RankError
 from perseus_planner.gpu import open_gpu
 from perseus_planner.gpu.torch_device import gpu_text
 from perseus_planner.runtime.controller.client import Connection, started
@@ -120,7 +120,7 @@ def join(engine: Any, job: Job, settings: Settings, notices: Notices, stack: Exi
 
     Raises:
         PlanError: the plan cannot be used, or is not for this engine.
-        GpuHeld: another job sets this rank's GPU.
+        GpuInUse: another job sets this rank's GPU.
         UsageError, FrontierError: the engine, the GPU, or what is said of a service, is not one that can be used.
         RankError: another rank has refused.
     """
@@ -257,7 +257,7 @@ def _attached(
         )
         connection = stack.enter_context(Connection(address, hello))
         return connection, connection.attach(_CONTROLLER_S), None
-    except GpuHeld:
+    except GpuInUse:
         raise
     except GpuError as error:
         return None, None, f"no clock can be set: {error}"

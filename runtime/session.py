@@ -131,7 +131,7 @@ def planner_runtime(
 
     Raises:
         PlanError: the plan is none, or not what the engine runs: names the first difference.
-        GpuHeld: another job that lives sets one of the GPUs.
+        GpuInUse: another job that lives sets one of the GPUs.
         UsageError, FrontierError: `engine`, `gpu`, or what is said of the service, cannot be used here.
         RankError: another rank has refused, and says why.
     """

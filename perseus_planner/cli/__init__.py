@@ -66,7 +66,7 @@ main.add_command(serve)
 
 def _reset_what_is_left() -> None:
     """Reset GPUs that processes which were killed have left set on this node; said on stderr."""
-    from perseus_planner.gpu.lease.folder import has_records
+    from perseus_planner.gpu.lease.records import has_records
 
     if not has_records():
         return

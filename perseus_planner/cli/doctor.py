@@ -109,11 +109,11 @@ def _diagnosis(gpus: Sequence[Gpu], measure: bool) -> Diagnosis:
 def _measured_together(gpus: Sequence[Gpu], latencies: Sequence[Latency]) -> Together | None:
     """What setting all at once takes; None for fewer than two."""
     from perseus_planner.gpu.latency import measure_together
-    from perseus_planner.gpu.lease.lease import held
+    from perseus_planner.gpu.lease.lease import lease_gpus
 
     if len(gpus) < 2:
         return None
-    with held(gpus, power_limit=False):
+    with lease_gpus(gpus, power_limit=False):
         return measure_together(gpus, median(latency.call_p50_s for latency in latencies))
 
 
@@ -121,12 +121,12 @@ def _measured(gpu: Gpu, seen: Inspection) -> GpuDiagnosis:
     """The same GPU, with what setting shows."""
     from perseus_planner.gpu.inspection import NOT_TRIED, Setting, refused
     from perseus_planner.gpu.latency import measure_latency, try_power_limit
-    from perseus_planner.gpu.lease.lease import held
+    from perseus_planner.gpu.lease.lease import lease_gpus
 
     latency = None
     limit = Setting("power limit", NOT_TRIED, "the GPU could not be taken")
     try:
-        with held([gpu]):
+        with lease_gpus([gpu]):
             limit = try_power_limit(gpu)
             latency = measure_latency(gpu)
             clock = Setting("clock", "permitted", "")

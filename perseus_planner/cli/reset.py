@@ -1,4 +1,4 @@
-"""`planner reset`: GPUs that somebody left set, set back."""
+"""`planner reset`: reset GPUs that other processes left set."""
 
 from __future__ import annotations
 
@@ -13,18 +13,16 @@ from perseus_planner.errors import GpuError, UsageError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from perseus_planner.gpu.lease.lease import Recovery
-
 
 @dataclass(frozen=True)
-class ResetGpu:
-    """A GPU that was reset, or not.
+class GpuReset:
+    """The result for one GPU.
 
     Attributes:
-        gpu: what `open_gpu` opens.
-        name: its name; None where it could not be opened.
-        left_by: the dead process that left it set; None where nothing says so.
-        problem: why it is not reset, and what to do; None: it is.
+        gpu: Text that opens the GPU.
+        name: Name of the GPU; None if it cannot be opened.
+        left_by: Dead process that left the GPU set; None if there is no record of one.
+        problem: Why the GPU is not reset, and what to do; None if it is reset.
     """
 
     gpu: str
@@ -34,68 +32,66 @@ class ResetGpu:
 
 
 @dataclass(frozen=True)
-class ResetGpus:
+class ResetReport:
     """What `planner reset` did.
 
     Attributes:
-        gpus: each GPU that it meant.
-        remarks: what is wrong with files among the records that are none.
+        gpus: The result for each GPU.
+        invalid_records: What is wrong with invalid files among the lease records.
     """
 
-    gpus: tuple[ResetGpu, ...]
-    remarks: tuple[str, ...] = ()
+    gpus: tuple[GpuReset, ...]
+    invalid_records: tuple[str, ...] = ()
 
 
 @click.command(
     epilog=console.examples("planner reset", "planner reset nvml:0 nvml:1", "planner reset --all --power-limit")
 )
 @click.argument("gpus", nargs=-1, metavar="[GPU]...")
-@click.option("--all", "every", is_flag=True, help="Reset every GPU that NVML shows on this node.")
-@click.option("--power-limit", is_flag=True, help="Set the power limit of these GPUs back to its default, too.")
-@click.option("--force", is_flag=True, help="Reset also a GPU that a living process sets.")
+@click.option("--all", "every", is_flag=True, help="Reset all GPUs that NVML shows on this node.")
+@click.option("--power-limit", is_flag=True, help="Also set the power limit of these GPUs back to its default.")
+@click.option("--force", is_flag=True, help="Also reset GPUs that a living process has leased.")
 @console.as_json
 def reset(gpus: tuple[str, ...], every: bool, power_limit: bool, force: bool, as_json: bool) -> None:
     """Reset locked clocks.
 
-    Without GPU, resets what processes that died have left set. With GPUs, such as nvml:0, or with --all, resets
-    these, unless a living process sets them.
+    Without GPU, this resets what dead processes left set. With GPUs, such as nvml:0, or with --all, it resets these,
+    unless a living process has leased them.
     """
     if gpus and every:
-        raise UsageError("--all: means every GPU; name none beside it")
+        raise UsageError("--all: resets every GPU; do not name GPUs as well")
     if not gpus and not every and (power_limit or force):
         raise UsageError(f"{'--force' if force else '--power-limit'}: name the GPUs to reset, or give --all")
     if every or gpus:
-        done = ResetGpus(tuple(_reset_one(text, power_limit, force) for text in (_every_text() if every else gpus)))
+        report = ResetReport(tuple(_reset_one(text, power_limit, force) for text in (_all_gpus() if every else gpus)))
         nothing = "Nothing to reset: NVML shows no GPU on this node."
     else:
-        done = _reset_left_behind()
-        nothing = "Nothing to reset: no process that died has left a GPU set."
-    problems = [each.problem for each in done.gpus if each.problem is not None]
-    if as_json or len(problems) < len(done.gpus) or not problems:
-        console.report(done, _text(done, nothing), [], as_json=as_json)
+        report = _reset_stale()
+        nothing = "Nothing to reset: no dead process has left a GPU set."
+    problems = [result.problem for result in report.gpus if result.problem is not None]
+    if as_json or len(problems) < len(report.gpus) or not problems:
+        console.report(report, _text(report, nothing), [], as_json=as_json)
     if problems:
         raise GpuError("; ".join(problems))
 
 
-def _every_text() -> Sequence[str]:
+def _all_gpus() -> Sequence[str]:
     from perseus_planner.gpu.nvml.discovery import visible_gpus
 
     return [gpu.text for gpu in visible_gpus()]
 
 
-def _reset_left_behind() -> ResetGpus:
+def _reset_stale() -> ResetReport:
     from perseus_planner.gpu.lease.lease import recover
     from perseus_planner.gpu.lease.records import read_records
 
-    return ResetGpus(tuple(_recovered(recovery) for recovery in recover()), tuple(read_records()[1]))
+    results = tuple(
+        GpuReset(found.record.gpu, found.record.name, str(found.record.owner), found.problem) for found in recover()
+    )
+    return ResetReport(results, tuple(read_records()[1]))
 
 
-def _recovered(recovery: Recovery) -> ResetGpu:
-    record = recovery.record
-    return ResetGpu(record.gpu, record.name, str(record.owner), recovery.problem)
-
-
-def _reset_one(text: str, power_limit: bool, force: bool) -> ResetGpu:
+def _reset_one(text: str, power_limit: bool, force: bool) -> GpuReset:
     from perseus_planner.gpu import open_gpu
     from perseus_planner.gpu.lease.lease import reset_gpu
 
@@ -103,16 +99,16 @@ def _reset_one(text: str, power_limit: bool, force: bool) -> ResetGpu:
     try:
         with open_gpu(text) as gpu:
             name = gpu.name
-            left = reset_gpu(gpu, power_limit=power_limit, force=force)
+            removed = reset_gpu(gpu, power_limit=power_limit, force=force)
     except GpuError as error:
-        return ResetGpu(text, name, None, str(error))
-    return ResetGpu(gpu.text, name, str(left[0].owner) if left else None, None)
+        return GpuReset(text, name, None, str(error))
+    return GpuReset(gpu.text, name, str(removed[0].owner) if removed else None, None)
 
 
-def _text(done: ResetGpus, nothing: str) -> str:
+def _text(report: ResetReport, nothing: str) -> str:
     lines = [
-        f"Reset {each.gpu} ({each.name})" + (f", left set by {each.left_by}" if each.left_by else "")
-        for each in done.gpus
-        if each.problem is None
+        f"Reset {result.gpu} ({result.name})" + (f", left set by {result.left_by}" if result.left_by else "")
+        for result in report.gpus
+        if result.problem is None
     ]
-    return "\n".join([*(lines if done.gpus else [nothing]), *done.remarks])
+    return "\n".join([*(lines if report.gpus else [nothing]), *report.invalid_records])

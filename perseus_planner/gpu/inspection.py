@@ -9,8 +9,8 @@ from statistics import fmean, median
 from typing import TYPE_CHECKING
 
 from perseus_planner.errors import GpuError, GpuNotPermitted, GpuNotSupported
-from perseus_planner.gpu.lease.lease import held_text
-from perseus_planner.gpu.lease.records import Record, read_records
+from perseus_planner.gpu.lease.lease import in_use_text
+from perseus_planner.gpu.lease.records import LeaseRecord, read_records
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -112,7 +112,7 @@ def inspect(gpu: Gpu) -> Inspection:
         GpuError: the records of who sets which GPU cannot be read.
     """
     records = [record for record in read_records()[0] if record.uuid == gpu.uuid]
-    living = [record for record in records if record.owner.lives()]
+    living = [record for record in records if record.owner.is_alive()]
     return Inspection(
         gpu=gpu.text,
         uuid=gpu.uuid,
@@ -122,7 +122,7 @@ def inspect(gpu: Gpu) -> Inspection:
         readings=_readings(gpu),
         settings=tuple(Setting(name, NOT_TRIED, _hint(gpu.text)) for name in ("clock", "power limit")),
         energy=watch_energy(gpu),
-        held_by=held_text(living[0]) if living else None,
+        held_by=in_use_text(living[0]) if living else None,
         left_behind=tuple(_left_text(record) for record in records if record not in living),
         warnings=gpu.warnings(),
     )
@@ -239,5 +239,5 @@ def _has_sys_admin() -> bool:
     return bool(int(effective, 16) >> _CAP_SYS_ADMIN & 1)
 
 
-def _left_text(record: Record) -> str:
+def _left_text(record: LeaseRecord) -> str:
     return f"{record.owner} has set it since {record.since} and died; run `planner reset`"

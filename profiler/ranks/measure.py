@@ -142,9 +142,9 @@ def _lease_gpu(request: ProfileRequest, device: torch.device) -> Iterator[Gpu]:
 def _lease(gpu: Gpu, settings: SweepSettings) -> AbstractContextManager[None]:
     if settings.control == "observed" or not gpu.keeps_settings:
         return nullcontext()
-    from perseus_planner.gpu.lease.lease import held
+    from perseus_planner.gpu.lease.lease import lease_gpus
 
-    return held([gpu], power_limit=settings.control == "power-limit")
+    return lease_gpus([gpu], power_limit=settings.control == "power-limit")
 
 
 def _refuse_shared_gpus(gpus: Sequence[tuple[str, str, bool] | None]) -> None:

@@ -26,8 +26,8 @@ from pathlib import Path
 
 from perseus_planner.errors import PlannerError, ServiceAway, UsageError
 from perseus_planner.files import sha256
-from perseus_planner.gpu.lease.folder import elsewhere, state_folder
-from perseus_planner.gpu.lease.records import open_folder
+from perseus_planner.gpu.lease.records import open_state_folder
+from perseus_planner.processes import child_environment, state_folder
 from perseus_planner.runtime.controller.peer import is_readable
 
 TOKENS_VARIABLE = "PLANNER_SERVICE_TOKENS"
@@ -168,14 +168,14 @@ class EmbeddedService:
             process.wait()
 
     def _environment(self) -> dict[str, str]:
-        environment = elsewhere()
+        environment = child_environment()
         if self.token is not None:
             environment[TOKENS_VARIABLE] = f"{environment[TOKENS_VARIABLE]}\n{self.token} operate rank-0\n"
         return environment
 
     def _database(self) -> Path:
         """Where it keeps all, in a folder that is this user's alone."""
-        with open_folder(create=True):
+        with open_state_folder(create=True):
             folder = Path(state_folder()).absolute() / f"services-{os.geteuid()}"
             with suppress(FileExistsError):
                 folder.mkdir(0o700)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
-from perseus_planner.errors import GpuError, GpuHeld
-from perseus_planner.gpu.lease.lease import held, recover
+from perseus_planner.errors import GpuError, GpuInUse
+from perseus_planner.gpu.lease.lease import lease_gpus, recover
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -32,7 +32,7 @@ class Hold:
         if any(gpu.keeps_settings for gpu in to_set):
             recover()
         power_limit = any(rank.hello.control == "power-limit" for rank in ranks)
-        self._taken.enter_context(held(to_set, power_limit=power_limit))
+        self._taken.enter_context(lease_gpus(to_set, power_limit=power_limit))
 
     def leave(self, rank: Rank) -> str | None:
         """Reset the GPU of one rank, and give all back if it is the last; what went wrong."""
@@ -51,7 +51,7 @@ class Hold:
         return None
 
 
-def shared(ranks: Iterable[Rank]) -> dict[Rank, GpuHeld]:
+def shared(ranks: Iterable[Rank]) -> dict[Rank, GpuInUse]:
     """Those of `ranks` whose GPU is that of another one too, and what to tell them."""
     by_uuid: dict[str, list[Rank]] = {}
     for rank in ranks:
@@ -59,7 +59,7 @@ def shared(ranks: Iterable[Rank]) -> dict[Rank, GpuHeld]:
         if gpu is not None and gpu.keeps_settings:
             by_uuid.setdefault(gpu.uuid, []).append(rank)
     return {
-        rank: GpuHeld(
+        rank: GpuInUse(
             f"ranks {', '.join(str(each.hello.rank) for each in sharing)} have one GPU, {uuid}; name one of its own "
             "for each rank, by UUID where CUDA_VISIBLE_DEVICES differs between ranks"
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from perseus_planner.errors import GpuError
-from perseus_planner.gpu.lease.release import put_back_power_limit
+from perseus_planner.gpu.lease.release import restore_power_limit
 from perseus_planner.runtime.controller.scheduler import RESET
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class Setting:
             return
         if self._control == "power-limit":
             if value == RESET:
-                put_back_power_limit(self._gpu, self._before_w)
+                restore_power_limit(self._gpu, self._before_w)
             else:
                 self._gpu.set_power_limit_w(float(value))
         elif value == RESET:

@@ -8,7 +8,7 @@ import sys
 import time
 
 from perseus_planner.errors import GpuError
-from perseus_planner.gpu.lease.folder import elsewhere
+from perseus_planner.processes import child_environment
 from perseus_planner.runtime.controller.peer import is_readable
 
 
@@ -36,7 +36,7 @@ def started(ranks: int, max_changes_per_s: float, timeout_s: float) -> str:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         cwd="/",  # it keeps no file system from being unmounted
-        env=elsewhere(),
+        env=child_environment(),
         start_new_session=True,
     ) as process:
         try:

@@ -14,7 +14,7 @@ from gpu_owners import LOCKS_AND_WAITS, files, guardians, kill, owner
 from launching import ended, started
 
 from perseus_planner.gpu import open_gpu
-from perseus_planner.gpu.lease.records import page, read_records
+from perseus_planner.gpu.lease.records import lock_records, read_records
 
 NAME = "NVIDIA H100 80GB HBM3"
 FIRST, SECOND = (f"nvml:{uuid}" for uuid in UUIDS)
@@ -51,7 +51,7 @@ def test_what_a_dead_process_left_is_reset_once(nvml: StandIn, state: Path, dead
     assert [nvml.locked_mhz(index) for index in range(2)] == [None, None]
     assert [nvml.limit_w(index) for index in range(2)] == [700.0, 700.0]
     assert files(state) == []
-    assert done("reset") == "Nothing to reset: no process that died has left a GPU set.\n"
+    assert done("reset") == "Nothing to reset: no dead process has left a GPU set.\n"
 
 
 def test_the_next_command_of_any_kind_resets_what_a_dead_process_left(nvml: StandIn, state: Path, dead: str):
@@ -72,7 +72,7 @@ def test_the_next_command_leaves_what_a_living_process_sets(nvml: StandIn, state
 def test_json_has_one_object_per_gpu(nvml: StandIn, dead: str):
     content = json.loads(done("reset --json"))
     assert content["gpus"][1] == {"gpu": SECOND, "name": NAME, "left_by": dead, "problem": None}
-    assert json.loads(done("reset --json")) == {"gpus": [], "remarks": [], "files": []}
+    assert json.loads(done("reset --json")) == {"gpus": [], "invalid_records": [], "files": []}
 
 
 def test_named_gpus_are_reset_and_no_others(nvml: StandIn):
@@ -99,23 +99,23 @@ def test_a_gpu_that_a_living_process_sets_is_reset_only_by_force(nvml: StandIn, 
     with owner(LOCKS_AND_WAITS, ["nvml:0"]) as process:
         (record,) = read_records()[0]
         expected = (
-            f"Error: GPU {FIRST} ({NAME}): {record.owner} has set its clocks since {record.since}; wait for its end, "
-            "end it, or choose another GPU, or reset it with --force\n"
+            f"Error: GPU {FIRST} ({NAME}): leased to {record.owner} since {record.since}; wait for that process to "
+            "end, end it, or choose another GPU, or reset it with --force\n"
         )
         assert refusal("reset nvml:0") == (2, "", expected)
         assert refusal("reset --all") == (2, f"Reset {SECOND} ({NAME})\n", expected)
         assert nvml.locked_mhz(0) == (1500, 1500)
         assert done("reset --force nvml:0") == f"Reset {FIRST} ({NAME})\n"
         assert nvml.locked_mhz(0) is None
-        assert files(state) == [f"{UUIDS[0]}.{os.geteuid()}.json"], "its guardian and others still go by it"
+        assert files(state) == [f"{UUIDS[0]}.{os.geteuid()}.json"], "its guardian and others still need it"
         assert process.poll() is None
 
 
 def test_by_force_goes_also_what_a_process_of_another_container_left(nvml: StandIn, state: Path, dead: str):
     (record, _) = read_records()[0]
-    with page(record.uuid) as opened:
-        opened.write(replace(record, owner=replace(record.owner, pid_namespace="pid:[1]")))
-    assert "of another container" in refusal("reset nvml:0")[2]
+    with lock_records(record.uuid) as records:
+        records.write(replace(record, owner=replace(record.owner, pid_namespace="pid:[1]")))
+    assert "in another container" in refusal("reset nvml:0")[2]
     done("reset nvml:0 --force")
     assert nvml.locked_mhz(0) is None
     assert files(state) == [f"{UUIDS[1]}.{os.geteuid()}.json"]
@@ -148,7 +148,7 @@ def test_all_of_none_is_nothing(nvml: StandIn):
 @pytest.mark.parametrize(
     ("command", "message"),
     [
-        ("reset --all nvml:0", "--all: means every GPU; name none beside it"),
+        ("reset --all nvml:0", "--all: resets every GPU; do not name GPUs as well"),
         ("reset --force", "--force: name the GPUs to reset, or give --all"),
         ("reset --power-limit", "--power-limit: name the GPUs to reset, or give --all"),
     ],

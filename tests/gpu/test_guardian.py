@@ -29,7 +29,7 @@ from gpu_owners import (
 
 from perseus_planner.errors import GpuError
 from perseus_planner.gpu import open_gpu
-from perseus_planner.gpu.lease.lease import held, left_behind, recover
+from perseus_planner.gpu.lease.lease import lease_gpus, recover, stale_records
 
 
 @pytest.fixture
@@ -62,7 +62,7 @@ def kill_at_random_moments(nvml: StandIn, state: Path, victims: str, times: int,
                 recover()
             assert is_reset(nvml)
             recover()  # a record may be left where nothing was set yet
-            assert (left_behind(), files(state)) == ((), [])
+            assert (stale_records(), files(state)) == ((), [])
             assert is_reset(nvml)
 
 
@@ -162,7 +162,7 @@ def test_the_guardian_of_a_dead_owner_does_not_reset_what_a_new_one_sets(nvml: S
         kill(process.pid)
         process.wait()
         gpus = [stack.enter_context(open_gpu(f"nvml:{index}")) for index in range(2)]
-        with held(gpus):
+        with lease_gpus(gpus):
             gpus[0].set_clock_mhz(1005)
             guardian.resume()
             await_end([guardian])
@@ -189,15 +189,15 @@ def test_a_gpu_that_cannot_be_reset_stops_no_other_and_keeps_its_record(nvml: St
         kill(process.pid)
         await_end([guardian])
         assert [nvml.locked_mhz(index) for index in range(2)] == [(1500, 1500), None]
-        assert [record.uuid for record in left_behind()] == [UUIDS[0]]
+        assert [record.uuid for record in stale_records()] == [UUIDS[0]]
 
 
-def test_a_guardian_that_cannot_start_refuses_the_hold(nvml: StandIn, state: Path, monkeypatch):
+def test_a_guardian_that_cannot_start_prevents_the_lease(nvml: StandIn, state: Path, monkeypatch):
     with open_gpu("nvml:0") as gpu:
         # This process has its library already; the guardian looks for it anew.
         monkeypatch.setenv("LD_LIBRARY_PATH", "")
-        with pytest.raises(GpuError) as caught, held([gpu]):
-            pytest.fail("not to be reached")
+        with pytest.raises(GpuError) as caught, lease_gpus([gpu]):
+            pytest.fail("must not be reached")
     message = str(caught.value)
     assert message.startswith("the guardian that resets GPUs if this process dies could not be started: ")
     assert "libnvidia-ml.so.1" in message
@@ -253,7 +253,7 @@ sys.exit(main(sys.argv[1]))
     with owner(code) as process:
         (guardian,) = guardians(process)
         kill(guardian.pid)
-        hold = json.loads(next(state.glob("*.json")).read_text())["hold"]
+        hold = json.loads(next(state.glob("*.json")).read_text())["lease"]
         with subprocess.Popen(
             [sys.executable, "-c", guardian_code, hold], cwd="/", stdin=subprocess.PIPE, stdout=subprocess.PIPE
         ) as other:

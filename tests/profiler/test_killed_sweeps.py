@@ -18,7 +18,7 @@ from fake_nvml import StandIn
 from gpu_owners import await_end, files, guardians, kill
 
 from perseus_planner import Profile
-from perseus_planner.gpu.lease.lease import left_behind, recover
+from perseus_planner.gpu.lease.lease import recover, stale_records
 from perseus_planner.profiles.csv_file import Row, read_table
 
 CLOCKS_MHZ = (1980, 1800, 1605, 1395, 1200, 1005, 810)
@@ -29,7 +29,7 @@ SWEEP = """
 import sys, time
 from pathlib import Path
 from perseus_planner.gpu import open_gpu
-from perseus_planner.gpu.lease.lease import held
+from perseus_planner.gpu.lease.lease import lease_gpus
 from perseus_planner.gpu.dry_run import DryRunGpu
 from perseus_planner.profiler.assembly import assemble_profile
 from perseus_planner.profiler.row_file import delete_rows, rows_path
@@ -51,7 +51,7 @@ class InVirtualTime(DryRunGpu):
 
 output = Path(sys.argv[1])
 print("begun", flush=True)
-with open_gpu("nvml:0") as nvml, held([nvml], power_limit=False):
+with open_gpu("nvml:0") as nvml, lease_gpus([nvml], power_limit=False):
     gpu = InVirtualTime(nvml)
     def run(cycles):
         def launch(times):
@@ -150,7 +150,7 @@ def sweep_and_kill(
         swept(folder, next_kill(len(whole) - len(before), whole_s) if number < times else None)
         assert nvml.locked_mhz(0) is None
         recover()  # a record may be left where nothing was set yet
-        assert (left_behind(), files(state)) == ((), [])
+        assert (stale_records(), files(state)) == ((), [])
         # Beside these may lie what was being written, under a name of its own; the next sweep removes it.
         assert {path.name for path in folder.glob("[!.]*")} <= {"p.yaml", "p.csv", "p.rows-0.csv"}
         rows = rows_of(folder / "p.csv") or rows_of(folder / "p.rows-0.csv")

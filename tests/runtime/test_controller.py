@@ -21,9 +21,9 @@ from controller_ranks import (
 from fake_nvml import StandIn
 from gpu_owners import files
 
-from perseus_planner.errors import ControllerLost, GpuError, GpuHeld, GpuNotPermitted, GpuNotSupported
+from perseus_planner.errors import ControllerLost, GpuError, GpuInUse, GpuNotPermitted, GpuNotSupported
 from perseus_planner.gpu import open_gpu
-from perseus_planner.gpu.lease.lease import held
+from perseus_planner.gpu.lease.lease import lease_gpus
 from perseus_planner.runtime.controller.client import Connection, started
 from perseus_planner.runtime.controller.protocol import Changed, Failed, Hello, Reading
 from perseus_planner.runtime.marks import NOTHING, word
@@ -158,9 +158,9 @@ def test_without_privilege_a_gpu_can_be_watched_and_nothing_is_set(nvml: StandIn
 
 
 def test_a_gpu_of_another_job_is_refused(nvml: StandIn, state: Path):
-    with open_gpu("nvml:0") as gpu, held([gpu]):
+    with open_gpu("nvml:0") as gpu, lease_gpus([gpu]):
         gpu.set_clock_mhz(1500)
-        with pytest.raises(GpuHeld, match="has set its clocks since"), attached(["nvml:0"]):
+        with pytest.raises(GpuInUse, match="leased to process"), attached(["nvml:0"]):
             pytest.fail("not to be reached")
         assert nvml.locked_mhz(0) == (1500, 1500)
 
@@ -168,7 +168,7 @@ def test_a_gpu_of_another_job_is_refused(nvml: StandIn, state: Path):
 def test_a_second_controller_is_refused_what_the_first_one_has(nvml: StandIn, state: Path):
     with attached(["nvml:0"]) as (connection,):
         set_clock(connection, 1200)
-        with pytest.raises(GpuHeld, match=r"perseus_planner\.runtime\.controller"), attached(["nvml:0"]):
+        with pytest.raises(GpuInUse, match=r"perseus_planner\.runtime\.controller"), attached(["nvml:0"]):
             pytest.fail("not to be reached")
         assert nvml.locked_mhz(0) == (1200, 1200)
         set_clock(connection, 900)
@@ -183,7 +183,7 @@ def test_ranks_that_share_a_gpu_are_refused_in_terms_of_ranks(nvml: StandIn, sta
             for rank, gpu in enumerate(gpus)
         ]
         for rank in (0, 2):
-            with pytest.raises(GpuHeld, match=r"^ranks 0, 2 have one GPU, GPU-1.*name one of its own for each rank"):
+            with pytest.raises(GpuInUse, match=r"^ranks 0, 2 have one GPU, GPU-1.*name one of its own for each rank"):
                 ranks[rank].attach(LONG_S)
         ranks[1].attach(LONG_S)
         set_clock(ranks[1], 1200)

@@ -203,7 +203,7 @@ def test_a_second_job_is_refused_on_all_ranks_for_as_long_as_the_first_one_lives
         trains(job)
         everyone = said_by("runtime_programs:beside_another_job", 2, folder, "emulated:a100-sxm?call=1ms")
         for rank in everyone:
-            assert rank["held"]["error"] == "GpuHeld"
+            assert rank["held"]["error"] == "GpuInUse"
             assert "perseus_planner.runtime.controller" in rank["held"]["text"]
         trains(job)
         assert job.processes().keys() == set(ROLES)

@@ -18,14 +18,14 @@ _BEGIN = """
 import os, signal, sys
 from contextlib import ExitStack
 from perseus_planner.gpu import open_gpu
-from perseus_planner.gpu.lease.lease import held
+from perseus_planner.gpu.lease.lease import lease_gpus
 
 with ExitStack() as stack:
     gpus = [stack.enter_context(open_gpu(text)) for text in sys.argv[1:]]
 """
 
 LOCKS_AND_WAITS = f"""{_BEGIN}
-    with held(gpus):
+    with lease_gpus(gpus):
         for gpu in gpus:
             gpu.set_clock_mhz(1500)
             gpu.set_power_limit_w(300.0)
@@ -37,7 +37,7 @@ LOCKS_AND_WAITS = f"""{_BEGIN}
 SETS_FOR_EVER = f"""{_BEGIN}
     print("begun", flush=True)
     while True:
-        with held(gpus):
+        with lease_gpus(gpus):
             for clock_mhz in (1500, 1005, 1980, 300):
                 for gpu in gpus:
                     gpu.set_clock_mhz(clock_mhz)

@@ -1,9 +1,10 @@
-"""A process that resets GPUs when the one that set them dies, by whatever cause, SIGKILL included.
+"""A process that resets GPUs when the process that leased them dies, even by SIGKILL.
 
-The owner starts it as a child, in a session of its own, so that neither a terminal's Ctrl-C nor its hang-up reaches it;
-it ignores the signals that would end it politely, too. It opens the owner's GPUs first, so that later nothing is to be
-loaded, says `ready`, and waits: for the owner's word that all is reset, or for the owner's end. A closed pipe is
-neither: children that the owner forked may hold it open, and an owner that runs another program closes it.
+The owner of the lease starts the guardian as a child, in a separate session, so that neither Ctrl-C nor a hang-up of
+the terminal reaches it; it also ignores the signals that ask a process to end. The guardian opens the owner's GPUs
+first, so that nothing has to be loaded later, writes `ready`, and waits until the owner reports that all GPUs are
+reset, or dies. A closed pipe means neither: forked children of the owner may keep it open, and an owner that runs
+another program with `exec` closes it.
 """
 
 from __future__ import annotations
@@ -19,142 +20,145 @@ from typing import IO, TYPE_CHECKING
 
 from perseus_planner.errors import GpuError, PlannerError
 from perseus_planner.gpu import open_gpu
-from perseus_planner.gpu.lease.folder import elsewhere
-from perseus_planner.gpu.lease.records import Record, read_records
-from perseus_planner.gpu.lease.release import for_each, release, undo
+from perseus_planner.gpu.lease.records import LeaseRecord, read_records
+from perseus_planner.gpu.lease.release import release, run_in_parallel, undo
+from perseus_planner.processes import child_environment
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from perseus_planner.gpu.lease.owner import Owner
     from perseus_planner.gpu.protocol import Gpu
+    from perseus_planner.processes import ProcessIdentity
 
 READY_S = 60.0
-"""How long a guardian may take to open its GPUs: Python may have to come from a slow file system, a driver to load."""
+"""How long a guardian may take to open its GPUs: file systems can be slow, and the driver may have to be loaded."""
 
-_END_S = 10.0  #: to end after the owner's word
-_LATE_S = 1.0  #: in which a command, or a request to a daemon, that the owner left behind may still set a clock
-_LOOK_S = 0.1  #: between two looks at the owner where the kernel cannot tell of its end
+_END_S = 10.0  #: to end after it is dismissed
+_LATE_S = 1.0  #: during which a command or a request of the dead owner may still set a clock
+_POLL_S = 0.1  #: between checks of the owner if the kernel cannot report its end
 
 
 class Guardian:
-    """The owner's side: starts the process for the taking `hold`, whose records are written already.
+    """Starts the guardian of a lease, whose records have been written, and stops it.
+
+    Args:
+        lease: Identifier of the lease.
 
     Raises:
-        GpuError: it does not become ready; the text says why.
+        GpuError: If the guardian does not become ready; the text says why.
     """
 
-    def __init__(self, hold: str) -> None:
+    def __init__(self, lease: str) -> None:
         if not sys.executable:
-            raise GpuError("no GPU can be held: sys.executable does not name the Python to start its guardian with")
+            raise GpuError("cannot lease GPUs: sys.executable is empty, so that no guardian can be started")
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "perseus_planner.gpu.lease.guardian", hold],
+            [sys.executable, "-m", "perseus_planner.gpu.lease.guardian", lease],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            cwd="/",  # it keeps no file system from being unmounted
-            env=elsewhere(),
+            cwd="/",  # so that it keeps no file system busy
+            env=child_environment(),
             start_new_session=True,
         )
         try:
-            self._await_ready()
+            self._wait_until_ready()
         except BaseException:
             self._process.kill()
             self._close()
             raise
 
     def dismiss(self) -> None:
-        """Say that all is reset, and wait for its end."""
+        """Report that all GPUs are reset, and wait until the guardian ends."""
         with suppress(BrokenPipeError):
-            os.write(self._to().fileno(), b".")
+            os.write(_pipe(self._process.stdin).fileno(), b".")
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(_END_S)
         self._process.kill()
         self._close()
 
-    def _await_ready(self) -> None:
-        said = self._process.stdout
-        assert said is not None  # PIPE was asked for
-        if not select.select([said], [], [], READY_S)[0]:
+    def _wait_until_ready(self) -> None:
+        output = _pipe(self._process.stdout)
+        if not select.select([output], [], [], READY_S)[0]:
             raise GpuError(f"the guardian that resets GPUs if this process dies was not ready within {READY_S:g} s")
-        first = said.readline().decode(errors="replace").strip()
+        first = output.readline().decode(errors="replace").strip()
         if first != "ready":
-            lines = [first, *said.read().decode(errors="replace").splitlines()]
-            words = next((line for line in reversed(lines) if line.strip()), "it ended without a word")
-            raise GpuError(f"the guardian that resets GPUs if this process dies could not be started: {words}")
-
-    def _to(self) -> IO[bytes]:
-        assert self._process.stdin is not None  # PIPE was asked for
-        return self._process.stdin
+            lines = [first, *output.read().decode(errors="replace").splitlines()]
+            reason = next((line for line in reversed(lines) if line.strip()), "it ended without an error message")
+            raise GpuError(f"the guardian that resets GPUs if this process dies could not be started: {reason}")
 
     def _close(self) -> None:
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None:
-                pipe.close()
+            _pipe(pipe).close()
 
 
-def main(hold: str) -> int:
-    """Guard the GPUs of the taking `hold`; 0 when they are reset or the owner has done that, else 2."""
-    for politely in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(politely, signal.SIG_IGN)
-    records = [record for record in read_records()[0] if record.hold == hold]
-    if not records:  # the owner died before this process came to look, and somebody has reset its GPUs
+def _pipe(stream: IO[bytes] | None) -> IO[bytes]:
+    assert stream is not None  # Popen was called with PIPE
+    return stream
+
+
+def main(lease: str) -> int:
+    """Guard the GPUs of a lease; return 0 once they are reset, by the guardian or the owner, else 2."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    records = [record for record in read_records()[0] if record.lease == lease]
+    if not records:  # the owner has died already, and another process has reset its GPUs
         return 0
     with ExitStack() as stack:
         try:
-            taken = [(stack.enter_context(open_gpu(record.gpu)), record) for record in records]
+            leased = [(stack.enter_context(open_gpu(record.gpu)), record) for record in records]
         except PlannerError as error:
             print(error)
             return 2
-        _say_ready()
-        if _outlives(records[0].owner):
-            return 2 if _reset(taken) else 0
+        _report_ready()
+        if _wait_for_death(records[0].owner):
+            return 2 if _reset(leased) else 0
     return 0
 
 
-def _say_ready() -> None:
-    """Let go of the owner's pipes, so that nothing written later can fail, and with the last word on them tell it."""
-    owners, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 1)
-    os.dup2(nowhere, 2)
+def _report_ready() -> None:
+    """Write `ready` to the owner, and detach from its pipes so that later output cannot fail."""
+    owner, null = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 1)
+    os.dup2(null, 2)
     with suppress(BrokenPipeError):
-        os.write(owners, b"ready\n")
-    os.close(owners)
+        os.write(owner, b"ready\n")
+    os.close(owner)
 
 
-def _outlives(owner: Owner) -> bool:
-    """Wait until the owner has died without a word (True), or has said that all is reset (False)."""
+def _wait_for_death(owner: ProcessIdentity) -> bool:
+    """Wait until the owner has died (return True), or has reported that all GPUs are reset (return False)."""
     poller = select.poll()
     poller.register(0, select.POLLIN)
-    end = _end_of(owner.pid)
+    end = _end_descriptor(owner.pid)
     if end is not None:
         poller.register(end, select.POLLIN)
     while True:
-        ready = {descriptor for descriptor, _ in poller.poll(None if end is not None else 1000 * _LOOK_S)}
-        if 0 in ready:  # looked at first: an owner may end right after its word
+        ready = {descriptor for descriptor, _ in poller.poll(None if end is not None else 1000 * _POLL_S)}
+        if 0 in ready:  # checked first: the owner may end right after its report
             if os.read(0, 1):
                 return False
             poller.unregister(0)
-        if not owner.lives():
+        if not owner.is_alive():
             return True
 
 
-def _end_of(pid: int) -> int | None:
-    """A descriptor that becomes readable when the process ends; None: there is no such process, or kernel function."""
+def _end_descriptor(pid: int) -> int | None:
+    """Return a descriptor that becomes readable when the process ends; None if there is none."""
     try:
         return os.pidfd_open(pid)
     except OSError:
         return None
 
 
-def _reset(taken: Sequence[tuple[Gpu, Record]]) -> bool:
-    """Set all back; says whether some failed, whose records stay for the next command of the planner."""
-    if any(not record.gpu.startswith("nvml:") for _, record in taken):
-        # Only a call of the driver ends with the process that made it. So: reset at once, and again when all is over.
-        for_each(undo, taken)
+def _reset(leased: Sequence[tuple[Gpu, LeaseRecord]]) -> bool:
+    """Reset all GPUs; return whether some failed, whose records stay for the next command of the planner."""
+    if any(not record.gpu.startswith("nvml:") for _, record in leased):
+        # A driver call ends before its process does, but a command or request of the owner may still be under way.
+        # So reset the GPUs now, and again when it is over.
+        run_in_parallel(undo, leased)
         time.sleep(_LATE_S)
-    return bool(for_each(release, taken))
+    return bool(run_in_parallel(release, leased))
 
 
 if __name__ == "__main__":

@@ -1,14 +1,14 @@
-"""What is written down before a GPU is set, in a folder that all users of the node share.
+"""Lease records: written before a GPU is set, in a folder that all users of the node share.
 
-NVML has no getter for a locked clock. So who sets a GPU writes a record first: one JSON file for each GPU and user,
-`<uuid>.<uid>.json`. The folder is as volatile as the settings are: `$PLANNER_STATE_DIR`, else /dev/shm/perseus-planner.
-Anybody may make files in it, only their owner and root may remove them (mode 1777, as /tmp). Hence what stands in a
-file is a claim of the user who owns it: it is checked, never evaluated, its GPU is opened only by a back-end whose
-settings outlive a process, and a watt figure counts only if it comes from root or from oneself.
+NVML cannot tell whether a clock is locked, so a process writes a record before it sets a GPU: one JSON file for each
+GPU and user, `<uuid>.<uid>.json`, in the state folder. The folder is as volatile as the settings: $PLANNER_STATE_DIR,
+by default /dev/shm/perseus-planner. Anybody may create files in it, and only their owner and root may remove them (mode
+1777, as /tmp). The content of a file is therefore a claim of the user who owns it: it is validated, its GPU is only
+opened by back-ends whose settings outlive a process, and its power limit only counts if root or this user wrote it.
 
-All of a GPU's records change under one lock, `<uuid>.lock`, which the kernel gives back when its holder dies. A file is
-whole or absent: it is written beside its name and renamed. What a writer that was killed left beside is removed by the
-next who takes the lock.
+All records of a GPU change under one lock, `<uuid>.lock`, which the kernel releases when its holder dies. Files are
+written under a temporary name and renamed, so they are whole or absent. The next process that takes the lock removes
+temporary files left by killed writers.
 """
 
 from __future__ import annotations
@@ -23,150 +23,159 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
-from urllib.parse import quote
+from urllib.parse import quote, unquote
 
 from perseus_planner.errors import GpuError
 from perseus_planner.files import replacing
-from perseus_planner.gpu.lease.folder import state_folder
-from perseus_planner.gpu.lease.owner import Owner
+from perseus_planner.processes import ProcessIdentity, state_folder
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-BACK_ENDS = ("nvml", "zeusd", "command", "emulated")
-"""The back-ends that a record's GPU is opened by; an emulated one has its own private folder for each user."""
+LEASED_BACK_ENDS = ("nvml", "zeusd", "command", "emulated")
+"""Back-ends that may open a record's GPU. Emulated GPUs are separate for each user, in a private folder."""
 
-_LOCK_S = 10.0  #: to wait for a GPU's lock; who holds one makes a few calls of the driver
+_LOCK_TIMEOUT_S = 10.0  #: holders of a lock make a few driver calls
 _MAX_BYTES = 16384
-_UNREADABLE = (ValueError, OSError, RecursionError)  #: what reading a file that is no record may raise
+_INVALID = (ValueError, OSError, RecursionError)  #: errors from reading an invalid record
 _FILE = re.compile(r"\.?(?P<uuid>[^.].*)\.(?P<uid>\d+)\.json(\..*\.part)?")
 
 
 @dataclass(frozen=True)
-class Record:
-    """That a process sets a GPU.
+class LeaseRecord:
+    """A process that sets a GPU.
 
     Attributes:
-        gpu: what `open_gpu` opens.
-        uuid, name: the GPU's.
-        hold: what tells one taking of a GPU from all others.
-        since: when it was taken, ISO 8601.
-        sets_clock, sets_power_limit: what may be set, and so must be set back.
-        power_limit_w: the power limit that was in force before, watts; None: not known, so it goes back to the default.
-        owner: the process.
+        gpu: Text that opens the GPU.
+        uuid: UUID of the GPU.
+        name: Name of the GPU.
+        lease: Identifier of the lease; the GPUs that a process takes together share it.
+        since: When the lease began, ISO 8601.
+        sets_clock: Whether the clock may be set, and has to be reset.
+        sets_power_limit: Whether the power limit may be set, and has to be restored.
+        power_limit_w: Power limit to restore, watts; None for the default.
+        owner: The process.
     """
 
     gpu: str
     uuid: str
     name: str
-    hold: str
+    lease: str
     since: str
     sets_clock: bool
     sets_power_limit: bool
     power_limit_w: float | None
-    owner: Owner
+    owner: ProcessIdentity
+
+    def __str__(self) -> str:
+        """Describe the lease in a message."""
+        return f"GPU {self.gpu} ({self.name}): leased to {self.owner} since {self.since}"
 
 
-class Page:
-    """The records of one GPU, while no other process can change them."""
+class LockedRecords:
+    """The records of one GPU while no other process can change them; see `lock_records`."""
 
     def __init__(self, folder: Path, uuid: str) -> None:
         self._folder, self._uuid = folder, uuid
 
-    def read(self) -> tuple[list[Record], list[str]]:
-        """The records, and for each file that is not one what is wrong with it."""
+    def read(self) -> tuple[list[LeaseRecord], list[str]]:
+        """Return the records, and a description of each invalid file."""
         return _read(self._folder, f"{glob.escape(_stem(self._uuid))}.*.json")
 
-    def write(self, record: Record) -> None:
-        """Put it in the place of this user's record.
+    def write(self, record: LeaseRecord) -> None:
+        """Write this user's record.
 
         Raises:
-            GpuError: the file cannot be written.
+            GpuError: If the file cannot be written.
         """
-        path = self._path()
+        path = self._folder / f"{_stem(self._uuid)}.{os.geteuid()}.json"
         try:
             with replacing(path) as file:
                 file.write(json.dumps(asdict(record), indent=1).encode())
-            path.chmod(0o644)  # whatever this process' umask: who may not set this GPU must be told why
+            path.chmod(0o644)  # whatever the umask is: other users have to see why they cannot set the GPU
         except OSError as error:
-            _refuse(f"{_named(path)}: cannot be written: {error.strerror}")
+            _raise(f"{_display(path)}: cannot be written: {error.strerror}")
 
-    def remove(self, record: Record) -> None:
-        """Remove the file that holds `record`, if one does, when the GPU has been reset.
+    def remove(self, record: LeaseRecord) -> None:
+        """Remove the file of `record`, if it exists.
 
         Raises:
-            GpuError: it belongs to another user.
+            GpuError: If it belongs to another user.
         """
         for path in self._folder.glob(f"{glob.escape(_stem(self._uuid))}.*.json"):
-            with suppress(*_UNREADABLE):
-                if _load(path).hold == record.hold:
+            with suppress(*_INVALID):
+                if _load(path).lease == record.lease:
                     _unlink(path)
 
-    def discard_remains(self) -> None:
-        """Remove what writers that were killed left; all writers hold the lock, so none is at work."""
+    def remove_temporary_files(self) -> None:
+        """Remove files that killed writers left. No writer is active: all of them hold the lock."""
         for path in self._folder.glob(f".{glob.escape(_stem(self._uuid))}.*.part"):
             with suppress(OSError):
                 path.unlink()
 
-    def _path(self) -> Path:
-        return self._folder / f"{_stem(self._uuid)}.{os.geteuid()}.json"
-
 
 @contextmanager
-def page(uuid: str) -> Iterator[Page]:
-    """The records of the GPU `uuid`, under their lock, for the length of the block: keep that short.
+def lock_records(uuid: str) -> Iterator[LockedRecords]:
+    """Lock the records of a GPU inside the block, which should be short.
 
     Raises:
-        GpuError: the folder cannot be used, or the lock is not given back by who has it.
+        GpuError: If the folder cannot be used, or another process does not release the lock.
     """
     from filelock import FileLock, Timeout
 
-    with open_folder(create=True) as folder:
-        assert folder is not None  # it was made where there was none
-        lock = FileLock(str(folder / f"{_stem(uuid)}.lock"), timeout=_LOCK_S, mode=0o666)
+    with open_state_folder(create=True) as folder:
+        assert folder is not None  # it has been created
+        lock = FileLock(str(folder / f"{_stem(uuid)}.lock"), timeout=_LOCK_TIMEOUT_S, mode=0o666)
+        path = _display(Path(lock.lock_file))
         try:
             lock.acquire()
         except Timeout:
-            _refuse(f"{_named(Path(lock.lock_file))}: another process has held this lock for {_LOCK_S:g} s; end it")
+            _raise(f"{path}: another process has held this lock for {_LOCK_TIMEOUT_S:g} s; end that process")
         except OSError as error:
-            _refuse(f"{_named(Path(lock.lock_file))}: cannot be locked: {error.strerror}")
+            _raise(f"{path}: cannot be locked: {error.strerror}")
         try:
-            opened = Page(folder, uuid)
-            opened.discard_remains()
-            yield opened
+            records = LockedRecords(folder, uuid)
+            records.remove_temporary_files()
+            yield records
         finally:
             lock.release()
 
 
-def read_records() -> tuple[list[Record], list[str]]:
-    """All records, and for each file that is not one what is wrong with it. Changes nothing.
+def has_records() -> bool:
+    """Return quickly whether there are any records; False if the folder cannot be read."""
+    try:
+        return any(name.endswith(".json") for name in os.listdir(state_folder()))
+    except OSError:
+        return False
+
+
+def read_records() -> tuple[list[LeaseRecord], list[str]]:
+    """Return all records, and a description of each invalid file. Changes nothing.
 
     Raises:
-        GpuError: the folder cannot be used.
+        GpuError: If the folder cannot be used.
     """
-    with open_folder(create=False) as folder:
+    with open_state_folder(create=False) as folder:
         return _read(folder, "*.json") if folder else ([], [])
 
 
 def recorded_uuids() -> list[str]:
-    """The GPUs of which there is a record, or the remains of one, in order.
+    """Return the UUIDs of GPUs with a record or a temporary file, sorted.
 
     Raises:
-        GpuError: the folder cannot be used.
+        GpuError: If the folder cannot be used.
     """
-    from urllib.parse import unquote
-
-    with open_folder(create=False) as folder:
+    with open_state_folder(create=False) as folder:
         names = [path.name for path in folder.iterdir()] if folder else []
     return sorted({unquote(match["uuid"]) for name in names if (match := _FILE.fullmatch(name))})
 
 
 @contextmanager
-def open_folder(*, create: bool) -> Iterator[Path | None]:
-    """The folder, by a path that goes on to mean it whatever is put in its place; None: there is none.
+def open_state_folder(*, create: bool) -> Iterator[Path | None]:
+    """Open the state folder, by a path that stays valid if the folder is replaced; None if it does not exist.
 
     Raises:
-        GpuError: it cannot be used.
+        GpuError: If the folder cannot be used.
     """
     name = state_folder()
     try:
@@ -175,13 +184,13 @@ def open_folder(*, create: bool) -> Iterator[Path | None]:
         descriptor = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except FileNotFoundError as error:
         if create:
-            _refuse(f"{name}: cannot be made: {error.strerror}; name another folder in PLANNER_STATE_DIR")
+            _raise(f"{name}: cannot be created: {error.strerror}; name another folder in PLANNER_STATE_DIR")
         yield None
         return
-    except NotADirectoryError:  # also where a symbolic link is met
-        _refuse(f"{name}: is not a folder; remove it, or name another in PLANNER_STATE_DIR")
+    except NotADirectoryError:  # also for a symbolic link
+        _raise(f"{name}: is not a folder; remove it, or name another in PLANNER_STATE_DIR")
     except OSError as error:
-        _refuse(f"{name}: cannot be used: {error.strerror}; name another folder in PLANNER_STATE_DIR")
+        _raise(f"{name}: cannot be used: {error.strerror}; name another folder in PLANNER_STATE_DIR")
     try:
         yield Path(f"/proc/self/fd/{descriptor}")
     finally:
@@ -189,7 +198,7 @@ def open_folder(*, create: bool) -> Iterator[Path | None]:
 
 
 def _make(name: str) -> None:
-    """Make the folder if there is none, at once with the mode that lets others use it."""
+    """Create the folder if it does not exist, with the mode that lets other users write to it from the start."""
     umask = os.umask(0)
     try:
         with suppress(FileExistsError):
@@ -198,27 +207,27 @@ def _make(name: str) -> None:
         os.umask(umask)
 
 
-def _read(folder: Path, pattern: str) -> tuple[list[Record], list[str]]:
+def _read(folder: Path, pattern: str) -> tuple[list[LeaseRecord], list[str]]:
     records, problems = [], []
     for path in sorted(folder.glob(pattern)):
         try:
             records.append(_load(path))
         except FileNotFoundError:  # removed since it was listed
             pass
-        except _UNREADABLE as error:
-            said = error.strerror if isinstance(error, OSError) else error
-            problems.append(f"{_named(path)}: is not a record of the planner ({said}); remove it")
+        except _INVALID as error:
+            reason = error.strerror if isinstance(error, OSError) else error
+            problems.append(f"{_display(path)}: is not a record of the planner ({reason}); remove it")
     return records, problems
 
 
-def _load(path: Path) -> Record:
-    """The record in a file.
+def _load(path: Path) -> LeaseRecord:
+    """Load and validate a record.
 
     Raises:
-        ValueError: there is none in it.
-        OSError: it cannot be read.
+        ValueError: If the file does not contain a valid record.
+        OSError: If it cannot be read.
     """
-    # A pipe would make a plain open wait; a link would read something else.
+    # A plain open would block on a pipe and follow a link.
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     with open(descriptor, "rb") as file:
         status = os.fstat(descriptor)
@@ -227,7 +236,7 @@ def _load(path: Path) -> Record:
         text = file.read(_MAX_BYTES + 1)
     if len(text) > _MAX_BYTES:
         raise ValueError(f"larger than {_MAX_BYTES} bytes")
-    record = _parsed(json.loads(text))
+    record = _parse(json.loads(text))
     if path.name != f"{_stem(record.uuid)}.{status.st_uid}.json":
         raise ValueError("it is not named after its GPU and its owner")
     if status.st_uid not in (0, os.geteuid()):
@@ -235,11 +244,12 @@ def _load(path: Path) -> Record:
     return record
 
 
-def _parsed(content: Any) -> Record:
-    values = _checked(content, Record)
-    record = Record(**{**values, "owner": Owner(**_checked(values["owner"], Owner))})
-    if record.gpu.partition(":")[0] not in BACK_ENDS:
-        raise ValueError(f"its GPU is not one of {', '.join(f'{name}:…' for name in BACK_ENDS)}")
+def _parse(content: Any) -> LeaseRecord:
+    values = _checked(content, LeaseRecord)
+    owner = ProcessIdentity(**_checked(values["owner"], ProcessIdentity))
+    record = LeaseRecord(**{**values, "owner": owner})
+    if record.gpu.partition(":")[0] not in LEASED_BACK_ENDS:
+        raise ValueError(f"its GPU is not one of {', '.join(f'{name}:…' for name in LEASED_BACK_ENDS)}")
     if record.power_limit_w is not None and not math.isfinite(record.power_limit_w):
         raise ValueError("its power limit is not finite")
     return record
@@ -250,18 +260,18 @@ _TYPES: Mapping[str, tuple[type, ...]] = {
     "int": (int,),
     "bool": (bool,),
     "float | None": (float, type(None)),
-    "Owner": (dict,),
+    "ProcessIdentity": (dict,),
 }
 
 
-def _checked(content: Any, of: type[Record] | type[Owner]) -> dict[str, Any]:
-    """`content`, if it has the fields of that class, each of its type; text must be printable, numbers not below 0."""
+def _checked(content: Any, of: type[LeaseRecord] | type[ProcessIdentity]) -> dict[str, Any]:
+    """Return `content` if it has the fields of the class, with their types, printable texts and no negative numbers."""
     types = {field.name: _TYPES[str(field.type)] for field in fields(of)}
     if not isinstance(content, dict) or content.keys() != types.keys():
         raise ValueError(f"its fields are not {', '.join(types)}")
     for name, value in content.items():
         if type(value) not in types[name] or (isinstance(value, str) and not value.isprintable()):
-            raise ValueError(f"its {name} is of another type")
+            raise ValueError(f"its {name} has the wrong type")
         if isinstance(value, (int, float)) and value < 0:
             raise ValueError(f"its {name} is below 0")
     return content
@@ -271,18 +281,18 @@ def _unlink(path: Path) -> None:
     try:
         path.unlink(missing_ok=True)
     except PermissionError:
-        _refuse(f"{_named(path)}: the GPU is reset, but only the user who owns this record, or root, may remove it")
+        _raise(f"{_display(path)}: the GPU is reset, but only the owner of this record or root may remove it")
 
 
 def _stem(uuid: str) -> str:
-    """`uuid` as a file name: without a slash, and not hidden."""
+    """Return `uuid` as a file name: without a slash, and not hidden."""
     return quote(uuid, safe="").replace(".", "%2E")
 
 
-def _named(path: Path) -> str:
-    """The file as users know it."""
+def _display(path: Path) -> str:
+    """Return the path for messages."""
     return os.path.join(state_folder(), path.name)
 
 
-def _refuse(problem: str) -> NoReturn:
+def _raise(problem: str) -> NoReturn:
     raise GpuError(problem)

@@ -1,66 +1,70 @@
-"""Setting a GPU back to what it was before a process took it."""
+"""Restores GPUs to the state that they had before a lease."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
 from perseus_planner.errors import GpuError
-from perseus_planner.gpu.lease.records import Page, Record, page
+from perseus_planner.gpu.lease.records import LeaseRecord, LockedRecords, lock_records
 from perseus_planner.gpu.protocol import Gpu
 
-Action = Callable[[Gpu, Record], object]
-Failure = tuple[Record, GpuError]
+Action = Callable[[Gpu, LeaseRecord], object]
+Failure = tuple[LeaseRecord, GpuError]
 
-_NEAR_W = 0.5  #: power limits that differ by less are one
+_SAME_LIMIT_W = 0.5  #: smaller differences between power limits are ignored
 
 
-def undo(gpu: Gpu, record: Record) -> None:
-    """Reset what the taking that `record` tells of may have set; harmless when nothing was, and when done again.
+def undo(gpu: Gpu, record: LeaseRecord) -> None:
+    """Undo what the owner of a lease may have set; harmless if nothing was set, or if repeated.
 
     Raises:
-        GpuError: the GPU did not do that.
+        GpuError: If the GPU cannot be reset.
     """
     if record.sets_clock:
         gpu.reset_clocks()
     if record.sets_power_limit:
-        put_back_power_limit(gpu, record.power_limit_w)
+        restore_power_limit(gpu, record.power_limit_w)
 
 
-def release(gpu: Gpu, record: Record) -> bool:
-    """Undo, then remove the record; if by now another process that lives has the GPU, only the latter.
+def release(gpu: Gpu, record: LeaseRecord) -> bool:
+    """Undo the settings and remove the record; if another living process has leased the GPU, only the latter.
 
-    Returns whether it was undone.
+    Returns:
+        Whether the settings were undone.
 
     Raises:
-        GpuError: the GPU could not be reset, and the record is kept; or the record cannot be removed.
+        GpuError: If the GPU cannot be reset, in which case the record is kept, or the record cannot be removed.
     """
-    with page(record.uuid) as opened:
-        is_free = holder(opened, record.hold) is None
+    with lock_records(record.uuid) as records:
+        is_free = living_lease(records, other_than=record.lease) is None
         if is_free:
             undo(gpu, record)
-        opened.remove(record)
+        records.remove(record)
     return is_free
 
 
-def holder(opened: Page, hold: str = "") -> Record | None:
-    """Whoever lives and has the GPU, by another taking than `hold`; what is no record is passed over."""
-    return next((each for each in opened.read()[0] if each.hold != hold and each.owner.lives()), None)
+def living_lease(records: LockedRecords, other_than: str = "") -> LeaseRecord | None:
+    """Return the lease of a living process, except the lease `other_than`; None if the GPU is free."""
+    valid = records.read()[0]
+    return next((record for record in valid if record.lease != other_than and record.owner.is_alive()), None)
 
 
-def for_each(action: Action, taken: Sequence[tuple[Gpu, Record]]) -> list[Failure]:
-    """Do `action` for all at once, so that a GPU that hangs or fails stops no other; gives those that failed."""
+def run_in_parallel(action: Action, leased: Sequence[tuple[Gpu, LeaseRecord]]) -> list[Failure]:
+    """Run `action` for all GPUs at once, so that one that hangs delays no other; return the failures."""
     from concurrent.futures import ThreadPoolExecutor
 
-    if not taken:
+    if not leased:
         return []
-    with ThreadPoolExecutor(len(taken)) as pool:
-        return [failure for failures in pool.map(lambda one: in_turn(action, [one]), taken) for failure in failures]
+    with ThreadPoolExecutor(len(leased)) as pool:
+        return [
+            failure for failures in pool.map(lambda one: run_in_turn(action, [one]), leased) for failure in failures
+        ]
 
 
-def in_turn(action: Action, taken: Sequence[tuple[Gpu, Record]]) -> list[Failure]:
-    """Do `action` for one after the other, failed or not; gives those that failed."""
+def run_in_turn(action: Action, leased: Sequence[tuple[Gpu, LeaseRecord]]) -> list[Failure]:
+    """Run `action` for one GPU after the other, and continue after failures; return the failures."""
     failures = []
-    for gpu, record in taken:
+    for gpu, record in leased:
         try:
             action(gpu, record)
         except GpuError as error:
@@ -68,10 +72,14 @@ def in_turn(action: Action, taken: Sequence[tuple[Gpu, Record]]) -> list[Failure
     return failures
 
 
-def put_back_power_limit(gpu: Gpu, before_w: float | None) -> None:
-    """By way of the default, so that a limit that something else imposes for now is not made to last."""
-    if before_w is not None and abs(gpu.power_limit_w() - before_w) < _NEAR_W:
+def restore_power_limit(gpu: Gpu, limit_w: float | None) -> None:
+    """Restore a power limit, watts, or the default if it is None.
+
+    The limit in force may be a temporary one that something else imposes. The GPU is therefore set to its default
+    first, and to `limit_w` only if the default is another.
+    """
+    if limit_w is not None and abs(gpu.power_limit_w() - limit_w) < _SAME_LIMIT_W:
         return
     gpu.reset_power_limit()
-    if before_w is not None and abs(gpu.power_limit_w() - before_w) >= _NEAR_W:
-        gpu.set_power_limit_w(before_w)
+    if limit_w is not None and abs(gpu.power_limit_w() - limit_w) >= _SAME_LIMIT_W:
+        gpu.set_power_limit_w(limit_w)

@@ -25,13 +25,13 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from perseus_planner.errors import GpuError, GpuLost
-from perseus_planner.gpu.lease.owner import boot_id
 from perseus_planner.gpu.simulated.catalog import CATALOG
 from perseus_planner.gpu.simulated.chip import SETTLE_S, Chip
 from perseus_planner.gpu.simulated.gpu import SimulationBase
 from perseus_planner.gpu.simulated.model import GpuModel, Load, OpCost
 from perseus_planner.gpu.simulated.options import SimulationOptions, format_options, parse_options
 from perseus_planner.gpu.simulated.shared_file import SharedState, State
+from perseus_planner.processes import boot_id
 
 if TYPE_CHECKING:
     from collections.abc import Callable

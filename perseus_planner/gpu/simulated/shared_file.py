@@ -25,7 +25,7 @@ from urllib.parse import quote
 from zlib import crc32
 
 from perseus_planner.errors import GpuError
-from perseus_planner.gpu.lease.records import open_folder
+from perseus_planner.gpu.lease.records import open_state_folder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -157,7 +157,7 @@ def _own_folder() -> Iterator[str]:
         GpuError: it is somebody else's, or no folder.
     """
     user = os.geteuid()
-    with open_folder(create=True) as folder:
+    with open_state_folder(create=True) as folder:
         assert folder is not None  # it was made where there was none
         path = folder / f"emulated.{user}"
         with suppress(FileExistsError):

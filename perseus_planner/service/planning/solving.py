@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from perseus_planner.errors import ProfileError, UsageError
-from perseus_planner.gpu.lease.folder import elsewhere
+from perseus_planner.processes import child_environment
 from perseus_planner.profiles.profiles import profile_document
 from perseus_planner.schedules import NAMES
 
@@ -62,7 +62,7 @@ class Solver:
             sys.executable,
             *command,
             cwd=folder,
-            env=elsewhere(),
+            env=child_environment(),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.DEVNULL,
             stderr=asyncio.subprocess.PIPE,

@@ -1,4 +1,4 @@
-"""GPUs are held by one process at a time, written down before they are set, and set back on leaving."""
+"""One process at a time leases a GPU; the lease is recorded before anything is set, and ends with a reset."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from gpu_owners import LOCKS_AND_WAITS, files, guardians, kill, own_guardians, o
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from perseus_planner.errors import GpuError, GpuHeld, GpuNotPermitted
+from perseus_planner.errors import GpuError, GpuInUse, GpuNotPermitted
 from perseus_planner.gpu import Gpu, open_gpu
-from perseus_planner.gpu.lease.lease import held, left_behind, recover
-from perseus_planner.gpu.lease.owner import this_process
-from perseus_planner.gpu.lease.records import Record, page, read_records
+from perseus_planner.gpu.lease.lease import lease_gpus, recover, stale_records
+from perseus_planner.gpu.lease.records import LeaseRecord, lock_records, read_records
+from perseus_planner.processes import this_process
 
 RESET = "nvmlDeviceResetGpuLockedClocks"
 NOT_PERMITTED, UNKNOWN_ERROR = 4, 999
@@ -41,16 +41,16 @@ def gpus(nvml: StandIn, state: Path):
         yield [stack.enter_context(open_gpu(f"nvml:{index}")) for index in range(2)]
 
 
-def a_record(**changes: object) -> Record:
+def a_record(**changes: object) -> LeaseRecord:
     values = {"owner": replace(this_process(), started=1), **changes}
     return replace(
-        Record(f"nvml:{UUIDS[0]}", UUIDS[0], "H100", "abc", "2026", True, True, None, values["owner"]), **values
+        LeaseRecord(f"nvml:{UUIDS[0]}", UUIDS[0], "H100", "abc", "2026", True, True, None, values["owner"]), **values
     )
 
 
-def written(record: Record) -> None:
-    with page(record.uuid) as opened:
-        opened.write(record)
+def written(record: LeaseRecord) -> None:
+    with lock_records(record.uuid) as records:
+        records.write(record)
 
 
 def file_of(state: Path, uuid: str = UUIDS[0]) -> Path:
@@ -60,7 +60,7 @@ def file_of(state: Path, uuid: str = UUIDS[0]) -> Path:
 @pytest.mark.parametrize("ending", [None, ValueError, KeyboardInterrupt, SystemExit, GeneratorExit])
 def test_leaving_sets_all_back_and_removes_the_records(gpus, nvml: StandIn, state: Path, ending):
     def set_both() -> None:
-        with held(gpus):
+        with lease_gpus(gpus):
             for index, gpu in enumerate(gpus):
                 gpu.set_clock_mhz(1500)
                 gpu.set_power_limit_w(300.0)
@@ -81,7 +81,7 @@ def test_leaving_sets_all_back_and_removes_the_records(gpus, nvml: StandIn, stat
 
 
 def test_the_record_is_there_before_anything_is_set(gpus, nvml: StandIn, state: Path):
-    with held(gpus[:1]):
+    with lease_gpus(gpus[:1]):
         assert [setting.high for setting in nvml.settings()] == [0]  # the reset that shows permission
         record = json.loads(file_of(state).read_text())
         assert record["gpu"] == gpus[0].text
@@ -94,7 +94,7 @@ def test_the_record_is_there_before_anything_is_set(gpus, nvml: StandIn, state: 
 def test_the_folder_is_made_for_all_users_whatever_the_umask(gpus, state: Path):
     umask = os.umask(0o077)
     try:
-        with held(gpus[:1]):
+        with lease_gpus(gpus[:1]):
             assert stat.S_IMODE(state.stat().st_mode) == 0o1777
             assert stat.S_IMODE(file_of(state).stat().st_mode) == 0o644
             assert stat.S_IMODE((state / f"{UUIDS[0]}.lock").stat().st_mode) == 0o666
@@ -104,41 +104,44 @@ def test_the_folder_is_made_for_all_users_whatever_the_umask(gpus, state: Path):
 
 def test_a_power_limit_goes_back_to_what_it_was_and_not_to_the_default(gpus, nvml: StandIn):
     gpus[0].set_power_limit_w(500.0)
-    with held(gpus[:1]):
+    with lease_gpus(gpus[:1]):
         gpus[0].set_power_limit_w(300.0)
     assert nvml.limit_w(0) == 500.0
 
 
 def test_a_power_limit_that_nobody_may_set_is_left_alone(gpus, nvml: StandIn):
-    with held(gpus[:1], power_limit=False):
+    with lease_gpus(gpus[:1], power_limit=False):
         gpus[0].set_power_limit_w(300.0)  # by the operator of the node, say
     assert nvml.limit_w(0) == 300.0
 
 
 def test_a_gpu_whose_clocks_cannot_be_locked_can_be_held_for_its_power_limit(gpus, nvml: StandIn, state: Path):
     nvml.fail(RESET, 3)
-    with held(gpus[:1]):
+    with lease_gpus(gpus[:1]):
         gpus[0].set_power_limit_w(300.0)
     assert nvml.limit_w(0) == 700.0
     assert files(state) == []
 
 
 def test_a_gpu_is_held_once_in_a_process(gpus, nvml: StandIn, state: Path):
-    with held(gpus[:1]):
+    with lease_gpus(gpus[:1]):
         gpus[0].set_clock_mhz(1500)
         for again in (gpus[:1], gpus[::-1]):
-            with pytest.raises(GpuHeld, match="this process has it already; name each GPU once"), held(again):
+            with (
+                pytest.raises(GpuInUse, match="this process has leased it already; name each GPU once"),
+                lease_gpus(again),
+            ):
                 pass
         assert nvml.locked_mhz(0) == (1500, 1500)
         assert files(state) == [file_of(state).name]
-        with held(gpus[1:]):
+        with lease_gpus(gpus[1:]):
             gpus[1].set_clock_mhz(1500)
         assert nvml.locked_mhz(0) == (1500, 1500)
     assert files(state) == []
 
 
 def test_a_gpu_that_is_named_twice_is_refused_and_given_back(gpus, state: Path):
-    with pytest.raises(GpuHeld), held([gpus[0], gpus[0]]):
+    with pytest.raises(GpuInUse), lease_gpus([gpus[0], gpus[0]]):
         pass
     assert files(state) == []
 
@@ -146,21 +149,22 @@ def test_a_gpu_that_is_named_twice_is_refused_and_given_back(gpus, state: Path):
 def test_another_process_that_lives_is_named(gpus, nvml: StandIn, state: Path):
     with owner(LOCKS_AND_WAITS, ["nvml:0"]) as process:
         since = json.loads(file_of(state).read_text())["since"]
-        with pytest.raises(GpuHeld) as caught, held(gpus):
+        with pytest.raises(GpuInUse) as caught, lease_gpus(gpus):
             pass
         assert str(caught.value).startswith(
-            f"GPU nvml:{UUIDS[0]} (NVIDIA H100 80GB HBM3): process {process.pid} of {psutil.Process().username()} (`"
+            f"GPU nvml:{UUIDS[0]} (NVIDIA H100 80GB HBM3): leased to process {process.pid} of "
+            f"{psutil.Process().username()} (`"
         )
         assert sys.executable in str(caught.value)
         assert str(caught.value).endswith(
-            f"`) has set its clocks since {since}; wait for its end, end it, or choose another GPU"
+            f"`) since {since}; wait for that process to end, end it, or choose another GPU"
         )
         assert nvml.locked_mhz(0) == (1500, 1500)
-        assert left_behind() == ()
+        assert stale_records() == ()
         assert recover() == ()
         process.stdin.close()
         assert process.wait(10) == 0
-    with held(gpus):
+    with lease_gpus(gpus):
         pass
 
 
@@ -169,9 +173,9 @@ def test_what_a_dead_owner_left_is_reset_before_the_gpu_is_taken(gpus, nvml: Sta
         kill(guardians(process)[0].pid, process.pid)
         process.wait()
         assert nvml.locked_mhz(0) == (1500, 1500)
-        (left, other) = left_behind()
+        (left, other) = stale_records()
         assert (left.owner.pid, left.gpu, other.gpu) == (process.pid, f"nvml:{UUIDS[0]}", f"nvml:{UUIDS[1]}")
-    with held(gpus[:1]):
+    with lease_gpus(gpus[:1]):
         assert nvml.locked_mhz(0) is None
         assert nvml.limit_w(0) == 700.0
         assert nvml.locked_mhz(1) == (1500, 1500)
@@ -211,10 +215,10 @@ def test_a_record_of_another_boot_is_removed_and_nothing_is_reset(gpus, nvml: St
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to make a file of another user")
 def test_a_record_of_a_gpu_that_was_taken_since_is_removed_and_nothing_is_reset(gpus, nvml: StandIn, state: Path):
-    with held(gpus[:1]):
+    with lease_gpus(gpus[:1]):
         gpus[0].set_clock_mhz(1500)
         dead = json.loads(file_of(state).read_text())
-        dead["owner"]["started"], dead["hold"] = 1, "abc"
+        dead["owner"]["started"], dead["lease"] = 1, "abc"
         (state / f"{UUIDS[0]}.12345.json").write_text(json.dumps(dead))
         os.chown(state / f"{UUIDS[0]}.12345.json", 12345, -1)
         assert recover() == ()
@@ -225,13 +229,13 @@ def test_a_record_of_a_gpu_that_was_taken_since_is_removed_and_nothing_is_reset(
 def test_an_owner_in_another_container_counts_as_living(gpus, state: Path):
     written(a_record(owner=replace(this_process(), pid_namespace="pid:[1]")))
     assert recover() == ()
-    with pytest.raises(GpuHeld, match=f"process {os.getpid()} of another container of "), held(gpus[:1]):
+    with pytest.raises(GpuInUse, match=f"process {os.getpid()} in another container of "), lease_gpus(gpus[:1]):
         pass
 
 
 def test_a_gpu_that_cannot_be_reset_stops_no_other_and_is_found_later(gpus, nvml: StandIn, state: Path):
     def both() -> None:
-        with held(gpus):
+        with lease_gpus(gpus):
             for gpu in gpus:
                 gpu.set_clock_mhz(1500)
             nvml.fail(RESET, UNKNOWN_ERROR, gpu=0)
@@ -239,7 +243,7 @@ def test_a_gpu_that_cannot_be_reset_stops_no_other_and_is_found_later(gpus, nvml
     with pytest.raises(GpuError) as caught:
         both()
     assert str(caught.value).startswith(f"not reset: nvml:{UUIDS[0]}: ")
-    assert str(caught.value).endswith("; when that is mended, run `planner reset`")
+    assert str(caught.value).endswith("; fix this, then run `planner reset`")
     assert [nvml.locked_mhz(index) for index in range(2)] == [(1500, 1500), None]
     assert files(state) == [file_of(state).name]
     record = json.loads(file_of(state).read_text())
@@ -256,15 +260,15 @@ def test_a_gpu_that_cannot_be_reset_stops_no_other_and_is_found_later(gpus, nvml
 
 def test_a_gpu_that_may_not_be_set_is_refused_and_leaves_nothing(gpus, nvml: StandIn, state: Path):
     nvml.fail(RESET, NOT_PERMITTED, gpu=1)
-    with pytest.raises(GpuNotPermitted), held(gpus):
-        pytest.fail("not to be reached")
+    with pytest.raises(GpuNotPermitted), lease_gpus(gpus):
+        pytest.fail("must not be reached")
     assert files(state) == []
     assert own_guardians() == []
 
 
 def test_a_simulated_gpu_needs_no_record(nvml: StandIn, state: Path):
     with open_gpu("simulated:a100-sxm") as gpu:
-        with held([gpu]):
+        with lease_gpus([gpu]):
             gpu.set_clock_mhz(1410)
             assert own_guardians() == []
         assert not state.exists()
@@ -308,22 +312,22 @@ def damage(name: str, path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["link", "pipe", "folder", *damaged("")])
 def test_what_is_no_record_is_refused_and_not_followed(gpus, nvml: StandIn, state: Path, name: str):
-    with held(gpus[:1]):
+    with lease_gpus(gpus[:1]):
         pass
     damage(name, file_of(state))
     before = nvml.settings()
-    with pytest.raises(GpuError) as caught, held(gpus[:1]):
-        pytest.fail("not to be reached")
+    with pytest.raises(GpuError) as caught, lease_gpus(gpus[:1]):
+        pytest.fail("must not be reached")
     message = str(caught.value)
     assert message.startswith(
-        f"GPU nvml:{UUIDS[0]}: whether it is free cannot be told: {file_of(state)}: is not a record "
+        f"GPU nvml:{UUIDS[0]}: cannot tell whether it is free: {file_of(state)}: is not a record "
     )
     assert message.endswith("; remove it")
     assert "\x1b" not in message
     assert recover() == ()
     assert nvml.settings() == before
     assert os.path.lexists(file_of(state))
-    with held(gpus[1:]):
+    with lease_gpus(gpus[1:]):
         pass
 
 
@@ -357,20 +361,20 @@ def test_a_folder_that_is_none_is_refused(gpus, nvml: StandIn, state: Path, kind
     else:
         monkeypatch.setenv("PLANNER_STATE_DIR", str(state / "below"))
     before = nvml.settings()
-    with pytest.raises(GpuError, match=r"in PLANNER_STATE_DIR$"), held(gpus[:1]):
-        pytest.fail("not to be reached")
+    with pytest.raises(GpuError, match=r"in PLANNER_STATE_DIR$"), lease_gpus(gpus[:1]):
+        pytest.fail("must not be reached")
     assert nvml.settings() == before
     if kind == "link":
         assert list((state.parent / "real").iterdir()) == []
 
 
 def test_reading_records_makes_no_folder(state: Path):
-    assert (left_behind(), recover()) == ((), ())
+    assert (stale_records(), recover()) == ((), ())
     assert not state.exists()
 
 
 def test_half_written_files_are_removed_by_the_next_command(gpus, state: Path):
-    with held(gpus[:1]):
+    with lease_gpus(gpus[:1]):
         pass
     for uuid in UUIDS:
         (state / f".{uuid}.0.json.x1y2z3.part").write_text("{")
@@ -379,7 +383,7 @@ def test_half_written_files_are_removed_by_the_next_command(gpus, state: Path):
 
 
 def test_records_that_somebody_removed_stop_no_reset(gpus, nvml: StandIn, state: Path):
-    with held(gpus):
+    with lease_gpus(gpus):
         for gpu in gpus:
             gpu.set_clock_mhz(1500)
         for path in state.iterdir():
@@ -442,20 +446,20 @@ def test_of_several_processes_that_contend_one_has_the_gpu(nvml: StandIn, state:
     nvml.set("latency_us_nvmlDeviceSetGpuLockedClocks", 1000)
     code = """
 import sys
-from perseus_planner.errors import GpuHeld
+from perseus_planner.errors import GpuInUse
 from perseus_planner.gpu import open_gpu
-from perseus_planner.gpu.lease.lease import held
+from perseus_planner.gpu.lease.lease import lease_gpus
 
 own_mhz, had = int(sys.argv[1]), 0
 with open_gpu("nvml:0") as gpu:
     while had < 3:
         try:
-            with held([gpu]):
+            with lease_gpus([gpu]):
                 for _ in range(3):
                     gpu.set_clock_mhz(own_mhz)
                     assert gpu.clock_mhz() == own_mhz
                 had += 1
-        except GpuHeld:
+        except GpuInUse:
             pass
 """
     contenders = [
@@ -469,7 +473,7 @@ with open_gpu("nvml:0") as gpu:
 
 
 def test_gpus_are_a_sequence_of_any_back_end(gpus: list[Gpu]):
-    with held([]):
+    with lease_gpus([]):
         pass
-    with held(tuple(gpus)):
+    with lease_gpus(tuple(gpus)):
         pass
