@@ -27,11 +27,11 @@ from typing import Any
 from perseus_planner.gpu import open_gpu
 from perseus_planner.gpu.dry_run import DryRunGpu
 from perseus_planner.runtime.controller import rank as controller_rank
-from perseus_planner.runtime.controller.arrivals import Arrivals
 from perseus_planner.runtime.controller.client import Connection
-from perseus_planner.runtime.controller.protocol import Changed, Failed, Hello
+from perseus_planner.runtime.controller.handshake import Handshakes
+from perseus_planner.runtime.controller.protocol import AttachRequest, ControlChange, ControlFailure
 from perseus_planner.runtime.controller.server import Controller
-from perseus_planner.runtime.marks import word
+from perseus_planner.runtime.marks import clock_request
 
 CLOCKS_MHZ = tuple(range(1200, 1320, 15))
 """Asked for in turn."""
@@ -76,27 +76,27 @@ class LockedGpu(DryRunGpu):
 def serve(options: argparse.Namespace) -> None:
     """The controller of the package, on these GPUs."""
     controller_rank.open_gpu = lambda text: LockedGpu(text, options.lock)  # type: ignore[assignment]
-    arrivals = Arrivals()
-    print(arrivals.address, flush=True)
-    Controller(arrivals, options.ranks, float("inf")).run()
+    handshakes = Handshakes()
+    print(handshakes.address, flush=True)
+    Controller(handshakes, options.ranks, float("inf")).run()
 
 
 @contextmanager
 def by_controller(options: argparse.Namespace, log: Log) -> Iterator[Callable[[int], None]]:
     """Asks by writing a word."""
-    hello = Hello(options.rank, options.gpu, "clock", None, 0.0)
-    with Connection(options.address, hello) as connection:
+    attach_request = AttachRequest(options.rank, options.gpu, "clock", None, 0.0)
+    with Connection(options.address, attach_request) as connection:
         connection.attach(60.0)
 
         def note() -> None:
             for each in connection.messages():
-                if isinstance(each, Failed):
+                if isinstance(each, ControlFailure):
                     options.given_up = True
-                elif isinstance(each, Changed):
-                    log.append((each.place or 0, each.ended_ns))
+                elif isinstance(each, ControlChange):
+                    log.append((each.position or 0, each.ended_ns))
 
         def ask(number: int) -> None:
-            connection.word[0] = word(number, CLOCKS_MHZ[number % len(CLOCKS_MHZ)])
+            connection.request[0] = clock_request(number, CLOCKS_MHZ[number % len(CLOCKS_MHZ)])
             note()
 
         yield ask

@@ -11,9 +11,8 @@ from itertools import pairwise
 from typing import Any
 
 from perseus_planner import Plan
-from perseus_planner.runtime.hook import Hook
+from perseus_planner.runtime.hook import Hook, Program
 from perseus_planner.runtime.marks import HostMarks
-from perseus_planner.runtime.program import Program
 
 ENGINES = {"torch.distributed.pipelining": "torch", "DeepSpeed": "deepspeed"}
 """Name -> the package that it needs."""
@@ -28,14 +27,14 @@ class Following:
     deviations: list[str] = field(default_factory=list)
 
     def program_for(self, iteration: int) -> Program:
-        """See `Pilot.program_for`."""
+        """See `ProgramSource.program_for`."""
         return self.program
 
-    def three_quarters(self, iteration: int) -> None:
-        """See `Pilot.three_quarters`."""
+    def on_nearly_done(self, iteration: int) -> None:
+        """See `ProgramSource.on_nearly_done`."""
 
-    def ended(self, iteration: int, program: Program | None, deviation: str | None) -> None:
-        """See `Pilot.ended`."""
+    def on_end(self, iteration: int, program: Program | None, deviation: str | None) -> None:
+        """See `ProgramSource.on_end`."""
         if deviation is not None:
             self.deviations.append(deviation)
 

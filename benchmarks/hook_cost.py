@@ -16,9 +16,8 @@ from engine_cost import ENGINES, Following, pairs
 from results import Check, Section, Table
 
 from perseus_planner import Profile, schedules, solve
-from perseus_planner.runtime.hook import Hook
-from perseus_planner.runtime.marks import HostMarks, word
-from perseus_planner.runtime.program import Program
+from perseus_planner.runtime.hook import Hook, Program
+from perseus_planner.runtime.marks import HostMarks, clock_request
 
 _COLUMNS = {
     "what": ("on the training thread", ""),
@@ -77,7 +76,7 @@ def _bare(program: Program, hook: Hook, shared: memoryview, iterations: int) -> 
     queue = context.Queue()
     reader = context.Process(target=_drain, args=(queue,), daemon=True)
     reader.start()
-    words = [word(place, clock) for place, clock in enumerate(program.clocks)]
+    words = [clock_request(place, clock) for place, clock in enumerate(program.clocks)]
     ways: dict[str, tuple[Callable[..., None], Callable[[], None]]] = {
         "no hook": (_nothing, _nothing),
         "the hook": (hook.begin, hook.end),

@@ -25,13 +25,12 @@ from hook_cost import percentile
 from results import Check, Section, Table, environment, failed, write
 
 from perseus_planner.errors import PlannerError
-from perseus_planner.runtime.controller.client import Connection, started
-from perseus_planner.runtime.controller.protocol import Changed, Hello
+from perseus_planner.runtime.controller.client import Connection, start_controller
+from perseus_planner.runtime.controller.protocol import AttachRequest, ControlChange
 from perseus_planner.runtime.cuda_marks import CudaMarks
 from perseus_planner.runtime.engines.torch_pipelining import TorchPipeline
-from perseus_planner.runtime.hook import Hook
-from perseus_planner.runtime.marks import Timed
-from perseus_planner.runtime.program import Program
+from perseus_planner.runtime.hook import Hook, Program
+from perseus_planner.runtime.marks import IterationTimes
 
 _HERE = Path(__file__).resolve().parent
 _ATTACH_S = 60.0
@@ -180,11 +179,11 @@ def _latency(gpt: Training) -> Section:
     """The pieces of the runtime by themselves: what the controller says is otherwise not to be had."""
     program = Program(1, gpt.plan, 0)
     iterations = gpt.config.warm_up + gpt.config.iterations
-    timed: list[Timed] = []
-    changes: list[Changed] = []
-    with Connection(started(1, 1e4, _ATTACH_S), Hello(0, gpt.gpu, "clock", None, 0.0)) as connection:
+    timed: list[IterationTimes] = []
+    changes: list[ControlChange] = []
+    with Connection(start_controller(1, 1e4, _ATTACH_S), AttachRequest(0, gpt.gpu, "clock", None, 0.0)) as connection:
         connection.attach(_ATTACH_S)
-        with CudaMarks(connection.page, gpt.device) as marks:
+        with CudaMarks(connection.memory, gpt.device) as marks:
             with TorchPipeline(gpt.schedule).attached(Hook(marks, Following(program), program)):
                 for _ in range(iterations):
                     gpt.iterate()
@@ -220,20 +219,20 @@ def _latency(gpt: Training) -> Section:
     )
 
 
-def _latencies_us(timed: list[Timed], changes: list[Changed]) -> Iterator[float]:
+def _latencies_us(timed: list[IterationTimes], changes: list[ControlChange]) -> Iterator[float]:
     """From the end of the computation before it to when each change was seen."""
     ends_ns = {(each.number, place): end for each in timed for place, (_, end) in enumerate(each.spans_ns)}
     last = max(place for _, place in ends_ns)
     for change in changes:
-        if change.place is not None:
-            before = last if change.place == 0 else change.place - 1
+        if change.position is not None:
+            before = last if change.position == 0 else change.position - 1
             ended = [end for (_, place), end in ends_ns.items() if place == before and end - _SLACK_NS < change.seen_ns]
             if ended:
                 yield (change.seen_ns - max(ended)) / 1e3
 
 
-def _changes(connection: Connection) -> list[Changed]:
-    return [each for each in connection.messages() if isinstance(each, Changed)]
+def _changes(connection: Connection) -> list[ControlChange]:
+    return [each for each in connection.messages() if isinstance(each, ControlChange)]
 
 
 def _calls(gpt: Training) -> Section:

@@ -9,13 +9,13 @@ import sys
 from dataclasses import dataclass
 
 
-class Watched:
-    """Tells when a process has ended; a zombie has.
+class WatchedProcess:
+    """Tells when a process has ended; a zombie counts as ended.
 
     Attributes:
-        pid: its number.
-        descriptor: becomes readable when it ends; None where the kernel cannot tell of it, and `has_ended` must be
-            asked from time to time.
+        pid: Number of the process.
+        descriptor: Becomes readable when the process ends. None if the kernel cannot report the end, so that
+            `has_ended` must be called from time to time.
     """
 
     def __init__(self, pid: int) -> None:
@@ -26,30 +26,30 @@ class Watched:
             self.descriptor = os.pidfd_open(pid)
         except ProcessLookupError:
             self._is_gone = True
-        except OSError:  # no such function in this kernel, or not allowed in this container
-            self._look_for()
+        except OSError:  # the kernel has no such call, or the container does not allow it
+            self._find()
 
     def has_ended(self) -> bool:
-        """Whether it has; never waits."""
-        import psutil
-
+        """Whether the process has ended; never waits."""
         if self._is_gone:
             return True
         if self.descriptor is not None:
             return bool(select.select([self.descriptor], [], [], 0)[0])
+        import psutil
+
         try:
             return not self._process.is_running() or self._process.status() == psutil.STATUS_ZOMBIE
         except psutil.NoSuchProcess:
             return True
 
     def close(self) -> None:
-        """Watch it no more."""
+        """Stop watching the process."""
         if self.descriptor is not None:
             os.close(self.descriptor)
             self.descriptor = None
             self._is_gone = True
 
-    def _look_for(self) -> None:
+    def _find(self) -> None:
         import psutil
 
         try:

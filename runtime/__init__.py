@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-# The bare name belongs to other packages and to training scripts' own folders.
+# The bare name belongs to other packages and to folders of training scripts.
 if __name__ != "perseus_planner.runtime":
     raise ImportError(
         f"{__name__!r} is not a package of its own; install perseus-planner, import perseus_planner.runtime"
@@ -25,7 +25,7 @@ __all__ = ["Runtime", "planner_runtime"]
 
 
 def __getattr__(name: str) -> Any:
-    # Not before it is asked for: the clock controller is in this package too, and has to start fast.
+    # Loaded on first use, because the clock controller is in this package too and must start fast.
     if name in __all__:
         from perseus_planner.runtime import session
 

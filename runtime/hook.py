@@ -1,122 +1,183 @@
-"""What an engine's adapter tells on the training thread, and what follows from it: the next clock is asked for.
+"""Follows an engine through its iterations on the training thread, and requests the clock of each computation.
 
 The rules:
 
-- The clock of the next computation is asked for when the one before it ends, the first one's of the next iteration when
-  the last one ends.
-- A new plan begins with an iteration, and so does going back to the plan after it was left.
-- Where an engine runs what is not in the plan, the GPU is reset for the rest of the iteration; the plan is taken up
-  again after an iteration that ran as it says.
+- The clock of a computation is requested when the computation before it ends; the first clock of an iteration, when the
+  last computation of the iteration before it ends.
+- A new plan takes effect at the begin of an iteration, and so does a return to the plan after a deviation.
+- If an engine runs something that is not in the plan, the GPU is reset for the rest of the iteration. The plan is
+  followed again after an iteration that ran as planned.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
 
-from perseus_planner.runtime.marks import Marks, word
+from perseus_planner.errors import PlanError
+from perseus_planner.runtime.marks import Marks, clock_request
 from perseus_planner.schedules import Computation
 
 if TYPE_CHECKING:
-    from perseus_planner.runtime.program import Program
+    from perseus_planner.plans.plan import Plan
 
-RESET = -1
-"""Index of the word that asks for no clock."""
+_NO_REQUEST_INDEX = -1
 
 
-class Pilot(Protocol):
-    """Decides, at the boundary of iterations, what this rank runs by."""
+@dataclass(frozen=True)
+class Program:
+    """The part of a plan that one rank runs in an iteration.
+
+    Attributes:
+        version: Number of the plan in this job: 1 for the first, 2 for the next, and so on.
+        plan: The plan.
+        rank: Rank of the plan's schedule.
+
+    Raises:
+        PlanError: If the schedule has no such rank.
+    """
+
+    version: int
+    plan: Plan
+    rank: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < len(self.plan.schedule.ranks):
+            raise PlanError(
+                f"the plan is for pipelines of {len(self.plan.schedule.ranks)} ranks, and this is rank {self.rank} of "
+                "a pipeline; make the plan for the schedule that you train with"
+            )
+
+    @cached_property
+    def computations(self) -> tuple[Computation, ...]:
+        """What the rank runs, in order."""
+        return self.plan.schedule.ranks[self.rank]
+
+    @cached_property
+    def clocks(self) -> tuple[int, ...]:
+        """The value of the plan's control for each computation: MHz, or watts of a power limit."""
+        return tuple(self.plan.clocks[str(computation)] for computation in self.computations)
+
+    def check_order(self, order: tuple[Computation, ...], engine: str) -> None:
+        """Refuse a plan whose order of computations is not that of the engine.
+
+        Args:
+            order: What the engine runs on this rank.
+            engine: Name of the engine.
+
+        Raises:
+            PlanError: If the orders differ; names the first difference.
+        """
+        if order == self.computations:
+            return
+        pairs = list(zip(order, self.computations, strict=False))
+        position = next((i for i, (actual, planned) in enumerate(pairs) if actual != planned), len(pairs))
+        raise PlanError(
+            f"the plan ({self.plan.schedule}) is not what {engine} runs on rank {self.rank} of the pipeline: "
+            f"computation {position + 1} is {_at(order, position)} there and {_at(self.computations, position)} in the "
+            "plan; solve for the schedule and the number of microbatches that you train with"
+        )
+
+
+def _at(order: tuple[Computation, ...], position: int) -> str:
+    return str(order[position]) if position < len(order) else "missing"
+
+
+class ProgramSource(Protocol):
+    """Decides at each iteration which program this rank runs by; all methods are called on the training thread."""
 
     def program_for(self, iteration: int) -> Program | None:
-        """What iteration `iteration` runs by; None: without clocks. May not wait for long, or raise."""
+        """Return the program of an iteration, or None to run without clocks; must not wait long, or raise."""
 
-    def three_quarters(self, iteration: int) -> None:
-        """Most of the iteration is done."""
+    def on_nearly_done(self, iteration: int) -> None:
+        """Three quarters of the iteration are done."""
 
-    def ended(self, iteration: int, program: Program | None, deviation: str | None) -> None:
-        """An iteration has ended; `deviation` says what the engine did that is not in the program, if anything."""
+    def on_end(self, iteration: int, program: Program | None, deviation: str | None) -> None:
+        """The iteration has ended; `deviation` is what the engine ran that is not in the program, if anything."""
 
 
 class Hook:
-    """One rank's way through its iterations.
+    """Receives the begin and the end of each iteration and computation of one rank.
 
     Args:
-        marks: how the controller is told.
-        pilot: what is asked at every iteration.
-        first: what is run by at first, whose first clock is asked for at once.
+        marks: Requests clocks and takes times.
+        source: Decides which program each iteration runs by.
+        first: Program of the first iteration; its first clock is requested at once.
     """
 
-    def __init__(self, marks: Marks, pilot: Pilot, first: Program | None) -> None:
-        self._marks, self._pilot = marks, pilot
+    def __init__(self, marks: Marks, source: ProgramSource, first: Program | None) -> None:
+        self._marks, self._source = marks, source
         self._iteration = -1
-        self._inside = False
-        self._place = 0
-        self._is_open = True  #: no clock is asked for
+        self._is_inside = False
+        self._position = 0
+        self._is_unclocked = True  #: no clock is requested
         self._deviation: str | None = None
         self._load(first)
 
     @property
     def iteration(self) -> int:
-        """Number of the iteration that runs, or ran last; from 0, -1 before the first."""
+        """Number of the current or last iteration, from 0; -1 before the first."""
         return self._iteration
 
     @property
     def progress(self) -> tuple[int, int]:
-        """The iteration, and how many of its computations have ended; for any thread."""
-        return self._iteration, self._place
+        """The iteration and how many of its computations have ended; may be read by any thread."""
+        return self._iteration, self._position
 
     def begin_iteration(self, microbatches: int | None = None) -> None:
-        """A training iteration begins, of so many microbatches where the engine says it."""
-        if self._inside:
+        """Begin a training iteration, of this many microbatches if the engine knows."""
+        if self._is_inside:
             self.end_iteration()
-        self._inside = True
+        self._is_inside = True
         self._iteration += 1
-        program = self._pilot.program_for(self._iteration)
+        program = self._source.program_for(self._iteration)
         if program is not self._program:
             self._load(program)
-        self._place, self._deviation = 0, None
+        self._position, self._deviation = 0, None
         self._marks.begin_iteration(self._iteration)
         if program is not None and microbatches is not None and microbatches != program.plan.schedule.microbatches:
-            self._leave(f"{microbatches} microbatches, and the plan has {program.plan.schedule.microbatches}")
+            self._deviate(f"{microbatches} microbatches, and the plan has {program.plan.schedule.microbatches}")
 
     def begin(self, stage: int, kind: str, microbatch: int) -> None:
-        """A computation begins."""
+        """Begin a computation."""
         self._marks.begin()
-        place = self._place
-        planned = self._order[place] if place < self._count else None
+        position = self._position
+        planned = self._order[position] if position < self._count else None
         if planned != (stage, kind, microbatch) and self._deviation is None and self._program is not None:
-            self._leave(f"{Computation(stage, kind, microbatch)}, where the plan has {planned or 'nothing more'}")
+            self._deviate(f"{Computation(stage, kind, microbatch)}, where the plan has {planned or 'nothing more'}")
 
     def end(self) -> None:
-        """It has ended: what follows it needs its clock."""
+        """End the computation, and request the next clock."""
         self._marks.end()
-        self._place = place = self._place + 1
-        if not self._is_open:
-            self._marks.want(place if place < self._count else 0)
-        if place == self._mark:
-            self._pilot.three_quarters(self._iteration)
+        self._position = position = self._position + 1
+        if not self._is_unclocked:
+            self._marks.request(position if position < self._count else 0)
+        if position == self._nearly_done_at:
+            self._source.on_nearly_done(self._iteration)
 
     def end_iteration(self) -> None:
-        """The iteration has ended, with all that the engine does in it."""
-        if not self._inside:
+        """End the iteration, including all that the engine does after its last computation."""
+        if not self._is_inside:
             return
-        self._inside = False
-        if self._deviation is None and self._program is not None and self._place != self._count:
-            self._leave(f"{self._place} computations, and the plan has {self._count}")
+        self._is_inside = False
+        if self._deviation is None and self._program is not None and self._position != self._count:
+            self._deviate(f"{self._position} computations, and the plan has {self._count}")
         self._marks.end_iteration()
-        self._pilot.ended(self._iteration, self._program, self._deviation)
-        if self._deviation is None and self._is_open and self._program is not None:
-            self._is_open = False
-            self._marks.want(0)
+        self._source.on_end(self._iteration, self._program, self._deviation)
+        if self._deviation is None and self._is_unclocked and self._program is not None:
+            self._is_unclocked = False
+            self._marks.request(0)
 
     def _load(self, program: Program | None) -> None:
         self._program = program
         self._order = program.computations if program is not None else ()
         self._count = len(self._order)
-        self._mark = max(1, 3 * self._count // 4)
-        self._is_open = program is None
-        self._marks.load([word(i, clock) for i, clock in enumerate(program.clocks)] if program is not None else [])
-        self._marks.want(RESET if program is None else 0)
+        self._nearly_done_at = max(1, 3 * self._count // 4)
+        self._is_unclocked = program is None
+        self._marks.load([clock_request(i, clock) for i, clock in enumerate(program.clocks)] if program else [])
+        self._marks.request(_NO_REQUEST_INDEX if program is None else 0)
 
-    def _leave(self, what: str) -> None:
-        self._deviation, self._is_open = what, True
-        self._marks.want(RESET)
+    def _deviate(self, what: str) -> None:
+        self._deviation, self._is_unclocked = what, True
+        self._marks.request(_NO_REQUEST_INDEX)

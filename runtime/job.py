@@ -1,28 +1,38 @@
-"""The job that this process is a rank of, as far as the runtime needs it: its store, and who is on which node."""
+"""The training job that this process is a rank of: its store, how its ranks exchange values, and what it warns of."""
 
 from __future__ import annotations
 
+import json
+import logging
 import os
+import time
+import zlib
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
+from perseus_planner.errors import RankError
 from perseus_planner.processes import this_process
+from perseus_planner.runtime.switching.shared_state import read
 
 if TYPE_CHECKING:
     from torch.distributed import Store
+
+_LOG = logging.getLogger("perseus_planner.runtime")
+_LONGEST_PAUSE_S = 0.05  #: between two looks at the store
 
 _runtimes = count()
 
 
 @dataclass(frozen=True)
-class Job:
+class TrainingJob:
     """What all ranks share.
 
     Attributes:
-        store: of the job's own torch.distributed, under a prefix that no other runtime has; no other service is used.
-        rank: of this process, from 0.
-        ranks: how many there are.
+        store: The store of the job's own torch.distributed, under a prefix that no other runtime uses.
+        rank: Rank of this process, from 0.
+        ranks: Number of ranks.
     """
 
     store: Store
@@ -30,27 +40,107 @@ class Job:
     ranks: int
 
 
-def this_job() -> Job:
-    """The job of this process, which all ranks ask for equally often; of this rank alone if it is not distributed."""
+def this_job() -> TrainingJob:
+    """Return the job of this process; a job of one rank if torch.distributed is not initialized.
+
+    Every rank must call this the same number of times.
+    """
     import torch.distributed as dist
 
     number = next(_runtimes)
     if not dist.is_initialized():
-        return Job(dist.HashStore(), 0, 1)
+        return TrainingJob(dist.HashStore(), 0, 1)
     from torch.distributed.distributed_c10d import _get_default_store  # torch has no public way to it
 
-    # What ranks said before an elastic restart is not for those that came after it.
+    # Ranks after an elastic restart must not read what ranks before it have written.
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     store = dist.PrefixStore(f"perseus-planner/runtime/{restart}/{number}", _get_default_store())
-    return Job(store, dist.get_rank(), dist.get_world_size())
+    return TrainingJob(store, dist.get_rank(), dist.get_world_size())
 
 
 def node() -> str:
-    """What is equal for two processes that can share a clock controller, and for no others."""
+    """Return a text that is equal for exactly those processes that can share a clock controller."""
     process = this_process()
     return f"{process.boot_id}/{process.pid_namespace}/{os.readlink('/proc/self/ns/net')}/{os.geteuid()}"
 
 
 def launcher() -> int | None:
-    """The process that started this rank, whose death ends the job; None where no launcher says that it did."""
+    """Return the process that launched this rank, whose death ends the job; None if no launcher is known."""
     return os.getppid() if "LOCAL_RANK" in os.environ or "RANK" in os.environ else None
+
+
+def exchange(store: Store, rank: int, ranks: int, value: bytes, timeout_s: float) -> list[bytes | None]:
+    """Gather a value from every rank; every rank returns the same list, with None for ranks that were too late.
+
+    The first rank writes the list once all values are there; any rank writes it, with the values that are there, after
+    waiting for `timeout_s`. The first list written counts, so a rank that comes later finds None for itself. This waits
+    in short pauses and can be interrupted.
+
+    Args:
+        store: The same store for all ranks, under a prefix that nothing else uses.
+        rank: This rank, from 0.
+        ranks: Number of ranks.
+        value: The value of this rank.
+        timeout_s: How long to wait for the others, in seconds.
+
+    Raises:
+        RankError: If the store is gone.
+    """
+    try:
+        return _exchange(store, rank, ranks, value, time.monotonic() + timeout_s)
+    except RuntimeError as error:
+        raise RankError("the rank or launcher that holds the job's store has ended; see why") from error
+
+
+def _exchange(store: Store, rank: int, ranks: int, value: bytes, deadline_s: float) -> list[bytes | None]:
+    keys = [f"values/{number}" for number in range(ranks)]
+    store.set(keys[rank], zlib.compress(value))
+    pause_s = 1e-3
+    while (packed := read(store, "all")) is None:
+        if time.monotonic() > deadline_s or (rank == 0 and store.check(keys)):
+            store.compare_set("all", "", _pack([read(store, key) for key in keys]))
+        else:
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+    store.delete_key(keys[rank])
+    return _unpack(packed)
+
+
+def _pack(values: list[bytes | None]) -> bytes:
+    # Latin-1 has a character for each byte; together the values compress well because they are mostly alike.
+    texts = [None if value is None else zlib.decompress(value).decode("latin-1") for value in values]
+    return zlib.compress(json.dumps(texts).encode())
+
+
+def _unpack(packed: bytes) -> list[bytes | None]:
+    return [None if text is None else text.encode("latin-1") for text in json.loads(zlib.decompress(packed))]
+
+
+class JobWarnings:
+    """Warnings through the logger `perseus_planner.runtime`, each given once in the whole job."""
+
+    def __init__(self, job: TrainingJob) -> None:
+        self._job = job
+        self._keys: set[str] = set()
+
+    def warn(self, key: str, text: str, *, by: Literal["one", "rank 0"] = "one") -> None:
+        """Warn, unless a warning with this key was given before.
+
+        This uses the job's store, so it must not be called on the training thread.
+
+        Args:
+            key: What the warning is about.
+            text: One sentence.
+            by: "one" if the first rank to get here warns; "rank 0" if all ranks get here and only rank 0 warns.
+        """
+        if key in self._keys:
+            return
+        self._keys.add(key)
+        if self._job.rank == 0 if by == "rank 0" else self._is_first(key):
+            _LOG.warning("planner, rank %d: %s", self._job.rank, text)
+
+    def _is_first(self, key: str) -> bool:
+        rank = str(self._job.rank)
+        with suppress(RuntimeError):  # the store may be gone; a repeated warning is better than none
+            return bool(self._job.store.compare_set(f"warned/{key}", "", rank).decode() == rank)
+        return True

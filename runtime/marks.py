@@ -1,8 +1,8 @@
-"""Where a rank is in its program: told to the clock controller, and timed, without ever waiting for the device.
+"""Marks the progress of a rank: requests the next clock and takes times, without ever waiting for the device.
 
-A rank and the controller share one word of memory. The rank writes what it wants now; the controller looks at it and
-acts on the latest value. On the CPU the word is written at the call; on CUDA, where the training thread runs ahead of
-the device, by the device itself, in the order of its stream (`cuda_marks.py`).
+A rank and the clock controller share one number in memory, the clock request. The rank writes what it wants now, and
+the controller acts on the latest value. On the CPU it is written at the call; on CUDA, where the training thread runs
+ahead of the device, the device itself writes it in the order of its stream (`cuda_marks.py`).
 """
 
 from __future__ import annotations
@@ -15,32 +15,32 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-NOTHING = 0
-"""The word of a rank that wants no clock: its GPU is reset."""
+NO_REQUEST = 0
+"""The clock request of a rank that wants no clock, so that its GPU is reset."""
 
 KEPT = 64
-"""How many iterations are timed ahead of who reads the times."""
+"""How many iterations are kept until their times are read."""
 
 
-def word(place: int, value: int) -> int:
-    """What a rank writes when `value` (MHz, or watts) is to hold for the computation at `place` of its program."""
-    return (place + 1) << 32 | value
+def clock_request(position: int, value: int) -> int:
+    """Pack a request for `value` (MHz or watts), for the computation at `position` of the rank's program."""
+    return (position + 1) << 32 | value
 
 
-def place_and_value(written: int) -> tuple[int | None, int]:
-    """Inverse of `word`; (None, 0) for `NOTHING`."""
-    return (written >> 32) - 1 if written >> 32 else None, written & 0xFFFFFFFF
+def parse_clock_request(request: int) -> tuple[int | None, int]:
+    """Return the position and the value of a request; (None, 0) for `NO_REQUEST`."""
+    return (request >> 32) - 1 if request >> 32 else None, request & 0xFFFFFFFF
 
 
 @dataclass(frozen=True)
-class Timed:
-    """When one iteration ran on this rank, nanoseconds of the monotonic clock.
+class IterationTimes:
+    """When one iteration ran on this rank, in nanoseconds of the monotonic clock.
 
     Attributes:
-        number: of the iteration.
-        begin_ns: when it began.
+        number: Number of the iteration.
+        begin_ns: When it began.
         spans_ns: (begin, end) of each computation, in the order in which they ran.
-        end_ns: when it ended.
+        end_ns: When it ended.
     """
 
     number: int
@@ -50,59 +50,59 @@ class Timed:
 
 
 class Marks(Protocol):
-    """How the hook tells and times; all but `finished` are called on the training thread."""
+    """Requests clocks and takes times; all methods but `finished` are called on the training thread."""
 
-    def load(self, words: Sequence[int]) -> None:
-        """From now on, `want(i)` means `words[i]`."""
+    def load(self, requests: Sequence[int]) -> None:
+        """Make `request(i)` mean `requests[i]` from now on."""
 
-    def want(self, index: int) -> None:
-        """When the device comes to this point, write `words[index]`; `NOTHING` where the index is -1."""
+    def request(self, index: int) -> None:
+        """Write the clock request with this index, or `NO_REQUEST` for -1, when the device comes to this point."""
 
     def begin_iteration(self, number: int) -> None:
-        """Iteration `number` begins."""
+        """Mark the begin of an iteration."""
 
     def begin(self) -> None:
-        """A computation begins."""
+        """Mark the begin of a computation."""
 
     def end(self) -> None:
-        """The computation that began last ends."""
+        """Mark the end of the computation that began last."""
 
     def end_iteration(self) -> None:
-        """The iteration ends."""
+        """Mark the end of the iteration."""
 
-    def finished(self) -> list[Timed]:
-        """The iterations whose times are known by now and have not been given yet; never waits. For another thread.
+    def finished(self) -> list[IterationTimes]:
+        """Return the times that have become known since the last call; never waits. For another thread.
 
-        Where nobody asks, the times of `KEPT` iterations are kept.
+        At most `KEPT` iterations are kept until then.
 
         Raises:
-            GpuError: the device tells no more.
+            GpuError: If the device no longer reports times.
         """
 
 
 class HostMarks:
-    """Marks where computations are done when their call returns.
+    """Marks for devices on which a computation is done when its call returns.
 
     Args:
-        shared: the word, as a memoryview of one unsigned 64-bit number.
+        shared: The clock request, as a memoryview of one unsigned 64-bit number.
     """
 
     def __init__(self, shared: memoryview) -> None:
         self._shared = shared
-        self._words: Sequence[int] = ()
+        self._requests: Sequence[int] = ()
         self._number = 0
         self._iteration_begin_ns = 0
         self._begin_ns = 0
         self._spans_ns: list[tuple[int, int]] = []
-        self._finished: deque[Timed] = deque(maxlen=KEPT)
+        self._finished: deque[IterationTimes] = deque(maxlen=KEPT)
 
-    def load(self, words: Sequence[int]) -> None:
+    def load(self, requests: Sequence[int]) -> None:
         """See `Marks.load`."""
-        self._words = (*words, NOTHING)
+        self._requests = (*requests, NO_REQUEST)
 
-    def want(self, index: int) -> None:
-        """See `Marks.want`."""
-        self._shared[0] = self._words[index]
+    def request(self, index: int) -> None:
+        """See `Marks.request`."""
+        self._shared[0] = self._requests[index]
 
     def begin_iteration(self, number: int) -> None:
         """See `Marks.begin_iteration`."""
@@ -119,9 +119,9 @@ class HostMarks:
     def end_iteration(self) -> None:
         """See `Marks.end_iteration`."""
         spans_ns = tuple(self._spans_ns)
-        self._finished.append(Timed(self._number, self._iteration_begin_ns, spans_ns, time.monotonic_ns()))
+        self._finished.append(IterationTimes(self._number, self._iteration_begin_ns, spans_ns, time.monotonic_ns()))
 
-    def finished(self) -> list[Timed]:
+    def finished(self) -> list[IterationTimes]:
         """See `Marks.finished`."""
         found = []
         while self._finished:

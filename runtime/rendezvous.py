@@ -1,7 +1,7 @@
-"""How the ranks of a job begin together: everyone's place, rank 0's plan, a clock controller on each node.
+"""How the ranks of a job begin together: they exchange who they are, check rank 0's plan, and attach to a controller.
 
-This is before training, so it may wait; and it may refuse, on all ranks at once, what a user can correct: a plan that
-is not for this engine, a GPU that another job holds. What training can go on without ends in a notice and no clocks.
+This happens before training, so it may wait. What a user can correct is refused, on all ranks at once: a plan that does
+not fit the engine, or a GPU that another job holds. What training can go on without becomes a warning and no clocks.
 """
 
 from __future__ import annotations
@@ -15,12 +15,11 @@ from typing import TYPE_CHECKING, Any, cast
 from perseus_planner.errors import GpuError, GpuInUse, PlanError, RankError
 from perseus_planner.gpu import open_gpu
 from perseus_planner.gpu.torch_device import gpu_text
-from perseus_planner.runtime.controller.client import Connection, started
-from perseus_planner.runtime.controller.protocol import Attached, Hello, Knob
-from perseus_planner.runtime.engines.selection import engine_of
-from perseus_planner.runtime.entry import entered
-from perseus_planner.runtime.job import Job, launcher, node
-from perseus_planner.runtime.program import Program
+from perseus_planner.runtime.controller.client import Connection, start_controller
+from perseus_planner.runtime.controller.protocol import AttachReply, AttachRequest, Control
+from perseus_planner.runtime.engines.engine import engine_of
+from perseus_planner.runtime.hook import Program
+from perseus_planner.runtime.job import TrainingJob, exchange, launcher, node
 from perseus_planner.runtime.switching.plans import GivenPlan, Plans, missing_file
 
 if TYPE_CHECKING:
@@ -28,24 +27,25 @@ if TYPE_CHECKING:
 
     from perseus_planner.runtime.agent.settings import ServedJob
     from perseus_planner.runtime.engines.engine import Engine
-    from perseus_planner.runtime.notices import Notices
+    from perseus_planner.runtime.job import JobWarnings
 
-ENTRY_S = 300.0
-"""How long the ranks wait for each other before training: one of them may still solve and plan."""
+RENDEZVOUS_S = 300.0
+"""How long the ranks wait for each other before training; one of them may still be solving and planning."""
 
-_CONTROLLER_S = 60.0  #: for a controller to start, hold its GPUs and answer
-_LOOK_S = 0.01
+_CONTROLLER_S = 60.0  #: for a controller to start, lease its GPUs and answer
+_POLL_S = 0.01
 
 
 @dataclass(frozen=True)
-class Settings:
+class RuntimeSettings:
     """What the caller of `planner_runtime` chose.
 
     Attributes:
-        plan: the plan, or its file; rank 0's counts.
-        gpu: as for `gpu_text`.
-        dry_run, max_changes_per_s: as for `planner_runtime`.
-        served: the job, as a service is to know it; None: none is. Rank 0's counts.
+        plan: The plan or its file; that of rank 0 counts.
+        gpu: The GPU, as for `gpu_text`.
+        dry_run: See `planner_runtime`.
+        max_changes_per_s: See `planner_runtime`.
+        served: The job as a service should know it; None without a service. That of rank 0 counts.
     """
 
     plan: GivenPlan
@@ -56,130 +56,134 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Joined:
-    """What a rank knows when it begins.
+class RankContext:
+    """What a rank knows when it begins to train.
 
     Attributes:
-        engine: what follows the engine.
-        pipeline: which data-parallel pipeline it is in, from 0.
-        pipelines: how many there are.
-        program: what it runs by; None where there is no plan.
-        control: what is set of its GPU, whatever plan comes.
-        connection: to its node's controller; None where there is none.
-        gpu: what the controller said of its GPU.
-        problem: why no clock can be set; None: they are, if there is a plan.
+        engine: The adapter of its engine.
+        pipeline: Number of its data-parallel pipeline, from 0.
+        pipelines: Number of pipelines.
+        program: What it runs by; None if there is no plan.
+        control: What is set on its GPU, whichever plan comes later.
+        connection: Connection to the controller of its node; None if there is none.
+        gpu: The controller's description of its GPU.
+        problem: Why no clock can be set; None if clocks can be set.
     """
 
     engine: Engine
     pipeline: int
     pipelines: int
     program: Program | None
-    control: Knob
+    control: Control
     connection: Connection | None
-    gpu: Attached | None
+    gpu: AttachReply | None
     problem: str | None
 
 
 @dataclass(frozen=True)
-class _Card:
+class _RankInfo:
     """What a rank tells the others first."""
 
     node: str
     pipeline: int | None
     peers: tuple[int, ...]
     plans: str | None = None  #: of rank 0
-    gone: str | None = None  #: why rank 0 has no plan
+    missing_plan: str | None = None  #: why rank 0 has no plan
 
     @classmethod
-    def loads(cls, data: bytes) -> _Card:
+    def loads(cls, data: bytes) -> _RankInfo:
         values = json.loads(data)
         return cls(**{**values, "peers": tuple(values["peers"])})
 
 
 class _Step:
-    """What a rank does by itself on its way in, before it hears how all others fared.
+    """A step that a rank takes by itself before all ranks exchange how they fared.
 
     Attributes:
-        says: to the others.
-        heard: what each rank said; None where it had not come in time.
+        value: What this rank sends to the others.
+        responses: What each rank has sent; None for a rank that was too late.
     """
 
-    says = b"{}"
-    heard: Sequence[bytes | None] = ()
+    value = b"{}"
+    responses: Sequence[bytes | None] = ()
 
 
-def join(engine: Any, job: Job, settings: Settings, notices: Notices, stack: ExitStack) -> Joined:
-    """Begin with all other ranks; what was opened is closed with `stack`.
+def join_job(
+    engine: Any, job: TrainingJob, settings: RuntimeSettings, warnings: JobWarnings, stack: ExitStack
+) -> RankContext:
+    """Begin together with all other ranks.
 
     Args:
-        engine: as for `engine_of`.
-        job: all ranks.
-        settings: of this rank.
-        notices: that it gives.
-        stack: closes what is opened.
+        engine: The training engine, as for `engine_of`.
+        job: The job.
+        settings: Settings of this rank.
+        warnings: Gives warnings.
+        stack: Closes what is opened here.
 
     Raises:
-        PlanError: the plan cannot be used, or is not for this engine.
-        GpuInUse: another job sets this rank's GPU.
-        UsageError, FrontierError: the engine, the GPU, or what is said of a service, is not one that can be used.
-        RankError: another rank has refused.
+        PlanError: If the plan cannot be read or does not fit the engine.
+        GpuInUse: If another job holds this rank's GPU.
+        UsageError: If the engine, the GPU, or the settings of the service cannot be used.
+        FrontierError: If the frontier for the service cannot be read.
+        RankError: If another rank has refused.
     """
     everyone = range(job.ranks)
-    with _step(job, "cards", everyone, ENTRY_S) as step:
+    with _step(job, "infos", everyone, RENDEZVOUS_S) as step:
         adapter = engine_of(engine)
         text = gpu_text(settings.gpu, adapter.device)
-        card = _card(adapter, job, settings)
-        step.says = json.dumps(asdict(card)).encode()
-    cards = [None if each is None else _Card.loads(each) for each in step.heard]
-    here = [rank for rank in everyone if cards[rank] is not None]
-    cards[job.rank] = card  # a rank that comes too late for the others to know of it still goes on
-    _tell_of_absent(job, here, notices)
-    with _step(job, "plans", here, ENTRY_S):
-        pipeline, pipelines = _pipelines(job, cards)
-        plans = cards[0].plans if cards[0] is not None else None
+        info = _rank_info(adapter, job, settings)
+        step.value = json.dumps(asdict(info)).encode()
+    infos = [None if response is None else _RankInfo.loads(response) for response in step.responses]
+    present = [rank for rank in everyone if infos[rank] is not None]
+    infos[job.rank] = info  # a rank that is too late for the others still goes on
+    _warn_of_absent(job, present, warnings)
+    with _step(job, "plans", present, RENDEZVOUS_S):
+        pipeline, pipelines = _pipelines(info, infos)
+        plans = infos[0].plans if infos[0] is not None else None
         program = None if plans is None else program_of(adapter, Plans.loads(plans.encode()), 1, pipeline)
     if program is None:
-        why = "rank 0 has not come" if cards[0] is None else cards[0].gone
-        notices.say("no plan", f"there is no plan: {why}; training goes on without clocks being set")
-    with _step(job, "gpus", here, 2 * _CONTROLLER_S):
-        connection, gpu, problem = _attached(job, settings, cards, text, program, stack)
+        reason = "rank 0 is missing" if infos[0] is None else infos[0].missing_plan
+        warnings.warn("no plan", f"there is no plan: {reason}; training goes on without setting clocks")
+    with _step(job, "gpus", present, 2 * _CONTROLLER_S):
+        connection, gpu, problem = _attach(job, settings, infos, text, program, stack)
         if program is not None and gpu is not None:
             check_gpu(program, gpu, _control(program))
     if problem is not None:
-        notices.say("joining", f"{problem}; training goes on without")
-    return Joined(adapter, pipeline, pipelines, program, _control(program), connection, gpu, problem)
+        warnings.warn("attach", f"{problem}; training goes on without setting clocks")
+    return RankContext(adapter, pipeline, pipelines, program, _control(program), connection, gpu, problem)
 
 
 def program_of(engine: Engine, plans: Plans, version: int, pipeline: int) -> Program:
-    """This rank's part of `plans`.
+    """Return this rank's part of the plans.
 
     Raises:
-        PlanError: there is none, or it is not what the engine runs.
+        PlanError: If there is no plan for this pipeline, or the plan is not what the engine runs.
     """
-    seat = engine.seat
+    position = engine.pipeline_rank
     plan = plans.of_pipeline(pipeline)
-    if len(plan.schedule.ranks) != seat.ranks:
+    if len(plan.schedule.ranks) != position.ranks:
         raise PlanError(
             f"the plan is for pipelines of {len(plan.schedule.ranks)} ranks, and {engine.name} runs pipelines of "
-            f"{seat.ranks}; solve for the schedule that is trained with"
+            f"{position.ranks}; solve for the schedule that you train with"
         )
-    program = Program(version, plan, seat.rank)
+    program = Program(version, plan, position.rank)
     order = engine.order()
     if order is not None:
         program.check_order(order, engine.name)
     return program
 
 
-def check_gpu(program: Program, gpu: Attached, control: Knob) -> None:
-    """Refuse a plan that was made for another kind of GPU, or sets another `control` than the one that is set.
+def check_gpu(program: Program, gpu: AttachReply, control: Control) -> None:
+    """Refuse a plan that was made for another kind of GPU or for another control.
 
     Raises:
-        PlanError: names the difference.
+        PlanError: If the plan does not fit; names the difference.
     """
     planned = program.plan.gpu
     if program.plan.control != control:
         raise PlanError(
-            f"the plan's control is {program.plan.control!r}, and this training began with {control!r}; begin it anew"
+            f"the plan's control is {program.plan.control!r}, and this training began with {control!r}; start the "
+            "training again to change it"
         )
     if planned is not None and gpu.name != planned:
         raise PlanError(
@@ -189,73 +193,79 @@ def check_gpu(program: Program, gpu: Attached, control: Knob) -> None:
 
 
 @contextmanager
-def _step(job: Job, name: str, ranks: Sequence[int], timeout_s: float) -> Iterator[_Step]:
-    """One step of this rank among `ranks`, which take it too; what fails on one of them ends it on all.
+def _step(job: TrainingJob, name: str, ranks: Sequence[int], timeout_s: float) -> Iterator[_Step]:
+    """Take one step on each of `ranks`; if it fails on one of them, it ends on all.
 
     Raises:
-        RankError: it has failed on another rank, which is named.
+        RankError: If it has failed on another rank; names the rank.
     """
     step = _Step()
     try:
         yield step
     except Exception as error:
-        with suppress(RankError):  # the store is gone: nobody can be told
-            _gathered(job, name, ranks, json.dumps({"refused": str(error) or repr(error)}).encode(), 0.0)
+        with suppress(RankError):  # if the store is gone, the others cannot be told
+            _exchange(job, name, ranks, json.dumps({"refused": str(error) or repr(error)}).encode(), 0.0)
         raise
-    step.heard = _gathered(job, name, ranks, step.says, timeout_s)
-    for rank, word in zip(ranks, step.heard, strict=False):
-        if word is not None and word.startswith(b'{"refused"'):
-            raise RankError(f"rank {rank} does not begin: {json.loads(word)['refused']}")
+    step.responses = _exchange(job, name, ranks, step.value, timeout_s)
+    for rank, response in zip(ranks, step.responses, strict=False):
+        if response is not None and response.startswith(b'{"refused"'):
+            raise RankError(f"rank {rank} does not begin: {json.loads(response)['refused']}")
 
 
-def _gathered(job: Job, name: str, ranks: Sequence[int], mine: bytes, timeout_s: float) -> list[bytes | None]:
+def _exchange(job: TrainingJob, name: str, ranks: Sequence[int], value: bytes, timeout_s: float) -> list[bytes | None]:
     import torch.distributed as dist
 
     if job.rank not in ranks:
         return []
-    return entered(dist.PrefixStore(name, job.store), ranks.index(job.rank), len(ranks), mine, timeout_s)
+    return exchange(dist.PrefixStore(name, job.store), ranks.index(job.rank), len(ranks), value, timeout_s)
 
 
-def _card(engine: Engine, job: Job, settings: Settings) -> _Card:
-    seat = engine.seat
-    plans = gone = None
+def _rank_info(engine: Engine, job: TrainingJob, settings: RuntimeSettings) -> _RankInfo:
+    position = engine.pipeline_rank
+    plans = missing_plan = None
     if job.rank == 0:
         if settings.served is not None:
             settings.served.check()
         missing = missing_file(settings.plan)
-        gone = None if missing is None else f"{missing}: no such file"
-        plans = Plans.given(settings.plan).dumps().decode() if missing is None else None
-    return _Card(node(), seat.pipeline, seat.peers, plans, gone)
+        missing_plan = None if missing is None else f"{missing}: no such file"
+        plans = Plans.load(settings.plan).dumps().decode() if missing is None else None
+    return _RankInfo(node(), position.pipeline, position.peers, plans, missing_plan)
 
 
-def _tell_of_absent(job: Job, here: Sequence[int], notices: Notices) -> None:
-    absent = [str(rank) for rank in range(job.ranks) if rank not in here]
+def _warn_of_absent(job: TrainingJob, present: Sequence[int], warnings: JobWarnings) -> None:
+    absent = [str(rank) for rank in range(job.ranks) if rank not in present]
     if absent:
-        notices.say("late", f"rank {', '.join(absent)} had not come within {ENTRY_S:g} s; begun without waiting longer")
+        named = f"rank{'s' * (len(absent) > 1)} {', '.join(absent)}"
+        warnings.warn(
+            "late", f"{named} had not joined within {RENDEZVOUS_S:g} s; training begins without waiting longer"
+        )
 
 
-def _pipelines(job: Job, cards: Sequence[_Card | None]) -> tuple[int, int]:
-    """Which pipeline this rank is in, as its engine says or else by its first rank; how many there are."""
-    mine = cards[job.rank]
-    assert mine is not None  # a rank knows its own
-    everyone = sorted({card.peers if card.pipeline is None else (card.pipeline,) for card in cards if card is not None})
-    return everyone.index(mine.peers) if mine.pipeline is None else mine.pipeline, len(everyone)
+def _pipelines(info: _RankInfo, infos: Sequence[_RankInfo | None]) -> tuple[int, int]:
+    """Return this rank's pipeline, as its engine numbers it or else by its first rank, and the number of pipelines."""
+    everyone = sorted({each.peers if each.pipeline is None else (each.pipeline,) for each in infos if each is not None})
+    return everyone.index(info.peers) if info.pipeline is None else info.pipeline, len(everyone)
 
 
-def _attached(
-    job: Job, settings: Settings, cards: Sequence[_Card | None], text: str, program: Program | None, stack: ExitStack
-) -> tuple[Connection | None, Attached | None, str | None]:
-    """The connection to this node's controller and what that said of the GPU; or why there is none."""
+def _attach(
+    job: TrainingJob,
+    settings: RuntimeSettings,
+    infos: Sequence[_RankInfo | None],
+    gpu: str,
+    program: Program | None,
+    stack: ExitStack,
+) -> tuple[Connection | None, AttachReply | None, str | None]:
+    """Return the connection to this node's controller and its reply, or the problem if there is none."""
     try:
-        address = _address(job, settings, cards)  # before all else that may fail here, as others wait for it
-        hello = Hello(
+        address = _controller_address(job, settings, infos)  # first, because other ranks wait for it
+        request = AttachRequest(
             rank=job.rank,
-            gpu=_anywhere(f"dry-run:{text}" if settings.dry_run and not text.startswith("dry-run:") else text),
+            gpu=_portable_text(f"dry-run:{gpu}" if settings.dry_run and not gpu.startswith("dry-run:") else gpu),
             control=_control(program),
             launcher=launcher(),
             min_dwell_s=0.0 if program is None else program.plan.min_dwell_s,
         )
-        connection = stack.enter_context(Connection(address, hello))
+        connection = stack.enter_context(Connection(address, request))
         return connection, connection.attach(_CONTROLLER_S), None
     except GpuInUse:
         raise
@@ -263,42 +273,42 @@ def _attached(
         return None, None, f"no clock can be set: {error}"
 
 
-def _control(program: Program | None) -> Knob:
-    return "clock" if program is None else cast("Knob", program.plan.control)
+def _control(program: Program | None) -> Control:
+    return "clock" if program is None else cast("Control", program.plan.control)
 
 
-def _anywhere(text: str) -> str:
-    """What opens this GPU in the controller too, whose CUDA devices may be numbered in another way."""
-    if not text.removeprefix("dry-run:").startswith("cuda:"):
-        return text
-    with open_gpu(text) as gpu:
-        return gpu.text
+def _portable_text(gpu: str) -> str:
+    """Return a text that opens the same GPU in the controller, where CUDA devices may be numbered differently."""
+    if not gpu.removeprefix("dry-run:").startswith("cuda:"):
+        return gpu
+    with open_gpu(gpu) as opened:
+        return opened.text
 
 
-def _address(job: Job, settings: Settings, cards: Sequence[_Card | None]) -> str:
-    """Of this node's controller, which the first of its ranks starts."""
-    mine = cards[job.rank]
-    assert mine is not None  # a rank knows its own
-    neighbours = [rank for rank, card in enumerate(cards) if card is not None and card.node == mine.node]
+def _controller_address(job: TrainingJob, settings: RuntimeSettings, infos: Sequence[_RankInfo | None]) -> str:
+    """Return the address of this node's controller, which the node's first rank starts."""
+    mine = infos[job.rank]
+    assert mine is not None  # a rank knows its own info
+    neighbours = [rank for rank, info in enumerate(infos) if info is not None and info.node == mine.node]
     key = f"controller/{neighbours[0]}"
     if job.rank == neighbours[0]:
         try:
-            address = started(len(neighbours), settings.max_changes_per_s, _CONTROLLER_S)
+            address = start_controller(len(neighbours), settings.max_changes_per_s, _CONTROLLER_S)
         except GpuError as error:
             job.store.set(key, json.dumps({"problem": str(error)}))
             raise
         job.store.set(key, json.dumps({"address": address}))
         return address
-    said: dict[str, str] = json.loads(_awaited(job, key))
-    if "problem" in said:
-        raise GpuError(said["problem"])
-    return said["address"]
+    response: dict[str, str] = json.loads(_wait_for(job, key))
+    if "problem" in response:
+        raise GpuError(response["problem"])
+    return response["address"]
 
 
-def _awaited(job: Job, key: str) -> bytes:
-    until_s = time.monotonic() + _CONTROLLER_S
+def _wait_for(job: TrainingJob, key: str) -> bytes:
+    deadline_s = time.monotonic() + _CONTROLLER_S
     while not job.store.check([key]):
-        if time.monotonic() > until_s:
+        if time.monotonic() > deadline_s:
             raise GpuError(f"the clock controller of this node was not started within {_CONTROLLER_S:g} s")
-        time.sleep(_LOOK_S)
+        time.sleep(_POLL_S)
     return bytes(job.store.get(key))

@@ -9,16 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from perseus_planner.errors import GpuError
-from perseus_planner.runtime.agent.link import ServiceLink
-from perseus_planner.runtime.agent.settings import ServedJob
-from perseus_planner.runtime.controller.client import LEAVE_S, Connection
+from perseus_planner.runtime.controller.client import DETACH_S, Connection
 from perseus_planner.runtime.hook import Hook
-from perseus_planner.runtime.job import this_job
-from perseus_planner.runtime.marks import NOTHING, HostMarks, Marks
-from perseus_planner.runtime.monitor import Background, Rounds
-from perseus_planner.runtime.notices import Notices
-from perseus_planner.runtime.rendezvous import Settings, check_gpu, join, program_of
-from perseus_planner.runtime.switching.controller import JobPilot
+from perseus_planner.runtime.job import JobWarnings, this_job
+from perseus_planner.runtime.marks import NO_REQUEST, HostMarks, Marks
+from perseus_planner.runtime.monitor import BackgroundThread, Monitor
+from perseus_planner.runtime.rendezvous import RuntimeSettings, check_gpu, join_job, program_of
+from perseus_planner.runtime.switching.follower import PlanFollower
 from perseus_planner.runtime.switching.plans import GivenPlan, Plans
 from perseus_planner.runtime.telemetry.telemetry import Telemetry
 
@@ -28,43 +25,45 @@ if TYPE_CHECKING:
     from perseus_planner.plans.plan import Plan
     from perseus_planner.runs import IterationRecord
     from perseus_planner.runs.straggler import Straggling
+    from perseus_planner.runtime.agent.link import ServiceLink
     from perseus_planner.runtime.engines.engine import Engine
-    from perseus_planner.runtime.program import Program
+    from perseus_planner.runtime.hook import Program
+    from perseus_planner.runtime.job import TrainingJob
     from perseus_planner.runtime.switching.agreement import Proposal
 
 MAX_CHANGES_PER_S = 100.0
-"""Clock changes of one node in a second, at most: a call holds the driver's lock for about 6 ms (facts of an A800)."""
+"""Default limit of the clock changes of one node: a call holds the driver's lock for about 6 ms (measured on A800)."""
 
 
 class Runtime:
-    """What is under way inside the block of `planner_runtime`, on this rank."""
+    """The runtime of this rank inside the block of `planner_runtime`."""
 
     def __init__(
         self,
         pipeline: int,
-        pilot: JobPilot,
+        follower: PlanFollower,
         telemetry: Telemetry,
-        accepts: Callable[[int, Plans], Program],
+        make_program: Callable[[int, Plans], Program],
         wake: Callable[[], None],
     ) -> None:
-        self._pipeline, self._pilot, self._telemetry = pipeline, pilot, telemetry
-        self._accepts, self._wake = accepts, wake
+        self._pipeline, self._follower, self._telemetry = pipeline, follower, telemetry
+        self._make_program, self._wake = make_program, wake
 
     @property
     def plan(self) -> Plan | None:
-        """The plan that this rank's pipeline runs by; None where there is none."""
-        program = self._pilot.program
+        """The plan that this rank's pipeline runs by; None if there is none."""
+        program = self._follower.program
         return None if program is None else program.plan
 
     @property
     def pipeline(self) -> int:
-        """Which data-parallel pipeline this rank is in, from 0."""
+        """Number of this rank's data-parallel pipeline, from 0."""
         return self._pipeline
 
     @property
     def problem(self) -> str | None:
-        """Why no clocks are set, if that has a reason beside the plan; None: they are."""
-        return self._pilot.problem
+        """Why no clocks are set although there is a plan; None if they are set."""
+        return self._follower.problem
 
     @property
     def iterations(self) -> tuple[IterationRecord, ...]:
@@ -72,20 +71,20 @@ class Runtime:
         return self._telemetry.iterations
 
     def switch_to(self, plan: GivenPlan) -> Proposal:
-        """Let all ranks of all pipelines go over to another plan at the same iteration; called on any one rank.
+        """Move all ranks of all pipelines to another plan, at the same iteration; call it on any one rank.
 
-        Returns at once. The plan takes effect at an iteration's begin, when every rank has read it and found that it
-        fits; a newer one that is proposed before takes its place.
+        Returns at once. The plan takes effect at the begin of an iteration, once every rank has read it and found that
+        it fits. A newer plan that is proposed before then replaces it.
 
         Args:
-            plan: for all pipelines, or by the number of each.
+            plan: A plan or its file for all pipelines, or one for each pipeline by its number.
 
         Raises:
-            PlanError: it cannot be read, or is not what the engine runs.
+            PlanError: If the plan cannot be read, or is not what the engine runs.
         """
-        plans = Plans.given(plan)
-        self._accepts(0, plans)
-        proposal = self._pilot.agreement.propose(plans.dumps())
+        plans = Plans.load(plan)
+        self._make_program(0, plans)
+        proposal = self._follower.agreement.propose(plans.dumps())
         self._wake()
         return proposal
 
@@ -105,113 +104,134 @@ def planner_runtime(
     frontier: str | os.PathLike[str] | None = None,
     max_changes: int | None = None,
 ) -> Iterator[Runtime]:
-    """Train `engine` by a plan inside the block: every computation at its clock; on leaving, clocks are reset.
+    """Train `engine` by a plan inside the block, with each computation at its clock; reset the clocks on leaving.
 
-    Every rank enters and leaves it. Training never waits for a clock, and goes on without them, with one notice through
-    the logger `perseus_planner.runtime`, whatever happens to what sets them.
+    Enter and leave the block on every rank. Training never waits for a clock. If clocks can no longer be set, training
+    goes on without them, and one warning is given through the logger `perseus_planner.runtime`.
 
     Args:
-        engine: a DeepSpeed PipelineEngine; a Megatron-core model, or the list of its chunks; or a schedule of
+        engine: A DeepSpeed PipelineEngine; a Megatron-core model, or the list of its chunks; or a schedule of
             torch.distributed.pipelining.
-        plan: the plan or its file, or such for each pipeline by its number; that of rank 0 counts, and is sent to all.
-        gpu: each rank's GPU, as for `open_gpu`, or a back-end alone: "cuda", "nvml", "zeusd", "command".
-        dry_run: do all but set clocks.
-        record: a folder in which the ranks write what ran, for `planner show` and `planner calibrate`.
-        max_changes_per_s: clock changes of one node in a second, at most.
-        on_straggling: told, on a thread of the runtime's own, when this rank's GPU turns out slow or throttled, and
-            when that is over.
-        service: address of a planner's service, such as "http://10.0.0.5:8400" or "unix:/run/planner.sock", whose plans
-            are taken as they come, and which is told what ranks turn out slow. Rank 0 alone reaches it, and shows it
-            the token in the environment variable PLANNER_TOKEN. Training goes on where it is away. With "embedded",
-            rank 0 starts one of the job's own, a process that ends with it, and says once where it listens: at a free
-            port of loopback, or as in "embedded:8400" or "embedded:0.0.0.0:8400", which needs PLANNER_SERVICE_TOKENS.
-        job: the name by which that knows this training.
-        frontier: the file that `planner solve` wrote, from which that plans.
-        max_changes: the switch budget of its plans, as for `planner plan`; None: any number of changes.
+        plan: A plan or its file for all pipelines, or one for each pipeline by its number. The plan of rank 0 counts
+            and is sent to all ranks.
+        gpu: GPU of each rank, as for `open_gpu`, or only a back-end: "cuda", "nvml", "zeusd", "command".
+        dry_run: Do everything except setting clocks.
+        record: A folder in which the ranks record the run, for `planner show` and `planner calibrate`.
+        max_changes_per_s: Limit of the clock changes of one node per second.
+        on_straggling: Called on a background thread when this rank's GPU turns out slow or throttled, and when it has
+            recovered.
+        service: Address of a planner service, such as "http://10.0.0.5:8400" or "unix:/run/planner.sock". Its plans are
+            followed, and slow ranks are reported to it. Only rank 0 connects to it, with the token in the environment
+            variable PLANNER_TOKEN. Training goes on while the service is away. With "embedded", rank 0 starts a service
+            for this job alone, as a process that ends with it, and logs where it listens: on a free port of loopback,
+            or as in "embedded:8400" or "embedded:0.0.0.0:8400", which needs PLANNER_SERVICE_TOKENS.
+        job: Name of this training in the service.
+        frontier: The file that `planner solve` wrote, from which the service plans.
+        max_changes: Switch budget of the service's plans, as for `planner plan`; None for any number of changes.
 
     Raises:
-        PlanError: the plan is none, or not what the engine runs: names the first difference.
-        GpuInUse: another job that lives sets one of the GPUs.
-        UsageError, FrontierError: `engine`, `gpu`, or what is said of the service, cannot be used here.
-        RankError: another rank has refused, and says why.
+        PlanError: If the plan cannot be read, or is not what the engine runs; names the first difference.
+        GpuInUse: If another job that is alive sets one of the GPUs.
+        UsageError: If `engine`, `gpu` or the settings of the service cannot be used here.
+        FrontierError: If the frontier cannot be read.
+        RankError: If another rank has refused; names the rank and its reason.
     """
-    everyone, process = this_job(), os.getpid()
-    notices = Notices(everyone)
-    link = None if service is None else ServiceLink(ServedJob(service, job, frontier, max_changes), everyone, notices)
-    settings = Settings(plan, gpu, dry_run, max_changes_per_s, None if link is None else link.served)
+    this, process = this_job(), os.getpid()
+    warnings = JobWarnings(this)
+    link = None if service is None else _service_link(service, job, frontier, max_changes, this, warnings)
+    settings = RuntimeSettings(plan, gpu, dry_run, max_changes_per_s, None if link is None else link.served)
     with ExitStack() as stack:
-        joined = join(engine, everyone, settings, notices, stack)
-        adapter = joined.engine
+        context = join_job(engine, this, settings, warnings, stack)
+        adapter = context.engine
         telemetry = Telemetry(
-            everyone.rank,
-            replace(adapter.seat, pipeline=joined.pipeline),
+            this.rank,
+            replace(adapter.pipeline_rank, pipeline=context.pipeline),
             None if record is None else Path(record),
-            own_plans=joined.pipelines > 1,
-            say=lambda text: notices.say("record", text),
+            own_plans=context.pipelines > 1,
+            warn=lambda text: warnings.warn("record", text),
         )
-        telemetry.update([], [] if joined.gpu is None else [joined.gpu])
-        background = Background()
+        telemetry.update([], [] if context.gpu is None else [context.gpu])
+        background = BackgroundThread()
 
-        def accepts(version: int, plans: Plans) -> Program:
-            program = program_of(adapter, plans, version, joined.pipeline)
-            if joined.gpu is not None:
-                check_gpu(program, joined.gpu, joined.control)
+        def make_program(version: int, plans: Plans) -> Program:
+            program = program_of(adapter, plans, version, context.pipeline)
+            if context.gpu is not None:
+                check_gpu(program, context.gpu, context.control)
             return program
 
-        pilot = JobPilot(everyone, accepts, telemetry.ended, background.wake)
-        pilot.start(joined.program)
-        marks, problem = _marks(adapter, joined.connection, notices, stack)
-        pilot.problem = joined.problem or problem
-        hook = Hook(marks, pilot, joined.program)
-        told = on_straggling if link is None else link.told(on_straggling)
-        counted = None if link is None else link.counted
-        rounds = Rounds(pilot, hook, marks, telemetry, notices, joined.connection, told, counted)
+        follower = PlanFollower(this, make_program, telemetry.on_end, background.wake)
+        follower.start(context.program)
+        marks, problem = _make_marks(adapter, context.connection, warnings, stack)
+        follower.problem = context.problem or problem
+        hook = Hook(marks, follower, context.program)
+        on_slow = on_straggling if link is None else link.told(on_straggling)
+        on_counts = None if link is None else link.counted
+        monitor = Monitor(follower, hook, marks, telemetry, warnings, context.connection, on_slow, on_counts)
         try:
             with adapter.attached(hook):
-                background.start(rounds.once, rounds.descriptors)
-                runtime = Runtime(joined.pipeline, pilot, telemetry, accepts, background.wake)
+                background.start(monitor.run_round, monitor.descriptors)
+                runtime = Runtime(context.pipeline, follower, telemetry, make_program, background.wake)
                 if link is not None:
-                    link.begin(joined, runtime.plan, runtime.switch_to)
+                    link.begin(context, runtime.plan, runtime.switch_to)
                 yield runtime
         finally:
-            if os.getpid() == process:  # what a forked child leaves is its parent's
+            if os.getpid() == process:  # a forked child leaves everything to its parent
                 if link is not None:
                     link.stop()
-                _leave(joined.connection, background, pilot, rounds, notices)
+                _leave(context.connection, background, follower, monitor, warnings)
                 if link is not None:
                     link.close()
 
 
+def _service_link(
+    service: str,
+    name: str | None,
+    frontier: str | os.PathLike[str] | None,
+    max_changes: int | None,
+    job: TrainingJob,
+    warnings: JobWarnings,
+) -> ServiceLink:
+    # Loaded here, because most jobs have no service.
+    from perseus_planner.runtime.agent.link import ServiceLink
+    from perseus_planner.runtime.agent.settings import ServedJob
+
+    return ServiceLink(ServedJob(service, name, frontier, max_changes), job, warnings)
+
+
 def _leave(
-    connection: Connection | None, background: Background, pilot: JobPilot, rounds: Rounds, notices: Notices
+    connection: Connection | None,
+    background: BackgroundThread,
+    follower: PlanFollower,
+    monitor: Monitor,
+    warnings: JobWarnings,
 ) -> None:
-    """Reset this rank's GPU, before an exception of the training goes on its way; then close the books."""
+    """Reset this rank's GPU, before an exception of the training propagates; then finish the record."""
     if connection is not None:
-        connection.word[0] = NOTHING
-    stopped = background.stop()
+        connection.request[0] = NO_REQUEST
+    is_stopped = background.stop()
     if connection is not None:
-        problem = connection.leave(LEAVE_S)
-        if problem is not None and pilot.problem is None:  # else it has been said
-            notices.say("controller", problem)
-    if stopped:
-        rounds.close()
-        pilot.agreement.end()
+        problem = connection.detach(DETACH_S)
+        if problem is not None and follower.problem is None:  # otherwise the user was warned before
+            warnings.warn("controller", problem)
+    if is_stopped:
+        monitor.close()
+        follower.agreement.end()
 
 
-def _marks(
-    engine: Engine, connection: Connection | None, notices: Notices, stack: ExitStack
+def _make_marks(
+    engine: Engine, connection: Connection | None, warnings: JobWarnings, stack: ExitStack
 ) -> tuple[Marks, str | None]:
-    """How this rank tells its controller; where there is none it tells nobody, and where it cannot, why."""
-    nobody = HostMarks(memoryview(bytearray(8)).cast("Q"))
+    """Return the marks of this rank, which request nothing if there is no controller, and the problem if one arose."""
+    unconnected = HostMarks(memoryview(bytearray(8)).cast("Q"))
     if connection is None:
-        return nobody, None
+        return unconnected, None
     if engine.device.type != "cuda":
-        return HostMarks(connection.word), None
+        return HostMarks(connection.request), None
     from perseus_planner.runtime.cuda_marks import CudaMarks
 
     try:
-        return stack.enter_context(CudaMarks(connection.page, engine.device)), None
+        return stack.enter_context(CudaMarks(connection.memory, engine.device)), None
     except GpuError as error:
         problem = f"no clock can be set: {error}"
-        notices.say("marks", f"{problem}; training goes on without")
-        return nobody, problem
+        warnings.warn("marks", f"{problem}; training goes on without setting clocks")
+        return unconnected, problem

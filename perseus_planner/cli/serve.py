@@ -88,9 +88,9 @@ def serve(
 
 def _end_with(owner: int) -> None:
     """SIGTERM this process when that one has ended."""
-    from perseus_planner.processes import Watched
+    from perseus_planner.processes import WatchedProcess
 
-    watched = Watched(owner)
+    watched = WatchedProcess(owner)
     while not watched.has_ended():
         select.select([] if watched.descriptor is None else [watched.descriptor], [], [], _LOOK_S)
     os.kill(os.getpid(), signal.SIGTERM)

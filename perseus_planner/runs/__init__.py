@@ -1,4 +1,4 @@
-"""What the ranks of a training job measured on the way, as one folder has it, and what that says of their plan."""
+"""Training runs: what the ranks of a job recorded in one folder, and whether a rank's GPU is slow."""
 
 from perseus_planner.runs.records import ComputationRecord, IterationRecord
 from perseus_planner.runs.run import RankRecord, Run

@@ -1,7 +1,7 @@
-"""Which clock change was for which computation of an iteration.
+"""Matches clock changes to the computations of an iteration that they were for.
 
-A change says for which place of the rank's program it was made, not for which iteration, and none is made for a value
-that is in force. Computations one after another at one clock need one change, which may be made while any of them runs.
+A change names the position of the rank's program that it was made for, but not the iteration, and no change is made for
+a clock that is in force. Successive computations at one clock need one change, made while any of them runs.
 """
 
 from __future__ import annotations
@@ -18,120 +18,122 @@ if TYPE_CHECKING:
     from perseus_planner.schedules import Computation
 
 
-class Change(NamedTuple):
-    """One call that set a GPU to another value; times as those of the computations."""
+class SetCall(NamedTuple):
+    """A call that set a GPU to another value; its times are by the clock of the computations."""
 
-    place: int | None  #: of the rank's program, that it was made for; None: of none, as a reset
-    value: int  #: what was set: MHz or watts; 0: reset
-    seen_s: float  #: when it was seen that this was asked for
+    position: int | None  #: in the rank's program, for which it was made; None for a reset
+    value: int  #: MHz or watts; 0 for a reset
+    seen_s: float  #: when the request was seen
     begun_s: float  #: when the call began
-    ended_s: float  #: when it returned
-    before_mhz: int | None  #: the clock that was achieved right before; None: not known
+    ended_s: float  #: when the call returned
+    before_mhz: int | None  #: achieved clock right before; None if it is not known
 
 
-class Seen(NamedTuple):
-    """A clock that was read."""
+class ClockSample(NamedTuple):
+    """An achieved clock that was read."""
 
     time_s: float
     clock_mhz: int | None
 
 
-def with_changes(
+def match_changes(
     iteration: int,
     computations: Sequence[Computation],
     clocks: Sequence[int] | None,
     spans_s: Sequence[tuple[float, float]],
-    changes: Sequence[Change],
+    calls: Sequence[SetCall],
     *,
-    asked_s: float,
+    first_asked_s: float,
     in_force: int | None,
-    readings: Sequence[Seen] = (),
+    samples: Sequence[ClockSample] = (),
 ) -> tuple[ComputationRecord, ...]:
-    """One rank's computations of an iteration, with the changes that were made for them; O(n log n).
+    """Return the computations of one rank in an iteration, with the changes made for them; O(n log n).
 
     Args:
-        iteration: its number.
-        computations: what ran, first to last.
-        clocks: what each was to run at; None: no clock was asked for.
-        spans_s: when each began and ended.
-        changes: those of the rank's GPUs in the order of their calls, from the middle of the last computation of the
-            iteration before on.
-        asked_s: when the clock of the first computation was asked for; that of another is when the one before it ends.
-        in_force: what was set before the first of `changes`; None: not known.
-        readings: clocks that were read beside those of `changes`.
+        iteration: Number of the iteration.
+        computations: What ran, in order.
+        clocks: The requested clock of each computation; None if no clocks were requested.
+        spans_s: When each computation began and ended.
+        calls: Calls that set the rank's GPU, in order, from the middle of the last computation of the previous
+            iteration on.
+        first_asked_s: When the clock of the first computation was requested; the clock of any other computation is
+            requested when the one before it ends.
+        in_force: The clock that was set before the first of `calls`; None if it is not known.
+        samples: Clocks that were read in addition to those of `calls`.
     """
-    calls = _Calls(changes, in_force)
-    asked = {} if clocks is None else dict(_asked_by_place(clocks, spans_s, calls, asked_s))
-    achieved = _achieved_mhz(spans_s, changes, readings)
-    ran, nothing = [], _Asked()
-    for place, (computation, span, mhz) in enumerate(zip(computations, spans_s, achieved, strict=True)):
-        clock = None if clocks is None else clocks[place]
-        ran.append(ComputationRecord(iteration, computation, *span, clock, *asked.get(place, nothing), mhz))
-    return tuple(ran)
+    index = _CallIndex(calls, in_force)
+    requests = {} if clocks is None else dict(_requests(clocks, spans_s, index, first_asked_s))
+    achieved = _achieved_mhz(spans_s, calls, samples)
+    records, no_request = [], _Request()
+    for position, (computation, span, mhz) in enumerate(zip(computations, spans_s, achieved, strict=True)):
+        clock = None if clocks is None else clocks[position]
+        request = requests.get(position, no_request)
+        records.append(ComputationRecord(iteration, computation, *span, clock, *request, mhz))
+    return tuple(records)
 
 
-def _asked_by_place(
-    clocks: Sequence[int], spans_s: Sequence[tuple[float, float]], calls: _Calls, first_s: float
-) -> Iterator[tuple[int, _Asked]]:
-    """The places for which a change was asked."""
-    for first, last in _stretches(clocks):
-        from_s = spans_s[first - 1][1] if first else first_s
+def _requests(
+    clocks: Sequence[int], spans_s: Sequence[tuple[float, float]], index: _CallIndex, first_asked_s: float
+) -> Iterator[tuple[int, _Request]]:
+    """Yield the positions for which a change was requested, with the request."""
+    for first, last in _segments(clocks):
+        asked_s = spans_s[first - 1][1] if first else first_asked_s
         since_s = spans_s[first - 1][0] if first else -math.inf
-        made = calls.made(range(first, last + 1), clocks[first], since_s, spans_s[last][1])
-        if made is not None:
-            # A time of the device, as it is known on its node, may be a little after what followed it was seen.
-            yield first, _Asked(min(from_s, made.seen_s), made.begun_s, made.ended_s)
-        elif calls.in_force(from_s) != clocks[first]:
-            yield first, _Asked(from_s)
+        call = index.find(range(first, last + 1), clocks[first], since_s, spans_s[last][1])
+        if call is not None:
+            # Times of the device are not exact: the end of a computation may seem later than the request that follows.
+            yield first, _Request(min(asked_s, call.seen_s), call.begun_s, call.ended_s)
+        elif index.in_force(asked_s) != clocks[first]:
+            yield first, _Request(asked_s)
 
 
-class _Asked(NamedTuple):
-    """Of one computation: when its clock was asked for, and when the call that set it began and returned."""
+class _Request(NamedTuple):
+    """When the clock of a computation was requested, and when the call that set it began and returned."""
 
     asked_s: float | None = None
     set_begin_s: float | None = None
     set_end_s: float | None = None
 
 
-class _Calls:
-    """The changes, found by place and by time."""
+class _CallIndex:
+    """Finds calls by position and by time."""
 
-    def __init__(self, changes: Sequence[Change], before: int | None) -> None:
-        self._changes, self._before = changes, before
-        self._begun_s = [each.begun_s for each in changes]
-        self._of_place: dict[int | None, list[Change]] = {}
-        for each in changes:
-            self._of_place.setdefault(each.place, []).append(each)
+    def __init__(self, calls: Sequence[SetCall], before: int | None) -> None:
+        self._calls, self._before = calls, before
+        self._begun_s = [call.begun_s for call in calls]
+        self._by_position: dict[int | None, list[SetCall]] = {}
+        for call in calls:
+            self._by_position.setdefault(call.position, []).append(call)
 
-    def made(self, places: range, value: int, since_s: float, until_s: float) -> Change | None:
-        """The change to `value` that was made for one of `places` in that time."""
-        of_places = (each for place in places for each in self._of_place.get(place, ()))
-        return next((each for each in of_places if each.value == value and since_s <= each.seen_s <= until_s), None)
+    def find(self, positions: range, value: int, since_s: float, until_s: float) -> SetCall | None:
+        """Return the call to set `value` that was made for one of the positions and seen in this span of time."""
+        calls = (call for position in positions for call in self._by_position.get(position, ()))
+        return next((call for call in calls if call.value == value and since_s <= call.seen_s <= until_s), None)
 
     def in_force(self, at_s: float) -> int | None:
-        """What was set last before `at_s`."""
+        """Return the value that was set last before `at_s`."""
         count = bisect_right(self._begun_s, at_s)
-        return self._changes[count - 1].value if count else self._before
+        return self._calls[count - 1].value if count else self._before
 
 
-def _stretches(clocks: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """The first and last place of each stretch of equal clocks."""
+def _segments(clocks: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Yield the first and the last position of each segment of equal clocks."""
     first = 0
-    for place in range(1, len(clocks) + 1):
-        if place == len(clocks) or clocks[place] != clocks[first]:
-            yield first, place - 1
-            first = place
+    for position in range(1, len(clocks) + 1):
+        if position == len(clocks) or clocks[position] != clocks[first]:
+            yield first, position - 1
+            first = position
 
 
 def _achieved_mhz(
-    spans_s: Sequence[tuple[float, float]], changes: Sequence[Change], readings: Sequence[Seen]
+    spans_s: Sequence[tuple[float, float]], calls: Sequence[SetCall], samples: Sequence[ClockSample]
 ) -> Iterator[int | None]:
-    """The first clock that was read after the middle of each: no change was made in between."""
-    seen = sorted([*readings, *(Seen(each.begun_s, each.before_mhz) for each in changes)], key=_time_s)
+    """Yield the first clock that was read after the middle of each computation: no call was made in between."""
+    ordered = sorted([*samples, *(ClockSample(call.begun_s, call.before_mhz) for call in calls)], key=_time_s)
     for begin_s, end_s in spans_s:
-        place = bisect_left(seen, (begin_s + end_s) / 2, key=_time_s)
-        yield seen[place].clock_mhz if place < len(seen) else None
+        index = bisect_left(ordered, (begin_s + end_s) / 2, key=_time_s)
+        yield ordered[index].clock_mhz if index < len(ordered) else None
 
 
-def _time_s(seen: Seen) -> float:
-    return seen.time_s
+def _time_s(sample: ClockSample) -> float:
+    return sample.time_s

@@ -1,72 +1,244 @@
-"""A run folder as the ranks of a job write it together, each its own files, and the plans that they run by.
+"""The files of a run folder, which the ranks of a job write together.
 
-    plan-1.yaml              a plan that was run by; plan-1-pipeline-0.yaml where each pipeline has one of its own
-    iterations-3.csv         rank 3, a row for each iteration, added as it ends
+    plan-1.yaml              a plan; plan-1-pipeline-0.yaml if each pipeline has its own
+    iterations-3.csv         the iterations of rank 3, a row for each, appended as it ends
     iterations-3.old.csv     the rows before these, once there are many
     computations-3.csv       the computations of its last iterations
 
-Rows are added as a whole, so that whoever reads the file, at whatever moment, finds whole rows and at most one that is
-cut off. A rank keeps at most 16 MiB of rows: the older half goes when there are more.
+A row is appended by one write. So a reader finds whole rows at any time, and at most one that is cut off because the
+rank was killed or the disk was full; that one has no end of line, and is not read. An empty cell is a value that is not
+known. A rank keeps at most 16 MiB of rows: if there are more, the older half is deleted.
 """
 
 from __future__ import annotations
 
+import csv
 import errno
+import io
+import math
 import os
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
-from perseus_planner.files import replacing
-from perseus_planner.runs.rows import COMPUTATIONS, ITERATIONS
+from perseus_planner.errors import RunError, ScheduleError, shown
+from perseus_planner.files import reading, replacing
+from perseus_planner.gpu.protocol import THROTTLE_REASONS
+from perseus_planner.runs.records import ComputationRecord, IterationRecord
+from perseus_planner.schedules import Computation
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     from perseus_planner.plans.plan import Plan
-    from perseus_planner.runs.records import ComputationRecord, IterationRecord
 
 MAX_BYTES = 8 * 2**20
-"""Of one file of rows; there are two of them at most."""
+"""Size of one file of rows; a rank has at most two."""
+
+_MAX_READ_BYTES = 64 * 2**20  #: far above the size of a file that a run writes
+_THROTTLED = "throttled_s_"  #: before a throttle reason, as the name of a column
+
+Row = TypeVar("Row")
 
 
-class Recording:
-    """What one rank writes; each method raises OSError where the folder cannot be written.
+class _Cell(NamedTuple):
+    """The values of a column: `read` returns None for a wrong text, and `expected` describes a right one."""
 
-    What an earlier run has left in this rank's files goes with the first row.
+    read: Callable[[str], Any]
+    expected: str
+    is_optional: bool = False
+
+    def or_empty(self) -> _Cell:
+        return self._replace(is_optional=True)
+
+
+def _whole(text: str) -> int | None:
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 19 else None
+
+
+def _finite(text: str) -> float | None:
+    try:
+        value = float(text)
+    except ValueError:
+        return None
+    return value if math.isfinite(value) and "_" not in text else None
+
+
+def _computation(text: str) -> Computation | None:
+    try:
+        return Computation.parse(text)
+    except ScheduleError:
+        return None
+
+
+def _origin(text: str) -> str | None:
+    return text if text in ("measured", "simulated") else None
+
+
+_WHOLE, _NUMBER = _Cell(_whole, "a whole number of 0 or more"), _Cell(_finite, "a finite number")
+_TEXT, _ORIGIN = _Cell(str, "a text"), _Cell(_origin, "measured or simulated")
+_COMPUTATION = _Cell(_computation, "a computation such as 3F17")
+
+
+@dataclass(frozen=True)
+class Table(Generic[Row]):
+    """The format of one kind of CSV file.
+
+    Attributes:
+        columns: Name -> its cells.
+        values_of: Returns the value of each column of a row.
+        row_of: Returns the row with these values by column.
+    """
+
+    columns: Mapping[str, _Cell]
+    values_of: Callable[[Row], Sequence[object]]
+    row_of: Callable[[dict[str, Any]], Row]
+
+    @property
+    def header(self) -> str:
+        """The first line of a file."""
+        return ",".join(self.columns) + "\n"
+
+    def line(self, row: Row) -> str:
+        """Return the line that `read` reads as an equal row."""
+        text = io.StringIO()
+        values = ["" if value is None else value for value in self.values_of(row)]
+        csv.writer(text, lineterminator="\n").writerow(values)
+        return text.getvalue()
+
+    def read(self, path: Path) -> list[Row]:
+        """Return the whole rows of a file, which may be written meanwhile.
+
+        Raises:
+            RunError: If the file cannot be read, or has a whole line that the planner did not write.
+        """
+        header, *lines = [*_whole_lines(path)] or [self.header.rstrip("\n")]
+        if header != self.header.rstrip("\n"):
+            raise RunError(f"{path}, line 1: has other columns; read it with the planner that the training ran with")
+        return [self._row(f"{path}, line {number}", line) for number, line in enumerate(lines, 2)]
+
+    def _row(self, where: str, line: str) -> Row:
+        try:
+            (texts,) = csv.reader([line], strict=True)
+        except (csv.Error, ValueError):
+            texts = []
+        if len(texts) != len(self.columns):
+            raise RunError(f"{where}: is not a row of {len(self.columns)} cells; the file was changed: record it again")
+        values = {}
+        for (name, cell), text in zip(self.columns.items(), texts, strict=True):
+            values[name] = cell.read(text) if text else None
+            if values[name] is None and (text or not cell.is_optional):
+                raise RunError(f"{where}, column {name!r}: {shown(text)} is not {cell.expected}; the file was changed")
+        return self.row_of(values)
+
+
+def _whole_lines(path: Path) -> list[str]:
+    """Return the lines that have an end, without it."""
+    with reading(path, RunError), path.open("rb") as file:
+        data = file.read(_MAX_READ_BYTES + 1)
+    if len(data) > _MAX_READ_BYTES:
+        raise RunError(f"{path}: is larger than {_MAX_READ_BYTES} bytes, so not what a run writes; name another folder")
+    return [line.decode(errors="replace") for line in data.split(b"\n")[:-1]]
+
+
+_ITERATION_COLUMNS = {
+    "iteration": _WHOLE,
+    "version": _WHOLE.or_empty(),
+    "pipeline": _WHOLE,
+    "pipeline_rank": _WHOLE,
+    "begin_s": _NUMBER,
+    "end_s": _NUMBER,
+    "busy_s": _NUMBER,
+    "planned_busy_s": _NUMBER.or_empty(),
+    "energy_j": _NUMBER.or_empty(),
+    "clock": _NUMBER.or_empty(),
+    "achieved_mhz": _NUMBER.or_empty(),
+    "temperature_c": _NUMBER.or_empty(),
+    "changes_asked": _WHOLE,
+    "changes_set": _WHOLE,
+    "changes_late": _WHOLE,
+    "changes_overtaken": _WHOLE,
+    "off_clock_s": _NUMBER,
+    "latency_p50_s": _NUMBER.or_empty(),
+    "latency_p99_s": _NUMBER.or_empty(),
+    "origin": _ORIGIN.or_empty(),
+    "deviation": _TEXT.or_empty(),
+}
+_REASON_COLUMNS = {f"{_THROTTLED}{reason}": _NUMBER.or_empty() for reason in THROTTLE_REASONS}
+
+
+def _iteration_values(row: IterationRecord) -> list[object]:
+    values = [getattr(row, name) for name in _ITERATION_COLUMNS]
+    return [*values, *(row.throttled_s.get(reason) for reason in THROTTLE_REASONS)]
+
+
+def _iteration_of(values: dict[str, Any]) -> IterationRecord:
+    throttled_s = {name.removeprefix(_THROTTLED): values.pop(name) for name in _REASON_COLUMNS}
+    known_s = {reason: seconds for reason, seconds in throttled_s.items() if seconds is not None}
+    return IterationRecord(**values, throttled_s=known_s)
+
+
+_COMPUTATION_COLUMNS = {
+    "iteration": _WHOLE,
+    "computation": _COMPUTATION,
+    "begin_s": _NUMBER,
+    "end_s": _NUMBER,
+    "clock": _WHOLE.or_empty(),
+    "asked_s": _NUMBER.or_empty(),
+    "set_begin_s": _NUMBER.or_empty(),
+    "set_end_s": _NUMBER.or_empty(),
+    "achieved_mhz": _WHOLE.or_empty(),
+}
+
+ITERATIONS = Table({**_ITERATION_COLUMNS, **_REASON_COLUMNS}, _iteration_values, _iteration_of)
+"""The format of `IterationRecord`s."""
+
+COMPUTATIONS = Table(
+    _COMPUTATION_COLUMNS,
+    lambda row: [getattr(row, name) for name in _COMPUTATION_COLUMNS],
+    lambda values: ComputationRecord(**values),
+)
+"""The format of `ComputationRecord`s."""
+
+
+class RankFiles:
+    """The files that one rank writes; every method raises OSError if the folder cannot be written.
+
+    The first iteration deletes the files that an earlier run has left of this rank.
 
     Args:
-        folder: of the run; made where it is missing.
-        rank: of the whole job.
+        folder: The run folder; created if it does not exist.
+        rank: Rank in the whole job.
     """
 
     def __init__(self, folder: Path, rank: int) -> None:
         self._folder, self._rank = folder, rank
-        self._begun = False
+        self._has_begun = False
 
-    def add(self, row: IterationRecord) -> None:
-        """Add a row; who reads the file from then on finds it, also when this process is killed."""
+    def add_iteration(self, record: IterationRecord) -> None:
+        """Append a row; it can be read from then on, even if this process is killed."""
         path = iterations_path(self._folder, self._rank)
-        if not self._begun:
+        if not self._has_begun:
             self._begin()
         with path.open("ab", buffering=0) as file:
             if file.tell() > MAX_BYTES:
                 os.replace(path, iterations_path(self._folder, self._rank, old=True))
         with path.open("ab", buffering=0) as file:
             header = "" if file.tell() else ITERATIONS.header
-            line = (header + ITERATIONS.line(row)).encode()
+            line = (header + ITERATIONS.line(record)).encode()
             if file.write(line) != len(line):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    def keep(self, computations: Sequence[ComputationRecord]) -> None:
+    def replace_computations(self, computations: Sequence[ComputationRecord]) -> None:
         """Replace the computations by these."""
         with replacing(computations_path(self._folder, self._rank)) as file:
             file.write((COMPUTATIONS.header + "".join(map(COMPUTATIONS.line, computations))).encode())
 
-    def keep_plan(self, plan: Plan, version: int, pipeline: int | None) -> None:
-        """Write down what is run by; `pipeline`: which one runs by it, None: all.
+    def save_plan(self, plan: Plan, version: int, pipeline: int | None) -> None:
+        """Save a plan that is run by; `pipeline` is None if all pipelines run by it.
 
         Raises:
-            PlanError: it cannot be written.
+            PlanError: If it cannot be written.
         """
         self._folder.mkdir(parents=True, exist_ok=True)
         plan.save(plan_path(self._folder, version, pipeline))
@@ -79,19 +251,19 @@ class Recording:
             computations_path(self._folder, self._rank),
         ):
             path.unlink(missing_ok=True)
-        self._begun = True
+        self._has_begun = True
 
 
 def plan_path(folder: Path, version: int, pipeline: int | None) -> Path:
-    """The file of a plan."""
+    """Return the path of a plan."""
     return folder / (f"plan-{version}.yaml" if pipeline is None else f"plan-{version}-pipeline-{pipeline}.yaml")
 
 
 def iterations_path(folder: Path, rank: int, *, old: bool = False) -> Path:
-    """The file of the iterations of a rank."""
+    """Return the path of the iterations of a rank."""
     return folder / f"iterations-{rank}{'.old' if old else ''}.csv"
 
 
 def computations_path(folder: Path, rank: int) -> Path:
-    """The file of the computations of a rank."""
+    """Return the path of the computations of a rank."""
     return folder / f"computations-{rank}.csv"

@@ -1,7 +1,7 @@
-"""What was measured of one iteration on one rank, and which clock change was for which computation.
+"""What a rank records of an iteration and of its computations.
 
-Times are in seconds since the epoch, as the clock of the rank's node has it. What is called a clock here is in the unit
-of the plan's control: MHz, or watts of a power limit; what was achieved is always in MHz.
+Times are seconds since the epoch by the clock of the rank's node. A clock is in the unit of the plan's control: MHz, or
+watts of a power limit. Achieved clocks are always in MHz.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ if TYPE_CHECKING:
     from perseus_planner.schedules import Computation
 
 LATE = 0.1
-"""A change is late when more than this share of the first computation that it is for was over before it was set."""
-_LONGEST = 300  #: characters that are kept of what an engine did
+"""A change is late if more than this share of the first computation that it is for had run before it was set."""
+_MAX_CHARACTERS = 300  #: of a deviation
 
 
 @dataclass(frozen=True)
 class ComputationRecord:
-    """One computation that ran.
+    """One computation.
 
     Attributes:
-        iteration: number of the iteration.
-        computation: what ran.
-        begin_s: when it began.
-        end_s: when it ended.
-        clock: what it was to run at; None: at no clock of its own.
-        asked_s: when the GPU was first asked for that clock; None where it was in force, so that nothing was to be set.
-        set_begin_s: when the call that set it began; None: there was none before another clock was asked for.
-        set_end_s: when that call returned.
-        achieved_mhz: the clock that was read after most of it had run; None: not known.
+        iteration: Number of the iteration.
+        computation: What ran.
+        begin_s: When it began.
+        end_s: When it ended.
+        clock: The clock that it should run at; None if no clock was requested for it.
+        asked_s: When that clock was first requested; None if it was in force already.
+        set_begin_s: When the call that set the clock began; None if another clock was requested before.
+        set_end_s: When that call returned.
+        achieved_mhz: Achieved clock, read after most of the computation had run; None if it is not known.
     """
 
     iteration: int
@@ -49,34 +49,36 @@ class ComputationRecord:
 
     @property
     def duration_s(self) -> float:
-        """How long it ran, seconds."""
+        """How long it ran, in seconds."""
         return self.end_s - self.begin_s
 
     @property
     def is_late(self) -> bool:
-        """Whether its clock was set when more than `LATE` of it was over."""
+        """Whether its clock was set after more than `LATE` of it had run."""
         return self.set_end_s is not None and self.set_end_s - self.begin_s > LATE * self.duration_s
 
     @property
     def is_overtaken(self) -> bool:
-        """Whether its clock was never set before another one was asked for."""
+        """Whether another clock was requested before its own was set."""
         return self.asked_s is not None and self.set_end_s is None
 
 
 @dataclass(frozen=True, kw_only=True)
-class RanChanges:
-    """What the clock changes of one rank came to in an iteration, and what it ran at.
+class ChangeStatistics:
+    """Statistics of the clock changes of one rank in an iteration, and of its clocks.
 
     Attributes:
-        changes_asked: clock changes that were asked for.
-        changes_set: those that were made before another clock was asked for.
-        changes_late: those of them that were made when more than `LATE` of the first computation was over.
-        changes_overtaken: those that were not made before another clock was asked for.
-        off_clock_s: seconds of computation before the clock was set that was asked for.
-        latency_p50_s: from when a clock was asked for until its call returned, median; None: none was set.
-        latency_p99_s: the same, 99th percentile.
-        clock: mean by time of the clocks that were asked for, over the computations whose achieved clock is known.
-        achieved_mhz: mean achieved clock of these, by time; None, as `clock`: none is known.
+        changes_asked: Number of clock changes that were requested.
+        changes_set: Number of them that were made before another clock was requested.
+        changes_late: Number of those made after more than `LATE` of the first computation had run.
+        changes_overtaken: Number of requested changes that were not made before another clock was requested.
+        off_clock_s: Seconds of computation before the requested clock was set.
+        latency_p50_s: Median seconds from the request of a clock to the return of the call that sets it; None if no
+            clock was set.
+        latency_p99_s: The same for the 99th percentile.
+        clock: Mean requested clock, weighted by time, over the computations whose achieved clock is known; None if no
+            achieved clock is known.
+        achieved_mhz: Mean achieved clock of the same computations, weighted by time.
     """
 
     changes_asked: int = 0
@@ -90,8 +92,8 @@ class RanChanges:
     achieved_mhz: float | None = None
 
     @classmethod
-    def of(cls, computations: Sequence[ComputationRecord]) -> RanChanges:
-        """What they came to in an iteration of `computations`, in the order in which they ran."""
+    def of(cls, computations: Sequence[ComputationRecord]) -> ChangeStatistics:
+        """Return the statistics of an iteration; `computations` are in the order in which they ran."""
         asked = [each for each in computations if each.asked_s is not None]
         latencies_s = sorted(
             each.set_end_s - each.asked_s for each in asked if each.set_end_s is not None and each.asked_s is not None
@@ -111,23 +113,25 @@ class RanChanges:
 
 
 @dataclass(frozen=True, kw_only=True)
-class IterationRecord(RanChanges):
+class IterationRecord(ChangeStatistics):
     """One iteration on one rank.
 
+    A value that is not known is None.
+
     Attributes:
-        iteration: its number.
-        version: of the plan that it ran by; None: by none.
-        pipeline: which of the pipelines the rank is in, by a number that no other one has.
-        pipeline_rank: which rank of that pipeline it is.
-        begin_s: when it began.
-        end_s: when it ended.
-        busy_s: seconds of its computations.
-        planned_busy_s: what they take by the measurements in the plan; None where it did not run as planned.
-        energy_j: joules of this rank's GPU from begin to end; None: not known.
-        temperature_c: degrees Celsius at its end; None: not known.
-        throttled_s: reason -> seconds of it in which that held the GPU back, of the reasons that are counted.
-        deviation: what was not as planned; None: nothing.
-        origin: how energy, clocks and throttling come to be, "measured" or "simulated"; None: no GPU was read.
+        iteration: Number of the iteration.
+        version: Version of the plan that it ran by; None if it ran without a plan.
+        pipeline: Number of the rank's pipeline, unique among the pipelines.
+        pipeline_rank: Rank in the pipeline.
+        begin_s: When it began.
+        end_s: When it ended.
+        busy_s: Seconds of its computations.
+        planned_busy_s: Seconds of its computations by the measurements in the plan; None if it did not run as planned.
+        energy_j: Joules of this rank's GPU from begin to end.
+        temperature_c: Degrees Celsius at its end.
+        throttled_s: Throttle reason -> seconds in which it held the GPU back, for the reasons that the GPU counts.
+        deviation: What was not as planned; None if it ran as planned.
+        origin: "measured" or "simulated", for energy, clocks and throttling; None if no GPU was read.
     """
 
     iteration: int
@@ -148,16 +152,16 @@ class IterationRecord(RanChanges):
         object.__setattr__(self, "throttled_s", dict(self.throttled_s))
         if self.deviation is not None:
             one_line = " ".join(self.deviation.split()).encode(errors="replace").decode()
-            object.__setattr__(self, "deviation", one_line.replace("\0", "")[:_LONGEST] or "not said")
+            object.__setattr__(self, "deviation", one_line.replace("\0", "")[:_MAX_CHARACTERS] or "unknown")
 
     @property
     def time_s(self) -> float:
-        """How long it took, seconds."""
+        """How long it took, in seconds."""
         return self.end_s - self.begin_s
 
     @property
     def is_as_planned(self) -> bool:
-        """Whether it ran by a plan, and as that says."""
+        """Whether it ran by a plan without a deviation."""
         return self.version is not None and self.deviation is None
 
 
@@ -166,16 +170,16 @@ def _off_clock_s(computations: Sequence[ComputationRecord]) -> float:
     for each in computations:
         if each.asked_s is not None:
             until_s = math.inf if each.set_end_s is None else each.set_end_s
-        elif each.clock != clock:  # and so in force already
+        elif each.clock != clock:  # the clock was in force already
             until_s = -math.inf
         clock = each.clock
         seconds += max(0.0, min(each.end_s, until_s) - each.begin_s)
     return seconds
 
 
-def _percentile(in_order: Sequence[float], share: float) -> float | None:
-    """The nearest of the values in order; None where there are none."""
-    return in_order[int(share * (len(in_order) - 1) + 0.5)] if in_order else None
+def _percentile(sorted_values: Sequence[float], share: float) -> float | None:
+    """Return the nearest of the sorted values; None if there are none."""
+    return sorted_values[int(share * (len(sorted_values) - 1) + 0.5)] if sorted_values else None
 
 
 def _mean_by_time(computations: Sequence[ComputationRecord], values: Sequence[float]) -> float | None:

@@ -14,8 +14,7 @@ from perseus_planner.displayed import Shown
 from perseus_planner.errors import RunError
 from perseus_planner.files import reading
 from perseus_planner.plans.plan import Plan
-from perseus_planner.runs.recording import computations_path, iterations_path, plan_path
-from perseus_planner.runs.rows import COMPUTATIONS, ITERATIONS
+from perseus_planner.runs.recording import COMPUTATIONS, ITERATIONS, computations_path, iterations_path, plan_path
 
 if TYPE_CHECKING:
     import os

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from perseus_planner.plans.replay import clock_calls, replay
-from perseus_planner.runs.matching import Change, with_changes
+from perseus_planner.runs.matching import SetCall, match_changes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,7 +25,7 @@ def foreseen(plan: Plan) -> tuple[tuple[ComputationRecord, ...], ...]:
         own = [call for call in calls if call.rank == number]
         changes = [_change(call, spans_s, before) for call, before in zip(own, _before(clocks, own), strict=True)]
         asked_s = min([0.0, *(call.requested_s for call in own)])
-        ranks.append(with_changes(0, program, clocks, spans_s, changes, asked_s=asked_s, in_force=clocks[-1]))
+        ranks.append(match_changes(0, program, clocks, spans_s, changes, first_asked_s=asked_s, in_force=clocks[-1]))
     return tuple(ranks)
 
 
@@ -34,7 +34,7 @@ def _before(clocks: Sequence[int], calls: Sequence[Call]) -> list[int]:
     return [clocks[-1], *(call.clock_mhz for call in calls)][: len(calls)]
 
 
-def _change(call: Call, spans_s: Sequence[tuple[float, float]], before: int) -> Change:
+def _change(call: Call, spans_s: Sequence[tuple[float, float]], before: int) -> SetCall:
     # A rank asks for the clock of what it runs next.
     place = next(place for place, (start_s, _) in enumerate(spans_s) if start_s >= call.requested_s)
-    return Change(place, call.clock_mhz, call.requested_s, call.start_s, call.end_s, before)
+    return SetCall(place, call.clock_mhz, call.requested_s, call.start_s, call.end_s, before)

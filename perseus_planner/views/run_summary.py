@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import fmean, median
 from typing import TYPE_CHECKING
 
-from perseus_planner.runs.records import IterationRecord, RanChanges
+from perseus_planner.runs.records import ChangeStatistics, IterationRecord
 from perseus_planner.views.plan_summary import summarize_plan
 from perseus_planner.views.run_planned import foreseen
 
@@ -192,7 +192,7 @@ class _Planned:
 
     busy_s: float
     energy_j: float
-    changes: RanChanges
+    changes: ChangeStatistics
 
 
 def _planned(plan: Plan, time_s: float) -> list[_Planned]:
@@ -202,7 +202,7 @@ def _planned(plan: Plan, time_s: float) -> list[_Planned]:
         _Planned(
             math.fsum(each.duration_s for each in computations),
             (rank.energy_j + waiting_w * (time_s - plan.time_s)) / plan.gpus_per_stage,
-            RanChanges.of(computations),
+            ChangeStatistics.of(computations),
         )
         for rank, computations, waiting_w in ranks
     ]

@@ -18,7 +18,7 @@ from perseus_planner.runtime.agent.embedded import EmbeddedService, Embedding
 from perseus_planner.runtime.agent.findings import Findings
 from perseus_planner.runtime.agent.store import Card, Mailbox
 from perseus_planner.runtime.agent.summing import Summing
-from perseus_planner.runtime.switching.proposals import Decided, Proposal, Refused
+from perseus_planner.runtime.switching.agreement import Acceptance, Proposal, Rejection
 from perseus_planner.service.client.client import TIMEOUT_S, Client
 
 if TYPE_CHECKING:
@@ -26,8 +26,7 @@ if TYPE_CHECKING:
 
     from perseus_planner.plans.plan import Plan
     from perseus_planner.runtime.agent.settings import ServedJob
-    from perseus_planner.runtime.job import Job
-    from perseus_planner.runtime.notices import Notices
+    from perseus_planner.runtime.job import JobWarnings, TrainingJob
     from perseus_planner.runtime.switching.plans import GivenPlan
     from perseus_planner.service.answers import PlanVersion
     from perseus_planner.service.requests import Registration
@@ -74,24 +73,24 @@ class Agent:
         pipelines: how many there are.
         plan: what is run by at first.
         switch_to: of the `Runtime`.
-        notices: of this rank.
+        warnings: of this rank.
     """
 
     def __init__(
         self,
         served: ServedJob,
-        job: Job,
+        job: TrainingJob,
         pipelines: int,
         plan: Plan | None,
         switch_to: Callable[[GivenPlan], Proposal],
-        notices: Notices,
+        warnings: JobWarnings,
     ) -> None:
         self._served, self._job, self._pipelines, self._plan = served, job, pipelines, plan
         self._name = served.name or ""
         embedding = Embedding.parse(served.address)
         self._own = None if embedding is None else EmbeddedService(embedding, self._name)
         self._address = served.address
-        self._switch_to, self._notices = switch_to, notices
+        self._switch_to, self._warnings = switch_to, warnings
         self._mailbox, self._findings = Mailbox(job.store), Findings()
         self._stopped = threading.Event()
         self._is_known = threading.Event()  #: the service knows the job
@@ -134,7 +133,7 @@ class Agent:
         if self._own is not None:
             self._address = self._own.running()
             text = f"the service of job {self._name} listens at {self._address}"
-            self._notices.say("embedded", text, by="rank 0")
+            self._warnings.warn("embedded", text, by="rank 0")
 
     # What the service wants.
 
@@ -143,7 +142,7 @@ class Agent:
         try:
             registration = self._registration()
         except (PlannerError, OSError, RuntimeError) as error:  # the frontier's file; the job's store
-            self._notices.say("service", f"the service is not asked for plans: {error}", by="rank 0")
+            self._warnings.warn("service", f"the service is not asked for plans: {error}", by="rank 0")
             return
         service: Client | None = None
         with ExitStack() as stack:
@@ -197,7 +196,7 @@ class Agent:
         try:
             proposal = self._switch_to(dict(enumerate(found.plans)))
         except PlannerError as error:
-            self._notices.say("service plan", f"the service's plans cannot be taken: {error}", by="rank 0")
+            self._warnings.warn("service plan", f"the service's plans cannot be taken: {error}", by="rank 0")
         else:
             self._open = (found, proposal, time.monotonic())
 
@@ -249,18 +248,18 @@ class Agent:
         if counters is not None:
             service.telemetry(self._name, counters)
 
-    def _taken(self) -> tuple[PlanVersion, Decided] | None:
+    def _taken(self) -> tuple[PlanVersion, Acceptance] | None:
         """The plans that were proposed last, once all ranks take them; what they do not take is proposed again."""
         with self._lock:
             if self._open is None:
                 return None
             plans, proposal, since_s = self._open
             outcome = proposal.outcome
-            if isinstance(outcome, Refused) and not self._stopped.is_set():
-                self._notices.say("service plan", f"the service's plans were not taken: {outcome.text}", by="rank 0")
+            if isinstance(outcome, Rejection) and not self._stopped.is_set():
+                self._warnings.warn("service plan", f"the service's plans were not taken: {outcome.text}", by="rank 0")
                 if time.monotonic() - since_s > _AGAIN_S:
                     self._propose(plans)
-            return (plans, outcome) if isinstance(outcome, Decided) else None
+            return (plans, outcome) if isinstance(outcome, Acceptance) else None
 
     @contextmanager
     def _refusals_said(self) -> Iterator[None]:
@@ -274,4 +273,4 @@ class Agent:
         if isinstance(error, ServiceRefusal) and error.status == NOT_FOUND:
             self._is_known.clear()
         if not self._stopped.is_set():
-            self._notices.say("service", f"{error}; training goes on by the plan it has", by="rank 0")
+            self._warnings.warn("service", f"{error}; training goes on by the plan it has", by="rank 0")

@@ -28,7 +28,7 @@ from perseus_planner.errors import PlannerError, ServiceAway, UsageError
 from perseus_planner.files import sha256
 from perseus_planner.gpu.lease.records import open_state_folder
 from perseus_planner.processes import child_environment, state_folder
-from perseus_planner.runtime.controller.peer import is_readable
+from perseus_planner.runtime.controller.protocol import is_readable
 
 TOKENS_VARIABLE = "PLANNER_SERVICE_TOKENS"
 """As for `planner serve`: a line `token role name` for each client."""

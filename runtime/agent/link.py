@@ -15,11 +15,10 @@ if TYPE_CHECKING:
     from perseus_planner.plans.plan import Plan
     from perseus_planner.runs.straggler import Straggling
     from perseus_planner.runtime.agent.settings import ServedJob
-    from perseus_planner.runtime.job import Job
-    from perseus_planner.runtime.notices import Notices
-    from perseus_planner.runtime.rendezvous import Joined
+    from perseus_planner.runtime.job import JobWarnings, TrainingJob
+    from perseus_planner.runtime.rendezvous import RankContext
+    from perseus_planner.runtime.switching.agreement import Proposal
     from perseus_planner.runtime.switching.plans import GivenPlan
-    from perseus_planner.runtime.switching.proposals import Proposal
     from perseus_planner.runtime.telemetry.counters import Counts
 
 
@@ -29,29 +28,29 @@ class ServiceLink:
     Args:
         served: what the service is to know; rank 0's counts.
         job: all ranks.
-        notices: of this rank.
+        warnings: of this rank.
     """
 
-    def __init__(self, served: ServedJob, job: Job, notices: Notices) -> None:
+    def __init__(self, served: ServedJob, job: TrainingJob, warnings: JobWarnings) -> None:
         self.served = served
-        self._job, self._notices = job, notices
+        self._job, self._warnings = job, warnings
         self._mailbox = Mailbox(job.store)
         self._agent: Agent | None = None
 
-    def begin(self, joined: Joined, plan: Plan | None, switch_to: Callable[[GivenPlan], Proposal]) -> None:
+    def begin(self, context: RankContext, plan: Plan | None, switch_to: Callable[[GivenPlan], Proposal]) -> None:
         """Training begins.
 
         Args:
-            joined: what this rank knows.
+            context: what this rank knows.
             plan: what its pipeline runs by at first.
             switch_to: of its `Runtime`.
         """
-        gpu = "" if joined.gpu is None else joined.gpu.uuid
-        card = Card(self._job.rank, joined.pipeline, joined.engine.seat.rank, socket.gethostname(), gpu)
+        gpu = "" if context.gpu is None else context.gpu.uuid
+        card = Card(self._job.rank, context.pipeline, context.engine.pipeline_rank.rank, socket.gethostname(), gpu)
         with suppress(RuntimeError):  # the job's store is gone: training itself will say that
             self._mailbox.say_place(card)
         if self._job.rank == 0:
-            self._agent = Agent(self.served, self._job, joined.pipelines, plan, switch_to, self._notices)
+            self._agent = Agent(self.served, self._job, context.pipelines, plan, switch_to, self._warnings)
             self._agent.start()
 
     def told(self, then: Callable[[Straggling], None] | None) -> Callable[[Straggling], None]:

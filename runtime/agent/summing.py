@@ -7,7 +7,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 from uuid import uuid4
 
-from perseus_planner.runtime.telemetry.counters import Counts, common
+from perseus_planner.runtime.telemetry.counters import Counts, common_counts
 from perseus_planner.service.telemetry import Counters
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class Summing:
     def look(self) -> None:
         """See how far all ranks have come; one operation of the store for each."""
         self._looked_s = time.monotonic()
-        counts = common([self._mailbox.counts(rank) for rank in range(self._ranks)])
+        counts = common_counts([self._mailbox.counts(rank) for rank in range(self._ranks)])
         self._found = None if counts is None else together(self._run, counts)
 
     def taken(self) -> Counters | None:

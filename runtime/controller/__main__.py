@@ -1,4 +1,4 @@
-"""`python -m perseus_planner.runtime.controller`: says `ready ADDRESS`, and goes on in the background."""
+"""`python -m perseus_planner.runtime.controller` prints `ready ADDRESS` and goes on in the background."""
 
 from __future__ import annotations
 
@@ -8,48 +8,50 @@ import signal
 import sys
 
 from perseus_planner.errors import PlannerError
-from perseus_planner.processes import Watched
-from perseus_planner.runtime.controller.arrivals import Arrivals
+from perseus_planner.processes import WatchedProcess
+from perseus_planner.runtime.controller.handshake import Handshakes
 from perseus_planner.runtime.controller.server import Controller
 
 
 def main() -> int:
     """Serve the ranks of this node until none is left."""
-    for politely in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(politely, signal.SIG_IGN)
-    options, starter = _options(), Watched(os.getppid())
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    options, starter = _parse_options(), WatchedProcess(os.getppid())
     if os.fork():
-        os._exit(0)  # so that who started it has no child that it must wait for
+        os._exit(0)  # so that the process that started it has no child to wait for
     try:
-        arrivals = Arrivals()
-        controller = Controller(arrivals, options.ranks, options.max_changes_per_s, starter)
+        handshakes = Handshakes()
+        controller = Controller(handshakes, options.ranks, options.max_changes_per_s, starter)
     except (PlannerError, OSError) as error:
         print(error)
         return 2
-    if _says(f"ready {arrivals.address}\n"):
+    if _report(f"ready {handshakes.address}\n"):
         controller.run()
     return 0
 
 
-def _options() -> argparse.Namespace:
+def _parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m perseus_planner.runtime.controller", description=__doc__)
-    parser.add_argument("--ranks", type=int, required=True, help="of this node")
-    parser.add_argument("--max-changes-per-s", type=float, required=True, help="of all its GPUs together")
+    parser.add_argument("--ranks", type=int, required=True, help="number of ranks on this node")
+    parser.add_argument(
+        "--max-changes-per-s", type=float, required=True, help="rate of the clock changes of all its GPUs together"
+    )
     return parser.parse_args()
 
 
-def _says(word: str) -> bool:
-    """Say it, and let go of who listens, so that nothing said later can fail; False where nobody listens."""
-    listener, nowhere = os.dup(1), os.open(os.devnull, os.O_RDWR)
+def _report(line: str) -> bool:
+    """Write the line, and close the standard streams; return False if nobody reads it."""
+    reader, nowhere = os.dup(1), os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):
         os.dup2(nowhere, descriptor)
     os.close(nowhere)
     try:
-        os.write(listener, word.encode())
+        os.write(reader, line.encode())
     except BrokenPipeError:
         return False
     finally:
-        os.close(listener)
+        os.close(reader)
     return True
 
 

@@ -1,12 +1,12 @@
-"""A rank's side of the controller: attach to it, write what is wanted, read what it says.
+"""A rank's side of the clock controller: start it, attach to it, write clock requests, read its messages.
 
-    with Connection(address, Hello(rank, gpu, "clock", os.getppid(), plan.min_dwell_s)) as connection:
-        attached = connection.attach(timeout_s=60.0)
-        connection.word[0] = word(place, clock_mhz)
+    with Connection(address, AttachRequest(rank, gpu, "clock", os.getppid(), plan.min_dwell_s)) as connection:
+        reply = connection.attach(timeout_s=60.0)
+        connection.request[0] = clock_request(position, clock_mhz)
         for message in connection.messages():
             ...
 
-`started` in the first rank of a node gives the address; that rank tells it to the others.
+`start_controller` returns the address on the first rank of a node, which passes it on to the node's other ranks.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ import select
 import signal
 import socket
 import struct
+import subprocess
+import sys
 import time
 from collections import deque
 from contextlib import suppress
@@ -23,153 +25,208 @@ from typing import TYPE_CHECKING
 
 from perseus_planner import errors
 from perseus_planner.errors import ControllerLost, GpuError
-from perseus_planner.processes import Watched
-from perseus_planner.runtime.controller.page import Page, made
-from perseus_planner.runtime.controller.peer import KIND, Peer, bound_address, credentials, is_readable
+from perseus_planner.processes import WatchedProcess, child_environment
 from perseus_planner.runtime.controller.protocol import (
-    Attached,
-    Dwell,
-    Failed,
-    Hello,
-    Leave,
-    Left,
-    Message,
-    Refused,
+    SOCKET_KIND,
+    AttachRefusal,
+    AttachReply,
+    AttachRequest,
+    Channel,
+    ControlFailure,
+    Credentials,
+    DetachReply,
+    DetachRequest,
+    DwellRequest,
+    FromRank,
+    SharedRequest,
     ToRank,
+    create_shared_memory,
+    is_readable,
+    socket_name,
 )
-from perseus_planner.runtime.controller.starting import started
 
 if TYPE_CHECKING:
     from types import TracebackType
 
-__all__ = ["HUNG_S", "LEAVE_S", "Connection", "ControllerLost", "started"]
-
 HUNG_S = 10.0
-"""After so long without a sign of life a controller is taken to hang, and is killed, for its guardian to reset."""
+"""A controller without a sign of life for this long is taken to hang and is killed, so that its guardian resets."""
 
-LEAVE_S = 15.0
-"""For how long the end of a `with` block waits for the GPU to be reset."""
+DETACH_S = 15.0
+"""How long the end of a `with` block waits for the GPU to be reset."""
 
-_CONNECT = struct.pack("ll", 10, 0)  #: seconds and microseconds for which to wait in line
-_ENDED = "the clock controller of this node has ended; what it had set is reset by its guardian"
+_CONNECT = struct.pack("ll", 10, 0)  #: seconds and microseconds to wait for the controller to accept
+_ENDED = "the clock controller of this node has ended; its guardian resets the GPUs that it had set"
+
+
+def start_controller(ranks: int, max_changes_per_s: float, timeout_s: float) -> str:
+    """Start the controller of this node, in the background and not as a child of this process.
+
+    Args:
+        ranks: How many ranks will attach to it.
+        max_changes_per_s: Rate of the clock changes of all their GPUs together.
+        timeout_s: How long to wait until it is ready, in seconds.
+
+    Returns:
+        The address that ranks attach to.
+
+    Raises:
+        GpuError: If it does not become ready.
+    """
+    if not sys.executable:
+        raise GpuError("no clock can be set: sys.executable does not name the Python to start the controller with")
+    package = "perseus_planner.runtime.controller"
+    options = ["--ranks", str(ranks), "--max-changes-per-s", repr(max_changes_per_s)]
+    with subprocess.Popen(
+        [sys.executable, "-m", package, *options],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        cwd="/",  # so that no file system is kept from being unmounted
+        env=child_environment(),
+        start_new_session=True,
+    ) as process:
+        try:
+            assert process.stdout is not None  # PIPE was asked for
+            output = _read_to_end(process.stdout.fileno(), time.monotonic() + timeout_s)
+        except TimeoutError:
+            raise GpuError(f"the clock controller of this node was not ready within {timeout_s:g} s") from None
+        finally:
+            process.kill()  # if it is not in the background yet; a controller in the background ends without ranks
+    lines = [line for line in output.splitlines() if line.strip()] or ["it ended without any output"]
+    status, _, address = lines[0].partition(" ")
+    if status != "ready":
+        raise GpuError(f"the clock controller of this node could not be started: {lines[-1].strip()}")
+    return address
+
+
+def _read_to_end(descriptor: int, deadline_s: float) -> str:
+    output = b""
+    while is_readable(descriptor, deadline_s):
+        data = os.read(descriptor, 65536)
+        if not data:
+            return output.decode(errors="replace")
+        output += data
+    raise TimeoutError
 
 
 class Connection:
-    """One rank's way to the controller; in children that are forked from the rank it does nothing.
+    """A rank's connection to the controller; in children that the rank forks it does nothing.
 
     Attributes:
-        page: the memory that is shared with the controller. It stays valid for as long as anything refers to it, also
-            when the connection is closed.
-        word: its first number: what this rank wants now, as runtime/marks.py writes it.
+        memory: Memory shared with the controller. It stays valid while anything refers to it, also after `close`.
+        request: The first number in it: what this rank wants now, as `marks.clock_request` packs it.
 
     Args:
-        address: what `started` returned in the rank that started the controller.
-        hello: who this rank is.
+        address: What `start_controller` returned.
+        attach_request: Describes this rank.
 
     Raises:
-        ControllerLost: there is no controller.
+        ControllerLost: If no controller of this user listens at the address.
     """
 
-    def __init__(self, address: str, hello: Hello) -> None:
+    def __init__(self, address: str, attach_request: AttachRequest) -> None:
         self._owner = os.getpid()
-        self._heard: deque[ToRank] = deque()
+        self._received: deque[ToRank] = deque()
         self._is_open = True
-        descriptor = made()
+        descriptor = create_shared_memory()
         try:
-            shared = Page(descriptor)
+            shared = SharedRequest(descriptor)
             shared.alive_ns[0] = time.monotonic_ns()
-            self.page, self.word, self._alive_ns = shared.memory, shared.word, shared.alive_ns
-            self._peer, pid = _connected(address)
-            self._controller = Watched(pid)
+            self.memory, self.request, self._alive_ns = shared.memory, shared.request, shared.alive_ns
+            self._channel, pid = _connect(address)
+            self._controller = WatchedProcess(pid)
             try:
-                self._check_connected()  # it lives now, so what is watched is it
-                self._tell(hello, descriptor)
+                self._check_alive()  # so the process that is watched now is the controller
+                self._send(attach_request, descriptor)
             except BaseException:
                 self.close()
                 raise
         finally:
             os.close(descriptor)
 
-    def attach(self, timeout_s: float) -> Attached:
-        """Wait until this rank's GPU is taken: for that, for the node's other ranks to come.
+    def attach(self, timeout_s: float) -> AttachReply:
+        """Wait until this rank's GPU is leased, which waits for the node's other ranks.
 
         Raises:
-            GpuError: the class and the text with which this rank is refused; or the controller does not answer in time.
-            ControllerLost: it has ended.
+            GpuError: If the controller refuses, with the class and the text that it gives, or does not answer in time.
+            ControllerLost: If the controller has ended.
         """
         deadline_s = time.monotonic() + timeout_s
-        while (message := self._awaited(deadline_s)) is not None:
-            if isinstance(message, Attached):
+        while (message := self._wait(deadline_s)) is not None:
+            if isinstance(message, AttachReply):
                 return message
-            if isinstance(message, Refused):
-                raise _error(message)
-            if isinstance(message, Failed):
+            if isinstance(message, AttachRefusal):
+                raise _refusal_error(message)
+            if isinstance(message, ControlFailure):
                 raise GpuError(message.text)
         raise GpuError(f"the clock controller of this node did not answer within {timeout_s:g} s")
 
     def fileno(self) -> int:
-        """For `select`: becomes readable when `messages` has something to give, or to raise."""
-        return self._peer.fileno()
+        """Return a descriptor that becomes readable when `messages` has something to return or to raise."""
+        return self._channel.fileno()
 
     def messages(self) -> list[ToRank]:
-        """All that the controller has said since the last call; never waits.
+        """Return all messages received since the last call; never waits.
 
         Raises:
-            ControllerLost: it has ended, and all that it said was given.
+            ControllerLost: If the controller has ended and all its messages were returned.
         """
-        given = list(self._heard)
-        self._heard.clear()
+        messages = list(self._received)
+        self._received.clear()
         try:
-            while self._is_open and (message := self._next()) is not None:
-                given.append(message)
+            while self._is_open and (message := self._receive()) is not None:
+                messages.append(message)
         except ControllerLost:
-            if not given:
+            if not messages:
                 raise
-        return given
+        return messages
 
     def age_s(self) -> float:
-        """Seconds since the controller was last seen alive; while it takes GPUs, some seconds may pass."""
+        """Return the seconds since the controller's last sign of life; while it leases GPUs, some seconds may pass."""
         return (time.monotonic_ns() - self._alive_ns[0]) / 1e9
 
     def kill(self) -> None:
-        """Kill the controller, which hangs: its guardian then resets all that it has set. Harmless when it has ended.
+        """Kill a controller that hangs, so that its guardian resets the GPUs; harmless if it has ended.
 
         Raises:
-            GpuError: this process may not.
+            GpuError: If this process has no permission to.
         """
         try:
             if self._controller.descriptor is not None:
                 signal.pidfd_send_signal(self._controller.descriptor, signal.SIGKILL)
-            elif self._is_open and not self._is_cut():  # nobody else has its number while it has the other end
+            elif self._is_open and not self._is_cut():  # its number is not reused while its end of the socket is open
                 os.kill(self._controller.pid, signal.SIGKILL)
         except ProcessLookupError:
             pass
         except PermissionError:
             raise GpuError(f"the clock controller, process {self._controller.pid}, cannot be killed: end it") from None
 
-    def dwell(self, seconds: float) -> None:
-        """From now on keep each value of this rank for so long at least.
+    def set_dwell(self, min_dwell_s: float) -> None:
+        """Have the controller keep each value of this rank for at least `min_dwell_s` seconds from now on.
 
         Raises:
-            ControllerLost: it has ended, or reads nothing any more.
+            ControllerLost: If the controller has ended or reads no messages.
         """
-        self._tell(Dwell(seconds))
+        self._send(DwellRequest(min_dwell_s))
 
-    def leave(self, timeout_s: float) -> str | None:
-        """Have this rank's GPU reset, and close; what went wrong. What was said until then, `messages` still gives."""
+    def detach(self, timeout_s: float) -> str | None:
+        """Have this rank's GPU reset, and close; return the problem if that fails.
+
+        `messages` still returns what the controller sent before.
+        """
         if not self._is_open:
             return None
         if os.getpid() != self._owner:
             self.close()
             return None
         try:
-            self._heard.extend(self.messages())  # so that there is room for what it says now
-            self._tell(Leave())
+            self._received.extend(self.messages())  # makes room in the socket
+            self._send(DetachRequest())
             deadline_s = time.monotonic() + timeout_s
-            while (message := self._awaited(deadline_s)) is not None:
-                if isinstance(message, Left):
+            while (message := self._wait(deadline_s)) is not None:
+                if isinstance(message, DetachReply):
                     return message.problem
-                self._heard.append(message)
+                self._received.append(message)
         except GpuError as error:
             return str(error)
         else:
@@ -181,9 +238,12 @@ class Connection:
             self.close()
 
     def close(self) -> None:
-        """Close, which the controller takes for this rank's end, unless a child has the socket too; may be repeated."""
+        """Close the connection; the controller then resets the GPU, unless a child has the socket too.
+
+        May be called again.
+        """
         self._is_open = False
-        self._peer.close()
+        self._channel.close()
         self._controller.close()
 
     def __enter__(self) -> Connection:
@@ -192,79 +252,73 @@ class Connection:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
-        """Leave; call `leave` before to learn what went wrong."""
-        self.leave(LEAVE_S)
+        """Detach; call `detach` yourself to learn about problems."""
+        self.detach(DETACH_S)
 
-    def _tell(self, message: Hello | Dwell | Leave, descriptor: int | None = None) -> None:
+    def _send(self, message: FromRank, descriptor: int | None = None) -> None:
         try:
-            told = self._peer.tell(message, descriptor)
+            is_sent = self._channel.send(message, descriptor)
         except EOFError:
             raise ControllerLost(_ENDED) from None
-        if not told:
-            raise ControllerLost("the clock controller of this node reads nothing any more")
+        if not is_sent:
+            raise ControllerLost("the clock controller of this node no longer reads its messages")
 
-    def _next(self) -> ToRank | None:
-        """What came next; None: nothing yet."""
+    def _receive(self) -> ToRank | None:
+        """Return the next message; None if there is none yet."""
         try:
-            heard = self._peer.heard()
+            received = self._channel.receive()
         except EOFError:
             raise ControllerLost(_ENDED) from None
         except ValueError as error:
-            raise ControllerLost(f"the clock controller of this node is not one of this version: {error}") from None
-        return None if heard is None else _for_rank(heard)
+            raise ControllerLost(f"the clock controller of this node has another version: {error}") from None
+        if received is None:
+            return None
+        message, descriptor = received
+        if descriptor is not None:
+            os.close(descriptor)
+        if isinstance(message, FromRank):
+            raise ControllerLost("the process at the address of the clock controller is not a clock controller")
+        return message
 
-    def _awaited(self, deadline_s: float) -> ToRank | None:
-        """The next message; None: none came in time."""
-        while (message := self._next()) is None:
+    def _wait(self, deadline_s: float) -> ToRank | None:
+        """Return the next message; None if none arrives in time."""
+        while (message := self._receive()) is None:
             if not is_readable(self.fileno(), deadline_s):
                 return None
         return message
 
-    def _check_connected(self) -> None:
+    def _check_alive(self) -> None:
         if self._is_cut():
             raise ControllerLost(_ENDED)
 
     def _is_cut(self) -> bool:
+        """Whether the other end of the socket is closed."""
         poller = select.poll()
         poller.register(self.fileno(), 0)
         return bool(poller.poll(0))
 
 
-def _connected(address: str) -> tuple[Peer, int]:
-    """A connection, and the process that listens there.
+def _connect(address: str) -> tuple[Channel, int]:
+    """Return a connection, and the process that listens at the address.
 
     Raises:
-        ControllerLost: there is none, or it is another user's.
+        ControllerLost: If nothing listens there, or the process belongs to another user.
     """
-    connection = socket.socket(socket.AF_UNIX, KIND)
+    connection = socket.socket(socket.AF_UNIX, SOCKET_KIND)
     try:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _CONNECT)
-        connection.connect(bound_address(address))
+        connection.connect(socket_name(address))
     except OSError as error:
         connection.close()
         raise ControllerLost(f"the clock controller of this node cannot be reached at {address}: {error}") from None
-    who = credentials(connection)
-    if not who.are_trusted():
+    other = Credentials.of(connection)
+    if not other.is_same_user():
         connection.close()
-        raise ControllerLost(f"what listens at {address} is process {who.pid} of user {who.uid}, not of this one")
-    return Peer(connection), who.pid
+        raise ControllerLost(f"the process that listens at {address}, {other.pid}, belongs to user {other.uid}")
+    return Channel(connection), other.pid
 
 
-def _for_rank(heard: tuple[Message, int | None]) -> ToRank:
-    """What was heard, if it is for a rank.
-
-    Raises:
-        ControllerLost: it is not.
-    """
-    message, descriptor = heard
-    if descriptor is not None:
-        os.close(descriptor)
-    if isinstance(message, (Hello, Dwell, Leave)):
-        raise ControllerLost("what listens at the address of the clock controller is none")
-    return message
-
-
-def _error(refused: Refused) -> GpuError:
-    """The error that the controller met."""
-    kind = getattr(errors, refused.error, None)
-    return kind(refused.text) if isinstance(kind, type) and issubclass(kind, GpuError) else GpuError(refused.text)
+def _refusal_error(refusal: AttachRefusal) -> GpuError:
+    """Return the error that the controller met."""
+    kind = getattr(errors, refusal.error, None)
+    return kind(refusal.text) if isinstance(kind, type) and issubclass(kind, GpuError) else GpuError(refusal.text)

@@ -1,64 +1,78 @@
-"""What ranks and the controller say to each other: values here, one line of JSON each on the way.
+"""How ranks and the clock controller talk: messages, the socket that carries them, and the memory that they share.
 
-    {"message":"Changed","place":3,"value":1200,"seen_ns":…,"begun_ns":…,"ended_ns":…,"before_mhz":1410}
+A message is a frozen dataclass here and one line of JSON on the socket:
+
+    {"message":"ControlChange","position":3,"value":1200,"seen_ns":…,"begun_ns":…,"ended_ns":…,"before_mhz":1410}
 
 All times are nanoseconds of the monotonic clock, which the processes of a node share.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
-from dataclasses import asdict, dataclass, fields
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeAlias, get_args
+import mmap
+import os
+import secrets
+import select
+import socket
+import struct
+import time
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Literal, NamedTuple, NoReturn, TypeAlias, get_args
 
 from perseus_planner.errors import UsageError
+from perseus_planner.strict_json import read_fields
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-LONGEST = 65536
-"""Bytes of a line, at most."""
+MAX_LINE_BYTES = 65536
 
-Knob = Literal["clock", "power-limit", "observed"]
-"""What a rank's values are: MHz of a clock, watts of a power limit, or nothing that is ever set."""
+SOCKET_KIND = socket.SOCK_SEQPACKET
+"""A socket that keeps messages apart: a line arrives whole or not at all."""
+
+Control = Literal["clock", "power-limit", "observed"]
+"""What the values of a rank set: a clock in MHz, a power limit in watts, or nothing because the GPU is only read."""
 
 
 @dataclass(frozen=True)
-class Hello:
-    """A rank's first words, which come with its page.
+class AttachRequest:
+    """The first message of a rank, sent together with the descriptor of its shared memory.
 
     Attributes:
-        rank: its number, by which messages name it.
-        gpu: what the controller opens with `open_gpu`; it runs in the environment of the rank that started it.
-        control: what the rank's values are.
-        launcher: the process whose end ends the job; None or 0: there is none that can be seen.
-        min_dwell_s: for how long a value is kept at least, seconds.
+        rank: Number of the rank in the job; messages and errors name it.
+        gpu: The GPU as `open_gpu` takes it. The controller runs in the environment of the rank that started it.
+        control: What the rank's values set.
+        launcher: Process whose end ends the job; None or 0 if no launcher is visible.
+        min_dwell_s: Shortest time between two changes, in seconds.
 
     Raises:
-        UsageError: a value is not of that kind.
+        UsageError: If a value is out of range.
     """
 
     rank: int
     gpu: str
-    control: Knob
+    control: Control
     launcher: int | None
     min_dwell_s: float
 
     def __post_init__(self) -> None:
         if self.rank < 0 or (self.launcher or 0) < 0:
             raise UsageError(f"rank {self.rank} with launcher {self.launcher}: give whole numbers of 0 or more")
-        if self.control not in get_args(Knob):
-            raise UsageError(f"{self.control!r} is not a control; choose one of: {', '.join(get_args(Knob))}")
+        if self.control not in get_args(Control):
+            raise UsageError(f"{self.control!r} is not a control; choose one of: {', '.join(get_args(Control))}")
         _check_dwell(self.min_dwell_s)
 
 
 @dataclass(frozen=True)
-class Dwell:
-    """From now on a rank's values are kept for `min_dwell_s` at least.
+class DwellRequest:
+    """Asks the controller to keep each value of this rank for at least `min_dwell_s` seconds from now on.
 
     Raises:
-        UsageError: it is no time.
+        UsageError: If `min_dwell_s` is negative or not finite.
     """
 
     min_dwell_s: float
@@ -68,13 +82,13 @@ class Dwell:
 
 
 @dataclass(frozen=True)
-class Leave:
-    """A rank's last words: its GPU is to be reset."""
+class DetachRequest:
+    """The last message of a rank: reset its GPU."""
 
 
 @dataclass(frozen=True)
-class Attached:
-    """The controller's answer to `Hello`: it has this GPU, of which these are `text`, `uuid`, `name` and `origin`."""
+class AttachReply:
+    """The controller holds the rank's GPU; the fields are its `text`, `uuid`, `name` and `origin`."""
 
     gpu: str
     uuid: str
@@ -83,26 +97,27 @@ class Attached:
 
 
 @dataclass(frozen=True)
-class Refused:
-    """The other answer: it does not, because of `error`, a class of errors.py."""
+class AttachRefusal:
+    """The controller does not set the rank's GPU; `error` is the name of a class in errors.py."""
 
     error: str
     text: str
 
 
 @dataclass(frozen=True)
-class Changed:
-    """A rank's GPU was set.
+class ControlChange:
+    """The controller has set the rank's GPU.
 
     Attributes:
-        place: of its program, where the rank was when it first asked for this; None where it asked for no value.
-        value: MHz, or watts; 0 where the GPU was reset.
-        seen_ns: when the controller saw that this is asked for.
-        begun_ns, ended_ns: when the call that sets it began and returned.
-        before_mhz: the clock that was achieved right before; None where the GPU does not say.
+        position: Position in the rank's program for which the value was first requested; None for a reset.
+        value: MHz or watts; 0 if the GPU was reset.
+        seen_ns: When the controller saw the request.
+        begun_ns: When the call that set the GPU began.
+        ended_ns: When that call returned.
+        before_mhz: Achieved clock right before the call; None if the GPU does not report it.
     """
 
-    place: int | None
+    position: int | None
     value: int
     seen_ns: int
     begun_ns: int
@@ -111,19 +126,21 @@ class Changed:
 
 
 @dataclass(frozen=True)
-class Reading:
-    """What a rank's GPU says: when the rank has come, at the start of each of its iterations, and when it leaves.
+class GpuSample:
+    """GpuSamples of the rank's GPU, sent when the rank attaches, when an iteration begins, and when it detaches.
+
+    A reading that the GPU does not offer is None.
 
     Attributes:
-        seen_ns: when the controller saw that the iteration begins.
-        now_ns: when it asked for the energy, first of all that follows.
-        energy_j: energy counter, joules; only differences mean anything. None where there is none, as for the others.
-        clock_mhz: achieved clock.
-        power_w: power, watts.
-        temperature_c: core temperature, degrees Celsius.
-        throttled_s: reason -> seconds for which it has held; only differences mean anything.
-        overtaken: how many changes that this rank asked for were overtaken by its next one before they could be set.
-        untold: how many messages it was not told because it had not read those before.
+        seen_ns: When the controller saw that the iteration began.
+        now_ns: When the energy was read, which is the first reading taken.
+        energy_j: Energy counter in joules; only differences are meaningful.
+        clock_mhz: Achieved clock.
+        power_w: Power in watts.
+        temperature_c: Core temperature in degrees Celsius.
+        throttled_s: Throttle reason -> seconds for which it has held; only differences are meaningful.
+        overtaken: How many requested changes were replaced by a later request before they could be made.
+        dropped: How many messages were dropped because the rank had not read earlier ones.
     """
 
     seen_ns: int
@@ -132,53 +149,43 @@ class Reading:
     clock_mhz: int | None
     power_w: float | None
     temperature_c: float | None
-    throttled_s: Mapping[str, float]
+    throttled_s: dict[str, float]
     overtaken: int = 0
-    untold: int = 0
+    dropped: int = 0
 
 
 @dataclass(frozen=True)
-class Failed:
-    """A rank's GPU is reset as far as possible, for the reason in `text`; nothing is set for it any more."""
+class ControlFailure:
+    """The controller has reset the rank's GPU as far as it could and will not set it again; `text` says why."""
 
     text: str
 
 
 @dataclass(frozen=True)
-class Left:
-    """The answer to `Leave`: the GPU is reset; `problem` says why it is not."""
+class DetachReply:
+    """The rank is detached; `problem` says why its GPU could not be reset, or is None."""
 
     problem: str | None
 
 
-FromRank: TypeAlias = Hello | Dwell | Leave
-ToRank: TypeAlias = Attached | Refused | Changed | Reading | Failed | Left
+FromRank: TypeAlias = AttachRequest | DwellRequest | DetachRequest
+ToRank: TypeAlias = AttachReply | AttachRefusal | ControlChange | GpuSample | ControlFailure | DetachReply
 Message: TypeAlias = FromRank | ToRank
 
 _KINDS: Mapping[str, type[Message]] = {kind.__name__: kind for kind in (*get_args(FromRank), *get_args(ToRank))}
-_TYPES: Mapping[str, tuple[type, ...]] = {
-    "int": (int,),
-    "int | None": (int, type(None)),
-    "float": (float, int),
-    "float | None": (float, int, type(None)),
-    "str": (str,),
-    "str | None": (str, type(None)),
-    "Knob": (str,),
-    "Mapping[str, float]": (dict,),
-}
 
 
-def encoded(message: Message) -> bytes:
-    """One line."""
+def encode(message: Message) -> bytes:
+    """Return the message as one line."""
     content = {"message": type(message).__name__, **asdict(message)}
     return json.dumps(content, allow_nan=False, separators=(",", ":")).encode() + b"\n"
 
 
-def decoded(line: bytes) -> Message:
-    """Inverse of `encoded`; takes exactly what that gives.
+def decode(line: bytes) -> Message:
+    """Return the message in a line that `encode` wrote.
 
     Raises:
-        ValueError: `line` is no message; says why.
+        ValueError: If the line is not exactly such a message.
     """
     try:
         content = json.loads(line, parse_constant=_refuse_constant)
@@ -187,29 +194,165 @@ def decoded(line: bytes) -> Message:
     kind = _KINDS.get(str(content.pop("message", None))) if isinstance(content, dict) else None
     if kind is None:
         raise ValueError(f"it is not one of {', '.join(_KINDS)}")
-    types = {field.name: _TYPES[str(field.type)] for field in fields(kind)}
-    if content.keys() != types.keys():
-        raise ValueError(f"the fields of {kind.__name__} are {', '.join(types) or 'none'}")
-    for name, value in content.items():
-        _check(value, types[name], f"{kind.__name__}.{name}")
     try:
-        return kind(**content)
+        return read_fields(kind, content)
     except UsageError as error:
         raise ValueError(str(error)) from None
 
 
-def _check(value: Any, types: tuple[type, ...], what: str) -> None:
-    if type(value) not in types or (isinstance(value, float) and not math.isfinite(value)):
-        raise ValueError(f"{what} is of another type")
-    if isinstance(value, dict):
-        for each in value.values():
-            _check(each, (float, int), what)
-
-
 def _refuse_constant(text: str) -> NoReturn:
-    raise ValueError(f"{text} is no number")
+    raise ValueError(f"{text} is not a number in JSON")
 
 
 def _check_dwell(min_dwell_s: float) -> None:
     if not (math.isfinite(min_dwell_s) and min_dwell_s >= 0.0):
         raise UsageError(f"a dwell of {min_dwell_s} s: give finite seconds of 0 or more")
+
+
+class SharedRequest:
+    """Memory that a rank and the controller share: the clock request, and a sign of life of the controller.
+
+    The two numbers lie in different cache lines, so neither writer slows the other down. The memory has no name in a
+    file system, so a process that dies leaves nothing behind. It is unmapped when nothing refers to it any more.
+
+    Attributes:
+        memory: All of the mapped memory.
+        request: What the rank wants now, one unsigned 64-bit number as `marks.clock_request` packs it; written by the
+            rank or by its GPU.
+        alive_ns: When the controller was last alive, one unsigned 64-bit number; written by the controller.
+
+    Args:
+        descriptor: Descriptor of the memory; the caller may close it afterwards.
+    """
+
+    SIZE = mmap.PAGESIZE
+
+    def __init__(self, descriptor: int) -> None:
+        self.memory = mmap.mmap(descriptor, self.SIZE)
+        self.request = memoryview(self.memory)[0:8].cast("Q")
+        self.alive_ns = memoryview(self.memory)[64:72].cast("Q")
+
+    @classmethod
+    def receive(cls, descriptor: int) -> SharedRequest:
+        """Map the memory behind a descriptor that a rank sent, and close the descriptor.
+
+        Raises:
+            ValueError: If it cannot be mapped, or could shrink, which would kill whoever reads it afterwards.
+        """
+        try:
+            if not fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+                raise ValueError("its shared memory can be made smaller")
+            return cls(descriptor)
+        except OSError as error:
+            raise ValueError(f"its shared memory cannot be used: {error.strerror}") from None
+        finally:
+            os.close(descriptor)
+
+
+def create_shared_memory() -> int:
+    """Return a descriptor of new memory for a `SharedRequest`, all zeros and unable to shrink; the caller closes it."""
+    descriptor = os.memfd_create("perseus-planner", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(descriptor, SharedRequest.SIZE)
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+class Credentials(NamedTuple):
+    """Process and user at the other end of a socket, as the kernel reports them."""
+
+    pid: int
+    uid: int
+
+    @classmethod
+    def of(cls, connection: socket.socket) -> Credentials:
+        """Return who connected to this socket, or who listens on it."""
+        layout = struct.Struct("3i")
+        pid, uid, _ = layout.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, layout.size))
+        return cls(pid, uid)
+
+    def is_same_user(self) -> bool:
+        """Whether the other process runs as the user of this one."""
+        return self.uid == os.geteuid()
+
+
+def new_address() -> str:
+    """Return an unused address for a controller."""
+    return f"perseus-planner-{secrets.token_hex(16)}"
+
+
+def socket_name(address: str) -> str:
+    """Return the name to which a socket with this address is bound, in the kernel's abstract namespace."""
+    return f"\0{address}"
+
+
+def is_readable(descriptor: int, deadline_s: float) -> bool:
+    """Wait until the descriptor can be read or has been closed; return False if the deadline passes first."""
+    poller = select.poll()  # unlike select, takes descriptors of any number
+    poller.register(descriptor, select.POLLIN)
+    return bool(poller.poll(max(0.0, 1e3 * (deadline_s - time.monotonic()))))
+
+
+def _received_message(line: bytes, flags: int) -> Message:
+    if not line:
+        raise EOFError
+    if flags & socket.MSG_TRUNC:
+        raise ValueError(f"it has more than {MAX_LINE_BYTES} bytes")
+    return decode(line)
+
+
+class Channel:
+    """One end of a connection between a rank and the controller; no method waits for the other end."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        self._connection = connection
+
+    def fileno(self) -> int:
+        """Return the descriptor, for `select`."""
+        return self._connection.fileno()
+
+    def send(self, message: Message, descriptor: int | None = None) -> bool:
+        """Send a message, with a descriptor if one is given.
+
+        Returns:
+            False if the other end has to read earlier messages first; the message is not sent then.
+
+        Raises:
+            EOFError: If the other end is closed.
+        """
+        try:
+            socket.send_fds(self._connection, [encode(message)], [] if descriptor is None else [descriptor])
+        except BlockingIOError:
+            return False
+        except OSError:
+            raise EOFError from None
+        return True
+
+    def receive(self) -> tuple[Message, int | None] | None:
+        """Return the next message and the descriptor sent with it, which the caller closes; None if there is none.
+
+        Raises:
+            ValueError: If what arrived is not a message.
+            EOFError: If the other end is closed and all its messages were returned.
+        """
+        try:
+            line, descriptors, flags, _ = socket.recv_fds(self._connection, MAX_LINE_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
+        except BlockingIOError:
+            return None
+        except OSError:
+            raise EOFError from None
+        try:
+            return _received_message(line, flags), descriptors[0] if descriptors else None
+        except BaseException:
+            for each in descriptors:
+                os.close(each)
+            raise
+
+    def close(self) -> None:
+        """Close this end; may be repeated."""
+        with suppress(OSError):
+            self._connection.close()

@@ -1,159 +1,278 @@
-"""One rank as the controller has it: its connection, its page, its process, its GPU."""
+"""One rank as the controller sees it: its connection, its process, its clock requests, and its GPU."""
 
 from __future__ import annotations
 
 import math
 import time
-from contextlib import suppress
-from typing import TYPE_CHECKING
+from contextlib import ExitStack, suppress
+from typing import TYPE_CHECKING, NamedTuple
 
-from perseus_planner.errors import GpuError
+from perseus_planner.errors import GpuError, GpuInUse
 from perseus_planner.gpu import open_gpu
-from perseus_planner.processes import Watched
-from perseus_planner.runtime.controller.places import Places
-from perseus_planner.runtime.controller.protocol import Attached, Changed, Failed, Hello, Reading, Refused, ToRank
-from perseus_planner.runtime.controller.setting import Setting
+from perseus_planner.gpu.lease.lease import lease_gpus, recover
+from perseus_planner.gpu.lease.release import restore_power_limit
+from perseus_planner.processes import WatchedProcess
+from perseus_planner.runtime.controller.protocol import (
+    AttachRefusal,
+    AttachReply,
+    AttachRequest,
+    ControlChange,
+    ControlFailure,
+    GpuSample,
+    ToRank,
+)
+from perseus_planner.runtime.controller.scheduler import RESET
+from perseus_planner.runtime.marks import NO_REQUEST, parse_clock_request
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable, Sequence
 
     from perseus_planner.gpu.protocol import Gpu
-    from perseus_planner.runtime.controller.page import Page
-    from perseus_planner.runtime.controller.peer import Peer
-    from perseus_planner.runtime.controller.scheduler import Wanted
+    from perseus_planner.runtime.controller.protocol import Channel, SharedRequest
+    from perseus_planner.runtime.controller.scheduler import PendingChange
+
+
+class ClockRequest(NamedTuple):
+    """A clock request that has changed.
+
+    Attributes:
+        position: Position of the rank in its program; None if it wants no value.
+        value: What it wants; 0 to have its GPU reset.
+        is_new_iteration: Whether the position has gone back since the last request.
+    """
+
+    position: int | None
+    value: int
+    is_new_iteration: bool
 
 
 class Rank:
-    """A rank that has said hello.
+    """A rank that has sent its attach request.
 
     Attributes:
-        peer, hello, page: how it speaks, what it said first, what it writes to.
-        process: it, until its end.
-        launcher: what started it, likewise; None: nothing that can be seen.
-        min_dwell_s: for how long a value is kept.
-        gpu: its GPU, when it is open.
-        places: where it is in its program.
-        is_set: whether its GPU is set to what it asks for: no more when that has failed.
-        due_ns: since when a reading is due; None: none is.
+        channel: Connection to the rank.
+        attach_request: What the rank sent first.
+        shared: Memory in which the rank writes its clock request.
+        process: The rank's process.
+        launcher: The process that started the rank; None if no launcher is visible.
+        min_dwell_s: Shortest time between two changes of its GPU, in seconds.
+        gpu: Its GPU once it is open.
+        is_set: Whether its GPU follows its requests; False for GPUs that are only read and after a failure.
+        sample_due_ns: Since when a GPU sample is due; None if none is.
     """
 
-    def __init__(self, peer: Peer, hello: Hello, page: Page, pid: int) -> None:
-        self.peer, self.hello, self.page = peer, hello, page
-        self.process = Watched(pid)
-        self.launcher = Watched(hello.launcher) if hello.launcher else None
-        self.min_dwell_s = hello.min_dwell_s
+    def __init__(self, channel: Channel, attach_request: AttachRequest, shared: SharedRequest, pid: int) -> None:
+        self.channel, self.attach_request, self.shared = channel, attach_request, shared
+        self.process = WatchedProcess(pid)
+        self.launcher = WatchedProcess(attach_request.launcher) if attach_request.launcher else None
+        self.min_dwell_s = attach_request.min_dwell_s
         self.gpu: Gpu | None = None
-        self.places = Places()
-        self.is_set = hello.control != "observed"
-        self.due_ns: int | None = None
-        self._setting: Setting | None = None
-        self._failed: Failed | None = None  #: what it must be told yet
-        self._untold = 0
+        self.is_set = attach_request.control != "observed"
+        self.sample_due_ns: int | None = None
+        self._request = NO_REQUEST
+        self._position: int | None = None  #: of the last request that had one
+        self._initial_limit_w: float | None = None
+        self._is_attached = False
+        self._failure: ControlFailure | None = None  #: not sent yet
+        self._dropped = 0
 
     @property
-    def watched(self) -> tuple[Watched, ...]:
-        """The processes whose end matters to it."""
+    def watched(self) -> tuple[WatchedProcess, ...]:
+        """The processes whose end matters to this rank."""
         return (self.process,) if self.launcher is None else (self.process, self.launcher)
 
-    def open(self) -> Gpu:
-        """Open its GPU.
+    @property
+    def gpu_to_set(self) -> Gpu | None:
+        """The GPU, if it is open and may be set."""
+        return None if self.attach_request.control == "observed" else self.gpu
+
+    def open(self) -> None:
+        """Open the rank's GPU.
 
         Raises:
-            GpuError: it cannot be opened.
+            GpuError: If it cannot be opened.
         """
-        self.gpu = open_gpu(self.hello.gpu)
-        return self.gpu
+        self.gpu = open_gpu(self.attach_request.gpu)
 
     def attach(self) -> None:
-        """Tell it that its GPU, which is held now, is set from now on.
+        """Tell the rank that its GPU, which is leased now, follows its requests.
 
         Raises:
-            GpuError: the GPU does not say what must be known of it.
+            GpuError: If the power limit in force, to which a reset goes back, cannot be read.
         """
-        assert self.gpu is not None  # it was opened, to be held
-        self._setting = Setting(self.gpu, self.hello.control)
-        self.tell(Attached(self.gpu.text, self.gpu.uuid, self.gpu.name, self.gpu.origin))
+        assert self.gpu is not None  # it was opened before it was leased
+        if self.attach_request.control == "power-limit":
+            self._initial_limit_w = self.gpu.power_limit_w()
+        self._is_attached = True
+        self.send(AttachReply(self.gpu.text, self.gpu.uuid, self.gpu.name, self.gpu.origin))
 
     def refuse(self, error: GpuError) -> None:
-        """Tell it that nothing is set for it, and why."""
-        self.tell(Refused(type(error).__name__, str(error)))
+        """Tell the rank why its GPU is not set."""
+        self.send(AttachRefusal(type(error).__name__, str(error)))
 
-    def change(self, wanted: Wanted) -> Changed:
-        """Set its GPU.
+    def poll_request(self) -> ClockRequest | None:
+        """Return the clock request if it has changed since the last call."""
+        request = self.shared.request[0]
+        if request == self._request:
+            return None
+        self._request = request
+        position, value = parse_clock_request(request)
+        if position is None:
+            return ClockRequest(None, RESET, is_new_iteration=False)
+        before, self._position = self._position, position
+        return ClockRequest(position, value, is_new_iteration=before is not None and position < before)
+
+    def make(self, change: PendingChange) -> None:
+        """Set the GPU, and tell the rank.
 
         Raises:
-            GpuError: it did not do that.
+            GpuError: If the GPU could not be set.
         """
-        assert self.gpu is not None  # nothing is asked for before it is attached
-        assert self._setting is not None
+        assert self.gpu is not None  # requests are only looked at once the rank is attached
         before_mhz = _read(self.gpu.clock_mhz)
         begun_ns = time.monotonic_ns()
-        self._setting.set(wanted.value)
+        self._set(self.gpu, change.value)
         ended_ns = time.monotonic_ns()
         before = None if before_mhz is None else round(before_mhz)
-        return Changed(wanted.place, wanted.value, wanted.seen_ns, begun_ns, ended_ns, before)
+        self.send(ControlChange(change.position, change.value, change.seen_ns, begun_ns, ended_ns, before))
 
-    def read(self, seen_ns: int, overtaken: int) -> None:
-        """Tell it what its GPU says."""
-        assert self.gpu is not None  # readings begin when it is attached
-        self.due_ns = None
+    def sample(self, seen_ns: int, overtaken: int) -> None:
+        """Read the GPU, and send the sample to the rank."""
+        assert self.gpu is not None  # samples begin when the rank is attached
+        self.sample_due_ns = None
         now_ns = time.monotonic_ns()
         energy_j, clock_mhz = _read(self.gpu.energy_j), _read(self.gpu.clock_mhz)
-        self.tell(
-            Reading(
-                seen_ns,
-                now_ns,
-                energy_j,
-                None if clock_mhz is None else round(clock_mhz),
-                _read(self.gpu.power_w),
-                _read(self.gpu.temperature_c),
-                self._throttled_s(),
-                overtaken,
-                self._untold,
-            )
+        sample = GpuSample(
+            seen_ns=seen_ns,
+            now_ns=now_ns,
+            energy_j=energy_j,
+            clock_mhz=None if clock_mhz is None else round(clock_mhz),
+            power_w=_read(self.gpu.power_w),
+            temperature_c=_read(self.gpu.temperature_c),
+            throttled_s=_throttled_s(self.gpu),
+            overtaken=overtaken,
+            dropped=self._dropped,
         )
+        self.send(sample)
 
     def reset(self) -> str | None:
-        """Reset its GPU; what went wrong."""
-        return None if self._setting is None else self._setting.reset()
+        """Reset the GPU; return the problem if that fails."""
+        if self.gpu is None or not self._is_attached:
+            return None
+        try:
+            self._set(self.gpu, RESET)
+        except GpuError as error:
+            return str(error)
+        return None
 
-    def fail(self, why: str, problem: str | None) -> None:
-        """Set nothing for it any more, and tell it why, as soon as it listens; `problem`: why it could not be reset."""
+    def fail(self, reason: str, problem: str | None) -> None:
+        """Stop setting the GPU and tell the rank why; `problem` is why the GPU could not be reset."""
         self.is_set = False
-        self._failed = Failed(why if problem is None else f"{why}; and it could not be reset: {problem}")
-        self.tell_failure()
+        self._failure = ControlFailure(reason if problem is None else f"{reason}; and it could not be reset: {problem}")
+        self.send_failure()
 
-    def tell_failure(self) -> None:
-        """Tell it of its failure, if it has not heard of it."""
-        if self._failed is not None:
+    def send_failure(self) -> None:
+        """Send a failure that the rank has not received yet, if there is one."""
+        if self._failure is not None:
             with suppress(EOFError):
-                if not self.peer.tell(self._failed):
+                if not self.channel.send(self._failure):
                     return
-            self._failed = None
+            self._failure = None
 
-    def tell(self, message: ToRank) -> None:
-        """Tell it, unless it does not listen, or has ended, which is seen elsewhere."""
+    def send(self, message: ToRank) -> None:
+        """Send a message, unless the rank does not read or has ended; its end is noticed elsewhere."""
         with suppress(EOFError):
-            self._untold += not self.peer.tell(message)
+            self._dropped += not self.channel.send(message)
 
     def close(self) -> None:
-        """Have no more to do with it; its GPU is closed by who holds it."""
-        self.peer.close()
-        for watched in self.watched:
-            watched.close()
+        """Close the connection; the GPU is closed with its lease."""
+        self.channel.close()
+        for process in self.watched:
+            process.close()
 
-    def _throttled_s(self) -> dict[str, float]:
-        assert self.gpu is not None
+    def _set(self, gpu: Gpu, value: int) -> None:
+        control = self.attach_request.control
+        if control == "observed":
+            return
+        if control == "power-limit":
+            if value == RESET:
+                restore_power_limit(gpu, self._initial_limit_w)
+            else:
+                gpu.set_power_limit_w(float(value))
+        elif value == RESET:
+            gpu.reset_clocks()
+        else:
+            gpu.set_clock_mhz(value)
+
+
+class LeaseGroup:
+    """A lease of the GPUs of several ranks, given back when the last of them has left.
+
+    GPUs that dead jobs left set are reset first. GPUs that are only read are not leased, so reading needs no privilege.
+
+    Args:
+        ranks: Ranks whose GPUs are open.
+
+    Raises:
+        GpuError: If one of the GPUs cannot be leased; none is leased then.
+    """
+
+    def __init__(self, ranks: Sequence[Rank]) -> None:
+        self._members = list(ranks)
+        self._gpus = [rank.gpu for rank in ranks if rank.gpu is not None]
+        self._leases = ExitStack()
+        to_set = [rank.gpu_to_set for rank in ranks if rank.gpu_to_set is not None]
+        if any(gpu.keeps_settings for gpu in to_set):
+            recover()
+        power_limit = any(rank.attach_request.control == "power-limit" for rank in ranks)
+        self._leases.enter_context(lease_gpus(to_set, power_limit=power_limit))
+
+    def leave(self, rank: Rank) -> str | None:
+        """Reset the GPU of a rank, and end the lease if it is the last; return the problem if that fails."""
+        self._members.remove(rank)
+        return rank.reset() if self._members else self.release()
+
+    def release(self) -> str | None:
+        """Reset all GPUs and end the lease; return the problem if that fails."""
         try:
-            return {reason: float(held_s) for reason, held_s in self.gpu.throttled_s().items()}
-        except GpuError:
-            return {}
+            self._leases.close()
+        except GpuError as error:
+            return str(error)
+        finally:
+            for gpu in self._gpus:
+                gpu.close()
+        return None
+
+
+def shared_gpu_errors(ranks: Iterable[Rank]) -> dict[Rank, GpuInUse]:
+    """Return an error for each rank whose GPU is also the GPU of another rank."""
+    by_uuid: dict[str, list[Rank]] = {}
+    for rank in ranks:
+        gpu = rank.gpu_to_set
+        if gpu is not None and gpu.keeps_settings:
+            by_uuid.setdefault(gpu.uuid, []).append(rank)
+    return {
+        rank: GpuInUse(
+            f"ranks {', '.join(str(each.attach_request.rank) for each in sharing)} have the same GPU, {uuid}; name "
+            "another GPU for each rank, by UUID if CUDA_VISIBLE_DEVICES differs between ranks"
+        )
+        for uuid, sharing in by_uuid.items()
+        if len(sharing) > 1
+        for rank in sharing
+    }
 
 
 def _read(reading: Callable[[], float]) -> float | None:
-    """A reading; None where there is none."""
+    """Return a reading, or None if the GPU does not offer it."""
     try:
         value = float(reading())
     except GpuError:
         return None
     return value if math.isfinite(value) else None
+
+
+def _throttled_s(gpu: Gpu) -> dict[str, float]:
+    try:
+        return {reason: float(held_s) for reason, held_s in gpu.throttled_s().items()}
+    except GpuError:
+        return {}

@@ -1,15 +1,16 @@
-"""When which GPU is set to what: the rules, without GPUs and without a clock.
+"""Decides which GPU is set to what, and when; works without GPUs and without a clock of its own.
 
-- The latest value counts. A value that is overtaken by the next one before it could be set is never set.
-- What a GPU is set to already is not set again.
-- From the start of one change of a GPU to the start of its next one passes its dwell; a reset need not wait for that.
-- All changes of a node together keep to a rate: in any time span as many as fit into it at the rate, and one more for
-  each GPU. So all GPUs can change at once, as a pipeline's do when an iteration begins.
-- Who has waited longest is first, and a newer value takes over the wait of the one that it overtakes. So while a GPU
-  waits that may be set, no other is set twice.
+The rules:
 
-A plan is too fast for its node if, of the last `JUDGED` changes of a GPU that needed a call, more than half were
-overtaken.
+- The latest request wins. A request that is replaced before it could be served is never served.
+- A GPU is not set to a value that it already has.
+- At least the dwell time passes between the starts of two changes of a GPU; a reset does not wait for it.
+- All changes of a node together keep to a rate: any span of time has as many as fit into it at that rate, plus one for
+  each GPU. So all GPUs can change at once, as those of a pipeline do when an iteration begins.
+- The GPU that has waited longest is next, and a newer request keeps the place in the queue of the one it replaces. So
+  while a GPU waits that may be set, no other GPU is set twice.
+
+A plan is too fast for its node if more than half of the last `JUDGED` changes of a GPU were overtaken by the next one.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ from typing import Generic, TypeVar
 from perseus_planner.errors import UsageError
 
 RESET = 0
-"""The value of a GPU to which nothing is set."""
+"""The value that resets a GPU."""
 
 JUDGED = 64
-"""So many changes show whether a plan can be followed."""
+"""How many changes of a GPU are looked at to judge whether the node can follow the plan."""
 
 _LEAST_PER_S = 0.001
 
@@ -35,99 +36,99 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """A change that is asked for.
+class PendingChange:
+    """A change that has been requested.
 
     Attributes:
-        value: what the GPU is to be set to; `RESET`: nothing.
-        place: where the rank was that asks.
-        seen_ns: when it was seen to ask.
+        value: What the GPU is to be set to; `RESET` to reset it.
+        position: Position of the requesting rank in its program.
+        seen_ns: When the request was seen.
     """
 
     value: int
-    place: int | None
+    position: int | None
     seen_ns: int
 
 
 @dataclass
-class _Gpu:
+class _GpuQueue:
     dwell_ns: int
-    value: int = RESET  #: what it is set to
-    begun_ns: int | None = None  #: when that change began; None: nothing was set yet
-    wanted: Wanted | None = None
-    turn: int = 0  #: less for who waits longer
+    value: int = RESET  #: what the GPU is set to
+    begun_ns: int | None = None  #: when the last change began
+    pending: PendingChange | None = None
+    turn: int = 0  #: lower for a GPU that has waited longer
     overtaken: int = 0
-    outcomes: deque[bool] = field(default_factory=lambda: deque(maxlen=JUDGED))  #: of changes: was it overtaken?
+    outcomes: deque[bool] = field(default_factory=lambda: deque(maxlen=JUDGED))  #: whether each change was overtaken
 
 
-class Pacing(Generic[Key]):
-    """The GPUs of a node.
+class ChangeScheduler(Generic[Key]):
+    """The pending changes of all GPUs of a node.
 
     Args:
-        max_changes_per_s: the rate; infinite: there is none.
+        max_changes_per_s: Rate of all changes together; may be infinite.
 
     Raises:
-        UsageError: it is below 0.001.
+        UsageError: If the rate is below 0.001.
     """
 
     def __init__(self, max_changes_per_s: float) -> None:
         if not max_changes_per_s >= _LEAST_PER_S:
             raise UsageError(f"{max_changes_per_s} changes per second: give {_LEAST_PER_S} or more")
         self._period_ns = math.ceil(1e9 / max_changes_per_s)
-        self._spent_until_ns: int | None = None  #: when the last change would have been due, had all kept to the rate
-        self._gpus: dict[Key, _Gpu] = {}
+        self._spent_until_ns: int | None = None  #: when the last change would have been due at exactly the rate
+        self._gpus: dict[Key, _GpuQueue] = {}
         self._turns = count(1)
 
     def add(self, gpu: Key, min_dwell_s: float) -> None:
-        """From now on this GPU, which is reset, may be asked for."""
-        self._gpus[gpu] = _Gpu(_nanoseconds(min_dwell_s))
+        """Add a GPU, which is reset now."""
+        self._gpus[gpu] = _GpuQueue(_nanoseconds(min_dwell_s))
 
     def remove(self, gpu: Key) -> None:
-        """It is no GPU of this node any more."""
+        """Forget a GPU."""
         del self._gpus[gpu]
 
-    def withdraw(self, gpu: Key) -> None:
-        """What is asked of a GPU is not asked any more."""
-        self._gpus[gpu].wanted = None
+    def cancel(self, gpu: Key) -> None:
+        """Drop the pending change of a GPU."""
+        self._gpus[gpu].pending = None
 
-    def dwell(self, gpu: Key, min_dwell_s: float) -> None:
-        """Change the dwell of a GPU."""
+    def set_dwell(self, gpu: Key, min_dwell_s: float) -> None:
+        """Change the dwell time of a GPU."""
         self._gpus[gpu].dwell_ns = _nanoseconds(min_dwell_s)
 
-    def ask(self, gpu: Key, value: int, place: int | None, now_ns: int) -> None:
-        """The GPU is to be set to `value`; changes nothing where that is asked for, or set, already."""
-        state = self._gpus[gpu]
-        if value == (state.value if state.wanted is None else state.wanted.value):
+    def request(self, gpu: Key, value: int, position: int | None, now_ns: int) -> None:
+        """Request a value for a GPU; has no effect if that is pending or set already."""
+        queue = self._gpus[gpu]
+        if value == (queue.value if queue.pending is None else queue.pending.value):
             return
-        if state.wanted is None:
-            state.turn = next(self._turns)
+        if queue.pending is None:
+            queue.turn = next(self._turns)
         else:
-            state.overtaken += 1
-            state.outcomes.append(True)
-        state.wanted = None if value == state.value else Wanted(value, place, now_ns)
+            queue.overtaken += 1
+            queue.outcomes.append(True)
+        queue.pending = None if value == queue.value else PendingChange(value, position, now_ns)
 
-    def grant(self, now_ns: int) -> tuple[Key, Wanted] | None:
-        """What is to be set now, and counts as set from now on; None: nothing may be."""
+    def take(self, now_ns: int) -> tuple[Key, PendingChange] | None:
+        """Take the change to make now, which counts as made from then on; return None if none is allowed."""
         if not self._is_within_rate(now_ns):
             return None
-        free = [(state.turn, gpu) for gpu, state in self._gpus.items() if _may_change(state, now_ns)]
+        free = [(queue.turn, gpu) for gpu, queue in self._gpus.items() if _may_change(queue, now_ns)]
         if not free:
             return None
-        _, gpu = min(free, key=lambda each: each[0])
-        state = self._gpus[gpu]
-        wanted, state.wanted = state.wanted, None
-        assert wanted is not None  # that of a GPU that may change
-        state.value, state.begun_ns = wanted.value, now_ns
-        state.outcomes.append(False)
+        _, gpu = min(free, key=lambda item: item[0])
+        queue = self._gpus[gpu]
+        pending, queue.pending = queue.pending, None
+        assert pending is not None  # as `_may_change` has checked
+        queue.value, queue.begun_ns = pending.value, now_ns
+        queue.outcomes.append(False)
         spent_ns = now_ns if self._spent_until_ns is None else max(now_ns, self._spent_until_ns)
         self._spent_until_ns = spent_ns + self._period_ns
-        return gpu, wanted
+        return gpu, pending
 
     def overtaken(self, gpu: Key) -> int:
-        """How many changes of a GPU were overtaken."""
+        """Return how many changes of a GPU were overtaken."""
         return self._gpus[gpu].overtaken
 
-    def is_too_slow(self, gpu: Key) -> bool:
+    def is_overloaded(self, gpu: Key) -> bool:
         """Whether more than half of the last `JUDGED` changes of a GPU were overtaken."""
         outcomes = self._gpus[gpu].outcomes
         return len(outcomes) == JUDGED and 2 * sum(outcomes) > JUDGED
@@ -137,11 +138,11 @@ class Pacing(Generic[Key]):
         return self._spent_until_ns is None or self._spent_until_ns - now_ns <= burst_ns
 
 
-def _may_change(state: _Gpu, now_ns: int) -> bool:
-    if state.wanted is None:
+def _may_change(queue: _GpuQueue, now_ns: int) -> bool:
+    if queue.pending is None:
         return False
-    is_held = state.begun_ns is not None and now_ns < state.begun_ns + state.dwell_ns
-    return state.wanted.value == RESET or not is_held
+    is_dwelling = queue.begun_ns is not None and now_ns < queue.begun_ns + queue.dwell_ns
+    return queue.pending.value == RESET or not is_dwelling
 
 
 def _nanoseconds(duration_s: float) -> int:

@@ -1,12 +1,12 @@
-"""The controller: one thread that looks at what ranks want, and sets their GPUs.
+"""The clock controller of a node: one thread that looks at what ranks request, and sets their GPUs.
 
-It goes round: who has come, said something or ended; what has every word changed to; one GPU is set, or, where none is
-to be, one is read; a sign of life for every rank. After each call of the driver, which takes milliseconds, it looks at
-all again, so that the next call is for what is wanted then.
+Each turn of its loop takes in ranks that attach, detach or end; looks at every clock request; sets one GPU or, if none
+is to be set, reads one; and writes a sign of life for every rank. A call of the driver takes milliseconds, so all
+requests are looked at again after each call, and the next call is for what is wanted then.
 
-What it does when processes end: that GPU is reset at once when a rank does, all GPUs when the launcher does, upon
-which it ends; and it ends when the last rank is gone. Signals that end processes politely do not end it, as launchers
-send them to all that they know while ranks still run. Its own end, however it comes, is what its guardian waits for.
+When a rank ends, its GPU is reset at once. When the launcher ends, all GPUs are reset and the controller ends. It also
+ends when the last rank has left. SIGINT, SIGTERM and SIGHUP do not end it, because launchers send them to every process
+they know while ranks still run. If the controller itself ends, for any reason, its guardian resets the GPUs.
 """
 
 from __future__ import annotations
@@ -17,53 +17,54 @@ import time
 from typing import TYPE_CHECKING
 
 from perseus_planner.errors import GpuError
-from perseus_planner.runtime.controller.hold import Hold, shared
-from perseus_planner.runtime.controller.protocol import Dwell, Leave, Left
-from perseus_planner.runtime.controller.scheduler import JUDGED, Pacing
+from perseus_planner.runtime.controller.protocol import DetachReply, DetachRequest, DwellRequest
+from perseus_planner.runtime.controller.rank import LeaseGroup, shared_gpu_errors
+from perseus_planner.runtime.controller.scheduler import JUDGED, ChangeScheduler
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from perseus_planner.processes import Watched
-    from perseus_planner.runtime.controller.arrivals import Arrivals
+    from perseus_planner.processes import WatchedProcess
+    from perseus_planner.runtime.controller.handshake import Handshakes
     from perseus_planner.runtime.controller.rank import Rank
 
-TOGETHER_NS = 10_000_000_000
-"""From the first hello until GPUs are taken at the latest; whoever comes later has its GPU taken apart."""
+LEASE_WAIT_NS = 10_000_000_000
+"""How long to wait for the other ranks, after the first attach request, before GPUs are leased without them."""
 
 ALONE_NS = 60_000_000_000
-"""How long it waits for a first hello."""
+"""How long to wait for the first attach request."""
 
-_BUSY_S, _IDLE_S = 100e-6, 1e-3  #: between two looks
-_BUSY_NS = 1_000_000_000  #: since a word has changed
-_LOOK_NS = 100_000_000  #: between looks at what the kernel does not tell of
+_BUSY_S, _IDLE_S = 100e-6, 1e-3  #: between two turns, while requests change and while they do not
+_BUSY_NS = 1_000_000_000  #: how long after a change of a request the controller counts as busy
+_POLL_NS = 100_000_000  #: between two looks at processes whose end the kernel does not report
 
 
 class Controller:
     """Serves the ranks of one node.
 
     Args:
-        arrivals: where they connect.
-        ranks: how many there are.
-        max_changes_per_s: of all their GPUs together.
-        starter: the process that has started this one, without which no rank comes; None: some other one.
+        handshakes: Where ranks connect.
+        ranks: How many ranks the node has.
+        max_changes_per_s: Rate of the clock changes of all their GPUs together.
+        starter: The process that started the controller; if it ends before the first rank attaches, so does the
+            controller. None if any process may have.
 
     Raises:
-        UsageError: that is no rate.
+        UsageError: If the rate is too low.
     """
 
     def __init__(
-        self, arrivals: Arrivals, ranks: int, max_changes_per_s: float, starter: Watched | None = None
+        self, handshakes: Handshakes, ranks: int, max_changes_per_s: float, starter: WatchedProcess | None = None
     ) -> None:
-        self._arrivals, self._count, self._starter = arrivals, ranks, starter
-        self._pacing: Pacing[Rank] = Pacing(max_changes_per_s)
-        self._waiting: list[Rank] = []  #: that have said hello
-        self._attached: dict[Rank, Hold] = {}  #: whose GPUs are held
-        self._first_ns: int | None = None  #: when the first said hello
-        self._has_taken = False
+        self._handshakes, self._count, self._starter = handshakes, ranks, starter
+        self._scheduler: ChangeScheduler[Rank] = ChangeScheduler(max_changes_per_s)
+        self._waiting: list[Rank] = []  #: not attached yet
+        self._attached: dict[Rank, LeaseGroup] = {}
+        self._first_ns: int | None = None  #: when the first attach request arrived
+        self._has_leased = False
         self._is_over = False
-        self._has_done = False  #: a GPU was set or read: there may be another one
-        self._begun_ns = self._changed_ns = self._looked_ns = time.monotonic_ns()
+        self._was_active = False  #: the last turn set or read a GPU, so there may be more to do
+        self._begun_ns = self._changed_ns = self._polled_ns = time.monotonic_ns()
 
     def run(self) -> None:
         """Serve until no rank is left."""
@@ -74,54 +75,55 @@ class Controller:
             self._end(f"the clock controller of this node has failed: {error!r}")
             raise
         finally:
-            self._arrivals.close()
+            self._handshakes.close()
 
     def _turn(self) -> None:
-        ready = self._ready()
+        ready = self._wait()
         now_ns = time.monotonic_ns()
         self._serve(ready, now_ns)
         if self._waiting and self._is_complete(now_ns):
-            self._take()
-        self._look(time.monotonic_ns())  # to take GPUs may have lasted
-        self._has_done = self._set_one(time.monotonic_ns()) or self._read_one()
-        self._beat()
+            self._attach_waiting()
+        self._look_at_requests(time.monotonic_ns())  # leasing GPUs may have taken a while
+        self._was_active = self._set_one(time.monotonic_ns()) or self._sample_one()
+        self._write_sign_of_life()
         if self._first_ns is None:
-            is_left = self._starter is not None and self._starter.has_ended()
-            self._is_over = is_left or now_ns - self._begun_ns > ALONE_NS
-        elif not self._waiting and not self._attached:
+            is_abandoned = self._starter is not None and self._starter.has_ended()
+            self._is_over = is_abandoned or now_ns - self._begun_ns > ALONE_NS
+        elif not self._ranks():
             self._is_over = True
 
-    def _ready(self) -> set[int]:
-        """What is readable, after a wait that is short."""
-        is_calm = time.monotonic_ns() - self._changed_ns > _BUSY_NS
-        timeout_s = 0.0 if self._has_done else _IDLE_S if is_calm else _BUSY_S
-        descriptors = self._arrivals.descriptors()
+    def _wait(self) -> set[int]:
+        """Wait briefly, and return the descriptors that are readable."""
+        is_idle = time.monotonic_ns() - self._changed_ns > _BUSY_NS
+        timeout_s = 0.0 if self._was_active else _IDLE_S if is_idle else _BUSY_S
+        descriptors = self._handshakes.descriptors()
         for rank in self._ranks():
-            descriptors.append(rank.peer.fileno())
-            descriptors += [each.descriptor for each in rank.watched if each.descriptor is not None]
+            descriptors.append(rank.channel.fileno())
+            descriptors += [process.descriptor for process in rank.watched if process.descriptor is not None]
         return set(select.select(descriptors, [], [], timeout_s)[0])
 
     def _serve(self, ready: set[int], now_ns: int) -> None:
-        """Those who have come, have ended, or have said something."""
-        is_to_look = now_ns - self._looked_ns > _LOOK_NS
-        if not ready and not is_to_look:
+        """Take in new ranks, ended processes and messages."""
+        is_poll_due = now_ns - self._polled_ns > _POLL_NS
+        if not ready and not is_poll_due:
             return
-        if is_to_look:
-            self._looked_ns = now_ns
+        if is_poll_due:
+            self._polled_ns = now_ns
         for rank in self._ranks():
-            if _has_ended(rank.process, ready, is_to_look):
-                self._depart(rank)
-            elif rank.launcher is not None and _has_ended(rank.launcher, ready, is_to_look):
+            if _has_ended(rank.process, ready, is_poll_due):
+                self._detach(rank)
+            elif rank.launcher is not None and _has_ended(rank.launcher, ready, is_poll_due):
                 self._end_with(rank.launcher)
                 return
-            elif rank.peer.fileno() in ready:
-                self._hear(rank)
-        for rank in self._arrivals.serve(ready, now_ns):
-            self._welcome(rank, now_ns)
+            elif rank.channel.fileno() in ready:
+                self._receive(rank)
+        for rank in self._handshakes.serve(ready, now_ns):
+            self._add(rank, now_ns)
 
-    def _welcome(self, rank: Rank, now_ns: int) -> None:
+    def _add(self, rank: Rank, now_ns: int) -> None:
         if len(self._ranks()) >= self._count:
-            rank.refuse(GpuError(f"the {self._count} ranks of this node are here; rank {rank.hello.rank} is one more"))
+            number = rank.attach_request.rank
+            rank.refuse(GpuError(f"all {self._count} ranks of this node have attached; rank {number} is one too many"))
             rank.close()
             return
         self._waiting.append(rank)
@@ -129,159 +131,157 @@ class Controller:
         if rank.launcher is not None and rank.launcher.has_ended():  # before it was watched
             self._end_with(rank.launcher)
 
-    def _hear(self, rank: Rank) -> None:
+    def _receive(self, rank: Rank) -> None:
         try:
-            heard = rank.peer.heard()
+            received = rank.channel.receive()
         except EOFError:
-            self._depart(rank)
+            self._detach(rank)
             return
         except ValueError as error:
-            self._send_away(rank, str(error))
+            self._reject(rank, str(error))
             return
-        if heard is None:
+        if received is None:
             return
-        message, descriptor = heard
+        message, descriptor = received
         if descriptor is not None:
             os.close(descriptor)
-        if isinstance(message, Leave):
-            self._depart(rank, answers=True)
-        elif isinstance(message, Dwell):
-            self._dwell(rank, message.min_dwell_s)
+        if isinstance(message, DetachRequest):
+            self._detach(rank, is_requested=True)
+        elif isinstance(message, DwellRequest):
+            rank.min_dwell_s = message.min_dwell_s
+            if rank in self._attached:
+                self._scheduler.set_dwell(rank, message.min_dwell_s)
         else:
-            self._send_away(rank, f"{type(message).__name__} is not said by a rank, or not now")
+            self._reject(rank, f"a rank does not send {type(message).__name__} at this point")
 
-    def _send_away(self, rank: Rank, why: str) -> None:
-        rank.refuse(GpuError(f"the clock controller does not understand rank {rank.hello.rank}: {why}"))
-        self._depart(rank)
-
-    def _dwell(self, rank: Rank, min_dwell_s: float) -> None:
-        rank.min_dwell_s = min_dwell_s
-        if rank in self._attached:
-            self._pacing.dwell(rank, min_dwell_s)
+    def _reject(self, rank: Rank, reason: str) -> None:
+        number = rank.attach_request.rank
+        rank.refuse(GpuError(f"the clock controller does not understand rank {number}: {reason}"))
+        self._detach(rank)
 
     def _is_complete(self, now_ns: int) -> bool:
-        """Whether those who wait are all that are waited for."""
-        assert self._first_ns is not None  # somebody waits
-        return self._has_taken or len(self._waiting) == self._count or now_ns - self._first_ns > TOGETHER_NS
+        """Whether to attach the waiting ranks now."""
+        assert self._first_ns is not None  # a rank is waiting
+        return self._has_leased or len(self._waiting) == self._count or now_ns - self._first_ns > LEASE_WAIT_NS
 
-    def _take(self) -> None:
-        """Attach those who wait; refuse those for whom that is not possible."""
-        self._has_taken = True
-        self._beat()
-        ranks, self._waiting = self._waiting, []
-        ranks = [rank for rank in ranks if self._opens(rank)]
-        refused = shared([*self._attached, *ranks])
+    def _attach_waiting(self) -> None:
+        """Attach the ranks that wait, and refuse those that cannot be attached."""
+        self._has_leased = True
+        self._write_sign_of_life()
+        waiting, self._waiting = self._waiting, []
+        ranks = [rank for rank in waiting if _can_open(rank)]
+        errors = shared_gpu_errors([*self._attached, *ranks])
         for rank in ranks:
-            if rank in refused:
-                _turn_away(rank, refused[rank])
-        ranks = [rank for rank in ranks if rank not in refused]
+            if rank in errors:
+                _turn_away(rank, errors[rank])
+        ranks = [rank for rank in ranks if rank not in errors]
         try:
-            hold = Hold(ranks)
+            group = LeaseGroup(ranks)
         except GpuError as error:
             for rank in ranks:
                 _turn_away(rank, error)
             return
         for rank in ranks:
-            self._attach(rank, hold)
+            self._attach(rank, group)
 
-    def _opens(self, rank: Rank) -> bool:
-        try:
-            rank.open()
-        except GpuError as error:
-            _turn_away(rank, error)
-            return False
-        return True
-
-    def _attach(self, rank: Rank, hold: Hold) -> None:
-        self._attached[rank] = hold
-        self._pacing.add(rank, rank.min_dwell_s)
+    def _attach(self, rank: Rank, group: LeaseGroup) -> None:
+        self._attached[rank] = group
+        self._scheduler.add(rank, rank.min_dwell_s)
         try:
             rank.attach()
         except GpuError as error:
             rank.refuse(error)
-            self._depart(rank)
+            self._detach(rank)
             return
-        rank.read(time.monotonic_ns(), 0)
+        rank.sample(time.monotonic_ns(), 0)
 
-    def _look(self, now_ns: int) -> None:
-        """See what every rank wants."""
+    def _look_at_requests(self, now_ns: int) -> None:
         for rank in self._attached:
-            look = rank.places.look(rank.page.word[0])
-            if look is None:
+            request = rank.poll_request()
+            if request is None:
                 continue
             self._changed_ns = now_ns
-            if look.is_new_iteration:
-                rank.due_ns = now_ns
+            if request.is_new_iteration:
+                rank.sample_due_ns = now_ns
             if not rank.is_set:
                 continue
-            for value in (*look.passed, look.value):
-                self._pacing.ask(rank, value, look.place, now_ns)
-            if self._pacing.is_too_slow(rank):
-                self._fail(rank, _too_slow(rank.hello.gpu))
+            self._scheduler.request(rank, request.value, request.position, now_ns)
+            if self._scheduler.is_overloaded(rank):
+                self._fail(rank, _overload_text(rank.attach_request.gpu))
 
     def _set_one(self, now_ns: int) -> bool:
-        """Set the GPU that is to be set now, if one is."""
-        granted = self._pacing.grant(now_ns)
-        if granted is None:
+        """Make the next change that is allowed now; return False if there is none."""
+        taken = self._scheduler.take(now_ns)
+        if taken is None:
             return False
-        rank, wanted = granted
+        rank, change = taken
         try:
-            rank.tell(rank.change(wanted))
+            rank.make(change)
         except GpuError as error:
             self._fail(rank, str(error))
         return True
 
-    def _read_one(self) -> bool:
-        """Read a GPU of which a reading is due, if there is one."""
+    def _sample_one(self) -> bool:
+        """Read a GPU whose sample is due; return False if there is none."""
         for rank in self._attached:
-            if rank.due_ns is not None:
-                rank.read(rank.due_ns, self._pacing.overtaken(rank))
+            if rank.sample_due_ns is not None:
+                rank.sample(rank.sample_due_ns, self._scheduler.overtaken(rank))
                 return True
         return False
 
-    def _fail(self, rank: Rank, why: str) -> None:
-        self._pacing.withdraw(rank)
-        rank.fail(why, rank.reset())
+    def _fail(self, rank: Rank, reason: str) -> None:
+        self._scheduler.cancel(rank)
+        rank.fail(reason, rank.reset())
 
-    def _depart(self, rank: Rank, *, answers: bool = False) -> None:
-        """A rank goes: its GPU is reset."""
+    def _detach(self, rank: Rank, *, is_requested: bool = False) -> None:
+        """Reset the GPU of a rank that leaves or has ended, and close the connection."""
         problem = None
-        hold = self._attached.pop(rank, None)
-        if hold is None:
+        group = self._attached.pop(rank, None)
+        if group is None:
             self._waiting.remove(rank)
         else:
-            if answers:
-                rank.read(time.monotonic_ns(), self._pacing.overtaken(rank))
-            self._pacing.remove(rank)
-            problem = hold.leave(rank)
-        if answers:
-            rank.tell(Left(problem))
+            if is_requested:
+                rank.sample(time.monotonic_ns(), self._scheduler.overtaken(rank))
+            self._scheduler.remove(rank)
+            problem = group.leave(rank)
+        if is_requested:
+            rank.send(DetachReply(problem))
         rank.close()
 
-    def _end_with(self, launcher: Watched) -> None:
+    def _end_with(self, launcher: WatchedProcess) -> None:
         self._end(f"process {launcher.pid}, which launched this job, has ended: all GPUs are reset")
 
-    def _end(self, why: str) -> None:
-        """Reset all, tell all, and end."""
+    def _end(self, reason: str) -> None:
+        """Reset all GPUs, tell all ranks, and end."""
         self._is_over = True
-        problems = [problem for hold in set(self._attached.values()) if (problem := hold.release()) is not None]
+        problems = [problem for group in set(self._attached.values()) if (problem := group.release()) is not None]
         for rank in self._ranks():
-            rank.fail(why, "; ".join(problems) or None)
+            rank.fail(reason, "; ".join(problems) or None)
             rank.close()
         self._waiting, self._attached = [], {}
 
-    def _beat(self) -> None:
+    def _write_sign_of_life(self) -> None:
         now_ns = time.monotonic_ns()
         for rank in self._ranks():
-            rank.page.alive_ns[0] = now_ns
-            rank.tell_failure()
+            rank.shared.alive_ns[0] = now_ns
+            rank.send_failure()
 
     def _ranks(self) -> Sequence[Rank]:
         return [*self._attached, *self._waiting]
 
 
-def _has_ended(process: Watched, ready: set[int], is_to_look: bool) -> bool:
-    return is_to_look and process.has_ended() if process.descriptor is None else process.descriptor in ready
+def _has_ended(process: WatchedProcess, ready: set[int], is_poll_due: bool) -> bool:
+    return is_poll_due and process.has_ended() if process.descriptor is None else process.descriptor in ready
+
+
+def _can_open(rank: Rank) -> bool:
+    """Open the GPU of a rank; turn the rank away and return False if that fails."""
+    try:
+        rank.open()
+    except GpuError as error:
+        _turn_away(rank, error)
+        return False
+    return True
 
 
 def _turn_away(rank: Rank, error: GpuError) -> None:
@@ -291,8 +291,8 @@ def _turn_away(rank: Rank, error: GpuError) -> None:
         rank.gpu.close()
 
 
-def _too_slow(gpu: str) -> str:
+def _overload_text(gpu: str) -> str:
     return (
-        f"GPU {gpu}: more than half of the last {JUDGED} changes of its clock came when the one before had not been "
-        "made yet; make the plan with fewer changes (--max-changes, --min-dwell), or allow more changes per second"
+        f"GPU {gpu}: more than half of the last {JUDGED} changes of its clock were requested before the previous one "
+        "had been made; make the plan with fewer changes (--max-changes, --min-dwell), or allow more changes per second"
     )

@@ -1,1 +1,1 @@
-"""The training engines that a plan is run with: what each runs, and where it says so."""
+"""Adapters to the training engines: what each engine runs, and where the runtime hooks into it. Start at `engine`."""

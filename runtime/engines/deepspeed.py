@@ -1,4 +1,4 @@
-"""The PipelineEngine of DeepSpeed, and its DualPipeVEngine: told by the instructions that they execute."""
+"""The PipelineEngine of DeepSpeed, and its DualPipeVEngine, followed through the instructions that they execute."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from contextlib import contextmanager
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
-from perseus_planner.runtime.engines.attachment import attached_once, check_free, check_has, replaced
-from perseus_planner.runtime.engines.engine import Seat
+from perseus_planner.runtime.engines.engine import PipelineRank, attached_once, check_free, check_has, replaced
 from perseus_planner.schedules import Computation
 
 if TYPE_CHECKING:
@@ -22,20 +21,20 @@ _NEEDED = ("_exec_schedule", "_INSTRUCTION_MAP", "grid", "micro_batches", "num_s
 
 
 class DeepSpeedPipeline:
-    """One rank of a PipelineEngine; a forward is told with its loss.
+    """One rank of a PipelineEngine; the forward of the last stage includes its loss.
 
-    The engine looks up how to execute an instruction in `_INSTRUCTION_MAP`, so that its methods cannot be wrapped but
-    the values of this map can; and it runs an iteration by `_exec_schedule`, in training and in evaluation. An
-    instruction does not say its microbatch: it is the k-th forward or backward of a stage that is microbatch k.
+    The engine looks up how to execute an instruction in `_INSTRUCTION_MAP`, so wrapping its methods would have no
+    effect, but wrapping the values of this map does. It runs an iteration by `_exec_schedule`, both in training and in
+    evaluation. An instruction does not name its microbatch: the k-th forward or backward of a stage is microbatch k.
 
-    A rank of a DualPipeVEngine holds the stages r and 2 ranks - 1 - r, which instructions call phases 0 and 1. Their
-    backwards are whole.
+    A rank of a DualPipeVEngine holds the stages r and 2 ranks - 1 - r, which instructions call phases 0 and 1. Its
+    backwards are not split.
 
     Args:
-        engine: of DeepSpeed 0.14 to 0.19.
+        engine: The engine, of DeepSpeed 0.14 to 0.19.
 
     Raises:
-        UsageError: it lacks what is held on to here, or a runtime is attached to it.
+        UsageError: If the engine lacks an attribute used here, or a runtime is attached to it.
     """
 
     name = "DeepSpeed"
@@ -47,10 +46,10 @@ class DeepSpeedPipeline:
         self._stages = (engine.stage_id, 2 * engine.num_stages - 1 - engine.stage_id)  # by phase
 
     @property
-    def seat(self) -> Seat:
-        """See `Engine.seat`."""
+    def pipeline_rank(self) -> PipelineRank:
+        """See `Engine.pipeline_rank`."""
         engine, grid = self._engine, self._engine.grid
-        return Seat(engine.stage_id, engine.num_stages, grid.get_data_parallel_rank(), tuple(grid.pp_group))
+        return PipelineRank(engine.stage_id, engine.num_stages, grid.get_data_parallel_rank(), tuple(grid.pp_group))
 
     @property
     def device(self) -> torch.device:
@@ -59,7 +58,7 @@ class DeepSpeedPipeline:
         return device
 
     def order(self) -> tuple[Computation, ...]:
-        """See `Engine.order`: the instructions of the schedule that the engine trains by now."""
+        """See `Engine.order`; read from the instructions of the engine's current training schedule."""
         kinds, counts, order = _kinds(), Counter[tuple[int, str]](), []
         for step in self._schedule().steps():
             for instruction in step:
@@ -75,24 +74,24 @@ class DeepSpeedPipeline:
         """See `Engine.attached`.
 
         Raises:
-            UsageError: another hook is attached.
+            UsageError: If another hook is attached.
         """
         import torch
 
         engine, execute = self._engine, self._engine._exec_schedule
 
-        def told(schedule: Any) -> Any:
-            if not torch.is_grad_enabled():  # which training refuses, and evaluation runs in
+        def execute_hooked(schedule: Any) -> Any:
+            if not torch.is_grad_enabled():  # an evaluation; DeepSpeed refuses to train like this
                 return execute(schedule)
             hook.begin_iteration(schedule.num_micro_batches)
             try:
-                # The engine keeps what it executed last, which after a failure would be of ours.
-                with replaced(engine, _INSTRUCTION_MAP=self._told_instructions(hook), _exec_instr=None):
+                # The engine keeps the last method it executed in _exec_instr; after a failure that would be a wrapper.
+                with replaced(engine, _INSTRUCTION_MAP=self._hooked_instructions(hook), _exec_instr=None):
                     return execute(schedule)
             finally:
                 hook.end_iteration()
 
-        with attached_once(engine, _exec_schedule=told):
+        with attached_once(engine, _exec_schedule=execute_hooked):
             yield
 
     def _schedule(self) -> Any:
@@ -103,23 +102,22 @@ class DeepSpeedPipeline:
 
         return TrainSchedule(engine.micro_batches, engine.num_stages, engine.stage_id)
 
-    def _told_instructions(self, hook: Hook) -> dict[type, Callable[..., Any]]:
-        """How to execute each instruction, for one iteration."""
-        found: Mapping[type, Callable[..., Any]] = self._engine._INSTRUCTION_MAP
-        told = {each: self._told(hook, found[each], kind) for each, kind in _kinds().items()}
-        return {**found, **told}
+    def _hooked_instructions(self, hook: Hook) -> dict[type, Callable[..., Any]]:
+        """Return the instruction map of one iteration, with the hook called around forwards and backwards."""
+        original: Mapping[type, Callable[..., Any]] = self._engine._INSTRUCTION_MAP
+        return {**original, **{each: self._hooked(hook, original[each], kind) for each, kind in _kinds().items()}}
 
-    def _told(self, hook: Hook, execute: Callable[..., Any], kind: str) -> Callable[..., Any]:
+    def _hooked(self, hook: Hook, execute: Callable[..., Any], kind: str) -> Callable[..., Any]:
         begin, end, stages = hook.begin, hook.end, self._stages
         microbatches = tuple(count() for _ in stages)
 
-        def told(engine: Any, **arguments: Any) -> None:
+        def execute_hooked(engine: Any, **arguments: Any) -> None:
             phase = arguments.get("phase", 0)
             begin(stages[phase], kind, next(microbatches[phase]))
             execute(engine, **arguments)
             end()
 
-        return told
+        return execute_hooked
 
 
 def _kinds() -> dict[type, str]:

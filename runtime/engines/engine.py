@@ -1,11 +1,16 @@
-"""What the runtime needs of a training engine."""
+"""What the runtime needs of a training engine, and how adapters attach to an engine's objects and detach again."""
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+
+from perseus_planner.errors import UsageError
+from perseus_planner.training.engine_kinds import KNOWN, engine_kind, megatron_chunks
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from contextlib import AbstractContextManager
 
     import torch
@@ -13,16 +18,18 @@ if TYPE_CHECKING:
     from perseus_planner.runtime.hook import Hook
     from perseus_planner.schedules import Computation
 
+_MARK = "_perseus_planner_attached"
+
 
 @dataclass(frozen=True)
-class Seat:
-    """Where this process stands in the job.
+class PipelineRank:
+    """Which rank of which pipeline this process is.
 
     Attributes:
-        rank: of its pipeline, from 0: which rank of the plan's schedule it is.
-        ranks: how many its pipeline has.
-        pipeline: which of the data-parallel pipelines it is in; None where the engine does not say.
-        peers: the ranks of its pipeline in the whole job, in their order; they tell pipelines apart.
+        rank: Rank within the pipeline, from 0; a rank of the plan's schedule.
+        ranks: Number of ranks of the pipeline.
+        pipeline: Number of the data-parallel pipeline; None if the engine does not know.
+        peers: The ranks of the pipeline in the whole job, in order; they tell pipelines apart.
     """
 
     rank: int
@@ -32,25 +39,105 @@ class Seat:
 
 
 class Engine(Protocol):
-    """One engine, on this rank."""
+    """A training engine on this rank."""
 
     @property
     def name(self) -> str:
-        """As messages name it, e.g. "DeepSpeed"."""
+        """Name of the engine in messages, for example "DeepSpeed"."""
 
     @property
-    def seat(self) -> Seat:
-        """Where this process stands."""
+    def pipeline_rank(self) -> PipelineRank:
+        """Which rank of which pipeline this process is."""
 
     @property
     def device(self) -> torch.device:
-        """Where it computes."""
+        """The device that this process computes on."""
 
     def order(self) -> tuple[Computation, ...] | None:
-        """What this rank runs in a training iteration; None where that is only known when it runs."""
+        """Return what this rank runs in a training iteration; None if that is only known when it runs."""
 
     def attached(self, hook: Hook) -> AbstractContextManager[None]:
-        """While the block runs, `hook` is told of every training iteration, and of no evaluation.
+        """Call `hook` in every training iteration, but in no evaluation, while the block runs.
 
-        On leaving, all that was wrapped is as it was found.
+        On leaving, all that was wrapped is as it was before.
         """
+
+
+def engine_of(engine: Any) -> Engine:
+    """Return the adapter of a training engine.
+
+    Args:
+        engine: A DeepSpeed PipelineEngine; a Megatron-core model, or the list of its chunks; or a schedule of
+            torch.distributed.pipelining.
+
+    Raises:
+        UsageError: If it is none of these, has an unsupported version, or has a runtime attached already.
+    """
+    kind = engine_kind(engine)
+    if kind == "deepspeed":
+        from perseus_planner.runtime.engines.deepspeed import DeepSpeedPipeline
+
+        return DeepSpeedPipeline(engine)
+    if kind == "torch":
+        from perseus_planner.runtime.engines.torch_pipelining import TorchPipeline
+
+        return TorchPipeline(engine)
+    if kind == "megatron":
+        from perseus_planner.runtime.engines.megatron import MegatronModel
+
+        return MegatronModel(megatron_chunks(engine))
+    raise UsageError(f"planner_runtime was given a {type(engine).__name__}; give it {KNOWN}")
+
+
+@contextmanager
+def replaced(owner: object, **attributes: Any) -> Iterator[None]:
+    """Set attributes of one instance, never of its class, while the block runs; restore what was there afterwards."""
+    instance = vars(owner)
+    before = {name: instance[name] for name in attributes if name in instance}
+    instance.update(attributes)
+    try:
+        yield
+    finally:
+        for name in attributes:
+            instance.pop(name, None)
+        instance.update(before)
+
+
+@contextmanager
+def attached_once(owner: object, **attributes: Any) -> Iterator[None]:
+    """Do what `replaced` does, and refuse a second runtime meanwhile.
+
+    Raises:
+        UsageError: If another runtime is attached.
+    """
+    check_free(owner)
+    with replaced(owner, **{_MARK: True}, **attributes):
+        yield
+
+
+def check_free(owner: object) -> None:
+    """Refuse an engine inside the block of `attached_once`.
+
+    Raises:
+        UsageError: If a runtime is attached.
+    """
+    if _MARK in vars(owner):
+        raise UsageError(
+            f"a runtime is attached to this {type(owner).__name__} already; leave its block before you enter another"
+        )
+
+
+def check_has(owner: object, names: tuple[str, ...], supported: str) -> None:
+    """Refuse an engine that lacks an attribute that its adapter uses.
+
+    Args:
+        owner: The object that should have the attributes.
+        names: Names of the attributes.
+        supported: The engine and its supported versions.
+
+    Raises:
+        UsageError: If an attribute is missing; names the first.
+    """
+    missing = next((name for name in names if not hasattr(owner, name)), None)
+    if missing is not None:
+        raise UsageError(f"{type(owner).__name__} has no {missing}, which the runtime needs; use {supported}")

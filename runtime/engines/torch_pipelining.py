@@ -1,4 +1,4 @@
-"""A schedule of torch.distributed.pipelining, told by the chunks that its stages run."""
+"""A schedule of torch.distributed.pipelining, followed through the methods of its stages."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
-from perseus_planner.runtime.engines.attachment import attached_once, check_free, check_has, replaced
-from perseus_planner.runtime.engines.engine import Seat
+from perseus_planner.runtime.engines.engine import PipelineRank, attached_once, check_free, check_has, replaced
 from perseus_planner.schedules import Computation, gpipe, one_f_one_b
 
 if TYPE_CHECKING:
@@ -25,17 +24,17 @@ _LINEAR = {"ScheduleGPipe": gpipe, "Schedule1F1B": one_f_one_b}
 
 
 class TorchPipeline:
-    """One rank of a schedule; a forward is told with its loss.
+    """One rank of a schedule; the forward of the last stage includes its loss.
 
-    All its schedules run their stages by the same methods of these, with the number of the microbatch; what a
-    schedule does to learn the shapes of activations, before its first step, does not pass through them. In the zero
-    bubble schedules the first stage has no gradient of inputs to compute: its I is told, and takes next to no time.
+    All schedules run their stages by the same methods, which take the number of the microbatch. Before its first step a
+    schedule learns the shapes of activations without these methods. In the zero-bubble schedules the first stage has no
+    input gradient to compute: its I is hooked too, and takes almost no time.
 
     Args:
-        schedule: of torch 2.6 or later.
+        schedule: The schedule, of torch 2.6 or later.
 
     Raises:
-        UsageError: it lacks what is held on to here, or a runtime is attached to it.
+        UsageError: If the schedule lacks an attribute used here, or a runtime is attached to it.
     """
 
     name = "torch.distributed.pipelining"
@@ -49,13 +48,13 @@ class TorchPipeline:
             check_has(stage, _STAGE_NEEDED, _VERSIONS)
 
     @property
-    def seat(self) -> Seat:
-        """See `Engine.seat`; schedules do not know of other pipelines."""
+    def pipeline_rank(self) -> PipelineRank:
+        """See `Engine.pipeline_rank`; a schedule does not know about other pipelines."""
         import torch.distributed as dist
 
         stage = self._stages[0]
         group = dist.group.WORLD if stage.group is None else stage.group
-        return Seat(stage.group_rank, stage.group_size, None, tuple(dist.get_process_group_ranks(group)))
+        return PipelineRank(stage.group_rank, stage.group_size, None, tuple(dist.get_process_group_ranks(group)))
 
     @property
     def device(self) -> torch.device:
@@ -65,56 +64,62 @@ class TorchPipeline:
         return torch.device(self._stages[0].device)
 
     def order(self) -> tuple[Computation, ...] | None:
-        """See `Engine.order`; None for schedules of the user's own that hold no list of actions."""
-        schedule, seat = self._schedule, self._stages[0]
-        # What schedules of one stage say of their order is not what they run: 1F1B is off by one on its last rank.
+        """See `Engine.order`; None for user-defined schedules without a list of actions."""
+        schedule, first_stage = self._schedule, self._stages[0]
+        # The order that schedules of one stage report is not what they run: 1F1B is off by one on its last rank.
         for each in type(schedule).__mro__:
             if each.__name__ in _LINEAR:
-                return _LINEAR[each.__name__](seat.group_size, schedule._n_microbatches).ranks[seat.group_rank]
+                return _LINEAR[each.__name__](first_stage.group_size, schedule._n_microbatches).ranks[
+                    first_stage.group_rank
+                ]
         lists = getattr(schedule, "pipeline_order_with_comms", None) or getattr(schedule, "pipeline_order", None)
-        return tuple(_computations(lists[seat.group_rank])) if lists else None
+        return tuple(_computations(lists[first_stage.group_rank])) if lists else None
 
     @contextmanager
     def attached(self, hook: Hook) -> Iterator[None]:
         """See `Engine.attached`.
 
         Raises:
-            UsageError: another hook is attached.
+            UsageError: If another hook is attached.
         """
         import torch
 
         schedule, step = self._schedule, self._schedule.step
 
-        def told(*args: Any, **kwargs: Any) -> Any:
+        def step_hooked(*args: Any, **kwargs: Any) -> Any:
             if not (schedule._has_backward and torch.is_grad_enabled()):
                 return step(*args, **kwargs)
             hook.begin_iteration(schedule._n_microbatches)
             try:
                 with ExitStack() as stack:
                     for stage in self._stages:
-                        stack.enter_context(replaced(stage, **_told_stage(hook, stage)))
-                    stack.enter_context(replaced(schedule, **_told_loss(hook, schedule)))
+                        stack.enter_context(replaced(stage, **_hooked_stage(hook, stage)))
+                    stack.enter_context(replaced(schedule, **_hooked_loss(hook, schedule)))
                     return step(*args, **kwargs)
             finally:
                 hook.end_iteration()
 
-        with attached_once(schedule, step=told):
+        with attached_once(schedule, step=step_hooked):
             yield
 
 
-def _told_stage(hook: Hook, stage: Any) -> _Attributes:
-    """The methods of `stage`, with `hook` told of what they compute."""
+def _hooked_stage(hook: Hook, stage: Any) -> _Attributes:
+    """Return the methods of a stage with the hook called around what they compute."""
     begin, end, number, is_last = hook.begin, hook.end, stage.stage_index, stage.is_last
-    forward, backward, weigh = stage.forward_one_chunk, stage.backward_one_chunk, stage.backward_weight_one_chunk
+    forward, backward, backward_weight = (
+        stage.forward_one_chunk,
+        stage.backward_one_chunk,
+        stage.backward_weight_one_chunk,
+    )
 
-    def told_forward(fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+    def forward_hooked(fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         begin(number, "F", fwd_chunk_id)
         output = forward(fwd_chunk_id, *args, **kwargs)
-        if not is_last:  # where it ends with the loss
+        if not is_last:  # on the last stage the forward ends with the loss
             end()
         return output
 
-    def told_backward(
+    def backward_hooked(
         bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, *args: Any, **kwargs: Any
     ) -> Any:
         begin(number, "B" if full_backward else "I", bwd_chunk_id)
@@ -122,33 +127,33 @@ def _told_stage(hook: Hook, stage: Any) -> _Attributes:
         end()
         return result
 
-    def told_weigh(bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+    def weight_hooked(bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         begin(number, "W", bwd_chunk_id)
-        result = weigh(bwd_chunk_id, *args, **kwargs)
+        result = backward_weight(bwd_chunk_id, *args, **kwargs)
         end()
         return result
 
     return {
-        "forward_one_chunk": told_forward,
-        "backward_one_chunk": told_backward,
-        "backward_weight_one_chunk": told_weigh,
+        "forward_one_chunk": forward_hooked,
+        "backward_one_chunk": backward_hooked,
+        "backward_weight_one_chunk": weight_hooked,
     }
 
 
-def _told_loss(hook: Hook, schedule: Any) -> _Attributes:
-    """What `schedule` calls after each forward, with `hook` told that the last stage's has ended."""
+def _hooked_loss(hook: Hook, schedule: Any) -> _Attributes:
+    """Return what the schedule calls after each forward, with the hook called at the end of the last stage's loss."""
     end, compute = hook.end, schedule._maybe_compute_loss
 
-    def told_compute(stage: Any, *args: Any, **kwargs: Any) -> None:
+    def compute_hooked(stage: Any, *args: Any, **kwargs: Any) -> None:
         compute(stage, *args, **kwargs)
         if stage.is_last:
             end()
 
-    return {"_maybe_compute_loss": told_compute}
+    return {"_maybe_compute_loss": compute_hooked}
 
 
 def _computations(actions: Any) -> Iterator[Computation]:
-    """Those of a rank's actions that compute; an overlapped pair runs one after the other."""
+    """Yield the computations among a rank's actions; the two of an overlapped pair run one after the other."""
     for action in actions:
         for each in getattr(action, "sub_actions", None) or (action,):
             kind = None if each is None else _KINDS.get(each.computation_type.name)

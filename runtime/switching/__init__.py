@@ -1,1 +1,1 @@
-"""All ranks take up a new plan at the same iteration."""
+"""Plans while training runs: all ranks agree on a new plan and take it at the same iteration."""

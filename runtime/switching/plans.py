@@ -1,4 +1,4 @@
-"""The plans that the pipelines of a job run by, as one value that goes to all ranks."""
+"""The plans of all pipelines of a job, as one value that is sent to all ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from perseus_planner.plans.plan import Plan
 OnePlan = Plan | str | os.PathLike[str]
 GivenPlan = OnePlan | Mapping[int, OnePlan]
 
-_EVERY = ""  #: the key, as it is sent, of a plan for all pipelines
+_COMMON = ""  #: key of the common plan in the bytes that are sent
 
 
 @dataclass(frozen=True)
@@ -24,63 +24,66 @@ class Plans:
     """One plan for all pipelines, or one for each.
 
     Attributes:
-        every: for each pipeline that has none of its own; None: there is no such plan.
-        own: pipeline -> its plan.
+        common: Plan of each pipeline that is not in `by_pipeline`; None if there is no such plan.
+        by_pipeline: Number of a pipeline -> its plan.
     """
 
-    every: Plan | None
-    own: Mapping[int, Plan]
+    common: Plan | None
+    by_pipeline: Mapping[int, Plan]
 
     @classmethod
-    def given(cls, plan: GivenPlan) -> Plans:
-        """What a user names: a plan or its file, or such for each pipeline by its number.
+    def load(cls, plan: GivenPlan) -> Plans:
+        """Load what a user gives: a plan or its file, or one for each pipeline by its number.
 
         Raises:
-            PlanError: a file cannot be read, or is no plan.
+            PlanError: If a file cannot be read, or is not a plan.
         """
         if isinstance(plan, Mapping):
-            return cls(None, MappingProxyType({int(number): _loaded(each) for number, each in plan.items()}))
-        return cls(_loaded(plan), MappingProxyType({}))
+            return cls(None, MappingProxyType({int(number): _load(one) for number, one in plan.items()}))
+        return cls(_load(plan), MappingProxyType({}))
 
     def of_pipeline(self, pipeline: int) -> Plan:
-        """The plan of one pipeline.
+        """Return the plan of one pipeline.
 
         Raises:
-            PlanError: it has none.
+            PlanError: If the pipeline has no plan.
         """
-        plan = self.own.get(pipeline, self.every)
+        plan = self.by_pipeline.get(pipeline, self.common)
         if plan is None:
-            raise PlanError(f"pipeline {pipeline} has no plan; there are plans for {', '.join(map(str, self.own))}")
+            numbers = ", ".join(map(str, self.by_pipeline))
+            raise PlanError(f"pipeline {pipeline} has no plan; there are plans for {numbers}")
         return plan
 
     def dumps(self) -> bytes:
-        """As bytes, for other processes."""
-        texts = {str(number): plan.dumps() for number, plan in self.own.items()}
-        if self.every is not None:
-            texts[_EVERY] = self.every.dumps()
+        """Return the plans as bytes, for other processes."""
+        texts = {str(number): plan.dumps() for number, plan in self.by_pipeline.items()}
+        if self.common is not None:
+            texts[_COMMON] = self.common.dumps()
         return json.dumps(texts).encode()
 
     @classmethod
     def loads(cls, data: bytes) -> Plans:
-        """Inverse of `dumps`.
+        """Load what `dumps` returned.
 
         Raises:
-            PlanError: it is not what that wrote.
+            PlanError: If the data is anything else.
         """
         try:
             texts: dict[str, Any] = json.loads(data)
             plans = {key: Plan.loads(text) for key, text in texts.items()}
-            own = {int(key): plan for key, plan in plans.items() if key != _EVERY}
+            by_pipeline = {int(key): plan for key, plan in plans.items() if key != _COMMON}
         except (ValueError, TypeError, AttributeError) as error:
-            raise PlanError(f"the plans that were sent: {error}; use one planner on all ranks") from error
-        return cls(plans.get(_EVERY), MappingProxyType(own))
+            raise PlanError(
+                f"the plans that were sent cannot be read: {error}; use the same version of the planner on all ranks"
+            ) from error
+        return cls(plans.get(_COMMON), MappingProxyType(by_pipeline))
 
 
 def missing_file(plan: GivenPlan) -> str | None:
-    """The first file that is named and not there; None: all are."""
-    given = plan.values() if isinstance(plan, Mapping) else (plan,)
-    return next((os.fspath(each) for each in given if not isinstance(each, Plan) and not os.path.exists(each)), None)
+    """Return the first named file that does not exist; None if all exist."""
+    plans = plan.values() if isinstance(plan, Mapping) else (plan,)
+    return next((os.fspath(one) for one in plans if not isinstance(one, Plan) and not os.path.exists(one)), None)
 
 
-def _loaded(plan: OnePlan) -> Plan:
+def _load(plan: OnePlan) -> Plan:
     return plan if isinstance(plan, Plan) else Plan.load(Path(plan))

@@ -1,4 +1,4 @@
-"""The key of a torch.distributed store on which all ranks act, and how a key is read without waiting for it."""
+"""The one key of a torch.distributed store on which all ranks act, and how to read a key without waiting for it."""
 
 from __future__ import annotations
 
@@ -7,29 +7,28 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-# What is expected of a key by who only reads it: no key ever holds it.
-_ABSENT = "?"
+_ABSENT = "?"  #: a value that no key ever has
 
 
 def read(store: Store, key: str) -> bytes | None:
-    """What `key` holds, None where it is absent: one operation, which waits for nothing; "?" may not be a value.
+    """Return the value of a key, or None if it is absent: one operation, which never waits.
 
-    `Store.get` waits for an absent key, also for one that was there when it was checked. compare_set gives back what is
-    there, and where nothing is what was expected.
+    `Store.get` waits for an absent key, even for one that was there when it was checked. `compare_set` returns the
+    value of the key or, if it is absent, the value that was expected. So "?" must not be a value.
     """
-    there: bytes = store.compare_set(key, _ABSENT, _ABSENT)
-    return None if there == _ABSENT.encode() else there
+    value: bytes = store.compare_set(key, _ABSENT, _ABSENT)
+    return None if value == _ABSENT.encode() else value
 
 
-class State(NamedTuple):
+class AgreedState(NamedTuple):
     """What the ranks of a job agree on.
 
     Attributes:
-        cleared: no rank that could take part in a decision has begun a later iteration.
-        newest: the version proposed last.
-        is_open: 1 while that is neither decided nor given up, else 0.
-        version: what was decided last.
-        since: the first iteration that runs by it.
+        cleared: No rank that could take part in a decision has begun a later iteration.
+        newest: The version proposed last.
+        is_open: 1 while that version is neither decided nor closed, else 0.
+        version: The version decided last.
+        since: The first iteration that runs by that version.
     """
 
     cleared: int = -1
@@ -39,7 +38,7 @@ class State(NamedTuple):
     since: int = 0
 
     def text(self) -> str:
-        """As the store holds it."""
+        """Return the state as the store holds it."""
         return " ".join(map(str, self))
 
     def has_open(self, version: int) -> bool:
@@ -48,30 +47,33 @@ class State(NamedTuple):
 
 
 class SharedState:
-    """The state in the store, as this rank has seen it last; absent there, it is the first one.
+    """The state in the store as this rank saw it last.
 
-    Both methods take one operation, and raise what the store raises, or a RuntimeError where it has lost the state.
+    Both methods take one operation. They raise what the store raises, or a RuntimeError if it has lost the state.
+
+    Attributes:
+        seen: The state seen last.
     """
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._text = ""
-        self.seen = State()
+        self._text = ""  #: of the state in the store; empty while the key is absent
+        self.seen = AgreedState()
 
     def look(self) -> None:
-        """See what is there."""
-        there = read(self._store, "state")
-        self._take(there or b"", there is None)
+        """Read the state."""
+        value = read(self._store, "state")
+        self._take(value or b"", is_absent=value is None)
 
-    def change(self, state: State) -> None:
-        """Put `state` in the place of the one seen last, if that is still there; see what is there then."""
+    def change(self, state: AgreedState) -> None:
+        """Replace the state seen last by `state`, if it is still in the store; read what is there then."""
         text = state.text()
-        there: bytes = self._store.compare_set("state", self._text, text)
-        # What was expected comes back although it was not replaced: so it was not there.
-        self._take(there, there.decode() == self._text != text)
+        value: bytes = self._store.compare_set("state", self._text, text)
+        # If the key is absent, the expected value comes back although it was not replaced.
+        self._take(value, is_absent=value.decode() == self._text != text)
 
-    def _take(self, there: bytes, is_absent: bool) -> None:
+    def _take(self, value: bytes, *, is_absent: bool) -> None:
         if is_absent and self._text:
             raise RuntimeError("the store has lost what the ranks had agreed on")
-        self._text = there.decode()
-        self.seen = State(*map(int, self._text.split()))
+        self._text = value.decode()
+        self.seen = AgreedState(*map(int, self._text.split()))

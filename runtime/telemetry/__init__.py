@@ -1,1 +1,1 @@
-"""What one rank counts, records and detects while it trains."""
+"""What one rank counts, samples and records while it trains."""

@@ -1,10 +1,12 @@
-"""What a rank counts from the begin of its training: iterations, how long they took, and what its GPU took meanwhile.
+"""Counts the iterations of a rank since its training began: how long they took, and what its GPU used meanwhile.
 
-An iteration counts from the end of the one before, so with what lies in between, such as the wait for other pipelines
-or the optimizer's step. After a pause, as for an evaluation, it counts from its own begin: no plan is about that.
+An iteration counts from the end of the one before it, so it includes what lies between, such as the optimizer's step or
+the wait for other pipelines. After a pause, for example an evaluation, it counts from its own begin, because plans do
+not cover pauses.
 
-Ranks keep their counts at the same iterations without asking each other: at multiples of a power of two that follows
-from how long iterations take. Where ranks find different powers, the multiples of the greater are the other's too.
+Ranks keep checkpoints of their counts at the same iterations without communicating: at multiples of a power of two that
+follows from how long iterations take. If ranks arrive at different powers, the multiples of the greater one are
+multiples of the smaller one too.
 """
 
 from __future__ import annotations
@@ -19,12 +21,12 @@ if TYPE_CHECKING:
 
     from perseus_planner.runs import IterationRecord
 
-MARK_S = 2.0
-"""Seconds between two iterations at which counts are kept, at most; but for iterations that are longer."""
-MARKS = 8
-"""How many of them are remembered, as ranks are not all equally far."""
+CHECKPOINT_S = 2.0
+"""Longest time between two checkpoints, in seconds, unless a single iteration is longer."""
+CHECKPOINTS = 8
+"""How many checkpoints are kept, because ranks are not all equally far."""
 PAUSE, PAUSE_S = 2.0, 1.0
-"""It is a pause when so many times the iteration that follows, and so many seconds, pass between two iterations."""
+"""The time between two iterations is a pause if it is longer than `PAUSE` times the second one plus `PAUSE_S`."""
 
 
 @dataclass(frozen=True)
@@ -32,17 +34,17 @@ class Counts:
     """What a rank has counted from its first iteration to the end of one.
 
     Attributes:
-        iteration: the number of that one; -1: there was none.
-        iterations: how many were timed.
-        time_s: how long they took, seconds.
-        metered_iterations: those of them of which the energy of its GPU is known.
-        metered_s: how long these took, seconds.
-        energy_j: of its GPU in these, joules.
-        origin: how energy comes to be, "measured" or "simulated"; None: no GPU was read.
-        late_changes: clock changes that were made when much of the first computation was over that they were for.
-        set_p50_s: from when a clock was asked for until its call returned, seconds: of the medians of the iterations
-            since the counts that were kept before, the median; None: none was set.
-        set_p99_s: likewise of the 99th percentiles, the greatest.
+        iteration: Number of the last iteration; -1 if there was none.
+        iterations: Number of iterations that were timed.
+        time_s: How long they took, in seconds.
+        metered_iterations: Number of iterations for which the energy of the GPU is known.
+        metered_s: How long the metered iterations took, in seconds.
+        energy_j: Energy of the GPU in the metered iterations, in joules.
+        origin: "measured" or "simulated"; None if no GPU was read.
+        late_changes: Clock changes that were made late in the first computation that they were for.
+        set_p50_s: Seconds from a clock request to the return of the call that sets it: the median, over the iterations
+            since the previous checkpoint, of their medians. None if no clock was set.
+        set_p99_s: The same for the 99th percentiles, of which the greatest is taken.
     """
 
     iteration: int = -1
@@ -56,66 +58,66 @@ class Counts:
     set_p50_s: float | None = None
     set_p99_s: float | None = None
 
-    def after(self, row: IterationRecord, time_s: float, energy_j: float | None) -> Counts:
-        """With one more iteration, from what it counts from to its end; `energy_j` is None where it is not known."""
+    def plus(self, record: IterationRecord, time_s: float, energy_j: float | None) -> Counts:
+        """Return the counts with one more iteration; `energy_j` is None if it is not known."""
         is_metered = energy_j is not None
         return replace(
             self,
-            iteration=row.iteration,
+            iteration=record.iteration,
             iterations=self.iterations + 1,
             time_s=self.time_s + time_s,
             metered_iterations=self.metered_iterations + is_metered,
             metered_s=self.metered_s + (time_s if is_metered else 0.0),
             energy_j=self.energy_j + (energy_j or 0.0),
-            origin=row.origin or self.origin,
-            late_changes=self.late_changes + row.changes_late,
+            origin=record.origin or self.origin,
+            late_changes=self.late_changes + record.changes_late,
         )
 
 
-class Counting:
-    """The counts of one rank.
+class IterationCounter:
+    """Counts the iterations of one rank.
 
     Attributes:
-        marks: those that were kept, the newest last; never changed, but replaced.
+        checkpoints: The last counts that were kept, the newest last. A new tuple replaces it; it is never changed.
     """
 
     def __init__(self) -> None:
-        self.marks: tuple[Counts, ...] = ()
+        self.checkpoints: tuple[Counts, ...] = ()
         self._counts = Counts()
-        self._recent: list[IterationRecord] = []  #: since the last of the marks
+        self._recent: list[IterationRecord] = []  #: since the last checkpoint
 
-    def add(self, row: IterationRecord, time_s: float, energy_j: float | None) -> None:
-        """Count an iteration, as `Counts.after` does."""
-        self._counts = self._counts.after(row, time_s, energy_j)
-        self._recent.append(row)
-        if (row.iteration + 1) % _stride(self._counts.time_s / self._counts.iterations) == 0:
-            self._mark()
+    def add(self, record: IterationRecord, time_s: float, energy_j: float | None) -> None:
+        """Count an iteration, as `Counts.plus` does."""
+        self._counts = self._counts.plus(record, time_s, energy_j)
+        self._recent.append(record)
+        if (record.iteration + 1) % _stride(self._counts.time_s / self._counts.iterations) == 0:
+            self._keep_checkpoint()
 
     def close(self) -> None:
-        """There are no more: keep the last counts."""
+        """Keep the last counts."""
         if self._recent:
-            self._mark()
+            self._keep_checkpoint()
 
-    def _mark(self) -> None:
-        p50_s = [row.latency_p50_s for row in self._recent if row.latency_p50_s is not None]
-        p99_s = [row.latency_p99_s for row in self._recent if row.latency_p99_s is not None]
+    def _keep_checkpoint(self) -> None:
+        p50_s = [record.latency_p50_s for record in self._recent if record.latency_p50_s is not None]
+        p99_s = [record.latency_p99_s for record in self._recent if record.latency_p99_s is not None]
         counts = replace(self._counts, set_p50_s=median(p50_s) if p50_s else None, set_p99_s=max(p99_s, default=None))
-        self.marks = (*self.marks, counts)[-MARKS:]
+        self.checkpoints = (*self.checkpoints, counts)[-CHECKPOINTS:]
         self._recent = []
 
 
 def is_pause(between_s: float, iteration_s: float) -> bool:
-    """Whether so many seconds before an iteration that takes `iteration_s` are a pause."""
+    """Whether `between_s` seconds before an iteration of `iteration_s` seconds are a pause."""
     return between_s > PAUSE * iteration_s + PAUSE_S
 
 
-def common(of_ranks: Sequence[Sequence[Counts]]) -> list[Counts] | None:
-    """The counts of each rank at the newest iteration of which all have kept them; None: there is none."""
-    numbers = [{each.iteration: each for each in marks} for marks in of_ranks]
-    shared = set(numbers[0]).intersection(*numbers[1:]) if numbers else set()
-    return [each[max(shared)] for each in numbers] if shared else None
+def common_counts(of_ranks: Sequence[Sequence[Counts]]) -> list[Counts] | None:
+    """Return the counts of each rank at the newest iteration that all have a checkpoint of; None if there is none."""
+    by_iteration = [{counts.iteration: counts for counts in checkpoints} for checkpoints in of_ranks]
+    shared = set(by_iteration[0]).intersection(*by_iteration[1:]) if by_iteration else set()
+    return [counts[max(shared)] for counts in by_iteration] if shared else None
 
 
 def _stride(iteration_s: float) -> int:
-    """The greatest power of two, up to 1024, whose iterations take `MARK_S` at most; 1 where a single one is longer."""
-    return 1 if iteration_s >= MARK_S else 1 << min(10, int(math.log2(MARK_S / max(iteration_s, 1e-9))))
+    """Return the greatest power of two, up to 1024, of which that many iterations take at most `CHECKPOINT_S`."""
+    return 1 if iteration_s >= CHECKPOINT_S else 1 << min(10, int(math.log2(CHECKPOINT_S / max(iteration_s, 1e-9))))

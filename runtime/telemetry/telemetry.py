@@ -1,9 +1,9 @@
-"""What a rank measures on the way: one row for each iteration, from its marks and from what the controller says.
+"""Measures the iterations of a rank: one record for each, from its marks and from the messages of the controller.
 
-An iteration is known once the GPU was read after its end, which is when the next one has come to its end; where no
-reading comes it is given up waiting for it after a few. The energy counter of a GPU moves in steps, of some 100 ms on
-NVIDIA's. Read once an iteration it is right where iterations are much longer than that; what the mean over many says is
-right in any case (`Telemetry.mean`).
+An iteration is complete once the GPU was sampled after its end, which happens when the next iteration begins; without a
+sample it is given up after a few iterations. The energy counter of a GPU moves in steps, of about 100 ms on NVIDIA's.
+The energy of one iteration is accurate if iterations are much longer than that; the mean over many iterations
+(`Telemetry.mean`) always is.
 """
 
 from __future__ import annotations
@@ -15,32 +15,35 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING
 
-from perseus_planner.runs.matching import Change, Seen, with_changes
-from perseus_planner.runs.records import ComputationRecord, IterationRecord, RanChanges
-from perseus_planner.runtime.controller.protocol import Attached, Changed, Reading, ToRank
-from perseus_planner.runtime.telemetry.counters import Counting, Counts, is_pause
-from perseus_planner.runtime.telemetry.readings import Readings
-from perseus_planner.runtime.telemetry.recorder import Recorder
+from perseus_planner.runs.matching import ClockSample, SetCall, match_changes
+from perseus_planner.runs.records import ChangeStatistics, ComputationRecord, IterationRecord
+from perseus_planner.runtime.controller.protocol import AttachReply, ControlChange, GpuSample, ToRank
+from perseus_planner.runtime.telemetry.counters import Counts, IterationCounter, is_pause
+from perseus_planner.runtime.telemetry.recorder import RunRecorder
+from perseus_planner.runtime.telemetry.samples import GpuSamples
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
     from pathlib import Path
 
-    from perseus_planner.runtime.engines.engine import Seat
-    from perseus_planner.runtime.marks import Timed
-    from perseus_planner.runtime.program import Program
+    from perseus_planner.runtime.engines.engine import PipelineRank
+    from perseus_planner.runtime.hook import Program
+    from perseus_planner.runtime.marks import IterationTimes
 
-_PATIENCE = 4  #: iterations that may wait for a reading
+_PATIENCE = 4  #: iterations that may wait for a sample
 _KEPT = 8  #: iterations whose computations are kept
-_MOST_CHANGES = 20_000  #: that are remembered, whatever happens
-_OPEN = "it ran without its clocks, as the iteration before was not as planned"
+_MAX_CHANGES = 20_000  #: clock changes that are kept
+_UNCLOCKED = "it ran without clocks, because the iteration before was not as planned"
 
 
 @dataclass(frozen=True)
-class Mean:
-    """The iterations in the ring that ran as planned by the newest plan: how many, and an iteration on average.
+class IterationMean:
+    """The mean over the kept iterations that ran as planned by the newest plan.
 
-    `energy_j` is None where it is not known of any.
+    Attributes:
+        iterations: Number of iterations.
+        time_s: Mean seconds of an iteration.
+        energy_j: Mean joules of an iteration; None if the energy of no iteration is known.
     """
 
     iterations: int
@@ -49,142 +52,148 @@ class Mean:
 
 
 def wall_offset_ns() -> int:
-    """What to add to a time of the monotonic clock to have it since the epoch, nanoseconds."""
+    """Return what to add to a time of the monotonic clock to get nanoseconds since the epoch."""
     return time.time_ns() - time.monotonic_ns()
 
 
 class Telemetry:
-    """One rank's record.
+    """The measurements of one rank.
 
-    `ended` is for the training thread; all else is for one other thread. Nothing here raises, and nothing grows without
-    bound.
+    The training thread calls `on_end`; one other thread calls everything else. No method raises, and what is kept is
+    bounded.
 
     Args:
-        rank: of the whole job.
-        seat: where it stands in its pipeline.
-        folder: that the run is written into; None: nowhere.
-        capacity: how many iterations are remembered.
-        own_plans: whether pipelines may run by plans of their own, so that each writes down its own.
-        say: told once, when the folder can no longer be written.
-        offset_ns: what to add to a time of the monotonic clock to have it since the epoch.
+        rank: Rank in the whole job.
+        pipeline_rank: Rank in the pipeline.
+        folder: The run folder to write; None to write none.
+        capacity: How many iterations are kept.
+        own_plans: Whether each pipeline may have its own plan, and writes it.
+        warn: Called once if the folder can no longer be written.
+        offset_ns: Returns what to add to a time of the monotonic clock to get nanoseconds since the epoch.
     """
 
     def __init__(
         self,
         rank: int,
-        seat: Seat,
+        pipeline_rank: PipelineRank,
         folder: Path | None = None,
         capacity: int = 256,
         *,
         own_plans: bool = False,
-        say: Callable[[str], None] | None = None,
+        warn: Callable[[str], None] | None = None,
         offset_ns: Callable[[], int] = wall_offset_ns,
     ) -> None:
-        self._seat, self._capacity, self._offset_ns = seat, capacity, offset_ns
-        # Where the engine does not number its pipelines, the first rank of each does.
-        self._pipeline = min(seat.peers, default=0) if seat.pipeline is None else seat.pipeline
-        self._recorder = None if folder is None else Recorder(folder, rank, seat.rank, own_plans=own_plans, say=say)
+        self._pipeline_rank, self._capacity, self._offset_ns = pipeline_rank.rank, capacity, offset_ns
+        # If the engine does not number its pipelines, the first rank of each serves as its number.
+        first_peer = min(pipeline_rank.peers, default=0)
+        self._pipeline = first_peer if pipeline_rank.pipeline is None else pipeline_rank.pipeline
+        self._recorder = None
+        if folder is not None:
+            self._recorder = RunRecorder(folder, rank, pipeline_rank.rank, own_plans=own_plans, warn=warn)
         self._iterations: tuple[IterationRecord, ...] = ()
         self._computations: deque[tuple[ComputationRecord, ...]] = deque(maxlen=_KEPT)
         self._ended: deque[tuple[int, Program | None, str | None]] = deque(maxlen=capacity)
-        self._timed: deque[Timed] = deque()
-        self._readings = Readings()
-        self._counting = Counting()
-        self._changes: deque[Changed] = deque(maxlen=_MOST_CHANGES)
-        self._in_force: int | None = None  #: what was set before the first of the changes
+        self._times: deque[IterationTimes] = deque()
+        self._samples = GpuSamples()
+        self._counter = IterationCounter()
+        self._changes: deque[ControlChange] = deque(maxlen=_MAX_CHANGES)
+        self._in_force: int | None = None  #: value that was set before the first of the changes
         self._origin: str | None = None
         self._since_epoch_ns = offset_ns()
-        # Of the iteration before:
+        # Of the previous iteration:
         self._program: Program | None = None
-        self._left = False  #: whether the engine left the program
-        self._asked_ns = 0  #: when the first clock of the next one was asked for
+        self._has_deviated = False  #: whether the engine ran something that is not in the program
+        self._requested_ns = 0  #: when the first clock of the next iteration was requested
         self._end_ns: int | None = None
 
     @property
     def iterations(self) -> tuple[IterationRecord, ...]:
-        """The last ones, oldest first."""
+        """The last iterations, oldest first."""
         return self._iterations
 
     @property
     def computations(self) -> tuple[ComputationRecord, ...]:
-        """Those of the last iterations whose computations are known."""
-        return tuple(each for iteration in self._computations for each in iteration)
+        """The computations of the last iterations whose computations are known."""
+        return tuple(computation for iteration in self._computations for computation in iteration)
 
     @property
     def counts(self) -> tuple[Counts, ...]:
-        """What was counted since training began, at a few iterations of late; for any thread."""
-        return self._counting.marks
+        """What was counted since training began, at a few of the last iterations; may be read by any thread."""
+        return self._counter.checkpoints
 
-    def mean(self) -> Mean | None:
-        """What an iteration by the newest plan takes on average; None: none ran as planned."""
-        rows = [row for row in self._iterations if row.is_as_planned and row.version == self._iterations[-1].version]
-        if not rows:
+    def mean(self) -> IterationMean | None:
+        """Return the mean of an iteration by the newest plan; None if no iteration ran as planned."""
+        newest = self._iterations[-1].version if self._iterations else None
+        records = [record for record in self._iterations if record.is_as_planned and record.version == newest]
+        if not records:
             return None
-        energies_j = [row.energy_j for row in rows if row.energy_j is not None]
-        return Mean(len(rows), fmean(row.time_s for row in rows), fmean(energies_j) if energies_j else None)
+        energies_j = [record.energy_j for record in records if record.energy_j is not None]
+        time_s = fmean(record.time_s for record in records)
+        return IterationMean(len(records), time_s, fmean(energies_j) if energies_j else None)
 
-    def ended(self, iteration: int, program: Program | None, deviation: str | None) -> None:
-        """An iteration has ended that ran by `program`; `deviation` says what was not in it, if anything."""
+    def on_end(self, iteration: int, program: Program | None, deviation: str | None) -> None:
+        """See `ProgramSource.on_end`."""
         self._ended.append((iteration, program, deviation))
 
-    def update(self, timed: Iterable[Timed], messages: Iterable[ToRank]) -> list[IterationRecord]:
-        """Take in what has become known, and give the iterations that are known by it."""
+    def update(self, times: Iterable[IterationTimes], messages: Iterable[ToRank]) -> list[IterationRecord]:
+        """Take in new times and messages, and return the iterations that are complete now."""
         self._since_epoch_ns = self._offset_ns()  # the clock of the node may have been set meanwhile
         for message in messages:
-            self._hear(message)
-        self._timed.extend(timed)
-        rows = []
-        while self._timed and (len(self._timed) > _PATIENCE or self._is_known(self._timed[0])):
-            rows.append(self._finish(self._timed.popleft()))
-        return rows
+            self._take(message)
+        self._times.extend(times)
+        records = []
+        while self._times and (len(self._times) > _PATIENCE or self._is_complete(self._times[0])):
+            records.append(self._finish(self._times.popleft()))
+        return records
 
     def close(self) -> list[IterationRecord]:
-        """Nothing more comes: give the iterations that were still waited for, and write all that is to be written."""
-        rows = [self._finish(self._timed.popleft()) for _ in range(len(self._timed))]
-        self._counting.close()
+        """Return the iterations that were still waiting for a sample, and write everything that is left to write."""
+        records = [self._finish(self._times.popleft()) for _ in range(len(self._times))]
+        self._counter.close()
         if self._recorder is not None:
-            self._recorder.keep(self.computations)
-        return rows
+            self._recorder.replace_computations(self.computations)
+        return records
 
-    def _hear(self, message: ToRank) -> None:
-        if isinstance(message, Changed):
+    def _take(self, message: ToRank) -> None:
+        if isinstance(message, ControlChange):
             self._changes.append(message)
-        elif isinstance(message, Reading):
-            self._readings.add(message)
-        elif isinstance(message, Attached):
+        elif isinstance(message, GpuSample):
+            self._samples.add(message)
+        elif isinstance(message, AttachReply):
             self._origin = message.origin
 
-    def _is_known(self, timed: Timed) -> bool:
-        is_read = self._readings.first_after(timed.end_ns) is not None
-        return is_read and bool(self._ended) and self._ended[-1][0] >= timed.number
+    def _is_complete(self, times: IterationTimes) -> bool:
+        is_sampled = self._samples.first_after(times.end_ns) is not None
+        return is_sampled and bool(self._ended) and self._ended[-1][0] >= times.number
 
-    def _finish(self, timed: Timed) -> IterationRecord:
-        program, deviation = self._told(timed.number)
-        left = deviation is not None
-        if program is not None and deviation is None and len(timed.spans_ns) != len(program.computations):
-            deviation = f"{len(timed.spans_ns)} computations were timed, and the plan has {len(program.computations)}"
+    def _finish(self, times: IterationTimes) -> IterationRecord:
+        program, deviation = self._take_ended(times.number)
+        has_deviated = deviation is not None
+        if program is not None and deviation is None and len(times.spans_ns) != len(program.computations):
+            deviation = f"{len(times.spans_ns)} computations were timed, and the plan has {len(program.computations)}"
         computations: tuple[ComputationRecord, ...] = ()
-        is_open = self._left and program is self._program
+        is_unclocked = self._has_deviated and program is self._program
         if program is not None and deviation is None:
-            computations = self._computed(timed, program, is_open)
-        row = self._row(timed, program, deviation or (_OPEN if is_open else None), computations)
-        self._count(timed, row)
-        self._go_on(timed, program, left, is_open)
-        self._iterations = (*self._iterations, row)[-self._capacity :]
+            computations = self._match_computations(times, program, is_unclocked=is_unclocked)
+        record = self._record(times, program, deviation or (_UNCLOCKED if is_unclocked else None), computations)
+        self._count(times, record)
+        self._prepare_next(times, program, has_deviated=has_deviated, was_unclocked=is_unclocked)
+        self._iterations = (*self._iterations, record)[-self._capacity :]
         if computations:
             self._computations.append(computations)
         if self._recorder is not None:
-            self._recorder.write(row, program, self.computations)
-        return row
+            self._recorder.add(record, program, self.computations)
+        return record
 
-    def _count(self, timed: Timed, row: IterationRecord) -> None:
-        begin_ns = timed.begin_ns
-        if self._end_ns is not None and not is_pause((begin_ns - self._end_ns) / 1e9, row.time_s):
+    def _count(self, times: IterationTimes, record: IterationRecord) -> None:
+        begin_ns = times.begin_ns
+        if self._end_ns is not None and not is_pause((begin_ns - self._end_ns) / 1e9, record.time_s):
             begin_ns = self._end_ns
-        self._counting.add(row, (timed.end_ns - begin_ns) / 1e9, self._readings.energy_j(begin_ns, timed.end_ns))
+        energy_j = self._samples.energy_j(begin_ns, times.end_ns)
+        self._counter.add(record, (times.end_ns - begin_ns) / 1e9, energy_j)
 
-    def _told(self, number: int) -> tuple[Program | None, str | None]:
-        """What the iteration of that number ran by, and what was not in it."""
+    def _take_ended(self, number: int) -> tuple[Program | None, str | None]:
+        """Return the program and the deviation of an iteration, and forget those before it."""
         while self._ended and self._ended[0][0] < number:
             self._ended.popleft()
         if not self._ended or self._ended[0][0] > number:
@@ -192,61 +201,65 @@ class Telemetry:
         _, program, deviation = self._ended.popleft()
         return program, deviation
 
-    def _computed(self, timed: Timed, program: Program, is_open: bool) -> tuple[ComputationRecord, ...]:
-        is_asked = not is_open and program.plan.control != "observed"
-        return with_changes(
-            timed.number,
+    def _match_computations(
+        self, times: IterationTimes, program: Program, *, is_unclocked: bool
+    ) -> tuple[ComputationRecord, ...]:
+        is_requested = not is_unclocked and program.plan.control != "observed"
+        return match_changes(
+            times.number,
             program.computations,
-            program.clocks if is_asked else None,
-            [(self._epoch_s(begin_ns), self._epoch_s(end_ns)) for begin_ns, end_ns in timed.spans_ns],
-            [self._change(each) for each in self._changes],
-            # The first clock of a new plan is asked for when its first iteration begins.
-            asked_s=self._epoch_s(self._asked_ns if program is self._program else timed.begin_ns),
+            program.clocks if is_requested else None,
+            [(self._epoch_s(begin_ns), self._epoch_s(end_ns)) for begin_ns, end_ns in times.spans_ns],
+            [self._set_call(change) for change in self._changes],
+            # The first clock of a new plan is requested when its first iteration begins.
+            first_asked_s=self._epoch_s(self._requested_ns if program is self._program else times.begin_ns),
             in_force=self._in_force,
-            readings=[Seen(self._epoch_s(each.now_ns), each.clock_mhz) for each in self._readings],
+            samples=[ClockSample(self._epoch_s(sample.now_ns), sample.clock_mhz) for sample in self._samples],
         )
 
-    def _change(self, told: Changed) -> Change:
-        seen_s, begun_s, ended_s = map(self._epoch_s, (told.seen_ns, told.begun_ns, told.ended_ns))
-        return Change(told.place, told.value, seen_s, begun_s, ended_s, told.before_mhz)
+    def _set_call(self, change: ControlChange) -> SetCall:
+        seen_s, begun_s, ended_s = map(self._epoch_s, (change.seen_ns, change.begun_ns, change.ended_ns))
+        return SetCall(change.position, change.value, seen_s, begun_s, ended_s, change.before_mhz)
 
     def _epoch_s(self, at_ns: int) -> float:
         return (at_ns + self._since_epoch_ns) / 1e9
 
-    def _row(
+    def _record(
         self,
-        timed: Timed,
+        times: IterationTimes,
         program: Program | None,
         deviation: str | None,
         computations: Sequence[ComputationRecord],
     ) -> IterationRecord:
-        after = self._readings.first_after(timed.end_ns)
+        after = self._samples.first_after(times.end_ns)
         planned_s = None
         if program is not None and deviation is None:
             planned_s = math.fsum(program.plan.measurement(each.computation).time_s for each in computations)
         return IterationRecord(
-            **vars(RanChanges.of(computations)),
-            iteration=timed.number,
+            **vars(ChangeStatistics.of(computations)),
+            iteration=times.number,
             version=None if program is None else program.version,
             pipeline=self._pipeline,
-            pipeline_rank=self._seat.rank,
-            begin_s=self._epoch_s(timed.begin_ns),
-            end_s=self._epoch_s(timed.end_ns),
-            busy_s=sum(end_ns - begin_ns for begin_ns, end_ns in timed.spans_ns) / 1e9,
+            pipeline_rank=self._pipeline_rank,
+            begin_s=self._epoch_s(times.begin_ns),
+            end_s=self._epoch_s(times.end_ns),
+            busy_s=sum(end_ns - begin_ns for begin_ns, end_ns in times.spans_ns) / 1e9,
             planned_busy_s=planned_s,
-            energy_j=self._readings.energy_j(timed.begin_ns, timed.end_ns),
+            energy_j=self._samples.energy_j(times.begin_ns, times.end_ns),
             temperature_c=None if after is None else after.temperature_c,
-            throttled_s=self._readings.throttled_s(timed.begin_ns, timed.end_ns),
+            throttled_s=self._samples.throttled_s(times.begin_ns, times.end_ns),
             deviation=deviation,
             origin=self._origin,
         )
 
-    def _go_on(self, timed: Timed, program: Program | None, left: bool, was_open: bool) -> None:
-        """Keep what the next iteration needs, and forget the rest; the rules are those of the hook."""
-        spans_ns = timed.spans_ns or ((timed.begin_ns, timed.end_ns),)
-        self._program, self._left, self._end_ns = program, left, timed.end_ns
-        self._asked_ns = timed.end_ns if was_open else spans_ns[-1][1]
+    def _prepare_next(
+        self, times: IterationTimes, program: Program | None, *, has_deviated: bool, was_unclocked: bool
+    ) -> None:
+        """Keep what the next iteration needs, by the rules of the hook, and forget the rest."""
+        spans_ns = times.spans_ns or ((times.begin_ns, times.end_ns),)
+        self._program, self._has_deviated, self._end_ns = program, has_deviated, times.end_ns
+        self._requested_ns = times.end_ns if was_unclocked else spans_ns[-1][1]
         middle_ns = sum(spans_ns[-1]) // 2
         while self._changes and self._changes[0].seen_ns < middle_ns:
             self._in_force = self._changes.popleft().value
-        self._readings.forget_before(timed.end_ns)
+        self._samples.forget_before(times.end_ns)

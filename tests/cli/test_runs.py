@@ -15,7 +15,7 @@ from perseus_planner import Plan, Profile
 from perseus_planner.profiles.clock_changes import ClockChange
 from perseus_planner.runs import Run
 from perseus_planner.runs.run import calibration_of
-from perseus_planner.runtime.controller.protocol import Changed
+from perseus_planner.runtime.controller.protocol import ControlChange
 from perseus_planner.views.run_drawing import draw_run
 from perseus_planner.views.run_planned import foreseen
 from perseus_planner.views.run_summary import summarize_run
@@ -65,7 +65,7 @@ def test_as_json_it_says_the_same_in_si_units(plan: Plan, origin: str):
 
 
 def test_the_figure_has_two_rows_a_rank_with_the_plan_above_the_run(plan: Plan):
-    def edit(iteration: int, change: Changed) -> Changed | None:
+    def edit(iteration: int, change: ControlChange) -> ControlChange | None:
         late_ns = 5 * 10**7 if iteration == 3 else 0
         return replace(change, begun_ns=change.begun_ns + late_ns, ended_ns=change.ended_ns + late_ns)
 

@@ -18,11 +18,10 @@ from perseus_planner.gpu.protocol import THROTTLE_REASONS
 from perseus_planner.plans.replay import replay
 from perseus_planner.profiles.clock_changes import ClockChange
 from perseus_planner.runs import ComputationRecord, IterationRecord, Run, recording
-from perseus_planner.runs.recording import Recording
-from perseus_planner.runs.records import RanChanges
-from perseus_planner.runs.rows import COMPUTATIONS, ITERATIONS
+from perseus_planner.runs.recording import COMPUTATIONS, ITERATIONS, RankFiles
+from perseus_planner.runs.records import ChangeStatistics
 from perseus_planner.runs.run import calibration_of
-from perseus_planner.runtime.controller.protocol import Changed
+from perseus_planner.runtime.controller.protocol import ControlChange
 from perseus_planner.schedules import Computation
 from perseus_planner.views.run_planned import foreseen
 from perseus_planner.views.run_summary import summarize_run
@@ -116,7 +115,7 @@ def test_what_is_not_a_row_is_refused_with_its_place(plan: Plan, tmp_path: Path,
     text = path.read_text()
     cells = text.splitlines()[1].split(",")
     changed = "; the file was changed"
-    no_row = f"is not a row of {len(cells)} cells{changed}, so write it anew"
+    no_row = f"is not a row of {len(cells)} cells{changed}: record it again"
     for wrong, message in (
         (text[1:], ", line 1: has other columns; read it with the planner that the training ran with"),
         (f"{text}1,2\n", f", line 4: {no_row}"),
@@ -155,10 +154,10 @@ def test_a_run_that_did_what_the_plan_says_shows_no_deviation(plan: Plan, tmp_pa
 def test_a_late_change_and_one_that_was_never_made_are_found(plan: Plan, tmp_path: Path):
     place = {}
 
-    def edit(iteration: int, change: Changed) -> Changed | None:
-        if iteration == 2 and change.place == place["late"]:
+    def edit(iteration: int, change: ControlChange) -> ControlChange | None:
+        if iteration == 2 and change.position == place["late"]:
             return replace(change, begun_ns=change.begun_ns + 3 * 10**7, ended_ns=change.ended_ns + 3 * 10**7)
-        return None if iteration == 3 and change.place == place["lost"] else change
+        return None if iteration == 3 and change.position == place["lost"] else change
 
     rank = max(range(3), key=lambda rank: plan.changes[rank])
     names = [str(each) for each in plan.schedule.ranks[rank]]
@@ -192,12 +191,12 @@ def test_what_is_foreseen_of_any_plan_is_its_replay(seed: int, call_s: float | N
             (spans[str(c)].start_s, spans[str(c)].end_s) for c in program
         ]
         assert [each.clock for each in ran] == [plan.clocks[str(c)] for c in program]
-        counts = RanChanges.of(ran)
+        counts = ChangeStatistics.of(ran)
         assert counts.changes_asked == counts.changes_set + counts.changes_overtaken
         if not call_s:
             assert (counts.changes_late, counts.changes_overtaken, counts.off_clock_s) == (0, 0, 0.0)
     if not call_s:
-        assert tuple(RanChanges.of(ran).changes_asked for ran in ranks) == plan.changes
+        assert tuple(ChangeStatistics.of(ran).changes_asked for ran in ranks) == plan.changes
 
 
 def test_iterations_count_that_ran_as_planned_by_the_newest_plan_but_for_its_first(plan: Plan, tmp_path: Path):
@@ -218,7 +217,7 @@ def test_iterations_count_that_ran_as_planned_by_the_newest_plan_but_for_its_fir
     assert [(each.version, each.iterations, each.counted) for each in shown.plans] == [(1, 3, 2), (2, 4, 1)]
     assert [(each.reason, each.times, each.ranks, each.first_iteration) for each in shown.deviations] == [
         ("0F9, where the plan has 0F1", 3, (0, 1, 2), 5),
-        ("it ran without its clocks, as the iteration before was not as planned", 3, (0, 1, 2), 6),
+        ("it ran without clocks, because the iteration before was not as planned", 3, (0, 1, 2), 6),
     ]
 
 
@@ -288,9 +287,9 @@ def test_a_folder_that_is_no_whole_run_is_refused(plan: Plan, folder: Path):
 def test_a_rank_keeps_no_more_rows_than_it_may(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(recording, "MAX_BYTES", 2000)
     seat = {"version": 1, "pipeline": 0, "pipeline_rank": 0}
-    written, row = Recording(tmp_path, 0), IterationRecord(**seat, iteration=0, begin_s=0.5, end_s=1.5, busy_s=0.25)
+    written, row = RankFiles(tmp_path, 0), IterationRecord(**seat, iteration=0, begin_s=0.5, end_s=1.5, busy_s=0.25)
     for number in range(200):
-        written.add(replace(row, iteration=number))
+        written.add_iteration(replace(row, iteration=number))
     files = sorted(tmp_path.iterdir())
     assert [path.name for path in files] == ["iterations-0.csv", "iterations-0.old.csv"]
     assert sum(path.stat().st_size for path in files) < 2 * (2000 + len(ITERATIONS.line(row)) + len(ITERATIONS.header))

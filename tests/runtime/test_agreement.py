@@ -17,9 +17,9 @@ from stepped_ranks import Counted
 from torch.distributed import HashStore, TCPStore
 
 from perseus_planner.errors import PlanError
-from perseus_planner.runtime.switching.agreement import LONGEST_PLAN_BYTES, Agreement, Decided, Refused
+from perseus_planner.runtime.switching.agreement import LONGEST_PLAN_BYTES, Acceptance, Agreement, Rejection
 
-NEWER = Refused("a newer plan was proposed before this one was decided")
+NEWER = Rejection("a newer plan was proposed before this one was decided")
 
 
 class Job:
@@ -64,7 +64,7 @@ def test_a_plan_that_all_accept_begins_at_one_iteration_after_all_that_are_begun
     proposal = job.agreements[2].propose(b"a plan")
     assert proposal.wait(0.0) is None
     job.look(8)
-    assert proposal.wait(0.0) == proposal.outcome == Decided(2, 9)
+    assert proposal.wait(0.0) == proposal.outcome == Acceptance(2, 9)
     assert sorted(job.given) == [(rank, 2, b"a plan") for rank in range(4)]
     assert [job.versions(iteration)[0] for iteration in (7, 8, 9, 10)] == [1, 1, 2, 2]
     assert job.versions(100) == [2, 2, 2, 2]
@@ -84,7 +84,7 @@ def test_a_rank_that_is_far_ahead_is_waited_for_by_the_plan_alone():
     assert job.agreements[3].version_at(50) == 1
     proposal = job.agreements[0].propose(b"a plan")
     job.look(2)
-    assert proposal.outcome == Decided(2, 51)
+    assert proposal.outcome == Acceptance(2, 51)
     assert job.versions(50) == [1, 1, 1, 1]
     assert job.versions(51) == [2, 2, 2, 2]
 
@@ -98,7 +98,7 @@ def test_a_rank_that_has_said_yes_stops_at_its_limit_until_it_knows():
     job.look(7, 0, 1, 2)  # it may move its limit on
     assert job.versions(7) == [1, 1, 1, 1]
     job.look(7)
-    assert proposal.outcome == Decided(2, 8)
+    assert proposal.outcome == Acceptance(2, 8)
     assert job.versions(8) == [2, 2, 2, 2]
 
 
@@ -108,7 +108,7 @@ def test_an_even_newer_plan_takes_the_place_of_one_that_no_rank_has_begun():
     job.look(5)
     second = job.agreements[1].propose(b"a plan")
     job.look(5)
-    assert (first.outcome, second.outcome) == (Decided(2, 6), Decided(3, 6))
+    assert (first.outcome, second.outcome) == (Acceptance(2, 6), Acceptance(3, 6))
     assert job.versions(6) == [3, 3, 3, 3]
 
 
@@ -121,7 +121,7 @@ def test_a_plan_that_one_rank_refuses_is_taken_by_none(answer: Any, text: str):
     job.refusals[1] = answer
     proposal = job.agreements[0].propose(b"a plan")
     job.look(5)
-    assert proposal.outcome == Refused(text)
+    assert proposal.outcome == Rejection(text)
     assert job.versions(100) == [1, 1, 1, 1]
 
 
@@ -138,12 +138,12 @@ def test_a_plan_that_not_all_answer_is_given_up(size: int, text: str):
     assert proposal.outcome is None
     job.now_s = 60.1
     job.look(5, 0, 1)
-    assert proposal.outcome == Refused(text)
+    assert proposal.outcome == Rejection(text)
     job.look(5)
     assert job.versions(100) == size * [1]
     again = job.agreements[0].propose(b"a plan")
     job.look(6)
-    assert again.outcome == Decided(3, 101)
+    assert again.outcome == Acceptance(3, 101)
 
 
 def test_the_newest_of_several_proposals_is_taken():
@@ -152,10 +152,10 @@ def test_the_newest_of_several_proposals_is_taken():
     job.look(5, 0, 1)
     second, third = job.agreements[2].propose(b"second"), job.agreements[2].propose(b"third")
     job.look(5)
-    assert (first.outcome, second.outcome, third.outcome) == (NEWER, NEWER, Decided(3, 6))
+    assert (first.outcome, second.outcome, third.outcome) == (NEWER, NEWER, Acceptance(3, 6))
     mine, newer = job.agreements[0].propose(b"fourth"), job.agreements[0].propose(b"fifth")
     job.look(5)
-    assert (mine.outcome, newer.outcome) == (NEWER, Decided(4, 6))
+    assert (mine.outcome, newer.outcome) == (NEWER, Acceptance(4, 6))
     assert job.versions(6) == [4, 4, 4, 4]
 
 
@@ -169,7 +169,7 @@ def test_a_proposer_that_dies_is_in_nobodys_way():
     job.look(7, 1, 2, 3)
     job.agreements[0] = job._agreement(0, job.stores[0])  # it is back, as it entered
     job.look(7)
-    assert later.outcome == Decided(3, 8)
+    assert later.outcome == Acceptance(3, 8)
 
 
 def test_without_the_store_a_rank_goes_on_by_its_plan():
@@ -177,12 +177,12 @@ def test_without_the_store_a_rank_goes_on_by_its_plan():
     job.look(5)
     job.stores[1].is_gone = True
     job.look(5)
-    text = "the job's store cannot be used any more (Broken pipe): no new plan is taken"
+    text = "the job's store can no longer be used (Broken pipe): no new plan will be taken"
     assert [agreement.lost for agreement in job.agreements] == [None, text, None, None]
     counted = job.stores[1].counts.total()
     proposals = [job.agreements[rank].propose(b"a plan") for rank in (0, 1)]
     job.look(5)
-    assert [proposal.outcome for proposal in proposals] == [None, Refused(text)]
+    assert [proposal.outcome for proposal in proposals] == [None, Rejection(text)]
     assert job.versions(100) == [0, 1, 0, 0]  # the others have promised
     assert job.stores[1].counts.total() == counted
 
@@ -196,10 +196,10 @@ def test_without_the_store_a_rank_that_has_promised_goes_on_to_its_limit():
         job.stores[rank].is_gone = True
     job.look(5)
     assert job.agreements[1].lost == (
-        "the job's store cannot be used any more (Broken pipe): no new plan is taken; what became of plan 2 is not "
-        "known, and this rank runs without a plan's clocks after iteration 5"
+        "the job's store can no longer be used (Broken pipe): no new plan will be taken; it is not known whether "
+        "plan 2 was taken, so this rank runs without clocks after iteration 5"
     )
-    assert proposal.outcome == Refused(str(job.agreements[0].lost))
+    assert proposal.outcome == Rejection(str(job.agreements[0].lost))
     assert (job.versions(5), job.versions(6)) == ([1, 1, 1, 1], [0, 0, 0, 0])
 
 
@@ -210,7 +210,7 @@ def test_a_store_that_has_forgotten_is_lost():
     job.store.delete_key("state")
     job.agreements[1].propose(b"a plan")
     job.look(5)
-    expected = "the job's store cannot be used any more (the store has lost what the ranks had agreed on): "
+    expected = "the job's store can no longer be used (the store has lost what the ranks had agreed on): "
     assert all(str(agreement.lost).startswith(expected) for agreement in job.agreements)
     assert job.versions(6) == [2, 2]
 
@@ -219,7 +219,7 @@ def test_a_plan_that_no_store_takes_is_refused_at_once():
     job = Job(1)
     noise = random.Random(0).randbytes(LONGEST_PLAN_BYTES + 1)
     outcome = job.agreements[0].propose(noise).outcome
-    assert isinstance(outcome, Refused)
+    assert isinstance(outcome, Rejection)
     assert f"the job's store takes {LONGEST_PLAN_BYTES}; plan for fewer microbatches" in outcome.text
 
 
@@ -245,7 +245,7 @@ def test_a_look_takes_one_operation_and_a_proposal_few_more():
     largest = random.Random(0).randbytes(LONGEST_PLAN_BYTES - 10_000)
     proposal = job.agreements[0].propose(largest)
     job.look(3, rounds=5)
-    assert proposal.outcome == Decided(2, 4)
+    assert proposal.outcome == Acceptance(2, 4)
     assert all(blob == largest for _, _, blob in job.given)
     assert other.counts.total() == 5 + 3  # who comes second finds `cleared` moved
     assert proposer.counts.total() == 5 + 4 + 5 + 2
@@ -269,7 +269,7 @@ def test_when_the_host_of_the_store_dies_the_others_train_on_by_their_plan(tmp_p
     assert (dead.code, [each.code for each in others]) == (-9, [0, 0, 0])
     for each in others:
         said = json.loads(each.said)
-        assert said["lost"].startswith("the job's store cannot be used any more (")
+        assert said["lost"].startswith("the job's store can no longer be used (")
         assert set(said["versions"]) == {1}
 
 
@@ -278,6 +278,6 @@ def test_when_the_host_dies_before_it_decides_no_rank_takes_the_plan(tmp_path: P
     assert (dead.code, [each.code for each in others]) == (-9, [0, 0, 0]), others
     for each in others:
         said = json.loads(each.said)
-        assert "what became of plan 2 is not known" in said["lost"]
+        assert "it is not known whether plan 2 was taken" in said["lost"]
         assert (said["versions"][0], said["versions"][-1]) == (1, 0)
         assert set(said["versions"]) == {0, 1}

@@ -24,9 +24,9 @@ from gpu_owners import files
 from perseus_planner.errors import ControllerLost, GpuError, GpuInUse, GpuNotPermitted, GpuNotSupported
 from perseus_planner.gpu import open_gpu
 from perseus_planner.gpu.lease.lease import lease_gpus
-from perseus_planner.runtime.controller.client import Connection, started
-from perseus_planner.runtime.controller.protocol import Changed, Failed, Hello, Reading
-from perseus_planner.runtime.marks import NOTHING, word
+from perseus_planner.runtime.controller.client import Connection, start_controller
+from perseus_planner.runtime.controller.protocol import AttachRequest, ControlChange, ControlFailure, GpuSample
+from perseus_planner.runtime.marks import NO_REQUEST, clock_request
 
 SIMULATED = "simulated:a100-sxm"
 
@@ -48,19 +48,19 @@ def test_every_gpu_is_set_to_what_its_rank_asks_for_and_reset_when_it_leaves(nvm
     with attached(["nvml:0", "nvml:1"]) as (first, second):
         process = process_of(first)
         changed = set_clock(first, 1200)
-        assert (changed.place, changed.before_mhz) == (0, 1980)
+        assert (changed.position, changed.before_mhz) == (0, 1980)
         assert changed.seen_ns <= changed.begun_ns <= changed.ended_ns - 3_000_000
-        assert set_clock(second, 900, place=7).place == 7
+        assert set_clock(second, 900, place=7).position == 7
         assert set_clock(first, 1005, place=1).before_mhz == 1200
         assert locked(nvml) == [1005, 900]
         assert len(files(state)) == 2
-        first.word[0] = NOTHING
-        assert awaited(first, Changed).value == 0
+        first.request[0] = NO_REQUEST
+        assert awaited(first, ControlChange).value == 0
         assert locked(nvml) == [None, 900]
         set_clock(first, 1500)
-        assert first.leave(LONG_S) is None
+        assert first.detach(LONG_S) is None
         assert locked(nvml) == [None, 900]
-        assert second.leave(LONG_S) is None
+        assert second.detach(LONG_S) is None
         assert locked(nvml) == [None, None]
         assert files(state) == []
         eventually(lambda: has_ended(process))
@@ -71,7 +71,7 @@ def test_a_value_that_is_set_already_is_not_set_again(nvml: StandIn, state: Path
         before = len(clocks_set(nvml, 0))
         set_clock(connection, 1200, place=0)
         for place in (1, 2, 3, 0):
-            connection.word[0] = word(place, 1200)
+            connection.request[0] = clock_request(place, 1200)
             let_look(connection)
         set_clock(connection, 900, place=1)
         assert clocks_set(nvml, 0)[before:] == [1200, 900]
@@ -82,12 +82,12 @@ def test_a_change_waits_for_the_dwell_and_the_latest_value_is_set_then(nvml: Sta
         begin_ns = time.monotonic_ns()
         set_clock(connection, 1200)
         assert set_clock(connection, 1500, place=1).begun_ns - begin_ns >= 300_000_000
-        connection.dwell(3600.0)
+        connection.set_dwell(3600.0)
         for place, clock in ((2, 1005), (3, 1980), (4, 900)):
-            connection.word[0] = word(place, clock)
+            connection.request[0] = clock_request(place, clock)
             let_look(connection)
-        connection.dwell(0.0)
-        assert awaited(connection, Changed).value == 900
+        connection.set_dwell(0.0)
+        assert awaited(connection, ControlChange).value == 900
         assert not {1005, 1980} & set(clocks_set(nvml, 0))
 
 
@@ -104,11 +104,11 @@ def test_a_power_limit_is_set_and_put_back_to_what_it_was(nvml: StandIn, state: 
     with attached(["nvml:0"], control="power-limit") as (connection,):
         set_clock(connection, 300)
         assert nvml.limit_w(0) == 300.0
-        connection.word[0] = NOTHING
-        awaited(connection, Changed)
+        connection.request[0] = NO_REQUEST
+        awaited(connection, ControlChange)
         assert nvml.limit_w(0) == 500.0
         set_clock(connection, 250)
-        assert connection.leave(LONG_S) is None
+        assert connection.detach(LONG_S) is None
         assert nvml.limit_w(0) == 500.0
         assert nvml.locked_mhz(0) is None
 
@@ -118,23 +118,23 @@ def test_readings_come_at_the_start_of_every_iteration_and_at_the_end(nvml: Stan
     nvml.fail("nvmlDeviceGetPowerUsage", 3)
     nvml.set("field_186_0 error", 3)
     with attached(["nvml:0"]) as (connection,):
-        first = awaited(connection, Reading)
+        first = awaited(connection, GpuSample)
         set_clock(connection, 1200, place=0)
         set_clock(connection, 900, place=1)
-        connection.word[0] = word(0, 1200)
-        second = awaited(connection, Reading)
-        connection.leave(LONG_S)
-        (last,) = [message for message in connection.messages() if isinstance(message, Reading)]
+        connection.request[0] = clock_request(0, 1200)
+        second = awaited(connection, GpuSample)
+        connection.detach(LONG_S)
+        (last,) = [message for message in connection.messages() if isinstance(message, GpuSample)]
     assert first.now_ns < second.now_ns < last.now_ns
     assert first.energy_j < second.energy_j < last.energy_j
     assert second.seen_ns <= second.now_ns
-    assert (last.temperature_c, last.clock_mhz, last.overtaken, last.untold) == (61.0, 1200, 0, 0)
+    assert (last.temperature_c, last.clock_mhz, last.overtaken, last.dropped) == (61.0, 1200, 0, 0)
 
 
 def test_what_a_gpu_does_not_say_is_none():
     faults = "&".join(f"fault=not-supported:{what}" for what in ("energy", "power", "temperature", "throttle"))
     with attached([f"{SIMULATED}?{faults}"]) as (connection,):
-        reading = awaited(connection, Reading)
+        reading = awaited(connection, GpuSample)
     assert (reading.energy_j, reading.power_w, reading.temperature_c, reading.throttled_s) == (None, None, None, {})
     assert reading.clock_mhz == 210
 
@@ -144,15 +144,15 @@ def test_without_privilege_a_gpu_can_be_watched_and_nothing_is_set(nvml: StandIn
     for function in ("SetGpuLockedClocks", "ResetGpuLockedClocks", "SetPowerManagementLimit"):
         nvml.fail(f"nvmlDevice{function}", 4)
     with attached([gpu], control=control) as (connection,):
-        first = awaited(connection, Reading)
+        first = awaited(connection, GpuSample)
         for place in (0, 1, 0):
-            connection.word[0] = word(place, 1500)
+            connection.request[0] = clock_request(place, 1500)
             let_look(connection)
-        second = awaited(connection, Reading)
+        second = awaited(connection, GpuSample)
         assert second.energy_j > first.energy_j
         if control == "clock":
             assert set_clock(connection, 1200, place=1).before_mhz == 1980
-        assert connection.leave(LONG_S) is None
+        assert connection.detach(LONG_S) is None
     assert nvml.settings() == []
     assert files(state) == []
 
@@ -175,15 +175,15 @@ def test_a_second_controller_is_refused_what_the_first_one_has(nvml: StandIn, st
 
 
 def test_ranks_that_share_a_gpu_are_refused_in_terms_of_ranks(nvml: StandIn, state: Path):
-    address = started(3, 100.0, LONG_S)
+    address = start_controller(3, 100.0, LONG_S)
     with ExitStack() as stack:
         gpus = ("nvml:0", "nvml:1", "nvml:0")
         ranks = [
-            stack.enter_context(Connection(address, Hello(rank, gpu, "clock", None, 0.0)))
+            stack.enter_context(Connection(address, AttachRequest(rank, gpu, "clock", None, 0.0)))
             for rank, gpu in enumerate(gpus)
         ]
         for rank in (0, 2):
-            with pytest.raises(GpuInUse, match=r"^ranks 0, 2 have one GPU, GPU-1.*name one of its own for each rank"):
+            with pytest.raises(GpuInUse, match=r"^ranks 0, 2 have the same GPU, GPU-1.*name another GPU for each rank"):
                 ranks[rank].attach(LONG_S)
         ranks[1].attach(LONG_S)
         set_clock(ranks[1], 1200)
@@ -212,10 +212,10 @@ def test_a_gpu_that_may_not_be_set_is_refused(nvml: StandIn, state: Path):
 
 
 def test_one_rank_whose_gpu_cannot_be_opened_does_not_keep_the_others_from_theirs(nvml: StandIn, state: Path):
-    address = started(2, 100.0, LONG_S)
+    address = start_controller(2, 100.0, LONG_S)
     with (
-        Connection(address, Hello(0, "nvml:9", "clock", None, 0.0)) as first,
-        Connection(address, Hello(1, "nvml:1", "clock", None, 0.0)) as second,
+        Connection(address, AttachRequest(0, "nvml:9", "clock", None, 0.0)) as first,
+        Connection(address, AttachRequest(1, "nvml:1", "clock", None, 0.0)) as second,
     ):
         second.attach(LONG_S)
         with pytest.raises(GpuError, match="nvml:9"):
@@ -229,51 +229,52 @@ def test_a_gpu_that_fails_is_told_once_and_the_others_go_on(nvml: StandIn, state
     with attached(["nvml:0", "nvml:1"]) as (first, second):
         set_clock(first, 1200)
         nvml.fail("nvmlDeviceSetGpuLockedClocks", 999, gpu=0)
-        first.word[0] = word(1, 900)
-        failed = awaited(first, Failed)
+        first.request[0] = clock_request(1, 900)
+        failed = awaited(first, ControlFailure)
         assert "lock its SM clock at 900 MHz" in failed.text
         assert locked(nvml) == [None, None]
         nvml.heal()
-        first.word[0] = word(2, 1500)
+        first.request[0] = clock_request(2, 1500)
         set_clock(second, 1005)
         set_clock(second, 1200, place=1)
         assert locked(nvml) == [None, 1200]
         assert first.messages() == []
-        assert first.leave(LONG_S) is None
+        assert first.detach(LONG_S) is None
 
 
 def test_a_lost_gpu_says_so_and_that_it_could_not_be_reset():
     with attached([f"{SIMULATED}?fault=lost@40calls", SIMULATED]) as (first, second):
         for place in range(40):
-            first.word[0] = word(place, 1200 + 15 * (place % 3))
+            first.request[0] = clock_request(place, 1200 + 15 * (place % 3))
             set_clock(second, 1200 + 15 * (place % 3), place)
-        failed = awaited(first, Failed)
+        failed = awaited(first, ControlFailure)
         assert failed.text.count("is lost") == 2
         assert "; and it could not be reset: " in failed.text
-        assert "is lost" in first.leave(LONG_S)
+        assert "is lost" in first.detach(LONG_S)
         set_clock(second, 900)
 
 
 def test_a_clock_that_the_gpu_does_not_have_is_a_failure():
     with attached([SIMULATED]) as (connection,):
-        connection.word[0] = word(0, 1201)
-        assert "the nearest supported clock is 1200 MHz" in awaited(connection, Failed).text
+        connection.request[0] = clock_request(0, 1201)
+        assert "the nearest supported clock is 1200 MHz" in awaited(connection, ControlFailure).text
 
 
 def test_a_plan_that_is_too_fast_for_its_node_is_given_up(nvml: StandIn, state: Path):
     with attached(["nvml:0", "nvml:1"], max_changes_per_s=2.0) as (first, second):
         set_clock(second, 1200)
-        failed: list[Failed] = []
+        failed: list[ControlFailure] = []
         place = 0
         while not failed:
-            first.word[0] = word(place % 1000, 900 + 15 * (place % 2))
+            first.request[0] = clock_request(place % 1000, 900 + 15 * (place % 2))
             place += 1
-            failed = [message for message in first.messages() if isinstance(message, Failed)]
+            failed = [message for message in first.messages() if isinstance(message, ControlFailure)]
         assert failed[0].text == (
-            "GPU nvml:0: more than half of the last 64 changes of its clock came when the one before had not been "
-            "made yet; make the plan with fewer changes (--max-changes, --min-dwell), or allow more changes per second"
+            "GPU nvml:0: more than half of the last 64 changes of its clock were requested before the previous one "
+            "had been made; make the plan with fewer changes (--max-changes, --min-dwell), or allow more changes per "
+            "second"
         )
         assert locked(nvml) == [None, 1200]
-        assert first.leave(LONG_S) is None
-        last = [message for message in first.messages() if isinstance(message, Reading)][-1]
+        assert first.detach(LONG_S) is None
+        last = [message for message in first.messages() if isinstance(message, GpuSample)][-1]
         assert last.overtaken > 32

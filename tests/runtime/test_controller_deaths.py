@@ -24,10 +24,10 @@ from gpu_owners import WITHIN_S, await_end, files, kill, owner
 
 from perseus_planner.errors import ControllerLost, GpuError
 from perseus_planner.runtime.controller import server as controller
-from perseus_planner.runtime.controller.arrivals import Arrivals
-from perseus_planner.runtime.controller.client import Connection, started
-from perseus_planner.runtime.controller.protocol import Failed, Hello
-from perseus_planner.runtime.marks import word
+from perseus_planner.runtime.controller.client import Connection, start_controller
+from perseus_planner.runtime.controller.handshake import Handshakes
+from perseus_planner.runtime.controller.protocol import AttachRequest, ControlFailure
+from perseus_planner.runtime.marks import clock_request
 
 SIMULATED = "simulated:a100-sxm"
 WAITS = "import sys; print('here', flush=True); sys.stdin.read()"
@@ -41,10 +41,10 @@ def state(nvml: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
 
 
 def test_a_killed_ranks_gpu_is_reset_in_time_and_no_other(nvml: StandIn, state: Path):
-    address = started(2, 100.0, LONG_S)
+    address = start_controller(2, 100.0, LONG_S)
     with (
         owner(RANK_OF_ITS_OWN, [address, "0", "nvml:0", "1200", "0"]) as rank,
-        Connection(address, Hello(1, "nvml:1", "clock", None, 0.0)) as second,
+        Connection(address, AttachRequest(1, "nvml:1", "clock", None, 0.0)) as second,
     ):
         second.attach(LONG_S)
         rank.stdout.readline()
@@ -57,7 +57,7 @@ def test_a_killed_ranks_gpu_is_reset_in_time_and_no_other(nvml: StandIn, state: 
 
 
 def test_a_forked_child_that_has_the_socket_does_not_hide_the_ranks_death(nvml: StandIn, state: Path):
-    address = started(1, 100.0, LONG_S)
+    address = start_controller(1, 100.0, LONG_S)
     with owner(RANK_OF_ITS_OWN, [address, "0", "nvml:0", "1200", "1"]) as rank:
         child = int(rank.stdout.readline().split()[1])
         assert locked(nvml) == [1200, None]
@@ -77,9 +77,10 @@ def test_a_killed_controllers_guardian_resets_all_in_time(nvml: StandIn, state: 
         eventually(lambda: files(state) == [])
         eventually(lambda: _is_lost(first))
         assert (
-            first.leave(1.0) == "the clock controller of this node has ended; what it had set is reset by its guardian"
+            first.detach(1.0)
+            == "the clock controller of this node has ended; its guardian resets the GPUs that it had set"
         )
-        first.word[0] = word(0, 900)  # goes on to be memory
+        first.request[0] = clock_request(0, 900)  # goes on to be memory
 
 
 def _is_lost(connection: Connection) -> bool:
@@ -96,7 +97,7 @@ def test_a_controller_that_hangs_grows_old_and_can_be_killed(nvml: StandIn, stat
         process = process_of(connection)
         process.suspend()
         eventually(lambda: connection.age_s() > 0.3)
-        assert connection.leave(0.05) is not None  # it does not answer, and this does not wait for it
+        assert connection.detach(0.05) is not None  # it does not answer, and this does not wait for it
         assert locked(nvml) == [1200, None]
         process.kill()
         eventually(lambda: locked(nvml) == [None, None], WITHIN_S)
@@ -121,7 +122,7 @@ def test_the_launchers_end_resets_all_tells_all_and_ends_the_controller(nvml: St
         kill(launcher.pid)
         for connection in (first, second):
             text = f"process {launcher.pid}, which launched this job, has ended: all GPUs are reset"
-            assert awaited(connection, Failed).text == text
+            assert awaited(connection, ControlFailure).text == text
         assert locked(nvml) == [None, None]
         assert files(state) == []
         await_end([process])
@@ -145,7 +146,7 @@ def test_a_polite_signal_does_not_end_it_while_ranks_live(name: str):
         process.send_signal(signal.Signals[name])
         set_clock(connection, 1200)
         assert os.getsid(process.pid) != os.getsid(0)
-        connection.leave(LONG_S)
+        connection.detach(LONG_S)
         await_end([process])
 
 
@@ -189,20 +190,20 @@ def test_an_error_inside_the_block_resets_the_gpu_before_it_goes_on(nvml: StandI
 
 def test_nobody_comes_and_it_ends(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(controller, "ALONE_NS", 0)
-    controller.Controller(Arrivals(), 1, 1.0).run()
+    controller.Controller(Handshakes(), 1, 1.0).run()
 
 
 def test_who_comes_late_is_attached_apart_and_who_is_missing_is_not_waited_for(
     nvml: StandIn, state: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(controller, "TOGETHER_NS", 0)
-    arrivals = Arrivals()
-    thread = threading.Thread(target=controller.Controller(arrivals, 3, 100.0).run)
+    monkeypatch.setattr(controller, "LEASE_WAIT_NS", 0)
+    handshakes = Handshakes()
+    thread = threading.Thread(target=controller.Controller(handshakes, 3, 100.0).run)
     thread.start()
-    with Connection(arrivals.address, Hello(0, "nvml:0", "clock", None, 0.0)) as first:
+    with Connection(handshakes.address, AttachRequest(0, "nvml:0", "clock", None, 0.0)) as first:
         first.attach(LONG_S)
         set_clock(first, 1200)
-        with Connection(arrivals.address, Hello(1, "nvml:1", "clock", None, 0.0)) as late:
+        with Connection(handshakes.address, AttachRequest(1, "nvml:1", "clock", None, 0.0)) as late:
             late.attach(LONG_S)
             set_clock(late, 900)
             assert locked(nvml) == [1200, 900]
@@ -220,10 +221,10 @@ def test_where_the_kernel_tells_of_no_end_processes_are_looked_at(
         raise PermissionError
 
     monkeypatch.setattr(os, "pidfd_open", refuse)
-    arrivals = Arrivals()
-    thread = threading.Thread(target=controller.Controller(arrivals, 1, 100.0).run)
+    handshakes = Handshakes()
+    thread = threading.Thread(target=controller.Controller(handshakes, 1, 100.0).run)
     thread.start()
-    with owner(RANK_OF_ITS_OWN, [arrivals.address, "0", "nvml:0", "1200", "1"]) as rank:
+    with owner(RANK_OF_ITS_OWN, [handshakes.address, "0", "nvml:0", "1200", "1"]) as rank:
         child = int(rank.stdout.readline().split()[1])
         kill(rank.pid)
         eventually(lambda: nvml.locked_mhz(0) is None, WITHIN_S)
@@ -233,8 +234,8 @@ def test_where_the_kernel_tells_of_no_end_processes_are_looked_at(
 
 
 def test_a_controller_that_breaks_resets_all_and_tells_all(monkeypatch: pytest.MonkeyPatch, nvml: StandIn, state: Path):
-    arrivals = Arrivals()
-    serving = controller.Controller(arrivals, 1, 100.0)
+    handshakes = Handshakes()
+    serving = controller.Controller(handshakes, 1, 100.0)
     raised: list[BaseException] = []
 
     def run() -> None:
@@ -245,12 +246,12 @@ def test_a_controller_that_breaks_resets_all_and_tells_all(monkeypatch: pytest.M
 
     thread = threading.Thread(target=run)
     thread.start()
-    with Connection(arrivals.address, Hello(0, "nvml:0", "clock", None, 0.0)) as connection:
+    with Connection(handshakes.address, AttachRequest(0, "nvml:0", "clock", None, 0.0)) as connection:
         connection.attach(LONG_S)
         set_clock(connection, 1200)
-        monkeypatch.setattr(serving, "_beat", lambda: 1 / 0)
+        monkeypatch.setattr(serving, "_write_sign_of_life", lambda: 1 / 0)
         text = "the clock controller of this node has failed: ZeroDivisionError('division by zero')"
-        assert awaited(connection, Failed).text == text
+        assert awaited(connection, ControlFailure).text == text
         thread.join(LONG_S)
         assert len(raised) == 1
         assert locked(nvml) == [None, None]

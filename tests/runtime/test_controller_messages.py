@@ -13,15 +13,15 @@ from hypothesis import strategies as st
 
 from perseus_planner.errors import UsageError
 from perseus_planner.runtime.controller.protocol import (
-    LONGEST,
-    Dwell,
+    MAX_LINE_BYTES,
+    AttachRequest,
+    Control,
+    DwellRequest,
     FromRank,
-    Hello,
-    Knob,
     Message,
     ToRank,
-    decoded,
-    encoded,
+    decode,
+    encode,
 )
 
 NUMBERS = st.floats(allow_nan=False, allow_infinity=False)
@@ -32,8 +32,8 @@ VALUES = {
     "float | None": st.none() | NUMBERS,
     "str": st.text(max_size=50),
     "str | None": st.none() | st.text(max_size=50),
-    "Knob": st.sampled_from(get_args(Knob)),
-    "Mapping[str, float]": st.dictionaries(st.text(max_size=9), NUMBERS, max_size=5),
+    "Control": st.sampled_from(get_args(Control)),
+    "dict[str, float]": st.dictionaries(st.text(max_size=9), NUMBERS, max_size=5),
 }
 KINDS = (*get_args(FromRank), *get_args(ToRank))
 MESSAGES = st.one_of(st.builds(kind, **{field.name: VALUES[field.type] for field in fields(kind)}) for kind in KINDS)
@@ -41,11 +41,11 @@ MESSAGES = st.one_of(st.builds(kind, **{field.name: VALUES[field.type] for field
 
 @given(MESSAGES)
 def test_a_message_is_one_line_and_comes_back(message: Message):
-    line = encoded(message)
+    line = encode(message)
     assert line.count(b"\n") == 1
     assert line.endswith(b"\n")
-    assert len(line) < LONGEST
-    assert decoded(line) == message
+    assert len(line) < MAX_LINE_BYTES
+    assert decode(line) == message
 
 
 @given(MESSAGES, st.data())
@@ -60,30 +60,30 @@ def test_a_message_with_one_thing_wrong_is_none(message: Message, data):
     else:
         content[name] = [] if wrong == "is a list" else True
     with pytest.raises(ValueError, match=r" is |fields"):
-        decoded(json.dumps(content).encode())
+        decode(json.dumps(content).encode())
 
 
 @given(st.binary(max_size=200) | st.text(max_size=200).map(str.encode))
 def test_garbage_is_no_message(garbage: bytes):
     with pytest.raises(ValueError, match=r"."):
-        decoded(garbage)
+        decode(garbage)
 
 
 @pytest.mark.parametrize(
     "line",
     [
-        b'{"message":"Dwell","min_dwell_s":NaN}',
-        b'{"message":"Dwell","min_dwell_s":1e999}',
-        b'{"message":"Dwell","min_dwell_s":-1}',
-        b'{"message":"Dwell","min_dwell_s":"1"}',
+        b'{"message":"DwellRequest","min_dwell_s":NaN}',
+        b'{"message":"DwellRequest","min_dwell_s":1e999}',
+        b'{"message":"DwellRequest","min_dwell_s":-1}',
+        b'{"message":"DwellRequest","min_dwell_s":"1"}',
         b'{"message":[],"min_dwell_s":1}',
-        b'{"message":"Dwell","min_dwell_s":' + b"9" * 5000 + b"}",
+        b'{"message":"DwellRequest","min_dwell_s":' + b"9" * 5000 + b"}",
         b'{"a":' * 20000,
     ],
 )
 def test_numbers_and_depths_that_python_would_take_are_refused(line: bytes):
     with pytest.raises(ValueError, match=r"."):
-        decoded(line)
+        decode(line)
 
 
 @pytest.mark.parametrize(
@@ -98,10 +98,10 @@ def test_numbers_and_depths_that_python_would_take_are_refused(line: bytes):
 def test_a_hello_says_what_is_wrong_with_it(changed: dict[str, object], said: str):
     values = {"rank": 0, "gpu": "nvml:0", "control": "clock", "launcher": None, "min_dwell_s": 0.0, **changed}
     with pytest.raises(UsageError) as caught:
-        Hello(**values)
+        AttachRequest(**values)
     assert str(caught.value) == said
 
 
 def test_a_dwell_is_a_time():
     with pytest.raises(UsageError):
-        Dwell(-0.1)
+        DwellRequest(-0.1)

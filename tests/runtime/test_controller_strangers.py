@@ -17,11 +17,18 @@ from controller_ranks import (
 )
 
 from perseus_planner.errors import ControllerLost, GpuError
-from perseus_planner.runtime.controller.arrivals import Arrivals
-from perseus_planner.runtime.controller.client import Connection, started
-from perseus_planner.runtime.controller.peer import KIND, Credentials, bound_address
-from perseus_planner.runtime.controller.protocol import Changed, Failed, Hello, Reading
-from perseus_planner.runtime.marks import word
+from perseus_planner.runtime.controller.client import Connection, start_controller
+from perseus_planner.runtime.controller.handshake import Handshakes
+from perseus_planner.runtime.controller.protocol import (
+    SOCKET_KIND,
+    AttachRequest,
+    ControlChange,
+    ControlFailure,
+    Credentials,
+    GpuSample,
+    socket_name,
+)
+from perseus_planner.runtime.marks import clock_request
 
 SIMULATED = "simulated:a100-sxm"
 
@@ -30,12 +37,12 @@ GARBAGE = (
     b"\n",
     b"not json\n",
     b"[" * 60000,
-    b'{"message":"Leave"}\n',
-    b'{"message":"Hello","rank":0}\n',
-    b'{"message":"Hello","rank":true,"gpu":"nvml:1","control":"clock","launcher":null,"min_dwell_s":0}\n',
-    b'{"message":"Hello","rank":5,"gpu":"nvml:1","control":"clock","launcher":null,"min_dwell_s":0}\n',  # no page
+    b'{"message":"DetachRequest"}\n',
+    b'{"message":"AttachRequest","rank":0}\n',
+    b'{"message":"AttachRequest","rank":true,"gpu":"nvml:1","control":"clock","launcher":null,"min_dwell_s":0}\n',
+    b'{"message":"AttachRequest","rank":5,"gpu":"nvml:1","control":"clock","launcher":null,"min_dwell_s":0}\n',
     b"\xff\xfe\n",
-    b'{"message":"Left","problem":null}\n',
+    b'{"message":"DetachReply","problem":null}\n',
 )
 
 
@@ -56,7 +63,7 @@ def test_garbage_from_a_stranger_changes_nothing_for_others(simulated_rank: Conn
         stranger.send(line)
         answer = stranger.recv(65536)
         assert answer.startswith(
-            b'{"message":"Refused","error":"GpuError","text":"the clock controller does not understand'
+            b'{"message":"AttachRefusal","error":"GpuError","text":"the clock controller does not understand'
         )
         assert stranger.recv(65536) == b""
     check_served(simulated_rank)
@@ -64,12 +71,14 @@ def test_garbage_from_a_stranger_changes_nothing_for_others(simulated_rank: Conn
 
 @pytest.mark.parametrize("is_sealed", [True, False])
 def test_a_page_that_could_vanish_under_the_controller_is_refused(simulated_rank: Connection, is_sealed: bool):
-    hello = b'{"message":"Hello","rank":5,"gpu":"nvml:1","control":"clock","launcher":null,"min_dwell_s":0}\n'
+    attach_request = (
+        b'{"message":"AttachRequest","rank":5,"gpu":"nvml:1","control":"clock","launcher":null,"min_dwell_s":0}\n'
+    )
     descriptor = os.memfd_create("small", os.MFD_ALLOW_SEALING) if is_sealed else os.open("/dev/zero", os.O_RDWR)
     try:
         with _stranger(simulated_rank) as stranger:
-            socket.send_fds(stranger, [hello], [descriptor])
-            assert b"its page can" in stranger.recv(65536)
+            socket.send_fds(stranger, [attach_request], [descriptor])
+            assert b"its shared memory can" in stranger.recv(65536)
     finally:
         os.close(descriptor)
     check_served(simulated_rank)
@@ -87,8 +96,8 @@ def test_strangers_that_say_nothing_and_go_are_forgotten(simulated_rank: Connect
 
 
 def test_a_rank_too_many_is_refused(simulated_rank: Connection):
-    connection = Connection(_address(simulated_rank), Hello(9, SIMULATED, "clock", None, 0.0))
-    with connection, pytest.raises(GpuError, match="the 1 ranks of this node are here; rank 9 is one more"):
+    connection = Connection(_address(simulated_rank), AttachRequest(9, SIMULATED, "clock", None, 0.0))
+    with connection, pytest.raises(GpuError, match="all 1 ranks of this node have attached; rank 9 is one too many"):
         connection.attach(LONG_S)
     check_served(simulated_rank)
 
@@ -96,71 +105,71 @@ def test_a_rank_too_many_is_refused(simulated_rank: Connection):
 def test_messages_that_a_rank_does_not_read_are_dropped_and_counted_and_its_failure_is_told_in_the_end():
     with attached([SIMULATED, SIMULATED], max_changes_per_s=1e6) as (idle, other):
         for place in range(600):
-            idle.word[0] = word(place, 900 + 15 * (place % 2))
+            idle.request[0] = clock_request(place, 900 + 15 * (place % 2))
             set_clock(other, 900 + 15 * (place % 2), place)
-        idle.word[0] = word(600, 1)
+        idle.request[0] = clock_request(600, 1)
         set_clock(other, 1200)
         set_clock(other, 900)
         heard = idle.messages()
-        while Failed not in (kinds := [type(message) for message in heard]):
+        while ControlFailure not in (kinds := [type(message) for message in heard]):
             heard += idle.messages()
-        assert 100 < kinds.count(Changed) < 600
-        assert kinds.count(Failed) == 1
-        assert idle.leave(LONG_S) is None
-        last = [message for message in idle.messages() if isinstance(message, Reading)][-1]
-        assert last.untold > 100
+        assert 100 < kinds.count(ControlChange) < 600
+        assert kinds.count(ControlFailure) == 1
+        assert idle.detach(LONG_S) is None
+        last = [message for message in idle.messages() if isinstance(message, GpuSample)][-1]
+        assert last.dropped > 100
 
 
 def _address(connection: Connection) -> str:
-    return connection._peer._connection.getpeername()[1:].decode()
+    return connection._channel._connection.getpeername()[1:].decode()
 
 
 def _stranger(connection: Connection) -> socket.socket:
-    stranger = socket.socket(socket.AF_UNIX, KIND)
-    stranger.connect(bound_address(_address(connection)))
+    stranger = socket.socket(socket.AF_UNIX, SOCKET_KIND)
+    stranger.connect(socket_name(_address(connection)))
     return stranger
 
 
 def test_only_the_same_user_is_trusted():
-    assert Credentials(1, os.geteuid()).are_trusted()
-    assert not Credentials(1, os.geteuid() + 1).are_trusted()
+    assert Credentials(1, os.geteuid()).is_same_user()
+    assert not Credentials(1, os.geteuid() + 1).is_same_user()
 
 
 def test_a_stranger_of_another_user_is_sent_away_unheard(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(Credentials, "are_trusted", lambda _: False)
-    arrivals = Arrivals()
-    with socket.socket(socket.AF_UNIX, KIND) as stranger:
-        stranger.connect(bound_address(arrivals.address))
-        assert arrivals.serve(set(arrivals.descriptors()), 0) == []
+    monkeypatch.setattr(Credentials, "is_same_user", lambda _: False)
+    handshakes = Handshakes()
+    with socket.socket(socket.AF_UNIX, SOCKET_KIND) as stranger:
+        stranger.connect(socket_name(handshakes.address))
+        assert handshakes.serve(set(handshakes.descriptors()), 0) == []
         assert stranger.recv(100) == b""
-        with pytest.raises(ControllerLost, match="not of this one"):
-            Connection(arrivals.address, Hello(0, SIMULATED, "clock", None, 0.0))
-    arrivals.close()
+        with pytest.raises(ControllerLost, match="belongs to user"):
+            Connection(handshakes.address, AttachRequest(0, SIMULATED, "clock", None, 0.0))
+    handshakes.close()
 
 
 def test_where_no_controller_is_a_rank_is_told():
     with pytest.raises(ControllerLost, match="cannot be reached at perseus-planner-none"):
-        Connection("perseus-planner-none", Hello(0, SIMULATED, "clock", None, 0.0))
+        Connection("perseus-planner-none", AttachRequest(0, SIMULATED, "clock", None, 0.0))
 
 
 def test_an_answer_that_does_not_come_is_not_waited_for():
-    address = started(2, 100.0, LONG_S)
-    connection = Connection(address, Hello(0, SIMULATED, "clock", None, 0.0))
+    address = start_controller(2, 100.0, LONG_S)
+    connection = Connection(address, AttachRequest(0, SIMULATED, "clock", None, 0.0))
     with connection, pytest.raises(GpuError, match=r"did not answer within 0\.1 s"):
         connection.attach(0.1)
 
 
 def test_a_controller_that_cannot_start_says_why(monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(GpuError, match=r"could not be started: 0.0 changes per second: give 0\.001 or more"):
-        started(1, 0.0, LONG_S)
+        start_controller(1, 0.0, LONG_S)
     monkeypatch.setattr(sys, "executable", "/bin/true")
-    with pytest.raises(GpuError, match="could not be started: it ended without a word"):
-        started(1, 1.0, LONG_S)
+    with pytest.raises(GpuError, match="could not be started: it ended without any output"):
+        start_controller(1, 1.0, LONG_S)
     monkeypatch.setattr(sys, "executable", "")
     with pytest.raises(GpuError, match=r"sys\.executable does not name the Python"):
-        started(1, 1.0, LONG_S)
+        start_controller(1, 1.0, LONG_S)
 
 
 def test_a_controller_that_is_not_ready_in_time_is_given_up():
     with pytest.raises(GpuError, match=r"was not ready within 0 s"):
-        started(1, 1.0, 0.0)
+        start_controller(1, 1.0, 0.0)

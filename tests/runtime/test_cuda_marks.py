@@ -18,10 +18,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from perseus_planner.errors import GpuError, GpuNotSupported
-from perseus_planner.runtime import device_clock
+from perseus_planner.runtime import cuda_marks
 from perseus_planner.runtime.cuda_driver import Driver
 from perseus_planner.runtime.cuda_marks import CudaMarks
-from perseus_planner.runtime.marks import KEPT, NOTHING, word
+from perseus_planner.runtime.marks import KEPT, NO_REQUEST, clock_request
 
 MS = 1_000_000
 
@@ -33,7 +33,7 @@ class Rig:
         self.cuda = FakeCuda() if cuda is None else cuda
         self.page = mmap(-1, 4096)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(device_clock.time, "monotonic_ns", lambda: self.cuda.now_ns)
+            patch.setattr(cuda_marks.time, "monotonic_ns", lambda: self.cuda.now_ns)
             self.marks = CudaMarks(self.page, "cuda:0", self.cuda, Driver(self.cuda))  # type: ignore[arg-type]
         self.marks._clock._now_ns = lambda: self.cuda.now_ns
         self.cuda.run()
@@ -74,16 +74,16 @@ STEPS = st.lists(
 def test_a_word_appears_when_the_device_comes_to_it_whatever_plan_has_been_loaded_since(steps):
     rig = Rig()
     rig.marks.load([])
-    words, expected, seen = [NOTHING], 0, []
+    words, expected, seen = [NO_REQUEST], 0, []
     planned: deque[int | None] = deque()
     for what, value in steps:
         if what == "load":
-            words = [word(i, clock) for i, clock in enumerate(value)] + [NOTHING]
+            words = [clock_request(i, clock) for i, clock in enumerate(value)] + [NO_REQUEST]
             rig.marks.load(words[:-1])
         elif what == "want":
             index = value if value < len(words) - 1 else -1
             rig.cuda.work(MS)
-            rig.marks.want(index)
+            rig.marks.request(index)
             planned.extend((None, words[index]))
         else:
             for _ in range(value):
@@ -158,21 +158,21 @@ def test_nothing_is_told_of_an_iteration_that_the_device_has_not_ended():
 
 def test_a_capture_of_a_graph_is_left_alone_and_what_was_wanted_in_it_is_written_after_it():
     rig = Rig()
-    rig.marks.load([word(0, 900), word(1, 800)])
+    rig.marks.load([clock_request(0, 900), clock_request(1, 800)])
     rig.iteration(0, [MS])
     rig.cuda.run()
     rig.marks.begin_iteration(1)
     rig.marks.begin()
     rig.cuda.is_capturing = True
-    rig.marks.want(0)
+    rig.marks.request(0)
     rig.marks.end()
-    rig.marks.want(1)
+    rig.marks.request(1)
     assert [timed.number for timed in rig.marks.finished()] == [0]
     rig.cuda.is_capturing = False
     assert rig.cuda.broken_by == []
     rig.marks.end_iteration()
     rig.cuda.run()
-    assert rig.word == word(1, 800)
+    assert rig.word == clock_request(1, 800)
     rig.iteration(2, [MS])
     rig.cuda.run()
     assert [timed.number for timed in rig.marks.finished()] == [2]
@@ -213,13 +213,13 @@ def test_a_refusal_is_told_with_its_reason_and_leaves_nothing_behind(function):
 
 def test_where_the_device_refuses_later_training_goes_on_and_the_reader_is_told():
     rig = Rig()
-    rig.marks.load([word(0, 900)])
-    rig.marks.want(0)
+    rig.marks.load([clock_request(0, 900)])
+    rig.marks.request(0)
     rig.cuda.run()
-    assert rig.word == word(0, 900)
+    assert rig.word == clock_request(0, 900)
     rig.cuda.refuses["cuStreamWriteValue64_v2"] = 700
-    rig.marks.want(0)
-    assert rig.word == NOTHING
+    rig.marks.request(0)
+    assert rig.word == NO_REQUEST
     rig.iteration(0, [MS])
     rig.cuda.run()
     with pytest.raises(GpuError, match="error 700"):
@@ -244,7 +244,7 @@ def test_an_error_of_cuda_is_not_raised_in_training(name, monkeypatch):
     rig = Rig()
     monkeypatch.setattr(rig.cuda, name, fail)
     rig.marks.load([])
-    rig.marks.want(-1)
+    rig.marks.request(-1)
     rig.iteration(0, [MS])
     with pytest.raises(GpuError, match="illegal memory access"):
         rig.marks.finished()
@@ -253,15 +253,15 @@ def test_an_error_of_cuda_is_not_raised_in_training(name, monkeypatch):
 def test_the_page_is_let_go_when_the_device_has_written_all():
     rig = Rig()
     with rig.marks:
-        rig.marks.load([word(0, 900)])
+        rig.marks.load([clock_request(0, 900)])
         rig.cuda.work(MS)
-        rig.marks.want(0)
+        rig.marks.request(0)
         with pytest.raises(BufferError):
             rig.page.close()
-    assert rig.word == word(0, 900)
+    assert rig.word == clock_request(0, 900)
     assert rig.cuda.registered == set()
     assert rig.marks.close()
-    rig.marks.want(0)
+    rig.marks.request(0)
     assert rig.cuda.queued == 0
     rig.page.close()
 

@@ -11,8 +11,7 @@ import pytest
 from launching import ranks
 
 from perseus_planner.errors import UsageError
-from perseus_planner.runtime.engines.attachment import attached_once, replaced
-from perseus_planner.runtime.engines.selection import engine_of
+from perseus_planner.runtime.engines.engine import attached_once, engine_of, replaced
 
 pytest.importorskip("torch")
 

@@ -74,11 +74,11 @@ def unclocked(tmp_path_factory: pytest.TempPathFactory) -> Said:
 @pytest.mark.parametrize(
     ("name", "plan", "problem", "text"),
     [
-        ("no plan", False, None, "there is no plan: absent.yaml: no such file; training goes on without clocks"),
+        ("no plan", False, None, "there is no plan: absent.yaml: no such file; training goes on without setting"),
         ("no plan for a pipeline", False, None, "there is no plan: absent.yaml: no such file; training goes on"),
         ("not permitted", True, "does not let this process set anything", "no clock can be set: simulated a100-sxm"),
         ("no such GPU", True, "it fell off the bus", "no clock can be set: simulated a100-sxm is lost"),
-        ("no controller", True, "could not be started: it ended without a word", "no clock can be set: the clock"),
+        ("no controller", True, "could not be started: it ended without any output", "no clock can be set: the clock"),
         ("no records", True, "name another folder in PLANNER_STATE_DIR", "no clock can be set: /proc/none: cannot be"),
     ],
 )
@@ -97,7 +97,7 @@ def test_who_does_not_come_is_waited_for_once_and_training_begins(unclocked: Sai
     here, _ = (rank[name] for rank in unclocked)
     assert (here["plan"], here["problem"], here["equal"]) == (True, None, True)
     assert here["took_s"] < SOON_S
-    assert heard(unclocked, name) == ["rank 1 had not come within 0.3 s; begun without waiting longer"]
+    assert heard(unclocked, name) == ["rank 1 had not joined within 0.3 s; training begins without waiting longer"]
 
 
 # While training
@@ -114,8 +114,8 @@ def survived(tmp_path_factory: pytest.TempPathFactory) -> Said:
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("killed", "the clock controller of this node has ended; what it had set is reset by its guardian"),
-        ("stopped", "the clock controller gave no sign of life for 0.5 s and is ended"),
+        ("killed", "the clock controller of this node has ended; its guardian resets the GPUs that it had set"),
+        ("stopped", "the clock controller gave no sign of life for 0.5 s and is killed"),
         ("lost", "simulated a100-sxm is lost: it fell off the bus, as its fault says"),
         ("slow", "GPU emulated:a100-sxm/"),
         ("fault", "a fault of the planner, please report it: ValueError: a test breaks it"),
@@ -131,7 +131,7 @@ def test_whatever_fails_training_goes_on_to_the_same_results_without_clocks_and_
         assert (said["locked_mhz"] is None) == (name != "lost")
     (told,) = heard(survived, name)
     assert told.startswith(text)
-    assert told.endswith("; training goes on at the GPU's own clocks")
+    assert told.endswith("; training goes on at the GPU's default clocks")
 
 
 def test_a_gpu_that_was_lost_is_reset_when_the_next_job_begins(survived: Said):
@@ -155,8 +155,8 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Said:
 @pytest.mark.parametrize(
     ("name", "texts"),
     [
-        ("trace removed", ["removed: no more is recorded there: No such file or directory; the training goes on"]),
-        ("trace full", ["full: no more is recorded there: No space left on device; the training goes on"]),
+        ("trace removed", ["removed: recording stops: No such file or directory; training goes on"]),
+        ("trace full", ["full: recording stops: No space left on device; training goes on"]),
         ("left early", []),
         ("forked", []),
         ("suspended", []),
@@ -165,11 +165,11 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Said:
 def test_what_fails_beside_or_leaves_takes_no_clock_from_the_others(undisturbed: Said, name: str, texts: list[str]):
     for said in (rank[name] for rank in undisturbed):
         assert (said["problem"], said["locked_mhz"]) == (None, None)
-    assert [text.removesuffix(" without") for text in heard(undisturbed, name)] == texts
+    assert [text.removesuffix(" without recording") for text in heard(undisturbed, name)] == texts
 
 
 def test_without_the_store_training_goes_on_by_its_plan_and_no_new_one_is_taken(tmp_path: Path):
     everyone = said_by("runtime_programs:store_gone", 2, tmp_path)
     assert [(rank["problem"], rank["locked_mhz"]) for rank in everyone] == [(None, None)] * 2
-    assert all("the job's store cannot be used any more" in rank["refused"] for rank in everyone)
+    assert all("the job's store can no longer be used" in rank["refused"] for rank in everyone)
     assert [len(rank["heard"]) for rank in everyone] == [1, 0]

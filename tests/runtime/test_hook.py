@@ -12,9 +12,8 @@ from strategies import smooth_profile
 
 from perseus_planner import Frontier, schedules, solve
 from perseus_planner.errors import PlanError
-from perseus_planner.runtime.hook import Hook
-from perseus_planner.runtime.marks import KEPT, NOTHING, HostMarks, place_and_value, word
-from perseus_planner.runtime.program import Program
+from perseus_planner.runtime.hook import Hook, Program
+from perseus_planner.runtime.marks import KEPT, NO_REQUEST, HostMarks, clock_request, parse_clock_request
 from perseus_planner.schedules import Computation
 
 
@@ -92,13 +91,13 @@ def standing(before: list[Ran], first: Program | None, ran: Ran, begun: int, end
     earlier = before[-1].program if before else first
     is_followed = ran.program is not earlier or not before or is_clean(before[-1])
     if ran.program is None or not is_followed or not begins_as_planned(ran, begun):
-        return NOTHING
+        return NO_REQUEST
     clocks = ran.program.clocks
-    return word(ended % len(clocks), clocks[ended % len(clocks)])
+    return clock_request(ended % len(clocks), clocks[ended % len(clocks)])
 
 
 def after(ran: Ran) -> int:
-    return word(0, ran.program.clocks[0]) if ran.program is not None and is_clean(ran) else NOTHING
+    return clock_request(0, ran.program.clocks[0]) if ran.program is not None and is_clean(ran) else NO_REQUEST
 
 
 @dataclass
@@ -114,10 +113,10 @@ class Recorder:
         self.asked.append(iteration)
         return self.programs[iteration]
 
-    def three_quarters(self, iteration: int) -> None:
+    def on_nearly_done(self, iteration: int) -> None:
         self.quarters.append(iteration)
 
-    def ended(self, iteration: int, program: Program | None, deviation: str | None) -> None:
+    def on_end(self, iteration: int, program: Program | None, deviation: str | None) -> None:
         self.endings.append((iteration, program, deviation))
 
 
@@ -127,7 +126,7 @@ def test_at_every_moment_the_word_is_what_the_rules_say(run):
     shared, pilot = memoryview(bytearray(8)).cast("Q"), Recorder([ran.program for ran in behaviour])
     marks = HostMarks(shared)
     hook = Hook(marks, pilot, first)
-    assert shared[0] == (word(0, first.clocks[0]) if first is not None else NOTHING)
+    assert shared[0] == (clock_request(0, first.clocks[0]) if first is not None else NO_REQUEST)
     spans = []
     for number, ran in enumerate(behaviour):
         before = behaviour[:number]
@@ -185,9 +184,9 @@ def test_what_the_engine_did_otherwise_is_told_once(microbatches, computations, 
 
 @given(st.integers(0, 2**30), st.integers(1, 2**32 - 1))
 def test_a_word_holds_a_place_and_a_value(place, value):
-    assert place_and_value(word(place, value)) == (place, value)
-    assert 0 < word(place, value) < 2**63
-    assert place_and_value(NOTHING) == (None, 0)
+    assert parse_clock_request(clock_request(place, value)) == (place, value)
+    assert 0 < clock_request(place, value) < 2**63
+    assert parse_clock_request(NO_REQUEST) == (None, 0)
 
 
 def test_times_that_nobody_reads_do_not_pile_up():
@@ -208,7 +207,7 @@ def test_a_program_is_its_ranks_part_of_the_plan():
 
 @pytest.mark.parametrize("rank", [-1, 2])
 def test_a_rank_that_the_plan_does_not_have_is_refused(rank):
-    expected = f"the plan is for 2 ranks of a pipeline, and this is rank {rank} of one; "
+    expected = f"the plan is for pipelines of 2 ranks, and this is rank {rank} of a pipeline; "
     with pytest.raises(PlanError, match=expected):
         Program(1, program(2, "1f1b", 1.0, 0).plan, rank)
 
@@ -223,6 +222,6 @@ def test_an_engines_order_is_refused_at_its_first_difference(data):
     with pytest.raises(PlanError) as refused:
         part.check_order(order, "an engine")
     place = next(i for i in range(7) if order[i : i + 1] != part.computations[i : i + 1])
-    there, here = ([*map(str, each[place : place + 1]), "none"][0] for each in (order, part.computations))
+    there, here = ([*map(str, each[place : place + 1]), "missing"][0] for each in (order, part.computations))
     assert f"computation {place + 1} is {there} there and {here} in the plan" in str(refused.value)
     assert "is not what an engine runs on rank 1 of the pipeline" in str(refused.value)

@@ -35,8 +35,8 @@ WHOLE_S = 3.0  #: about as long as a job takes that is stopped as soon as it tra
 
 STARTS_A_CONTROLLER = """
 import sys
-from perseus_planner.runtime.controller.client import started
-print(started(1, 100.0, 60.0), flush=True)
+from perseus_planner.runtime.controller.client import start_controller
+print(start_controller(1, 100.0, 60.0), flush=True)
 sys.stdin.read()
 """
 

@@ -11,7 +11,7 @@ from strategies import deadline_s, jobs
 
 from perseus_planner.errors import PlanError
 from perseus_planner.plans.plan import Plan
-from perseus_planner.runtime.program import Program
+from perseus_planner.runtime.hook import Program
 from perseus_planner.runtime.switching.plans import Plans
 from perseus_planner.schedules.dag import PipelineDag
 from perseus_planner.solver.solve import solve_dag
@@ -27,7 +27,7 @@ def plan_of(dag: PipelineDag, share: float = 0.5) -> Plan:
 def test_plans_are_the_same_on_all_ranks(dag: PipelineDag, numbers: set[int]):
     fast, slow = plan_of(dag, 0.0), plan_of(dag, 1.0)
     for given_plans in (fast, {number: slow if number % 2 else fast for number in numbers}):
-        sent = Plans.given(given_plans)
+        sent = Plans.load(given_plans)
         read = Plans.loads(sent.dumps())
         assert read == sent
         for number in numbers:
@@ -39,7 +39,7 @@ def test_plans_are_the_same_on_all_ranks(dag: PipelineDag, numbers: set[int]):
 @given(dag=jobs())
 def test_a_pipeline_without_a_plan_is_refused(dag: PipelineDag):
     with pytest.raises(PlanError, match=r"^pipeline 2 has no plan; there are plans for 1$"):
-        Plans.given({1: plan_of(dag)}).of_pipeline(2)
+        Plans.load({1: plan_of(dag)}).of_pipeline(2)
 
 
 @pytest.mark.parametrize("data", [b"", b"[]", b'{"": {}}', b'{"": "{}"}', b"\xff", b'{"x": "{}"}'])
@@ -50,7 +50,7 @@ def test_what_are_no_plans_is_refused(data: bytes):
 
 def test_a_plan_may_be_named_by_its_file(folder: Path):
     with pytest.raises(PlanError, match=r"^plan.yaml: no such file"):
-        Plans.given("plan.yaml")
+        Plans.load("plan.yaml")
 
 
 @settings(max_examples=15)
@@ -62,7 +62,7 @@ def test_another_order_is_refused_at_its_first_difference(dag: PipelineDag, plac
     program.check_order(order, "an engine")
     place %= len(order)
     other = order[:place] if cut else (*order[:place], order[place]._replace(microbatch=10**6), *order[place + 1 :])
-    there = "none" if cut else str(other[place])
+    there = "missing" if cut else str(other[place])
     with pytest.raises(PlanError, match=f"computation {place + 1} is {there} there and {order[place]} in the plan"):
         program.check_order(other, "an engine")
 
@@ -71,5 +71,7 @@ def test_another_order_is_refused_at_its_first_difference(dag: PipelineDag, plac
 @given(dag=jobs())
 def test_a_rank_that_the_plan_has_not_is_refused(dag: PipelineDag):
     plan = plan_of(dag)
-    with pytest.raises(PlanError, match=f"^the plan is for {len(plan.schedule.ranks)} ranks of a pipeline"):
+    with pytest.raises(
+        PlanError, match=f"^the plan is for pipelines of {len(plan.schedule.ranks)} ranks, and this is rank"
+    ):
         Program(1, plan, len(plan.schedule.ranks))

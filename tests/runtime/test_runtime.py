@@ -55,7 +55,7 @@ def changed(tmp_path_factory: pytest.TempPathFactory) -> Said:
 
 
 def test_other_numbers_of_microbatches_run_without_clocks_and_are_told_once_in_the_whole_job(changed: Said):
-    without = "it ran without its clocks, as the iteration before was not as planned"
+    without = "it ran without clocks, because the iteration before was not as planned"
     for rank in changed:
         assert rank["deviations"] == [
             "6 microbatches, and the plan has 4", without, "2 microbatches, and the plan has 4", without
@@ -79,8 +79,8 @@ def test_a_rank_that_does_not_hear_what_was_decided_runs_by_no_plan_until_it_doe
     may_follow = [(FIRST, FIRST), (WITHOUT, FIRST), (WITHOUT, SECOND), (SECOND, SECOND)]
     assert [may_follow.index(pair) for pair in pairs] == sorted(may_follow.index(pair) for pair in pairs)
     assert (WITHOUT, SECOND) in pairs
-    (text,) = [text for text in heard(changed) if "had heard which plan" in text]
-    assert text.endswith("it runs at the GPU's own clocks until then")
+    (text,) = [text for text in heard(changed) if "had learned which plan" in text]
+    assert text.endswith("it runs at the GPU's default clocks until then")
     assert len(heard(changed)) == 2  # with that of the microbatches
 
 

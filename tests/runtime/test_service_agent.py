@@ -30,9 +30,8 @@ from perseus_planner.runtime.agent.agent import LONGEST_PAUSE_S, Agent, Pauses
 from perseus_planner.runtime.agent.findings import TTL_S, Findings
 from perseus_planner.runtime.agent.settings import ServedJob
 from perseus_planner.runtime.agent.store import Card, Finding, Mailbox
-from perseus_planner.runtime.job import Job
-from perseus_planner.runtime.notices import Notices
-from perseus_planner.runtime.switching.proposals import Decided, Proposal, Refused
+from perseus_planner.runtime.job import JobWarnings, TrainingJob
+from perseus_planner.runtime.switching.agreement import Acceptance, Proposal, Rejection
 from perseus_planner.runtime.telemetry.counters import Counts
 
 LONG_S = 20.0
@@ -119,20 +118,20 @@ def quick(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.fixture
-def job() -> Job:
+def job() -> TrainingJob:
     """Of two ranks, which have said where they are."""
     dist = pytest.importorskip("torch.distributed")
     store = dist.HashStore()
     for rank in range(2):
         Mailbox(store).say_place(Card(rank, rank, 1 - rank, f"node{rank}", f"GPU-{rank}"))
-    return Job(store, 0, 2)
+    return TrainingJob(store, 0, 2)
 
 
 @contextmanager
-def running(address: str, job: Job, training: Training, path: Path, plan: Plan | None) -> Iterator[None]:
+def running(address: str, job: TrainingJob, training: Training, path: Path, plan: Plan | None) -> Iterator[None]:
     served = ServedJob(address, "gpt3", path, 8)
     served.check()
-    agent = Agent(served, job, 2, plan, training.switch_to, Notices(job))
+    agent = Agent(served, job, 2, plan, training.switch_to, JobWarnings(job))
     agent.start()
     try:
         yield
@@ -144,7 +143,7 @@ def bodies(service: StandIn, method: str, ending: str) -> list[Any]:
     return [each.body for each in list(service.asked) if each.method == method and each.path.endswith(ending)]
 
 
-def test_the_job_is_registered_followed_and_ended(job: Job, frontier: tuple[Path, Frontier]):
+def test_the_job_is_registered_followed_and_ended(job: TrainingJob, frontier: tuple[Path, Frontier]):
     path, found = frontier
     first, second = found.plan_for(found.baseline_time_s), found.plan_for(found.max_time_s)
     service, training = Service(first), Training()
@@ -153,11 +152,11 @@ def test_the_job_is_registered_followed_and_ended(job: Job, frontier: tuple[Path
         ((plans, proposal),) = training.given
         assert plans == {0: first, 1: first}
         assert bodies(http, "POST", "/taken") == []
-        proposal.settle(Decided(2, 17))
+        proposal.settle(Acceptance(2, 17))
         eventually(lambda: bodies(http, "POST", "/taken") == [{"version": 1, "iteration": 17}])
         service.versions.append(second)
         eventually(lambda: len(training.given) == 2)
-        training.given[1][1].settle(Decided(3, 40))
+        training.given[1][1].settle(Acceptance(3, 40))
         eventually(lambda: bodies(http, "POST", "/taken")[1:] == [{"version": 2, "iteration": 40}])
         (sent,) = bodies(http, "POST", "/v1/jobs")
     assert base64.b64decode(sent.pop("frontier")) == path.read_bytes()
@@ -176,7 +175,7 @@ def test_the_job_is_registered_followed_and_ended(job: Job, frontier: tuple[Path
 
 
 def test_findings_of_all_ranks_are_told_once_and_again_to_a_service_that_has_forgotten(
-    job: Job, frontier: tuple[Path, Frontier]
+    job: TrainingJob, frontier: tuple[Path, Frontier]
 ):
     path, found = frontier
     service, training = Service(found.plan_for(found.baseline_time_s)), Training()
@@ -200,7 +199,7 @@ def test_findings_of_all_ranks_are_told_once_and_again_to_a_service_that_has_for
         assert len(training.given) >= 1
 
 
-def test_what_ranks_have_counted_is_told_together_and_at_last(job: Job, frontier: tuple[Path, Frontier]):
+def test_what_ranks_have_counted_is_told_together_and_at_last(job: TrainingJob, frontier: tuple[Path, Frontier]):
     path, found = frontier
     service, training = Service(found.plan_for(found.baseline_time_s)), Training()
     mailbox = Mailbox(job.store)
@@ -231,7 +230,7 @@ def test_what_ranks_have_counted_is_told_together_and_at_last(job: Job, frontier
 
 
 def test_a_service_that_comes_late_and_goes_is_told_of_in_one_notice(
-    job: Job, frontier: tuple[Path, Frontier], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    job: TrainingJob, frontier: tuple[Path, Frontier], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
     path, found = frontier
     service, training = Service(found.plan_for(found.baseline_time_s)), Training()
@@ -263,16 +262,16 @@ def test_a_service_that_comes_late_and_goes_is_told_of_in_one_notice(
 
 
 def test_plans_that_are_not_taken_are_told_of_once_and_proposed_again(
-    job: Job, frontier: tuple[Path, Frontier], caplog: pytest.LogCaptureFixture
+    job: TrainingJob, frontier: tuple[Path, Frontier], caplog: pytest.LogCaptureFixture
 ):
     path, found = frontier
     service, training = Service(found.plan_for(found.baseline_time_s)), Training()
     with stand_in(service) as http, running(http.address, job, training, path, None):
         for number in range(2):
             eventually(lambda number=number: len(training.given) > number)
-            training.given[number][1].settle(Refused("rank 1 has not answered"))
+            training.given[number][1].settle(Rejection("rank 1 has not answered"))
         eventually(lambda: len(training.given) > 2)
-        training.given[2][1].settle(Decided(4, 90))
+        training.given[2][1].settle(Acceptance(4, 90))
         eventually(lambda: bodies(http, "POST", "/taken") == [{"version": 1, "iteration": 90}])
         training.error = PlanError("it is for other ranks")
         service.versions.append(found.plan_for(found.max_time_s))
@@ -282,7 +281,7 @@ def test_plans_that_are_not_taken_are_told_of_once_and_proposed_again(
 
 
 def test_a_refused_registration_is_told_of_and_tried_again(
-    job: Job, frontier: tuple[Path, Frontier], caplog: pytest.LogCaptureFixture
+    job: TrainingJob, frontier: tuple[Path, Frontier], caplog: pytest.LogCaptureFixture
 ):
     path, found = frontier
     service, training = Service(found.plan_for(found.baseline_time_s)), Training()
@@ -295,7 +294,7 @@ def test_a_refused_registration_is_told_of_and_tried_again(
     assert "refused: another job of that name runs; training goes on by the plan it has" in record.getMessage()
 
 
-def test_leaving_does_not_wait_for_a_service_that_is_silent(job: Job, frontier: tuple[Path, Frontier]):
+def test_leaving_does_not_wait_for_a_service_that_is_silent(job: TrainingJob, frontier: tuple[Path, Frontier]):
     path, _ = frontier
     with socket.create_server(("127.0.0.1", 0)) as silent:
         with running(f"http://127.0.0.1:{silent.getsockname()[1]}", job, Training(), path, None):

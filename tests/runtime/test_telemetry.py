@@ -17,16 +17,15 @@ from made_runs import BEGIN_NS, any_plan, ns
 from strategies import fixed, smooth_profile
 
 from perseus_planner import schedules
-from perseus_planner.runtime.controller.protocol import Changed, Reading
-from perseus_planner.runtime.engines.engine import Seat
-from perseus_planner.runtime.hook import Hook
-from perseus_planner.runtime.marks import NOTHING, Timed, place_and_value
-from perseus_planner.runtime.program import Program
+from perseus_planner.runtime.controller.protocol import ControlChange, GpuSample
+from perseus_planner.runtime.engines.engine import PipelineRank
+from perseus_planner.runtime.hook import Hook, Program
+from perseus_planner.runtime.marks import NO_REQUEST, IterationTimes, parse_clock_request
 from perseus_planner.runtime.telemetry.telemetry import Telemetry
 from perseus_planner.schedules.dag import PipelineDag
 from perseus_planner.schedules.pipeline import pipeline_iteration
 
-SEAT = Seat(0, 2, None, (0, 1))
+SEAT = PipelineRank(0, 2, None, (0, 1))
 MS = 10**6
 HIGHEST = 1410
 
@@ -51,12 +50,12 @@ class Device:
     words: Sequence[int] = ()
     begun: tuple[int, int] = (0, 0)
     times_ns: list[int] = field(default_factory=list)
-    timed: list[Timed] = field(default_factory=list)
+    timed: list[IterationTimes] = field(default_factory=list)
 
     def load(self, words: Sequence[int]) -> None:
-        self.words = (*words, NOTHING)
+        self.words = (*words, NO_REQUEST)
 
-    def want(self, index: int) -> None:
+    def request(self, index: int) -> None:
         self.written.append((self.now_ns, self.words[index]))
 
     def begin_iteration(self, number: int) -> None:
@@ -69,9 +68,9 @@ class Device:
 
     def end_iteration(self) -> None:
         spans = tuple(zip(self.times_ns[0::2], self.times_ns[1::2], strict=True))
-        self.timed.append(Timed(*self.begun, spans, self.now_ns))
+        self.timed.append(IterationTimes(*self.begun, spans, self.now_ns))
 
-    def finished(self) -> list[Timed]:
+    def finished(self) -> list[IterationTimes]:
         return self.timed
 
 
@@ -85,10 +84,10 @@ class Session:
     def program_for(self, iteration: int) -> Program | None:
         return self.programs[iteration]
 
-    def three_quarters(self, iteration: int) -> None:
+    def on_nearly_done(self, iteration: int) -> None:
         pass
 
-    def ended(self, iteration: int, program: Program | None, deviation: str | None) -> None:
+    def on_end(self, iteration: int, program: Program | None, deviation: str | None) -> None:
         self.ends.append((iteration, program, deviation))
 
 
@@ -112,20 +111,20 @@ def trained(rng: Random, programs: list[Program | None]) -> tuple[Device, Sessio
     return device, session
 
 
-def controlled(rng: Random, written: list[tuple[int, int]]) -> list[Changed]:
+def controlled(rng: Random, written: list[tuple[int, int]]) -> list[ControlChange]:
     """A controller that looks at the word after a while, of which the latest value wins."""
     changes, in_force = [], 0
     for (at_ns, word), (next_ns, _) in zip(written, [*written[1:], (10**18, 0)], strict=True):
-        place, value = place_and_value(word)
+        place, value = parse_clock_request(word)
         seen_ns = at_ns + rng.choice((0, 1, 2, 2, 15, 80)) * MS
         ended_ns = seen_ns + rng.randint(1, 5) * MS
         if ended_ns <= next_ns and value != in_force:
-            changes.append(Changed(place, value, seen_ns, seen_ns, ended_ns, in_force or HIGHEST))
+            changes.append(ControlChange(place, value, seen_ns, seen_ns, ended_ns, in_force or HIGHEST))
             in_force = value
     return changes
 
 
-def off_ns(span: tuple[int, int], value: int, changes: list[Changed]) -> int:
+def off_ns(span: tuple[int, int], value: int, changes: list[ControlChange]) -> int:
     """For how long another value than `value` was in force, counted millisecond by millisecond."""
 
     def in_force(at_ns: int) -> int:
@@ -146,7 +145,7 @@ def test_rows_say_what_a_plain_model_of_rank_and_controller_says(seed: int):
     rows = []
     messages: list[object] = [*changes]
     for ended, ran in zip(session.ends, device.timed, strict=True):
-        telemetry.ended(*ended)
+        telemetry.on_end(*ended)
         ready = [each for each in messages if each.ended_ns <= ran.end_ns]
         messages = messages[len(ready) :]
         rows += telemetry.update([ran], ready)
@@ -176,12 +175,12 @@ def test_rows_say_what_a_plain_model_of_rank_and_controller_says(seed: int):
             assert off_ns((ns(each.begin_s), ns(each.end_s)), each.clock, changes) > 0
 
 
-def iteration(number: int, begin_ns: int, end_ns: int) -> Timed:
-    return Timed(number, begin_ns, ((begin_ns, end_ns),), end_ns)
+def iteration(number: int, begin_ns: int, end_ns: int) -> IterationTimes:
+    return IterationTimes(number, begin_ns, ((begin_ns, end_ns),), end_ns)
 
 
-def reading(at_ns: int, energy_j: float | None = None, clock_mhz: int | None = None, **throttled_s: float) -> Reading:
-    return Reading(at_ns, at_ns, energy_j, clock_mhz, None, 50.0 + at_ns / 1e12, throttled_s)
+def reading(at_ns: int, energy_j: float | None = None, clock_mhz: int | None = None, **throttled_s: float) -> GpuSample:
+    return GpuSample(at_ns, at_ns, energy_j, clock_mhz, None, 50.0 + at_ns / 1e12, throttled_s)
 
 
 @settings(fixed, max_examples=100)
@@ -224,7 +223,7 @@ def test_an_iteration_is_given_when_the_gpu_was_read_after_it_or_when_that_takes
     telemetry = Telemetry(0, SEAT, offset_ns=lambda: 0)
     ran = [iteration(i, 10 * i, 10 * i + 10) for i in range(8)]
     for i in range(8):
-        telemetry.ended(i, None, None)
+        telemetry.on_end(i, None, None)
     assert telemetry.update(ran[:1], [reading(9)]) == []
     assert [row.iteration for row in telemetry.update([], [reading(10)])] == [0]
     assert telemetry.update(ran[1:5], []) == []
@@ -239,8 +238,10 @@ def test_the_ring_keeps_the_last_ones_and_says_their_mean():
     assert telemetry.mean() is None
     spans = tuple((2 * i, 2 * i + 1) for i in range(len(ran_by.computations)))
     for i in range(5):
-        telemetry.ended(i, ran_by, None)
-        telemetry.update([Timed(i, 100 * i, tuple((100 * i + b, 100 * i + e) for b, e in spans), 100 * i + 60 + i)], [])
+        telemetry.on_end(i, ran_by, None)
+        telemetry.update(
+            [IterationTimes(i, 100 * i, tuple((100 * i + b, 100 * i + e) for b, e in spans), 100 * i + 60 + i)], []
+        )
     telemetry.update([], [reading(at, at * 2.0) for at in range(0, 600, 100)])
     telemetry.close()
     assert [row.iteration for row in telemetry.iterations] == [2, 3, 4]
@@ -252,10 +253,10 @@ def test_the_ring_keeps_the_last_ones_and_says_their_mean():
 def test_nothing_grows_without_bound():
     ran_by, telemetry = program(3), Telemetry(0, SEAT, capacity=4, offset_ns=lambda: 0)
     for i in range(30_000):
-        change = Changed(0, 1000 + i % 2, i, i, i, None)
+        change = ControlChange(0, 1000 + i % 2, i, i, i, None)
         telemetry.update([], [change, reading(i, float(i))])
-        telemetry.ended(i, ran_by, None)
-    held = [value for value in vars(telemetry).values() if hasattr(value, "__len__")] + [[*telemetry._readings]]
+        telemetry.on_end(i, ran_by, None)
+    held = [value for value in vars(telemetry).values() if hasattr(value, "__len__")] + [[*telemetry._samples]]
     assert max(map(len, held)) <= 20_000
     telemetry.update([iteration(i, i, i + 1) for i in range(50)], [])
     assert len(telemetry.iterations) == 4
@@ -266,8 +267,8 @@ def test_where_nothing_is_set_nothing_is_missed():
     ran_by = Program(1, replace(ran_by.plan, control="observed"), 0)
     telemetry = Telemetry(0, SEAT, offset_ns=lambda: 0)
     spans = tuple((10 * i, 10 * i + 5) for i in range(len(ran_by.computations)))
-    telemetry.ended(0, ran_by, None)
-    telemetry.update([Timed(0, 0, spans, 1000)], [reading(3, None, 1200), reading(1000, None, 900)])
+    telemetry.on_end(0, ran_by, None)
+    telemetry.update([IterationTimes(0, 0, spans, 1000)], [reading(3, None, 1200), reading(1000, None, 900)])
     (row,) = telemetry.iterations
     assert row.is_as_planned
     assert (row.changes_asked, row.off_clock_s, row.achieved_mhz) == (0, 0.0, None)
@@ -276,7 +277,7 @@ def test_where_nothing_is_set_nothing_is_missed():
 
 def test_computations_that_were_not_timed_are_said():
     ran_by, telemetry = program(3), Telemetry(0, SEAT, offset_ns=lambda: 0)
-    telemetry.ended(0, ran_by, None)
+    telemetry.on_end(0, ran_by, None)
     telemetry.update([iteration(0, 0, 10)], [])
     (row,) = telemetry.close()
     assert row.deviation == f"1 computations were timed, and the plan has {len(ran_by.computations)}"
@@ -288,7 +289,7 @@ def test_a_folder_that_can_no_longer_be_written_is_said_once_and_the_ring_goes_o
 ):
     said: list[str] = []
     ran_by, folder = program(3), tmp_path / "run"
-    telemetry = Telemetry(0, SEAT, folder, say=said.append, offset_ns=lambda: 0)
+    telemetry = Telemetry(0, SEAT, folder, warn=said.append, offset_ns=lambda: 0)
     if fault == "no plan":
         folder.touch()
     for i in range(6):
@@ -297,11 +298,11 @@ def test_a_folder_that_can_no_longer_be_written_is_said_once_and_the_ring_goes_o
         if i == 3 and fault == "full":
             (folder / "iterations-0.csv").unlink()
             (folder / "iterations-0.csv").symlink_to("/dev/full")
-        telemetry.ended(i, ran_by, "something else")
+        telemetry.on_end(i, ran_by, "something else")
         telemetry.update([iteration(i, 10 * i, 10 * i + 10)], [reading(10 * i + 10)])
     telemetry.close()
     why = {"gone": "No such file or directory", "full": "No space left on device", "no plan": "File exists"}[fault]
-    assert said == [f"{folder}: no more is recorded there: {why}; the training goes on without"]
+    assert said == [f"{folder}: recording stops: {why}; training goes on without recording"]
     assert len(telemetry.iterations) == 6
 
 
@@ -312,19 +313,19 @@ def test_computations_are_written_every_half_minute_and_at_the_end(tmp_path: Pat
     for i, at_s in enumerate((1.0, 2.0, 29.0, 31.0, 32.0, 61.0)):
         begin_ns = ns(at_s) - 10**6
         spans = tuple((begin_ns + 2 * k, begin_ns + 2 * k + 1) for k in range(count))
-        telemetry.ended(i, ran_by, None)
-        telemetry.update([Timed(i, begin_ns, spans, ns(at_s))], [reading(ns(at_s))])
+        telemetry.on_end(i, ran_by, None)
+        telemetry.update([IterationTimes(i, begin_ns, spans, ns(at_s))], [reading(ns(at_s))])
         path = tmp_path / "computations-0.csv"
         written.append(len(path.read_text().splitlines()) - 1 if path.exists() else 0)
     assert written == [0, 0, 0, 4 * count, 4 * count, 6 * count]
-    telemetry.ended(6, ran_by, None)
-    telemetry.update([Timed(6, ns(62.0) - 10**6, spans, ns(62.0))], [reading(ns(62.0))])
+    telemetry.on_end(6, ran_by, None)
+    telemetry.update([IterationTimes(6, ns(62.0) - 10**6, spans, ns(62.0))], [reading(ns(62.0))])
     telemetry.close()
     assert len((tmp_path / "computations-0.csv").read_text().splitlines()) - 1 == 7 * count
 
 
 def test_where_the_engine_does_not_number_pipelines_their_first_ranks_do():
-    telemetry = Telemetry(5, Seat(1, 2, None, (4, 5)), offset_ns=lambda: 0)
+    telemetry = Telemetry(5, PipelineRank(1, 2, None, (4, 5)), offset_ns=lambda: 0)
     telemetry.update([iteration(0, 0, 10)], [])
     (row,) = telemetry.close()
     assert (row.pipeline, row.pipeline_rank) == (4, 1)

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from perseus_planner.runtime.switching.agreement import Agreement, Decided
+from perseus_planner.runtime.switching.agreement import Acceptance, Agreement
 
 SIZE = 4
 ITERATION_S = 0.002
@@ -62,7 +62,7 @@ def train(store: Any, rank: int) -> Training:
                 training.iterate(0.2)
         if rank == 1:
             outcome = proposal.wait(10.0)
-            assert isinstance(outcome, Decided)
+            assert isinstance(outcome, Acceptance)
             # 0: it had come to its limit, and did not know yet.
             assert set(training.versions[: outcome.iteration]) - {0} == {1}
             assert set(training.versions[outcome.iteration :]) - {0} == {2}

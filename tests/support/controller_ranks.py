@@ -13,9 +13,9 @@ from weakref import WeakKeyDictionary
 import psutil
 from fake_nvml import StandIn
 
-from perseus_planner.runtime.controller.client import Connection, started
-from perseus_planner.runtime.controller.protocol import Changed, Hello, Knob, ToRank
-from perseus_planner.runtime.marks import word
+from perseus_planner.runtime.controller.client import Connection, start_controller
+from perseus_planner.runtime.controller.protocol import AttachRequest, Control, ControlChange, ToRank
+from perseus_planner.runtime.marks import clock_request
 
 LONG_S = 30.0
 """For what must come at some time: much longer than it takes."""
@@ -23,12 +23,12 @@ LONG_S = 30.0
 RANK_OF_ITS_OWN = """
 import os, signal, sys
 from perseus_planner.runtime.controller.client import Connection
-from perseus_planner.runtime.controller.protocol import Hello
+from perseus_planner.runtime.controller.protocol import AttachRequest
 from controller_ranks import set_clock
 
 print("here", flush=True)
 address, rank, gpu, clock_mhz, children = sys.argv[1:]
-connection = Connection(address, Hello(int(rank), gpu, "clock", None, 0.0))
+connection = Connection(address, AttachRequest(int(rank), gpu, "clock", None, 0.0))
 connection.attach(30.0)
 set_clock(connection, int(clock_mhz))
 child = os.fork() if int(children) else 1
@@ -47,17 +47,17 @@ _KEPT: WeakKeyDictionary[Connection, deque[ToRank]] = WeakKeyDictionary()  #: wh
 def attached(
     gpus: Sequence[str],
     *,
-    control: Knob = "clock",
+    control: Control = "clock",
     launcher: int | None = None,
     min_dwell_s: float = 0.0,
     max_changes_per_s: float = 1e4,
     ranks: int | None = None,
 ) -> Iterator[list[Connection]]:
     """A new controller, and in this process a rank of it for each of `gpus`, attached; killed with its last one."""
-    address = started(ranks or len(gpus), max_changes_per_s, LONG_S)
+    address = start_controller(ranks or len(gpus), max_changes_per_s, LONG_S)
     with ExitStack() as stack:
-        hellos = [Hello(rank, gpu, control, launcher, min_dwell_s) for rank, gpu in enumerate(gpus)]
-        connections = [stack.enter_context(Connection(address, hello)) for hello in hellos]
+        requests = [AttachRequest(rank, gpu, control, launcher, min_dwell_s) for rank, gpu in enumerate(gpus)]
+        connections = [stack.enter_context(Connection(address, attach_request)) for attach_request in requests]
         if ranks in (None, len(gpus)):
             for connection in connections:
                 connection.attach(LONG_S)
@@ -85,10 +85,10 @@ def let_look(connection: Connection) -> None:
         eventually(lambda: connection._alive_ns[0] > written_ns)  # noqa: B023 - called before the next
 
 
-def set_clock(connection: Connection, value: int, place: int = 0) -> Changed:
+def set_clock(connection: Connection, value: int, place: int = 0) -> ControlChange:
     """Have it set, and wait until it is; gives the message that says so."""
-    connection.word[0] = word(place, value)
-    return awaited(connection, Changed, lambda changed: changed.value == value)
+    connection.request[0] = clock_request(place, value)
+    return awaited(connection, ControlChange, lambda changed: changed.value == value)
 
 
 def eventually(holds: Callable[[], bool], within_s: float = LONG_S) -> None:

@@ -20,11 +20,9 @@ from torch.utils.checkpoint import checkpoint
 from perseus_planner.errors import UsageError
 from perseus_planner.plans.plan import Plan
 from perseus_planner.profiles.measurement import Measurement
-from perseus_planner.runtime.engines.engine import Engine
-from perseus_planner.runtime.engines.selection import engine_of
-from perseus_planner.runtime.hook import Hook
-from perseus_planner.runtime.marks import HostMarks, place_and_value
-from perseus_planner.runtime.program import Program
+from perseus_planner.runtime.engines.engine import Engine, engine_of
+from perseus_planner.runtime.hook import Hook, Program
+from perseus_planner.runtime.marks import HostMarks, parse_clock_request
 from perseus_planner.schedules import Computation, Schedule, generate
 from perseus_planner.schedules.pipeline import pipeline_iteration
 
@@ -75,15 +73,15 @@ class Watched(Hook):
 
     def begin(self, stage: int, kind: str, microbatch: int) -> None:
         super().begin(stage, kind, microbatch)
-        self.seen.append(place_and_value(self.word[0]))
+        self.seen.append(parse_clock_request(self.word[0]))
 
     def program_for(self, _: int) -> Program:
         return self.program
 
-    def three_quarters(self, _: int) -> None:
+    def on_nearly_done(self, _: int) -> None:
         pass
 
-    def ended(self, _: int, program: Program | None, deviation: str | None) -> None:
+    def on_end(self, _: int, program: Program | None, deviation: str | None) -> None:
         self.deviations.append(deviation)
 
 
@@ -116,7 +114,7 @@ def with_clocks(adapter: Engine, hook: Watched) -> dict[str, Any]:
     return {
         "deviations": hook.deviations,
         "clocks": [hook.seen[first : first + len(wanted)] == wanted for first in range(0, len(hook.seen), len(wanted))],
-        "next": place_and_value(hook.word[0]),
+        "next": parse_clock_request(hook.word[0]),
         "first": wanted[0],
     }
 
@@ -162,7 +160,7 @@ def entered_and_left(adapter: Engine, owners: list[Any]) -> dict[str, Any]:
             raise KeyError  # noqa: TRY301
     except KeyError:
         failed = True
-    seat = adapter.seat
+    seat = adapter.pipeline_rank
     return {
         "name": adapter.name,
         "seat": [seat.rank, seat.ranks, seat.pipeline, list(seat.peers)],

@@ -9,10 +9,10 @@ from random import Random
 
 from perseus_planner.plans.plan import Plan
 from perseus_planner.plans.replay import clock_calls, replay
-from perseus_planner.runtime.controller.protocol import Attached, Changed, Reading
-from perseus_planner.runtime.engines.engine import Seat
-from perseus_planner.runtime.marks import Timed
-from perseus_planner.runtime.program import Program
+from perseus_planner.runtime.controller.protocol import AttachReply, ControlChange, GpuSample
+from perseus_planner.runtime.engines.engine import PipelineRank
+from perseus_planner.runtime.hook import Program
+from perseus_planner.runtime.marks import IterationTimes
 from perseus_planner.runtime.telemetry.telemetry import Telemetry
 from perseus_planner.schedules.dag import PipelineDag
 from perseus_planner.views.plan_summary import summarize_plan
@@ -20,14 +20,14 @@ from perseus_planner.views.plan_summary import summarize_plan
 BEGIN_NS = 10**12  #: of the first iteration, on the monotonic clock
 EPOCH_NS = 1_700_000_000 * 10**9  #: what is added to that
 
-Edit = Callable[[int, Changed], Changed | None]
+Edit = Callable[[int, ControlChange], ControlChange | None]
 
 
 def ns(seconds: float) -> int:
     return round(seconds * 1e9)
 
 
-def as_made(_: int, change: Changed) -> Changed:
+def as_made(_: int, change: ControlChange) -> ControlChange:
     return change
 
 
@@ -40,15 +40,15 @@ def any_plan(dag: PipelineDag, rng: Random) -> Plan:
     return Plan(iteration, clocks, table, "", None, "measured", profile.blocking_power_w, *[math.nan] * 6)
 
 
-def timed(plan: Plan, rank: int, number: int, begin_ns: int) -> Timed:
+def timed(plan: Plan, rank: int, number: int, begin_ns: int) -> IterationTimes:
     """The iteration of that number as the plan is replayed."""
     spans = replay(plan).spans
     both = [spans[str(computation)] for computation in plan.schedule.ranks[rank]]
     spans_ns = tuple((begin_ns + ns(span.start_s), begin_ns + ns(span.end_s)) for span in both)
-    return Timed(number, begin_ns, spans_ns, begin_ns + ns(plan.time_s))
+    return IterationTimes(number, begin_ns, spans_ns, begin_ns + ns(plan.time_s))
 
 
-def changes(plan: Plan, rank: int, begin_ns: int) -> list[Changed]:
+def changes(plan: Plan, rank: int, begin_ns: int) -> list[ControlChange]:
     """What its controller would have done, the place being that of the computation that starts next."""
     spans = replay(plan).spans
     starts_s = [spans[str(computation)].start_s for computation in plan.schedule.ranks[rank]]
@@ -58,7 +58,7 @@ def changes(plan: Plan, rank: int, begin_ns: int) -> list[Changed]:
         if call.rank == rank:
             place = next(place for place, start_s in enumerate(starts_s) if start_s >= call.requested_s)
             times_ns = [begin_ns + ns(each) for each in (call.requested_s, call.start_s, call.end_s)]
-            made.append(Changed(place, call.clock_mhz, *times_ns, before))
+            made.append(ControlChange(place, call.clock_mhz, *times_ns, before))
             before = call.clock_mhz
     return made
 
@@ -93,20 +93,22 @@ def write_run(
     ranks, period_ns, made = len(plan.schedule.ranks), ns(plan.time_s) + 1000, []
     for number in range(pipelines * ranks):
         pipeline, rank = divmod(number, ranks)
-        seat = Seat(rank, ranks, pipeline, tuple(range(pipeline * ranks, (pipeline + 1) * ranks)))
+        seat = PipelineRank(rank, ranks, pipeline, tuple(range(pipeline * ranks, (pipeline + 1) * ranks)))
         telemetry = Telemetry(number, seat, folder, own_plans=own_plans, offset_ns=lambda: EPOCH_NS)
         program, energy_j = Program(version, plan, rank), summarize_plan(plan).per_rank[rank].energy_j
         watts = energy_j / plan.gpus_per_stage / plan.time_s
 
-        def reading(at_ns: int, watts: float = watts) -> Reading:
-            return Reading(at_ns, at_ns, (at_ns - BEGIN_NS) / 1e9 * watts + 1e6, None, watts, 61.0, {"sw-thermal": 7.0})
+        def reading(at_ns: int, watts: float = watts) -> GpuSample:
+            return GpuSample(
+                at_ns, at_ns, (at_ns - BEGIN_NS) / 1e9 * watts + 1e6, None, watts, 61.0, {"sw-thermal": 7.0}
+            )
 
-        telemetry.update([], [Attached("", "", "", origin), reading(BEGIN_NS - 1)])
+        telemetry.update([], [AttachReply("", "", "", origin), reading(BEGIN_NS - 1)])
         for i in range(first, first + iterations):
             begin_ns = BEGIN_NS + i * period_ns
             told = [edit(i, change) for change in changes(plan, rank, begin_ns)]
             ran = timed(plan, rank, i, begin_ns)
-            telemetry.ended(i, program, (deviations or {}).get(i))
+            telemetry.on_end(i, program, (deviations or {}).get(i))
             telemetry.update([ran], [*filter(None, told), reading(ran.end_ns)])
         telemetry.close()
         made.append(telemetry)

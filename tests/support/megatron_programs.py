@@ -38,7 +38,7 @@ def orders(*shapes: str) -> None:
         virtual, group, microbatches = map(int, shape.split(","))
         with parallel(virtual or None):
             training = Training(virtual or None, group or None)
-            seat, heard = training.engine.seat, Heard()
+            seat, heard = training.engine.pipeline_rank, Heard()
             with training.engine.attached(heard), training.watched() as ran:
                 training.step(microbatches)
             row = interleaved_1f1b(seat.ranks, virtual or 1, microbatches, group or None).ranks[seat.rank]
@@ -95,7 +95,7 @@ def changes() -> None:
     for virtual in (None, 2):
         with parallel(virtual):
             training = Training(virtual)
-            seat = training.engine.seat
+            seat = training.engine.pipeline_rank
             schedule = interleaved_1f1b(seat.ranks, virtual or 1, 4)
             told = Told(_Program(schedule, seat.rank))
             with training.engine.attached(Hook(told, told, told.program)):
@@ -206,7 +206,7 @@ def dies() -> None:
     """An iteration that ends in an error is begun anew by the next one, as Megatron-LM runs some twice."""
     dist.init_process_group("gloo")
     with parallel():
-        training, seat = Training(), MegatronModel([]).seat
+        training, seat = Training(), MegatronModel([]).pipeline_rank
         schedule = interleaved_1f1b(seat.ranks, 1, 2)
         told = Told(_Program(schedule, seat.rank))
         with training.engine.attached(Hook(told, told, told.program)):
@@ -232,7 +232,7 @@ def refusals() -> None:
     overlap += "clock can change; train without it, or without a plan"
     dist.init_process_group("gloo")
     with pytest.raises(UsageError, match=r"^Megatron's parallel state is not initialized; call initialize_model"):
-        _ = MegatronModel([]).seat
+        _ = MegatronModel([]).pipeline_rank
     with parallel():
         fields: list[tuple[str, Any, str]] = [
             ("overlap_moe_expert_parallel_comm", True, overlap),
@@ -311,7 +311,7 @@ def seats() -> None:
     rank = dist.get_rank()
     for tensor in (1, 2):
         with parallel(tensor=tensor, pipeline=2):
-            seat = MegatronModel([]).seat
+            seat = MegatronModel([]).pipeline_rank
             assert (seat.rank, seat.ranks, seat.peers) == (rank // 2, 2, (rank % 2, rank % 2 + 2))
             assert seat.pipeline == (rank % 2 if tensor == 1 else 0)
     with parallel(pipeline=2):

@@ -59,19 +59,19 @@ class Told:
     def load(self, words: Any) -> None:
         self.words = words
 
-    def want(self, index: int) -> None:
+    def request(self, index: int) -> None:
         self.wants.append(index)
 
     def program_for(self, iteration: int) -> Any:
         return self.program
 
-    def ended(self, iteration: int, program: Any, deviation: str | None) -> None:
+    def on_end(self, iteration: int, program: Any, deviation: str | None) -> None:
         self.ends.append(deviation)
 
     def nothing(self, *_: Any) -> None:
         pass
 
-    begin_iteration = begin = end = end_iteration = three_quarters = nothing
+    begin_iteration = begin = end = end_iteration = on_nearly_done = nothing
 
 
 class UserTimers:
@@ -181,7 +181,7 @@ class Training:
     @contextmanager
     def watched(self) -> Iterator[list[tuple[int, str, int]]]:
         """What really runs, as its modules and gradients tell it."""
-        seat, ran, handles = self.engine.seat, [], []
+        seat, ran, handles = self.engine.pipeline_rank, [], []
 
         def watch(number: int, chunk: Any) -> None:
             stage = number * seat.ranks + seat.rank

@@ -21,7 +21,7 @@ from perseus_planner.runtime import planner_runtime, rendezvous
 
 def refusals(state: str) -> None:
     """What is wrong on one rank, or on all: none of them begins, and none waits for another one."""
-    rendezvous.ENTRY_S = rendezvous._CONTROLLER_S = 100 * LONG_S
+    rendezvous.RENDEZVOUS_S = rendezvous._CONTROLLER_S = 100 * LONG_S
     with job(state) as said:
         heard, engine = Heard(), Torch("1f1b", 2).engine
         fits, is_first = plan_of(schedule_of("1f1b", 2, 2)), dist.get_rank() == 0
@@ -48,7 +48,7 @@ def refusals(state: str) -> None:
 
 def beside_another_job(state: str, gpu: str) -> None:
     """GPUs that another job has."""
-    rendezvous.ENTRY_S = rendezvous._CONTROLLER_S = 100 * LONG_S
+    rendezvous.RENDEZVOUS_S = rendezvous._CONTROLLER_S = 100 * LONG_S
     with job(state) as said:
         said["held"] = _entered(Torch("1f1b", 2).engine, plan_of(schedule_of("1f1b", 2, 2)), gpu)
 
@@ -79,7 +79,7 @@ def without(state: str) -> None:
             said["no controller"] = _trained(heard, fits)
         with mock.patch.dict(os.environ, {"PLANNER_STATE_DIR": "/proc/none"}):
             said["no records"] = _trained(heard, fits, watched=False)
-        with mock.patch.object(rendezvous, "ENTRY_S", 0.3):
+        with mock.patch.object(rendezvous, "RENDEZVOUS_S", 0.3):
             said["a rank that does not come"] = _trained(heard, fits, comes=is_first, watched=False)
 
 

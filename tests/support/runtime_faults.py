@@ -22,7 +22,7 @@ from planner_processes import CONTROLLER, planner_processes
 from runtime_training import FAST, GPU, LONG_S, Heard, Torch, Watch, any_rank, every_rank, job, plan_of, schedule_of
 
 from perseus_planner.runtime import Runtime, monitor, planner_runtime, rendezvous
-from perseus_planner.runtime.switching.agreement import Refused
+from perseus_planner.runtime.switching.agreement import Rejection
 
 PLAN = plan_of(schedule_of("1f1b", 2, 4))
 
@@ -81,7 +81,7 @@ def _break_background(runtime: Runtime) -> None:
     def look() -> None:
         raise ValueError("a test breaks it")
 
-    runtime._pilot.look = look
+    runtime._follower.look = look
 
 
 def no_permission_any_more(state: str, environment: str, script: str) -> None:
@@ -168,7 +168,7 @@ def _left_early(heard: Heard) -> dict[str, Any]:
         if dist.get_rank() == 1:
             stack.close()
             watch.planned = lambda: None
-            assert isinstance(runtime.switch_to(PLAN).outcome, Refused)
+            assert isinstance(runtime.switch_to(PLAN).outcome, Rejection)
         while not every_rank(len(runtime.iterations) > 2 or dist.get_rank() == 1):
             pipeline.step()
     for file in files:
@@ -248,7 +248,7 @@ def store_gone(state: str) -> None:
         dist.barrier()
         if rank == 0:
             os.kill(host, signal.SIGKILL)
-        while not every_rank(runtime._pilot.agreement.lost is not None):
+        while not every_rank(runtime._follower.agreement.lost is not None):
             pipeline.step()
         refused = runtime.switch_to(PLAN).wait(LONG_S)
         pipeline.step()

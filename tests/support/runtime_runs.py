@@ -28,7 +28,7 @@ from runtime_training import (
 
 from perseus_planner.plans.plan import Plan
 from perseus_planner.runtime import Runtime, planner_runtime
-from perseus_planner.runtime.switching.agreement import Decided
+from perseus_planner.runtime.switching.agreement import Acceptance
 
 
 def torch_schedules(state: str, *names: str) -> None:
@@ -130,12 +130,12 @@ def _switches(pipeline: Torch, runtime: Runtime, plans: list[Plan | None]) -> di
     while not every_rank(ran[-2:] == [2, 2]):
         ran.append(_ran(pipeline, runtime, plans))
     outcome = None if proposal is None else proposal.wait(LONG_S)
-    return {"ran": ran, "since": outcome.iteration if isinstance(outcome, Decided) else None}
+    return {"ran": ran, "since": outcome.iteration if isinstance(outcome, Acceptance) else None}
 
 
 def _switches_late(pipeline: Torch, runtime: Runtime, plans: list[Plan | None]) -> dict[str, Any]:
     """The same, but that thread stands still once rank 0 has said yes, so that it does not hear what is decided."""
-    agreement = runtime._pilot.agreement
+    agreement = runtime._follower.agreement
     _, go_on = _stopped(runtime, lambda: dist.get_rank() == 0 and agreement._promised > 0)
     if dist.get_rank() == 1:
         runtime.switch_to(plans[2])
@@ -151,22 +151,22 @@ def _switches_late(pipeline: Torch, runtime: Runtime, plans: list[Plan | None]) 
 def _ran(pipeline: Torch, runtime: Runtime, plans: list[Plan | None]) -> int:
     """Run an iteration; by which of `plans`."""
     seen: list[int] = []
-    find = runtime._pilot.program_for
+    find = runtime._follower.program_for
 
     def program_for(iteration: int) -> Any:
         program = find(iteration)
         seen.append(plans.index(program and program.plan))
         return program
 
-    runtime._pilot.program_for = program_for
+    runtime._follower.program_for = program_for
     pipeline.step()
-    runtime._pilot.program_for = find
+    runtime._follower.program_for = find
     return seen[0]
 
 
 def _stopped(runtime: Runtime, when: Callable[[], bool]) -> tuple[threading.Event, threading.Event]:
     """Stop this rank's background thread when `when` is true: set when it stands still; and what lets it go on."""
-    stands, go_on, look = threading.Event(), threading.Event(), runtime._pilot.look
+    stands, go_on, look = threading.Event(), threading.Event(), runtime._follower.look
 
     def stopped() -> None:
         if when():
@@ -174,7 +174,7 @@ def _stopped(runtime: Runtime, when: Callable[[], bool]) -> tuple[threading.Even
             go_on.wait()
         look()
 
-    runtime._pilot.look = stopped
+    runtime._follower.look = stopped
     return stands, go_on
 
 

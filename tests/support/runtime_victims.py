@@ -30,7 +30,7 @@ def train(folder: str) -> None:
     """Train until there is a file `stop`."""
     os.environ["PLANNER_STATE_DIR"] = f"{folder}/state"
     # Who is killed on the way in is not waited for long.
-    rendezvous.ENTRY_S, rendezvous._CONTROLLER_S = 3.0, 10.0
+    rendezvous.RENDEZVOUS_S, rendezvous._CONTROLLER_S = 3.0, 10.0
     dist.init_process_group("gloo")
     with replacing(Path(folder, f"met-{dist.get_rank()}")) as file:
         file.write(str(os.getpid()).encode())

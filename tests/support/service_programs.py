@@ -36,7 +36,7 @@ def train(engine: str, address: str, state: str) -> None:
     A file `slow` says for how many seconds pipeline 1 waits for its data in each iteration.
     """
     os.environ["PLANNER_STATE_DIR"] = state
-    counters.MARK_S, agent._COUNTS_S = 1.0, 0.5  # so that who reads what was counted need not wait for long
+    counters.CHECKPOINT_S, agent._COUNTS_S = 1.0, 0.5  # so that who reads what was counted need not wait for long
     made, step = {"torch": _torch, "deepspeed": _deepspeed}[engine]()
     heard = Heard()
     with profile_pipeline(made, gpu=f"simulated:{GPU}&noise=0&drift=0", output="profile.yaml"):

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch.distributed import HashStore
 
-from perseus_planner.runtime.switching.agreement import Agreement, Decided, Proposal
+from perseus_planner.runtime.switching.agreement import Acceptance, Agreement, Proposal
 
 PATIENCE_S = 60.0
 _ALLOWED = {"set", "add", "check", "compare_set", "delete_key"}  # none of them waits
@@ -182,7 +182,7 @@ class World:
         assert [rank.agreement.lost for rank in connected] == [None] * len(connected)
         outcomes = [proposal.outcome for rank in living for proposal in rank.proposals]
         assert None not in outcomes
-        decided = [outcome for outcome in outcomes if isinstance(outcome, Decided)]
+        decided = [outcome for outcome in outcomes if isinstance(outcome, Acceptance)]
         for iteration, version in self.ran.items():
             assert all((iteration >= each.iteration) == (version >= each.version) for each in decided)
         last = max(rank.iteration for rank in self.ranks) + 3

@@ -10,11 +10,19 @@ from hypothesis import strategies as st
 
 from perseus_planner.runs import IterationRecord
 from perseus_planner.runtime.agent.summing import together
-from perseus_planner.runtime.controller.protocol import Attached, Reading
-from perseus_planner.runtime.engines.engine import Seat
-from perseus_planner.runtime.marks import Timed
+from perseus_planner.runtime.controller.protocol import AttachReply, GpuSample
+from perseus_planner.runtime.engines.engine import PipelineRank
+from perseus_planner.runtime.marks import IterationTimes
 from perseus_planner.runtime.telemetry import counters
-from perseus_planner.runtime.telemetry.counters import MARK_S, MARKS, PAUSE, PAUSE_S, Counting, Counts, common
+from perseus_planner.runtime.telemetry.counters import (
+    CHECKPOINT_S,
+    CHECKPOINTS,
+    PAUSE,
+    PAUSE_S,
+    Counts,
+    IterationCounter,
+    common_counts,
+)
 from perseus_planner.runtime.telemetry.telemetry import Telemetry
 
 S = 10**9
@@ -26,23 +34,23 @@ def row(number: int, **fields: object) -> IterationRecord:
     )
 
 
-def reading(now_ns: int, energy_j: float | None) -> Reading:
-    return Reading(now_ns, now_ns, energy_j, None, None, None, {})
+def reading(now_ns: int, energy_j: float | None) -> GpuSample:
+    return GpuSample(now_ns, now_ns, energy_j, None, None, None, {})
 
 
 @pytest.fixture(autouse=True)
 def every_iteration(monkeypatch: pytest.MonkeyPatch):
     """Counts are kept of each."""
-    monkeypatch.setattr(counters, "MARK_S", 0.0)
+    monkeypatch.setattr(counters, "CHECKPOINT_S", 0.0)
 
 
-def counted(ran: list[tuple[int, int]], readings: list[Reading]) -> Counts:
+def counted(ran: list[tuple[int, int]], readings: list[GpuSample]) -> Counts:
     """What is counted of iterations from when to when, of a GPU of which that is read."""
-    telemetry = Telemetry(0, Seat(0, 1, 0, (0,)), offset_ns=lambda: 0)
-    telemetry.update([], [Attached("simulated:a100", "", "A100", "simulated"), readings[0]])
+    telemetry = Telemetry(0, PipelineRank(0, 1, 0, (0,)), offset_ns=lambda: 0)
+    telemetry.update([], [AttachReply("simulated:a100", "", "A100", "simulated"), readings[0]])
     for number, ((begin_ns, end_ns), seen) in enumerate(zip(ran, readings[1:], strict=True)):
-        telemetry.ended(number, None, None)
-        telemetry.update([Timed(number, begin_ns, ((begin_ns, end_ns),), end_ns)], [seen])
+        telemetry.on_end(number, None, None)
+        telemetry.update([IterationTimes(number, begin_ns, ((begin_ns, end_ns),), end_ns)], [seen])
     telemetry.close()
     return telemetry.counts[-1]
 
@@ -87,12 +95,12 @@ def test_an_iteration_whose_joules_are_not_known_is_counted_but_not_metered():
 
 
 def test_latencies_are_of_the_iterations_since_the_counts_before(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(counters, "MARK_S", 4.0)
-    counts = Counting()
+    monkeypatch.setattr(counters, "CHECKPOINT_S", 4.0)
+    counts = IterationCounter()
     p50_s = [0.9, 0.9, 0.9, 0.9, 0.01, None, 0.03, 0.02]
     for number, each in enumerate(p50_s):
         counts.add(row(number, latency_p50_s=each, latency_p99_s=each and 2 * each, changes_late=1), 1.0, None)
-    first, second = counts.marks[-2:]
+    first, second = counts.checkpoints[-2:]
     assert (first.iteration, first.set_p50_s, first.set_p99_s) == (3, 0.9, 1.8)
     assert (second.iteration, second.set_p50_s, second.set_p99_s) == (7, 0.02, 0.06)
     assert (second.late_changes, second.energy_j, second.metered_iterations) == (8, 0.0, 0)
@@ -102,34 +110,34 @@ def test_latencies_are_of_the_iterations_since_the_counts_before(monkeypatch: py
 def test_ranks_find_counts_of_one_iteration_though_none_is_as_far_or_as_fast_as_the_others(
     iteration_s: float, one: float, other: float, ahead: int, data: st.DataObject
 ):
-    counters.MARK_S = MARK_S  # put back by the fixture
-    ranks = [Counting() for _ in range(3)]
-    far = data.draw(st.integers(1, 40)) * max(1, int(MARK_S / iteration_s))
+    counters.CHECKPOINT_S = CHECKPOINT_S  # put back by the fixture
+    ranks = [IterationCounter() for _ in range(3)]
+    far = data.draw(st.integers(1, 40)) * max(1, int(CHECKPOINT_S / iteration_s))
     stops = [far, far + ahead, far + data.draw(st.integers(0, 3))]
     for rank, faster, stop in zip(ranks, (1.0, one, other), stops, strict=True):
         for number in range(min(stop, 4000)):
             rank.add(row(number), iteration_s / faster, 1.0)
-        assert len(rank.marks) <= MARKS
+        assert len(rank.checkpoints) <= CHECKPOINTS
         # Neither too often nor too rarely, once it is known how long iterations take.
         assert all(
-            1 <= later.iteration - each.iteration <= max(1, MARK_S * faster / iteration_s)
-            for each, later in pairwise(rank.marks)
+            1 <= later.iteration - each.iteration <= max(1, CHECKPOINT_S * faster / iteration_s)
+            for each, later in pairwise(rank.checkpoints)
         )
-    found = common([rank.marks for rank in ranks])
+    found = common_counts([rank.checkpoints for rank in ranks])
     if found is None:
-        assert min(stops) * iteration_s < 4 * max(MARK_S, iteration_s)
+        assert min(stops) * iteration_s < 4 * max(CHECKPOINT_S, iteration_s)
         return
     (number,) = {each.iteration for each in found}
-    assert (min(*stops, 4000) - number) * iteration_s <= 4 * max(MARK_S, iteration_s)
+    assert (min(*stops, 4000) - number) * iteration_s <= 4 * max(CHECKPOINT_S, iteration_s)
     assert [each.iterations for each in found] == [number + 1] * 3
 
 
 def test_ranks_that_have_not_all_counted_have_nothing_in_common():
     some = (Counts(3), Counts(7))
-    assert common([]) is None
-    assert common([some, ()]) is None
-    assert common([some, (Counts(5),)]) is None
-    assert common([some, (Counts(3),)]) == [Counts(3), Counts(3)]
+    assert common_counts([]) is None
+    assert common_counts([some, ()]) is None
+    assert common_counts([some, (Counts(5),)]) is None
+    assert common_counts([some, (Counts(3),)]) == [Counts(3), Counts(3)]
 
 
 def test_all_ranks_together_have_the_joules_of_all_and_no_more_iterations_than_each_of_them():

@@ -17,7 +17,7 @@ from stepped_ranks import Counted
 from torch.distributed import HashStore, TCPStore
 
 from perseus_planner.errors import RankError
-from perseus_planner.runtime.entry import entered
+from perseus_planner.runtime.job import exchange
 
 
 def word(rank: int) -> bytes:
@@ -26,7 +26,7 @@ def word(rank: int) -> bytes:
 
 def all_enter(store: Any, numbers: list[int], size: int, timeout_s: float) -> list[list[bytes | None]]:
     with ThreadPoolExecutor(len(numbers)) as pool:
-        told = [pool.submit(entered, Counted(store), rank, size, word(rank), timeout_s) for rank in numbers]
+        told = [pool.submit(exchange, Counted(store), rank, size, word(rank), timeout_s) for rank in numbers]
         return [each.result() for each in told]
 
 
@@ -34,8 +34,8 @@ def all_enter(store: Any, numbers: list[int], size: int, timeout_s: float) -> li
 def test_all_are_told_what_each_says(kind: str):
     store = HashStore() if kind == "hash" else TCPStore("127.0.0.1", 0, None, True)
     assert all_enter(store, [0, 1, 2, 3], 4, 60.0) == 4 * [[word(rank) for rank in range(4)]]
-    assert store.check(["everyone"])
-    assert not any(store.check([f"words/{rank}"]) for rank in range(4))
+    assert store.check(["all"])
+    assert not any(store.check([f"values/{rank}"]) for rank in range(4))
 
 
 @pytest.mark.parametrize("late", [0, 3])
@@ -48,14 +48,14 @@ def test_who_comes_too_late_is_told_what_the_others_know(late: int):
 
 
 def test_a_rank_without_others_enters_at_once():
-    assert entered(HashStore(), 0, 1, b"", 60.0) == [b""]
+    assert exchange(HashStore(), 0, 1, b"", 60.0) == [b""]
 
 
 def test_waiting_can_be_interrupted():
     timer = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT))
     timer.start()
     with pytest.raises(KeyboardInterrupt):
-        entered(HashStore(), 0, 2, b"", 60.0)
+        exchange(HashStore(), 0, 2, b"", 60.0)
     timer.join()
 
 
@@ -63,5 +63,5 @@ def test_a_store_that_is_gone_is_said():
     store = Counted(HashStore())
     store.is_gone = True
     with pytest.raises(RankError) as error:
-        entered(store, 0, 2, b"", 60.0)
+        exchange(store, 0, 2, b"", 60.0)
     assert str(error.value) == "the rank or launcher that holds the job's store has ended; see why"

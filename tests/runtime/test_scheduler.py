@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import math
+import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from perseus_planner.errors import UsageError
-from perseus_planner.runtime.controller.places import FARTHEST, Look, Places
-from perseus_planner.runtime.controller.scheduler import JUDGED, RESET, Pacing
-from perseus_planner.runtime.marks import NOTHING, word
+from perseus_planner.runtime.controller.protocol import AttachRequest
+from perseus_planner.runtime.controller.rank import ClockRequest, Rank
+from perseus_planner.runtime.controller.scheduler import JUDGED, RESET, ChangeScheduler
+from perseus_planner.runtime.marks import NO_REQUEST, clock_request
 
 GPUS = ("a", "b", "c")
 MS = 1_000_000
@@ -84,10 +88,10 @@ EVENTS = st.lists(
 
 @given(EVENTS, st.sampled_from([1.0, 9.7, 100.0, 5000.0, math.inf]), st.sampled_from([0.0, 0.02, 0.25]))
 def test_whatever_is_asked_for_the_rules_hold(events, rate_per_s: float, dwell_s: float):
-    pacing: Pacing[str] = Pacing(rate_per_s)
+    scheduler: ChangeScheduler[str] = ChangeScheduler(rate_per_s)
     told = Told(math.ceil(1e9 / rate_per_s), dict.fromkeys(GPUS, round(dwell_s * 1e9)))
     for gpu in GPUS:
-        pacing.add(gpu, dwell_s)
+        scheduler.add(gpu, dwell_s)
     now_ns = 0
     wanted: dict[str, int] = {}
     needed: Counter[str] = Counter()
@@ -95,17 +99,17 @@ def test_whatever_is_asked_for_the_rules_hold(events, rate_per_s: float, dwell_s
     for passed_ns, gpu, value, dwell_ms in events:
         now_ns += passed_ns
         if value is None:
-            pacing.dwell(gpu, dwell_ms / 1e3)
+            scheduler.set_dwell(gpu, dwell_ms / 1e3)
             told.dwells_ns[gpu] = dwell_ms * MS
         else:
             needed[gpu] += value not in (told.value(gpu), wanted.get(gpu))
             wanted[gpu] = value
-            pacing.ask(gpu, value, None, now_ns)
+            scheduler.request(gpu, value, None, now_ns)
             told.ask(gpu, value, now_ns)
         for _ in range(2):
             _check_fairness(told, overtakers, now_ns)
             before = {each: told.value(each) for each in GPUS}
-            granted, expected = pacing.grant(now_ns), told.grant(now_ns)
+            granted, expected = scheduler.take(now_ns), told.grant(now_ns)
             assert (None if granted is None else (granted[0], granted[1].value)) == expected
             if expected is not None:
                 assert expected[1] != before[expected[0]]
@@ -113,8 +117,8 @@ def test_whatever_is_asked_for_the_rules_hold(events, rate_per_s: float, dwell_s
                     counter[expected[0]] += 1
     for gpu in GPUS:
         is_pending = told.waits_since(gpu) is not None
-        assert needed[gpu] == pacing.overtaken(gpu) + is_pending + sum(which == gpu for _, which, _ in told.sets)
-    _check_final(pacing, told, wanted, now_ns)
+        assert needed[gpu] == scheduler.overtaken(gpu) + is_pending + sum(which == gpu for _, which, _ in told.sets)
+    _check_final(scheduler, told, wanted, now_ns)
 
 
 def _check_fairness(told: Told, overtakers: dict[str, Counter[str]], now_ns: int) -> None:
@@ -127,156 +131,143 @@ def _check_fairness(told: Told, overtakers: dict[str, Counter[str]], now_ns: int
             overtakers.pop(gpu, None)
 
 
-def _check_final(pacing: Pacing[str], told: Told, wanted: dict[str, int], now_ns: int) -> None:
+def _check_final(scheduler: ChangeScheduler[str], told: Told, wanted: dict[str, int], now_ns: int) -> None:
     """Everybody gets what was asked for last, when there is time for it."""
     for _ in range(2 * len(GPUS)):
         now_ns += 4_000_000_000
-        while (granted := pacing.grant(now_ns)) is not None:
+        while (granted := scheduler.take(now_ns)) is not None:
             gpu, change = granted
             assert change.value != told.value(gpu)
             told.sets.append((now_ns, gpu, change.value))
     assert {gpu: told.value(gpu) for gpu in wanted} == wanted
 
 
-def granted(pacing: Pacing[str], now_ns: int) -> list[tuple[str, int]]:
+def granted(scheduler: ChangeScheduler[str], now_ns: int) -> list[tuple[str, int]]:
     found = []
-    while (one := pacing.grant(now_ns)) is not None:
+    while (one := scheduler.take(now_ns)) is not None:
         found.append((one[0], one[1].value))
     return found
 
 
-def pacing_of(gpus: Sequence[str], rate_per_s: float = math.inf, dwell_s: float = 0.0) -> Pacing[str]:
-    pacing: Pacing[str] = Pacing(rate_per_s)
+def scheduler_of(gpus: Sequence[str], rate_per_s: float = math.inf, dwell_s: float = 0.0) -> ChangeScheduler[str]:
+    scheduler: ChangeScheduler[str] = ChangeScheduler(rate_per_s)
     for gpu in gpus:
-        pacing.add(gpu, dwell_s)
-    return pacing
+        scheduler.add(gpu, dwell_s)
+    return scheduler
 
 
 def test_the_latest_value_wins_with_the_place_and_the_time_of_its_own():
-    pacing = pacing_of("a", dwell_s=1.0)
-    pacing.ask("a", 1200, 0, 0)
-    assert granted(pacing, 0) == [("a", 1200)]
-    pacing.ask("a", 900, 1, 10)
-    pacing.ask("a", 1410, 2, 20)
-    pacing.ask("a", 1410, 3, 30)
-    assert pacing.grant(999_999_999) is None
-    gpu, wanted = pacing.grant(1_000_000_000) or pytest.fail("the dwell has passed")
-    assert (gpu, wanted.value, wanted.place, wanted.seen_ns) == ("a", 1410, 2, 20)
-    assert pacing.overtaken("a") == 1
+    scheduler = scheduler_of("a", dwell_s=1.0)
+    scheduler.request("a", 1200, 0, 0)
+    assert granted(scheduler, 0) == [("a", 1200)]
+    scheduler.request("a", 900, 1, 10)
+    scheduler.request("a", 1410, 2, 20)
+    scheduler.request("a", 1410, 3, 30)
+    assert scheduler.take(999_999_999) is None
+    gpu, wanted = scheduler.take(1_000_000_000) or pytest.fail("the dwell has passed")
+    assert (gpu, wanted.value, wanted.position, wanted.seen_ns) == ("a", 1410, 2, 20)
+    assert scheduler.overtaken("a") == 1
 
 
 def test_a_reset_does_not_wait_for_the_dwell_and_begins_one():
-    pacing = pacing_of("a", dwell_s=1.0)
-    pacing.ask("a", 1200, 0, 0)
-    granted(pacing, 0)
-    pacing.ask("a", RESET, None, 5)
-    assert granted(pacing, 5) == [("a", RESET)]
-    pacing.ask("a", 1200, 0, 6)
-    assert granted(pacing, 1_000_000_004) == []
-    assert granted(pacing, 1_000_000_005) == [("a", 1200)]
+    scheduler = scheduler_of("a", dwell_s=1.0)
+    scheduler.request("a", 1200, 0, 0)
+    granted(scheduler, 0)
+    scheduler.request("a", RESET, None, 5)
+    assert granted(scheduler, 5) == [("a", RESET)]
+    scheduler.request("a", 1200, 0, 6)
+    assert granted(scheduler, 1_000_000_004) == []
+    assert granted(scheduler, 1_000_000_005) == [("a", 1200)]
 
 
 def test_resets_wait_in_line_and_count_for_the_rate():
-    pacing = pacing_of("ab", rate_per_s=1.0)
+    scheduler = scheduler_of("ab", rate_per_s=1.0)
     for now_ns, (gpu, value) in enumerate([("a", 900), ("b", 900), ("a", 1200), ("b", RESET)]):
-        pacing.ask(gpu, value, 0, now_ns)
+        scheduler.request(gpu, value, 0, now_ns)
         if now_ns == 1:
-            assert granted(pacing, 1) == [("a", 900), ("b", 900)]
-    assert granted(pacing, 999_999_999) == []
-    assert granted(pacing, 1_000_000_001) == [("a", 1200)]
-    assert granted(pacing, 2_000_000_001) == [("b", RESET)]
+            assert granted(scheduler, 1) == [("a", 900), ("b", 900)]
+    assert granted(scheduler, 999_999_999) == []
+    assert granted(scheduler, 1_000_000_001) == [("a", 1200)]
+    assert granted(scheduler, 2_000_000_001) == [("b", RESET)]
 
 
 def test_a_gpu_that_changes_its_mind_keeps_its_turn():
-    pacing = pacing_of("ab", rate_per_s=1.0)
-    pacing.ask("a", 900, 0, 0)
-    pacing.ask("b", 900, 0, 0)
-    assert len(granted(pacing, 0)) == 2
-    pacing.ask("b", 1200, 1, 1)
-    pacing.ask("a", 1200, 1, 2)
-    pacing.ask("b", 1410, 2, 3)
-    assert granted(pacing, 1_000_000_000) == [("b", 1410)]
+    scheduler = scheduler_of("ab", rate_per_s=1.0)
+    scheduler.request("a", 900, 0, 0)
+    scheduler.request("b", 900, 0, 0)
+    assert len(granted(scheduler, 0)) == 2
+    scheduler.request("b", 1200, 1, 1)
+    scheduler.request("a", 1200, 1, 2)
+    scheduler.request("b", 1410, 2, 3)
+    assert granted(scheduler, 1_000_000_000) == [("b", 1410)]
 
 
 def test_what_is_withdrawn_is_not_set():
-    pacing = pacing_of("ab")
-    pacing.ask("a", 900, 0, 0)
-    pacing.ask("b", 900, 0, 0)
-    pacing.withdraw("a")
-    assert granted(pacing, 0) == [("b", 900)]
-    pacing.remove("b")
-    assert granted(pacing, 1) == []
+    scheduler = scheduler_of("ab")
+    scheduler.request("a", 900, 0, 0)
+    scheduler.request("b", 900, 0, 0)
+    scheduler.cancel("a")
+    assert granted(scheduler, 0) == [("b", 900)]
+    scheduler.remove("b")
+    assert granted(scheduler, 1) == []
 
 
-def test_a_plan_is_too_slow_when_more_than_half_of_its_last_changes_were_overtaken():
-    pacing = pacing_of("a")
+def test_a_plan_is_overloaded_when_more_than_half_of_its_last_changes_were_overtaken():
+    scheduler = scheduler_of("a")
     for turn in range(2 * JUDGED):  # each set
-        pacing.ask("a", 1000 + turn, 0, turn)
-        assert len(granted(pacing, turn)) == 1
-    pacing.ask("a", 1, 0, 0)
+        scheduler.request("a", 1000 + turn, 0, turn)
+        assert len(granted(scheduler, turn)) == 1
+    scheduler.request("a", 1, 0, 0)
     for turn in range(JUDGED // 2):  # each overtaken by the next
-        pacing.ask("a", 2 + turn, 0, 0)
-        assert not pacing.is_too_slow("a")
-    pacing.ask("a", 900, 0, 0)
-    assert pacing.is_too_slow("a")
-    assert pacing.overtaken("a") == JUDGED // 2 + 1
+        scheduler.request("a", 2 + turn, 0, 0)
+        assert not scheduler.is_overloaded("a")
+    scheduler.request("a", 900, 0, 0)
+    assert scheduler.is_overloaded("a")
+    assert scheduler.overtaken("a") == JUDGED // 2 + 1
 
 
-def test_a_gpu_that_goes_to_and_fro_unset_is_too_slow():
+def test_a_gpu_that_goes_to_and_fro_unset_is_overloaded():
     """Going back to what is set needs no call, and makes up for none."""
-    pacing = pacing_of("a")
+    scheduler = scheduler_of("a")
     for _ in range(JUDGED):
-        assert not pacing.is_too_slow("a")
-        pacing.ask("a", 1200, 0, 1)
-        pacing.ask("a", RESET, 0, 1)
-    assert granted(pacing, 2) == []
-    assert pacing.is_too_slow("a")
+        assert not scheduler.is_overloaded("a")
+        scheduler.request("a", 1200, 0, 1)
+        scheduler.request("a", RESET, 0, 1)
+    assert granted(scheduler, 2) == []
+    assert scheduler.is_overloaded("a")
 
 
 @pytest.mark.parametrize("rate_per_s", [0.0, -1.0, math.nan, 1e-9])
 def test_a_rate_that_is_none_is_refused(rate_per_s: float):
     with pytest.raises(UsageError, match=r"changes per second: give 0\.001 or more"):
-        Pacing(rate_per_s)
+        ChangeScheduler(rate_per_s)
 
 
-def looks(*written: int) -> list[Look | None]:
-    places = Places()
-    return [places.look(each) for each in written]
+def requests_seen(*written: int) -> list[ClockRequest | None]:
+    """What a rank is seen to request each time it is polled."""
+    shared = SimpleNamespace(request=[NO_REQUEST])
+    rank = Rank(Mock(), AttachRequest(0, "nvml:0", "clock", None, 0.0), shared, os.getpid())
+    seen = []
+    for each in written:
+        shared.request[0] = each
+        seen.append(rank.poll_request())
+    rank.close()
+    return seen
 
 
-def test_a_look_tells_where_a_rank_is_and_what_it_wants():
-    assert looks(NOTHING, word(0, 900), word(0, 900), word(1, 1200), word(0, 900), NOTHING, word(0, 900)) == [
+def test_a_changed_request_tells_where_a_rank_is_and_what_it_wants():
+    first, second = clock_request(0, 900), clock_request(1, 1200)
+    assert requests_seen(NO_REQUEST, first, first, second, first, NO_REQUEST, first) == [
         None,
-        Look(0, 900, (), False),
+        ClockRequest(0, 900, is_new_iteration=False),
         None,
-        Look(1, 1200, (), False),
-        Look(0, 900, (), True),
-        Look(None, 0, (), False),
-        Look(0, 900, (), False),
+        ClockRequest(1, 1200, is_new_iteration=False),
+        ClockRequest(0, 900, is_new_iteration=True),
+        ClockRequest(None, 0, is_new_iteration=False),
+        ClockRequest(0, 900, is_new_iteration=False),
     ]
-
-
-def test_places_passed_unseen_ask_for_what_they_asked_for_when_they_were_seen():
-    first = [word(place, 1000 + place) for place in range(5)]
-    assert looks(*first, word(3, 1003), word(0, 1000), word(4, 1004))[-3:] == [
-        Look(3, 1003, (1000, 1001, 1002), True),
-        Look(0, 1000, (), True),
-        Look(4, 1004, (1001, 1002, 1003), False),
-    ]
-
-
-def test_nothing_is_assumed_of_places_that_were_never_seen():
-    assert looks(word(0, 900), word(5, 1200), word(7, 900))[-2:] == [Look(5, 1200, (), False), Look(7, 900, (), False)]
-
-
-def test_no_rank_passes_farther_between_two_looks_than_is_said():
-    seen = [word(place, 900 + place) for place in range(FARTHEST + 3)]
-    near, far = looks(*seen, word(0, 900), word(FARTHEST + 1, 7)), looks(*seen, word(0, 900), word(FARTHEST + 2, 7))
-    assert near[-1].passed == tuple(900 + place for place in range(1, FARTHEST + 1))
-    assert far[-1].passed == ()
 
 
 @given(st.lists(st.integers(0, 2**64 - 1), max_size=40))
-def test_any_word_is_looked_at(written: list[int]):
-    for look in looks(*written):
-        assert look is None or (0 <= look.value < 2**32 and len(look.passed) <= FARTHEST)
+def test_any_number_can_be_a_request(written: list[int]):
+    assert all(request is None or 0 <= request.value < 2**32 for request in requests_seen(*written))
