@@ -21,7 +21,7 @@ ROOMS = [
     "views",
 ]
 """The rooms of the package, in the way of the data."""
-CORE = ("displayed", "documents", "errors", "files", "processes", "quantities")
+CORE = ("displayed", "documents", "errors", "files", "processes", "quantities", "strict_json")
 """The modules at its root, which all rooms may need."""
 LEAVES = ("cli", "profiler", "runtime")
 """What no room imports."""

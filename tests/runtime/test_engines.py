@@ -85,7 +85,7 @@ def check_unchanged(everyone: Said) -> None:
         assert each["restored"]
         assert each["left"] == []
         (refusal,) = each["refusals"]
-        assert refusal.endswith("already; leave its block before another is entered")
+        assert refusal.endswith("already; leave its block before you enter another")
 
 
 def check_seat(name: str, pipeline: int | None, everyone: Said) -> None:
@@ -210,7 +210,7 @@ def test_one_engine_has_one_runtime_at_a_time() -> None:
     with attached_once(owner, own=2), pytest.raises(UsageError) as error, attached_once(owner):
         pass
     assert str(error.value) == (
-        "a runtime is attached to this SimpleNamespace already; leave its block before another is entered"
+        "a runtime is attached to this SimpleNamespace already; leave its block before you enter another"
     )
     with attached_once(owner):
         assert owner.own == 1
@@ -231,12 +231,12 @@ def test_something_else_than_an_engine_is_refused() -> None:
         (
             "torch",
             "_PipelineSchedule",
-            "_PipelineSchedule has no step, through which a runtime follows it; use torch 2.6 or later",
+            "_PipelineSchedule has no step, which the runtime needs; use torch 2.6 or later",
         ),
         (
             "deepspeed",
             "PipelineEngine",
-            "PipelineEngine has no _exec_schedule, through which a runtime follows it; use DeepSpeed 0.14 to 0.19",
+            "PipelineEngine has no _exec_schedule, which the runtime needs; use DeepSpeed 0.14 to 0.19",
         ),
     ],
 )

@@ -142,7 +142,7 @@ def test_a_driver_that_sets_no_more_clocks_ends_them_on_all_ranks(nvml: StandIn,
     everyone = said_by(
         "runtime_programs:no_permission_any_more", 2, tmp_path, json.dumps(dict(nvml.environment())), str(nvml.script)
     )
-    assert all("NVML answers 'Insufficient Permissions'" in rank["problem"] for rank in everyone)
+    assert all("NVML returns 'Insufficient Permissions'" in rank["problem"] for rank in everyone)
     assert len([text for rank in everyone for text in rank["heard"]]) == 1
     assert [nvml.locked_mhz(gpu) for gpu in range(2)] == [None, None]
 

@@ -226,7 +226,7 @@ def _fail(*_: Any) -> None:
 
 def refusals() -> None:
     """What cannot be seen is refused with a reason, and nothing is changed."""
-    graph = "Megatron-core is to replay whole iterations as one CUDA graph (full_iteration), which shows none of its "
+    graph = "Megatron-core is to replay whole iterations as one CUDA graph (full_iteration), which does not show its "
     graph += "computations; train with graphs of layers, or without a plan"
     overlap = "overlap_moe_expert_parallel_comm makes Megatron-core run a forward and a backward as one, in which no "
     overlap += "clock can change; train without it, or without a plan"
@@ -246,9 +246,11 @@ def refusals() -> None:
             with pytest.raises(UsageError, match=f"^{re.escape(message)}$"):
                 _attach(training.engine)
             assert training.config.timers is None
-        with pytest.raises(UsageError, match=r"^a chunk has no config of Megatron-core \(.*; give the chunks as its"):
+        with pytest.raises(UsageError, match=r"^a chunk has no Megatron-core config \(.*; give the chunks that you"):
             _attach(MegatronModel([nn.Linear(2, 2)]))
-        with pytest.raises(UsageError, match=r"^the chunks of the Megatron-core model have no parameters; give those"):
+        with pytest.raises(
+            UsageError, match=r"^the chunks of the Megatron-core model have no parameters; give the chunks"
+        ):
             _ = MegatronModel([nn.Identity()]).device
     print("refused")
     dist.destroy_process_group()
