@@ -1,4 +1,4 @@
-"""A GPU in virtual time that plays back the measured profile of one stage, with noise, outliers and counter steps."""
+"""A GPU in virtual time that replays the measured profile of one stage, with noise, outliers and a counter interval."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from perseus_planner.profiles.measurement import Measurement
 
 
 class ReplayGpu:
-    """Whatever runs takes the seconds and joules of the profile at the clock that is set.
+    """A GPU on which each computation takes the time and energy of the profile at the current clock.
 
     Args:
-        profile: whose stage is played.
-        stage: its number.
-        noise: relative standard deviation of the time, and of the energy, of all that runs between two
-            synchronisations: no repetition averages it away.
-        outliers: how often one such window is an outlier, which takes 5 to 50 % more.
-        step_s: how often the energy counter moves, seconds.
-        seed: of the noise.
+        profile: The profile to replay.
+        stage: The stage of it that this GPU runs.
+        noise: Relative standard deviation of the time, and of the energy, of everything that runs between two
+            synchronisations. Repetitions do not average it away.
+        outliers: The fraction of such windows that are outliers, which take 5 to 50 % more.
+        step_s: The update interval of the energy counter, seconds.
+        seed: Seed of the noise.
 
     Attributes:
-        locked_mhz: the clock that is set; None where none is.
-        windows: how many windows were run.
+        locked_mhz: The locked clock; None if no clock is locked.
+        windows: The number of synchronisations.
     """
 
     origin = "simulated"
@@ -60,11 +60,9 @@ class ReplayGpu:
         self.power_limits_w = (0.0, 0.0)
 
     def stage(self) -> Stage:
-        """The stage that runs on it, which blocks at the profile's blocking power."""
-        timed = {kind: TimedRun(partial(self._run, kind)) for kind in self._rows}
-        return Stage(
-            timed, self._synchronize, lambda duration_s: self._spend(duration_s, self._blocking_w * duration_s)
-        )
+        """Return the stage that runs on this GPU; it blocks at the profile's blocking power."""
+        runs = {kind: TimedRun(partial(self._run, kind)) for kind in self._rows}
+        return Stage(runs, self._synchronize, lambda duration_s: self._spend(duration_s, self._blocking_w * duration_s))
 
     def _run(self, kind: str, repetitions: int) -> None:
         row = self._rows[kind][self.clock_mhz()]
@@ -72,7 +70,7 @@ class ReplayGpu:
         self._spend(repetitions * row.time_s * longer, repetitions * row.energy_j * dearer)
 
     def _synchronize(self) -> None:
-        """What runs until the next one shares one deviation."""
+        """Draw one deviation for everything that runs until the next synchronisation."""
         self.windows += 1
         outlier = self._random.uniform(1.05, 1.5) if self._random.random() < self._outliers else 1.0
         self._factors = (
@@ -82,9 +80,9 @@ class ReplayGpu:
 
     def _spend(self, time_s: float, energy_j: float) -> None:
         end_s = self._now_s + time_s
-        last_move_s = self._step_s * math.floor(end_s / self._step_s)
-        if last_move_s > self._now_s:
-            self._shown_j = self._energy_j + energy_j * (last_move_s - self._now_s) / time_s
+        last_update_s = self._step_s * math.floor(end_s / self._step_s)
+        if last_update_s > self._now_s:
+            self._shown_j = self._energy_j + energy_j * (last_update_s - self._now_s) / time_s
         self._now_s, self._energy_j = end_s, self._energy_j + energy_j
 
     def set_clock_mhz(self, clock_mhz: int) -> None:
@@ -96,51 +94,51 @@ class ReplayGpu:
         self.locked_mhz = None
 
     def energy_j(self) -> float:
-        """The counter, which moves in steps."""
+        """Return the energy counter, which is updated at intervals."""
         return self._shown_j
 
     def power_w(self) -> float:
-        """At rest it draws its blocking power."""
+        """Return the blocking power, which this GPU draws at rest too."""
         return self._blocking_w
 
     def clock_mhz(self) -> int:
-        """What is set; the profile does not say what was achieved."""
+        """Return the locked clock, or the highest one; the profile does not have the achieved clock."""
         return self.locked_mhz or self.supported_clocks_mhz[0]
 
     def temperature_c(self) -> float:
-        """Always the same."""
+        """Return a constant."""
         return 50.0
 
     def throttle_reasons(self) -> frozenset[str]:
-        """None: the profile does not say."""
+        """Return no reasons; the profile has none."""
         return frozenset()
 
     def throttled_s(self) -> Mapping[str, float]:
-        """None is counted."""
+        """Return no times; the profile has none."""
         return {}
 
     def now_s(self) -> float:
-        """Virtual seconds."""
+        """Return the virtual time, seconds."""
         return self._now_s
 
     def wait(self, duration_s: float) -> None:
-        """Rest for so long."""
+        """Rest for `duration_s` seconds."""
         self._spend(duration_s, self._blocking_w * duration_s)
 
     def warnings(self) -> tuple[str, ...]:
-        """None."""
+        """Return no warnings."""
         return ()
 
     def power_limit_w(self) -> float:
-        """A profile over clocks has none."""
+        """Raise an error: a profile over clocks has no power limit."""
         raise GpuNotSupported(f"{self.name} has no power limit; sweep its clocks")
 
     def set_power_limit_w(self, limit_w: float) -> None:
-        """A profile over clocks has none."""
+        """Raise an error: a profile over clocks has no power limit."""
         self.power_limit_w()
 
     def reset_power_limit(self) -> None:
-        """There is none to reset."""
+        """Do nothing: there is no power limit."""
 
     def close(self) -> None:
-        """Nothing is to be given back."""
+        """Do nothing."""

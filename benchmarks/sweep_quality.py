@@ -1,4 +1,4 @@
-"""Number 14: plans from the few clocks that the sweep chooses, beside plans from all clocks."""
+"""Number 14: compare plans from the few clocks that the sweep chooses with plans from all clocks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _COLUMNS = {
 
 
 def measure(size: Size) -> Section:
-    """Sweep each measured profile as if it were a GPU, plan on what was found, and cost the plans on all of it."""
+    """Sweep a replay of each measured profile, plan with the result, and evaluate the plans on the whole profile."""
     rows = [row for case in size.cases for row in _rows(case, size)]
     chosen = [row for row in rows if row["sweep"] == "adaptive"]
     extras = [row[f"extra{slowdown:.2f}"] for row in chosen for slowdown in _SLOWDOWNS]
@@ -44,8 +44,8 @@ def measure(size: Size) -> Section:
         14,
         "Plans from few clocks",
         f"Replayed from the measured profiles: {STAGES} stages, 1F1B, {_MICROBATCHES} microbatches. The sweep measures "
-        "them on a GPU in virtual time that plays them back, and the plan that follows for each deadline is costed on "
-        f"the whole measured profile. To reach: at most {_MOST_CLOCKS} clocks, at most {_GOAL} % more energy.",
+        "a GPU in virtual time that replays them, and its plan for each deadline is evaluated on the whole measured "
+        f"profile. Goal: at most {_MOST_CLOCKS} clocks, at most {_GOAL} % more energy.",
         [Table(_COLUMNS, rows)],
         [
             Check(f"{clocks:.1f} clocks for each stage and kind (limit {_MOST_CLOCKS})", clocks <= _MOST_CLOCKS),
@@ -53,16 +53,16 @@ def measure(size: Size) -> Section:
         ],
         [
             f"{sum(extra <= _GOAL for extra in extras)} of the {len(extras)} plans of the adaptive sweep take at most "
-            f"{_GOAL} % more; the mean is {fmean(extras):.2f} %, the most {max(extras):.2f} %.",
+            f"{_GOAL} % more energy; the mean is {fmean(extras):.2f} %, the maximum {max(extras):.2f} %.",
             "*1.00x* and so on: the deadline, a multiple of the time that the sweep found with all clocks at maximum; "
-            "below it how much more energy the plan takes than the one that the whole profile gives for the time that "
-            "the plan takes by the whole profile. *Time*: by how much that time is past the deadline by the whole "
-            "profile, at most. The mean over the seeds, but the most of the times.",
-            f"*Noise*: standard deviation of each window's time and energy; with it {100 * _OUTLIERS:.0f} % of the "
-            "windows are outliers that take 5 to 50 % more. No repetition averages it away: it is larger than that of "
-            "a GPU. *Full*: every clock measured, with the same noise. *Even*: of these, "
-            f"{_MOST_CLOCKS} evenly apart; their minutes are those of the full sweep.",
-            "*Top clock*: the profile without the clocks above it, so that the sweep's grid falls elsewhere. "
+            "below it, how much more energy the plan takes than the best plan of the whole profile with the same "
+            "time. *Time*: by how much the plan exceeds the deadline on the whole profile; the maximum over the seeds. "
+            "All other columns are means over the seeds.",
+            f"*Noise*: standard deviation of each window's time and energy; with noise, {100 * _OUTLIERS:.0f} % of the "
+            "windows are outliers that take 5 to 50 % more. Repetitions do not average it away, so it is larger than "
+            "that of a GPU. *Full*: every clock is measured, with the same noise. *Even*: of these, "
+            f"{_MOST_CLOCKS} evenly spaced ones; their minutes are those of the full sweep.",
+            "*Top clock*: the profile without the clocks above it, so that the sweep's grid differs. "
             "*Minutes*: virtual time of the longest stage; all stages are measured at once.",
         ],
     )
@@ -101,14 +101,14 @@ def _row(case: Case, drop: int, noise: float, seeds: Iterable[int], sweep: str) 
 
 @cache
 def _whole(case: Case, drop: int) -> Frontier:
-    """What is planned on all clocks but the `drop` highest."""
+    """Return the frontier of the profile without its `drop` highest clocks."""
     profile = profile_of(case)
     kept = {key: rows[drop:] for key, rows in profile.measurements.items()}
     return solve(replace(profile, measurements=kept), schedules.one_f_one_b(STAGES, _MICROBATCHES))
 
 
 def _swept(profile: Profile, noise: float, seed: int, sweep: str) -> tuple[Profile, float]:
-    """What the sweep makes of `profile`, and the virtual seconds of its longest stage."""
+    """Return the profile that the sweep measures, and the virtual seconds of its longest stage."""
     stages: list[StageRows] = []
     longest_s = 0.0
     for number in range(profile.stages):
@@ -120,18 +120,18 @@ def _swept(profile: Profile, noise: float, seed: int, sweep: str) -> tuple[Profi
 
 
 def _evenly(profile: Profile) -> Profile:
-    """As many rows of it as an adaptive sweep measures at most, evenly apart."""
+    """Return `profile` with as many evenly spaced rows as an adaptive sweep measures at most."""
     return replace(
         profile,
         measurements={
-            key: tuple(rows[round(place * (len(rows) - 1) / (_MOST_CLOCKS - 1))] for place in range(_MOST_CLOCKS))
+            key: tuple(rows[round(index * (len(rows) - 1) / (_MOST_CLOCKS - 1))] for index in range(_MOST_CLOCKS))
             for key, rows in profile.measurements.items()
         },
     )
 
 
 def _plans(whole: Frontier, found: Profile) -> dict[float, tuple[float, float, float]]:
-    """Slowdown -> percent of extra energy, percent past the deadline, joules above the bound; by the whole profile."""
+    """Return slowdown -> % of extra energy, % of time past the deadline, joules above the bound; all by `whole`."""
     frontier = solve(found, schedules.one_f_one_b(STAGES, _MICROBATCHES))
     judged = {}
     for slowdown in _SLOWDOWNS:

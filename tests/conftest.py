@@ -1,4 +1,4 @@
-"""What all tests share."""
+"""Fixtures and order of all tests."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from fake_nvml import nvml as nvml
 from fake_nvml import nvml_library as nvml_library
 from hypothesis import settings
 
-# A shell has what it runs in the background ignore Ctrl-C, and so would all that the tests start.
+# A shell makes background jobs ignore Ctrl-C, and then all processes that the tests start would too.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# The first example of a property may compile; its time says nothing.
+# The first example of a property may compile, so its time is no measure.
 settings.register_profile("planner", deadline=None)
 settings.load_profile("planner")
 
 
-#: The files that take longest, so that workers end together. The first one compiles what the others plan with, while
-#: the next ones plan nothing.
+#: The slowest files, which run first so that all workers end together. The first one compiles the solver while the next
+#: ones, which do not plan, keep the other workers busy.
 FIRST = (
     "solver/test_budget",
     "schedules/test_engines",
@@ -42,13 +42,13 @@ FIRST = (
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    place = {name: number for number, name in enumerate(FIRST)}
-    items.sort(key=lambda item: place.get(f"{item.path.parent.name}/{item.path.stem}", len(place)))
+    order = {name: number for number, name in enumerate(FIRST)}
+    items.sort(key=lambda item: order.get(f"{item.path.parent.name}/{item.path.stem}", len(order)))
 
 
 @pytest.fixture(scope="session")
 def measured_data() -> Path:
-    """The folder of measured profiles: $PLANNER_DATA, or shared/data beside the checkout."""
+    """The folder of measured profiles: $PLANNER_DATA, or shared/data beside the clone."""
     beside = Path(__file__).resolve().parents[2] / "shared" / "data"
     folder = Path(os.environ.get("PLANNER_DATA", beside))
     if not folder.is_dir():
@@ -58,6 +58,6 @@ def measured_data() -> Path:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty working folder, so that messages name files without a path before them."""
+    """An empty current folder, so that messages name files without their folder."""
     monkeypatch.chdir(tmp_path)
     return tmp_path

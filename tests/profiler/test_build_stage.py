@@ -1,4 +1,4 @@
-"""Stages that a function of the user's builds, named on one line; what cannot be used is refused in one sentence."""
+"""Profile stages that a user's function builds; errors in it are reported in one sentence."""
 
 from __future__ import annotations
 
@@ -62,9 +62,9 @@ def own(folder: Path) -> Iterator[Path]:
             del sys.modules[name]
 
 
-def refusal(text: str, place: RankPosition | None = None) -> str:
+def refusal(text: str, position: RankPosition | None = None) -> str:
     with pytest.raises(UsageError) as error:
-        StageBuilder.load(text).build(place or RankPosition(0, 2))
+        StageBuilder.load(text).build(position or RankPosition(0, 2))
     return str(error.value)
 
 
@@ -76,7 +76,7 @@ def test_a_function_gets_the_arguments_that_it_takes(own: Path, capsys: pytest.C
     assert capsys.readouterr().out == "[('stage', 1), ('stages', 2), ('tensor_parallel', 4), ('tensor_rank', 3)]\n"
 
 
-def test_what_is_no_function_is_refused(own: Path) -> None:
+def test_a_text_that_names_no_function_is_refused(own: Path) -> None:
     for text in ("own", "own:", ":build_stage"):
         assert refusal(text) == f"stage {text!r} does not name a function; write package.module:build_stage"
     assert refusal("own_stages:build") == (
@@ -87,7 +87,7 @@ def test_what_is_no_function_is_refused(own: Path) -> None:
 
 
 def test_a_module_that_cannot_be_imported_is_refused_with_its_line(own: Path) -> None:
-    for content, said in (
+    for content, message in (
         ("import not_there", ":1: ModuleNotFoundError: No module named 'not_there'"),
         ("\n1 / 0", ":2: ZeroDivisionError: division by zero"),
         ("def (", ":1: SyntaxError: "),
@@ -95,7 +95,7 @@ def test_a_module_that_cannot_be_imported_is_refused_with_its_line(own: Path) ->
         (own / "broken.py").write_text(content)
         sys.modules.pop("broken", None)
         text = refusal("broken:build")
-        assert text.startswith(f"stage 'broken:build': importing broken failed: {own / 'broken.py'}{said}"), text
+        assert text.startswith(f"stage 'broken:build': importing broken failed: {own / 'broken.py'}{message}"), text
 
 
 def test_a_function_that_raises_is_refused_with_its_line(own: Path) -> None:
@@ -164,11 +164,11 @@ def test_the_command_profiles_a_job_of_another_folder_with_a_rank_for_each_stage
     assert Profile.load(own / "profile.yaml").stages == 4
 
 
-def test_the_command_on_too_few_ranks_ends_all_with_one_message(own: Path) -> None:
+def test_too_few_ranks_end_with_one_message(own: Path) -> None:
     everyone = ranks("command", 2, own, str(EXAMPLES), "profile", "job.yaml", "-o", str(own / "profile.yaml"))
     assert [each.code for each in everyone] == [2, 2]
-    (said,) = {each.complained for each in everyone} - {""}
-    assert said == (
+    (message,) = {each.complained for each in everyone} - {""}
+    assert message == (
         "Error: 4 stages on 1 GPU each need 4 ranks, but there are 2; start 4 ranks, of one pipeline only\n"
     )
 
@@ -209,7 +209,7 @@ def test_a_real_gpu_is_not_measured_while_the_cpu_computes() -> None:
     assert gpu_text(QUIET, cpu) == QUIET
 
 
-def test_without_torch_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_torch_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(UsageError) as error:
         profile_stages("own:build_stage", QUIET, 2)

@@ -1,4 +1,4 @@
-"""Few settings tell what a plan needs: where they go, and when there are enough."""
+"""The choice of settings: where few of them are enough for good plans, and when to stop."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CLOCKS = tuple(range(1980, 209, -15))
 
 
 def chosen(settings: tuple[int, ...], rows: dict[str, dict[int, Measurement]], waiting_w: float = 80.0) -> list[int]:
-    """The settings that a sweep measures of what `rows` says, in that order."""
+    """Return the settings that a sweep measures, in order, if measuring gives `rows`."""
     seen: dict[str, dict[int, Measurement]] = {kind: {} for kind in rows}
     order: list[int] = []
     while (setting := next_setting(settings, seen, waiting_w)) is not None:
@@ -29,7 +29,7 @@ def chosen(settings: tuple[int, ...], rows: dict[str, dict[int, Measurement]], w
 
 
 def modelled(name: str, work: OpCost) -> dict[int, Measurement]:
-    """What a simulated GPU does, without noise."""
+    """Return the rows of a simulated GPU without noise."""
     model = CATALOG[name]
     load = model.load(work)
     rows = {}
@@ -50,30 +50,30 @@ def test_few_clocks_hold_the_hull_of_every_simulated_gpu(name: str, intensity: f
     order = chosen(settings, {"F": rows})
     assert len(order) <= MAX_SETTINGS
     assert order[0] == settings[0]
-    # Whatever a second is worth, the chosen ones cost hardly more than the best.
+    # At every price of a second, the chosen clocks cost little more than the best one.
     losses = lost(rows, order)
     assert max(losses) < 0.04
     assert fmean(losses) < 0.008
 
 
-def test_chosen_clocks_lose_less_than_as_many_evenly_apart():
+def test_chosen_clocks_lose_less_than_as_many_evenly_spaced():
     chosen_losses, even_losses = [], []
     for name, model in CATALOG.items():
         for intensity in (1e4, 700, 100):
             rows, settings = modelled(name, OpCost(flops=1e12, bytes=1e12 / intensity)), model.clocks_mhz
             last = len(settings) - 1
-            even = [settings[round(place * last / (MAX_SETTINGS - 1))] for place in range(MAX_SETTINGS)]
+            even = [settings[round(index * last / (MAX_SETTINGS - 1))] for index in range(MAX_SETTINGS)]
             chosen_losses.append(fmean(lost(rows, chosen(settings, {"F": rows}))))
             even_losses.append(fmean(lost(rows, even)))
     assert fmean(chosen_losses) < 0.7 * fmean(even_losses)
 
 
 def lost(rows: dict[int, Measurement], order: list[int], waiting_w: float = 80.0) -> list[float]:
-    """What the best of `order` costs above the best of `rows`, by the energy of that, at each price of time."""
+    """Return, for each price of time, the relative cost of the best of `order` above the best of `rows`."""
     top = rows[max(rows)]
     losses = []
-    for place in range(30):
-        second_w = 3 * place / 29 * top.energy_j / top.time_s - waiting_w
+    for step in range(30):
+        second_w = 3 * step / 29 * top.energy_j / top.time_s - waiting_w
 
         def cost_j(setting: int, second_w: float = second_w) -> float:
             return rows[setting].energy_j + second_w * rows[setting].time_s
@@ -83,7 +83,7 @@ def lost(rows: dict[int, Measurement], order: list[int], waiting_w: float = 80.0
     return losses
 
 
-def test_what_a_power_cap_makes_alike_is_passed_over():
+def test_settings_above_a_power_cap_are_skipped():
     rows = modelled("h100-sxm", OpCost(flops=1e13, bytes=1e10))
     achieved = rows[1980].evidence.achieved_mhz  # type: ignore[union-attr]
     order = chosen(CLOCKS[: CLOCKS.index(345) + 1], {"F": rows})
@@ -92,7 +92,7 @@ def test_what_a_power_cap_makes_alike_is_passed_over():
 
 
 def test_the_descent_ends_when_effective_energy_has_risen_twice():
-    # Twice as much for half the clock: slower is worse, and nothing below the third step is measured.
+    # Half the clock costs twice the energy: slower is worse, and nothing below the third step is measured.
     rising = {clock: Measurement(clock, 1980 / clock, 200 * 1980 / clock) for clock in CLOCKS}
     third = descent(CLOCKS, CLOCKS[0])[_RISES]
     assert min(chosen(CLOCKS, {"F": rising})) == third
@@ -115,18 +115,16 @@ def test_one_kind_that_still_saves_goes_on_to_the_bottom():
     st.lists(st.tuples(st.floats(0.01, 10), st.floats(0, 100)), min_size=1, max_size=100),
     st.sampled_from((0.0, 80.0, 1e4)),
 )
-def test_whatever_is_measured_few_settings_are_and_the_first_is_the_top(
-    rows: list[tuple[float, float]], waiting_w: float
-):
-    settings = tuple(1980 - 15 * place for place in range(len(rows)))
+def test_few_settings_are_measured_beginning_with_the_top_one(rows: list[tuple[float, float]], waiting_w: float):
+    settings = tuple(1980 - 15 * index for index in range(len(rows)))
     table = {setting: Measurement(setting, *row) for setting, row in zip(settings, rows, strict=True)}
     order = chosen(settings, {"F": table}, waiting_w)
     assert order[0] == settings[0]
     assert len(order) == min(MAX_SETTINGS, len(settings)) or min(order) > settings[-1]
 
 
-def test_a_dip_that_a_lower_clock_shows_is_looked_for_above_it():
-    # As in a measured profile: below 1050 MHz other kernels run, a tenth faster and much cheaper.
+def test_settings_above_a_dip_are_measured():
+    # As in a measured profile: below 1050 MHz other kernels run, which are 10 % faster and need much less energy.
     def row(clock: int) -> Measurement:
         kernel = 0.9 if clock <= 1050 else 1.0
         return Measurement(clock, kernel * (0.06 + 120 / clock), kernel * (15 + 24 * (clock / 1740) ** 2))
@@ -137,7 +135,7 @@ def test_a_dip_that_a_lower_clock_shows_is_looked_for_above_it():
     )
 
 
-def test_what_was_measured_before_decides_not_its_order():
+def test_the_choice_depends_on_the_rows_and_not_on_their_order():
     rows = modelled("a100-sxm", OpCost(flops=1e13, bytes=1e10))
     settings = CATALOG["a100-sxm"].clocks_mhz
     order = chosen(settings, {"F": rows})
@@ -149,7 +147,7 @@ def test_what_was_measured_before_decides_not_its_order():
 @given(st.floats(-10, 10), st.floats(0.01, 10))
 def test_the_expected_improvement_is_the_mean_of_what_is_above_0(mean: float, spread: float):
     normal = NormalDist(mean, spread)
-    steps = [normal.inv_cdf((place + 0.5) / 2000) for place in range(2000)]
+    steps = [normal.inv_cdf((index + 0.5) / 2000) for index in range(2000)]
     assert _expected_improvement(mean, spread) == pytest.approx(
         fmean(max(0.0, each) for each in steps), abs=1e-3 * spread
     )

@@ -1,4 +1,4 @@
-"""A sweep that is killed at any moment leaves no clock locked and no half-written file, and goes on where it was."""
+"""A sweep that is killed at any moment leaves no locked clock and no half-written file, and can resume."""
 
 from __future__ import annotations
 
@@ -78,13 +78,13 @@ def state(nvml: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
 
 
 def rows_of(path: Path) -> dict[tuple[str, int], Row]:
-    """The rows of a table, whole as they stand; none where it is not there."""
+    """Return the rows of a table, which must be complete; none if there is no file."""
     return {(row.kind, row.clock_mhz): row for row in read_table(path)[0]} if path.exists() else {}
 
 
 @dataclass(frozen=True)
 class Kill:
-    """When a sweep is killed: `delay_s` seconds after it has begun, or has written a number of rows."""
+    """When to kill a sweep: `delay_s` seconds after its begin, or after it has written a number of new rows."""
 
     delay_s: float
     rows: int | None = None
@@ -113,7 +113,7 @@ def swept(folder: Path, killed: Kill | None = None) -> float:
             process.stdin.close()
         else:
             killed.wait(process)
-            with suppress(psutil.NoSuchProcess):  # it has just ended by itself
+            with suppress(psutil.NoSuchProcess):  # it has just ended
                 watching = guardians(process)
                 kill(process.pid)
         errors = process.stderr.read().decode()
@@ -149,18 +149,18 @@ def sweep_and_kill(
     for number in range(times + 1):
         swept(folder, next_kill(len(whole) - len(before), whole_s) if number < times else None)
         assert nvml.locked_mhz(0) is None
-        recover()  # a record may be left where nothing was set yet
+        recover()  # a record may be left of a GPU that was not set yet
         assert (stale_records(), files(state)) == ((), [])
-        # Beside these may lie what was being written, under a name of its own; the next sweep removes it.
+        # There may also be a half-written file with a temporary name; the next sweep removes it.
         assert {path.name for path in folder.glob("[!.]*")} <= {"p.yaml", "p.csv", "p.rows-0.csv"}
         rows = rows_of(folder / "p.csv") or rows_of(folder / "p.rows-0.csv")
-        assert {key: rows[key] for key in before} == before  # what was finished stays as it was
+        assert {key: rows[key] for key in before} == before  # finished rows do not change
         amid += len(before) < len(rows) < len(whole)
         before = rows
         if (folder / "p.yaml").exists() and not (folder / "p.rows-0.csv").exists():
             assert Profile.load(folder / "p.yaml").measurements.keys() == {(0, "F"), (0, "B")}
             assert list(rows) == list(whole)
-            for key, row in rows.items():  # the counter's steps fall elsewhere after an interruption
+            for key, row in rows.items():  # the counter is updated at other times after an interruption
                 assert (row.time_s, row.energy_j) == pytest.approx((whole[key].time_s, whole[key].energy_j), rel=1e-3)
             assert [*folder.glob(".*rows*")] == []
             shutil.rmtree(folder)

@@ -1,4 +1,4 @@
-"""A profile taken in a training script changes nothing of the training; torch's own schedules, on real ranks."""
+"""Profiling inside a training script does not change the training, with torch's schedules on real ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytest.importorskip("torch")
 
 @pytest.fixture(scope="module")
 def profiles(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder in which two ranks wrote the profiles of three schedules, after comparing the trainings."""
+    """The folder of the profiles of three schedules, which two ranks wrote after comparing trainings."""
     folder = tmp_path_factory.mktemp("profiles")
     for each in ranks("schedules", 2, folder):
         assert (each.code, each.said) == (0, "equal\n"), each.complained
@@ -24,7 +24,7 @@ def profiles(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_losses_gradients_weights_and_random_state_are_bit_equal_to_a_training_without(profiles: Path) -> None:
-    assert len(list(profiles.glob("*.yaml"))) == 3  # what was compared while they were written
+    assert len(list(profiles.glob("*.yaml"))) == 3  # each was written during such a comparison
 
 
 @pytest.mark.parametrize(
@@ -36,21 +36,23 @@ def test_all_stages_have_the_kinds_of_the_schedule(profiles: Path, schedule: str
     assert (profile.origin, profile.control) == ("simulated", "observed")
 
 
-def test_of_replicas_one_measures(tmp_path: Path) -> None:
+def test_only_one_of_several_replicas_measures(tmp_path: Path) -> None:
     everyone = ranks("replicas", 4, tmp_path)
     assert [each.said for each in everyone] == ["True\n", "False\n", "False\n", "False\n"], everyone
     profile = Profile.load(tmp_path / "profile.yaml")
     assert (profile.stages, profile.gpus_per_stage) == (2, 1)
 
 
-def test_without_an_iteration_in_the_block_there_is_one_message(tmp_path: Path) -> None:
+def test_a_block_without_an_iteration_ends_with_one_message(tmp_path: Path) -> None:
     everyone = ranks("idle", 2, tmp_path)
     assert [each.code for each in everyone] == [2, 2]
-    (said,) = {each.complained for each in everyone} - {""}
-    assert said.endswith("did not run inside the block of profile_pipeline; run one whole training iteration there\n")
+    (message,) = {each.complained for each in everyone} - {""}
+    assert message.endswith(
+        "did not run inside the block of profile_pipeline; run one whole training iteration there\n"
+    )
 
 
-def test_something_else_than_an_engine_is_refused() -> None:
+def test_an_object_that_is_not_an_engine_is_refused() -> None:
     from perseus_planner.profiler.pipeline import profile_pipeline
 
     with pytest.raises(UsageError) as error, profile_pipeline(object()):

@@ -24,7 +24,7 @@ def test_ranks_are_laid_out_stage_by_stage() -> None:
     ]
 
 
-def test_as_many_ranks_as_gpus_are_asked_for() -> None:
+def test_a_wrong_number_of_ranks_is_refused() -> None:
     with pytest.raises(UsageError) as error:
         position_of(0, 4, 3, 2)
     assert (
@@ -37,9 +37,9 @@ def test_each_stage_waits_for_the_next_and_the_last_for_the_one_before() -> None
     assert neighbours([[0]]) == {}
 
 
-def test_ranks_meet_and_block_on_each_other(tmp_path: Path) -> None:
-    for each in ranks("meet", 4, tmp_path):
-        assert (each.code, each.said) == (0, "met\n"), each.complained
+def test_ranks_gather_and_block_on_each_other(tmp_path: Path) -> None:
+    for each in ranks("gather_and_block", 4, tmp_path):
+        assert (each.code, each.said) == (0, "done\n"), each.complained
 
 
 def test_an_error_of_one_rank_ends_all_with_one_message(tmp_path: Path) -> None:
@@ -48,12 +48,12 @@ def test_an_error_of_one_rank_ends_all_with_one_message(tmp_path: Path) -> None:
     assert [each.complained for each in everyone] == ["", "rank 1 cannot go on\n", ""]
 
 
-def test_when_a_rank_is_killed_the_others_end_say_so_once_and_keep_their_rows(tmp_path: Path) -> None:
+def test_when_a_rank_is_killed_the_others_end_with_one_message_and_keep_their_rows(tmp_path: Path) -> None:
     first, dead, last = ranks("killed", 3, tmp_path, "profile.yaml")
     assert (first.code, dead.code, last.code) == (2, -9, 2)
-    said = [line for each in (first, last) for line in each.complained.splitlines()]
-    assert len(said) == 1, said
-    assert "rank 1" in said[0]
+    messages = [line for each in (first, last) for line in each.complained.splitlines()]
+    assert len(messages) == 1, messages
+    assert "rank 1" in messages[0]
     assert (tmp_path / "profile.rows-0.csv").exists()
     assert not (tmp_path / "profile.yaml").exists()
 

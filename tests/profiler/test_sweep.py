@@ -1,4 +1,4 @@
-"""The sweep measures what the GPU does at few settings, sets nothing that it does not reset, and leaves a profile."""
+"""The sweep measures a GPU at few settings, resets what it sets, and gives a profile."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def stage_of(gpu: SimulatedGpu, work: OpCost = WORK) -> Stage:
 def watched(
     gpu: SimulatedGpu, calls: list[int | None], stop_after: int | None = None, error: type[BaseException] = RuntimeError
 ) -> Stage:
-    """Its stage, which notes the clock that is locked whenever it runs."""
+    """Return its stage, which appends the locked clock to `calls` whenever it runs."""
 
     def run(work: OpCost, repetitions: int) -> None:
         gpu.run(work, repetitions)
@@ -79,7 +79,7 @@ def test_every_stage_has_both_kinds_at_few_clocks_that_they_share(profile: Profi
         assert 5 <= len(forward) <= 12
 
 
-def test_the_profile_says_where_its_numbers_come_from(profile: Profile):
+def test_the_profile_records_how_it_was_measured(profile: Profile):
     assert (profile.origin, profile.gpu, profile.control) == ("simulated", "simulated a100-sxm", "clock")
     assert profile.conditions["planner"] == __version__
     assert profile.conditions["windows"] == "5 s"
@@ -174,7 +174,7 @@ def test_power_limits_are_swept_from_the_one_in_force_down_and_reset():
     assert gpu.power_limit_w() == 400
 
 
-def test_a_gpu_that_may_not_be_set_says_so():
+def test_a_gpu_that_must_not_be_set_is_an_error():
     gpu = quiet(fault=("not-permitted",))
     with pytest.raises(GpuNotPermitted):
         measure_stage(gpu, stage_of(gpu), 0)
@@ -189,7 +189,7 @@ def test_blocking_power_is_the_mean_of_the_highest_and_the_lowest_clock():
     assert rows.conditions["blocking power"] == f"{powers_w[0]:.1f} W at 1410 MHz, {powers_w[1]:.1f} W at {lowest} MHz"
 
 
-def test_a_backward_that_runs_its_forward_too_is_measured_without_it():
+def test_the_forward_is_subtracted_from_a_backward_that_runs_it():
     gpu = quiet()
     timed = {"F": TimedRun(partial(gpu.run, WORK)), "B": TimedRun(partial(gpu.run, WORK * 3), includes="F")}
     rows = measure_stage(gpu, Stage(timed, lambda: None, gpu.block), 0, QUICK).measurements
@@ -262,7 +262,7 @@ def rows_of(
     return StageRows(stage, {"F": row, "B": row}, power_w, gpus, f"GPU {stage % 2}", "measured", control, conditions)
 
 
-def test_stages_are_assembled_in_whatever_order_they_come():
+def test_stages_are_assembled_in_any_order():
     profile = assemble_profile([rows_of(2, power_w=90.0), rows_of(0), rows_of(1)], conditions={"date": "2026-01-01"})
     assert profile.stages == 3
     assert profile.blocking_power_w == (80.0, 80.0, 90.0)
@@ -270,14 +270,14 @@ def test_stages_are_assembled_in_whatever_order_they_come():
     assert profile.conditions["date"] == "2026-01-01"
 
 
-def test_conditions_of_stages_are_said_once_where_they_are_alike():
+def test_conditions_that_stages_share_appear_once():
     stages = [rows_of(0, driver="595", windows="5 s"), rows_of(1, driver="595", windows="10 s")]
     conditions: Mapping[str, str] = assemble_profile(stages).conditions
     assert conditions["driver"] == "595"
     assert conditions["windows"] == "stage 0: 5 s; stage 1: 10 s"
 
 
-def test_a_stage_without_a_neighbour_gets_the_mean_power_of_those_that_have_one():
+def test_a_stage_without_a_neighbour_gets_the_mean_power_of_the_others():
     stages = [rows_of(0, power_w=160.0, gpus=2), rows_of(1, power_w=None, gpus=2), rows_of(2, power_w=200.0, gpus=2)]
     profile = assemble_profile(stages)
     assert profile.blocking_power_w == (160.0, 180.0, 200.0)
@@ -296,7 +296,7 @@ def test_a_stage_without_a_neighbour_gets_the_mean_power_of_those_that_have_one(
         ([rows_of(0, power_w=None)], "give it with --blocking-power W"),
     ],
 )
-def test_stages_that_make_no_profile_are_refused(stages: list[StageRows], refusal: str):
+def test_stages_that_do_not_fit_together_are_refused(stages: list[StageRows], refusal: str):
     with pytest.raises(ProfileError, match=refusal):
         assemble_profile(stages)
 
@@ -310,13 +310,13 @@ def test_stages_that_make_no_profile_are_refused(stages: list[StageRows], refusa
         ({"seed": 1.5}, "seed: 1.5 is not a whole number of 0 or more"),
     ],
 )
-def test_settings_that_are_none_are_refused(setting: dict[str, object], refusal: str):
+def test_settings_out_of_range_are_refused(setting: dict[str, object], refusal: str):
     with pytest.raises(UsageError, match=refusal):
         SweepSettings(**setting)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("stages", [0, -1, True, 2.0, "4"])
-def test_a_count_of_stages_that_is_none_is_refused(stages: int):
+def test_a_number_of_stages_out_of_range_is_refused(stages: int):
     with pytest.raises(UsageError, match="give a whole number of at least 1"):
         profile_simulated("simulated:a100-sxm", stages)
 
@@ -354,7 +354,7 @@ def test_one_stage_has_both_embedding_and_head(profile: Profile):
     assert fastest_s(one, 0, "F") > fastest_s(profile, 3, "F")
 
 
-def test_the_halves_of_a_backward_are_measured_where_asked_for():
+def test_the_halves_of_a_backward_are_measured_on_request():
     split = profile_simulated("simulated:a100-sxm", stages=2, split_backward=True)
     assert {kind for _, kind in split.measurements} == {"F", "B", "I", "W"}
     for stage in range(2):
@@ -362,7 +362,7 @@ def test_the_halves_of_a_backward_are_measured_where_asked_for():
         assert halves_s == pytest.approx(fastest_s(split, stage, "B"), rel=NOISE)
 
 
-def test_a_measured_profile_is_found_again_with_few_clocks(measured_data: Path):
+def test_a_sweep_of_few_clocks_reproduces_a_measured_profile(measured_data: Path):
     path = measured_data / "perseus_sosp24" / "stage_profile" / "gpt3-175b+a100_sxm_bf16.csv"
     whole = Profile.load(path, blocking_power_w=83.64)
     gpu = ReplayGpu(whole, 0, noise=0.003, outliers=0.05, seed=5)

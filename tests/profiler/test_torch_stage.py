@@ -1,4 +1,4 @@
-"""A stage from a torch module: its kinds, what each does, and a module that is afterwards as it was."""
+"""A stage from a torch module: what each kind runs, and a module that is restored afterwards."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ FORWARD = 2 * 2 * ROWS * WIDTH * WIDTH
 
 
 class Busy:
-    """A GPU that is not simulated: what is launched really runs."""
+    """A GPU that is not simulated: computations really run."""
 
     origin, name, text = "measured", "busy", "busy:0"
 
 
 class Recorder(SimulatedGpu):
-    """A simulated GPU that notes the work that it is given."""
+    """A simulated GPU that records the costs of what it runs."""
 
     def __init__(self) -> None:
         super().__init__(CATALOG["a100-sxm"], options=SimulationOptions(noise=0.0))
@@ -192,7 +192,7 @@ def test_gradients_accumulate_from_backward_to_backward() -> None:
             torch.testing.assert_close(parameter.grad, 3 * gradient)
 
 
-def test_a_split_backward_gives_the_gradients_of_the_whole_however_often() -> None:
+def test_a_split_backward_gives_the_gradients_of_the_whole_one() -> None:
     module = network()
 
     def gradients(stage: Stage, kinds: str) -> list[Any]:
@@ -208,7 +208,7 @@ def test_a_split_backward_gives_the_gradients_of_the_whole_however_often() -> No
             torch.testing.assert_close(gradients(stage, "FIW"), gradients(stage, "B"))
 
 
-def test_where_the_graph_cannot_be_kept_backward_is_measured_with_its_forward() -> None:
+def test_a_backward_whose_graph_cannot_be_kept_is_measured_with_its_forward() -> None:
     with torch_stage(Busy(), Freeing(), sample()) as stage:
         assert stage.runs["B"].includes == "F"
         stage.runs["B"].run(3)
@@ -239,7 +239,7 @@ def test_inputs_are_a_tensor_a_tuple_or_named() -> None:
 
 
 class Everything(nn.Module):
-    """Has all that a forward and a backward change."""
+    """A module with everything that a forward and a backward change."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -250,7 +250,7 @@ class Everything(nn.Module):
         return torch.dropout(self.drop(self.linear(self.norm(x))), 0.5, self.training)
 
 
-def test_afterwards_all_is_as_it_was() -> None:
+def test_everything_is_restored_afterwards() -> None:
     module, stepped = Everything(), []
     module(sample()).sum().backward()
     for parameter in module.parameters():
@@ -301,7 +301,7 @@ def refused(module: Any, inputs: Any, loss: Any = None) -> str:
     return str(error.value)
 
 
-def test_what_cannot_be_run_is_refused() -> None:
+def test_a_stage_that_cannot_run_is_refused() -> None:
     wrong = refused(network(), torch.zeros(ROWS, 3))
     assert wrong.startswith("the stage cannot be run on its sample input: RuntimeError: mat1 and mat2 shapes")
     assert refused(nn.Identity(), torch.zeros(3, dtype=torch.long)).startswith("nothing that the stage returns has a")

@@ -1,4 +1,4 @@
-"""The benchmarks run, at a small size; what they find there is right."""
+"""The benchmarks run at a small size and pass their checks."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def benchmarks(*arguments: str, data: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=110)
 
 
-# Number 17 bounds times, which only a machine that does nothing else can keep to.
+# Number 17 checks times, which hold only on an idle machine.
 @pytest.mark.parametrize("numbers", [range(1, 12), range(12, 17), [18]], ids=["planning", "training", "service"])
-def test_a_smoke_run_gets_every_answer_right(numbers: Sequence[int], measured_data: Path, tmp_path: Path):
+def test_a_smoke_run_passes_every_check(numbers: Sequence[int], measured_data: Path, tmp_path: Path):
     only = [f"--only={number}" for number in numbers]
     result = benchmarks("--smoke", *only, "--output", str(tmp_path), data=measured_data)
     assert result.returncode == 0, result.stderr
@@ -51,7 +51,7 @@ def test_an_unknown_number_is_refused(number: str, tmp_path: Path):
     assert "invalid choice" in result.stderr
 
 
-def test_what_needs_a_gpu_says_so_and_writes_nothing(tmp_path: Path):
+def test_a_benchmark_that_needs_a_gpu_says_so_and_writes_nothing(tmp_path: Path):
     command = [sys.executable, str(RUN.with_name("on_gpu.py")), "--output", str(tmp_path)]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=110)

@@ -1,4 +1,4 @@
-"""What README and docs/ tell readers to do works; `documents.py` has the rules."""
+"""The commands and code in the README and in docs/ work; `documents.py` has the rules."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from perseus_planner import Plan
 from perseus_planner.cli import main
 
 DOCS = PAGES[1:]
-pytestmark = pytest.mark.timeout(300)  # the first solver in a new environment compiles, and may not be alone
+pytestmark = pytest.mark.timeout(300)  # the first solve in a new environment compiles, perhaps on a busy machine
 
 
 def _before(command: str) -> None:
-    """What the reader would have meanwhile: what training wrote, and curl."""
+    """Provide what a reader has by now: the record of a training run, and curl."""
     if command.startswith("planner show run"):
         write_run(Path("run"), Plan.load("plan.yaml"), 3)
     if "curl " in command and shutil.which("curl") is None:
@@ -30,7 +30,7 @@ def _before(command: str) -> None:
 
 @pytest.fixture(scope="module")
 def after_readme(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reader]:
-    """Who has read README, in the folder that it left, with the service that it started."""
+    """A reader of the README, in the folder that it left, with the service that it started."""
     folder, port = tmp_path_factory.mktemp("reader"), free_port()
     for name in ("examples", "benchmarks"):
         (folder / name).symlink_to(ROOT / name)
@@ -39,25 +39,25 @@ def after_readme(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reader]:
         patch.setenv("PLANNER_TOKEN", "")
         reader = Reader(port, patch.setenv, _before)
         try:
-            reader.reads(PAGES[0])
+            reader.read(PAGES[0])
             yield reader
         finally:
             reader.close()
 
 
-def test_all_that_readme_shows_runs_as_written(after_readme: Reader):
+def test_the_readme_runs_as_written(after_readme: Reader):
     assert Path("plan.yaml").exists()
 
 
 @pytest.mark.parametrize("page", DOCS, ids=lambda page: page.stem)
-def test_all_that_a_page_shows_runs_as_written_after_readme(
+def test_a_page_runs_as_written_after_the_readme(
     after_readme: Reader, page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     shutil.copytree(Path.cwd(), tmp_path, symlinks=True, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
     reader = Reader(free_port() if starts_service(page) else after_readme.port, monkeypatch.setenv, _before)
     try:
-        reader.reads(page)
+        reader.read(page)
     finally:
         reader.close()
 
@@ -67,7 +67,7 @@ def test_every_command_is_shown_somewhere():
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_commands_in_the_text_are_such(page: Path):
+def test_commands_in_the_text_exist(page: Path):
     for command in inline_commands(page):
         check_inline(command)
 
@@ -80,7 +80,7 @@ def test_commands_in_the_text_are_such(page: Path):
         "```\nplanner show plan.yaml\n```\n",
         "```console\nplanner show plan.yaml\n```\n",
         "```text\n$ planner show plan.yaml\n```\n",
-        "```text\n…nobody says this…\n```\n",
+        "```text\n…nothing prints this…\n```\n",
         '```text title="planner reset"\nAll is set.\n```\n',
         '```sh title="no time"\nplanner show plan.yaml\n```\n',
         '```sh title="needs a GPU"\nnvidia-smi\n```\n',
@@ -92,14 +92,14 @@ def test_commands_in_the_text_are_such(page: Path):
         "```ini\n[Service]\nExecStart=/bin/planner serve --colour\n```\n",
     ],
 )
-def test_no_block_escapes_its_rule(text: str, folder: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_wrong_block_is_found(text: str, folder: Path, monkeypatch: pytest.MonkeyPatch):
     page = folder / "page.md"
     page.write_text(text)
     with pytest.raises((AssertionError, TypeError, ClickException, YAMLError)):
-        Reader(0, monkeypatch.setenv).reads(page)
+        Reader(0, monkeypatch.setenv).read(page)
 
 
 @pytest.mark.parametrize("command", ["planner fly", "planner show --colour", "make gold", "python benchmarks/gold.py"])
-def test_no_command_in_the_text_escapes(command: str):
+def test_a_wrong_command_in_the_text_is_found(command: str):
     with pytest.raises((AssertionError, KeyError)):
         check_inline(command)

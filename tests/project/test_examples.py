@@ -1,4 +1,4 @@
-"""Each example runs on the CPU with real ranks; its losses are those of a training without a profile and a plan."""
+"""The examples run on the CPU with real ranks; profiling and plans do not change their losses."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ENGINES = {
     "torch": (),
     "deepspeed": ("deepspeed.pipe",),
     "megatron": ("megatron.core.models.gpt", "megatron.core.pipeline_parallel"),
-}  #: engine -> what of it its example imports, beside torch
+}  #: engine -> modules of it that its example imports
 
 
 def losses(said: str) -> list[str]:
@@ -29,12 +29,12 @@ def losses(said: str) -> list[str]:
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.timeout(300)
-def test_an_example_profiles_plans_and_trains_as_it_would_without(engine: str, tmp_path: Path) -> None:
+def test_an_example_profiles_plans_and_trains_with_the_same_losses(engine: str, tmp_path: Path) -> None:
     _need(engine)
     example = [str(EXAMPLES / f"train_{engine}.py"), "--gpu", "simulated:a100-sxm"]
-    # That torchrun starts ranks which train is in test_runtime_kills.py; to import torch and Megatron again takes long.
+    # runtime/test_kills.py starts training ranks with torchrun; here it would take long to import Megatron again.
     said = [_launched(deepspeed, tmp_path, example) if engine == "deepspeed" else _forked(engine, tmp_path, example)]
-    if engine != "torch":  # test_profile_pipeline.py and the runtime's tests compare more of torch's schedules
+    if engine != "torch":  # tests of the profiler and of the runtime compare more torch schedules
         said.append(_forked(engine, tmp_path, [*example, "--no-plan"]))
     assert {len(losses(each)) for each in said} == {4}
     assert len({tuple(losses(each)) for each in said}) == 1
@@ -57,21 +57,21 @@ def assert_ran_as_planned(folder: Path) -> None:
 
 
 def _launched(launch: Callable[..., Popen[str]], folder: Path, command: Sequence[str]) -> str:
-    """What is said by the two ranks that a launcher starts."""
+    """Return what two ranks print that a launcher starts."""
     result = ended(launch(2, folder, *command))
     assert result.code == 0, result.complained
     return result.said
 
 
 def _forked(engine: str, folder: Path, script: Sequence[str]) -> str:
-    """The same by ranks that need not import the engine."""
+    """Return what two ranks print that are forked from a process with the engine imported."""
     everyone = ranks("script", 2, folder, *script, imports=ENGINES[engine])
     assert [each.code for each in everyone] == [0, 0], [each.complained for each in everyone]
     return "".join(each.said for each in everyone)
 
 
 def _need(engine: str) -> None:
-    """Skip where it is not installed; found, not imported, for an import takes seconds and warns."""
+    """Skip if the engine is not installed. It is only looked up: importing it takes seconds and warns."""
     from importlib.util import find_spec
 
     for name in ("torch", engine):
@@ -81,7 +81,7 @@ def _need(engine: str) -> None:
 
 @pytest.fixture
 def clone(tmp_path: Path) -> Path:
-    """A bare clone: the sources as git has them, with nothing installed from them."""
+    """A clone from which nothing is installed."""
     for name in ("perseus_planner", "profiler", "runtime", "examples"):
         ignored = shutil.ignore_patterns("__pycache__", "profile.*", "frontier.npz", "plan.yaml", "run")
         shutil.copytree(ROOT / name, tmp_path / name, symlinks=True, ignore=ignored)

@@ -1,4 +1,4 @@
-"""The layout of the repository and of the installed package is what the documents say."""
+"""The layout of the repository and of the installed package follows CONTRIBUTING.md."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ ROOMS = [
     *("profiles", "schedules", "plans", "solver", "jobs", "gpu", "training", "estimate", "cluster", "runs", "service"),
     "views",
 ]
-"""The rooms of the package, in the way of the data."""
+"""The folders of the package, in the order of the data."""
 CORE = ("displayed", "documents", "errors", "files", "processes", "quantities", "strict_json")
-"""The modules at its root, which all rooms may need."""
+"""The modules at its root, which all folders may import."""
 LEAVES = ("cli", "profiler", "runtime")
-"""What no room imports."""
+"""Folders that no other folder imports."""
 HEAVY = ("deepspeed", "matplotlib", "numba", "pynvml", "torch")
 
 
@@ -33,7 +33,7 @@ def sources(*folders: str) -> list[Path]:
 
 
 def imported(node: ast.AST) -> Iterator[str]:
-    """Every module that an import in `node` may load: `from a import b` may load a and a.b."""
+    """Yield every module that an import in `node` may load: `from a import b` may load a and a.b."""
     for child in ast.walk(node):
         if isinstance(child, ast.Import):
             yield from (name.name for name in child.names)
@@ -42,7 +42,7 @@ def imported(node: ast.AST) -> Iterator[str]:
 
 
 def python(code: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """Run `code` in a new interpreter, which finds `cwd` first and then what is installed."""
+    """Run `code` in a new interpreter, which finds modules in `cwd` first."""
     return subprocess.run([sys.executable, "-c", code], cwd=cwd, capture_output=True, text=True, timeout=60)
 
 
@@ -68,7 +68,7 @@ def test_a_generic_folder_is_part_of_the_package(name: str, tmp_path: Path):
 
 
 @pytest.mark.parametrize("room", [*ROOMS, "profiler", "runtime"])
-def test_a_room_imports_only_rooms_above_it(room: str):
+def test_a_folder_imports_only_folders_above_it(room: str):
     folder = room if room in FOLDERS else f"perseus_planner/{room}"
     names = [name for file in sources(folder) for name in imported(ast.parse(file.read_text()))]
     reached = {name.split(".")[1] for name in names if name.startswith("perseus_planner.")}
@@ -77,7 +77,7 @@ def test_a_room_imports_only_rooms_above_it(room: str):
 
 
 @pytest.mark.parametrize("name", CORE)
-def test_the_core_imports_no_room(name: str):
+def test_the_root_imports_no_folder(name: str):
     reached = imported(ast.parse((ROOT / "perseus_planner" / f"{name}.py").read_text()))
     assert {module.split(".")[1] for module in reached if module.startswith("perseus_planner.")} <= {*CORE}
 
@@ -97,7 +97,7 @@ def test_the_core_imports_no_room(name: str):
         'from perseus_planner.cli import main; main(["profile", "absent.yaml"])',
     ],
 )
-def test_what_only_looks_or_trains_loads_nothing_heavy(code: str, tmp_path: Path):
+def test_commands_that_only_show_and_training_ranks_load_nothing_heavy(code: str, tmp_path: Path):
     frontier = solve(smooth_profile(2), schedules.one_f_one_b(2, 2))
     frontier.profile.save(tmp_path / "profile.yaml")
     frontier.save(tmp_path / "frontier.npz")

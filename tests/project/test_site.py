@@ -1,4 +1,4 @@
-"""The pages of docs/ as `make docs` builds them: whole, linked, and complete without a network."""
+"""The pages of docs/ as `make docs` builds them: their links work, and they need no network."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FETCHED = {
 
 
 class Fetched(HTMLParser):
-    """What a browser fetches for a page by itself."""
+    """The addresses that a browser fetches to show a page."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     built = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)],
         cwd=ROOT,
-        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},  # of its maker's plans, not of these pages
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},  # a warning about future releases of mkdocs
         capture_output=True,
         text=True,
         timeout=60,
@@ -57,7 +57,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_every_page_is_built_and_fetches_nothing_from_elsewhere(site: Path):
+def test_every_page_is_built_and_fetches_nothing_from_other_hosts(site: Path):
     pages = {page.name for page in site.glob("*.html")}
     assert pages >= {f"{page.stem}.html" for page in (ROOT / "docs").glob("*.md")}
     for page in site.rglob("*.html"):
@@ -67,14 +67,14 @@ def test_every_page_is_built_and_fetches_nothing_from_elsewhere(site: Path):
         assert not re.search(r"(?:url\(\s*[\"']?|@import\s+[\"'])(?:https?:)?//", sheet.read_text()), sheet.name
 
 
-def test_pages_open_from_a_folder_and_ask_nobody(site: Path):
+def test_pages_open_from_a_folder(site: Path):
     with chromium() as browser:
         for name in ("index", "how-it-works"):
             with opened(browser, (site / f"{name}.html").as_uri()) as page:
                 assert page.locator("h1").count() == 1
 
 
-def test_links_of_readme_lead_to_files_and_headings():
+def test_the_links_of_the_readme_lead_to_files_and_headings():
     links = re.findall(r"\]\(([^)\s]+)\)", (ROOT / "README.md").read_text())
     assert len(links) > 10
     for link in links:
@@ -84,12 +84,12 @@ def test_links_of_readme_lead_to_files_and_headings():
 
 
 def anchors(page: Path) -> set[str]:
-    """Of its headings, as GitHub and mkdocs make them."""
+    """Return the anchors of its headings, as GitHub and mkdocs make them."""
     tokens = MarkdownIt("commonmark").parse(page.read_text())
     titles = [after.content for token, after in pairwise(tokens) if token.type == "heading_open"]
     return {re.sub(r"\s+", "-", re.sub(r"[^\w\s-]", "", title).strip().lower()) for title in titles}
 
 
-def test_the_picture_of_savings_is_what_its_command_draws():
+def test_the_figure_of_savings_is_what_its_command_draws():
     made = runpy.run_path(str(ROOT / "docs" / "figures" / "savings.py"))["svg"]()
     assert made == (ROOT / "docs" / "figures" / "savings.svg").read_text()

@@ -1,4 +1,4 @@
-"""Commands that are shown and not run: what they say is read by their own parsers of options, and by signatures."""
+"""Check commands and code that documents show but tests do not run, by option parsers and signatures."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def check_inline(command: str) -> None:
-    """A command in the text, or a part of one: the subcommand, its options, the file or the target is there."""
+    """Check that the subcommand and options, the file or the target of a command in the text exist."""
     program, *words = shlex.split(command.replace("…", ""))
     if program == "make":
         assert set(words) <= _targets(), command
@@ -30,18 +30,18 @@ def check_inline(command: str) -> None:
 
 
 def check_shell(line: str) -> None:
-    """Have the options of each command of a line read by the program's own parser."""
+    """Parse the options of each command of a line with its program's parser."""
     for part in re.split(r" \| | && ", line.partition(" #")[0].replace("2>&1", "")):
         words = shlex.split(part)
         while words[0] == "sudo" or re.fullmatch(r"[A-Z_]+=\S*", words[0]):
             words.pop(0)
         program, *arguments = words
-        assert program in _PARSERS, f"{line}: nothing reads the options of {program}, so its block may have no reason"
+        assert program in _PARSERS, f"{line}: no parser for the options of {program}; leave the title of the block out"
         _PARSERS[program](arguments)
 
 
 def check_python(text: str) -> None:
-    """Make the imports of the planner, and bind each call of what they import to its signature."""
+    """Run the imports of the planner, and bind each call of an imported name to its signature."""
     tree, names = ast.parse(text), {}
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("perseus_planner"):
@@ -65,7 +65,7 @@ def _pip(words: list[str]) -> None:
     known = set(re.findall(r"^(\w+) =", extras, re.MULTILINE))
     for word in words[1:]:
         named = re.fullmatch(r"(?:\.|perseus-planner)(?:\[([\w,]+)\])?", word)
-        assert named, f"pip install {word}: is not this package"
+        assert named, f"pip install {word}: not this package"
         assert set((named[1] or "plot").split(",")) <= known, word
 
 

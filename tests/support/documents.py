@@ -1,17 +1,17 @@
-"""README and the pages of docs/ as a reader takes them: every block in order, in one folder; none is left out.
+"""Read the README and the pages of docs/ as a user does: run or check every block in order, in one folder.
 
-| block | what becomes of it |
+| block | what happens |
 |---|---|
-| `sh` | each line is run: `planner` in this process, `planner serve` beside it, all else by bash |
-| `sh title="REASON"` | one of `REASONS`: each line is read by the program's own parser of options, and not run |
-| `python` | run; names are kept from block to block |
-| `python title="REASON"` | its imports are made, and its calls of what they import are held against the signatures |
-| `yaml`, `json`, `csv`, `ini`, a file's name as title or none | read; where it has a name it is then that file |
-| `text title="COMMAND"` | what that command prints on both streams; … stands for any text |
-| `text` that begins with … | a message that only some machines give: its parts stand in the sources |
-| `text` | no command: a formula, a picture |
+| `sh` | each line is run: `planner` in this process, `planner serve` in the background, all else by bash |
+| `sh title="REASON"` | with one of `REASONS`: the options of each line are parsed by its program, but it is not run |
+| `python` | run; names last from block to block |
+| `python title="REASON"` | its imports are run, and calls of the imported names are checked against their signatures |
+| `yaml`, `json`, `csv`, `ini`, optionally with a file name as title | parsed, and written to that file |
+| `text title="COMMAND"` | the command is run and must print this; … stands for any text |
+| `text` that begins with … | a message that only some machines print: its parts must occur in the sources |
+| `text` | must not contain a command |
 
-Anything else is refused, an indented block, too. In the text, `planner …` has options that there are.
+Anything else fails, as does an indented block. A command in the text, `planner …`, must exist and have these options.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ from perseus_planner.cli import main
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 REASONS = {"installs", "needs a GPU", "needs a cluster", "needs root", "in the training script", "until interrupted"}
-PORT = "8400"  #: of the service, in every page; run on a free one
+PORT = "8400"  #: the port of the service in all pages, replaced by a free one
 _PROGRAMS = ["planner", "curl", "pip", "python", "python3", "make", "torchrun", "deepspeed", "sudo", "export", "bash"]
 
 
 @dataclass(frozen=True)
 class Block:
-    """What stands between fences."""
+    """A fenced block."""
 
     place: str
     language: str
@@ -57,7 +57,7 @@ class Block:
     text: str
 
     def lines(self) -> list[str]:
-        """The commands: each with the lines that a backslash or an open quotation mark continues, without comments."""
+        """Return the commands without comments, with lines joined after a backslash or inside quotation marks."""
         found, begun = [], ""
         for line in self.text.replace("\\\n", " ").splitlines():
             begun = f"{begun}\n{line}".strip()
@@ -84,7 +84,7 @@ def _tokens(page: Path) -> Iterator[Token]:
 
 
 def blocks(page: Path) -> list[Block]:
-    """All blocks of a page; one that no rule speaks of fails."""
+    """Return all blocks of a page."""
     found = []
     for token in _tokens(page):
         place = f"{page.name}, line {token.map[0] + 1}" if token.map else page.name
@@ -99,20 +99,20 @@ def blocks(page: Path) -> list[Block]:
 
 
 def inline_commands(page: Path) -> list[str]:
-    """Commands that stand in the text."""
+    """Return the commands in the text of a page."""
     code = [token.content for token in _tokens(page) if token.type == "code_inline"]
     return [text for text in code if re.match(r"(planner|make|python [a-z/_]+\.py)\b", text)]
 
 
 @dataclass
 class Reader:
-    """Who reads a page and does what it says, in the current folder.
+    """Reads pages, and runs what they show in the current folder.
 
     Attributes:
-        port: of the service that a page starts or asks.
-        export: sets an environment variable, as long as the page is read.
-        before: called with each command before it is run.
-        names: what the page's Python has named.
+        port: The port of the service that a page starts or uses.
+        export: Sets an environment variable while the page is read.
+        before: Called with each command before it is run.
+        names: The names that the page's Python blocks have defined.
     """
 
     port: int
@@ -121,8 +121,8 @@ class Reader:
     names: dict[str, Any] = field(default_factory=dict)
     _served: list[subprocess.Popen[str]] = field(default_factory=list)
 
-    def reads(self, page: Path) -> None:
-        """All blocks, in order, but files before all else."""
+    def read(self, page: Path) -> None:
+        """Run or check all blocks, in order, after writing all files."""
         found = blocks(page)
         for block in found:
             if block.language in _DATA:
@@ -130,24 +130,24 @@ class Reader:
                 if block.title:
                     Path(block.title).write_text(block.text)
         for block in found:
-            self._reads(block)
+            self._read(block)
         self.names.clear()
 
     def close(self) -> None:
-        """End the service that a page has started."""
+        """Stop the service that a page has started."""
         for process in self._served:
             process.send_signal(signal.SIGINT)
             process.communicate(timeout=30)
         self._served.clear()
 
-    def _reads(self, block: Block) -> None:
+    def _read(self, block: Block) -> None:
         if block.language == "text":
-            self._compares(block)
+            self._compare(block)
             return
         if block.language in _DATA:
             return
-        assert block.language in ("sh", "python"), f"{block.place}: no rule for a block of {block.language!r}"
-        assert block.title is None or block.title in REASONS, f"{block.place}: {block.title!r} is no reason"
+        assert block.language in ("sh", "python"), f"{block.place}: there is no rule for a block of {block.language!r}"
+        assert block.title is None or block.title in REASONS, f"{block.place}: {block.title!r} is not one of {REASONS}"
         if block.language == "python":
             code = compile(block.text, block.place, "exec")
             check_python(block.text) if block.title else exec(code, self.names)
@@ -156,16 +156,16 @@ class Reader:
             if block.title:
                 check_shell(line)
             else:
-                self._runs(line, block.place)
+                self._run(line, block.place)
 
-    def _compares(self, block: Block) -> None:
+    def _compare(self, block: Block) -> None:
         if block.title is None:
             programs = [word for word in map(_program, block.text.splitlines()) if word in _PROGRAMS]
             assert not programs, f"{block.place}: a command in a block of text; make it sh"
             if block.text.startswith("…"):
                 parts = [part.strip() for part in block.text.split("…") if part.strip()]
-                unsaid = [part for part in parts if not any(part in said for said in _sayings())]
-                assert not unsaid, f"{block.place}: nothing says {unsaid}"
+                missing = [part for part in parts if not any(part in text for text in _texts())]
+                assert not missing, f"{block.place}: no source has {missing}"
             return
         result = CliRunner().invoke(main, _words(self._ported(block.title)))
         said = re.sub(r"\s+", " ", result.output).strip()
@@ -175,14 +175,14 @@ class Reader:
     def _ported(self, text: str) -> str:
         return text.replace(PORT, str(self.port))
 
-    def _runs(self, line: str, place: str) -> None:
+    def _run(self, line: str, place: str) -> None:
         line = self._ported(line)
         self.before(line)
         exported = re.fullmatch(r"export (\w+)=(.*)", line)
         if exported:
             self.export(exported[1], _bash(f"printf %s {exported[2]}", place))
         elif line.startswith("planner serve"):
-            self._serves(line, place)
+            self._serve(line, place)
         elif line.startswith("planner ") and not re.search(r"[$|<>;&]", line.partition(" #")[0]):
             result = CliRunner().invoke(main, _words(line))
             assert (result.exit_code, result.stderr) == (0, ""), f"{place}: {line}\n{result.output}"
@@ -190,8 +190,8 @@ class Reader:
             said = _bash(line, place)
             assert '{"error"' not in said, f"{place}: {line}\n{said}"
 
-    def _serves(self, line: str, place: str) -> None:
-        """Start a service, instead of the one before if there is any; the page's next line waits until it listens."""
+    def _serve(self, line: str, place: str) -> None:
+        """Start a service instead of the one before, and wait until it listens."""
         self.close()
         options = _words(line)
         at = [] if {"--unix", "--port"} & set(options) else ["--port", str(self.port)]
@@ -201,7 +201,8 @@ class Reader:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # a background job ignores it
+            # A background process ignores SIGINT.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
         )
         self._served.append(process)
         assert process.stdout is not None
@@ -210,7 +211,7 @@ class Reader:
 
 
 def _bash(line: str, place: str) -> str:
-    """What it prints, as a reader with the planner on the path and nobody to ask would see it."""
+    """Run a line with the planner on the path and without input; return what it prints."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     ran = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", line],
@@ -225,8 +226,8 @@ def _bash(line: str, place: str) -> str:
 
 
 @cache
-def _sayings() -> list[str]:
-    """All constant texts of the sources, and of each f-string what stands between its values."""
+def _texts() -> list[str]:
+    """Return all constant texts of the sources, including the parts of f-strings."""
     files = [file for folder in ("perseus_planner", "profiler", "runtime") for file in (ROOT / folder).rglob("*.py")]
     nodes = (node for file in files for node in ast.walk(ast.parse(file.read_text())))
     return [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
@@ -241,7 +242,7 @@ _DATA: dict[str, Callable[[str], object]] = {
 
 
 def _unit(text: str) -> None:
-    """A unit of systemd: what it executes is a command as any other."""
+    """Check the command that a systemd unit executes."""
     unit = configparser.ConfigParser(interpolation=None, strict=False)
     unit.optionxform = str  # type: ignore[assignment,method-assign] # its keys keep their case
     unit.read_string(text)
@@ -258,19 +259,19 @@ def _program(line: str) -> str:
 
 
 def free_port() -> int:
-    """One that nobody listens on."""
+    """Return a free port."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])
 
 
 def starts_service(page: Path) -> bool:
-    """Whether it starts a service of its own."""
+    """Return whether a page starts a service."""
     run = (block for block in blocks(page) if block.language == "sh" and not block.title)
     return any(line.startswith("planner serve") for block in run for line in block.lines())
 
 
 def commands_of(pages: list[Path]) -> set[str]:
-    """Which subcommands of the planner the pages show."""
+    """Return the subcommands of the planner that the pages show."""
     lines = [line for page in pages for block in blocks(page) if block.language == "sh" for line in block.lines()]
     return {found for line in lines for found in re.findall(r"(?:^|\| )planner (\w+)", line)}

@@ -1,4 +1,4 @@
-"""What ranks run in tests, each a function; launching.py asks for them by name, and for those of other modules."""
+"""Functions that the ranks of tests run; launching.py starts them by name."""
 # ruff: noqa: TID253 - the process in which this runs is there for torch
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ WIDTH = 16
 
 
 def build_stage(stage: int, stages: int, tensor_parallel: int) -> Any:
-    """One linear layer of the stage's share of the width."""
+    """Build one linear layer with the tensor rank's share of the width."""
     module = nn.Linear(WIDTH, WIDTH // tensor_parallel)
     return module, torch.randn(4, WIDTH), (lambda output: output.square().mean()) if stage == stages - 1 else None
 
 
-def meet() -> None:
-    """What each gives comes to all in order, and each blocks on its neighbour for as long as it asks."""
-    with process_group() as place, RankGroup() as group:
-        assert place is not None
-        rank, size = place
+def gather_and_block() -> None:
+    """Every rank gathers the values of all in order, and blocks on its neighbour for as long as it asks."""
+    with process_group() as found, RankGroup() as group:
+        assert found is not None
+        rank, size = found
         for turn in range(20):
             assert group.gather((rank, turn)) == [(each, turn) for each in range(size)]
         pair = StageGroup(group, [rank - rank % 2, rank - rank % 2 + 1])
@@ -54,25 +54,25 @@ def meet() -> None:
                 if neighbour.exists:
                     neighbour.block(duration_s)
                     assert time.monotonic() - start_s >= duration_s
-    print("met")
+    print("done")
 
 
 def refuse() -> None:
-    """One rank ends with an error: all do, and one says why."""
+    """One rank ends with an error: all end, and one reports why."""
 
     def body() -> None:
-        with process_group() as place, RankGroup() as group:
-            assert place is not None
+        with process_group() as found, RankGroup() as group:
+            assert found is not None
             group.gather(None)
-            if place[0] == 1:
+            if found[0] == 1:
                 raise UsageError("rank 1 cannot go on")
             group.gather(None)
 
-    _told(body)
+    _report(body)
 
 
 def stages(gpu: str, count: str, tensor_parallel: str, output: str) -> None:
-    """Profile the stages of this file."""
+    """Profile the stages that `build_stage` builds."""
 
     def body() -> None:
         profile = profile_stages(
@@ -85,24 +85,24 @@ def stages(gpu: str, count: str, tensor_parallel: str, output: str) -> None:
         )
         print("rank 0" if profile is not None else "another rank")
 
-    _told(body)
+    _report(body)
 
 
 def command(folder: str, *arguments: str) -> None:
-    """The planner command, in a folder."""
+    """Run the planner command in a folder."""
     os.chdir(folder)
     main(arguments)
 
 
 def script(path: str, *arguments: str) -> None:
-    """A script as a launcher starts it."""
+    """Run a script as a launcher does."""
     sys.path.insert(0, str(Path(path).parent))
     sys.argv = [path, *arguments]
     run_path(path, run_name="__main__")
 
 
 def killed(output: str) -> None:
-    """Rank 1 dies in its sweep."""
+    """Profile, and kill rank 1 during its sweep."""
 
     def progress(done: int, _: int) -> None:
         if done and os.environ["RANK"] == "1":
@@ -113,11 +113,11 @@ def killed(output: str) -> None:
     def body() -> None:
         profile_stages("rank_programs:build_stage", GPU, 3, output=Path(output), timeout_s=2.0, progress=progress)
 
-    _told(body)
+    _report(body)
 
 
 def schedules() -> None:
-    """Schedules of torch train on after a profile as they do without one; each profile is written."""
+    """Compare trainings of torch schedules with and without profiling, and write the profiles."""
     dist.init_process_group("gloo")
     for name in ("1f1b", "interleaved-1f1b", "interleaved-zb"):
         plain = _trained(name, None)
@@ -130,7 +130,7 @@ def schedules() -> None:
 
 
 def replicas() -> None:
-    """Two pipelines of two stages, side by side: one of them measures."""
+    """Profile two data-parallel pipelines of two stages, of which one measures."""
     dist.init_process_group("gloo")
     groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]  # ranks are laid out stage by stage
     rank = dist.get_rank()
@@ -144,7 +144,7 @@ def replicas() -> None:
 
 
 def idle() -> None:
-    """No iteration runs inside the block."""
+    """Run no iteration inside the block."""
     dist.init_process_group("gloo")
     stage = pipelining.PipelineStage(nn.Linear(WIDTH, WIDTH), dist.get_rank(), 2, torch.device("cpu"))
     schedule = pipelining.ScheduleGPipe(stage, 2, loss_fn=nn.functional.mse_loss)
@@ -153,11 +153,11 @@ def idle() -> None:
         with profile_pipeline(schedule, gpu=GPU):
             pass
 
-    _told(body)
+    _report(body)
 
 
 class Noisy(nn.Module):
-    """Uses random numbers and keeps a running mean."""
+    """A module that uses random numbers and keeps a running mean."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -168,7 +168,7 @@ class Noisy(nn.Module):
 
 
 def _trained(name: str, output: Path | None) -> list[Any]:
-    """Losses, weights, buffers and a random number after four steps, the second of which is profiled."""
+    """Return losses, weights, buffers and a random number after four steps, the second of which may be profiled."""
     kinds: dict[str, tuple[Any, int]] = {
         "1f1b": (pipelining.Schedule1F1B, 1),
         "interleaved-1f1b": (pipelining.ScheduleInterleaved1F1B, 2),
@@ -177,7 +177,7 @@ def _trained(name: str, output: Path | None) -> list[Any]:
     kind, chunks = kinds[name]
     rank, size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(rank)
-    # Without their shape, torch would find it by running modules on memory that holds anything, and so their buffers.
+    # Without these shapes torch would run the modules on uninitialised memory to find them, and change their buffers.
     given, sent = torch.empty(4, WIDTH), torch.empty(4, WIDTH, requires_grad=True)
     parts = [
         pipelining.PipelineStage(Noisy(), number, chunks * size, torch.device("cpu"), sent if number else given, sent)
@@ -193,7 +193,7 @@ def _trained(name: str, output: Path | None) -> list[Any]:
             results += _step(schedule, rank == 0, rank == size - 1)
         results += [copy.deepcopy(parameter.grad) for parameter in modules.parameters()]
         optimizer.step()
-        if step != 1:  # so that a profile also meets gradients that are there
+        if step != 1:  # so that profiling also meets existing gradients
             optimizer.zero_grad()
     return [*results, *modules.state_dict().values(), torch.rand(1)]
 
@@ -206,8 +206,8 @@ def _step(schedule: Any, first: bool, last: bool) -> list[Any]:
     return losses
 
 
-def _told(body: Callable[[], None]) -> None:
-    """Run, and end as the command would."""
+def _report(body: Callable[[], None]) -> None:
+    """Run `body`, and report errors as the command does."""
     try:
         body()
     except EndedElsewhere:

@@ -1,4 +1,4 @@
-"""Finished rows outlive whatever ends a sweep, and a sweep that goes on leaves what one that was not ended leaves."""
+"""Finished rows survive the end of a sweep, and a resumed sweep gives the same rows as an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from perseus_planner.profiles.csv_file import read_table
 from perseus_planner.profiles.measurement import Evidence, Measurement
 from perseus_planner.profiles.profiles import Profile
 
-ABOUT = {"gpu": "GPU-8f6b", "window": "5.0 s"}
+SUBJECT = {"gpu": "GPU-8f6b", "window": "5.0 s"}
 ROW = Measurement(1410, 0.1, 30.0, Evidence(1395.5, 1e-4, 0.02, 3, 61.5, ("sw-power-cap", "hw-thermal")))
 
 
@@ -44,38 +44,38 @@ def assert_same(one: StageRows, other: StageRows) -> None:
         assert [row.clock_mhz for row in rows] == [row.clock_mhz for row in other.measurements[kind]]
         for row, same in zip(rows, other.measurements[kind], strict=True):
             assert row.time_s == pytest.approx(same.time_s, rel=1e-9)
-            # The counter's steps fall elsewhere after an interruption.
+            # The counter is updated at other times after an interruption.
             assert row.energy_j == pytest.approx(same.energy_j, rel=1e-4)
 
 
-def test_rows_come_back_as_they_were_kept(tmp_path: Path):
-    rows = RowFile(tmp_path / "r.csv", 3, "clock", ABOUT, resume=False)
+def test_rows_are_read_back_as_they_were_added(tmp_path: Path):
+    rows = RowFile(tmp_path / "r.csv", 3, "clock", SUBJECT, resume=False)
     other = Measurement(1395, 1 / 3, 29.9)
     for kind, row in (("F", ROW), ("B.sync", ROW), ("F", other)):
         rows.add(kind, row)
-    again = RowFile(tmp_path / "r.csv", 3, "clock", ABOUT, resume=True).finished
+    again = RowFile(tmp_path / "r.csv", 3, "clock", SUBJECT, resume=True).finished
     assert again == {"F": {1410: ROW, 1395: other}, "B.sync": {1410: ROW}}
     assert again["F"][1410].evidence == ROW.evidence
 
 
-def test_the_file_is_a_table_of_a_profile_with_what_it_is_for_above(tmp_path: Path):
+def test_the_file_is_a_table_of_a_profile_below_its_subject(tmp_path: Path):
     path = tmp_path / "r.csv"
-    RowFile(path, 3, "power-limit", ABOUT, resume=False).add("F", ROW)
+    RowFile(path, 3, "power-limit", SUBJECT, resume=False).add("F", ROW)
     assert path.read_text().startswith("# gpu: GPU-8f6b\n# window: 5.0 s\nstage,instruction,power_limit,time,energy,")
     (row,), control = read_table(path)
     assert (row.stage, row.kind, row.clock_mhz, row.time_s, control) == (3, "F", 1410, 0.1, "power-limit")
 
 
-def test_rows_of_something_else_are_refused_with_the_first_difference(folder: Path):
-    RowFile(Path("r.csv"), 0, "clock", ABOUT, resume=False).add("F", ROW)
+def test_rows_of_another_subject_are_refused_with_the_first_difference(folder: Path):
+    RowFile(Path("r.csv"), 0, "clock", SUBJECT, resume=False).add("F", ROW)
     with pytest.raises(ProfileError) as refusal:
-        RowFile(Path("r.csv"), 0, "clock", {**ABOUT, "gpu": "GPU-77"}, resume=True)
+        RowFile(Path("r.csv"), 0, "clock", {**SUBJECT, "gpu": "GPU-77"}, resume=True)
     assert str(refusal.value) == (
         "r.csv: its rows were measured with gpu: GPU-8f6b, and now it is GPU-77; "
         "resume with gpu as before, or measure from the start without --resume"
     )
     with pytest.raises(ProfileError, match="with seed: nothing, and now it is 1;"):
-        RowFile(Path("r.csv"), 0, "clock", {**ABOUT, "seed": "1"}, resume=True)
+        RowFile(Path("r.csv"), 0, "clock", {**SUBJECT, "seed": "1"}, resume=True)
     with pytest.raises(ProfileError, match=r"with window: 5\.0 s, and now it is nothing;"):
         RowFile(Path("r.csv"), 0, "clock", {"gpu": "GPU-8f6b"}, resume=True)
 
@@ -89,27 +89,27 @@ def test_rows_of_something_else_are_refused_with_the_first_difference(folder: Pa
         ({"control": "observed"}, "control: clock, and now it is observed"),
     ],
 )
-def test_a_sweep_with_other_settings_does_not_go_on(tmp_path: Path, change: dict[str, object], difference: str):
+def test_a_sweep_with_other_settings_cannot_resume(tmp_path: Path, change: dict[str, object], difference: str):
     swept(tmp_path / "r.csv", resume=False)
     with pytest.raises(ProfileError, match=difference):
         swept(tmp_path / "r.csv", **change)
 
 
 def test_a_damaged_file_is_refused_with_its_line(folder: Path):
-    RowFile(Path("r.csv"), 0, "clock", ABOUT, resume=False).add("F", ROW)
+    RowFile(Path("r.csv"), 0, "clock", SUBJECT, resume=False).add("F", ROW)
     text = Path("r.csv").read_text()
     Path("r.csv").write_text(text.replace("30.0", "much"))
     with pytest.raises(ProfileError, match=r"r.csv, line 4, column 'energy': 'much' is not an energy"):
-        RowFile(Path("r.csv"), 0, "clock", ABOUT, resume=True)
+        RowFile(Path("r.csv"), 0, "clock", SUBJECT, resume=True)
 
 
-def test_without_resume_old_rows_are_forgotten(tmp_path: Path):
-    RowFile(tmp_path / "r.csv", 0, "clock", ABOUT, resume=False).add("F", ROW)
+def test_without_resume_old_rows_are_deleted(tmp_path: Path):
+    RowFile(tmp_path / "r.csv", 0, "clock", SUBJECT, resume=False).add("F", ROW)
     assert not RowFile(tmp_path / "r.csv", 0, "clock", {}, resume=False).finished
     assert not (tmp_path / "r.csv").exists()
 
 
-def test_rows_are_forgotten_with_what_a_killed_write_left(tmp_path: Path):
+def test_rows_are_deleted_with_what_a_killed_write_left(tmp_path: Path):
     output = tmp_path / "profile.yaml"
     for stage in (0, 1):
         path = rows_path(output, stage)
@@ -153,13 +153,13 @@ def test_finished_rows_are_not_measured_again(tmp_path: Path, after: int):
     assert kept.items() >= before.items()
 
 
-def test_what_was_measured_of_a_stage_can_be_sent_to_another_rank():
+def test_the_rows_of_a_stage_can_be_pickled():
     rows = swept(None)
     assert pickle.loads(pickle.dumps(rows)) == rows
 
 
 def killed(path: Path, kills: int) -> None:
-    """Sweeps that are killed at random moments; each leaves a file that is whole, and the next goes on from it."""
+    """Kill sweeps at random moments; each leaves a complete file, from which the next may resume."""
     draw = random.Random(kills)
     begin_s = time.perf_counter()
     whole = swept(path, resume=False)
@@ -189,11 +189,11 @@ def killed(path: Path, kills: int) -> None:
 @pytest.mark.filterwarnings(
     "ignore::DeprecationWarning"
 )  # of fork beside threads: the child runs this file's code only
-def test_twenty_sweeps_killed_at_random_moments_leave_whole_files_and_go_on(tmp_path: Path):
+def test_twenty_sweeps_killed_at_random_moments_leave_complete_files_and_resume(tmp_path: Path):
     killed(tmp_path / "r.rows-0.csv", 20)
 
 
 @pytest.mark.soak
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_two_hundred_sweeps_killed_at_random_moments_leave_whole_files_and_go_on(tmp_path: Path):
+def test_two_hundred_sweeps_killed_at_random_moments_leave_complete_files_and_resume(tmp_path: Path):
     killed(tmp_path / "r.rows-0.csv", 200)

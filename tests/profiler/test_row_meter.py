@@ -1,4 +1,4 @@
-"""One row: what windows between steps of the energy counter say is what the GPU does."""
+"""Rows from windows between updates of the energy counter match what the GPU does."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ WORK = OpCost(flops=1e13, bytes=1e10)
 
 
 def playing(time_s: float = 0.05, energy_j: float = 15.0, *, waiting_w: float = 80.0, **options: float) -> ReplayGpu:
-    """A GPU that knows one row."""
+    """Return a GPU that replays one row."""
     row = (Measurement(1410, time_s, energy_j),)
     return ReplayGpu(Profile({(0, "F"): row, (0, "B"): row}, waiting_w), 0, **options)
 
@@ -55,15 +55,15 @@ def evidence_of(row: Measurement) -> Evidence:
     power_w=st.floats(90, 700),
     seed=st.integers(0, 1000),
 )
-def test_the_steps_of_the_counter_cost_no_accuracy(step_s: float, time_s: float, power_w: float, seed: int):
+def test_the_interval_of_the_counter_costs_no_accuracy(step_s: float, time_s: float, power_w: float, seed: int):
     row = row_of(playing(time_s, power_w * time_s, step_s=step_s, seed=seed))
     assert row.time_s == pytest.approx(time_s, rel=1e-9)
-    # Two readings at any moment would be off by up to a step: 0.4 to 10 % of the window.
+    # Readings at arbitrary times would be wrong by up to one interval: 0.4 to 10 % of the window.
     assert row.energy_j == pytest.approx(power_w * time_s, rel=4e-4)
 
 
 class Lagging(ReplayGpu):
-    """Its counter shows what was used 150 ms before."""
+    """A GPU whose counter lags by 150 ms."""
 
     def __init__(self, *arguments: object, **options: object) -> None:
         super().__init__(*arguments, **options)  # type: ignore[arg-type]
@@ -81,14 +81,14 @@ class Lagging(ReplayGpu):
         self.shown.append((self._now_s - self._now_s % self._step_s, self._shown_j))
 
 
-def test_a_counter_that_lags_behind_is_waited_for():
+def test_a_row_waits_for_a_counter_that_lags():
     row = (Measurement(1410, 0.05, 15.0),)
     gpu = Lagging(Profile({(0, "F"): row, (0, "B"): row}, 80.0), 0)
     assert row_of(gpu).energy_j == pytest.approx(15.0, rel=2e-3)
 
 
 @pytest.mark.parametrize("step_s", [0.02, 0.1, 0.5])
-def test_the_step_of_the_counter_is_found(step_s: float):
+def test_the_interval_of_the_counter_is_found(step_s: float):
     assert EnergyCounter(playing(step_s=step_s)).interval_s == pytest.approx(step_s, abs=2e-3)
 
 
@@ -113,26 +113,26 @@ def test_a_stage_that_takes_no_time_is_an_error():
 
 
 @pytest.mark.parametrize(("window_s", "step_s", "least_s"), [(5.0, 0.1, 5.0), (0.2, 0.1, 1.0), (1.0, 0.5, 5.0)])
-def test_a_window_is_as_long_as_asked_and_ten_steps_at_least(window_s: float, step_s: float, least_s: float):
+def test_a_window_is_as_long_as_requested_and_at_least_ten_intervals(window_s: float, step_s: float, least_s: float):
     gpu = playing(step_s=step_s)
-    windows = measuring(gpu, window_s=window_s)
+    meter = measuring(gpu, window_s=window_s)
     calls: list[int] = []
 
     def run(repetitions: int) -> None:
         calls.append(repetitions)
         gpu.stage().runs["F"].run(repetitions)
 
-    windows.measure_row(run, 1410, Random(0))
+    meter.measure_row(run, 1410, Random(0))
     assert sum(calls[-4:]) * 0.05 == pytest.approx(least_s, abs=0.051)
 
 
 class Queueing(ReplayGpu):
-    """Launches return at once; the work is done while the host waits or synchronises."""
+    """A GPU that runs what is launched while the host waits or synchronises."""
 
     def __init__(self, *arguments: object, **options: object) -> None:
         super().__init__(*arguments, **options)  # type: ignore[arg-type]
         self.left: list[list[float]] = []  #: seconds, watts
-        self.looked: list[float] = []  #: seconds of work that were left when the clock was read
+        self.sampled: list[float] = []  #: seconds of work that were left when the clock was read
         self.synchronised = 0
 
     def _run(self, kind: str, repetitions: int) -> None:
@@ -157,27 +157,27 @@ class Queueing(ReplayGpu):
             super().wait(duration_s)
 
     def clock_mhz(self) -> int:
-        self.looked.append(sum(time_s for time_s, _ in self.left))
+        self.sampled.append(sum(time_s for time_s, _ in self.left))
         return 1410
 
 
-def test_a_gpu_that_the_host_runs_ahead_of_is_looked_at_while_it_works_and_never_waits():
+def test_a_gpu_that_lags_behind_the_host_is_sampled_while_it_works_and_never_idles():
     row = (Measurement(1410, 0.05, 15.0),)
     gpu = Queueing(Profile({(0, "F"): row, (0, "B"): row}, 80.0), 0)
     measured = row_of(gpu)
     assert measured.time_s == pytest.approx(0.05, rel=1e-9)
     assert measured.energy_j == pytest.approx(15.0, rel=4e-4)
-    assert len(gpu.looked) == 4 * evidence_of(measured).windows
-    assert all(0.3 < left_s < 1.0 for left_s in gpu.looked)  # half a part of 1.25 s
+    assert len(gpu.sampled) == 4 * evidence_of(measured).windows
+    assert all(0.3 < left_s < 1.0 for left_s in gpu.sampled)  # half of a part of 1.25 s
 
 
 def test_the_device_is_synchronised_at_the_edges_of_windows_only():
     row = (Measurement(1410, 0.05, 15.0),)
     gpu = Queueing(Profile({(0, "F"): row, (0, "B"): row}, 80.0), 0)
-    windows = measuring(gpu)
-    windows.heat(gpu.stage().runs["F"].run)
+    meter = measuring(gpu)
+    meter.heat(gpu.stage().runs["F"].run)
     before = gpu.synchronised
-    windows._measure_energy(lambda: gpu.stage().runs["F"].run(100), 0.5)
+    meter._measure_energy(lambda: gpu.stage().runs["F"].run(100), 0.5)
     assert gpu.synchronised - before == 2
 
 
@@ -185,13 +185,13 @@ def test_windows_begin_at_other_phases_of_the_counter_and_again_at_the_same_for_
     def phases(seed: int) -> Iterator[float]:
         gpu = playing()
         begins: list[float] = []
-        windows = measuring(gpu)
+        meter = measuring(gpu)
 
         def run(repetitions: int) -> None:
             begins.append(gpu.now_s() % 0.1)
             gpu.stage().runs["F"].run(repetitions)
 
-        windows.measure_row(run, 1410, Random(seed))
+        meter.measure_row(run, 1410, Random(seed))
         return iter(begins[-12::4])
 
     first, again, other = list(phases(1)), list(phases(1)), list(phases(2))
@@ -222,7 +222,7 @@ def test_outliers_are_left_out(seed: int):
     assert row.energy_j == pytest.approx(15.0, rel=0.005)
 
 
-def test_windows_that_are_all_alike_but_for_a_little_are_no_outliers():
+def test_windows_that_differ_by_little_are_not_outliers():
     windows = [Window(time_s, 1.0, 1410, 50, 0, frozenset()) for time_s in (1.0, 1.0, 1.0, 1.005, 1.3)]
     assert without_outliers(windows) == windows[:4]
 
@@ -243,13 +243,13 @@ def test_windows_in_which_the_gpu_was_too_hot_are_measured_again():
     assert evidence_of(was_hot).throttle == evidence_of(cool).throttle == ()
 
 
-def test_a_row_of_a_gpu_that_is_always_too_hot_says_so():
+def test_a_row_of_a_gpu_that_is_always_too_hot_names_the_reason():
     row = row_on(hot("0s-1000s"))
     assert "hw-thermal" in evidence_of(row).throttle
     assert row.time_s > 1.2 * row_on(hot()).time_s
 
 
-def test_a_power_cap_is_written_down_and_no_reason_to_measure_again():
+def test_a_power_cap_is_recorded_and_accepted():
     gpu = SimulatedGpu(CATALOG["a100-sxm"], options=SimulationOptions(noise=0, drift=0))
     row = RowMeter(gpu, lambda: None, SingleGpu(), 5.0, 5.0).measure_row(lambda n: gpu.run(WORK, n), 1410, Random(0))
     evidence = evidence_of(row)
@@ -258,31 +258,31 @@ def test_a_power_cap_is_written_down_and_no_reason_to_measure_again():
     assert evidence.achieved_mhz < 1400
 
 
-def test_a_gpu_that_got_hot_is_let_cool_for_a_limited_time(monkeypatch: pytest.MonkeyPatch):
+def test_a_hot_gpu_cools_down_for_a_limited_time(monkeypatch: pytest.MonkeyPatch):
     gpu = playing()
-    windows = RowMeter(gpu, gpu.stage().synchronize, SingleGpu(), 5.0, 3.0)
+    meter = RowMeter(gpu, gpu.stage().synchronize, SingleGpu(), 5.0, 3.0)
     temperatures = iter([60.0, 58.0, 54.0])
     monkeypatch.setattr(gpu, "temperature_c", lambda: next(temperatures))
     begin_s = gpu.now_s()
-    windows.cool_down()
+    meter.cool_down()
     assert gpu.now_s() - begin_s == pytest.approx(1.0)
     monkeypatch.setattr(gpu, "temperature_c", lambda: 90.0)
-    windows.cool_down()
+    meter.cool_down()
     assert gpu.now_s() - begin_s == pytest.approx(4.0)
 
 
 def test_the_gpu_is_warm_before_the_first_row():
     gpu = SimulatedGpu(CATALOG["a100-sxm"])
-    windows = RowMeter(gpu, lambda: None, SingleGpu(), 5.0, 5.0)
+    meter = RowMeter(gpu, lambda: None, SingleGpu(), 5.0, 5.0)
     cold_c = gpu.temperature_c()
-    windows.heat(lambda n: gpu.run(WORK, n))
+    meter.heat(lambda n: gpu.run(WORK, n))
     warm_c = gpu.temperature_c()
     gpu.run(WORK, 100)
     assert warm_c > cold_c + 10
     assert gpu.temperature_c() <= warm_c + 3
 
 
-def test_what_a_repetition_also_runs_is_taken_off_and_errors_add_in_quadrature():
+def test_subtracted_rows_add_their_errors_in_quadrature():
     both = Measurement(1410, 0.15, 40.0, Evidence(1400, 3e-4, 0.03, 4, 60, ("sw-power-cap",)))
     one = Measurement(1410, 0.05, 15.0, Evidence(1405, 4e-4, 0.04, 3, 55, ("hw-thermal",)))
     rest = subtract(both, one)
@@ -295,8 +295,8 @@ def test_what_a_repetition_also_runs_is_taken_off_and_errors_add_in_quadrature()
         subtract(one, both)
 
 
-class Together:
-    """A group of GPUs in threads."""
+class ThreadGroup:
+    """A group of GPUs that are measured in threads."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -316,7 +316,7 @@ class Together:
 
 
 def measured_together(gpus: list[ReplayGpu], runs: list[list[int]]) -> list[Measurement]:
-    group = Together(len(gpus))
+    group = ThreadGroup(len(gpus))
     rows: list[Measurement | None] = [None] * len(gpus)
 
     def measure(number: int) -> None:
@@ -337,7 +337,7 @@ def measured_together(gpus: list[ReplayGpu], runs: list[list[int]]) -> list[Meas
     return [row for row in rows if row is not None]
 
 
-def test_a_group_runs_the_same_everywhere_lasts_as_long_as_its_slowest_and_takes_the_energy_of_all():
+def test_a_group_takes_the_time_of_its_slowest_gpu_and_the_energy_of_all():
     runs: list[list[int]] = [[], [], []]
     gpus = [playing(0.05, 15.0), playing(0.06, 12.0, step_s=0.5), playing(0.04, 20.0, noise=0.004)]
     rows = measured_together(gpus, runs)
@@ -349,7 +349,7 @@ def test_a_group_runs_the_same_everywhere_lasts_as_long_as_its_slowest_and_takes
     assert rows[0].energy_j == pytest.approx(47.0, rel=0.005)
 
 
-def test_an_outlier_of_one_gpu_of_a_group_is_one_of_all():
+def test_an_outlier_on_one_gpu_is_an_outlier_of_the_group():
     runs: list[list[int]] = [[], []]
     rows = measured_together([playing(0.05, 15.0), playing(0.05, 15.0, outliers=0.2, seed=4)], runs)
     assert runs[0] == runs[1]
