@@ -1,4 +1,4 @@
-"""What can be read and set on a GPU here, and how its energy counter behaves; nothing is set."""
+"""Inspects what can be read and set on a GPU, and how its energy counter behaves, without setting anything."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from perseus_planner.gpu.lease.records import LeaseRecord, read_records
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from perseus_planner.gpu.protocol import Gpu
+    from perseus_planner.gpu.protocol import Gpu, GpuReader
 
-_WATCH_S = 3.0  #: at most; no counter that is known steps more rarely than once a second
-_ENOUGH_S = 1.0  #: in which a power sensor that averages has seen as much as the counter
+_WATCH_S = 3.0  #: at most; all known counters move at least once a second
+_ENOUGH_S = 1.0  #: after which a power sensor that averages covers the same time as the counter
 _ENOUGH_MOVES = 8
 _POLL_S = 0.002
-_CAP_SYS_ADMIN = 21  #: bit of that capability, capabilities(7)
+_CAP_SYS_ADMIN = 21  #: number of that capability, capabilities(7)
 
 NOT_TRIED = "not tried"
-"""Of a setting: whether it is permitted shows only when it is made, which nobody asked for."""
+"""Result of a setting that was not made: only making it shows whether it is permitted."""
 
 
 @dataclass(frozen=True)
-class Reading:
-    """One thing that can be read of a GPU, or not.
+class ReadingCheck:
+    """Something that can be read on a GPU, or not.
 
     Attributes:
-        name: what it is.
-        value: what was read, with its unit; None: nothing.
-        problem: why not, and what to do; None where there is a value.
+        name: What it is.
+        value: The value with its unit; None if it cannot be read.
+        problem: Why not, and what to do; None if there is a value.
     """
 
     name: str
@@ -43,31 +43,31 @@ class Reading:
 
 
 @dataclass(frozen=True)
-class Setting:
-    """One thing that may be settable on a GPU.
+class SettingCheck:
+    """Something that can be set on a GPU, or not.
 
     Attributes:
-        name: what it is.
-        answer: "permitted", "not permitted", "not supported", "failed" or `NOT_TRIED`.
-        remark: what is known besides, or what to do.
+        name: What it is.
+        result: "permitted", "not permitted", "not supported", "failed" or `NOT_TRIED`.
+        remark: What else is known, or what to do.
     """
 
     name: str
-    answer: str
+    result: str
     remark: str
 
 
 @dataclass(frozen=True)
 class EnergyWatch:
-    """The energy counter and the power sensor, watched together while nothing was set.
+    """The energy counter and the power sensor, watched together.
 
     Attributes:
-        watched_s: for how long.
-        step_s: median time between two moves of the counter; None: it moved less than twice.
-        step_j: median size of a move.
-        counter_w: power by the counter, from its first move to its last.
-        sensor_w: mean of the sensor over the same time; None: it cannot be read.
-        problem: what is wrong with the counter, and what to do; None: nothing.
+        watched_s: For how long.
+        step_s: Median time between two moves of the counter; None if it moved less than twice.
+        step_j: Median size of a move.
+        counter_w: Power by the counter, from its first move to its last.
+        sensor_w: Mean of the sensor over the same time; None if it cannot be read.
+        problem: What is wrong with the counter, and what to do; None if nothing is.
     """
 
     watched_s: float
@@ -83,13 +83,14 @@ class Inspection:
     """One GPU, as seen from this process.
 
     Attributes:
-        gpu, uuid, name, driver, origin: what it is, as `Gpu` has them.
-        readings: what can be read.
-        settings: what can be set.
-        energy: how its energy counter behaves.
-        held_by: which process sets it now; None: none.
-        left_behind: what dead processes left set.
-        warnings: what to know before trusting a profile of it.
+        gpu: Text that opens the GPU.
+        uuid, name, driver, origin: As in `GpuReader`.
+        readings: What can be read.
+        settings: What can be set.
+        energy: How its energy counter behaves.
+        leased_by: The lease of a living process; None if the GPU is free.
+        stale_leases: Leases of dead processes.
+        warnings: As in `GpuReader`.
     """
 
     gpu: str
@@ -97,19 +98,19 @@ class Inspection:
     name: str
     driver: str
     origin: str
-    readings: tuple[Reading, ...]
-    settings: tuple[Setting, ...]
+    readings: tuple[ReadingCheck, ...]
+    settings: tuple[SettingCheck, ...]
     energy: EnergyWatch
-    held_by: str | None
-    left_behind: tuple[str, ...]
+    leased_by: str | None
+    stale_leases: tuple[str, ...]
     warnings: tuple[str, ...]
 
 
 def inspect(gpu: Gpu) -> Inspection:
-    """Read all there is to read of `gpu`; takes up to a few seconds of its clock, and sets nothing.
+    """Read everything about a GPU, which takes up to a few seconds, and set nothing.
 
     Raises:
-        GpuError: the records of who sets which GPU cannot be read.
+        GpuError: If the lease records cannot be read.
     """
     records = [record for record in read_records()[0] if record.uuid == gpu.uuid]
     living = [record for record in records if record.owner.is_alive()]
@@ -119,22 +120,22 @@ def inspect(gpu: Gpu) -> Inspection:
         name=gpu.name,
         driver=gpu.driver,
         origin=gpu.origin,
-        readings=_readings(gpu),
-        settings=tuple(Setting(name, NOT_TRIED, _hint(gpu.text)) for name in ("clock", "power limit")),
+        readings=_check_readings(gpu),
+        settings=tuple(SettingCheck(name, NOT_TRIED, _hint(gpu.text)) for name in ("clock", "power limit")),
         energy=watch_energy(gpu),
-        held_by=in_use_text(living[0]) if living else None,
-        left_behind=tuple(_left_text(record) for record in records if record not in living),
+        leased_by=in_use_text(living[0]) if living else None,
+        stale_leases=tuple(_stale_text(record) for record in records if record not in living),
         warnings=gpu.warnings(),
     )
 
 
-def refused(name: str, error: GpuError) -> Setting:
-    """The setting that `error` says cannot be made."""
-    kinds = ((GpuNotPermitted, "not permitted"), (GpuNotSupported, "not supported"))
-    return Setting(name, next((answer for kind, answer in kinds if isinstance(error, kind)), "failed"), str(error))
+def failed_check(name: str, error: GpuError) -> SettingCheck:
+    """Return the result of a setting that raised `error`."""
+    results = ((GpuNotPermitted, "not permitted"), (GpuNotSupported, "not supported"))
+    return SettingCheck(name, next((text for kind, text in results if isinstance(error, kind)), "failed"), str(error))
 
 
-def watch_energy(gpu: Gpu) -> EnergyWatch:
+def watch_energy(gpu: GpuReader) -> EnergyWatch:
     """Watch the energy counter until it has moved often enough, or for a few seconds."""
     start_s = gpu.now_s()
     moves: list[tuple[float, float]] = []
@@ -152,24 +153,24 @@ def watch_energy(gpu: Gpu) -> EnergyWatch:
         return EnergyWatch(gpu.now_s() - start_s, problem=str(error))
     watched_s = gpu.now_s() - start_s
     if len(moves) < 2:
-        problem = f"no step was seen in {watched_s:.1f} s: the counter is stuck; measure by the power sensor instead"
+        problem = f"it did not move in {watched_s:.1f} s: the counter is stuck; measure with the power sensor instead"
         return EnergyWatch(watched_s, problem=problem)
-    return _watched(watched_s, moves, powers)
+    return _evaluate(watched_s, moves, powers)
 
 
-def _watched(
+def _evaluate(
     watched_s: float, moves: Sequence[tuple[float, float]], powers: Sequence[tuple[float, float | None]]
 ) -> EnergyWatch:
     (first_s, first_j), (last_s, last_j) = moves[0], moves[-1]
     between_w = [power_w for at_s, power_w in powers if first_s <= at_s <= last_s and power_w is not None]
-    back = any(after_j < before_j for (_, before_j), (_, after_j) in pairwise(moves))
+    went_back = any(after_j < before_j for (_, before_j), (_, after_j) in pairwise(moves))
     return EnergyWatch(
         watched_s,
         step_s=median(after_s - before_s for (before_s, _), (after_s, _) in pairwise(moves)),
         step_j=median(after_j - before_j for (_, before_j), (_, after_j) in pairwise(moves)),
         counter_w=(last_j - first_j) / (last_s - first_s),
         sensor_w=fmean(between_w) if between_w else None,
-        problem="the counter went back, as when the driver is loaded again: turn persistence mode on" if back else None,
+        problem="it went back, as when the driver is loaded again; turn persistence mode on" if went_back else None,
     )
 
 
@@ -177,15 +178,15 @@ def _enough(moves: Sequence[tuple[float, float]]) -> bool:
     return len(moves) >= _ENOUGH_MOVES and moves[-1][0] - moves[0][0] >= _ENOUGH_S
 
 
-def _power_w(gpu: Gpu) -> float | None:
+def _power_w(gpu: GpuReader) -> float | None:
     try:
         return gpu.power_w()
     except GpuError:
         return None
 
 
-def _readings(gpu: Gpu) -> tuple[Reading, ...]:
-    ways: tuple[tuple[str, Callable[[], str]], ...] = (
+def _check_readings(gpu: GpuReader) -> tuple[ReadingCheck, ...]:
+    readings: tuple[tuple[str, Callable[[], str]], ...] = (
         ("clocks that can be locked", lambda: _clocks(gpu.supported_clocks_mhz)),
         ("clock", lambda: f"{gpu.clock_mhz()} MHz"),
         ("power limits", lambda: "{:g} to {:g} W".format(*gpu.power_limits_w)),
@@ -196,21 +197,21 @@ def _readings(gpu: Gpu) -> tuple[Reading, ...]:
         ("throttled now by", lambda: ", ".join(sorted(gpu.throttle_reasons())) or "nothing"),
         ("throttled so far", lambda: _throttled(gpu)),
     )
-    return tuple(_reading(name, read) for name, read in ways)
+    return tuple(_check_reading(name, read) for name, read in readings)
 
 
-def _reading(name: str, read: Callable[[], str]) -> Reading:
+def _check_reading(name: str, read: Callable[[], str]) -> ReadingCheck:
     try:
-        return Reading(name, read(), None)
+        return ReadingCheck(name, read(), None)
     except GpuError as error:
-        return Reading(name, None, str(error))
+        return ReadingCheck(name, None, str(error))
 
 
 def _clocks(clocks_mhz: Sequence[int]) -> str:
     return f"{len(clocks_mhz)} from {clocks_mhz[0]} to {clocks_mhz[-1]} MHz"
 
 
-def _throttled(gpu: Gpu) -> str:
+def _throttled(gpu: GpuReader) -> str:
     counted = gpu.throttled_s()
     return ", ".join(f"{reason} {counted[reason]:.3f} s" for reason in sorted(counted)) or "not counted"
 
@@ -220,10 +221,10 @@ def _hint(text: str) -> str:
 
 
 def _privilege(text: str) -> str:
-    """What is known of permission without setting anything."""
+    """Return what is known about permission before anything is set."""
     back_end = text.partition(":")[0]
     if back_end in ("zeusd", "command"):
-        return f"{back_end} sets it, whatever this process may do"
+        return f"{back_end} sets it, so this process needs no privilege"
     if back_end != "nvml":
         return "no privilege is needed"
     if _has_sys_admin():
@@ -239,5 +240,5 @@ def _has_sys_admin() -> bool:
     return bool(int(effective, 16) >> _CAP_SYS_ADMIN & 1)
 
 
-def _left_text(record: LeaseRecord) -> str:
-    return f"{record.owner} has set it since {record.since} and died; run `planner reset`"
+def _stale_text(record: LeaseRecord) -> str:
+    return f"{record.owner} leased it at {record.since} and died; run `planner reset`"

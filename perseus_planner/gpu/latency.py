@@ -1,4 +1,4 @@
-"""How long changing a clock takes: measured by doing it, on GPUs that are held."""
+"""Measures how long changing a clock takes, on leased GPUs."""
 
 from __future__ import annotations
 
@@ -9,32 +9,32 @@ from threading import Barrier
 from typing import TYPE_CHECKING
 
 from perseus_planner.errors import GpuError
-from perseus_planner.gpu.inspection import Setting, refused
+from perseus_planner.gpu.inspection import SettingCheck, failed_check
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from perseus_planner.gpu.protocol import Gpu
 
-_CLOCKS = 5  #: that are set, spread over those supported
-_ROUNDS = 4  #: up and down over them
-_SETTLE_S = 0.5  #: to wait for a clock that was set; the slowest transitions reported take as long
-_PATIENCE = 3  #: clocks in a row that were not reached, after which no more is waited for any
+_CLOCKS = 5  #: clocks to set, spread over the supported ones
+_ROUNDS = 4  #: times up and down
+_SETTLE_S = 0.5  #: longest wait for a clock that was set; the slowest transitions reported take as long
+_MAX_UNREACHED = 3  #: clocks in a row that were not reached, after which the waiting stops
 _POLL_S = 0.0005
 
 
 @dataclass(frozen=True)
 class Latency:
-    """Changing the clock of one GPU alone.
+    """How long changing the clock of one GPU takes.
 
     Attributes:
-        calls: how often it was set.
-        call_p50_s, call_p99_s, call_max_s: how long the calls took: median, 99th percentile, longest.
-        settle_p50_s: from the return of a call until the clock that was set is achieved, median of those that were;
-            None: none was, as on a GPU that idles or is throttled.
-        settled: how many were achieved, of those that were waited for.
-        waited: how many were waited for.
-        patience_s: for how long each, at most.
+        calls: Number of calls.
+        call_p50_s, call_p99_s, call_max_s: Duration of the calls: median, 99th percentile, longest.
+        settle_p50_s: Median time from the return of a call until the clock is reached; None if no clock was, as on a
+            GPU that idles or is throttled.
+        settled: Number of clocks that were reached.
+        waited: Number of clocks that were waited for.
+        timeout_s: Longest wait for one clock.
     """
 
     calls: int
@@ -44,18 +44,18 @@ class Latency:
     settle_p50_s: float | None
     settled: int
     waited: int
-    patience_s: float
+    timeout_s: float
 
 
 @dataclass(frozen=True)
-class Together:
-    """Changing the clocks of several GPUs at once, from a thread for each.
+class ParallelLatency:
+    """How long changing the clocks of several GPUs at once takes, with one thread for each.
 
     Attributes:
-        gpus: how many.
-        alone_s: a call when it is the only one, median.
-        slowest_s: the longest of the calls that are made at once, median.
-        queue: whether they run one after another, as where a node's driver has one lock.
+        gpus: Number of GPUs.
+        alone_s: Median duration of a call that is alone.
+        slowest_s: Median duration of the longest of simultaneous calls.
+        queue: Whether the calls run one after another, as if the driver has one lock for the node.
     """
 
     gpus: int
@@ -65,19 +65,19 @@ class Together:
 
 
 def measure_latency(gpu: Gpu) -> Latency:
-    """Set clocks of `gpu`, which must be held, up and down; the last one set is its highest.
+    """Set clocks of a leased GPU up and down; the last one is its highest.
 
     Raises:
-        GpuError: it cannot be set, or its clock not be read.
+        GpuError: If the GPU cannot be set, or its clock cannot be read.
     """
-    calls_s, settles_s, in_vain, waited = [], [], 0, 0
-    for clock_mhz in _steps(gpu.supported_clocks_mhz):
+    calls_s, settles_s, unreached, waited = [], [], 0, 0
+    for clock_mhz in _clocks_to_set(gpu.supported_clocks_mhz):
         calls_s.append(_call_s(gpu, clock_mhz))
-        if in_vain == _PATIENCE:
+        if unreached == _MAX_UNREACHED:
             continue
         waited += 1
         settle_s = _settle_s(gpu, clock_mhz)
-        in_vain = in_vain + 1 if settle_s is None else 0
+        unreached = unreached + 1 if settle_s is None else 0
         settles_s += [] if settle_s is None else [settle_s]
     in_order = sorted(calls_s)
     return Latency(
@@ -88,47 +88,45 @@ def measure_latency(gpu: Gpu) -> Latency:
         settle_p50_s=median(settles_s) if settles_s else None,
         settled=len(settles_s),
         waited=waited,
-        patience_s=_SETTLE_S,
+        timeout_s=_SETTLE_S,
     )
 
 
-def measure_together(gpus: Sequence[Gpu], alone_s: float) -> Together:
-    """Set clocks of all `gpus`, which must be held, at the same moment.
+def measure_parallel_latency(gpus: Sequence[Gpu], alone_s: float) -> ParallelLatency:
+    """Set clocks of several leased GPUs at the same time.
 
     Args:
-        gpus: two or more.
-        alone_s: what a call takes alone, seconds, median.
+        gpus: Two or more GPUs.
+        alone_s: Median duration of a call that is alone.
 
     Raises:
-        GpuError: one cannot be set.
+        GpuError: If a GPU cannot be set.
     """
-    rounds = _ROUNDS * (2 * _CLOCKS - 2)
-    steps = [_steps(gpu.supported_clocks_mhz) for gpu in gpus]
+    clocks_mhz = [_clocks_to_set(gpu.supported_clocks_mhz) for gpu in gpus]
     slowest_s = []
     with ThreadPoolExecutor(len(gpus)) as pool:
-        for number in range(rounds):
+        for number in range(_ROUNDS * (2 * _CLOCKS - 2)):
             barrier = Barrier(len(gpus))
-            clocks_mhz = [clocks[number % len(clocks)] for clocks in steps]
-            together = pool.map(_call_at, gpus, clocks_mhz, [barrier] * len(gpus))
-            slowest_s.append(max(together))
+            next_mhz = [clocks[number % len(clocks)] for clocks in clocks_mhz]
+            slowest_s.append(max(pool.map(_call_at_barrier_s, gpus, next_mhz, [barrier] * len(gpus))))
     slowest = median(slowest_s)
-    # In a queue the last of n waits for n - 1 others; half-way between that and none is the border.
-    return Together(len(gpus), alone_s, slowest, queue=slowest > alone_s * (1 + len(gpus)) / 2)
+    # In a queue, the last of n calls waits for n - 1 others; the threshold is half-way between that and no waiting.
+    return ParallelLatency(len(gpus), alone_s, slowest, queue=slowest > alone_s * (1 + len(gpus)) / 2)
 
 
-def try_power_limit(gpu: Gpu) -> Setting:
-    """Whether the power limit of `gpu`, which must be held, may be set: sets the one that is in force."""
+def check_power_limit_setting(gpu: Gpu) -> SettingCheck:
+    """Check whether the power limit of a leased GPU can be set, by setting the one in force."""
     try:
         gpu.set_power_limit_w(gpu.power_limit_w())
     except GpuError as error:
-        return refused("power limit", error)
-    return Setting("power limit", "permitted", "")
+        return failed_check("power limit", error)
+    return SettingCheck("power limit", "permitted", "")
 
 
-def _steps(clocks_mhz: Sequence[int]) -> list[int]:
-    """Clocks to set one after the other, each another than the one before; the highest last."""
+def _clocks_to_set(clocks_mhz: Sequence[int]) -> list[int]:
+    """Return clocks to set in turn, each different from the one before; the last is the highest."""
     count = min(_CLOCKS, len(clocks_mhz))
-    spread = [clocks_mhz[place * (len(clocks_mhz) - 1) // max(1, count - 1)] for place in range(count)]
+    spread = [clocks_mhz[index * (len(clocks_mhz) - 1) // max(1, count - 1)] for index in range(count)]
     return (spread[1:] + spread[-2::-1]) * _ROUNDS or list(clocks_mhz)
 
 
@@ -138,13 +136,13 @@ def _call_s(gpu: Gpu, clock_mhz: int) -> float:
     return gpu.now_s() - start_s
 
 
-def _call_at(gpu: Gpu, clock_mhz: int, barrier: Barrier) -> float:
+def _call_at_barrier_s(gpu: Gpu, clock_mhz: int, barrier: Barrier) -> float:
     barrier.wait()
     return _call_s(gpu, clock_mhz)
 
 
 def _settle_s(gpu: Gpu, clock_mhz: int) -> float | None:
-    """From now until `clock_mhz` is achieved, seconds; None: that takes too long."""
+    """Return how long it takes until `clock_mhz` is reached, seconds; None if that is too long."""
     start_s = gpu.now_s()
     while gpu.clock_mhz() != clock_mhz:
         if gpu.now_s() - start_s > _SETTLE_S:

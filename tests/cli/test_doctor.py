@@ -41,7 +41,7 @@ def rows(text: str) -> dict[str, str]:
 
 def settings(command: str) -> dict[str, str]:
     (found,) = json.loads(done(command))["gpus"]
-    return {each["name"]: each["answer"] for each in found["inspection"]["settings"]}
+    return {each["name"]: each["result"] for each in found["inspection"]["settings"]}
 
 
 def test_nothing_is_changed_and_no_folder_made(nvml: StandIn, state: Path, short):
@@ -63,8 +63,8 @@ def test_what_can_be_read_is_said(nvml: StandIn):
     assert said["power limits"] == "100 to 700 W"
     assert said["temperature"] == "40 degrees Celsius"
     assert said["throttled now by"] == "nothing"
-    assert said["held"] == "by no process"
-    assert said["note"].startswith("persistence mode is off")
+    assert said["lease"] == "free"
+    assert said["warning"].startswith("persistence mode is off")
     assert said["counter steps"].startswith("every ")
 
 
@@ -91,7 +91,7 @@ def test_a_stuck_counter_is_said(nvml: StandIn, short):
     nvml.set("idle_w", 0)
     nvml.set("w_per_mhz", 0)
     said = rows(done("doctor nvml:0"))
-    assert said["counter"].startswith("no step was seen in 0.1 s: the counter is stuck; ")
+    assert said["counter"].startswith("it did not move in 0.1 s: the counter is stuck; ")
     assert "counter steps" not in said
 
 
@@ -106,14 +106,14 @@ def test_a_counter_that_is_not_there_is_said(nvml: StandIn, short):
 
 def test_who_holds_a_gpu_and_who_left_it_is_said(nvml: StandIn, state: Path, short):
     with owner(LOCKS_AND_WAITS, ["nvml:0"]) as process:
-        assert f"process {process.pid} of " in rows(done("doctor nvml:0"))["held"]
+        assert f"process {process.pid} of " in rows(done("doctor nvml:0"))["lease"]
         kill(*(guardian.pid for guardian in guardians(process)), process.pid)
         process.wait()
         said = rows(done("doctor nvml:0"))
-    assert said["held"] == "by no process"
-    assert f"process {process.pid} of " in said["left behind"]
-    assert said["left behind"].endswith("died; run `planner reset`")
-    assert nvml.locked_mhz(0) == (1500, 1500), "doctor only tells"
+    assert said["lease"] == "free"
+    assert f"process {process.pid} of " in said["stale lease"]
+    assert said["stale lease"].endswith("died; run `planner reset`")
+    assert nvml.locked_mhz(0) == (1500, 1500), "doctor only reports"
 
 
 def test_latency_is_measured_and_all_is_reset(nvml: StandIn, state: Path, short):
@@ -132,13 +132,13 @@ def test_latency_is_measured_and_all_is_reset(nvml: StandIn, state: Path, short)
 def test_one_gpu_alone_does_not_tell_how_many_share_a_lock(nvml: StandIn, short):
     content = json.loads(done("doctor nvml:0 --measure-latency --json"))
     assert set(content["clock_change"]) == {"call_s", "settle_s"}
-    assert content["together"] is None
+    assert content["parallel"] is None
     assert content["gpus"][0]["latency"]["calls"] == 32
 
 
 def test_gpus_of_machines_of_their_own_do_not_wait_for_each_other():
     content = json.loads(done("doctor simulated:a100-sxm simulated:h100-sxm --measure-latency --json"))
-    assert content["together"]["queue"] is False
+    assert content["parallel"]["queue"] is False
     assert content["clock_change"]["gpus_per_node"] == 1
     assert content["clock_change"]["call_s"] == pytest.approx(0.0045, rel=0.5)
 
@@ -146,7 +146,7 @@ def test_gpus_of_machines_of_their_own_do_not_wait_for_each_other():
 def test_a_clock_that_is_not_reached_is_said(nvml: StandIn, short):
     nvml.set("clock_mhz", 345)
     text = done("doctor nvml:0 --measure-latency")
-    assert "the clock that was set was not reached within 0.5 s" in rows(text)["changing the clock"]
+    assert "the clock was not reached within 0.5 s" in rows(text)["changing the clock"]
     assert set(yaml.safe_load(text.splitlines()[-1])["clock_change"]) == {"call_s"}
 
 
@@ -192,11 +192,11 @@ def test_a_lost_gpu_hides_no_other(nvml: StandIn, short):
 
 def test_no_gpu_is_an_answer(nvml: StandIn):
     nvml.set("gpus", 0)
-    remark = "No GPU: NVML shows none on this node; `planner profile --gpu simulated:a100-sxm` needs none"
+    remark = "No GPU: NVML shows none on this node; `planner profile --gpu simulated:a100-sxm` works without one"
     assert done("doctor") == f"{remark}\n"
     assert json.loads(done("doctor --json")) == {
         "gpus": [],
-        "together": None,
+        "parallel": None,
         "clock_change": {},
         "remarks": [remark],
         "files": [],

@@ -106,16 +106,19 @@ def test_numbers_and_options_tell_gpus_apart():
 @pytest.mark.parametrize(
     ("which", "wrong"),
     [
-        ("a100-sxm", "which of them is missing; write a number, such as emulated:a100-sxm/0"),
-        ("a100-sxm/", "which of them is missing; write a number, such as emulated:a100-sxm/0"),
-        ("a100-sxm/-1", "which of them is missing; write a number, such as emulated:a100-sxm/0"),
-        ("a100-sxm/../../x", "which of them is missing; write a number, such as emulated:a100-sxm/0"),
-        ("a100-sxm/0?slower=0", "'0' is not a slowdown: write how many times as slow, from 0.001 to 1e6, such as 2000"),
+        ("a100-sxm", "the number is missing; write one, such as emulated:a100-sxm/0"),
+        ("a100-sxm/", "the number is missing; write one, such as emulated:a100-sxm/0"),
+        ("a100-sxm/-1", "the number is missing; write one, such as emulated:a100-sxm/0"),
+        ("a100-sxm/../../x", "the number is missing; write one, such as emulated:a100-sxm/0"),
+        ("a100-sxm/0?slower=0", "'0' is not a slowdown: write a factor from 0.001 to 1e6, such as 2000"),
         (
             "a100-sxm/0?slower=nan",
-            "'nan' is not a slowdown: write how many times as slow, from 0.001 to 1e6, such as 2000",
+            "'nan' is not a slowdown: write a factor from 0.001 to 1e6, such as 2000",
         ),
-        ("a100-sxm/0?call=-1", "'-1' is not the time of a call: write seconds, or a number with ms or s, such as 5ms"),
+        (
+            "a100-sxm/0?call=-1",
+            "'-1' is not a duration of a call: write seconds, or a number with ms or s, such as 5ms",
+        ),
     ],
 )
 def test_what_cannot_be_opened_is_refused(which: str, wrong: str):
@@ -359,7 +362,7 @@ def test_files_that_are_not_its_users_alone_are_not_opened(state: Path, how: str
     if how == "folder of another user" and os.geteuid():
         pytest.skip("needs root")
     spoiled(state, how)
-    with pytest.raises(GpuError, match=r"cannot be shared|is not this user's alone|is not a file of this user"):
+    with pytest.raises(GpuError, match=r"cannot be shared|is open to other users|is not a file of this user"):
         open_emulated(WHICH)
     if how == "link":
         assert (state / "mine").read_text() == "precious"

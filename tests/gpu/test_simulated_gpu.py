@@ -104,10 +104,10 @@ FAULTS = "not-permitted, not-supported:energy, lost@30s, lost@200calls, throttle
         ("v100?noise", f"'' is not {SHARE}"),
         ("v100?noise=0.3", f"0.3 is not {SHARE}"),
         ("v100?noise=nan", f"'nan' is not {SHARE}"),
-        ("v100?noise=0&noise=0", "option 'noise' is there twice; write it once"),
+        ("v100?noise=0&noise=0", "option 'noise' is repeated; write it once"),
         ("v100?seed=1.5", "'1.5' is not a seed: write a whole number, such as 3"),
         ("v100?outliers=2", "2.0 is not a share of outliers: write a number from 0 to 1, such as 0.05"),
-        ("v100?air=61", "61.0 is not a temperature of the air: write degrees Celsius from 0 to 60, such as 30"),
+        ("v100?air=61", "61.0 is not an air temperature: write degrees Celsius from 0 to 60, such as 30"),
         ("v100?drift=-1", "'-1' is not a multiple of the drift: write a number from 0 to 3, such as 0"),
         (
             "v100?step=1 week",

@@ -1,1 +1,1 @@
-"""The simulated GPU: its physics, its catalogue, what disturbs it, and the fit of the physics to measurements."""
+"""Simulated GPUs: `gpu` in virtual time, `emulated` in real time; both follow the physics of `model` and `catalog`."""

@@ -1,15 +1,15 @@
-"""The GPUs that can be simulated, each number with its source; what none gives is assumed, and says so.
+"""The GPUs that can be simulated. Each number comes with its source; numbers without a source are marked as assumed.
 
-Assumed of all, where an entry says nothing else:
+Assumptions for all GPUs, unless an entry says otherwise:
 
 - Training kernels reach 62 % of the peak (Narayanan et al., SC'21, report 52 % over whole iterations with bubbles).
-- The voltage ridge lies at 77 % of the top clock, and power rises about four times as steeply above it: the curve that
+- The voltage ridge is at 77 % of the top clock, and power rises about four times as steeply above it: the curve that
   Kernel Tuner measured on an RTX A4000 (its test data, synthetic FP32).
-- Memory-bound phases draw half of what arithmetic does above the static power.
-- At the default power limit the core ends 45 K above the air and is half way after 25 s. Each kelvin adds 0.5 % to the
-  static power.
-- What is static, and what waiting draws, stand to idle power as on the A100 SXM: 65 W with the clock held at 1410 MHz
-  (pytorch issue 97459) and 85 W waiting in a receive (Kareus, model_config.py) to 50 W.
+- Above the static power, memory-bound phases draw half of what arithmetic draws.
+- At the default power limit the core gets 45 K warmer than the air, half of it within 25 s. Each kelvin adds 0.5 % to
+  the static power.
+- Static power and power while waiting are proportional to idle power as on the A100 SXM: 65 W with the clock locked at
+  1410 MHz (pytorch issue 97459) and 85 W waiting in a receive (Kareus, model_config.py) for 50 W idle.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from perseus_planner.gpu.simulated.model import GpuModel
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-_REACHED = 0.62
+_EFFICIENCY = 0.62
 _RIDGE = 0.77
 _SLOPE = 1.06  # of the voltage, over the whole range of clocks
 _MEMORY_ACTIVITY = 0.5
@@ -42,20 +42,20 @@ def _model(
     capped_at: float = 0.9,
     sensor_s: float = 1.0,
 ) -> GpuModel:
-    """A GPU of which dense arithmetic reaches the default power limit, the greatest, at `capped_at` of its top clock.
+    """Return a GPU whose default power limit is the largest, and is reached by dense arithmetic at `capped_at`.
 
     Args:
-        name: what follows `simulated:`.
-        clocks_mhz: as in `GpuModel`, as are those that are not listed.
-        peak_flops: dense bf16 (V100: fp16) FLOPS of the datasheet.
-        peak_mhz: the clock that the datasheet reckons with.
-        bytes_per_s: of the datasheet.
-        power_limits_w: least and greatest.
-        idle_power_w: drawn with nothing to do.
-        static_power_w: None: as the module assumes.
-        blocking_power_w: None: as the module assumes.
-        capped_at: share of the top clock.
-        sensor_s: nvml.h: the average of 1 s, but of the moment on A100 and older.
+        name: Name that follows `simulated:`.
+        clocks_mhz: SM clocks that can be locked, highest first.
+        peak_flops: Dense bf16 (V100: fp16) FLOPS of the datasheet.
+        peak_mhz: Clock that the datasheet assumes.
+        bytes_per_s: Memory bandwidth of the datasheet.
+        power_limits_w: Smallest and largest power limit.
+        idle_power_w: Power of an idle GPU.
+        static_power_w: As in `GpuModel`; None for the assumption of this module.
+        blocking_power_w: As in `GpuModel`; None for the assumption of this module.
+        capped_at: Share of the top clock.
+        sensor_s: As in `GpuModel`. By nvml.h an average over 1 s, but instant power on A100 and older.
     """
     limit_w, top_mhz = power_limits_w[1], clocks_mhz[0]
     static_w = 65 / 50 * idle_power_w if static_power_w is None else static_power_w
@@ -69,7 +69,7 @@ def _model(
         idle_power_w=idle_power_w,
         static_power_w=static_w,
         blocking_power_w=85 / 50 * idle_power_w if blocking_power_w is None else blocking_power_w,
-        flops_per_cycle=_REACHED * peak_flops / (peak_mhz * 1e6),
+        flops_per_cycle=_EFFICIENCY * peak_flops / (peak_mhz * 1e6),
         bytes_per_s=bytes_per_s,
         arithmetic_w_per_mhz=w_per_mhz,
         memory_w_per_mhz=_MEMORY_ACTIVITY * w_per_mhz,
@@ -90,8 +90,8 @@ def _steps(top_mhz: int, least_mhz: int, step_mhz: int = 15) -> tuple[int, ...]:
 _MODELS = (
     _model(
         "v100",
-        # 135 to 1530 MHz, 7 and 8 MHz apart in turns. Datasheet of the SXM2: 125 TFLOPS, 900 GB/s, 300 W. 100 W: the
-        # least limit of Zeus' sweeps. Idle about 40 W.
+        # 135 to 1530 MHz, 7 and 8 MHz apart in turns. Datasheet of the SXM2: 125 TFLOPS, 900 GB/s, 300 W. Smallest
+        # limit: that of Zeus' sweeps. Idle about 40 W.
         clocks_mhz=tuple(3060 - 15 * step >> 1 for step in range(187)),
         peak_flops=125e12,
         peak_mhz=1530,
@@ -102,7 +102,7 @@ _MODELS = (
     ),
     _model(
         "a100-pcie",
-        # Clocks of the SXM. Datasheet of 80 GB: 312 TFLOPS, 1935 GB/s, 300 W. Least limit and idle power assumed.
+        # Clocks of the SXM. Datasheet of 80 GB: 312 TFLOPS, 1935 GB/s, 300 W. Smallest limit and idle power assumed.
         clocks_mhz=_steps(1410, 210),
         peak_flops=312e12,
         peak_mhz=1410,
@@ -127,7 +127,7 @@ _MODELS = (
     _model(
         "a40",
         # 210 to 1740 MHz in steps of 15 (Zeus' profile in its documentation). Datasheet: 149.7 TFLOPS dense, 696 GB/s,
-        # 300 W. 100 W: the least limit of Zeus' sweeps. Waiting 70 W (Kareus, model_config.py). Heavy kernels are
+        # 300 W. 100 W: the smallest limit of Zeus' sweeps. Waiting 70 W (Kareus, model_config.py). Heavy kernels are
         # capped from 1740 to 1710 MHz in Zeus' profile, and lower on 175B models: 85 % assumed, as are idle and static.
         clocks_mhz=_steps(1740, 210),
         peak_flops=149.7e12,

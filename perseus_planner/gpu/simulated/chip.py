@@ -1,13 +1,13 @@
-"""What a simulated GPU does in virtual time: its clock, power, temperature and counters from moment to moment."""
+"""The state of a simulated GPU in virtual time: clock, power, temperature and counters."""
 
 from __future__ import annotations
 
 import math
+from collections import deque
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from perseus_planner.errors import GpuLost
-from perseus_planner.gpu.simulated.meter import Meter
 from perseus_planner.gpu.simulated.model import REFERENCE_C, GpuModel, Load
 
 if TYPE_CHECKING:
@@ -17,105 +17,142 @@ COUNTED = ("sw-power-cap", "sw-thermal", "hw-thermal")
 """The throttle reasons that a simulated GPU has and counts."""
 
 SETTLE_S = 0.9e-3
-"""For how long after a call the clock is still what it was: the mean on an A800, in an unpublished measurement."""
+"""How long the clock lags behind a call that sets it: the mean on an A800, in an unpublished measurement."""
 
-_THROTTLED = 0.7  # share of the clock that is left by the fault
-_SETTLED_K = 1e-3  # so near to where it ends, the temperature does not change any more
-_PIECE = 0.1  # share of the warming time constant in which the temperature is taken not to change
+LOST = "it fell off the bus, as its fault says; open it without that fault"
+"""Error text of a lost GPU."""
+
+_THROTTLED = 0.7  # share of the clock that the fault leaves
+_SETTLED_K = 1e-3  # this close to its end value, the temperature is constant
+_PIECE = 0.1  # share of the warming time constant during which the temperature is taken as constant
+
+
+class Meter:
+    """Virtual time, and energy as an energy counter and a power sensor show it.
+
+    Args:
+        step_s: How often the counter moves, seconds; 0 for continuously.
+        phase_s: When it first moves.
+        average_s: Time over which the sensor averages; 0 for instant power.
+        stuck_at_s: When the counter stops.
+        before_w: Power before time 0.
+    """
+
+    def __init__(self, step_s: float, phase_s: float, average_s: float, stuck_at_s: float, before_w: float) -> None:
+        self.now_s = 0.0
+        self.counter_j = 0.0  #: what the counter shows
+        self._step_s, self._phase_s, self._average_s, self._stuck_at_s = step_s, phase_s, average_s, stuck_at_s
+        self._energy_j = 0.0
+        self._power_w = before_w
+        self._past = deque([(-average_s, -average_s * before_w), (0.0, 0.0)])  # (time, energy until then)
+
+    def spend(self, duration_s: float, power_w: float) -> None:
+        """Let `duration_s` seconds pass at constant power."""
+        start_s, start_j = self.now_s, self._energy_j
+        self.now_s, self._energy_j = start_s + duration_s, start_j + power_w * duration_s
+        self._power_w = power_w
+        shown_s = min(self._last_move_s(), self._stuck_at_s)
+        if shown_s > start_s:
+            self.counter_j = start_j + power_w * (shown_s - start_s)
+        self._past.append((self.now_s, self._energy_j))
+        while len(self._past) > 2 and self._past[1][0] <= self.now_s - self._average_s:
+            self._past.popleft()
+
+    def sensed_w(self) -> float:
+        """Return what the sensor shows, watts."""
+        if not self._average_s:
+            return self._power_w
+        (early_s, early_j), (late_s, late_j) = self._past[0], self._past[1]
+        share = (self.now_s - self._average_s - early_s) / (late_s - early_s)
+        return (self._energy_j - (early_j + share * (late_j - early_j))) / self._average_s
+
+    def saved(self) -> dict[str, float]:
+        """Return time, energy, counter and power for `restore`."""
+        return {
+            "now_s": self.now_s,
+            "energy_j": self._energy_j,
+            "counter_j": self.counter_j,
+            "power_w": self._power_w,
+        }
+
+    def restore(self, saved: dict[str, float]) -> None:
+        """Continue from a saved state; a sensor that averages assumes that the power was constant before."""
+        self.now_s, self._energy_j = saved["now_s"], saved["energy_j"]
+        self.counter_j, self._power_w = saved["counter_j"], saved["power_w"]
+        before_j = self._energy_j - self._average_s * self._power_w
+        self._past = deque([(self.now_s - self._average_s, before_j), (self.now_s, self._energy_j)])
+
+    def _last_move_s(self) -> float:
+        if not self._step_s:
+            return self.now_s
+        return self.now_s - (self.now_s - self._phase_s) % self._step_s
 
 
 class Chip:
-    """The state of one GPU, and how it goes on.
+    """The state of one GPU, and how it changes with time.
 
     Args:
-        model: which GPU.
-        conditions: air, drift, counter steps and faults.
-        phase_s: when the energy counter moves first.
+        model: The GPU.
+        options: Air temperature, drift, counter steps and faults.
+        phase_s: When the energy counter first moves.
     """
 
-    def __init__(self, model: GpuModel, conditions: SimulationOptions, phase_s: float) -> None:
+    def __init__(self, model: GpuModel, options: SimulationOptions, phase_s: float) -> None:
         idle_w = model.idle_power_w
-        self.limit_w: float | None = None  #: the power limit that is set; None: the default, that of each load
-        self.locked_mhz: int | None = None  #: what is locked
-        self.clock_mhz = float(model.clocks_mhz[-1])  #: what was done last ran at this
-        self.reasons: frozenset[str] = frozenset()  #: what held that back
-        self.throttled_s = dict.fromkeys(COUNTED, 0.0)  #: for how long each reason held
-        self.temperature_c = conditions.air_c + model.warming_k_per_w * idle_w
-        faults = conditions.faults
-        self.meter = Meter(conditions.step_s, phase_s, model.sensor_s, faults.counter_stuck_at_s, idle_w)
+        self.limit_w: float | None = None  #: power limit that is set; None for the default, that of each load
+        self.locked_mhz: int | None = None  #: clock that is locked
+        self.clock_mhz = float(model.clocks_mhz[-1])  #: clock of what was done last
+        self.reasons: frozenset[str] = frozenset()  #: throttle reasons of what was done last
+        self.throttled_s = dict.fromkeys(COUNTED, 0.0)  #: seconds of throttling by reason
+        self.temperature_c = options.air_c + model.warming_k_per_w * idle_w
+        faults = options.faults
+        self.meter = Meter(options.step_s, phase_s, model.sensor_s, faults.counter_stuck_at_s, idle_w)
         self.waiting = model.blocking()  #: one second of waiting for a message
-        self._model, self._conditions, self._faults = model, conditions, faults
-        # Until when the clock is still what it was, and what was locked then.
+        self._model, self._options, self._faults = model, options, faults
+        # Until when the clock lags behind the last setting, and what was locked before.
         self._before: tuple[float, int | None] = (0.0, None)
 
     def lock(self, clock_mhz: int | None) -> None:
-        """Lock a clock, or none; it is followed a little later."""
+        """Lock a clock, or unlock it; the clock follows a little later."""
         self._before = (self.meter.now_s + SETTLE_S, self.locked_mhz)
         self.locked_mhz = clock_mhz
 
     def limit(self, limit_w: float | None) -> None:
-        """Set a power limit, watts, or the default one; it is in force at once."""
+        """Set a power limit, watts, or the default; it is in force at once."""
         self.limit_w = limit_w
 
     def idle(self, duration_s: float) -> None:
-        """Do nothing for so long.
+        """Stay idle for `duration_s` seconds.
 
         Raises:
-            GpuLost: it falls off meanwhile.
+            GpuLost: If the GPU falls off the bus meanwhile.
         """
         while duration_s > 0:
-            piece_s = min(duration_s, self._unchanged_s(self._model.idle_power_w))
-            clock_mhz = self._followed_mhz() or self._model.clocks_mhz[-1]
+            piece_s = min(duration_s, self._constant_s(self._model.idle_power_w))
+            clock_mhz = self._effective_lock_mhz() or self._model.clocks_mhz[-1]
             self._spend(piece_s, self._model.idle_power_w, clock_mhz, frozenset())
             duration_s -= piece_s
 
     def execute(self, load: Load, repetitions: float, time: float, power: float, within_s: float = math.inf) -> float:
-        """Run `load` so many times, with its time and power multiplied, but for no longer than `within_s`.
+        """Run a load repeatedly, with its time and power multiplied by factors, but for at most `within_s` seconds.
 
-        Returns how many repetitions are left then, shares included.
+        Returns:
+            The number of repetitions that are left, with fractions.
 
         Raises:
-            GpuLost: it falls off meanwhile.
+            GpuLost: If the GPU falls off the bus meanwhile.
         """
         ends_s = self.meter.now_s + within_s
         while repetitions > 0 and self.meter.now_s < ends_s:
-            clock_mhz, power_w, reasons = self._under(load, power)
+            clock_mhz, power_w, reasons = self._run_at(load, power)
             once_s = load.free_time_s(clock_mhz) * time
-            whole_s, piece_s = once_s * repetitions, min(self._unchanged_s(power_w), ends_s - self.meter.now_s)
+            whole_s, piece_s = once_s * repetitions, min(self._constant_s(power_w), ends_s - self.meter.now_s)
             self._spend(min(whole_s, piece_s), power_w, clock_mhz, reasons)
             repetitions = repetitions - piece_s / once_s if piece_s < whole_s else 0.0
         return repetitions
 
-    def _under(self, load: Load, power: float) -> tuple[float, float, frozenset[str]]:
-        """Clock and power at which `load` runs now, and what holds the clock back."""
-        wanted_mhz = float(self._followed_mhz() or self._model.clocks_mhz[0])
-        reasons = set()
-        if self._faults.throttled_at(self.meter.now_s):
-            wanted_mhz *= _THROTTLED
-            reasons.add("hw-thermal")
-        set_w = math.inf if self.limit_w is None else self.limit_w
-        limit_w, reason = min((min(load.power_limit_w, set_w), "sw-power-cap"), (self._cooled_w(), "sw-thermal"))
-        warmth = 1 + self._conditions.drift * self._model.leakage_per_k * (self.temperature_c - REFERENCE_C)
-        limited = replace(load, static_w=load.static_w * warmth, power_limit_w=limit_w)
-        clock_mhz = limited.achieved_mhz(wanted_mhz)
-        if clock_mhz < wanted_mhz:
-            reasons.add(reason)
-        power_w = max(limited.static_w, min(limited.free_power_w(clock_mhz) * power, limit_w))
-        return clock_mhz, power_w, frozenset(reasons)
-
-    def _cooled_w(self) -> float:
-        """What may be drawn so that it gets no hotter; infinite below the temperature at which that is asked."""
-        model = self._model
-        if self.temperature_c < model.slowdown_c:
-            return math.inf
-        return (model.slowdown_c - self._conditions.air_c) / model.warming_k_per_w
-
-    def _followed_mhz(self) -> int | None:
-        until_s, before_mhz = self._before
-        return before_mhz if self.meter.now_s < until_s else self.locked_mhz
-
     def saved(self) -> dict[str, Any]:
-        """The state as JSON has it, for `restore`."""
+        """Return the state as JSON values, for `restore`."""
         return {
             "meter": self.meter.saved(),
             "limit_w": self.limit_w,
@@ -128,7 +165,7 @@ class Chip:
         }
 
     def restore(self, saved: dict[str, Any]) -> None:
-        """Go on from what another chip of this model and these conditions has saved."""
+        """Continue from the saved state of a chip with the same model and options."""
         self.meter.restore(saved["meter"])
         until_s, before_mhz = saved["before"]
         self._before = (until_s, before_mhz)
@@ -136,22 +173,50 @@ class Chip:
         self.reasons, self.throttled_s = frozenset(saved["reasons"]), dict(saved["throttled_s"])
         self.temperature_c = saved["temperature_c"]
 
-    def begin_anew(self) -> None:
-        """Let time begin at 0 again, and with it the faults; all else stays."""
+    def restart_time(self) -> None:
+        """Set the time to 0, from which the faults count; everything else stays."""
         until_s, before_mhz = self._before
         self._before = (until_s - self.meter.now_s, before_mhz)
         self.meter.restore({**self.meter.saved(), "now_s": 0.0})
 
-    def _unchanged_s(self, power_w: float) -> float:
-        """For how long from now on, at this power, all that the clock and the power depend on stays as it is."""
+    def _run_at(self, load: Load, power: float) -> tuple[float, float, frozenset[str]]:
+        """Return the clock and the power at which `load` runs now, and the throttle reasons."""
+        wanted_mhz = float(self._effective_lock_mhz() or self._model.clocks_mhz[0])
+        reasons = set()
+        if self._faults.throttled_at(self.meter.now_s):
+            wanted_mhz *= _THROTTLED
+            reasons.add("hw-thermal")
+        set_w = math.inf if self.limit_w is None else self.limit_w
+        limit_w, reason = min((min(load.power_limit_w, set_w), "sw-power-cap"), (self._thermal_limit_w(), "sw-thermal"))
+        warmth = 1 + self._options.drift * self._model.leakage_per_k * (self.temperature_c - REFERENCE_C)
+        limited = replace(load, static_w=load.static_w * warmth, power_limit_w=limit_w)
+        clock_mhz = limited.achieved_mhz(wanted_mhz)
+        if clock_mhz < wanted_mhz:
+            reasons.add(reason)
+        power_w = max(limited.static_w, min(limited.free_power_w(clock_mhz) * power, limit_w))
+        return clock_mhz, power_w, frozenset(reasons)
+
+    def _thermal_limit_w(self) -> float:
+        """Return the power at which the GPU gets no hotter; infinite while it is cool enough."""
+        model = self._model
+        if self.temperature_c < model.slowdown_c:
+            return math.inf
+        return (model.slowdown_c - self._options.air_c) / model.warming_k_per_w
+
+    def _effective_lock_mhz(self) -> int | None:
+        until_s, before_mhz = self._before
+        return before_mhz if self.meter.now_s < until_s else self.locked_mhz
+
+    def _constant_s(self, power_w: float) -> float:
+        """Return how long everything that clock and power depend on stays constant at this power, seconds."""
         now_s, settled_s = self.meter.now_s, self._before[0]
         ends_s = min(self._faults.next_s(now_s), settled_s if settled_s > now_s else math.inf)
         is_settled = abs(self._end_c(power_w) - self.temperature_c) < _SETTLED_K
         return min(ends_s - now_s, math.inf if is_settled else _PIECE * self._model.warming_s)
 
     def _end_c(self, power_w: float) -> float:
-        """The temperature that is reached in the end."""
-        return self._conditions.air_c + self._model.warming_k_per_w * power_w
+        """Return the temperature that this power leads to in the end, degrees Celsius."""
+        return self._options.air_c + self._model.warming_k_per_w * power_w
 
     def _spend(self, duration_s: float, power_w: float, clock_mhz: float, reasons: frozenset[str]) -> None:
         self.meter.spend(duration_s, power_w)
@@ -162,7 +227,3 @@ class Chip:
         self.temperature_c = end_c + (self.temperature_c - end_c) * math.exp(-duration_s / self._model.warming_s)
         if self.meter.now_s >= self._faults.lost_at_s:
             raise GpuLost(f"simulated {self._model.name} is lost: {LOST}")
-
-
-LOST = "it fell off the bus, as its fault says; open it without that fault"
-"""What a lost GPU says."""

@@ -1,21 +1,21 @@
-"""Under what conditions a simulated GPU runs: noise, counter steps, faults; as the options of its text.
+"""Options of a simulated GPU: noise, counter steps, faults.
 
     simulated:a100-sxm?seed=3&noise=0&fault=lost@30s&fault=not-supported:energy
 
-Options stand after `?`, joined by `&`; `fault` may be repeated. Times are virtual, counted from opening.
+Options follow `?`, separated by `&`; `fault` may be repeated. Times are virtual, counted from opening the GPU.
 
-seed=3                      which of the noises; equal seeds give equal numbers
-slower=2000                 times as slow in all that it computes, at the same powers: a small model takes milliseconds
-call=5ms                    how long each call takes that sets something; without it, as long as on an A800
+seed=3                      seed of the noise; equal seeds give equal numbers
+slower=2000                 factor that slows all computation down at the same power: a small model takes milliseconds
+call=5ms                    duration of each call that sets something; by default, that of an A800
 noise=0.01                  relative standard deviation of the time, and of the power, of one computation
 outliers=0.05               share of calls of `run` that take 5 to 30 % longer, as if something else ran too
-step=100ms                  how often the energy counter moves; 0 for always
-air=30                      temperature of the air, degrees Celsius
-drift=0                     how many times as strongly static power follows temperature as in the catalogue
+step=100ms                  how often the energy counter moves; 0 for continuously
+air=30                      air temperature, degrees Celsius
+drift=0                     how strongly static power follows the temperature, as a multiple of the catalog's value
 fault=not-permitted         nothing may be set
-fault=not-supported:WHAT    has no WHAT: clocks, power-limit, energy, power, temperature or throttle
-fault=lost@30s              falls off then; lost@200calls: after 200 calls of any kind
-fault=throttled@30s-60s     hot from then to then: runs at 70 % of the clock that is set
+fault=not-supported:WHAT    WHAT is missing: clocks, power-limit, energy, power, temperature or throttle
+fault=lost@30s              the GPU falls off the bus then; lost@200calls: after 200 calls of any kind
+fault=throttled@30s-60s     the GPU is hot in that span: it runs at 70 % of the clock that is set
 fault=counter-stuck@30s     the energy counter stands still from then on
 """
 
@@ -34,23 +34,23 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
 NOISE = 0.01
-"""The noise where nothing else is asked for."""
+"""Default noise."""
 
 FUNCTIONS = ("clocks", "power-limit", "energy", "power", "temperature", "throttle")
-"""What a simulated GPU can be without."""
+"""What the fault `not-supported` can remove from a simulated GPU."""
 
 
 @dataclass(frozen=True)
 class Faults:
-    """What goes wrong with a simulated GPU, and when, in seconds since it was opened.
+    """What goes wrong with a simulated GPU, with times in seconds since it was opened.
 
     Attributes:
-        not_permitted: nothing may be set.
-        not_supported: those of `FUNCTIONS` that it does not have.
-        lost_at_s: when it falls off.
-        lost_after_calls: after how many calls of any kind it falls off.
+        not_permitted: Nothing may be set.
+        not_supported: Members of `FUNCTIONS` that are missing.
+        lost_at_s: When the GPU falls off the bus.
+        lost_after_calls: After how many calls of any kind it falls off the bus.
         throttled_s: (start, end) of the spans in which it is hot.
-        counter_stuck_at_s: from when on the energy counter stands still.
+        counter_stuck_at_s: When the energy counter stops.
     """
 
     not_permitted: bool = False
@@ -61,11 +61,11 @@ class Faults:
     counter_stuck_at_s: float = math.inf
 
     @classmethod
-    def parsed(cls, texts: tuple[str, ...]) -> Faults:
-        """The faults that `texts` write, together.
+    def parse(cls, texts: tuple[str, ...]) -> Faults:
+        """Combine the faults in `texts`.
 
         Raises:
-            GpuError: one of them is none; the text names the known.
+            GpuError: If a fault is unknown; the text lists the known ones.
         """
         faults = cls()
         for text in texts:
@@ -74,23 +74,25 @@ class Faults:
                     faults = added(faults, *found.groups())
                     break
             else:
-                raise GpuError(f"fault {text!r} is unknown; write one of: {', '.join(_FAULT_TEXTS)}")
+                raise GpuError(f"fault {text!r} is unknown; write one of: {', '.join(_FAULT_EXAMPLES)}")
         return faults
 
     def throttled_at(self, now_s: float) -> bool:
-        """Whether it is hot then."""
+        """Return whether the GPU is hot at that time."""
         return any(start_s <= now_s < end_s for start_s, end_s in self.throttled_s)
 
     def next_s(self, now_s: float) -> float:
-        """When the next of them comes or goes; infinite where none does."""
-        moments_s = (self.lost_at_s, self.counter_stuck_at_s, *(each for span in self.throttled_s for each in span))
-        return min((each for each in moments_s if each > now_s), default=math.inf)
+        """Return when the next fault begins or ends; infinite if there is none."""
+        times_s = (self.lost_at_s, self.counter_stuck_at_s, *(time_s for span in self.throttled_s for time_s in span))
+        return min((time_s for time_s in times_s if time_s > now_s), default=math.inf)
 
 
-def _not_supported(faults: Faults, what: str) -> Faults:
-    if what not in FUNCTIONS:
-        raise GpuError(f"fault 'not-supported:{what}': {what!r} is unknown; write one of: {', '.join(FUNCTIONS)}")
-    return replace(faults, not_supported=faults.not_supported | {what})
+def _not_supported(faults: Faults, function: str) -> Faults:
+    if function not in FUNCTIONS:
+        raise GpuError(
+            f"fault 'not-supported:{function}': {function!r} is unknown; write one of: {', '.join(FUNCTIONS)}"
+        )
+    return replace(faults, not_supported=faults.not_supported | {function})
 
 
 def _lost_at(faults: Faults, when: str) -> Faults:
@@ -122,7 +124,7 @@ _FAULTS: Mapping[str, Callable[..., Faults]] = MappingProxyType(
         "counter-stuck@(.+)": _counter_stuck,
     }
 )
-_FAULT_TEXTS = (
+_FAULT_EXAMPLES = (
     "not-permitted",
     "not-supported:energy",
     "lost@30s",
@@ -132,54 +134,55 @@ _FAULT_TEXTS = (
 )
 
 
+class _Option(NamedTuple):
+    """A number among the options: its field in `SimulationOptions`, and which values are allowed."""
+
+    field: str
+    rule: Rule
+    smallest: float
+    largest: float
+
+
 def _seconds_rule(what: str, example: str) -> Rule:
     return Rule(float, True, f"{what}: write seconds, or a number with ms or s, such as {example}")
 
 
-class _Bounds(NamedTuple):
-    """What a field of `SimulationOptions` must be, and the least and the greatest that it may be."""
+_SLOWER = Rule(float, False, "a slowdown: write a factor from 0.001 to 1e6, such as 2000")
+_NOISE = Rule(float, True, "a noise: write a share from 0 to 0.2, such as 0.01")
+_OUTLIERS = Rule(float, True, "a share of outliers: write a number from 0 to 1, such as 0.05")
+_AIR = Rule(float, True, "an air temperature: write degrees Celsius from 0 to 60, such as 30")
+_DRIFT = Rule(float, True, "a multiple of the drift: write a number from 0 to 3, such as 0")
 
-    rule: Rule
-    least: float
-    most: float
-
-
-_RULES: Mapping[str, _Bounds] = MappingProxyType(
+_OPTIONS: Mapping[str, _Option] = MappingProxyType(
     {
-        "slower": _Bounds(
-            Rule(float, False, "a slowdown: write how many times as slow, from 0.001 to 1e6, such as 2000"), 1e-3, 1e6
-        ),
-        "call_s": _Bounds(_seconds_rule("the time of a call", "5ms"), 0.0, math.inf),
-        "noise": _Bounds(Rule(float, True, "a noise: write a share from 0 to 0.2, such as 0.01"), 0.0, 0.2),
-        "outliers": _Bounds(
-            Rule(float, True, "a share of outliers: write a number from 0 to 1, such as 0.05"), 0.0, 1.0
-        ),
-        "step_s": _Bounds(_seconds_rule("a counter step", "100ms"), 0.0, math.inf),
-        "air_c": _Bounds(
-            Rule(float, True, "a temperature of the air: write degrees Celsius from 0 to 60, such as 30"), 0.0, 60.0
-        ),
-        "drift": _Bounds(Rule(float, True, "a multiple of the drift: write a number from 0 to 3, such as 0"), 0.0, 3.0),
+        "slower": _Option("slower", _SLOWER, 1e-3, 1e6),
+        "call": _Option("call_s", _seconds_rule("a duration of a call", "5ms"), 0.0, math.inf),
+        "noise": _Option("noise", _NOISE, 0.0, 0.2),
+        "outliers": _Option("outliers", _OUTLIERS, 0.0, 1.0),
+        "step": _Option("step_s", _seconds_rule("a counter step", "100ms"), 0.0, math.inf),
+        "air": _Option("air_c", _AIR, 0.0, 60.0),
+        "drift": _Option("drift", _DRIFT, 0.0, 3.0),
     }
 )
 
 
 @dataclass(frozen=True)
 class SimulationOptions:
-    """The options of the module's text, but for the seed.
+    """The options of a simulated GPU, except its seed.
 
     Attributes:
-        slower: times as slow as the catalogue's in all that it computes.
-        call_s: how long a call takes that sets something, seconds; None: as long as on an A800.
-        noise: relative standard deviation of the time, and of the power, of one computation.
-        outliers: share of calls of `run` that take 5 to 30 % longer.
-        step_s: how often the energy counter moves, seconds; 0 for always.
-        air_c: temperature of the air, degrees Celsius.
-        drift: multiple of the catalogue's dependence of static power on temperature.
-        fault: each as it is written, such as "lost@30s".
-        faults: the same, read.
+        slower: Factor by which all computation is slower than in the catalog.
+        call_s: Duration of a call that sets something, seconds; None for that of an A800.
+        noise: Relative standard deviation of the time, and of the power, of one computation.
+        outliers: Share of calls of `run` that take 5 to 30 % longer.
+        step_s: How often the energy counter moves, seconds; 0 for continuously.
+        air_c: Air temperature, degrees Celsius.
+        drift: Multiple of the catalog's dependence of static power on temperature.
+        fault: Faults as text, such as "lost@30s".
+        faults: The same faults, parsed.
 
     Raises:
-        GpuError: a value is out of bounds, or a fault is none; the text says what may be.
+        GpuError: If a value is out of bounds, or a fault is unknown; the text says what is allowed.
     """
 
     slower: float = 1.0
@@ -193,36 +196,22 @@ class SimulationOptions:
     faults: Faults = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        for name, (rule, least, most) in _RULES.items():
+        for name, rule, smallest, largest in _OPTIONS.values():
             given = getattr(self, name)
             if name == "call_s" and given is None:
                 continue
             value = rule.accept(given)
-            if value is None or not least <= value <= most:
+            if value is None or not smallest <= value <= largest:
                 raise GpuError(f"{given!r} is not {rule.wanted}")
             object.__setattr__(self, name, value)
-        object.__setattr__(self, "faults", Faults.parsed(self.fault))
-
-
-_FIELDS: Mapping[str, str] = MappingProxyType(
-    {
-        "slower": "slower",
-        "call": "call_s",
-        "noise": "noise",
-        "outliers": "outliers",
-        "step": "step_s",
-        "air": "air_c",
-        "drift": "drift",
-    }
-)
-"""Option -> field of `SimulationOptions`."""
+        object.__setattr__(self, "faults", Faults.parse(self.fault))
 
 
 def parse_options(text: str, default: SimulationOptions | None = None) -> tuple[int, SimulationOptions]:
-    """The seed and the conditions that `text`, what stands after `?`, writes; what it leaves out is as in `default`.
+    """Return the seed and the options in `text`, which follows `?`; options that it leaves out are those of `default`.
 
     Raises:
-        GpuError: an option is unknown, is there twice or has no such value; the text says which are known.
+        GpuError: If an option is unknown, repeated or has a wrong value; the text lists the known ones.
     """
     values: dict[str, str] = {}
     faults: list[str] = []
@@ -230,42 +219,42 @@ def parse_options(text: str, default: SimulationOptions | None = None) -> tuple[
         name, _, value = option.partition("=")
         if name == "fault":
             faults.append(value)
-        elif name not in ("seed", *_FIELDS):
-            raise GpuError(f"option {name!r} is unknown; choose from: seed, {', '.join(_FIELDS)}, fault")
+        elif name not in ("seed", *_OPTIONS):
+            raise GpuError(f"option {name!r} is unknown; choose from: seed, {', '.join(_OPTIONS)}, fault")
         elif name in values:
-            raise GpuError(f"option {name!r} is there twice; write it once")
+            raise GpuError(f"option {name!r} is repeated; write it once")
         else:
             values[name] = value
     seed = values.pop("seed", "0")
     if not re.fullmatch("-?[0-9]{1,18}", seed):
         raise GpuError(f"{seed!r} is not a seed: write a whole number, such as 3")
-    numbers: dict[str, Any] = {_FIELDS[name]: _number(name, value) for name, value in values.items()}
+    numbers: dict[str, Any] = {_OPTIONS[name].field: _number(_OPTIONS[name], value) for name, value in values.items()}
     return int(seed), replace(default or SimulationOptions(), **numbers, fault=tuple(faults))
 
 
-def _number(name: str, text: str) -> float:
-    rule = _RULES[_FIELDS[name]].rule
-    if _FIELDS[name].endswith("_s") and re.search("[a-z]", text):
-        return _seconds(text)
-    value: float | None = rule.parse(text)
-    if value is None:
-        raise GpuError(f"{text!r} is not {rule.wanted}")
-    return value
-
-
-def format_options(seed: int, conditions: SimulationOptions, default: SimulationOptions | None = None) -> str:
-    """What `parse_options` reads as these; what is as in `default` is left out."""
+def format_options(seed: int, options: SimulationOptions, default: SimulationOptions | None = None) -> str:
+    """Return the text that `parse_options` reads as these, without the options that equal those of `default`."""
     default = default or SimulationOptions()
-    options = [f"seed={seed}"] if seed else []
-    for name, target in _FIELDS.items():
-        if getattr(conditions, target) != getattr(default, target):
-            options.append(f"{name}={format_number(getattr(conditions, target))}")
-    return "&".join([*options, *(f"fault={fault}" for fault in conditions.fault)])
+    texts = [f"seed={seed}"] if seed else []
+    for name, option in _OPTIONS.items():
+        value = getattr(options, option.field)
+        if value != getattr(default, option.field):
+            texts.append(f"{name}={format_number(value)}")
+    return "&".join([*texts, *(f"fault={fault}" for fault in options.fault)])
 
 
 def format_number(value: float) -> str:
-    """`value` so that it is read as the very same: 2000, 0.01."""
+    """Return the text of exactly this number, such as 2000 or 0.01."""
     return repr(value).removesuffix(".0")
+
+
+def _number(option: _Option, text: str) -> float:
+    if option.field.endswith("_s") and re.search("[a-z]", text):
+        return _seconds(text)
+    value: float | None = option.rule.parse(text)
+    if value is None:
+        raise GpuError(f"{text!r} is not {option.rule.wanted}")
+    return value
 
 
 def _seconds(text: str) -> float:
