@@ -14,7 +14,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from perseus_planner.errors import ControllerLost, GpuError
-from perseus_planner.runs.straggler import Straggling, Watch
+from perseus_planner.runs.straggler import StragglerDetection, StragglerDetector
 from perseus_planner.runtime.controller.client import HUNG_S, Connection
 from perseus_planner.runtime.controller.protocol import ControlFailure, ToRank
 from perseus_planner.runtime.marks import NO_REQUEST, Marks
@@ -125,14 +125,14 @@ class Monitor:
         telemetry: Telemetry,
         warnings: JobWarnings,
         connection: Connection | None,
-        on_straggling: Callable[[Straggling], None] | None,
+        on_straggling: Callable[[StragglerDetection], None] | None,
         on_counts: Callable[[Sequence[Counts]], None] | None = None,
     ) -> None:
         self._follower, self._hook, self._marks, self._telemetry = follower, hook, marks, telemetry
         self._warnings, self._connection = warnings, connection
         self._on_straggling, self._on_counts = on_straggling, on_counts
         self._counts: Sequence[Counts] = ()  #: reported last
-        self._watch, self._hang_detector = Watch(), _HangDetector()
+        self._detector, self._hang_detector = StragglerDetector(), _HangDetector()
         self._min_dwell_s: float | None = None
         self._progress, self._progressed_s = hook.progress, time.monotonic()
 
@@ -205,11 +205,11 @@ class Monitor:
 
     def _report_straggling(self, records: Sequence[IterationRecord]) -> None:
         for record in records:
-            self._watch, straggling = self._watch.after(record)
-            if straggling is None or self._on_straggling is None:
+            self._detector, detection = self._detector.after(record)
+            if detection is None or self._on_straggling is None:
                 continue
             try:
-                self._on_straggling(straggling)
+                self._on_straggling(detection)
             except Exception as error:  # raised by the caller's code
                 self._warnings.warn("on_straggling", f"on_straggling raised {type(error).__name__}: {error}")
 

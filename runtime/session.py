@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from perseus_planner.plans.plan import Plan
     from perseus_planner.runs import IterationRecord
-    from perseus_planner.runs.straggler import Straggling
+    from perseus_planner.runs.straggler import StragglerDetection
     from perseus_planner.runtime.agent.link import ServiceLink
     from perseus_planner.runtime.engines.engine import Engine
     from perseus_planner.runtime.hook import Program
@@ -98,7 +98,7 @@ def planner_runtime(
     dry_run: bool = False,
     record: str | os.PathLike[str] | None = None,
     max_changes_per_s: float = MAX_CHANGES_PER_S,
-    on_straggling: Callable[[Straggling], None] | None = None,
+    on_straggling: Callable[[StragglerDetection], None] | None = None,
     service: str | None = None,
     job: str | None = None,
     frontier: str | os.PathLike[str] | None = None,

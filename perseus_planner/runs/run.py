@@ -1,4 +1,4 @@
-"""A run folder, read: the plans, and what every rank measured."""
+"""Reads a run folder: the plans, and what every rank recorded."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ if TYPE_CHECKING:
 
 _PLAN = re.compile(r"plan-([0-9]{1,9})(?:-pipeline-([0-9]{1,9}))?\.yaml")
 _ROWS = re.compile(r"iterations-([0-9]{1,9})\.csv")
-_ALL = "copy what all nodes wrote into one folder, or look again when each rank has ended an iteration"
+_REMEDY = "copy the files of all nodes into one folder, or try again when each rank has ended an iteration"
 
 
 @dataclass(frozen=True)
 class RankRecord:
-    """What one rank measured.
+    """What one rank recorded.
 
     Attributes:
-        rank: of the whole job.
-        iterations: those that are kept, one after another; at least one.
-        computations: iteration -> its computations, of the last few.
+        rank: Rank in the whole job.
+        iterations: The iterations in the folder, in order; at least one.
+        computations: Iteration -> its computations, for the last iterations.
     """
 
     rank: int
@@ -43,31 +43,31 @@ class RankRecord:
 
     @property
     def pipeline(self) -> int:
-        """The pipeline it is in."""
+        """Number of its pipeline."""
         return self.iterations[-1].pipeline
 
     @property
     def pipeline_rank(self) -> int:
-        """Which rank of it it is."""
+        """Rank in its pipeline."""
         return self.iterations[-1].pipeline_rank
 
     def counted(self, version: int) -> tuple[IterationRecord, ...]:
-        """The iterations that ran as planned by that plan but for its first one, which is like no other."""
-        return tuple(row for row in self.by(version)[1:] if row.is_as_planned)
+        """Return the iterations that ran as planned by a plan, without its first one, which is not typical."""
+        return tuple(row for row in self.iterations_by(version)[1:] if row.is_as_planned)
 
-    def by(self, version: int) -> tuple[IterationRecord, ...]:
-        """The iterations that ran by that plan, as planned or not."""
+    def iterations_by(self, version: int) -> tuple[IterationRecord, ...]:
+        """Return the iterations that ran by a plan, as planned or not."""
         return tuple(row for row in self.iterations if row.version == version)
 
 
 @dataclass(frozen=True)
 class Run(Shown):
-    """What all ranks of a job measured.
+    """What all ranks of a job recorded.
 
     Attributes:
-        folder: where it was found.
-        plans: (version, pipeline) -> plan; the pipeline is None where all run by one.
-        ranks: by their numbers in the job.
+        folder: The run folder.
+        plans: (version, pipeline) -> plan; the pipeline is None if all pipelines run by one plan.
+        ranks: The ranks, in order.
     """
 
     folder: Path
@@ -76,15 +76,15 @@ class Run(Shown):
 
     @classmethod
     def load(cls, folder: str | os.PathLike[str]) -> Run:
-        """Read a run folder, also while the run goes on.
+        """Read a run folder; the run may still go on.
 
         Raises:
-            RunError: it is none, holds nothing yet, or what one rank wrote is missing or damaged.
-            PlanError: one of its plans is damaged.
+            RunError: If it is not a run folder, has no iterations yet, or the files of a rank are missing or damaged.
+            PlanError: If a plan is damaged.
         """
         folder = Path(folder)
         with reading(folder, RunError):
-            names = sorted(each.name for each in folder.iterdir())
+            names = sorted(path.name for path in folder.iterdir())
         plans = {
             (int(match[1]), None if match[2] is None else int(match[2])): Plan.load(folder / match[0])
             for match in filter(None, map(_PLAN.fullmatch, names))
@@ -97,98 +97,100 @@ class Run(Shown):
 
     @property
     def versions(self) -> tuple[int, ...]:
-        """The plans that were run by, oldest first."""
+        """Versions of the plans that iterations ran by, oldest first."""
         return tuple(sorted({row.version for rank in self.ranks for row in rank.iterations if row.version is not None}))
 
     def plan(self, version: int, pipeline: int) -> Plan:
-        """What that pipeline ran by.
+        """Return the plan of a version that a pipeline ran by.
 
         Raises:
-            RunError: the plan is not in the folder.
+            RunError: If the plan is not in the folder.
         """
         for key in ((version, pipeline), (version, None)):
             if key in self.plans:
                 return self.plans[key]
         raise RunError(
-            f"{self.folder}: has iterations by plan {version} and no {plan_path(self.folder, version, None).name}; "
-            f"{_ALL}"
+            f"{self.folder}: has iterations by plan {version} but no {plan_path(self.folder, version, None).name}; "
+            f"{_REMEDY}"
         )
 
     def time_s(self, version: int) -> float | None:
-        """Seconds of an iteration by that plan: the mean of those that count, on the rank where that is longest.
+        """Return the seconds of an iteration by a plan: the mean of the `counted` ones, on the slowest rank.
 
-        None where no rank has one that counts.
+        None if no rank has such an iteration.
         """
         counted = [rank.counted(version) for rank in self.ranks]
         return max((fmean(row.time_s for row in rows) for rows in counted if rows), default=None)
 
     def _check(self) -> None:
-        """Refuse a folder that has not what all ranks wrote."""
+        """Refuse a folder that lacks files of some ranks."""
         numbers = [rank.rank for rank in self.ranks]
         for number in range(numbers[-1]):
             if number not in numbers:
-                raise RunError(f"{self.folder}: has no iteration of rank {number}, and has some of others; {_ALL}")
+                raise RunError(f"{self.folder}: has no iterations of rank {number}, but of other ranks; {_REMEDY}")
         if not self.versions:
-            raise RunError(f"{self.folder}: none of its iterations ran by a plan; look again when one has")
-        seats = Counter((rank.pipeline, rank.pipeline_rank) for rank in self.ranks)
-        for pipeline, _ in list(seats):
+            raise RunError(f"{self.folder}: no iteration has run by a plan; try again when one has")
+        rank_counts = Counter((rank.pipeline, rank.pipeline_rank) for rank in self.ranks)
+        for pipeline, _ in list(rank_counts):
             plans = [self.plan(version, pipeline) for version in self.versions if self._ran(version, pipeline)]
             for number in range(max((len(plan.schedule.ranks) for plan in plans), default=0)):
-                if not seats[pipeline, number]:
+                if not rank_counts[pipeline, number]:
                     where = f"rank {number} of pipeline {pipeline}"
-                    raise RunError(f"{self.folder}: has no iteration of {where}, and has some of others; {_ALL}")
+                    raise RunError(f"{self.folder}: has no iterations of {where}, but of other ranks; {_REMEDY}")
 
     def _ran(self, version: int, pipeline: int) -> bool:
-        return any(rank.pipeline == pipeline and rank.by(version) for rank in self.ranks)
+        return any(rank.pipeline == pipeline and rank.iterations_by(version) for rank in self.ranks)
 
 
-class Measured(NamedTuple):
-    """What an iteration took, for the calibration of what its plan was made from."""
+class MeasuredIteration(NamedTuple):
+    """How long an iteration took, to calibrate the profile that its plan was made from."""
 
-    plan: Plan  #: of the pipeline that the others wait for, where there are several
-    time_s: float  #: mean of the iterations that count, seconds
+    plan: Plan  #: of the slowest pipeline, which the others wait for
+    time_s: float  #: mean of the counted iterations, seconds
 
 
-def calibration_of(run: Run) -> Measured:
-    """The time of an iteration by the newest plan.
+def calibration_of(run: Run) -> MeasuredIteration:
+    """Return the time of an iteration by the newest plan.
 
-    Counted are the iterations that ran as planned, but for the first one by that plan; of several pipelines, which end
-    every iteration together, the plan is that of the slowest.
+    Only iterations that ran as planned count, without the first one by that plan. If there are several pipelines, which
+    end every iteration together, the plan is that of the slowest.
 
     Raises:
-        RunError: no iteration counts.
+        RunError: If no iteration counts.
     """
     version = run.versions[-1]
     time_s = run.time_s(version)
     if time_s is None:
         raise RunError(
-            f"{run.folder}: no iteration ran as planned by plan {version} after its first one; let the training run on"
+            f"{run.folder}: no iteration ran as planned by plan {version} after its first one; train for longer"
         )
-    pipelines = sorted({rank.pipeline for rank in run.ranks if rank.by(version)})
-    return Measured(max((run.plan(version, each) for each in pipelines), key=lambda plan: plan.time_s), time_s)
+    pipelines = sorted({rank.pipeline for rank in run.ranks if rank.iterations_by(version)})
+    plans = [run.plan(version, pipeline) for pipeline in pipelines]
+    return MeasuredIteration(max(plans, key=lambda plan: plan.time_s), time_s)
 
 
 def _check_names(folder: Path, names: Sequence[str], plans: int, ranks: int) -> None:
     if not names:
-        raise RunError(f"{folder}: is empty; look again when an iteration has ended by a plan")
+        raise RunError(f"{folder}: is empty; try again when an iteration by a plan has ended")
     if not plans and not ranks:
         raise RunError(
-            f"{folder}: is a folder, and not one that a training run has written; name such a folder, or a file"
+            f"{folder}: is a folder, but not a run folder; name a folder that a training run has written, or a file"
         )
     if not ranks:
-        raise RunError(f"{folder}: no iteration has ended yet; look again when one has")
+        raise RunError(f"{folder}: no iteration has ended yet; try again when one has")
 
 
 def _ranks(folder: Path, numbers: Sequence[int]) -> tuple[RankRecord, ...]:
-    """Those of which there is an iteration."""
+    """Return the ranks that have recorded an iteration."""
     ranks = []
     for number in numbers:
         old = iterations_path(folder, number, old=True)
         rows = [*(ITERATIONS.read(old) if old.exists() else []), *ITERATIONS.read(iterations_path(folder, number))]
         path = computations_path(folder, number)
-        ran = groupby(COMPUTATIONS.read(path) if path.exists() else [], key=lambda each: each.iteration)
+        groups = groupby(COMPUTATIONS.read(path) if path.exists() else [], key=lambda each: each.iteration)
+        computations = {iteration: tuple(group) for iteration, group in groups}
         if rows:
-            ranks.append(RankRecord(number, tuple(rows), {iteration: tuple(each) for iteration, each in ran}))
+            ranks.append(RankRecord(number, tuple(rows), computations))
     if not ranks:
-        raise RunError(f"{folder}: no iteration has ended yet; look again when one has")
+        raise RunError(f"{folder}: no iteration has ended yet; try again when one has")
     return tuple(ranks)

@@ -140,7 +140,7 @@ class RunSummary:
 def summarize_run(run: Run) -> RunSummary:
     """What `planner show` says of `run`."""
     version = max((each for each in run.versions if run.time_s(each) is not None), default=run.versions[-1])
-    plan = run.plan(version, next(rank.pipeline for rank in run.ranks if rank.by(version)))
+    plan = run.plan(version, next(rank.pipeline for rank in run.ranks if rank.iterations_by(version)))
     origins = {rank.iterations[-1].origin for rank in run.ranks}
     return RunSummary(
         schedule=str(plan.schedule),
@@ -162,7 +162,7 @@ def _of_plan(run: Run, version: int) -> PlanOfRun:
     energies_j = [rank.energy_j for rank in ranks if rank.energy_j is not None]
     return PlanOfRun(
         version=version,
-        iterations=max(len(rank.by(version)) for rank in run.ranks),
+        iterations=max(len(rank.iterations_by(version)) for rank in run.ranks),
         counted=max(rank.iterations for rank in ranks),
         time_s=run.time_s(version),
         planned_time_s=_time_s(run, version),
@@ -173,14 +173,14 @@ def _of_plan(run: Run, version: int) -> PlanOfRun:
 
 def _time_s(run: Run, version: int) -> float:
     """What the plan, or that of the slowest pipeline, foresees."""
-    return max(run.plan(version, rank.pipeline).time_s for rank in run.ranks if rank.by(version))
+    return max(run.plan(version, rank.pipeline).time_s for rank in run.ranks if rank.iterations_by(version))
 
 
 def _ranks(run: Run, version: int) -> Iterator[RankOfRun]:
     """The ranks that ran by that plan."""
     planned: dict[int, list[_Planned]] = {}
     for rank in run.ranks:
-        if rank.by(version):
+        if rank.iterations_by(version):
             if rank.pipeline not in planned:
                 planned[rank.pipeline] = _planned(run.plan(version, rank.pipeline), _time_s(run, version))
             yield _rank(rank, rank.counted(version), planned[rank.pipeline][rank.pipeline_rank])

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from perseus_planner.plans.plan import Plan
-    from perseus_planner.runs.straggler import Straggling
+    from perseus_planner.runs.straggler import StragglerDetection
     from perseus_planner.runtime.agent.settings import ServedJob
     from perseus_planner.runtime.job import JobWarnings, TrainingJob
     from perseus_planner.runtime.rendezvous import RankContext
@@ -53,13 +53,13 @@ class ServiceLink:
             self._agent = Agent(self.served, self._job, context.pipelines, plan, switch_to, self._warnings)
             self._agent.start()
 
-    def told(self, then: Callable[[Straggling], None] | None) -> Callable[[Straggling], None]:
+    def told(self, then: Callable[[StragglerDetection], None] | None) -> Callable[[StragglerDetection], None]:
         """What is to be told what this rank finds out of itself, so that the service and then `then` hear of it.
 
         It costs two operations of the job's store.
         """
 
-        def found(straggling: Straggling) -> None:
+        def found(straggling: StragglerDetection) -> None:
             with suppress(RuntimeError):  # the store is gone
                 self._mailbox.say(Finding(self._job.rank, straggling))
             if then is not None:

@@ -9,7 +9,7 @@ import json
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
-from perseus_planner.runs.straggler import Straggling
+from perseus_planner.runs.straggler import StragglerDetection
 from perseus_planner.runtime.switching.shared_state import read
 from perseus_planner.runtime.telemetry.counters import Counts
 
@@ -43,7 +43,7 @@ class Finding:
     """What a rank has found out about its GPU."""
 
     rank: int
-    straggling: Straggling
+    straggling: StragglerDetection
 
 
 class Mailbox:
@@ -84,7 +84,7 @@ class Mailbox:
                 continue
             self._store.delete_key(f"findings/{number}")
             values = json.loads(text)
-            found.append(Finding(values["rank"], Straggling(**values["straggling"])))
+            found.append(Finding(values["rank"], StragglerDetection(**values["straggling"])))
         return found
 
     def say_counts(self, rank: int, counts: Sequence[Counts]) -> None:

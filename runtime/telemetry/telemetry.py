@@ -2,8 +2,7 @@
 
 An iteration is complete once the GPU was sampled after its end, which happens when the next iteration begins; without a
 sample it is given up after a few iterations. The energy counter of a GPU moves in steps, of about 100 ms on NVIDIA's.
-The energy of one iteration is accurate if iterations are much longer than that; the mean over many iterations
-(`Telemetry.mean`) always is.
+The energy of one iteration is accurate if iterations are much longer than that; the mean over many always is.
 """
 
 from __future__ import annotations
@@ -11,8 +10,6 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from dataclasses import dataclass
-from statistics import fmean
 from typing import TYPE_CHECKING
 
 from perseus_planner.runs.matching import ClockSample, SetCall, match_changes
@@ -34,21 +31,6 @@ _PATIENCE = 4  #: iterations that may wait for a sample
 _KEPT = 8  #: iterations whose computations are kept
 _MAX_CHANGES = 20_000  #: clock changes that are kept
 _UNCLOCKED = "it ran without clocks, because the iteration before was not as planned"
-
-
-@dataclass(frozen=True)
-class IterationMean:
-    """The mean over the kept iterations that ran as planned by the newest plan.
-
-    Attributes:
-        iterations: Number of iterations.
-        time_s: Mean seconds of an iteration.
-        energy_j: Mean joules of an iteration; None if the energy of no iteration is known.
-    """
-
-    iterations: int
-    time_s: float
-    energy_j: float | None
 
 
 def wall_offset_ns() -> int:
@@ -120,16 +102,6 @@ class Telemetry:
     def counts(self) -> tuple[Counts, ...]:
         """What was counted since training began, at a few of the last iterations; may be read by any thread."""
         return self._counter.checkpoints
-
-    def mean(self) -> IterationMean | None:
-        """Return the mean of an iteration by the newest plan; None if no iteration ran as planned."""
-        newest = self._iterations[-1].version if self._iterations else None
-        records = [record for record in self._iterations if record.is_as_planned and record.version == newest]
-        if not records:
-            return None
-        energies_j = [record.energy_j for record in records if record.energy_j is not None]
-        time_s = fmean(record.time_s for record in records)
-        return IterationMean(len(records), time_s, fmean(energies_j) if energies_j else None)
 
     def on_end(self, iteration: int, program: Program | None, deviation: str | None) -> None:
         """See `ProgramSource.on_end`."""

@@ -90,7 +90,7 @@ REFUSED = {
     ),
     "plan absent.npz --least-energy -o new.yaml": "absent.npz: no such file; check the path",
     "show absent.yaml": "absent.yaml: no such file; check the path",
-    "show folder": "folder: is empty; look again when an iteration has ended by a plan",
+    "show folder": "folder: is empty; try again when an iteration by a plan has ended",
     "show profile.yaml --perfetto a.json": "--perfetto a.json: profile.yaml has no timeline; name a plan or a run",
     "show profile.yaml --figure points": "--figure: says what --plot draws; give --plot FIGURE with it",
     "show frontier.npz --plot figure.gif": (

@@ -133,9 +133,9 @@ def test_what_a_run_cannot_calibrate_is_refused(plan: Plan):
             "run: is a run, which says itself what was measured; leave out --measured"
         ),
         "calibrate profile.yaml run": (
-            "run: no iteration ran as planned by plan 1 after its first one; let the training run on"
+            "run: no iteration ran as planned by plan 1 after its first one; train for longer"
         ),
-        "calibrate profile.yaml empty": "empty: is empty; look again when an iteration has ended by a plan",
+        "calibrate profile.yaml empty": "empty: is empty; try again when an iteration by a plan has ended",
         "calibrate profile.yaml quick": (
             f"quick: {quick.time_s:.6g} s is less than half of the {plan.time_s:.6g} s of the replay; "
             "give the mean time of an iteration with this plan"

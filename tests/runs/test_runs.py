@@ -226,9 +226,7 @@ def test_without_an_iteration_that_counts_nothing_is_calibrated(plan: Plan, fold
     assert summarize_run(Run.load("run")).plans[0].time_s is None
     with pytest.raises(RunError) as refusal:
         calibration_of(Run.load("run"))
-    assert str(refusal.value) == (
-        "run: no iteration ran as planned by plan 1 after its first one; let the training run on"
-    )
+    assert str(refusal.value) == "run: no iteration ran as planned by plan 1 after its first one; train for longer"
 
 
 def test_pipelines_are_told_apart_and_may_have_plans_of_their_own(plan: Plan, tmp_path: Path):
@@ -267,17 +265,17 @@ def test_a_folder_that_is_no_whole_run_is_refused(plan: Plan, folder: Path):
     for path in (folder / "free").glob("iterations*"):
         rows = [replace(row, version=None) for row in ITERATIONS.read(path)]
         path.write_text(ITERATIONS.header + "".join(map(ITERATIONS.line, rows)))
-    remedy = "copy what all nodes wrote into one folder, or look again when each rank has ended an iteration"
+    remedy = "copy the files of all nodes into one folder, or try again when each rank has ended an iteration"
     for name, message in {
         "absent": "no such file; check the path",
-        "empty": "is empty; look again when an iteration has ended by a plan",
-        "other": "is a folder, and not one that a training run has written; name such a folder, or a file",
-        "early": "no iteration has ended yet; look again when one has",
-        "header": "no iteration has ended yet; look again when one has",
-        "rank": f"has no iteration of rank 1, and has some of others; {remedy}",
-        "last": f"has no iteration of rank 2 of pipeline 0, and has some of others; {remedy}",
-        "plan": f"has iterations by plan 1 and no plan-1.yaml; {remedy}",
-        "free": "none of its iterations ran by a plan; look again when one has",
+        "empty": "is empty; try again when an iteration by a plan has ended",
+        "other": "is a folder, but not a run folder; name a folder that a training run has written, or a file",
+        "early": "no iteration has ended yet; try again when one has",
+        "header": "no iteration has ended yet; try again when one has",
+        "rank": f"has no iterations of rank 1, but of other ranks; {remedy}",
+        "last": f"has no iterations of rank 2 of pipeline 0, but of other ranks; {remedy}",
+        "plan": f"has iterations by plan 1 but no plan-1.yaml; {remedy}",
+        "free": "no iteration has run by a plan; try again when one has",
     }.items():
         with pytest.raises(RunError) as refusal:
             Run.load(name)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from strategies import fixed
 
 from perseus_planner.runs import IterationRecord
-from perseus_planner.runs.straggler import ENOUGH, RECOVERED, SLOW, Straggling, Watch
+from perseus_planner.runs.straggler import ENOUGH, RECOVERED, SLOW, StragglerDetection, StragglerDetector
 
 
 def ran(ratio: float, planned_s: float = 2.0, deviation: str | None = None, **throttled_s: float) -> IterationRecord:
@@ -28,9 +28,9 @@ def ran(ratio: float, planned_s: float = 2.0, deviation: str | None = None, **th
     )
 
 
-def reports(rows: list[IterationRecord], usual: float | None = 1.0) -> list[tuple[int, Straggling]]:
+def reports(rows: list[IterationRecord], usual: float | None = 1.0) -> list[tuple[int, StragglerDetection]]:
     """Place -> what was reported there."""
-    watch, found = Watch(usual), []
+    watch, found = StragglerDetector(usual), []
     for place, row in enumerate(rows):
         watch, news = watch.after(row)
         if news is not None:
@@ -91,10 +91,10 @@ def test_iterations_that_did_not_run_as_planned_say_nothing(ratios: list[float],
 def test_the_reason_is_what_the_counters_say():
     slow = [ran(1.2, sw_thermal=1.0, sw_power_cap=3.0, hw_thermal=0.1)] * ENOUGH
     assert reports(slow) == [
-        (ENOUGH - 1, Straggling(1.2, "throttled: sw-power-cap 75 % of the time, sw-thermal 25 % of the time"))
+        (ENOUGH - 1, StragglerDetection(1.2, "throttled: sw-power-cap 75 % of the time, sw-thermal 25 % of the time"))
     ]
     assert reports([ran(1.2)] * 9) == [
-        (ENOUGH - 1, Straggling(1.2, "its computations take longer; no throttling was counted"))
+        (ENOUGH - 1, StragglerDetection(1.2, "its computations take longer; no throttling was counted"))
     ]
 
 

@@ -24,7 +24,7 @@ from strategies import fixed
 from perseus_planner import Frontier, Plan, Profile, schedules, solve
 from perseus_planner.errors import FrontierError, PlanError, UsageError
 from perseus_planner.profiles.measurement import Measurement
-from perseus_planner.runs.straggler import Straggling
+from perseus_planner.runs.straggler import StragglerDetection
 from perseus_planner.runtime.agent import agent as agent_module
 from perseus_planner.runtime.agent.agent import LONGEST_PAUSE_S, Agent, Pauses
 from perseus_planner.runtime.agent.findings import TTL_S, Findings
@@ -184,10 +184,10 @@ def test_findings_of_all_ranks_are_told_once_and_again_to_a_service_that_has_for
         return [(each["scope"]["value"], each["slowdown"]) for each in bodies(http, "POST", "/reports")]
 
     with stand_in(service) as http, running(http.address, job, training, path, None):
-        Mailbox(job.store).say(Finding(1, Straggling(1.3, "throttled")))
+        Mailbox(job.store).say(Finding(1, StragglerDetection(1.3, "throttled")))
         eventually(lambda: told(http) == [("1", 1.3)])
-        Mailbox(job.store).say(Finding(0, Straggling(1.1, "slow")))
-        Mailbox(job.store).say(Finding(0, Straggling(1.0, "it has recovered")))
+        Mailbox(job.store).say(Finding(0, StragglerDetection(1.1, "slow")))
+        Mailbox(job.store).say(Finding(0, StragglerDetection(1.0, "it has recovered")))
         eventually(lambda: told(http)[-1:] == [("0", 1.0)])
         before = len(told(http))
         service.is_known = False
@@ -350,7 +350,7 @@ def test_the_service_knows_the_last_finding_of_each_rank_whenever_all_is_told(ac
     for act, rank, number in [*acts, ("told", 0, 0.0)]:
         now_s[0] += 1e-3
         if act == "found":
-            findings.add(Finding(rank, Straggling(number, "why")))
+            findings.add(Finding(rank, StragglerDetection(number, "why")))
             last[str(rank)] = number
         elif act == "pass":
             now_s[0] += number
@@ -379,8 +379,8 @@ def test_a_finding_that_is_numbered_but_not_yet_written_is_read_later():
     mailbox = Mailbox(store)
     assert mailbox.findings() == []
     assert store.add("findings", 1) == 1
-    mailbox.say(Finding(3, Straggling(1.2, "late")))
-    assert mailbox.findings() == [Finding(3, Straggling(1.2, "late"))]
+    mailbox.say(Finding(3, StragglerDetection(1.2, "late")))
+    assert mailbox.findings() == [Finding(3, StragglerDetection(1.2, "late"))]
     store.set("findings/1", json.dumps({"rank": 2, "straggling": {"slowdown": 1.1, "reason": "r"}}))
-    assert mailbox.findings() == [Finding(2, Straggling(1.1, "r"))]
+    assert mailbox.findings() == [Finding(2, StragglerDetection(1.1, "r"))]
     assert mailbox.findings() == []

@@ -21,7 +21,7 @@ from strategies import fixed
 
 from perseus_planner.cli import main
 from perseus_planner.errors import PlannerError, ServiceAway, UsageError
-from perseus_planner.runs.straggler import Straggling
+from perseus_planner.runs.straggler import StragglerDetection
 from perseus_planner.service.client.client import Client
 from perseus_planner.service.client.sources import Feed, megatron_reports, resiliency_reports, straggling_report
 from perseus_planner.service.model import Scope
@@ -33,10 +33,10 @@ def rank(source: str, number: int, **fields: Any) -> ReportRequest:
 
 
 def test_the_runtimes_own_finding_is_about_its_rank():
-    assert straggling_report(Straggling(1.2, "throttled: sw-thermal 80 % of the time"), 5, key="k", ttl_s=9.0) == rank(
-        "perseus-planner runtime, rank 5", 5, slowdown=1.2, key="k", ttl_s=9.0
-    )
-    assert straggling_report(Straggling(1.0, "it has recovered"), 5).slowdown == 1.0
+    assert straggling_report(
+        StragglerDetection(1.2, "throttled: sw-thermal 80 % of the time"), 5, key="k", ttl_s=9.0
+    ) == rank("perseus-planner runtime, rank 5", 5, slowdown=1.2, key="k", ttl_s=9.0)
+    assert straggling_report(StragglerDetection(1.0, "it has recovered"), 5).slowdown == 1.0
 
 
 # NVIDIA's resiliency extension

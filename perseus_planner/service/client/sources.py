@@ -20,7 +20,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from perseus_planner.errors import UsageError
-from perseus_planner.runs.straggler import SLOW, Straggling
+from perseus_planner.runs.straggler import SLOW, StragglerDetection
 from perseus_planner.service.model import Scope
 from perseus_planner.service.requests import ReportRequest
 
@@ -33,7 +33,7 @@ MEGATRON, RESILIENCY, RUNTIME = "megatron", "nvidia-resiliency-ext", "perseus-pl
 
 
 def straggling_report(
-    finding: Straggling,
+    finding: StragglerDetection,
     rank: int,
     *,
     key: str | None = None,
