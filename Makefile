@@ -7,7 +7,7 @@ BIN := .venv/bin
 help: ## list the targets
 	@awk -F ': .*## ' '/^[a-z]+:.*## / { printf "make %-6s %s\n", $$1, $$2 }' Makefile
 
-demo: .venv/installed-plot ## examine and profile a simulated GPU, solve, plan at 1.00x and 1.10x, replay a cluster; results in demo/
+demo: .venv/installed-plot ## profile a simulated GPU, solve, plan at 1.00x and 1.10x, and replay a cluster; writes to demo/
 	mkdir -p demo
 	$(BIN)/planner doctor simulated:a100-sxm
 	$(BIN)/planner profile --gpu simulated:a100-sxm --stages 4 -o demo/profile.yaml
@@ -20,10 +20,10 @@ demo: .venv/installed-plot ## examine and profile a simulated GPU, solve, plan a
 	$(BIN)/planner show demo/frontier.npz --plot demo/frontier.png --json > demo/frontier.json
 	ls -l demo
 
-docs: .venv/installed-docs ## build the pages of docs/ into site/, strictly
+docs: .venv/installed-docs ## build docs/ into site/, and fail on warnings
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
-test: lint ## lint, check types and run the tests, in the order that tests/conftest.py gives
+test: lint ## run all checks and tests
 	$(BIN)/pytest --numprocesses=logical --dist=loadfile --no-loadscope-reorder
 
 lint: .venv/installed-test ## check style, format and types
@@ -39,7 +39,7 @@ clean: ## remove the environment, the demo and all caches
 	$(BIN)/pip install -qq --disable-pip-version-check -e '.[$*]'
 	touch $@
 
-# What tests run against. torch goes first and alone: where there is a CPU build of it, that is what pip then takes.
+# The engines that the tests need. torch is installed first and alone, so that pip takes its CPU build if there is one.
 .venv/installed-test: | .venv/engines
 .venv/engines: | $(BIN)/python
 	$(BIN)/pip install -qq --disable-pip-version-check torch==2.13.0
