@@ -20,7 +20,7 @@ from service_processes import Row, Server, Spell, echo, leading, service, spell
 
 from perseus_planner.service.client.client import Client
 from perseus_planner.service.model import Place, Scope
-from perseus_planner.service.requests import Registration, ReportRequest
+from perseus_planner.service.schemas import Registration, ReportRequest, to_json
 
 PIPELINES = 16
 _PLACES = tuple(
@@ -99,7 +99,7 @@ def _bodies(rng: random.Random, jobs: Sequence[str], again: float) -> Iterator[t
                 known.append((job, pipeline))
             said[job, pipeline] = 1.0 if rng.random() < _RECOVERED else rng.choice(_SLOWDOWNS)
         request = _request(f"load-{again}-{number}", pipeline, said[job, pipeline])
-        yield f"/v1/jobs/{job}/reports", json.dumps(request.body())
+        yield f"/v1/jobs/{job}/reports", to_json(request, without_nulls=True).decode()
 
 
 def _request(key: str, pipeline: int, slowdown: float) -> ReportRequest:
@@ -121,7 +121,7 @@ def _register(client: Client, jobs: Jobs) -> float:
     files = {name: _file(*kind) for name, kind in jobs.items()}
     begin_s = time.monotonic()
     for name, file in files.items():
-        client.register(Registration(name, file, PIPELINES, _PLACES))
+        client.register(Registration(name, PIPELINES, file, _PLACES))
     return time.monotonic() - begin_s
 
 
@@ -141,7 +141,7 @@ def _all_planned(client: Client) -> None:
 def _leaders(client: Client, count: int) -> list[tuple[str, int, int]]:
     """(job, pipeline, version that it has): of every job the first pipelines."""
     known = [(pipeline, each) for pipeline in range(PIPELINES) for each in client.jobs()]
-    return [(each.name, pipeline, each.version) for pipeline, each in known[:count]]
+    return [(each.job.name, pipeline, each.version) for pipeline, each in known[:count]]
 
 
 def _budgets(client: Client, jobs: Jobs) -> dict[str, list[Change]]:
@@ -167,7 +167,8 @@ def _draws_w(case: Case, microbatches: int) -> float:
 def _lost(database: Path, answers: Sequence[Row]) -> int:
     """How many reports were acknowledged and are not in the database."""
     with closing(sqlite3.connect(database)) as connection:
-        kept = {key for (key,) in connection.execute("SELECT key FROM reports")}
+        states = [json.loads(state) for (state,) in connection.execute("SELECT state FROM jobs")]
+    kept = {report["key"] for state in states for kind in ("reports", "past") for report in state[kind]}
     return sum(json.loads(row.body)["report"]["key"] not in kept for row in answers if row.status == 202)
 
 

@@ -25,7 +25,7 @@ from perseus_planner.runtime.switching.plans import GivenPlan, Plans, missing_fi
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from perseus_planner.runtime.agent.settings import ServedJob
+    from perseus_planner.runtime.agent.settings import ServiceSettings
     from perseus_planner.runtime.engines.engine import Engine
     from perseus_planner.runtime.job import JobWarnings
 
@@ -52,7 +52,7 @@ class RuntimeSettings:
     gpu: str
     dry_run: bool
     max_changes_per_s: float
-    served: ServedJob | None = None
+    served: ServiceSettings | None = None
 
 
 @dataclass(frozen=True)

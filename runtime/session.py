@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from perseus_planner.plans.plan import Plan
     from perseus_planner.runs import IterationRecord
     from perseus_planner.runs.straggler import StragglerDetection
-    from perseus_planner.runtime.agent.link import ServiceLink
+    from perseus_planner.runtime.agent.agent import ServiceLink
     from perseus_planner.runtime.engines.engine import Engine
     from perseus_planner.runtime.hook import Program
     from perseus_planner.runtime.job import TrainingJob
@@ -139,7 +139,7 @@ def planner_runtime(
     this, process = this_job(), os.getpid()
     warnings = JobWarnings(this)
     link = None if service is None else _service_link(service, job, frontier, max_changes, this, warnings)
-    settings = RuntimeSettings(plan, gpu, dry_run, max_changes_per_s, None if link is None else link.served)
+    settings = RuntimeSettings(plan, gpu, dry_run, max_changes_per_s, None if link is None else link.settings)
     with ExitStack() as stack:
         context = join_job(engine, this, settings, warnings, stack)
         adapter = context.engine
@@ -164,7 +164,7 @@ def planner_runtime(
         marks, problem = _make_marks(adapter, context.connection, warnings, stack)
         follower.problem = context.problem or problem
         hook = Hook(marks, follower, context.program)
-        on_slow = on_straggling if link is None else link.told(on_straggling)
+        on_slow = on_straggling if link is None else link.on_straggling(on_straggling)
         on_counts = None if link is None else link.counted
         monitor = Monitor(follower, hook, marks, telemetry, warnings, context.connection, on_slow, on_counts)
         try:
@@ -191,11 +191,11 @@ def _service_link(
     job: TrainingJob,
     warnings: JobWarnings,
 ) -> ServiceLink:
-    # Loaded here, because most jobs have no service.
-    from perseus_planner.runtime.agent.link import ServiceLink
-    from perseus_planner.runtime.agent.settings import ServedJob
+    # Loaded here with pydantic, because most jobs have no service.
+    from perseus_planner.runtime.agent.agent import ServiceLink
+    from perseus_planner.runtime.agent.settings import ServiceSettings
 
-    return ServiceLink(ServedJob(service, name, frontier, max_changes), job, warnings)
+    return ServiceLink(ServiceSettings(service, name, frontier, max_changes), job, warnings)
 
 
 def _leave(

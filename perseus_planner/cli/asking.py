@@ -1,41 +1,32 @@
-"""What the commands share that ask the planner's service: where it is, and how its answers are printed."""
+"""What the commands that ask the service share: its address, and how its answers are printed."""
 
 from __future__ import annotations
 
-import json
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, is_dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 service = click.option(
     "--service",
     metavar="ADDRESS",
-    help="Where the service is: http://host:port, https://host:port or unix:/path.  [default: PLANNER_SERVICE, or this "
-    "machine]",
+    help="Address of the service: http://host:port, https://host:port or unix:/path.  "
+    "[default: PLANNER_SERVICE, or this machine]",
 )
-job = click.option("--job", "-j", required=True, metavar="JOB", help="The name of the training job.")
+job = click.option("--job", "-j", required=True, metavar="JOB", help="Name of the training job.")
 
 
-def say(answers: Sequence[Any]) -> None:
+def print_answers(answers: Sequence[Any]) -> None:
     """Print answers of the service as text."""
     from perseus_planner.views.service_text import answer_text
 
     click.echo("\n".join(map(answer_text, answers)))
 
 
-def print_json(content: Any) -> None:
-    """Print values as JSON; what is infinite, a time that never comes, as null."""
-    click.echo(json.dumps(_plain(content), indent=2, allow_nan=False))
+def print_json(value: Any) -> None:
+    """Print a value of `service.schemas` or `service.model` as JSON."""
+    from perseus_planner.service.schemas import to_json
 
-
-def _plain(content: Any) -> Any:
-    if is_dataclass(content) and not isinstance(content, type):
-        return _plain(asdict(content))
-    if isinstance(content, Mapping):
-        return {str(key): _plain(value) for key, value in content.items()}
-    if isinstance(content, Sequence) and not isinstance(content, str):
-        return [_plain(each) for each in content]
-    return None if isinstance(content, float) and not math.isfinite(content) else content
+    click.echo(to_json(value, indent=2))

@@ -1,4 +1,4 @@
-"""`planner budget`: what a job may take, or all jobs together may draw."""
+"""`planner budget`: set the deadline or the power budget of a job, or the power budget of all jobs."""
 
 from __future__ import annotations
 
@@ -16,24 +16,27 @@ from perseus_planner.errors import UsageError
         "planner budget --job gpt3 --power none",
     )
 )
-@click.option("--job", "-j", metavar="JOB", help="The name of a training job.  [default: all jobs together]")
-@click.option("--power", metavar="POWER", help="The most that all its GPUs may draw on average; none: any.")
+@click.option("--job", "-j", metavar="JOB", help="Name of a training job.  [default: all jobs together]")
+@click.option("--power", metavar="POWER", help="Upper bound on the average power of all its GPUs; none removes it.")
 @click.option(
-    "--deadline", metavar="TIME", help="The iteration time where nobody straggles; none: that of all clocks at maximum."
+    "--deadline",
+    metavar="TIME",
+    help="Iteration time to aim for without stragglers; none for that of all clocks at maximum.",
 )
-@click.option("--none", "neither", is_flag=True, help="Take back what was set: power and, of one job, deadline.")
+@click.option("--none", "neither", is_flag=True, help="Remove the power budget and, for one job, the deadline.")
 @asking.service
 @console.as_json
 def budget(
     job: str | None, power: str | None, deadline: str | None, neither: bool, service: str | None, as_json: bool
 ) -> None:
-    """Set what a job may draw, or how long its iterations may take; or what all jobs together may draw.
+    """Set the power or the iteration time of a job, or the power of all jobs together.
 
-    Jobs move along their frontiers so that it fits, with the least slowdown. What cannot be met is refused, with the
-    least that can.
+    Jobs move along their frontiers to meet it with the least slowdown. What cannot be met is refused, naming the least
+    that can.
     """
     from perseus_planner.quantities import DURATION, POWER_BUDGET
     from perseus_planner.service.client.client import Client
+    from perseus_planner.service.schemas import Answers
 
     if neither == (power is not None or deadline is not None):
         raise UsageError("give --power, --deadline or both of them, or --none")
@@ -48,8 +51,8 @@ def budget(
         if power is not None or neither:
             answers += client.set_power(power_w, job)
     if as_json:
-        asking.print_json({"answers": answers})
+        asking.print_json(Answers(tuple(answers)))
     elif answers:
-        asking.say(answers)
+        asking.print_answers(answers)
     else:
-        click.echo("No job runs; it holds for those that come.")
+        click.echo("No job runs; it applies to those that start.")

@@ -1,4 +1,4 @@
-"""`planner serve`: the service that takes reports of stragglers and gives jobs their plans."""
+"""`planner serve`: run the service, which takes reports of stragglers and gives jobs their plans."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 DATABASE = "planner-service.sqlite"
-_LOOK_S = 0.5  #: between two looks where the kernel does not tell that a process has ended
+_LOOK_S = 0.5  #: between two looks if the kernel cannot notify that a process has ended
 
 
 @click.command(
@@ -30,29 +30,34 @@ _LOOK_S = 0.5  #: between two looks where the kernel does not tell that a proces
 @click.option(
     "--host",
     metavar="HOST",
-    help="Name or address to listen on; one that others can reach needs tokens.  [default: 127.0.0.1]",
+    help="Name or address to listen on; one that other machines can reach needs tokens.  [default: 127.0.0.1]",
 )
-@click.option("--port", type=int, metavar="PORT", help="Port to listen on; 0 has one chosen.  [default: 8400]")
+@click.option("--port", type=int, metavar="PORT", help="Port to listen on; 0 for any free port.  [default: 8400]")
 @click.option(
-    "--unix", type=console.PATH, metavar="PATH", help="Unix socket to listen on instead, for your own processes alone."
+    "--unix",
+    type=console.PATH,
+    metavar="PATH",
+    help="Unix socket to listen on instead, which only your processes can use.",
 )
 @click.option(
     "--database",
     default=DATABASE,
     show_default=True,
     metavar="FILE|URL",
-    help="Where all that must survive is kept: an SQLite file, made if there is none, or a URL of SQLAlchemy.",
+    help="Database with everything that must survive: an SQLite file, created if needed, or a URL of SQLAlchemy.",
 )
 @click.option(
     "--tokens",
     type=console.PATH,
     metavar="FILE",
-    help="Who may ask for what: a line `token role name` for each client, the role being read, report or operate. "
+    help="File with a line `token role name` for each client; roles are read, report and operate. "
     "Without it, the environment variable PLANNER_SERVICE_TOKENS may hold such lines.",
 )
-@click.option("--tls-cert", type=console.PATH, metavar="FILE", help="Certificate (chain), PEM; has it speak HTTPS.")
+@click.option("--tls-cert", type=console.PATH, metavar="FILE", help="Certificate or chain, PEM, to serve HTTPS.")
 @click.option("--tls-key", type=console.PATH, metavar="FILE", help="Its private key, PEM, without a password.")
-@click.option("--owner", type=click.IntRange(1), metavar="PID", help="End when that process has ended, in any way.")
+@click.option(
+    "--owner", type=click.IntRange(1), metavar="PID", help="End when that process has ended, however it ends."
+)
 def serve(
     host: str | None,
     port: int | None,
@@ -65,11 +70,11 @@ def serve(
 ) -> None:
     """Serve plans to training jobs, and take reports of stragglers.
 
-    Whoever can reach 127.0.0.1 may ask for all, unless there are tokens. What it has acknowledged survives its death.
-    It runs until it is interrupted, or gets SIGTERM; training goes on meanwhile with the plans that it has.
+    Everyone on this machine may do everything, unless there are tokens. What the service acknowledges survives its
+    death. It runs until it is interrupted or gets SIGTERM; training continues with the plans that it has.
     """
     if unix is not None and (host is not None or port is not None):
-        raise UsageError("--unix: is instead of --host and --port; give one or the other")
+        raise UsageError("--unix: replaces --host and --port; give one or the other")
     try:
         from perseus_planner.service.http.auth import read_tokens
         from perseus_planner.service.http.server import Address, listening
@@ -82,12 +87,12 @@ def serve(
         threading.Thread(target=_end_with, args=[owner], daemon=True).start()
     address = Address(host or "127.0.0.1", 8400 if port is None else port, unix, tls_cert, tls_key)
     with listening(address, read_tokens(tokens)) as listener, Storage(database) as storage, Service(storage) as service:
-        said = _listening(listener.url, len(listener.tokens), database)
-        serve_at(service, listener, ready=lambda: click.echo(said))
+        text = _listening(listener.url, len(listener.tokens), database)
+        serve_at(service, listener, ready=lambda: click.echo(text))
 
 
 def _end_with(owner: int) -> None:
-    """SIGTERM this process when that one has ended."""
+    """Send SIGTERM to this process when the process `owner` has ended."""
     from perseus_planner.processes import WatchedProcess
 
     watched = WatchedProcess(owner)
@@ -97,7 +102,7 @@ def _end_with(owner: int) -> None:
 
 
 def _listening(url: str, tokens: int, database: str) -> str:
-    """What is said when it listens; a URL of a database may hold a password, which is not shown."""
+    """Return the line that is printed when the service is ready, without a password in the database's URL."""
     from sqlalchemy import make_url
 
     shown = make_url(database).render_as_string() if "://" in database else database

@@ -1,4 +1,4 @@
-"""`planner status`: what the service knows of jobs, and has decided."""
+"""`planner status`: show the jobs of the service and what it has decided."""
 
 from __future__ import annotations
 
@@ -14,39 +14,36 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _LOOK_S = 1.0  #: between two looks of --watch
-_CLEAR = "\033[2J\033[H"  #: what empties a terminal
+_CLEAR = "\033[2J\033[H"  #: clears a terminal
 
 
 @click.command(epilog=console.examples("planner status", "planner status gpt3 --watch"))
 @click.argument("job", required=False, metavar="[JOB]")
-@click.option("--watch", is_flag=True, help="Go on until interrupted, and print whenever something has changed.")
+@click.option("--watch", is_flag=True, help="Print again whenever something has changed, until interrupted.")
 @asking.service
 @console.as_json
 def status(job: str | None, watch: bool, service: str | None, as_json: bool) -> None:
-    """Show the jobs that the service knows, or one of them with what is slow and what its pipelines do."""
+    """Show the jobs of the service, or one of them with its reports and what its pipelines do."""
     from perseus_planner.service.client.client import Client
 
     before = None
     with Client(service) as client:
         while True:
-            found = _found(client, job)
+            found = client.jobs() if job is None else (client.status(job),)
             if found != before:
-                _print(found, in_full=job is not None, as_json=as_json, anew=watch and sys.stdout.isatty())
+                _print(found, in_full=job is not None, as_json=as_json, clear=watch and sys.stdout.isatty())
             if not watch:
                 return
             before = found
             time.sleep(_LOOK_S)
 
 
-def _found(client: Any, job: str | None) -> tuple[Any, ...]:
-    return client.jobs() if job is None else (client.status(job),)
-
-
-def _print(jobs: Sequence[Any], *, in_full: bool, as_json: bool, anew: bool) -> None:
+def _print(jobs: Sequence[Any], *, in_full: bool, as_json: bool, clear: bool) -> None:
+    from perseus_planner.service.schemas import Jobs
     from perseus_planner.views.service_text import jobs_text, status_text
 
     if as_json:
-        asking.print_json(jobs[0] if in_full else {"jobs": jobs})
+        asking.print_json(jobs[0] if in_full else Jobs(tuple(jobs)))
         return
     text = status_text(jobs[0]) if in_full else jobs_text(jobs)
-    click.echo(_CLEAR + text if anew else text)
+    click.echo(_CLEAR + text if clear else text)

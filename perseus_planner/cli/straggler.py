@@ -1,4 +1,4 @@
-"""`planner straggler`: something is slow, or has recovered; the service is told."""
+"""`planner straggler`: report to the service that part of a job is slow, or has recovered."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import click
 from perseus_planner.cli import asking, console
 from perseus_planner.errors import UsageError
 
-_WAIT_S = 5.0  #: for plans, so that the answer says what they save
+_WAIT_S = 5.0  #: for plans, so that the answer can say what they save
 _CAUSES = ("compute", "communication", "data", "unknown")
 
 
@@ -26,43 +26,52 @@ _CAUSES = ("compute", "communication", "data", "unknown")
     )
 )
 @asking.job
-@click.option("--pipeline", type=click.IntRange(0), metavar="N", help="A data-parallel pipeline is slow, from 0.")
 @click.option(
-    "--stage", type=click.IntRange(0), metavar="N", help="A stage, from 0; of --pipeline, where there are several."
+    "--pipeline", type=click.IntRange(0), metavar="N", help="Number of a data-parallel pipeline that is slow, from 0."
 )
-@click.option("--rank", type=click.IntRange(0), metavar="N", help="A rank of the job.")
-@click.option("--gpu", metavar="UUID", help="A GPU, as nvidia-smi -L names it.")
-@click.option("--node", metavar="NAME", help="All GPUs of a host.")
+@click.option(
+    "--stage",
+    type=click.IntRange(0),
+    metavar="N",
+    help="Number of a slow stage, from 0; with --pipeline if there are several.",
+)
+@click.option("--rank", type=click.IntRange(0), metavar="N", help="A slow rank of the job.")
+@click.option("--gpu", metavar="UUID", help="UUID of a slow GPU, as nvidia-smi -L prints it.")
+@click.option("--node", metavar="NAME", help="Host name of a slow node.")
 @click.option(
     "--slowdown",
     metavar="RATIO",
     callback=console.quantity("SLOWDOWN"),
-    help="How many times as long it takes, 1 or more; 1: it has recovered.",
+    help="Time over normal time, 1 or more; 1 means that it has recovered.",
 )
 @click.option(
     "--iteration-time",
     metavar="TIME",
     callback=console.quantity("DURATION"),
-    help="Or the iteration time that is expected of its pipeline.",
+    help="Or the expected iteration time of its pipeline.",
 )
-@click.option("--score", type=float, metavar="SHARE", help="Or its performance, as a share of what it should be.")
-@click.option("--in", "in_s", metavar="TIME", callback=console.quantity("SPAN"), help="It begins so much later.")
-@click.option("--at-iteration", type=click.IntRange(0), metavar="N", help="It begins with this iteration of the job.")
+@click.option("--score", type=float, metavar="SHARE", help="Or its performance over normal performance.")
+@click.option(
+    "--in", "in_s", metavar="TIME", callback=console.quantity("SPAN"), help="It begins after this time.  [default: now]"
+)
+@click.option(
+    "--at-iteration", type=click.IntRange(0), metavar="N", help="Or it begins with this iteration of the job."
+)
 @click.option(
     "--ttl",
     "ttl_s",
     metavar="TIME",
     callback=console.quantity("SPAN"),
-    help="For how long it stays so.  [default: until it is cleared]",
+    help="How long it lasts.  [default: until it is cleared]",
 )
-@click.option("--cause", type=click.Choice(_CAUSES), default="unknown", show_default=True, help="What it is about.")
+@click.option("--cause", type=click.Choice(_CAUSES), default="unknown", show_default=True, help="What is slow.")
 @click.option(
     "--source",
     metavar="NAME",
-    help="Who says it: a later report of the same source takes the place of an earlier one.  [default: user@host]",
+    help="Who reports: a later report of a source replaces its earlier one.  [default: user@host]",
 )
-@click.option("--key", metavar="KEY", help="Which report this is, so that it counts once however often it is sent.")
-@click.option("--clear", metavar="KEY", help="Take the report of that key back.")
+@click.option("--key", metavar="KEY", help="Identifies the report, so that it counts once however often it is sent.")
+@click.option("--clear", metavar="KEY", help="Withdraw the report with that key.")
 @click.option(
     "--megatron-log",
     is_flag=True,
@@ -75,12 +84,12 @@ def straggler(
 ) -> None:
     """Report that a part of a training job is slow.
 
-    All other pipelines then run as slow as the job is anyway, and save energy. Times may be written 30s, 30m, 2h.
+    The other pipelines then run no faster than needed, which saves energy. Write times as 30s, 30m or 2h.
     """
     from perseus_planner.service.client.client import Client
 
     if clear is not None and megatron_log:
-        raise UsageError("--clear: takes one report back; leave out --megatron-log")
+        raise UsageError("--clear: withdraws one report; leave out --megatron-log")
     with Client(service) as client:
         if clear is not None:
             _refuse(given, "--clear")
@@ -92,14 +101,14 @@ def straggler(
             feed = Feed(client, job, megatron_reports, ttl_s=given["ttl_s"])
             for line in sys.stdin:
                 if answers := feed(line):
-                    asking.say(answers)
+                    asking.print_answers(answers)
             return
         else:
             answer = client.report(job, _request(given), wait_s=_WAIT_S)
     if as_json:
         asking.print_json(answer)
     else:
-        asking.say([answer])
+        asking.print_answers([answer])
 
 
 def _refuse(given: dict[str, Any], beside: str) -> None:
@@ -110,7 +119,7 @@ def _refuse(given: dict[str, Any], beside: str) -> None:
 
 
 def _request(given: dict[str, Any]) -> Any:
-    from perseus_planner.service.requests import ReportRequest
+    from perseus_planner.service.schemas import ReportRequest
 
     return ReportRequest(
         source=given["source"] or f"{getpass.getuser()}@{socket.gethostname()}",
@@ -133,6 +142,6 @@ def _scope(pipeline: int | None, **others: Any) -> Any:
     if pipeline is not None and not named:
         return Scope("pipeline", str(pipeline))
     if len(named) != 1 or (pipeline is not None and "stage" not in named):
-        raise UsageError("say what is slow in one way: --pipeline, --stage, --rank, --gpu or --node")
+        raise UsageError("name what is slow in one way: --pipeline, --stage, --rank, --gpu or --node")
     ((kind, value),) = named.items()
     return Scope(kind, str(value), pipeline)

@@ -1,11 +1,10 @@
-"""Alerts of Prometheus, as its Alertmanager posts them, read as reports; pure.
+"""Alerts of Prometheus, as its Alertmanager posts them, read as reports.
 
-An alert is a report of the GPU or node that it names, in whatever jobs have it. Which GPU or node is the first there is
-of the labels `UUID` (as DCGM's exporter names a GPU), `Hostname`, `node`, `nodename` and `instance` without its port.
-How slow is the annotation or label `slowdown`, how many times as long it takes, or `score`, its inverse; one of them is
-needed while the alert fires. `cause` may stand there too. A rule for GPUs that heat or a power brake slows, where 1980
-is the highest SM clock; an exporter says these reasons only where its list of counters has them, newer ones as
-`DCGM_FI_DEV_CLOCKS_EVENT_REASONS`:
+An alert reports the GPU or node that it names, in every job that has it. The first of the labels `UUID` (the GPU, as
+DCGM's exporter names it), `Hostname`, `node`, `nodename` and `instance` without its port counts. A firing alert needs
+the annotation or label `slowdown` (time over normal time) or `score` (its inverse); `cause` is optional. An example of
+a rule for GPUs that are slowed by heat or a power brake, where 1980 is the highest SM clock. An exporter has these
+reasons only if they are on its list of counters; newer exporters call them `DCGM_FI_DEV_CLOCKS_EVENT_REASONS`:
 
     groups:
     - name: planner
@@ -21,7 +20,8 @@ is the highest SM clock; an exporter says these reasons only where its list of c
           slowdown: '{{ $value }}'
           cause: compute
 
-That is the slowdown of the clocks: what waits for memory slows down less. And Alertmanager's, to post them:
+This is the slowdown of the clocks; computations that wait for memory slow down less. Alertmanager posts the alerts
+with:
 
     receivers:
     - name: planner
@@ -33,11 +33,12 @@ That is the slowdown of the clocks: what waits for memory slows down less. And A
       receiver: planner
       group_by: [alertname]
       group_wait: 5s
-      repeat_interval: 5m  # a job that begins later hears of the GPU by then
+      repeat_interval: 5m  # a job that starts later gets the alert by then
 
-Alertmanager repeats itself, several of them say the same, and what one says may overtake what it said before. So an
-alert is one report, known by its fingerprint and when it began to fire; it says how slow that is as it said last, and
-once it is resolved it stays so. The same alert, firing again, is another report of the same source.
+Alertmanager repeats alerts, several instances of it send the same ones, and messages may overtake each other. So an
+alert is one report, identified by its fingerprint and the moment it began to fire. Its latest message sets the
+slowdown, and once it is resolved it stays resolved. When the alert fires again, it is another report of the same
+source.
 """
 
 from __future__ import annotations
@@ -47,88 +48,151 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any, cast, get_args
 
-from perseus_planner.errors import UsageError, shown
+from perseus_planner.errors import PlannerError, UsageError, shown
 from perseus_planner.files import sha256
 from perseus_planner.quantities import FACTOR
-from perseus_planner.service.model import Cause, Report, Scope
+from perseus_planner.service.checks import check_report
+from perseus_planner.service.model import Answer, Cause, JobState, Report, Scope
+from perseus_planner.service.schemas import MOST_SLOWDOWN, IgnoredAlert
+from perseus_planner.service.transitions import cleared
 
 _MOMENT = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)(\.\d{1,9})?(Z|[+-]\d\d:\d\d)", re.ASCII)  # RFC 3339
 _NODES = ("Hostname", "node", "nodename", "instance")
 _LONGEST = 1024
-_MOST_TIMES = 1e6  # as for other reports
 
 
 @dataclass(frozen=True)
 class Alert:
-    """One alert of a webhook's body.
+    """One alert of a group.
 
     Attributes:
-        place: in the body, from 0.
-        name: of its rule, for people.
-        report: what it says, expired once the alert is resolved; None: too little.
-        problem: why there is no report, and what to do.
+        index: Position in the group, from 0.
+        name: Name of its rule, for people.
+        report: The alert as a report, which has expired if the alert is resolved; None if the alert is incomplete.
+        problem: Why there is no report, and what to do.
     """
 
-    place: int
+    index: int
     name: str
     report: Report | None
     problem: str = ""
 
 
 @dataclass(frozen=True)
-class Ignored:
-    """An alert that no job, or not every one that it is of, has taken; fields as in `Alert`."""
+class AlertEffects:
+    """The effect of alerts.
 
-    place: int
-    name: str
-    problem: str
+    Attributes:
+        answers: For each job that has a GPU or node that they name.
+        ignored: Key of a report -> why no job, or not every job concerned, has taken it.
+    """
+
+    answers: tuple[Answer, ...]
+    ignored: Mapping[str, str]
 
 
-def alerts_of(alerts: Sequence[Any], now_s: float) -> list[Alert]:
-    """The alerts of a webhook's body; those that cannot be read do no harm to the others.
+def read_alerts(alerts: Sequence[Any], now_s: float) -> list[Alert]:
+    """Read the alerts of a group; one that cannot be read does not affect the others.
 
     Args:
-        alerts: `alerts` of the JSON of Alertmanager's version 4.
-        now_s: seconds since the epoch; an alert of a clock that is ahead began now.
+        alerts: `alerts` in the JSON of Alertmanager's version 4.
+        now_s: Seconds since the epoch. An alert from a clock that is ahead begins now.
     """
-    return [_alert(alert, place, now_s) for place, alert in enumerate(alerts)]
+    return [_alert(alert, index, now_s) for index, alert in enumerate(alerts)]
 
 
-def ignored(alerts: Iterable[Alert], by_jobs: Mapping[str, str]) -> list[Ignored]:
-    """Those that say too little, and those that jobs have ignored, by the keys of reports."""
-    problems = ((each, each.problem if each.report is None else by_jobs.get(each.report.key)) for each in alerts)
-    return [Ignored(each.place, each.name, problem) for each, problem in problems if problem is not None]
+def ignored_alerts(alerts: Iterable[Alert], by_jobs: Mapping[str, str]) -> tuple[IgnoredAlert, ...]:
+    """List the incomplete alerts, and those that jobs have ignored, given by the keys of their reports."""
+    problems = ((alert, alert.problem if alert.report is None else by_jobs.get(alert.report.key)) for alert in alerts)
+    return tuple(IgnoredAlert(alert.index, alert.name, problem) for alert, problem in problems if problem is not None)
 
 
-def _alert(alert: Any, place: int, now_s: float) -> Alert:
+def jobs_concerned(
+    jobs: Mapping[str, JobState], reports: Sequence[Report]
+) -> tuple[dict[str, list[Report]], dict[str, str]]:
+    """Return the reports that concern each job, and why the others concern none, by their keys."""
+    holders: dict[tuple[str, str], set[str]] = {(each.scope.kind, each.scope.value): set() for each in reports}
+    for name, state in jobs.items():
+        for place in state.job.places:
+            for part in (("gpu", place.gpu), ("node", place.node)):
+                if part in holders:
+                    holders[part].add(name)
+    found: dict[str, list[Report]] = {}
+    ignored = {}
+    for report in reports:
+        scope = report.scope
+        names = holders[scope.kind, scope.value]
+        for name in names:
+            found.setdefault(name, []).append(report)
+        if not names:
+            ignored[report.key] = f"no running job has {scope.kind} {shown(scope.value)}"
+    return dict(sorted(found.items())), ignored
+
+
+def with_alerts(state: JobState, reports: Iterable[Report], now_s: float) -> tuple[JobState, dict[str, str]]:
+    """Add the reports of alerts to a job.
+
+    A known report takes the slowdown of its latest message; once it has expired, it stays expired.
+
+    Returns:
+        The new state, and the reasons for the reports that the job refuses, by their keys.
+    """
+    refused = {}
+    for report in reports:
+        known = state.reports.get(report.key)
+        try:
+            if known is not None:
+                kept = _updated(known, report, now_s)
+            elif report.key in state.past:
+                continue
+            else:
+                check_report(state, report)
+                kept = report
+        except PlannerError as error:
+            refused[report.key] = str(error)
+            continue
+        if kept != known:
+            state = replace(state, reports={**state.reports, report.key: kept})
+    return state, refused
+
+
+def _updated(known: Report, report: Report, now_s: float) -> Report:
+    if known.expires_s <= now_s:
+        return known
+    if report.expires_s <= now_s:
+        return cleared(replace(known, slowdown=1.0, observed_s=max(known.observed_s, report.observed_s)), now_s)
+    return replace(known, slowdown=report.slowdown, cause=report.cause)
+
+
+def _alert(alert: Any, index: int, now_s: float) -> Alert:
     alert = alert if isinstance(alert, Mapping) else {}
     labels = _texts(alert, "labels")
-    name = labels.get("alertname", "without a name")
+    name = labels.get("alertname", "unnamed")
     try:
-        return Alert(place, name, _report(alert, labels, now_s))
+        return Alert(index, name, _report(alert, labels, now_s))
     except UsageError as error:
-        return Alert(place, name, None, str(error))
+        return Alert(index, name, None, str(error))
 
 
 def _report(alert: Mapping[str, Any], labels: Mapping[str, str], now_s: float) -> Report:
-    said = {**_texts(alert, "annotations"), **labels}
-    cause = said.get("cause", "unknown")
+    texts = {**_texts(alert, "annotations"), **labels}
+    cause = texts.get("cause", "unknown")
     if cause not in get_args(Cause):
-        raise UsageError(f"cause {shown(cause)} is none; write one of: {', '.join(get_args(Cause))}")
+        raise UsageError(f"cause {shown(cause)} is unknown; write one of: {', '.join(get_args(Cause))}")
     began_s, is_over = _moment_s(alert, "startsAt"), _is_resolved(alert)
     ended_s = max(_moment_s(alert, "endsAt"), math.nextafter(began_s, math.inf)) if is_over else began_s
     fingerprint = alert.get("fingerprint")
     if not isinstance(fingerprint, str) or not re.fullmatch(r"[0-9A-Za-z]{1,64}", fingerprint):
-        fingerprint = sha256(json.dumps(labels, sort_keys=True).encode())[:16]  # it is told by its labels
+        fingerprint = sha256(json.dumps(labels, sort_keys=True).encode())[:16]  # its labels identify it
     return Report(
         key=f"alert-{fingerprint}-{round(began_s * 1000)}",
         source=f"alertmanager, {fingerprint}",
-        scope=_scope(said),
-        slowdown=1.0 if is_over else _slowdown(said),
+        scope=_scope(texts),
+        slowdown=1.0 if is_over else _slowdown(texts),
         iteration_s=None,
         observed_s=min(ended_s, now_s),
         begins_s=math.nextafter(now_s, 0.0) if is_over else now_s,
@@ -144,45 +208,46 @@ def _is_resolved(alert: Mapping[str, Any]) -> bool:
     return bool(status == "resolved")
 
 
-def _slowdown(said: Mapping[str, str]) -> float:
-    """How many times as long it takes."""
-    kind = next((kind for kind in ("slowdown", "score") if kind in said), None)
+def _slowdown(texts: Mapping[str, str]) -> float:
+    kind = next((kind for kind in ("slowdown", "score") if kind in texts), None)
     if kind is None:
         raise UsageError(
-            "does not say how slow; give its rule an annotation slowdown: how many times as long it takes, "
-            "such as slowdown: '{{ $value }}'"
+            "has no slowdown; give its rule an annotation with the time over the normal time, such as "
+            "slowdown: '{{ $value }}'"
         )
-    number = FACTOR.parse(said[kind])
-    if number is None or not 1.0 / _MOST_TIMES <= number <= _MOST_TIMES:
-        raise UsageError(f"{kind} {shown(said[kind])} is no number above 0 and of usual size")
+    number = FACTOR.parse(texts[kind])
+    if number is None or not 1.0 / MOST_SLOWDOWN <= number <= MOST_SLOWDOWN:
+        raise UsageError(
+            f"{kind} {shown(texts[kind])} is not a number from {1.0 / MOST_SLOWDOWN:g} to {MOST_SLOWDOWN:g}"
+        )
     return float(max(1.0, number if kind == "slowdown" else 1.0 / number))
 
 
-def _scope(said: Mapping[str, str]) -> Scope:
-    if said.get("UUID"):
-        return Scope("gpu", said["UUID"])
+def _scope(texts: Mapping[str, str]) -> Scope:
+    if texts.get("UUID"):
+        return Scope("gpu", texts["UUID"])
     for label in _NODES:
-        value = said.get(label, "")
+        value = texts.get(label, "")
         if label == "instance":  # host:port or [address]:port
             value = re.sub(r":[0-9]+$", "", value).strip("[]")
         if value:
             return Scope("node", value)
-    raise UsageError("names no GPU and no node; keep the label UUID, Hostname, node or instance in its rule")
+    raise UsageError("names neither a GPU nor a node; keep the label UUID, Hostname, node or instance in its rule")
 
 
 def _moment_s(alert: Mapping[str, Any], name: str) -> float:
-    """Seconds since the epoch."""
+    """Read a moment as seconds since the epoch."""
     text = alert.get(name)
     match = _MOMENT.fullmatch(text) if isinstance(text, str) else None
     if match is not None:
         with suppress(ValueError, OverflowError):
             whole = datetime.fromisoformat(match[1] + match[3].replace("Z", "+00:00"))
             return whole.timestamp() + float(match[2] or 0.0)
-    raise UsageError(f"{name}: {shown(text)} is no time as Alertmanager writes it")
+    raise UsageError(f"{name}: {shown(text)} is not a time as Alertmanager writes it")
 
 
 def _texts(alert: Mapping[str, Any], name: str) -> dict[str, str]:
-    """Its labels or annotations; of any size that is of use."""
+    """Return the labels or annotations of an alert, without those that are too long or not printable."""
     values = alert.get(name)
     if not isinstance(values, Mapping):
         return {}

@@ -1,68 +1,107 @@
-"""What the service knows of jobs and stragglers, and what it decides; frozen, times in seconds since the epoch."""
+"""The values that the service keeps, decides on and answers with.
+
+They are frozen dataclasses. Pydantic reads and writes them as JSON by their annotations (see `schemas`), so the
+service, its database, its HTTP interface and its clients share one class for each value. Times are in seconds; a moment
+is in seconds since the epoch. A moment that never comes is infinite here and null in JSON.
+"""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, Protocol
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Annotated, Literal, Protocol
+
+from pydantic import BeforeValidator, ConfigDict, Field, Strict, WithJsonSchema
 
 from perseus_planner.errors import PlannerError, UsageError
+from perseus_planner.plans.plan import Plan
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable
+
+    from perseus_planner.service.planning.curves import Curve
+    from perseus_planner.service.power import Share
 
 ScopeKind = Literal["pipeline", "stage", "rank", "gpu", "node"]
 Cause = Literal["compute", "communication", "data", "unknown"]
+Origin = Literal["measured", "simulated"]
+Effect = Literal["planning", "next iteration", "already"]
+
+REMEMBERED = 256
+"""How many inactive reports of a job are kept, so that a report that is delivered again is recognized."""
 
 
 class UnknownJob(PlannerError):
-    """No job of that name runs, or it has not what was asked for."""
+    """The job, or the part of it that was asked for, does not exist."""
 
 
 class UnknownReport(UnknownJob):
-    """The job has no report of that key."""
+    """The job has no report with that key."""
 
 
 class Conflict(PlannerError):
-    """What was asked contradicts what was asked before."""
+    """The request contradicts an earlier one."""
 
 
 class StorageError(PlannerError):
-    """The service's database cannot be read or written; what was asked has not been done."""
+    """The service's database cannot be read or written; the request has not been carried out."""
+
+
+def _text_of_number(value: object) -> object:
+    return str(value) if type(value) is int and 0 <= value < 2**31 else value
+
+
+def _infinite_if_null(value: object) -> object:
+    return math.inf if value is None else value
+
+
+Line = Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f]*$", max_length=1024)]
+Number = Annotated[int, Strict(), Field(ge=0, lt=2**31)]
+Moment = Annotated[
+    float,
+    BeforeValidator(_infinite_if_null),
+    WithJsonSchema({"anyOf": [{"type": "number"}, {"type": "null"}]}),
+]
+"""A moment, which may be infinite: null in JSON."""
+_ScopeValue = Annotated[
+    Line,
+    BeforeValidator(_text_of_number),
+    WithJsonSchema({"anyOf": [{"type": "string", "maxLength": 1024}, {"type": "integer", "minimum": 0}]}, "validation"),
+]
+STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
+"""For values that clients send: unknown fields and numbers that are not finite are refused."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where one rank of a job is.
+    """The location of one rank of a job."""
 
-    Attributes:
-        rank: in the whole job, from 0.
-        pipeline: which data-parallel pipeline it is in, from 0.
-        stages: the stages of that pipeline which it holds.
-        node: the host's name; empty: not known.
-        gpu: the UUID of its GPU; empty: not known.
-    """
+    __pydantic_config__ = STRICT
 
-    rank: int
-    pipeline: int
-    stages: tuple[int, ...]
-    node: str = ""
-    gpu: str = ""
+    rank: Annotated[Number, Field(description="Rank in the whole job, from 0.")]
+    pipeline: Annotated[Number, Field(description="Data-parallel pipeline of the rank, from 0.")]
+    stages: Annotated[
+        tuple[Number, ...], Field(max_length=4096, description="Stages of that pipeline on this rank; [] if unknown.")
+    ]
+    node: Annotated[Line, Field(description="Host name; empty if unknown.")] = ""
+    gpu: Annotated[Line, Field(description="UUID of the GPU; empty if unknown.")] = ""
 
 
 @dataclass(frozen=True)
 class Job:
-    """A training job.
+    """A training job, with the deadline and the power budget that hold now.
 
     Attributes:
-        name: unique among those that run.
-        pipelines: how many data-parallel pipelines it has; all have the same frontier.
-        frontier: digest of its frontier.
-        places: its ranks; may be empty, where reports name pipelines only.
-        deadline_s: the iteration time that is wanted where nobody straggles; None: that of all clocks at maximum.
-        max_changes, min_dwell_s: switch budget of its plans, as for `Frontier.plan_for`.
-        power_w: the most that all its GPUs together may draw on average; None: any.
-        since_s: when it was registered.
+        name: Unique among the running jobs.
+        pipelines: Number of data-parallel pipelines. They all have the same frontier.
+        frontier: Digest of the frontier file.
+        places: Locations of the ranks; may be empty if reports only name pipelines.
+        deadline_s: Iteration time to aim for without stragglers; None for that of all clocks at maximum.
+        max_changes, min_dwell_s: Switch budget of the plans, as for `Frontier.plan_for`.
+        power_w: Upper bound on the average power of all GPUs of the job, watts; None for no bound.
+        since_s: When the job was registered.
     """
 
     name: str
@@ -77,40 +116,55 @@ class Job:
 
 
 @dataclass(frozen=True)
+class JobSummary:
+    """A job, with the deadline and the power budget that hold now."""
+
+    name: str
+    pipelines: int
+    frontier: Annotated[str, Field(description="Digest of the frontier file.")]
+    ranks: Annotated[int, Field(description="Number of ranks whose location is known.")]
+    deadline_s: float | None
+    max_changes: int | None
+    min_dwell_s: float
+    power_w: float | None
+    since_s: Annotated[float, Field(description="When the job was registered, seconds since the epoch.")]
+
+    @classmethod
+    def of(cls, job: Job) -> JobSummary:
+        """Summarize `job`."""
+        limits = (job.deadline_s, job.max_changes, job.min_dwell_s, job.power_w)
+        return cls(job.name, job.pipelines, job.frontier, len(job.places), *limits, job.since_s)
+
+
+@dataclass(frozen=True)
 class Scope:
-    """What is slow: "pipeline" 3; "stage" 2 (of `pipeline`); "rank" 17; "gpu" "GPU-8f6b…"; "node" "node07"."""
+    """The part of a job that is slow: pipeline 3, stage 2 of `pipeline`, rank 17, GPU "GPU-8f6b…", node "node07"."""
+
+    __pydantic_config__ = STRICT
 
     kind: ScopeKind
-    value: str
-    pipeline: int | None = None
+    value: Annotated[_ScopeValue, Field(description="The number of the part, the UUID of the GPU or the node's name.")]
+    pipeline: Annotated[Number | None, Field(description="The pipeline of that part; null for all that have it.")] = (
+        None
+    )
 
 
 @dataclass(frozen=True)
 class Report:
-    """That something is slow, or has recovered.
+    """A report that part of a job is slow, or has recovered, as the service keeps it."""
 
-    Attributes:
-        key: which report this is: the same key again is the same report.
-        source: who says it; a later report of the same source about the same scope takes the place of the earlier.
-        scope: what is slow.
-        slowdown: how many times as long it takes, 1 or more; 1: it has recovered. None where `iteration_s` is given.
-        iteration_s: the iteration time that is expected of its pipeline, seconds.
-        observed_s: when the source observed it: what is later counts, in whatever order reports come.
-        begins_s: from when it holds.
-        begins_iteration: from which iteration it holds; None: `begins_s` says it.
-        expires_s: until when it holds; infinite: until it is cleared.
-        cause: what it is about.
-    """
-
-    key: str
-    source: str
+    key: Annotated[str, Field(description="Identifies the report. A report with the same key is the same report.")]
+    source: Annotated[str, Field(description="Who reports. A later report replaces an earlier one about that scope.")]
     scope: Scope
-    slowdown: float | None
-    iteration_s: float | None
-    observed_s: float
-    begins_s: float
-    begins_iteration: int | None = None
-    expires_s: float = math.inf
+    slowdown: Annotated[
+        float | None,
+        Field(description="Time over normal time, 1 or more; 1 means recovered. null if `iteration_s` is given."),
+    ]
+    iteration_s: Annotated[float | None, Field(description="Expected iteration time of the pipeline, seconds.")]
+    observed_s: Annotated[float, Field(description="When the source observed it. The latest observation counts.")]
+    begins_s: Annotated[float, Field(description="When it begins.")]
+    begins_iteration: Annotated[int | None, Field(description="The iteration in which it begins, if given.")] = None
+    expires_s: Annotated[Moment, Field(description="When it expires; null if it holds until it is cleared.")] = math.inf
     cause: Cause = "unknown"
 
     def __post_init__(self) -> None:
@@ -124,43 +178,227 @@ class Report:
 
 @dataclass(frozen=True)
 class Target:
-    """What one pipeline is to do.
+    """The iteration that one pipeline is to be planned for."""
 
-    Attributes:
-        time_s: within what an iteration of it is to end.
-        slow_stages: stage -> how many times as long as profiled its computations take now; then it is planned anew on
-            such a profile, exactly.
-        power_w: the most that all its GPUs may draw on average, even if the iteration then takes longer; None: any.
-    """
-
-    time_s: float
-    slow_stages: Mapping[int, float] = field(default_factory=dict)
-    power_w: float | None = None
+    time_s: Annotated[float, Field(description="Deadline of an iteration, seconds.")]
+    slow_stages: Annotated[
+        Mapping[int, float], Field(description="Slow stage -> slowdown; the pipeline is solved anew with these.")
+    ] = field(default_factory=dict)
+    power_w: Annotated[
+        float | None,
+        Field(description="Upper bound on the average power of the pipeline, watts; it goes before `time_s`."),
+    ] = None
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What the pipelines of a job are to do now, and why.
+    """What the pipelines of a job are to do now, and why."""
+
+    targets: Annotated[tuple[Target, ...], Field(description="One for each pipeline, in order.")]
+    straggler_time_s: Annotated[float, Field(description="Iteration time of the slowest pipeline, seconds.")]
+    stragglers: Annotated[Mapping[int, str], Field(description="Pipeline -> key of the report that counts for it.")]
+    since_s: Annotated[float, Field(description="Since when these targets hold.")]
+    look_again_s: Annotated[Moment, Field(description="When time alone may change the decision; null for never.")]
+    reason: Annotated[str, Field(description="One sentence for people.")]
+
+
+@dataclass(frozen=True)
+class PlanSet:
+    """One version of the plans of a job; equal plans are listed once."""
+
+    version: Annotated[int, Field(description="Rises with every change, from 1.")]
+    texts: Annotated[
+        tuple[str, ...], Field(alias="plans", description="Plan files, as `planner plan` writes them.")
+    ] = field(repr=False)
+    of_pipeline: Annotated[tuple[int, ...], Field(description="For each pipeline, the index of its plan in `plans`.")]
+    made_s: Annotated[float, Field(exclude=True, description="When the version was published.")] = 0.0
+
+    def text(self, pipeline: int) -> str:
+        """Return the plan of one pipeline as text."""
+        return self.texts[self.of_pipeline[pipeline]]
+
+    @cached_property
+    def plans(self) -> tuple[Plan, ...]:
+        """The plan of each pipeline, in order. Parsing takes some 10 ms for each text, once.
+
+        Raises:
+            PlanError: If a text is not a plan.
+        """
+        plans = [Plan.loads(text) for text in self.texts]
+        return tuple(plans[index] for index in self.of_pipeline)
+
+
+@dataclass(frozen=True)
+class Taken:
+    """The version of the plans that a job runs, as it last reported."""
+
+    version: int
+    iteration: Annotated[int, Field(description="The first iteration that ran this version.")]
+    at_s: Annotated[float, Field(description="When the job reported it, seconds since the epoch.")]
+
+
+@dataclass(frozen=True)
+class Registered:
+    """The answer to a registration.
 
     Attributes:
-        targets: of each pipeline, in order.
-        straggler_time_s: the iteration time of the slowest pipeline, for which the others wait.
-        stragglers: pipeline -> key of the report that counts for it.
-        since_s: since when these targets hold.
-        look_again_s: when time alone may change it: a report begins or expires, a holding time ends; infinite: never.
-        reason: one sentence for people.
+        is_new: Whether the job was unknown before; over HTTP, the status says it.
     """
 
-    targets: tuple[Target, ...]
-    straggler_time_s: float
-    stragglers: Mapping[int, str]
-    since_s: float
-    look_again_s: float
-    reason: str
+    job: JobSummary
+    version: Annotated[int, Field(description="The newest version of the job's plans.")]
+    is_new: Annotated[bool, Field(exclude=True)] = False
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The effect of a request. All of it is on disk."""
+
+    job: Annotated[str, Field(description="Name of the job.")]
+    report: Annotated[Report | None, Field(description="The report as kept; null if the request was not about one.")]
+    version: Annotated[int, Field(description="The first version of the plans that takes the request into account.")]
+    changed: Annotated[bool, Field(description="Whether the request changed what the pipelines are to do.")]
+    takes_effect: Annotated[
+        Effect,
+        Field(
+            description="planning: the version is being planned. next iteration: it is there, and the job takes it at "
+            "its next iteration. already: the job runs it."
+        ),
+    ]
+    expected_saving_w: Annotated[
+        float | None,
+        Field(
+            description="Average power that all GPUs of the job are expected to save, watts, from the bounds of the "
+            "frontier. null while slow stages are being solved; a report with `wait_s` waits for that."
+        ),
+    ]
+    reason: Annotated[str, Field(description="One sentence for people.")]
+
+    def with_plans_of(self, status: JobStatus) -> Answer:
+        """Return the answer updated from a later `status`, if the version has been published by then."""
+        if status.version < self.version:
+            return self
+        is_taken = status.taken is not None and status.taken.version >= self.version
+        return replace(
+            self,
+            takes_effect="already" if is_taken else "next iteration",
+            expected_saving_w=status.expected_saving_w,
+            reason=status.decision.reason,
+        )
+
+
+@dataclass(frozen=True)
+class Expected:
+    """The average power of all GPUs of a job that its newest plans predict."""
+
+    power_w: Annotated[float, Field(description="With these plans, all pipelines waiting for the slowest, watts.")]
+    baseline_power_w: Annotated[float, Field(description="With all clocks at maximum and iterations as long, watts.")]
+    origin: Annotated[Origin, Field(description="measured: replayed from a measured profile; or simulated.")]
+
+
+@dataclass(frozen=True)
+class PipelineStatus:
+    """One pipeline of a job and its newest plan."""
+
+    pipeline: Annotated[int, Field(description="Number of the pipeline, from 0.")]
+    time_s: Annotated[float, Field(description="Iteration time of the plan, seconds.")]
+    energy_j: Annotated[float, Field(description="Energy of such an iteration over all GPUs, joules.")]
+    target_s: Annotated[float, Field(description="Deadline of an iteration by the current decision, seconds.")]
+    slow_stages: Annotated[Mapping[int, float], Field(description="Slow stage -> slowdown.")]
+    report: Annotated[str | None, Field(description="Key of the report that counts for the pipeline; null for none.")]
+
+
+@dataclass(frozen=True)
+class JobTelemetry:
+    """Iterations and energy of a job since it was registered, over all its runs."""
+
+    iterations: Annotated[int, Field(description="Number of iterations that have ended.")]
+    iteration_s: Annotated[float, Field(description="Recent time of an iteration, seconds.")]
+    power_w: Annotated[float | None, Field(description="Recent power of all GPUs, watts; null if unknown.")]
+    energy_j: Annotated[float, Field(description="Energy of the metered iterations, joules.")]
+    baseline_j: Annotated[
+        float,
+        Field(description="Energy of those iterations with all clocks at maximum and as long, by the profile, joules."),
+    ]
+    saved_j: Annotated[float, Field(description="`baseline_j` - `energy_j`; negative if more was used.")]
+    energy_is: Annotated[
+        Origin | None,
+        Field(description="Origin of `energy_j`, simulated if any part is; null if no iteration was metered."),
+    ]
+    late_changes: Annotated[int, Field(description="Clock changes that came when most of the computation was over.")]
+    set_p50_s: Annotated[
+        float | None, Field(description="Recent median time from requesting a clock until it is set; null if none was.")
+    ]
+    set_p99_s: Annotated[float | None, Field(description="The 99th percentile of that time.")]
+    observed_s: Annotated[float, Field(description="When the job last sent telemetry, seconds since the epoch.")]
+
+
+@dataclass(frozen=True)
+class JobStatus:
+    """Everything the service knows about a job."""
+
+    job: JobSummary
+    decision: Decision
+    version: Annotated[int, Field(description="The newest version of the plans.")]
+    promised: Annotated[int, Field(description="The version that is being planned; equal to `version` if none is.")]
+    taken: Annotated[Taken | None, Field(description="null if the job has not reported which version it runs.")]
+    reports: Annotated[tuple[Report, ...], Field(description="Reports that count now or will, in order of arrival.")]
+    expected_saving_w: Annotated[float, Field(description="As in the answer to a report, watts.")]
+    expected: Expected
+    telemetry: Annotated[JobTelemetry | None, Field(description="null if the job has sent none.")]
+
+
+@dataclass(frozen=True)
+class JobState:
+    """A running job inside the service. It is replaced as a whole, so readers never see half a change.
+
+    Attributes:
+        registered: The job as it was registered.
+        job: The job with the deadline and the power budget that hold now.
+        curve: The energy of its frontier.
+        decision: What its pipelines are to do.
+        saving_w: Watts that the decision is expected to save, as `policy.saving_w` computes them.
+        published: The newest version of its plans.
+        planned: The decision that those plans were made for.
+        promised: The version named in answers; above `published.version` while that version is being planned.
+        reports: Key -> report, for reports that count or will count, in order of arrival.
+        past: Key -> report, for reports that no longer count, the latest last; at most `REMEMBERED`.
+        taken: The version that the job runs; None if it has not reported one.
+        share: The job's share of the power budgets; None if there are none.
+    """
+
+    registered: Job
+    job: Job
+    curve: Curve = field(repr=False)
+    decision: Decision
+    saving_w: float
+    published: PlanSet
+    planned: Decision
+    promised: int
+    reports: Mapping[str, Report] = field(default_factory=dict)
+    past: Mapping[str, Report] = field(default_factory=dict)
+    taken: Taken | None = None
+    share: Share | None = None
+
+    @property
+    def is_planned(self) -> bool:
+        """Whether all promised plans have been published."""
+        return self.promised == self.published.version
+
+    def keeping(self, lasting: Iterable[Report]) -> JobState:
+        """Return the state in which only the reports in `lasting` count; the others become past reports."""
+        kept = {report.key for report in lasting}
+        if len(kept) == len(self.reports):
+            return self
+        gone = {key: report for key, report in self.reports.items() if key not in kept}
+        past = {**self.past, **gone}
+        for key in list(past)[:-REMEMBERED]:
+            del past[key]
+        return replace(self, reports={key: report for key, report in self.reports.items() if key in kept}, past=past)
 
 
 class Numbers(Protocol):
-    """What the policy asks of a job's frontier; `Frontier` answers all but `slowed`."""
+    """The part of a job's frontier that the policy needs. `Frontier` has all of it except `slowed`."""
 
     @property
     def baseline_time_s(self) -> float: ...  # noqa: D102
@@ -169,7 +407,7 @@ class Numbers(Protocol):
     @property
     def max_time_s(self) -> float: ...  # noqa: D102
     def bound_j(self, deadline_s: float) -> float:
-        """The least energy of one pipeline's iteration of that time, joules."""
+        """Return the least energy of one pipeline's iteration of that time, joules."""
 
     def slowed(self, stages: Mapping[int, float]) -> Numbers:
-        """Of the pipeline in which these stages are so many times slower."""
+        """Return the numbers of the pipeline in which these stages are slower by these factors."""

@@ -51,7 +51,7 @@ from typing import TYPE_CHECKING
 
 from perseus_planner.errors import shown
 from perseus_planner.service.model import Decision, Job, Numbers, Report, Target
-from perseus_planner.service.reports import active_reports, meant, next_turn_s
+from perseus_planner.service.reports import active_reports, next_turn_s, parts_concerned
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -257,7 +257,7 @@ def _saved_j(numbers: Numbers, from_s: float, to_s: float) -> float:
 def _pipelines(job: Job, active: Sequence[Report], numbers: Numbers) -> list[_Pipeline]:
     said: dict[int, list[tuple[Report, frozenset[int]]]] = {}
     for report in active:
-        for pipeline, stages in meant(job, report.scope).items():
+        for pipeline, stages in parts_concerned(job, report.scope).items():
             said.setdefault(pipeline, []).append((report, stages))
     target_s = _target_s(job, numbers)
     calm_s = _own_s(numbers, target_s)

@@ -14,7 +14,7 @@ A pipeline that straggles counts as one that does not: who waits for it draws le
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -23,13 +23,17 @@ from numpy.typing import NDArray
 from perseus_planner.errors import InfeasiblePower
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
+
+    from perseus_planner.service.model import Job, JobState
+    from perseus_planner.service.planning.curves import Curve
+    from perseus_planner.service.store.writer import Draft
 
 Floats = NDArray[np.float64]
 
 
-class Curve(Protocol):
-    """What is asked of a frontier; `Frontier` answers it."""
+class EnergyCurve(Protocol):
+    """The part of a frontier that sharing needs. `Frontier` and `Curve` have it."""
 
     @property
     def times_s(self) -> Floats: ...  # noqa: D102
@@ -64,7 +68,7 @@ class Demand:
         power_w: the most that this job alone may draw; None: any.
     """
 
-    frontier: Curve
+    frontier: EnergyCurve
     pipelines: int
     gpus: int
     time_s: float
@@ -169,3 +173,57 @@ def _least(fits: Callable[[float], bool], low: float, high: float) -> float:
     while low < (middle := (low + high) / 2.0) < high:
         low, high = (low, middle) if fits(middle) else (middle, high)
     return high
+
+
+def share_power(draft: Draft, job: str | None, reconcile: Callable[[JobState], object]) -> None:
+    """Share power anew: the budget of all jobs among all of them if there is one, and the budgets of single jobs.
+
+    Args:
+        draft: Has the jobs.
+        job: The job that has changed; None if several may have.
+        reconcile: Called with each job whose share has changed.
+
+    Raises:
+        InfeasiblePower: If the budgets cannot be met.
+    """
+    jobs = draft.jobs()
+    states = jobs.values() if job is None or draft.power_w is not None else [jobs[job]]
+    for state in with_shares(draft.power_w, states):
+        if state.share != draft.state(state.job.name).share:
+            reconcile(state)
+
+
+def with_shares(power_w: float | None, states: Iterable[JobState]) -> list[JobState]:
+    """Return the jobs with their shares of the power budgets.
+
+    Stragglers are left out of the calculation: a pipeline that waits for one draws less.
+
+    Args:
+        power_w: Budget of these jobs together, watts; None for no budget.
+        states: The jobs.
+
+    Raises:
+        InfeasiblePower: If they cannot draw so little; names the least.
+        InfeasibleDeadline: If a job cannot be as fast as its deadline.
+    """
+    states = list(states)
+    if power_w is None and all(state.job.power_w is None for state in states):
+        return [replace(state, share=None) for state in states]
+    demands = [_demand(state.job, state.curve) for state in states]
+    found = shares(power_w, demands)
+    room = 1.0 if power_w is None else max(1.0, power_w / math.fsum(share.power_w for share in found))
+    allowed = [_allowed(state.job, share, room, power_w) for state, share in zip(states, found, strict=True)]
+    return [replace(state, share=share) for state, share in zip(states, allowed, strict=True)]
+
+
+def _allowed(job: Job, share: Share, room: float, power_w: float | None) -> Share | None:
+    """Return the share that plans must keep. Power that is left over is shared, as plans draw more than the bound."""
+    limits_w = [share.power_w * room] if power_w is not None else []
+    limits_w += [] if job.power_w is None else [job.power_w]
+    return Share(share.time_s, min(limits_w)) if limits_w else None
+
+
+def _demand(job: Job, curve: Curve) -> Demand:
+    time_s = curve.baseline_time_s if job.deadline_s is None else job.deadline_s
+    time_s = min(max(time_s, curve.min_time_s), curve.max_time_s)
+    return Demand(curve, job.pipelines, job.pipelines * curve.gpus, time_s, job.power_w)

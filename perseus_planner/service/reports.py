@@ -1,4 +1,4 @@
-"""Which reports count at a time, and which pipelines and stages of a job they mean; pure."""
+"""Which reports count at a given time, and which pipelines and stages of a job they concern."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ if TYPE_CHECKING:
 
 
 def lasting_reports(reports: Iterable[Report], now_s: float, iteration: int | None = None) -> tuple[Report, ...]:
-    """Those that count now, may count later, or keep older ones from counting; the others can be forgotten.
+    """Return the reports that count now, may count later, or keep older ones from counting.
 
-    At most those stay of one source about one scope that it observed last of what has begun, even if they have expired
-    or say that it has recovered: an older report that arrives late must find them.
+    Of the begun reports of one source about one scope, only those with the latest observation last, even if they have
+    expired or say that the scope has recovered: an older report that arrives late must find them.
 
     Args:
-        reports: any, in any order.
-        now_s: seconds since the epoch.
-        iteration: the first one that can still be changed; None: not known.
+        reports: Any reports, in any order.
+        now_s: Seconds since the epoch.
+        iteration: The first iteration that can still be changed; None if unknown.
     """
     known = [each for each in reports if each.begins_iteration is not None or each.begins_s < each.expires_s]
     newest_s: dict[tuple[str, Scope], float] = {}
@@ -34,14 +34,14 @@ def lasting_reports(reports: Iterable[Report], now_s: float, iteration: int | No
 
 
 def active_reports(reports: Iterable[Report], now_s: float, iteration: int | None = None) -> tuple[Report, ...]:
-    """Those that say that something is slow now; arguments as for `lasting_reports`."""
+    """Return the reports by which something is slow now; arguments as for `lasting_reports`."""
     return _active(lasting_reports(reports, now_s, iteration), now_s, iteration)
 
 
 def next_turn_s(reports: Iterable[Report], now_s: float, iteration: int | None = None) -> float:
-    """When time alone next makes one of them count or no longer count; infinite: never.
+    """Return when time alone next makes a report begin or expire; infinite for never.
 
-    Arguments as for `lasting_reports`. What begins at an iteration does not begin at a time.
+    Arguments as for `lasting_reports`. Reports that begin with an iteration are left out.
     """
     lasting = lasting_reports(reports, now_s, iteration)
     begins_s = [each.begins_s for each in lasting if each.begins_iteration is None and now_s < each.begins_s]
@@ -62,47 +62,47 @@ def _has_begun(report: Report, now_s: float, iteration: int | None) -> bool:
     return now_s >= report.begins_s
 
 
-def meant(job: Job, scope: Scope) -> dict[int, frozenset[int]]:
-    """The pipelines of `job` that are meant, each with those of its stages that are; none: not known which.
+def parts_concerned(job: Job, scope: Scope) -> dict[int, frozenset[int]]:
+    """Return the pipelines of `job` in `scope`, each with its stages in `scope`; no stages if they are unknown.
 
-    Of a rank, GPU or node that is several pipelines' only the part in `scope.pipeline` is meant, if that is given.
+    If a rank, GPU or node belongs to several pipelines, `scope.pipeline` restricts it to one of them.
 
     Raises:
-        UsageError: the job has no such thing.
+        UsageError: If the job has no such part.
     """
     if scope.kind == "pipeline":
-        places = {_pipeline(job, scope.value): frozenset[int]()}
+        parts = {_pipeline(job, scope.value): frozenset[int]()}
     elif scope.kind == "stage":
-        places = {_pipeline_of_stage(job, scope): frozenset({_number("stage", scope.value)})}
+        parts = {_pipeline_of_stage(job, scope): frozenset({_number("stage", scope.value)})}
     else:
-        places = _held_by(job, scope)
+        parts = _held_by(job, scope)
     if scope.pipeline is not None:
-        places = {pipeline: stages for pipeline, stages in places.items() if pipeline == scope.pipeline}
-    if not places:
+        parts = {pipeline: stages for pipeline, stages in parts.items() if pipeline == scope.pipeline}
+    if not parts:
         raise UsageError(
             f"scope: {scope.kind} {shown(scope.value)} is not in pipeline {scope.pipeline} of job {shown(job.name)}; "
             "correct one of them, or leave the pipeline out"
         )
-    return places
+    return parts
 
 
 def check_scope(job: Job, scope: Scope, stages: int) -> None:
-    """Refuse a scope that means nothing in a job whose pipelines have so many stages.
+    """Check that a scope exists in a job whose pipelines have this many stages.
 
     Raises:
-        UsageError: it means nothing, or a stage that is not there.
+        UsageError: If it does not.
     """
-    for stage in frozenset().union(*meant(job, scope).values()):
+    for stage in frozenset().union(*parts_concerned(job, scope).values()):
         if stage >= stages:
             raise UsageError(f"scope: there is no stage {stage}; stages are 0 to {stages - 1}")
 
 
 def _held_by(job: Job, scope: Scope) -> dict[int, frozenset[int]]:
-    """The stages of the ranks that are there; where one does not know its own, none of that pipeline."""
+    """Return the stages of the ranks in `scope` by pipeline; no stages for a pipeline in which a rank's are unknown."""
     found = [place for place in job.places if scope.value and str(getattr(place, scope.kind)) == scope.value]
     if not found:
         raise UsageError(
-            f"scope: job {shown(job.name)} knows of no {scope.kind} {shown(scope.value)}; register it with the places "
+            f"scope: job {shown(job.name)} has no known {scope.kind} {shown(scope.value)}; register it with the places "
             "of its ranks, or report the pipeline"
         )
     held: dict[int, frozenset[int]] = {}
@@ -117,7 +117,8 @@ def _pipeline_of_stage(job: Job, scope: Scope) -> int:
         return _pipeline(job, str(scope.pipeline))
     if job.pipelines > 1:
         raise UsageError(
-            f"scope: stage {shown(scope.value)} is in each of {job.pipelines} pipelines; say in which one it is slow"
+            f"scope: stage {shown(scope.value)} is in each of {job.pipelines} pipelines; name the pipeline in which it "
+            "is slow"
         )
     return 0
 
@@ -131,5 +132,5 @@ def _pipeline(job: Job, value: str) -> int:
 
 def _number(kind: str, value: str) -> int:
     if not (value.isascii() and value.isdigit() and len(value) <= 9 and str(int(value)) == value):
-        raise UsageError(f"scope: {kind} {shown(value)} is no number; write 0 for the first one, 1 for the next")
+        raise UsageError(f"scope: {kind} {shown(value)} is not a number; write 0 for the first one, 1 for the next")
     return int(value)

@@ -1,4 +1,8 @@
-"""What is sent to the service, as OpenAPI shows it; strict: nothing is guessed, and nothing unknown is taken."""
+"""What clients send to the service and what it answers, as JSON: requests, envelopes, reading and writing.
+
+Requests are strict: fields that are not listed are refused, and values are not converted. The values inside answers are
+those of `model`.
+"""
 
 from __future__ import annotations
 
@@ -6,176 +10,190 @@ import base64
 import binascii
 import math
 import uuid
-from typing import Annotated, Any
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BeforeValidator, Field, PlainSerializer, Strict, TypeAdapter, WithJsonSchema
 
 from perseus_planner.errors import UsageError
-from perseus_planner.service.model import Cause, Job, Place, Report, Scope, ScopeKind
-from perseus_planner.service.planning.solving import Unsolved
-from perseus_planner.service.telemetry import Counters, Origin
+from perseus_planner.service.model import (
+    STRICT,
+    Answer,
+    Cause,
+    Job,
+    JobStatus,
+    Line,
+    Number,
+    Origin,
+    PipelineStatus,
+    Place,
+    Report,
+    Scope,
+)
+
+Value = TypeVar("Value")
 
 NAME = r"^[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}$"
-KEY = r"^[!-.0-~]{1,256}$"  # printable ASCII without a blank and without /, as it stands in an address
-_LINE = r"^[^\x00-\x1f\x7f]*$"
-_MOST_S = 1e9  # some thirty years, and the epoch until 2286 with a digit more
-MOST_ALERTS = 10_000
-MOST_WHOLE = 2**53 - 1  #: the most that JSON readers agree on
+KEY = r"^[!-.0-~]{1,256}$"  # printable ASCII without a blank and without /, as it is part of a path
+MOST_WHOLE = 2**53 - 1  #: the largest whole number that all JSON readers agree on
+MOST_SLOWDOWN = 1e6
+_MOST_ALERTS = 10_000
+_MOST_S = 1e9  # some thirty years; moments may have one more digit, which is enough until 2286
 
-JobName = Annotated[str, Field(pattern=NAME, description="1 to 128 letters, digits, `.`, `_` and `-`; no `.` first.")]
-Key = Annotated[str, Field(pattern=KEY, description="Up to 256 printable ASCII characters, no blank and no `/`.")]
-Line = Annotated[str, Field(pattern=_LINE, max_length=1024)]
-Whole = Annotated[int, Field(ge=0, le=MOST_WHOLE)]
-Number = Annotated[int, Field(ge=0, lt=2**31)]
-Span = Annotated[float, Field(gt=0.0, le=_MOST_S)]
-Seconds = Annotated[float, Field(ge=0.0, le=_MOST_S)]
-Watts = Annotated[float, Field(gt=0.0, le=1e12)]
+JobName = Annotated[str, Field(pattern=NAME, description="1 to 128 letters, digits, `.`, `_` and `-`; not `.` first.")]
+Key = Annotated[str, Field(pattern=KEY, description="Up to 256 printable ASCII characters without blanks and `/`.")]
+Whole = Annotated[int, Strict(), Field(ge=0, le=MOST_WHOLE)]
+Span = Annotated[float, Strict(), Field(gt=0.0, le=_MOST_S)]
+Seconds = Annotated[float, Strict(), Field(ge=0.0, le=_MOST_S)]
+Watts = Annotated[float, Strict(), Field(gt=0.0, le=1e12)]
 
 
-class _Sent(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
+def _decoded(value: object) -> object:
+    if not isinstance(value, str):
+        return value
+    try:
+        return base64.b64decode(value, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise UsageError(f"frontier: is not base64 ({error}); encode the file with `base64 -w0`") from error
 
 
-class PlaceBody(_Sent):
-    """Where one rank of a job is."""
-
-    rank: Number = Field(description="In the whole job, from 0.")
-    pipeline: Number = Field(description="Which data-parallel pipeline it is in, from 0.")
-    stages: list[Number] = Field(max_length=4096, description="The stages of that pipeline which it holds.")
-    node: Line = Field("", description="The host's name; empty: not known.")
-    gpu: Line = Field("", description="The UUID of its GPU; empty: not known.")
+def _encoded(value: bytes | None) -> str | None:
+    return None if value is None else base64.b64encode(value).decode()
 
 
-class Registration(_Sent):
-    """A job: either with `frontier`, or with what the service solves for it."""
+FileBytes = Annotated[
+    bytes | None,
+    BeforeValidator(_decoded),
+    PlainSerializer(_encoded),
+    WithJsonSchema({"anyOf": [{"type": "string", "contentEncoding": "base64"}, {"type": "null"}]}),
+]
+
+
+@dataclass(frozen=True)
+class Registration:
+    """A job to register: with its frontier, or with a profile and a schedule that the service solves."""
+
+    __pydantic_config__ = STRICT
 
     name: JobName
-    frontier: str | None = Field(None, description="The file that `planner solve` writes, in base64.")
-    profile_csv: str | None = Field(None, description="Instead of `frontier`: the text of profile.csv.")
-    profile_yaml: str | None = Field(None, description="With it: the text of the profile.yaml that names it.")
-    schedule: str | None = Field(None, description="With it: the name of a schedule, or the text grid of one.")
-    microbatches: int | None = Field(None, ge=1, le=2**20, description="With the name of a schedule: how many.")
-    pipelines: int = Field(ge=1, le=2**16, description="How many data-parallel pipelines it has.")
-    places: list[PlaceBody] = Field([], max_length=2**20, description="Its ranks; needed where reports name them.")
-    deadline_s: Span | None = Field(
-        None, description="The iteration time wanted where nobody straggles, seconds; null: that of maximum clocks."
+    pipelines: Annotated[int, Strict(), Field(ge=1, le=2**16, description="Number of data-parallel pipelines.")]
+    frontier: Annotated[FileBytes, Field(description="The file that `planner solve` writes, in base64.")] = field(
+        default=None, repr=False
     )
-    max_changes: Number | None = Field(
-        None, description="How often each GPU may change its clock in an iteration; null: any number of times."
-    )
-    min_dwell_s: float = Field(0.0, ge=0.0, le=_MOST_S, description="For how long a clock must be held, seconds.")
-    power_w: Watts | None = Field(
-        None, description="The most that all GPUs of the job may draw on average, watts; null: any."
-    )
+    places: Annotated[
+        tuple[Place, ...],
+        Field(max_length=2**20, description="Locations of the ranks; needed if reports name ranks, GPUs or nodes."),
+    ] = ()
+    deadline_s: Annotated[
+        Span | None,
+        Field(description="Iteration time to aim for without stragglers; null for that of all clocks at maximum."),
+    ] = None
+    max_changes: Annotated[
+        Number | None, Field(description="Clock changes that each GPU may make in an iteration; null for any number.")
+    ] = None
+    min_dwell_s: Annotated[Seconds | None, Field(description="Least time at one clock, seconds; null for 0.")] = None
+    power_w: Annotated[
+        Watts | None, Field(description="Upper bound on the average power of all GPUs of the job; null for none.")
+    ] = None
+    profile_csv: Annotated[str | None, Field(description="Instead of `frontier`: the text of profile.csv.")] = None
+    profile_yaml: Annotated[str | None, Field(description="The text of the profile.yaml that names it.")] = None
+    schedule: Annotated[str | None, Field(description="The name of a schedule, or a text grid.")] = None
+    microbatches: Annotated[
+        Annotated[int, Strict(), Field(ge=1, le=2**20)] | None, Field(description="For a schedule given by its name.")
+    ] = None
 
-    @model_validator(mode="after")
-    def _checked(self) -> Registration:
+    def __post_init__(self) -> None:
         profile = (self.profile_csv, self.profile_yaml, self.schedule)
         if self.frontier is None and None in profile:
-            raise ValueError("give a frontier, or all of profile_csv, profile_yaml and schedule")
+            raise UsageError("give a frontier, or all of profile_csv, profile_yaml and schedule")
         if self.frontier is not None and (*profile, self.microbatches) != (None,) * 4:
-            raise ValueError("has a frontier, so leave out profile_csv, profile_yaml, schedule and microbatches")
-        return self
-
-    def given_frontier(self) -> bytes | None:
-        """The bytes of `frontier`; None where it is to be solved.
-
-        Raises:
-            UsageError: it is not base64.
-        """
-        if self.frontier is None:
-            return None
-        try:
-            return base64.b64decode(self.frontier, validate=True)
-        except (binascii.Error, ValueError) as error:
-            raise UsageError(f"frontier: is not base64 ({error}); encode the file with `base64 -w0`") from error
-
-    def unsolved(self) -> Unsolved:
-        """What is to be solved where there is no `frontier`."""
-        return Unsolved(self.profile_csv or "", self.profile_yaml or "", self.schedule or "", self.microbatches)
+            raise UsageError("frontier: leave out profile_csv, profile_yaml, schedule and microbatches beside it")
 
     def job(self) -> Job:
-        """The job, whose frontier and time the service sets."""
+        """Return the job. The service adds its frontier's digest and the time."""
         return Job(
             name=self.name,
             pipelines=self.pipelines,
             frontier="",
-            places=tuple(Place(**{**dict(place), "stages": tuple(place.stages)}) for place in self.places),
+            places=self.places,
             deadline_s=self.deadline_s,
             max_changes=self.max_changes,
-            min_dwell_s=self.min_dwell_s,
+            min_dwell_s=self.min_dwell_s or 0.0,
             power_w=self.power_w,
         )
 
 
-class ScopeBody(_Sent):
-    """What is slow: pipeline 3; stage 2 of `pipeline`; rank 17; GPU "GPU-8f6b…"; node "node07"."""
+@dataclass(frozen=True)
+class ReportRequest:
+    """A report that part of a job is slow, or has recovered. Give exactly one of slowdown, iteration_s and score."""
 
-    kind: ScopeKind
-    value: Line | Number = Field(description="Its number, or the GPU's UUID, or the node's name.")
-    pipeline: Number | None = Field(None, description="In which pipeline; null: wherever it is.")
+    __pydantic_config__ = STRICT
 
-    def scope(self) -> Scope:
-        """The value that the service takes."""
-        return Scope(self.kind, str(self.value), self.pipeline)
+    source: Annotated[
+        Line, Field(min_length=1, description="Who reports. A later report replaces an earlier one about that scope.")
+    ]
+    scope: Scope
+    slowdown: Annotated[
+        Annotated[float, Strict(), Field(ge=1.0, le=MOST_SLOWDOWN)] | None,
+        Field(description="Time over normal time; 1 means recovered."),
+    ] = None
+    iteration_s: Annotated[Span | None, Field(description="Expected iteration time of the pipeline, seconds.")] = None
+    score: Annotated[
+        Annotated[float, Strict(), Field(ge=1.0 / MOST_SLOWDOWN, le=1.0)] | None,
+        Field(description="Performance over normal performance, the inverse of a slowdown."),
+    ] = None
+    in_s: Annotated[Seconds | None, Field(description="It begins in this many seconds; null for now.")] = None
+    at_iteration: Annotated[Whole | None, Field(description="Or it begins with this iteration of the job.")] = None
+    ttl_s: Annotated[
+        Span | None, Field(description="How long it holds once begun, seconds; null until it is cleared.")
+    ] = None
+    cause: Cause = "unknown"
+    observed_s: Annotated[
+        Annotated[float, Strict(), Field(ge=0.0, le=10 * _MOST_S)] | None,
+        Field(
+            description="When the source observed it, seconds since the epoch; null for now. Of one source's reports "
+            "about one scope the latest observation counts, in whatever order they arrive. A later moment than now "
+            "counts as now."
+        ),
+    ] = None
+    key: Annotated[
+        Key | None,
+        Field(
+            description="Identifies the report: however often it is sent, it counts once. It may also be sent as the "
+            "header `Idempotency-Key`. Without either, the service chooses one."
+        ),
+    ] = None
 
-
-class StragglerReport(_Sent):
-    """That something is slow, or has recovered; how slow in exactly one of three ways."""
-
-    key: Key | None = Field(
-        None,
-        description="Which report this is: however often it is sent, it counts once. Also as the header "
-        "`Idempotency-Key`; the service chooses one where there is neither.",
-    )
-    source: Line = Field(
-        min_length=1,
-        description="Who says it; its later report about the same scope takes the place of the earlier.",
-    )
-    scope: ScopeBody
-    slowdown: float | None = Field(
-        None, ge=1.0, le=1e6, description="How many times as long it takes; 1: it has recovered."
-    )
-    iteration_s: Span | None = Field(None, description="The iteration time expected of its pipeline, seconds.")
-    score: float | None = Field(
-        None, ge=1e-6, le=1.0, description="Performance relative to what it should be; its slowdown is 1 / score."
-    )
-    in_s: float | None = Field(None, ge=0.0, le=_MOST_S, description="It begins in so many seconds; null: now.")
-    at_iteration: Whole | None = Field(None, description="Or it begins with this iteration of the job.")
-    ttl_s: Span | None = Field(
-        None, description="For how long it holds once begun, seconds; null: until it is cleared."
-    )
-    cause: Cause = Field("unknown", description="What it is about.")
-    observed_s: float | None = Field(
-        None,
-        ge=0.0,
-        le=10 * _MOST_S,
-        description="When its source observed it, seconds since the epoch: of what one source says about one scope, "
-        "the latest counts, in whatever order reports come. null: now. What is later than now, by a clock that is "
-        "ahead, counts as observed now.",
-    )
-
-    @model_validator(mode="after")
-    def _checked(self) -> StragglerReport:
-        if [self.slowdown, self.iteration_s, self.score].count(None) != 2:
-            raise ValueError("say how slow in one way: slowdown, iteration_s or score")
+    def __post_init__(self) -> None:
+        given = [name for name in ("slowdown", "iteration_s", "score") if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise UsageError(
+                "a report says how slow in one way: give a slowdown, an iteration time or a score, "
+                f"and not {' and '.join(given) or 'none'}"
+            )
         if self.in_s is not None and self.at_iteration is not None:
-            raise ValueError("it begins in_s seconds from now or at_iteration; give one of them")
-        return self
+            raise UsageError("a report begins after a time or with an iteration; give one of the two")
+        if self.slowdown is not None and not 1.0 <= self.slowdown < math.inf:
+            raise UsageError(f"slowdown {self.slowdown:g} is not a number of 1 or more; 1 means recovered")
+        if self.score is not None and not 0.0 < self.score <= 1.0:
+            raise UsageError(f"score {self.score:g} is not above 0 and at most 1; 1 means recovered")
+        if self.iteration_s is not None and not 0.0 < self.iteration_s < math.inf:
+            raise UsageError(f"iteration time {self.iteration_s:g} is not a number of seconds above 0")
 
     def report(self, header_key: str | None, now_s: float) -> Report:
-        """The value that the service takes.
+        """Return the report that the service keeps, received at `now_s`.
 
         Raises:
-            UsageError: the key of the header is another one.
+            UsageError: If the header has another key than the body.
         """
         if self.key is not None and header_key is not None and self.key != header_key:
-            raise UsageError("key: is not that of the header Idempotency-Key; send one of them")
+            raise UsageError("key: differs from the header Idempotency-Key; send one of them")
         begins_s = now_s + (self.in_s or 0.0)
         return Report(
             key=self.key or header_key or uuid.uuid4().hex,
             source=self.source,
-            scope=self.scope.scope(),
+            scope=self.scope,
             slowdown=1.0 / self.score if self.score is not None else self.slowdown,
             iteration_s=self.iteration_s,
             observed_s=now_s if self.observed_s is None else min(self.observed_s, now_s),
@@ -186,63 +204,188 @@ class StragglerReport(_Sent):
         )
 
 
-class AlertsBody(_Sent):
-    """What a webhook of Prometheus' Alertmanager sends, version 4; other fields of it are of no interest."""
+@dataclass(frozen=True)
+class AlertGroup:
+    """The body that the webhook of Prometheus' Alertmanager sends, version 4. Other fields of it are ignored."""
 
-    model_config = ConfigDict(extra="ignore")
-
-    alerts: list[Any] = Field(
-        max_length=MOST_ALERTS,
-        description="Each with `status`, `labels`, `annotations`, `startsAt`, `endsAt` and `fingerprint`; one that "
-        "says too little is answered as ignored, and does the others no harm.",
-    )
-
-
-class TakenBody(_Sent):
-    """Which version of its plans a job runs by."""
-
-    version: int = Field(ge=1, le=MOST_WHOLE)
-    iteration: Whole = Field(description="The first iteration that ran by it.")
+    alerts: Annotated[
+        list[Any],
+        Field(
+            max_length=_MOST_ALERTS,
+            description="Each has `status`, `labels`, `annotations`, `startsAt`, `endsAt` and `fingerprint`. An alert "
+            "that cannot be used is listed under `ignored` in the answer and does not affect the others.",
+        ),
+    ]
 
 
-class TelemetryBody(_Sent):
-    """What one run of a job has counted since it began, all ranks together; all but the latencies only grows."""
+@dataclass(frozen=True)
+class TakenRequest:
+    """The version of its plans that a job runs."""
 
-    run: Key = Field(description="Which run of the job: one that is begun anew counts from 0, under another name.")
-    iterations: Whole = Field(description="How many have ended.")
-    time_s: Seconds = Field(description="How long they took, each from the end of the one before, seconds.")
-    metered_iterations: Whole = Field(0, description="Those of them in which the energy of all GPUs is known.")
-    metered_s: Seconds = Field(0.0, description="How long these took, seconds.")
-    energy_j: float = Field(0.0, ge=0.0, le=1e18, description="Of all GPUs in these, joules.")
-    energy_is: Origin | None = Field(None, description="How that comes to be; null: it is known of no iteration.")
-    late_changes: Whole = Field(0, description="Clock changes that came when much of their computation was over.")
-    set_p50_s: Seconds | None = Field(
-        None, description="From when a clock is asked for until it is set, median of late, seconds; null: none was set."
-    )
-    set_p99_s: Seconds | None = Field(None, description="The same, 99th percentile.")
+    __pydantic_config__ = STRICT
 
-    @model_validator(mode="after")
-    def _checked(self) -> TelemetryBody:
+    version: Annotated[int, Strict(), Field(ge=1, le=MOST_WHOLE)]
+    iteration: Annotated[Whole, Field(description="The first iteration that ran this version.")]
+
+
+@dataclass(frozen=True)
+class Counters:
+    """What one run of a job has counted since it began, over all ranks. All but the latencies only grow."""
+
+    __pydantic_config__ = STRICT
+
+    run: Annotated[Key, Field(description="Names the run. A restarted job counts from 0 under another name.")]
+    iterations: Annotated[Whole, Field(description="Number of iterations that have ended.")] = 0
+    time_s: Annotated[Seconds, Field(description="Their total time, each from the end of the one before.")] = 0.0
+    metered_iterations: Annotated[Whole, Field(description="Iterations in which the energy of all GPUs is known.")] = 0
+    metered_s: Annotated[Seconds, Field(description="Total time of the metered iterations.")] = 0.0
+    energy_j: Annotated[
+        float, Strict(), Field(ge=0.0, le=1e18, description="Energy of all GPUs in the metered iterations, joules.")
+    ] = 0.0
+    energy_is: Annotated[Origin | None, Field(description="Origin of the energy; null without metered ones.")] = None
+    late_changes: Annotated[
+        Whole, Field(description="Clock changes that came when most of the computation was over.")
+    ] = 0
+    set_p50_s: Annotated[
+        Seconds | None, Field(description="Recent median time from requesting a clock until it is set; null if none.")
+    ] = None
+    set_p99_s: Annotated[Seconds | None, Field(description="The 99th percentile of that time.")] = None
+
+    def __post_init__(self) -> None:
         if self.metered_iterations > self.iterations:
-            raise ValueError("metered_iterations are some of iterations, and cannot be more")
+            raise UsageError("metered_iterations are some of iterations, and cannot be more")
         if (self.energy_is is None) != (self.metered_iterations == 0):
-            raise ValueError("energy_is says how energy_j comes to be: give it with metered_iterations, and only then")
+            raise UsageError("energy_is gives the origin of energy_j: send it with metered_iterations, and only then")
         if self.metered_iterations == 0 and (self.metered_s, self.energy_j) != (0.0, 0.0):
-            raise ValueError("metered_s and energy_j are of metered_iterations, and there are none")
-        return self
-
-    def counters(self) -> Counters:
-        """The value that the service takes."""
-        return Counters(**dict(self))
+            raise UsageError("metered_s and energy_j are of metered_iterations, and there are none")
 
 
-class DeadlineBody(_Sent):
-    """The iteration time that is wanted where nobody straggles."""
+@dataclass(frozen=True)
+class DeadlineRequest:
+    """The iteration time to aim for without stragglers."""
 
-    deadline_s: Span | None = Field(description="Seconds; null: that of all clocks at maximum.")
+    __pydantic_config__ = STRICT
+
+    deadline_s: Annotated[Span | None, Field(description="Seconds; null for that of all clocks at maximum.")]
 
 
-class PowerBody(_Sent):
+@dataclass(frozen=True)
+class PowerRequest:
     """A power budget."""
 
-    power_w: Watts | None = Field(description="The most that all GPUs may draw on average, watts; null: any.")
+    __pydantic_config__ = STRICT
+
+    power_w: Annotated[Watts | None, Field(description="Upper bound on average power, watts; null for no bound.")]
+
+
+@dataclass(frozen=True)
+class Jobs:
+    """All running jobs."""
+
+    jobs: tuple[JobStatus, ...]
+
+
+@dataclass(frozen=True)
+class Reports:
+    """The reports of a job that count now or will count."""
+
+    reports: tuple[Report, ...]
+
+
+@dataclass(frozen=True)
+class Answers:
+    """The effect on each job that a power budget concerns."""
+
+    answers: tuple[Answer, ...]
+
+
+@dataclass(frozen=True)
+class IgnoredAlert:
+    """An alert that was not taken by every job that it concerns, or that concerns none."""
+
+    index: Annotated[int, Field(description="Position of the alert in the request, from 0.")]
+    name: Annotated[str, Field(description="Name of the alert's rule.")]
+    problem: Annotated[str, Field(description="Why it was ignored, and what to do.")]
+
+
+@dataclass(frozen=True)
+class AlertAnswers:
+    """The effect of alerts."""
+
+    answers: Annotated[tuple[Answer, ...], Field(description="For each job that has a GPU or node that they name.")]
+    ignored: tuple[IgnoredAlert, ...]
+
+
+@dataclass(frozen=True)
+class PipelinePlan:
+    """The plan of one pipeline."""
+
+    version: int
+    pipeline: int
+    plan: Annotated[str, Field(description="A plan file, as `planner plan` writes it.")]
+
+
+@dataclass(frozen=True)
+class Pipelines:
+    """The pipelines of a job."""
+
+    version: Annotated[int, Field(description="The newest version of the plans.")]
+    pipelines: Annotated[tuple[PipelineStatus, ...], Field(description="In order.")]
+
+
+@dataclass(frozen=True)
+class Health:
+    """The service is running."""
+
+    status: Literal["ok"]
+    version: Annotated[str, Field(description="Version of the planner.")]
+
+
+@dataclass(frozen=True)
+class Me:
+    """The client, as the service sees it."""
+
+    role: Annotated[
+        Literal["read", "report", "operate"] | None,
+        Field(description="What the client may do; each role includes those before it. null without a valid token."),
+    ]
+    name: Annotated[str | None, Field(description="Name of the token; null without one.")]
+
+
+@dataclass(frozen=True)
+class ErrorContent:
+    """Why a request was not carried out."""
+
+    code: Annotated[str, Field(description="For programs.")]
+    message: Annotated[str, Field(description="What is wrong and what to do, for people.")]
+    least_power_w: Annotated[float | None, Field(description="The least feasible power budget, watts.")] = None
+    least_deadline_s: Annotated[float | None, Field(description="The least feasible deadline, seconds.")] = None
+
+
+@dataclass(frozen=True)
+class Error:
+    """The answer to every request that was not carried out."""
+
+    error: ErrorContent
+
+
+def to_json(value: Any, *, without_nulls: bool = False, indent: int | None = None) -> bytes:
+    """Write a value of `model` or of this module as JSON; infinite moments become null."""
+    kind: Any = type(value)
+    return _adapter(kind).dump_json(value, by_alias=True, exclude_none=without_nulls, indent=indent)
+
+
+def from_json(kind: type[Value], text: str | bytes) -> Value:
+    """Read a value that `to_json` wrote.
+
+    Raises:
+        ValueError: If `text` is not JSON of such a value.
+    """
+    adapted: Any = kind
+    value: Value = _adapter(adapted).validate_json(text)
+    return value
+
+
+@lru_cache(maxsize=128)
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)

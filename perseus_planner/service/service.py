@@ -1,9 +1,10 @@
-"""The service: jobs, what is reported of them, and the versions of their plans that follow; without HTTP."""
+"""The service without HTTP: jobs, reports about them, and the versions of their plans."""
 
 from __future__ import annotations
 
 import logging
 import math
+import threading
 import time
 from contextlib import ExitStack
 from dataclasses import replace
@@ -11,41 +12,69 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from perseus_planner.errors import PlannerError, shown
-from perseus_planner.service.alerting import Alerted, concerned, with_alerts
+from perseus_planner.service.alertmanager import AlertEffects, jobs_concerned, with_alerts
 from perseus_planner.service.checks import check_deadline, check_positive, check_report, check_same
-from perseus_planner.service.following import Following
-from perseus_planner.service.foreseen import baseline_j
-from perseus_planner.service.knowledge import Knowledge
-from perseus_planner.service.model import Conflict, Job, Report, UnknownReport
-from perseus_planner.service.outcomes import Answer, Registered, Taken
+from perseus_planner.service.model import (
+    Answer,
+    Conflict,
+    Job,
+    JobState,
+    JobStatus,
+    JobSummary,
+    PipelineStatus,
+    PlanSet,
+    Registered,
+    Report,
+    Taken,
+    UnknownReport,
+)
 from perseus_planner.service.planning.cache import Planning, Processes
-from perseus_planner.service.planning.replanner import Replanning, replan
-from perseus_planner.service.power_sharing import share_power
-from perseus_planner.service.registering import checked, first_state, known_again
-from perseus_planner.service.store.writer import Draft, Writer
-from perseus_planner.service.telemetry_book import TelemetryBook
-from perseus_planner.service.transitions import answer, cleared, settled, until_it_begins
+from perseus_planner.service.planning.replanner import Replanner, replan
+from perseus_planner.service.planning.worker import Unsolved, solve_profile
+from perseus_planner.service.power import share_power
+from perseus_planner.service.store.writer import Changed, Draft, Writer, unknown_job
+from perseus_planner.service.subscriptions import Subscriptions, Timers
+from perseus_planner.service.telemetry import TelemetryBook
+from perseus_planner.service.transitions import (
+    answer_to,
+    baseline_j,
+    checked,
+    cleared,
+    current_reports,
+    first_state,
+    next_look_s,
+    pipelines,
+    reconciled,
+    registered_again,
+    status_of,
+    until_it_begins,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from concurrent.futures import Future
     from types import TracebackType
 
-    from perseus_planner.service.state import JobState
+    from perseus_planner.service.planning.curves import Curve
+    from perseus_planner.service.schemas import Counters
     from perseus_planner.service.store.storage import Storage
-    from perseus_planner.service.telemetry import Counters
 
-_AGAIN_AFTER_S = 1.0  # what could not be written, such as for a full disk
+_RETRY_S = 1.0  # after changes that could not be written, for example because the disk is full
 
 _log = logging.getLogger(__name__)
 
 
-class Service(Knowledge):
-    """Takes reports and wishes, and publishes versions of plans. A context manager; from any thread.
+class Service:
+    """Takes reports and settings, and publishes versions of plans. Use it as a context manager, from any thread.
 
-    What a method returns is on disk, and so is what it has changed. Whenever the process is killed, the next service on
-    the same storage goes on from there: versions of a job go up by 1 and never back, and a version that was promised
-    comes. Plans are made by other processes; only `register` waits for them.
+    What a method returns and what it changes is on disk when it returns, except telemetry. If the process is killed,
+    the next service with the same storage continues: the versions of a job rise by 1, and a promised version comes.
+    Plans
+        are
+    made by other processes; only `register` and `solve` wait for them.
+
+    Unless they say otherwise, methods raise `UnknownJob` for a job that does not run, and `StorageError` if a change
+    cannot be written.
     """
 
     def __init__(
@@ -56,152 +85,146 @@ class Service(Knowledge):
         workers: int = 1,
         run: Callable[..., Any] | None = None,
     ) -> None:
-        """Recover all that `storage` holds.
+        """Recover everything that `storage` holds.
 
         Args:
-            storage: which no other service has open; it is left open.
-            now_s: seconds since the epoch.
-            workers: how many processes solve and plan.
-            run: calls a function with arguments somewhere else than in those processes.
+            storage: Not used by any other service. It is left open.
+            now_s: Returns seconds since the epoch.
+            workers: Number of processes that solve and plan.
+            run: Calls a function with arguments, in place of those processes.
 
         Raises:
-            StorageError: the storage cannot be read.
+            StorageError: If the storage cannot be read.
         """
         stored = storage.load()
-        self._processes = Processes(workers)
+        self._now_s = now_s
+        self._processes, self._solver = Processes(workers), Processes(1)
+        self._solving = threading.Lock()
         self._planning = Planning(storage.frontier, run or self._processes.run)
-        self._replanning = Replanning(self._replan, workers)
-        self._following = Following(now_s, self._replanning.want)
-        self._writer = Writer(storage, stored, self._following.committed)
-        telemetry = TelemetryBook(stored.telemetry, {name: each.job for name, each in stored.jobs.items()})
-        super().__init__(self._writer, telemetry, now_s)
+        self._replanner = Replanner(self._replan, workers)
+        self._subscriptions, self._timers = Subscriptions(), Timers()
+        self._writer = Writer(storage, stored, self._follow_up)
+        self._telemetry = TelemetryBook(stored.telemetry, {name: state.job for name, state in stored.jobs.items()})
         self._stack = ExitStack()
         for name, state in stored.jobs.items():
-            self._following.remember(name, state)
+            self._set_timer(name, state)
             self._planning.remember(state.job, state.curve, stored.versions[name])
 
     def __enter__(self) -> Service:
-        """Itself, running."""
         with ExitStack() as stack:
             stack.enter_context(self._writer)
-            stack.callback(self._end_telemetry)
-            stack.enter_context(self._replanning)
-            stack.enter_context(self._processes)  # the first to end, so that nobody waits for what is not needed
+            stack.callback(self._write_telemetry)
+            stack.enter_context(self._replanner)
+            stack.enter_context(self._solver)
+            stack.enter_context(self._processes)  # ends first, so that nobody waits for results that are not needed
             self._stack = stack.pop_all()
         for name, state in self._writer.jobs.items():
             if not state.is_planned or any(target.slow_stages for target in state.decision.targets):
-                self._replanning.want(name)
+                self._replanner.request(name)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """End; what was promised and is not planned yet is planned when a service is run on the storage again."""
         self._stack.close()
 
-    def register(self, job: Job, frontier: bytes) -> Registered:
-        """Take up a job, or know it again; returns when the first version of its plans is there.
+    # Questions, which are answered from memory
 
-        Args:
-            job: its `frontier` and `since_s` are set here.
-            frontier: the file of its frontier.
+    def status(self, job: str) -> JobStatus:
+        """Return the status of one job."""
+        return self._status(self._state(job), self._now_s())
+
+    def jobs(self) -> tuple[JobStatus, ...]:
+        """Return the status of every running job, sorted by name."""
+        now_s = self._now_s()
+        return tuple(self._status(state, now_s) for _, state in sorted(self._writer.jobs.items()))
+
+    def reports(self, job: str) -> tuple[Report, ...]:
+        """Return the reports of a job that count now or will count, in order of arrival."""
+        return current_reports(self._state(job), self._now_s())
+
+    def curve(self, job: str) -> Curve:
+        """Return the energy curve of a job's pipelines as profiled."""
+        return self._state(job).curve
+
+    def pipelines(self, job: str) -> tuple[int, tuple[PipelineStatus, ...]]:
+        """Return the newest version of a job's plans and the status of each pipeline, in order."""
+        state = self._state(job)
+        return state.published.version, pipelines(state)
+
+    def plans(self, job: str, after: int) -> PlanSet | None:
+        """Return a job's newest plans; None if their version is not above `after`."""
+        published = self._state(job).published
+        return published if published.version > after else None
+
+    @property
+    def power_w(self) -> float | None:
+        """The power budget of all jobs, watts; None for no budget."""
+        return self._writer.power_w
+
+    # Jobs
+
+    def solve(self, unsolved: Unsolved, most_s: float) -> bytes:
+        """Solve a profile with a schedule, in a process of its own, one at a time; returns the frontier file.
 
         Raises:
-            Conflict: another job of that name runs.
-            UsageError, FrontierError: it is no job, or no frontier.
-            InfeasibleError: no plan keeps its deadline, switch budget or power, or that of all jobs.
+            UsageError: If the profile or the schedule cannot be used, they do not fit each other, or it takes too long.
+        """
+        with self._solving:
+            try:
+                return bytes(self._solver.run(solve_profile, unsolved, timeout_s=most_s))
+            finally:
+                self._solver.restart()  # a large schedule leaves no memory behind
+
+    def register(self, job: Job, frontier: bytes) -> Registered:
+        """Register a job, or recognize it; returns when the first version of its plans is there.
+
+        Args:
+            job: The service sets its `frontier` and `since_s`.
+            frontier: The frontier file.
+
+        Raises:
+            Conflict: If another job of that name runs.
+            UsageError: If the job cannot be used.
+            FrontierError: If `frontier` is not a frontier file.
+            InfeasibleError: If no plan meets its deadline, switch budget or power, or the power budget of all jobs.
         """
         job = checked(job, frontier, self._now_s())
         state = self._writer.jobs.get(job.name)
         if state is not None:
-            return known_again(state, job)
+            return registered_again(state, job)
         first = first_state(job, frontier, self._planning)
 
         def command(draft: Draft) -> Registered:
             known = draft.find(job.name)
             if known is not None:
-                return known_again(known, job)
+                return registered_again(known, job)
             draft.put(first)
             draft.frontiers[job.frontier] = frontier, first.curve
-            self._share(draft, job.name)
-            return Registered(job, draft.state(job.name).published.version, is_new=True)
+            self._share_power(draft, job.name)
+            version = draft.state(job.name).published.version
+            return Registered(JobSummary.of(job), version, is_new=True)
 
         return self._writer.do(command)
 
-    def report(self, job: str, report: Report) -> Answer:
-        """Take a report; one of the same key again changes nothing.
+    def end(self, job: str) -> None:
+        """Forget a job that has ended."""
 
-        Raises:
-            UnknownJob: there is none of that name.
-            Conflict: the key is that of another report, or too many reports count.
-            UsageError: the job has not what the report is about.
-        """
-        return self.reporting(job, report).result()
+        def command(draft: Draft) -> None:
+            draft.state(job)
+            draft.remove(job)
+            if draft.power_w is not None:
+                self._share_power(draft, None)
 
-    def reporting(self, job: str, report: Report) -> Future[Answer]:
-        """The same, without waiting for it; what `report` raises, the result raises."""
-
-        def command(draft: Draft) -> Answer:
-            before = draft.state(job)
-            known = before.reports.get(report.key) or before.past.get(report.key)
-            if known is not None:
-                check_same(known, report)
-                return answer(before, before, known, "the report was received before")
-            check_report(before, report)
-            after = self._settle(draft, replace(before, reports={**before.reports, report.key: report}))
-            if report.key in after.reports:
-                return answer(before, after, report, until_it_begins(after, report, self._now_s()))
-            return answer(before, after, report, "it expires before it begins, or its source has seen it later")
-
-        return self._writer.doing(command)
-
-    def alert(self, reports: Sequence[Report]) -> Alerted:
-        """Take reports that name no job: each is of every job that has its GPU or node.
-
-        One of a known key is the same alert, which may say another slowdown now, and is over once it has expired. All
-        are taken in one transaction, and what is wrong with one does no harm to the others.
-        """
-
-        def command(draft: Draft) -> Alerted:
-            of_jobs, ignored = concerned(draft.jobs(), reports)
-            answers = []
-            for name, said in of_jobs.items():
-                before = draft.state(name)
-                told, refused = with_alerts(before, said, self._now_s())
-                ignored |= refused
-                answers.append(answer(before, before if told is before else self._settle(draft, told)))
-            return Alerted(tuple(answers), ignored)
-
-        return self._writer.do(command)
-
-    def clear(self, job: str, key: str) -> Answer:
-        """Take a report back: it has expired now.
-
-        Raises:
-            UnknownJob, UnknownReport: there is none.
-        """
-
-        def command(draft: Draft) -> Answer:
-            before, now_s = draft.state(job), self._now_s()
-            report = before.reports.get(key)
-            if report is None or report.expires_s <= now_s:
-                past = report or before.past.get(key)
-                if past is None:
-                    raise UnknownReport(f"job {shown(job)} has no report {shown(key)}; see which ones it has")
-                return answer(before, before, past, "the report did not count any more")
-            report = cleared(report, now_s)
-            after = self._settle(draft, replace(before, reports={**before.reports, key: report}))
-            return answer(before, after, report)
-
-        return self._writer.do(command)
+        self._writer.do(command)
+        self._telemetry.forget(job)
 
     def set_deadline(self, job: str, deadline_s: float | None) -> Answer:
-        """Set the iteration time that is wanted where nobody straggles, seconds; None: that of all clocks at maximum.
+        """Set the iteration time to aim for without stragglers, seconds; None for that of all clocks at maximum.
 
         Raises:
-            UnknownJob: there is none of that name.
-            InfeasibleError: no plan is that fast, or power budgets are not kept so.
-            UsageError: it is no time.
+            InfeasibleError: If no plan is that fast, or the power budgets cannot be met with it.
+            UsageError: If it is not a time.
         """
         check_positive("deadline_s", deadline_s)
 
@@ -209,21 +232,20 @@ class Service(Knowledge):
             before = draft.state(job)
             check_deadline(deadline_s, before.curve)
             draft.put(replace(before, job=replace(before.job, deadline_s=deadline_s)))
-            self._share(draft, job)
-            return answer(before, self._settle(draft, draft.state(job)))
+            self._share_power(draft, job)
+            return answer_to(before, self._reconcile(draft, draft.state(job)))
 
         return self._writer.do(command)
 
     def set_power(self, job: str | None, power_w: float | None) -> tuple[Answer, ...]:
-        """Set the most that all GPUs of a job, or of all jobs together, may draw on average, watts; None: any.
+        """Bound the average power of all GPUs of a job, or of all jobs together, watts; None removes the bound.
 
         Returns:
-            What follows, for that job or for each.
+            The effect on that job, or on each job.
 
         Raises:
-            UnknownJob: there is none of that name.
-            InfeasiblePower: no plans draw so little; names the least.
-            UsageError: it is no power.
+            InfeasiblePower: If no plans draw so little; names the least.
+            UsageError: If it is not a power.
         """
         check_positive("power_w", power_w)
 
@@ -234,17 +256,87 @@ class Service(Knowledge):
             else:
                 before = (draft.state(job),)
                 draft.put(replace(before[0], job=replace(before[0].job, power_w=power_w)))
-            self._share(draft, job)
-            return tuple(answer(each, draft.state(each.job.name)) for each in before)
+            self._share_power(draft, job)
+            return tuple(answer_to(state, draft.state(state.job.name)) for state in before)
 
         return self._writer.do(command)
 
-    def taken(self, job: str, version: int, iteration: int) -> None:
-        """Note that a job runs by a version since an iteration; what it said later stands.
+    # Reports
+
+    def report(self, job: str, report: Report) -> Answer:
+        """Take a report. One with a known key changes nothing.
 
         Raises:
-            UnknownJob: there is none of that name.
-            Conflict: there is no such version yet.
+            Conflict: If another report has that key, or too many reports count.
+            UsageError: If the job does not have what the report is about.
+        """
+        return self.submit_report(job, report).result()
+
+    def submit_report(self, job: str, report: Report) -> Future[Answer]:
+        """Take a report as `report` does, without waiting; the answer or the error is in the future."""
+
+        def command(draft: Draft) -> Answer:
+            before = draft.state(job)
+            known = before.reports.get(report.key) or before.past.get(report.key)
+            if known is not None:
+                check_same(known, report)
+                return answer_to(before, before, known, "the report was received before")
+            check_report(before, report)
+            after = self._reconcile(draft, replace(before, reports={**before.reports, report.key: report}))
+            if report.key in after.reports:
+                return answer_to(before, after, report, until_it_begins(after, report, self._now_s()))
+            reason = "it expires before it begins, or its source has observed the scope later"
+            return answer_to(before, after, report, reason)
+
+        return self._writer.submit(command)
+
+    def alert(self, reports: Sequence[Report]) -> AlertEffects:
+        """Take reports that name no job: each concerns every job that has its GPU or node.
+
+        A report with a known key is the same alert, which may have another slowdown now, and is over once it has
+        expired. All are taken in one transaction, and an error in one does not affect the others.
+        """
+
+        def command(draft: Draft) -> AlertEffects:
+            of_jobs, ignored = jobs_concerned(draft.jobs(), reports)
+            answers = []
+            for name, alerts in of_jobs.items():
+                before = draft.state(name)
+                after, refused = with_alerts(before, alerts, self._now_s())
+                ignored |= refused
+                answers.append(answer_to(before, before if after is before else self._reconcile(draft, after)))
+            return AlertEffects(tuple(answers), ignored)
+
+        return self._writer.do(command)
+
+    def clear(self, job: str, key: str) -> Answer:
+        """Withdraw a report: it expires now.
+
+        Raises:
+            UnknownReport: If the job has no such report.
+        """
+
+        def command(draft: Draft) -> Answer:
+            before, now_s = draft.state(job), self._now_s()
+            report = before.reports.get(key)
+            if report is None or report.expires_s <= now_s:
+                past = report or before.past.get(key)
+                if past is None:
+                    raise UnknownReport(f"job {shown(job)} has no report {shown(key)}; list the reports that it has")
+                return answer_to(before, before, past, "the report did not count any more")
+            report = cleared(report, now_s)
+            after = self._reconcile(draft, replace(before, reports={**before.reports, key: report}))
+            return answer_to(before, after, report)
+
+        return self._writer.do(command)
+
+    # What a job reports about itself
+
+    def taken(self, job: str, version: int, iteration: int) -> None:
+        """Record that a job runs a version since an iteration. An older message does not replace a newer one.
+
+        Raises:
+            Conflict: If there is no such version yet.
         """
 
         def command(draft: Draft) -> None:
@@ -253,87 +345,103 @@ class Service(Knowledge):
             if not 1 <= version <= newest:
                 raise Conflict(f"job {shown(job)} has no version {version} of its plans; the newest is {newest}")
             if state.taken is None or (state.taken.version, state.taken.iteration) < (version, iteration):
-                self._settle(draft, replace(state, taken=Taken(version, iteration, self._now_s())))
+                self._reconcile(draft, replace(state, taken=Taken(version, iteration, self._now_s())))
 
         self._writer.do(command)
 
     def telemetry(self, job: str, sent: Counters) -> None:
-        """Count what a run of a job has counted, as `telemetry.counted` does; unlike all else it is on disk later.
+        """Add the counters of a run of a job, as `telemetry.add_counters` does. They are on disk some seconds later.
 
         Raises:
-            UnknownJob: there is none of that name.
-            Conflict: it contradicts what the same run has sent before.
+            Conflict: If they contradict what the same run sent before.
         """
         state = self._state(job)
         self._telemetry.add(state.job, sent, partial(baseline_j, state), self._now_s())
 
-    def end(self, job: str) -> None:
-        """Forget a job.
-
-        Raises:
-            UnknownJob: there is none of that name.
-        """
-
-        def command(draft: Draft) -> None:
-            draft.state(job)
-            draft.remove(job)
-            if draft.power_w is not None:
-                self._share(draft, None)
-
-        self._writer.do(command)
-        self._telemetry.forget(job)
+    # News and time
 
     def subscribe(self, callback: Callable[[str, int], None]) -> Callable[[], None]:
-        """Have `callback` told the job and the newest version when there is one, or when the job has ended.
+        """Call `callback` with a job and its newest version whenever there is a new one, or the job has ended.
 
-        It is called on a thread of the service, after all of that is on disk, and should return at once.
+        It is called on a thread of the service once the change is on disk, and should return at once.
 
         Returns:
-            What ends that.
+            The function that ends the subscription.
         """
-        return self._following.subscribe(callback)
+        return self._subscriptions.add(callback)
 
     def tick(self) -> float:
-        """Do what is due by now: reports that begin or expire, holding times that end.
+        """Do what is due by now: reports begin or expire, holding times end, telemetry is written.
 
         Returns:
-            When to call this again, seconds since the epoch, unless a report or a wish comes before; infinite: never.
+            When to call this again, unless a request comes first, seconds since the epoch; infinite for never.
         """
         now_s = self._now_s()
-        due = self._following.agenda.due(now_s)
+        due = self._timers.take_due(now_s)
         try:
             if due:
-                self._writer.do(lambda draft: [self._settle(draft, state) for state in map(draft.find, due) if state])
+                self._writer.do(
+                    lambda draft: [self._reconcile(draft, state) for state in map(draft.find, due) if state]
+                )
         except PlannerError:
             for name in due:
-                self._following.agenda.plan(name, now_s)
+                self._timers.set(name, now_s)
             raise
         if self._telemetry.write_s <= now_s:
             self._telemetry.write(self._writer)
         return self.next_tick_s()
 
     def next_tick_s(self) -> float:
-        """When to call `tick`, after all that has changed since it said so."""
-        return min(self._following.agenda.next_s(), self._telemetry.write_s)
+        """Return when to call `tick`, taking into account what has changed since it last said so."""
+        return min(self._timers.next_s(), self._telemetry.write_s)
 
-    def _end_telemetry(self) -> None:
-        try:
-            while self._telemetry.write_s < math.inf:
-                self._telemetry.write(self._writer)
-        except PlannerError as error:
-            _log.warning("The telemetry of the last seconds is not written: %s", error)
+    def _state(self, name: str) -> JobState:
+        state = self._writer.jobs.get(name)
+        if state is None:
+            raise unknown_job(name)
+        return state
 
-    def _settle(self, draft: Draft, state: JobState) -> JobState:
-        after = settled(state, self._planning, self._now_s())
+    def _status(self, state: JobState, now_s: float) -> JobStatus:
+        return status_of(state, self._telemetry.of(state.job), now_s)
+
+    def _reconcile(self, draft: Draft, state: JobState) -> JobState:
+        after = reconciled(state, self._planning, self._now_s())
         draft.put(after)
         return after
+
+    def _share_power(self, draft: Draft, job: str | None) -> None:
+        share_power(draft, job, partial(self._reconcile, draft))
 
     def _replan(self, name: str) -> None:
         try:
             replan(name, self._writer, self._planning, self._now_s)
         except Exception:
-            self._following.agenda.plan(name, self._now_s() + _AGAIN_AFTER_S)
+            self._timers.set(name, self._now_s() + _RETRY_S)
             raise
 
-    def _share(self, draft: Draft, job: str | None) -> None:
-        share_power(draft, job, lambda state: self._settle(draft, state))
+    def _set_timer(self, name: str, state: JobState | None) -> None:
+        """Remember when time alone may change the decision; a job that is being planned is looked at after that."""
+        look_s = math.inf
+        if state is not None:
+            look_s = next_look_s(state, now_s := self._now_s())
+            if not state.is_planned and look_s <= now_s:
+                look_s = math.inf
+        self._timers.set(name, look_s)
+
+    def _follow_up(self, changed: Changed) -> None:
+        """Set timers, request plans and notify subscribers after a change is on disk."""
+        for name, (before, after) in changed.items():
+            self._set_timer(name, after)
+            if after is not None and not after.is_planned:
+                self._replanner.request(name)
+            if after is None and before is not None:
+                self._subscriptions.notify(name, before.published.version)
+            elif after is not None and (before is None or after.published.version > before.published.version):
+                self._subscriptions.notify(name, after.published.version)
+
+    def _write_telemetry(self) -> None:
+        try:
+            while self._telemetry.write_s < math.inf:
+                self._telemetry.write(self._writer)
+        except PlannerError as error:
+            _log.warning("The telemetry of the last seconds could not be written: %s", error)

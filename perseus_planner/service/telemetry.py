@@ -1,128 +1,88 @@
-"""What a running job counts, and what that says of its energy since it was registered; pure, time is an argument.
+"""Telemetry of running jobs: adding up what their runs count, and keeping it on disk.
 
-A run of a job counts from its begin, and says again and again how far it has come. So nothing is lost with what was not
-received, and what is received twice counts once. What is added up over the runs of a job:
+A run counts from its beginning and repeatedly sends its totals, so a message that is lost loses nothing and one that
+arrives twice counts once. The service adds up the runs of a job:
 
-| what is sent                                      | counts                                                        |
+| received                                          | effect                                                        |
 |---------------------------------------------------|---------------------------------------------------------------|
-| more iterations than before, of the same run      | what has come since                                           |
-| as many or fewer                                  | nothing: it was sent twice, or has been overtaken             |
-| of another run                                    | all of it: the job was begun anew, and counts from 0          |
-| of a run that another one has followed            | nothing: it has been overtaken                                |
+| more iterations than before, from the same run    | the difference counts                                         |
+| as many iterations or fewer                       | none: the message was sent twice, or overtaken                |
+| another run                                       | all of it counts: the job was restarted and counts from 0     |
+| a run that another run has followed               | none: the message was overtaken                               |
 """
 
 from __future__ import annotations
 
+import math
+import threading
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, NamedTuple
 
-from perseus_planner.service.model import Conflict
+from perseus_planner.service.model import Conflict, JobTelemetry, Origin
+from perseus_planner.service.schemas import Counters
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
-Origin = Literal["measured", "simulated"]
+    from perseus_planner.service.model import Job
+    from perseus_planner.service.store.writer import Draft, Writer
 
-_RUNS = 16  #: which are remembered, so that what they sent late does not count
+WRITTEN_AFTER_S = 5.0
+"""How long telemetry waits in memory before it is written."""
+_JOBS_AT_ONCE = 64  # writing them takes some milliseconds, for which reports wait
+_RUNS = 16  #: earlier runs that are remembered, so that their late messages do not count
 _GROWING = ("time_s", "metered_iterations", "metered_s", "energy_j", "late_changes")
 
 
 @dataclass(frozen=True)
-class Counters:
-    """What one run of a job has counted since it began, all ranks together. All but the latencies only grows.
+class Tally(JobTelemetry):
+    """The telemetry of a job with what is needed to add to it.
 
     Attributes:
-        run: which run of the job.
-        iterations: how many have ended.
-        time_s: how long they took, each from the end of the one before, seconds.
-        metered_iterations: those of them in which the energy of all GPUs is known.
-        metered_s: how long these took, seconds.
-        energy_j: of all GPUs in these, joules.
-        energy_is: how that comes to be; None: it is not known.
-        late_changes: clock changes that were made when much of the computation was over that they were for.
-        set_p50_s: from when a clock is asked for until it is set, median of late, seconds; None: none was set.
-        set_p99_s: the same, 99th percentile.
+        latest: The last message of the run that counts now.
+        earlier: Names of the runs before it, the latest last.
     """
 
-    run: str
-    iterations: int = 0
-    time_s: float = 0.0
-    metered_iterations: int = 0
-    metered_s: float = 0.0
-    energy_j: float = 0.0
-    energy_is: Origin | None = None
-    late_changes: int = 0
-    set_p50_s: float | None = None
-    set_p99_s: float | None = None
-
-
-@dataclass(frozen=True)
-class JobTelemetry:
-    """What is known of a job's iterations since it was registered.
-
-    Attributes:
-        iterations: how many have ended, over all its runs.
-        iteration_s: what one took of late, seconds.
-        power_w: what all GPUs drew of late, watts; None: not known.
-        energy_j: what they have taken, joules, in the iterations of which it is known.
-        baseline_j: what these would have taken with all clocks at maximum, each as long as it took, joules.
-        energy_is: how `energy_j` comes to be, simulated if any of it is; None: it is known of no iteration.
-        late_changes: as in `Counters`, over all runs.
-        set_p50_s, set_p99_s: as in `Counters`.
-        observed_s: when the job was last heard of, seconds since the epoch.
-        latest: what was sent last of the run that counts now.
-        earlier: the runs before, the latest last.
-    """
-
-    iterations: int
-    iteration_s: float
-    power_w: float | None
-    energy_j: float
-    baseline_j: float
-    energy_is: Origin | None
-    late_changes: int
-    set_p50_s: float | None
-    set_p99_s: float | None
-    observed_s: float
     latest: Counters
     earlier: tuple[str, ...] = ()
 
-    @property
-    def saved_j(self) -> float:
-        """Joules below `baseline_j`; below 0 where more was taken."""
-        return self.baseline_j - self.energy_j
 
-
-def counted(
-    before: JobTelemetry | None, sent: Counters, baseline_j: Callable[[float], float], now_s: float
-) -> JobTelemetry | None:
-    """What is known of a job once `sent` is; as before, if that does not count.
+def add_counters(
+    before: Tally | None, sent: Counters, baseline_j: Callable[[float], float], now_s: float
+) -> Tally | None:
+    """Add the counters that a run has sent to the tally of its job.
 
     Args:
-        before: what was known; None: nothing.
-        sent: of one of its runs.
-        baseline_j: what an iteration that takes so many seconds takes with all clocks at maximum, joules. It is convex,
-            so what is asked for is no more than that of each iteration by itself.
-        now_s: seconds since the epoch.
+        before: The tally so far; None if there is none.
+        sent: The counters of one run.
+        baseline_j: Energy of an iteration of so many seconds with all clocks at maximum, joules. It is convex, so the
+            baseline of the mean iteration is at most the mean baseline.
+        now_s: Seconds since the epoch.
+
+    Returns:
+        The new tally; `before` if the message does not count.
 
     Raises:
-        Conflict: more iterations have ended than before, and something else has become less.
+        Conflict: If there are more iterations than before but another counter has fallen.
     """
     runs = () if before is None else (*before.earlier, before.latest.run)
     since = before.latest if before is not None and before.latest.run == sent.run else Counters(sent.run)
     if sent.run in runs[:-1] or sent.iterations <= since.iterations:
         return before
-    _check(since, sent)
+    _check_growing(since, sent)
     metered = sent.metered_iterations - since.metered_iterations
-    metered_s, energy_j = sent.metered_s - since.metered_s, sent.energy_j - since.energy_j
+    metered_s, new_energy_j = sent.metered_s - since.metered_s, sent.energy_j - since.energy_j
     iterations, late_changes = sent.iterations - since.iterations, sent.late_changes - since.late_changes
+    energy_j = new_energy_j + (before.energy_j if before else 0.0)
     base_j = metered * baseline_j(metered_s / metered) if metered else 0.0
-    return JobTelemetry(
+    base_j += before.baseline_j if before else 0.0
+    return Tally(
         iterations=iterations + (before.iterations if before else 0),
         iteration_s=(sent.time_s - since.time_s) / iterations,
-        power_w=energy_j / metered_s if metered_s > 0.0 else None,
-        energy_j=energy_j + (before.energy_j if before else 0.0),
-        baseline_j=base_j + (before.baseline_j if before else 0.0),
+        power_w=new_energy_j / metered_s if metered_s > 0.0 else None,
+        energy_j=energy_j,
+        baseline_j=base_j,
+        saved_j=base_j - energy_j,
         energy_is=_origin(before.energy_is if before else None, sent.energy_is),
         late_changes=late_changes + (before.late_changes if before else 0),
         set_p50_s=sent.set_p50_s,
@@ -133,14 +93,87 @@ def counted(
     )
 
 
-def _check(since: Counters, sent: Counters) -> None:
+def _check_growing(since: Counters, sent: Counters) -> None:
     for name in _GROWING:
         if getattr(sent, name) < getattr(since, name):
             raise Conflict(
                 f"{name}: was {getattr(since, name):g} and is {getattr(sent, name):g} after more iterations of the "
-                "same run; count from the begin of the run, and name another run where that begins anew"
+                "same run; count from the beginning of the run, and give a restarted run another name"
             )
 
 
 def _origin(before: Origin | None, sent: Origin | None) -> Origin | None:
     return "simulated" if "simulated" in (before, sent) else before or sent
+
+
+class _Entry(NamedTuple):
+    """The tally of the job registered at `since_s`; an earlier job may have had the same name."""
+
+    since_s: float
+    tally: Tally
+
+
+class TelemetryBook:
+    """The telemetry of all jobs. It counts at once and is written some seconds later, for many jobs together.
+
+    So no report waits for it. If the service is killed, the last seconds are missing until the job sends its totals
+    again; they are lost if that run has ended too. The book may be used from any thread.
+
+    Args:
+        stored: Job name -> tally, as read from the database.
+        jobs: Those jobs by name.
+    """
+
+    def __init__(self, stored: Mapping[str, Tally], jobs: Mapping[str, Job]) -> None:
+        self._entries = {name: _Entry(jobs[name].since_s, tally) for name, tally in stored.items()}
+        self._lock = threading.Lock()
+        self._unwritten: dict[str, _Entry] = {}
+        self._write_s = math.inf  #: holds while something is unwritten
+
+    @property
+    def write_s(self) -> float:
+        """When to write, seconds since the epoch; infinite if there is nothing to write."""
+        return self._write_s if self._unwritten else math.inf
+
+    def of(self, job: Job) -> Tally | None:
+        """Return the telemetry of a job; None if it has sent none."""
+        entry = self._entries.get(job.name)
+        return entry.tally if entry is not None and entry.since_s == job.since_s else None
+
+    def add(self, job: Job, sent: Counters, baseline_j: Callable[[float], float], now_s: float) -> None:
+        """Add counters with `add_counters`.
+
+        Raises:
+            Conflict: If they contradict what the run sent before.
+        """
+        with self._lock:
+            before = self.of(job)
+            after = add_counters(before, sent, baseline_j, now_s)
+            if after is not None and after is not before:
+                if not self._unwritten:
+                    self._write_s = now_s + WRITTEN_AFTER_S
+                self._entries[job.name] = self._unwritten[job.name] = _Entry(job.since_s, after)
+
+    def write(self, writer: Writer) -> None:
+        """Write the tallies of a few jobs; afterwards `write_s` says when to write the next.
+
+        Raises:
+            StorageError: If they cannot be written. They are written with the job's next message.
+        """
+        with self._lock:
+            unwritten = {name: self._unwritten.pop(name) for name in list(self._unwritten)[:_JOBS_AT_ONCE]}
+
+        def command(draft: Draft) -> None:
+            for name, entry in unwritten.items():
+                state = draft.find(name)
+                if state is not None and state.job.since_s == entry.since_s:
+                    draft.telemetry[name] = entry.tally
+
+        if unwritten:
+            writer.do(command)
+
+    def forget(self, name: str) -> None:
+        """Forget a job that has ended."""
+        with self._lock:
+            self._entries.pop(name, None)
+            self._unwritten.pop(name, None)

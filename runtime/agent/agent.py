@@ -1,163 +1,293 @@
-"""The service's part in a training job: rank 0 registers the job, follows its plans, and passes on what ranks find.
+"""The service's part in a training job: rank 0 registers the job, follows its plans, and reports what ranks detect.
 
-Training waits for nothing here. While the service is away the job goes on by the plan it has; rank 0 tries again, ever
-less often, and keeps the last finding of each rank. A service that does not know the job any more is told of it again.
+Training waits for nothing here. While the service is away, the job continues with the plan it has; rank 0 tries again,
+less and less often, and keeps the last detection of each rank. A service that no longer knows the job is sent
+everything again.
 """
 
 from __future__ import annotations
 
 import random
+import socket
 import threading
 import time
 from contextlib import ExitStack, contextmanager, suppress
-from http.client import CONFLICT, NOT_FOUND
+from dataclasses import dataclass, replace
+from http import HTTPStatus
+from itertools import count
 from typing import TYPE_CHECKING
+from uuid import uuid4
 
 from perseus_planner.errors import PlannerError, ServiceRefusal
 from perseus_planner.runtime.agent.embedded import EmbeddedService, Embedding
-from perseus_planner.runtime.agent.findings import Findings
-from perseus_planner.runtime.agent.store import Card, Mailbox
-from perseus_planner.runtime.agent.summing import Summing
+from perseus_planner.runtime.agent.store import Detection, JobCounts, RankLocation, StoreMessages
 from perseus_planner.runtime.switching.agreement import Acceptance, Proposal, Rejection
 from perseus_planner.service.client.client import TIMEOUT_S, Client
+from perseus_planner.service.client.sources import straggling_report
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from perseus_planner.plans.plan import Plan
-    from perseus_planner.runtime.agent.settings import ServedJob
+    from perseus_planner.runs.straggler import StragglerDetection
+    from perseus_planner.runtime.agent.settings import ServiceSettings
     from perseus_planner.runtime.job import JobWarnings, TrainingJob
+    from perseus_planner.runtime.rendezvous import RankContext
     from perseus_planner.runtime.switching.plans import GivenPlan
-    from perseus_planner.service.answers import PlanVersion
-    from perseus_planner.service.requests import Registration
+    from perseus_planner.runtime.telemetry.counters import Counts
+    from perseus_planner.service.model import PlanSet
+    from perseus_planner.service.schemas import Registration, ReportRequest
 
 POLL_S = 30.0
-"""How long one question for newer plans waits at the service."""
+"""How long a long poll for newer plans waits at the service."""
 LONGEST_PAUSE_S = 30.0
-"""Between two tries while the service is away, at most."""
+"""The longest pause between two tries while the service is away."""
+TTL_S = 900.0
+"""How long a detection holds at the service, so that it does not outlive a job that was killed."""
 
 _FIRST_PAUSE_S = 0.5
-_ROUND_S = 0.25  #: between two looks for findings, and for what became of a plan
-_PLACES_S = 30.0  #: for all ranks to say where they are
+_ROUND_S = 0.25  #: between two looks for detections, and for the outcome of a proposal
+_LOCATIONS_S = 30.0  #: how long rank 0 waits for the locations of all ranks
 _AGAIN_S = 60.0  #: after which plans that were not taken are proposed again
-_COUNTS_S = 5.0  #: between two times that the service is told what was counted
-_END_S = 2.0  #: for the service to hear of the end
+_COUNTS_S = 5.0  #: between two telemetry messages
+_END_S = 2.0  #: for telling the service that the job has ended
+
+
+class ServiceLink:
+    """What every rank does for the service: it passes its location, detections and counts to rank 0.
+
+    Args:
+        settings: The service, of which rank 0's settings count.
+        job: All ranks.
+        warnings: The warnings of this rank.
+    """
+
+    def __init__(self, settings: ServiceSettings, job: TrainingJob, warnings: JobWarnings) -> None:
+        self.settings = settings
+        self._job, self._warnings = job, warnings
+        self._messages = StoreMessages(job.store)
+        self._agent: Agent | None = None
+
+    def begin(self, context: RankContext, plan: Plan | None, switch_to: Callable[[GivenPlan], Proposal]) -> None:
+        """Start the agent on rank 0, and pass on the location of this rank.
+
+        Args:
+            context: What this rank knows of itself.
+            plan: The plan that its pipeline starts with.
+            switch_to: That of its `Runtime`.
+        """
+        gpu = "" if context.gpu is None else context.gpu.uuid
+        location = RankLocation(
+            self._job.rank, context.pipeline, context.engine.pipeline_rank.rank, socket.gethostname(), gpu
+        )
+        with suppress(RuntimeError):  # the job's store is gone, which training itself will report
+            self._messages.write_location(location)
+        if self._job.rank == 0:
+            self._agent = Agent(self.settings, self._job, context.pipelines, plan, switch_to, self._warnings)
+            self._agent.start()
+
+    def on_straggling(self, then: Callable[[StragglerDetection], None] | None) -> Callable[[StragglerDetection], None]:
+        """Return a callback for detections of this rank that informs the service and then calls `then`.
+
+        It takes two operations of the job's store.
+        """
+
+        def detected(straggling: StragglerDetection) -> None:
+            with suppress(RuntimeError):  # the store is gone
+                self._messages.write_detection(Detection(self._job.rank, straggling))
+            if then is not None:
+                then(straggling)
+
+        return detected
+
+    def counted(self, counts: Sequence[Counts]) -> None:
+        """Pass on the counts of this rank; one operation of the job's store."""
+        with suppress(RuntimeError):  # the store is gone
+            self._messages.write_counts(self._job.rank, counts)
+
+    def stop(self) -> None:
+        """Take no more plans, as training is ending; returns at once."""
+        if self._agent is not None:
+            self._agent.stop()
+
+    def close(self) -> None:
+        """Tell the service that training has ended."""
+        if self._agent is not None:
+            self._agent.close()
 
 
 class Pauses:
-    """How long to wait before the next try: twice as long each time, and not exactly as long as others do.
+    """The pauses between tries: each twice as long as the one before, with a random part so that jobs do not align.
 
     Args:
-        chance: a random number of 0 or more and below 1.
+        chance: Returns a random number of at least 0 and below 1.
     """
 
     def __init__(self, chance: Callable[[], float] = random.random) -> None:
         self._chance, self._next_s = chance, _FIRST_PAUSE_S
 
     def next_s(self) -> float:
-        """Seconds."""
+        """Return the next pause, seconds."""
         pause_s, self._next_s = self._next_s, min(2 * self._next_s, LONGEST_PAUSE_S)
         return pause_s * (0.5 + 0.5 * self._chance())
 
-    def over(self) -> None:
-        """It went well."""
+    def reset(self) -> None:
+        """Start again with the shortest pause, after a success."""
         self._next_s = _FIRST_PAUSE_S
 
 
-class Agent:
-    """Rank 0's part, in two threads of its own: one follows the plans, one tells of findings, counts and plans taken.
+@dataclass(frozen=True)
+class _Kept:
+    """A detection, the number of its report, and when it was observed and sent; None if it was not sent."""
+
+    detection: Detection
+    number: int
+    observed_s: float
+    sent_s: float | None = None
+
+
+class Detections:
+    """The last detection of each rank, and which of them have to be sent to the service.
+
+    Rank 0's clock says when each was observed, so they are in order whatever the clocks of other ranks say. A detection
+    that stands is sent again before it expires.
 
     Args:
-        served: what the service is to know.
-        job: all ranks.
-        pipelines: how many there are.
-        plan: what is run by at first.
-        switch_to: of the `Runtime`.
-        warnings: of this rank.
+        now_s: Returns seconds since the epoch.
+    """
+
+    def __init__(self, now_s: Callable[[], float] = time.time) -> None:
+        self._now_s = now_s
+        self._run, self._numbers = uuid4().hex, count(1)
+        self._kept: dict[int, _Kept] = {}
+
+    def add(self, detection: Detection) -> None:
+        """Add a detection, which replaces an earlier one of its rank."""
+        self._kept[detection.rank] = _Kept(detection, next(self._numbers), self._now_s())
+
+    def due(self) -> list[ReportRequest]:
+        """Return the reports to send now."""
+        now_s = self._now_s()
+        for rank, kept in self._kept.items():
+            if kept.sent_s is not None and now_s - kept.sent_s > TTL_S / 3:
+                self._kept[rank] = _Kept(kept.detection, next(self._numbers), now_s)
+        return [self._request(kept) for kept in self._kept.values() if kept.sent_s is None]
+
+    def sent(self, request: ReportRequest) -> None:
+        """Note that the service has answered a report. A recovery does not have to be sent again."""
+        for rank, kept in list(self._kept.items()):
+            if self._key(kept) == request.key:
+                self._kept[rank] = replace(kept, sent_s=self._now_s())
+                if kept.detection.straggling.slowdown <= 1.0:
+                    del self._kept[rank]
+
+    def send_again(self) -> None:
+        """Send all detections again, to a service that has forgotten them."""
+        self._kept = {rank: replace(kept, sent_s=None) for rank, kept in self._kept.items()}
+
+    def _key(self, kept: _Kept) -> str:
+        return f"{self._run}-{kept.number}"
+
+    def _request(self, kept: _Kept) -> ReportRequest:
+        straggling, rank = kept.detection.straggling, kept.detection.rank
+        return straggling_report(straggling, rank, key=self._key(kept), observed_s=kept.observed_s, ttl_s=TTL_S)
+
+
+class Agent:
+    """Rank 0's agent, with two threads: one follows the plans, one sends detections, counts and taken versions.
+
+    Args:
+        settings: The service.
+        job: All ranks.
+        pipelines: Number of data-parallel pipelines.
+        plan: The plan that the job starts with.
+        switch_to: That of the `Runtime`.
+        warnings: The warnings of this rank.
     """
 
     def __init__(
         self,
-        served: ServedJob,
+        settings: ServiceSettings,
         job: TrainingJob,
         pipelines: int,
         plan: Plan | None,
         switch_to: Callable[[GivenPlan], Proposal],
         warnings: JobWarnings,
     ) -> None:
-        self._served, self._job, self._pipelines, self._plan = served, job, pipelines, plan
-        self._name = served.name or ""
-        embedding = Embedding.parse(served.address)
-        self._own = None if embedding is None else EmbeddedService(embedding, self._name)
-        self._address = served.address
+        self._settings, self._job, self._pipelines, self._plan = settings, job, pipelines, plan
+        self._name = settings.name or ""
+        embedding = Embedding.parse(settings.address)
+        self._embedded = None if embedding is None else EmbeddedService(embedding, self._name)
+        self._address = settings.address
         self._switch_to, self._warnings = switch_to, warnings
-        self._mailbox, self._findings = Mailbox(job.store), Findings()
+        self._messages, self._detections = StoreMessages(job.store), Detections()
         self._stopped = threading.Event()
         self._is_known = threading.Event()  #: the service knows the job
-        self._is_new = threading.Event()  #: it did not know it before
-        self._lock = threading.Lock()  #: of what was proposed last
-        self._open: tuple[PlanVersion, Proposal, float] | None = None
-        self._summing = Summing(self._mailbox, job.ranks)
-        self._follows, self._tells = (
+        self._is_new = threading.Event()  #: the service did not know the job before
+        self._lock = threading.Lock()  #: of `_open`
+        self._open: tuple[PlanSet, Proposal, float] | None = None  #: the last proposal, and when it was made
+        self._counts = JobCounts(self._messages, job.ranks)
+        self._follower, self._sender = (
             threading.Thread(target=run, daemon=True, name=f"perseus-planner service {what}")
-            for what, run in (("plans", self._follow), ("findings", self._tell))
+            for what, run in (("plans", self._follow), ("reports", self._send))
         )
 
     def start(self) -> None:
-        """Begin."""
-        self._follows.start()
-        self._tells.start()
+        """Start the threads."""
+        self._follower.start()
+        self._sender.start()
 
     def stop(self) -> None:
-        """Begin nothing more, and say nothing more."""
+        """Propose no more plans, and warn no more."""
         self._stopped.set()
 
     def close(self) -> None:
-        """End, and tell the service that the job has ended; does not wait for a service that is away."""
+        """End, and tell the service that the job has ended, without waiting for a service that is away."""
         self.stop()
-        self._tells.join(_END_S)  # the other one may be waiting at the service, and does nothing after that
+        self._sender.join(_END_S)  # the follower may still wait at the service, and does nothing after that
         if self._is_known.is_set():
             with suppress(PlannerError), self._client(_END_S) as service:
                 with suppress(PlannerError, RuntimeError):
-                    self._summing.look()
-                    self._tell_counts(service)
+                    self._counts.update()
+                    self._send_counts(service)
                 service.end(self._name)
-        if self._own is not None:
-            self._own.close()
+        if self._embedded is not None:
+            self._embedded.close()
 
     def _client(self, timeout_s: float = TIMEOUT_S) -> Client:
-        return Client(self._address, None if self._own is None else self._own.token, timeout_s=timeout_s)
+        token = None if self._embedded is None else self._embedded.token
+        return Client(self._address, token, timeout_s=timeout_s)
 
-    def _start_own(self) -> None:
-        """The service of the job's own, if it is to have one and that does not run."""
-        if self._own is not None:
-            self._address = self._own.running()
+    def _start_embedded(self) -> None:
+        """Start the embedded service, if there is to be one and it does not run."""
+        if self._embedded is not None:
+            self._address = self._embedded.running()
             text = f"the service of job {self._name} listens at {self._address}"
             self._warnings.warn("embedded", text, by="rank 0")
 
-    # What the service wants.
+    # Plans from the service
 
     def _follow(self) -> None:
         pauses, seen = Pauses(), 0
         try:
             registration = self._registration()
-        except (PlannerError, OSError, RuntimeError) as error:  # the frontier's file; the job's store
-            self._warnings.warn("service", f"the service is not asked for plans: {error}", by="rank 0")
+        except (PlannerError, OSError, RuntimeError) as error:  # the frontier file, or the job's store
+            self._warnings.warn("service", f"the service is not used: {error}", by="rank 0")
             return
         service: Client | None = None
         with ExitStack() as stack:
             while not self._stopped.is_set():
                 try:
-                    self._start_own()
+                    self._start_embedded()
                     service = service or stack.enter_context(self._client())
                     if not self._is_known.is_set():
-                        seen = self._registered(service, registration, seen)
+                        seen = self._register(service, registration, seen)
                     found = service.plans(self._name, after=seen, wait_s=POLL_S)
                 except PlannerError as error:
                     self._failed(error)
                     self._stopped.wait(pauses.next_s())
                     continue
-                pauses.over()
+                pauses.reset()
                 if found is None:
                     self._stopped.wait(_ROUND_S)  # a service that is ending answers at once
                 elif not self._stopped.is_set():
@@ -166,32 +296,32 @@ class Agent:
                         self._propose(found)
 
     def _registration(self) -> Registration:
-        """Once all ranks have said where they are, or time is up."""
-        until_s = time.monotonic() + _PLACES_S
-        cards: dict[int, Card] = {}
-        while len(cards) < self._job.ranks and time.monotonic() < until_s and not self._stopped.wait(0.01):
-            for rank in set(range(self._job.ranks)) - set(cards):
-                card = self._mailbox.place(rank)
-                if card is not None:
-                    cards[rank] = card
-        return self._served.registration([cards[rank] for rank in sorted(cards)], self._pipelines, self._plan)
+        """Return the registration once all ranks have passed on their location, or time is up."""
+        until_s = time.monotonic() + _LOCATIONS_S
+        found: dict[int, RankLocation] = {}
+        while len(found) < self._job.ranks and time.monotonic() < until_s and not self._stopped.wait(0.01):
+            for rank in set(range(self._job.ranks)) - set(found):
+                location = self._messages.location(rank)
+                if location is not None:
+                    found[rank] = location
+        return self._settings.registration([found[rank] for rank in sorted(found)], self._pipelines, self._plan)
 
-    def _registered(self, service: Client, registration: Registration, seen: int) -> int:
-        """Which version of the service's plans this job has seen."""
+    def _register(self, service: Client, registration: Registration, seen: int) -> int:
+        """Register the job, and return the version of the plans that it has seen."""
         try:
             registered = service.register(registration)
         except ServiceRefusal as error:
-            if self._own is None or error.status != CONFLICT:
+            if self._embedded is None or error.status != HTTPStatus.CONFLICT:
                 raise
-            service.end(self._name)  # it was killed, and is another one now: on other GPUs, with another frontier
+            service.end(self._name)  # the job was killed and has restarted with other GPUs or another frontier
             registered = service.register(registration)
         if registered.is_new:
             self._is_new.set()
         self._is_known.set()
         return 0 if registered.is_new else seen
 
-    def _propose(self, found: PlanVersion) -> None:
-        """To all ranks; what was proposed before does not count any more. With the lock."""
+    def _propose(self, found: PlanSet) -> None:
+        """Propose plans to all ranks, in place of an earlier proposal. The caller holds the lock."""
         self._open = None
         try:
             proposal = self._switch_to(dict(enumerate(found.plans)))
@@ -200,56 +330,57 @@ class Agent:
         else:
             self._open = (found, proposal, time.monotonic())
 
-    # What the service is told.
+    # Messages to the service
 
-    def _tell(self) -> None:
+    def _send(self) -> None:
         pauses, pause_s = Pauses(), _ROUND_S
         service: Client | None = None
         with ExitStack() as stack:
             while not self._stopped.wait(pause_s):
                 pause_s = _ROUND_S
                 try:
-                    for finding in self._mailbox.findings():
-                        self._findings.add(finding)
-                    self._summing.look_if_due(_COUNTS_S)
+                    for detection in self._messages.new_detections():
+                        self._detections.add(detection)
+                    self._counts.update_if_due(_COUNTS_S)
                 except RuntimeError:  # the job's store is gone, and the job with it
                     return
                 if not self._is_known.is_set():
                     continue
                 try:
                     service = service or stack.enter_context(self._client())
-                    self._tell_all(service)
-                    pauses.over()
+                    self._send_all(service)
+                    pauses.reset()
                 except PlannerError as error:
                     self._failed(error)
                     pause_s = pauses.next_s()
 
-    def _tell_all(self, service: Client) -> None:
+    def _send_all(self, service: Client) -> None:
         if self._is_new.is_set():
             self._is_new.clear()
-            self._findings.tell_again()
-        for request in self._findings.due():
-            with self._refusals_said():
+            self._detections.send_again()
+        for request in self._detections.due():
+            with self._refusals_reported():
                 service.report(self._name, request)
-            self._findings.told(request)
-        found = self._taken()
-        if found is not None:
-            with self._refusals_said():
-                service.taken(self._name, found[0].version, found[1].iteration)
+            self._detections.sent(request)
+        taken = self._taken()
+        if taken is not None:
+            plans, acceptance = taken
+            with self._refusals_reported():
+                service.taken(self._name, plans.version, acceptance.iteration)
             with self._lock:
-                if self._open is not None and self._open[0] is found[0]:
+                if self._open is not None and self._open[0] is plans:
                     self._open = None
-        with self._refusals_said():
-            self._tell_counts(service)
+        with self._refusals_reported():
+            self._send_counts(service)
 
-    def _tell_counts(self, service: Client) -> None:
-        """Once: what it does not hear, it hears with what is counted next."""
-        counters = self._summing.taken()
+    def _send_counts(self, service: Client) -> None:
+        """Send new counts once; if that fails, the next counts include them."""
+        counters = self._counts.take()
         if counters is not None:
             service.telemetry(self._name, counters)
 
-    def _taken(self) -> tuple[PlanVersion, Acceptance] | None:
-        """The plans that were proposed last, once all ranks take them; what they do not take is proposed again."""
+    def _taken(self) -> tuple[PlanSet, Acceptance] | None:
+        """Return the plans proposed last once all ranks take them; plans that were refused are proposed again."""
         with self._lock:
             if self._open is None:
                 return None
@@ -262,15 +393,15 @@ class Agent:
             return (plans, outcome) if isinstance(outcome, Acceptance) else None
 
     @contextmanager
-    def _refusals_said(self) -> Iterator[None]:
-        """What the service refuses is not asked again, unless it turns out not to know the job."""
+    def _refusals_reported(self) -> Iterator[None]:
+        """Warn of a refusal and continue. The request is not repeated unless the service does not know the job."""
         try:
             yield
         except ServiceRefusal as error:
             self._failed(error)
 
     def _failed(self, error: PlannerError) -> None:
-        if isinstance(error, ServiceRefusal) and error.status == NOT_FOUND:
+        if isinstance(error, ServiceRefusal) and error.status == HTTPStatus.NOT_FOUND:
             self._is_known.clear()
         if not self._stopped.is_set():
-            self._warnings.warn("service", f"{error}; training goes on by the plan it has", by="rank 0")
+            self._warnings.warn("service", f"{error}; training continues with its plan", by="rank 0")

@@ -1,12 +1,13 @@
-"""A service of the job's own: `planner serve` as a process of rank 0, which ends with it however that ends.
+"""The embedded service: `planner serve` as a process of rank 0, which ends with it however rank 0 ends.
 
-A process, not a thread: a thread would take Python's lock from training. It has a low priority, so that training has
-the cores. It is on loopback and a free port unless told otherwise.
+It is a process, as a thread would compete with training for Python's global lock. It has a low priority, so that
+training has the cores. By default it listens on a free port of loopback.
 
 What it acknowledges is kept in the node's state folder, `services-UID/` in $PLANNER_STATE_DIR or
-/dev/shm/perseus-planner, in a file for each name of a job. So a job that is killed and started again on this node finds
-its reports, as a GPU that was slow still is; and no lock of a network's file system is needed, as beside the run. What
-a job ends in good order leaves nothing. Beside it is what the service says, in a file that ends with `.log`.
+/dev/shm/perseus-planner, in one database for each job name. So a job that is killed and restarted on this node finds
+its reports, as a GPU that was slow still is; and no locks on a network file system are needed, as they would be next to
+the run. A job that ends normally leaves nothing behind. Next to the database is the log of the service, a file that
+ends with `.log`.
 """
 
 from __future__ import annotations
@@ -34,18 +35,18 @@ TOKENS_VARIABLE = "PLANNER_SERVICE_TOKENS"
 """As for `planner serve`: a line `token role name` for each client."""
 
 _EMBEDDED = re.compile(r"embedded(:(?P<host>[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]))??(:(?P<port>[0-9]{1,5}))?")
-_NICENESS = 10  #: a tenth of the share of a training thread, where all want a core
+_NICENESS = 10  #: a tenth of the share of a training thread when cores are scarce
 _START_S = 120.0  #: until it listens
 _END_S = 2.0  #: from SIGTERM until it is killed
 
 
 @dataclass(frozen=True)
 class Embedding:
-    """Where a service of the job's own is to listen: "embedded", "embedded:8400", "embedded:0.0.0.0:8400".
+    """Where an embedded service is to listen: "embedded", "embedded:8400", "embedded:0.0.0.0:8400".
 
     Attributes:
-        host: an address or a name of this machine.
-        port: 0 to have one chosen.
+        host: An address or a name of this machine.
+        port: 0 for any free port.
     """
 
     host: str = "127.0.0.1"
@@ -53,11 +54,10 @@ class Embedding:
 
     @classmethod
     def parse(cls, text: str) -> Embedding | None:
-        """What `text` asks for; None: it is another address.
+        """Parse an address; None if it is not that of an embedded service.
 
         Raises:
-            UsageError: it begins with "embedded" and goes on with what is no address, or others can reach that address
-                and no tokens are set.
+            UsageError: If what follows "embedded" is not an address, or other machines can reach it without tokens.
         """
         if text != "embedded" and not text.startswith("embedded:"):
             return None
@@ -67,14 +67,14 @@ class Embedding:
         found = cls((match["host"] or cls.host).strip("[]"), int(match["port"] or cls.port))
         if not found.is_loopback and not os.environ.get(TOKENS_VARIABLE, "").strip():
             raise UsageError(
-                f"service={text!r}: others can reach it, so they must show tokens; set {TOKENS_VARIABLE} as for "
+                f"service={text!r}: other machines can reach it, so clients need tokens; set {TOKENS_VARIABLE} as for "
                 "`planner serve`, or leave the host out"
             )
         return found
 
     @property
     def is_loopback(self) -> bool:
-        """Only this machine reaches it."""
+        """Whether only this machine can reach it."""
         try:
             return ip_address(self.host).is_loopback
         except ValueError:
@@ -82,32 +82,32 @@ class Embedding:
 
 
 class EmbeddedService:
-    """The process, of one job. One thread asks for it, and any may close it.
+    """The service process of one job. One thread starts it, any thread may close it.
 
     Attributes:
-        token: what this rank shows it; None: it asks for none.
+        token: The token that this rank sends; None if the service needs none.
     """
 
     def __init__(self, embedding: Embedding, job: str) -> None:
-        """Nothing is started yet.
+        """Start nothing yet.
 
         Args:
-            embedding: where it is to listen.
-            job: the name of the job.
+            embedding: Where it is to listen.
+            job: Name of the job.
         """
         self._host, self._port = embedding.host, embedding.port
-        self._name = sha256(job.encode())[:16]  # names of jobs never become paths
+        self._name = sha256(job.encode())[:16]  # job names never become paths
         self._process: subprocess.Popen[bytes] | None = None
         self._url = ""
-        self._lock = threading.Lock()  #: of what follows, and of starting
+        self._lock = threading.Lock()  #: of `_is_closed`, and of starting
         self._is_closed = False
         self.token = secrets.token_hex(16) if os.environ.get(TOKENS_VARIABLE, "").strip() else None
 
     def running(self) -> str:
-        """Its URL; it is started where it does not run, then at the port that it had.
+        """Start the service if it does not run, at the port that it had, and return its URL.
 
         Raises:
-            ServiceAway: it cannot be started; says why.
+            ServiceAway: If it cannot be started; says why.
         """
         if self._process is None or self._process.poll() is not None:
             try:
@@ -118,7 +118,7 @@ class EmbeddedService:
         return self._url
 
     def close(self) -> None:
-        """End it for good, and remove what it kept."""
+        """End it for good, and remove its files."""
         with self._lock:
             self._is_closed = True
         self._end(_END_S)
@@ -129,36 +129,36 @@ class EmbeddedService:
     def _start(self) -> None:
         database = self._database()
         log = database.with_suffix(".log")
-        process = self._begun(database, log)
+        process = self._launch(database, log)
         with suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, process.pid, _NICENESS)
         assert process.stdout is not None  # PIPE was asked for
-        with process.stdout as told:
-            comes = is_readable(told.fileno(), time.monotonic() + _START_S)
-            match = re.match(r"Listening at (\S+),", told.readline().decode() if comes else "")
+        with process.stdout as output:
+            has_started = is_readable(output.fileno(), time.monotonic() + _START_S)
+            match = re.match(r"Listening at (\S+),", output.readline().decode() if has_started else "")
         if match is None:
-            raise ServiceAway(_last_line(log) or f"it did not listen within {_START_S:g} s")
+            raise ServiceAway(_last_line(log) or f"it did not start within {_START_S:g} s")
         self._url = match[1]
         self._port = int(self._url.rpartition(":")[2])
 
-    def _begun(self, database: Path, log: Path) -> subprocess.Popen[bytes]:
-        where = ["--host", self._host, "--port", str(self._port), "--database", str(database)]
-        with self._lock, open(log, "wb", opener=_private) as said:
+    def _launch(self, database: Path, log: Path) -> subprocess.Popen[bytes]:
+        options = ["--host", self._host, "--port", str(self._port), "--database", str(database)]
+        with self._lock, open(log, "wb", opener=_private) as errors:
             if self._is_closed:
                 raise ServiceAway("the job is ending")
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "perseus_planner", "serve", *where, "--owner", str(os.getpid())],
+                [sys.executable, "-m", "perseus_planner", "serve", *options, "--owner", str(os.getpid())],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
-                stderr=said,
-                cwd="/",  # it keeps no file system from being unmounted
+                stderr=errors,
+                cwd="/",  # so that it keeps no file system mounted
                 env=self._environment(),
-                start_new_session=True,  # what a terminal interrupts is training, which ends it
+                start_new_session=True,  # Ctrl-C interrupts training, which then ends the service
             )
         return self._process
 
     def _end(self, patience_s: float) -> None:
-        """Politely at first, for so many seconds."""
+        """Terminate the process, and kill it if it has not ended within `patience_s` seconds."""
         process = self._process
         if process is not None and process.poll() is None:
             process.terminate()
@@ -174,14 +174,14 @@ class EmbeddedService:
         return environment
 
     def _database(self) -> Path:
-        """Where it keeps all, in a folder that is this user's alone."""
+        """Return the path of its database, in a folder that only this user can access."""
         with open_state_folder(create=True):
             folder = Path(state_folder()).absolute() / f"services-{os.geteuid()}"
             with suppress(FileExistsError):
                 folder.mkdir(0o700)
             status = folder.lstat()
         if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
-            raise UsageError(f"{folder}: is not a folder of this user; remove it, or name another PLANNER_STATE_DIR")
+            raise UsageError(f"{folder}: is not a folder of this user; remove it, or set another PLANNER_STATE_DIR")
         return folder / f"{self._name}.sqlite"
 
 

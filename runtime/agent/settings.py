@@ -1,4 +1,4 @@
-"""The training job as its service is to know it."""
+"""The arguments of `planner_runtime` that concern the service."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from perseus_planner.errors import UsageError
 from perseus_planner.runtime.agent.embedded import Embedding
 from perseus_planner.service.client.client import Client
 from perseus_planner.service.model import Place
-from perseus_planner.service.requests import Registration
+from perseus_planner.service.schemas import Registration
 from perseus_planner.solver.frontier import Frontier
 
 if TYPE_CHECKING:
@@ -18,18 +18,18 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from perseus_planner.plans.plan import Plan
-    from perseus_planner.runtime.agent.store import Card
+    from perseus_planner.runtime.agent.store import RankLocation
 
 
 @dataclass(frozen=True)
-class ServedJob:
-    """What the caller of `planner_runtime` said of the service.
+class ServiceSettings:
+    """The service of a training job, as the caller of `planner_runtime` gave it.
 
     Attributes:
-        address: of the service, as for `Client`, or where one of the job's own is to listen, as for `Embedding`.
-        name: of the job.
-        frontier: its file; as the name, it is not None where it was checked.
-        max_changes: switch budget of the plans, as for `Frontier.plan_for`.
+        address: Of the service, as for `Client`, or where an embedded service is to listen, as for `Embedding`.
+        name: Name of the job. Like `frontier`, it is not None after `check`.
+        frontier: The frontier file.
+        max_changes: Switch budget of the plans, as for `Frontier.plan_for`.
     """
 
     address: str
@@ -38,11 +38,11 @@ class ServedJob:
     max_changes: int | None = None
 
     def check(self) -> None:
-        """Refuse what cannot be registered; nothing is asked of the service.
+        """Check that the job can be registered, without asking the service.
 
         Raises:
-            UsageError: the name or the frontier is missing, or the address is none.
-            FrontierError: the file cannot be read.
+            UsageError: If the name or the frontier is missing, or the address is malformed.
+            FrontierError: If the file cannot be read.
         """
         if not self.name or self.frontier is None:
             missing = (
@@ -53,16 +53,16 @@ class ServedJob:
             Client(self.address).close()
         Frontier.load(self.frontier)
 
-    def registration(self, cards: Iterable[Card], pipelines: int, plan: Plan | None) -> Registration:
-        """As it is sent.
+    def registration(self, locations: Iterable[RankLocation], pipelines: int, plan: Plan | None) -> Registration:
+        """Return the registration of the job.
 
         Args:
-            cards: where its ranks are.
-            pipelines: how many data-parallel pipelines there are.
-            plan: what it begins by: its deadline and its dwell time are wanted.
+            locations: The locations of its ranks.
+            pipelines: Number of data-parallel pipelines.
+            plan: The plan it starts with, which gives deadline and dwell time.
 
         Raises:
-            FrontierError: the file cannot be read any more.
+            FrontierError: If the file can no longer be read.
         """
         assert self.name is not None  # as checked
         assert self.frontier is not None
@@ -70,12 +70,12 @@ class ServedJob:
         stages = [tuple(sorted({computation.stage for computation in program})) for program in programs]
         return Registration(
             name=self.name,
-            frontier=Path(self.frontier).read_bytes(),
             pipelines=pipelines,
+            frontier=Path(self.frontier).read_bytes(),
             places=tuple(
-                Place(card.rank, card.pipeline, stages[card.seat], card.node, card.gpu)
-                for card in cards
-                if card.seat < len(stages)
+                Place(each.rank, each.pipeline, stages[each.pipeline_rank], each.node, each.gpu)
+                for each in locations
+                if each.pipeline_rank < len(stages)
             ),
             deadline_s=None if plan is None else plan.deadline_s,
             max_changes=self.max_changes,

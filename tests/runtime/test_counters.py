@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from perseus_planner.runs import IterationRecord
-from perseus_planner.runtime.agent.summing import together
+from perseus_planner.runtime.agent.store import added_up
 from perseus_planner.runtime.controller.protocol import AttachReply, GpuSample
 from perseus_planner.runtime.engines.engine import PipelineRank
 from perseus_planner.runtime.marks import IterationTimes
@@ -143,12 +143,12 @@ def test_ranks_that_have_not_all_counted_have_nothing_in_common():
 def test_all_ranks_together_have_the_joules_of_all_and_no_more_iterations_than_each_of_them():
     one = Counts(9, 10, 12.0, 10, 12.0, 500.0, "measured", 3, 0.01, 0.02)
     other = Counts(9, 10, 12.5, 8, 10.0, 300.0, "measured", 4, 0.03, 0.01)
-    found = together("run", [one, other])
+    found = added_up("run", [one, other])
     assert (found.run, found.iterations, found.time_s) == ("run", 10, 12.0)
     assert (found.metered_iterations, found.metered_s, found.energy_j) == (8, 10.0, 800.0)
     assert (found.late_changes, found.set_p50_s, found.set_p99_s) == (7, 0.02, 0.02)
     assert found.energy_is == "measured"
-    simulated = together("run", [one, Counts(9, 10, 12.0, 10, 12.0, 500.0, "simulated")])
+    simulated = added_up("run", [one, Counts(9, 10, 12.0, 10, 12.0, 500.0, "simulated")])
     assert simulated.energy_is == "simulated"
-    unread = together("run", [one, Counts(9, 10, 12.5)])
+    unread = added_up("run", [one, Counts(9, 10, 12.5)])
     assert (unread.metered_iterations, unread.metered_s, unread.energy_j, unread.energy_is) == (0, 0.0, 0.0, None)

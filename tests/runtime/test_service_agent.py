@@ -26,10 +26,9 @@ from perseus_planner.errors import FrontierError, PlanError, UsageError
 from perseus_planner.profiles.measurement import Measurement
 from perseus_planner.runs.straggler import StragglerDetection
 from perseus_planner.runtime.agent import agent as agent_module
-from perseus_planner.runtime.agent.agent import LONGEST_PAUSE_S, Agent, Pauses
-from perseus_planner.runtime.agent.findings import TTL_S, Findings
-from perseus_planner.runtime.agent.settings import ServedJob
-from perseus_planner.runtime.agent.store import Card, Finding, Mailbox
+from perseus_planner.runtime.agent.agent import LONGEST_PAUSE_S, TTL_S, Agent, Detections, Pauses
+from perseus_planner.runtime.agent.settings import ServiceSettings
+from perseus_planner.runtime.agent.store import Detection, RankLocation, StoreMessages
 from perseus_planner.runtime.job import JobWarnings, TrainingJob
 from perseus_planner.runtime.switching.agreement import Acceptance, Proposal, Rejection
 from perseus_planner.runtime.telemetry.counters import Counts
@@ -123,13 +122,13 @@ def job() -> TrainingJob:
     dist = pytest.importorskip("torch.distributed")
     store = dist.HashStore()
     for rank in range(2):
-        Mailbox(store).say_place(Card(rank, rank, 1 - rank, f"node{rank}", f"GPU-{rank}"))
+        StoreMessages(store).write_location(RankLocation(rank, rank, 1 - rank, f"node{rank}", f"GPU-{rank}"))
     return TrainingJob(store, 0, 2)
 
 
 @contextmanager
 def running(address: str, job: TrainingJob, training: Training, path: Path, plan: Plan | None) -> Iterator[None]:
-    served = ServedJob(address, "gpt3", path, 8)
+    served = ServiceSettings(address, "gpt3", path, 8)
     served.check()
     agent = Agent(served, job, 2, plan, training.switch_to, JobWarnings(job))
     agent.start()
@@ -184,10 +183,10 @@ def test_findings_of_all_ranks_are_told_once_and_again_to_a_service_that_has_for
         return [(each["scope"]["value"], each["slowdown"]) for each in bodies(http, "POST", "/reports")]
 
     with stand_in(service) as http, running(http.address, job, training, path, None):
-        Mailbox(job.store).say(Finding(1, StragglerDetection(1.3, "throttled")))
+        StoreMessages(job.store).write_detection(Detection(1, StragglerDetection(1.3, "throttled")))
         eventually(lambda: told(http) == [("1", 1.3)])
-        Mailbox(job.store).say(Finding(0, StragglerDetection(1.1, "slow")))
-        Mailbox(job.store).say(Finding(0, StragglerDetection(1.0, "it has recovered")))
+        StoreMessages(job.store).write_detection(Detection(0, StragglerDetection(1.1, "slow")))
+        StoreMessages(job.store).write_detection(Detection(0, StragglerDetection(1.0, "it has recovered")))
         eventually(lambda: told(http)[-1:] == [("0", 1.0)])
         before = len(told(http))
         service.is_known = False
@@ -202,7 +201,7 @@ def test_findings_of_all_ranks_are_told_once_and_again_to_a_service_that_has_for
 def test_what_ranks_have_counted_is_told_together_and_at_last(job: TrainingJob, frontier: tuple[Path, Frontier]):
     path, found = frontier
     service, training = Service(found.plan_for(found.baseline_time_s)), Training()
-    mailbox = Mailbox(job.store)
+    messages = StoreMessages(job.store)
 
     def counts(iterations: int) -> Counts:
         return Counts(iterations - 1, iterations, 2.0 * iterations, iterations, 2.0 * iterations, 100.0, "simulated")
@@ -211,17 +210,17 @@ def test_what_ranks_have_counted_is_told_together_and_at_last(job: TrainingJob, 
         return [(each["iterations"], each["energy_j"]) for each in bodies(http, "POST", "/telemetry")]
 
     with stand_in(service) as http, running(http.address, job, training, path, None):
-        mailbox.say_counts(0, [counts(8), counts(16)])
-        mailbox.say_counts(1, [counts(8)])
+        messages.write_counts(0, [counts(8), counts(16)])
+        messages.write_counts(1, [counts(8)])
         eventually(lambda: told(http)[-1:] == [(8, 200.0)])
-        mailbox.say_counts(1, [counts(8), counts(16)])
+        messages.write_counts(1, [counts(8), counts(16)])
         eventually(lambda: told(http)[-1:] == [(16, 200.0)])
         service.is_known = False  # it is told all of the run once more when it knows the job again
         before = len(told(http))
         eventually(lambda: service.is_known and told(http)[before + 1 :])
         assert told(http)[-1] == (16, 200.0)
         for rank in range(2):
-            mailbox.say_counts(rank, [counts(16), counts(17)])
+            messages.write_counts(rank, [counts(16), counts(17)])
     sent = bodies(http, "POST", "/telemetry")
     assert told(http)[-1] == (17, 200.0)
     assert http.asked[-1].method == "DELETE"
@@ -258,7 +257,7 @@ def test_a_service_that_comes_late_and_goes_is_told_of_in_one_notice(
     assert record.getMessage().startswith(
         f"planner, rank 0: there is no answer from the service at http://127.0.0.1:{port}"
     )
-    assert record.getMessage().endswith("; training goes on by the plan it has")
+    assert record.getMessage().endswith("; training continues with its plan")
 
 
 def test_plans_that_are_not_taken_are_told_of_once_and_proposed_again(
@@ -291,7 +290,7 @@ def test_a_refused_registration_is_told_of_and_tried_again(
         service.refuses = None
         eventually(lambda: training.given)
     (record,) = caplog.records
-    assert "refused: another job of that name runs; training goes on by the plan it has" in record.getMessage()
+    assert "refused: another job of that name runs; training continues with its plan" in record.getMessage()
 
 
 def test_leaving_does_not_wait_for_a_service_that_is_silent(job: TrainingJob, frontier: tuple[Path, Frontier]):
@@ -310,7 +309,7 @@ def test_leaving_does_not_wait_for_a_service_that_is_silent(job: TrainingJob, fr
         ({"name": None}, UsageError, "needs job=, a name for this training; give it to planner_runtime"),
         ({"frontier": None}, UsageError, "needs frontier=, the file that `planner solve` wrote"),
         ({"frontier": "absent.npz"}, FrontierError, "absent.npz: no such file"),
-        ({"address": "host:80"}, UsageError, "the service's address 'host:80' is none"),
+        ({"address": "host:80"}, UsageError, "the service's address 'host:80' is malformed"),
     ],
 )
 def test_what_cannot_be_registered_is_refused(
@@ -318,7 +317,7 @@ def test_what_cannot_be_registered_is_refused(
 ):
     given = {"address": "http://127.0.0.1:1", "name": "gpt3", "frontier": frontier[0], **fields}
     with pytest.raises(error, match=text):
-        ServedJob(**given).check()
+        ServiceSettings(**given).check()
 
 
 # What they are made of
@@ -328,7 +327,7 @@ def test_pauses_double_up_to_the_longest_and_begin_anew(monkeypatch: pytest.Monk
     monkeypatch.undo()
     pauses = Pauses(chance=lambda: 1.0)
     assert [pauses.next_s() for _ in range(8)] == [0.5, 1.0, 2.0, 4.0, 8.0, 16.0, LONGEST_PAUSE_S, LONGEST_PAUSE_S]
-    pauses.over()
+    pauses.reset()
     assert pauses.next_s() == 0.5
     assert Pauses(chance=lambda: 0.0).next_s() == 0.25
 
@@ -345,25 +344,25 @@ def test_pauses_double_up_to_the_longest_and_begin_anew(monkeypatch: pytest.Monk
 )
 def test_the_service_knows_the_last_finding_of_each_rank_whenever_all_is_told(acts: list[tuple[str, int, float]]):
     now_s = [0.0]
-    findings, last = Findings(lambda: now_s[0]), {}
+    findings, last = Detections(lambda: now_s[0]), {}
     known: dict[str, tuple[float, float, float]] = {}  # scope -> slowdown, observed, expires
     for act, rank, number in [*acts, ("told", 0, 0.0)]:
         now_s[0] += 1e-3
         if act == "found":
-            findings.add(Finding(rank, StragglerDetection(number, "why")))
+            findings.add(Detection(rank, StragglerDetection(number, "why")))
             last[str(rank)] = number
         elif act == "pass":
             now_s[0] += number
         elif act == "forgotten":
             known = {}
-            findings.tell_again()
+            findings.send_again()
         else:
             for request in findings.due():
                 assert request.slowdown is not None
                 assert request.observed_s is not None
                 if request.observed_s > known.get(request.scope.value, (0, -1.0, 0))[1]:
                     known[request.scope.value] = request.slowdown, request.observed_s, now_s[0] + TTL_S
-                findings.told(request)
+                findings.sent(request)
             assert findings.due() == []
             standing = {
                 scope: slowdown
@@ -376,11 +375,11 @@ def test_the_service_knows_the_last_finding_of_each_rank_whenever_all_is_told(ac
 def test_a_finding_that_is_numbered_but_not_yet_written_is_read_later():
     dist = pytest.importorskip("torch.distributed")
     store = dist.HashStore()
-    mailbox = Mailbox(store)
-    assert mailbox.findings() == []
+    messages = StoreMessages(store)
+    assert messages.new_detections() == []
     assert store.add("findings", 1) == 1
-    mailbox.say(Finding(3, StragglerDetection(1.2, "late")))
-    assert mailbox.findings() == [Finding(3, StragglerDetection(1.2, "late"))]
+    messages.write_detection(Detection(3, StragglerDetection(1.2, "late")))
+    assert messages.new_detections() == [Detection(3, StragglerDetection(1.2, "late"))]
     store.set("findings/1", json.dumps({"rank": 2, "straggling": {"slowdown": 1.1, "reason": "r"}}))
-    assert mailbox.findings() == [Finding(2, StragglerDetection(1.1, "r"))]
-    assert mailbox.findings() == []
+    assert messages.new_detections() == [Detection(2, StragglerDetection(1.1, "r"))]
+    assert messages.new_detections() == []

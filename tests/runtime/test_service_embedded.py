@@ -22,7 +22,7 @@ from perseus_planner.errors import ServiceAway, ServiceRefusal, UsageError
 from perseus_planner.runtime.agent.embedded import TOKENS_VARIABLE, EmbeddedService, Embedding
 from perseus_planner.service.client.client import Client
 from perseus_planner.service.model import Scope
-from perseus_planner.service.requests import ReportRequest
+from perseus_planner.service.schemas import ReportRequest
 
 pytest.importorskip("httpx")
 pytest.importorskip("fastapi")
@@ -151,7 +151,7 @@ def test_what_is_no_place_is_refused(text: str):
 @pytest.mark.parametrize("host", ["0.0.0.0", "[::]", "node07"])
 def test_where_others_reach_it_there_must_be_tokens(host: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv(TOKENS_VARIABLE, raising=False)
-    with pytest.raises(UsageError, match=f"others can reach it, so they must show tokens; set {TOKENS_VARIABLE}"):
+    with pytest.raises(UsageError, match=f"other machines can reach it, so clients need tokens; set {TOKENS_VARIABLE}"):
         Embedding.parse(f"embedded:{host}:8400")
     monkeypatch.setenv(TOKENS_VARIABLE, "0123456789abcdef read eve")
     assert Embedding.parse(f"embedded:{host}:8400") == Embedding(host.strip("[]"), 8400)
@@ -183,7 +183,7 @@ def test_where_tokens_are_needed_rank_0_has_one_of_its_own(state: Path, monkeypa
 def test_what_keeps_it_from_starting_is_said(state: Path):
     with socket.create_server(("127.0.0.1", 0)) as other:
         taken = Embedding(port=other.getsockname()[1])
-        with pytest.raises(ServiceAway, match=r"could not be started: --host 127\.0\.0\.1 --port \d+: cannot be list"):
+        with pytest.raises(ServiceAway, match=r"could not be started: --host 127\.0\.0\.1 --port \d+: cannot list"):
             EmbeddedService(taken, "job").running()
     folder = state / f"services-{os.geteuid()}"
     for path in [*folder.iterdir()]:

@@ -25,7 +25,7 @@ from perseus_planner.runs.straggler import StragglerDetection
 from perseus_planner.service.client.client import Client
 from perseus_planner.service.client.sources import Feed, megatron_reports, resiliency_reports, straggling_report
 from perseus_planner.service.model import Scope
-from perseus_planner.service.requests import ReportRequest
+from perseus_planner.service.schemas import ReportRequest
 
 
 def rank(source: str, number: int, **fields: Any) -> ReportRequest:

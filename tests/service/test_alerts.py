@@ -137,8 +137,8 @@ def test_what_no_job_has_and_what_says_too_little_harm_no_other_alert(running, c
     unknown = alert({"alertname": "A", "UUID": "GPU-of-others"}, {"slowdown": "1.2"}, fingerprint="1")
     found = posted(ask, unknown, alert({"alertname": "B", "node": "node0"}, {}, fingerprint="2"), FIRING, "x")
     assert [each["job"] for each in found["answers"]] == ["gpt"]
-    assert [(each["place"], each["name"]) for each in found["ignored"]] == [(0, "A"), (1, "B"), (3, "without a name")]
-    assert found["ignored"][0]["problem"] == "no job that runs has gpu 'GPU-of-others'"
+    assert [(each["index"], each["name"]) for each in found["ignored"]] == [(0, "A"), (1, "B"), (3, "unnamed")]
+    assert found["ignored"][0]["problem"] == "no running job has gpu 'GPU-of-others'"
     assert slowdowns(service) == [1.4042553191489362]
     assert "alert of the rule 'B' says too little: does not say how slow" in caplog.text
     counted = ask("GET", "/metrics").text
@@ -159,23 +159,23 @@ def test_a_job_that_has_too_many_reports_says_so_and_others_are_told(running, mo
 @pytest.mark.parametrize(
     ("alert", "text"),
     [
-        (alert({"node": "n"}, {}), "does not say how slow; give its rule an annotation slowdown"),
-        (alert({"node": "n"}, {"slowdown": "much"}), "slowdown 'much' is no number above 0 and of usual size"),
-        (alert({"node": "n"}, {"slowdown": "1e7"}), "slowdown '1e7' is no number above 0 and of usual size"),
-        (alert({"node": "n"}, {"score": "0"}), "score '0' is no number above 0 and of usual size"),
-        (alert({"gpu": "3"}, {"slowdown": "1.2"}), "names no GPU and no node; keep the label UUID, Hostname"),
-        (alert({"node": "n\n"}, {"slowdown": "1.2"}), "names no GPU and no node"),
-        (alert({"node": "n"}, {"slowdown": "1.2", "cause": "bad"}), "cause 'bad' is none; write one of: compute, comm"),
+        (alert({"node": "n"}, {}), "has no slowdown; give its rule an annotation with the time over the normal time"),
+        (alert({"node": "n"}, {"slowdown": "much"}), "slowdown 'much' is not a number from 1e-06 to 1e+06"),
+        (alert({"node": "n"}, {"slowdown": "1e7"}), "slowdown '1e7' is not a number from 1e-06 to 1e+06"),
+        (alert({"node": "n"}, {"score": "0"}), "score '0' is not a number from 1e-06 to 1e+06"),
+        (alert({"gpu": "3"}, {"slowdown": "1.2"}), "names neither a GPU nor a node; keep the label UUID, Hostname"),
+        (alert({"node": "n\n"}, {"slowdown": "1.2"}), "names neither a GPU nor a node"),
+        (alert({"node": "n"}, {"slowdown": "1.2", "cause": "bad"}), "cause 'bad' is unknown; write one of: compute"),
         (alert({"node": "n"}, {"slowdown": "1.2"}, status="other"), "its status is 'other'; it must be firing"),
-        (alert({"node": "n"}, {"slowdown": "1.2"}, startsAt="now"), "startsAt: 'now' is no time as Alertmanager"),
+        (alert({"node": "n"}, {"slowdown": "1.2"}, startsAt="now"), "startsAt: 'now' is not a time as Alertmanager"),
         (alert({"node": "n"}, {"slowdown": "2"}, startsAt="2026-13-01T00:00:00Z"), "startsAt: '2026-13-01T00:00:00Z' "),
-        (alert({"node": "n"}, {}, status="resolved", endsAt=None), "endsAt: None is no time"),
-        (alert([], {"slowdown": "1.2"}), "names no GPU"),
-        ("x", "startsAt: None is no time"),
+        (alert({"node": "n"}, {}, status="resolved", endsAt=None), "endsAt: None is not a time"),
+        (alert([], {"slowdown": "1.2"}), "names neither a GPU"),
+        ("x", "startsAt: None is not a time"),
     ],
 )  # fmt: skip
 def test_an_alert_that_says_too_little_says_what_is_missing(alert: Any, text: str):
-    (found,) = webhook.alerts_of([alert], NOW_S)
+    (found,) = webhook.read_alerts([alert], NOW_S)
     assert found.report is None
     assert found.problem.startswith(text)
 
@@ -191,7 +191,7 @@ def test_an_alert_that_says_too_little_says_what_is_missing(alert: Any, text: st
     ],
 )
 def test_an_alert_without_a_gpu_is_of_its_node(labels: dict[str, str], scope: Scope):
-    (found,) = webhook.alerts_of([alert(labels, {"score": "0.8"})], NOW_S)
+    (found,) = webhook.read_alerts([alert(labels, {"score": "0.8"})], NOW_S)
     assert found.report is not None
     assert found.report.scope == scope
 
@@ -206,7 +206,7 @@ def test_an_alert_without_a_gpu_is_of_its_node(labels: dict[str, str], scope: Sc
     ],
 )
 def test_an_alert_says_how_slow_as_a_degree_or_as_a_score(labels: Any, annotations: Any, slowdown: float):
-    (found,) = webhook.alerts_of([alert({"node": "n", **labels}, annotations)], NOW_S)
+    (found,) = webhook.read_alerts([alert({"node": "n", **labels}, annotations)], NOW_S)
     assert found.report is not None
     assert found.report.slowdown == slowdown
 
@@ -214,12 +214,12 @@ def test_an_alert_says_how_slow_as_a_degree_or_as_a_score(labels: Any, annotatio
 def test_without_a_fingerprint_an_alert_is_told_by_its_labels():
     said = [({}, "1.2"), ({}, "1.3"), ({"rule": "r"}, "1.2")]
     alerts = [alert({"node": "n", **labels}, {"slowdown": slowdown}, fingerprint=None) for labels, slowdown in said]
-    assert len({each.report.source for each in webhook.alerts_of(alerts, NOW_S) if each.report is not None}) == 2
+    assert len({each.report.source for each in webhook.read_alerts(alerts, NOW_S) if each.report is not None}) == 2
 
 
 def test_times_are_the_same_however_they_are_written():
     texts = ("2026-05-04T12:00:10.5Z", "2026-05-04T14:00:10.500000000+02:00", "2026-05-04T07:00:10.50-05:00")
-    found = webhook.alerts_of([{**FIRING, "startsAt": text} for text in texts], 2e9)
+    found = webhook.read_alerts([{**FIRING, "startsAt": text} for text in texts], 2e9)
     assert len({each.report.key for each in found if each.report is not None}) == 1
 
 
@@ -331,7 +331,7 @@ JUNK = st.recursive(
 @given(st.lists(st.tuples(st.sampled_from(sorted(FIRING)), JUNK), max_size=3), JUNK)
 def test_whatever_an_alert_holds_it_is_a_report_or_a_problem(changes: list[tuple[str, Any]], junk: Any):
     changed = copy.deepcopy(FIRING) | dict(changes)
-    for found in webhook.alerts_of([changed, junk], NOW_S):
+    for found in webhook.read_alerts([changed, junk], NOW_S):
         assert (found.report is None) == bool(found.problem)
         if found.report is not None:
             assert re.fullmatch(r"[!-.0-~]{1,256}", found.report.key)

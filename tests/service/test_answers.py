@@ -15,7 +15,7 @@ from perseus_planner.errors import ServiceRefusal
 from perseus_planner.service.client.client import Client
 from perseus_planner.service.http.server import Address, serving
 from perseus_planner.service.model import Scope
-from perseus_planner.service.requests import ReportRequest
+from perseus_planner.service.schemas import ReportRequest
 from perseus_planner.service.service import Service
 from perseus_planner.service.store.storage import Storage
 from perseus_planner.views.service_text import answer_text
@@ -52,7 +52,7 @@ def test_what_slow_stages_save_is_said_when_they_are_solved_and_not_before(tmp_p
         with serving(service, Address(port=0)) as url, Client(url) as client:
             early = client.report("gpt", SLOW_STAGE)
             assert (early.version, early.takes_effect, early.expected_saving_w) == (2, "planning", None)
-            assert "is being planned; what it saves is not known yet" in answer_text(early)
+            assert "is being planned; the saving is not known yet" in answer_text(early)
             threading.Timer(0.1, held.goes_on.set).start()
             waited = client.report("gpt", SLOW_STAGE, wait_s=30.0)
             status = client.status("gpt")
@@ -78,7 +78,9 @@ def test_a_report_that_begins_later_says_when_and_what_holds_until_then(service:
     in_ten = service.report("gpt", report("a", begins_s=NOW_S + 10.0))
     assert (in_ten.changed, in_ten.reason) == (False, f"it begins in 10 s; until then {calm}")
     unknown = service.report("gpt", report("b", begins_iteration=50, source="other"))
-    assert unknown.reason.startswith("it begins with iteration 50, and the job has not said yet which one it runs; unt")
+    assert unknown.reason.startswith(
+        "it begins with iteration 50, and the job has not reported its iteration yet; until "
+    )
     service.taken("gpt", 1, 10)
     iteration_s = service.status("gpt").decision.straggler_time_s
     known = service.report("gpt", report("c", begins_iteration=50, source="third"))

@@ -17,8 +17,7 @@ from service_stand_in import LEAST_S, LEAST_W, NOW_S, StandIn, asking, opened
 
 from perseus_planner.files import sha256
 from perseus_planner.service.http.auth import Limits
-from perseus_planner.service.model import Place, Scope, StorageError
-from perseus_planner.service.outcomes import Taken
+from perseus_planner.service.model import Place, Scope, StorageError, Taken
 
 httpx = pytest.importorskip("httpx")
 
@@ -154,7 +153,7 @@ def test_the_key_of_a_report_may_stand_in_a_header():
         await client.post(path, json=SLOW, headers={"Idempotency-Key": "r1"})
         assert list(service.of_job["gpt3"]) == ["h1", "r1"]
         other = await client.post(path, json=SLOW, headers={"Idempotency-Key": "h2"})
-        assert refusal(other) == (422, "invalid", "key: is not that of the header Idempotency-Key; send one of them")
+        assert refusal(other) == (422, "invalid", "key: differs from the header Idempotency-Key; send one of them")
         first, second = [(await client.post(path, json=without)).json()["report"]["key"] for _ in range(2)]
         assert first != second
 
@@ -348,10 +347,10 @@ def test_a_form_of_a_web_page_is_no_report(kind, ask):
         ({"slowdown": 10**400}, "body.slowdown"),
         ({"slowdown": "1.2"}, "body.slowdown: Input should be a valid number"),
         ({"slowdown": True}, "body.slowdown: Input should be a valid number"),
-        ({"slowdown": None}, "body: Value error, say how slow in one way: slowdown, iteration_s or score"),
-        ({"score": 0.5}, "body: Value error, say how slow in one way: slowdown, iteration_s or score"),
+        ({"slowdown": None}, "a report says how slow in one way: give a slowdown, an iteration time or a score"),
+        ({"score": 0.5}, "a report says how slow in one way: give a slowdown, an iteration time or a score"),
         ({"in_s": -1}, "body.in_s: Input should be greater than or equal to 0"),
-        ({"in_s": 1, "at_iteration": 3}, "body: Value error, it begins in_s seconds from now or at_iteration"),
+        ({"in_s": 1, "at_iteration": 3}, "a report begins after a time or with an iteration; give one of the two"),
         ({"at_iteration": 2.0}, "body.at_iteration: Input should be a valid integer"),
         ({"at_iteration": 2**70}, "body.at_iteration"),
         ({"ttl_s": 0}, "body.ttl_s: Input should be greater than 0"),
@@ -361,7 +360,7 @@ def test_a_form_of_a_web_page_is_no_report(kind, ask):
         ({"source": "a\nb"}, "body.source: String should match pattern"),
         ({"scope": {"kind": "pipeline"}}, "body.scope.value: Field required"),
         ({"scope": {"kind": "city", "value": 1}}, "body.scope.kind: Input should be"),
-        ({"scope": [1]}, "body.scope: Input should be a valid dictionary"),
+        ({"scope": [1]}, "body.scope: Input should be a dictionary or an instance of Scope"),
         ({"unheard": 1}, "body.unheard: Extra inputs are not permitted"),
     ],
 )
@@ -379,8 +378,8 @@ def test_a_report_that_is_none_is_refused_with_its_first_flaw(changes, complaint
         ({"frontier": "UEs"}, "frontier: is not base64"),
         ({"frontier": "UEs=\n!"}, "frontier: is not base64"),
         ({"frontier": base64.b64encode(b"damaged").decode()}, "frontier.npz: is not a frontier file"),
-        ({"frontier": None}, "body: Value error, give a frontier, or all of profile_csv, profile_yaml and schedule"),
-        ({"schedule": "1f1b"}, "body: Value error, has a frontier, so leave out"),
+        ({"frontier": None}, "give a frontier, or all of profile_csv, profile_yaml and schedule"),
+        ({"schedule": "1f1b"}, "frontier: leave out profile_csv"),
         ({"pipelines": 0}, "body.pipelines: Input should be greater than or equal to 1"),
         ({"pipelines": 10**9}, "body.pipelines: Input should be less than or equal to 65536"),
         ({"power_w": 0}, "body.power_w: Input should be greater than 0"),

@@ -17,9 +17,8 @@ from service_answers import ANSWER, KEPT, STATUS, api, refused
 
 from perseus_planner.errors import ServiceAway, ServiceRefusal, UsageError
 from perseus_planner.service.client.client import Client
-from perseus_planner.service.model import Decision, Place, Scope, Target
-from perseus_planner.service.outcomes import Taken
-from perseus_planner.service.requests import Registration, ReportRequest
+from perseus_planner.service.model import Decision, Place, Scope, Taken, Target
+from perseus_planner.service.schemas import Registration, ReportRequest
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +36,7 @@ def client(service: StandIn):
 
 def test_every_endpoint_has_a_method_that_reads_its_answer(service: StandIn, client: Client):
     request = ReportRequest("ops", Scope("stage", "2", 3), slowdown=1.2, in_s=10.0, cause="compute", key="k1")
-    job = Registration("gpt3", b"\x00\xff", 2, (Place(0, 0, (0, 1), "node07", "GPU-1"),), max_changes=8)
+    job = Registration("gpt3", 2, b"\x00\xff", (Place(0, 0, (0, 1), "node07", "GPU-1"),), max_changes=8)
     registered = client.register(job)
     assert (registered.version, registered.is_new) == (1, True)
     assert client.report("gpt3", request) == ANSWER
@@ -83,7 +82,7 @@ def test_every_endpoint_has_a_method_that_reads_its_answer(service: StandIn, cli
 def test_a_status_is_read_whole(client: Client):
     (status,) = client.jobs()
     assert status == client.status("gpt3")
-    assert (status.name, status.pipelines, status.ranks, status.power_w) == ("gpt3", 2, 4, 5000.0)
+    assert (status.job.name, status.job.pipelines, status.job.ranks, status.job.power_w) == ("gpt3", 2, 4, 5000.0)
     assert status.taken == Taken(6, 120, 9.0)
     assert status.reports == (KEPT,)
     assert status.decision == Decision(
@@ -152,7 +151,7 @@ def test_what_is_no_address_is_refused(address: str):
     if not address:  # means the one that is usual
         assert Client(address).address == "http://127.0.0.1:8400"
         return
-    with pytest.raises(UsageError, match="is none; write http://host:port"):
+    with pytest.raises(UsageError, match="is malformed; write http://host:port"):
         Client(address)
 
 
@@ -163,7 +162,7 @@ def test_address_and_token_come_from_the_environment(service: StandIn, monkeypat
     with Client() as client:
         client.check()
     assert service.asked[-1].authorization == "Bearer from-there"
-    with pytest.raises(UsageError, match="PLANNER_TOKEN holds a space or a letter that is not ASCII"):
+    with pytest.raises(UsageError, match="PLANNER_TOKEN holds a blank or a letter that is not ASCII"):
         Client(token="two words")
 
 
@@ -236,13 +235,12 @@ def test_straggler_clears(service: StandIn):
     ("command", "message"),
     [
         ("straggler --job j --slowdown 1.2",
-         "say what is slow in one way: --pipeline, --stage, --rank, --gpu or --node"),
+         "name what is slow in one way: --pipeline, --stage, --rank, --gpu or --node"),
         ("straggler --job j --rank 1 --pipeline 2 --slowdown 1.2",
-         "say what is slow in one way: --pipeline, --stage, --rank, --gpu or --node"),
+         "name what is slow in one way: --pipeline, --stage, --rank, --gpu or --node"),
         ("straggler --job j --rank 1",
          "a report says how slow in one way: give a slowdown, an iteration time or a score, and not none"),
-        ("straggler --job j --rank 1 --slowdown 0.5", "slowdown 0.5 is not a number of 1 or more; 1 says that it has "
-         "recovered"),
+        ("straggler --job j --rank 1 --slowdown 0.5", "slowdown 0.5 is not a number of 1 or more; 1 means recovered"),
         ("straggler --job j --clear k --rank 1", "--rank: is for a new report; leave it out beside --clear"),
         ("straggler --job j --rank 1 --slowdown 1.2 --ttl 3w",
          "--ttl: '3w' is not a span of time: write seconds of 0 or more, or a number with ms, s, m, h or d, "
@@ -250,8 +248,8 @@ def test_straggler_clears(service: StandIn):
         ("budget --job j", "give --power, --deadline or both of them, or --none"),
         ("budget --power 3kW --none", "give --power, --deadline or both of them, or --none"),
         ("budget --deadline 5s", "--deadline: is for one job; name it with --job"),
-        ("status j --service host", "the service's address 'host' is none; write http://host:port, https://host:port "
-         "or unix:/path/of/socket, such as http://127.0.0.1:8400"),
+        ("status j --service host", "the service's address 'host' is malformed; write http://host:port, "
+         "https://host:port or unix:/path/of/socket, such as http://127.0.0.1:8400"),
     ],
 )  # fmt: skip
 def test_commands_refuse_what_says_nothing(command: str, message: str):
@@ -285,7 +283,7 @@ def test_status_shows_what_the_service_knows(service: StandIn):
     for text in ("2 pipelines, 4 ranks known", "at most 5000 W", "stage 2 of pipeline 3", "1.2x", "1: 1.5x", "cleared"):
         assert text in whole
     assert json.loads(done(f"status gpt3 --service {service.address} --json"))["decision"]["look_again_s"] is None
-    assert json.loads(done(f"status --service {service.address} --json"))["jobs"][0]["name"] == "gpt3"
+    assert json.loads(done(f"status --service {service.address} --json"))["jobs"][0]["job"]["name"] == "gpt3"
 
 
 def test_status_is_watched_until_the_service_says_no_more(monkeypatch: pytest.MonkeyPatch):

@@ -20,7 +20,7 @@ from perseus_planner import schedules
 from perseus_planner.errors import UsageError
 from perseus_planner.service.model import Cause, Decision, Job, Numbers, Report, Scope, ScopeKind
 from perseus_planner.service.policy import Settings, decide, saving_w
-from perseus_planner.service.reports import active_reports, check_scope, lasting_reports, meant, next_turn_s
+from perseus_planner.service.reports import active_reports, check_scope, lasting_reports, next_turn_s, parts_concerned
 from perseus_planner.solver.solve import solve
 
 CALM_S = Formula().baseline_time_s
@@ -469,16 +469,16 @@ def test_what_saves_nothing_changes_nothing():
 
 
 def test_a_node_means_the_ranks_on_it_in_each_pipeline():
-    assert meant(JOB, Scope("node", "node0")) == {0: {0, 1, 2, 3}, 1: {0, 2}}
-    assert meant(JOB, Scope("node", "node0", 1)) == {1: {0, 2}}
-    assert meant(JOB, Scope("node", "node1")) == {1: {1, 3}, 2: frozenset()}
-    assert meant(JOB, Scope("rank", "1")) == meant(JOB, Scope("gpu", "GPU-b")) == {0: {1, 3}}
-    assert meant(replace(JOB, pipelines=1), Scope("stage", "2")) == {0: {2}}
+    assert parts_concerned(JOB, Scope("node", "node0")) == {0: {0, 1, 2, 3}, 1: {0, 2}}
+    assert parts_concerned(JOB, Scope("node", "node0", 1)) == {1: {0, 2}}
+    assert parts_concerned(JOB, Scope("node", "node1")) == {1: {1, 3}, 2: frozenset()}
+    assert parts_concerned(JOB, Scope("rank", "1")) == parts_concerned(JOB, Scope("gpu", "GPU-b")) == {0: {1, 3}}
+    assert parts_concerned(replace(JOB, pipelines=1), Scope("stage", "2")) == {0: {2}}
     decision = decided(report("node", "node0", 1.2))
     assert [target.slow_stages for target in decision.targets] == [dict.fromkeys(range(4), 1.2), {0: 1.2, 2: 1.2}, {}]
 
 
-_NO_NUMBER = "is no number; write 0 for the first one, 1 for the next"
+_NO_NUMBER = "is not a number; write 0 for the first one, 1 for the next"
 _NO_PIPELINE = "there is no pipeline 3; pipelines are 0 to 2"
 _NOT_PLACED = "register it with the places of its ranks, or report the pipeline"
 _ELSEWHERE = "is not in pipeline 2 of job 'train'; correct one of them, or leave the pipeline out"
@@ -494,10 +494,10 @@ _ELSEWHERE = "is not in pipeline 2 of job 'train'; correct one of them, or leave
         (Scope("pipeline", "1", 2), f"pipeline '1' {_ELSEWHERE}"),
         (Scope("stage", "4", 0), "there is no stage 4; stages are 0 to 3"),
         (Scope("stage", "1", 3), _NO_PIPELINE),
-        (Scope("stage", "1"), "stage '1' is in each of 3 pipelines; say in which one it is slow"),
+        (Scope("stage", "1"), "stage '1' is in each of 3 pipelines; name the pipeline in which it is slow"),
         (Scope("stage", "last", 0), f"stage 'last' {_NO_NUMBER}"),
-        (Scope("rank", "6"), f"job 'train' knows of no rank '6'; {_NOT_PLACED}"),
-        (Scope("gpu", ""), f"job 'train' knows of no gpu ''; {_NOT_PLACED}"),
+        (Scope("rank", "6"), f"job 'train' has no known rank '6'; {_NOT_PLACED}"),
+        (Scope("gpu", ""), f"job 'train' has no known gpu ''; {_NOT_PLACED}"),
         (Scope("node", "node0", 2), f"node 'node0' {_ELSEWHERE}"),
     ],
 )
@@ -510,7 +510,7 @@ def test_a_scope_that_means_nothing_is_refused(scope: Scope, message: str):
 @pytest.mark.parametrize("scope", SCOPES)
 def test_a_scope_that_means_something_is_not(scope: Scope):
     check_scope(JOB, scope, STAGES)
-    assert meant(JOB, scope) == {p: hit(scope, p) for p in range(3) if hit(scope, p) is not None}
+    assert parts_concerned(JOB, scope) == {p: hit(scope, p) for p in range(3) if hit(scope, p) is not None}
 
 
 # On real frontiers.

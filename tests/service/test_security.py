@@ -156,13 +156,13 @@ def test_tokens_come_from_a_file_or_from_the_environment(tmp_path: Path):
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
-        ("short read me\n", "tokens.txt, line 1: is no token of 16 characters or more, a role and a name"),
-        ("\n0123456789abcdef read\n", "tokens.txt, line 2: is no token of 16 characters or more, a role and a name"),
+        ("short read me\n", "tokens.txt, line 1: is not a token of 16 characters or more, a role and a name"),
+        ("\n0123456789abcdef read\n", "tokens.txt, line 2: is not a token of 16 characters or more, a role and a name"),
         (
             "0123456789abcdef write me\n",
-            "tokens.txt, line 1: the role is none of read, report, operate;",
+            "tokens.txt, line 1: the role is not one of read, report, operate;",
         ),
-        ("0123456789abcdef read a/b\n", "tokens.txt, line 1: is no token"),
+        ("0123456789abcdef read a/b\n", "tokens.txt, line 1: is not a token"),
         ("0123456789abcdef read a\n0123456789abcdef operate b", "tokens.txt: has a token twice"),
         ("# none\n", "tokens.txt: has no token; write lines of token, role and name"),
     ],

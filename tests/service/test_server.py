@@ -163,7 +163,7 @@ def test_with_tls_files_it_speaks_https_alone(certificate: tuple[Path, Path]):
 
 def test_off_loopback_it_listens_with_tokens_alone():
     tokens = read_tokens(None, {TOKENS_VARIABLE: f"{TOKEN} read dashboard"})
-    with pytest.raises(UsageError, match="others can reach it"), listening(Address("0.0.0.0", 0)):
+    with pytest.raises(UsageError, match="other machines can reach it"), listening(Address("0.0.0.0", 0)):
         pass
     with serving(StandIn(), Address("0.0.0.0", 0), tokens) as url:
         assert url.startswith("http://0.0.0.0:")
@@ -177,26 +177,26 @@ def test_off_loopback_it_listens_with_tokens_alone():
     [
         (
             "--host 0.0.0.0",
-            "--host 0.0.0.0: others can reach it, so they must show tokens; give --tokens FILE, "
+            "--host 0.0.0.0: other machines can reach it, so clients need tokens; give --tokens FILE, "
             "or set PLANNER_SERVICE_TOKENS, or listen on 127.0.0.1",
         ),
-        ("--host ::", "--host ::: others can reach it, so they must show tokens;"),
-        ("--host 999.1.2.3", "--host 999.1.2.3 --port 8400: cannot be listened on: "),
-        (f"--host {'x' * 70}.y", f"--host {'x' * 70}.y --port 8400: cannot be listened on: "),
-        ("--port 70000", "--port 70000: is no port; give one of 1 to 65535, or 0 to have one chosen"),
-        ("--unix a.sock --port 1", "--unix: is instead of --host and --port; give one or the other"),
-        ("--unix file.txt", "--unix file.txt: is there and no socket; give another path"),
-        ("--unix absent/a.sock", "--unix absent/a.sock: cannot be listened on: No such file or directory"),
-        (f"--unix {'a' * 120}", f"--unix {'a' * 120}: cannot be listened on: AF_UNIX path too long"),
+        ("--host ::", "--host ::: other machines can reach it, so clients need tokens;"),
+        ("--host 999.1.2.3", "--host 999.1.2.3 --port 8400: cannot listen there: "),
+        (f"--host {'x' * 70}.y", f"--host {'x' * 70}.y --port 8400: cannot listen there: "),
+        ("--port 70000", "--port 70000: is not a port; give one from 1 to 65535, or 0 for any free port"),
+        ("--unix a.sock --port 1", "--unix: replaces --host and --port; give one or the other"),
+        ("--unix file.txt", "--unix file.txt: exists and is not a socket; give another path"),
+        ("--unix absent/a.sock", "--unix absent/a.sock: cannot listen there: No such file or directory"),
+        (f"--unix {'a' * 120}", f"--unix {'a' * 120}: cannot listen there: AF_UNIX path too long"),
         ("--tls-cert file.txt", "TLS: give both --tls-cert and --tls-key"),
-        ("--unix a.sock --tls-cert file.txt --tls-key file.txt", "TLS: is not for a unix socket"),
+        ("--unix a.sock --tls-cert file.txt --tls-key file.txt", "TLS: is not needed on a unix socket"),
         ("--port 0 --tls-cert file.txt --tls-key absent", "--tls-key absent: no such file; name a PEM file"),
         (
             "--port 0 --tls-cert file.txt --tls-key file.txt",
             "--tls-cert file.txt, --tls-key file.txt: are no",
         ),
         ("--port 0 --tokens absent", "absent: no such file; check the path"),
-        ("--port 0 --tokens file.txt", "file.txt, line 1: is no token of 16 characters or more, a role and a name"),
+        ("--port 0 --tokens file.txt", "file.txt, line 1: is not a token of 16 characters or more, a role and a name"),
     ],
 )
 def test_what_a_user_can_correct_is_refused_in_one_line(folder: Path, options: str, complaint: str):
@@ -213,7 +213,7 @@ def test_a_port_in_use_is_refused(folder: Path):
         code, _, complained = refusal(f"serve --port {port}")
     assert (code, complained) == (
         2,
-        f"Error: --host 127.0.0.1 --port {port}: cannot be listened on: Address already in use; give another\n",
+        f"Error: --host 127.0.0.1 --port {port}: cannot listen there: Address already in use; give another address\n",
     )
 
 

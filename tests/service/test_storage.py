@@ -10,13 +10,10 @@ from pathlib import Path
 import pytest
 from services import NOW_S, frontier_file, job, report, small_frontier
 
-from perseus_planner.service.model import Decision, StorageError, Target
-from perseus_planner.service.outcomes import PlanSet, Taken
+from perseus_planner.service.model import REMEMBERED, Decision, JobState, PlanSet, StorageError, Taken, Target
 from perseus_planner.service.planning.curves import Curve
 from perseus_planner.service.power import Share
-from perseus_planner.service.state import REMEMBERED, JobState
-from perseus_planner.service.store.rows import VERSIONS_KEPT
-from perseus_planner.service.store.storage import Change, Storage
+from perseus_planner.service.store.storage import VERSIONS_KEPT, Change, Storage
 
 DIGEST = "f" * 64
 
@@ -137,7 +134,7 @@ def test_nothing_is_left_of_a_job_that_has_ended_but_what_others_have_too(place:
         with pytest.raises(StorageError, match="has no frontier"):
             storage.frontier(DIGEST)
     with Storage(place):
-        tables = ("jobs", "decisions", "reports", "versions", "version_plans", "plans", "frontiers")
+        tables = ("jobs", "versions", "version_plans", "plans", "frontiers")
         assert [count(place, table) for table in tables] == [0] * len(tables)
 
 
@@ -176,8 +173,8 @@ def test_a_database_of_another_version_is_refused(place: Path):
     with pytest.raises(StorageError) as refused:
         Storage(place)
     assert str(refused.value) == (
-        f"{place}: is of version 99 and this planner reads version 1; use the planner that wrote it, "
-        "or begin with another database"
+        f"{place}: is of version 99 and this planner reads version 2; use the planner that wrote it, "
+        "or start with another database"
     )
 
 
@@ -190,7 +187,7 @@ def test_what_is_no_database_is_refused(place: Path):
 def test_a_database_that_was_changed_by_hand_is_refused(storage: Storage, place: Path):
     storage.commit(added(state()))
     with sqlite3.connect(place) as connection:
-        connection.execute("UPDATE decisions SET content = '{}'")
+        connection.execute("UPDATE jobs SET state = '{}'")
     connection.close()
     with pytest.raises(StorageError, match="holds what this planner cannot read"):
         storage.load()

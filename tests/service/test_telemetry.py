@@ -21,10 +21,10 @@ from services import NOW_S, PIPELINES, STAGES, Clock, at_once, frontier_file, jo
 from perseus_planner.service.client.client import Client
 from perseus_planner.service.http.server import Address, serving
 from perseus_planner.service.model import Conflict, Scope, UnknownJob
+from perseus_planner.service.schemas import Counters
 from perseus_planner.service.service import Service
 from perseus_planner.service.store.storage import Storage
-from perseus_planner.service.telemetry import Counters, JobTelemetry, counted
-from perseus_planner.service.telemetry_book import WRITTEN_AFTER_S
+from perseus_planner.service.telemetry import WRITTEN_AFTER_S, Tally, add_counters
 from perseus_planner.views.service_text import status_text
 
 httpx = pytest.importorskip("httpx")
@@ -74,14 +74,14 @@ RUNS = st.integers(1, 3).flatmap(lambda count: st.tuples(*(runs(f"run{number}") 
 
 @given(RUNS, st.data())
 def test_whatever_is_lost_repeated_or_late_sums_are_those_of_all_runs_and_never_go_back(said, data: st.DataObject):
-    known: JobTelemetry | None = None
+    known: Tally | None = None
     late: list[Counters] = []
     for run in said:
         kept = [each for each in run[:-1] if data.draw(st.booleans())]  # the others are lost
         late += kept
         some = data.draw(st.lists(st.sampled_from(late), max_size=6)) if late else []
         for sent in [*kept, *some, run[-1], *some, run[-1]]:
-            after = counted(known, sent, baseline_j, NOW_S)
+            after = add_counters(known, sent, baseline_j, NOW_S)
             assert known is None or all(getattr(after, name) >= getattr(known, name) for name in GROWING)
             known = after
     assert known is not None
@@ -101,7 +101,7 @@ def test_the_baseline_is_never_more_than_that_of_each_iteration_by_itself(iterat
     for number, time_s in enumerate(accumulate(whole), 1):
         if number % every == 0 or number == len(whole):
             sent = Counters("one", number, time_s, number, time_s, 0.0, "measured")
-            known = counted(known, sent, baseline_j, NOW_S)
+            known = add_counters(known, sent, baseline_j, NOW_S)
     exact_j = math.fsum(map(baseline_j, whole))
     assert known is not None
     assert len(whole) * 1000.0 <= known.baseline_j * (1 + 1e-12)
@@ -111,8 +111,8 @@ def test_the_baseline_is_never_more_than_that_of_each_iteration_by_itself(iterat
 
 
 def test_what_was_drawn_and_took_of_late_is_of_what_has_come_since():
-    known = counted(None, counters(10), baseline_j, NOW_S)
-    known = counted(
+    known = add_counters(None, counters(10), baseline_j, NOW_S)
+    known = add_counters(
         known, Counters("one", 14, 22.5, 12, 15.5, 10_000.0, "simulated", 6, 0.01, 0.2), baseline_j, NOW_S + 5
     )
     assert known is not None
@@ -123,9 +123,9 @@ def test_what_was_drawn_and_took_of_late_is_of_what_has_come_since():
 
 @pytest.mark.parametrize("name", ["time_s", "metered_iterations", "metered_s", "energy_j", "late_changes"])
 def test_a_run_whose_counts_fall_is_refused(name: str):
-    known = counted(None, counters(10), baseline_j, NOW_S)
+    known = add_counters(None, counters(10), baseline_j, NOW_S)
     with pytest.raises(Conflict, match=f"^{name}: was .* after more iterations of the same run; count from the begin"):
-        counted(known, replace(counters(20), **{name: 1}), baseline_j, NOW_S)
+        add_counters(known, replace(counters(20), **{name: 1}), baseline_j, NOW_S)
 
 
 @contextmanager
@@ -261,7 +261,7 @@ def test_what_was_counted_is_there_after_a_kill_but_for_the_last_seconds_which_t
     place = left / place.name
     with served(place, clock) as (service, ask):
         found = service.status("gpt").telemetry
-        assert found == counted(None, counters(10), lambda _: found.baseline_j / 10, NOW_S)
+        assert found == add_counters(None, counters(10), lambda _: found.baseline_j / 10, NOW_S)
         # Prometheus takes a counter that falls to begin anew, and would count all of it twice.
         assert "planner_job_energy_joules_total{" not in ask("GET", "/metrics").text
         assert f'planner_job_saved_joules{{job="gpt"}} {found.saved_j}' in ask("GET", "/metrics").text
@@ -340,8 +340,8 @@ def ask(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., http
     ("change", "complaint"),
     [
         ({"metered_iterations": 11}, "metered_iterations are some of iterations"),
-        ({"energy_is": None}, "energy_is says how energy_j comes to be"),
-        ({"metered_iterations": 0}, "energy_is says how energy_j comes to be"),
+        ({"energy_is": None}, "energy_is gives the origin of energy_j"),
+        ({"metered_iterations": 0}, "energy_is gives the origin of energy_j"),
         ({"metered_iterations": 0, "energy_is": None}, "metered_s and energy_j are of metered_iterations"),
         ({"energy_is": "guessed"}, "energy_is"),
         ({"energy_j": -1.0}, "energy_j"),
@@ -351,7 +351,7 @@ def ask(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., http
         ({"power_w": 3.0}, "power_w"),
     ],
 )
-def test_counts_that_contradict_each_other_are_refused_and_nothing_is_counted(ask, change, complaint: str):
+def test_counts_that_contradict_each_other_are_refused_and_nothing_is_add_counters(ask, change, complaint: str):
     body = json.dumps({**asdict(counters(10)), **change})
     answer = ask("POST", "/v1/jobs/gpt/telemetry", content=body, headers={"Content-Type": "application/json"})
     assert answer.status_code in (400, 422)
@@ -385,14 +385,14 @@ def test_the_client_sends_counts_and_reads_what_follows(place: Path):
         assert status.expected == known.expected
         assert client.pipelines("gpt") == service.pipelines("gpt")[1]
         points, curve = client.frontier("gpt"), service.curve("gpt")
-        assert (points.times_s, points.energies_j) == (curve.rising_s, curve.rising_j)
+        assert (points.rising_s, points.rising_j) == (curve.rising_s, curve.rising_j)
         assert (points.baseline_j, points.gpus, points.origin) == (curve.baseline_j, STAGES, curve.origin)
         power, ran = status_text(status).splitlines()[2:4]
         assert power.startswith("Power: ")
         assert power.endswith(
-            "W with all clocks at maximum in as long an iteration, replayed from a measured profile; "
-            "640 W of late, measured"
+            "W with all clocks at maximum and iterations as long, replayed from a measured profile; "
+            "recently 640 W, measured"
         )
-        assert ran.startswith("Ran: 10 iterations, 1.25 s each of late, until ")
+        assert ran.startswith("Ran: 10 iterations, recently 1.25 s each, until ")
         assert "; 8000 J, measured, saved " in ran
         assert ran.endswith(" J against all clocks at maximum; clocks set in 6 ms, 99 % in 20 ms, 5 late")

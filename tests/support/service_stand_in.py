@@ -15,13 +15,30 @@ import pytest
 
 from perseus_planner.errors import FrontierError, InfeasibleBudget, InfeasibleDeadline, InfeasiblePower, PlannerError
 from perseus_planner.files import sha256
-from perseus_planner.service.alerting import Alerted
+from perseus_planner.service.alertmanager import AlertEffects
 from perseus_planner.service.http.app import create_app
 from perseus_planner.service.http.auth import Access, Limits
-from perseus_planner.service.model import Conflict, Decision, Job, Report, Target, UnknownJob, UnknownReport
-from perseus_planner.service.outcomes import Answer, Expected, JobStatus, PipelineStatus, PlanSet, Registered, Taken
+from perseus_planner.service.model import (
+    Answer,
+    Conflict,
+    Decision,
+    Expected,
+    Job,
+    JobStatus,
+    JobSummary,
+    PipelineStatus,
+    PlanSet,
+    Registered,
+    Report,
+    Taken,
+    Target,
+    UnknownJob,
+    UnknownReport,
+)
 from perseus_planner.service.planning.curves import Curve
-from perseus_planner.service.telemetry import Counters, JobTelemetry, counted
+from perseus_planner.service.planning.worker import Unsolved, solve_profile
+from perseus_planner.service.schemas import Counters
+from perseus_planner.service.telemetry import Tally, add_counters
 
 httpx = pytest.importorskip("httpx")
 
@@ -38,13 +55,16 @@ class StandIn:
         self.of_job: dict[str, dict[str, Report]] = {}
         self.versions: dict[str, int] = {}
         self.taken_by: dict[str, Taken] = {}
-        self.told: dict[str, JobTelemetry | None] = {}
+        self.told: dict[str, Tally | None] = {}
         self.callbacks: list[Callable[[str, int], None]] = []
         self.calls: list[str] = []
         self.ticks: list[float] = []  # what tick() gives next; the last one again and again
         self.ticked = threading.Event()
         self.failure: Exception | None = None
         self._lock = threading.RLock()
+
+    def solve(self, unsolved: Unsolved, most_s: float) -> bytes:
+        return solve_profile(unsolved)
 
     def register(self, job: Job, frontier: bytes) -> Registered:
         if not frontier.startswith(b"PK"):
@@ -56,14 +76,14 @@ class StandIn:
         self.of_job.setdefault(job.name, {})
         if known is None:
             self._publish(job.name)
-        return Registered(self.kept[job.name], self.versions[job.name], known is None)
+        return Registered(JobSummary.of(self.kept[job.name]), self.versions[job.name], known is None)
 
     def report(self, job: str, report: Report) -> Answer:
         self._check(job)
         self.of_job[job][report.key] = report
         return self._changed(job, report)
 
-    def reporting(self, job: str, report: Report) -> Future[Answer]:
+    def submit_report(self, job: str, report: Report) -> Future[Answer]:
         taken: Future[Answer] = Future()
         try:
             taken.set_result(self.report(job, report))
@@ -74,8 +94,8 @@ class StandIn:
     def next_tick_s(self) -> float:
         return self.ticks[0] if self.ticks else math.inf
 
-    def alert(self, reports: Sequence[Report]) -> Alerted:
-        return Alerted((), {each.key: "no job that runs has it" for each in reports})
+    def alert(self, reports: Sequence[Report]) -> AlertEffects:
+        return AlertEffects((), {each.key: "no running job has it" for each in reports})
 
     def clear(self, job: str, key: str) -> Answer:
         self._check(job)
@@ -105,7 +125,7 @@ class StandIn:
 
     def telemetry(self, job: str, sent: Counters) -> None:
         self._check(job)
-        self.told[job] = counted(self.told.get(job), sent, lambda iteration_s: 1000.0 * iteration_s, NOW_S)
+        self.told[job] = add_counters(self.told.get(job), sent, lambda iteration_s: 1000.0 * iteration_s, NOW_S)
 
     def curve(self, job: str) -> Curve:
         self._check(job)
@@ -122,7 +142,7 @@ class StandIn:
         decision = Decision(targets, 1.5, {0: "key"}, NOW_S, math.inf, "because")
         version, reports = self.versions[job], tuple(self.of_job[job].values())
         return JobStatus(
-            self.kept[job],
+            JobSummary.of(self.kept[job]),
             decision,
             version,
             version,

@@ -1,1 +1,1 @@
-"""For who asks the service: its client, and reports of others as it takes them."""
+"""The Python client of the service. `Client` asks the service; `sources` makes reports of what others detect."""

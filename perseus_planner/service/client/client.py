@@ -1,4 +1,4 @@
-"""A client of the planner's service: a method for each thing that can be asked, values out, one kind of error.
+"""A client of the planner's service, with a method for each route.
 
 with Client("http://127.0.0.1:8400") as service:
     answer = service.report("gpt3", ReportRequest("ops", Scope("pipeline", "3"), slowdown=1.2, ttl_s=1800.0))
@@ -8,55 +8,58 @@ with Client("http://127.0.0.1:8400") as service:
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import quote
 
 from perseus_planner.errors import UsageError
-from perseus_planner.service.answers import (
-    PlanVersion,
-    Points,
-    Registered,
-    Status,
-    answer_from,
-    pipelines_from,
-    plan_from,
-    plan_version_from,
-    points_from,
-    registered_from,
-    report_from,
-    status_from,
-)
+from perseus_planner.plans.plan import Plan
 from perseus_planner.service.client.transport import Transport
+from perseus_planner.service.model import Answer, JobStatus, PlanSet, Registered, Report
+from perseus_planner.service.planning.curves import Curve
+from perseus_planner.service.schemas import (
+    Answers,
+    DeadlineRequest,
+    Jobs,
+    PipelinePlan,
+    Pipelines,
+    PowerRequest,
+    Reports,
+    TakenRequest,
+    from_json,
+    to_json,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from types import TracebackType
 
-    from perseus_planner.plans.plan import Plan
-    from perseus_planner.service.model import Report
-    from perseus_planner.service.outcomes import Answer, PipelineStatus
-    from perseus_planner.service.requests import Registration, ReportRequest
-    from perseus_planner.service.telemetry import Counters
+    from perseus_planner.service.model import PipelineStatus
+    from perseus_planner.service.schemas import Counters, Registration, ReportRequest
+
+Value = TypeVar("Value")
 
 TIMEOUT_S = 10.0
-"""For how long an answer is waited for, beside what a long poll waits."""
+"""How long a client waits for an answer, besides what a long poll waits."""
 
 
 class Client:
-    """A service, at one address. Nothing is asked before a method is called; a context manager that closes it.
+    """A client of the service at one address. Use it as a context manager, which closes its connections.
 
-    Every method raises `ServiceAway` where the service cannot be reached or something else answers, and
-    `ServiceRefusal` where it says no. One thread at a time may use it.
+    It connects when a method is first called. Every method raises `ServiceAway` if the service cannot be reached or
+    something else answers, and `ServiceRefusal` if the service refuses the request. Use a client from one thread at a
+    time.
 
     Args:
-        address: "http://host:port", "https://host:port" or "unix:/path/of/socket"; None: as PLANNER_SERVICE says, or
-            else that of a service on this node. Certificates are checked by those of the system, or of SSL_CERT_FILE.
-        token: shown to the service; None: that in PLANNER_TOKEN, if any.
-        timeout_s: for how long an answer is waited for, seconds.
+        address: "http://host:port", "https://host:port" or "unix:/path/of/socket". By default the value of
+            PLANNER_SERVICE, or else a service on this node. Certificates are checked against those of the system, or of
+            SSL_CERT_FILE.
+        token: Bearer token; by default that in PLANNER_TOKEN, if any.
+        timeout_s: How long to wait for an answer, seconds.
 
     Raises:
-        UsageError: the address or the token is none, or httpx is not installed.
+        UsageError: If the address or the token is malformed, or httpx is not installed.
     """
 
     def __init__(self, address: str | None = None, token: str | None = None, *, timeout_s: float = TIMEOUT_S) -> None:
@@ -64,7 +67,7 @@ class Client:
 
     @property
     def address(self) -> str:
-        """Where the service is."""
+        """The address of the service."""
         return self._transport.address
 
     def __enter__(self) -> Client:
@@ -76,119 +79,120 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        """Close the connection."""
+        """Close the connections."""
         self._transport.close()
 
     def register(self, job: Registration) -> Registered:
-        """Make a job known; the same again changes nothing. Refused (409) where another one of its name runs."""
-        status, content = self._transport.asked("POST", "/v1/jobs", json=job.body())
-        return self._transport.read(lambda found: registered_from(found, is_new=status == 201), content)
+        """Register a job; the same registration again changes nothing. Refused (409) if another job has its name."""
+        response = self._transport.send("POST", "/v1/jobs", body=to_json(job, without_nulls=True))
+        registered = self._transport.read(lambda text: from_json(Registered, text), response)
+        return replace(registered, is_new=response.status_code == HTTPStatus.CREATED)
 
-    def jobs(self) -> tuple[Status, ...]:
-        """All jobs that run."""
-        _, content = self._transport.asked("GET", "/v1/jobs")
-        return self._transport.read(lambda found: tuple(map(status_from, found["jobs"])), content)
+    def jobs(self) -> tuple[JobStatus, ...]:
+        """Return the status of every running job."""
+        return self._ask(Jobs, "GET", "/v1/jobs").jobs
 
-    def status(self, job: str) -> Status:
-        """One job."""
-        _, content = self._transport.asked("GET", _path(job))
-        return self._transport.read(status_from, content)
+    def status(self, job: str) -> JobStatus:
+        """Return the status of one job."""
+        return self._ask(JobStatus, "GET", _path(job))
 
     def end(self, job: str) -> None:
-        """The job has ended; what was reported of it is forgotten."""
-        self._transport.asked("DELETE", _path(job))
+        """Report that a job has ended; the service forgets it and its reports."""
+        self._transport.send("DELETE", _path(job))
 
     def report(self, job: str, request: ReportRequest, *, wait_s: float = 0.0) -> Answer:
-        """Say that something is slow, or has recovered; what is acknowledged survives the service's death.
+        """Report that something is slow, or has recovered. What is acknowledged survives the service's death.
 
-        Where slow stages are solved and planned first, it waits `wait_s` seconds for that at most.
+        If slow stages have to be solved and planned first, the answer waits up to `wait_s` seconds for that.
         """
         waiting = {"params": {"wait_s": wait_s}, "timeout": wait_s + self._transport.timeout_s} if wait_s else {}
-        return self._answer("POST", _path(job, "reports"), request.body(), **waiting)
+        return self._ask(Answer, "POST", _path(job, "reports"), to_json(request, without_nulls=True), **waiting)
 
     def reports(self, job: str) -> tuple[Report, ...]:
-        """The reports of a job that stand."""
-        _, content = self._transport.asked("GET", _path(job, "reports"))
-        return self._transport.read(lambda found: tuple(map(report_from, found["reports"])), content)
+        """Return the reports of a job that count now or will count."""
+        return self._ask(Reports, "GET", _path(job, "reports")).reports
 
     def clear(self, job: str, key: str) -> Answer:
-        """Take the report of that key back."""
-        return self._answer("DELETE", _path(job, "reports", key))
+        """Withdraw the report with that key."""
+        return self._ask(Answer, "DELETE", _path(job, "reports", key))
 
     def plan(self, job: str, pipeline: int, *, after: int = 0, wait_s: float = 0.0) -> tuple[int, Plan] | None:
-        """The version and plan of one pipeline, if the version is above `after`; waits `wait_s` seconds for one.
+        """Return the version and the plan of one pipeline as soon as the version is above `after`.
 
         Returns:
-            None where there was none within that time.
+            None if there is none within `wait_s` seconds.
         """
-        content = self._awaited(_path(job, "pipelines", str(pipeline), "plan"), after, wait_s)
-        if content is None:
-            return None
-        return self._transport.read(lambda found: (int(found["version"]), plan_from(found["plan"])), content)
 
-    def plans(self, job: str, *, after: int = 0, wait_s: float = 0.0) -> PlanVersion | None:
-        """As `plan`, of all pipelines at once."""
-        content = self._awaited(_path(job, "plans"), after, wait_s)
-        return None if content is None else self._transport.read(plan_version_from, content)
+        def parsed(text: bytes) -> tuple[int, Plan]:
+            found = from_json(PipelinePlan, text)
+            return found.version, Plan.loads(found.plan)
+
+        return self._poll(parsed, _path(job, "pipelines", str(pipeline), "plan"), after, wait_s)
+
+    def plans(self, job: str, *, after: int = 0, wait_s: float = 0.0) -> PlanSet | None:
+        """Return the plans of all pipelines, as `plan` does for one."""
+
+        def parsed(text: bytes) -> PlanSet:
+            found = from_json(PlanSet, text)
+            found.plans  # noqa: B018 - parsed now, so that what is not a plan is an error here
+            return found
+
+        return self._poll(parsed, _path(job, "plans"), after, wait_s)
 
     def events(self, job: str) -> Iterator[int]:
-        """Each version of the job's plans as it comes; ends where the service ends it."""
+        """Yield each version of the job's plans as it comes, until the service ends the stream."""
         for line in self._transport.lines(_path(job, "events")):
             if line.startswith("data:"):
-                yield self._transport.read(lambda text: int(json.loads(text)["version"]), line.removeprefix("data:"))
+                yield self._transport.read_text(lambda text: int(json.loads(text)["version"]), line[len("data:") :])
 
     def taken(self, job: str, version: int, iteration: int) -> None:
-        """Say that the job runs by that version since that iteration."""
-        self._transport.asked("POST", _path(job, "taken"), json={"version": version, "iteration": iteration})
+        """Report that the job runs that version since that iteration."""
+        self._transport.send("POST", _path(job, "taken"), body=to_json(TakenRequest(version, iteration)))
 
     def telemetry(self, job: str, counters: Counters) -> None:
-        """Say what a run of the job has counted since it began; what was said before changes nothing."""
-        self._transport.asked("POST", _path(job, "telemetry"), json=asdict(counters))
+        """Send what a run of the job has counted since it began; sending the same again changes nothing."""
+        self._transport.send("POST", _path(job, "telemetry"), body=to_json(counters))
 
-    def frontier(self, job: str) -> Points:
-        """What iterations of a pipeline of the job take at least, 500 points at most."""
-        _, content = self._transport.asked("GET", _path(job, "frontier"))
-        return self._transport.read(points_from, content)
+    def frontier(self, job: str) -> Curve:
+        """Return the least energy of an iteration of one pipeline for every iteration time, with at most 500 points."""
+        return self._ask(Curve, "GET", _path(job, "frontier"))
 
     def pipelines(self, job: str) -> tuple[PipelineStatus, ...]:
-        """The pipelines of a job, in order, with their newest plans."""
-        _, content = self._transport.asked("GET", _path(job, "pipelines"))
-        return self._transport.read(pipelines_from, content)
+        """Return the pipelines of a job and their newest plans, in order."""
+        return self._ask(Pipelines, "GET", _path(job, "pipelines")).pipelines
 
     def set_deadline(self, job: str, deadline_s: float | None) -> Answer:
-        """What iteration time is wanted where nobody straggles, seconds; None: that of all clocks at maximum."""
-        return self._answer("PUT", _path(job, "deadline"), {"deadline_s": deadline_s})
+        """Set the iteration time to aim for without stragglers, seconds; None for that of all clocks at maximum."""
+        return self._ask(Answer, "PUT", _path(job, "deadline"), to_json(DeadlineRequest(deadline_s)))
 
     def set_power(self, power_w: float | None, job: str | None = None) -> tuple[Answer, ...]:
-        """What all GPUs of a job, or with None of all jobs, may draw on average, watts; None: any.
+        """Bound the average power of all GPUs of a job, or of all jobs without one, watts; None removes the bound.
 
-        Refused (409) where no plans draw so little.
+        Refused (409) if no plans draw so little.
         """
         path = "/v1/power" if job is None else _path(job, "power")
-        _, content = self._transport.asked("PUT", path, json={"power_w": power_w})
-        return self._transport.read(lambda found: tuple(map(answer_from, found["answers"])), content)
+        return self._ask(Answers, "PUT", path, to_json(PowerRequest(power_w))).answers
 
     def metrics(self) -> str:
-        """What Prometheus reads."""
-        return self._transport.sent("GET", "/metrics").text
+        """Return the metrics in the text format of Prometheus."""
+        return self._transport.send("GET", "/metrics").text
 
     def check(self) -> None:
-        """Ask whether the service is well, which raises if it is not."""
-        self._transport.sent("GET", "/healthz")
+        """Raise an error unless the service is healthy."""
+        self._transport.send("GET", "/healthz")
 
-    def _answer(self, method: str, path: str, body: Any = None, **options: Any) -> Answer:
-        _, content = self._transport.asked(method, path, **({} if body is None else {"json": body}), **options)
-        return self._transport.read(answer_from, content)
+    def _ask(self, kind: type[Value], method: str, path: str, body: bytes | None = None, **options: Any) -> Value:
+        response = self._transport.send(method, path, body=body, **options)
+        return self._transport.read(lambda text: from_json(kind, text), response)
 
-    def _awaited(self, path: str, after: int, wait_s: float) -> Any:
-        """What a long poll gives; None where nothing came."""
-        status, content = self._transport.asked(
-            "GET", path, params={"after": after, "wait_s": wait_s}, timeout=wait_s + self._transport.timeout_s
-        )
-        return None if status == 204 else content
+    def _poll(self, parse: Callable[[bytes], Value], path: str, after: int, wait_s: float) -> Value | None:
+        """Return the parsed answer to a long poll; None if nothing came."""
+        params, timeout_s = {"after": after, "wait_s": wait_s}, wait_s + self._transport.timeout_s
+        response = self._transport.send("GET", path, params=params, timeout=timeout_s)
+        return None if response.status_code == HTTPStatus.NO_CONTENT else self._transport.read(parse, response)
 
 
 def _path(job: str, *parts: str) -> str:
     if not job:
-        raise UsageError("the job has no name; give the one that it was registered by")
+        raise UsageError("the job has no name; give the name that it was registered with")
     return "/".join(["/v1/jobs", *(quote(part, safe="") for part in (job, *parts))])

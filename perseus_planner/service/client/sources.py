@@ -1,14 +1,15 @@
-"""What others say of slow ranks, as reports for the service: pure functions, and the `Feed` that sends what they say.
+"""Reports from other tools that detect slow ranks: functions that make them, and `Feed`, which sends them.
 
-Each takes what its source says at one moment. None of them remembers anything: where a source does not say by itself
-that something has recovered, it takes the ranks that were reported `before`, and says it of those. `Feed` remembers
-them. In a callback that gets the reports of NVIDIA's resiliency extension, on rank 0, with or without the service:
+Each function takes the output of its tool at one moment and remembers nothing. If the tool itself does not say that a
+rank has recovered, the function takes the ranks that were reported `before` and reports their recovery. `Feed`
+remembers them. For example, in a callback that gets the reports of NVIDIA's resiliency extension on rank 0, with or
+without the service:
 
     feed = Feed(Client("http://10.0.0.5:8400"), "gpt3", resiliency_reports, ttl_s=3 * interval_s)
     ...
     with suppress(PlannerError): feed(report)
 
-Alerts of Prometheus need no client: its Alertmanager posts them itself, see `perseus_planner.service.alertmanager`.
+Prometheus needs no client: its Alertmanager posts alerts to the service, see `perseus_planner.service.alertmanager`.
 """
 
 from __future__ import annotations
@@ -22,29 +23,29 @@ from typing import TYPE_CHECKING, Any
 from perseus_planner.errors import UsageError
 from perseus_planner.runs.straggler import SLOW, StragglerDetection
 from perseus_planner.service.model import Scope
-from perseus_planner.service.requests import ReportRequest
+from perseus_planner.service.schemas import ReportRequest
 
 if TYPE_CHECKING:
     from perseus_planner.service.client.client import Client
-    from perseus_planner.service.outcomes import Answer
+    from perseus_planner.service.model import Answer
 
 MEGATRON, RESILIENCY, RUNTIME = "megatron", "nvidia-resiliency-ext", "perseus-planner runtime"
-"""The sources, as reports name them; the runtime's is followed by its rank."""
+"""The sources, as reports name them. That of the runtime is followed by its rank."""
 
 
 def straggling_report(
-    finding: StragglerDetection,
+    detection: StragglerDetection,
     rank: int,
     *,
     key: str | None = None,
     observed_s: float | None = None,
     ttl_s: float | None = None,
 ) -> ReportRequest:
-    """What the runtime has found of its own rank `rank`; `key`, `observed_s` and `ttl_s` are as in `ReportRequest`."""
+    """Report what the runtime detected about its rank `rank`; `key`, `observed_s`, `ttl_s` as in `ReportRequest`."""
     return ReportRequest(
         source=f"{RUNTIME}, rank {rank}",
         scope=Scope("rank", str(rank)),
-        slowdown=max(1.0, finding.slowdown),
+        slowdown=max(1.0, detection.slowdown),
         cause="compute",
         key=key,
         observed_s=observed_s,
@@ -55,20 +56,20 @@ def straggling_report(
 def resiliency_reports(
     report: Any, *, before: Collection[int] = (), slow: float = SLOW, ttl_s: float | None = None
 ) -> list[ReportRequest]:
-    """The ranks whose GPU is slow by a straggler report of NVIDIA's resiliency extension, or has recovered.
+    """Report the ranks whose GPU is slow, or has recovered, by a straggler report of NVIDIA's resiliency extension.
 
-    Its scores are shares of what a GPU should reach, weighted over its kernels (nvidia-resiliency-ext,
-    attribution/straggler/reporting.py). The relative one, against the best rank, counts; where a rank has none, the
-    individual one, against its own best. Scores of sections, which a user names, hold waiting too and are not taken.
+    Its scores are shares of the expected performance of a GPU, weighted over its kernels (nvidia-resiliency-ext,
+    attribution/straggler/reporting.py). The score relative to the best rank counts; for a rank without one, the score
+    relative to its own best. Scores of sections that a user names include waiting and are ignored.
 
     Args:
-        report: its `Report`, or the same as a mapping, whose ranks may then be texts, as in JSON.
-        before: ranks that were reported as slow before; they are reported once more where they no longer are.
-        slow: a slowdown above which a GPU is slow; a score counts as its inverse.
-        ttl_s: for how long a report holds if nothing follows, seconds; a few of the extension's intervals.
+        report: The extension's `Report`, or an equal mapping. Ranks in a mapping may be texts, as in JSON.
+        before: Ranks that were reported as slow before; the function reports those that have recovered.
+        slow: Slowdown above which a GPU is slow; a score is an inverse slowdown.
+        ttl_s: How long a report holds unless another follows, seconds; a few of the extension's intervals.
 
     Raises:
-        UsageError: it is no such report.
+        UsageError: If it is not such a report.
     """
     relative, individual = (_scores(report, f"gpu_{kind}_perf_scores") for kind in ("relative", "individual"))
     found = []
@@ -83,18 +84,21 @@ def resiliency_reports(
 def megatron_reports(
     line: str, *, before: Collection[int] = (), slow: float = SLOW, ttl_s: float | None = None
 ) -> list[ReportRequest]:
-    """The ranks that are slow by one line of Megatron's StragglerDetector, or have recovered; none for other lines.
+    """Report the ranks that are slow, or have recovered, by one line of Megatron's StragglerDetector.
 
-    It logs, in every interval, the ranks with the least and with the most throughput (megatron/core/utils.py):
+    In every interval, it logs the ranks with the least and the most throughput (megatron/core/utils.py):
     "[2026-05-04 12:00:10] | MnRtt/Rnk: 101.20ms/3 | … | MnEtpt/Rnk: 210.11TF/7 | MxEtpt/Rnk: 246.05TF/3". Their ratio
-    is the score of the slower. It compares all ranks, so it means a slow GPU only where all stages have the same work;
-    and it names no second slow one.
+    is the score of the slower rank. It compares all ranks, so it indicates a slow GPU only if all stages have the same
+    work, and it never names a second slow rank.
 
     Args:
-        line: of the log of rank 0, with whatever stands before.
-        before: as in `resiliency_reports`.
-        slow: as in `resiliency_reports`.
-        ttl_s: for how long a report holds if nothing follows, seconds; a few logging intervals.
+        line: A line of the log of rank 0, with any prefix.
+        before: As for `resiliency_reports`.
+        slow: As for `resiliency_reports`.
+        ttl_s: How long a report holds unless another follows, seconds; a few logging intervals.
+
+    Returns:
+        The reports; empty for other lines.
     """
     ends = [re.search(rf"\b{name}/Rnk: ([0-9]+\.[0-9]+)TF/([0-9]+)", line) for name in ("MnEtpt", "MxEtpt")]
     if ends[0] is None or ends[1] is None:
@@ -105,7 +109,7 @@ def megatron_reports(
     when = re.search(r"\[([0-9]{4}-[0-9]{2}-[0-9]{2} [0-9]{2}:[0-9]{2}:[0-9]{2})\] \| MnRtt", line)
     observed_s = None if when is None else _local_s(when[1])
     score = least / most
-    # The slowest is not slow, so nobody is; else that is known of the fastest alone.
+    # If the slowest rank is not slow, no rank is; otherwise only the fastest is known to have recovered.
     recovered = set(before) if score * slow >= 1.0 else {fastest} & set(before)
     found = [_recovered(MEGATRON, rank, ttl_s, observed_s) for rank in sorted(recovered)]
     if score * slow < 1.0:
@@ -114,15 +118,15 @@ def megatron_reports(
 
 
 class Feed:
-    """Reports to the service what one source says again and again, and what has recovered since.
+    """Sends the service what one tool repeatedly detects, and what has recovered since.
 
-    A report that could not be sent is made again from what the source says next.
+    A report that could not be sent is made again from the tool's next output.
 
     Args:
-        client: of the service; its timeout is how long a call may take.
-        job: the name of the job whose ranks these are.
-        reports_of: `resiliency_reports` or `megatron_reports`, or what takes the same.
-        ttl_s: for how long a report holds if nothing follows, seconds; None: until it is cleared.
+        client: A client of the service. Its timeout bounds how long a call takes.
+        job: Name of the job.
+        reports_of: `resiliency_reports`, `megatron_reports` or a function with the same parameters.
+        ttl_s: How long a report holds unless another follows, seconds; None until it is cleared.
     """
 
     def __init__(
@@ -131,15 +135,15 @@ class Feed:
         self._client, self._job, self._reports_of, self._ttl_s = client, job, reports_of, ttl_s
         self._slow: set[int] = set()
 
-    def __call__(self, said: Any) -> list[Answer]:
-        """Send what follows from `said`; what the service answers.
+    def __call__(self, output: Any) -> list[Answer]:
+        """Send the reports of the tool's output, and return the service's answers.
 
         Raises:
-            UsageError: it is not what the source says.
-            ServiceAway, ServiceRefusal: as `Client.report`.
+            UsageError: If it is not output of that tool.
+            ServiceAway, ServiceRefusal: As for `Client.report`.
         """
         answers = []
-        for request in self._reports_of(said, before=frozenset(self._slow), ttl_s=self._ttl_s):
+        for request in self._reports_of(output, before=frozenset(self._slow), ttl_s=self._ttl_s):
             answers.append(self._client.report(self._job, request))
             change = self._slow.discard if request.slowdown == 1.0 else self._slow.add
             change(int(request.scope.value))
@@ -147,21 +151,26 @@ class Feed:
 
 
 def _scores(report: Any, name: str) -> dict[int, float]:
-    """Rank -> score, of those that are known."""
+    """Return the known scores by rank."""
     scores: Any = report.get(name, {}) if isinstance(report, Mapping) else getattr(report, name, None)
     try:
         found = {int(rank): float(score) for rank, score in dict(scores).items()}
     except (TypeError, ValueError) as error:
         raise UsageError(
-            f"{name}: is no mapping of ranks to scores ({error}); give the report of generate_report"
+            f"{name}: is not a mapping of ranks to scores ({error}); give the report of generate_report"
         ) from error
-    # NaN stands for a rank that ran no kernel which all others ran.
+    # A rank without kernels in common with all others has the score NaN.
     return {rank: score for rank, score in found.items() if 0.0 < score < math.inf}
 
 
 def _slow(source: str, rank: int, score: float, ttl_s: float | None, observed_s: float | None) -> ReportRequest:
     return ReportRequest(
-        source, Scope("rank", str(rank)), score=score, cause="compute", ttl_s=ttl_s, observed_s=observed_s
+        source,
+        Scope("rank", str(rank)),
+        score=score,
+        cause="compute",
+        ttl_s=ttl_s,
+        observed_s=observed_s,
     )
 
 
@@ -172,7 +181,7 @@ def _recovered(source: str, rank: int, ttl_s: float | None, observed_s: float | 
 
 
 def _local_s(text: str) -> float | None:
-    """Seconds since the epoch of a time of this machine's zone; None where it is none."""
+    """Read a time of this machine's zone as seconds since the epoch; None if it is not a time."""
     try:
         return datetime.strptime(text, "%Y-%m-%d %H:%M:%S").astimezone().timestamp()
     except (ValueError, OverflowError):

@@ -1,4 +1,4 @@
-"""How a client of the planner's service reaches it over HTTP, and what its refusals and silences mean."""
+"""How a client reaches the service over HTTP, and what the service's refusals and silences mean."""
 
 from __future__ import annotations
 
@@ -17,50 +17,41 @@ if TYPE_CHECKING:
 Value = TypeVar("Value")
 
 DEFAULT_ADDRESS = "http://127.0.0.1:8400"
-"""Where the service listens unless it is told otherwise."""
+"""Where the service listens by default."""
 
 ADDRESS_VARIABLE, TOKEN_VARIABLE = "PLANNER_SERVICE", "PLANNER_TOKEN"
-"""The environment variables that say where the service is, and what is shown to it."""
+"""The environment variables with the address of the service and the token to send."""
 
 
 class Transport:
-    """The way to one service; its methods raise `ServiceAway` and `ServiceRefusal`.
+    """The connection to one service. Its methods raise `ServiceAway` and `ServiceRefusal`.
 
     Args:
-        address: as for `Client`, as is `token`.
-        token: None or empty: none is shown.
-        timeout_s: for how long an answer is waited for, seconds.
+        address: As for `Client`.
+        token: As for `Client`; an empty one is not sent.
+        timeout_s: How long to wait for an answer, seconds.
 
     Raises:
-        UsageError: the address or the token is none, or httpx is not installed.
+        UsageError: If the address or the token is malformed, or httpx is not installed.
     """
 
     def __init__(self, address: str | None, token: str | None, timeout_s: float) -> None:
         self.address = address or os.environ.get(ADDRESS_VARIABLE) or DEFAULT_ADDRESS
         self.timeout_s = timeout_s
-        shown = os.environ.get(TOKEN_VARIABLE, "").strip() if token is None else token
-        self._http = _connected(self.address, shown, timeout_s)
+        sent = os.environ.get(TOKEN_VARIABLE, "").strip() if token is None else token
+        self._http = _connected(self.address, sent, timeout_s)
 
     def close(self) -> None:
-        """Close the connection."""
+        """Close the connections."""
         self._http.close()
 
-    def asked(self, method: str, path: str, **arguments: Any) -> tuple[int, Any]:
-        """Status and JSON of an answer; None where it has no content."""
-        response = self.sent(method, path, **arguments)
-        if not response.content:
-            return response.status_code, None
-        try:
-            return response.status_code, response.json()
-        except (ValueError, RecursionError):  # also of what is not UTF-8
-            self._refuse_answer(response.text)
-
-    def sent(self, method: str, path: str, **arguments: Any) -> httpx.Response:
-        """An answer that is a success; `arguments` as for httpx."""
+    def send(self, method: str, path: str, *, body: bytes | None = None, **options: Any) -> httpx.Response:
+        """Send a request and return a successful answer; `body` is JSON, `options` are those of httpx."""
         import httpx
 
+        headers = {} if body is None else {"Content-Type": "application/json"}
         try:
-            response = self._http.request(method, path, **arguments)
+            response = self._http.request(method, path, content=body, headers=headers, **options)
         except httpx.RequestError as error:
             raise self._away(path, error) from error
         if not response.is_success:
@@ -68,7 +59,7 @@ class Transport:
         return response
 
     def lines(self, path: str) -> Iterator[str]:
-        """The lines of an answer, as they come; however long nothing comes."""
+        """Yield the lines of an answer as they come, however long that takes."""
         import httpx
 
         try:
@@ -80,12 +71,30 @@ class Transport:
         except httpx.RequestError as error:
             raise self._away(path, error) from error
 
+    def read(self, parse: Callable[[bytes], Value], response: httpx.Response) -> Value:
+        """Return what `parse` makes of a JSON answer."""
+        try:
+            _ = response.json() if response.content else None
+        except (ValueError, RecursionError):  # also if it is not UTF-8
+            self._refuse_answer(response.text)
+        return self.read_text(parse, response.content)
+
+    def read_text(self, parse: Callable[[Any], Value], text: str | bytes) -> Value:
+        """Return what `parse` makes of JSON from the service."""
+        try:
+            return parse(text)
+        except (LookupError, TypeError, ValueError, AttributeError, PlanError, UsageError) as error:
+            raise ServiceAway(
+                f"the service at {self.address} answered what this planner does not understand "
+                f"({one_line(str(error), 200)}); use the same version of perseus-planner on both sides"
+            ) from error
+
     def _away(self, path: str, error: Exception) -> ServiceAway:
         import httpx
 
         if isinstance(error, httpx.TimeoutException) and not isinstance(error, httpx.ConnectTimeout):
             return ServiceAway(
-                f"the service at {self.address} did not answer {path} in time; see whether it still runs, and its log"
+                f"the service at {self.address} did not answer {path} in time; check whether it still runs, and its log"
             )
         return ServiceAway(
             f"there is no answer from the service at {self.address} ({one_line(str(error), 80) or type(error).__name__}"
@@ -93,7 +102,7 @@ class Transport:
         )
 
     def _refuse(self, path: str, response: httpx.Response) -> NoReturn:
-        """Raise what a status that is no success means."""
+        """Raise the error for a status that is not a success."""
         try:
             error = response.json()["error"]
             code, message = str(error["code"]), one_line(str(error["message"]), 400)
@@ -110,28 +119,18 @@ class Transport:
     def _refuse_answer(self, answer: object) -> NoReturn:
         raise ServiceAway(
             f"what answers at {self.address} is not a planner's service of this version: {one_line(str(answer), 120)!r}"
-            f"; see what listens there, or name another address in {ADDRESS_VARIABLE} or --service"
+            f"; check what listens there, or name another address in {ADDRESS_VARIABLE} or --service"
         )
-
-    def read(self, parse: Callable[[Any], Value], content: Any) -> Value:
-        """What `parse` makes of an answer's content."""
-        try:
-            return parse(content)
-        except (LookupError, TypeError, ValueError, AttributeError, OverflowError, PlanError, UsageError) as error:
-            raise ServiceAway(
-                f"the service at {self.address} answered what this planner does not understand ({error!r}); use the "
-                "same version of perseus-planner on both sides"
-            ) from error
 
 
 def _connected(address: str, token: str, timeout_s: float) -> httpx.Client:
     try:
         import httpx
     except ImportError as error:
-        raise UsageError("the service is reached through httpx; run: pip install 'perseus-planner[service]'") from error
+        raise UsageError("the client needs httpx; run: pip install 'perseus-planner[service]'") from error
     if not re.fullmatch(r"[!-~]*", token):
         raise UsageError(
-            f"{TOKEN_VARIABLE} holds a space or a letter that is not ASCII, which no token does; set it again"
+            f"{TOKEN_VARIABLE} holds a blank or a letter that is not ASCII, which tokens do not have; set it again"
         )
     base, transport = _base(address)
     return httpx.Client(
@@ -139,14 +138,13 @@ def _connected(address: str, token: str, timeout_s: float) -> httpx.Client:
         transport=transport,
         headers={"Authorization": f"Bearer {token}"} if token else {},
         timeout=timeout_s,
-        # A proxy of the environment is not on the way to a service of this cluster.
-        trust_env=False,
+        trust_env=False,  # a proxy in the environment does not lead to a service of this cluster
         verify=ssl.create_default_context() if base.startswith("https:") else True,
     )
 
 
 def _base(address: str) -> tuple[str, httpx.HTTPTransport | None]:
-    """The URL before every path, and how it is reached where that is a socket of this node."""
+    """Return the URL before every path, and the transport if it is a unix socket."""
     import httpx
 
     if address.startswith("unix:"):
@@ -159,6 +157,6 @@ def _base(address: str) -> tuple[str, httpx.HTTPTransport | None]:
         except httpx.InvalidURL:
             pass
     raise UsageError(
-        f"the service's address {address!r} is none; write http://host:port, https://host:port or "
+        f"the service's address {address!r} is malformed; write http://host:port, https://host:port or "
         f"unix:/path/of/socket, such as {DEFAULT_ADDRESS}"
     )

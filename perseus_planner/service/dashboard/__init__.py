@@ -1,1 +1,1 @@
-"""The page that shows what the service does, and its files."""
+"""The dashboard: a page that shows the jobs of the service, and its files. `routes` serves them."""

@@ -1,6 +1,6 @@
-"""The dashboard at `/`: a page and its scripts and styles, which tell nothing of any job and need no token.
+"""The dashboard at `/`: a page with its scripts and styles, which contain nothing about jobs and need no token.
 
-The page asks the service's own API for all that it shows, with the token of whoever looks at it.
+The page asks the service's API for everything it shows, with the viewer's token.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _TYPES = {
     ".js": "text/javascript; charset=utf-8",
     ".svg": "image/svg+xml",
 }
-# The page runs what the service itself sends, asks the service alone, and stands in no other page.
+# The page only runs scripts of the service, only connects to it, and cannot be framed by other pages.
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     "img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -40,30 +40,30 @@ class _File:
 
 @cache
 def _files() -> dict[str, _File]:
-    """The page's files by name; all are read once, and nothing else can be asked for."""
-    found = [each for package, folder in _FOLDERS for each in (files(package) / folder).iterdir()]
-    types = {each: _TYPES.get(PurePath(each.name).suffix) for each in found}
+    """Return the page's files by name, read once. No other files can be requested."""
+    paths = [each for package, folder in _FOLDERS for each in (files(package) / folder).iterdir()]
+    types = {each: _TYPES.get(PurePath(each.name).suffix) for each in paths}
     return {each.name: _File(each.read_bytes(), media_type) for each, media_type in types.items() if media_type}
 
 
 def is_open(path: str) -> bool:
-    """Whether that address is the page or one of its files, which are there without a token."""
+    """Whether a path is the page or one of its files, which need no token."""
     return path == PAGE or (path.startswith(STATIC) and path.removeprefix(STATIC) in _files())
 
 
 @router.get(PAGE)
 async def page() -> Response:
-    """The dashboard."""
-    return _said("dashboard.html")
+    """Return the dashboard."""
+    return _file_response("dashboard.html")
 
 
 @router.get(STATIC + "{name}")
 async def static(name: str) -> Response:
-    """A file of the dashboard."""
-    return _said(name)
+    """Return a file of the dashboard."""
+    return _file_response(name)
 
 
-def _said(name: str) -> Response:
+def _file_response(name: str) -> Response:
     file = _files().get(name)
     if file is None:
         raise HTTPException(404)

@@ -1,4 +1,4 @@
-"""Who may ask the service for what, and how much: bearer tokens with roles, size limits, safe headers."""
+"""Access to the service: bearer tokens with roles, limits on the size of requests, safe headers."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from perseus_planner.errors import UsageError
 from perseus_planner.files import read_text
 from perseus_planner.service.dashboard import routes as dashboard
-from perseus_planner.service.http.errors import refusal
+from perseus_planner.service.http.errors import error_answer
 
 Role = Literal["read", "report", "operate"]
 ROLES: tuple[Role, ...] = get_args(Role)
-"""Each may do what those before it may: ask; report stragglers and what a job took; all else."""
+"""Each role includes those before it: read; report stragglers and telemetry; everything else."""
 
 TOKENS_VARIABLE = "PLANNER_SERVICE_TOKENS"
-"""The environment variable that holds what a file of tokens would."""
+"""The environment variable that may hold the lines of a token file."""
 
 _LINE = re.compile(r"(?P<secret>[!-~]{16,}) +(?P<role>\S+) +(?P<name>[A-Za-z0-9._-]{1,64})")
 _LOOPBACK = re.compile(r"(localhost|127(\.\d{1,3}){3}|\[::1\])(:\d{1,5})?", re.IGNORECASE)
-_OPEN_PATHS = ("/healthz", "/v1/me")  # supervisors and the dashboard ask them, and they say nothing of any job
-_ELSEWHERE = ("cross-site", "same-site")  # whence a browser says that a request comes; same-site: of another port
+_OPEN_PATHS = ("/healthz", "/v1/me")  # for supervisors and the dashboard; they reveal nothing about jobs
+_ELSEWHERE = ("cross-site", "same-site")  # browsers send these for pages of other sites, or of another port
 _SAFE = ("GET", "HEAD", "OPTIONS")
 _REGISTER, _ALERT = ("POST", "/v1/jobs"), ("POST", "/v1/alerts")
 _HEADERS = (
@@ -43,12 +43,12 @@ _HEADERS = (
 
 @dataclass(frozen=True)
 class Token:
-    """What a client shows. The secret itself is not kept.
+    """A token of a client. The secret itself is not kept.
 
     Attributes:
         digest: SHA-256 of the secret.
-        role: what the bearer may do.
-        name: who that is.
+        role: What the client may do.
+        name: Name of the client.
     """
 
     digest: bytes = field(repr=False)
@@ -58,21 +58,21 @@ class Token:
 
 @dataclass(frozen=True)
 class Access:
-    """Who may come in.
+    """Who may send requests.
 
     Attributes:
-        tokens: those of all clients; empty: whoever reaches the service may do all.
-        loopback_only: refuse requests whose header `Host` is not this machine. Where no token is needed, this keeps
-            out a web page in a browser on this machine that has had its own name point to 127.0.0.1.
+        tokens: The tokens of all clients. If it is empty, everyone who reaches the service may do everything.
+        loopback_only: Refuse requests whose header `Host` does not name this machine. Without tokens, this keeps out
+            web pages in a browser on this machine whose host name points to 127.0.0.1.
     """
 
     tokens: tuple[Token, ...] = ()
     loopback_only: bool = False
 
     def bearer(self, authorization: str | None) -> Token | None:
-        """Whose token the header `Authorization` carries; None: nobody's.
+        """Return the token in the header `Authorization`; None if it is missing or unknown.
 
-        All tokens are compared, each in constant time, so that the time taken says nothing about any of them.
+        All tokens are compared, each in constant time, so that the time taken reveals nothing about them.
         """
         scheme, _, secret = (authorization or "").partition(" ")
         digest = sha256(secret.strip().encode()).digest()
@@ -82,15 +82,15 @@ class Access:
 
 @dataclass(frozen=True)
 class Limits:
-    """What one client may use.
+    """Limits on requests.
 
     Attributes:
-        body_bytes: the largest body of a request.
-        registration_bytes: the same where a job is registered, which carries a frontier.
-        alerts_bytes: the same where Alertmanager posts a group of alerts, of some 1.5 kB each.
-        waiting: how many long polls and event streams may be open, over all clients.
-        keep_alive_s: an event stream says something at least so often.
-        solve_s: how long the service solves a profile that a job was registered with.
+        body_bytes: The largest body of a request.
+        registration_bytes: The largest body of a registration, which carries a frontier.
+        alerts_bytes: The largest group of alerts, which have some 1.5 kB each.
+        waiting: How many long polls and event streams may be open, over all clients.
+        keep_alive_s: The longest silence of an event stream, seconds.
+        solve_s: The longest time to solve a profile that a job is registered with, seconds.
     """
 
     body_bytes: int = 64 * 2**10
@@ -102,14 +102,14 @@ class Limits:
 
 
 def read_tokens(path: Path | None, environment: Mapping[str, str] = os.environ) -> tuple[Token, ...]:
-    """The tokens of the file at `path`, or of the environment variable where there is none.
+    """Read the tokens from the file at `path`, or from the environment variable without one.
 
     Args:
-        path: a line `token role name` for each client; blank lines and lines that start with # say nothing.
-        environment: where `TOKENS_VARIABLE` is looked up.
+        path: A file with a line `token role name` for each client. Blank lines and lines that start with # are ignored.
+        environment: Where `TOKENS_VARIABLE` is looked up.
 
     Raises:
-        UsageError: the file cannot be read, or a line is no token.
+        UsageError: If the file cannot be read, or a line is not a token.
     """
     if path is None:
         return _tokens(environment.get(TOKENS_VARIABLE, ""), TOKENS_VARIABLE)
@@ -124,27 +124,27 @@ def _tokens(text: str, source: str) -> tuple[Token, ...]:
     lines = enumerate(map(str.strip, text.splitlines()), 1)
     tokens = [_token(line, f"{source}, line {number}") for number, line in lines if line and not line.startswith("#")]
     if len({token.digest for token in tokens}) < len(tokens):
-        raise UsageError(f"{source}: has a token twice; give every client one of its own")
+        raise UsageError(f"{source}: has a token twice; give every client another one")
     return tuple(tokens)
 
 
-def _token(line: str, place: str) -> Token:
-    match = _LINE.fullmatch(line)  # what does not match may be a secret, so it is not shown
+def _token(line: str, where: str) -> Token:
+    match = _LINE.fullmatch(line)  # a line that does not match may hold a secret, so it is not shown
     if match is None:
         raise UsageError(
-            f"{place}: is no token of 16 characters or more, a role and a name, with spaces between; "
+            f"{where}: is not a token of 16 characters or more, a role and a name, separated by spaces; "
             "`openssl rand -hex 16` makes a token"
         )
     role = next((role for role in ROLES if role == match["role"]), None)
     if role is None:
-        raise UsageError(f"{place}: the role is none of {', '.join(ROLES)}; give one of them")
+        raise UsageError(f"{where}: the role is not one of {', '.join(ROLES)}; give one of them")
     return Token(sha256(match["secret"].encode()).digest(), role, match["name"])
 
 
 class Guard:
-    """ASGI middleware that lets a request through only from those who may ask, and no larger than it may be.
+    """ASGI middleware that refuses requests without a valid token, from other sites, or with too large a body.
 
-    It looks at headers alone, before anything of a body is read, and counts the body as it comes.
+    It checks the headers before any of the body is read, and counts the body as it arrives.
     """
 
     def __init__(self, app: ASGIApp, access: Access, limits: Limits) -> None:
@@ -153,7 +153,7 @@ class Guard:
         self._limits = limits
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request, or refuse it."""
+        """Handle one request, or refuse it."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -161,23 +161,23 @@ class Guard:
         try:
             most = self._admit(scope, Headers(scope=scope))
         except HTTPException as error:
-            await refusal(error)(scope, receive, send)
+            await error_answer(error)(scope, receive, send)
             return
         await self._app(scope, _bounded(receive, most), send)
 
     def _admit(self, scope: Scope, headers: Headers) -> int:
-        """How large the body may be; the bearer is left in `scope`."""
+        """Check the headers, put the client's role into `scope`, and return how large the body may be."""
         if self._access.loopback_only and not _LOOPBACK.fullmatch(headers.get("host", "localhost")):
-            raise HTTPException(421, "the service answers on this machine alone; ask for 127.0.0.1 or localhost")
+            raise HTTPException(421, "the service only answers on this machine; connect to 127.0.0.1 or localhost")
         if scope["method"] not in _SAFE and headers.get("sec-fetch-site") in _ELSEWHERE:
-            raise HTTPException(403, "a page of another site may not ask for this; ask from the service's own page")
+            raise HTTPException(403, "a page of another site may not do this; use the service's dashboard")
         bearer = self._access.bearer(headers.get("authorization"))
         if bearer is None and self._access.tokens and not _is_open(scope["path"]):
-            wanted = {"WWW-Authenticate": "Bearer"}
-            raise HTTPException(401, "no valid token; send the header `Authorization: Bearer TOKEN`", wanted)
-        stranger: Role | None = None if self._access.tokens else "operate"
+            challenge = {"WWW-Authenticate": "Bearer"}
+            raise HTTPException(401, "no valid token; send the header `Authorization: Bearer TOKEN`", challenge)
+        anonymous: Role | None = None if self._access.tokens else "operate"
         scope.setdefault("state", {}).update(
-            {"role": bearer.role if bearer else stranger, "name": bearer.name if bearer else None}
+            {"role": bearer.role if bearer else anonymous, "name": bearer.name if bearer else None}
         )
         larger = {_REGISTER: self._limits.registration_bytes, _ALERT: self._limits.alerts_bytes}
         most = larger.get((scope["method"], scope["path"]), self._limits.body_bytes)
@@ -192,19 +192,19 @@ def _is_open(path: str) -> bool:
 
 
 def check_role(role: Role, wanted: Role) -> None:
-    """Refuse who has `role` what only `wanted` and those above it may do.
+    """Check that `role` is `wanted` or above it.
 
     Raises:
-        HTTPException: 403.
+        HTTPException: 403 if it is not.
     """
     if ROLES.index(role) < ROLES.index(wanted):
-        raise HTTPException(403, f"a token of the role {role} may not do this; use one of the role {wanted}")
+        raise HTTPException(403, f"a token with the role {role} may not do this; use one with the role {wanted}")
 
 
 def _with_headers(send: Send) -> Send:
     async def sending(message: Message) -> None:
         if message["type"] == "http.response.start":
-            own = {name for name, _ in message["headers"]}  # the dashboard allows its own scripts
+            own = {name for name, _ in message["headers"]}  # the dashboard allows its scripts
             message["headers"] = [*message["headers"], *(each for each in _HEADERS if each[0] not in own)]
         await send(message)
 
@@ -212,7 +212,7 @@ def _with_headers(send: Send) -> Send:
 
 
 def _bounded(receive: Receive, most: int) -> Receive:
-    """`receive`, which refuses a body that turns out larger than it may be."""
+    """Return a `receive` that refuses a body once it is larger than `most` bytes."""
     seen = 0
 
     async def receiving() -> Message:

@@ -1,4 +1,4 @@
-"""What the service answers where it does not do what was asked: always `{"error": {"code", "message"}}`."""
+"""How errors are answered: always as `{"error": {"code", "message"}}`, whatever went wrong."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
-from starlette.responses import JSONResponse
+from starlette.responses import Response
 from starlette.routing import BaseRoute, Match
 
 from perseus_planner.errors import InfeasibleDeadline, InfeasibleError, InfeasiblePower, PlannerError
 from perseus_planner.service.model import Conflict, StorageError, UnknownJob
+from perseus_planner.service.schemas import Error, ErrorContent, to_json
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -33,45 +34,45 @@ _CODES = {
     503: "unavailable",
 }
 _MESSAGES = {
-    400: "the body cannot be read; send a JSON object as UTF-8 text, not nested deeply, with numbers of usual size",
-    404: "there is nothing at this address; /openapi.json lists what there is",
-    405: "this address does not take that method; /openapi.json lists what it takes",
+    400: "the body cannot be read; send a JSON object as UTF-8 text, without deep nesting or huge numbers",
+    404: "there is no such path; /openapi.json lists them",
+    405: "this path does not take that method; /openapi.json lists those that it takes",
 }
-_FAULT = "a fault of the service, not of what was sent; its log has the details"
+_FAULT = "the service has failed, and the request is not at fault; the log of the service has the details"
 
 
-def refusal(error: HTTPException) -> JSONResponse:
-    """The answer that says what an HTTPException says."""
+def error_answer(error: HTTPException) -> Response:
+    """Return the answer for an HTTPException."""
     by_framework = error.detail in (HTTPStatus(error.status_code).phrase, "There was an error parsing the body")
     message = _MESSAGES.get(error.status_code, error.detail) if by_framework else error.detail
     return _answer(error.status_code, message, headers=error.headers)
 
 
-def add_refusals(app: FastAPI, routes: Sequence[BaseRoute]) -> None:
-    """Have `app`, which has these routes, answer every error in the one shape."""
+def add_error_handlers(app: FastAPI, routes: Sequence[BaseRoute]) -> None:
+    """Have `app`, which has these routes, answer every error in that form."""
 
     @app.exception_handler(HTTPException)
-    async def _(request: Request, error: HTTPException) -> JSONResponse:
-        if error.status_code == 405:  # Starlette names the methods of the first route of that address alone
+    async def _(request: Request, error: HTTPException) -> Response:
+        if error.status_code == 405:  # Starlette only names the methods of the first route with that path
             error.headers = {"Allow": ", ".join(_methods(request, routes))}
-        return refusal(error)
+        return error_answer(error)
 
     @app.exception_handler(RequestValidationError)
-    async def _(_: Request, error: RequestValidationError) -> JSONResponse:
+    async def _(_: Request, error: RequestValidationError) -> Response:
         return _answer(422, complaint(error.errors()))
 
     @app.exception_handler(PlannerError)
-    async def _(_: Request, error: PlannerError) -> JSONResponse:
+    async def _(_: Request, error: PlannerError) -> Response:
         code = "infeasible" if isinstance(error, InfeasibleError) else None
         return _answer(status_of(error), str(error), code, least=_least(error))
 
     @app.exception_handler(Exception)
-    async def _(_: Request, __: Exception) -> JSONResponse:
+    async def _(_: Request, __: Exception) -> Response:
         return _answer(500, _FAULT)
 
 
 def status_of(error: PlannerError) -> int:
-    """The HTTP status of an error of the planner: 404 unknown, 409 not as things are, 422 not at all, 503 not now."""
+    """Return the HTTP status of an error: 404 unknown, 409 in conflict, 422 not usable, 503 not now."""
     if isinstance(error, UnknownJob):
         return 404
     if isinstance(error, StorageError):
@@ -80,23 +81,24 @@ def status_of(error: PlannerError) -> int:
 
 
 def complaint(errors: Sequence[Mapping[str, Any]]) -> str:
-    """What is wrong with a request, as one sentence on the first flaw; values are not repeated."""
+    """Describe the first error in a request in one sentence, without repeating values."""
     first = errors[0]
-    place = ".".join(map(str, first["loc"]))
+    field = ".".join(map(str, first["loc"]))
+    problem = "Extra inputs are not permitted" if first["type"] == "unexpected_keyword_argument" else first["msg"]
     if first["type"] == "json_invalid":
         return f"the body is not JSON: {first['ctx']['error']} at character {first['loc'][-1]}; send a JSON object"
     more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
-    return f"{place}: {first['msg']}{more}; /openapi.json says what is expected"
+    return f"{field}: {problem}{more}; /openapi.json describes what is expected"
 
 
 def _methods(request: Request, routes: Sequence[BaseRoute]) -> list[str]:
-    """What may be asked of the address of `request`."""
-    there = [route for route in routes if route.matches(request.scope)[0] is not Match.NONE]
-    return sorted({method for route in there for method in getattr(route, "methods", ())})
+    """Return the methods of the routes that match the path of `request`."""
+    matching = [route for route in routes if route.matches(request.scope)[0] is not Match.NONE]
+    return sorted({method for route in matching for method in getattr(route, "methods", ())})
 
 
 def _least(error: PlannerError) -> dict[str, float]:
-    """The least that can be asked for, where too little was."""
+    """Return the least value that is feasible, if that is what the error is about."""
     if isinstance(error, InfeasiblePower):
         return {"least_power_w": error.least_power_w}
     if isinstance(error, InfeasibleDeadline) and math.isfinite(error.least_time_s):
@@ -111,6 +113,6 @@ def _answer(
     *,
     headers: Mapping[str, str] | None = None,
     least: Mapping[str, float] | None = None,
-) -> JSONResponse:
-    error = {"code": code or _CODES.get(status, "fault"), "message": message, **(least or {})}
-    return JSONResponse({"error": error}, status, headers)
+) -> Response:
+    content = Error(ErrorContent(code or _CODES.get(status, "fault"), message, **(least or {})))
+    return Response(to_json(content, without_nulls=True), status, headers, media_type="application/json")

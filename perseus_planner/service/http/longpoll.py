@@ -1,4 +1,4 @@
-"""The service on an event loop: its calls on a few threads, thousands who wait for a version on none, and its clock."""
+"""The service on an event loop: calls run on a few threads, thousands of long polls on none, and a clock ticks it."""
 
 from __future__ import annotations
 
@@ -15,19 +15,18 @@ from weakref import WeakValueDictionary
 
 from starlette.exceptions import HTTPException
 
-from perseus_planner.service.http.plan_texts import PlanTexts
 from perseus_planner.service.model import UnknownJob
 
 if TYPE_CHECKING:
     from perseus_planner.service.http.auth import Limits
-    from perseus_planner.service.model import Job, Report
-    from perseus_planner.service.outcomes import Answer, Registered
+    from perseus_planner.service.model import Answer, Job, PlanSet, Registered, Report
+    from perseus_planner.service.planning.worker import Unsolved
     from perseus_planner.service.service import Service
 
-_THREADS = 32  # nearly all of them wait, for what is written to disk together
+_THREADS = 32  # nearly all of them wait for the disk, together
 _REGISTERING = 4
 _BETWEEN_TICKS_S, _LONGEST_NAP_S = 0.01, 60.0
-_AFTER_FAILURE_S = 1.0
+_RETRY_S = 1.0
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -35,12 +34,12 @@ _log = logging.getLogger(__name__)
 
 
 class AsyncService:
-    """`service` for coroutines of one event loop, while `running`.
+    """`service` for the coroutines of one event loop, while `running`.
 
     Attributes:
-        service: what answers.
-        waiting: how many long polls and event streams are open.
-        problem: why time cannot go on in the service, such as a full disk; None: it can.
+        service: The service itself.
+        waiting: Number of long polls and event streams that are open.
+        problem: Why the last tick of the service failed, such as a full disk; None if it succeeded.
     """
 
     def __init__(self, service: Service, limits: Limits, now_s: Callable[[], float] = time.time) -> None:
@@ -52,77 +51,81 @@ class AsyncService:
         self._ended = False
         self._changes: WeakValueDictionary[str, asyncio.Future[None]] = WeakValueDictionary()
         self._registering = asyncio.Semaphore(_REGISTERING)
-        self._napping_until_s = math.inf
+        self._next_tick_s = math.inf
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Threads, clock and news of the service, until the block ends."""
+        """Run the threads and the clock of the service, and hear of its changes, until the block ends."""
         loop = asyncio.get_running_loop()
-        self._ended, self._sooner = False, asyncio.Event()
+        self._ended, self._wake_clock = False, asyncio.Event()
         self._pool = ThreadPoolExecutor(_THREADS, "planner-service")
 
-        def heard(job: str, _: int) -> None:  # on any thread
+        def notified(job: str, _: int) -> None:  # on any thread
             loop.call_soon_threadsafe(self.changed, job)
 
-        unsubscribe = self.service.subscribe(heard)
+        unsubscribe = self.service.subscribe(notified)
         clock = asyncio.create_task(self._tick())
         try:
             yield
         finally:
             unsubscribe()
             self.end_waiting()
-            self._sooner.set()
+            self._wake_clock.set()
             await clock
-            self._pool.shutdown(wait=False)  # a registration that plans ends with the service
+            self._pool.shutdown(wait=False)  # a registration that is being planned ends with the service
 
     async def call(self, method: Callable[P, R], *args: P.args, **options: P.kwargs) -> R:
-        """What a call of the service gives, which may take its time."""
+        """Call a method of the service on a thread."""
         return await asyncio.get_running_loop().run_in_executor(self._pool, partial(method, *args, **options))
 
     async def change(self, method: Callable[P, R], *args: P.args, **options: P.kwargs) -> R:
-        """The same of a call after which time may matter earlier: something begins or ends at a moment of its own."""
+        """Call a method that may change when the service wants its next tick."""
         try:
             return await self.call(method, *args, **options)
         finally:
-            self._sooner.set()
+            self._wake_clock.set()
 
     async def report(self, job: str, report: Report) -> Answer:
-        """`Service.report`, without a thread that waits for the disk."""
+        """Call `Service.report` without a thread that waits for the disk."""
         try:
-            return await asyncio.wrap_future(self.service.reporting(job, report))
+            return await asyncio.wrap_future(self.service.submit_report(job, report))
         finally:
-            if self.service.next_tick_s() < self._napping_until_s:
-                self._sooner.set()
+            if self.service.next_tick_s() < self._next_tick_s:
+                self._wake_clock.set()
+
+    async def solve(self, unsolved: Unsolved) -> bytes:
+        """Call `Service.solve`, which may take minutes."""
+        return await self.call(self.service.solve, unsolved, self._limits.solve_s)
 
     async def register(self, job: Job, frontier: bytes) -> Registered:
-        """`Service.register`; of those that plan, few at a time, so that threads are left for reports."""
+        """Call `Service.register`, a few at a time, so that threads are left for others."""
         async with self._registering:
             return await self.change(self.service.register, job, frontier)
 
-    async def newer(self, job: str, after: int, wait_s: float) -> PlanTexts | None:
-        """The plans of `job` as soon as their version is above `after`; None: not within `wait_s` seconds.
+    async def newer(self, job: str, after: int, wait_s: float) -> PlanSet | None:
+        """Return the plans of `job` as soon as their version is above `after`; None if it is not within `wait_s`.
 
         Raises:
-            UnknownJob: there is none of that name, or no longer.
-            HTTPException: 503, too many wait.
+            UnknownJob: If there is no such job, or no longer.
+            HTTPException: 503 if too many requests wait.
         """
         loop = asyncio.get_running_loop()
-        with self._place():
+        with self._counted():
             until_s = loop.time() + wait_s
             while True:
-                change = self._next_change(job)  # before the look, so that no change falls in between
+                change = self._next_change(job)  # before the look, so that no change is missed in between
                 plans = self.service.plans(job, after)  # from memory
                 if plans is not None:
-                    return PlanTexts.of(plans)
+                    return plans
                 left_s = until_s - loop.time()
                 if left_s <= 0.0 or self._ended:
                     return None
                 await asyncio.wait({change}, timeout=left_s)
 
     async def events(self, job: str) -> AsyncIterator[str]:
-        """The version of `job`, now and whenever there is a new one, as server-sent events; ends with the job.
+        """Yield the version of `job`, now and whenever there is a new one, as server-sent events.
 
-        Also where too many wait: the client comes back then.
+        The stream ends with the job. It also ends if too many requests wait; clients then connect again.
         """
         after = 0
         with suppress(UnknownJob, HTTPException):
@@ -137,19 +140,19 @@ class AsyncService:
                     yield ": nothing new\n\n"
 
     def changed(self, job: str) -> None:
-        """Wake all who wait for news of `job`: a version, or that it has ended."""
+        """Wake all requests that wait for `job`, as it has a new version or has ended."""
         change = self._changes.pop(job, None)
         if change is not None:
             change.set_result(None)
 
     def end_waiting(self) -> None:
-        """Have every long poll and event stream end now, and those that come end at once."""
+        """End every long poll and event stream now, and those that come at once."""
         self._ended = True
         for job in list(self._changes):
             self.changed(job)
 
     @contextmanager
-    def _place(self) -> Iterator[None]:
+    def _counted(self) -> Iterator[None]:
         if self.waiting >= self._limits.waiting:
             raise HTTPException(503, f"{self.waiting} requests wait already; try again later", {"Retry-After": "1"})
         self.waiting += 1
@@ -159,26 +162,26 @@ class AsyncService:
             self.waiting -= 1
 
     def _next_change(self, job: str) -> asyncio.Future[None]:
-        """What is done when there are news of `job`: one for all who wait, gone with the last of them."""
+        """Return the future that the next change of `job` sets, shared by all who wait for it."""
         change = self._changes.get(job)
         if change is None:
             change = self._changes[job] = asyncio.get_running_loop().create_future()
         return change
 
     async def _tick(self) -> None:
-        """Tell the service that time has passed, whenever that matters to it."""
+        """Tick the service whenever it is due."""
         while not self._ended:
-            self._sooner.clear()
-            self._napping_until_s = math.inf  # whatever comes while it ticks is sooner than what it will say
+            self._wake_clock.clear()
+            self._next_tick_s = math.inf  # so that whatever is due earlier than that wakes the clock
             try:
-                self._napping_until_s = await self.call(self.service.tick)
-                nap_s = self._napping_until_s - self._now_s()
+                self._next_tick_s = await self.call(self.service.tick)
+                nap_s = self._next_tick_s - self._now_s()
                 self.problem = None
-            except Exception as error:  # whatever it is, such as a full disk: it may pass, and then time goes on
+            except Exception as error:  # a full disk, for example: it may pass
                 if self.problem is None:
-                    _log.exception("The service cannot go on with what is due; it tries again every second")
+                    _log.exception("The service cannot carry out what is due; it tries again every second")
                 self.problem = str(error)
-                nap_s = _AFTER_FAILURE_S
+                nap_s = _RETRY_S
             with suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._sooner.wait(), min(nap_s, _LONGEST_NAP_S))
-            await asyncio.sleep(_BETWEEN_TICKS_S)  # one for all reports of a burst
+                await asyncio.wait_for(self._wake_clock.wait(), min(nap_s, _LONGEST_NAP_S))
+            await asyncio.sleep(_BETWEEN_TICKS_S)  # one tick for many reports

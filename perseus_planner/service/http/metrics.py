@@ -1,4 +1,4 @@
-"""What Prometheus reads: requests, those who wait, and every job; on a registry of its own."""
+"""Metrics for Prometheus: requests, open long polls, and every job."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from perseus_planner.service.outcomes import JobStatus
-    from perseus_planner.service.telemetry import JobTelemetry
+    from perseus_planner.service.model import JobStatus, JobTelemetry
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
@@ -23,11 +22,11 @@ _BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 
 
 
 class Metrics:
-    """Counts what the service does.
+    """Counts requests, on a registry separate from that of the process.
 
     Args:
-        waiting: how many long polls and event streams are open now.
-        since_s: when the service began, seconds since the epoch.
+        waiting: Returns how many long polls and event streams are open.
+        since_s: When the service began, seconds since the epoch.
     """
 
     def __init__(self, waiting: Callable[[], int], since_s: float) -> None:
@@ -38,28 +37,28 @@ class Metrics:
         )
         self._seconds = Histogram(
             "planner_http_request_seconds",
-            "From the head of a request to the end of its answer; long polls wait on purpose.",
+            "Time from the head of a request to the end of its answer; long polls wait on purpose.",
             ("route",),
             buckets=_BUCKETS_S,
             registry=self._registry,
         )
         self._alerts = Counter("planner_alerts", "Alerts received.", ("outcome",), registry=self._registry)
-        waits = Gauge("planner_http_waiting", "Long polls and event streams that are open.", registry=self._registry)
+        waits = Gauge("planner_http_waiting", "Open long polls and event streams.", registry=self._registry)
         waits.set_function(waiting)
 
     def text(self, jobs: Sequence[JobStatus]) -> bytes:
-        """All of it, with these jobs, in the text format of Prometheus."""
+        """Return all metrics, with those of `jobs`, in the text format of Prometheus."""
         of_jobs = CollectorRegistry()
         of_jobs.register(_Jobs(jobs, self._since_s))
         return generate_latest(self._registry) + generate_latest(of_jobs)
 
-    def alerted(self, received: int, ignored: int) -> None:
-        """Count alerts, and those of them that no job has taken."""
+    def count_alerts(self, received: int, ignored: int) -> None:
+        """Count alerts, and those of them that were ignored."""
         self._alerts.labels("ignored").inc(ignored)
         self._alerts.labels("reported").inc(received - ignored)
 
     def counting(self, app: ASGIApp) -> ASGIApp:
-        """`app`, whose requests are counted."""
+        """Return `app` with its requests counted."""
 
         async def counted(scope: Scope, receive: Receive, send: Send) -> None:
             if scope["type"] != "http":
@@ -76,7 +75,7 @@ class Metrics:
             try:
                 await app(scope, receive, sending)
             finally:
-                # Only names that there are a few of: whoever asks for many addresses must not fill the memory.
+                # Only a few names are used as labels, so that requests for many paths do not fill the memory.
                 method = scope["method"] if scope["method"] in _METHODS else "other"
                 route = getattr(scope.get("route"), "path", "other")
                 self._requests.labels(method, route, str(status)).inc()
@@ -86,10 +85,10 @@ class Metrics:
 
 
 class _Jobs(Collector):
-    """What jobs are at when they are asked for; counts of those that were heard of since `since_s`.
+    """Metrics of jobs, computed when they are read; counters only of jobs that sent telemetry after `since_s`.
 
-    What a service that was killed had not written is there again when the job sends its counts the next time. To show
-    less until then would count all of it once more, as Prometheus takes a counter that falls to begin anew.
+    Telemetry that a killed service had not written returns with the job's next message. Showing a lower counter until
+    then would count everything once more, as Prometheus takes a counter that falls as restarted.
     """
 
     def __init__(self, jobs: Sequence[JobStatus], since_s: float) -> None:
@@ -104,29 +103,29 @@ class _Jobs(Collector):
                 if value is not None:
                     family.add_metric((status.job.name,), value)
             yield family
-        heard = [(each.job.name, each.telemetry) for each in self._jobs if each.telemetry is not None]
-        yield from _counters([(job, each) for job, each in heard if each.observed_s >= self._since_s])
-        yield _latencies(heard)
+        reporting = [(each.job.name, each.telemetry) for each in self._jobs if each.telemetry is not None]
+        yield from _counters([(job, each) for job, each in reporting if each.observed_s >= self._since_s])
+        yield _latencies(reporting)
 
 
-def _counters(heard: Sequence[tuple[str, JobTelemetry]]) -> Iterator[Metric]:
+def _counters(reporting: Sequence[tuple[str, JobTelemetry]]) -> Iterator[Metric]:
     for name, text, number_of in _COUNTERS:
         family = CounterMetricFamily(name, text, labels=("job",))
-        for job, telemetry in heard:
+        for job, telemetry in reporting:
             family.add_metric((job,), number_of(telemetry))
         yield family
     for name, text, joules_of in _JOULES:
         family = CounterMetricFamily(name, text, labels=("job", "energy"))
-        for job, telemetry in heard:
+        for job, telemetry in reporting:
             if telemetry.energy_is is not None:
                 family.add_metric((job, telemetry.energy_is), joules_of(telemetry))
         yield family
 
 
-def _latencies(heard: Sequence[tuple[str, JobTelemetry]]) -> Metric:
-    text = "From when a clock is asked for until it is set, of late."
+def _latencies(reporting: Sequence[tuple[str, JobTelemetry]]) -> Metric:
+    text = "Recent time from requesting a clock until it is set."
     family = GaugeMetricFamily("planner_job_clock_set_seconds", text, labels=("job", "quantile"))
-    for job, telemetry in heard:
+    for job, telemetry in reporting:
         for quantile, seconds in (("0.5", telemetry.set_p50_s), ("0.99", telemetry.set_p99_s)):
             if seconds is not None:
                 family.add_metric((job, quantile), seconds)
@@ -137,10 +136,10 @@ _GAUGES: Sequence[tuple[str, str, Callable[[JobStatus], float | None]]] = (
     ("planner_job_version", "The newest version of a job's plans.", lambda status: status.version),
     (
         "planner_job_version_taken",
-        "The version that a job runs by, as it last said.",
+        "The version that a job runs, as it last reported.",
         lambda status: status.taken.version if status.taken else None,
     ),
-    ("planner_job_reports", "Reports that count now or are to count.", lambda status: len(status.reports)),
+    ("planner_job_reports", "Reports that count now or will count.", lambda status: len(status.reports)),
     ("planner_job_stragglers", "Pipelines that straggle.", lambda status: len(status.decision.stragglers)),
     (
         "planner_job_straggler_time_seconds",
@@ -149,32 +148,32 @@ _GAUGES: Sequence[tuple[str, str, Callable[[JobStatus], float | None]]] = (
     ),
     (
         "planner_job_expected_saving_watts",
-        "What all GPUs of a job are expected to save, by the bounds of its frontier.",
+        "Power that all GPUs of a job are expected to save, by the bounds of its frontier.",
         lambda status: status.expected_saving_w,
     ),
     (
         "planner_job_expected_watts",
-        "What all GPUs of a job draw by its plans, as foreseen by these.",
+        "Power of all GPUs of a job as its plans predict it.",
         lambda status: status.expected.power_w,
     ),
     (
         "planner_job_expected_baseline_watts",
-        "What they would draw with all clocks at maximum, as foreseen by the profile.",
+        "Their power with all clocks at maximum as the profile predicts it.",
         lambda status: status.expected.baseline_power_w,
     ),
     (
         "planner_job_watts",
-        "What all GPUs of a job drew of late.",
+        "Recent power of all GPUs of a job.",
         lambda status: status.telemetry.power_w if status.telemetry else None,
     ),
     (
         "planner_job_iteration_seconds",
-        "What an iteration of a job took of late.",
+        "Recent time of an iteration of a job.",
         lambda status: status.telemetry.iteration_s if status.telemetry else None,
     ),
     (
         "planner_job_saved_joules",
-        "What was saved since a job was registered: its baseline less its energy. It may fall.",
+        "Energy saved since a job was registered: its baseline minus its energy. It may fall.",
         lambda status: status.telemetry.saved_j if status.telemetry and status.telemetry.energy_is else None,
     ),
 )
@@ -182,15 +181,15 @@ _COUNTERS: Sequence[tuple[str, str, Callable[[JobTelemetry], float]]] = (
     ("planner_job_iterations", "Iterations of a job since it was registered.", lambda telemetry: telemetry.iterations),
     (
         "planner_job_late_clock_changes",
-        "Clock changes that came when much of their computation was over.",
+        "Clock changes that came when most of their computation was over.",
         lambda telemetry: telemetry.late_changes,
     ),
 )
 _JOULES: Sequence[tuple[str, str, Callable[[JobTelemetry], float]]] = (
-    ("planner_job_energy_joules", "What all GPUs of a job have taken.", lambda telemetry: telemetry.energy_j),
+    ("planner_job_energy_joules", "Energy of all GPUs of a job.", lambda telemetry: telemetry.energy_j),
     (
         "planner_job_baseline_joules",
-        "What they would have taken with all clocks at maximum in iterations as long, by the profile.",
+        "Their energy with all clocks at maximum in iterations as long, by the profile.",
         lambda telemetry: telemetry.baseline_j,
     ),
 )

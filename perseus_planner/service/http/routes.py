@@ -1,45 +1,76 @@
-"""The service over HTTP: what is at which address, and which role may ask for it."""
+"""The routes of the service, and the role that each needs."""
 
 from __future__ import annotations
 
 import logging
 from contextlib import suppress
-from typing import Annotated
+from http import HTTPStatus
+from typing import Annotated, Any
 
-from fastapi import APIRouter, Header, Path, Query, Request, Response
+from fastapi import APIRouter, Depends, Header, Path, Query, Request, Response, Security
 from fastapi.responses import StreamingResponse
+from fastapi.security import HTTPBearer
 from starlette.exceptions import HTTPException
 
 from perseus_planner import __version__
-from perseus_planner.service import alertmanager as webhook
-from perseus_planner.service import answer_schemas as answers
+from perseus_planner.service import alertmanager, schemas
+from perseus_planner.service.http.auth import Role, check_role
+from perseus_planner.service.http.longpoll import AsyncService
 from perseus_planner.service.http.metrics import CONTENT_TYPE
-from perseus_planner.service.http.routing import Job, Live
-from perseus_planner.service.http.routing import errors as _errors
-from perseus_planner.service.http.routing import for_role as _for
-from perseus_planner.service.http.routing import said as _said
-from perseus_planner.service.model import UnknownJob
-from perseus_planner.service.schemas import (
-    KEY,
-    MOST_WHOLE,
-    AlertsBody,
-    DeadlineBody,
-    PowerBody,
-    Registration,
-    StragglerReport,
-    TakenBody,
-)
+from perseus_planner.service.model import Answer, JobStatus, PlanSet, Registered, UnknownJob
+from perseus_planner.service.planning.curves import Curve
+from perseus_planner.service.planning.worker import Unsolved
 
-LONGEST_POLL_S = 60.0
-"""The longest time that a request may wait for a newer version, seconds."""
+_LONGEST_POLL_S = 60.0
+_MOST_POINTS = 500
 
 _log = logging.getLogger(__name__)
 
-After = Annotated[int, Query(ge=0, le=MOST_WHOLE, description="The version that is known already; 0: none.")]
+
+async def _live(request: Request) -> AsyncService:
+    service: AsyncService = request.app.state.service
+    return service
+
+
+Live = Annotated[AsyncService, Depends(_live)]
+Job = Annotated[str, Path(pattern=schemas.NAME, description="Name of the job.")]
+After = Annotated[int, Query(ge=0, le=schemas.MOST_WHOLE, description="The version that the client has; 0 for none.")]
 Wait = Annotated[
     float,
-    Query(ge=0.0, le=LONGEST_POLL_S, allow_inf_nan=False, description="How long to wait for it, seconds."),
+    Query(ge=0.0, le=_LONGEST_POLL_S, allow_inf_nan=False, description="How long to wait for it, seconds."),
 ]
+
+
+class _Bearer(HTTPBearer):
+    """Checks the role that `auth.Guard` has found, and documents the token in OpenAPI."""
+
+    def __init__(self, role: Role) -> None:
+        super().__init__(scheme_name="HTTPBearer", description="A token of the service, if the service has tokens.")
+        self._role = role
+
+    async def __call__(self, request: Request) -> None:  # type: ignore[override]  # the result is not used
+        check_role(request.state.role, self._role)
+
+
+def _for(role: Role) -> list[Any]:
+    """Return the dependencies of a route for `role` and the roles above it."""
+    return [Security(_Bearer(role))]
+
+
+def _errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """Return the error answers of a route, for OpenAPI."""
+    common = (400, 401, 403, 413, 421, 422, 500, 503)
+    return {
+        status: {"model": schemas.Error, "description": HTTPStatus(status).phrase}
+        for status in sorted({*common, *statuses})
+    }
+
+
+def _json(value: Any, status: int = 200) -> Response:
+    return Response(schemas.to_json(value), status, media_type="application/json")
+
+
+_NO_CONTENT: dict[str, Any] = {"status_code": 204, "response_class": Response}
 
 router = APIRouter()
 
@@ -48,42 +79,34 @@ router = APIRouter()
     "/v1/jobs",
     dependencies=_for("operate"),
     status_code=201,
-    response_model=answers.RegisteredAnswer,
-    responses={
-        200: {"model": answers.RegisteredAnswer, "description": "It was registered before with the same content."},
-        **_errors(409),
-    },
+    response_model=Registered,
+    responses={200: {"model": Registered, "description": "The same job was registered before."}, **_errors(409)},
 )
-async def register(request: Request, sent: Registration, live: Live) -> Response:
+async def register(sent: schemas.Registration, live: Live) -> Response:
     """Register a job. Its plans are there when this is answered."""
-    frontier = await live.call(sent.given_frontier)
+    frontier = sent.frontier
     if frontier is None:
-        frontier = await request.app.state.solver.frontier(sent.unsolved())
+        unsolved = Unsolved(sent.profile_csv or "", sent.profile_yaml or "", sent.schedule or "", sent.microbatches)
+        frontier = await live.solve(unsolved)
     registered = await live.register(sent.job(), frontier)
-    return _said(answers.RegisteredAnswer, registered, 201 if registered.is_new else 200)
+    return _json(registered, 201 if registered.is_new else 200)
 
 
-@router.get("/v1/jobs", dependencies=_for("read"), response_model=answers.StatusesAnswer, responses=_errors())
+@router.get("/v1/jobs", dependencies=_for("read"), response_model=schemas.Jobs, responses=_errors())
 async def jobs(live: Live) -> Response:
-    """All jobs that run."""
-    return await live.call(lambda: _said(answers.StatusesAnswer, {"jobs": live.service.jobs()}))
+    """List all running jobs with their status."""
+    return await live.call(lambda: _json(schemas.Jobs(live.service.jobs())))
 
 
-@router.get("/v1/jobs/{job}", dependencies=_for("read"), response_model=answers.StatusAnswer, responses=_errors(404))
+@router.get("/v1/jobs/{job}", dependencies=_for("read"), response_model=JobStatus, responses=_errors(404))
 async def status(job: Job, live: Live) -> Response:
-    """What a job's pipelines are to do and why, what it has taken, and what is reported of it."""
-    return await live.call(lambda: _said(answers.StatusAnswer, live.service.status(job)))
+    """Return what a job's pipelines are to do and why, which version it runs, and its reports."""
+    return await live.call(lambda: _json(live.service.status(job)))
 
 
-@router.delete(
-    "/v1/jobs/{job}",
-    dependencies=_for("operate"),
-    status_code=204,
-    response_class=Response,
-    responses=_errors(404),
-)
+@router.delete("/v1/jobs/{job}", dependencies=_for("operate"), responses=_errors(404), **_NO_CONTENT)
 async def end(job: Job, live: Live) -> Response:
-    """A job has ended. Who waits for its plans is told that there is no such job."""
+    """Report that a job has ended. Requests that wait for its plans are answered with 404."""
     await live.change(live.service.end, job)
     return Response(status_code=204)
 
@@ -92,99 +115,99 @@ async def end(job: Job, live: Live) -> Response:
     "/v1/jobs/{job}/reports",
     dependencies=_for("report"),
     status_code=202,
-    response_model=answers.EffectAnswer,
+    response_model=Answer,
     responses=_errors(404, 409),
 )
 async def report(
     request: Request,
     job: Job,
-    sent: StragglerReport,
+    sent: schemas.ReportRequest,
     live: Live,
-    idempotency_key: Annotated[str | None, Header(pattern=KEY)] = None,
+    idempotency_key: Annotated[str | None, Header(pattern=schemas.KEY)] = None,
     wait_s: Wait = 0.0,
 ) -> Response:
-    """Report that something is slow, or has recovered; the answer says what follows, and what that saves.
+    """Report that something is slow, or has recovered. The answer says what changes and what that saves.
 
-    Where slow stages are solved and planned first, it waits `wait_s` for that at most.
+    If slow stages have to be solved and planned first, the answer waits up to `wait_s` for that.
     """
     straggler = sent.report(idempotency_key, request.app.state.now_s())
     answer = await live.report(job, straggler)
     if wait_s and answer.takes_effect == "planning":
         with suppress(HTTPException, UnknownJob):  # too many wait, or the job has ended: the report was taken
             await live.newer(job, answer.version - 1, wait_s)
-            answer = answer.as_planned(await live.call(live.service.status, job))
-    return _said(answers.EffectAnswer, answer, 202)
+            answer = answer.with_plans_of(await live.call(live.service.status, job))
+    return _json(answer, 202)
 
 
-@router.get(
-    "/v1/jobs/{job}/reports",
-    dependencies=_for("read"),
-    response_model=answers.ReportsAnswer,
-    responses=_errors(404),
-)
+@router.get("/v1/jobs/{job}/reports", dependencies=_for("read"), response_model=schemas.Reports, responses=_errors(404))
 async def reports(job: Job, live: Live) -> Response:
-    """The reports of a job that count now or are to count."""
-    return await live.call(lambda: _said(answers.ReportsAnswer, {"reports": live.service.reports(job)}))
+    """List the reports of a job that count now or will count."""
+    return await live.call(lambda: _json(schemas.Reports(live.service.reports(job))))
 
 
 @router.delete(
-    "/v1/jobs/{job}/reports/{key}",
-    dependencies=_for("report"),
-    response_model=answers.EffectAnswer,
-    responses=_errors(404),
+    "/v1/jobs/{job}/reports/{key}", dependencies=_for("report"), response_model=Answer, responses=_errors(404)
 )
-async def clear(job: Job, key: Annotated[str, Path(pattern=KEY)], live: Live) -> Response:
-    """Take a report back."""
-    return _said(answers.EffectAnswer, await live.change(live.service.clear, job, key))
+async def clear(job: Job, key: Annotated[str, Path(pattern=schemas.KEY)], live: Live) -> Response:
+    """Withdraw a report."""
+    return _json(await live.change(live.service.clear, job, key))
 
 
 @router.post(
     "/v1/alerts",
     dependencies=_for("report"),
-    response_model=answers.AlertsAnswer,
+    response_model=schemas.AlertAnswers,
     responses=_errors(),
-    description=webhook.__doc__,
+    description=alertmanager.__doc__,
 )
-async def alerts(request: Request, sent: AlertsBody, live: Live) -> Response:
-    """What Alertmanager posts; it drops all of a group that is answered with 4xx, so only what is no group is."""
-    said = webhook.alerts_of(sent.alerts, request.app.state.now_s())
-    found = await live.change(live.service.alert, [each.report for each in said if each.report is not None])
-    ignored = webhook.ignored(said, found.ignored)
-    request.app.state.metrics.alerted(len(said), len(ignored))
-    for each in said:
-        if each.report is None:
-            _log.warning("An alert of the rule %r says too little: %s", each.name, each.problem)
-    return _said(answers.AlertsAnswer, {"answers": found.answers, "ignored": ignored})
+async def alerts(request: Request, sent: schemas.AlertGroup, live: Live) -> Response:
+    """Take the alerts that Alertmanager posts.
+
+    Alertmanager drops a whole group that is answered with 4xx, so only what is not a group is refused.
+    """
+    received = alertmanager.read_alerts(sent.alerts, request.app.state.now_s())
+    effects = await live.change(live.service.alert, [each.report for each in received if each.report is not None])
+    ignored = alertmanager.ignored_alerts(received, effects.ignored)
+    request.app.state.metrics.count_alerts(len(received), len(ignored))
+    for alert in received:
+        if alert.report is None:
+            _log.warning("An alert of the rule %r cannot be used: %s", alert.name, alert.problem)
+    return _json(schemas.AlertAnswers(effects.answers, ignored))
 
 
 @router.get(
     "/v1/jobs/{job}/pipelines/{pipeline}/plan",
     dependencies=_for("read"),
-    response_model=answers.PlanAnswer,
+    response_model=schemas.PipelinePlan,
     responses={204: {"description": "Nothing newer within `wait_s`."}, **_errors(404)},
 )
 async def plan(
     job: Job,
     live: Live,
-    pipeline: Annotated[int, Path(ge=0, lt=2**31, description="Which one, from 0.")],
+    pipeline: Annotated[int, Path(ge=0, lt=2**31, description="Number of the pipeline, from 0.")],
     after: After = 0,
     wait_s: Wait = 0.0,
 ) -> Response:
-    """The plan of one pipeline, as soon as its version is above `after`."""
+    """Return the plan of one pipeline, as soon as its version is above `after`."""
     newer = await live.newer(job, after, wait_s)
-    return _plans(None if newer is None else newer.of_one(pipeline))
+    if newer is None:
+        return Response(status_code=204)
+    count = len(newer.of_pipeline)
+    if pipeline >= count:
+        raise HTTPException(404, f"the job has no pipeline {pipeline}: they are numbered from 0 to {count - 1}")
+    return _json(schemas.PipelinePlan(newer.version, pipeline, newer.text(pipeline)))
 
 
 @router.get(
     "/v1/jobs/{job}/plans",
     dependencies=_for("read"),
-    response_model=answers.PlansAnswer,
+    response_model=PlanSet,
     responses={204: {"description": "Nothing newer within `wait_s`."}, **_errors(404)},
 )
 async def plans(job: Job, live: Live, after: After = 0, wait_s: Wait = 0.0) -> Response:
-    """The plans of all pipelines of a job, as soon as their version is above `after`."""
+    """Return the plans of all pipelines of a job, as soon as their version is above `after`."""
     newer = await live.newer(job, after, wait_s)
-    return _plans(None if newer is None else newer.of_all())
+    return Response(status_code=204) if newer is None else _json(newer)
 
 
 @router.get(
@@ -194,60 +217,64 @@ async def plans(job: Job, live: Live, after: After = 0, wait_s: Wait = 0.0) -> R
     responses={200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}, **_errors(404)},
 )
 async def events(job: Job, live: Live) -> StreamingResponse:
-    """Server-sent events `version`, `{"version": n}`: the version of a job's plans now, and whenever there is another.
+    """Stream the version of a job's plans, now and whenever there is another, as events `version`: `{"version": n}`.
 
-    Ends with the job. A comment comes where there is nothing new for some seconds.
+    The stream ends with the job. A comment is sent when there has been nothing new for some seconds.
     """
-    await live.newer(job, 0, 0.0)  # so that an unknown job is refused before a stream begins
+    await live.newer(job, 0, 0.0)  # so that an unknown job is refused before the stream begins
     return StreamingResponse(live.events(job), media_type="text/event-stream")
 
 
-@router.post(
-    "/v1/jobs/{job}/taken",
-    dependencies=_for("report"),
-    status_code=204,
-    response_class=Response,
-    responses=_errors(404, 409),
-)
-async def taken(job: Job, sent: TakenBody, live: Live) -> Response:
-    """A job says which version of its plans it runs by."""
+@router.post("/v1/jobs/{job}/taken", dependencies=_for("report"), responses=_errors(404, 409), **_NO_CONTENT)
+async def taken(job: Job, sent: schemas.TakenRequest, live: Live) -> Response:
+    """Report which version of its plans a job runs."""
     await live.call(live.service.taken, job, sent.version, sent.iteration)
     return Response(status_code=204)
 
 
-@router.put(
-    "/v1/jobs/{job}/deadline",
-    dependencies=_for("operate"),
-    response_model=answers.EffectAnswer,
-    responses=_errors(404, 409),
+@router.post("/v1/jobs/{job}/telemetry", dependencies=_for("report"), responses=_errors(404, 409), **_NO_CONTENT)
+async def telemetry(job: Job, sent: schemas.Counters, live: Live) -> Response:
+    """Send what a run of a job has counted since it began. The job's status then says what was saved.
+
+    Sending the same again, or older counts, changes nothing. A restarted job counts from 0 under another `run`. The
+    counts are on disk some seconds later; if the service is killed before, the next message makes up for it.
+    """
+    await live.change(live.service.telemetry, job, sent)
+    return Response(status_code=204)
+
+
+@router.get("/v1/jobs/{job}/frontier", dependencies=_for("read"), response_model=Curve, responses=_errors(404))
+async def frontier(job: Job, live: Live) -> Response:
+    """Return the least energy of an iteration of one pipeline as profiled, at the times where its slope changes."""
+    return await live.call(lambda: _json(live.service.curve(job).thinned(_MOST_POINTS)))
+
+
+@router.get(
+    "/v1/jobs/{job}/pipelines", dependencies=_for("read"), response_model=schemas.Pipelines, responses=_errors(404)
 )
-async def deadline(job: Job, sent: DeadlineBody, live: Live) -> Response:
-    """Set the iteration time that is wanted where nobody straggles."""
-    return _said(answers.EffectAnswer, await live.change(live.service.set_deadline, job, sent.deadline_s))
+async def pipelines(job: Job, live: Live) -> Response:
+    """Return what each pipeline of a job is to do now, and the point of its frontier that it is planned for."""
+    return await live.call(lambda: _json(schemas.Pipelines(*live.service.pipelines(job))))
+
+
+@router.put("/v1/jobs/{job}/deadline", dependencies=_for("operate"), response_model=Answer, responses=_errors(404, 409))
+async def deadline(job: Job, sent: schemas.DeadlineRequest, live: Live) -> Response:
+    """Set the iteration time to aim for without stragglers."""
+    return _json(await live.change(live.service.set_deadline, job, sent.deadline_s))
 
 
 @router.put(
-    "/v1/jobs/{job}/power",
-    dependencies=_for("operate"),
-    response_model=answers.EffectsAnswer,
-    responses=_errors(404, 409),
+    "/v1/jobs/{job}/power", dependencies=_for("operate"), response_model=schemas.Answers, responses=_errors(404, 409)
 )
-async def power(job: Job, sent: PowerBody, live: Live) -> Response:
-    """Set the most that all GPUs of a job may draw on average."""
-    followed = await live.change(live.service.set_power, job, sent.power_w)
-    return _said(answers.EffectsAnswer, {"answers": followed})
+async def power(job: Job, sent: schemas.PowerRequest, live: Live) -> Response:
+    """Bound the average power of all GPUs of a job."""
+    return _json(schemas.Answers(await live.change(live.service.set_power, job, sent.power_w)))
 
 
-@router.put(
-    "/v1/power",
-    dependencies=_for("operate"),
-    response_model=answers.EffectsAnswer,
-    responses=_errors(409),
-)
-async def cluster_power(sent: PowerBody, live: Live) -> Response:
-    """Set the most that all jobs together may draw on average; they slow down so that the sum fits."""
-    followed = await live.change(live.service.set_power, None, sent.power_w)
-    return _said(answers.EffectsAnswer, {"answers": followed})
+@router.put("/v1/power", dependencies=_for("operate"), response_model=schemas.Answers, responses=_errors(409))
+async def cluster_power(sent: schemas.PowerRequest, live: Live) -> Response:
+    """Bound the average power of all jobs together. They slow down so that the sum fits."""
+    return _json(schemas.Answers(await live.change(live.service.set_power, None, sent.power_w)))
 
 
 @router.get(
@@ -257,24 +284,20 @@ async def cluster_power(sent: PowerBody, live: Live) -> Response:
     responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}, **_errors()},
 )
 async def metrics(request: Request, live: Live) -> Response:
-    """What Prometheus reads."""
+    """Return metrics for Prometheus."""
     text = await live.call(lambda: request.app.state.metrics.text(live.service.jobs()))
     return Response(text, media_type=CONTENT_TYPE)
 
 
-@router.get("/v1/me", response_model=answers.MeAnswer, responses=_errors())
+@router.get("/v1/me", response_model=schemas.Me, responses=_errors())
 async def me(request: Request) -> Response:
-    """Whom the service takes the client for, and what that one may do; needs no token."""
-    return _said(answers.MeAnswer, {"role": request.state.role, "name": request.state.name})
+    """Return the client's name and role; needs no token."""
+    return _json(schemas.Me(request.state.role, request.state.name))
 
 
-@router.get("/healthz", response_model=answers.HealthAnswer, responses=_errors())
+@router.get("/healthz", response_model=schemas.Health, responses=_errors())
 async def healthz(live: Live) -> Response:
-    """Whether the service does its work; needs no token."""
+    """Return whether the service is healthy; needs no token."""
     if live.problem is not None:
-        raise HTTPException(503, f"the service cannot go on: {live.problem}; see its log")
-    return _said(answers.HealthAnswer, {"status": "ok", "version": __version__})
-
-
-def _plans(text: bytes | None) -> Response:
-    return Response(status_code=204) if text is None else Response(text, media_type="application/json")
+        raise HTTPException(503, f"the service is stuck: {live.problem}; see its log")
+    return _json(schemas.Health("ok", __version__))

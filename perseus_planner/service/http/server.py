@@ -1,4 +1,4 @@
-"""The service as a server: on a port or a unix socket, with TLS or without, until it is told to stop."""
+"""The service as a server: on a port or a unix socket, with or without TLS, until SIGTERM or SIGINT."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from perseus_planner.service.http.auth import TOKENS_VARIABLE, Access, Limits, T
 if TYPE_CHECKING:
     from perseus_planner.service.service import Service
 
-_GRACE_S = 5  # how long answers that are under way may still take
+_GRACE_S = 5  # how long requests may still take when the server ends
 _BACKLOG = 2048
 
 
@@ -34,10 +34,10 @@ class Address:
     """Where the service listens.
 
     Attributes:
-        host: a name or an IP address of this machine.
-        port: 0 to have one chosen.
-        unix: a unix socket to listen on instead; its owner alone may connect.
-        certificate, key: PEM files; None: without TLS.
+        host: A name or an IP address of this machine.
+        port: 0 for any free port.
+        unix: A unix socket to listen on instead; only its owner may connect.
+        certificate, key: PEM files; None for no TLS.
     """
 
     host: str = "127.0.0.1"
@@ -50,20 +50,23 @@ class Address:
         if (self.certificate is None) != (self.key is None):
             raise UsageError("TLS: give both --tls-cert and --tls-key")
         if self.unix is not None and self.certificate is not None:
-            raise UsageError("TLS: is not for a unix socket, which nothing leaves; leave out --tls-cert and --tls-key")
+            raise UsageError(
+                "TLS: is not needed on a unix socket, whose data stays on this machine; leave out --tls-cert and "
+                "--tls-key"
+            )
         if not 0 <= self.port <= 65535:
-            raise UsageError(f"--port {self.port}: is no port; give one of 1 to 65535, or 0 to have one chosen")
+            raise UsageError(f"--port {self.port}: is not a port; give one from 1 to 65535, or 0 for any free port")
 
 
 @dataclass(frozen=True)
 class Listener:
-    """A socket that is bound, and who may come in by it.
+    """A bound socket, and the tokens that clients need.
 
     Attributes:
-        socket: it.
-        url: what clients are told, such as http://127.0.0.1:8400 or unix:/run/planner.sock.
-        address: what was asked for.
-        tokens: those of all clients; empty: none is needed.
+        socket: The socket.
+        url: The address for clients, such as http://127.0.0.1:8400 or unix:/run/planner.sock.
+        address: The address that was requested.
+        tokens: The tokens of all clients; empty if none is needed.
     """
 
     socket: socket.socket
@@ -74,10 +77,10 @@ class Listener:
 
 @contextmanager
 def listening(address: Address, tokens: tuple[Token, ...] = ()) -> Iterator[Listener]:
-    """A socket bound to `address`; a unix socket's file is removed when the block ends.
+    """Bind a socket to `address`; the file of a unix socket is removed when the block ends.
 
     Raises:
-        UsageError: it cannot be bound, or is off loopback and there are no tokens, or the TLS files are none.
+        UsageError: If it cannot be bound, others can reach it and there are no tokens, or the TLS files are unusable.
     """
     _check_tls(address)
     if address.unix is not None:
@@ -98,9 +101,10 @@ def serve(
     *,
     ready: Callable[[], None] = lambda: None,
 ) -> None:
-    """Serve until SIGTERM, or until SIGINT, after which KeyboardInterrupt is raised; on the main thread.
+    """Serve until SIGTERM, or until SIGINT, which raises KeyboardInterrupt; on the main thread.
 
-    Long polls are answered and event streams ended before it returns. `ready` is called when requests are answered.
+    Long polls are answered and event streams ended before it returns. `ready` is called when the server accepts
+    requests.
     """
     with _ended_by_sigterm():
         _server(service, listener, limits, ready).run(sockets=[listener.socket])
@@ -110,15 +114,15 @@ def serve(
 def serving(
     service: Service, address: Address, tokens: tuple[Token, ...] = (), limits: Limits | None = None
 ) -> Iterator[str]:
-    """Serve on a thread of this process until the block ends; gives the URL.
+    """Serve on a thread of this process until the block ends, which gets the URL.
 
     Raises:
-        UsageError: as `listening`.
+        UsageError: As for `listening`.
     """
     with listening(address, tokens) as listener:
         server = _server(service, listener, limits, lambda: None)
         thread = threading.Thread(target=server.run, args=([listener.socket],), name="planner-service")
-        thread.start()  # who connects before it is ready waits for a moment: the socket listens
+        thread.start()  # clients that connect early wait for a moment, as the socket already listens
         try:
             yield listener.url
         finally:
@@ -127,7 +131,7 @@ def serving(
 
 
 class _Server(uvicorn.Server):
-    """Says when it listens, and ends what waits for news before it waits for what is under way."""
+    """Reports when it is ready, and ends long polls before it waits for open requests."""
 
     def __init__(self, config: uvicorn.Config, ready: Callable[[], None], end_waiting: Callable[[], None]) -> None:
         super().__init__(config)
@@ -149,10 +153,10 @@ def _server(service: Service, listener: Listener, limits: Limits | None, ready: 
     app = create_app(service, access, limits or Limits())
     config = uvicorn.Config(
         app,
-        log_config=None,  # nothing but warnings, on stderr
+        log_config=None,  # only warnings, on stderr
         access_log=False,
         server_header=False,
-        proxy_headers=False,  # whoever sends them would choose whose limits count
+        proxy_headers=False,  # clients could forge them
         ws="none",
         backlog=_BACKLOG,
         timeout_graceful_shutdown=_GRACE_S,
@@ -168,11 +172,11 @@ def _check_tls(address: Address) -> None:
     for option, path in (("--tls-cert", address.certificate), ("--tls-key", address.key)):
         if not path.is_file():
             raise UsageError(f"{option} {path}: no such file; name a PEM file")
-    try:  # an empty password, so that nobody is asked for one
+    try:  # an empty password, so that OpenSSL does not prompt for one
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(address.certificate, address.key, password=lambda: "")
     except OSError as error:
         raise UsageError(
-            f"--tls-cert {address.certificate}, --tls-key {address.key}: are no certificate and its key, in PEM and "
+            f"--tls-cert {address.certificate}, --tls-key {address.key}: are not a certificate and its key, in PEM and "
             f"without a password: {_reason(error)}; name such files"
         ) from error
 
@@ -181,19 +185,19 @@ def _check_tls(address: Address) -> None:
 def _tcp_socket(address: Address, *, only_loopback: bool) -> Iterator[socket.socket]:
     try:
         found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        family, *_, at = min(found, key=lambda each: each[0] != socket.AF_INET)  # what "localhost" means to most
+        family, *_, at = min(found, key=lambda each: each[0] != socket.AF_INET)  # IPv4 first, also for "localhost"
         if only_loopback and not ip_address(at[0]).is_loopback:
             raise UsageError(
-                f"--host {address.host}: others can reach it, so they must show tokens; give --tokens FILE, "
+                f"--host {address.host}: other machines can reach it, so clients need tokens; give --tokens FILE, "
                 f"or set {TOKENS_VARIABLE}, or listen on 127.0.0.1"
             )
         bound = socket.create_server(at[:2], family=family, backlog=_BACKLOG)
-    except (OSError, UnicodeError) as error:  # UnicodeError: a name that can be none
-        place = f"--host {address.host} --port {address.port}"
-        raise UsageError(f"{place}: cannot be listened on: {_reason(error)}; give another") from error
+    except (OSError, UnicodeError) as error:  # UnicodeError: not a host name
+        options = f"--host {address.host} --port {address.port}"
+        raise UsageError(f"{options}: cannot listen there: {_reason(error)}; give another address") from error
     with bound:
-        # Its connections inherit it; asyncio sets it only where a socket names its protocol, which this one does not.
-        # Without it, an answer in two parts takes 40 ms.
+        # Connections inherit it; asyncio would only set it on a socket that names its protocol, which this one does
+        # not. Without it, an answer in two parts takes 40 ms.
         bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         yield bound
 
@@ -211,19 +215,19 @@ def _unix_socket(path: Path) -> Iterator[socket.socket]:
             bound.listen(_BACKLOG)
         except OSError as error:
             raise UsageError(
-                f"--unix {path}: cannot be listened on: {error.strerror or error}; give another"
+                f"--unix {path}: cannot listen there: {error.strerror or error}; give another path"
             ) from error
-        made = path.stat().st_ino
+        inode = path.stat().st_ino
         try:
             yield bound
         finally:
             with suppress(OSError):
-                if path.stat().st_ino == made:
+                if path.stat().st_ino == inode:
                     path.unlink()
 
 
 def _reason(error: OSError | UnicodeError) -> str:
-    """What the system says; Python adds the address to it, which is said already."""
+    """Return the system's message, without the address that Python adds."""
     number = getattr(error, "errno", None)
     return os.strerror(number) if number and number > 0 and not isinstance(error, ssl.SSLError) else str(error)
 
@@ -235,10 +239,10 @@ def _remove_if_left_behind(path: Path) -> None:
     except FileNotFoundError:
         return
     if not stat.S_ISSOCK(mode):
-        raise UsageError(f"--unix {path}: is there and no socket; give another path")
-    with socket.socket(socket.AF_UNIX) as there:
+        raise UsageError(f"--unix {path}: exists and is not a socket; give another path")
+    with socket.socket(socket.AF_UNIX) as probe:
         try:
-            there.connect(str(path))
+            probe.connect(str(path))
         except ConnectionRefusedError:
             path.unlink()
             return
@@ -247,12 +251,12 @@ def _remove_if_left_behind(path: Path) -> None:
 
 @contextmanager
 def _ended_by_sigterm() -> Iterator[None]:
-    """Outlive SIGTERM: uvicorn ends well on it, and then sends it to the process once more."""
+    """Survive SIGTERM: uvicorn ends gracefully on it, and then sends it to the process again."""
 
-    def outlive(_: int, __: FrameType | None) -> None:
+    def ignore(_: int, __: FrameType | None) -> None:
         pass
 
-    before = signal.signal(signal.SIGTERM, outlive)
+    before = signal.signal(signal.SIGTERM, ignore)
     try:
         yield
     finally:

@@ -1,1 +1,1 @@
-"""From what was decided to plans: frontiers looked up, or solved and planned by other processes."""
+"""From decisions to plans. `Planning` looks them up, or has worker processes solve and plan them."""

@@ -1,4 +1,4 @@
-"""Targets -> plans: what was solved and planned before is looked up, all else is done by other processes."""
+"""From targets to plans: curves and plans that are known are looked up, others are made by worker processes."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import multiprocessing
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable
+from concurrent import futures
 from concurrent.futures import CancelledError, Executor, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from functools import cache
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from perseus_planner.errors import PlannerError
+from perseus_planner.errors import PlannerError, UsageError
 from perseus_planner.service.planning import worker
 from perseus_planner.service.planning.curves import Curve, KnownNumbers, Slow, slow_of
 from perseus_planner.service.planning.worker import PlanRequest
@@ -19,28 +20,27 @@ from perseus_planner.service.planning.worker import PlanRequest
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from perseus_planner.service.model import Decision, Job
-    from perseus_planner.service.outcomes import PlanSet
+    from perseus_planner.service.model import Decision, Job, PlanSet
 
 Key = TypeVar("Key", bound=Hashable)
 Value = TypeVar("Value")
 Result = TypeVar("Result")
 
-_PLANS, _CURVES = 1024, 1024  # remembered; a plan of 8 stages and 96 microbatches has 30 kB, a curve half of that
+_PLANS, _CURVES = 1024, 1024  # kept; a plan of 8 stages and 96 microbatches has 30 kB, a curve half of that
 
 
 class NotPlanned(PlannerError):
-    """The process that was to solve or plan was killed."""
+    """The process that was solving or planning was killed."""
 
 
 class Ending(NotPlanned):
-    """The service is ending, and nothing more is planned."""
+    """The service is ending and makes no more plans."""
 
 
 class Processes:
-    """Processes that solve and plan, started when first needed. A context manager: leaving it ends them at once.
+    """Worker processes, started when first needed. Use it as a context manager, which ends them at once.
 
-    They end too when the process that made them is killed.
+    They also end when the process that started them is killed.
     """
 
     def __init__(self, count: int) -> None:
@@ -51,52 +51,68 @@ class Processes:
         self._theirs, self._ours = multiprocessing.Pipe(duplex=False)
 
     def __enter__(self) -> Processes:
-        """Itself."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """End the processes, whatever they do."""
         with self._lock:
             self._open = False
-            self._ours.close()
-            if self._pool is not None:
-                self._pool.shutdown()
-            self._theirs.close()
+            self._end()
 
-    def run(self, function: Callable[..., Result], *arguments: Any) -> Result:
-        """What `function`, which has a name in a module, gives there.
+    def run(self, function: Callable[..., Result], *arguments: Any, timeout_s: float | None = None) -> Result:
+        """Call a module-level function in a worker process and return its result.
 
-        If its process is killed, such as for want of memory, it is tried once more in a new one.
+        If the process is killed, for example for lack of memory, a new one tries once more.
 
         Raises:
-            NotPlanned: that was killed too.
-            Ending: the context has been left.
+            NotPlanned: If the second process was killed too.
+            UsageError: If it takes longer than `timeout_s` seconds.
+            Ending: If the context has been left.
         """
         pool = None
         for _ in range(2):
             pool = self._living(pool)
             try:
-                return pool.submit(function, *arguments).result()
+                return pool.submit(function, *arguments).result(timeout_s)
             except (BrokenProcessPool, CancelledError):
                 continue
-        raise NotPlanned("the process that solves and plans was killed twice; see that this machine has enough memory")
+            except futures.TimeoutError as error:
+                raise UsageError(
+                    f"solving takes longer than {timeout_s:g} s; run `planner solve` yourself and register its frontier"
+                ) from error
+        raise NotPlanned(
+            "the process that solves and plans was killed twice; check that this machine has enough memory"
+        )
+
+    def restart(self) -> None:
+        """End the processes, whatever they are doing; new ones start when needed."""
+        with self._lock:
+            if self._open:
+                self._end()
+                self._pool = None
+                self._theirs, self._ours = multiprocessing.Pipe(duplex=False)
+
+    def _end(self) -> None:
+        self._ours.close()
+        if self._pool is not None:
+            self._pool.shutdown()
+        self._theirs.close()
 
     def _living(self, broken: Executor | None) -> Executor:
-        """The pool, a new one if it is `broken`."""
+        """Return the pool, a new one in place of `broken`."""
         with self._lock:
             if not self._open:
                 raise Ending("the service is ending; ask again when it runs")
             if self._pool is None or self._pool is broken:
-                context = multiprocessing.get_context("spawn")  # a fork would have the service's sockets and locks
-                prepare = worker.serve_until_closed
+                context = multiprocessing.get_context("spawn")  # a fork would inherit the service's sockets and locks
+                prepare = worker.prepare_process
                 self._pool = ProcessPoolExecutor(self._count, context, prepare, (self._theirs,))
             return self._pool
 
 
-class _Remembered(Generic[Key, Value]):
-    """The values that were last used; from any thread."""
+class _RecentlyUsed(Generic[Key, Value]):
+    """A cache of the values that were last used, for any thread."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -118,25 +134,25 @@ class _Remembered(Generic[Key, Value]):
 
 
 class Planning:
-    """Curves and plans of frontiers, each made once as long as it is remembered. From any thread."""
+    """Curves and plans of frontiers, each made once while it stays in the cache. It may be used from any thread."""
 
     def __init__(self, frontier: Callable[[str], bytes], run: Callable[..., Any]) -> None:
-        """From where it has what.
+        """Start with empty caches.
 
         Args:
-            frontier: the file of the frontier of that digest.
-            run: calls a function of `solving_process` with arguments, wherever it likes.
+            frontier: Returns the frontier file with a digest.
+            run: Calls a function of `worker` with arguments, in this process or in another one.
         """
         self._frontier = frontier
         self._run = run
-        self._texts = _Remembered[PlanRequest, str](_PLANS)
-        self._curves = _Remembered[tuple[str, Slow], Curve](_CURVES)
+        self._texts = _RecentlyUsed[PlanRequest, str](_PLANS)
+        self._curves = _RecentlyUsed[tuple[str, Slow], Curve](_CURVES)
 
     def curve(self, digest: str, content: bytes) -> Curve:
-        """The curve of a frontier that no job has yet.
+        """Return the curve of a frontier that no job has yet.
 
         Raises:
-            FrontierError: `content` is no frontier's file.
+            FrontierError: If `content` is not a frontier file.
         """
         known = self._curves.get((digest, ()))
         if known is None:
@@ -145,32 +161,32 @@ class Planning:
         return known
 
     def numbers(self, job: Job, curve: Curve) -> KnownNumbers:
-        """What the policy asks of the job's frontier, whose curve is `curve`, as far as it has been solved."""
+        """Return what the policy needs of the job's frontier, whose curve is `curve`, as far as it has been solved."""
         return KnownNumbers(curve, lambda slow: self._curves.get((job.frontier, slow)))
 
     def solve(self, job: Job, slow: Slow) -> None:
-        """Solve the pipeline with these slow stages, so that `numbers` knows it."""
+        """Solve the pipeline with these slow stages, so that `numbers` can look it up."""
         content = self._frontier(job.frontier)
         self._curves.put((job.frontier, slow), self._run(worker.slowed_curve, job.frontier, slow, content))
 
     def text(self, request: PlanRequest) -> str | None:
-        """The plan that is asked for, if it was made before."""
+        """Return the requested plan, if it was made before."""
         return self._texts.get(request)
 
     def plan(self, request: PlanRequest) -> str:
-        """The plan that is asked for, or where no plan is that fast, the fastest found."""
+        """Return the requested plan, or the fastest one that was found if none is that fast."""
         return self._made(request, worker.nearest_plan_text, self._frontier)
 
     def first_plan(self, request: PlanRequest, content: bytes) -> str:
-        """A plan of a job that does not run yet, whose frontier's file is `content`.
+        """Return a plan of a job that does not run yet, whose frontier file is `content`.
 
         Raises:
-            InfeasibleDeadline, InfeasibleBudget: as `Frontier.plan_for`.
+            InfeasibleDeadline, InfeasibleBudget: As for `Frontier.plan_for`.
         """
         return self._made(request, worker.plan_text, lambda _: content)
 
     def remember(self, job: Job, curve: Curve, versions: Iterable[tuple[PlanSet, Decision]]) -> None:
-        """These versions of a job's plans were made for these decisions."""
+        """Add versions of a job's plans, with the decisions that they were made for, to the cache."""
         for plan_set, decision in versions:
             for pipeline, request in enumerate(requests_of(job, curve, decision)):
                 self._texts.put(request, plan_set.text(pipeline))
@@ -184,9 +200,9 @@ class Planning:
 
 
 def requests_of(job: Job, curve: Curve, decision: Decision) -> tuple[PlanRequest, ...]:
-    """The plan of each pipeline that a decision asks for; no pipeline is slower than it is of use."""
+    """Return the plan to request for each pipeline; beyond the frontier's slow end, slower plans save nothing."""
 
-    @cache  # most pipelines are to do the same
+    @cache  # most pipelines have the same target
     def request(time_s: float, slow: Slow, power_w: float | None) -> PlanRequest:
         within_s = time_s if slow else min(time_s, curve.max_time_s)
         return PlanRequest(job.frontier, within_s, slow, power_w, job.max_changes, job.min_dwell_s)
@@ -194,8 +210,8 @@ def requests_of(job: Job, curve: Curve, decision: Decision) -> tuple[PlanRequest
     return tuple(request(each.time_s, slow_of(each.slow_stages), each.power_w) for each in decision.targets)
 
 
-def once_each(values: Iterable[Key]) -> tuple[tuple[Key, ...], tuple[int, ...]]:
-    """The values that differ, in the order in which they come, and the place in there of each."""
-    places: dict[Key, int] = {}
-    of_each = tuple(places.setdefault(value, len(places)) for value in values)
-    return tuple(places), of_each
+def deduplicated(values: Iterable[Key]) -> tuple[tuple[Key, ...], tuple[int, ...]]:
+    """Return the distinct values in order of appearance, and for each value its index among them."""
+    indices: dict[Key, int] = {}
+    of_each = tuple(indices.setdefault(value, len(indices)) for value in values)
+    return tuple(indices), of_each

@@ -1,14 +1,16 @@
-"""What the service keeps in memory of a frontier: its curve of energy, not its graph."""
+"""The part of a frontier that the service keeps in memory: its energy curve, without the graph."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, cast
 
 import numpy as np
+from pydantic import Field
 
 from perseus_planner.errors import InfeasibleDeadline
+from perseus_planner.service.model import Origin
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -18,36 +20,31 @@ if TYPE_CHECKING:
     from perseus_planner.solver.frontier import Frontier
 
 Slow = tuple[tuple[int, float], ...]
-"""(stage, how many times as long it takes), in the order of the stages."""
+"""(stage, slowdown), in order of the stages."""
 
 
 @dataclass(frozen=True)
 class Curve:
-    """The least energy of one pipeline's iteration for every iteration time.
+    """The least energy of one pipeline's iteration for every iteration time; linear between the points."""
 
-    Attributes:
-        rising_s: (points,) where its slope changes, rising from the least iteration time, seconds.
-        rising_j: (points,) the bound at each of them, waiting included, joules.
-        baseline_time_s: with all clocks at their maximum, seconds.
-        baseline_j: the energy of such an iteration, joules.
-        waiting_w: what all GPUs of the pipeline draw while they wait, watts.
-        stages: how many the pipeline has.
-        gpus: how many it has.
-        origin: of the profile, "measured" or "simulated".
-    """
-
-    rising_s: tuple[float, ...] = field(repr=False)
-    rising_j: tuple[float, ...] = field(repr=False)
-    baseline_time_s: float
-    baseline_j: float
-    waiting_w: float
+    rising_s: Annotated[
+        tuple[float, ...],
+        Field(alias="times_s", description="(points,) Iteration times where the slope changes, rising, seconds."),
+    ] = field(repr=False)
+    rising_j: Annotated[
+        tuple[float, ...],
+        Field(alias="energies_j", description="(points,) The least energy at each, waiting included, joules."),
+    ] = field(repr=False)
+    baseline_time_s: Annotated[float, Field(description="With all clocks at maximum, seconds.")]
+    baseline_j: Annotated[float, Field(description="Energy of such an iteration, joules.")]
+    waiting_w: Annotated[float, Field(description="Power of all GPUs of the pipeline while they wait, watts.")]
     stages: int
     gpus: int
-    origin: str
+    origin: Annotated[Origin, Field(description="Origin of the profile.")]
 
     @classmethod
     def of(cls, frontier: Frontier) -> Curve:
-        """That of `frontier`."""
+        """Return the curve of `frontier`."""
         return cls(
             tuple(frontier.times_s[::-1].tolist()),
             tuple(frontier.energies_j[::-1].tolist()),
@@ -56,11 +53,11 @@ class Curve:
             frontier.dag.waiting_w,
             frontier.schedule.stages,
             len(frontier.schedule.ranks) * frontier.profile.gpus_per_stage,
-            frontier.profile.origin,
+            cast("Origin", frontier.profile.origin),
         )
 
     def thinned(self, most: int) -> Curve:
-        """The same with `most` of its points at most, 2 or more: both ends, and others evenly taken."""
+        """Return the curve with at most `most` points, 2 or more: both ends and evenly spaced others."""
         count = len(self.rising_s)
         kept = dict.fromkeys(np.linspace(0, count - 1, min(most, count)).round().astype(int).tolist())
         return replace(
@@ -88,10 +85,10 @@ class Curve:
         return self.rising_s[-1]
 
     def bound_j(self, deadline_s: float) -> float:
-        """As `Frontier.bound_j`, but for rounding.
+        """Return the least energy of an iteration of that time, as `Frontier.bound_j` up to rounding.
 
         Raises:
-            InfeasibleDeadline: no iteration is that fast.
+            InfeasibleDeadline: If no iteration is that fast.
         """
         times_s, energies_j = self.rising_s, self.rising_j
         if deadline_s < times_s[0]:
@@ -107,10 +104,10 @@ class Curve:
 
 
 class NotSolved(Exception):
-    """The pipeline with these slow stages has not been solved yet; whoever decides must wait.
+    """The pipeline with these slow stages has to be solved before a decision.
 
     Attributes:
-        slow: its slow stages.
+        slow: The slow stages.
     """
 
     def __init__(self, slow: Slow) -> None:
@@ -120,12 +117,12 @@ class NotSolved(Exception):
 
 @dataclass(frozen=True)
 class KnownNumbers:
-    """A job's frontier as the policy asks for it (`model.Numbers`), as far as it is known without solving anything.
+    """The `model.Numbers` of a job's frontier, as far as they are known without solving anything.
 
     Attributes:
-        curve: of a pipeline as profiled.
-        solved: looks up the curve of a pipeline with slow stages; None where it has not been solved.
-        slow: the stages that are slow in `curve` already.
+        curve: Of a pipeline as profiled.
+        solved: Returns the curve of a pipeline with slow stages; None if it has not been solved.
+        slow: The stages that are slow in `curve` already.
     """
 
     curve: Curve
@@ -152,10 +149,10 @@ class KnownNumbers:
         return self.curve.bound_j(deadline_s)
 
     def slowed(self, stages: Mapping[int, float]) -> KnownNumbers:
-        """Of the pipeline in which these stages are so many times slower.
+        """Return the numbers of the pipeline in which these stages are slower by these factors.
 
         Raises:
-            NotSolved: that has not been solved yet.
+            NotSolved: If it has not been solved yet.
         """
         slowdowns = dict(self.slow)
         for stage, slowdown in stages.items():
@@ -170,5 +167,5 @@ class KnownNumbers:
 
 
 def slow_of(stages: Mapping[int, float]) -> Slow:
-    """Slow stages in the one way in which they are looked up."""
+    """Return slow stages in the form in which they are looked up."""
     return tuple(sorted((stage, slowdown) for stage, slowdown in stages.items() if slowdown != 1.0)) if stages else ()

@@ -1,4 +1,4 @@
-"""Jobs whose plans are being made: a thread for each process that makes them, one job at a time."""
+"""Making the plans of jobs: a thread for each worker process, one job at a time."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from perseus_planner.errors import PlannerError
 from perseus_planner.service.planning.cache import Ending, Planning
-from perseus_planner.service.transitions import given_up, prepare, settled
+from perseus_planner.service.transitions import given_up, prepare, reconciled
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -20,10 +20,10 @@ _log = logging.getLogger(__name__)
 
 
 def replan(name: str, writer: Writer, planning: Planning, now_s: Callable[[], float]) -> None:
-    """Make what a job's plans need, and publish them; takes up to minutes.
+    """Make the plans of a job and publish them; takes up to minutes.
 
     Raises:
-        StorageError: what was made cannot be written.
+        StorageError: If they cannot be written.
     """
     state = writer.jobs.get(name)
     if state is None:
@@ -36,22 +36,22 @@ def replan(name: str, writer: Writer, planning: Planning, now_s: Callable[[], fl
     except PlannerError as error:
         problem = str(error)
     except Exception as error:
-        _log.exception("Planning for job %r has failed", name)
+        _log.exception("Planning failed for job %r", name)
         problem = repr(error)
 
     def command(draft: Draft) -> None:
         state = draft.find(name)
         if state is not None:
-            draft.put(given_up(state, problem, now_s()) if problem else settled(state, planning, now_s()))
+            draft.put(given_up(state, problem, now_s()) if problem else reconciled(state, planning, now_s()))
 
     writer.do(command)
 
 
-class Replanning:
-    """Prepares jobs in the order in which they were asked for. A context manager: leaving it ends its threads.
+class Replanner:
+    """Prepares jobs in the order in which they were requested. Use it as a context manager, which ends its threads.
 
-    A job that is asked for again while it waits keeps its place; what it needs is found out when its turn comes. So
-    those whose reports change often hold up no other, and nothing is planned that has been overtaken meanwhile.
+    A job that is requested again while it waits keeps its position, and what it needs is determined when its turn
+    comes. So jobs whose reports change often do not delay others, and outdated plans are not made.
     """
 
     def __init__(self, prepare: Callable[[str], None], threads: int) -> None:
@@ -64,8 +64,7 @@ class Replanning:
             threading.Thread(target=self._run, name="planner-replanning", daemon=True) for _ in range(threads)
         ]
 
-    def __enter__(self) -> Replanning:
-        """Itself."""
+    def __enter__(self) -> Replanner:
         for thread in self._threads:
             thread.start()
         return self
@@ -73,15 +72,14 @@ class Replanning:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Wait for what is being prepared; the jobs that wait are left as they are."""
         with self._changed:
             self._running = False
             self._changed.notify_all()
         for thread in self._threads:
             thread.join()
 
-    def want(self, name: str) -> None:
-        """The job's plans are to be made."""
+    def request(self, name: str) -> None:
+        """Have the plans of a job made."""
         with self._changed:
             self._waiting.setdefault(name)
             self._changed.notify()
@@ -91,7 +89,7 @@ class Replanning:
             try:
                 self._prepare(name)
             except Exception:
-                _log.exception("The plans of job %r were not made", name)
+                _log.exception("The plans of job %r could not be made", name)
 
     def _next(self) -> str | None:
         with self._changed:

@@ -1,43 +1,73 @@
-"""What the service has another process do: read frontiers, solve, plan. There, it holds up no answer to anyone.
+"""What runs in the service's worker processes: reading frontiers, solving, planning.
 
-Solving and planning are compiled code that keeps Python's lock: on a thread of the service, answers would wait for
-as long as one step takes, which was measured to be up to 0.5 s.
+Solving and planning are compiled code that holds Python's global lock. On a thread of the service, answers would wait
+for up to 0.5 s, so other processes do it.
 """
 
 from __future__ import annotations
 
 import io
 import os
+import re
 import signal
 import tempfile
 import threading
 import zipfile
 from collections import OrderedDict
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import NamedTuple
 
-from perseus_planner.errors import FrontierError, InfeasibleDeadline, InfeasiblePower
+from perseus_planner.errors import (
+    FrontierError,
+    InfeasibleDeadline,
+    InfeasiblePower,
+    PlannerError,
+    ProfileError,
+    UsageError,
+)
+from perseus_planner.jobs.job import Job
+from perseus_planner.jobs.settings import Settings
 from perseus_planner.profiles.groups import slowed
+from perseus_planner.profiles.profiles import profile_document
+from perseus_planner.schedules import NAMES
 from perseus_planner.schedules.dag import PipelineDag
 from perseus_planner.service.planning.curves import Curve, Slow
 from perseus_planner.solver.frontier import Frontier
 from perseus_planner.solver.solve import solve_dag
 
-_KEPT = 32  # frontiers of which a process remembers what it made of them
-_LARGEST_BYTES = 1 << 30  # of a frontier when unpacked; one of 16 stages and 512 microbatches has some 30 MB
+_KEPT = 32  # frontiers that a process keeps in memory
+_LARGEST_BYTES = 1 << 30  # of an unpacked frontier; one of 16 stages and 512 microbatches has some 30 MB
 _NICENESS = 10
+_FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
+
+
+@dataclass(frozen=True)
+class Unsolved:
+    """A profile and a schedule to solve.
+
+    Attributes:
+        profile_csv, profile_yaml: The texts of the two files of a profile.
+        schedule: The name of a schedule, or a text grid.
+        microbatches: Per iteration; None with a text grid, which determines it.
+    """
+
+    profile_csv: str
+    profile_yaml: str
+    schedule: str
+    microbatches: int | None
 
 
 class PlanRequest(NamedTuple):
-    """Which plan is wanted.
+    """A plan that is wanted.
 
     Attributes:
-        frontier: digest of the frontier's file.
-        time_s: within what an iteration is to end, seconds.
-        slow: the stages that are slower than profiled.
-        power_w: the most that all its GPUs may draw on average, even if it takes longer then; None: any.
-        max_changes, min_dwell_s: switch budget, as for `Frontier.plan_for`.
+        frontier: Digest of the frontier file.
+        time_s: Deadline of an iteration, seconds.
+        slow: Stages that are slower than profiled.
+        power_w: Upper bound on the average power of the pipeline, watts, which goes before `time_s`; None for no bound.
+        max_changes, min_dwell_s: Switch budget, as for `Frontier.plan_for`.
     """
 
     frontier: str
@@ -48,42 +78,58 @@ class PlanRequest(NamedTuple):
     min_dwell_s: float
 
 
-def serve_until_closed(service: Connection) -> None:
-    """Prepare a process of its own: it gives way to the service, leaves Ctrl-C to it, and ends when it ends.
+def prepare_process(service: Connection) -> None:
+    """Prepare this process: low priority, Ctrl-C left to the service, and an end together with the service.
 
     Args:
-        service: a pipe of which the service has the other end; closed, also by the service's death, it ends this
-            process in the middle of what it does. A pool's processes would outlive a service that is killed.
+        service: A pipe whose other end the service holds. When that is closed, even by the service's death, this
+            process ends at once. Pool processes would otherwise outlive a service that is killed.
     """
     os.nice(_NICENESS)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with, args=(service,), daemon=True).start()
 
 
-def curve_of(digest: str, content: bytes) -> Curve:
-    """The curve of a frontier.
+def solve_profile(unsolved: Unsolved) -> bytes:
+    """Solve a profile with a schedule, as `planner solve` does; returns the frontier file.
 
     Raises:
-        FrontierError: `content` is no frontier's file.
+        UsageError: If the profile or the schedule cannot be used, or they do not fit each other.
+    """
+    with tempfile.TemporaryDirectory(prefix="planner-solve-") as name:
+        folder = Path(name)
+        try:
+            (dag,) = Job.of(_written(unsolved, folder)).dags()
+            solve_dag(dag).save(folder / "frontier.npz")
+        except PlannerError as error:
+            raise UsageError(str(error).replace(f"{folder}/", "")) from None
+        return (folder / "frontier.npz").read_bytes()
+
+
+def curve_of(digest: str, content: bytes) -> Curve:
+    """Return the curve of a frontier.
+
+    Raises:
+        FrontierError: If `content` is not a frontier file.
     """
     return Curve.of(_frontier(digest, (), content))
 
 
 def slowed_curve(digest: str, slow: Slow, content: bytes) -> Curve:
-    """The curve of the pipeline whose stages in `slow` are slower: solved anew, exactly.
+    """Return the curve of the pipeline with the stages in `slow` slowed down: solved anew, exactly.
 
     Raises:
-        ProfileError: there is no such stage.
+        ProfileError: If there is no such stage.
     """
     return Curve.of(_frontier(digest, slow, content))
 
 
 def plan_text(request: PlanRequest, content: bytes) -> str:
-    """The plan that is asked for, as `Plan.dumps` writes it; the most frugal one where none draws so little.
+    """Return the requested plan as `Plan.dumps` writes it; that of the least power if none draws so little.
 
     Raises:
-        InfeasibleDeadline: no choice of clocks is that fast.
-        InfeasibleBudget: none was found within the switch budget.
+        InfeasibleDeadline: If no choice of clocks is that fast.
+        InfeasibleBudget: If none was found within the switch budget.
     """
     frontier = _frontier(request.frontier, request.slow, content)
     changes, dwell_s = request.max_changes, request.min_dwell_s
@@ -97,7 +143,7 @@ def plan_text(request: PlanRequest, content: bytes) -> str:
 
 
 def nearest_plan_text(request: PlanRequest, content: bytes) -> str:
-    """The same, or where no plan is that fast, the fastest that was found."""
+    """Return the requested plan, or the fastest one that was found if none is that fast."""
     try:
         return plan_text(request, content)
     except InfeasibleDeadline as error:
@@ -108,7 +154,7 @@ _frontiers: OrderedDict[tuple[str, Slow], Frontier] = OrderedDict()
 
 
 def _frontier(digest: str, slow: Slow, content: bytes) -> Frontier:
-    """Remembered, as it remembers its own plans."""
+    """Return a frontier, kept in memory as it caches its plans."""
     key = (digest, slow)
     if key not in _frontiers:
         _frontiers[key] = _slowed(_frontier(digest, (), content), slow) if slow else _read(content)
@@ -134,14 +180,29 @@ def _read(content: bytes) -> Frontier:
 
 
 def _check_size(content: bytes) -> None:
-    """Refuse a small file that unpacks to more than memory holds."""
+    """Refuse a small file that unpacks to more than fits in memory."""
     try:
         with zipfile.ZipFile(io.BytesIO(content)) as archive:
             size = sum(each.file_size for each in archive.infolist())
     except zipfile.BadZipFile:
-        return  # it says what it is instead when it is read
+        return  # reading it says what it is instead
     if size > _LARGEST_BYTES:
         raise FrontierError(f"frontier.npz: unpacks to {size} bytes, more than {_LARGEST_BYTES}; is it a frontier?")
+
+
+def _written(unsolved: Unsolved, folder: Path) -> Settings:
+    """Write the profile into `folder`, and the schedule if it is a grid; returns the settings that name them."""
+    document = folder / "profile.yaml"
+    document.write_text(unsolved.profile_yaml, encoding="utf-8", newline="")
+    table = profile_document(document).values["measurements"]
+    if not isinstance(table, str) or not _FILE_NAME.fullmatch(table) or table == document.name:
+        raise ProfileError("profile.yaml: measurements: is not a plain file name; write profile.csv there")
+    (folder / table).write_text(unsolved.profile_csv, encoding="utf-8", newline="")
+    schedule: str | Path = unsolved.schedule
+    if schedule not in NAMES:
+        schedule = folder / "schedule.txt"
+        schedule.write_text(unsolved.schedule, encoding="utf-8", newline="")
+    return Settings(profile=document, schedule=schedule, microbatches=unsolved.microbatches)
 
 
 def _end_with(service: Connection) -> None:

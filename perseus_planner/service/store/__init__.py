@@ -1,1 +1,1 @@
-"""All that must survive the service: its database."""
+"""The service's database. `Storage` reads and writes it; `Writer` is the one thread that changes it."""

@@ -1,4 +1,4 @@
-"""The service's database: all that must survive its death, in any database that SQLAlchemy reaches; one writer."""
+"""The service's database: everything that must survive it, in any database that SQLAlchemy reaches, with one writer."""
 
 from __future__ import annotations
 
@@ -6,230 +6,332 @@ import os
 import threading
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal
 from uuid import uuid4
 
-from sqlalchemy import URL, Connection, Engine, StaticPool, bindparam, create_engine, event, make_url, select
+from sqlalchemy import (
+    URL,
+    Connection,
+    Engine,
+    StaticPool,
+    bindparam,
+    create_engine,
+    delete,
+    event,
+    exists,
+    insert,
+    make_url,
+    select,
+    update,
+)
 from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 
-from perseus_planner.service.model import Decision, StorageError
-from perseus_planner.service.store import records, tables
-from perseus_planner.service.store.rows import Rows, forget_jobs, forget_unused_plans, write_telemetry
+from perseus_planner.files import sha256
+from perseus_planner.service.model import Decision, JobState, PlanSet, StorageError
+from perseus_planner.service.planning.curves import Curve
+from perseus_planner.service.schemas import from_json, to_json
+from perseus_planner.service.store.tables import (
+    LAYOUT,
+    TABLES,
+    VersionRecord,
+    frontiers,
+    job_row,
+    jobs,
+    meta,
+    plans,
+    state_of,
+    version_plans,
+    versions,
+)
+from perseus_planner.service.telemetry import Tally
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from types import TracebackType
 
-    from perseus_planner.service.outcomes import PlanSet
-    from perseus_planner.service.planning.curves import Curve
-    from perseus_planner.service.state import JobState
-    from perseus_planner.service.telemetry import JobTelemetry
-
 Synchronous = Literal["NORMAL", "FULL", "EXTRA"]
+Versions = list[tuple[PlanSet, Decision]]
+"""Versions of a job's plans, rising, each with the decision it was planned for."""
 
-_ALL_JOBS = "all jobs"
-_WAIT_S = 10  # for another process that has the file
+VERSIONS_KEPT = 16
+"""How many versions of a job's plans are kept. Jobs return to earlier plans, which are then not computed again."""
+
+_WAIT_S = 10  # for another process that has locked the file
 _COMMITS_BETWEEN_SWEEPS = 256
+_POWER = "power_w"
 _STILL_WRITER = (
-    tables.meta.update()
-    .where(tables.meta.c.name == "writer", tables.meta.c.value == bindparam("writer"))
-    .values(value=bindparam("writer"))
+    update(meta).where(meta.c.name == "writer", meta.c.value == bindparam("writer")).values(value=bindparam("writer"))
 )
+_OLD_VERSIONS = [
+    delete(table).where(table.c.job == bindparam("of_job"), table.c.version <= bindparam("up_to"))
+    for table in (versions, version_plans)
+]
 
 
 @dataclass(frozen=True)
 class Change:
-    """What one transaction writes.
+    """The content of one transaction.
 
     Attributes:
-        jobs: name -> (its state before, its state after); None: it did not, or does not, run.
-        frontiers: digest -> file and curve, of those that these jobs may be the first to have.
-        power_w: (the power budget of all jobs,), watts, or None in it for any; empty: as before.
-        telemetry: name -> what it has counted, of jobs that run.
+        jobs: Name -> (state before, state after); None if the job did not run before, or has ended.
+        frontiers: Digest -> file and curve, for frontiers that these jobs may be the first to have.
+        power_w: A tuple with the new power budget of all jobs, watts or None; empty if it has not changed.
+        telemetry: Name -> telemetry, for running jobs.
     """
 
     jobs: Mapping[str, tuple[JobState | None, JobState | None]] = field(default_factory=dict)
     frontiers: Mapping[str, tuple[bytes, Curve]] = field(default_factory=dict)
     power_w: tuple[float | None, ...] = ()
-    telemetry: Mapping[str, JobTelemetry] = field(default_factory=dict)
+    telemetry: Mapping[str, Tally] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Stored:
-    """What the database holds.
+    """The content of the database.
 
     Attributes:
-        jobs: name -> state.
-        versions: name -> the versions of its plans that are kept, rising, each with what had been decided.
-        power_w: the power budget of all jobs, watts; None: any.
-        telemetry: name -> what it has counted, of jobs that have sent it.
+        jobs: Name -> state.
+        versions: Name -> the versions of its plans that are kept.
+        power_w: The power budget of all jobs, watts; None for no budget.
+        telemetry: Name -> telemetry, for jobs that have sent some.
     """
 
     jobs: Mapping[str, JobState]
-    versions: Mapping[str, list[tuple[PlanSet, Decision]]]
+    versions: Mapping[str, Versions]
     power_w: float | None
-    telemetry: Mapping[str, JobTelemetry]
+    telemetry: Mapping[str, Tally]
 
 
 class Storage:
-    """A database of the service. A context manager: leaving it closes the database.
+    """A database of the service. Use it as a context manager, which closes it.
 
-    Who opened it last writes; a service that opened it earlier can no longer write there. So two never write one.
+    The last process to open a database is its writer. A service that opened it earlier can no longer write, so two
+    services never write to one database.
     """
 
-    def __init__(self, place: str | os.PathLike[str], *, synchronous: Synchronous = "FULL") -> None:
-        """Open the database, or make it.
+    def __init__(self, location: str | os.PathLike[str], *, synchronous: Synchronous = "FULL") -> None:
+        """Open the database, or create it.
 
         Args:
-            place: the path of a SQLite file, or a URL of SQLAlchemy, such as postgresql+psycopg://host/name.
-            synchronous: of SQLite: with FULL, what is acknowledged survives a loss of power; with NORMAL, the death of
-                the service alone.
+            location: The path of an SQLite file, or a URL of SQLAlchemy such as postgresql+psycopg://host/name.
+            synchronous: For SQLite. With FULL, what is acknowledged survives a loss of power; with NORMAL, only the
+                death of the service.
 
         Raises:
-            StorageError: it cannot be opened, or is of another version.
+            StorageError: If it cannot be opened, or is of another version.
         """
         self._lock = threading.Lock()
         self._writer = uuid4().hex
         self._commits = 0
-        self._known_plans: set[str] = set()  # some of those that are there
-        self._engine = _engine(os.fspath(place), synchronous)
+        self._known_plans: set[str] = set()  # digests of some plans that are stored
+        self._engine = _engine(os.fspath(location), synchronous)
         try:
             with self._transaction() as connection:
-                tables.TABLES.create_all(connection)
+                TABLES.create_all(connection)
                 self._check_layout(connection)
-                connection.execute(tables.meta.delete().where(tables.meta.c.name == "writer"))
-                connection.execute(tables.meta.insert().values(name="writer", value=self._writer))
-                forget_unused_plans(connection)
+                _set_meta(connection, "writer", self._writer)
+                _sweep_plans(connection)
         except BaseException:
             self._engine.dispose()
             raise
 
     def __enter__(self) -> Storage:
-        """Itself."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close the database."""
         self._engine.dispose()
 
     def load(self) -> Stored:
-        """All that the database holds but the files of frontiers.
+        """Read everything except the frontier files.
 
         Raises:
-            StorageError: it cannot be read, or holds what was never written there.
+            StorageError: If the database cannot be read, or holds what the service did not write.
         """
         with self._transaction() as connection:
-            budget = select(tables.budgets.c.power_w).where(tables.budgets.c.name == _ALL_JOBS)
             try:
-                versions = tables.read_versions(connection)
-                jobs, telemetry = tables.read_jobs(connection, versions), tables.read_telemetry(connection)
-                return Stored(jobs, versions, connection.scalar(budget), telemetry)
+                curves = {row.digest: from_json(Curve, row.curve) for row in connection.execute(_CURVES)}
+                kept = _versions(connection)
+                rows = connection.execute(select(jobs)).all()
+                states = {row.name: state_of(row, curves[row.frontier], kept[row.name][-1]) for row in rows}
+                tallies = {row.name: from_json(Tally, row.telemetry) for row in rows if row.telemetry is not None}
+                power_w = connection.scalar(select(meta.c.value).where(meta.c.name == _POWER))
+                return Stored(states, kept, None if power_w is None else float(power_w), tallies)
             except (KeyError, TypeError, ValueError) as error:
                 raise StorageError(
-                    f"{self._name}: holds what this planner cannot read ({error!r}); restore a copy of it, or begin "
-                    "with another database"
+                    f"{self._name}: holds what this planner cannot read ({_one_line(error)}); restore a copy of it, or "
+                    "start with another database"
                 ) from error
 
     def frontier(self, digest: str) -> bytes:
-        """The file of a frontier that a job has.
+        """Return the file of a frontier that a job has.
 
         Raises:
-            StorageError: there is none, or it cannot be read.
+            StorageError: If there is no such frontier, or it cannot be read.
         """
         with self._transaction() as connection:
-            wanted = select(tables.frontiers.c.content).where(tables.frontiers.c.digest == digest)
-            content: bytes | None = connection.scalar(wanted)
+            content: bytes | None = connection.scalar(select(frontiers.c.content).where(frontiers.c.digest == digest))
         if content is None:
             raise StorageError(f"{self._name}: has no frontier {digest}; its job has ended")
         return content
 
     def commit(self, change: Change) -> None:
-        """Write `change`, all or nothing; it is on disk when this returns.
+        """Write `change`, all of it or nothing. It is on disk when this returns.
 
         Raises:
-            StorageError: it cannot be written, or another service has opened the database since.
+            StorageError: If it cannot be written, or another service has opened the database since.
         """
-        rows, ended = Rows(self._known_plans), []
-        for name, (before, after) in change.jobs.items():
-            if after is None:
-                ended.append(name)
-            else:
-                rows.add(before, after)
         with self._transaction() as connection:
             self._check_writer(connection)
             for digest, (content, curve) in change.frontiers.items():
                 _add_frontier(connection, digest, content, curve)
-            rows.write(connection)
-            if change.telemetry:
-                write_telemetry(connection, change.telemetry)
-            if ended:
-                forget_jobs(connection, ended)
+            written = self._write_jobs(connection, change)
             for power_w in change.power_w:
-                connection.execute(tables.budgets.delete().where(tables.budgets.c.name == _ALL_JOBS))
-                if power_w is not None:
-                    connection.execute(tables.budgets.insert().values(name=_ALL_JOBS, power_w=power_w))
+                _set_meta(connection, _POWER, None if power_w is None else repr(power_w))
             self._commits += 1
             sweeps = self._commits % _COMMITS_BETWEEN_SWEEPS == 0
             if sweeps:
-                forget_unused_plans(connection)
-        self._known_plans = set() if sweeps else self._known_plans | rows.plans.keys()
+                _sweep_plans(connection)
+        self._known_plans = set() if sweeps else self._known_plans | written
+
+    def _write_jobs(self, connection: Connection, change: Change) -> set[str]:
+        """Write the rows that differ, and return the digests of the plans that were published."""
+        texts: dict[str, str] = {}
+        for name, (before, after) in change.jobs.items():
+            if after is None:
+                _delete_job(connection, name)
+                continue
+            if before is None:
+                connection.execute(insert(jobs).values(name=name, **job_row(after)))
+            else:
+                row = job_row(after)
+                if after.registered == before.registered:
+                    del row["registration"]
+                connection.execute(update(jobs).where(jobs.c.name == name).values(row))
+            if before is None or before.published.version != after.published.version:
+                texts |= _add_version(connection, after)
+        new = {digest: text for digest, text in texts.items() if digest not in self._known_plans}
+        found = set(connection.scalars(select(plans.c.digest).where(plans.c.digest.in_(new)))) if new else set()
+        if new.keys() - found:
+            connection.execute(insert(plans), [{"digest": each, "text": new[each]} for each in new.keys() - found])
+        for name, tally in change.telemetry.items():
+            connection.execute(update(jobs).where(jobs.c.name == name).values(telemetry=to_json(tally).decode()))
+        return set(texts)
 
     def _check_writer(self, connection: Connection) -> None:
-        """By an update, not by a look: it makes any other writer wait for the end of this transaction."""
+        """Check by an update, which makes any other writer wait for the end of this transaction."""
         if connection.execute(_STILL_WRITER, {"writer": self._writer}).rowcount != 1:
             raise StorageError(
                 f"{self._name}: another service has opened it, so this one writes no more; run one of them"
             )
 
     def _check_layout(self, connection: Connection) -> None:
-        layout = connection.scalar(select(tables.meta.c.value).where(tables.meta.c.name == "layout"))
+        layout = connection.scalar(select(meta.c.value).where(meta.c.name == "layout"))
         if layout is None:
-            connection.execute(tables.meta.insert().values(name="layout", value=tables.LAYOUT))
-        elif layout != tables.LAYOUT:
+            _set_meta(connection, "layout", LAYOUT)
+        elif layout != LAYOUT:
             raise StorageError(
-                f"{self._name}: is of version {layout} and this planner reads version {tables.LAYOUT}; use the planner "
-                "that wrote it, or begin with another database"
+                f"{self._name}: is of version {layout} and this planner reads version {LAYOUT}; use the planner "
+                "that wrote it, or start with another database"
             )
 
     @property
     def _name(self) -> str:
-        """For people, without a password."""
+        """For error messages, without a password."""
         url = self._engine.url
         return (url.database or "memory") if url.get_backend_name() == "sqlite" else url.render_as_string()
 
     @contextmanager
     def _transaction(self) -> Iterator[Connection]:
-        """A connection; what is written in the block is kept if it ends well."""
+        """Open a connection; what is written in the block is kept if the block ends without an error."""
         try:
             with self._lock, self._engine.begin() as connection:
                 yield connection
         except SQLAlchemyError as error:
-            reason = str(getattr(error, "orig", None) or error).partition("\n")[0]
+            reason = _one_line(getattr(error, "orig", None) or error)
             raise StorageError(
-                f"{self._name}: {reason}; see that it is a database of the service, can be written and has room"
+                f"{self._name}: {reason}; check that it is a database of the service, can be written and has room"
             ) from error
 
 
+_CURVES = select(frontiers.c.digest, frontiers.c.curve)
+
+
+def _versions(connection: Connection) -> dict[str, Versions]:
+    texts = {row.digest: row.text for row in connection.execute(select(plans))}
+    found: dict[str, Versions] = {}
+    for row in connection.execute(select(versions).order_by(versions.c.version)):
+        record = from_json(VersionRecord, row.content)
+        plan_set = PlanSet(
+            row.version, tuple(texts[digest] for digest in record.plans), record.of_pipeline, record.made_s
+        )
+        found.setdefault(row.job, []).append((plan_set, record.decision))
+    return found
+
+
+def _add_version(connection: Connection, state: JobState) -> dict[str, str]:
+    """Write the published version of a job, delete those that are too old, and return its plans by digest."""
+    name, published = state.job.name, state.published
+    digests = [_digest(text) for text in published.texts]
+    record = VersionRecord(published.made_s, state.planned, published.of_pipeline, tuple(digests))
+    key = {"job": name, "version": published.version}
+    connection.execute(insert(versions).values(**key, content=to_json(record).decode()))
+    connection.execute(insert(version_plans), [{**key, "plan": digest} for digest in dict.fromkeys(digests)])
+    if published.version > VERSIONS_KEPT:
+        for statement in _OLD_VERSIONS:
+            connection.execute(statement, {"of_job": name, "up_to": published.version - VERSIONS_KEPT})
+    return dict(zip(digests, published.texts, strict=True))
+
+
 def _add_frontier(connection: Connection, digest: str, content: bytes, curve: Curve) -> None:
-    """Write it unless it is there."""
-    if connection.scalar(select(tables.frontiers.c.digest).where(tables.frontiers.c.digest == digest)) is None:
-        row = {"digest": digest, "content": content, "curve": records.text_of(curve)}
-        connection.execute(tables.frontiers.insert().values(row))
+    """Write a frontier unless it is there."""
+    if connection.scalar(select(frontiers.c.digest).where(frontiers.c.digest == digest)) is None:
+        row = {"digest": digest, "content": content, "curve": to_json(curve).decode()}
+        connection.execute(insert(frontiers).values(row))
 
 
-def _engine(place: str, synchronous: Synchronous) -> Engine:
+def _delete_job(connection: Connection, name: str) -> None:
+    """Delete a job, and its frontier if no other job has it. Its plans are swept later."""
+    for table in (versions, version_plans):
+        connection.execute(delete(table).where(table.c.job == name))
+    connection.execute(delete(jobs).where(jobs.c.name == name))
+    connection.execute(delete(frontiers).where(~exists().where(jobs.c.frontier == frontiers.c.digest)))
+
+
+def _sweep_plans(connection: Connection) -> None:
+    """Delete the plans that belong to no version."""
+    connection.execute(delete(plans).where(~exists().where(version_plans.c.plan == plans.c.digest)))
+
+
+def _set_meta(connection: Connection, name: str, value: str | None) -> None:
+    connection.execute(delete(meta).where(meta.c.name == name))
+    if value is not None:
+        connection.execute(insert(meta).values(name=name, value=value))
+
+
+@lru_cache(maxsize=1024)
+def _digest(text: str) -> str:
+    """Return the digest of a plan; cached, as the same plans are published again and again."""
+    return sha256(text.encode())
+
+
+def _one_line(error: object) -> str:
+    return str(error).partition("\n")[0]
+
+
+def _engine(location: str, synchronous: Synchronous) -> Engine:
     try:
-        url = make_url(place) if "://" in place else URL.create("sqlite", database=place)
+        url = make_url(location) if "://" in location else URL.create("sqlite", database=location)
         if url.get_backend_name() != "sqlite":
             return create_engine(url, pool_pre_ping=True)
-        # One connection for all threads, which take turns: then a database in memory works as well.
+        # All threads share one connection and take turns, so a database in memory works as well.
         connecting = {"check_same_thread": False, "timeout": _WAIT_S}
         engine = create_engine(url, poolclass=StaticPool, connect_args=connecting)
     except (ArgumentError, ImportError, ValueError) as error:
         raise StorageError(
-            f"{place}: {error}; give the path of a SQLite file, or a URL of SQLAlchemy whose driver is installed"
+            f"{location}: {error}; give the path of an SQLite file, or a URL of SQLAlchemy whose driver is installed"
         ) from error
 
     @event.listens_for(engine, "connect")

@@ -1,4 +1,7 @@
-"""All changes of the service on one thread: those that came meanwhile in one transaction, and then all answers."""
+"""The one thread that changes what the service knows.
+
+Commands that arrive while a transaction is being written go into the next one together, and are answered after it.
+"""
 
 from __future__ import annotations
 
@@ -10,19 +13,18 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from perseus_planner.errors import UsageError
-from perseus_planner.service.model import UnknownJob
-from perseus_planner.service.state import JobState
+from perseus_planner.service.model import JobState, UnknownJob
 from perseus_planner.service.store.storage import Change, Storage, Stored
 
 if TYPE_CHECKING:
     from types import TracebackType
 
     from perseus_planner.service.planning.curves import Curve
-    from perseus_planner.service.telemetry import JobTelemetry
+    from perseus_planner.service.telemetry import Tally
 
 Result = TypeVar("Result")
 Changed = Mapping[str, tuple[JobState | None, JobState | None]]
-"""Name -> state before and after; None: it did not, or does not, run."""
+"""Job name -> state before and after; None if the job did not run before, or has ended."""
 
 _MOST_AT_ONCE = 256  # commands in one transaction
 
@@ -30,20 +32,20 @@ _log = logging.getLogger(__name__)
 
 
 class Draft:
-    """What the service would know after some commands; nothing of it is true before it is written."""
+    """The state of the service after some commands, before it is written."""
 
     def __init__(self, jobs: Mapping[str, JobState], power_w: float | None) -> None:
         self.frontiers: dict[str, tuple[bytes, Curve]] = {}
         self.power_w = power_w
-        self.telemetry: dict[str, JobTelemetry] = {}
+        self.telemetry: dict[str, Tally] = {}
         self._before = jobs
         self._changed: dict[str, JobState | None] = {}
 
     def state(self, name: str) -> JobState:
-        """That of a job.
+        """Return the state of a job.
 
         Raises:
-            UnknownJob: there is none.
+            UnknownJob: If no such job runs.
         """
         state = self.find(name)
         if state is None:
@@ -51,11 +53,11 @@ class Draft:
         return state
 
     def find(self, name: str) -> JobState | None:
-        """That of a job; None: there is none."""
+        """Return the state of a job; None if no such job runs."""
         return self._changed[name] if name in self._changed else self._before.get(name)
 
     def jobs(self) -> dict[str, JobState]:
-        """Those of all jobs, by name."""
+        """Return the states of all jobs by name."""
         found = dict(self._before)
         for name, state in self._changed.items():
             if state is None:
@@ -65,23 +67,23 @@ class Draft:
         return found
 
     def put(self, state: JobState) -> None:
-        """The new state of a job."""
+        """Add a job, or replace its state."""
         self._changed[state.job.name] = state
 
     def remove(self, name: str) -> None:
-        """The job does not run."""
+        """Remove a job."""
         self._changed[name] = None
         self.telemetry.pop(name, None)
 
     def copy(self) -> Draft:
-        """One that can be changed without this one."""
+        """Return an independent copy."""
         copy = Draft(self._before, self.power_w)
         copy.frontiers, copy._changed = dict(self.frontiers), dict(self._changed)
         copy.telemetry = dict(self.telemetry)
         return copy
 
     def change(self, power_w: float | None) -> Change:
-        """What is to be written where the power budget of all jobs was `power_w`."""
+        """Return what differs from the stored state, in which the power budget of all jobs was `power_w`."""
         jobs = {name: (self._before.get(name), after) for name, after in self._changed.items()}
         changed = {name: pair for name, pair in jobs.items() if pair[0] != pair[1]}
         budget = () if power_w == self.power_w else (self.power_w,)
@@ -89,15 +91,15 @@ class Draft:
 
 
 class Writer:
-    """The one thread that changes what the service knows. A context manager: leaving it finishes what was begun.
+    """The writing thread, as a context manager; leaving it finishes the commands that were given.
 
     Attributes:
-        jobs: name -> state of every job that runs; all of it is on disk. Never changed, but replaced.
-        power_w: the power budget of all jobs, watts; None: any.
+        jobs: Name -> state of every running job. All of it is on disk. It is replaced, never changed.
+        power_w: The power budget of all jobs, watts; None for no budget.
     """
 
     def __init__(self, storage: Storage, stored: Stored, committed: Callable[[Changed], None]) -> None:
-        """Begin with what is stored; `committed` is told of every change that is on disk."""
+        """Start from what is stored; `committed` is called with every change once it is on disk."""
         self.jobs: Mapping[str, JobState] = stored.jobs
         self.power_w = stored.power_w
         self._storage = storage
@@ -108,7 +110,6 @@ class Writer:
         self._open = False
 
     def __enter__(self) -> Writer:
-        """Itself."""
         self._thread.start()
         self._open = True
         return self
@@ -116,23 +117,22 @@ class Writer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Write what was asked for, and end."""
         with self._lock:
             self._open = False
             self._commands.put(None)
         self._thread.join()
 
     def do(self, command: Callable[[Draft], Result]) -> Result:
-        """What `command` gives, once what it does to the draft is on disk; if it raises, it does nothing.
+        """Run `command` and return its result once its changes are on disk. If it raises, nothing changes.
 
         Raises:
-            StorageError: it cannot be written, so nothing was done.
-            UsageError: the service does not run.
+            StorageError: If the changes cannot be written; nothing was changed.
+            UsageError: If the service is not running.
         """
-        return self.doing(command).result()
+        return self.submit(command).result()
 
-    def doing(self, command: Callable[[Draft], Result]) -> Future[Result]:
-        """The same, without waiting for it; what `do` raises, the result raises."""
+    def submit(self, command: Callable[[Draft], Result]) -> Future[Result]:
+        """Run `command` as `do` does, without waiting; its result or error is in the future."""
         future: Future[Result] = Future()
         with self._lock:
             if self._open:
@@ -174,11 +174,11 @@ class Writer:
         try:
             self._committed(change.jobs)
         except Exception:
-            _log.exception("What follows a change that is on disk has failed")
+            _log.exception("An action after a committed change has failed")
         for answer in answers:
             answer()
 
 
 def unknown_job(name: str) -> UnknownJob:
-    """The error that no job of that name runs."""
-    return UnknownJob(f"no job {name!r} runs here; register it, or see which ones do")
+    """Return the error for a job that does not run."""
+    return UnknownJob(f"no job {name!r} runs here; register it, or list the running ones")
