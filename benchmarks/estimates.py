@@ -11,18 +11,18 @@ from data import Case, Size, profile_of
 from results import Check, Section, Table
 
 from perseus_planner import Profile
-from perseus_planner.estimate.calibration import Calibration, measured_stage
+from perseus_planner.estimate.calibration import StageCalibration, stage_calibration
 from perseus_planner.estimate.estimate import estimate
-from perseus_planner.estimate.op_costs import Workload
+from perseus_planner.estimate.op_costs import TransformerPipeline
 from perseus_planner.estimate.presets import PRESETS
 from perseus_planner.gpu.simulated.catalog import CATALOG
 from perseus_planner.profiles.csv_file import word_of
 
 _PROMISED = (0.01, 0.10)  #: largest mean error over the clocks, without a head and with it, calibrated on all clocks
-_WORKLOADS: Mapping[str, tuple[str, Workload]] = {
+_WORKLOADS: Mapping[str, tuple[str, TransformerPipeline]] = {
     "gpt3-175b": (
         "a100-sxm",
-        Workload(
+        TransformerPipeline(
             "gpt3-175b",
             replace(PRESETS["gpt3-175b"], sequence=1024, microbatch=2, tensor_degree=8, attention="plain"),
             (12,) * 8,
@@ -30,7 +30,7 @@ _WORKLOADS: Mapping[str, tuple[str, Workload]] = {
     ),
     "bloom": (
         "a40",
-        Workload(
+        TransformerPipeline(
             "bloom-176b", replace(PRESETS["bloom-176b"], tensor_degree=8, attention="plain"), (9, 9, 9, 9, 9, 9, 9, 7)
         ),
     ),
@@ -96,7 +96,7 @@ def measure(size: Size) -> Section:
 def _rows(case: Case) -> Iterator[dict[str, Any]]:
     measured, (name, workload) = profile_of(case), _WORKLOADS[case.model]
     gpu = CATALOG[name]
-    middle = measured_stage(measured, workload, gpu)
+    middle = stage_calibration(measured, workload, gpu)
     calibrations = {"none": (), "top": (_top(middle),), "all": (middle,)}
     for wanted, chosen in calibrations.items():
         estimated = estimate(workload, gpu, chosen)
@@ -115,7 +115,7 @@ def _rows(case: Case) -> Iterator[dict[str, Any]]:
             yield row
 
 
-def _top(calibration: Calibration) -> Calibration:
+def _top(calibration: StageCalibration) -> StageCalibration:
     """The same with one clock of each kind, the highest."""
     return replace(calibration, measurements={kind: rows[:1] for kind, rows in calibration.measurements.items()})
 

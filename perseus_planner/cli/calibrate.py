@@ -1,4 +1,4 @@
-"""`planner calibrate`: a measured iteration time, or a run, in; an overhead in the profile out."""
+"""`planner calibrate`: correct the overhead in a profile by a measured iteration time."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ if TYPE_CHECKING:
     "--measured",
     metavar="TIME",
     callback=console.quantity("DURATION"),
-    help="Mean time of an iteration that ran with the plan, e.g. 6.31s. A run says it itself.",
+    help="Mean time of iterations that ran with the plan, e.g. 6.31s. Not needed for a run.",
 )
 @console.as_json
 def calibrate(profile_or_job: Path, plan_or_run: Path, measured: float | None, as_json: bool) -> None:
-    """Correct predicted iteration times by one that was measured.
+    """Correct predicted iteration times by a measured one.
 
-    PROFILE_OR_JOB is the profile.yaml, or the job file, from which the plan was made. Its overhead_s becomes the
-    measured time minus the replayed one. Nothing else in it changes. Frontiers and plans that are made from then on
-    count it in.
+    PROFILE_OR_JOB is the profile.yaml, or the job file, that the plan was made from. Its overhead_s is set to the
+    measured time minus the replayed time; nothing else in the file changes. Frontiers and plans that you make from it
+    later include the overhead.
 
-    PLAN_OR_RUN is the plan, or the folder that a training run wrote. Of a run, the mean is taken over the iterations
-    that ran as planned by its newest plan, but for the first of them.
+    PLAN_OR_RUN is the plan, or the folder that a training run wrote. For a run, the measured time is the mean over the
+    iterations that ran as its newest plan says, except the first of them.
     """
     from perseus_planner.files import write_file
     from perseus_planner.jobs.calibration import calibrated
@@ -51,18 +51,18 @@ def calibrate(profile_or_job: Path, plan_or_run: Path, measured: float | None, a
 
 
 def _measured(plan_or_run: Path, measured_s: float | None) -> tuple[Plan, float, str]:
-    """What ran, mean seconds of an iteration, and where those come from."""
+    """Return the plan, the mean time of an iteration, and the source of that time."""
     from perseus_planner.plans.plan import Plan
     from perseus_planner.runs.run import Run, calibration_of
 
     if not plan_or_run.is_dir():
         if measured_s is None:
             raise UsageError(
-                "the measured time of an iteration is missing; give it with --measured TIME, or name the folder of a "
+                "the measured time of an iteration is missing; give it with --measured TIME, or give the folder of a "
                 f"run instead of {plan_or_run}"
             )
         return Plan.load(plan_or_run), measured_s, "--measured"
     if measured_s is not None:
-        raise UsageError(f"{plan_or_run}: is a run, which says itself what was measured; leave out --measured")
+        raise UsageError(f"{plan_or_run}: is a run, which contains the measured times; leave out --measured")
     found = calibration_of(Run.load(plan_or_run))
     return found.plan, found.time_s, str(plan_or_run)

@@ -1,4 +1,4 @@
-"""`planner estimate`: the shape of a model in, a simulated profile out."""
+"""`planner estimate`: a profile from the dimensions of a model, without a GPU."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from perseus_planner.cli import console
 from perseus_planner.errors import GpuError, UsageError
 
 if TYPE_CHECKING:
-    from perseus_planner.estimate.calibration import Calibration
-    from perseus_planner.estimate.op_costs import Workload
+    from perseus_planner.estimate.calibration import StageCalibration
+    from perseus_planner.estimate.op_costs import TransformerPipeline
     from perseus_planner.gpu.simulated.model import GpuModel
 
 
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     metavar="MODEL",
     help="gpt3-1.3b, -2.7b, -6.7b, -13b, -175b, llama3-8b, -70b, -405b, bloom-176b, or a YAML file of dimensions.",
 )
-@click.option("--gpu", required=True, metavar="GPU", help="Model of each GPU, e.g. a100-sxm or h100-sxm.")
-@click.option("--stages", type=int, metavar="S", help="Pipeline stages, which share the layers evenly.")
-@click.option("--layers", metavar="N,N,…", help="Layers of each stage, in place of --stages.")
+@click.option("--gpu", required=True, metavar="GPU", help="Kind of GPU, e.g. a100-sxm or h100-sxm.")
+@click.option("--stages", type=int, metavar="S", help="Number of pipeline stages, which share the layers evenly.")
+@click.option("--layers", metavar="N,N,…", help="Number of layers of each stage, instead of --stages.")
 @click.option("--tensor-parallel", type=int, metavar="GPUS", help="GPUs of a stage.  [default: 1, or the file's]")
 @click.option("--microbatch", type=int, metavar="B", help="Sequences of a microbatch.  [default: 1, or the file's]")
 @click.option("--sequence", type=int, metavar="TOKENS", help="Tokens of a sequence.  [default: the model's]")
@@ -46,42 +46,43 @@ if TYPE_CHECKING:
     "--link",
     type=float,
     metavar="GB/S",
-    help="How fast a GPU sends to its tensor group.  [default: that takes no time]",
+    help="Bandwidth between the GPUs of a tensor group.  [default: traffic takes no time]",
 )
 @click.option(
     "--calibrate",
     multiple=True,
     metavar="PROFILE",
-    help="Measured profile of the same model; PROFILE@TOKENS where its sequences had another length. May be given for "
-    "two lengths.",
+    help="Measured profile of the same model; PROFILE@TOKENS if its sequences had another length. Can be given twice, "
+    "for two lengths.",
 )
 @click.option(
     "--calibrate-stage",
     type=int,
     metavar="STAGE",
-    help="Its stage that calibrates; of a profile of one stage, which one it is here.  [default: in the middle]",
+    help="Stage of that profile to use; if it has one stage, the number of that stage.  [default: in the middle]",
 )
-@click.option("--split-backward", is_flag=True, help="Estimate the gradients of inputs and of weights apart too.")
+@click.option("--split-backward", is_flag=True, help="Also estimate the gradients of inputs and of weights separately.")
 @console.output("the profile, .yaml; its table goes beside it, .csv")
 @console.as_json
 def estimate(gpu: str, calibrate: tuple[str, ...], calibrate_stage: int | None, output: Path, **rest: Any) -> None:
     """Estimate the profile of a model without a GPU.
 
-    FLOPs and bytes of every stage follow from the model's dimensions, its time and energy from a model of the GPU,
-    which one measured stage may calibrate. The profile is marked as simulated; `planner solve` takes it as any other.
+    FLOPs and bytes of every stage follow from the dimensions of the model, time and energy from a model of the GPU,
+    which you can calibrate with one measured stage. The profile is marked as simulated; `planner solve` reads it like
+    any other.
     """
     from perseus_planner.estimate import estimate as estimating
     from perseus_planner.estimate.summary import estimate_text, summarize_estimate
 
     as_json, split_backward = rest.pop("as_json"), rest.pop("split_backward")
     console.refuse_same([Path(rest["model"])], output)
-    model, workload = _gpu_model(gpu), _workload(**rest)
+    model, pipeline = _gpu_model(gpu), _pipeline(**rest)
     if calibrate_stage is not None and not calibrate:
-        raise UsageError("--calibrate-stage: nothing calibrates; give --calibrate too, or leave it out")
-    calibrations = [_calibration(text, calibrate_stage, workload, model, output) for text in calibrate]
-    profile = estimating.estimate(workload, model, calibrations, split_backward=split_backward)
+        raise UsageError("--calibrate-stage: works only with --calibrate; give both or neither")
+    calibrations = [_calibration(text, calibrate_stage, pipeline, model, output) for text in calibrate]
+    profile = estimating.estimate(pipeline, model, calibrations, split_backward=split_backward)
     profile.save(output)
-    summary = summarize_estimate(profile, workload, [each.source for each in calibrations])
+    summary = summarize_estimate(profile, pipeline, [calibration.source for calibration in calibrations])
     console.report(summary, estimate_text(summary), [output, output.with_suffix(".csv")], as_json=as_json)
 
 
@@ -90,16 +91,16 @@ def _gpu_model(text: str) -> GpuModel:
 
     name = text.removeprefix("simulated:")
     if name not in CATALOG:
-        raise GpuError(f"--gpu: there is no model of a GPU {text!r}; choose one of: {', '.join(CATALOG)}")
+        raise GpuError(f"--gpu: there is no GPU {text!r}; choose one of: {', '.join(CATALOG)}")
     return CATALOG[name]
 
 
-def _workload(
+def _pipeline(
     model: str, stages: int | None, layers: str | None, link: float | None, recompute: str | None, **others: Any
-) -> Workload:
-    from perseus_planner.estimate.op_costs import Workload
-    from perseus_planner.estimate.transformer import checked_split, split_layers
-    from perseus_planner.estimate.transformer_file import named_transformer
+) -> TransformerPipeline:
+    from perseus_planner.estimate.op_costs import TransformerPipeline
+    from perseus_planner.estimate.presets import named_transformer
+    from perseus_planner.estimate.transformer import check_split, split_layers
 
     others["tensor_degree"], others["recomputation"] = others.pop("tensor_parallel"), recompute
     transformer = replace(
@@ -108,35 +109,37 @@ def _workload(
     if stages is not None and layers is None:
         split = split_layers(transformer.layers, stages)
     elif layers is not None and stages is None:
-        split = checked_split(transformer, _numbers(layers))
+        split = check_split(transformer, _numbers(layers))
     else:
-        raise UsageError("give one of --stages and --layers: how many stages there are, or the layers of each")
-    return Workload(Path(model).stem, transformer, split, None if link is None else link * 1e9)
+        raise UsageError("give either --stages, the number of stages, or --layers, the layers of each")
+    return TransformerPipeline(Path(model).stem, transformer, split, None if link is None else link * 1e9)
 
 
 def _numbers(text: str) -> list[int]:
     try:
         return [int(part) for part in text.split(",")]
     except ValueError:
-        raise UsageError(f"--layers: {text!r} is no list; write the layers of each stage, as 12,12,12") from None
+        raise UsageError(f"--layers: {text!r} is not a list; write a number for each stage, such as 12,12") from None
 
 
-def _calibration(text: str, stage: int | None, workload: Workload, model: GpuModel, output: Path) -> Calibration:
-    from perseus_planner.estimate.calibration import measured_stage
+def _calibration(
+    text: str, stage: int | None, pipeline: TransformerPipeline, model: GpuModel, output: Path
+) -> StageCalibration:
+    from perseus_planner.estimate.calibration import stage_calibration
     from perseus_planner.profiles.profiles import Profile
 
-    path, tokens = _at_sequence(text)
+    path, tokens = _split_tokens(text)
     for target in (output, output.with_suffix(".csv")):
         console.refuse_same([path, path.with_suffix(".csv")], target)
     if tokens is not None:
-        workload = replace(workload, transformer=replace(workload.transformer, sequence=tokens))
-    # A CSV does not carry the blocking power; the model's stands for it.
+        pipeline = replace(pipeline, transformer=replace(pipeline.transformer, sequence=tokens))
+    # A CSV does not contain the blocking power, so that of the GPU model is used.
     power_w = model.blocking_power_w if path.suffix.lower() == ".csv" else None
-    return measured_stage(Profile.load(path, power_w), workload, model, stage, str(path))
+    return stage_calibration(Profile.load(path, power_w), pipeline, model, stage, str(path))
 
 
-def _at_sequence(text: str) -> tuple[Path, int | None]:
-    """The file that `PROFILE@TOKENS` names, and the tokens, if there are some."""
+def _split_tokens(text: str) -> tuple[Path, int | None]:
+    """Split `PROFILE@TOKENS` into the file and the tokens, if any."""
     name, at, tokens = text.rpartition("@")
     if at and tokens.isascii() and tokens.isdecimal():
         return Path(name), int(tokens)

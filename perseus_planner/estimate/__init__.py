@@ -1,1 +1,4 @@
-"""Workloads without a GPU: a transformer's shape as FLOPs, bytes, seconds and joules of every stage and kind."""
+"""Estimated profiles: from the dimensions of a transformer and a model of its GPU, without running anything.
+
+`estimate.estimate` makes the profile, `presets.named_transformer` finds a model by name or file.
+"""

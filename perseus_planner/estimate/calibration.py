@@ -1,13 +1,13 @@
-"""Calibration: by how much a measured stage takes longer, and more energy, than the model of its GPU says.
+"""Calibration: how much more time and energy a measured stage takes than the model of its GPU predicts.
 
-A stage's joules are its FLOPs over an efficiency in FLOPs per joule, which the GPU model gives and a measurement
-corrects, separately for each kind. With sequences of s tokens the correction is
+The energy of a stage is its FLOPs divided by an efficiency in FLOPs per joule, which the GPU model predicts and a
+measurement corrects, separately for each kind. For sequences of s tokens the correction is
 
     efficiency(s) = modelled efficiency(s) * c * (s / s0)^k
 
-where c is what one measured stage shows and k is 0, or what two of them at different s show; likewise FLOPs per second.
-It is taken at each clock that was measured, linear in between and constant beyond, so a full sweep gives its shape to
-the estimate, and a single point only its level.
+where c follows from one measured stage, and k is 0 or follows from two measured stages with different s; likewise for
+FLOPs per second. The correction is computed at each measured clock, interpolated linearly in between and constant
+beyond. So a full sweep determines the shape of the estimate over clocks, a single clock only its level.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from perseus_planner.errors import UsageError
-from perseus_planner.estimate.op_costs import KINDS, Workload
+from perseus_planner.estimate.op_costs import KINDS, TransformerPipeline
 from perseus_planner.estimate.transformer import split_layers
 from perseus_planner.profiles.csv_file import word_of
 from perseus_planner.profiles.measurement import Measurement
@@ -31,25 +31,25 @@ if TYPE_CHECKING:
     from perseus_planner.profiles.profiles import Profile
 
 Factors = Mapping[str, tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]]
-"""Kind -> measured over modelled seconds, and joules, at each of a GPU's clocks."""
+"""Ratios of measured to modelled time, and of measured to modelled energy, at each clock of a GPU, by kind."""
 
 
 @dataclass(frozen=True)
-class Calibration:
-    """One stage that was measured, and what it did.
+class StageCalibration:
+    """A measured stage, with its FLOPs and bytes.
 
     Attributes:
-        works: kind -> what one of its GPUs did.
-        measurements: kind -> what one of its GPUs took, at one clock or more. B may be given as I and W.
-        sequence: tokens of its sequences.
-        source: what was measured, for people, such as "stage 3 of profile.yaml".
-        blocking_power_w: what one of its GPUs draws while it waits, watts; None where that was not measured.
+        op_costs: Cost of each kind on one GPU.
+        measurements: Measurements of each kind on one GPU, at one clock or more. B may be given as I and W.
+        sequence: Tokens of a sequence.
+        source: What was measured, for messages, such as "stage 3 of profile.yaml".
+        blocking_power_w: Power of one GPU while it waits, watts; None if it was not measured.
 
     Raises:
-        UsageError: F is missing, or B and one of I and W; or an energy is 0.
+        UsageError: If the forward or the backward is missing, or an energy is 0.
     """
 
-    works: Mapping[str, OpCost]
+    op_costs: Mapping[str, OpCost]
     measurements: Mapping[str, tuple[Measurement, ...]]
     sequence: int
     source: str
@@ -58,12 +58,12 @@ class Calibration:
     def __post_init__(self) -> None:
         for kind in "FB":
             if not self.rows(kind):
-                raise UsageError(f"{self.source}: has no {word_of(kind)}; measure it at one clock or more")
+                raise UsageError(f"{self.source}: the {word_of(kind)} is missing; measure it at one clock or more")
             if any(row.energy_j == 0 for row in self.rows(kind)):
-                raise UsageError(f"{self.source}: a {word_of(kind)} of 0 J calibrates no energy; measure it again")
+                raise UsageError(f"{self.source}: the energy of a {word_of(kind)} is 0 J; measure it again")
 
     def rows(self, kind: str) -> tuple[Measurement, ...]:
-        """What a kind took; the parts of a backward take what it took, in proportion, where they were not measured."""
+        """Return the measurements of a kind; those of B may be the sums of I and W."""
         if kind in self.measurements or kind == "F":
             return tuple(self.measurements.get(kind, ()))
         if kind != "B":
@@ -76,40 +76,40 @@ class Calibration:
         )
 
 
-def measured_stage(
-    profile: Profile, workload: Workload, gpu: GpuModel, stage: int | None = None, source: str = "profile"
-) -> Calibration:
-    """The calibration that `stage` of a measured profile gives.
+def stage_calibration(
+    profile: Profile, pipeline: TransformerPipeline, gpu: GpuModel, stage: int | None = None, source: str = "profile"
+) -> StageCalibration:
+    """Return the calibration by one stage of a measured profile.
 
     Args:
-        profile: of one GPU of each stage, or of all `tensor_degree` of them. It is of the pipeline of `workload`; or of
-            one stage alone, which is then number `stage` of that pipeline; or of the same model on another number of
-            stages, whose layers are then taken to be shared evenly.
-        workload: as it was measured.
-        gpu: the model of what it was measured on.
-        stage: its number; None for one in the middle, which has neither embedding nor head if there are three.
-        source: where the profile is from, for error messages and `conditions`.
+        profile: Profile of one GPU of each stage, or of all `tensor_degree` of them. It may be a profile of `pipeline`,
+            of its stage `stage` alone, or of the same model on another number of stages, which then share the layers
+            evenly.
+        pipeline: The pipeline that was measured.
+        gpu: Model of the GPU that was measured.
+        stage: Number of the stage; None for one in the middle, which has neither embedding nor head if there are three.
+        source: Where the profile is from, for error messages and `Profile.conditions`.
 
     Raises:
-        UsageError: there is no such stage, or the profile is not of such a pipeline.
+        UsageError: If there is no such stage, or the profile does not fit the pipeline.
     """
-    shape = workload.transformer
-    if profile.stages not in (1, len(workload.split)):
-        workload = replace(workload, split=split_layers(shape.layers, profile.stages))
-    number = (len(workload.split) - 1) // 2 if stage is None else stage
-    if not 0 <= number < len(workload.split):
-        raise UsageError(f"{source}: there is no stage {number}; give one from 0 to {len(workload.split) - 1}")
+    shape = pipeline.transformer
+    if profile.stages not in (1, len(pipeline.split)):
+        pipeline = replace(pipeline, split=split_layers(shape.layers, profile.stages))
+    number = (len(pipeline.split) - 1) // 2 if stage is None else stage
+    if not 0 <= number < len(pipeline.split):
+        raise UsageError(f"{source}: there is no stage {number}; give one from 0 to {len(pipeline.split) - 1}")
     if profile.control == "power-limit":
-        raise UsageError(f"{source}: was measured by power limits; give one that was measured by clocks")
+        raise UsageError(f"{source}: was measured over power limits; give a profile over clocks")
     gpus = profile.gpus_per_stage
     if gpus not in (1, shape.tensor_degree):
         raise UsageError(
-            f"{source}: its stages have {gpus} GPUs and those of the workload {shape.tensor_degree}; "
+            f"{source}: its stages have {gpus} GPUs, but those of the model {shape.tensor_degree}; "
             "give the tensor degree that was measured"
         )
     row_stage = 0 if profile.stages == 1 else number
-    return Calibration(
-        works=workload.works(gpu)[number],
+    return StageCalibration(
+        op_costs=pipeline.op_costs(gpu)[number],
         measurements={
             kind: tuple(replace(row, energy_j=row.energy_j / gpus) for row in rows)
             for (of, kind), rows in profile.measurements.items()
@@ -121,34 +121,36 @@ def measured_stage(
     )
 
 
-def factors(calibrations: Sequence[Calibration], gpu: GpuModel, sequence: int) -> Factors:
-    """Measured over modelled, for each kind and clock of `gpu`, at sequences of so many tokens; all 1 without any.
+def correction_factors(calibrations: Sequence[StageCalibration], gpu: GpuModel, sequence: int) -> Factors:
+    """Return the ratios of measured to modelled values for sequences of `sequence` tokens; all 1 without calibrations.
 
     Raises:
-        UsageError: three calibrations or more.
+        UsageError: If there are more than two calibrations, or two with the same sequence length.
     """
     if len(calibrations) > 2:
-        raise UsageError(f"{len(calibrations)} measured stages calibrate; give one, or two of different sequences")
-    if len({each.sequence for each in calibrations}) < len(calibrations):
-        raise UsageError("both measured stages have the same sequence length; give one of them")
+        raise UsageError(
+            f"{len(calibrations)} measured stages are too many; give one, or two with different sequence lengths"
+        )
+    if len({calibration.sequence for calibration in calibrations}) < len(calibrations):
+        raise UsageError("both measured stages have the same sequence length; give only one")
     ones = np.ones(len(gpu.clocks_mhz))
     if not calibrations:
         return dict.fromkeys(KINDS, (ones, ones))
     found = {}
     for kind in KINDS:
-        times, energies = zip(*(_factors(each, kind, gpu) for each in calibrations), strict=True)
-        lengths = [each.sequence for each in calibrations]
+        times, energies = zip(*(_stage_factors(one, kind, gpu) for one in calibrations), strict=True)
+        lengths = [calibration.sequence for calibration in calibrations]
         found[kind] = (_at(sequence, lengths, times), _at(sequence, lengths, energies))
     return found
 
 
-def _factors(
-    calibration: Calibration, kind: str, gpu: GpuModel
+def _stage_factors(
+    calibration: StageCalibration, kind: str, gpu: GpuModel
 ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-    """Those of one measured stage; I and W have those of B where they were not measured."""
+    """Return the ratios for one measured stage; I and W have those of B if they were not measured."""
     kind = kind if calibration.rows(kind) else "B"
     rows = sorted(calibration.rows(kind), key=lambda row: row.clock_mhz)
-    load = gpu.load(calibration.works[kind])
+    load = gpu.load(calibration.op_costs[kind])
     clocks = [row.clock_mhz for row in rows]
     times = [row.time_s / load.time_s(row.clock_mhz) for row in rows]
     energies = [row.energy_j / load.energy_j(row.clock_mhz) for row in rows]
@@ -156,7 +158,7 @@ def _factors(
 
 
 def _at(sequence: int, lengths: Sequence[int], found: Sequence[npt.NDArray[np.float64]]) -> npt.NDArray[np.float64]:
-    """The factors at a sequence length, on the power of it that goes through those found at one or two lengths."""
+    """Return the factors at a sequence length, by a power law through those at one or two lengths."""
     if len(found) == 1:
         return found[0]
     position = math.log(sequence / lengths[0]) / math.log(lengths[1] / lengths[0])

@@ -1,14 +1,36 @@
-"""Published models by name, each with the source of its numbers; one sequence of the published length a microbatch."""
+"""Transformers by name: published models, and dimensions in a YAML file.
+
+    format: perseus-planner/transformer
+    version: 1
+    layers: 24
+    hidden: 2048
+    heads: 16
+    vocabulary: 50304
+    sequence: 2048
+
+A file may contain the other attributes of `Transformer` as well. By default there are as many key and value heads as
+heads, heads divide the hidden width, and the feed-forward block is four times as wide as the hidden width.
+"""
 
 from __future__ import annotations
 
+from dataclasses import fields
+from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+from perseus_planner.documents import read_document
+from perseus_planner.errors import UsageError
 from perseus_planner.estimate.transformer import Transformer
+from perseus_planner.quantities import COUNT
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+_FORMAT = "perseus-planner/transformer"
+_VERSION = 1
+_REQUIRED = ("layers", "hidden", "heads", "vocabulary", "sequence")
+_YAML_SUFFIXES = (".yaml", ".yml")
 
 
 def _gpt3(layers: int, hidden: int, heads: int) -> Transformer:
@@ -24,8 +46,8 @@ def _gpt3(layers: int, hidden: int, heads: int) -> Transformer:
 def _llama3(layers: int, hidden: int, heads: int, ffn: int) -> Transformer:
     """Llama team, "The Llama 3 herd of models" (2024), table 3: layers, width, FFN width, heads, 8 key/value heads.
 
-    The vocabulary is that of the released checkpoints, 128256 (config.json), and 8192 tokens the length of most of the
-    training (section 3.4.1).
+    The vocabulary is that of the released checkpoints, 128256 (config.json); most of the training uses sequences of
+    8192 tokens (section 3.4.1).
     """
     return Transformer(
         layers,
@@ -49,7 +71,7 @@ PRESETS: Mapping[str, Transformer] = MappingProxyType(
         "gpt3-1.3b": _gpt3(24, 2048, 16),
         "gpt3-2.7b": _gpt3(32, 2560, 32),
         "gpt3-6.7b": _gpt3(32, 4096, 32),
-        # The table's 5140 is no multiple of its 40 heads of 128; 5120 is.
+        # The table's 5140 is not a multiple of its 40 heads of 128; 5120 is.
         "gpt3-13b": _gpt3(40, 5120, 40),
         "gpt3-175b": _gpt3(96, 12288, 96),
         "llama3-8b": _llama3(32, 4096, 32, 14336),
@@ -71,4 +93,43 @@ PRESETS: Mapping[str, Transformer] = MappingProxyType(
         ),
     }
 )
-"""Name -> the model."""
+"""Published models by name, with one sequence of the published length in a microbatch."""
+
+
+def named_transformer(text: str) -> Transformer:
+    """Return a published model, or the model in a YAML file.
+
+    Raises:
+        UsageError: If there is no such model, or the file is not valid.
+    """
+    if text in PRESETS:
+        return PRESETS[text]
+    if Path(text).suffix.lower() in _YAML_SUFFIXES:
+        return read_transformer(Path(text))
+    raise UsageError(
+        f"model {text!r}: there is no such model; give a .yaml file with its dimensions, or one of {', '.join(PRESETS)}"
+    )
+
+
+def read_transformer(path: Path) -> Transformer:
+    """Read the dimensions of a model from a YAML file.
+
+    Raises:
+        UsageError: If the file cannot be read or is not valid; the text names file and line.
+    """
+    optional = [field.name for field in fields(Transformer) if field.name not in _REQUIRED]
+    document = read_document(path, _FORMAT, _VERSION, _REQUIRED, optional, UsageError)
+    values = {key: value for key, value in document.values.items() if key not in ("format", "version")}
+    hidden, heads = values["hidden"], values["heads"]
+    if COUNT.accept(hidden) is not None and COUNT.accept(heads) is not None:
+        if "head_size" not in values and hidden % heads:
+            raise document.refusal("heads", f"{heads} does not divide hidden of {hidden}; give head_size too")
+        values = {"kv_heads": heads, "head_size": hidden // heads, "ffn": 4 * hidden, **values}
+    else:
+        values = {"kv_heads": 1, "head_size": 1, "ffn": 1, **values}  # Transformer reports which of the two is wrong
+    try:
+        return Transformer(**values)
+    except UsageError as error:
+        key = str(error).partition(":")[0]
+        place = f"{path}, line {document.lines[key]}" if key in document.lines else f"{path}"
+        raise UsageError(f"{place}, {error}") from None

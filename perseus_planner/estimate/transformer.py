@@ -1,8 +1,4 @@
-"""Transformer: the shape of a decoder that is trained, from which its work follows in closed form.
-
-The letters of the formulas in `works.py` are those of Narayanan et al., "Efficient large-scale language model
-training on GPU clusters using Megatron-LM" (SC'21), appendix: s sequence, b microbatch, h hidden, V vocabulary.
-"""
+"""The dimensions of a decoder-only transformer, from which `op_costs.py` computes FLOPs and bytes."""
 
 from __future__ import annotations
 
@@ -20,40 +16,40 @@ CHOICES = {
     "recomputation": ("none", "selective", "full"),
     "attention": ("plain", "flash", "flash-causal"),
 }
-"""What the attributes of a `Transformer` that are words may be."""
+"""Values of the text attributes of a `Transformer`."""
 
 
 @dataclass(frozen=True)
 class Transformer:
-    """A decoder, how much of it a microbatch is, and how a stage's GPUs share a layer.
+    """A decoder, the size of a microbatch, and how the GPUs of a stage share a layer.
 
     Attributes:
-        layers: decoder layers.
-        hidden: width of the residual stream.
-        heads: attention heads.
-        kv_heads: heads of keys and values; fewer than `heads` with grouped queries.
-        head_size: width of a head.
-        ffn: inner width of the feed-forward block.
-        vocabulary: tokens; each GPU of a tensor group has its part, rounded up. Give the padded number where the
-            training framework pads.
-        sequence: tokens of a sequence; with learned positions also how many of those there are.
-        microbatch: sequences of a microbatch.
-        gated: the feed-forward block has three matrices (SwiGLU), not two.
-        biases: linear layers have biases, and norms too (LayerNorm, not RMSNorm).
-        tied: the language-model head uses the embedding's matrix.
-        embedding_norm: a norm follows the embedding.
+        layers: Decoder layers.
+        hidden: Width of the residual stream.
+        heads: Attention heads.
+        kv_heads: Heads of keys and values; fewer than `heads` with grouped queries.
+        head_size: Width of a head.
+        ffn: Inner width of the feed-forward block.
+        vocabulary: Size of the vocabulary; give the padded size if the training framework pads. The GPUs of a tensor
+            group share it, rounded up.
+        sequence: Tokens of a sequence; with learned positions also the number of positions.
+        microbatch: Sequences of a microbatch.
+        gated: Whether the feed-forward block has three matrices (SwiGLU) instead of two.
+        biases: Whether linear layers and norms have biases (LayerNorm, not RMSNorm).
+        tied: Whether the language-model head uses the matrix of the embedding.
+        embedding_norm: Whether a norm follows the embedding.
         positions: "learned", "rotary" or "alibi".
-        tensor_degree: GPUs that share each layer as Megatron shards it, without sequence parallelism: heads, the
-            feed-forward block and the vocabulary are divided, norms and residuals are not.
-        recomputation: what the backward computes again (Korthikanti et al., "Reducing activation recomputation in large
-            transformer models", 2022): "none"; "selective": the products of scores and values; "full": the layers.
+        tensor_degree: Number of GPUs that share each layer as in Megatron without sequence parallelism: heads,
+            feed-forward block and vocabulary are divided, norms and residuals are not.
+        recomputation: What the backward recomputes (Korthikanti et al., "Reducing activation recomputation in large
+            transformer models", 2022): "none", "selective" (the products of scores and values) or "full" (the layers).
         attention: "plain" writes the scores of all pairs of tokens to memory; "flash" keeps them on the chip, and
-            computes them again in the backward (Dao et al., "FlashAttention", 2022); "flash-causal" moreover skips the
-            pairs that a causal mask hides.
-        element_bytes: bytes of an activation, 2 in bf16.
+            recomputes them in the backward (Dao et al., "FlashAttention", 2022); "flash-causal" also skips the pairs
+            that a causal mask hides.
+        element_bytes: Bytes of an activation, 2 in bf16.
 
     Raises:
-        UsageError: the values are no such shape; the text begins with the attribute's name.
+        UsageError: If the values contradict each other; the text begins with the attribute's name.
     """
 
     layers: int
@@ -92,7 +88,7 @@ class Transformer:
 
     @property
     def kv_heads_per_gpu(self) -> int:
-        """Heads of keys and values of one GPU; where there are fewer than GPUs, each has a copy of one."""
+        """Heads of keys and values of one GPU; if there are fewer heads than GPUs, each GPU has a copy of one."""
         return max(1, self.kv_heads // self.tensor_degree)
 
     @property
@@ -102,12 +98,12 @@ class Transformer:
 
     @property
     def vocabulary_per_gpu(self) -> int:
-        """Tokens of the vocabulary on one GPU, rounded up."""
+        """Size of the vocabulary on one GPU, rounded up."""
         return -(-self.vocabulary // self.tensor_degree)
 
     @property
     def parameters(self) -> int:
-        """Parameters of the whole model, whatever the tensor degree."""
+        """Parameters of the whole model on all GPUs."""
         embedding = self.vocabulary * self.hidden * (1 if self.tied else 2)
         embedding += self.sequence * self.hidden if self.positions == "learned" else 0
         norm = self.hidden * (2 if self.biases else 1)
@@ -139,10 +135,10 @@ class Transformer:
 
 
 def split_layers(layers: int, stages: int) -> tuple[int, ...]:
-    """Layers of each of so many stages: equal, and the first stages have one more where that does not come out even.
+    """Return the number of layers of each stage, as even as possible; the first stages have one more if needed.
 
     Raises:
-        UsageError: `stages` is no positive whole number, or more than there are layers.
+        UsageError: If `stages` is not a whole number from 1 to `layers`.
     """
     if COUNT.accept(stages) is None or stages > layers:
         raise UsageError(f"stages is {shown(stages)}; give a whole number from 1 to the {layers} layers of the model")
@@ -150,21 +146,25 @@ def split_layers(layers: int, stages: int) -> tuple[int, ...]:
     return tuple(each + (stage < more) for stage in range(stages))
 
 
-def checked_split(transformer: Transformer, stages: int | Sequence[int]) -> tuple[int, ...]:
-    """Layers of each stage, where `stages` is how many there are, or that list itself.
+def check_split(transformer: Transformer, stages: int | Sequence[int]) -> tuple[int, ...]:
+    """Return the number of layers of each stage.
+
+    Args:
+        transformer: The model.
+        stages: Number of stages, which share the layers evenly, or the number of layers of each.
 
     Raises:
-        UsageError: there are no such stages.
+        UsageError: If the layers cannot be split in this way.
     """
     if isinstance(stages, int):
         return split_layers(transformer.layers, stages)
-    for each in stages:
-        if COUNT.accept(each) is None:
-            raise UsageError(f"layers: {shown(each)} is no number of layers of a stage; give a whole number from 1")
+    for layers in stages:
+        if COUNT.accept(layers) is None:
+            raise UsageError(f"layers: {shown(layers)} is not a number of layers; give a whole number from 1")
     if sum(stages) != transformer.layers:
         raise UsageError(
-            f"layers: the stages have {sum(stages)} in all and the model {transformer.layers}; give each stage its "
-            "layers so that the sums agree"
+            f"layers: the stages have {sum(stages)} in total, but the model has {transformer.layers}; change the "
+            "stages so that the sums agree"
         )
     return tuple(stages)
 

@@ -12,7 +12,7 @@ from commands import done, refusal
 
 from perseus_planner import Profile
 from perseus_planner.estimate.estimate import estimate
-from perseus_planner.estimate.op_costs import Workload, stage_op_costs
+from perseus_planner.estimate.op_costs import TransformerPipeline, stage_op_costs
 from perseus_planner.estimate.presets import PRESETS
 from perseus_planner.gpu.simulated.catalog import CATALOG
 from perseus_planner.profiles.measurement import Measurement
@@ -36,7 +36,7 @@ def write(path: Path, preset: str) -> None:
 def test_the_profile_is_that_of_python_and_can_be_planned_on(folder: Path):
     done(f"{GPT} --layers 5,7,6,6 --tensor-parallel 2 --microbatch 4 --sequence 1024 --recompute full --link 250")
     shape = replace(PRESETS["gpt3-1.3b"], tensor_degree=2, microbatch=4, sequence=1024, recomputation="full")
-    work = Workload("gpt3-1.3b", shape, (5, 7, 6, 6), 250e9)
+    work = TransformerPipeline("gpt3-1.3b", shape, (5, 7, 6, 6), 250e9)
     profile = Profile.load("new.yaml")
     assert profile == estimate(work, CATALOG["a100-sxm"])
     assert (profile.origin, profile.gpus_per_stage) == ("simulated", 2)
@@ -145,15 +145,13 @@ def test_a_stage_of_another_sequence_length_calibrates(folder: Path):
 NAMES = ", ".join(PRESETS)
 GPUS = ", ".join(CATALOG)
 REFUSED = {
-    GPT: "give one of --stages and --layers: how many stages there are, or the layers of each",
-    f"{GPT} --stages 4 --layers 12,12": (
-        "give one of --stages and --layers: how many stages there are, or the layers of each"
-    ),
+    GPT: "give either --stages, the number of stages, or --layers, the layers of each",
+    f"{GPT} --stages 4 --layers 12,12": ("give either --stages, the number of stages, or --layers, the layers of each"),
     f"{GPT} --stages 0": "stages is 0; give a whole number from 1 to the 24 layers of the model",
     f"{GPT} --stages 25": "stages is 25; give a whole number from 1 to the 24 layers of the model",
-    f"{GPT} --layers twelve": "--layers: 'twelve' is no list; write the layers of each stage, as 12,12,12",
+    f"{GPT} --layers twelve": "--layers: 'twelve' is not a list; write a number for each stage, such as 12,12",
     f"{GPT} --layers 12,13": (
-        "layers: the stages have 25 in all and the model 24; give each stage its layers so that the sums agree"
+        "layers: the stages have 25 in total, but the model has 24; change the stages so that the sums agree"
     ),
     f"{GPT} --stages 4 --tensor-parallel 3": (
         "tensor_degree: 3 GPUs cannot share heads of 16; choose a degree that divides it"
@@ -161,11 +159,11 @@ REFUSED = {
     f"{GPT} --stages 4 --microbatch 0": "microbatch: 0 is not a whole number of at least 1",
     f"{GPT} --stages 4 --recompute some": "recomputation: 'some' is unknown; give none or selective or full",
     f"{GPT} --stages 4 --attention eager": "attention: 'eager' is unknown; give plain or flash or flash-causal",
-    f"{GPT} --stages 4 --link 0": "link: 0.0 is no bandwidth; give one above 0",
-    f"{GPT} --stages 4 --link nan": "link: nan is no bandwidth; give one above 0",
-    f"{GPT} --stages 4 --gpu nvml:0": f"--gpu: there is no model of a GPU 'nvml:0'; choose one of: {GPUS}",
+    f"{GPT} --stages 4 --link 0": "link: 0.0 is not a bandwidth; give one above 0",
+    f"{GPT} --stages 4 --link nan": "link: nan is not a bandwidth; give one above 0",
+    f"{GPT} --stages 4 --gpu nvml:0": f"--gpu: there is no GPU 'nvml:0'; choose one of: {GPUS}",
     f"{GPT} --stages 4 --model gpt5": (
-        f"model 'gpt5': there is no such model; name a .yaml file of its dimensions, or one of {NAMES}"
+        f"model 'gpt5': there is no such model; give a .yaml file with its dimensions, or one of {NAMES}"
     ),
     f"{GPT} --stages 4 --model absent.yaml": "absent.yaml: no such file; check the path",
     f"{GPT} --stages 2 --model odd.yaml": (
@@ -175,13 +173,11 @@ REFUSED = {
     f"{GPT} --stages 2 --model word.yaml": "word.yaml, line 5, heads: 'eight' is not a whole number of at least 1",
     f"{GPT} --stages 2 --model more.yaml": ("more.yaml, line 8: unknown key 'headsize'; did you mean 'head_size'?"),
     f"{GPT} --stages 2 --model none.yaml": "none.yaml: has no key 'sequence'; add it",
-    f"{GPT} --stages 4 --calibrate-stage 2": (
-        "--calibrate-stage: nothing calibrates; give --calibrate too, or leave it out"
-    ),
+    f"{GPT} --stages 4 --calibrate-stage 2": ("--calibrate-stage: works only with --calibrate; give both or neither"),
     f"{GPT} --stages 4 --calibrate absent.yaml": "absent.yaml: no such file; check the path",
     f"{GPT} --stages 4 --calibrate old.yaml --calibrate-stage 4": "old.yaml: there is no stage 4; give one from 0 to 3",
     f"{GPT} --stages 4 --calibrate old.yaml --calibrate old.csv": (
-        "both measured stages have the same sequence length; give one of them"
+        "both measured stages have the same sequence length; give only one"
     ),
     f"{GPT} --stages 4 --calibrate old.yaml@0": "sequence: 0 is not a whole number of at least 1",
     f"{GPT} --stages 4 --calibrate old.yaml -o old.yaml": "--output old.yaml: is the file that is read; name another",

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from perseus_planner import Profile
 from perseus_planner.errors import UsageError
-from perseus_planner.estimate.calibration import Calibration, measured_stage
+from perseus_planner.estimate.calibration import StageCalibration, stage_calibration
 from perseus_planner.estimate.estimate import estimate
-from perseus_planner.estimate.op_costs import Workload, stage_traffic
+from perseus_planner.estimate.op_costs import TransformerPipeline, stage_traffic
 from perseus_planner.estimate.presets import PRESETS
 from perseus_planner.estimate.transformer import split_layers
 from perseus_planner.gpu.simulated.catalog import CATALOG
@@ -24,8 +24,8 @@ SMALL = PRESETS["gpt3-1.3b"]
 factors = st.floats(0.2, 5.0)
 
 
-def workload(stages: int = 4, **changes: object) -> Workload:
-    return Workload("gpt3-1.3b", replace(SMALL, **changes), split_layers(SMALL.layers, stages))
+def workload(stages: int = 4, **changes: object) -> TransformerPipeline:
+    return TransformerPipeline("gpt3-1.3b", replace(SMALL, **changes), split_layers(SMALL.layers, stages))
 
 
 def off_by(profile: Profile, time: float, energy: float, step: int = 1) -> Profile:
@@ -51,7 +51,7 @@ def test_without_a_calibration_it_is_the_model_of_the_gpu(name: str):
     profile = estimate(work, gpu, split_backward=True)
     assert (profile.origin, profile.stages, profile.blocking_power_w) == ("simulated", 4, gpu.blocking_power_w)
     for (stage, kind), rows in profile.measurements.items():
-        load = gpu.load(work.works(gpu)[stage][kind])
+        load = gpu.load(work.op_costs(gpu)[stage][kind])
         assert rows == tuple(Measurement(clock, load.time_s(clock), load.energy_j(clock)) for clock in gpu.clocks_mhz)
 
 
@@ -69,7 +69,7 @@ def test_any_stage_calibrates_all_others_where_the_model_is_off_alike(
 ):
     gpu, work = CATALOG[name], workload(tensor_degree=degree)
     truth = off_by(estimate(work, gpu, split_backward=True), time, energy)
-    calibration = measured_stage(off_by(truth, 1, 1, step), work, gpu, stage)
+    calibration = stage_calibration(off_by(truth, 1, 1, step), work, gpu, stage)
     assert same(estimate(work, gpu, [calibration], split_backward=True), truth)
 
 
@@ -82,7 +82,7 @@ def test_the_stage_that_calibrates_is_met_at_each_clock_that_was_measured(data: 
     rows = {
         kind: tuple(Measurement(clock, data.draw(size), data.draw(size)) for clock in sorted(clocks)) for kind in "FB"
     }
-    calibration = Calibration(work.works(gpu)[stage], rows, SMALL.sequence, "drawn")
+    calibration = StageCalibration(work.op_costs(gpu)[stage], rows, SMALL.sequence, "drawn")
     estimated = estimate(work, gpu, [calibration])
     for kind, wanted in rows.items():
         found = {row.clock_mhz: row for row in estimated.measurements[stage, kind]}
@@ -96,7 +96,7 @@ def test_the_stage_that_calibrates_is_met_at_each_clock_that_was_measured(data: 
 def test_two_sequence_lengths_give_a_power_of_the_length(lengths: list[int], data: st.DataObject):
     gpu, off = CATALOG["h100-sxm"], [(data.draw(factors), data.draw(factors)) for _ in lengths]
     calibrations = [
-        measured_stage(off_by(estimate(workload(sequence=length), gpu), *by), workload(sequence=length), gpu)
+        stage_calibration(off_by(estimate(workload(sequence=length), gpu), *by), workload(sequence=length), gpu)
         for length, by in zip(lengths, off, strict=True)
     ]
     exponents = [math.log(off[1][each] / off[0][each]) / math.log(lengths[1] / lengths[0]) for each in (0, 1)]
@@ -114,7 +114,7 @@ def test_forward_and_backward_are_calibrated_apart():
         for key, rows in plain.measurements.items()
     }
     assert same(
-        estimate(work, gpu, [measured_stage(replace(plain, measurements=table), work, gpu)]),
+        estimate(work, gpu, [stage_calibration(replace(plain, measurements=table), work, gpu)]),
         replace(plain, measurements=table),
     )
 
@@ -126,7 +126,7 @@ def test_a_backward_measured_in_two_parts_calibrates_the_whole_one():
         "I": (Measurement(1005, 3.0, 4.0),),
         "W": (Measurement(1005, 5.0, 6.0),),
     }
-    found = estimate(work, gpu, [Calibration(work.works(gpu)[1], rows, 2048, "parts")], split_backward=True)
+    found = estimate(work, gpu, [StageCalibration(work.op_costs(gpu)[1], rows, 2048, "parts")], split_backward=True)
     at = {kind: next(row for row in found.measurements[1, kind] if row.clock_mhz == 1005) for kind in "FBIW"}
     assert {kind: (row.time_s, row.energy_j) for kind, row in at.items()} == {
         "F": (pytest.approx(1.0), pytest.approx(2.0)),
@@ -140,20 +140,22 @@ def test_a_single_measured_stage_stands_for_the_middle_one_of_a_pipeline():
     gpu, work = CATALOG["a100-sxm"], workload(8)
     truth = off_by(estimate(work, gpu), 1.3, 0.7)
     alone = replace(truth, measurements={(0, kind): truth.measurements[3, kind] for kind in "FB"})
-    assert same(estimate(work, gpu, [measured_stage(alone, work, gpu)]), truth)
+    assert same(estimate(work, gpu, [stage_calibration(alone, work, gpu)]), truth)
 
 
 def test_another_number_of_stages_calibrates_by_its_own_layers():
     gpu, before, after = CATALOG["a100-sxm"], workload(3), workload(8)
     measured = off_by(estimate(before, gpu), 1.3, 0.7)
-    assert same(estimate(after, gpu, [measured_stage(measured, before, gpu)]), off_by(estimate(after, gpu), 1.3, 0.7))
-    assert measured_stage(measured, after, gpu).works == before.works(gpu)[1]
+    assert same(
+        estimate(after, gpu, [stage_calibration(measured, before, gpu)]), off_by(estimate(after, gpu), 1.3, 0.7)
+    )
+    assert stage_calibration(measured, after, gpu).op_costs == before.op_costs(gpu)[1]
 
 
 def test_what_waiting_draws_is_the_measured_power_of_the_gpus_of_a_stage():
     gpu, work = CATALOG["a40"], workload(tensor_degree=4)
     measured = replace(estimate(work, gpu), blocking_power_w=(40.0, 44.0, 48.0, 52.0))
-    assert estimate(work, gpu, [measured_stage(measured, work, gpu)]).blocking_power_w == pytest.approx(44.0)
+    assert estimate(work, gpu, [stage_calibration(measured, work, gpu)]).blocking_power_w == pytest.approx(44.0)
     assert estimate(work, gpu).blocking_power_w == pytest.approx(4 * gpu.blocking_power_w)
 
 
@@ -161,7 +163,7 @@ def test_a_tensor_group_of_n_takes_the_energy_of_n_gpus():
     gpu, work = CATALOG["a100-sxm"], workload(tensor_degree=4)
     profile = estimate(work, gpu)
     assert profile.gpus_per_stage == 4
-    load = gpu.load(work.works(gpu)[1]["F"])
+    load = gpu.load(work.op_costs(gpu)[1]["F"])
     assert profile.measurements[1, "F"][0].energy_j == pytest.approx(4 * load.energy_j(1410))
     assert profile.measurements[1, "F"][0].time_s == pytest.approx(load.time_s(1410))
 
@@ -179,7 +181,7 @@ def test_traffic_takes_its_bytes_over_the_bandwidth_of_the_link():
 
 def test_the_conditions_say_that_nothing_was_measured_and_from_what_it_was_made():
     gpu, work = CATALOG["a100-sxm"], workload(tensor_degree=2)
-    assert dict(estimate(work, gpu, [measured_stage(estimate(work, gpu), work, gpu, 2, "old.yaml")]).conditions) == {
+    assert dict(estimate(work, gpu, [stage_calibration(estimate(work, gpu), work, gpu, 2, "old.yaml")]).conditions) == {
         "estimate": "FLOPs and bytes in closed form, on a model of the GPU; nothing was measured on these stages",
         "workload": "gpt3-1.3b, 1 x 2048 tokens a microbatch, layers 6,6,6,6, tensor degree 2, flash-causal attention, "
         "recomputation none",
@@ -198,9 +200,9 @@ MEASURED = {
 def test_one_measured_stage_foretells_the_others(measured_data: Path, file: str):
     name, gpu_name, split, changes = MEASURED[file]
     shape = replace(PRESETS[name], tensor_degree=8, attention="plain", **changes)
-    gpu, work = CATALOG[gpu_name], Workload(name, shape, split)
+    gpu, work = CATALOG[gpu_name], TransformerPipeline(name, shape, split)
     measured = Profile.load(measured_data / "perseus_sosp24" / "stage_profile" / file, 80.0)
-    estimated = estimate(work, gpu, [measured_stage(measured, work, gpu)])
+    estimated = estimate(work, gpu, [stage_calibration(measured, work, gpu)])
     for (stage, kind), rows in measured.measurements.items():
         found = {row.clock_mhz: row for row in estimated.measurements[stage, kind]}
         for row in rows:
@@ -213,37 +215,35 @@ GPU = CATALOG["a100-sxm"]
 ONE = Measurement(1410, 1.0, 1.0)
 
 
-def calibration(**rows: tuple[Measurement, ...]) -> Calibration:
-    return Calibration(workload().works(GPU)[1], rows, 2048, "that file")
+def calibration(**rows: tuple[Measurement, ...]) -> StageCalibration:
+    return StageCalibration(workload().op_costs(GPU)[1], rows, 2048, "that file")
 
 
-def measured(**changes: object) -> Calibration:
+def measured(**changes: object) -> StageCalibration:
     stage = changes.pop("stage", None)
-    return measured_stage(replace(estimate(workload(), GPU), **changes), workload(), GPU, stage, "that.yaml")
+    return stage_calibration(replace(estimate(workload(), GPU), **changes), workload(), GPU, stage, "that.yaml")
 
 
 REFUSED = {
-    "that file: has no forward; measure it at one clock or more": lambda: calibration(B=(ONE,)),
-    "that file: has no backward; measure it at one clock or more": lambda: calibration(F=(ONE,), I=(ONE,)),
-    "that file: a forward of 0 J calibrates no energy; measure it again": lambda: calibration(
+    "that file: the forward is missing; measure it at one clock or more": lambda: calibration(B=(ONE,)),
+    "that file: the backward is missing; measure it at one clock or more": lambda: calibration(F=(ONE,), I=(ONE,)),
+    "that file: the energy of a forward is 0 J; measure it again": lambda: calibration(
         F=(replace(ONE, energy_j=0.0),), B=(ONE,)
     ),
     "that.yaml: there is no stage 4; give one from 0 to 3": lambda: measured(stage=4),
     "that.yaml: there is no stage -1; give one from 0 to 3": lambda: measured(stage=-1),
-    "that.yaml: was measured by power limits; give one that was measured by clocks": lambda: measured(
-        control="power-limit"
-    ),
-    "that.yaml: its stages have 8 GPUs and those of the workload 1; give the tensor degree that was measured": (
+    "that.yaml: was measured over power limits; give a profile over clocks": lambda: measured(control="power-limit"),
+    "that.yaml: its stages have 8 GPUs, but those of the model 1; give the tensor degree that was measured": (
         lambda: measured(gpus_per_stage=8)
     ),
-    "both measured stages have the same sequence length; give one of them": lambda: estimate(
+    "both measured stages have the same sequence length; give only one": lambda: estimate(
         workload(), GPU, [measured(), measured(stage=2)]
     ),
-    "3 measured stages calibrate; give one, or two of different sequences": lambda: estimate(
+    "3 measured stages are too many; give one, or two with different sequence lengths": lambda: estimate(
         workload(), GPU, [measured()] * 3
     ),
-    "link: 0.0 is no bandwidth; give one above 0": lambda: replace(workload(), link_bytes_per_s=0.0),
-    "layers: the stages have 23 in all and the model 24; give each stage its layers so that the sums agree": (
+    "link: 0.0 is not a bandwidth; give one above 0": lambda: replace(workload(), link_bytes_per_s=0.0),
+    "layers: the stages have 23 in total, but the model has 24; change the stages so that the sums agree": (
         lambda: replace(workload(), split=(12, 11))
     ),
 }

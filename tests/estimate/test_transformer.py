@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from perseus_planner.errors import UsageError
 from perseus_planner.estimate.op_costs import KINDS, stage_op_costs, stage_traffic
 from perseus_planner.estimate.presets import PRESETS
-from perseus_planner.estimate.transformer import CHOICES, Transformer, checked_split, split_layers
+from perseus_planner.estimate.transformer import CHOICES, Transformer, check_split, split_layers
 from perseus_planner.gpu.simulated.model import OpCost
 
 SMALL = Transformer(
@@ -205,15 +205,15 @@ NO_SPLITS = {
     "stages is 0; give a whole number from 1 to the 4 layers of the model": 0,
     "stages is 5; give a whole number from 1 to the 4 layers of the model": 5,
     "stages is True; give a whole number from 1 to the 4 layers of the model": True,
-    "layers: 0 is no number of layers of a stage; give a whole number from 1": (4, 0),
-    "layers: the stages have 5 in all and the model 4; give each stage its layers so that the sums agree": (2, 3),
+    "layers: 0 is not a number of layers; give a whole number from 1": (4, 0),
+    "layers: the stages have 5 in total, but the model has 4; change the stages so that the sums agree": (2, 3),
 }
 
 
 @pytest.mark.parametrize(("message", "stages"), NO_SPLITS.items(), ids=NO_SPLITS)
 def test_what_is_no_split_is_refused(message: str, stages: object):
     with pytest.raises(UsageError) as refusal:
-        checked_split(SMALL, stages)
+        check_split(SMALL, stages)
     assert str(refusal.value) == message
 
 

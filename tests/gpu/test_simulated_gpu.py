@@ -16,7 +16,7 @@ from perseus_planner.errors import GpuError, GpuLost, GpuNotPermitted, GpuNotSup
 from perseus_planner.gpu import Gpu, open_gpu
 from perseus_planner.gpu.simulated.catalog import CATALOG
 from perseus_planner.gpu.simulated.chip import COUNTED
-from perseus_planner.gpu.simulated.gpu import Node, SimulatedGpu
+from perseus_planner.gpu.simulated.gpu import SimulatedGpu, SimulatedNode
 from perseus_planner.gpu.simulated.model import REFERENCE_C, GpuModel, Load, OpCost
 from perseus_planner.gpu.simulated.options import SimulationOptions, format_options, parse_options
 
@@ -200,7 +200,7 @@ def test_the_clock_follows_a_little_after_the_call():
 
 
 def test_calls_to_the_gpus_of_a_node_wait_for_each_other():
-    node = Node()
+    node = SimulatedNode()
     together = [SimulatedGpu(A100, seed, node=node) for seed in range(8)]
     apart = [SimulatedGpu(A100, seed) for seed in range(8)]
     for gpu in (*together, *apart):
@@ -211,7 +211,7 @@ def test_calls_to_the_gpus_of_a_node_wait_for_each_other():
 
 @given(st.lists(st.tuples(st.floats(0, 1), st.floats(1e-3, 0.1)), max_size=30))
 def test_calls_of_a_node_never_overlap_and_each_takes_the_first_gap(calls: list[tuple[float, float]]):
-    node, taken = Node(), []
+    node, taken = SimulatedNode(), []
     for now_s, duration_s in calls:
         end_s = node.call_end_s(now_s, duration_s)
         start_s = end_s - duration_s

@@ -32,7 +32,7 @@ _INTEGERS = {1: "uiVal", 2: "ulVal", 3: "ullVal", 4: "sllVal", 5: "siVal", 6: "u
 
 
 @dataclass(frozen=True)
-class Quantity:
+class NvmlQuantity:
     """A quantity that NVML returns as a whole number.
 
     Attributes:
@@ -76,12 +76,12 @@ class NvmlDevice:
             raise self.implausible(what, "an empty text", function)
         return text
 
-    def number(self, quantity: Quantity, function: str, *arguments: int) -> int:
+    def number(self, quantity: NvmlQuantity, function: str, *arguments: int) -> int:
         """Return a plausible number of the quantity."""
         value = int(self.call(function, *arguments, what=quantity.what, advice=quantity.advice))
         return self._plausible(quantity, value, function)
 
-    def field_number(self, quantity: Quantity, field: int, scope: int = 0) -> int:
+    def field_number(self, quantity: NvmlQuantity, field: int, scope: int = 0) -> int:
         """Return a plausible number from a field; scope 0 is the GPU, 1 the module of a GPU and its CPU."""
         # Scope 0 is left out: older versions of the binding know no scopes.
         (value,) = self.fields([(field, scope) if scope else field], quantity.what)
@@ -107,7 +107,7 @@ class NvmlDevice:
             "NVIDIA driver, and check which libnvidia-ml.so.1 is loaded"
         )
 
-    def _plausible(self, quantity: Quantity, value: int, function: str) -> int:
+    def _plausible(self, quantity: NvmlQuantity, value: int, function: str) -> int:
         if not quantity.smallest <= value <= quantity.largest or value in UNKNOWN:
             raise self.implausible(quantity.what, str(value), function)
         return value

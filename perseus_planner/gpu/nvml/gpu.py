@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, TypeVar
 
 from perseus_planner.errors import GpuNotSupported
-from perseus_planner.gpu.nvml.device import MAX_MHZ, FirstSupported, NvmlDevice, Quantity, read_or_none
+from perseus_planner.gpu.nvml.device import MAX_MHZ, FirstSupported, NvmlDevice, NvmlQuantity, read_or_none
 from perseus_planner.gpu.nvml.discovery import find_device
 from perseus_planner.gpu.nvml.library import NVML
 from perseus_planner.gpu.nvml.warnings import find_warnings, is_mig_on
@@ -45,13 +45,13 @@ _WITHOUT_LIMIT = "if the power limit cannot be set, use the SM clock as the cont
 _MAX_MW = 100_000_000
 """Larger numbers cannot be a power: no board draws 100 kW."""
 
-_ENERGY_MJ = Quantity("read its energy counter", largest=2**63, advice=_WITHOUT_ENERGY)
-_POWER_MW = Quantity("read its power", largest=_MAX_MW)
-_LIMIT_MW = Quantity("read its power limit", largest=_MAX_MW)
-_DEFAULT_LIMIT_MW = Quantity("read its default power limit", largest=_MAX_MW, advice=_WITHOUT_LIMIT)
-_CLOCK_MHZ = Quantity("read its SM clock", largest=MAX_MHZ)
-_TEMPERATURE_C = Quantity("read its temperature", largest=200)
-_REASONS = Quantity("read why it is throttled", largest=2**63, smallest=0)
+_ENERGY_MJ = NvmlQuantity("read its energy counter", largest=2**63, advice=_WITHOUT_ENERGY)
+_POWER_MW = NvmlQuantity("read its power", largest=_MAX_MW)
+_LIMIT_MW = NvmlQuantity("read its power limit", largest=_MAX_MW)
+_DEFAULT_LIMIT_MW = NvmlQuantity("read its default power limit", largest=_MAX_MW, advice=_WITHOUT_LIMIT)
+_CLOCK_MHZ = NvmlQuantity("read its SM clock", largest=MAX_MHZ)
+_TEMPERATURE_C = NvmlQuantity("read its temperature", largest=200)
+_REASONS = NvmlQuantity("read why it is throttled", largest=2**63, smallest=0)
 
 OpenedGpu = TypeVar("OpenedGpu", bound="NvmlReader")
 

@@ -231,7 +231,7 @@ class SimulationBase(ClosedOnExit, ABC):
         return tuple(int.from_bytes(digest[i : i + 8], "big") / 2**64 for i in range(0, 32, 8))
 
 
-class Node:
+class SimulatedNode:
     """The driver lock that the GPUs of one machine share, which makes calls that set something wait for each other.
 
     The virtual times of the GPUs begin together, but one GPU may be ahead of another: a call takes the first gap after
@@ -266,10 +266,14 @@ class SimulatedGpu(SimulationBase):
     keeps_settings = False
 
     def __init__(
-        self, model: GpuModel, seed: int = 0, options: SimulationOptions | None = None, node: Node | None = None
+        self,
+        model: GpuModel,
+        seed: int = 0,
+        options: SimulationOptions | None = None,
+        node: SimulatedNode | None = None,
     ) -> None:
         super().__init__(model, seed, options or SimulationOptions())
-        self._node = node or Node()
+        self._node = node or SimulatedNode()
         self._state = Chip(self.model, self.options, self._counter_phase_s())
 
     @property
