@@ -55,7 +55,7 @@ def test_what_a_dead_process_left_is_reset_once(nvml: StandIn, state: Path, dead
 
 
 def test_the_next_command_of_any_kind_resets_what_a_dead_process_left(nvml: StandIn, state: Path, dead: str):
-    said = ended(started(["-m", "perseus_planner", "solve", "absent.yaml", "-o", "f.npz"], state.parent)).complained
+    said = ended(started(["-m", "perseus_planner", "solve", "absent.yaml", "-o", "f.npz"], state.parent)).stderr
     assert said.splitlines()[:2] == [
         f"planner: GPU {each} ({NAME}), left set by {dead}, is reset" for each in (FIRST, SECOND)
     ]
@@ -65,7 +65,7 @@ def test_the_next_command_of_any_kind_resets_what_a_dead_process_left(nvml: Stan
 
 def test_the_next_command_leaves_what_a_living_process_sets(nvml: StandIn, state: Path):
     with owner(LOCKS_AND_WAITS):
-        assert "is reset" not in ended(started(["-m", "perseus_planner", "show", "absent"], state.parent)).complained
+        assert "is reset" not in ended(started(["-m", "perseus_planner", "show", "absent"], state.parent)).stderr
         assert nvml.locked_mhz(0) == (1500, 1500)
 
 

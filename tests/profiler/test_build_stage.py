@@ -159,15 +159,15 @@ def test_ranks_and_one_process_measure_the_same(own: Path) -> None:
 def test_the_command_profiles_a_job_of_another_folder_with_a_rank_for_each_stage(own: Path) -> None:
     job = [str(own), "profile", str(EXAMPLES / "job.yaml"), "--observe", "-o", "profile.yaml"]
     everyone = ranks("command", 4, own, *job)
-    assert [(each.code, each.complained) for each in everyone] == [(0, "")] * 4
-    assert [bool(each.said) for each in everyone] == [True, False, False, False]
+    assert [(each.code, each.stderr) for each in everyone] == [(0, "")] * 4
+    assert [bool(each.stdout) for each in everyone] == [True, False, False, False]
     assert Profile.load(own / "profile.yaml").stages == 4
 
 
 def test_too_few_ranks_end_with_one_message(own: Path) -> None:
     everyone = ranks("command", 2, own, str(EXAMPLES), "profile", "job.yaml", "-o", str(own / "profile.yaml"))
     assert [each.code for each in everyone] == [2, 2]
-    (message,) = {each.complained for each in everyone} - {""}
+    (message,) = {each.stderr for each in everyone} - {""}
     assert message == (
         "Error: 4 stages on 1 GPU each need 4 ranks, but there are 2; start 4 ranks, of one pipeline only\n"
     )
@@ -175,7 +175,7 @@ def test_too_few_ranks_end_with_one_message(own: Path) -> None:
 
 def test_the_command_is_a_module_too(own: Path) -> None:
     result = ended(started(["-m", "perseus_planner", "--version"], own))
-    assert (result.code, result.said.split()[0]) == (0, "planner")
+    assert (result.code, result.stdout.split()[0]) == (0, "planner")
 
 
 def test_tensor_parallel_stages_need_ranks(own: Path) -> None:

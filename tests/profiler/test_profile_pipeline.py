@@ -19,7 +19,7 @@ def profiles(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of the profiles of three schedules, which two ranks wrote after comparing trainings."""
     folder = tmp_path_factory.mktemp("profiles")
     for each in ranks("schedules", 2, folder):
-        assert (each.code, each.said) == (0, "equal\n"), each.complained
+        assert (each.code, each.stdout) == (0, "equal\n"), each.stderr
     return folder
 
 
@@ -38,7 +38,7 @@ def test_all_stages_have_the_kinds_of_the_schedule(profiles: Path, schedule: str
 
 def test_only_one_of_several_replicas_measures(tmp_path: Path) -> None:
     everyone = ranks("replicas", 4, tmp_path)
-    assert [each.said for each in everyone] == ["True\n", "False\n", "False\n", "False\n"], everyone
+    assert [each.stdout for each in everyone] == ["True\n", "False\n", "False\n", "False\n"], everyone
     profile = Profile.load(tmp_path / "profile.yaml")
     assert (profile.stages, profile.gpus_per_stage) == (2, 1)
 
@@ -46,7 +46,7 @@ def test_only_one_of_several_replicas_measures(tmp_path: Path) -> None:
 def test_a_block_without_an_iteration_ends_with_one_message(tmp_path: Path) -> None:
     everyone = ranks("idle", 2, tmp_path)
     assert [each.code for each in everyone] == [2, 2]
-    (message,) = {each.complained for each in everyone} - {""}
+    (message,) = {each.stderr for each in everyone} - {""}
     assert message.endswith(
         "did not run inside the block of profile_pipeline; run one whole training iteration there\n"
     )

@@ -39,19 +39,19 @@ def test_each_stage_waits_for_the_next_and_the_last_for_the_one_before() -> None
 
 def test_ranks_gather_and_block_on_each_other(tmp_path: Path) -> None:
     for each in ranks("gather_and_block", 4, tmp_path):
-        assert (each.code, each.said) == (0, "done\n"), each.complained
+        assert (each.code, each.stdout) == (0, "done\n"), each.stderr
 
 
 def test_an_error_of_one_rank_ends_all_with_one_message(tmp_path: Path) -> None:
     everyone = ranks("refuse", 3, tmp_path)
     assert [each.code for each in everyone] == [2, 2, 2]
-    assert [each.complained for each in everyone] == ["", "rank 1 cannot go on\n", ""]
+    assert [each.stderr for each in everyone] == ["", "rank 1 cannot go on\n", ""]
 
 
 def test_when_a_rank_is_killed_the_others_end_with_one_message_and_keep_their_rows(tmp_path: Path) -> None:
     first, dead, last = ranks("killed", 3, tmp_path, "profile.yaml")
     assert (first.code, dead.code, last.code) == (2, -9, 2)
-    messages = [line for each in (first, last) for line in each.complained.splitlines()]
+    messages = [line for each in (first, last) for line in each.stderr.splitlines()]
     assert len(messages) == 1, messages
     assert "rank 1" in messages[0]
     assert (tmp_path / "profile.rows-0.csv").exists()
@@ -61,7 +61,7 @@ def test_when_a_rank_is_killed_the_others_end_with_one_message_and_keep_their_ro
 def test_a_tensor_parallel_stage_measures_all_its_ranks(tmp_path: Path) -> None:
     everyone = ranks("stages", 4, tmp_path, "simulated:a100-sxm?noise=0&drift=0", "2", "2", "both.yaml")
     assert [each.code for each in everyone] == [0] * 4, everyone
-    assert [each.said for each in everyone] == ["rank 0\n"] + 3 * ["another rank\n"]
+    assert [each.stdout for each in everyone] == ["rank 0\n"] + 3 * ["another rank\n"]
     profile = Profile.load(tmp_path / "both.yaml")
     assert (profile.stages, profile.gpus_per_stage, profile.origin) == (2, 2, "simulated")
     assert profile.blocking_w(0) > 100  # two waiting GPUs
@@ -71,4 +71,4 @@ def test_a_tensor_parallel_stage_measures_all_its_ranks(tmp_path: Path) -> None:
 def test_a_wrong_number_of_ranks_ends_all_with_one_message(tmp_path: Path) -> None:
     everyone = ranks("stages", 2, tmp_path, "simulated:a100-sxm", "3", "1", "profile.yaml")
     assert [each.code for each in everyone] == [2, 2]
-    assert sum(bool(each.complained) for each in everyone) == 1
+    assert sum(bool(each.stderr) for each in everyone) == 1

@@ -23,8 +23,8 @@ ENGINES = {
 }  #: engine -> modules of it that its example imports
 
 
-def losses(said: str) -> list[str]:
-    return re.findall(r"step \d+: loss \d+\.\d+", said)
+def losses(output: str) -> list[str]:
+    return re.findall(r"step \d+: loss \d+\.\d+", output)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -33,11 +33,11 @@ def test_an_example_profiles_plans_and_trains_with_the_same_losses(engine: str, 
     _need(engine)
     example = [str(EXAMPLES / f"train_{engine}.py"), "--gpu", "simulated:a100-sxm"]
     # runtime/test_kills.py starts training ranks with torchrun; here it would take long to import Megatron again.
-    said = [_launched(deepspeed, tmp_path, example) if engine == "deepspeed" else _forked(engine, tmp_path, example)]
+    outputs = [_launched(deepspeed, tmp_path, example) if engine == "deepspeed" else _forked(engine, tmp_path, example)]
     if engine != "torch":  # tests of the profiler and of the runtime compare more torch schedules
-        said.append(_forked(engine, tmp_path, [*example, "--no-plan"]))
-    assert {len(losses(each)) for each in said} == {4}
-    assert len({tuple(losses(each)) for each in said}) == 1
+        outputs.append(_forked(engine, tmp_path, [*example, "--no-plan"]))
+    assert {len(losses(each)) for each in outputs} == {4}
+    assert len({tuple(losses(each)) for each in outputs}) == 1
     profile = Profile.load(tmp_path / "profile.yaml")
     assert (profile.stages, profile.origin, profile.gpu) == (2, "simulated", "simulated a100-sxm")
     assert set(profile.measurements) == {(stage, kind) for stage in (0, 1) for kind in "FB"}
@@ -59,15 +59,15 @@ def assert_ran_as_planned(folder: Path) -> None:
 def _launched(launch: Callable[..., Popen[str]], folder: Path, command: Sequence[str]) -> str:
     """Return what two ranks print that a launcher starts."""
     result = ended(launch(2, folder, *command))
-    assert result.code == 0, result.complained
-    return result.said
+    assert result.code == 0, result.stderr
+    return result.stdout
 
 
 def _forked(engine: str, folder: Path, script: Sequence[str]) -> str:
     """Return what two ranks print that are forked from a process with the engine imported."""
     everyone = ranks("script", 2, folder, *script, imports=ENGINES[engine])
-    assert [each.code for each in everyone] == [0, 0], [each.complained for each in everyone]
-    return "".join(each.said for each in everyone)
+    assert [each.code for each in everyone] == [0, 0], [each.stderr for each in everyone]
+    return "".join(each.stdout for each in everyone)
 
 
 def _need(engine: str) -> None:
@@ -92,11 +92,11 @@ def clone(tmp_path: Path) -> Path:
 def test_the_job_of_the_examples_is_profiled_in_a_bare_clone_by_a_rank_for_each_stage(clone: Path) -> None:
     _need("torch")
     found = ended(started(["-c", "import perseus_planner.runtime.hook as hook; print(hook.__file__)"], clone))
-    assert found.said == f"{clone}/perseus_planner/runtime/hook.py\n"
+    assert found.stdout == f"{clone}/perseus_planner/runtime/hook.py\n"
     command = ["-m", "perseus_planner", "profile", "examples/job.yaml", "--stages", "2", "--split-backward"]
-    said = _launched(torchrun, clone, command)
-    assert said.startswith("Profile of 2 stages, simulated a100-sxm (simulated: no GPU was touched); blocking")
-    assert said.endswith("\nWrote examples/profile.yaml\nWrote examples/profile.csv\n")
+    output = _launched(torchrun, clone, command)
+    assert output.startswith("Profile of 2 stages, simulated a100-sxm (simulated: no GPU was touched); blocking")
+    assert output.endswith("\nWrote examples/profile.yaml\nWrote examples/profile.csv\n")
     assert {kind for _, kind in Profile.load(clone / "examples" / "profile.yaml").measurements} == set("FBIW")
 
 
@@ -104,5 +104,5 @@ def test_the_job_of_the_examples_is_profiled_in_one_process_from_another_folder(
     _need("torch")
     command = ["-m", "perseus_planner", "profile", str(EXAMPLES / "job.yaml"), "--observe", "-o", "profile.yaml"]
     result = ended(started(command, folder))
-    assert (result.code, result.complained) == (0, "")
+    assert (result.code, result.stderr) == (0, "")
     assert Profile.load(folder / "profile.yaml").stages == 4

@@ -256,7 +256,7 @@ def test_real_ranks_switch_at_one_iteration_though_one_stands_still(program: str
     arguments = [str(tmp_path / "store")] if program == "over_file" else []
     everyone = ranks(f"agreement_programs:{program}", 1 if program == "over_hash" else 4, tmp_path, *arguments)
     assert [each.code for each in everyone] == [0] * len(everyone), everyone
-    said = [json.loads(each.said) for each in everyone]
+    said = [json.loads(each.stdout) for each in everyone]
     versions: list[list[int]] = said[0] if program == "over_hash" else said
     first = min(each.index(2) for each in versions)
     for each in versions:
@@ -268,7 +268,7 @@ def test_when_the_host_of_the_store_dies_the_others_train_on_by_their_plan(tmp_p
     dead, *others = ranks("agreement_programs:host_dies", 4, tmp_path)
     assert (dead.code, [each.code for each in others]) == (-9, [0, 0, 0])
     for each in others:
-        said = json.loads(each.said)
+        said = json.loads(each.stdout)
         assert said["lost"].startswith("the job's store can no longer be used (")
         assert set(said["versions"]) == {1}
 
@@ -277,7 +277,7 @@ def test_when_the_host_dies_before_it_decides_no_rank_takes_the_plan(tmp_path: P
     dead, *others = ranks("agreement_programs:host_dies_before_it_decides", 4, tmp_path)
     assert (dead.code, [each.code for each in others]) == (-9, [0, 0, 0]), others
     for each in others:
-        said = json.loads(each.said)
+        said = json.loads(each.stdout)
         assert "it is not known whether plan 2 was taken" in said["lost"]
         assert (said["versions"][0], said["versions"][-1]) == (1, 0)
         assert set(said["versions"]) == {0, 1}

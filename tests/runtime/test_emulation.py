@@ -256,7 +256,7 @@ def test_an_engine_trains_as_without_and_draws_what_the_profile_says(engine: str
         pytest.importorskip("deepspeed")
     imports = ["deepspeed.pipe"] if engine == "deepspeed" else []
     ended = ranks("emulation_programs:train", 2, tmp_path, engine, imports=imports)
-    assert [(each.code, each.complained) for each in ended] == [(0, "")] * 2
+    assert [(each.code, each.stderr) for each in ended] == [(0, "")] * 2
     assert Profile.load(tmp_path / "profile.yaml").gpu == "simulated a100-sxm slower=20000"
 
 

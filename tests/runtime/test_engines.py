@@ -28,7 +28,7 @@ DEEPSPEED = ("1f1b", "dualpipe-v")
 def said_by(program: str, size: int, folder: Path, *imports: str) -> Said:
     everyone = ranks(f"engine_programs:{program}", size, folder, imports=imports)
     assert [each.code for each in everyone] == [0] * size, everyone
-    return [json.loads(each.said.splitlines()[-1]) for each in everyone]
+    return [json.loads(each.stdout.splitlines()[-1]) for each in everyone]
 
 
 @pytest.fixture(scope="module", params=[2, 4])

@@ -78,7 +78,7 @@ class Job:
 
     def warnings(self) -> list[str]:
         """What its ranks said on stderr, as they have no other logging."""
-        texts = [(self.folder / f"complained-{rank}").read_text() for rank in range(2)]
+        texts = [(self.folder / f"stderr-{rank}").read_text() for rank in range(2)]
         return [line for text in texts for line in text.splitlines() if line.startswith("planner, rank ")]
 
     def stop(self) -> None:

@@ -14,8 +14,8 @@ if any(find_spec(name) is None for name in ("torch", "megatron")):
 
 def all_say(what: str, program: str, count: int, folder: Path, *arguments: str) -> None:
     everyone = ranks(f"megatron_programs:{program}", count, folder, *arguments)
-    assert [each.code for each in everyone] == [0] * count, [each.complained for each in everyone]
-    assert [each.said for each in everyone] == [f"{what}\n"] * count
+    assert [each.code for each in everyone] == [0] * count, [each.stderr for each in everyone]
+    assert [each.stdout for each in everyone] == [f"{what}\n"] * count
 
 
 @pytest.mark.parametrize(

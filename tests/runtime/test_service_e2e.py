@@ -75,8 +75,8 @@ class Job:
         """End it; what its ranks said."""
         (self._folder / "stop").touch()
         ended = self._ended.result(LONG_S)
-        assert [each.code for each in ended] == [0] * RANKS, [each.complained for each in ended]
-        return [json.loads(each.said.splitlines()[-1]) for each in ended]
+        assert [each.code for each in ended] == [0] * RANKS, [each.stderr for each in ended]
+        return [json.loads(each.stdout.splitlines()[-1]) for each in ended]
 
     def joules(self, first: int, last: int) -> float:
         """Of an iteration of all ranks, from the end of one to the end of the next: median over iterations."""

@@ -118,7 +118,7 @@ def test_the_service_of_a_job_lives_with_it_and_what_it_knows_outlives_a_killed_
             eventually(lambda: "k" in [each.key for each in service.reports("own")])
             eventually(lambda: run.rows(1)[-1] != own_s)
         (run.folder / "stop").touch()
-        assert [each.code for each in run.ended()] == [0, 0], [each.complained for each in run.ended()]
+        assert [each.code for each in run.ended()] == [0, 0], [each.stderr for each in run.ended()]
         assert not process.is_running()
     assert list((tmp_path / "state" / f"services-{os.geteuid()}").iterdir()) == []
 

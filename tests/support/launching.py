@@ -1,4 +1,4 @@
-"""Real ranks on this machine: processes that meet through torch.distributed, and what they say."""
+"""Run real ranks on this machine: processes that connect through torch.distributed."""
 
 from __future__ import annotations
 
@@ -22,18 +22,28 @@ Said = list[dict[str, Any]]  #: of each rank
 
 @dataclass(frozen=True)
 class Ended:
-    """A process that has ended."""
+    """A process that has ended.
+
+    Attributes:
+        code: Its exit code.
+        stdout: What it printed on standard output.
+        stderr: What it printed on standard error.
+    """
 
     code: int
-    said: str
-    complained: str
+    stdout: str
+    stderr: str
 
 
 def ranks(program: str, count: int, folder: Path, *arguments: str, imports: Sequence[str] = ()) -> list[Ended]:
-    """What becomes of `count` ranks that run `program`; nobody ends one when another dies.
+    """Run `program` on `count` ranks and wait for all of them, also if one of them dies.
 
-    It is a function of rank_programs.py, or "module:function" one of another module in this folder. What it imports by
-    itself, each rank would: name it in `imports` too where that takes long.
+    Args:
+        program: A function of rank_programs.py, or "module:function" for another module in this folder.
+        count: The number of ranks.
+        folder: The folder to run in.
+        arguments: The arguments of the function.
+        imports: Modules to import once before forking, which the function imports and which are slow to import.
     """
     module, _, function = program.rpartition(":")
     with socket.socket() as free:
@@ -54,7 +64,7 @@ def ranks(program: str, count: int, folder: Path, *arguments: str, imports: Sequ
     print(json.dumps(request), file=server.stdin, flush=True)
     codes = json.loads(server.stdout.readline())
     return [
-        Ended(code, *(_taken(folder / f"{name}-{rank}") for name in ("said", "complained")))
+        Ended(code, *(_taken(folder / f"{name}-{rank}") for name in ("stdout", "stderr")))
         for rank, code in enumerate(codes)
     ]
 
@@ -72,20 +82,20 @@ def started(command: Sequence[str], folder: Path, **environment: str) -> subproc
 
 def ended(process: subprocess.Popen[str]) -> Ended:
     try:
-        said, complained = process.communicate()
+        stdout, stderr = process.communicate()
     finally:
         process.kill()
-    return Ended(process.returncode, said, complained)
+    return Ended(process.returncode, stdout, stderr)
 
 
 def torchrun(count: int, folder: Path, *command: str) -> subprocess.Popen[str]:
-    """The launcher of `count` ranks."""
+    """Start `count` ranks with torchrun."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
     return started([*launcher, *command], folder)
 
 
 def deepspeed(count: int, folder: Path, *command: str) -> subprocess.Popen[str]:
-    """DeepSpeed's launcher of `count` ranks; it gives each an argument --local_rank."""
+    """Start `count` ranks with the launcher of DeepSpeed, which passes --local_rank to each."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -95,7 +105,7 @@ def deepspeed(count: int, folder: Path, *command: str) -> subprocess.Popen[str]:
 
 @cache
 def _server() -> subprocess.Popen[str]:
-    """The process that forks ranks; it ends with this one, which closes its input."""
+    """Start the process that forks ranks; it ends when this process closes its input."""
     return subprocess.Popen(
         [sys.executable, str(Path(__file__).with_name("rank_server.py"))],
         env={**os.environ, **_QUIET},
@@ -113,5 +123,5 @@ def _taken(path: Path) -> str:
 
 def said_by(program: str, count: int, folder: Path, *arguments: str, imports: Sequence[str] = ()) -> Said:
     everyone = ranks(program, count, folder, str(folder / "state"), *arguments, imports=imports)
-    assert [each.code for each in everyone] == [0] * count, "\n".join(each.complained for each in everyone)
-    return [json.loads(each.said.splitlines()[-1]) for each in everyone]
+    assert [each.code for each in everyone] == [0] * count, "\n".join(each.stderr for each in everyone)
+    return [json.loads(each.stdout.splitlines()[-1]) for each in everyone]

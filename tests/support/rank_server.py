@@ -1,7 +1,7 @@
-"""A process from which the ranks of all tests are forked, so that what they need is imported once for all of them.
+"""Fork the ranks of all tests from one process, which imports what they need once.
 
-Each line on its standard input asks for the ranks of a program, as launching.py writes it; their exit codes are a line
-on its standard output.
+Each line on standard input requests the ranks of a program, in the format of launching.py. The reply is a line on
+standard output with their exit codes.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import Any
 
 
 def _become_rank(programs: ModuleType, rank: int, request: dict[str, Any]) -> int:
-    """Run as one rank of what is asked for, with files in its folder for what it says; its exit code."""
+    """Run as one rank of the requested program, with its output in files of its folder; return the exit code."""
     os.chdir(request["folder"])
-    for stream, name in ((1, "said"), (2, "complained")):
+    for stream, name in ((1, "stdout"), (2, "stderr")):
         os.dup2(os.open(f"{name}-{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), stream)
     os.environ.update(request["environment"], RANK=str(rank), LOCAL_RANK=str(rank))
     try:
@@ -33,11 +33,11 @@ def _become_rank(programs: ModuleType, rank: int, request: dict[str, Any]) -> in
 
 
 def _codes(request: dict[str, Any]) -> list[int]:
-    """Fork the ranks, and wait for them."""
+    """Fork the ranks, wait for them and return their exit codes."""
     for name in request["imports"]:
         import_module(name)
     programs, children = import_module(request["module"]), []
-    sys.stdout.flush()  # what is said on importing is not for the ranks to repeat
+    sys.stdout.flush()  # otherwise the ranks would print the output of the imports again
     for rank in range(request["count"]):
         child = os.fork()
         if not child:
@@ -51,7 +51,7 @@ def _codes(request: dict[str, Any]) -> list[int]:
 
 def _serve() -> None:
     with os.fdopen(os.dup(1), "w") as answers:
-        os.dup2(2, 1)  # what engines print is no answer
+        os.dup2(2, 1)  # the output of engines must not mix with the replies
         for line in sys.stdin:
             print(json.dumps(_codes(json.loads(line))), file=answers, flush=True)
 

@@ -64,7 +64,7 @@ def _launch(request: dict[str, str]) -> None:
     for rank in range(2):
         child = os.fork()
         if not child:
-            os.dup2(os.open(f"complained-{rank}", os.O_WRONLY | os.O_CREAT), 2)
+            os.dup2(os.open(f"stderr-{rank}", os.O_WRONLY | os.O_CREAT), 2)
             variables = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
             os.environ.update(variables, MASTER_PORT=request["port"])
             try:
