@@ -35,8 +35,8 @@ def budget(
     that can.
     """
     from perseus_planner.quantities import DURATION, POWER_BUDGET
+    from perseus_planner.service.answers import Answers
     from perseus_planner.service.client.client import Client
-    from perseus_planner.service.schemas import Answers
 
     if neither == (power is not None or deadline is not None):
         raise UsageError("give --power, --deadline or both of them, or --none")

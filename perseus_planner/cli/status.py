@@ -39,7 +39,7 @@ def status(job: str | None, watch: bool, service: str | None, as_json: bool) -> 
 
 
 def _print(jobs: Sequence[Any], *, in_full: bool, as_json: bool, clear: bool) -> None:
-    from perseus_planner.service.schemas import Jobs
+    from perseus_planner.service.answers import Jobs
     from perseus_planner.views.service_text import jobs_text, status_text
 
     if as_json:

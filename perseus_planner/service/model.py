@@ -1,4 +1,4 @@
-"""The values that the service keeps, decides on and answers with.
+"""The values that the service keeps and decides on.
 
 They are frozen dataclasses. Pydantic reads and writes them as JSON by their annotations (see `schemas`), so the
 service, its database, its HTTP interface and its clients share one class for each value. Times are in seconds; a moment
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 ScopeKind = Literal["pipeline", "stage", "rank", "gpu", "node"]
 Cause = Literal["compute", "communication", "data", "unknown"]
 Origin = Literal["measured", "simulated"]
-Effect = Literal["planning", "next iteration", "already"]
 
 REMEMBERED = 256
 """How many inactive reports of a job are kept, so that a report that is delivered again is recognized."""
@@ -113,27 +112,6 @@ class Job:
     min_dwell_s: float = 0.0
     power_w: float | None = None
     since_s: float = 0.0
-
-
-@dataclass(frozen=True)
-class JobSummary:
-    """A job, with the deadline and the power budget that hold now."""
-
-    name: str
-    pipelines: int
-    frontier: Annotated[str, Field(description="Digest of the frontier file.")]
-    ranks: Annotated[int, Field(description="Number of ranks whose location is known.")]
-    deadline_s: float | None
-    max_changes: int | None
-    min_dwell_s: float
-    power_w: float | None
-    since_s: Annotated[float, Field(description="When the job was registered, seconds since the epoch.")]
-
-    @classmethod
-    def of(cls, job: Job) -> JobSummary:
-        """Summarize `job`."""
-        limits = (job.deadline_s, job.max_changes, job.min_dwell_s, job.power_w)
-        return cls(job.name, job.pipelines, job.frontier, len(job.places), *limits, job.since_s)
 
 
 @dataclass(frozen=True)
@@ -235,117 +213,6 @@ class Taken:
     version: int
     iteration: Annotated[int, Field(description="The first iteration that ran this version.")]
     at_s: Annotated[float, Field(description="When the job reported it, seconds since the epoch.")]
-
-
-@dataclass(frozen=True)
-class Registered:
-    """The answer to a registration.
-
-    Attributes:
-        is_new: Whether the job was unknown before; over HTTP, the status says it.
-    """
-
-    job: JobSummary
-    version: Annotated[int, Field(description="The newest version of the job's plans.")]
-    is_new: Annotated[bool, Field(exclude=True)] = False
-
-
-@dataclass(frozen=True)
-class Answer:
-    """The effect of a request. All of it is on disk."""
-
-    job: Annotated[str, Field(description="Name of the job.")]
-    report: Annotated[Report | None, Field(description="The report as kept; null if the request was not about one.")]
-    version: Annotated[int, Field(description="The first version of the plans that takes the request into account.")]
-    changed: Annotated[bool, Field(description="Whether the request changed what the pipelines are to do.")]
-    takes_effect: Annotated[
-        Effect,
-        Field(
-            description="planning: the version is being planned. next iteration: it is there, and the job takes it at "
-            "its next iteration. already: the job runs it."
-        ),
-    ]
-    expected_saving_w: Annotated[
-        float | None,
-        Field(
-            description="Average power that all GPUs of the job are expected to save, watts, from the bounds of the "
-            "frontier. null while slow stages are being solved; a report with `wait_s` waits for that."
-        ),
-    ]
-    reason: Annotated[str, Field(description="One sentence for people.")]
-
-    def with_plans_of(self, status: JobStatus) -> Answer:
-        """Return the answer updated from a later `status`, if the version has been published by then."""
-        if status.version < self.version:
-            return self
-        is_taken = status.taken is not None and status.taken.version >= self.version
-        return replace(
-            self,
-            takes_effect="already" if is_taken else "next iteration",
-            expected_saving_w=status.expected_saving_w,
-            reason=status.decision.reason,
-        )
-
-
-@dataclass(frozen=True)
-class Expected:
-    """The average power of all GPUs of a job that its newest plans predict."""
-
-    power_w: Annotated[float, Field(description="With these plans, all pipelines waiting for the slowest, watts.")]
-    baseline_power_w: Annotated[float, Field(description="With all clocks at maximum and iterations as long, watts.")]
-    origin: Annotated[Origin, Field(description="measured: replayed from a measured profile; or simulated.")]
-
-
-@dataclass(frozen=True)
-class PipelineStatus:
-    """One pipeline of a job and its newest plan."""
-
-    pipeline: Annotated[int, Field(description="Number of the pipeline, from 0.")]
-    time_s: Annotated[float, Field(description="Iteration time of the plan, seconds.")]
-    energy_j: Annotated[float, Field(description="Energy of such an iteration over all GPUs, joules.")]
-    target_s: Annotated[float, Field(description="Deadline of an iteration by the current decision, seconds.")]
-    slow_stages: Annotated[Mapping[int, float], Field(description="Slow stage -> slowdown.")]
-    report: Annotated[str | None, Field(description="Key of the report that counts for the pipeline; null for none.")]
-
-
-@dataclass(frozen=True)
-class JobTelemetry:
-    """Iterations and energy of a job since it was registered, over all its runs."""
-
-    iterations: Annotated[int, Field(description="Number of iterations that have ended.")]
-    iteration_s: Annotated[float, Field(description="Recent time of an iteration, seconds.")]
-    power_w: Annotated[float | None, Field(description="Recent power of all GPUs, watts; null if unknown.")]
-    energy_j: Annotated[float, Field(description="Energy of the metered iterations, joules.")]
-    baseline_j: Annotated[
-        float,
-        Field(description="Energy of those iterations with all clocks at maximum and as long, by the profile, joules."),
-    ]
-    saved_j: Annotated[float, Field(description="`baseline_j` - `energy_j`; negative if more was used.")]
-    energy_is: Annotated[
-        Origin | None,
-        Field(description="Origin of `energy_j`, simulated if any part is; null if no iteration was metered."),
-    ]
-    late_changes: Annotated[int, Field(description="Clock changes that came when most of the computation was over.")]
-    set_p50_s: Annotated[
-        float | None, Field(description="Recent median time from requesting a clock until it is set; null if none was.")
-    ]
-    set_p99_s: Annotated[float | None, Field(description="The 99th percentile of that time.")]
-    observed_s: Annotated[float, Field(description="When the job last sent telemetry, seconds since the epoch.")]
-
-
-@dataclass(frozen=True)
-class JobStatus:
-    """Everything the service knows about a job."""
-
-    job: JobSummary
-    decision: Decision
-    version: Annotated[int, Field(description="The newest version of the plans.")]
-    promised: Annotated[int, Field(description="The version that is being planned; equal to `version` if none is.")]
-    taken: Annotated[Taken | None, Field(description="null if the job has not reported which version it runs.")]
-    reports: Annotated[tuple[Report, ...], Field(description="Reports that count now or will, in order of arrival.")]
-    expected_saving_w: Annotated[float, Field(description="As in the answer to a report, watts.")]
-    expected: Expected
-    telemetry: Annotated[JobTelemetry | None, Field(description="null if the job has sent none.")]
 
 
 @dataclass(frozen=True)

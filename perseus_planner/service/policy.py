@@ -1,44 +1,45 @@
-"""What the pipelines of a job are to do while something in it is slow; pure, time is an argument.
+"""The policy: what the pipelines of a job are to do while something in it is slow. Time is an argument.
 
 Which reports count
 
 | a report                                          | counts                                                        |
 |---------------------------------------------------|---------------------------------------------------------------|
-| has not begun                                     | not yet; at its iteration, if it names one, else at its time  |
-| has begun                                         | until it expires, and unless the next lines say otherwise     |
-| its source has observed that scope later          | no more, once the later one has begun, also after that expires|
+| has not begun                                     | not yet; it begins at its iteration if it names one, else at  |
+|                                                   | its time                                                      |
+| has begun                                         | until it expires, unless one of the next lines applies        |
+| its source has observed that scope later          | no more once the later one has begun, even after that expires |
 | expires before it begins                          | never                                                         |
-| has slowdown 1                                      | no; it ends what its source said earlier of that scope        |
-| others of the same pipeline say something else    | the worst one counts; slow stages each by their worst slowdown  |
+| has slowdown 1                                    | no; it ends earlier reports of its source about that scope    |
+| others of the same pipeline differ                | the worst one; slow stages each by their worst slowdown       |
 
-What they make of a pipeline. `target` is the job's deadline, or the time with all clocks at maximum, but never less
-than `min_time_s` nor more than `max_time_s` of the pipeline in question. T' is the time of the slowest one.
+What they mean for a pipeline. `target` is the deadline of the job, or the time with all clocks at maximum, but at least
+`min_time_s` and at most `max_time_s` of that pipeline. T' is the time of the slowest pipeline.
 
 | known of a pipeline                               | its iteration takes     | its plan is for                       |
 |---------------------------------------------------|-------------------------|---------------------------------------|
 | nothing                                           | target                  | max(target, T'), at most `max_time_s` |
-| stages that compute slower                        | target, so slowed       | the same, planned anew so slowed      |
+| stages that compute more slowly                   | target, so slowed       | the same, planned anew so slowed      |
 | a slowdown of all of it                           | slowdown x target       | target                                |
-| an iteration time above its target                | that                    | target                                |
+| an iteration time above its target                | that time               | target                                |
 
-A slow rank, GPU or node is slow in all stages that it holds. Where communication or data are slow, or the stage is not
-known, the pipeline is slower as the third line has it: its computations are as fast as ever. If a pipeline has slow
-stages and is slower than these explain, it is planned with them, for its target.
+A slow rank, GPU or node is slow in all its stages. If communication or data are slow, or the stage is unknown, the
+pipeline is slower as in the third line, and its computations take their normal time. If a pipeline has slow stages and
+is slower than these explain, it is planned with them for its target.
 
-When plans change. A pipeline is wanted to take `min(max(its target, T'), max_time_s)`.
+When plans change. The wanted time of a pipeline is `min(max(its target, T'), max_time_s)`.
 
-| before, it was planned for                        | then                                                          |
+| before, it was planned for                        | then it is planned for                                        |
 |---------------------------------------------------|---------------------------------------------------------------|
-| longer than wanted                                | what is wanted, at once                                       |
-| less than its own target                          | its target, at once                                           |
-| less than wanted                                  | what is wanted, unless one of the following holds for all     |
+| longer than wanted                                | the wanted time, at once                                      |
+| less than its target                              | its target, at once                                           |
+| less than wanted                                  | the wanted time, unless one of the following is true of all   |
 
 1. It saves nothing.
-2. Each is to take less than `least_rise` longer.
-3. It does not pay: until the report of the slowest pipeline expires (or for `assumed_s`, if it does not) fewer
-   iterations are left than going over and coming back cost. A change is taken to cost what `iterations_lost`
+2. Each plan would be longer by less than `least_rise`.
+3. It does not pay: before the report of the slowest pipeline expires (or within `assumed_s`, if it does not), fewer
+   iterations are left than changing the plans twice costs. A change is assumed to cost what `iterations_lost`
    iterations save.
-4. Less than `holding_s` ago stragglers have changed how long plans take.
+4. Stragglers have changed the plans less than `holding_s` ago.
 """
 
 from __future__ import annotations
@@ -62,13 +63,13 @@ _ROUNDING = 1e-9  #: a saving below this share of the energy is a rounding error
 
 @dataclass(frozen=True)
 class Settings:
-    """How eager the policy is to slow pipelines down; it is always eager to speed them up.
+    """When pipelines are slowed down. They are always sped up at once.
 
     Attributes:
-        least_rise: a plan that is longer by less than this share of its time is no change.
-        holding_s: for so long after a change pipelines are not slowed down again, seconds.
-        assumed_s: how long something is taken to stay slow if its report does not expire, seconds.
-        iterations_lost: a change is taken to cost as much energy as it saves in so many iterations.
+        least_rise: The least relative change of a plan's time.
+        holding_s: How long after a change pipelines are not slowed down again, seconds.
+        assumed_s: How long something is assumed to stay slow if its report does not expire, seconds.
+        iterations_lost: The assumed cost of a change, in iterations' worth of the energy that it saves.
     """
 
     least_rise: float = 0.01
@@ -79,14 +80,14 @@ class Settings:
 
 @dataclass(frozen=True)
 class _Pipeline:
-    """What is known of a pipeline.
+    """What is known about a pipeline.
 
     Attributes:
-        numbers: of it, with its slow stages.
-        slow_stages: stage -> slowdown.
-        own_s: what its plan takes if it waits for nobody.
-        takes_s: what its iteration takes with that plan.
-        worst: the report that counts; None: none does.
+        numbers: Its frontier, with its slow stages.
+        slow_stages: Stage -> slowdown.
+        own_s: Time of its plan if it waits for no other pipeline.
+        takes_s: Time of its iteration with that plan.
+        worst: The report that counts; None if none does.
     """
 
     numbers: Numbers
@@ -96,13 +97,13 @@ class _Pipeline:
     worst: Report | None
 
     def wanted_s(self, straggler_time_s: float) -> float:
-        """What its plan is to take beside a pipeline that takes so long."""
-        if self.takes_s > self.own_s:  # nobody knows where its time goes, nor what slower clocks would do to it
+        """Return the wanted time of its plan beside a straggler."""
+        if self.takes_s > self.own_s:  # it is unknown where the time goes, and how slower clocks would affect it
             return self.own_s
         return min(straggler_time_s, self.numbers.max_time_s)
 
     def kept_s(self, planned_s: float, straggler_time_s: float) -> float:
-        """What its plan takes if it is not slowed down to save energy, after one of `planned_s`."""
+        """Return the time of its plan if it is not slowed down to save energy, after a plan of `planned_s`."""
         return min(max(planned_s, self.own_s), self.wanted_s(straggler_time_s))
 
 
@@ -116,23 +117,23 @@ def decide(
     *,
     iteration: int | None = None,
 ) -> Decision:
-    """What the pipelines of a job are to do now.
+    """Decide what the pipelines of a job are to do now.
 
-    Decided again on top of itself, it stays as it is until `look_again_s`, or until a report, an iteration or the
-    deadline of the job is another one.
+    The decision stays the same until `look_again_s`, unless a report, the iteration or the deadline of the job changes.
 
     Args:
-        job: its deadline is the iteration time that is wanted; one that cannot be met becomes the least that can. Its
-            power is shared alike by its pipelines; `power.shares` has chosen a deadline for which it suffices.
-        reports: all that are known, in any order; `reports.lasting_reports` of them say the same.
-        numbers: of a pipeline as profiled. Its `slowed` is asked again and again, so it should remember its answers.
-        before: what was decided last; None: nothing yet.
-        now_s: seconds since the epoch.
-        settings: how eager it is to slow down.
-        iteration: the first one that can still be changed; None: not known, so nothing that waits for one has begun.
+        job: Its deadline is the iteration time to aim for; one that cannot be met becomes the least that can. Its
+            pipelines share its power equally; `power.shares` has chosen a deadline for which that suffices.
+        reports: All known reports, in any order. `reports.lasting_reports` of them are enough.
+        numbers: Of a pipeline as profiled. `slowed` is called repeatedly, so it should cache its results.
+        before: The last decision; None for the first.
+        now_s: Seconds since the epoch.
+        settings: When to slow down.
+        iteration: The first iteration that can still be changed; None if unknown, so that no report that waits for an
+            iteration has begun.
 
     Raises:
-        UsageError: a report means what the job does not have; `reports.check_scope` finds that when it comes.
+        UsageError: If a report concerns what the job does not have; `reports.check_scope` finds that when it arrives.
     """
     reports = tuple(reports)
     pipelines = _pipelines(job, active_reports(reports, now_s, iteration), numbers)
@@ -153,10 +154,10 @@ def decide(
 
 
 def saving_w(job: Job, decision: Decision, numbers: Numbers) -> float:
-    """Watts on average that the pipelines of `job` save by what was decided, against each planned for its own target.
+    """Return the average power that the pipelines of `job` save by a decision, watts.
 
-    While the slowest of them takes as long as decided, and by `Numbers.bound_j`: plans come close to it, those with a
-    switch budget less so.
+    It is compared with each pipeline planned for its own target, while the slowest takes the decided time. It is
+    computed from `Numbers.bound_j`, which plans come close to, except with a switch budget.
     """
     saved_j, target_s = 0.0, _target_s(job, numbers)
     for (time_s, slow), count in Counter(
@@ -175,9 +176,9 @@ _HELD = "plans were changed a moment ago"
 
 @dataclass(frozen=True)
 class _Slowing:
-    """Whether pipelines are to be slowed down, beside one that takes `time_s`, after plans of `planned_s`.
+    """Whether to slow pipelines down beside one that takes `time_s`, after plans of `planned_s`.
 
-    Each of them may draw `power_w`.
+    Each pipeline may draw `power_w`.
     """
 
     pipelines: Sequence[_Pipeline]
@@ -200,7 +201,7 @@ class _Slowing:
         return tuple(Target(time_s, each.slow_stages, self.power_w) for each, time_s in pairs)
 
     def refusal(self, now_s: float, held: bool) -> str | None:
-        """Why no pipeline is slowed down, though some could be; None: all are as slow as wanted."""
+        """Return why no pipeline is slowed down although some could be; None to use the wanted times."""
         if self.kept_s == self.wanted_s:
             return None
         spent_j, saved_j = self._spent_and_saved_j()
@@ -214,7 +215,7 @@ class _Slowing:
         return _HELD if held else None
 
     def _spent_and_saved_j(self) -> tuple[float, float]:
-        """What all spend in an iteration if they are not slowed down, and what they save if they are."""
+        """Return the energy of an iteration of all pipelines without slowing down, and what that would save."""
         spent_j = saved_j = 0.0
         for numbers, kept_s, wanted_s, count in self._alike():
             spent_j += count * numbers.bound_j(kept_s)
@@ -222,13 +223,13 @@ class _Slowing:
         return spent_j, saved_j
 
     def _alike(self) -> Iterator[tuple[Numbers, float, float, int]]:
-        """Pipelines that do the same, of which there are many: numbers, kept and wanted time, how many there are."""
+        """Group equal pipelines, as there are many: yields numbers, kept time, wanted time and their count."""
         of_id = {id(each.numbers): each.numbers for each in self.pipelines}
         kinds = Counter(zip((id(each.numbers) for each in self.pipelines), self.kept_s, self.wanted_s, strict=True))
         return ((of_id[which], kept_s, wanted_s, count) for (which, kept_s, wanted_s), count in kinds.items())
 
     def pays_until_s(self) -> float:
-        """Until when slowing down pays: from then on the report expires before both changes are paid."""
+        """Return until when slowing down pays; after that, the report expires before both changes are paid off."""
         both_changes_s = 2.0 * self.settings.iterations_lost * self.time_s
         slowest = (each.worst for each in self.pipelines if each.takes_s == self.time_s)
         expires_s = max((worst.expires_s for worst in slowest if worst), default=math.inf)
@@ -246,7 +247,7 @@ def _own_s(numbers: Numbers, target_s: float) -> float:
 
 
 def _saved_j(numbers: Numbers, from_s: float, to_s: float) -> float:
-    """What a plan of `to_s` saves in an iteration against one of `from_s`, if both then wait for a slower pipeline."""
+    """Return what a plan of `to_s` saves against one of `from_s` if both then wait for a slower pipeline, joules."""
     if from_s == to_s:
         return 0.0
     most_s = numbers.max_time_s
@@ -255,22 +256,25 @@ def _saved_j(numbers: Numbers, from_s: float, to_s: float) -> float:
 
 
 def _pipelines(job: Job, active: Sequence[Report], numbers: Numbers) -> list[_Pipeline]:
-    said: dict[int, list[tuple[Report, frozenset[int]]]] = {}
+    concerning: dict[int, list[tuple[Report, frozenset[int]]]] = {}
     for report in active:
         for pipeline, stages in parts_concerned(job, report.scope).items():
-            said.setdefault(pipeline, []).append((report, stages))
+            concerning.setdefault(pipeline, []).append((report, stages))
     target_s = _target_s(job, numbers)
     calm_s = _own_s(numbers, target_s)
     calm = _Pipeline(numbers, {}, calm_s, calm_s, None)
-    return [_told(said[number], calm, target_s) if number in said else calm for number in range(job.pipelines)]
+    return [
+        _reported(concerning[number], calm, target_s) if number in concerning else calm
+        for number in range(job.pipelines)
+    ]
 
 
-def _told(said: Sequence[tuple[Report, frozenset[int]]], calm: _Pipeline, target_s: float) -> _Pipeline:
-    """A pipeline of which reports were made, each with the stages that it means."""
+def _reported(reports: Sequence[tuple[Report, frozenset[int]]], calm: _Pipeline, target_s: float) -> _Pipeline:
+    """Return a pipeline with its reports, each given with the stages that it concerns."""
     slow: dict[int, float] = {}
-    of_stages: list[tuple[float, str, Report]] = []  # in order of how bad they are; the key settles a tie
+    of_stages: list[tuple[float, str, Report]] = []  # (how bad it is, key to break ties, report)
     of_all: list[tuple[float, str, Report]] = []
-    for report, stages in said:
+    for report, stages in reports:
         if report.slowdown is not None and stages and report.cause in _COMPUTING:
             slow |= {stage: max(report.slowdown, slow.get(stage, 1.0)) for stage in stages}
             of_stages.append((report.slowdown, report.key, report))
@@ -288,7 +292,7 @@ def _told(said: Sequence[tuple[Report, frozenset[int]]], calm: _Pipeline, target
 def _since_s(
     job: Job, before: Decision | None, targets: Sequence[Target], stragglers: Mapping[int, str], now_s: float
 ) -> float:
-    """Since when plans take as long as stragglers made them; another deadline of the job is not their doing."""
+    """Return since when stragglers determine the times of the plans; a new deadline of the job does not count."""
     if before is None:
         return job.since_s
     as_before = [each.time_s for each in targets] == [each.time_s for each in before.targets]
@@ -296,13 +300,13 @@ def _since_s(
 
 
 def _reason(pipelines: Sequence[_Pipeline], time_s: float, calm_s: float, refusal: str | None) -> str:
-    """For people; it says nothing that changes while the decision does not."""
+    """Explain a decision to people, by nothing that changes while the decision does not."""
     slow = [(each.takes_s, -number, each.worst) for number, each in enumerate(pipelines) if each.worst]
     if not slow:
-        return f"nothing is known to be slow: iterations take {time_s:.6g} s"
+        return f"nothing is reported slow: iterations take {time_s:.6g} s"
     _, number, report = max(slow, key=lambda each: each[:2])
     culprit = f"pipeline {-number} (report {shown(report.key)} of {shown(report.source)})"
     if time_s <= calm_s:
         return f"{culprit} is slow, but iterations still take {time_s:.6g} s"
-    told = f"iterations take {time_s:.6g} s because of {culprit}"
-    return f"{told}, and plans are for that" if refusal is None else f"{told}, but nothing is slowed down: {refusal}"
+    text = f"iterations take {time_s:.6g} s because of {culprit}"
+    return f"{text}, and plans are for that" if refusal is None else f"{text}, but nothing is slowed down: {refusal}"

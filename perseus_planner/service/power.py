@@ -1,14 +1,14 @@
-"""A power budget over several jobs: how much slower each is to run, so that all together draw no more; pure.
+"""Power budgets: how much slower each job has to run so that all together draw no more than the budget.
 
-What is minimised is the sum over jobs of GPUs * t / time_s, t the iteration time within the budget and `time_s` without
-one: the mean slowdown of a GPU. What a job draws on average is E(t) / t, E the energy of its iteration, convex and
+The objective is the mean slowdown of a GPU, the sum over jobs of GPUs * t / time_s with the iteration time t within the
+budget and `time_s` without. A job draws E(t) / t on average, where the energy E of its iteration is convex and
 piecewise linear in t. In iterations per second, f = 1 / t, both are convex: GPUs / (f * time_s), and f * E(1 / f), the
-perspective of E. So the jobs are slowed down best where one more watt is worth the same slowdown in all of them, its
-price (Lagrangian duality: Boyd and Vandenberghe, Convex Optimization, 5.5). On a piece of the frontier E(t) is
-fixed_j + slope_w * t, so a job draws slope_w + fixed_j * f there, and for a price its best time is in closed form:
-t * t = price * fixed_j * time_s / GPUs. The price is bisected to the last bit.
+perspective of E. So the optimum is where one more watt is worth the same slowdown in all jobs, its price (Lagrangian
+duality: Boyd and Vandenberghe, Convex Optimization, 5.5). On a piece of the frontier, E(t) is fixed_j + slope_w * t, so
+a job draws slope_w + fixed_j * f, and the best time for a price has a closed form: t * t = price * fixed_j * time_s /
+GPUs. The price is found by bisection to the last bit.
 
-A pipeline that straggles counts as one that does not: who waits for it draws less.
+Stragglers are ignored here: a pipeline that waits for one draws less.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ class EnergyCurve(Protocol):
 
 @dataclass(frozen=True)
 class Share:
-    """What a job gets of a budget.
+    """A job's share of a budget.
 
     Attributes:
-        time_s: what its iterations take within it.
-        power_w: what all its GPUs together then draw on average.
+        time_s: Iteration time within the budget.
+        power_w: Average power of all its GPUs at that time.
     """
 
     time_s: float
@@ -60,12 +60,11 @@ class Demand:
     """What a job would do without a budget.
 
     Attributes:
-        frontier: of each of its pipelines.
-        pipelines: how many it has.
-        gpus: how many it has, over all pipelines.
-        time_s: what its iterations take: its deadline, or more where a straggler takes longer; at least the least
-            time of the frontier.
-        power_w: the most that this job alone may draw; None: any.
+        frontier: The frontier of each of its pipelines.
+        pipelines: Number of pipelines.
+        gpus: Number of GPUs over all pipelines.
+        time_s: Iteration time: its deadline, or more if a straggler takes longer; at least the least of the frontier.
+        power_w: Budget of this job alone; None for no budget.
     """
 
     frontier: EnergyCurve
@@ -75,23 +74,23 @@ class Demand:
     power_w: float | None = None
 
     def draws_w(self, time_s: float) -> float:
-        """What all its GPUs draw on average if iterations take so long, watts."""
+        """Return the average power of all its GPUs with iterations of that time, watts."""
         return self.pipelines * self.frontier.bound_j(time_s) / time_s
 
 
 def shares(power_w: float | None, demands: Sequence[Demand]) -> tuple[Share, ...]:
-    """The share of each job, such that all together draw `power_w` watts at most, with the least slowdown.
+    """Return the share of each job, so that all together draw at most `power_w` with the least slowdown.
 
-    No job becomes faster than without a budget, nor slower than it has to be to draw the least; a budget that all keep
-    anyway changes nothing. Frontiers bound energy from below: a plan that is to keep a share may take a little longer.
+    No job becomes faster than without a budget, or slower than at its least power. A budget that is met anyway changes
+    nothing. Frontiers bound energy from below, so a plan that keeps a share may take a little longer.
 
     Args:
-        power_w: watts over all jobs; None: any.
-        demands: of each job.
+        power_w: Watts over all jobs; None for no budget.
+        demands: One for each job.
 
     Raises:
-        InfeasiblePower: jobs cannot draw so little, all together or one that has a budget of its own; names the least.
-        InfeasibleDeadline: a job cannot be as fast as it demands.
+        InfeasiblePower: If the jobs together, or one with its own budget, cannot draw so little; names the least.
+        InfeasibleDeadline: If a job cannot be as fast as it demands.
     """
     ranges = [_range(demand) for demand in demands]
     fastest = _at_price(ranges, 0.0)
@@ -107,12 +106,12 @@ def shares(power_w: float | None, demands: Sequence[Demand]) -> tuple[Share, ...
 
 @dataclass(frozen=True, eq=False)
 class _Range:
-    """The times that a job may take, and what it takes at a price: GPU-slowdowns for a watt.
+    """The iteration times that a job may take, and the best one for a price in GPU slowdowns per watt.
 
     Attributes:
-        demand: of the job.
-        times_s: (pieces + 1,) from the fastest to that of the least power; linear energy between two of them.
-        prices: (pieces,) from which on a piece is passed, rising.
+        demand: What the job would do without a budget.
+        times_s: (pieces + 1,) From the fastest time to that of the least power; energy is linear between them.
+        prices: (pieces,) The price at which the end of each piece is best, rising.
     """
 
     demand: Demand
@@ -120,7 +119,7 @@ class _Range:
     prices: Floats
 
     def at_price(self, price: float) -> Share:
-        """What it takes if a watt costs so much."""
+        """Return the best share for a price."""
         piece = int(np.searchsorted(self.prices, price, side="right"))
         time_s = float(self.times_s[piece])
         if piece < len(self.prices):  # the price of a time grows as its square does
@@ -130,7 +129,7 @@ class _Range:
 
 
 def _range(demand: Demand) -> _Range:
-    """The times from that without a budget on; from a longer one if the job has a budget of its own."""
+    """Return the range from the time without a budget, or from the time that meets the job's own budget."""
     times_s, energies_j = _curve_from(demand, demand.time_s)
     powers_w = energies_j / times_s
     end = int(np.argmin(powers_w))
@@ -144,15 +143,15 @@ def _range(demand: Demand) -> _Range:
         end = int(np.argmin(energies_j / times_s))
     times_s, energies_j = times_s[: end + 1], energies_j[: end + 1]
     fixed_j = (energies_j[:-1] * times_s[1:] - energies_j[1:] * times_s[:-1]) / np.diff(times_s)
-    fixed_j = np.maximum(fixed_j, 1e-12 * energies_j[:-1])  # it is above 0 as power falls, but for rounding
+    fixed_j = np.maximum(fixed_j, 1e-12 * energies_j[:-1])  # positive except for rounding, as power falls
     prices = demand.gpus * times_s[1:] ** 2 / (fixed_j * demand.time_s)
     return _Range(demand, times_s, np.maximum.accumulate(prices))
 
 
 def _curve_from(demand: Demand, start_s: float) -> tuple[Floats, Floats]:
-    """(points,) times from `start_s` on between which energy is linear, rising; joules of all pipelines at each."""
+    """Return (points,) rising times from `start_s` and the energies of all pipelines, linear in between."""
     times_s, energies_j = demand.frontier.times_s[::-1], demand.frontier.energies_j[::-1]
-    later = times_s > start_s * (1.0 + 1e-9)  # no slope can be told from points that are closer
+    later = times_s > start_s * (1.0 + 1e-9)  # closer points do not determine a slope
     start_j = demand.frontier.bound_j(start_s)
     return (
         np.concatenate(([start_s], times_s[later])),
@@ -169,7 +168,7 @@ def _sum_w(found: Sequence[Share]) -> float:
 
 
 def _least(fits: Callable[[float], bool], low: float, high: float) -> float:
-    """The least number above `low` that fits, to the last bit; `high` does, and whatever is above one that does."""
+    """Return the least number above `low` that fits, to the last bit; `high` and all numbers above it fit."""
     while low < (middle := (low + high) / 2.0) < high:
         low, high = (low, middle) if fits(middle) else (middle, high)
     return high

@@ -1,7 +1,6 @@
-"""What clients send to the service and what it answers, as JSON: requests, envelopes, reading and writing.
+"""What clients send to the service, and how values are written and read as JSON.
 
-Requests are strict: fields that are not listed are refused, and values are not converted. The values inside answers are
-those of `model`.
+Requests are strict: fields that are not listed are refused, and values are not converted.
 """
 
 from __future__ import annotations
@@ -12,25 +11,12 @@ import math
 import uuid
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from pydantic import BeforeValidator, Field, PlainSerializer, Strict, TypeAdapter, WithJsonSchema
 
 from perseus_planner.errors import UsageError
-from perseus_planner.service.model import (
-    STRICT,
-    Answer,
-    Cause,
-    Job,
-    JobStatus,
-    Line,
-    Number,
-    Origin,
-    PipelineStatus,
-    Place,
-    Report,
-    Scope,
-)
+from perseus_planner.service.model import STRICT, Cause, Job, Line, Number, Origin, Place, Report, Scope
 
 Value = TypeVar("Value")
 
@@ -276,97 +262,6 @@ class PowerRequest:
     __pydantic_config__ = STRICT
 
     power_w: Annotated[Watts | None, Field(description="Upper bound on average power, watts; null for no bound.")]
-
-
-@dataclass(frozen=True)
-class Jobs:
-    """All running jobs."""
-
-    jobs: tuple[JobStatus, ...]
-
-
-@dataclass(frozen=True)
-class Reports:
-    """The reports of a job that count now or will count."""
-
-    reports: tuple[Report, ...]
-
-
-@dataclass(frozen=True)
-class Answers:
-    """The effect on each job that a power budget concerns."""
-
-    answers: tuple[Answer, ...]
-
-
-@dataclass(frozen=True)
-class IgnoredAlert:
-    """An alert that was not taken by every job that it concerns, or that concerns none."""
-
-    index: Annotated[int, Field(description="Position of the alert in the request, from 0.")]
-    name: Annotated[str, Field(description="Name of the alert's rule.")]
-    problem: Annotated[str, Field(description="Why it was ignored, and what to do.")]
-
-
-@dataclass(frozen=True)
-class AlertAnswers:
-    """The effect of alerts."""
-
-    answers: Annotated[tuple[Answer, ...], Field(description="For each job that has a GPU or node that they name.")]
-    ignored: tuple[IgnoredAlert, ...]
-
-
-@dataclass(frozen=True)
-class PipelinePlan:
-    """The plan of one pipeline."""
-
-    version: int
-    pipeline: int
-    plan: Annotated[str, Field(description="A plan file, as `planner plan` writes it.")]
-
-
-@dataclass(frozen=True)
-class Pipelines:
-    """The pipelines of a job."""
-
-    version: Annotated[int, Field(description="The newest version of the plans.")]
-    pipelines: Annotated[tuple[PipelineStatus, ...], Field(description="In order.")]
-
-
-@dataclass(frozen=True)
-class Health:
-    """The service is running."""
-
-    status: Literal["ok"]
-    version: Annotated[str, Field(description="Version of the planner.")]
-
-
-@dataclass(frozen=True)
-class Me:
-    """The client, as the service sees it."""
-
-    role: Annotated[
-        Literal["read", "report", "operate"] | None,
-        Field(description="What the client may do; each role includes those before it. null without a valid token."),
-    ]
-    name: Annotated[str | None, Field(description="Name of the token; null without one.")]
-
-
-@dataclass(frozen=True)
-class ErrorContent:
-    """Why a request was not carried out."""
-
-    code: Annotated[str, Field(description="For programs.")]
-    message: Annotated[str, Field(description="What is wrong and what to do, for people.")]
-    least_power_w: Annotated[float | None, Field(description="The least feasible power budget, watts.")] = None
-    least_deadline_s: Annotated[float | None, Field(description="The least feasible deadline, seconds.")] = None
-
-
-@dataclass(frozen=True)
-class Error:
-    """The answer to every request that was not carried out."""
-
-    error: ErrorContent
 
 
 def to_json(value: Any, *, without_nulls: bool = False, indent: int | None = None) -> bytes:

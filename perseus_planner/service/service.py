@@ -12,22 +12,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from perseus_planner.errors import PlannerError, shown
+from perseus_planner.service import transitions
 from perseus_planner.service.alertmanager import AlertEffects, jobs_concerned, with_alerts
+from perseus_planner.service.answers import Answer, JobStatus, JobSummary, PipelineStatus, Registered
 from perseus_planner.service.checks import check_deadline, check_positive, check_report, check_same
-from perseus_planner.service.model import (
-    Answer,
-    Conflict,
-    Job,
-    JobState,
-    JobStatus,
-    JobSummary,
-    PipelineStatus,
-    PlanSet,
-    Registered,
-    Report,
-    Taken,
-    UnknownReport,
-)
+from perseus_planner.service.model import Conflict, Job, JobState, PlanSet, Report, Taken, UnknownReport
 from perseus_planner.service.planning.cache import Planning, Processes
 from perseus_planner.service.planning.replanner import Replanner, replan
 from perseus_planner.service.planning.worker import Unsolved, solve_profile
@@ -35,20 +24,6 @@ from perseus_planner.service.power import share_power
 from perseus_planner.service.store.writer import Changed, Draft, Writer, unknown_job
 from perseus_planner.service.subscriptions import Subscriptions, Timers
 from perseus_planner.service.telemetry import TelemetryBook
-from perseus_planner.service.transitions import (
-    answer_to,
-    baseline_j,
-    checked,
-    cleared,
-    current_reports,
-    first_state,
-    next_look_s,
-    pipelines,
-    reconciled,
-    registered_again,
-    status_of,
-    until_it_begins,
-)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -141,7 +116,7 @@ class Service:
 
     def reports(self, job: str) -> tuple[Report, ...]:
         """Return the reports of a job that count now or will count, in order of arrival."""
-        return current_reports(self._state(job), self._now_s())
+        return transitions.current_reports(self._state(job), self._now_s())
 
     def curve(self, job: str) -> Curve:
         """Return the energy curve of a job's pipelines as profiled."""
@@ -150,7 +125,7 @@ class Service:
     def pipelines(self, job: str) -> tuple[int, tuple[PipelineStatus, ...]]:
         """Return the newest version of a job's plans and the status of each pipeline, in order."""
         state = self._state(job)
-        return state.published.version, pipelines(state)
+        return state.published.version, transitions.pipelines(state)
 
     def plans(self, job: str, after: int) -> PlanSet | None:
         """Return a job's newest plans; None if their version is not above `after`."""
@@ -189,16 +164,16 @@ class Service:
             FrontierError: If `frontier` is not a frontier file.
             InfeasibleError: If no plan meets its deadline, switch budget or power, or the power budget of all jobs.
         """
-        job = checked(job, frontier, self._now_s())
+        job = transitions.checked(job, frontier, self._now_s())
         state = self._writer.jobs.get(job.name)
         if state is not None:
-            return registered_again(state, job)
-        first = first_state(job, frontier, self._planning)
+            return transitions.registered_again(state, job)
+        first = transitions.first_state(job, frontier, self._planning)
 
         def command(draft: Draft) -> Registered:
             known = draft.find(job.name)
             if known is not None:
-                return registered_again(known, job)
+                return transitions.registered_again(known, job)
             draft.put(first)
             draft.frontiers[job.frontier] = frontier, first.curve
             self._share_power(draft, job.name)
@@ -233,7 +208,7 @@ class Service:
             check_deadline(deadline_s, before.curve)
             draft.put(replace(before, job=replace(before.job, deadline_s=deadline_s)))
             self._share_power(draft, job)
-            return answer_to(before, self._reconcile(draft, draft.state(job)))
+            return transitions.answer_to(before, self._reconcile(draft, draft.state(job)))
 
         return self._writer.do(command)
 
@@ -257,7 +232,7 @@ class Service:
                 before = (draft.state(job),)
                 draft.put(replace(before[0], job=replace(before[0].job, power_w=power_w)))
             self._share_power(draft, job)
-            return tuple(answer_to(state, draft.state(state.job.name)) for state in before)
+            return tuple(transitions.answer_to(state, draft.state(state.job.name)) for state in before)
 
         return self._writer.do(command)
 
@@ -280,13 +255,15 @@ class Service:
             known = before.reports.get(report.key) or before.past.get(report.key)
             if known is not None:
                 check_same(known, report)
-                return answer_to(before, before, known, "the report was received before")
+                return transitions.answer_to(before, before, known, "the report was received before")
             check_report(before, report)
             after = self._reconcile(draft, replace(before, reports={**before.reports, report.key: report}))
             if report.key in after.reports:
-                return answer_to(before, after, report, until_it_begins(after, report, self._now_s()))
+                return transitions.answer_to(
+                    before, after, report, transitions.until_it_begins(after, report, self._now_s())
+                )
             reason = "it expires before it begins, or its source has observed the scope later"
-            return answer_to(before, after, report, reason)
+            return transitions.answer_to(before, after, report, reason)
 
         return self._writer.submit(command)
 
@@ -304,7 +281,9 @@ class Service:
                 before = draft.state(name)
                 after, refused = with_alerts(before, alerts, self._now_s())
                 ignored |= refused
-                answers.append(answer_to(before, before if after is before else self._reconcile(draft, after)))
+                answers.append(
+                    transitions.answer_to(before, before if after is before else self._reconcile(draft, after))
+                )
             return AlertEffects(tuple(answers), ignored)
 
         return self._writer.do(command)
@@ -323,10 +302,10 @@ class Service:
                 past = report or before.past.get(key)
                 if past is None:
                     raise UnknownReport(f"job {shown(job)} has no report {shown(key)}; list the reports that it has")
-                return answer_to(before, before, past, "the report did not count any more")
-            report = cleared(report, now_s)
+                return transitions.answer_to(before, before, past, "the report did not count any more")
+            report = transitions.cleared(report, now_s)
             after = self._reconcile(draft, replace(before, reports={**before.reports, key: report}))
-            return answer_to(before, after, report)
+            return transitions.answer_to(before, after, report)
 
         return self._writer.do(command)
 
@@ -356,7 +335,7 @@ class Service:
             Conflict: If they contradict what the same run sent before.
         """
         state = self._state(job)
-        self._telemetry.add(state.job, sent, partial(baseline_j, state), self._now_s())
+        self._telemetry.add(state.job, sent, partial(transitions.baseline_j, state), self._now_s())
 
     # News and time
 
@@ -402,10 +381,10 @@ class Service:
         return state
 
     def _status(self, state: JobState, now_s: float) -> JobStatus:
-        return status_of(state, self._telemetry.of(state.job), now_s)
+        return transitions.status_of(state, self._telemetry.of(state.job), now_s)
 
     def _reconcile(self, draft: Draft, state: JobState) -> JobState:
-        after = reconciled(state, self._planning, self._now_s())
+        after = transitions.reconciled(state, self._planning, self._now_s())
         draft.put(after)
         return after
 
@@ -423,7 +402,7 @@ class Service:
         """Remember when time alone may change the decision; a job that is being planned is looked at after that."""
         look_s = math.inf
         if state is not None:
-            look_s = next_look_s(state, now_s := self._now_s())
+            look_s = transitions.next_look_s(state, now_s := self._now_s())
             if not state.is_planned and look_s <= now_s:
                 look_s = math.inf
         self._timers.set(name, look_s)

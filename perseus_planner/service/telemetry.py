@@ -18,7 +18,8 @@ import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from perseus_planner.service.model import Conflict, JobTelemetry, Origin
+from perseus_planner.service.answers import JobTelemetry
+from perseus_planner.service.model import Conflict, Origin
 from perseus_planner.service.schemas import Counters
 
 if TYPE_CHECKING:

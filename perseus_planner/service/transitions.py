@@ -18,20 +18,9 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from perseus_planner.errors import shown
+from perseus_planner.service.answers import Answer, Effect, Expected, JobStatus, JobSummary, PipelineStatus, Registered
 from perseus_planner.service.checks import check_deadline, check_job, check_places
-from perseus_planner.service.model import (
-    Answer,
-    Conflict,
-    Effect,
-    Expected,
-    Job,
-    JobState,
-    JobStatus,
-    JobSummary,
-    PipelineStatus,
-    PlanSet,
-    Registered,
-)
+from perseus_planner.service.model import Conflict, Job, JobState, PlanSet
 from perseus_planner.service.planning.cache import Planning, deduplicated, requests_of
 from perseus_planner.service.planning.curves import NotSolved
 from perseus_planner.service.policy import decide, saving_w

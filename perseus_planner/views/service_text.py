@@ -11,7 +11,8 @@ from perseus_planner.views.columns import column, table
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from perseus_planner.service.model import Answer, JobStatus, JobSummary, JobTelemetry, Report
+    from perseus_planner.service.answers import Answer, JobStatus, JobSummary, JobTelemetry
+    from perseus_planner.service.model import Report
 
 
 def answer_text(answer: Answer) -> str:

@@ -12,18 +12,15 @@ import socket
 import threading
 import time
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
 from http import HTTPStatus
-from itertools import count
 from typing import TYPE_CHECKING
-from uuid import uuid4
 
 from perseus_planner.errors import PlannerError, ServiceRefusal
 from perseus_planner.runtime.agent.embedded import EmbeddedService, Embedding
-from perseus_planner.runtime.agent.store import Detection, JobCounts, RankLocation, StoreMessages
+from perseus_planner.runtime.agent.outbox import Detections, JobCounts
+from perseus_planner.runtime.agent.store import Detection, RankLocation, StoreMessages
 from perseus_planner.runtime.switching.agreement import Acceptance, Proposal, Rejection
 from perseus_planner.service.client.client import TIMEOUT_S, Client
-from perseus_planner.service.client.sources import straggling_report
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -36,14 +33,12 @@ if TYPE_CHECKING:
     from perseus_planner.runtime.switching.plans import GivenPlan
     from perseus_planner.runtime.telemetry.counters import Counts
     from perseus_planner.service.model import PlanSet
-    from perseus_planner.service.schemas import Registration, ReportRequest
+    from perseus_planner.service.schemas import Registration
 
 POLL_S = 30.0
 """How long a long poll for newer plans waits at the service."""
 LONGEST_PAUSE_S = 30.0
 """The longest pause between two tries while the service is away."""
-TTL_S = 900.0
-"""How long a detection holds at the service, so that it does not outlive a job that was killed."""
 
 _FIRST_PAUSE_S = 0.5
 _ROUND_S = 0.25  #: between two looks for detections, and for the outcome of a proposal
@@ -134,63 +129,6 @@ class Pauses:
     def reset(self) -> None:
         """Start again with the shortest pause, after a success."""
         self._next_s = _FIRST_PAUSE_S
-
-
-@dataclass(frozen=True)
-class _Kept:
-    """A detection, the number of its report, and when it was observed and sent; None if it was not sent."""
-
-    detection: Detection
-    number: int
-    observed_s: float
-    sent_s: float | None = None
-
-
-class Detections:
-    """The last detection of each rank, and which of them have to be sent to the service.
-
-    Rank 0's clock says when each was observed, so they are in order whatever the clocks of other ranks say. A detection
-    that stands is sent again before it expires.
-
-    Args:
-        now_s: Returns seconds since the epoch.
-    """
-
-    def __init__(self, now_s: Callable[[], float] = time.time) -> None:
-        self._now_s = now_s
-        self._run, self._numbers = uuid4().hex, count(1)
-        self._kept: dict[int, _Kept] = {}
-
-    def add(self, detection: Detection) -> None:
-        """Add a detection, which replaces an earlier one of its rank."""
-        self._kept[detection.rank] = _Kept(detection, next(self._numbers), self._now_s())
-
-    def due(self) -> list[ReportRequest]:
-        """Return the reports to send now."""
-        now_s = self._now_s()
-        for rank, kept in self._kept.items():
-            if kept.sent_s is not None and now_s - kept.sent_s > TTL_S / 3:
-                self._kept[rank] = _Kept(kept.detection, next(self._numbers), now_s)
-        return [self._request(kept) for kept in self._kept.values() if kept.sent_s is None]
-
-    def sent(self, request: ReportRequest) -> None:
-        """Note that the service has answered a report. A recovery does not have to be sent again."""
-        for rank, kept in list(self._kept.items()):
-            if self._key(kept) == request.key:
-                self._kept[rank] = replace(kept, sent_s=self._now_s())
-                if kept.detection.straggling.slowdown <= 1.0:
-                    del self._kept[rank]
-
-    def send_again(self) -> None:
-        """Send all detections again, to a service that has forgotten them."""
-        self._kept = {rank: replace(kept, sent_s=None) for rank, kept in self._kept.items()}
-
-    def _key(self, kept: _Kept) -> str:
-        return f"{self._run}-{kept.number}"
-
-    def _request(self, kept: _Kept) -> ReportRequest:
-        straggling, rank = kept.detection.straggling, kept.detection.rank
-        return straggling_report(straggling, rank, key=self._key(kept), observed_s=kept.observed_s, ttl_s=TTL_S)
 
 
 class Agent:

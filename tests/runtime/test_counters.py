@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from perseus_planner.runs import IterationRecord
-from perseus_planner.runtime.agent.store import added_up
+from perseus_planner.runtime.agent.outbox import added_up
 from perseus_planner.runtime.controller.protocol import AttachReply, GpuSample
 from perseus_planner.runtime.engines.engine import PipelineRank
 from perseus_planner.runtime.marks import IterationTimes

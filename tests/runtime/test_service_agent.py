@@ -26,7 +26,8 @@ from perseus_planner.errors import FrontierError, PlanError, UsageError
 from perseus_planner.profiles.measurement import Measurement
 from perseus_planner.runs.straggler import StragglerDetection
 from perseus_planner.runtime.agent import agent as agent_module
-from perseus_planner.runtime.agent.agent import LONGEST_PAUSE_S, TTL_S, Agent, Detections, Pauses
+from perseus_planner.runtime.agent.agent import LONGEST_PAUSE_S, Agent, Pauses
+from perseus_planner.runtime.agent.outbox import TTL_S, Detections
 from perseus_planner.runtime.agent.settings import ServiceSettings
 from perseus_planner.runtime.agent.store import Detection, RankLocation, StoreMessages
 from perseus_planner.runtime.job import JobWarnings, TrainingJob

@@ -140,7 +140,7 @@ def test_what_no_job_has_and_what_says_too_little_harm_no_other_alert(running, c
     assert [(each["index"], each["name"]) for each in found["ignored"]] == [(0, "A"), (1, "B"), (3, "unnamed")]
     assert found["ignored"][0]["problem"] == "no running job has gpu 'GPU-of-others'"
     assert slowdowns(service) == [1.4042553191489362]
-    assert "alert of the rule 'B' says too little: does not say how slow" in caplog.text
+    assert "alert of the rule 'B' cannot be used: has no slowdown" in caplog.text
     counted = ask("GET", "/metrics").text
     assert 'planner_alerts_total{outcome="reported"} 1.0\n' in counted
     assert 'planner_alerts_total{outcome="ignored"} 3.0\n' in counted

@@ -305,7 +305,7 @@ def test_nobody_straggles_so_all_take_the_target():
     assert times_s(decided(deadline_s=1.1)) == [1.1] * 3
     assert times_s(decided(deadline_s=7.0)) == [Formula().max_time_s] * 3
     assert decided().look_again_s == math.inf
-    assert decided().reason == "nothing is known to be slow: iterations take 1.02 s"
+    assert decided().reason == "nothing is reported slow: iterations take 1.02 s"
 
 
 def test_the_others_are_as_slow_as_a_slow_pipeline_which_goes_on():

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from perseus_planner.service.model import Answer, Report, Scope
+from perseus_planner.service.answers import Answer
+from perseus_planner.service.model import Report, Scope
 
 REPORT = {
     "key": "k1",

@@ -16,19 +16,14 @@ import pytest
 from perseus_planner.errors import FrontierError, InfeasibleBudget, InfeasibleDeadline, InfeasiblePower, PlannerError
 from perseus_planner.files import sha256
 from perseus_planner.service.alertmanager import AlertEffects
+from perseus_planner.service.answers import Answer, Expected, JobStatus, JobSummary, PipelineStatus, Registered
 from perseus_planner.service.http.app import create_app
 from perseus_planner.service.http.auth import Access, Limits
 from perseus_planner.service.model import (
-    Answer,
     Conflict,
     Decision,
-    Expected,
     Job,
-    JobStatus,
-    JobSummary,
-    PipelineStatus,
     PlanSet,
-    Registered,
     Report,
     Taken,
     Target,

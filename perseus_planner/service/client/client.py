@@ -15,27 +15,26 @@ from urllib.parse import quote
 
 from perseus_planner.errors import UsageError
 from perseus_planner.plans.plan import Plan
-from perseus_planner.service.client.transport import Transport
-from perseus_planner.service.model import Answer, JobStatus, PlanSet, Registered, Report
-from perseus_planner.service.planning.curves import Curve
-from perseus_planner.service.schemas import (
+from perseus_planner.service.answers import (
+    Answer,
     Answers,
-    DeadlineRequest,
     Jobs,
+    JobStatus,
     PipelinePlan,
     Pipelines,
-    PowerRequest,
+    Registered,
     Reports,
-    TakenRequest,
-    from_json,
-    to_json,
 )
+from perseus_planner.service.client.transport import Transport
+from perseus_planner.service.model import PlanSet, Report
+from perseus_planner.service.planning.curves import Curve
+from perseus_planner.service.schemas import DeadlineRequest, PowerRequest, TakenRequest, from_json, to_json
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from types import TracebackType
 
-    from perseus_planner.service.model import PipelineStatus
+    from perseus_planner.service.answers import PipelineStatus
     from perseus_planner.service.schemas import Counters, Registration, ReportRequest
 
 Value = TypeVar("Value")

@@ -12,8 +12,9 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Match
 
 from perseus_planner.errors import InfeasibleDeadline, InfeasibleError, InfeasiblePower, PlannerError
+from perseus_planner.service.answers import Error, ErrorContent
 from perseus_planner.service.model import Conflict, StorageError, UnknownJob
-from perseus_planner.service.schemas import Error, ErrorContent, to_json
+from perseus_planner.service.schemas import to_json
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -18,8 +18,9 @@ from starlette.exceptions import HTTPException
 from perseus_planner.service.model import UnknownJob
 
 if TYPE_CHECKING:
+    from perseus_planner.service.answers import Answer, Registered
     from perseus_planner.service.http.auth import Limits
-    from perseus_planner.service.model import Answer, Job, PlanSet, Registered, Report
+    from perseus_planner.service.model import Job, PlanSet, Report
     from perseus_planner.service.planning.worker import Unsolved
     from perseus_planner.service.service import Service
 

@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from perseus_planner.service.model import JobStatus, JobTelemetry
+    from perseus_planner.service.answers import JobStatus, JobTelemetry
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})

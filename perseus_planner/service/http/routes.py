@@ -13,11 +13,12 @@ from fastapi.security import HTTPBearer
 from starlette.exceptions import HTTPException
 
 from perseus_planner import __version__
-from perseus_planner.service import alertmanager, schemas
+from perseus_planner.service import alertmanager, answers, schemas
+from perseus_planner.service.answers import Answer, JobStatus, Registered
 from perseus_planner.service.http.auth import Role, check_role
 from perseus_planner.service.http.longpoll import AsyncService
 from perseus_planner.service.http.metrics import CONTENT_TYPE
-from perseus_planner.service.model import Answer, JobStatus, PlanSet, Registered, UnknownJob
+from perseus_planner.service.model import PlanSet, UnknownJob
 from perseus_planner.service.planning.curves import Curve
 from perseus_planner.service.planning.worker import Unsolved
 
@@ -61,7 +62,7 @@ def _errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
     """Return the error answers of a route, for OpenAPI."""
     common = (400, 401, 403, 413, 421, 422, 500, 503)
     return {
-        status: {"model": schemas.Error, "description": HTTPStatus(status).phrase}
+        status: {"model": answers.Error, "description": HTTPStatus(status).phrase}
         for status in sorted({*common, *statuses})
     }
 
@@ -92,10 +93,10 @@ async def register(sent: schemas.Registration, live: Live) -> Response:
     return _json(registered, 201 if registered.is_new else 200)
 
 
-@router.get("/v1/jobs", dependencies=_for("read"), response_model=schemas.Jobs, responses=_errors())
+@router.get("/v1/jobs", dependencies=_for("read"), response_model=answers.Jobs, responses=_errors())
 async def jobs(live: Live) -> Response:
     """List all running jobs with their status."""
-    return await live.call(lambda: _json(schemas.Jobs(live.service.jobs())))
+    return await live.call(lambda: _json(answers.Jobs(live.service.jobs())))
 
 
 @router.get("/v1/jobs/{job}", dependencies=_for("read"), response_model=JobStatus, responses=_errors(404))
@@ -139,10 +140,10 @@ async def report(
     return _json(answer, 202)
 
 
-@router.get("/v1/jobs/{job}/reports", dependencies=_for("read"), response_model=schemas.Reports, responses=_errors(404))
+@router.get("/v1/jobs/{job}/reports", dependencies=_for("read"), response_model=answers.Reports, responses=_errors(404))
 async def reports(job: Job, live: Live) -> Response:
     """List the reports of a job that count now or will count."""
-    return await live.call(lambda: _json(schemas.Reports(live.service.reports(job))))
+    return await live.call(lambda: _json(answers.Reports(live.service.reports(job))))
 
 
 @router.delete(
@@ -156,7 +157,7 @@ async def clear(job: Job, key: Annotated[str, Path(pattern=schemas.KEY)], live: 
 @router.post(
     "/v1/alerts",
     dependencies=_for("report"),
-    response_model=schemas.AlertAnswers,
+    response_model=answers.AlertAnswers,
     responses=_errors(),
     description=alertmanager.__doc__,
 )
@@ -172,13 +173,13 @@ async def alerts(request: Request, sent: schemas.AlertGroup, live: Live) -> Resp
     for alert in received:
         if alert.report is None:
             _log.warning("An alert of the rule %r cannot be used: %s", alert.name, alert.problem)
-    return _json(schemas.AlertAnswers(effects.answers, ignored))
+    return _json(answers.AlertAnswers(effects.answers, ignored))
 
 
 @router.get(
     "/v1/jobs/{job}/pipelines/{pipeline}/plan",
     dependencies=_for("read"),
-    response_model=schemas.PipelinePlan,
+    response_model=answers.PipelinePlan,
     responses={204: {"description": "Nothing newer within `wait_s`."}, **_errors(404)},
 )
 async def plan(
@@ -195,7 +196,7 @@ async def plan(
     count = len(newer.of_pipeline)
     if pipeline >= count:
         raise HTTPException(404, f"the job has no pipeline {pipeline}: they are numbered from 0 to {count - 1}")
-    return _json(schemas.PipelinePlan(newer.version, pipeline, newer.text(pipeline)))
+    return _json(answers.PipelinePlan(newer.version, pipeline, newer.text(pipeline)))
 
 
 @router.get(
@@ -250,11 +251,11 @@ async def frontier(job: Job, live: Live) -> Response:
 
 
 @router.get(
-    "/v1/jobs/{job}/pipelines", dependencies=_for("read"), response_model=schemas.Pipelines, responses=_errors(404)
+    "/v1/jobs/{job}/pipelines", dependencies=_for("read"), response_model=answers.Pipelines, responses=_errors(404)
 )
 async def pipelines(job: Job, live: Live) -> Response:
     """Return what each pipeline of a job is to do now, and the point of its frontier that it is planned for."""
-    return await live.call(lambda: _json(schemas.Pipelines(*live.service.pipelines(job))))
+    return await live.call(lambda: _json(answers.Pipelines(*live.service.pipelines(job))))
 
 
 @router.put("/v1/jobs/{job}/deadline", dependencies=_for("operate"), response_model=Answer, responses=_errors(404, 409))
@@ -264,17 +265,17 @@ async def deadline(job: Job, sent: schemas.DeadlineRequest, live: Live) -> Respo
 
 
 @router.put(
-    "/v1/jobs/{job}/power", dependencies=_for("operate"), response_model=schemas.Answers, responses=_errors(404, 409)
+    "/v1/jobs/{job}/power", dependencies=_for("operate"), response_model=answers.Answers, responses=_errors(404, 409)
 )
 async def power(job: Job, sent: schemas.PowerRequest, live: Live) -> Response:
     """Bound the average power of all GPUs of a job."""
-    return _json(schemas.Answers(await live.change(live.service.set_power, job, sent.power_w)))
+    return _json(answers.Answers(await live.change(live.service.set_power, job, sent.power_w)))
 
 
-@router.put("/v1/power", dependencies=_for("operate"), response_model=schemas.Answers, responses=_errors(409))
+@router.put("/v1/power", dependencies=_for("operate"), response_model=answers.Answers, responses=_errors(409))
 async def cluster_power(sent: schemas.PowerRequest, live: Live) -> Response:
     """Bound the average power of all jobs together. They slow down so that the sum fits."""
-    return _json(schemas.Answers(await live.change(live.service.set_power, None, sent.power_w)))
+    return _json(answers.Answers(await live.change(live.service.set_power, None, sent.power_w)))
 
 
 @router.get(
@@ -289,15 +290,15 @@ async def metrics(request: Request, live: Live) -> Response:
     return Response(text, media_type=CONTENT_TYPE)
 
 
-@router.get("/v1/me", response_model=schemas.Me, responses=_errors())
+@router.get("/v1/me", response_model=answers.Me, responses=_errors())
 async def me(request: Request) -> Response:
     """Return the client's name and role; needs no token."""
-    return _json(schemas.Me(request.state.role, request.state.name))
+    return _json(answers.Me(request.state.role, request.state.name))
 
 
-@router.get("/healthz", response_model=schemas.Health, responses=_errors())
+@router.get("/healthz", response_model=answers.Health, responses=_errors())
 async def healthz(live: Live) -> Response:
     """Return whether the service is healthy; needs no token."""
     if live.problem is not None:
         raise HTTPException(503, f"the service is stuck: {live.problem}; see its log")
-    return _json(schemas.Health("ok", __version__))
+    return _json(answers.Health("ok", __version__))

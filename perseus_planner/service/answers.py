@@ -1,0 +1,239 @@
+"""What the service answers, as values: the status of jobs, the effects of requests, errors.
+
+Pydantic writes and reads them as JSON (see `schemas`); the service and its clients share these classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from perseus_planner.service.model import Decision, Job, Origin, Report, Taken
+
+Effect = Literal["planning", "next iteration", "already"]
+
+
+@dataclass(frozen=True)
+class JobSummary:
+    """A job, with the deadline and the power budget that hold now."""
+
+    name: str
+    pipelines: int
+    frontier: Annotated[str, Field(description="Digest of the frontier file.")]
+    ranks: Annotated[int, Field(description="Number of ranks whose location is known.")]
+    deadline_s: float | None
+    max_changes: int | None
+    min_dwell_s: float
+    power_w: float | None
+    since_s: Annotated[float, Field(description="When the job was registered, seconds since the epoch.")]
+
+    @classmethod
+    def of(cls, job: Job) -> JobSummary:
+        """Summarize `job`."""
+        limits = (job.deadline_s, job.max_changes, job.min_dwell_s, job.power_w)
+        return cls(job.name, job.pipelines, job.frontier, len(job.places), *limits, job.since_s)
+
+
+@dataclass(frozen=True)
+class Registered:
+    """The answer to a registration.
+
+    Attributes:
+        is_new: Whether the job was unknown before; over HTTP, the status says it.
+    """
+
+    job: JobSummary
+    version: Annotated[int, Field(description="The newest version of the job's plans.")]
+    is_new: Annotated[bool, Field(exclude=True)] = False
+
+
+@dataclass(frozen=True)
+class Expected:
+    """The average power of all GPUs of a job that its newest plans predict."""
+
+    power_w: Annotated[float, Field(description="With these plans, all pipelines waiting for the slowest, watts.")]
+    baseline_power_w: Annotated[float, Field(description="With all clocks at maximum and iterations as long, watts.")]
+    origin: Annotated[Origin, Field(description="measured: replayed from a measured profile; or simulated.")]
+
+
+@dataclass(frozen=True)
+class JobTelemetry:
+    """Iterations and energy of a job since it was registered, over all its runs."""
+
+    iterations: Annotated[int, Field(description="Number of iterations that have ended.")]
+    iteration_s: Annotated[float, Field(description="Recent time of an iteration, seconds.")]
+    power_w: Annotated[float | None, Field(description="Recent power of all GPUs, watts; null if unknown.")]
+    energy_j: Annotated[float, Field(description="Energy of the metered iterations, joules.")]
+    baseline_j: Annotated[
+        float,
+        Field(description="Energy of those iterations with all clocks at maximum and as long, by the profile, joules."),
+    ]
+    saved_j: Annotated[float, Field(description="`baseline_j` - `energy_j`; negative if more was used.")]
+    energy_is: Annotated[
+        Origin | None,
+        Field(description="Origin of `energy_j`, simulated if any part is; null if no iteration was metered."),
+    ]
+    late_changes: Annotated[int, Field(description="Clock changes that came when most of the computation was over.")]
+    set_p50_s: Annotated[
+        float | None, Field(description="Recent median time from requesting a clock until it is set; null if none was.")
+    ]
+    set_p99_s: Annotated[float | None, Field(description="The 99th percentile of that time.")]
+    observed_s: Annotated[float, Field(description="When the job last sent telemetry, seconds since the epoch.")]
+
+
+@dataclass(frozen=True)
+class JobStatus:
+    """Everything the service knows about a job."""
+
+    job: JobSummary
+    decision: Decision
+    version: Annotated[int, Field(description="The newest version of the plans.")]
+    promised: Annotated[int, Field(description="The version that is being planned; equal to `version` if none is.")]
+    taken: Annotated[Taken | None, Field(description="null if the job has not reported which version it runs.")]
+    reports: Annotated[tuple[Report, ...], Field(description="Reports that count now or will, in order of arrival.")]
+    expected_saving_w: Annotated[float, Field(description="As in the answer to a report, watts.")]
+    expected: Expected
+    telemetry: Annotated[JobTelemetry | None, Field(description="null if the job has sent none.")]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The effect of a request. All of it is on disk."""
+
+    job: Annotated[str, Field(description="Name of the job.")]
+    report: Annotated[Report | None, Field(description="The report as kept; null if the request was not about one.")]
+    version: Annotated[int, Field(description="The first version of the plans that takes the request into account.")]
+    changed: Annotated[bool, Field(description="Whether the request changed what the pipelines are to do.")]
+    takes_effect: Annotated[
+        Effect,
+        Field(
+            description="planning: the version is being planned. next iteration: it is there, and the job takes it at "
+            "its next iteration. already: the job runs it."
+        ),
+    ]
+    expected_saving_w: Annotated[
+        float | None,
+        Field(
+            description="Average power that all GPUs of the job are expected to save, watts, from the bounds of the "
+            "frontier. null while slow stages are being solved; a report with `wait_s` waits for that."
+        ),
+    ]
+    reason: Annotated[str, Field(description="One sentence for people.")]
+
+    def with_plans_of(self, status: JobStatus) -> Answer:
+        """Return the answer updated from a later `status`, if the version has been published by then."""
+        if status.version < self.version:
+            return self
+        is_taken = status.taken is not None and status.taken.version >= self.version
+        return replace(
+            self,
+            takes_effect="already" if is_taken else "next iteration",
+            expected_saving_w=status.expected_saving_w,
+            reason=status.decision.reason,
+        )
+
+
+@dataclass(frozen=True)
+class PipelineStatus:
+    """One pipeline of a job and its newest plan."""
+
+    pipeline: Annotated[int, Field(description="Number of the pipeline, from 0.")]
+    time_s: Annotated[float, Field(description="Iteration time of the plan, seconds.")]
+    energy_j: Annotated[float, Field(description="Energy of such an iteration over all GPUs, joules.")]
+    target_s: Annotated[float, Field(description="Deadline of an iteration by the current decision, seconds.")]
+    slow_stages: Annotated[Mapping[int, float], Field(description="Slow stage -> slowdown.")]
+    report: Annotated[str | None, Field(description="Key of the report that counts for the pipeline; null for none.")]
+
+
+@dataclass(frozen=True)
+class Jobs:
+    """All running jobs."""
+
+    jobs: tuple[JobStatus, ...]
+
+
+@dataclass(frozen=True)
+class Reports:
+    """The reports of a job that count now or will count."""
+
+    reports: tuple[Report, ...]
+
+
+@dataclass(frozen=True)
+class Answers:
+    """The effect on each job that a power budget concerns."""
+
+    answers: tuple[Answer, ...]
+
+
+@dataclass(frozen=True)
+class IgnoredAlert:
+    """An alert that was not taken by every job that it concerns, or that concerns none."""
+
+    index: Annotated[int, Field(description="Position of the alert in the request, from 0.")]
+    name: Annotated[str, Field(description="Name of the alert's rule.")]
+    problem: Annotated[str, Field(description="Why it was ignored, and what to do.")]
+
+
+@dataclass(frozen=True)
+class AlertAnswers:
+    """The effect of alerts."""
+
+    answers: Annotated[tuple[Answer, ...], Field(description="For each job that has a GPU or node that they name.")]
+    ignored: tuple[IgnoredAlert, ...]
+
+
+@dataclass(frozen=True)
+class PipelinePlan:
+    """The plan of one pipeline."""
+
+    version: int
+    pipeline: int
+    plan: Annotated[str, Field(description="A plan file, as `planner plan` writes it.")]
+
+
+@dataclass(frozen=True)
+class Pipelines:
+    """The pipelines of a job."""
+
+    version: Annotated[int, Field(description="The newest version of the plans.")]
+    pipelines: Annotated[tuple[PipelineStatus, ...], Field(description="In order.")]
+
+
+@dataclass(frozen=True)
+class Health:
+    """The service is running."""
+
+    status: Literal["ok"]
+    version: Annotated[str, Field(description="Version of the planner.")]
+
+
+@dataclass(frozen=True)
+class Me:
+    """The client, as the service sees it."""
+
+    role: Annotated[
+        Literal["read", "report", "operate"] | None,
+        Field(description="What the client may do; each role includes those before it. null without a valid token."),
+    ]
+    name: Annotated[str | None, Field(description="Name of the token; null without one.")]
+
+
+@dataclass(frozen=True)
+class ErrorContent:
+    """Why a request was not carried out."""
+
+    code: Annotated[str, Field(description="For programs.")]
+    message: Annotated[str, Field(description="What is wrong and what to do, for people.")]
+    least_power_w: Annotated[float | None, Field(description="The least feasible power budget, watts.")] = None
+    least_deadline_s: Annotated[float | None, Field(description="The least feasible deadline, seconds.")] = None
+
+
+@dataclass(frozen=True)
+class Error:
+    """The answer to every request that was not carried out."""
+
+    error: ErrorContent

@@ -1,0 +1,135 @@
+"""What rank 0 has to send to the service: the last detection of each rank, and the counts of all ranks."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from itertools import count
+from statistics import median
+from typing import TYPE_CHECKING
+from uuid import uuid4
+
+from perseus_planner.runtime.telemetry.counters import Counts, common_counts
+from perseus_planner.service.client.sources import straggling_report
+from perseus_planner.service.schemas import Counters
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from perseus_planner.runtime.agent.store import Detection, StoreMessages
+    from perseus_planner.service.schemas import ReportRequest
+
+TTL_S = 900.0
+"""How long a detection holds at the service, so that it does not outlive a job that was killed."""
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """A detection, the number of its report, and when it was observed and sent; None if it was not sent."""
+
+    detection: Detection
+    number: int
+    observed_s: float
+    sent_s: float | None = None
+
+
+class Detections:
+    """The last detection of each rank, and which of them have to be sent to the service.
+
+    Rank 0's clock says when each was observed, so they are in order whatever the clocks of other ranks say. A detection
+    that stands is sent again before it expires.
+
+    Args:
+        now_s: Returns seconds since the epoch.
+    """
+
+    def __init__(self, now_s: Callable[[], float] = time.time) -> None:
+        self._now_s = now_s
+        self._run, self._numbers = uuid4().hex, count(1)
+        self._kept: dict[int, _Kept] = {}
+
+    def add(self, detection: Detection) -> None:
+        """Add a detection, which replaces an earlier one of its rank."""
+        self._kept[detection.rank] = _Kept(detection, next(self._numbers), self._now_s())
+
+    def due(self) -> list[ReportRequest]:
+        """Return the reports to send now."""
+        now_s = self._now_s()
+        for rank, kept in self._kept.items():
+            if kept.sent_s is not None and now_s - kept.sent_s > TTL_S / 3:
+                self._kept[rank] = _Kept(kept.detection, next(self._numbers), now_s)
+        return [self._request(kept) for kept in self._kept.values() if kept.sent_s is None]
+
+    def sent(self, request: ReportRequest) -> None:
+        """Note that the service has answered a report. A recovery does not have to be sent again."""
+        for rank, kept in list(self._kept.items()):
+            if self._key(kept) == request.key:
+                self._kept[rank] = replace(kept, sent_s=self._now_s())
+                if kept.detection.straggling.slowdown <= 1.0:
+                    del self._kept[rank]
+
+    def send_again(self) -> None:
+        """Send all detections again, to a service that has forgotten them."""
+        self._kept = {rank: replace(kept, sent_s=None) for rank, kept in self._kept.items()}
+
+    def _key(self, kept: _Kept) -> str:
+        return f"{self._run}-{kept.number}"
+
+    def _request(self, kept: _Kept) -> ReportRequest:
+        straggling, rank = kept.detection.straggling, kept.detection.rank
+        return straggling_report(straggling, rank, key=self._key(kept), observed_s=kept.observed_s, ttl_s=TTL_S)
+
+
+class JobCounts:
+    """The counts of all ranks since the beginning of this run, added up by rank 0 from time to time.
+
+    Args:
+        messages: Has the counts of the ranks.
+        ranks: Number of ranks.
+    """
+
+    def __init__(self, messages: StoreMessages, ranks: int) -> None:
+        self._messages, self._ranks = messages, ranks
+        self._run = uuid4().hex
+        self._looked_s = time.monotonic()
+        self._found: Counters | None = None
+
+    def update_if_due(self, every_s: float) -> None:
+        """Update the counts unless that was done in the last `every_s` seconds."""
+        if time.monotonic() - self._looked_s >= every_s:
+            self.update()
+
+    def update(self) -> None:
+        """Read how far all ranks have come; one store operation for each."""
+        self._looked_s = time.monotonic()
+        counts = common_counts([self._messages.counts(rank) for rank in range(self._ranks)])
+        self._found = None if counts is None else added_up(self._run, counts)
+
+    def take(self) -> Counters | None:
+        """Return the new counts once; None if there are none since the last call."""
+        found, self._found = self._found, None
+        return found
+
+
+def added_up(run: str, ranks: Sequence[Counts]) -> Counters:
+    """Return the counters of a run from the counts of all its ranks at one iteration.
+
+    An iteration in which a rank does not know its energy is not metered, but the energy of the other ranks in it
+    counts, so that the saving is never overstated.
+    """
+    metered = min(each.metered_iterations for each in ranks)
+    p50_s = [each.set_p50_s for each in ranks if each.set_p50_s is not None]
+    p99_s = [each.set_p99_s for each in ranks if each.set_p99_s is not None]
+    simulated = any(each.origin == "simulated" for each in ranks)
+    return Counters(
+        run=run,
+        iterations=min(each.iterations for each in ranks),
+        time_s=min(each.time_s for each in ranks),
+        metered_iterations=metered,
+        metered_s=min(each.metered_s for each in ranks) if metered else 0.0,
+        energy_j=sum(each.energy_j for each in ranks) if metered else 0.0,
+        energy_is=("simulated" if simulated else "measured") if metered else None,
+        late_changes=sum(each.late_changes for each in ranks),
+        set_p50_s=median(p50_s) if p50_s else None,
+        set_p99_s=max(p99_s, default=None),
+    )
