@@ -1,4 +1,4 @@
-"""A small GPT over bytes, as the layers of which every example makes its stages, and a text to train it on."""
+"""A small GPT over bytes, as layers that the examples split into stages, and a text to train it on."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ VOCABULARY = 256  # bytes
 
 @dataclass(frozen=True)
 class Size:
-    """How large it is."""
+    """Size of the GPT."""
 
     layers: int = 4
     hidden: int = 64
@@ -23,7 +23,7 @@ class Size:
 
 
 class Embedding(nn.Module):
-    """Bytes (rows, sequence) to hidden states (rows, sequence, hidden)."""
+    """Maps bytes (rows, sequence) to hidden states (rows, sequence, hidden)."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()
@@ -31,12 +31,12 @@ class Embedding(nn.Module):
         self.position = nn.Embedding(size.sequence, size.hidden)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        places = torch.arange(tokens.shape[1], device=tokens.device)
-        return self.token(tokens) + self.position(places)
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        return self.token(tokens) + self.position(positions)
 
 
 class Layer(nn.Module):
-    """Attention and a feed-forward network, each after a normalization and beside a residual."""
+    """Attention and a feed-forward network, each after a normalization and with a residual connection."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class Layer(nn.Module):
 
 
 class Head(nn.Module):
-    """Hidden states to logits (rows, sequence, bytes)."""
+    """Maps hidden states to logits (rows, sequence, bytes)."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()
@@ -70,13 +70,13 @@ class Head(nn.Module):
 
 
 def layers(size: Size, seed: int = 0) -> list[nn.Module]:
-    """All layers, first to last; equal seeds give equal weights."""
+    """Return all layers in order; equal seeds give equal weights."""
     torch.manual_seed(seed)
     return [Embedding(size), *(Layer(size) for _ in range(size.layers)), Head(size)]
 
 
 def stage(size: Size, number: int, stages: int) -> nn.Sequential:
-    """Stage `number` of `stages`: its even share of the layers; the first embeds, the last has the head."""
+    """Return stage `number` of `stages`: its share of the layers, with the embedding first and the head last."""
     embedding, *inner, head = layers(size)
     begin, end = (len(inner) * each // stages for each in (number, number + 1))
     first, last = number == 0, number == stages - 1
@@ -84,19 +84,19 @@ def stage(size: Size, number: int, stages: int) -> nn.Sequential:
 
 
 def loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross-entropy of the next byte, nats."""
+    """Return the mean cross-entropy of the next byte, in nats."""
     return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
 def text() -> bytes:
-    """Sums in words of digits, such as "17 and 5 is 22.", in an order that is not sorted."""
+    """Return sums such as "17 and 5 is 22.", in a shuffled order."""
     pairs = itertools.product(range(50), repeat=2)
     lines = (f"{a} and {b} is {a + b}." for a, b in sorted(pairs, key=lambda pair: (pair[0] * 31 + pair[1] * 17) % 101))
     return " ".join(lines).encode()
 
 
 def batch(step: int, rows: int, size: Size) -> tuple[Tensor, Tensor]:
-    """The bytes of `rows` windows of the text, and those that follow each; equal steps give equal ones."""
+    """Return the bytes of `rows` windows of the text, and the byte after each; equal steps give equal batches."""
     data = torch.frombuffer(bytearray(text()), dtype=torch.uint8).long()
     chosen = torch.randint(len(data) - size.sequence - 1, (rows,), generator=torch.Generator().manual_seed(step))
     windows = torch.stack([data[begin : begin + size.sequence + 1] for begin in chosen])

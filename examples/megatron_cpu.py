@@ -1,4 +1,4 @@
-"""What Megatron-core takes for granted of a GPU, replaced where there is none."""
+"""Lets Megatron-core train on the CPU, by replacing what it assumes of a GPU."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.overrides import TorchFunctionMode
 
 
 class _OnCpu(TorchFunctionMode):
-    """Tensors that are made on "cuda" are made on the CPU."""
+    """Creates tensors on the CPU that are meant for "cuda"."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
@@ -20,7 +20,7 @@ class _OnCpu(TorchFunctionMode):
 
 
 class _NoTracker:
-    """Stands for the random states of tensor ranks: here there is one state."""
+    """Replaces the random states of tensor-parallel ranks by the global one."""
 
     def fork(self, name=None):
         return nullcontext()
@@ -28,7 +28,7 @@ class _NoTracker:
 
 @contextmanager
 def cpu_only() -> Iterator[None]:
-    """Lets Megatron-core run on the CPU inside the block."""
+    """Let Megatron-core run on the CPU inside the block."""
     from megatron.core.transformer import dot_product_attention
 
     with ExitStack() as stack:

@@ -13,7 +13,7 @@ ROWS = 2
 
 
 def build_stage(stage: int, stages: int):
-    """The module of a stage, one microbatch that it is run on, and the loss of the last stage."""
+    """Return the module of a stage, a microbatch to run it on, and the loss of the last stage."""
     size = gpt.Size()
     tokens, targets = gpt.batch(0, ROWS, size)
     inputs = tokens if stage == 0 else torch.randn(ROWS, size.sequence, size.hidden)

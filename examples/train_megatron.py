@@ -1,4 +1,4 @@
-"""Trains a GPTModel of Megatron-core: its first step is profiled and planned for, the others run by the plan.
+"""Trains a Megatron-core GPTModel: the first step is profiled, the others run by a plan.
 
 Without a GPU:  torchrun --nproc-per-node 4 examples/train_megatron.py --gpu simulated:a100-sxm
 On four GPUs:   torchrun --nproc-per-node 4 examples/train_megatron.py --layers 24 --hidden 1024 --sequence 1024
@@ -27,45 +27,45 @@ from perseus_planner.runtime import planner_runtime
 
 def main() -> None:
     """Train on one rank of the pipeline."""
-    given = shared.parsed(__doc__)
-    on_gpu = shared.is_on_gpu(given)
+    args = shared.parse_options(__doc__)
+    on_gpu = shared.is_on_gpu(args)
     if on_gpu:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if on_gpu else "gloo")
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=dist.get_world_size())
     with nullcontext() if on_gpu else megatron_cpu.cpu_only():
-        run(Training(given, torch.device("cuda" if on_gpu else "cpu")), given)
+        run(Training(args, torch.device("cuda" if on_gpu else "cpu")), args)
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
 
 
-def run(training, given):
-    """All training steps."""
-    if given.no_plan:
-        training.train(range(given.steps))
+def run(training, args):
+    """Run all training steps."""
+    if args.no_plan:
+        training.train(range(args.steps))
         return
-    # 1. The first step is as ever, but for `watched`; when it has ended, what it ran is profiled.
-    with profile_pipeline(training.model, gpu=given.gpu, output=given.profile, settings=given.sweep) as profiling:
+    # 1. Run the first step, wrapped by `watched`; when it has ended, its computations are profiled.
+    with profile_pipeline(training.model, gpu=args.gpu, output=args.profile, settings=args.sweep) as profiling:
         training.train(range(1), profiling.watched)
-    # 2. Rank 0 has the profile, and plans.
+    # 2. Rank 0 has the profile, and plans from it.
     if profiling.profile is not None:
-        schedule = schedules.one_f_one_b(dist.get_world_size(), given.microbatches)
-        shared.write_plan(profiling.profile, schedule, given)
-    # 3. All other steps run by the plan.
-    with planner_runtime(training.model, plan=given.plan, gpu=given.gpu, dry_run=given.dry_run, record=given.record):
-        training.train(range(1, given.steps))
+        schedule = schedules.one_f_one_b(dist.get_world_size(), args.microbatches)
+        shared.write_plan(profiling.profile, schedule, args)
+    # 3. Run all other steps by the plan.
+    with planner_runtime(training.model, plan=args.plan, gpu=args.gpu, dry_run=args.dry_run, record=args.record):
+        training.train(range(1, args.steps))
 
 
 class Training:
     """This rank's chunk of the model, and its optimizer."""
 
-    def __init__(self, given, device) -> None:
-        self.model = stage(given.size, on_gpu=device.type == "cuda").to(device)
+    def __init__(self, args, device) -> None:
+        self.model = stage(args.size, on_gpu=device.type == "cuda").to(device)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
-        self.given, self.device = given, device
+        self.args, self.device = args, device
 
     def train(self, steps, watched=lambda forward_step: forward_step) -> None:
-        """Train; the last rank prints the losses."""
+        """Train; the last rank prints the loss of each step."""
         for step in steps:
             losses = self.forward_and_backward(step, watched)
             self.optimizer.step()
@@ -74,36 +74,36 @@ class Training:
                 print(f"step {step}: loss {torch.stack(losses).mean().item():.9f}", flush=True)
 
     def forward_and_backward(self, step, watched):
-        """One iteration; the losses of its microbatches, on the last rank."""
-        given, first = self.given, step * self.given.microbatches
-        batches = iter([gpt.batch(each, given.rows, given.size) for each in range(first, first + given.microbatches)])
+        """Run one iteration; return the losses of its microbatches on the last rank."""
+        args, first = self.args, step * self.args.microbatches
+        batches = iter([gpt.batch(each, args.rows, args.size) for each in range(first, first + args.microbatches)])
         losses = get_forward_backward_func()(
             forward_step_func=watched(self.forward_step),
             data_iterator=batches,
             model=self.model,
-            num_microbatches=given.microbatches,
-            seq_length=given.size.sequence,
-            micro_batch_size=given.rows,
+            num_microbatches=args.microbatches,
+            seq_length=args.size.sequence,
+            micro_batch_size=args.rows,
             forward_only=False,
         )
         return [each["loss"] for each in losses]
 
     def forward_step(self, batches, model):
-        """The forward of one microbatch, and what makes a loss of it."""
+        """Run the forward of one microbatch; return its losses and the function that averages them."""
         tokens, targets = (each.to(self.device) for each in next(batches))
-        places = torch.arange(tokens.shape[1], device=self.device).expand_as(tokens)
-        hidden = torch.ones(1, 1, tokens.shape[1], tokens.shape[1], dtype=torch.bool, device=self.device).triu(1)
-        return model(tokens, places, hidden, labels=targets), mean_loss
+        positions = torch.arange(tokens.shape[1], device=self.device).expand_as(tokens)
+        mask = torch.ones(1, 1, tokens.shape[1], tokens.shape[1], dtype=torch.bool, device=self.device).triu(1)
+        return model(tokens, positions, mask, labels=targets), mean_loss
 
 
 def mean_loss(losses):
-    """What is trained on, and what is kept of it."""
+    """Return the loss to train on, and a copy to keep."""
     mean = losses.mean()
     return mean, {"loss": mean.detach().clone()}
 
 
 def stage(size, *, on_gpu):
-    """This rank's chunk of the model."""
+    """Return this rank's chunk of the model."""
     torch.manual_seed(0)
     if on_gpu:
         from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed

@@ -1,4 +1,4 @@
-"""Trains a torch.distributed.pipelining pipeline: its first step is profiled and planned for, others run by the plan.
+"""Trains a torch.distributed.pipelining pipeline: the first step is profiled, the others run by a plan.
 
 Without a GPU:  torchrun --nproc-per-node 4 examples/train_torch.py --gpu simulated:a100-sxm
 On four GPUs:   torchrun --nproc-per-node 4 examples/train_torch.py --layers 24 --hidden 1024 --sequence 1024
@@ -21,46 +21,46 @@ from perseus_planner.runtime import planner_runtime
 
 def main() -> None:
     """Train on one rank of the pipeline."""
-    given = shared.parsed(__doc__)
+    args = shared.parse_options(__doc__)
     device = torch.device("cpu")
-    if shared.is_on_gpu(given):
+    if shared.is_on_gpu(args):
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    run(Training(given, device), given)
+    run(Training(args, device), args)
     dist.destroy_process_group()
 
 
-def run(training, given):
-    """All training steps."""
-    if given.no_plan:
-        training.train(range(given.steps))
+def run(training, args):
+    """Run all training steps."""
+    if args.no_plan:
+        training.train(range(args.steps))
         return
-    # 1. The first step is as ever; when it has ended, what it ran is profiled.
-    with profile_pipeline(training.schedule, gpu=given.gpu, output=given.profile, settings=given.sweep) as profiling:
+    # 1. Run the first step unchanged; when it has ended, its computations are profiled.
+    with profile_pipeline(training.schedule, gpu=args.gpu, output=args.profile, settings=args.sweep) as profiling:
         training.train(range(1))
-    # 2. Rank 0 has the profile, and plans.
+    # 2. Rank 0 has the profile, and plans from it.
     if profiling.profile is not None:
-        schedule = schedules.one_f_one_b(dist.get_world_size(), given.microbatches)
-        shared.write_plan(profiling.profile, schedule, given)
-    # 3. All other steps run by the plan.
-    with planner_runtime(training.schedule, plan=given.plan, gpu=given.gpu, dry_run=given.dry_run, record=given.record):
-        training.train(range(1, given.steps))
+        schedule = schedules.one_f_one_b(dist.get_world_size(), args.microbatches)
+        shared.write_plan(profiling.profile, schedule, args)
+    # 3. Run all other steps by the plan.
+    with planner_runtime(training.schedule, plan=args.plan, gpu=args.gpu, dry_run=args.dry_run, record=args.record):
+        training.train(range(1, args.steps))
 
 
 class Training:
     """This rank's stage, its schedule and its optimizer."""
 
-    def __init__(self, given, device) -> None:
+    def __init__(self, args, device) -> None:
         rank, ranks = dist.get_rank(), dist.get_world_size()
-        module = gpt.stage(given.size, rank, ranks).to(device)
+        module = gpt.stage(args.size, rank, ranks).to(device)
         stage = pipelining.PipelineStage(module, rank, ranks, device)
-        self.schedule = pipelining.Schedule1F1B(stage, given.microbatches, loss_fn=gpt.loss)
+        self.schedule = pipelining.Schedule1F1B(stage, args.microbatches, loss_fn=gpt.loss)
         self.optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
-        self.given, self.device = given, device
+        self.args, self.device = args, device
 
     def train(self, steps) -> None:
-        """Train; the last rank prints the losses."""
+        """Train; the last rank prints the loss of each step."""
         for step in steps:
             losses = self.forward_and_backward(step)
             self.optimizer.step()
@@ -69,9 +69,9 @@ class Training:
                 print(f"step {step}: loss {torch.stack(losses).mean().item():.9f}", flush=True)
 
     def forward_and_backward(self, step):
-        """One iteration; the losses of its microbatches, on the last rank."""
-        rows = self.given.rows * self.given.microbatches
-        tokens, targets = (each.to(self.device) for each in gpt.batch(step, rows, self.given.size))
+        """Run one iteration; return the losses of its microbatches on the last rank."""
+        rows = self.args.rows * self.args.microbatches
+        tokens, targets = (each.to(self.device) for each in gpt.batch(step, rows, self.args.size))
         inputs = (tokens,) if dist.get_rank() == 0 else ()
         if dist.get_rank() < dist.get_world_size() - 1:
             self.schedule.step(*inputs)
