@@ -1,10 +1,10 @@
-"""Three ways for training processes to have their clocks set, and GPUs whose calls wait for each other.
+"""Three ways to set the clocks of training processes, on GPUs whose calls wait for each other.
 
-Run as a program, by controller_latency.py: `serve` is the clock controller, the others are one rank each.
+controller_latency.py runs this as a program: `serve` is the clock controller, the others are one rank each.
 
-- controller: the rank writes a word of shared memory; one process per node sets the clocks of all GPUs.
-- thread: the rank puts the clock into a queue.SimpleQueue; a thread of it sets its own GPU.
-- queue: the rank puts the clock into a multiprocessing.Queue; a process of its own sets its GPU.
+- controller: the rank writes its request to shared memory; one process per node sets the clocks of all GPUs.
+- thread: the rank puts the clock into a queue.SimpleQueue, and one of its threads sets its GPU.
+- queue: the rank puts the clock into a multiprocessing.Queue, and another process sets its GPU.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from perseus_planner.runtime.controller.server import Controller
 from perseus_planner.runtime.marks import clock_request
 
 CLOCKS_MHZ = tuple(range(1200, 1320, 15))
-"""Asked for in turn."""
+"""Requested in turn."""
 
 # Quantiles of the time of a call on an A800, as in perseus_planner/gpu/simulated/gpu.py.
 _SHARES, _CALL_S = (0.0, 0.5, 0.99, 1.0), (1.8e-3, 4.5e-3, 13e-3, 14e-3)
 
 Log = list[tuple[int, int]]
-"""(number of what was asked for, when the call that set it returned, nanoseconds)"""
+"""(number of the request, when the call that set it returned, in nanoseconds)"""
 
 
 class LockedGpu(DryRunGpu):
@@ -74,7 +74,7 @@ class LockedGpu(DryRunGpu):
 
 
 def serve(options: argparse.Namespace) -> None:
-    """The controller of the package, on these GPUs."""
+    """Run the controller of the package on these GPUs."""
     controller_rank.open_gpu = lambda text: LockedGpu(text, options.lock)  # type: ignore[assignment]
     handshakes = Handshakes()
     print(handshakes.address, flush=True)
@@ -83,7 +83,7 @@ def serve(options: argparse.Namespace) -> None:
 
 @contextmanager
 def by_controller(options: argparse.Namespace, log: Log) -> Iterator[Callable[[int], None]]:
-    """Asks by writing a word."""
+    """Request by writing to shared memory."""
     attach_request = AttachRequest(options.rank, options.gpu, "clock", None, 0.0)
     with Connection(options.address, attach_request) as connection:
         connection.attach(60.0)
@@ -100,10 +100,10 @@ def by_controller(options: argparse.Namespace, log: Log) -> Iterator[Callable[[i
             note()
 
         yield ask
-        time.sleep(0.1)  # several looks of the controller
+        time.sleep(0.1)  # several turns of the controller
         note()
         last = options.count - 1
-        # Until it is at the clock that was asked for last.
+        # Until the clock is the one requested last.
         while not options.given_up and (not log or (log[-1][0] - last) % len(CLOCKS_MHZ)):
             time.sleep(0.01)
             note()
@@ -117,7 +117,7 @@ def _set_all(gpu: LockedGpu, asked: Any, log: Log) -> None:
 
 @contextmanager
 def by_thread(options: argparse.Namespace, log: Log) -> Iterator[Callable[[int], None]]:
-    """Asks by a queue that a thread of this process empties."""
+    """Request through a queue that a thread of this process reads."""
     asked: queue.SimpleQueue[int | None] = queue.SimpleQueue()
     thread = threading.Thread(target=_set_all, args=(LockedGpu(options.gpu, options.lock), asked, log))
     thread.start()
@@ -136,7 +136,7 @@ def _set_all_and_tell(gpu: str, lock: str, asked: Any, told: Any) -> None:
 
 @contextmanager
 def by_queue(options: argparse.Namespace, log: Log) -> Iterator[Callable[[int], None]]:
-    """Asks by a queue that a process of its own empties."""
+    """Request through a queue that another process reads."""
     context = multiprocessing.get_context("spawn")
     asked, told = context.Queue(), context.Queue()
     process = context.Process(target=_set_all_and_tell, args=(options.gpu, options.lock, asked, told))
@@ -152,7 +152,7 @@ WAYS = {"controller": by_controller, "thread": by_thread, "queue": by_queue}
 
 
 def ask_all(options: argparse.Namespace) -> None:
-    """One rank: ask for clocks at a steady rate, busy in Python for a while after each; say what came of it."""
+    """Run one rank: request clocks at a steady rate, be busy in Python after each, and print the result."""
     log: Log = []
     times_ns = []
     with WAYS[options.way](options, log) as ask:
@@ -181,7 +181,7 @@ def main() -> None:
     parser.add_argument("--period-s", type=float)
     parser.add_argument("--busy-s", type=float)
     options = parser.parse_args()
-    options.given_up = False  # by the controller, because most of what is asked for is overtaken
+    options.given_up = False  # by the controller, because most requests are overtaken
     (serve if options.way == "serve" else ask_all)(options)
 
 

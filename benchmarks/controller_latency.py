@@ -1,4 +1,4 @@
-"""Number 15: from the moment a rank asks for a clock until it is set, for the ways of clock_setters.py."""
+"""Number 15: time from the request of a clock until it is set, for the ways of clock_setters.py."""
 
 from __future__ import annotations
 
@@ -21,70 +21,70 @@ from results import Check, Section, Table
 
 _RANKS = 8
 _NAMES = {
-    "controller": "one process per node, one word per rank",
+    "controller": "one process per node, one shared request per rank",
     "thread": "a thread in each rank, queue.SimpleQueue",
     "queue": "a process for each rank, multiprocessing.Queue",
 }
 _COLUMNS = {
-    "rate": ("asked for, per rank and second", "d"),
+    "rate": ("requests per rank and second", "d"),
     "way": ("set by", ""),
     "set": ("set, %", ".0f"),
     "given_up": ("ranks given up", "d"),
-    "median_ms": ("asked to set: median, ms", ".1f"),
+    "median_ms": ("request to set: median, ms", ".1f"),
     "p99_ms": ("p99, ms", ".1f"),
     "median_ratio": ("median, controller = 1", ".2f"),
     "p99_ratio": ("p99, controller = 1", ".2f"),
-    "at_wanted": ("time at the clock that is wanted, %", ".1f"),
+    "at_wanted": ("time at the requested clock, %", ".1f"),
 }
 
-Said = Mapping[str, Any]
-"""What a rank said: `asked`, when it asked for each; `set`, (which, when) of each that was set; whether `given_up`."""
+RankResult = Mapping[str, Any]
+"""Results of a rank: `asked`, when it made each request; `set`, (which, when) for each clock set; `given_up`."""
 
 
 def measure(size: Size) -> Section:
-    """Every way at every rate, with the same GPUs."""
+    """Time every way at every rate, with the same GPUs."""
     duration_s = size.setting_s
-    said = {(rate, way): _run(way, rate, duration_s) for rate in size.setting_rates_per_s for way in WAYS}
+    results = {(rate, way): _run(way, rate, duration_s) for rate in size.setting_rates_per_s for way in WAYS}
     rows = []
-    for (rate, way), ranks in said.items():
-        row, base = _row(ranks), _row(said[rate, "controller"])
+    for (rate, way), ranks in results.items():
+        row, base = _row(ranks), _row(results[rate, "controller"])
         ratios = {f"{name}_ratio": row[f"{name}_ms"] / base[f"{name}_ms"] for name in ("median", "p99")}
         rows.append({"rate": rate, "way": _NAMES[way], **row, **ratios})
     lasts = all(
         rank["given_up"] or _is_same(rank["set"][-1][0], len(rank["asked"]) - 1)
-        for ranks in said.values()
+        for ranks in results.values()
         for rank in ranks
     )
-    orders = all(sorted(rank["set"]) == rank["set"] for ranks in said.values() for rank in ranks)
+    orders = all(sorted(rank["set"]) == rank["set"] for ranks in results.values() for rank in ranks)
     return Section(
         15,
-        "Setting clocks: from asking to set",
+        "Setting clocks: from the request to the clock",
         f"**Measured** times, in processes of this machine; the GPUs are **simulated**: {_RANKS} on one lock that each "
-        "call holds for 1.8 to 14 ms, median 4.5 ms, as was measured on an A800. Each rank asks for "
+        "call holds for 1.8 to 14 ms, median 4.5 ms, as measured on an A800. Each rank requests "
         f"{len(CLOCKS_MHZ)} clocks in turn for {duration_s:g} s, and is busy in Python for {100 * _busy_share():.0f} % "
-        "of that time, right after it has asked.",
+        "of that time, right after each request.",
         [Table(_COLUMNS, rows)],
         [
-            Check("the clock that each rank asked for last was set last, unless it was given up", lasts),
-            Check("nothing was set after what was asked for later", orders),
+            Check("the clock that each rank requested last was set last, unless the rank was given up", lasts),
+            Check("clocks were set in the order of their requests", orders),
         ],
         [
-            "The controller sets the latest value alone: what is overtaken before it can be set is not set, and has "
-            "no latency; a rank most of whose changes are overtaken is given up. Queues set all, so where more is asked"
-            " for than the lock lets through, about 23 per rank and second, they fall behind while that lasts.",
-            f"{_RANKS} ranks share {os.cpu_count()} CPUs here. They are busy for so small a share of the time that "
-            "the CPUs are not what is waited for; a training process that is always busy holds up its own threads "
-            "for longer, by up to 5 ms at each switch.",
+            "The controller only sets the latest value. A request that is overtaken before it can be served is not "
+            "set, and has no latency; a rank is given up if most of its changes are overtaken. Queues serve all "
+            "requests, so they fall behind if there are more than the lock allows, about 23 per rank and second.",
+            f"{_RANKS} ranks share {os.cpu_count()} CPUs here, and are busy for so small a share of the time that they "
+            "do not wait for CPUs. A training process that is always busy delays its own threads further, by up to "
+            "5 ms at each switch.",
         ],
     )
 
 
 def _busy_share() -> float:
-    """Of each rank's time: half of the CPUs in all, and no more than half of one."""
+    """Return the share of its time in which a rank is busy: half of the CPUs together, at most half of one."""
     return min(0.5, 0.5 * (os.cpu_count() or 1) / _RANKS)
 
 
-def _row(ranks: Sequence[Said]) -> dict[str, float]:
+def _row(ranks: Sequence[RankResult]) -> dict[str, float]:
     waits_ms = [(set_ns - rank["asked"][which]) / 1e6 for rank in ranks for which, set_ns in rank["set"]]
     return {
         "given_up": sum(rank["given_up"] for rank in ranks),
@@ -95,8 +95,8 @@ def _row(ranks: Sequence[Said]) -> dict[str, float]:
     }
 
 
-def _share_at_wanted(rank: Said) -> float:
-    """The share of time, from the first to the last that is asked for, at which the clock is the one wanted then."""
+def _share_at_wanted(rank: RankResult) -> float:
+    """Return the share of the time from the first to the last request in which the clock is the requested one."""
     asked = rank["asked"]
     moments = sorted({*asked, *(set_ns for _, set_ns in rank["set"] if asked[0] < set_ns < asked[-1])})
     at_wanted_ns = wanted = 0
@@ -112,18 +112,18 @@ def _share_at_wanted(rank: Said) -> float:
 
 
 def _is_same(one: int, other: int) -> bool:
-    """Whether two numbers of what is asked for mean one clock."""
+    """Whether two numbers of requests mean the same clock."""
     return (one - other) % len(CLOCKS_MHZ) == 0
 
 
-def _run(way: str, rate: int, duration_s: float) -> list[Said]:
-    """What all ranks said."""
+def _run(way: str, rate: int, duration_s: float) -> list[RankResult]:
+    """Run all ranks, and return their results."""
     with tempfile.NamedTemporaryFile() as lock, _served(way, lock.name) as address:
         ranks = []
         for rank in range(_RANKS):
             own = {"rank": rank, "gpu": f"simulated:a100-sxm?seed={rank}", "count": max(2, round(rate * duration_s))}
             pace = {"period-s": 1 / rate, "busy-s": _busy_share() / rate, "address": address}
-            ranks.append(_started(way, lock.name, {**own, **pace}))
+            ranks.append(_start(way, lock.name, {**own, **pace}))
         try:
             for process in ranks:
                 process.stdout.readline()  # it is ready
@@ -139,18 +139,18 @@ def _run(way: str, rate: int, duration_s: float) -> list[Said]:
 
 @contextmanager
 def _served(way: str, lock: str) -> Iterator[str]:
-    """The address of a controller, where there is to be one; it ends with its ranks."""
+    """Run a controller if the way needs one; yield its address."""
     if way != "controller":
         yield ""
         return
-    with _started("serve", lock, {}) as process:
+    with _start("serve", lock, {}) as process:
         try:
             yield process.stdout.readline().strip()
         finally:
             process.communicate()
 
 
-def _started(way: str, lock: str, options: Mapping[str, object]) -> subprocess.Popen[str]:
+def _start(way: str, lock: str, options: Mapping[str, object]) -> subprocess.Popen[str]:
     program = Path(__file__).with_name("clock_setters.py")
     written = [f"--{name}={value}" for name, value in {"lock": lock, "ranks": _RANKS, **options}.items()]
     return subprocess.Popen(

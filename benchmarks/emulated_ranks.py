@@ -34,8 +34,8 @@ from perseus_planner.profiles.clock_changes import ClockChange
 from perseus_planner.runtime import planner_runtime
 from perseus_planner.runtime.emulation import emulated
 
-WIDTH = 128  # of square products: their real computation is a few percent of its emulated time
-WARM_UP, COUNTED = 2, 5  # iterations of each way in a round
+WIDTH = 128  # of square matrices, whose real computation takes a few percent of the emulated time
+WARM_UP, COUNTED = 2, 5  # iterations of each plan in a round
 CHANGE = ClockChange(call_s=6e-3, settle_s=0.9e-3, gpus_per_node=len(DEPTHS))  # the mean of the emulated calls
 
 Step = Callable[[], None]
@@ -43,7 +43,7 @@ Span = tuple[float, float]
 
 
 def main(engine_name: str, gpu: str, microbatches: str, rounds: str, folder: str) -> None:
-    """Profile, solve on rank 0, then run all clocks at maximum and each plan, round after round."""
+    """Profile, solve on rank 0, then train with all clocks at maximum and by each plan, in several rounds."""
     torch.set_num_threads(1)
     engine, step = {"torch": _torch, "deepspeed": _deepspeed}[engine_name](int(microbatches))
     where = Path(folder)
@@ -75,7 +75,7 @@ def _solve(where: Path, engine_name: str, microbatches: int) -> None:
 
 
 def _measured(step: Step, gpu: EmulatedGpu) -> list[Span]:
-    """Seconds of each iteration, and joules of it over all ranks."""
+    """Return the seconds of each iteration, and its joules over all ranks."""
     for _ in range(WARM_UP):
         step()
     moments = [(time.monotonic(), gpu.energy_j())]
@@ -107,7 +107,7 @@ def _deepspeed(microbatches: int) -> tuple[Any, Step]:
     import deepspeed
     from deepspeed.pipe import PipelineModule
 
-    # A pipeline does not need it, and without a GPU DeepSpeed would compile it first.
+    # Pipelines do not need this operation, and without a GPU DeepSpeed would compile it first.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed()
     layers = [_layer(number) for number in range(len(DEPTHS))]

@@ -1,4 +1,4 @@
-"""Number 17: real engines train on emulated GPUs by plans; iteration time and energy beside what the plans say."""
+"""Number 17: real engines train on emulated GPUs by plans; iteration time and energy compared with the plans."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from results import Check, Section, Table
 from perseus_planner.plans.plan import Plan
 
 DEPTHS = (4, 5, 6, 5)
-"""Linear layers of each stage: uneven, so that there is slack."""
+"""Linear layers of each stage, uneven so that there is slack."""
 SLOWDOWNS = (1.00, 1.10)
-"""Of the plans, against all clocks at maximum."""
+"""Slowdowns of the plans, compared with all clocks at maximum."""
 
 _GPU = "a100-sxm?slower=50000"  # forwards take 25 to 40 ms, backwards twice that
 _NEAR = 0.03  # share by which time and energy may differ from the plan's
@@ -41,7 +41,7 @@ _COLUMNS = {
 
 
 def measure(size: Size) -> Section:
-    """Train with each engine, all clocks at maximum and by each plan in one run."""
+    """Train with each engine: all clocks at maximum and by each plan, in one run."""
     microbatches, rounds = (4, 1) if size is SMOKE else (8, 3)
     engines = ("torch",) if size is SMOKE else ("torch", "deepspeed")
     rows = [row for engine in engines for row in _rows(engine, microbatches, rounds)]
@@ -50,19 +50,19 @@ def measure(size: Size) -> Section:
     return Section(
         17,
         "Training by plans on emulated GPUs",
-        f"Measured against the clock: {len(DEPTHS)} ranks, real gloo transfers, {microbatches} microbatches of a stack "
+        f"Measured in real time: {len(DEPTHS)} ranks, real gloo transfers, {microbatches} microbatches of a stack "
         f"of linear layers; computations take as long as `emulated:{_GPU}` says, and clocks are set through the "
         f"runtime, its controller and calls that take milliseconds. Medians of the iterations of "
-        f"{rounds} rounds, in each of which all three ways take their turn.",
+        f"{rounds} rounds, in each of which all three take their turn.",
         [Table(_COLUMNS, rows)],
         [
             Check(f"time is within {_NEAR:.0%} of the plan's: {worst_s:.2f} %", worst_s <= 100 * _NEAR),
             Check(f"energy is within {_NEAR:.0%} of the plan's: {worst_j:.2f} %", worst_j <= 100 * _NEAR),
         ],
         [
-            "*Planned* times have one constant of each engine in them: by how much the iteration with all clocks at "
-            "maximum took longer than its replay. Planned energies have the waiting in that time. The profile is "
-            "from the same GPU in virtual time.",
+            "*Planned* times include one constant for each engine: how much longer the iteration with all clocks at "
+            "maximum took than its replay. Planned energies include the waiting in that time. The profile was measured "
+            "on the same GPU in virtual time.",
         ],
     )
 
@@ -99,7 +99,7 @@ def _train(engine: str, microbatches: int, rounds: int, folder: Path) -> None:
     """Run all ranks until they have ended.
 
     Raises:
-        MissingError: torch or the engine is not installed.
+        MissingError: If torch or the engine is not installed.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -121,8 +121,8 @@ def _train(engine: str, microbatches: int, rounds: int, folder: Path) -> None:
         )
         for rank in range(len(DEPTHS))
     ]
-    said = [rank.communicate()[0] for rank in ranks]
-    for rank, text in zip(ranks, said, strict=True):
+    outputs = [rank.communicate()[0] for rank in ranks]
+    for rank, text in zip(ranks, outputs, strict=True):
         if "ModuleNotFoundError" in text:
             raise MissingError(text.strip().splitlines()[-1])
         if rank.returncode:

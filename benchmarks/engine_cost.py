@@ -1,4 +1,4 @@
-"""Real engines of one rank, run in turn with the hook and without: how long each of their computations takes."""
+"""Times the computations of real engines with one rank, in turn with the hook and without it."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from perseus_planner.runtime.hook import Hook, Program
 from perseus_planner.runtime.marks import HostMarks
 
 ENGINES = {"torch.distributed.pipelining": "torch", "DeepSpeed": "deepspeed"}
-"""Name -> the package that it needs."""
+"""Name of an engine -> the package that it needs."""
 _WARM_UP = 3  #: iterations; DeepSpeed's first one learns the shapes
 
 
 @dataclass
-class Following:
-    """A pilot that follows one program, and keeps what it is told of deviations."""
+class FixedProgram:
+    """A `ProgramSource` with one program, which keeps the deviations."""
 
     program: Program
     deviations: list[str] = field(default_factory=list)
@@ -40,13 +40,13 @@ class Following:
 
 
 @dataclass
-class Found:
-    """Nanoseconds from the begin of a computation to that of the next, iteration by iteration.
+class Timings:
+    """Nanoseconds from the begin of each computation to the begin of the next, for each iteration.
 
     Attributes:
-        without_ns: without the hook.
-        with_ns: with it.
-        deviations: what the engine did that is not in the plan.
+        without_ns: Without the hook.
+        with_ns: With the hook.
+        deviations: What the engine ran that is not in the plan.
     """
 
     without_ns: list[list[int]] = field(default_factory=list)
@@ -54,13 +54,13 @@ class Found:
     deviations: list[str] = field(default_factory=list)
 
 
-def pairs(name: str, plan: str, iterations: int) -> Found:
-    """So many iterations of the engine `name` each way, in turn; `plan` is JSON, and its only rank is this process."""
-    program, found, stamps_ns = Program(1, Plan.loads(plan), 0), Found(), list[int]()
-    pilot = Following(program)
-    hook = Hook(HostMarks(memoryview(bytearray(8)).cast("Q")), pilot, program)
+def time_in_turn(name: str, plan: str, iterations: int) -> Timings:
+    """Run iterations of an engine with and without the hook, in turn; this process is the only rank of the plan."""
+    program, found, stamps_ns = Program(1, Plan.loads(plan), 0), Timings(), list[int]()
+    source = FixedProgram(program)
+    hook = Hook(HostMarks(memoryview(bytearray(8)).cast("Q")), source, program)
     make = {"torch.distributed.pipelining": _torch_pipelining, "DeepSpeed": _deepspeed}[name]
-    with _alone():
+    with _process_group():
         iterate, attached = make(_stage(stamps_ns), program.plan.schedule.microbatches)
         for number in range(_WARM_UP + iterations):
             for is_hooked in (number % 2 == 0, number % 2 == 1):
@@ -70,13 +70,13 @@ def pairs(name: str, plan: str, iterations: int) -> Found:
                 lengths_ns = [b - a for a, b in pairwise(stamps_ns)]
                 if number >= _WARM_UP:
                     (found.with_ns if is_hooked else found.without_ns).append(lengths_ns)
-    found.deviations = pilot.deviations
+    found.deviations = source.deviations
     return found
 
 
 @contextmanager
-def _alone() -> Iterator[None]:
-    """A process group of this process."""
+def _process_group() -> Iterator[None]:
+    """Set up a process group with one rank."""
     import torch
     import torch.distributed as dist
 
@@ -89,7 +89,7 @@ def _alone() -> Iterator[None]:
 
 
 def _stage(stamps_ns: list[int]) -> Any:
-    """A module of next to no work that stamps the begin of its forwards and of its backwards."""
+    """Return a module that does almost no work and records when its forwards and backwards begin."""
     import torch
 
     class Stamped(torch.autograd.Function):

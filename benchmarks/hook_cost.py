@@ -1,4 +1,4 @@
-"""Number 16: what the runtime's hook costs the training thread per computation, beside no hook and other hand-offs."""
+"""Number 16: cost of the runtime's hook per computation on the training thread, compared with other hand-offs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from data import Size, profile_of
-from engine_cost import ENGINES, Following, pairs
+from engine_cost import ENGINES, FixedProgram, time_in_turn
 from results import Check, Section, Table
 
 from perseus_planner import Profile, schedules, solve
@@ -34,35 +34,35 @@ _ENGINE_COLUMNS = {
 
 
 def measure(size: Size) -> Section:
-    """All ways in turn in every iteration, so that what else the machine does falls on all of them alike."""
+    """Time all ways in turn in every iteration, so that other load on the machine affects them alike."""
     program, shared = _program(size), memoryview(bytearray(8)).cast("Q")
-    hook = Hook(HostMarks(shared), Following(program), program)
+    hook = Hook(HostMarks(shared), FixedProgram(program), program)
     rows, is_right = _bare(program, hook, shared, size.hook_iterations)
     names = [name for name in list(ENGINES)[: size.hook_engines] if find_spec(ENGINES[name])]
     engines = [_engine_row(name, program, size.engine_iterations) for name in names]
     return Section(
         16,
-        "What the hook costs the training thread",
-        f"Time measured on this machine, per computation, of {len(program.computations)} in an iteration; every "
-        "iteration in turn with each way. First the calls alone: the hook told of begin and end, where it writes the "
-        "word that the controller polls; a message to another process per computation, as Zeus hands its clocks over "
-        "(beside a device synchronise); a new thread for each, as EnvPipe changes clocks. Then real engines of one "
-        "rank on the CPU around a stage of next to no work, with the hook and without. To reach: 20 us in the median, "
-        "100 us at the 99th percentile. An engine that is not installed is left out.",
+        "Cost of the hook on the training thread",
+        f"Time measured on this machine, per computation, of {len(program.computations)} in an iteration; all take "
+        "their turn in every iteration. First the calls alone: the begin and the end of the hook, which writes the "
+        "request that the controller polls; a message to another process per computation, as Zeus hands over its "
+        "clocks (besides a device synchronization); a new thread for each, as EnvPipe changes clocks. Then real "
+        "engines of one rank on the CPU, with a stage that does almost no work, with and without the hook. To reach: "
+        "20 us in the median, 100 us at the 99th percentile. Engines that are not installed are left out.",
         [Table(_COLUMNS, rows), Table(_ENGINE_COLUMNS, engines)],
         [
-            Check("after each computation the word is the next one's clock", is_right),
+            Check("after each computation the request is the next one's clock", is_right),
             Check("no engine deviated from the plan", not any(row["deviations"] for row in engines)),
         ],
         [
-            "A computation of a real model takes 10 to 1,000 ms. On CUDA the hook also enqueues two events and a "
+            "A computation of a real model takes 10 to 1,000 ms. On CUDA the hook also enqueues two events and one "
             "write, which `benchmarks/on_gpu.py` measures on a GPU.",
         ],
     )
 
 
 def _program(size: Size) -> Program:
-    """A pipeline of one stage, so that one process is all of it."""
+    """Return the program of a pipeline with one stage, so that one process runs all of it."""
     profile = profile_of(size.cases[0])
     first = {key: found for key, found in profile.measurements.items() if key[0] == 0}
     schedule = schedules.one_f_one_b(1, size.hook_microbatches)
@@ -71,12 +71,12 @@ def _program(size: Size) -> Program:
 
 
 def _bare(program: Program, hook: Hook, shared: memoryview, iterations: int) -> tuple[list[dict[str, Any]], bool]:
-    """Rows of the calls alone, and whether the hook wrote what it should."""
+    """Return the rows of the calls alone, and whether the hook wrote the right requests."""
     context = multiprocessing.get_context("spawn")
     queue = context.Queue()
     reader = context.Process(target=_drain, args=(queue,), daemon=True)
     reader.start()
-    words = [clock_request(place, clock) for place, clock in enumerate(program.clocks)]
+    requests = [clock_request(position, clock) for position, clock in enumerate(program.clocks)]
     ways: dict[str, tuple[Callable[..., None], Callable[[], None]]] = {
         "no hook": (_nothing, _nothing),
         "the hook": (hook.begin, hook.end),
@@ -90,11 +90,11 @@ def _bare(program: Program, hook: Hook, shared: memoryview, iterations: int) -> 
             if way != "the hook":
                 taken_ns[way] += [_taken_ns(begin, end, each)[0] for each in program.computations]
                 continue
-            begin_ns = _timed(hook.begin_iteration, len(words) // 2)
-            for place, each in enumerate(program.computations):
+            begin_ns = _timed(hook.begin_iteration, len(requests) // 2)
+            for position, each in enumerate(program.computations):
                 spent_ns, written = _taken_ns(begin, end, each, shared)
                 taken_ns[way].append(spent_ns)
-                is_right &= written == words[(place + 1) % len(words)]
+                is_right &= written == requests[(position + 1) % len(requests)]
             taken_ns["begin and end of an iteration"].append(begin_ns + _timed(hook.end_iteration))
     queue.put(None)
     reader.join()
@@ -119,22 +119,22 @@ def _row(what: str, taken_ns: list[float]) -> dict[str, Any]:
 
 
 def percentile(values: list[float], percent: int) -> float:
-    """The value that so many percent of `values` are not above."""
+    """Return the least value that `percent` percent of `values` do not exceed."""
     return sorted(values)[max(0, -(-len(values) * percent // 100) - 1)]
 
 
 def _engine_row(name: str, program: Program, iterations: int) -> dict[str, Any]:
-    """In a process of its own: engines leave much behind."""
+    """Time an engine in a separate process, because engines leave state behind."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
-        found = process.submit(pairs, name, program.plan.dumps(), iterations).result()
-    usual_ns = [statistics.median(samples) for samples in zip(*found.without_ns, strict=True)]
+        found = process.submit(time_in_turn, name, program.plan.dumps(), iterations).result()
+    typical_ns = [statistics.median(samples) for samples in zip(*found.without_ns, strict=True)]
     more_ns, noise_ns = (
-        [ns - usual for iteration in each for ns, usual in zip(iteration, usual_ns, strict=True)]
+        [ns - typical for iteration in each for ns, typical in zip(iteration, typical_ns, strict=True)]
         for each in (found.with_ns, found.without_ns)
     )
     return {
         "engine": name,
-        "without_us": statistics.mean(usual_ns) / 1e3,
+        "without_us": statistics.mean(typical_ns) / 1e3,
         "median_us": statistics.median(more_ns) / 1e3,
         "p99_us": percentile(more_ns, 99) / 1e3,
         "p99_without_us": percentile(noise_ns, 99) / 1e3,

@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from engine_cost import Following
+from engine_cost import FixedProgram
 from gpu_training import Config, Training, training
 from hook_cost import percentile
 from results import Check, Section, Table, environment, failed, write
@@ -184,7 +184,7 @@ def _latency(gpt: Training) -> Section:
     with Connection(start_controller(1, 1e4, _ATTACH_S), AttachRequest(0, gpt.gpu, "clock", None, 0.0)) as connection:
         connection.attach(_ATTACH_S)
         with CudaMarks(connection.memory, gpt.device) as marks:
-            with TorchPipeline(gpt.schedule).attached(Hook(marks, Following(program), program)):
+            with TorchPipeline(gpt.schedule).attached(Hook(marks, FixedProgram(program), program)):
                 for _ in range(iterations):
                     gpt.iterate()
                     timed += marks.finished()
@@ -243,7 +243,7 @@ def _calls(gpt: Training) -> Section:
     program = Program(1, gpt.plan, 0)
     taken_ns: list[float] = []
     with CudaMarks(mmap.mmap(-1, mmap.PAGESIZE), gpt.device) as marks:
-        hook, work = Hook(marks, Following(program), program), torch.zeros(1024, device=gpt.device)
+        hook, work = Hook(marks, FixedProgram(program), program), torch.zeros(1024, device=gpt.device)
         for _ in range(_CALLED):
             hook.begin_iteration()
             for computation in program.computations:
