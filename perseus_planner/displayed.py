@@ -1,6 +1,6 @@
-"""What profiles, frontiers, plans and runs have in common: they show themselves in notebooks, and become pandas frames.
+"""What profiles, frontiers, plans and runs have in common: notebooks display them, and they become pandas frames.
 
-Views import the values that they show, so the values know them by name alone, and load them when they are asked for.
+The views import these classes, so the classes load the views only when they are needed.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ if TYPE_CHECKING:
     import pandas as pd
 
 
-class Shown:
-    """A value with a view in `views.notebook` and one in `views.frames`, each chosen by its type."""
+class Displayable:
+    """A value that notebooks display and that can become a pandas frame."""
 
     __slots__ = ()
 
     def to_frame(self) -> pd.DataFrame:
-        """As a pandas frame; `views.frames` says which rows and columns one of this type has.
+        """Return a pandas frame; see `views.frames.frame_of` for its rows and columns.
 
         Raises:
-            UsageError: pandas is not installed.
+            UsageError: If pandas is not installed.
         """
         return _view("frames").frame_of(self)
 
     def _repr_html_(self) -> str:
-        """How a notebook shows it."""
+        """Return HTML for notebooks."""
         return str(_view("notebook").html_of(self))
 
 

@@ -1,7 +1,7 @@
 """The `planner` command.
 
 Each command imports what it needs when it runs, so that `planner --help` answers at once.
-Exit codes: 0 done; 1 a fault of the planner; 2 something that the user can correct; 130 interrupted.
+Exit codes: 0 done, 1 a bug in the planner, 2 something that the user can correct, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from perseus_planner.cli.straggler import straggler
 def main(context: click.Context) -> None:
     """Plan one GPU clock per computation of pipeline-parallel training: the same speed, the least energy.
 
-    Profile the stages, solve for the frontier of time and energy, and take the plan that you need from it. Each command
-    explains itself with --help.
+    Profile the stages, solve for the frontier of time and energy, and choose a plan on it. Run a command with --help to
+    see its options.
     """
-    if context.invoked_subcommand not in ("doctor", "reset"):  # they look themselves, and say what they find
-        _reset_what_is_left()
+    if context.invoked_subcommand not in ("doctor", "reset"):  # these report such GPUs themselves
+        _recover_gpus()
 
 
 main.add_command(profile)
@@ -64,8 +64,8 @@ main.add_command(reset)
 main.add_command(serve)
 
 
-def _reset_what_is_left() -> None:
-    """Reset GPUs that processes which were killed have left set on this node; said on stderr."""
+def _recover_gpus() -> None:
+    """Reset GPUs that killed processes have left set on this node, and print them on stderr."""
     from perseus_planner.gpu.lease.records import has_records
 
     if not has_records():

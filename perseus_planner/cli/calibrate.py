@@ -42,7 +42,7 @@ def calibrate(profile_or_job: Path, plan_or_run: Path, measured: float | None, a
     """
     from perseus_planner.files import write_file
     from perseus_planner.jobs.calibration import calibrated
-    from perseus_planner.views.tables import calibration_text
+    from perseus_planner.views.profiles import calibration_text
 
     plan, measured_s, source = _measured(plan_or_run, measured)
     result, text = calibrated(profile_or_job, plan, measured_s, source)

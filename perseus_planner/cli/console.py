@@ -1,4 +1,4 @@
-"""What the commands share: options, errors as exit codes, results as text or JSON, progress."""
+"""What all commands share: options, errors as exit codes, results as text or JSON, and progress bars."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ as_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON o
 
 
 class Refusal(click.ClickException):
-    """A PlannerError, as one line on stderr."""
+    """A `PlannerError`, printed as one line on stderr."""
 
     exit_code = 2
 
 
 class Commands(click.Group):
-    """Commands in the order of their definition, with what ends them early turned into exit codes."""
+    """The commands in the order of their definition; turns exceptions into exit codes."""
 
     def list_commands(self, context: click.Context) -> list[str]:
-        """Their names."""
+        """Return the names of the commands."""
         return list(self.commands)
 
     def invoke(self, context: click.Context) -> Any:
-        """Run the one that was asked for."""
+        """Run the requested command."""
         try:
             return super().invoke(context)
         except EndedElsewhere:
@@ -54,12 +54,12 @@ class Commands(click.Group):
 
 
 def examples(*lines: str) -> str:
-    """The end of a command's help."""
+    """Return the examples at the end of a command's help."""
     return f"\b\nExample{'s' * (len(lines) > 1)}:\n" + "\n".join(f"  {line}" for line in lines)
 
 
 def quantity(name: str) -> Callable[[click.Context, click.Parameter, str | None], float | None]:
-    """A callback that reads an option's text as the quantity of that name in `quantities`."""
+    """Return a callback that reads an option as the quantity of that name in `quantities`."""
 
     def read(_: click.Context, parameter: click.Parameter, text: str | None) -> float | None:
         from perseus_planner import quantities
@@ -70,7 +70,7 @@ def quantity(name: str) -> Callable[[click.Context, click.Parameter, str | None]
 
 
 def signed(_: click.Context, parameter: click.Parameter, text: str | None) -> float | None:
-    """A callback that reads an option's text as a duration that may be below 0."""
+    """Read an option as a duration that may be negative."""
     if text is None:
         return None
     from perseus_planner.quantities import OVERHEAD
@@ -80,17 +80,17 @@ def signed(_: click.Context, parameter: click.Parameter, text: str | None) -> fl
 
 
 def writable(_: click.Context, parameter: click.Parameter, path: Path | None) -> Path | None:
-    """A callback that refuses, before any work is done, a file that could not be written after it."""
+    """Refuse a file that cannot be written, before any work is done."""
     if path is not None:
         check_writable(path, parameter.opts[0])
     return path
 
 
 def check_writable(path: Path, place: str) -> None:
-    """Refuse a file that could not be written later; `place` says where it was named.
+    """Check that a file can be written; `place` names the option or key that it comes from.
 
     Raises:
-        UsageError: it is a folder, or its folder is not there.
+        UsageError: If it is a folder, or its folder does not exist.
     """
     if path.is_dir():
         raise UsageError(f"{place} {path}: is a folder; name a file in it")
@@ -99,10 +99,10 @@ def check_writable(path: Path, place: str) -> None:
 
 
 def refuse_same(sources: Iterable[Path], target: Path, option: str = "--output") -> None:
-    """Refuse to write `target`, which `option` names, over one of `sources`, which are read.
+    """Check that `target`, which `option` names, is not one of the files that are read.
 
     Raises:
-        UsageError: it is one of them.
+        UsageError: If it is one of them.
     """
     for source in sources:
         if target.exists() and source.exists() and target.samefile(source):
@@ -110,10 +110,10 @@ def refuse_same(sources: Iterable[Path], target: Path, option: str = "--output")
 
 
 def numbered(target: Path, count: int, sources: Iterable[Path]) -> list[Path]:
-    """The files for `count` results: `target` for one, else a-0.npz, a-1.npz and so on for a.npz.
+    """Return the files for `count` results: `target` for one result, else a-0.npz, a-1.npz and so on for a.npz.
 
     Raises:
-        UsageError: one of them is one of `sources`, which are read, or a folder.
+        UsageError: If one of the files is a folder, or is read itself.
     """
     targets = [target]
     if count > 1:
@@ -126,7 +126,7 @@ def numbered(target: Path, count: int, sources: Iterable[Path]) -> list[Path]:
 
 
 def output(what: str) -> Callable[[Any], Any]:
-    """The option that names the file that a command writes."""
+    """Return the option that names the file to write."""
     text = f"File to write: {what}."
     return click.option("--output", "-o", required=True, type=PATH, callback=writable, metavar="FILE", help=text)
 
@@ -134,7 +134,15 @@ def output(what: str) -> Callable[[Any], Any]:
 def report(
     summary: DataclassInstance, text: str, files: Sequence[Path], *, as_json: bool, counts: Sequence[int] = ()
 ) -> None:
-    """Print what a command found, and the files that it wrote; `counts`: for how many pipelines each of them is."""
+    """Print the result of a command.
+
+    Args:
+        summary: the result, for JSON.
+        text: the result, for people.
+        files: the files that were written.
+        as_json: whether to print one JSON object instead of text.
+        counts: for how many pipelines each file is, if the files are for pipelines.
+    """
     if as_json:
         import json
         from dataclasses import asdict
@@ -153,9 +161,9 @@ def report(
 
 @contextmanager
 def progress(what: str) -> Iterator[Callable[[int, int], None] | None]:
-    """A bar on stderr if that is a terminal, gone when the work is done; gives what to call with (done, total).
+    """Show a progress bar on stderr while the block runs, and yield the function to call with (done, total).
 
-    Of the ranks of a job, which share a terminal, the first has it.
+    Yields None if stderr is not a terminal, or if another rank of the job shows the bar.
     """
     if not sys.stderr.isatty() or os.environ.get("RANK", "0") != "0":
         yield None

@@ -1,4 +1,4 @@
-"""`planner plan`: one frontier, or one for each kind of replica, in; a plan for each out."""
+"""`planner plan`: chooses a plan on a frontier, or on one frontier for each kind of pipeline."""
 
 from __future__ import annotations
 
@@ -21,14 +21,16 @@ _BUDGET = ("max_changes", "min_dwell_s")
 
 
 def _counts(_: click.Context, parameter: click.Parameter, text: str | None) -> tuple[int, ...]:
-    """A callback that reads 3,1 as counts."""
+    """Read an option such as 3,1 as counts."""
     if text is None:
         return ()
     from perseus_planner.quantities import COUNT
 
     counts = tuple(COUNT.parse(part.strip()) for part in text.split(","))
     if None in counts:
-        raise UsageError(f"{parameter.opts[0]}: {text!r} are not counts: write a whole number for each, such as 3,1")
+        raise UsageError(
+            f"{parameter.opts[0]}: {text!r} are not counts: write a whole number for each frontier, such as 3,1"
+        )
     return counts
 
 
@@ -44,57 +46,60 @@ def _counts(_: click.Context, parameter: click.Parameter, text: str | None) -> t
     "--deadline",
     metavar="TIME",
     callback=console.quantity("DURATION"),
-    help="An iteration may take this long, e.g. 2.95s.",
+    help="The longest that an iteration may take, e.g. 2.95s.",
 )
 @click.option(
     "--slowdown",
     metavar="RATIO",
     callback=console.quantity("SLOWDOWN"),
-    help="An iteration may take this many times as long as with all clocks at maximum, e.g. 1.05.",
+    help="The longest that an iteration may take, as a multiple of its time with all clocks at maximum, e.g. 1.05.",
 )
 @click.option(
     "--straggler-time",
     metavar="TIME",
     callback=console.quantity("DURATION"),
-    help="Another pipeline, for which this one waits, takes this long, e.g. 3.2s.",
+    help="The iteration time of a straggler that this pipeline waits for, e.g. 3.2s.",
 )
-@click.option("--least-energy", is_flag=True, help="As slow as is best for pipelines that wait for no other.")
+@click.option(
+    "--least-energy",
+    is_flag=True,
+    help="Choose the iteration time of least energy, for pipelines that do not wait for others.",
+)
 @click.option(
     "--power-budget",
     metavar="POWER",
     callback=console.quantity("POWER_BUDGET"),
-    help="All GPUs of the pipeline together may draw this on average, e.g. 5kW; the fastest such plan.",
+    help="Choose the fastest plan with at most this average power of all GPUs of the pipeline, e.g. 5kW.",
 )
 @click.option(
     "--max-changes",
     type=click.IntRange(min=0),
     metavar="N",
-    help="A GPU may change its clock at most this often in an iteration; 0: one clock for all of it.",
+    help="The most clock changes of a GPU per iteration; 0 keeps one clock.",
 )
 @click.option(
     "--min-dwell",
     "min_dwell_s",
     metavar="TIME",
     callback=console.quantity("LAG"),
-    help="A GPU must hold each clock for at least this long, e.g. 50ms.",
+    help="The least time that a GPU keeps each clock, e.g. 50ms.",
 )
 @click.option(
     "--replicas",
     metavar="COUNTS",
     callback=_counts,
-    help="How many pipelines each FRONTIER is for, e.g. 3,1.  [default: 1 each]",
+    help="The number of pipelines of each FRONTIER, e.g. 3,1.  [default: 1 each]",
 )
 @console.output("the plan, .yaml")
 @console.as_json
 def plan(frontier: tuple[Path, ...], replicas: tuple[int, ...], output: Path, as_json: bool, **options: Any) -> None:
     """Choose a clock for every computation.
 
-    FRONTIER is a file of `planner solve`. Give exactly one of --deadline, --slowdown, --straggler-time, --least-energy
-    and --power-budget. Times are in s, ms or min, powers in W or kW.
+    FRONTIER is a file that `planner solve` wrote. Give exactly one of --deadline, --slowdown, --straggler-time,
+    --least-energy and --power-budget. Write times in s, ms or min, and powers in W or kW.
 
-    Give several, one for each kind of pipeline, where pipelines that are not alike train side by side. They are planned
-    to one common deadline, and times with all clocks at maximum are those of the slowest. FILE gets -0, -1 and so on
-    before its ending.
+    If pipelines of different kinds train side by side, give one FRONTIER for each kind. All plans then meet one common
+    deadline, and a --slowdown refers to the slowest pipeline. FILE gets -0, -1 and so on before its ending.
     """
     target, value = _only_target({name: options[name] for name in _TARGETS})
     budget = {name: options[name] for name in _BUDGET if options[name] is not None}
@@ -102,13 +107,12 @@ def plan(frontier: tuple[Path, ...], replicas: tuple[int, ...], output: Path, as
         raise UsageError("--power-budget cannot be given with several frontiers; give --deadline or --slowdown instead")
     from perseus_planner.solver.frontier import Frontier
     from perseus_planner.solver.replicas import Replicas
-    from perseus_planner.views.plan_summary import summarize_plan, summarize_plans
-    from perseus_planner.views.tables import plan_text, plans_text
+    from perseus_planner.views.plan import plan_text, plans_text, summarize_plan, summarize_plans
 
     targets = console.numbered(output, len(frontier), frontier)
     pipelines = Replicas(tuple(map(Frontier.load, frontier)), replicas)
     with console.progress("Planning"):
-        plans = _planned(pipelines, target, value, budget)
+        plans = _make_plans(pipelines, target, value, budget)
     for each, file in zip(plans, targets, strict=True):
         each.save(file)
     straggler_time_s = value if target == "straggler_time" else None
@@ -121,6 +125,7 @@ def plan(frontier: tuple[Path, ...], replicas: tuple[int, ...], output: Path, as
 
 
 def _only_target(targets: dict[str, float | None]) -> tuple[str, float]:
+    """Return the one target that was given, with its value."""
     given = {name: value for name, value in targets.items() if value is not None and value is not False}
     if len(given) == 1:
         return next(iter(given.items()))
@@ -129,19 +134,19 @@ def _only_target(targets: dict[str, float | None]) -> tuple[str, float]:
     raise UsageError(f"give exactly one of {', '.join(options.values())}; got {got}")
 
 
-def _planned(pipelines: Replicas, target: str, value: float, budget: dict[str, Any]) -> tuple[Plan, ...]:
+def _make_plans(pipelines: Replicas, target: str, value: float, budget: dict[str, Any]) -> tuple[Plan, ...]:
     if target == "power_budget":
         (frontier,) = pipelines.frontiers
         return (frontier.plan_within_power(value, **budget),)
-    alone = pipelines.frontiers[0] if len(pipelines.frontiers) == 1 else None
-    return pipelines.plans_for(_deadline_s(alone or pipelines, target, value), **budget)
+    only = pipelines.frontiers[0] if len(pipelines.frontiers) == 1 else None
+    return pipelines.plans_for(_deadline_s(only or pipelines, target, value), **budget)
 
 
-def _deadline_s(of: Frontier | Replicas, target: str, value: float) -> float:
+def _deadline_s(source: Frontier | Replicas, target: str, value: float) -> float:
     if target == "deadline":
         return value
     if target == "slowdown":
-        return value * of.baseline_time_s
+        return value * source.baseline_time_s
     if target == "straggler_time":
-        return max(value, of.min_time_s)
-    return of.least_energy_time_s * (1 + 1e-9)  # so that no rounding error refuses a plan that takes just that time
+        return max(value, source.min_time_s)
+    return source.least_energy_time_s * (1 + 1e-9)  # keeps rounding from refusing a plan of exactly that time

@@ -1,4 +1,4 @@
-"""`planner profile`: measure the stages of a pipeline."""
+"""`planner profile`: measures the stages of a pipeline."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from perseus_planner.jobs.settings import Settings
     from perseus_planner.profiles.profiles import Profile
 
-_OF_A_STAGE = ("blocking_power", "resume")
+_NEED_A_STAGE = ("blocking_power", "resume")
 
 
 @click.command(
@@ -33,65 +33,67 @@ _OF_A_STAGE = ("blocking_power", "resume")
 @click.option(
     "--gpu",
     metavar="GPU",
-    help="GPU to measure on: nvml:N, cuda:N, zeusd:N, command:N, simulated:NAME, or dry-run: before one of these; cuda "
-    "is each rank's own.  [default: cuda]",
+    help="GPU to measure on: nvml:N, cuda:N, zeusd:N, command:N or simulated:NAME, with or without dry-run: before it; "
+    "cuda is the GPU of the rank.  [default: cuda]",
 )
 @click.option(
     "--stage",
     metavar="MODULE:FUNCTION",
-    help="What builds a stage: called with stage, stages, tensor_rank and tensor_parallel, it returns a torch module, "
-    "a sample input and a loss (None but for the last stage).",
+    help="Function that builds a stage: it takes stage, stages, tensor_rank and tensor_parallel, and returns a torch "
+    "module, a sample input and a loss (None except on the last stage).",
 )
-@click.option("--stages", type=int, metavar="S", help="Number of pipeline stages, at least 1.")
-@click.option("--tensor-parallel", type=int, metavar="GPUS", help="GPUs of a stage.  [default: 1]")
+@click.option("--stages", type=int, metavar="S", help="Number of pipeline stages.")
+@click.option("--tensor-parallel", type=int, metavar="GPUS", help="Number of GPUs per stage.  [default: 1]")
 @click.option(
     "--control",
     type=click.Choice(["clock", "power-limit"]),
-    help="What is set: the SM clock, or the power limit where clocks cannot be locked.  [default: clock]",
+    help="Control to sweep: the SM clock, or the power limit if clocks cannot be locked.  [default: clock]",
 )
-@click.option("--observe", is_flag=True, help="Set nothing: measure at whatever clock the GPU runs.")
-@click.option("--full", is_flag=True, help="Measure every clock, not only as many as plans need.")
-@click.option("--split-backward", is_flag=True, help="Measure the gradients of inputs and of weights apart too.")
+@click.option("--observe", is_flag=True, help="Measure at the clock that the GPU runs at, without setting any.")
+@click.option("--full", is_flag=True, help="Measure every clock, instead of only those that plans need.")
+@click.option("--split-backward", is_flag=True, help="Also measure the gradients of inputs and of weights separately.")
 @click.option(
     "--window",
     metavar="TIME",
     callback=console.quantity("DURATION"),
-    help="Least length of a measuring window.  [default: 5s]",
+    help="Shortest measuring window.  [default: 5s]",
 )
 @click.option(
     "--blocking-power",
     metavar="POWER",
     callback=console.quantity("BLOCKING_POWER"),
-    help="What a GPU draws while it waits, instead of measuring it; needed where a stage has no neighbour.",
+    help="Power of a waiting GPU, instead of measuring it; required for a single stage, which has no neighbour.",
 )
-@click.option("--resume", is_flag=True, help="Go on from the rows that an interrupted run has left beside the output.")
+@click.option(
+    "--resume", is_flag=True, help="Continue from the rows that an interrupted run has left beside the output."
+)
 @click.option(
     "--output",
     "-o",
     type=console.PATH,
     callback=console.writable,
     metavar="FILE",
-    help="File to write: the profile, .yaml; its table of measurements goes beside it, .csv.  [default: the profile "
-    "that the job file names]",
+    help="File to write: the profile, .yaml, with its table of measurements beside it, .csv.  [default: the profile of "
+    "the job file]",
 )
 @console.as_json
 def profile(job: Path | None, output: Path | None, as_json: bool, **flags: Any) -> None:
-    """Measure time and energy of every stage's computations over the clocks, and what a waiting GPU draws.
+    """Measure the time and energy of every stage's computations over the clocks, and the power of a waiting GPU.
 
-    JOB is a job file, whose keys stage, gpu, stages, tensor_parallel and profile say what the options say. Under
-    torchrun all stages are measured at once, one on each rank (or group of ranks, if tensor-parallel); without it one
-    after another, on one GPU. Whatever happens, also Ctrl-C and SIGKILL, the clocks are reset, and --resume goes on.
+    JOB is a job file; its keys stage, gpu, stages, tensor_parallel and profile stand for the options of these names.
+    Under torchrun, all stages are measured at once, one on each rank (or group of ranks, if tensor-parallel). Without
+    it, they are measured one after another on one GPU. The clocks are always reset, even after Ctrl-C or SIGKILL; use
+    --resume to continue.
 
-    Without a stage, and on a simulated GPU only, the stages are those of a small GPT, in virtual time.
+    Without a stage, a small GPT is measured in virtual time, on a simulated GPU only.
     """
-    from perseus_planner.views.summary import summarize_profile
-    from perseus_planner.views.tables import profile_text
+    from perseus_planner.views.profiles import profile_text, summarize_profile
 
     wanted = _wanted(job, output, flags)
-    with console.progress("Profiling") as progress, _said_how_to_go_on(wanted):
+    with console.progress("Profiling") as progress, _hint_to_resume(wanted):
         result = _profiled(wanted, flags, progress)
     if result is None:
-        return  # rank 0 has it
+        return  # rank 0 prints the profile
     summary = summarize_profile(result)
     files = [wanted.output, wanted.output.with_suffix(".csv")]
     console.report(summary, profile_text(summary), files, as_json=as_json)
@@ -99,7 +101,7 @@ def profile(job: Path | None, output: Path | None, as_json: bool, **flags: Any) 
 
 @dataclass(frozen=True)
 class _Wanted:
-    """What is to be profiled, by the options, or else by the job file."""
+    """What to profile, by the options or else by the job file."""
 
     output: Path
     gpu: str
@@ -115,21 +117,23 @@ def _wanted(job: Path | None, output: Path | None, flags: Mapping[str, Any]) -> 
     named = getattr(settings, "profile", None)
     target = output or (named if isinstance(named, Path) else None)
     if target is None:
-        why = "the profile of the job is more than one file" if named else "no file to write is named"
+        why = "the job has several profiles" if named else "the file to write is missing"
         raise UsageError(f"{why}; give --output FILE")
     if output is None:
         console.check_writable(target, f"{job}, key 'profile'")
 
-    def of(name: str, otherwise: Any = None) -> Any:
+    def setting(name: str, default: Any = None) -> Any:
         given = (flags[name], getattr(settings, name, None))
-        return next((value for value in given if value is not None), otherwise)
+        return next((value for value in given if value is not None), default)
 
-    stages, power_w = of("stages"), flags["blocking_power"]
+    stages, power_w = setting("stages"), flags["blocking_power"]
     if stages is None:
-        raise UsageError("how many pipeline stages there are is missing; give --stages S")
+        raise UsageError("the number of pipeline stages is missing; give --stages S")
     COUNT.check(stages, "stages")
     folder = job.parent if job is not None and flags["stage"] is None else None
-    return _Wanted(target, of("gpu", "cuda"), stages, of("stage"), of("tensor_parallel", 1), power_w, folder)
+    return _Wanted(
+        target, setting("gpu", "cuda"), stages, setting("stage"), setting("tensor_parallel", 1), power_w, folder
+    )
 
 
 def _read(job: Path | None) -> Settings | None:
@@ -144,7 +148,7 @@ def _profiled(wanted: _Wanted, flags: Mapping[str, Any], progress: Any) -> Profi
     from perseus_planner.profiler.sweep import SweepSettings
 
     if flags["observe"] and flags["control"] is not None:
-        raise UsageError("--observe sets nothing, so leave out --control")
+        raise UsageError("--observe does not set anything; leave out --control")
     control = "observed" if flags["observe"] else flags["control"] or "clock"
     settings = SweepSettings(control, full=flags["full"], **({"window_s": flags["window"]} if flags["window"] else {}))
     if wanted.stage is None:
@@ -167,15 +171,15 @@ def _profiled(wanted: _Wanted, flags: Mapping[str, Any], progress: Any) -> Profi
 
 
 def _small_gpt(wanted: _Wanted, flags: Mapping[str, Any], settings: Any, progress: Any) -> Profile:
-    """What a simulated GPU is profiled on where no stage is given."""
+    """Profile a small GPT on a simulated GPU, if no stage is given."""
     if not wanted.gpu.startswith("simulated:"):
         raise UsageError(
-            "what the stages are is missing; give --stage MODULE:FUNCTION, or profile a small GPT on a simulated GPU "
+            "the stages are missing; give --stage MODULE:FUNCTION, or profile a small GPT on a simulated GPU "
             "with --gpu simulated:a100-sxm"
         )
-    for name, value in (("tensor_parallel", wanted.tensor_parallel != 1), *((n, flags[n]) for n in _OF_A_STAGE)):
+    for name, value in (("tensor_parallel", wanted.tensor_parallel != 1), *((n, flags[n]) for n in _NEED_A_STAGE)):
         if value:
-            raise UsageError(f"--{name.replace('_', '-')} is of stages that run; give --stage MODULE:FUNCTION with it")
+            raise UsageError(f"--{name.replace('_', '-')} needs a stage that can run; add --stage MODULE:FUNCTION")
     from perseus_planner.profiler.simulated_pipeline import profile_simulated
 
     result = profile_simulated(
@@ -186,10 +190,10 @@ def _small_gpt(wanted: _Wanted, flags: Mapping[str, Any], settings: Any, progres
 
 
 @contextmanager
-def _said_how_to_go_on(wanted: _Wanted) -> Iterator[None]:
+def _hint_to_resume(wanted: _Wanted) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
         if wanted.stage is not None:
-            click.echo("Interrupted; clocks are reset. Go on with --resume: finished rows are kept.", err=True)
+            click.echo("Interrupted; clocks are reset. Finished rows are kept: continue with --resume.", err=True)
         raise

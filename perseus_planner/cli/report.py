@@ -1,4 +1,4 @@
-"""`planner report`: what was measured, planned and ran in; one page to look at out."""
+"""`planner report`: writes a page about a profile, a frontier, plans and runs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from fractions import Fraction
     from pathlib import Path
 
-    from perseus_planner.views.report.rates import Work
+    from perseus_planner.views.report.savings import IterationSize
     from perseus_planner.views.report.sources import Sources
 
 
@@ -25,44 +25,51 @@ if TYPE_CHECKING:
     )
 )
 @click.argument("source", type=console.PATH, nargs=-1, required=True)
-@click.option("--price", type=float, default=0.12, show_default=True, metavar="USD", help="Of a kWh, in US dollars.")
+@click.option("--price", type=float, default=0.12, show_default=True, metavar="USD", help="Price of a kWh, US dollars.")
 @click.option(
     "--pue",
     type=float,
     default=1.2,
     show_default=True,
     metavar="RATIO",
-    help="Energy at the meter over energy at the GPUs; 1 adds nothing for cooling and all else.",
+    help="Power usage effectiveness: energy at the meter over energy at the GPUs.",
 )
 @click.option(
-    "--carbon", type=float, default=0.40, show_default=True, metavar="KG", help="Of a kWh of the grid, in kg of CO2e."
+    "--carbon",
+    type=float,
+    default=0.40,
+    show_default=True,
+    metavar="KG",
+    help="Emissions of the grid per kWh, kg of CO2e.",
 )
 @click.option(
     "--pipelines",
     type=int,
     metavar="N",
-    help="Data-parallel pipelines that run alike, whose savings are added up.  [default: as the job file says, or 1]",
+    help="Number of equal data-parallel pipelines, whose savings are added up.  [default: that of the job file, or 1]",
 )
 @click.option(
     "--tokens-per-iteration",
     "tokens",
     type=int,
     metavar="N",
-    help="That all of these pipelines together train on.  [default: as the job file says]",
+    help="Tokens per iteration of all these pipelines together.  [default: that of the job file]",
 )
 @click.option(
     "--samples-per-iteration",
     "samples",
     type=int,
     metavar="N",
-    help="Likewise, samples.  [default: as the job file says]",
+    help="Samples per iteration of all these pipelines together.  [default: that of the job file]",
 )
-@click.option("--iterations", type=int, metavar="N", help="Of the run that is planned, for what it saves in all.")
+@click.option(
+    "--iterations", type=int, metavar="N", help="Number of iterations of the planned run, to show what it saves in all."
+)
 @click.option(
     "--blocking-power",
     metavar="POWER",
     callback=console.quantity("BLOCKING_POWER"),
-    help="What a GPU draws while it waits, e.g. 83.64W, for a profile that is a CSV.",
+    help="Power of a waiting GPU, e.g. 83.64W, for a profile that is a CSV.",
 )
 @console.output("the page, .html")
 @console.as_json
@@ -74,55 +81,49 @@ def report(
     blocking_power: float | None,
     output: Path,
     as_json: bool,
-    **work: int | None,
+    **size: int | None,
 ) -> None:
-    """Write one page of what was measured, what a plan changes and what it saves.
+    """Write a page that shows where the energy goes, what a plan changes, and what it saves.
 
-    SOURCE is any of: a profile, a frontier, a job file; and plans and the folders of runs, of which there may be
-    several. All must be of one kind of pipeline. The first plan is the one that the report is about. With the frontier,
-    the page has the pipeline before and the points of other planners; with the profile as well, standard errors.
+    SOURCE is a profile, a frontier, a job file, a plan or a run folder. Give one or more, with at most one profile,
+    frontier and job file; all must be for the same kind of pipeline. The report is about the first plan. Add the
+    frontier to compare with the iteration before and with other planners, and the profile to see standard errors.
 
-    The page is one file without links to anywhere. The price, the PUE and the carbon of the grid are assumptions:
-    give those that hold where your GPUs are.
+    The page is one file that loads nothing. The price, the PUE and the carbon are assumptions: give the numbers of the
+    place where your GPUs are.
     """
+    from perseus_planner.files import write_file
     from perseus_planner.views.report.page import page
-    from perseus_planner.views.report.rates import Rates
-    from perseus_planner.views.report.report import make_report
+    from perseus_planner.views.report.report import make_report, report_text
+    from perseus_planner.views.report.savings import EnergyRates
     from perseus_planner.views.report.sources import read_sources
-    from perseus_planner.views.report.text import report_text
 
     console.refuse_same(source, output)
-    rates = Rates(price, pue, carbon)
+    rates = EnergyRates(price, pue, carbon)
     with console.progress("Reporting"):
         sources = read_sources(source, blocking_power)
-        made = make_report(sources, rates, _work(sources, work))
-        _write(output, page(made))
+        made = make_report(sources, rates, _size(sources, size))
+        write_file(output, page(made), UsageError)
     console.report(made, report_text(made), [output], as_json=as_json)
 
 
-def _work(sources: Sources, given: dict[str, Any]) -> Work:
-    """What is given here, or else what the job file says of these pipelines."""
-    from perseus_planner.views.report.rates import Work
+def _size(sources: Sources, given: dict[str, Any]) -> IterationSize:
+    """Return the size of an iteration by the options, or else by the job file."""
+    from perseus_planner.views.report.savings import IterationSize
 
     numbers = dict(given)
     for name, option in (("tokens_per_iteration", "tokens"), ("samples_per_iteration", "samples")):
-        said = getattr(sources.job, name, None)
-        if given[option] is None and said is not None:
-            numbers[option] = _float(said * sources.of_all_pipelines)
+        of_job = getattr(sources.job, name, None)
+        if given[option] is None and of_job is not None:
+            numbers[option] = _float(of_job * sources.share_of_pipelines)
     if given["pipelines"] is None:
         numbers["pipelines"] = sources.pipelines
-    return Work(**numbers)
+    return IterationSize(**numbers)
 
 
 def _float(number: Fraction) -> float:
-    """As a float; infinite where none is that large, which is refused as what is written so."""
+    """Return the number as a float; infinite if it is too large, which `IterationSize` refuses."""
     try:
         return float(number)
     except OverflowError:
         return math.inf
-
-
-def _write(path: Path, text: str) -> None:
-    from perseus_planner.files import write_file
-
-    write_file(path, text, UsageError)

@@ -1,4 +1,4 @@
-"""`planner show`: what is in a file or a run folder, as text, as a figure, as a Perfetto trace."""
+"""`planner show`: the content of a file or a run folder as text, as a figure, or as a Perfetto trace."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ if TYPE_CHECKING:
 
     from matplotlib.figure import Figure
 
-#: of views/report/figures.py, which is not loaded for --help
+#: the keys of `views.report.report.FIGURES`, which is not loaded for --help
 FIGURES = ("points", "timeline", "timeline-clock", "curves")
 
 
-class _Shown(NamedTuple):
-    """What `show` says of one file."""
+class _View(NamedTuple):
+    """One file: its summary and text, and functions for its figure and its trace (None if it has no timeline)."""
 
     summary: Any
     text: str
-    draw: Callable[[], Figure]  #: the figure of this file alone
-    perfetto: Callable[[Path], None] | None  #: None: it has no timeline
+    draw: Callable[[], Figure]
+    write_trace: Callable[[Path], None] | None
 
 
 @click.command(
@@ -43,137 +43,137 @@ class _Shown(NamedTuple):
     type=console.PATH,
     callback=console.writable,
     metavar="FIGURE",
-    help="Figure to write as well: .png, .svg or .pdf.",
+    help="Also write a figure: .png, .svg or .pdf.",
 )
 @click.option(
     "--figure",
     type=click.Choice(FIGURES),
-    help="Which figure of `planner report`: the frontier with plans and other planners beside it, the iteration before "
-    "and after coloured by power or by clock, or energy over time of each computation.  [default: FILE alone]",
+    help="Choose a figure of `planner report`: the frontier with plans and other planners, the iteration before and "
+    "after coloured by power or by clock, or energy over time of each computation.  [default: FILE alone]",
 )
 @click.option(
     "--beside",
     type=console.PATH,
     multiple=True,
     metavar="FILE",
-    help="What --figure is to show as well: a frontier, plans, runs, or the profile.",
+    help="Add a frontier, plan, run or profile to the --figure; can be repeated.",
 )
 @click.option(
     "--perfetto",
     type=console.PATH,
     callback=console.writable,
     metavar="TRACE",
-    help="Timeline of a plan or run to write as well, for Perfetto (ui.perfetto.dev) or chrome://tracing: .json.",
+    help="Also write the timeline of a plan or run for Perfetto (ui.perfetto.dev) or chrome://tracing: .json.",
 )
 @console.as_json
 def show(
     file: Path, plot: Path | None, figure: str | None, beside: tuple[Path, ...], perfetto: Path | None, as_json: bool
 ) -> None:
-    """Show a profile, a frontier, the timeline of a plan, or what a training run measured beside its plan.
+    """Show a profile, a frontier, a plan with its timeline, or a training run beside its plan.
 
-    FILE is a profile.yaml, what `planner solve` or `planner plan` wrote, or the folder that the ranks of a training run
-    wrote. A run may go on meanwhile. Its figure is of the last iteration that ran as planned on all ranks, its trace of
-    all whose computations were kept.
+    FILE is a profile.yaml, a file that `planner solve` or `planner plan` wrote, or a run folder. The run may still be
+    going on. Its figure shows the last iteration that ran as planned on all ranks; its trace has all iterations whose
+    computations were kept.
     """
     if figure is not None and plot is None:
-        raise UsageError("--figure: says what --plot draws; give --plot FIGURE with it")
+        raise UsageError("--figure: chooses what --plot draws; add --plot FIGURE")
     if beside and figure is None:
-        raise UsageError("--beside: is for --figure; give --figure with it")
+        raise UsageError("--beside: adds files to --figure; add --figure NAME")
     if plot is not None:
-        from perseus_planner.views.plotting import check_figure_path
+        from perseus_planner.views.figures import check_figure_path
 
         check_figure_path(plot, "--plot")
     if perfetto is not None:
         console.refuse_same([file, *beside], perfetto, "--perfetto")
-    shown = _reader(file)(file)
-    if perfetto is not None and shown.perfetto is None:
+    view = _view(file)
+    if perfetto is not None and view.write_trace is None:
         raise UsageError(f"--perfetto {perfetto}: {file} has no timeline; name a plan or a run")
     if plot is not None:
-        from perseus_planner.views.plotting import save_figure
+        from perseus_planner.views.figures import save_figure
 
-        save_figure(shown.draw() if figure is None else _figure(figure, (file, *beside)), plot)
-    if perfetto is not None and shown.perfetto is not None:
-        shown.perfetto(perfetto)
-    written = [each for each in (plot, perfetto) if each is not None]
-    console.report(shown.summary, shown.text, written, as_json=as_json)
+        save_figure(view.draw() if figure is None else _draw(figure, (file, *beside)), plot)
+    if perfetto is not None and view.write_trace is not None:
+        view.write_trace(perfetto)
+    written = [path for path in (plot, perfetto) if path is not None]
+    console.report(view.summary, view.text, written, as_json=as_json)
 
 
-def _figure(name: str, files: tuple[Path, ...]) -> Figure:
-    from perseus_planner.views.report.figures import FIGURES
+def _draw(name: str, files: tuple[Path, ...]) -> Figure:
+    from perseus_planner.views.report.report import FIGURES
     from perseus_planner.views.report.sources import read_sources
 
     return FIGURES[name](read_sources(files))
 
 
-def _reader(path: Path) -> Callable[[Path], _Shown]:
-    """Return the function that reads this kind of file; `Plan.load` says why it refuses any other file."""
+def _view(path: Path) -> _View:
+    """Read any kind of file; `Plan.load` says why it refuses a file that is not recognized."""
     from perseus_planner.documents import kind_of
 
-    return {"run": _run, "frontier": _frontier, "profile": _profile}.get(kind_of(path) or "", _plan)
+    readers = {"run": _run_view, "frontier": _frontier_view, "profile": _profile_view}
+    return readers.get(kind_of(path) or "", _plan_view)(path)
 
 
-def _profile(file: Path) -> _Shown:
+def _profile_view(file: Path) -> _View:
     from perseus_planner.profiles.profiles import Profile
-    from perseus_planner.views.summary import summarize_profile
-    from perseus_planner.views.tables import profile_text
+    from perseus_planner.views.profiles import profile_text, summarize_profile
 
     profile = Profile.load(file)
     summary = summarize_profile(profile)
 
     def draw() -> Figure:
-        from perseus_planner.views.report.figures import draw_curves
-        from perseus_planner.views.report.sources import Sources
+        from perseus_planner.views.figures import draw_curves
 
-        return draw_curves(Sources(profile))
+        return draw_curves(profile)
 
-    return _Shown(summary, profile_text(summary), draw, None)
+    return _View(summary, profile_text(summary), draw, None)
 
 
-def _frontier(file: Path) -> _Shown:
+def _frontier_view(file: Path) -> _View:
     from perseus_planner.solver.frontier import Frontier
-    from perseus_planner.views.summary import summarize_frontier
-    from perseus_planner.views.tables import frontier_text
+    from perseus_planner.views.frontier import chart_frontier, frontier_text, summarize_frontier
 
     frontier = Frontier.load(file)
     summary = summarize_frontier(frontier)
 
     def draw() -> Figure:
-        from perseus_planner.views.plotting import draw_frontier
+        from perseus_planner.views.figures import draw_frontier
 
-        return draw_frontier(frontier)
+        return draw_frontier(chart_frontier(frontier))
 
-    return _Shown(summary, frontier_text(summary), draw, None)
+    return _View(summary, frontier_text(summary), draw, None)
 
 
-def _plan(file: Path) -> _Shown:
+def _plan_view(file: Path) -> _View:
     from perseus_planner.plans.plan import Plan
-    from perseus_planner.views.plan_summary import summarize_timeline
-    from perseus_planner.views.plan_trace import trace_plan
-    from perseus_planner.views.tables import timeline_text
+    from perseus_planner.views.plan import summarize_timeline, timeline_text
+    from perseus_planner.views.traces import trace_plan
 
     plan = Plan.load(file)
     summary = summarize_timeline(plan)
 
     def draw() -> Figure:
-        from perseus_planner.views.plotting import draw_plan
+        from perseus_planner.views.figures import draw_gantt
+        from perseus_planner.views.gantt import chart_plan
 
-        return draw_plan(plan)
+        chart = chart_plan(str(plan.schedule), plan, f"{plan.time_s:.4g} s, {plan.energy_j:.5g} J")
+        return draw_gantt([chart], plan.control)
 
-    return _Shown(summary, timeline_text(summary), draw, lambda path: trace_plan(plan, path))
+    return _View(summary, timeline_text(summary), draw, lambda path: trace_plan(plan, path))
 
 
-def _run(folder: Path) -> _Shown:
+def _run_view(folder: Path) -> _View:
     from perseus_planner.runs.run import Run
-    from perseus_planner.views.run_summary import summarize_run
+    from perseus_planner.views.run import summarize_run
     from perseus_planner.views.run_text import run_text
-    from perseus_planner.views.run_trace import trace_run
+    from perseus_planner.views.traces import trace_run
 
     run = Run.load(folder)
     summary = summarize_run(run)
 
     def draw() -> Figure:
-        from perseus_planner.views.run_drawing import draw_run
+        from perseus_planner.views.figures import draw_gantt
+        from perseus_planner.views.gantt import chart_run_beside_plan
 
-        return draw_run(run)
+        return draw_gantt(chart_run_beside_plan(run), summary.context.control)
 
-    return _Shown(summary, run_text(summary), draw, lambda path: trace_run(run, path))
+    return _View(summary, run_text(summary), draw, lambda path: trace_run(run, path))

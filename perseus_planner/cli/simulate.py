@@ -1,4 +1,4 @@
-"""`planner simulate`: a job on a cluster, with stragglers, under several policies."""
+"""`planner simulate`: replays a job on a cluster with stragglers, under several policies."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _POLICIES = (_BASELINE, "one-clock", "per-stage", "envpipe", "planner-fixed", "p
 
 
 def _delay(_: click.Context, parameter: click.Parameter, text: str) -> float:
-    """The option as seconds; unlike other durations it may be 0."""
+    """Read a duration that, unlike others, may be 0."""
     from perseus_planner.quantities import DURATION, WAIT
 
     rule = WAIT._replace(wanted="a delay: write seconds of 0 or more, or a number with ms, s or min, such as 1s")
@@ -35,13 +35,14 @@ def _delay(_: click.Context, parameter: click.Parameter, text: str) -> float:
     )
 )
 @click.argument("frontier", type=console.PATH)
-@click.option("--pipelines", required=True, type=int, metavar="N", help="Data-parallel pipelines, at least 1.")
-@click.option("--iterations", default=1000, show_default=True, metavar="N", help="How many the job runs.")
+@click.option("--pipelines", required=True, type=int, metavar="N", help="Number of data-parallel pipelines.")
+@click.option("--iterations", default=1000, show_default=True, metavar="N", help="Number of iterations of the job.")
 @click.option(
     "--stragglers",
     type=console.PATH,
     metavar="FILE",
-    help="CSV with the columns start, end (s), slowdown, pipeline, stage (empty: the whole pipeline).  [default: none]",
+    help="CSV with the columns start and end (s), slowdown, pipeline and stage (empty for the whole pipeline).  "
+    "[default: no stragglers]",
 )
 @click.option(
     "--reaction-delay",
@@ -49,7 +50,7 @@ def _delay(_: click.Context, parameter: click.Parameter, text: str) -> float:
     show_default=True,
     metavar="TIME",
     callback=_delay,
-    help="How late policies learn that a straggler came or went.",
+    help="How late policies learn that a straggler begins or ends.",
 )
 @click.option(
     "--slowdown",
@@ -57,14 +58,14 @@ def _delay(_: click.Context, parameter: click.Parameter, text: str) -> float:
     show_default=True,
     metavar="RATIO",
     callback=console.quantity("SLOWDOWN"),
-    help="Without stragglers an iteration may take this many times as long as with all clocks at maximum.",
+    help="Iteration time to meet without stragglers, as a multiple of that with all clocks at maximum.",
 )
 @click.option(
     "--policy",
     "policies",
     multiple=True,
     type=click.Choice(_POLICIES),
-    help="What chooses clocks; may be repeated.  [default: all that apply]",
+    help="Policy that chooses clocks; can be repeated.  [default: all that apply]",
 )
 @click.option(
     "--csv",
@@ -72,7 +73,7 @@ def _delay(_: click.Context, parameter: click.Parameter, text: str) -> float:
     type=console.PATH,
     callback=console.writable,
     metavar="FILE",
-    help="File to write as well: energy, busy and idle time of each GPU under each policy.",
+    help="Also write a CSV with the energy, busy time and idle time of each GPU under each policy.",
 )
 @console.as_json
 def simulate(
@@ -88,20 +89,20 @@ def simulate(
 ) -> None:
     """Replay a job on a cluster, with stragglers, under several policies.
 
-    FRONTIER is a file of `planner solve`; every pipeline is one of it. Pipelines end each iteration together. max, all
-    clocks at maximum, is always there: it is what the others are compared with.
+    FRONTIER is a file that `planner solve` wrote; all pipelines are alike and end each iteration together. The policy
+    max, all clocks at maximum, is always included as the baseline of the others.
     """
     from perseus_planner.cluster.replay import Cluster
     from perseus_planner.cluster.stragglers import read_stragglers
+    from perseus_planner.files import write_file
     from perseus_planner.solver.frontier import Frontier
-    from perseus_planner.views.cluster_summary import gpu_rows, summarize_cluster
-    from perseus_planner.views.tables import cluster_text
+    from perseus_planner.views.cluster import cluster_text, gpu_csv, summarize_cluster
 
     for source in filter(None, (frontier, stragglers)):
         if table is not None:
             console.refuse_same([source], table, "--csv")
     solved = Frontier.load(frontier)
-    Cluster(solved, pipelines, iterations)  # its numbers are checked before the events are read against them
+    Cluster(solved, pipelines, iterations)  # checks the numbers that the stragglers are read with
     events = read_stragglers(stragglers, pipelines, solved.schedule.stages) if stragglers else ()
     cluster, left_out = Cluster(solved, pipelines, iterations, events, reaction_delay), list[str]()
     with console.progress("Simulating") as progress:
@@ -112,25 +113,19 @@ def simulate(
             if progress is not None:
                 progress(done + 1, len(names))
     if table is not None:
-        _write(table, gpu_rows(outcomes))
+        write_file(table, gpu_csv(outcomes), UsageError)
     summary = summarize_cluster(cluster, outcomes, slowdown, left_out)
     console.report(summary, cluster_text(summary), [table] if table else [], as_json=as_json)
 
 
 def _outcomes(cluster: Cluster, names: Sequence[str], slowdown: float, left_out: list[str] | None) -> Iterator[Outcome]:
-    """Those of the policies; with `left_out`, policies that do not apply are named there, with the reason."""
-    from perseus_planner.cluster.replay import simulate as simulated
+    """Yield the outcome of each policy; append policies that do not apply to `left_out`, or raise if it is None."""
+    from perseus_planner.cluster.replay import simulate as replay
 
     for name in names:
         try:
-            yield simulated(cluster, name, slowdown)
+            yield replay(cluster, name, slowdown)
         except UsageError as error:
             if left_out is None:
                 raise
             left_out.append(f"{name}: {error}")
-
-
-def _write(path: Path, data: bytes) -> None:
-    from perseus_planner.files import write_file
-
-    write_file(path, data, UsageError)

@@ -1,4 +1,4 @@
-"""`planner solve`: a profile, or a job file, and a schedule in; frontiers out."""
+"""`planner solve`: solves for the frontier of a profile and a schedule, or for the frontiers of a job file."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from perseus_planner.errors import UsageError
 if TYPE_CHECKING:
     from perseus_planner.jobs.settings import Settings
 
-#: what `schedules.NAMES` has; that is not loaded for --help
+#: the names in `schedules.NAMES`, which is not loaded for --help
 SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "interleaved-zb", "zbv", "dualpipe-v")
 
 
-def _slow(_: click.Context, parameter: click.Parameter, texts: tuple[str, ...]) -> dict[int, float] | None:
-    """A callback that reads 3=1.15, any number of times, as stage and slowdown."""
+def _slow_stages(_: click.Context, parameter: click.Parameter, texts: tuple[str, ...]) -> dict[int, float] | None:
+    """Read repeated options such as 3=1.15 as stages and slowdowns."""
     slowdowns: dict[int, float] = {}
     for text in texts:
         from perseus_planner.quantities import FACTOR, STAGE
@@ -31,7 +31,7 @@ def _slow(_: click.Context, parameter: click.Parameter, texts: tuple[str, ...]) 
                 f"{parameter.opts[0]}: {text!r} is not a slow stage: write stage and slowdown, such as 3=1.15"
             )
         if stage in slowdowns:
-            raise UsageError(f"{parameter.opts[0]}: stage {stage} is there twice; keep one")
+            raise UsageError(f"{parameter.opts[0]}: stage {stage} is given twice; keep one")
         slowdowns[stage] = slowdown
     return slowdowns or None
 
@@ -48,58 +48,65 @@ def _slow(_: click.Context, parameter: click.Parameter, texts: tuple[str, ...]) 
 @click.option(
     "--schedule",
     metavar="NAME|GRID",
-    help=f"Order of the computations: {', '.join(SCHEDULES)}, or a text grid (.csv or .txt) with a line of "
-    "cells such as 3F17 for each rank.",
+    help=f"Order of the computations: {', '.join(SCHEDULES)}; or a text grid (.csv or .txt) with a line for each "
+    "rank and cells such as 3F17.",
 )
-@click.option("--microbatches", type=int, metavar="M", help="Microbatches of an iteration, at least 1.")
-@click.option("--ranks", type=int, metavar="R", help="Pipeline ranks.  [default: as many as the profile's stages need]")
+@click.option("--microbatches", type=int, metavar="M", help="Number of microbatches per iteration.")
+@click.option(
+    "--ranks", type=int, metavar="R", help="Number of pipeline ranks.  [default: as many as the profile's stages need]"
+)
 @click.option(
     "--virtual-stages",
     type=int,
     metavar="V",
-    help="Stages that each rank holds, in interleaved schedules.  [default: the profile's stages over the ranks]",
+    help="Number of stages on each rank, in interleaved schedules.  [default: the profile's stages over the ranks]",
 )
 @click.option(
     "--microbatch-group",
     type=int,
     metavar="G",
-    help="Microbatches that go through a stage before those of the rank's next one, in interleaved-1f1b.  "
-    "[default: as many as ranks]",
+    help="Number of microbatches that a rank runs on one stage before its next stage, in interleaved-1f1b.  "
+    "[default: the number of ranks]",
 )
-@click.option("--stages", type=int, metavar="S", help="Pipeline stages that you expect.  [default: the profile's]")
+@click.option(
+    "--stages",
+    type=int,
+    metavar="S",
+    help="Number of pipeline stages; checked against the profile.  [default: the profile's]",
+)
 @click.option(
     "--tensor-parallel",
     type=int,
     metavar="GPUS",
-    help="GPUs of a stage. Where the profile was measured on one, each does what that did: energies and blocking power "
-    "are multiplied, times are not.  [default: the profile's]",
+    help="Number of GPUs per stage. If the profile was measured on one GPU, its energies and blocking power are "
+    "multiplied; its times are not.  [default: the profile's]",
 )
 @click.option(
     "--transfer",
     metavar="TIME",
     callback=console.quantity("LAG"),
-    help="How long an activation or a gradient takes from rank to rank, e.g. 1.5ms.  [default: 0s]",
+    help="Time of an activation or a gradient from rank to rank, e.g. 1.5ms.  [default: 0s]",
 )
 @click.option(
     "--slow",
     multiple=True,
     metavar="STAGE=SLOWDOWN",
-    callback=_slow,
-    help="A stage that is slower than it was profiled, e.g. 3=1.15; may be given again for another stage.",
+    callback=_slow_stages,
+    help="Stage that is slower than its profile, with the factor, e.g. 3=1.15; can be repeated.",
 )
 @click.option(
     "--blocking-power",
     metavar="POWER",
     callback=console.quantity("BLOCKING_POWER"),
-    help="What a GPU draws while it waits, e.g. 83.64W; needed if the profile is a CSV, which does not carry it, and "
-    "replaces that of a profile.yaml.",
+    help="Power of a waiting GPU, e.g. 83.64W; required for a profile that is a CSV, and replaces that of a "
+    "profile.yaml.",
 )
 @click.option(
     "--overhead",
     metavar="TIME",
     callback=console.signed,
-    help="What an iteration takes beside what is replayed, e.g. 120ms, as `planner calibrate` finds it; replaces that "
-    "of a profile.yaml.",
+    help="Constant part of the iteration time that the replay does not explain, e.g. 120ms, as `planner calibrate` "
+    "measures it; replaces that of a profile.yaml.",
 )
 @console.output("the frontier, which `planner plan` and `planner show` read")
 @console.as_json
@@ -107,17 +114,15 @@ def solve(profile_or_job: Path, output: Path, as_json: bool, **flags: Any) -> No
     """Find the least energy of an iteration for every iteration time.
 
     PROFILE_OR_JOB is a profile.yaml of `planner profile`; or a CSV with the columns stage, instruction (forward or
-    backward), frequency (MHz), time (s) and energy (J); or a job file, YAML that names profile, schedule and all else.
-    What is given here replaces what the job file says under the same name, but not what it says of some of its
-    replicas only. What a job says of overhead_s, clock_change and blocking_power_w replaces what a profile.yaml says.
+    backward), frequency (MHz), time (s) and energy (J); or a job file, a YAML file that names the profile, the schedule
+    and all other settings. Options replace settings of the same name in the job file, except those of single replicas.
+    The settings overhead_s, clock_change and blocking_power_w of a job replace those of a profile.yaml.
 
-    Where the replicas of a job differ, there is a frontier for each kind of them: FILE gets -0, -1 and so on before its
-    ending.
+    If the replicas of a job differ, there is a frontier for each kind: FILE gets -0, -1 and so on before its ending.
     """
     from perseus_planner.jobs.job import Job
     from perseus_planner.solver.solve import solve_dag
-    from perseus_planner.views.summary import FrontiersSummary, summarize_frontier
-    from perseus_planner.views.tables import frontier_text
+    from perseus_planner.views.frontier import FrontiersSummary, frontier_text, summarize_frontier
 
     console.refuse_same([profile_or_job], output)
     job = Job.of(_settings(profile_or_job, flags))
@@ -127,12 +132,12 @@ def solve(profile_or_job: Path, output: Path, as_json: bool, **flags: Any) -> No
     for frontier, target in zip(frontiers, targets, strict=True):
         frontier.save(target)
     summaries = [summarize_frontier(frontier) for frontier in frontiers]
-    together = summaries[0] if len(summaries) == 1 else FrontiersSummary(tuple(summaries))
-    console.report(together, "\n".join(map(frontier_text, summaries)), targets, as_json=as_json, counts=job.counts)
+    summary = summaries[0] if len(summaries) == 1 else FrontiersSummary(tuple(summaries))
+    console.report(summary, "\n".join(map(frontier_text, summaries)), targets, as_json=as_json, counts=job.counts)
 
 
 def _settings(path: Path, flags: dict[str, Any]) -> Settings:
-    """What the job file says, or that `path` is the profile, with the flags that are given instead."""
+    """Return the settings of the job file, or of the profile at `path`, with the given options in their place."""
     from dataclasses import replace
 
     from perseus_planner.documents import kind_of

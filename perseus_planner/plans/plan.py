@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from perseus_planner.displayed import Shown
+from perseus_planner.displayed import Displayable
 from perseus_planner.documents import read_document
 from perseus_planner.errors import PlanError, PlannerError
 from perseus_planner.files import sha256, write_file
@@ -41,7 +41,7 @@ _DUMPER: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 
 
 @dataclass(frozen=True, repr=False)
-class Plan(Shown):
+class Plan(Displayable):
     """One clock per computation, and what an iteration with them takes: replayed from measured points, never a fit's.
 
     Attributes:

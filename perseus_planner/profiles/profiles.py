@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from perseus_planner.displayed import Shown
+from perseus_planner.displayed import Displayable
 from perseus_planner.documents import Document, read_document
 from perseus_planner.errors import ProfileError, shown
 from perseus_planner.files import sha256, write_file
@@ -37,7 +37,7 @@ _YAML_SUFFIXES = (".yaml", ".yml")
 
 
 @dataclass(frozen=True)
-class Profile(Shown):
+class Profile(Displayable):
     """Measured choices of every computation of a pipeline; immutable, and valid from birth.
 
     Attributes:

@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, NamedTuple
 
-from perseus_planner.displayed import Shown
+from perseus_planner.displayed import Displayable
 from perseus_planner.errors import RunError
 from perseus_planner.files import reading
 from perseus_planner.plans.plan import Plan
@@ -61,7 +61,7 @@ class RankRecord:
 
 
 @dataclass(frozen=True)
-class Run(Shown):
+class Run(Displayable):
     """What all ranks of a job recorded.
 
     Attributes:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from perseus_planner.displayed import Shown
+from perseus_planner.displayed import Displayable
 from perseus_planner.errors import (
     InfeasibleBudget,
     InfeasibleDeadline,
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Frontier(Shown):
+class Frontier(Displayable):
     """The least energy of an iteration for every iteration time, as a convex piecewise-linear curve; exact.
 
     An iteration that takes T seconds costs sum(e_i - P * t_i) + P * S * T joules: e_i and t_i of the chosen clocks, P

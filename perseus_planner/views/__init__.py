@@ -1,1 +1,5 @@
-"""How values are seen beside text and the report: figures, traces, notebooks, pandas frames."""
+"""Everything that people look at: tables, figures, Perfetto traces, notebooks, pandas frames and the report page.
+
+`profiles`, `frontier`, `plan`, `run` and `cluster` hold the summaries that the commands print, as JSON and as text.
+Only the commands import this folder.
+"""

@@ -1,41 +1,91 @@
-"""Columns of numbers as plain text."""
+"""Tables of numbers as plain text and as HTML."""
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
+from xml.etree.ElementTree import Element, SubElement
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _DIGITS = 6  #: shown of the largest number in a column
+_MOST_ROWS = 24  #: of a table in a notebook
+
+
+class Sheet(NamedTuple):
+    """A table with what is written around it.
+
+    Attributes:
+        title: one line.
+        source: where the numbers come from; may be empty.
+        columns: each with its heading first.
+        notes: text below the table; may be empty.
+    """
+
+    title: str
+    source: str
+    columns: Sequence[Sequence[str]]
+    notes: str = ""
+
+    def text(self) -> str:
+        """Return the sheet as plain text for a terminal."""
+        head = f"{self.title}\n{self.source}" if self.source else self.title
+        return "\n\n".join(part for part in (head, table(self.columns), self.notes) if part) + "\n"
+
+    def html(self) -> Element:
+        """Return the sheet as an HTML element with at most `_MOST_ROWS` rows."""
+        whole = Element("div")
+        _paragraph(whole, self.source, self.title)
+        (heading, *rows) = zip(*self.columns, strict=True)
+        grid = SubElement(whole, "table")
+        names = SubElement(SubElement(grid, "thead"), "tr")
+        for name in heading:
+            SubElement(names, "th", scope="col").text = name.strip()
+        body = SubElement(grid, "tbody")
+        for cells in rows[:_MOST_ROWS]:
+            row = SubElement(body, "tr")
+            for cell in cells:
+                SubElement(row, "td").text = cell.strip()
+        cut = f"Shown are {_MOST_ROWS} of {len(rows)} rows." if len(rows) > _MOST_ROWS else ""
+        for note in filter(None, (cut, self.notes)):
+            _paragraph(whole, note)
+        return whole
+
+
+def _paragraph(whole: Element, text: str, title: str = "") -> None:
+    paragraph = SubElement(whole, "p")
+    if title:
+        SubElement(paragraph, "strong").text = title
+        SubElement(paragraph, "br")
+    SubElement(paragraph, "small").text = text
 
 
 def number(value: float) -> str:
-    """`value` with six digits."""
+    """Write `value` with six digits."""
     return f"{value:.{_decimals(abs(value))}f}"
 
 
 def numbers(values: Sequence[float | None]) -> list[str]:
-    """`values` with as many decimals each, so that the largest has six digits; a hyphen for None."""
+    """Write `values` with as many decimals as give the largest six digits; None becomes a hyphen."""
     decimals = _decimals(max((abs(value) for value in values if value is not None), default=0.0))
     return ["-" if value is None else f"{value:.{decimals}f}" for value in values]
 
 
 def ranges(pairs: Sequence[tuple[float, float]]) -> list[str]:
-    """Each pair as "first to last"."""
+    """Write each pair as "first to last"."""
     shown = numbers([value for pair in pairs for value in pair])
     return [f"{first} to {last}" for first, last in zip(shown[::2], shown[1::2], strict=True)]
 
 
 def column(name: str, cells: Sequence[str]) -> list[str]:
-    """A column of a table, flush right."""
+    """Return a column of a table, aligned to the right."""
     width = max(map(len, (name, *cells)))
     return [cell.rjust(width) for cell in (name, *cells)]
 
 
 def table(columns: Sequence[Sequence[str]]) -> str:
-    """The columns side by side."""
+    """Lay out the columns side by side."""
     widths = [max(map(len, cells)) for cells in columns]
     rows = zip(*columns, strict=True)
     return "\n".join(

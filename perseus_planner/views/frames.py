@@ -1,6 +1,6 @@
-"""Profiles, frontiers, plans and runs as pandas frames; units stand in the names of columns.
+"""Profiles, frontiers, plans and runs as pandas frames; the names of columns carry the units.
 
-`frame.attrs` says where the numbers come from and what their baseline is. pandas is imported only when one is made.
+`frame.attrs` says where the numbers come from and what their baseline is. pandas is imported when a frame is made.
 """
 
 from __future__ import annotations
@@ -16,38 +16,36 @@ from perseus_planner.profiles.csv_file import setting_of, word_of
 from perseus_planner.profiles.profiles import Profile
 from perseus_planner.runs.run import Run
 from perseus_planner.solver.frontier import Frontier
-from perseus_planner.views.tables import origin_text
+from perseus_planner.views.context import ALL_MAXIMUM, origin_text
 
 if TYPE_CHECKING:
     import pandas as pd
 
 _EVIDENCE = ("achieved_mhz", "time_stderr_s", "energy_stderr_j", "windows", "temperature_c")
-_WHOLE = "Int64"  #: pandas' type of whole numbers of which some are not known
+_WHOLE = "Int64"  #: pandas' type of whole numbers that may be missing
 
 
 @singledispatch
 def frame_of(value: object) -> pd.DataFrame:
-    """A frame of `value`.
+    """Return a frame of `value`. Values that are not known are missing.
 
-    - Of a profile: a row for each measurement, computation by computation, highest clock first: stage, instruction,
-      clock_mhz (power_limit_w or observed_clock_mhz by other controls), time_s, energy_j, then those of `Evidence`.
-    - Of a frontier: one for each of `times_s`, fastest first: time_s, time_ratio, bound_j, saved_j, and power_w of the
-      bound. Ratio and saving are against all clocks at maximum, as `attrs` says.
-    - Of a plan: one for each computation, rank by rank in program order, then for each operation of fixed time:
-      computation, rank, stage, kind, microbatch, clock_mhz (as above), start_s, end_s, power_w, energy_j, replayed.
-      Waiting is not in it.
-    - Of a run: one for each iteration of each rank, with all that `IterationRecord` has.
-
-    What is not known, or what a row has not, is missing.
+    - Profile: a row for each measurement, computation by computation, highest clock first: stage, instruction,
+      clock_mhz (or power_limit_w or observed_clock_mhz), time_s, energy_j, then the fields of `Evidence`.
+    - Frontier: a row for each of `times_s`, fastest first: time_s, time_ratio, bound_j, saved_j, and power_w of the
+      bound. Ratio and saving are against the baseline that `attrs` names.
+    - Plan: a row for each computation, rank by rank in program order, then for each operation of fixed time:
+      computation, rank, stage, kind, microbatch, clock_mhz (as above), start_s, end_s, power_w, energy_j. The numbers
+      are replayed, and waiting is not included.
+    - Run: a row for each iteration of each rank, with the fields of `IterationRecord`.
 
     Raises:
-        UsageError: pandas is not installed.
+        UsageError: If pandas is not installed.
     """
     raise TypeError(f"{value!r} has no frame")
 
 
 @frame_of.register(Profile)
-def _of_profile(profile: Profile) -> pd.DataFrame:
+def _profile_frame(profile: Profile) -> pd.DataFrame:
     setting = setting_of(profile.control)
     rows = [
         {
@@ -70,7 +68,7 @@ def _of_profile(profile: Profile) -> pd.DataFrame:
 
 
 @frame_of.register(Frontier)
-def _of_frontier(frontier: Frontier) -> pd.DataFrame:
+def _frontier_frame(frontier: Frontier) -> pd.DataFrame:
     times_s, bounds_j = frontier.times_s[::-1], frontier.energies_j[::-1]
     columns = {
         "time_s": times_s,
@@ -88,7 +86,7 @@ def _of_frontier(frontier: Frontier) -> pd.DataFrame:
 
 
 @frame_of.register(Plan)
-def _of_plan(plan: Plan) -> pd.DataFrame:
+def _plan_frame(plan: Plan) -> pd.DataFrame:
     iteration, setting = plan.iteration, setting_of(plan.control)
     rows: list[dict[str, Any]] = []
     for place, (name, span) in enumerate(replay(plan).spans.items()):
@@ -119,7 +117,7 @@ def _of_plan(plan: Plan) -> pd.DataFrame:
 
 
 @frame_of.register(Run)
-def _of_run(run: Run) -> pd.DataFrame:
+def _run_frame(run: Run) -> pd.DataFrame:
     from perseus_planner.gpu.protocol import THROTTLE_REASONS
     from perseus_planner.runs.records import IterationRecord
 
@@ -145,7 +143,7 @@ def _frame(rows: list[dict[str, Any]], columns: list[str], **types: Any) -> pd.D
 
 
 def _baseline(time_s: float, energy_j: float) -> dict[str, Any]:
-    return {"baseline": "all clocks at maximum", "baseline_time_s": time_s, "baseline_energy_j": energy_j}
+    return {"baseline": ALL_MAXIMUM, "baseline_time_s": time_s, "baseline_energy_j": energy_j}
 
 
 def _pandas() -> Any:

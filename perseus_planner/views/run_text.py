@@ -1,4 +1,4 @@
-"""A run as plain text for a terminal."""
+"""What `planner show` prints of a training run."""
 
 from __future__ import annotations
 
@@ -6,53 +6,56 @@ from typing import TYPE_CHECKING
 
 from perseus_planner.profiles.csv_file import unit_of
 from perseus_planner.runs.records import LATE
-from perseus_planner.views.columns import column, numbers, table
-from perseus_planner.views.tables import origin_text
+from perseus_planner.views.columns import Sheet, column, numbers, table
+from perseus_planner.views.context import pipeline_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from perseus_planner.views.run_summary import Deviation, RankOfRun, RunSummary
+    from perseus_planner.views.run import Deviation, RankOfRun, RunSummary
 
-_MOST = 10  #: reasons why iterations did not run as planned that are listed
-_RANKS = 8  #: ranks that are listed of one
+_MOST_REASONS = 10  #: why iterations did not run as planned
+_MOST_RANKS = 8  #: listed for one reason
+
+
+def run_sheet(summary: RunSummary) -> Sheet:
+    """Return a table of the recorded iterations beside what was planned, a row for each plan."""
+    pipelines = f", {summary.pipelines} pipelines" if summary.pipelines > 1 else ""
+    overhead_s = summary.context.overhead_s
+    overhead = f" The planned time includes {overhead_s:.6g} s of calibrated overhead." if overhead_s else ""
+    return Sheet(
+        f"Run of {pipeline_text(summary.context)}{pipelines}",
+        f"{run_origin_text(summary)}.{overhead}",
+        list(_plan_columns(summary)),
+        "All figures are means over the iterations that count: those that ran as planned, without the first one by "
+        "each plan.",
+    )
 
 
 def run_text(summary: RunSummary) -> str:
-    """What ran beside what was planned."""
-    gpu = f" on {summary.gpu}" if summary.gpu else ""
-    pipelines = f", {summary.pipelines} pipelines" if summary.pipelines > 1 else ""
-    overhead = (
-        f" Of the planned time, {summary.overhead_s:.6g} s are calibrated overhead." if summary.overhead_s else ""
-    )
+    """Return the text that `planner show` prints: the run by plan, its ranks, their clock changes, and deviations."""
+    counted = max((rank.iterations for rank in summary.ranks), default=0)
     parts = [
-        f"Run of {summary.schedule}{gpu}{pipelines}\n{sources_text(summary)}.{overhead}",
-        table(list(_plan_columns(summary))),
-        "Counted are iterations that ran as planned, but for the first one by each plan; all figures are means over "
-        f"these.\nRanks by plan {summary.version}, an iteration of each:",
+        f"{run_sheet(summary).text()}Ranks by plan {summary.version}, per iteration:",
         table(list(_load_columns(summary))),
-        f"Clock changes, in all {max((rank.iterations for rank in summary.ranks), default=0)} iterations that count:",
+        f"Clock changes, in all {counted} iterations that count:",
         table(list(_clock_columns(summary))),
         f"Late: set when more than {100 * LATE:g} % of the first computation was over. Overtaken: not set before "
-        "another one was\nasked for. Off clock: share of the computing time before the clock was set. Delay: from "
-        "asking to set.",
+        "another clock\nwas requested. Off clock: share of the computing time before the clock was set. Delay: from "
+        "the request until\nthe clock was set.",
         *_deviations_text(summary.deviations),
     ]
     return "\n\n".join(parts) + "\n"
 
 
-def sources_text(summary: RunSummary) -> str:
-    """Where the numbers come from."""
+def run_origin_text(summary: RunSummary) -> str:
+    """Say where the numbers of the run and of its plan come from."""
     read = {
         None: "no GPU was read",
         "measured": "energy and clocks measured",
         "simulated": "energy and clocks simulated",
     }
-    return f"Run: times measured, {read[summary.gpu_origin]}. Plan: {_lower(origin_text(summary.plan_origin))}"
-
-
-def _lower(text: str) -> str:
-    return text[0].lower() + text[1:]
+    return f"Run: times measured, {read[summary.gpu_origin]}. Plan: replayed from a {summary.context.origin} profile"
 
 
 def _plan_columns(summary: RunSummary) -> Iterator[list[str]]:
@@ -68,7 +71,7 @@ def _plan_columns(summary: RunSummary) -> Iterator[list[str]]:
     yield column("off %", [_off(plan.energy_j, plan.planned_energy_j) for plan in plans])
 
 
-def _seat_columns(summary: RunSummary) -> Iterator[list[str]]:
+def _rank_columns(summary: RunSummary) -> Iterator[list[str]]:
     yield column("rank", [str(rank.rank) for rank in summary.ranks])
     if summary.pipelines > 1:
         yield column("pipeline", [str(rank.pipeline) for rank in summary.ranks])
@@ -76,7 +79,7 @@ def _seat_columns(summary: RunSummary) -> Iterator[list[str]]:
 
 def _load_columns(summary: RunSummary) -> Iterator[list[str]]:
     ranks = summary.ranks
-    yield from _seat_columns(summary)
+    yield from _rank_columns(summary)
     yield column("busy s", numbers([rank.busy_s for rank in ranks]))
     yield column("planned", numbers([rank.planned_busy_s for rank in ranks]))
     yield column("off %", [_off(rank.busy_s, rank.planned_busy_s) for rank in ranks])
@@ -89,8 +92,8 @@ def _load_columns(summary: RunSummary) -> Iterator[list[str]]:
 
 def _clock_columns(summary: RunSummary) -> Iterator[list[str]]:
     ranks = summary.ranks
-    yield from _seat_columns(summary)
-    yield column(f"{unit_of(summary.control)} asked", [_clock(rank.clock) for rank in ranks])
+    yield from _rank_columns(summary)
+    yield column(f"{unit_of(summary.context.control)} requested", [_clock(rank.clock) for rank in ranks])
     yield column("MHz achieved", [_clock(rank.achieved_mhz) for rank in ranks])
     yield column("changes", [str(rank.changes_asked) for rank in ranks])
     yield column("set", [str(rank.changes_set) for rank in ranks])
@@ -110,19 +113,20 @@ def _deviations_text(deviations: tuple[Deviation, ...]) -> Iterator[str]:
     lines = [
         f"{each.times} on rank{'s' * (len(each.ranks) > 1)} {_listed(each.ranks)}, first iteration "
         f"{each.first_iteration}: {each.reason}"
-        for each in deviations[:_MOST]
+        for each in deviations[:_MOST_REASONS]
     ]
-    if len(deviations) > _MOST:
-        lines.append(f"and {sum(each.times for each in deviations[_MOST:])} for {len(deviations) - _MOST} more reasons")
+    if (rest := deviations[_MOST_REASONS:]) != ():
+        lines.append(f"and {sum(each.times for each in rest)} for {len(rest)} more reasons")
     yield "\n".join(["Not as planned:", *lines])
 
 
 def _listed(ranks: tuple[int, ...]) -> str:
-    more = f" and {len(ranks) - _RANKS} more" if len(ranks) > _RANKS else ""
-    return ", ".join(map(str, ranks[:_RANKS])) + more
+    more = f" and {len(ranks) - _MOST_RANKS} more" if len(ranks) > _MOST_RANKS else ""
+    return ", ".join(map(str, ranks[:_MOST_RANKS])) + more
 
 
 def _off(value: float | None, planned: float) -> str:
+    """Write the deviation of `value` from what was planned, percent."""
     if value is None or not planned:
         return "-"
     text = f"{100 * (value / planned - 1):+.2f}"

@@ -102,10 +102,10 @@ def test_it_says_the_old_and_the_new_predicted_time(work: Path):
     plan = Plan.load("plan.yaml")
     text = done(f"calibrate profile.yaml plan.yaml --measured {plan.time_s + 0.5}s")
     assert text == (
-        f"Measured {plan.time_s + 0.5:.6g} s an iteration, replayed {plan.time_s:.6g} s.\n"
+        f"Iteration time: {plan.time_s + 0.5:.6g} s measured, {plan.time_s:.6g} s replayed.\n"
         "Overhead: 0 s before, 0.5 s now.\n"
-        f"Predicted time of an iteration with this plan: {plan.time_s:.5f} s before, {plan.time_s + 0.5:.5f} s now.\n"
-        "Frontiers and plans made before do not count it in; make them again with `planner solve` and `planner plan`.\n"
+        f"Predicted iteration time of this plan: {plan.time_s:.5f} s before, {plan.time_s + 0.5:.5f} s now.\n"
+        "Existing frontiers and plans do not include it; make them again with `planner solve` and `planner plan`.\n"
         "\nWrote profile.yaml\n"
     )
 

@@ -22,9 +22,8 @@ from service_answers import api
 import perseus_planner
 from perseus_planner import Frontier, Plan, Profile
 from perseus_planner.cli import console, main
-from perseus_planner.views.plan_summary import summarize_plan, summarize_timeline
-from perseus_planner.views.summary import summarize_frontier
-from perseus_planner.views.tables import frontier_text, plan_text, timeline_text
+from perseus_planner.views.frontier import frontier_text, summarize_frontier
+from perseus_planner.views.plan import plan_text, summarize_plan, summarize_timeline, timeline_text
 
 SCRIPT = Path(sys.executable).with_name("planner")
 PLANNER = [str(SCRIPT)] if SCRIPT.exists() else [sys.executable, "-c", "from perseus_planner.cli import main; main()"]
@@ -151,9 +150,10 @@ def test_profile_says_that_it_is_simulated_and_what_it_wrote(folder: Path):
 def test_profile_as_json_holds_the_ends_of_every_curve(folder: Path):
     found = loaded("profile --gpu simulated:a100-sxm?seed=7 --stages 2 -o profile.yaml")
     profile = Profile.load("profile.yaml")
-    assert [found[key] for key in ("origin", "stages", "blocking_power_w", "digest", "files")] == [
-        "simulated", 2, list(profile.blocking_power_w), profile.digest, ["profile.yaml", "profile.csv"]
+    assert [found["context"][key] for key in ("origin", "stages", "blocking_power_w", "profile_digest")] == [
+        "simulated", 2, list(profile.blocking_power_w), profile.digest
     ]  # fmt: skip
+    assert found["files"] == ["profile.yaml", "profile.csv"]
     rows = profile.measurements[1, "B"]
     assert found["computations"][-1] == {
         "stage": 1,
@@ -176,12 +176,13 @@ def test_solve_as_json_holds_what_the_frontier_file_holds(work: Path):
     for name in ("baseline_time_s", "baseline_energy_j", "min_time_s", "least_energy_time_s", "max_time_s"):
         assert found[name] == getattr(frontier, name)
     for point in found["points"]:
-        assert point["bound_j"] == frontier.bound_j(point["time_s"])
-        assert point["saved_j"] == frontier.baseline_energy_j - point["bound_j"]
+        assert point["energy_j"] == frontier.bound_j(point["time_s"])
+        assert point["saved_j"] == frontier.baseline_energy_j - point["energy_j"]
     times_s = [point["time_s"] for point in found["points"]]
     assert times_s == sorted(times_s)
     assert (times_s[0], times_s[-1]) == (frontier.min_time_s, frontier.max_time_s)
-    assert (found["origin"], found["gpu"], found["files"]) == ("measured", "test GPU", ["frontier.npz"])
+    assert (found["context"]["origin"], found["context"]["gpu"]) == ("measured", "test GPU")
+    assert found["files"] == ["frontier.npz"]
 
 
 def test_solve_reads_a_csv_with_the_blocking_power_beside_it(work: Path):
@@ -207,7 +208,8 @@ def test_plan_writes_the_library_s_plan_for_each_target(
     found = loaded(f"plan frontier.npz {target} -o plan.yaml")
     plan = Plan.load("plan.yaml")
     assert plan == wanted(frontier)
-    for name in ("origin", "deadline_s", "time_s", "energy_j", "bound_j", "baseline_time_s", "baseline_energy_j"):
+    assert found["context"]["origin"] == plan.origin
+    for name in ("deadline_s", "time_s", "energy_j", "bound_j", "baseline_time_s", "baseline_energy_j"):
         assert found[name] == getattr(plan, name)
     assert found["time_ratio"] == plan.time_s / frontier.baseline_time_s
     assert found["saved_j"] == frontier.baseline_energy_j - plan.energy_j
@@ -226,14 +228,17 @@ def test_beside_a_straggler_both_wait_for_it(frontier: Frontier):
     waiting_j = gpus * blocking_w * (30.0 - plan.time_s)
     baseline_j = plan.baseline_energy_j + gpus * blocking_w * (30.0 - plan.baseline_time_s)
     assert found["beside_straggler"] == {
-        "straggler_time_s": 30.0,
+        "time_s": 30.0,
         "energy_j": plan.energy_j + waiting_j,
+        "baseline": "all clocks at maximum, both waiting for a straggler of 30 s",
+        "baseline_time_s": 30.0,
         "baseline_energy_j": baseline_j,
+        "time_ratio": 1.0,
         "saved_j": baseline_j - (plan.energy_j + waiting_j),
         "saved_share": (baseline_j - (plan.energy_j + waiting_j)) / baseline_j,
     }
     text = done("plan frontier.npz --straggler-time 30s -o plan.yaml")
-    assert "\nBeside a straggler of 30.0000 s, for which both would wait, it saves " in text
+    assert "\nBeside a straggler of 30.0000 s it saves " in text
 
 
 def test_show_tells_a_frontier_from_a_plan_by_content(frontier: Frontier, work: Path):
@@ -321,7 +326,7 @@ def test_progress_is_shown_on_a_terminal_only(terminal: bool, monkeypatch: pytes
         (
             "--stage steps:build",
             "build.profile_stages",
-            "Interrupted; clocks are reset. Go on with --resume: finished rows are kept.\n",
+            "Interrupted; clocks are reset. Finished rows are kept: continue with --resume.\n",
         ),
     ],
 )

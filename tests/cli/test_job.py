@@ -15,8 +15,7 @@ from perseus_planner import Frontier, schedules, solve
 from perseus_planner.cli.solve import SCHEDULES
 from perseus_planner.profiles.groups import on_each_gpu, slowed
 from perseus_planner.schedules.pipeline import FixedOperation, Transfer
-from perseus_planner.views.summary import summarize_frontier
-from perseus_planner.views.tables import frontier_text
+from perseus_planner.views.frontier import frontier_text, summarize_frontier
 
 HEAD = "format: perseus-planner/job\nversion: 1\nprofile: four.yaml\n"
 JOB = f"""{HEAD}schedule: interleaved-1f1b
@@ -107,15 +106,15 @@ def test_replicas_that_are_alike_have_one_frontier(work: Path):
     assert json.loads(done("solve job.yaml -o out.npz --json"))["counts"] == [5]
 
 
-def test_the_text_says_what_is_counted_in(work: Path):
+def test_the_text_says_what_the_numbers_include(work: Path):
     (work / "job.yaml").write_text(JOB + "operations:\n- {name: load, when: before F, time_s: 0.01, where: [0]}\n")
     _, counted, _ = (text := done("solve job.yaml -o out.npz")).splitlines()[1:4]
     assert text.startswith(
         "Frontier of interleaved-1f1b, 2 ranks x 2 virtual stages x 4 microbatches on smooth; 32 comp"
     )
-    wanted = "2 GPUs a stage, 4 operations of fixed time, transfers of up to 0.0015 s, -0.25 s of calibrated overhead"
-    assert counted == f"Counted in: {wanted}."
-    assert f"\nCounted in: {wanted}.\n" in done("plan out.npz --slowdown 1 -o plan.yaml")
+    wanted = "2 GPUs per stage, 4 operations of fixed time, transfers of up to 0.0015 s, -0.25 s of calibrated overhead"
+    assert counted == f"Included: {wanted}."
+    assert f"\nIncluded: {wanted}.\n" in done("plan out.npz --slowdown 1 -o plan.yaml")
 
 
 def test_the_help_names_every_schedule(work: Path):
@@ -148,7 +147,7 @@ REFUSED = {
     ),
     f"{SOLVE} --slow 3": "--slow: '3' is not a slow stage: write stage and slowdown, such as 3=1.15",
     f"{SOLVE} --slow 3=0": "--slow: '3=0' is not a slow stage: write stage and slowdown, such as 3=1.15",
-    f"{SOLVE} --slow 3=1.1 --slow 3=1.2": "--slow: stage 3 is there twice; keep one",
+    f"{SOLVE} --slow 3=1.1 --slow 3=1.2": "--slow: stage 3 is given twice; keep one",
     f"{SOLVE} --slow 4=1.1": "slow stage 4: there is none; stages are 0 to 3",
     "solve job.yaml -o job.yaml": "--output job.yaml: is the file that is read; name another",
     "solve job.yaml -o four.yaml": "--output four.yaml: is the file that is read; name another",
@@ -170,7 +169,7 @@ def test_the_installed_command_solves_a_job(work: Path):
     command = [sys.executable, "-c", planner, "solve", "job.yaml", "-o", "out.npz", "--json"]
     result = subprocess.run(command, cwd=work, capture_output=True, text=True, timeout=100)
     assert (result.returncode, result.stderr) == (0, "")
-    assert json.loads(result.stdout)["ranks"] == 2
+    assert json.loads(result.stdout)["context"]["ranks"] == 2
 
 
 def test_operations_of_a_job_are_those_of_the_calls(work: Path):

@@ -14,8 +14,7 @@ from strategies import smooth_profile
 from perseus_planner import Frontier, Plan, schedules, solve
 from perseus_planner.profiles.groups import slowed
 from perseus_planner.solver.replicas import Replicas
-from perseus_planner.views.plan_summary import summarize_plans
-from perseus_planner.views.tables import plans_text
+from perseus_planner.views.plan import plans_text, summarize_plans
 
 BOTH = "plan fast.npz slow.npz -o plan.yaml"
 
@@ -102,7 +101,7 @@ def test_the_switch_budget_is_passed_on(
     assert passed == [budget] * (1 + (command == BOTH))
 
 
-COUNTS = "are not counts: write a whole number for each, such as 3,1"
+COUNTS = "are not counts: write a whole number for each frontier, such as 3,1"
 REFUSED = {
     f"{BOTH} --least-energy --replicas 3": "replicas: 1 counts for 2 kinds of pipelines; give one for each",
     f"{BOTH} --least-energy --replicas 3,no": f"--replicas: '3,no' {COUNTS}",

@@ -25,23 +25,23 @@ REFUSED = {
         "simulated:a100-sxm, simulated:a40, simulated:l40s, simulated:h100-sxm, simulated:h200, simulated:b200"
     ),
     f"{PROFILE} --gpu nvml:0": (
-        "what the stages are is missing; give --stage MODULE:FUNCTION, or profile a small GPT on a simulated GPU with "
+        "the stages are missing; give --stage MODULE:FUNCTION, or profile a small GPT on a simulated GPU with "
         "--gpu simulated:a100-sxm"
     ),
     f"{PROFILE} --gpu simulated": (
-        "what the stages are is missing; give --stage MODULE:FUNCTION, or profile a small GPT on a simulated GPU with "
+        "the stages are missing; give --stage MODULE:FUNCTION, or profile a small GPT on a simulated GPU with "
         "--gpu simulated:a100-sxm"
     ),
-    f"{PROFILE} --resume": "--resume is of stages that run; give --stage MODULE:FUNCTION with it",
-    f"{PROFILE} --tensor-parallel 2": "--tensor-parallel is of stages that run; give --stage MODULE:FUNCTION with it",
-    f"{PROFILE} --blocking-power 85": "--blocking-power is of stages that run; give --stage MODULE:FUNCTION with it",
-    f"{PROFILE} --observe --control clock": "--observe sets nothing, so leave out --control",
+    f"{PROFILE} --resume": "--resume needs a stage that can run; add --stage MODULE:FUNCTION",
+    f"{PROFILE} --tensor-parallel 2": "--tensor-parallel needs a stage that can run; add --stage MODULE:FUNCTION",
+    f"{PROFILE} --blocking-power 85": "--blocking-power needs a stage that can run; add --stage MODULE:FUNCTION",
+    f"{PROFILE} --observe --control clock": "--observe does not set anything; leave out --control",
     f"{PROFILE} --window 0": (
         "--window: '0' is not a duration: write seconds above 0, or a number with ms, s or min, such as 2.95s"
     ),
-    "profile --gpu simulated:a100-sxm -o new.yaml": "how many pipeline stages there are is missing; give --stages S",
-    "profile --gpu simulated:a100-sxm --stages 2": "no file to write is named; give --output FILE",
-    "profile several.yaml": "the profile of the job is more than one file; give --output FILE",
+    "profile --gpu simulated:a100-sxm -o new.yaml": "the number of pipeline stages is missing; give --stages S",
+    "profile --gpu simulated:a100-sxm --stages 2": "the file to write is missing; give --output FILE",
+    "profile several.yaml": "the job has several profiles; give --output FILE",
     "profile nowhere.yaml": (
         "nowhere.yaml, key 'profile' absent/p.yaml: there is no folder absent; make it, or name another"
     ),
@@ -92,7 +92,7 @@ REFUSED = {
     "show absent.yaml": "absent.yaml: no such file; check the path",
     "show folder": "folder: is empty; try again when an iteration by a plan has ended",
     "show profile.yaml --perfetto a.json": "--perfetto a.json: profile.yaml has no timeline; name a plan or a run",
-    "show profile.yaml --figure points": "--figure: says what --plot draws; give --plot FIGURE with it",
+    "show profile.yaml --figure points": "--figure: chooses what --plot draws; add --plot FIGURE",
     "show frontier.npz --plot figure.gif": (
         "--plot figure.gif: figures are written as .png, .svg, .pdf; end the name with one of them"
     ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from commands import done, refusal
@@ -16,9 +17,10 @@ from perseus_planner.profiles.clock_changes import ClockChange
 from perseus_planner.runs import Run
 from perseus_planner.runs.run import calibration_of
 from perseus_planner.runtime.controller.protocol import ControlChange
-from perseus_planner.views.run_drawing import draw_run
-from perseus_planner.views.run_planned import foreseen
-from perseus_planner.views.run_summary import summarize_run
+from perseus_planner.views.figures import draw_gantt
+from perseus_planner.views.gantt import chart_run_beside_plan
+from perseus_planner.views.predicted import predict_records
+from perseus_planner.views.run import summarize_run
 from perseus_planner.views.run_text import run_text
 
 
@@ -60,11 +62,11 @@ def test_as_json_it_says_the_same_in_si_units(plan: Plan, origin: str):
     write_run(Path("run"), plan, 3, origin=origin)
     found = json.loads(done("show run --json"))
     assert found == json.loads(json.dumps({**asdict(summarize_run(Run.load("run"))), "files": []}))
-    assert (found["gpu_origin"], found["plan_origin"], found["version"]) == (origin, "measured", 1)
+    assert (found["gpu_origin"], found["context"]["origin"], found["version"]) == (origin, "measured", 1)
     assert found["plans"][0]["time_s"] == pytest.approx(plan.time_s, abs=1e-6)
 
 
-def test_the_figure_has_two_rows_a_rank_with_the_plan_above_the_run(plan: Plan):
+def test_the_figure_has_the_plan_above_the_run_with_late_changes_marked(plan: Plan):
     def edit(iteration: int, change: ControlChange) -> ControlChange | None:
         late_ns = 5 * 10**7 if iteration == 3 else 0
         return replace(change, begun_ns=change.begun_ns + late_ns, ended_ns=change.ended_ns + late_ns)
@@ -73,29 +75,34 @@ def test_the_figure_has_two_rows_a_rank_with_the_plan_above_the_run(plan: Plan):
     assert done("show run --plot run.png").endswith("\nWrote run.png\n")
     assert Path("run.png").read_bytes().startswith(b"\x89PNG")
     run = Run.load("run")
-    axes, scale = draw_run(run).axes
-    assert axes.get_title().splitlines()[0] == f"Iteration 3 by plan 1: {plan.schedule}"
-    assert [text.get_text() for text in axes.get_yticklabels()] == [
-        "rank 0 plan",
-        "run",
-        "rank 1 plan",
-        "run",
-        "rank 2 plan",
-        "run",
-    ]
+    planned, recorded, scale = draw_gantt(chart_run_beside_plan(run), plan.control).axes
+    assert planned.get_title() == "plan 1: predicted (replayed, measured profile)"
+    assert recorded.get_title().startswith("run: recorded: iteration 3 by plan 1, ")
     assert scale.get_ylabel() == "clock (MHz)"
-    rows = [each for each in axes.collections if each.get_paths() and len(each.get_paths()[0].vertices) > 2]
-    assert len(rows) == 6
-    lines = [each for each in axes.collections if each not in rows]
-    for rank, ran in enumerate(foreseen(plan)):
+    for rank, predicted in enumerate(predict_records(plan)):
         begin_s = run.ranks[rank].iterations[3].begin_s
         real = run.ranks[rank].computations[3]
-        for bars, some, zero_s in ((rows[2 * rank], ran, 0.0), (rows[2 * rank + 1], real, begin_s)):
-            drawn = [(path.vertices[:, 0].min(), path.vertices[:, 0].max()) for path in bars.get_paths()]
-            assert drawn == [pytest.approx((each.begin_s - zero_s, each.end_s - zero_s), abs=1e-6) for each in some]
+        for axes, records, zero_s in ((planned, predicted, 0.0), (recorded, real, begin_s)):
+            drawn = bars(axes, rank)
+            assert drawn == [pytest.approx((each.begin_s - zero_s, each.end_s - zero_s), abs=1e-6) for each in records]
     late = sum(each.is_late for rank in run.ranks for each in rank.computations[3])
     assert late > 0
-    assert sum(len(each.get_segments()) for each in lines) == late
+    assert sum(len(each.get_segments()) for each in lines(recorded, "red")) == late
+    assert sum(len(each.get_segments()) for each in lines(planned, "red")) == 0
+
+
+def bars(axes: Any, row: int) -> list[tuple[float, float]]:
+    """The bars of a row, in front of its background."""
+    found = [each.get_paths() for each in axes.collections if each.get_paths()]
+    of_row = [paths for paths in found if len(paths[0].vertices) > 2 and round(paths[0].vertices[:, 1].mean()) == row]
+    return [(path.vertices[:, 0].min(), path.vertices[:, 0].max()) for path in of_row[-1]]
+
+
+def lines(axes: Any, colour: str) -> list[Any]:
+    """The collections of lines of that colour."""
+    from matplotlib.colors import same_color
+
+    return [each for each in axes.collections if hasattr(each, "get_segments") and same_color(each.get_color(), colour)]
 
 
 def test_a_run_of_which_no_iteration_was_kept_cannot_be_drawn_but_shown(plan: Plan):
@@ -105,8 +112,8 @@ def test_a_run_of_which_no_iteration_was_kept_cannot_be_drawn_but_shown(plan: Pl
     assert refusal("show run --plot run.png") == (
         2,
         "",
-        "Error: run: there is no iteration that ran as planned on all ranks and whose computations all have kept; draw "
-        "it a minute later, or when the training has ended\n",
+        "Error: run: no iteration that ran as planned on all ranks has kept its computations on all of them; try again "
+        "in a minute, or when the training has ended\n",
     )
 
 
@@ -126,11 +133,11 @@ def test_what_a_run_cannot_calibrate_is_refused(plan: Plan):
     write_run(Path("other"), replace(plan, profile_digest="f" * 64), 3)
     for command, message in {
         "calibrate profile.yaml plan.yaml": (
-            "the measured time of an iteration is missing; give it with --measured TIME, or name the folder of a run "
+            "the measured time of an iteration is missing; give it with --measured TIME, or give the folder of a run "
             "instead of plan.yaml"
         ),
         "calibrate profile.yaml run --measured 3s": (
-            "run: is a run, which says itself what was measured; leave out --measured"
+            "run: is a run, which contains the measured times; leave out --measured"
         ),
         "calibrate profile.yaml run": (
             "run: no iteration ran as planned by plan 1 after its first one; train for longer"
@@ -150,7 +157,7 @@ def test_what_a_run_cannot_calibrate_is_refused(plan: Plan):
         assert Path("profile.yaml").read_bytes() == before
 
 
-def test_what_changes_cost_is_in_what_is_foreseen(plan: Plan):
+def test_the_cost_of_clock_changes_is_predicted(plan: Plan):
     costly = replace(plan, clock_change=ClockChange(20e-3, 0.0, 1))
     write_run(Path("run"), costly, 3)
     shown = summarize_run(Run.load("run"))

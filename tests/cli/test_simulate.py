@@ -18,8 +18,7 @@ from perseus_planner.cluster.policies import POLICIES
 from perseus_planner.cluster.replay import Cluster, simulate
 from perseus_planner.cluster.stragglers import read_stragglers
 from perseus_planner.schedules import Computation, Schedule, one_f_one_b
-from perseus_planner.views.cluster_summary import summarize_cluster
-from perseus_planner.views.tables import cluster_text
+from perseus_planner.views.cluster import cluster_text, summarize_cluster
 
 TRACE = "start,end,slowdown,pipeline,stage\n5,40,1.2,0,\n20,30,1.3,2,1\n90,,1.05,1,\n"
 SIMULATE = "simulate frontier.npz --pipelines 3 --iterations 100 --stragglers trace.csv --reaction-delay 2s"
@@ -56,7 +55,7 @@ def test_the_text_names_its_baseline_and_how_it_came_to_be(work: Path):
     text = done(f"{SIMULATE} --policy planner --slowdown 1.1")
     assert text.startswith(
         "Cluster of 24 GPUs: 3 pipelines x 2 ranks x 4 GPUs, each pipeline 1f1b, 2 stages x 3 microbatches on smooth\n"
-        "Replayed from a measured profile, in simulated time: 100 iterations, 3 stragglers, to which policies react "
+        "Replayed from a measured profile, in simulated time: 100 iterations, 3 stragglers; policies learn of them "
         "2 s late.\n\npolicy"
     )
     assert [line.split()[0] for line in text.splitlines()[4:6]] == ["max", "planner"]

@@ -24,8 +24,7 @@ from perseus_planner.schedules import Schedule, one_f_one_b
 from perseus_planner.schedules.dag import PipelineDag
 from perseus_planner.solver.frontier import Frontier
 from perseus_planner.solver.solve import solve, solve_dag
-from perseus_planner.views.plan_summary import summarize_plan, summarize_timeline
-from perseus_planner.views.tables import timeline_text
+from perseus_planner.views.plan import summarize_plan, summarize_timeline, timeline_text
 
 
 @pytest.fixture(scope="module")

@@ -23,8 +23,8 @@ from perseus_planner.runs.records import ChangeStatistics
 from perseus_planner.runs.run import calibration_of
 from perseus_planner.runtime.controller.protocol import ControlChange
 from perseus_planner.schedules import Computation
-from perseus_planner.views.run_planned import foreseen
-from perseus_planner.views.run_summary import summarize_run
+from perseus_planner.views.predicted import predict_records
+from perseus_planner.views.run import summarize_run
 
 FINITE = st.floats(allow_nan=False, allow_infinity=False)
 WHOLE = st.integers(0, 10**12)
@@ -184,7 +184,7 @@ def test_what_is_foreseen_of_any_plan_is_its_replay(seed: int, call_s: float | N
     plan = any_plan(dag, rng)
     if call_s is not None:
         plan = replace(plan, clock_change=ClockChange(call_s, 0.0, rng.randint(1, 3)))
-    spans, ranks = replay(plan).spans, foreseen(plan)
+    spans, ranks = replay(plan).spans, predict_records(plan)
     for program, ran in zip(plan.schedule.ranks, ranks, strict=True):
         assert [each.computation for each in ran] == list(program)
         assert [(each.begin_s, each.end_s) for each in ran] == [

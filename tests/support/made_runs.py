@@ -15,7 +15,7 @@ from perseus_planner.runtime.hook import Program
 from perseus_planner.runtime.marks import IterationTimes
 from perseus_planner.runtime.telemetry.telemetry import Telemetry
 from perseus_planner.schedules.dag import PipelineDag
-from perseus_planner.views.plan_summary import summarize_plan
+from perseus_planner.views.plan import summarize_plan
 
 BEGIN_NS = 10**12  #: of the first iteration, on the monotonic clock
 EPOCH_NS = 1_700_000_000 * 10**9  #: what is added to that

@@ -20,8 +20,9 @@ from perseus_planner.profiles.measurement import Evidence
 from perseus_planner.profiles.operating_points import pareto_front
 from perseus_planner.runs import Run
 from perseus_planner.schedules.pipeline import FixedOperation
-from perseus_planner.views.report.figures import FIGURES, draw_curves, draw_points, draw_timelines
-from perseus_planner.views.report.points import points
+from perseus_planner.views.figures import draw_curves
+from perseus_planner.views.report.points import chart_sources
+from perseus_planner.views.report.report import FIGURES
 from perseus_planner.views.report.sources import Sources
 
 
@@ -48,9 +49,9 @@ def bars(axes, row: int) -> list[list[tuple[float, float]]]:
 
 def test_the_points_are_the_bound_the_chosen_plan_and_other_planners(frontier: Frontier, plan: Plan):
     sources = Sources(frontier=frontier, plans={"chosen.yaml": plan})
-    axes = draw_points(sources).axes[0]
+    axes = FIGURES["points"](sources).axes[0]
     curve, *marks = axes.lines
-    expected = points(sources)
+    expected = chart_sources(sources)
     assert np.array_equal(curve.get_xydata(), np.column_stack([expected.times_s, expected.energies_j]))
     assert {mark.get_label(): tuple(mark.get_xydata()[0]) for mark in marks} == {
         f"{each.name} ({each.origin})": (each.time_s, each.energy_j) for each in expected.points
@@ -65,7 +66,8 @@ def test_the_points_are_the_bound_the_chosen_plan_and_other_planners(frontier: F
 
 @pytest.mark.parametrize("by", ["power", "clock"])
 def test_the_timelines_are_the_iteration_before_and_after(frontier: Frontier, plan: Plan, by: str):
-    figure = draw_timelines(Sources(frontier=frontier, plans={"plan.yaml": plan}), by)
+    name = {"power": "timeline", "clock": "timeline-clock"}[by]
+    figure = FIGURES[name](Sources(frontier=frontier, plans={"plan.yaml": plan}))
     before, after, scale = figure.axes
     assert (
         before.get_title() == "all clocks at maximum: before: the baseline of every saving (replayed, measured profile)"
@@ -95,7 +97,7 @@ def _fill(axes, row: int):
 
 
 def test_a_critical_path_is_marked_from_end_to_end(frontier: Frontier):
-    figure = draw_timelines(Sources(frontier=frontier), "power")
+    figure = FIGURES["timeline"](Sources(frontier=frontier))
     axes = figure.axes[0]
     marked = [
         (segment[0][0], segment[1][0])
@@ -117,8 +119,8 @@ def test_a_run_is_drawn_beside_its_plan(plan: Plan, tmp_path: Path):
     computing = solve(smooth_profile(3, step_mhz=150), schedules.one_f_one_b(3, 4)).plan_for_least_energy()
     write_run(tmp_path / "run", computing, 3)
     run = Run.load(tmp_path / "run")
-    planned, ran, _ = draw_timelines(Sources(plans={"p": computing}, runs={"run": run}), "clock").axes
-    assert ran.get_title().startswith("run: as it ran: iteration 2 by plan 1")
+    planned, ran, _ = FIGURES["timeline-clock"](Sources(plans={"p": computing}, runs={"run": run})).axes
+    assert ran.get_title().startswith("run: recorded: iteration 2 by plan 1")
     for rank in range(3):
         assert np.allclose(bars(planned, rank)[-1], bars(ran, rank)[-1], atol=3e-6)
 
@@ -135,7 +137,7 @@ def test_curves_are_the_measured_points_their_errors_and_a_hull_below_them():
             for key, rows in plain.measurements.items()
         },
     )
-    figure = draw_curves(Sources(profile))
+    figure = draw_curves(profile)
     assert [axes.get_title() for axes in figure.axes if axes.get_visible()] == [f"stage {i}" for i in range(5)]
     for (key, measured), (hull, drawn) in zip(profile.measurements.items(), _curves(figure), strict=True):
         rows, errors = drawn
@@ -163,16 +165,16 @@ def _curves(figure):
 
 def test_what_is_not_there_cannot_be_drawn(plan: Plan):
     alone = Sources(plans={"plan.yaml": plan})
-    for draw, message in (
-        (draw_points, "--figure points: shows a frontier, and there is none; name one, or add it with --beside"),
-        (draw_curves, "--figure curves: shows a profile, and there is none; name one, or add it with --beside"),
+    for name, message in (
+        ("points", "--figure points: needs a frontier; name one, or add it with --beside"),
+        ("curves", "--figure curves: needs a profile; name one, or add it with --beside"),
     ):
         with pytest.raises(UsageError) as refused:
-            draw(alone)
+            FIGURES[name](alone)
         assert str(refused.value) == message
     with pytest.raises(UsageError) as refused:
-        draw_timelines(Sources(smooth_profile(2)), "power")
-    assert str(refused.value) == "--figure timeline: shows a plan, a run or a frontier, and there is none"
+        FIGURES["timeline"](Sources(smooth_profile(2)))
+    assert str(refused.value) == "--figure timeline: needs a plan, a run or a frontier; name one"
 
 
 def test_show_draws_each_figure_and_shows_a_profile(folder: Path):
@@ -187,13 +189,13 @@ def test_show_draws_each_figure_and_shows_a_profile(folder: Path):
     assert one != other
     assert done("show profile.yaml --plot profile.pdf").startswith("Profile of 2 stages, smooth (measured)")
     found = json.loads(done("show profile.yaml --json"))
-    assert (found["digest"], found["files"]) == (Profile.load("profile.yaml").digest, [])
+    assert (found["context"]["profile_digest"], found["files"]) == (Profile.load("profile.yaml").digest, [])
     for command, message in {
-        "show plan.yaml --figure timeline": "--figure: says what --plot draws; give --plot FIGURE with it",
-        "show plan.yaml --beside frontier.npz": "--beside: is for --figure; give --figure with it",
+        "show plan.yaml --figure timeline": "--figure: chooses what --plot draws; add --plot FIGURE",
+        "show plan.yaml --beside frontier.npz": "--beside: adds files to --figure; add --figure NAME",
         "show profile.yaml --perfetto a.json": "--perfetto a.json: profile.yaml has no timeline; name a plan or a run",
         "show plan.yaml --figure points --plot a.png": (
-            "--figure points: shows a frontier, and there is none; name one, or add it with --beside"
+            "--figure points: needs a frontier; name one, or add it with --beside"
         ),
     }.items():
         assert refusal(command) == (2, "", f"Error: {message}\n")

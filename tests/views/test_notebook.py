@@ -25,6 +25,7 @@ from perseus_planner.runs import Run
 from perseus_planner.runs.records import IterationRecord
 from perseus_planner.schedules.dag import PipelineDag
 from perseus_planner.views.columns import numbers
+from perseus_planner.views.frontier import summarize_frontier
 
 few = settings(fixed, max_examples=20)
 
@@ -37,7 +38,7 @@ class Seen(HTMLParser):
     def __init__(self, html: str) -> None:
         super().__init__()
         self.rows: list[list[str]] = []
-        self.words, self.tags, self.attributes = "", set[str](), set[str]()
+        self.words, self.tags, self.attributes, self.sources = "", set[str](), set[str](), list[str]()
         self._in_cell = False
         self.feed(html)
         self.close()
@@ -45,6 +46,7 @@ class Seen(HTMLParser):
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.add(tag)
         self.attributes.update(name for name, _ in attrs)
+        self.sources += [str(value) for name, value in attrs if name == "src"]
         if tag == "tr":
             self.rows.append([])
         self._in_cell = tag in ("td", "th")
@@ -83,43 +85,38 @@ def test_each_shows_itself_as_html_that_loads_and_runs_nothing(frontier: Frontie
         html = each._repr_html_()
         seen = Seen(html)
         assert seen.tags <= {
-            "div", "p", "strong", "br", "small", "table", "thead", "tbody", "tr", "th", "td",
-            "svg", "title", "path", "polyline", "circle", "rect", "text",
+            "div", "p", "strong", "br", "small", "table", "thead", "tbody", "tr", "th", "td", "img"
         }  # fmt: skip
-        assert not seen.attributes & {"href", "src", "class", "id"}
+        assert not seen.attributes & {"href", "class", "id"}
         assert not {name for name in seen.attributes if name.startswith("on")}
+        assert all(source.startswith("data:image/png;base64,") for source in seen.sources)
         assert NAME in seen.words
         assert len({len(row) for row in seen.rows}) == 1
         assert len(html) < 60_000
 
 
-def test_a_plan_shows_its_numbers_beside_their_baseline_and_origin(plan: Plan):
+def test_a_plan_shows_the_table_of_the_command(plan: Plan):
     seen = Seen(plan._repr_html_())
-    head, own, baseline = seen.rows
+    _, times, energies, _ = seen.rows
     assert "Replayed from a measured profile" in seen.words
-    assert (own[0], baseline[0]) == ("this plan", "all clocks at maximum")
-    assert [own[1], baseline[1]] == numbers([plan.time_s, plan.baseline_time_s])
-    assert [own[2], baseline[2]] == numbers([plan.energy_j, plan.baseline_energy_j])
-    assert own[head.index("saved")] == f"{100 * plan.saving_j / plan.baseline_energy_j:.2f}\u00a0%"
+    assert seen.rows[0] == ["", "this plan", "all clocks at maximum"]
+    assert times[1:] == numbers([plan.time_s, plan.baseline_time_s])
+    assert energies[1:] == numbers([plan.energy_j, plan.baseline_energy_j])
+    assert f"({100 * plan.saving_j / plan.baseline_energy_j:.2f} %) compared with all clocks at maximum" in seen.words
 
 
-def test_a_frontier_shows_its_named_points(frontier: Frontier):
+def test_a_frontier_shows_its_points(frontier: Frontier):
     seen = Seen(frontier._repr_html_())
-    assert [row[0] for row in seen.rows[1:]] == [
-        "all clocks at maximum", "fastest", "least energy", "slowest useful, beside a straggler"
-    ]  # fmt: skip
-    times_s = [
-        frontier.baseline_time_s, frontier.min_time_s, frontier.least_energy_time_s, frontier.max_time_s
-    ]  # fmt: skip
-    assert [row[1] for row in seen.rows[1:]] == numbers(times_s)
-    assert seen.rows[1][-1] == "0.00\u00a0%"
+    summary = summarize_frontier(frontier)
+    assert [row[0] for row in seen.rows[1:]] == numbers([point.time_s for point in summary.points])
+    assert [row[-1] for row in seen.rows[1:]] == [point.mark for point in summary.points]
 
 
 def test_a_profile_shows_what_was_measured_and_says_when_it_was_simulated():
     profile = replace(smooth_profile(30, step_mhz=150), origin="simulated")
     seen = Seen(profile._repr_html_())
     assert "simulated: no GPU was touched" in seen.words
-    assert "Shown are 24 of 60 computations." in seen.words
+    assert "Shown are 24 of 60 rows." in seen.words
     assert seen.rows[1][:4] == ["0", "forward", "4", "1410 to 960"]
 
 
@@ -128,6 +125,15 @@ def test_a_run_shows_what_was_measured_beside_what_was_planned(run: Run, plan: P
     assert "Run: times measured, energy and clocks measured. Plan: replayed from a measured profile" in seen.words
     assert seen.rows[1][:2] == ["1", "4"]
     assert seen.rows[1][4] == numbers([plan.time_s])[0]
+
+
+def test_without_matplotlib_the_table_stays_and_says_how_to_install_it(plan: Plan, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.cm", None)
+    seen = Seen(plan._repr_html_())
+    assert "img" not in seen.tags
+    assert len(seen.rows) == 4
+    assert "A figure needs matplotlib; install it with: pip install 'perseus-planner[plot]'" in seen.words
 
 
 @given(graphs(12))
@@ -154,9 +160,9 @@ def test_they_render_in_a_browser_without_a_complaint_in_light_and_dark(
         for scheme, colour in (("light", "rgb(0, 0, 0)"), ("dark", "rgb(238, 238, 238)")):
             with opened(browser, page.as_uri(), color_scheme=scheme) as tab:
                 assert tab.locator("table").count() == 4
-                drawings = [each.bounding_box() for each in tab.locator("svg").all()]
-                assert [box["width"] > 300 and box["height"] > 80 for box in drawings] == [True] * 3
-                assert tab.locator("svg path").first.evaluate("path => getComputedStyle(path).stroke") == colour
+                pictures = [each.bounding_box() for each in tab.locator("img").all()]
+                assert [box["width"] > 300 and box["height"] > 80 for box in pictures] == [True] * 3
+                assert tab.locator("td").first.evaluate("cell => getComputedStyle(cell).color") == colour
 
 
 def rows_of(frame: Any) -> list[dict[str, Any]]:

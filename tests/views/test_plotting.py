@@ -1,10 +1,11 @@
-"""A figure shows the numbers of its frontier or plan, with units, and says where they come from."""
+"""Figures of a frontier or a plan alone show its numbers with units, and say where they come from."""
 
 from __future__ import annotations
 
 import sys
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +15,10 @@ from perseus_planner.errors import UsageError
 from perseus_planner.plans.replay import replay
 from perseus_planner.profiles.measurement import Measurement
 from perseus_planner.schedules.pipeline import FixedOperation
-from perseus_planner.views.plotting import check_figure_path, draw_frontier, draw_plan, save_figure
+from perseus_planner.views.figures import check_figure_path, draw_frontier, draw_gantt, save_figure
+from perseus_planner.views.frontier import chart_frontier
+from perseus_planner.views.gantt import chart_plan
+from perseus_planner.views.web import page_file
 
 FIRST_BYTES = {"png": b"\x89PNG", "svg": b"<?xml", "pdf": b"%PDF"}
 
@@ -38,14 +42,28 @@ def plan(frontier: Frontier) -> Plan:
     return frontier.plan_for(1.05 * frontier.baseline_time_s)
 
 
+def draw_plan(plan: Plan) -> Any:
+    return draw_gantt([chart_plan("plan", plan, "as planned")], plan.control)
+
+
+def drawn_rows(axes: Any) -> dict[int, list[tuple[list[tuple[float, float]], Any]]]:
+    """Row -> its collections of bars, first the background, each with its ends and colours."""
+    rows: dict[int, list[tuple[list[tuple[float, float]], Any]]] = {}
+    for bars in axes.collections:
+        if bars.get_paths() and len(bars.get_paths()[0].vertices) > 2:
+            row = round(bars.get_paths()[0].vertices[:, 1].mean())
+            ends = [(path.vertices[:, 0].min(), path.vertices[:, 0].max()) for path in bars.get_paths()]
+            rows.setdefault(row, []).append((ends, bars.get_facecolors()))
+    return rows
+
+
 def test_a_plan_is_one_bar_per_computation_from_its_start_to_its_end(plan: Plan):
     axes = draw_plan(plan).axes[0]
     spans = replay(plan).spans
-    for row, (rank, bars) in enumerate(zip(plan.schedule.ranks, axes.collections, strict=True)):
-        drawn = [(path.vertices[:, 0].min(), path.vertices[:, 0].max()) for path in bars.get_paths()]
+    for row, rank in enumerate(plan.schedule.ranks):
+        _, (drawn, _) = drawn_rows(axes)[row]
         expected = [(spans[str(computation)].start_s, spans[str(computation)].end_s) for computation in rank]
-        assert np.allclose(drawn, expected, rtol=1e-12)
-        assert {round(path.vertices[:, 1].mean()) for path in bars.get_paths()} == {row}
+        assert np.allclose(drawn, expected, rtol=1e-12, atol=1e-6)
     assert axes.get_ylim()[0] > axes.get_ylim()[1]  # the first stage is on top
 
 
@@ -58,30 +76,36 @@ def test_a_rank_shows_all_its_stages_and_its_fixed_operations_in_grey():
     )
     plan = frontier.plan_for_least_energy()
     axes, spans = draw_plan(plan).axes[0], replay(plan).spans
-    drawn = {}
-    for bars in axes.collections:
-        row = round(bars.get_paths()[0].vertices[:, 1].mean())
-        ends = [(path.vertices[:, 0].min(), path.vertices[:, 0].max()) for path in bars.get_paths()]
-        drawn.setdefault(row, []).append((ends, bars.get_facecolors()))
-    assert {row: [len(ends) for ends, _ in each] for row, each in drawn.items()} == {0: [8], 1: [1, 8]}
-    assert np.allclose(drawn[1][0][0], [(spans["1optimizer"].start_s, spans["1optimizer"].end_s)])
-    assert len(set(drawn[1][0][1][0][:3])) == 1  # grey
+    rows = drawn_rows(axes)
+    assert {row: [len(ends) for ends, _ in found] for row, found in rows.items()} == {0: [1, 8], 1: [1, 9]}
+    ends, colours = rows[1][1]
+    assert np.allclose(ends[-1], (spans["1optimizer"].start_s, spans["1optimizer"].end_s), atol=1e-6)
+    assert len(set(colours[-1][:3])) == 1  # grey
+    assert len(set(colours[0][:3])) > 1
     assert axes.get_xlim()[1] == max(span.end_s for span in spans.values()) == plan.time_s + 0.25
 
 
 def test_equal_clocks_have_one_colour_and_others_have_others(plan: Plan):
-    bars = draw_plan(plan).axes[0].collections
-    colours = map(tuple, chain.from_iterable(each.get_facecolors() for each in bars))
+    rows = drawn_rows(draw_plan(plan).axes[0])
+    colours = map(tuple, chain.from_iterable(rows[row][1][1] for row in sorted(rows)))
     pairs = set(zip(plan.clocks.values(), colours, strict=True))
     assert len(pairs) == len({clock for clock, _ in pairs}) == len({colour for _, colour in pairs}) > 1
+
+
+def test_figures_have_the_colours_of_the_pages(plan: Plan):
+    from matplotlib.colors import to_hex
+
+    light, _ = page_file("theme.css").split("prefers-color-scheme: dark")
+    stops = [light.split(f"--scale-{step}: ")[1][:7] for step in range(5)]
+    used = draw_plan(plan).axes[-1].collections[-1].get_cmap()
+    assert [to_hex(used(step / 4)) for step in (0, 4)] == [stops[0], stops[4]]
+    assert stops[2] == "#ecd67a"
 
 
 def test_a_plan_says_what_its_axes_and_colours_are(plan: Plan):
     axes, colour_bar = draw_plan(plan).axes
     assert (axes.get_xlabel(), axes.get_ylabel(), colour_bar.get_ylabel()) == ("time (s)", "rank", "clock (MHz)")
-    what, origin = axes.get_title().splitlines()
-    assert what == f"1f1b, 3 stages x 4 microbatches: {plan.time_s:.4g} s, {plan.energy_j:.5g} J"
-    assert origin == "Replayed from a simulated profile"
+    assert axes.get_title() == "plan: as planned (replayed, simulated profile)"
 
 
 def test_a_plan_of_a_single_clock_can_be_drawn(tmp_path: Path):
@@ -91,15 +115,18 @@ def test_a_plan_of_a_single_clock_can_be_drawn(tmp_path: Path):
 
 
 def test_a_frontier_is_its_curve_and_three_marked_points(frontier: Frontier):
-    axes = draw_frontier(frontier).axes[0]
+    axes = draw_frontier(chart_frontier(frontier)).axes[0]
     curve, *points = axes.lines
-    assert np.array_equal(curve.get_xydata(), np.column_stack([frontier.times_s, frontier.energies_j]))
+    assert np.array_equal(curve.get_xydata(), np.column_stack([frontier.times_s, frontier.energies_j])[::-1])
     assert {point.get_label(): tuple(point.get_xydata()[0]) for point in points} == {
-        "all clocks at maximum": (frontier.baseline_time_s, frontier.baseline_energy_j),
-        "fastest": (frontier.min_time_s, frontier.bound_j(frontier.min_time_s)),
-        "least energy": (frontier.least_energy_time_s, min(frontier.energies_j)),
+        f"{name} (replayed, simulated profile)": found
+        for name, found in {
+            "all clocks at maximum": (frontier.baseline_time_s, frontier.baseline_energy_j),
+            "bound, fastest": (frontier.min_time_s, frontier.bound_j(frontier.min_time_s)),
+            "bound, least energy": (frontier.least_energy_time_s, min(frontier.energies_j)),
+        }.items()
     }
-    assert (axes.get_xlabel(), axes.get_ylabel()) == ("iteration time (s)", "energy of an iteration, all GPUs (J)")
+    assert (axes.get_xlabel(), axes.get_ylabel()) == ("iteration time (s)", "energy per iteration, all GPUs (J)")
     assert axes.get_title() == "Frontier of 1f1b, 3 stages x 4 microbatches\nReplayed from a simulated profile"
 
 

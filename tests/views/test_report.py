@@ -22,14 +22,13 @@ from perseus_planner.plans.replay import Span, replay
 from perseus_planner.profiles.measurement import Evidence
 from perseus_planner.runs.run import Run
 from perseus_planner.solver.solve import solve_dag
-from perseus_planner.views.report.curves import curves
+from perseus_planner.views.gantt import chart_plan, spare_s
+from perseus_planner.views.profiles import curves_of
 from perseus_planner.views.report.page import number, page
-from perseus_planner.views.report.points import points
-from perseus_planner.views.report.rates import Rates, Work
+from perseus_planner.views.report.points import chart_sources
 from perseus_planner.views.report.report import make_report
-from perseus_planner.views.report.savings import savings
+from perseus_planner.views.report.savings import EnergyRates, IterationSize, savings_of
 from perseus_planner.views.report.sources import Sources
-from perseus_planner.views.report.timelines import of_plan, spare_s
 
 SMALL = smooth_profile(3, step_mhz=150)
 
@@ -62,7 +61,7 @@ def data_of(text: str) -> dict:
 @given(jobs().map(solve_dag), st.floats(0, 1))
 def test_a_timeline_is_the_replay_in_whole_microseconds(frontier: Frontier, share: float):
     plan = frontier.plan_for(frontier.min_time_s + share * (frontier.max_time_s - frontier.min_time_s))
-    timeline, spans = of_plan("plan", plan, ""), replay(plan).spans
+    timeline, spans = chart_plan("plan", plan, ""), replay(plan).spans
     shown = {}
     for program, lane in zip(timeline.programs, timeline.lanes, strict=True):
         steps = [part for pair in zip(lane.gaps_us, lane.times_us, strict=True) for part in pair]
@@ -101,7 +100,7 @@ def test_a_computation_may_end_later_by_what_it_has_to_spare_and_no_more(frontie
 @given(jobs().map(solve_dag))
 def test_no_point_of_the_frontiers_figure_is_below_the_bound(frontier: Frontier):
     plan = frontier.plan_for(frontier.baseline_time_s)
-    found = points(Sources(frontier=frontier, plans={"plan": plan}))
+    found = chart_sources(Sources(frontier=frontier, plans={"plan": plan}))
     assert list(found.times_s) == sorted(found.times_s)
     assert (found.times_s[0], found.times_s[-1]) == (frontier.min_time_s, frontier.max_time_s)
     for time_s, energy_j in zip(found.times_s, found.energies_j, strict=True):
@@ -116,7 +115,7 @@ def test_no_point_of_the_frontiers_figure_is_below_the_bound(frontier: Frontier)
 @settings(max_examples=30)
 @given(profiles(3))
 def test_no_measured_point_is_below_the_hull_of_its_curve(profile: Profile):
-    for curve in curves(profile):
+    for curve in curves_of(profile):
         waiting_w = profile.blocking_w(curve.stage)
         rows = {point.clock: (point.time_s, point.energy_j - waiting_w * point.time_s) for point in curve.points}
         hull = [rows[clock] for clock in curve.hull]
@@ -131,9 +130,9 @@ def test_no_measured_point_is_below_the_hull_of_its_curve(profile: Profile):
 def test_standard_errors_come_from_the_profile_that_has_them(frontier: Frontier):
     evidence = Evidence(1400.0, 1e-4, 0.25, 3, 60.0)
     rows = {key: tuple(replace(row, evidence=evidence) for row in each) for key, each in SMALL.measurements.items()}
-    known = curves(replace(SMALL, measurements=rows))
+    known = curves_of(replace(SMALL, measurements=rows))
     assert {(point.time_stderr_s, point.energy_stderr_j) for curve in known for point in curve.points} == {(1e-4, 0.25)}
-    unknown = curves(frontier.profile)
+    unknown = curves_of(frontier.profile)
     assert {(point.time_stderr_s, point.energy_stderr_j) for curve in unknown for point in curve.points} == {
         (None, None)
     }
@@ -144,8 +143,8 @@ def test_standard_errors_come_from_the_profile_that_has_them(frontier: Frontier)
 
 def test_a_plans_saving_is_counted_against_all_clocks_at_maximum(frontier: Frontier):
     plan = frontier.plan_for(1.1 * frontier.baseline_time_s)
-    work, rates = Work(pipelines=4, tokens=1000, samples=10, iterations=50), Rates(0.2, 1.5, 0.3)
-    (saving,) = savings(Sources(plans={"plan": plan}), rates, work)
+    size, rates = IterationSize(pipelines=4, tokens=1000, samples=10, iterations=50), EnergyRates(0.2, 1.5, 0.3)
+    (saving,) = savings_of(Sources(plans={"plan": plan}), rates, size)
     assert saving.per_iteration.gpu_j == pytest.approx(4 * plan.saving_j)
     assert saving.per_iteration.kwh == pytest.approx(4 * plan.saving_j * 1.5 / 3.6e6)
     assert saving.per_iteration.usd == pytest.approx(0.2 * saving.per_iteration.kwh)
@@ -165,12 +164,12 @@ def test_a_run_saves_what_its_plan_does_if_it_ran_just_so(frontier: Frontier, tm
     plan = frontier.plan_for(1.05 * frontier.baseline_time_s)
     write_run(tmp_path, plan, 6, pipelines=pipelines)
     sources = Sources(frontier=frontier, runs={"run": Run.load(tmp_path)})
-    (saving,) = savings(sources, Rates(), Work(pipelines=2, tokens=64))
+    (saving,) = savings_of(sources, EnergyRates(), IterationSize(pipelines=2, tokens=64))
     assert saving.per_iteration.gpu_j == pytest.approx(pipelines * plan.saving_j, rel=1e-3)
     assert (saving.time_origin, saving.energy_origin) == ("measured", "simulated")
     assert (saving.iterations, saving.pipelines) == (5, pipelines)
     assert saving.efficiency.joules_per_token == pytest.approx(2 * plan.energy_j / 64, rel=1e-3)
-    (point,) = (each for each in points(sources).points if each.kind == "run")
+    (point,) = (each for each in chart_sources(sources).points if each.kind == "run")
     assert point.energy_j == pytest.approx(plan.energy_j, rel=1e-3)
 
 
@@ -195,7 +194,7 @@ def test_a_report_is_made_of_any_of_the_files(files: Path, given_files: str):
     content = json.loads(done(f"report {given_files} -o report.html --json"))
     assert content["files"] == ["report.html"]
     text = Path("report.html").read_text()
-    assert data_of(text)["points"] == content["points"]
+    assert data_of(text)["frontier"] == content["frontier"]
     assert not re.findall(r"(?:src|href)=|url\(|@import", text)
 
 
@@ -208,15 +207,15 @@ def test_equal_files_give_equal_pages(files: Path):
 def test_a_job_file_says_pipelines_and_tokens(files: Path):
     head = "format: perseus-planner/job\nversion: 1\nprofile: profile.yaml\nschedule: 1f1b\nmicrobatches: 5\n"
     Path("job.yaml").write_text(head + "replicas: 3\ntokens_per_iteration: 6000\nsamples_per_iteration: 12\n")
-    work = json.loads(done("report plan.yaml job.yaml -o report.html --json"))["work"]
-    assert (work["pipelines"], work["tokens"], work["samples"]) == (3, 6000, 12)
+    size = json.loads(done("report plan.yaml job.yaml -o report.html --json"))["size"]
+    assert (size["pipelines"], size["tokens"], size["samples"]) == (3, 6000, 12)
     two = "replicas:\n- count: 3\n- {count: 1, slow_stages: {1: 1.2}}\ntokens_per_iteration: 6000\n"
     Path("job.yaml").write_text(head + two)
-    work = json.loads(done("report plan.yaml job.yaml -o report.html --json"))["work"]
-    assert (work["pipelines"], work["tokens"]) == (3, 4500)
+    size = json.loads(done("report plan.yaml job.yaml -o report.html --json"))["size"]
+    assert (size["pipelines"], size["tokens"]) == (3, 4500)
     given_here = "--pipelines 2 --tokens-per-iteration 7"
-    work = json.loads(done(f"report plan.yaml job.yaml {given_here} -o report.html --json"))["work"]
-    assert (work["pipelines"], work["tokens"]) == (2, 7)
+    size = json.loads(done(f"report plan.yaml job.yaml {given_here} -o report.html --json"))["size"]
+    assert (size["pipelines"], size["tokens"]) == (2, 7)
 
 
 def test_what_does_not_belong_together_is_refused(files: Path):
@@ -226,7 +225,7 @@ def test_what_does_not_belong_together_is_refused(files: Path):
     for given_files, what in (
         ("frontier.npz other.yaml", "another profile"),
         ("longer.npz plan.yaml", "another schedule"),
-        ("frontier.npz longer.npz", "name one frontier"),
+        ("frontier.npz longer.npz", "only one frontier can be given"),
         ("absent.yaml", "no such file"),
         ("profile.csv", "--blocking-power"),
         ("report.py", "no such file"),
@@ -246,10 +245,10 @@ def test_names_with_markup_are_texts(frontier: Frontier):
     evil = "</script><script>alert(1)</script><img src=x onerror=alert(2)>&amp;'\""
     profile = replace(SMALL, gpu=evil)
     plan = replace(frontier.plan_for(frontier.baseline_time_s), gpu=evil, profile_digest=profile.digest)
-    text = page(make_report(Sources(profile, plans={evil: plan}, names=(evil,)), Rates(), Work()))
+    text = page(make_report(Sources(profile, plans={evil: plan}, names=(evil,)), EnergyRates(), IterationSize()))
     assert "<img" not in text
     assert "alert(1)</script>" not in text
-    assert data_of(text)["points"]["points"][-1]["name"] == evil
+    assert data_of(text)["frontier"]["points"][-1]["name"] == evil
 
 
 @given(st.floats(-1e12, 1e12))

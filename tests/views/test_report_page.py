@@ -17,8 +17,8 @@ from perseus_planner.profiles.profiles import Profile
 from perseus_planner.schedules.iteration import Iteration
 from perseus_planner.schedules.pipeline import pipeline_iteration
 from perseus_planner.views.report.page import page
-from perseus_planner.views.report.rates import Rates, Work
 from perseus_planner.views.report.report import make_report
+from perseus_planner.views.report.savings import EnergyRates, IterationSize
 from perseus_planner.views.report.sources import Sources
 
 PHONE = {"viewport": {"width": 390, "height": 844}}
@@ -124,7 +124,7 @@ def test_16_ranks_of_512_microbatches_are_usable_within_2_seconds(browser, tmp_p
     iteration = pipeline_iteration(schedules.one_f_one_b(16, 512))
     plans = {name: plan_of(profile, iteration, clocks) for name, clocks in (("before", 1), ("after", 4))}
     file = tmp_path / "report.html"
-    file.write_text(page(make_report(Sources(profile, plans=plans), Rates(), Work())))
+    file.write_text(page(make_report(Sources(profile, plans=plans), EnergyRates(), IterationSize())))
     assert file.stat().st_size < 5e6
     with opened(browser, "about:blank") as fresh:
         metrics = fresh.context.new_cdp_session(fresh)

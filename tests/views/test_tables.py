@@ -11,9 +11,9 @@ from perseus_planner import Frontier, Plan, Profile, schedules, solve
 from perseus_planner.profiles.measurement import Evidence, Measurement
 from perseus_planner.schedules import Computation, Schedule
 from perseus_planner.schedules.pipeline import FixedOperation, Transfer
-from perseus_planner.views.plan_summary import summarize_plan, summarize_timeline
-from perseus_planner.views.summary import summarize_frontier, summarize_profile
-from perseus_planner.views.tables import frontier_text, plan_text, profile_text, timeline_text
+from perseus_planner.views.frontier import frontier_text, summarize_frontier
+from perseus_planner.views.plan import plan_text, summarize_plan, summarize_timeline, timeline_text
+from perseus_planner.views.profiles import profile_text, summarize_profile
 
 FORWARD = (Measurement(1400, 1.0, 300.0), Measurement(1000, 1.25, 250.0))
 BACKWARD = (Measurement(1400, 2.0, 600.0), Measurement(1000, 2.5, 500.0))
@@ -61,7 +61,7 @@ def test_the_frontier_is_a_table_against_all_clocks_at_maximum(frontier: Frontie
         == """\
 Frontier of 1f1b, 2 stages x 3 microbatches on test GPU; 12 computations
 Replayed from a measured profile; blocking power 100.00 W.
-Baseline of every saving: all clocks at maximum, 14.2500 s and 6900.00 J an iteration.
+Baseline of every saving: all clocks at maximum, 14.2500 s and 6900.00 J per iteration.
 
  time s  x baseline  bound J  saved J  saved %
 14.2500      1.0000  6450.00  450.000     6.52    fastest; no slower than all clocks at maximum
@@ -76,7 +76,7 @@ Baseline of every saving: all clocks at maximum, 14.2500 s and 6900.00 J an iter
 16.9500      1.1895  6135.00  765.000    11.09
 17.2500      1.2105  6105.00  795.000    11.52    least energy; slowest useful, beside a straggler
 
-The bound is what no plan of that time can be below, waiting included, on all GPUs of the pipeline.
+The bound is the least energy of any plan of that time, on all GPUs of the pipeline, waiting included.
 """
     )
 
@@ -88,21 +88,21 @@ def test_the_plan_is_held_against_all_clocks_at_maximum_and_the_bound(plan: Plan
 Plan for 1f1b, 2 stages x 3 microbatches on test GPU, within 18.0000 s
 Replayed from a measured profile; blocking power 100.00 W.
 
-                      this plan  all clocks at maximum
-seconds an iteration    14.7500                14.2500
-joules an iteration     6400.00                6900.00
-watts on average        433.898                484.211
+                       this plan  all clocks at maximum
+seconds per iteration    14.7500                14.2500
+joules per iteration     6400.00                6900.00
+watts on average         433.898                484.211
 
-It saves 500.000 J (7.25 %) of an iteration with all clocks at maximum, at 1.0351x its time.
-It is 0.156 % above the bound, which no plan of that time can be below.
-No GPU changes its clock more than 2 times an iteration.
-Beside a straggler of 20.0000 s, for which both would wait, it saves 600.000 J (7.45 %).
+It saves 500.000 J (7.25 %) compared with all clocks at maximum, at 1.0351x the time.
+Its energy is 0.156 % above the bound, the least of any plan of that time.
+No GPU changes its clock more than 2 times per iteration.
+Beside a straggler of 20.0000 s it saves 600.000 J (7.45 %); both wait for it.
 """
     )
 
 
 def test_the_timeline_is_a_line_per_rank(plan: Plan):
-    _, _, stages = timeline_text(summarize_timeline(plan)).partition("times an iteration.\n\n")
+    _, _, stages = timeline_text(summarize_timeline(plan)).partition("times per iteration.\n\n")
     assert (
         stages
         == """\
@@ -111,7 +111,7 @@ rank           MHz  changes  busy %   joules    timeline
    1          1400        0    76.3  3725.00    ...FFFFBBBBBBBBFFFFFBBBBBBBBFFFFBBBBBBBB........
 
 Timeline: 48 moments of the iteration; F forward, B backward, . waiting.
-Changes: of the clock from one computation to the next, and back for the next iteration.
+Changes: clock changes from one computation to the next, and back for the next iteration.
 """
     )
 
@@ -148,7 +148,7 @@ rank          MHz  changes  busy %   joules    timeline
    1  800 to 1000        4    73.6  3138.75    .....FFFFFFFFFFFF.IIIIWIIIIWWIIIWWIIIIWooo......
 
 Timeline: 48 moments of the iteration; F forward, I input gradient, W weight gradient, o fixed operation, . waiting.
-Changes: of the clock from one computation to the next, and back for the next iteration.
+Changes: clock changes from one computation to the next, and back for the next iteration.
 """
     )
     summary = summarize_plan(plan)
@@ -201,10 +201,10 @@ LAST_STAGE_SINGLE = {key: rows if key[0] == 0 else rows[:1] for key, rows in CUR
 # Each computation costs 1 J more at 1000 MHz than at 1400 MHz with the wait after it, at 100 W.
 DEAR = {(0, "F"): (1.25, 326.0), (0, "B"): (2.5, 651.0), (1, "F"): (1.5, 401.0), (1, "B"): (3.0, 801.0)}
 ALL_DEAR = {key: (rows[0], Measurement(1000, *DEAR[key])) for key, rows in CURVES.items()}
-NEVER = "No slowdown ever pays: computing slower costs more than being done early and waiting at 100 W."
+NEVER = "Slower clocks never pay: a slower computation costs more than finishing early and waiting at 100 W."
 TOO_LARGE = (
-    "The blocking power of {} W is so large that no slowdown of the iteration ever pays: "
-    "the fastest has the least energy. Slower ones are of use beside a straggler only."
+    "The blocking power of {} W is so large that the fastest iteration takes the least energy. "
+    "Slower iterations pay only beside a straggler."
 )
 IMPLAUSIBLE = "The blocking power of 301 W is more than any computation draws (300 W at most); check it."
 ALONE = "Every computation has a single clock, so there is a single plan."

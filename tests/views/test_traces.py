@@ -23,9 +23,8 @@ from perseus_planner.profiles.clock_changes import ClockChange
 from perseus_planner.runs import Run
 from perseus_planner.schedules.dag import PipelineDag
 from perseus_planner.schedules.pipeline import FixedOperation
-from perseus_planner.views.plan_trace import trace_plan
-from perseus_planner.views.run_trace import trace_run
-from perseus_planner.views.trace_events import Counter, total
+from perseus_planner.views.perfetto import Counter, total
+from perseus_planner.views.traces import trace_plan, trace_run
 
 
 @pytest.fixture(scope="module")
@@ -224,7 +223,7 @@ def test_a_run_of_which_nothing_was_kept_is_refused(plan: Plan, tmp_path: Path):
     with pytest.raises(RunError) as refused:
         trace_run(Run.load(tmp_path / "run"), tmp_path / "run.json")
     assert str(refused.value) == (
-        f"{tmp_path}/run: there is no iteration whose computations all ranks have kept; trace it a minute later, or "
+        f"{tmp_path}/run: there is no iteration whose computations all ranks have kept; try again in a minute, or "
         "when the training has ended"
     )
     assert not (tmp_path / "run.json").exists()

@@ -1,1 +1,4 @@
-"""`planner report`: one self-contained page of a profile, a frontier, plans and runs; its figures as plain values."""
+"""`planner report`: one self-contained HTML page of a profile, a frontier, plans and runs.
+
+`sources` reads the files, `report` makes the values that the page shows, and `page` writes the page.
+"""

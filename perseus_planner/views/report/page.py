@@ -1,4 +1,4 @@
-"""A report as one HTML file: everything is inside, so that it opens anywhere, and offline."""
+"""A report as one HTML file. Everything is inside, so that it opens anywhere, and offline."""
 
 from __future__ import annotations
 
@@ -19,23 +19,27 @@ from perseus_planner.views.web import page_file
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from perseus_planner.views.report.report import Report
+    from perseus_planner.views.report.report import EnergyReport
 
 _NOT_KNOWN, _MINUS = "\u2013", "\u2212"
 
 
-def page(report: Report) -> str:
-    """The page of `report`. Names of files and profiles are texts on it, whatever they contain.
+def page(report: EnergyReport) -> str:
+    """Return the page of `report`. Names of files and profiles are escaped, whatever they contain.
 
-    A content security policy in it lets no script run but its own two, by their digests, and loads nothing.
+    A content security policy in the page allows only its own scripts and styles, by their digests, and loads nothing.
     """
-    styles = [_inline(page_file("theme.css")), _inline(_own("report.css"))]
-    scripts = [_inline(page_file("charts.js")), _inline(_own("timeline.js")), _inline(_own("report.js"))]
+    styles = [_inline(page_file("theme.css")), _inline(_report_file("report.css"))]
+    scripts = [
+        _inline(page_file("charts.js")),
+        _inline(_report_file("timeline.js")),
+        _inline(_report_file("report.js")),
+    ]
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters |= {"number": number, "input": _input, "share": _share, "signed": _signed, "watts": _watts}
-    return environment.from_string(_own("report.html.j2")).render(
+    return environment.from_string(_report_file("report.html.j2")).render(
         report=report,
-        unit=unit_of(report.setup.control),
+        unit=unit_of(report.context.control),
         styles=styles,
         scripts=scripts,
         policy=_policy(scripts, styles),
@@ -45,7 +49,7 @@ def page(report: Report) -> str:
 
 
 def number(value: float | None, digits: int = 4) -> str:
-    """With thousands separated and that many significant digits, but no digit before the point lost."""
+    """Write a number with thousands separated and `digits` significant digits, or all digits before the point."""
     if value is None:
         return _NOT_KNOWN
     if value == 0:
@@ -58,7 +62,7 @@ def number(value: float | None, digits: int = 4) -> str:
 
 
 def _input(value: float) -> str:
-    """As it was given."""
+    """Write a number as it was given."""
     return f"{value:g}"
 
 
@@ -67,7 +71,7 @@ def _share(value: float) -> str:
 
 
 def _signed(value: float) -> str:
-    """In percent, with its sign."""
+    """Write a share in percent, with its sign."""
     return f"{100 * value:+.2f}\u00a0%".replace("-", _MINUS)
 
 
@@ -78,13 +82,13 @@ def _watts(power_w: float | Iterable[float]) -> str:
     return f"{number(min(powers_w))} to {number(max(powers_w))}\u00a0W"
 
 
-def _own(name: str) -> str:
+def _report_file(name: str) -> str:
     return (files("perseus_planner.views.report") / name).read_text(encoding="utf-8")
 
 
 def _inline(text: str) -> Markup:
-    """A script or style of the planner's own, as it is."""
-    return Markup(text)  # a file of this package
+    """Mark a script or style of this package as safe."""
+    return Markup(text)
 
 
 def _policy(scripts: Iterable[str], styles: Iterable[str]) -> str:
@@ -96,12 +100,12 @@ def _digest(text: str) -> str:
     return b64encode(sha256(text.encode()).digest()).decode()
 
 
-def _data(report: Report) -> dict[str, Any]:
-    """What the scripts draw from."""
+def _data(report: EnergyReport) -> dict[str, Any]:
+    """Return the data that the scripts draw."""
     return {
-        "unit": unit_of(report.setup.control),
-        "points": asdict(report.points),
-        "timelines": [asdict(each) for each in report.timelines.timelines],
+        "unit": unit_of(report.context.control),
+        "frontier": asdict(report.frontier),
+        "iterations": [asdict(each) for each in report.iterations],
         "ranks": [asdict(each) for each in report.ranks],
         "curves": [asdict(each) for each in report.curves],
     }

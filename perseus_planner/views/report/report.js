@@ -1,17 +1,16 @@
-// Draws the report's figures from the data that is in the page.
+// Draws the figures of a report from the data in the page.
 
 "use strict";
 
 (() => {
   const data = JSON.parse(document.getElementById("data").textContent);
   const at = (id) => document.getElementById(id);
-  // Each kind of point has a shape of its own, so that colour is never all that tells them apart.
-  // The most important first.
+  // Each kind of point has another shape, so that colour is never the only difference. The most important first.
   const LOOKS = {
     plan: [3, "diamond"], run: [4, "triangle"], baseline: [5, "square"], peer: [2, "cross"], landmark: [7, "circle"],
   };
 
-  /** The bound as far as iterations are that someone may want; where stragglers are, it goes on far beyond. */
+  /** The part of the bound near the points; the rest, useful beside stragglers, may be many times as long. */
   function nearPoints({ times_s: times, energies_j: energies, points }) {
     const end = 1.15 * Math.max(...points.map((point) => point.time_s));
     const count = times.filter((time) => time <= end).length;
@@ -24,30 +23,30 @@
     return { x, y };
   }
 
-  function frontier(place, points) {
-    const peers = points.points.filter((point) => point.kind === "peer").map((point) => point.name);
+  function frontier(place, chart) {
+    const peers = chart.points.filter((point) => point.kind === "peer").map((point) => point.name);
     const colours = { 0: 2, 1: 8, 2: 6 };
     const rank = (point) => Object.keys(LOOKS).indexOf(point.kind);
-    const marks = [...points.points].sort((a, b) => rank(a) - rank(b)).map((point) => {
+    const marks = [...chart.points].sort((a, b) => rank(a) - rank(b)).map((point) => {
       const [color, shape] = LOOKS[point.kind];
-      const own = point.kind === "peer" ? colours[peers.indexOf(point.name)] ?? color : color;
+      const distinct = point.kind === "peer" ? colours[peers.indexOf(point.name)] ?? color : color;
       const label = point.kind === "landmark" ? point.name.replace("bound, ", "") : point.name;
       const title = `${point.name}: ${charts.quantity(point.time_s, "s")}, ${charts.quantity(point.energy_j, "J")} (${point.origin})`;
-      return { name: point.name, color: own, shape, x: point.time_s, y: point.energy_j, label, title };
+      return { name: point.name, color: distinct, shape, x: point.time_s, y: point.energy_j, label, title };
     });
-    const shown = nearPoints(points);
-    const series = points.times_s.length ? [{ name: "bound: the least energy that any plan of that time can have", color: 1, ...shown }] : [];
+    const shown = nearPoints(chart);
+    const series = chart.times_s.length ? [{ name: "bound: least energy of any plan of that time", color: 1, ...shown }] : [];
     charts.line(place, {
       description: `Energy of an iteration against its time: ${marks.map((mark) => mark.title).join("; ")}`,
-      x: { label: "iteration time", unit: "s" }, y: { label: "energy of an iteration, all GPUs of a pipeline", unit: "J" },
+      x: { label: "iteration time", unit: "s" }, y: { label: "energy per iteration, all GPUs of a pipeline", unit: "J" },
       series, marks, table: true,
     });
   }
 
   function changes(place, ranks) {
     charts.bars(place, {
-      description: "Clock changes of each rank in an iteration; the table below has the numbers",
-      x: { label: "rank", unit: "" }, y: { label: "clock changes in an iteration", unit: "" },
+      description: "Clock changes of each rank per iteration; the table below has the numbers",
+      x: { label: "rank", unit: "" }, y: { label: "clock changes per iteration", unit: "" },
       names: ranks[0].ranks.map((rank) => `${rank.rank}`),
       series: ranks.map((plan, order) => ({ name: plan.name, color: (order % 8) + 1, y: plan.ranks.map((rank) => rank.clock_changes) })),
       height: 220,
@@ -72,7 +71,7 @@
     });
   }
 
-  /** Draws what is far below only when it comes near, or is to be printed. */
+  /** Draws each figure when it comes near the viewport, or before the page is printed. */
   function lazily(draws) {
     const left = new Map(draws);
     const watch = new IntersectionObserver((entries) => {
@@ -88,8 +87,8 @@
     addEventListener("beforeprint", () => [...left.keys()].forEach(now));
   }
 
-  if (at("frontier")) frontier(at("frontier"), data.points);
-  if (at("timelines")) timelines.show(at("timelines"), data.timelines, data.unit);
+  if (at("frontier")) frontier(at("frontier"), data.frontier);
+  if (at("timelines")) timelines.show(at("timelines"), data.iterations, data.unit);
   if (at("changes")) changes(at("changes"), data.ranks);
   lazily(data.curves.map((each, index) => [at(`curve-${index}`), () => curve(at(`curve-${index}`), each)]));
 })();

@@ -1,45 +1,41 @@
-"""A report as plain values: what `planner report` writes as a page, and with --json prints."""
+"""A report as plain values, the text that `planner report` prints of it, and the figures of `planner show --figure`."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from perseus_planner import __version__
-from perseus_planner.views.plan_summary import RankSummary, summarize_plan
-from perseus_planner.views.report.curves import Curve, curves
-from perseus_planner.views.report.points import Points, points
-from perseus_planner.views.report.savings import Saving, replayed, savings
-from perseus_planner.views.report.timelines import Timelines, timelines
-from perseus_planner.views.run_summary import RunSummary, summarize_run
+from perseus_planner.cluster.baselines import all_maximum
+from perseus_planner.errors import RunError, UsageError
+from perseus_planner.views.columns import column, numbers, table
+from perseus_planner.views.context import (
+    ALL_MAXIMUM,
+    Context,
+    origin_label,
+)
+from perseus_planner.views.figures import draw_curves, draw_frontier, draw_gantt
+from perseus_planner.views.gantt import GanttChart, chart_plan, chart_run
+from perseus_planner.views.plan import RankSummary, summarize_plan
+from perseus_planner.views.profiles import MeasuredCurve, curves_of
+from perseus_planner.views.report.points import chart_sources
+from perseus_planner.views.report.savings import EnergyRates, IterationSize, Saving, savings_of
+from perseus_planner.views.run import RunSummary, summarize_run
 
 if TYPE_CHECKING:
-    from perseus_planner.views.report.rates import Rates, Work
+    from collections.abc import Callable, Iterator, Mapping
+
+    from matplotlib.figure import Figure
+
+    from perseus_planner.views.frontier import FrontierChart
     from perseus_planner.views.report.sources import Sources
-
-_OF_PROFILE = ("gpu", "origin", "control", "gpus_per_stage", "blocking_power_w", "overhead_s")  #: which plans have, too
-
-
-@dataclass(frozen=True)
-class Setup:
-    """What all figures of a report are of; None: not known."""
-
-    gpu: str | None
-    origin: str
-    control: str
-    gpus_per_stage: int
-    blocking_power_w: float | tuple[float, ...]
-    overhead_s: float
-    schedule: str | None
-    stages: int | None
-    ranks: int | None
-    microbatches: int | None
-    profile_digest: str
 
 
 @dataclass(frozen=True)
 class RanksOfPlan:
-    """What each rank does in an iteration of a plan, and where that is from."""
+    """What each rank does in an iteration of a plan, and where those numbers come from."""
 
     name: str
     origin: str
@@ -48,65 +44,122 @@ class RanksOfPlan:
 
 
 @dataclass(frozen=True)
-class Report:
-    """All that a report says.
+class EnergyReport:
+    """The values of a report.
 
     Attributes:
-        planner: version that made it.
-        files: it was made from.
-        setup: of what it is.
+        planner: version of the planner that made it.
+        files: names of the files that it was made from.
+        context: the profile and the iteration.
         rates: what a kilowatt-hour costs.
-        work: what an iteration does.
-        savings: of each plan and run.
-        points: the frontier's figure.
-        timelines: the pipeline before, as planned and as it ran.
+        size: the size of an iteration.
+        savings: what each plan and run saves.
+        frontier: the chart of the frontier.
+        iterations: the iteration with all clocks at maximum, as planned, and as recorded.
+        left_out: iterations that cannot be shown, each with the reason.
         ranks: clock changes, clocks and load of each rank by each plan.
-        runs: name -> how a run went beside its plan.
-        curves: of each computation.
+        runs: name -> the run beside its plans.
+        curves: the curve of each computation.
     """
 
     planner: str
     files: tuple[str, ...]
-    setup: Setup
-    rates: Rates
-    work: Work
+    context: Context
+    rates: EnergyRates
+    size: IterationSize
     savings: tuple[Saving, ...]
-    points: Points
-    timelines: Timelines
+    frontier: FrontierChart
+    iterations: tuple[GanttChart, ...]
+    left_out: tuple[str, ...]
     ranks: tuple[RanksOfPlan, ...]
     runs: dict[str, RunSummary]
-    curves: tuple[Curve, ...]
+    curves: tuple[MeasuredCurve, ...]
 
 
-def make_report(sources: Sources, rates: Rates, work: Work) -> Report:
-    """The report of `sources`. Other planners are replayed for it, which takes seconds for a large pipeline."""
-    return Report(
+def make_report(sources: Sources, rates: EnergyRates, size: IterationSize) -> EnergyReport:
+    """Make the report of `sources`. It replays other planners, which takes seconds for a large pipeline."""
+    charts, left_out = chart_iterations(sources)
+    return EnergyReport(
         planner=__version__,
         files=sources.names,
-        setup=_setup(sources),
+        context=sources.context,
         rates=rates,
-        work=work,
-        savings=savings(sources, rates, work),
-        points=points(sources),
-        timelines=timelines(sources),
+        size=size,
+        savings=savings_of(sources, rates, size),
+        frontier=chart_sources(sources),
+        iterations=charts,
+        left_out=left_out,
         ranks=tuple(
-            RanksOfPlan(name, replayed(plan.origin), plan.time_s, summarize_plan(plan).per_rank)
+            RanksOfPlan(name, origin_label(plan.origin), plan.time_s, summarize_plan(plan).per_rank)
             for name, plan in sources.plans.items()
         ),
         runs={name: summarize_run(run) for name, run in sources.runs.items()},
-        curves=() if sources.profile is None else curves(sources.profile),
+        curves=() if sources.profile is None else curves_of(sources.profile),
     )
 
 
-def _setup(sources: Sources) -> Setup:
-    iteration, plan = sources.iteration, sources.any_plan
-    schedule = None if iteration is None else iteration.schedule
-    of = {name: getattr(sources.profile or plan, name) for name in _OF_PROFILE}
-    return Setup(
-        **of,
-        schedule=None if schedule is None else schedule.name,
-        stages=None if schedule is None else schedule.stages,
-        ranks=None if schedule is None else len(schedule.ranks),
-        microbatches=None if schedule is None else schedule.microbatches,
-        profile_digest=sources.digest,
+def chart_iterations(sources: Sources) -> tuple[tuple[GanttChart, ...], tuple[str, ...]]:
+    """Return the iteration with all clocks at maximum, as planned and as recorded; then what is left out, and why."""
+    charts, left_out = list[GanttChart](), list[str]()
+    if sources.frontier is not None:
+        plan = sources.frontier.plan_of(all_maximum(sources.frontier.dag))
+        charts.append(chart_plan(ALL_MAXIMUM, plan, "before: the baseline of every saving"))
+    charts += [chart_plan(name, plan, "as planned") for name, plan in sources.plans.items()]
+    for name, run in sources.runs.items():
+        try:
+            charts.append(chart_run(name, run)[0])
+        except RunError as error:
+            left_out.append(str(error))
+    if sources.plans and sources.frontier is None:
+        left_out.append(f"The iteration before, with {ALL_MAXIMUM}, is not known from a plan alone; add the frontier")
+    return tuple(charts), tuple(left_out)
+
+
+def report_text(report: EnergyReport) -> str:
+    """Return the text that `planner report` prints: the savings as a table, and the rates that they assume."""
+    if not report.savings:
+        return "There is no saving to show: no plan was given, and no run whose energy is known.\n"
+    rates = report.rates
+    return (
+        f"{table(list(_saving_columns(report)))}\n\n"
+        f"Compared with {ALL_MAXIMUM}; kWh, money and CO2e are at the meter, for a day of such iterations.\n"
+        f"Assumed: {rates.price_usd_per_kwh:g} USD and {rates.carbon_kg_per_kwh:g} kg of CO2e per kWh, "
+        f"PUE {rates.pue:g}.\n"
     )
+
+
+def _saving_columns(report: EnergyReport) -> Iterator[list[str]]:
+    rows = report.savings
+    days = [row.per_day for row in rows]
+    yield ["", *(row.name for row in rows)]
+    yield column("iteration s", numbers([row.time_s for row in rows]))
+    yield column("joules", numbers([row.energy_j for row in rows]))
+    yield column("saved %", [f"{100 * row.saved_share:.2f}" for row in rows])
+    yield column("kWh a day", numbers([day.kwh for day in days]))
+    yield column("USD a day", numbers([day.usd for day in days]))
+    yield column("kg CO2e a day", numbers([day.co2e_kg for day in days]))
+    yield ["  energy is", *(f"  {row.energy_origin}" for row in rows)]
+
+
+def _draw_iterations(sources: Sources, by: str) -> Figure:
+    charts, left_out = chart_iterations(sources)
+    if not charts:
+        raise UsageError("; ".join(left_out) or "--figure timeline: needs a plan, a run or a frontier; name one")
+    return draw_gantt(charts, sources.context.control, by)
+
+
+def _draw_profile(sources: Sources) -> Figure:
+    if sources.profile is None:
+        raise UsageError("--figure curves: needs a profile; name one, or add it with --beside")
+    return draw_curves(sources.profile)
+
+
+FIGURES: Mapping[str, Callable[[Sources], Figure]] = MappingProxyType(
+    {
+        "points": lambda sources: draw_frontier(chart_sources(sources)),
+        "timeline": partial(_draw_iterations, by="power"),
+        "timeline-clock": partial(_draw_iterations, by="clock"),
+        "curves": _draw_profile,
+    }
+)
+"""The figures of `planner show --figure` by name."""

@@ -1,4 +1,4 @@
-"""What plans and runs save against all clocks at maximum, and what a token or a sample takes."""
+"""What plans and runs save against all clocks at maximum: energy, money and carbon, and energy per token or sample."""
 
 from __future__ import annotations
 
@@ -6,164 +6,201 @@ import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from perseus_planner.views.run_summary import RunSummary, summarize_run
-from perseus_planner.views.summary import share
+from perseus_planner.errors import UsageError
+from perseus_planner.quantities import COUNT, Rule, check_fields
+from perseus_planner.views.context import Comparison, compare, origin_label
+from perseus_planner.views.run import RunSummary, summarize_run
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from perseus_planner.plans.plan import Plan
     from perseus_planner.runs.run import Run
-    from perseus_planner.views.report.rates import Energy, Rates, Work
     from perseus_planner.views.report.sources import Sources
 
 _DAY_S = 86400.0
+_J_PER_KWH = 3.6e6
+_PUE = Rule(float, False, "a PUE: give what the building draws over what the GPUs draw, at least 1, such as 1.2")
+_SIZE = Rule(float, False, "a number above 0 that a float can hold; give one")
+_WHOLE = COUNT._replace(wanted=f"{COUNT.wanted}; give one")
+_RATE = Rule(float, True, "a rate: give a finite number of 0 or more, such as 0.12")
 
 
 @dataclass(frozen=True)
-class Efficiency:
-    """What an iteration gives for its energy; None: not known. Samples/s/W are samples a joule, by another name."""
+class EnergyRates:
+    """What a kilowatt-hour costs. The defaults are assumptions; replace them by the rates where the GPUs are.
+
+    Attributes:
+        price_usd_per_kwh: price of electricity, US dollars.
+        pue: power usage effectiveness, the energy at the meter over the energy at the GPUs; 1 adds nothing.
+        carbon_kg_per_kwh: emissions of the grid, kilograms of CO2 equivalent.
+
+    Raises:
+        UsageError: If a number is negative or not finite, or the PUE is below 1.
+    """
+
+    price_usd_per_kwh: float = 0.12
+    pue: float = 1.2
+    carbon_kg_per_kwh: float = 0.40
+
+    def __post_init__(self) -> None:
+        check_fields(self, {"price_usd_per_kwh": _RATE, "pue": _PUE, "carbon_kg_per_kwh": _RATE})
+        if self.pue < 1:
+            raise UsageError(f"pue: {self.pue!r} is not {_PUE.wanted}")
+
+    def cost(self, energy_j: float) -> EnergyCost:
+        """Return the cost of `energy_j` joules at the GPUs, which may be negative."""
+        kwh = energy_j * self.pue / _J_PER_KWH
+        return EnergyCost(energy_j, kwh, kwh * self.price_usd_per_kwh, kwh * self.carbon_kg_per_kwh)
+
+
+@dataclass(frozen=True)
+class EnergyCost:
+    """An energy and its cost: joules at the GPUs; kWh, US dollars and kg CO2e at the meter, with the PUE."""
+
+    gpu_j: float
+    kwh: float
+    usd: float
+    co2e_kg: float
+
+
+@dataclass(frozen=True)
+class IterationSize:
+    """The size of one iteration of all pipelines that a report is about.
+
+    Attributes:
+        pipelines: number of equal pipelines, whose energies are added up.
+        tokens: tokens that an iteration of them trains on, or None if not known.
+        samples: samples that an iteration of them trains on, or None if not known.
+        iterations: number of iterations of the planned run, or None if not known.
+
+    Raises:
+        UsageError: If a number is not a count.
+    """
+
+    pipelines: int = 1
+    tokens: float | None = None
+    samples: float | None = None
+    iterations: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, rule in (("pipelines", _WHOLE), ("iterations", _WHOLE), ("tokens", _SIZE), ("samples", _SIZE)):
+            if (value := getattr(self, name)) is not None:
+                rule.check(value, name)
+
+
+@dataclass(frozen=True)
+class EnergyEfficiency:
+    """What an iteration gives for its energy, or None if not known. Samples/s/W equal samples per joule."""
 
     joules_per_token: float | None
     tokens_per_joule: float | None
     samples_per_s_per_w: float | None
 
 
-@dataclass(frozen=True)
-class Saving:
-    """A plan or a run against all clocks at maximum; all pipelines together.
+@dataclass(frozen=True, kw_only=True)
+class Saving(Comparison):
+    """An iteration of a plan or a run compared with all clocks at maximum, all pipelines together.
 
     Attributes:
-        name: of the plan or the run.
-        is_run: whether it ran.
-        pipelines: how many it is of; of a run, how many its GPUs make up.
-        time_s: of an iteration; of a run, the mean of those that count, on the rank where that is longest.
-        time_origin: where that is from: "measured", "replayed, measured profile", "replayed, simulated profile".
-        energy_j: of an iteration over all GPUs, joules, waiting included.
-        energy_origin: likewise; of a run also "simulated".
-        baseline_time_s: of an iteration with all clocks at maximum.
-        baseline_energy_j: its energy.
-        baseline_origin: where both are from.
-        saved_share: of the energy of the baseline.
-        per_iteration: what is saved.
-        per_day: what is saved in a day of such iterations, around the clock.
-        iterations: of the whole run, or of those of it that count; None: not known.
-        per_run: what is saved in so many; None: not known.
-        efficiency: of it.
-        baseline_efficiency: with all clocks at maximum.
+        name: name of the plan or the run.
+        is_run: whether it is a run; then its time is the mean over the iterations that count, on the slowest rank.
+        pipelines: number of pipelines; for a run, as many as its GPUs make up.
+        time_origin: where the time comes from, such as "measured" or "replayed, measured profile".
+        energy_origin: where the energy comes from; for a run also "simulated".
+        baseline_origin: where the baseline comes from.
+        per_iteration: saved per iteration.
+        per_day: saved in a day of such iterations, around the clock.
+        iterations: number of iterations of the planned run, or of those of a run that count; None if not known.
+        per_run: saved in that many iterations, or None if not known.
+        efficiency: energy per token and sample.
+        baseline_efficiency: energy per token and sample with all clocks at maximum.
     """
 
     name: str
     is_run: bool
     pipelines: int
-    time_s: float
     time_origin: str
-    energy_j: float
     energy_origin: str
-    baseline_time_s: float
-    baseline_energy_j: float
     baseline_origin: str
-    saved_share: float
-    per_iteration: Energy
-    per_day: Energy
+    per_iteration: EnergyCost
+    per_day: EnergyCost
     iterations: int | None
-    per_run: Energy | None
-    efficiency: Efficiency
-    baseline_efficiency: Efficiency
-
-    @property
-    def power_w(self) -> float:
-        """Average over all GPUs."""
-        return self.energy_j / self.time_s
+    per_run: EnergyCost | None
+    efficiency: EnergyEfficiency
+    baseline_efficiency: EnergyEfficiency
 
 
-def replayed(origin: str) -> str:
-    """Where a number is from that was replayed from a profile of that origin."""
-    return f"replayed, {origin} profile"
-
-
-def savings(sources: Sources, rates: Rates, work: Work) -> tuple[Saving, ...]:
-    """What each plan saves, and then each run by its newest plan, as far as its energy is known."""
-    of_plans = (_of_plan(name, plan, rates, work) for name, plan in sources.plans.items())
-    of_runs = (each for name, run in sources.runs.items() for each in _of_run(name, run, rates, work))
+def savings_of(sources: Sources, rates: EnergyRates, size: IterationSize) -> tuple[Saving, ...]:
+    """Return what each plan saves, then what each run saves by its newest plan if its energy is known."""
+    of_plans = (_plan_saving(name, plan, rates, size) for name, plan in sources.plans.items())
+    of_runs = (each for name, run in sources.runs.items() for each in _run_saving(name, run, rates, size))
     return (*of_plans, *of_runs)
 
 
 def pipelines_of_run(run: Run, summary: RunSummary) -> int:
-    """How many of a plan's pipelines the GPUs of the run's ranks make up."""
+    """Return how many of a plan's pipelines the GPUs of the run's ranks make up."""
     plan = run.plan(summary.version, summary.ranks[0].pipeline)
     return max(1, round(len(summary.ranks) / (len(plan.schedule.ranks) * plan.gpus_per_stage)))
 
 
-def _of_plan(name: str, plan: Plan, rates: Rates, work: Work) -> Saving:
-    origin = replayed(plan.origin)
-    energies_j = work.pipelines * plan.energy_j, work.pipelines * plan.baseline_energy_j
-    return _saving(name, plan, (plan.time_s, origin), energies_j, (origin, work.iterations), (rates, work))
+def _plan_saving(name: str, plan: Plan, rates: EnergyRates, size: IterationSize) -> Saving:
+    origin = origin_label(plan.origin)
+    energies_j = size.pipelines * plan.energy_j, size.pipelines * plan.baseline_energy_j
+    compared = compare(plan.time_s, energies_j[0], plan.baseline_time_s, energies_j[1])
+    return _saving(name, compared, (origin, origin, origin), rates, size)
 
 
-def _of_run(name: str, run: Run, rates: Rates, work: Work) -> Iterator[Saving]:
-    """One, or none where the energy of an iteration is not known."""
+def _run_saving(name: str, run: Run, rates: EnergyRates, size: IterationSize) -> Iterator[Saving]:
+    """Yield the saving of a run, if the energy of an iteration is known."""
     summary = summarize_run(run)
-    by = next(each for each in summary.plans if each.version == summary.version)
-    if by.time_s is None or by.energy_j is None:
+    current = summary.current
+    if current.time_s is None or current.energy_j is None:
         return
     plan = run.plan(summary.version, summary.ranks[0].pipeline)
     baselines_j = (
         each.baseline_energy_j / (len(each.schedule.ranks) * each.gpus_per_stage)
         for each in (run.plan(summary.version, rank.pipeline) for rank in summary.ranks)
     )
-    energies_j = by.energy_j, math.fsum(baselines_j)
-    origin = summary.gpu_origin or "not known"
-    # A run says itself how many pipelines it has.
+    compared = compare(current.time_s, current.energy_j, plan.baseline_time_s, math.fsum(baselines_j))
+    origins = ("measured", summary.gpu_origin or "not known", origin_label(plan.origin))
+    # The number of pipelines follows from the run, whatever the size says.
     pipelines = pipelines_of_run(run, summary)
-    part = pipelines / work.pipelines
-    of_run = replace(
-        work,
-        pipelines=pipelines,
-        tokens=None if work.tokens is None else work.tokens * part,
-        samples=None if work.samples is None else work.samples * part,
+    part = pipelines / size.pipelines
+    of_run = IterationSize(
+        pipelines,
+        None if size.tokens is None else size.tokens * part,
+        None if size.samples is None else size.samples * part,
+        current.counted,
     )
-    yield _saving(name, plan, (by.time_s, "measured"), energies_j, (origin, by.counted), (rates, of_run), is_run=True)
+    yield replace(_saving(name, compared, origins, rates, of_run), is_run=True)
 
 
 def _saving(
-    name: str,
-    plan: Plan,
-    time: tuple[float, str],
-    energies_j: tuple[float, float],
-    origin_and_iterations: tuple[str, int | None],
-    rates_and_work: tuple[Rates, Work],
-    *,
-    is_run: bool = False,
+    name: str, compared: Comparison, origins: tuple[str, str, str], rates: EnergyRates, size: IterationSize
 ) -> Saving:
-    (time_s, time_origin), (energy_j, baseline_j) = time, energies_j
-    (origin, iterations), (rates, work) = origin_and_iterations, rates_and_work
-    saved_j = baseline_j - energy_j
+    iterations = size.iterations
     return Saving(
+        **vars(compared),
         name=name,
-        is_run=is_run,
-        pipelines=work.pipelines,
-        time_s=time_s,
-        time_origin=time_origin,
-        energy_j=energy_j,
-        energy_origin=origin,
-        baseline_time_s=plan.baseline_time_s,
-        baseline_energy_j=baseline_j,
-        baseline_origin=replayed(plan.origin),
-        saved_share=share(saved_j, baseline_j),
-        per_iteration=rates.of(saved_j),
-        per_day=rates.of(saved_j * _DAY_S / time_s),
+        is_run=False,
+        pipelines=size.pipelines,
+        time_origin=origins[0],
+        energy_origin=origins[1],
+        baseline_origin=origins[2],
+        per_iteration=rates.cost(compared.saved_j),
+        per_day=rates.cost(compared.saved_j * _DAY_S / compared.time_s),
         iterations=iterations,
-        per_run=None if iterations is None else rates.of(saved_j * iterations),
-        efficiency=_efficiency(work, energy_j),
-        baseline_efficiency=_efficiency(work, baseline_j),
+        per_run=None if iterations is None else rates.cost(compared.saved_j * iterations),
+        efficiency=_efficiency(size, compared.energy_j),
+        baseline_efficiency=_efficiency(size, compared.baseline_energy_j),
     )
 
 
-def _efficiency(work: Work, energy_j: float) -> Efficiency:
-    known = energy_j > 0
-    return Efficiency(
-        energy_j / work.tokens if work.tokens is not None else None,
-        work.tokens / energy_j if work.tokens is not None and known else None,
-        work.samples / energy_j if work.samples is not None and known else None,
+def _efficiency(size: IterationSize, energy_j: float) -> EnergyEfficiency:
+    is_positive = energy_j > 0
+    return EnergyEfficiency(
+        energy_j / size.tokens if size.tokens is not None else None,
+        size.tokens / energy_j if size.tokens is not None and is_positive else None,
+        size.samples / energy_j if size.samples is not None and is_positive else None,
     )

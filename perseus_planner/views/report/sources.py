@@ -1,4 +1,4 @@
-"""What a report is made from: files told apart, read, and checked against each other."""
+"""The input of a report: files that are recognized, read, and checked against each other."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from perseus_planner.plans.plan import Plan
 from perseus_planner.profiles.profiles import Profile
 from perseus_planner.runs.run import Run
 from perseus_planner.solver.frontier import Frontier
+from perseus_planner.views.context import Context, context_of_plan, context_of_profile
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
     from pathlib import Path
 
     from perseus_planner.schedules.iteration import Iteration
@@ -26,18 +27,18 @@ _ONE_KIND = "make a report for each kind of pipeline, from files that belong tog
 
 @dataclass(frozen=True)
 class Sources:
-    """What a report is made from, all of it of pipelines of one kind.
+    """The input of a report, all of it for pipelines of one kind.
 
     Attributes:
-        profile: what was measured; that of the frontier, where none is given.
-        frontier: of an iteration; without it there are no bound, no peers and no pipeline before the plan.
-        plans: name -> plan, the one that the report is about first.
-        runs: name -> what a training job measured.
+        profile: the profile; if none is given, that of the frontier.
+        frontier: the frontier; without it the report has no bound, no other planners and no iteration before the plan.
+        plans: name -> plan; the report is about the first one.
+        runs: name -> run.
         job: the job file.
-        names: of the files, in the order in which they were given.
+        names: names of the files, in the order in which they were given.
 
     Raises:
-        UsageError: nothing is given, or what is given does not belong together.
+        UsageError: If nothing is given, or the files do not belong together.
     """
 
     profile: Profile | None = None
@@ -58,30 +59,40 @@ class Sources:
 
     @property
     def any_plan(self) -> Plan | None:
-        """The first plan, or else one that a run ran by; they agree on all but clocks and deadline."""
-        of_runs = (plan for run in self.runs.values() for plan in run.plans.values())
-        return next(iter([*self.plans.values(), *of_runs]), None)
+        """The first plan, or else one of a run; all plans agree on everything but clocks and deadline."""
+        return next(self._all_plans(), None)
+
+    def _all_plans(self) -> Iterator[Plan]:
+        yield from self.plans.values()
+        yield from (plan for run in self.runs.values() for plan in run.plans.values())
+
+    @property
+    def context(self) -> Context:
+        """The profile and the iteration of the files."""
+        if self.profile is not None:
+            return context_of_profile(self.profile, self.iteration)
+        return context_of_plan(next(self._all_plans()))
 
     @property
     def iteration(self) -> Iteration | None:
-        """What all but a profile is of; None: there is only a profile."""
+        """The iteration of the files, or None if there is only a profile."""
         if self.frontier is not None:
             return self.frontier.dag.iteration
         return None if self.any_plan is None else self.any_plan.iteration
 
     @property
     def digest(self) -> str:
-        """Of the profile that all of it comes from."""
+        """The digest of the profile that all files come from."""
         return next(iter(_digests(self).values()))
 
     @property
     def pipelines(self) -> int:
-        """How many pipelines of this kind the job file says there are; 1 without one."""
+        """The number of pipelines of this kind by the job file; 1 without a job file."""
         return 1 if self.job is None else self.job.counts[self._kind(self.job)]
 
     @property
-    def of_all_pipelines(self) -> Fraction:
-        """Which part of the job's pipelines, and so of its tokens, these are."""
+    def share_of_pipelines(self) -> Fraction:
+        """The share of these pipelines in the job's pipelines, and so in its tokens."""
         return Fraction(1) if self.job is None else Fraction(self.pipelines, sum(self.job.counts))
 
     def _kind(self, job: Job) -> int:
@@ -89,25 +100,26 @@ class Sources:
             if profile.digest == self.digest:
                 return number
         raise UsageError(
-            "the job file is of another profile than the other files, or says of it what they do not (overhead_s, "
-            "clock_change, slow_stages, tensor_parallel); solve and plan again with this job file, or leave it out"
+            "the job file has another profile than the other files, or changes it (overhead_s, clock_change, "
+            "slow_stages, tensor_parallel); solve and plan again with this job file, or leave it out"
         )
 
 
 def read_sources(paths: Iterable[Path], blocking_power_w: float | None = None) -> Sources:
-    """Read files and folders of any kind that a report is made from.
+    """Read the files and folders of a report.
 
     Args:
         paths: profiles, frontiers, plans, job files, and folders of runs.
-        blocking_power_w: what a GPU draws while it waits, for a profile that is a CSV.
+        blocking_power_w: power of a waiting GPU, watts, for a profile that is a CSV.
 
     Raises:
-        PlannerError: one cannot be read, there are two of which one can be, or they do not belong together.
+        PlannerError: If a file cannot be read, there are two of a kind of which only one can be given, or the files do
+            not belong together.
     """
     profiles, frontiers, jobs = dict[str, Profile](), dict[str, Frontier](), dict[str, Job]()
     plans, runs, names = dict[str, Plan](), dict[str, Run](), list[str]()
     for path in paths:
-        names.append(name := _own_name(path, names))
+        names.append(name := _short_name(path, names))
         match kind_of(path):
             case "run":
                 runs[name] = Run.load(path)
@@ -126,14 +138,14 @@ def read_sources(paths: Iterable[Path], blocking_power_w: float | None = None) -
 
 
 def _only(found: Mapping[str, T], what: str) -> T | None:
-    """The one that was found, if any."""
+    """Return the only entry, or None if there is none."""
     if len(found) > 1:
-        raise UsageError(f"{' and '.join(found)}: are {len(found)} of a kind; name one {what}")
+        raise UsageError(f"{' and '.join(found)}: only one {what} can be given; name one of them")
     return next(iter(found.values()), None)
 
 
-def _own_name(path: Path, taken: list[str]) -> str:
-    """Its last part, or all of it where another one ends alike."""
+def _short_name(path: Path, taken: list[str]) -> str:
+    """Return the last part of the path, or the whole path if that name is taken."""
     name = path.resolve().name
     return str(path) if name in taken else name
 
@@ -145,7 +157,7 @@ def _only_profile(job: Job) -> Profile:
 
 
 def _digests(sources: Sources) -> dict[str, str]:
-    """What -> the digest of the profile that it comes from."""
+    """Return a name for each source -> the digest of the profile that it comes from."""
     found = {} if sources.frontier is None else {"the frontier": sources.frontier.profile.digest}
     found |= {name: plan.profile_digest for name, plan in sources.plans.items()}
     found |= {} if sources.profile is None else {"the profile": sources.profile.digest}
@@ -168,4 +180,4 @@ def _check_iterations(sources: Sources) -> None:
     for name, iteration in iterations.items():
         first = next(iter(iterations))
         if iteration != iterations[first]:
-            raise UsageError(f"{name}: is of another schedule, transfers or operations than {first}; {_ONE_KIND}")
+            raise UsageError(f"{name}: has another schedule, transfers or operations than {first}; {_ONE_KIND}")

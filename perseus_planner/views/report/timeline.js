@@ -1,15 +1,15 @@
-// Timelines of an iteration on canvas: one below the other on one time axis, zoomed and panned together.
+// Draws iterations as Gantt charts on canvases below each other, with one time axis that is zoomed and moved for all.
 //
-// A lane is one rank; its computations come as lists of whole microseconds, from which nothing is built but typed arrays:
-// tens of thousands of them must be drawn while a finger moves.
+// A lane is one rank. Its computations are lists of whole microseconds and become typed arrays, nothing else: tens of
+// thousands of them must be redrawn while a finger moves.
 
 "use strict";
 
 const timelines = (() => {
   const WORDS = { F: "forward", B: "backward", I: "input gradient", W: "weight gradient" };
-  const LEFT = 40, AXIS = 22, GAP = 3; // px: room for ranks' numbers, for the time axis, between lanes
+  const LEFT = 40, AXIS = 22, GAP = 3; // px: for the numbers of ranks, for the time axis, and between lanes
 
-  /** A lane with the times at which things begin and end, and the least and the greatest of what may colour it. */
+  /** Adds the begin and end of each computation, and its name, to a lane. */
   function unpacked(lane, program) {
     const count = lane.times_us.length;
     const [begins, ends] = [new Float64Array(count), new Float64Array(count)];
@@ -21,7 +21,7 @@ const timelines = (() => {
     return { ...lane, begins, ends, names: program.split(" ") };
   }
 
-  /** The first place whose end is after `time`, by bisection. */
+  /** Returns the first index whose end is after `time`, by bisection. */
   function firstAfter(ends, time) {
     let [low, high] = [0, ends.length];
     while (low < high) {
@@ -32,7 +32,7 @@ const timelines = (() => {
     return low;
   }
 
-  /** The least and greatest of a list that all lanes have, without what is not known; null where nothing is. */
+  /** Returns the least and greatest known value of a list of all lanes, or null if none is known. */
   function extent(lanes, key) {
     let [low, high] = [Infinity, -Infinity];
     for (const lane of lanes) {
@@ -45,7 +45,7 @@ const timelines = (() => {
     return low <= high ? { low, high } : null;
   }
 
-  /** A colour for each of 64 steps from little to much, between the theme's five. */
+  /** Returns a colour for each of 64 steps from low to high, between the five of the theme. */
   function scale() {
     const style = getComputedStyle(document.documentElement);
     const stops = [0, 1, 2, 3, 4].map((index) => rgb(style.getPropertyValue(`--scale-${index}`).trim()));
@@ -60,13 +60,13 @@ const timelines = (() => {
     return [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16));
   }
 
-  /** What "3F17" is, in words. */
+  /** Describes a computation such as "3F17" in words. */
   function described(name, rank) {
     const match = /^(\d+)([FBIW])(\d+)$/.exec(name);
     return match ? `rank ${rank}, ${name}: ${WORDS[match[2]]} of microbatch ${match[3]}, stage ${match[1]}` : `rank ${rank}, ${name}: of fixed time`;
   }
 
-  /** Draws all timelines of a report into `place`; `unit` is that of clocks. */
+  /** Draws all iterations of a report into `place`; `unit` is the unit of clocks. */
   function show(place, data, unit) {
     const all = data.map((each) => ({ ...each, lanes: each.lanes.map((lane, rank) => unpacked(lane, each.programs[rank])) }));
     const lanes = all.flatMap((each) => each.lanes);
@@ -89,7 +89,7 @@ const timelines = (() => {
     }
 
     function zoom(factor, around = (view.from + view.to) / 2) {
-      const length = Math.min(whole, Math.max(50, (view.to - view.from) * factor)); // 50 us: shorter is nothing
+      const length = Math.min(whole, Math.max(50, (view.to - view.from) * factor)); // us; nothing to see in less
       const part = (around - view.from) / (view.to - view.from);
       move(around - part * length, length);
     }
@@ -123,12 +123,12 @@ const timelines = (() => {
     return { view, whole };
   }
 
-  /** Says on the buttons by what things are coloured. */
+  /** Marks the button of the current colouring as pressed. */
   function pressed(view) {
     for (const button of document.querySelectorAll("[data-colour]")) button.setAttribute("aria-pressed", String(button.dataset.colour === view.colour));
   }
 
-  /** The elements of one timeline. */
+  /** Adds the elements of one timeline. */
   function added(place, timeline) {
     const label = `${timeline.name}, ${timeline.note}: ${timeline.lanes.length} ranks, ${charts.number(timeline.time_us / 1e6)} s. Arrow keys go from computation to computation.`;
     const canvas = charts.html("canvas", { tabindex: "0", role: "application", "aria-label": label });
@@ -145,7 +145,7 @@ const timelines = (() => {
     return { steps: scale(), ink: of("--ink"), soft: of("--ink-soft"), waiting: of("--waiting"), critical: of("--critical"), line: of("--line"), accent: of("--accent"), unknown: of("--series-7"), font: of("--font") };
   }
 
-  /** A canvas of that size in CSS pixels, sharp on any screen; what to draw on. */
+  /** Sizes a canvas in CSS pixels, sharp on any screen, and returns its context. */
   function prepared(canvas, width, height) {
     const ratio = Math.min(3, devicePixelRatio || 1);
     if (canvas.width !== Math.round(width * ratio)) canvas.width = Math.round(width * ratio);
@@ -188,7 +188,7 @@ const timelines = (() => {
   function bars(context, lane, view, x, y, high, range, colours) {
     const values = view.colour === "power" ? lane.powers_w : lane.clocks;
     const width = range === null ? 1 : Math.max(1, range.high - range.low);
-    let filled = -Infinity; // px up to which the lane is drawn: of what is narrower than a pixel the first is seen
+    let filled = -Infinity; // px up to which the lane is drawn; of bars narrower than a pixel, only the first is visible
     for (let index = firstAfter(lane.ends, view.from); index < lane.ends.length && lane.begins[index] < view.to; index += 1) {
       const end = Math.round(x(lane.ends[index]));
       let begin = Math.max(filled, Math.round(x(lane.begins[index])));
@@ -203,7 +203,7 @@ const timelines = (() => {
         context.fillRect(begin, y + high - Math.max(2, high / 7), end - begin, Math.max(2, high / 7));
       }
       if (end - begin > 44 && high >= 12) {
-        context.fillStyle = "#10151a"; // legible on all of the scale's colours but its ends, where it is white
+        context.fillStyle = "#10151a"; // legible on the scale, except at its ends, where text is white
         if (value === null || [0, 1].some((far) => Math.abs((value - (range?.low ?? 0)) / width - far) < 0.12)) context.fillStyle = "#ffffff";
         context.fillText(lane.names[index], begin + 4, y + high / 2 + 3);
       }
@@ -236,7 +236,7 @@ const timelines = (() => {
   }
 
   function ranks(context, timeline, place, colours) {
-    const every = Math.ceil(11 / (place.high + GAP)); // so that numbers do not touch
+    const every = Math.ceil(11 / (place.high + GAP)); // keeps numbers apart
     context.fillStyle = colours.soft;
     timeline.lanes.forEach((_, rank) => {
       if (rank % every) return;
@@ -267,7 +267,7 @@ const timelines = (() => {
 
     function select(found) {
       shown.selected = found?.index === undefined ? null : found;
-      const text = found === null ? "" : telling(timeline, found, unit);
+      const text = found === null ? "" : description(timeline, found, unit);
       if (readout.textContent !== text) readout.textContent = text;
       redraw();
     }
@@ -283,7 +283,7 @@ const timelines = (() => {
     });
     for (const name of ["pointerup", "pointercancel"]) canvas.addEventListener(name, () => { drag = null; canvas.classList.remove("dragged"); });
     canvas.addEventListener("wheel", (event) => {
-      if (!event.ctrlKey && !event.metaKey && !event.shiftKey) return; // the page scrolls
+      if (!event.ctrlKey && !event.metaKey && !event.shiftKey) return; // a plain wheel scrolls the page
       event.preventDefault();
       zoom(Math.exp(event.deltaY * 0.002 || event.deltaX * 0.002), time(event));
     }, { passive: false });
@@ -302,7 +302,7 @@ const timelines = (() => {
     canvas.addEventListener("pointerleave", () => { if (drag === null) select(null); });
   }
 
-  /** What is under the pointer: a computation, or the waiting between two. */
+  /** Returns the computation or the waiting under the pointer. */
   function under(shown, time, event) {
     const { timeline, canvas } = shown;
     const rank = Math.floor((event.clientY - canvas.getBoundingClientRect().top) / (geometry(shown).high + GAP));
@@ -313,7 +313,7 @@ const timelines = (() => {
     return { rank, waits: [index === 0 ? 0 : lane.ends[index - 1], index < lane.ends.length ? lane.begins[index] : timeline.time_us] };
   }
 
-  /** The computation that an arrow key leads to. */
+  /** Returns the computation that an arrow key leads to. */
   function stepped(timeline, selected, view, [lanes, places]) {
     if (selected === null) return { rank: 0, index: Math.min(firstAfter(timeline.lanes[0].ends, view.from), timeline.lanes[0].ends.length - 1) };
     const rank = Math.min(Math.max(0, selected.rank + lanes), timeline.lanes.length - 1);
@@ -323,16 +323,16 @@ const timelines = (() => {
     return { rank, index: Math.min(Math.max(0, index), ends.length - 1) };
   }
 
-  /** Moves the view to where the selected computation is. */
+  /** Moves the view to the selected computation. */
   function follow({ timeline, selected }, view, move) {
     const { begins, ends } = timeline.lanes[selected.rank], length = view.to - view.from;
     if (begins[selected.index] < view.from || ends[selected.index] > view.to) move(begins[selected.index] - length / 4);
   }
 
-  function telling(timeline, { rank, index, waits }, unit) {
+  function description(timeline, { rank, index, waits }, unit) {
     const lane = timeline.lanes[rank], ms = (us) => charts.quantity(us / 1000, "ms", 3);
-    if (waits) return `Rank ${rank} waits ${ms(waits[1] - waits[0])} at ${charts.quantity(lane.waiting_w, "W")}, from ${ms(waits[0])} on`;
-    const parts = [described(lane.names[index], rank), `${ms(lane.times_us[index])} from ${ms(lane.begins[index])} on`];
+    if (waits) return `Rank ${rank} waits ${ms(waits[1] - waits[0])} at ${charts.quantity(lane.waiting_w, "W")}, from ${ms(waits[0])}`;
+    const parts = [described(lane.names[index], rank), `${ms(lane.times_us[index])} from ${ms(lane.begins[index])}`];
     if (lane.clocks[index] !== null) parts.push(charts.quantity(lane.clocks[index], unit));
     if (lane.powers_w !== null) parts.push(charts.quantity(lane.powers_w[index], "W"));
     if (lane.spare_us !== null) parts.push(lane.spare_us[index] === 0 ? "on a critical path" : `could end ${ms(lane.spare_us[index])} later`);

@@ -1,4 +1,4 @@
-"""The look that the report and the service share: `theme.css` and `charts.js`, with no dependency and no build step."""
+"""`theme.css` and `charts.js`, which the report page and the service's dashboard share."""
 
 from __future__ import annotations
 
@@ -7,5 +7,5 @@ from typing import Literal
 
 
 def page_file(name: Literal["theme.css", "charts.js"]) -> str:
-    """The text of one of the shared files."""
+    """Return the text of one of the shared files."""
     return (files(__name__) / name).read_text(encoding="utf-8")

@@ -1,23 +1,23 @@
-// Charts of the planner's pages: SVG, coloured by the variables of theme.css. Plain JavaScript, nothing to build.
+// Draws the charts of the planner's pages as SVG, coloured by the variables of theme.css. Plain JavaScript, no build step.
 //
-// charts.line(place, chart) and charts.bars(place, chart) replace what `place` holds by a drawing, its legend and, on
-// request, its numbers as a table; they draw again when the width of `place` changes. Calling them again is an update.
-// Every text goes in as a text node. No style attribute and no handler attribute is set, so a strict CSP is no obstacle.
+// charts.line(place, chart) and charts.bars(place, chart) fill `place` with a chart, its legend and, if asked for, a table
+// of its numbers. They redraw when the width of `place` changes; call them again to update. Texts become text nodes, and
+// no style or handler attribute is set, so the charts work under a strict content security policy.
 
 "use strict";
 
 const charts = (() => {
   const SVG = "http://www.w3.org/2000/svg";
-  const NARROW = 480; // px; below it a drawing is higher than wide and has fewer ticks
+  const NARROW = 480; // px; narrower charts are lower and have fewer ticks
 
   // --- Elements ------------------------------------------------------------------------------------------------------
 
-  /** An element of HTML with attributes and children (elements or texts). */
+  /** Returns an HTML element with attributes and children (elements or texts). */
   function html(tag, attributes = {}, ...children) {
     return filled(document.createElement(tag), attributes, children);
   }
 
-  /** An element of SVG with attributes and children (elements or texts). */
+  /** Returns an SVG element with attributes and children (elements or texts). */
   function svg(tag, attributes = {}, ...children) {
     return filled(document.createElementNS(SVG, tag), attributes, children);
   }
@@ -32,7 +32,7 @@ const charts = (() => {
 
   // --- Numbers -------------------------------------------------------------------------------------------------------
 
-  /** A number with thousands separated, and as many digits after the point as `digits`, or as four in all need. */
+  /** Writes a number with thousands separated, and `digits` digits after the point, or four digits in all. */
   function number(value, digits = null) {
     if (value === null || !Number.isFinite(value)) return "–";
     const size = Math.abs(value);
@@ -40,23 +40,23 @@ const charts = (() => {
     return value.toLocaleString("en-US", { minimumFractionDigits: 0, maximumFractionDigits: Math.min(places, 12) });
   }
 
-  /** A number and its unit, such as "1,234 W"; a unit of "" is none. */
+  /** Writes a number with its unit, such as "1,234 W"; an empty unit is left out. */
   function quantity(value, unit = "", digits = null) {
     return unit ? `${number(value, digits)}\u00a0${unit}` : number(value, digits);
   }
 
-  /** Round numbers from low to high, about `count` of them, all within; and the digits after the point that they need. */
+  /** Returns about `count` round numbers from low to high, and how many digits after the point they need. */
   function ticks(low, high, count) {
     const rough = (high - low) / Math.max(1, count);
     if (!(rough > 0)) return { values: [low], digits: 2 };
     const power = 10 ** Math.floor(Math.log10(rough));
     const step = power * [1, 2, 5, 10].find((factor) => factor * power >= rough * 0.999);
     const values = [];
-    for (let index = Math.ceil(low / step - 1e-9); index * step <= high + step * 1e-9; index += 1) values.push(index * step + 0); // + 0: no -0
+    for (let index = Math.ceil(low / step - 1e-9); index * step <= high + step * 1e-9; index += 1) values.push(index * step + 0); // + 0 avoids -0
     return { values, digits: Math.max(0, -Math.floor(Math.log10(step) + 1e-9)) };
   }
 
-  /** The least and the greatest of numbers, a little apart from each other and from the frame. */
+  /** Returns the least and greatest number, with a margin. */
   function range(values, margin = 0.05) {
     let [low, high] = [Infinity, -Infinity];
     for (const value of values) {
@@ -69,11 +69,11 @@ const charts = (() => {
     return [low - room, high + room];
   }
 
-  // --- What both kinds of chart share --------------------------------------------------------------------------------
+  // --- Shared by both kinds of chart --------------------------------------------------------------------------------
 
-  const drawn = new WeakMap(); // place -> how to draw it again
+  const drawn = new WeakMap(); // place -> how to redraw it
 
-  /** Draws now, and again when the width of the place changes. */
+  /** Draws now, and again whenever the width of the place changes. */
   function kept(place, draw) {
     const first = !drawn.has(place);
     drawn.set(place, { draw, width: 0 });
@@ -86,7 +86,7 @@ const charts = (() => {
     const width = Math.round(place.clientWidth);
     if (width === 0 || width === state.width) return;
     state.width = width;
-    const open = place.querySelector("details")?.open ?? false; // a table that is open stays so
+    const open = place.querySelector("details")?.open ?? false; // an open table stays open
     place.classList.add("chart");
     place.replaceChildren(...state.draw(Math.max(width, 240)).filter((part) => part !== null));
     if (open && place.querySelector("details")) place.querySelector("details").open = true;
@@ -96,7 +96,7 @@ const charts = (() => {
     return axis.unit ? `${axis.label} (${axis.unit})` : axis.label;
   }
 
-  /** The frame of a chart: where numbers fall, grid, ticks and the names of the axes. */
+  /** Returns the frame of a chart: its coordinates, grid, ticks and axis labels. */
   function frame(width, chart, xRange, yRange, xTicks) {
     const narrow = width < NARROW;
     const height = chart.height ?? (narrow ? 280 : 340);
@@ -125,7 +125,7 @@ const charts = (() => {
     return svg("svg", attributes, ...plane.parts, ...parts);
   }
 
-  /** The path of a mark's shape around a point: circle, square, diamond, triangle or cross. */
+  /** Returns the path of a shape around a point: circle, square, diamond, triangle or cross. */
   function shape(kind, x, y, size = 6) {
     const s = size;
     if (kind === "square") return `M${x - s} ${y - s}h${2 * s}v${2 * s}h${-2 * s}z`;
@@ -143,7 +143,7 @@ const charts = (() => {
       html("li", {}, svg("svg", { viewBox: "0 0 22 12", class: `series-${color}`, "aria-hidden": "true" }, sign), html("span", { class: "text" }, text))));
   }
 
-  /** The numbers of a chart as a table that unfolds: heads are texts, rows lists of texts or numbers. */
+  /** Returns a foldable table of a chart's numbers; heads are texts, rows are lists of texts or numbers. */
   function table(heads, rows, name = "The numbers") {
     const cell = (value) => typeof value === "number" || value === null ? html("td", { class: "number" }, number(value)) : html("td", {}, value);
     const numeric = heads.map((_, column) => rows.length > 0 && rows.every((row) => typeof row[column] !== "string"));
@@ -159,17 +159,17 @@ const charts = (() => {
   /** Draws lines and points.
    *
    * chart: {
-   *   description: text for who cannot see it,
+   *   description: text for screen readers,
    *   x: {label, unit, range?: [low, high]}, y: the same,
    *   series: [{name, color: 1..8, x: [..], y: [..], line?: true, dashed?: false, dots?: false, errors?: [..] (+- on y),
-   *             xErrors?: [..] (+- on x), steps?: false (a value holds until the next)}],
+   *             xErrors?: [..] (+- on x), steps?: false (a value lasts until the next)}],
    *   marks?: (the most important first) [{name, color: 1..8, shape, x, y, label?: text beside it, title?: text in the
-   *             legend, null: it is not there, from?: {x, y} where it was, so that it is seen to move}],
-   *   table?: true for the numbers below, legend?: false for none, height?: px
+   *             legend, or null to leave it out, from?: {x, y} previous position, to animate a move}],
+   *   table?: true for the numbers below, legend?: false to leave it out, height?: px
    * }
    */
   function line(place, chart) {
-    let isNew = true; // points move once, and not whenever the width changes
+    let isNew = true; // animate a move once, not on every resize
     kept(place, (width) => {
       const marks = (chart.marks ?? []).filter((mark) => Number.isFinite(mark.x) && Number.isFinite(mark.y));
       const lows = chart.series.flatMap((each) => (each.errors ?? []).map((error, index) => each.y[index] - error));
@@ -180,7 +180,7 @@ const charts = (() => {
       const plane = frame(width, chart, xRange, yRange, xTicks.values.map((at) => ({ at, text: number(at, xTicks.digits) })));
       const parts = [...chart.series.flatMap((each) => curve(plane, each)), ...marked(plane, marks, isNew)];
       isNew = false;
-      const readout = html("p", { class: "readout", "aria-hidden": "true" }); // for the pointer; the table says it to all
+      const readout = html("p", { class: "readout", "aria-hidden": "true" }); // for the pointer; the table has the same for everybody
       const image = picture(plane, chart, parts);
       image.addEventListener("pointermove", (event) => { readout.textContent = nearest(image, event, plane, chart, marks); });
       image.addEventListener("pointerleave", () => { readout.textContent = ""; });
@@ -256,7 +256,7 @@ const charts = (() => {
   function nearest(image, event, plane, chart, marks) {
     const box = image.getBoundingClientRect();
     const [px, py] = [((event.clientX - box.left) * plane.width) / box.width, ((event.clientY - box.top) * plane.height) / box.height];
-    let best = { distance: 40, text: "" }; // px; farther away nothing is meant
+    let best = { distance: 40, text: "" }; // px; points farther away do not count
     const look = (name, x, y, favour) => {
       const distance = Math.hypot(plane.x(x) - px, plane.y(y) - py) - favour;
       if (distance < best.distance) best = { distance, text: `${name}: ${quantity(x, chart.x.unit)}, ${quantity(y, chart.y.unit)}` };
@@ -281,7 +281,7 @@ const charts = (() => {
   function bars(place, chart) {
     kept(place, (width) => {
       const high = range([0, ...chart.series.flatMap((each) => each.y)])[1];
-      const few = Math.max(1, Math.ceil((chart.names.length * 28) / width)); // names that fit side by side
+      const few = Math.max(1, Math.ceil((chart.names.length * 28) / width)); // so many names fit side by side
       const xTicks = chart.names.flatMap((text, at) => (at % few === 0 ? [{ at, text }] : []));
       const plane = frame(width, chart, [-0.5, chart.names.length - 0.5], [0, high], xTicks);
       const step = (plane.box.right - plane.box.left) / Math.max(1, chart.names.length);

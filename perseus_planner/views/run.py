@@ -1,4 +1,4 @@
-"""What `planner show` says of a run: plain values, for its text and its JSON alike."""
+"""A training run beside its plans: the summary of what its ranks recorded."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from statistics import fmean, median
 from typing import TYPE_CHECKING
 
 from perseus_planner.runs.records import ChangeStatistics, IterationRecord
-from perseus_planner.views.plan_summary import summarize_plan
-from perseus_planner.views.run_planned import foreseen
+from perseus_planner.views.context import Context, context_of_plan
+from perseus_planner.views.plan import summarize_plan
+from perseus_planner.views.predicted import predict_records
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -17,22 +18,22 @@ if TYPE_CHECKING:
     from perseus_planner.plans.plan import Plan
     from perseus_planner.runs.run import RankRecord, Run
 
-NO_PLAN = "it ran by no plan"
-"""Why an iteration did not run as planned where no plan was there."""
+NO_PLAN = "no plan was in force"
+"""Why an iteration without a plan did not run as planned."""
 
 
 @dataclass(frozen=True)
 class PlanOfRun:
-    """What ran by one plan, means over the iterations that count, all pipelines together.
+    """The iterations by one plan: means over those that count, all pipelines together.
 
     Attributes:
-        version: of the plan.
-        iterations: how many ran by it, on the rank that has most of them.
-        counted: how many of them count: they ran as planned and are not the first one.
-        time_s: iteration time on the rank where it is longest, seconds; None: none counts.
-        planned_time_s: what the plan foresees, of the slowest pipeline.
-        energy_j: joules of an iteration over the ranks; None: not known of all.
-        planned_energy_j: what the plan foresees for them.
+        version: number of the plan.
+        iterations: number of iterations by it, on the rank that has most.
+        counted: number of iterations that count: those that ran as planned, without the first one.
+        time_s: iteration time on the rank where it is longest, seconds, or None if no iteration counts.
+        planned_time_s: iteration time by the plan of the slowest pipeline, seconds.
+        energy_j: energy of an iteration over all ranks, joules, or None if that of a rank is not known.
+        planned_energy_j: that energy by the plan, joules.
     """
 
     version: int
@@ -46,30 +47,30 @@ class PlanOfRun:
 
 @dataclass(frozen=True)
 class RankOfRun:
-    """What one rank did by one plan, means over the iterations that count; None: not known, or none counts.
+    """One rank by one plan: means over the iterations that count; None if not known, or if no iteration counts.
 
     Attributes:
-        rank: of the job.
-        pipeline: it is in.
-        pipeline_rank: of that pipeline.
-        iterations: how many count.
-        busy_s: seconds of computation.
-        planned_busy_s: what the plan foresees.
-        energy_j: joules of its GPU.
-        planned_energy_j: what the plan foresees.
-        clock: what was asked for where the achieved clock is known, by time.
-        achieved_mhz: what was achieved there.
-        changes_asked: clock changes that were asked for, of all these iterations together, as the next three.
-        changes_set: those that were made before another clock was asked for.
-        changes_late: those of them that were made when the first computation had run for some time (`ran.LATE`).
-        changes_overtaken: those that were not made before another clock was asked for.
-        planned_late: how many the plan foresees to be late.
-        off_clock_s: seconds of computation before the clock was set that was asked for.
-        planned_off_clock_s: what the plan foresees.
-        latency_p50_s: from when a clock was asked for until it was set, median of the iterations' medians.
-        latency_p99_s: median of their 99th percentiles.
-        throttled_s: reason -> seconds in which that held the GPU back, where that is more than 0.
-        temperature_c: the highest.
+        rank: number of the rank in the job.
+        pipeline: number of its pipeline.
+        pipeline_rank: number of the rank in that pipeline.
+        iterations: number of iterations that count.
+        busy_s: time of computations, seconds.
+        planned_busy_s: that time by the plan, seconds.
+        energy_j: energy of the GPU, joules.
+        planned_energy_j: that energy by the plan, joules.
+        clock: mean requested clock over the computations whose achieved clock is known, weighted by time.
+        achieved_mhz: mean achieved clock of these computations, MHz.
+        changes_asked: requested clock changes, in all of these iterations together, as in the next three.
+        changes_set: changes that were made before another clock was requested.
+        changes_late: changes that were made late, into the first computation (see `records.LATE`).
+        changes_overtaken: changes that were not made before another clock was requested.
+        planned_late: late changes by the plan.
+        off_clock_s: time of computations before their requested clock was set, seconds.
+        planned_off_clock_s: that time by the plan, seconds.
+        latency_p50_s: time from a request until the clock was set, median of the iterations' medians, seconds.
+        latency_p99_s: median of the iterations' 99th percentiles of that time, seconds.
+        throttled_s: reason of throttling -> time, seconds, where that is above 0.
+        temperature_c: highest temperature, degrees Celsius.
     """
 
     rank: int
@@ -97,7 +98,7 @@ class RankOfRun:
 
 @dataclass(frozen=True)
 class Deviation:
-    """Iterations that did not run as planned, for one reason: how often, on which ranks, and the first one."""
+    """Iterations that did not run as planned, for one reason: how many, on which ranks, and the first of them."""
 
     reason: str
     times: int
@@ -110,54 +111,47 @@ class RunSummary:
     """A run beside its plans.
 
     Attributes:
-        schedule: of the plan `version`.
-        gpu: that this plan is for.
-        control: what is set.
-        plan_origin: how its profile came to be, "measured" or "simulated".
-        gpu_origin: how energy, clocks and throttling of the run came to be, likewise; None: no GPU was read, or it
-            differs from rank to rank. Times are always measured.
-        pipelines: how many there are.
-        overhead_s: calibrated overhead in its time.
-        plans: what ran by each plan, oldest first.
-        version: the newest one by which iterations count; the ranks are compared with it.
-        ranks: each of them.
-        deviations: why iterations did not run as planned, most frequent first.
+        context: the profile and the iteration of the plan `version`.
+        gpu_origin: how energy, clocks and throttling were obtained, "measured" or "simulated", or None if no GPU was
+            read or the ranks differ. Times are always measured.
+        pipelines: number of pipelines.
+        plans: the iterations by each plan, oldest plan first.
+        version: the newest plan with iterations that count; `ranks` are compared with it.
+        ranks: the ranks.
+        deviations: why iterations did not run as planned, most frequent reason first.
     """
 
-    schedule: str
-    gpu: str | None
-    control: str
-    plan_origin: str
+    context: Context
     gpu_origin: str | None
     pipelines: int
-    overhead_s: float
     plans: tuple[PlanOfRun, ...]
     version: int
     ranks: tuple[RankOfRun, ...]
     deviations: tuple[Deviation, ...]
 
+    @property
+    def current(self) -> PlanOfRun:
+        """The iterations by the plan `version`."""
+        return next(plan for plan in self.plans if plan.version == self.version)
+
 
 def summarize_run(run: Run) -> RunSummary:
-    """What `planner show` says of `run`."""
+    """Summarize a run."""
     version = max((each for each in run.versions if run.time_s(each) is not None), default=run.versions[-1])
     plan = run.plan(version, next(rank.pipeline for rank in run.ranks if rank.iterations_by(version)))
     origins = {rank.iterations[-1].origin for rank in run.ranks}
     return RunSummary(
-        schedule=str(plan.schedule),
-        gpu=plan.gpu,
-        control=plan.control,
-        plan_origin=plan.origin,
+        context=context_of_plan(plan),
         gpu_origin=origins.pop() if len(origins) == 1 else None,
         pipelines=len({rank.pipeline for rank in run.ranks}),
-        overhead_s=plan.overhead_s,
-        plans=tuple(_of_plan(run, each) for each in run.versions),
+        plans=tuple(_plan(run, each) for each in run.versions),
         version=version,
         ranks=tuple(_ranks(run, version)),
         deviations=_deviations(run),
     )
 
 
-def _of_plan(run: Run, version: int) -> PlanOfRun:
+def _plan(run: Run, version: int) -> PlanOfRun:
     ranks = list(_ranks(run, version))
     energies_j = [rank.energy_j for rank in ranks if rank.energy_j is not None]
     return PlanOfRun(
@@ -165,41 +159,41 @@ def _of_plan(run: Run, version: int) -> PlanOfRun:
         iterations=max(len(rank.iterations_by(version)) for rank in run.ranks),
         counted=max(rank.iterations for rank in ranks),
         time_s=run.time_s(version),
-        planned_time_s=_time_s(run, version),
+        planned_time_s=_planned_time_s(run, version),
         energy_j=math.fsum(energies_j) if len(energies_j) == len(ranks) else None,
         planned_energy_j=math.fsum(rank.planned_energy_j for rank in ranks),
     )
 
 
-def _time_s(run: Run, version: int) -> float:
-    """What the plan, or that of the slowest pipeline, foresees."""
+def _planned_time_s(run: Run, version: int) -> float:
+    """Return the planned iteration time of the slowest pipeline, seconds."""
     return max(run.plan(version, rank.pipeline).time_s for rank in run.ranks if rank.iterations_by(version))
 
 
 def _ranks(run: Run, version: int) -> Iterator[RankOfRun]:
-    """The ranks that ran by that plan."""
-    planned: dict[int, list[_Planned]] = {}
+    """Summarize the ranks that have iterations by that plan."""
+    planned: dict[int, list[_PlannedRank]] = {}
     for rank in run.ranks:
         if rank.iterations_by(version):
             if rank.pipeline not in planned:
-                planned[rank.pipeline] = _planned(run.plan(version, rank.pipeline), _time_s(run, version))
+                planned[rank.pipeline] = _planned_ranks(run.plan(version, rank.pipeline), _planned_time_s(run, version))
             yield _rank(rank, rank.counted(version), planned[rank.pipeline][rank.pipeline_rank])
 
 
 @dataclass(frozen=True)
-class _Planned:
-    """What the plan foresees of one rank's iteration."""
+class _PlannedRank:
+    """One rank's iteration by the plan."""
 
     busy_s: float
     energy_j: float
     changes: ChangeStatistics
 
 
-def _planned(plan: Plan, time_s: float) -> list[_Planned]:
-    """By rank of the pipeline, of one GPU each, in iterations of `time_s`, which the slowest pipeline takes."""
-    ranks = zip(summarize_plan(plan).per_rank, foreseen(plan), plan.rank_waiting_w, strict=True)
+def _planned_ranks(plan: Plan, time_s: float) -> list[_PlannedRank]:
+    """Return the ranks of a pipeline, as one GPU each, in an iteration that takes the slowest pipeline `time_s`."""
+    ranks = zip(summarize_plan(plan).per_rank, predict_records(plan), plan.rank_waiting_w, strict=True)
     return [
-        _Planned(
+        _PlannedRank(
             math.fsum(each.duration_s for each in computations),
             (rank.energy_j + waiting_w * (time_s - plan.time_s)) / plan.gpus_per_stage,
             ChangeStatistics.of(computations),
@@ -208,7 +202,7 @@ def _planned(plan: Plan, time_s: float) -> list[_Planned]:
     ]
 
 
-def _rank(rank: RankRecord, rows: Sequence[IterationRecord], planned: _Planned) -> RankOfRun:
+def _rank(rank: RankRecord, rows: Sequence[IterationRecord], planned: _PlannedRank) -> RankOfRun:
     reasons = dict.fromkeys(reason for row in rows for reason, seconds in row.throttled_s.items() if seconds > 0)
     clocked_s = [row.busy_s if row.achieved_mhz is not None else 0.0 for row in rows]
     return RankOfRun(
@@ -220,8 +214,8 @@ def _rank(rank: RankRecord, rows: Sequence[IterationRecord], planned: _Planned) 
         planned_busy_s=planned.busy_s,
         energy_j=_mean([row.energy_j for row in rows]),
         planned_energy_j=planned.energy_j,
-        clock=_weighted([row.clock for row in rows], clocked_s),
-        achieved_mhz=_weighted([row.achieved_mhz for row in rows], clocked_s),
+        clock=_weighted_mean([row.clock for row in rows], clocked_s),
+        achieved_mhz=_weighted_mean([row.achieved_mhz for row in rows], clocked_s),
         changes_asked=sum(row.changes_asked for row in rows),
         changes_set=sum(row.changes_set for row in rows),
         changes_late=sum(row.changes_late for row in rows),
@@ -237,19 +231,19 @@ def _rank(rank: RankRecord, rows: Sequence[IterationRecord], planned: _Planned) 
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
-    """Of those that are known."""
+    """Return the mean of the known values."""
     known = [value for value in values if value is not None]
     return fmean(known) if known else None
 
 
 def _median(values: Sequence[float | None]) -> float | None:
-    """Of those that are known."""
+    """Return the median of the known values."""
     known = [value for value in values if value is not None]
     return median(known) if known else None
 
 
-def _weighted(values: Sequence[float | None], weights: Sequence[float]) -> float | None:
-    """Mean of those that are known, by weight."""
+def _weighted_mean(values: Sequence[float | None], weights: Sequence[float]) -> float | None:
+    """Return the mean of the known values by weight; unknown values must have weight 0."""
     whole = math.fsum(weights)
     pairs = zip(values, weights, strict=True)
     return math.fsum(value * weight for value, weight in pairs if value is not None) / whole if whole > 0 else None
@@ -262,7 +256,7 @@ def _deviations(run: Run) -> tuple[Deviation, ...]:
             if not row.is_as_planned:
                 found.setdefault(row.deviation or NO_PLAN, []).append((row.iteration, rank.rank))
     counted = (
-        Deviation(reason, len(each), tuple(sorted({rank for _, rank in each})), min(each)[0])
-        for reason, each in found.items()
+        Deviation(reason, len(rows), tuple(sorted({rank for _, rank in rows})), min(rows)[0])
+        for reason, rows in found.items()
     )
     return tuple(sorted(counted, key=lambda each: (-each.times, each.first_iteration)))

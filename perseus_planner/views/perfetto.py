@@ -1,14 +1,14 @@
-"""A timeline in the Trace Event Format, as Perfetto (ui.perfetto.dev) and chrome://tracing open it.
+"""Writes timelines in the Trace Event Format, for Perfetto (ui.perfetto.dev) and chrome://tracing.
 
-What they ask for, beyond what the format's document says:
+Their requirements beyond the format's document:
 
-- Slices of one thread are nested or apart; Perfetto drops, or moves elsewhere, one that ends within another.
-- Times are microseconds, read as whole nanoseconds. So times here are whole nanoseconds from the start, and are
-  written with three decimals: neighbours then share their border to the last digit.
-- Process 0 and thread 0 are the idle ones of Linux; Perfetto names a thread by its number alone, whatever its process.
-  So all numbers are above 0, and no two processes or threads share one.
+- Slices of one thread are nested or disjoint. Perfetto drops or moves a slice that ends within another.
+- Times are microseconds, read as whole nanoseconds. Times here are therefore whole nanoseconds after the start, written
+  with three decimals, so that neighbours share their border to the last digit.
+- Process 0 and thread 0 are Linux' idle ones, and Perfetto names a thread by its number alone, whatever its process. So
+  all numbers are above 0, and no two processes or threads share one.
 - A counter keeps a value until its next one.
-- `displayTimeUnit` is left out: older versions of Perfetto took it for the unit of all times.
+- `displayTimeUnit` is left out, because older versions of Perfetto took it for the unit of all times.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 WAITING = "waiting"
-"""The category of slices in which nothing is computed; chrome://tracing draws them in grey."""
-_GREY = "grey"  #: as it knows it; a name that it does not know it refuses
+"""The category of slices without computation; chrome://tracing draws them in grey."""
+_GREY = "grey"  #: one of the colour names of chrome://tracing, which refuses others
 
 
 @dataclass(frozen=True)
@@ -36,11 +36,11 @@ class Slice:
     """A bar on a thread.
 
     Attributes:
-        name: what it says.
-        category: what can be searched for.
-        start_ns: nanoseconds from the start of the trace.
+        name: label of the bar.
+        category: category to search for.
+        start_ns: nanoseconds after the start of the trace.
         end_ns: likewise, not before `start_ns`.
-        details: name -> text, number or truth value, shown when it is clicked.
+        details: name -> text, number or bool; shown when the bar is clicked.
     """
 
     name: str
@@ -52,7 +52,7 @@ class Slice:
 
 @dataclass(frozen=True)
 class Thread:
-    """A row of slices, one after another."""
+    """A row of slices, in the order of time."""
 
     name: str
     slices: Sequence[Slice]
@@ -63,9 +63,9 @@ class Counter:
     """A number over time.
 
     Attributes:
-        name: what it is of.
-        unit: of its values.
-        steps: (nanoseconds from the start, value from then on), times rising.
+        name: name of the quantity.
+        unit: unit of its values.
+        steps: (nanoseconds after the start, value from then on), in the order of time.
     """
 
     name: str
@@ -75,7 +75,7 @@ class Counter:
 
 @dataclass(frozen=True)
 class Process:
-    """Threads that belong together, and their counters."""
+    """A group of threads with their counters."""
 
     name: str
     threads: Sequence[Thread]
@@ -83,11 +83,11 @@ class Process:
 
 
 def steps(spans: Iterable[tuple[int, float]], end_ns: int) -> list[tuple[int, float]]:
-    """The steps of a counter: its value from each time on, and once more at the end, so that it can be integrated.
+    """Return the steps of a counter. The last value is repeated at the end, so that the counter can be integrated.
 
     Args:
-        spans: (nanoseconds from the start, value from then on), times rising or equal; of equal ones the last counts.
-        end_ns: until when the last value is.
+        spans: (nanoseconds after the start, value from then on), in the order of time; the last of equal times counts.
+        end_ns: when the last value ends.
     """
     found: list[tuple[int, float]] = []
     for at_ns, value in spans:
@@ -99,7 +99,7 @@ def steps(spans: Iterable[tuple[int, float]], end_ns: int) -> list[tuple[int, fl
 
 
 def total(counters: Sequence[Counter], name: str) -> Counter:
-    """The sum of counters of one unit, from when on all have a value."""
+    """Return the sum of counters that have one unit, starting when all of them have a value."""
     changes = sorted((at_ns, number, value) for number, each in enumerate(counters) for at_ns, value in each.steps)
     values, known, sums = [0.0] * len(counters), set(), []
     for at_ns, number, value in changes:
@@ -111,15 +111,15 @@ def total(counters: Sequence[Counter], name: str) -> Counter:
 
 
 def write_trace(path: str | os.PathLike[str], processes: Sequence[Process], about: Mapping[str, Any]) -> None:
-    """Write a trace, whole or not at all; equal ones give equal bytes.
+    """Write a trace, whole or not at all. Equal traces give equal bytes.
 
     Args:
-        path: of the file.
-        processes: what is in it.
-        about: name -> text or number, of the trace as a whole.
+        path: the file.
+        processes: the content.
+        about: name -> text or number, about the trace as a whole.
 
     Raises:
-        UsageError: the file cannot be written.
+        UsageError: If the file cannot be written.
     """
     with replacing(path, UsageError) as file:
         file.write(b'{"traceEvents":[\n')
@@ -156,7 +156,7 @@ def _complete(each: Slice, pid: int, tid: int) -> dict[str, Any]:
 
 
 def _us(time_ns: int) -> float:
-    """Microseconds; as text no more than three decimals, as a number of so few digits is the shortest for itself."""
+    """Return microseconds; written as text they have at most three decimals."""
     return time_ns / 1000
 
 

@@ -1,4 +1,4 @@
-"""What an iteration of a plan would leave behind if it ran as the plan is replayed."""
+"""The records that an iteration of a plan would leave if it ran exactly as the plan is replayed."""
 
 from __future__ import annotations
 
@@ -15,26 +15,22 @@ if TYPE_CHECKING:
     from perseus_planner.runs.records import ComputationRecord
 
 
-def foreseen(plan: Plan) -> tuple[tuple[ComputationRecord, ...], ...]:
-    """The computations of each rank, times in seconds from the start of the iteration; `iteration` is 0."""
+def predict_records(plan: Plan) -> tuple[tuple[ComputationRecord, ...], ...]:
+    """Predict the computations of each rank; times are seconds after the start of the iteration, number 0."""
     spans, calls = replay(plan).spans, clock_calls(plan)
     ranks = []
     for number, program in enumerate(plan.schedule.ranks):
         spans_s = [(spans[str(each)].start_s, spans[str(each)].end_s) for each in program]
         clocks = [plan.clocks[str(each)] for each in program]
-        own = [call for call in calls if call.rank == number]
-        changes = [_change(call, spans_s, before) for call, before in zip(own, _before(clocks, own), strict=True)]
-        asked_s = min([0.0, *(call.requested_s for call in own)])
+        of_rank = [call for call in calls if call.rank == number]
+        previous = [clocks[-1], *(call.clock_mhz for call in of_rank)]
+        changes = [_change(call, spans_s, before) for call, before in zip(of_rank, previous, strict=False)]
+        asked_s = min([0.0, *(call.requested_s for call in of_rank)])
         ranks.append(match_changes(0, program, clocks, spans_s, changes, first_asked_s=asked_s, in_force=clocks[-1]))
     return tuple(ranks)
 
 
-def _before(clocks: Sequence[int], calls: Sequence[Call]) -> list[int]:
-    """What was set before each of the calls."""
-    return [clocks[-1], *(call.clock_mhz for call in calls)][: len(calls)]
-
-
 def _change(call: Call, spans_s: Sequence[tuple[float, float]], before: int) -> SetCall:
-    # A rank asks for the clock of what it runs next.
+    # A rank asks for the clock of its next computation.
     place = next(place for place, (start_s, _) in enumerate(spans_s) if start_s >= call.requested_s)
     return SetCall(place, call.clock_mhz, call.requested_s, call.start_s, call.end_s, before)

@@ -1,0 +1,175 @@
+"""What the numbers of a summary describe, what they are compared with, and both in words."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from perseus_planner.views.columns import number
+
+if TYPE_CHECKING:
+    from perseus_planner.plans.plan import Plan
+    from perseus_planner.profiles.profiles import Profile
+    from perseus_planner.schedules.iteration import Iteration
+
+ALL_MAXIMUM = "all clocks at maximum"
+"""The name of the baseline of every saving."""
+
+
+@dataclass(frozen=True)
+class Context:
+    """The profile that the numbers of a summary come from, and the iteration that they describe.
+
+    Attributes:
+        origin: how the profile was made, "measured" or "simulated".
+        gpu: name of the GPU, or None if it is not known.
+        control: what is set: "clock", "power-limit" or "observed".
+        gpus_per_stage: number of GPUs of a stage.
+        blocking_power_w: power of a waiting stage, watts; one number for each stage if they differ.
+        overhead_s: calibrated overhead of an iteration, seconds.
+        profile_digest: digest of the profile.
+        stages: number of pipeline stages.
+        schedule: name of the schedule, or None if there is only a profile.
+        ranks: number of pipeline ranks, or None.
+        microbatches: number of microbatches, or None.
+        operations: number of operations of fixed time.
+        longest_lag_s: time of the longest transfer, seconds.
+    """
+
+    origin: str
+    gpu: str | None
+    control: str
+    gpus_per_stage: int
+    blocking_power_w: float | tuple[float, ...]
+    overhead_s: float
+    profile_digest: str
+    stages: int
+    schedule: str | None = None
+    ranks: int | None = None
+    microbatches: int | None = None
+    operations: int = 0
+    longest_lag_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """The time and energy of an iteration, compared with those of a baseline.
+
+    Attributes:
+        time_s: iteration time, seconds.
+        energy_j: energy of an iteration, waiting included, joules.
+        baseline: name of the baseline.
+        baseline_time_s: iteration time of the baseline, seconds.
+        baseline_energy_j: energy of the baseline, joules.
+        time_ratio: `time_s` over `baseline_time_s`.
+        saved_j: energy saved against the baseline, joules.
+        saved_share: `saved_j` over `baseline_energy_j`.
+    """
+
+    time_s: float
+    energy_j: float
+    baseline: str
+    baseline_time_s: float
+    baseline_energy_j: float
+    time_ratio: float
+    saved_j: float
+    saved_share: float
+
+
+def compare(
+    time_s: float, energy_j: float, baseline_time_s: float, baseline_energy_j: float, baseline: str = ALL_MAXIMUM
+) -> Comparison:
+    """Compare an iteration with a baseline."""
+    saved_j = baseline_energy_j - energy_j
+    return Comparison(
+        time_s=time_s,
+        energy_j=energy_j,
+        baseline=baseline,
+        baseline_time_s=baseline_time_s,
+        baseline_energy_j=baseline_energy_j,
+        time_ratio=time_s / baseline_time_s,
+        saved_j=saved_j,
+        saved_share=share(saved_j, baseline_energy_j),
+    )
+
+
+def context_of_profile(profile: Profile, iteration: Iteration | None = None) -> Context:
+    """Return the context of numbers that come from `profile`, and describe `iteration` if it is given."""
+    return _context(profile, profile.digest, profile.stages, iteration)
+
+
+def context_of_plan(plan: Plan) -> Context:
+    """Return the context of a plan's numbers."""
+    return _context(plan, plan.profile_digest, plan.schedule.stages, plan.iteration)
+
+
+def _context(source: Profile | Plan, digest: str, stages: int, iteration: Iteration | None) -> Context:
+    known = (source.origin, source.gpu, source.control, source.gpus_per_stage, source.blocking_power_w)
+    if iteration is None:
+        return Context(*known, source.overhead_s, digest, stages)
+    return Context(
+        *known,
+        source.overhead_s,
+        digest,
+        stages,
+        schedule=iteration.schedule.name,
+        ranks=len(iteration.schedule.ranks),
+        microbatches=iteration.schedule.microbatches,
+        operations=len(iteration.operations),
+        longest_lag_s=max((lag_s for lags_s in iteration.lags_s for lag_s in lags_s), default=0.0),
+    )
+
+
+def share(part: float, whole: float) -> float:
+    """Return `part` over `whole`, or 0 if `whole` is 0."""
+    return part / whole if whole else 0.0
+
+
+def origin_text(origin: str) -> str:
+    """Say where a replayed number comes from, as the begin of a sentence."""
+    return f"Replayed from a {origin} profile"
+
+
+def origin_label(origin: str) -> str:
+    """Say where a replayed number comes from, as a label beside it."""
+    return f"replayed, {origin} profile"
+
+
+def pipeline_text(context: Context) -> str:
+    """Describe the pipeline of an iteration: its schedule, stages, microbatches and GPU."""
+    stages, ranks = context.stages, context.ranks or context.stages
+    if stages == ranks:
+        size = f"{stages} stages"
+    elif stages % ranks == 0:
+        size = f"{ranks} ranks x {stages // ranks} virtual stages"
+    else:
+        size = f"{stages} stages on {ranks} ranks"
+    gpu = f" on {context.gpu}" if context.gpu else ""
+    return f"{context.schedule}, {size} x {context.microbatches} microbatches{gpu}"
+
+
+def source_text(context: Context) -> str:
+    """Say where an iteration's numbers come from and what they include beside its computations, in one or two lines."""
+    parts = []
+    if context.gpus_per_stage > 1:
+        parts.append(f"{context.gpus_per_stage} GPUs per stage")
+    if context.operations:
+        parts.append(f"{context.operations} operations of fixed time")
+    if context.longest_lag_s:
+        parts.append(f"transfers of up to {context.longest_lag_s:.6g} s")
+    if context.overhead_s:
+        parts.append(f"{context.overhead_s:.6g} s of calibrated overhead")
+    included = f"\nIncluded: {', '.join(parts)}." if parts else ""
+    return f"{origin_text(context.origin)}; blocking power {power_text(context.blocking_power_w)}.{included}"
+
+
+def power_text(power_w: float | tuple[float, ...]) -> str:
+    """Write the blocking power of a stage, or the range over stages that differ."""
+    if not isinstance(power_w, tuple):
+        return f"{power_w:.2f} W"
+    return f"{min(power_w):.2f} to {max(power_w):.2f} W"
+
+
+def saving_text(comparison: Comparison) -> str:
+    """Write a saving in joules and percent."""
+    return f"{number(comparison.saved_j)} J ({100 * comparison.saved_share:.2f} %)"

@@ -1,0 +1,229 @@
+"""A frontier: what `planner solve` and `planner show` print of it, and the chart of its bound."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from perseus_planner.views.columns import Sheet, column, number, numbers
+from perseus_planner.views.context import (
+    ALL_MAXIMUM,
+    Comparison,
+    Context,
+    compare,
+    context_of_profile,
+    origin_label,
+    origin_text,
+    pipeline_text,
+    source_text,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from perseus_planner.solver.frontier import Frontier
+
+_BOUND = "The bound is the least energy of any plan of that time, on all GPUs of the pipeline, waiting included."
+_STEPS = 10  #: between the ends of a frontier, in its table
+_MOST_POINTS = 500  #: of a charted bound, far more than can be seen
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrontierPoint(Comparison):
+    """A point of a frontier: `energy_j` is the bound, the least energy that a plan of that time can have.
+
+    Attributes:
+        mark: what is special about the point; may be empty.
+    """
+
+    mark: str
+
+
+@dataclass(frozen=True)
+class FrontierSummary:
+    """A frontier.
+
+    Attributes:
+        context: the profile and the iteration.
+        computations: number of computations of an iteration.
+        baseline_time_s: iteration time with all clocks at maximum, seconds.
+        baseline_energy_j: energy of such an iteration, joules.
+        min_time_s: iteration time of the fastest point, seconds.
+        least_energy_time_s: iteration time of the point of least energy, seconds.
+        max_time_s: iteration time of the slowest useful point, seconds.
+        points: from the fastest to the slowest.
+        remarks: what a reader may not expect.
+    """
+
+    context: Context
+    computations: int
+    baseline_time_s: float
+    baseline_energy_j: float
+    min_time_s: float
+    least_energy_time_s: float
+    max_time_s: float
+    points: tuple[FrontierPoint, ...]
+    remarks: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class FrontiersSummary:
+    """The frontiers of a job whose pipelines differ, one for each kind of pipeline."""
+
+    frontiers: tuple[FrontierSummary, ...]
+
+
+def summarize_frontier(frontier: Frontier) -> FrontierSummary:
+    """Summarize a frontier."""
+    return FrontierSummary(
+        context=context_of_profile(frontier.profile, frontier.dag.iteration),
+        computations=len(frontier.dag.computations),
+        baseline_time_s=frontier.baseline_time_s,
+        baseline_energy_j=frontier.baseline_energy_j,
+        min_time_s=frontier.min_time_s,
+        least_energy_time_s=frontier.least_energy_time_s,
+        max_time_s=frontier.max_time_s,
+        points=tuple(_point(frontier, time_s, mark) for time_s, mark in _marked_times(frontier)),
+        remarks=tuple(_remarks(frontier)),
+    )
+
+
+def frontier_sheet(summary: FrontierSummary) -> Sheet:
+    """Return a table of the points from the fastest to the slowest, compared with all clocks at maximum."""
+    points = summary.points
+    columns = [
+        column("time s", numbers([point.time_s for point in points])),
+        column("x baseline", [f"{point.time_ratio:.4f}" for point in points]),
+        column("bound J", numbers([point.energy_j for point in points])),
+        column("saved J", numbers([point.saved_j for point in points])),
+        column("saved %", [f"{100 * point.saved_share:.2f}" for point in points]),
+        ["", *(f"  {point.mark}" for point in points)],
+    ]
+    baseline = (
+        f"Baseline of every saving: {ALL_MAXIMUM}, {number(summary.baseline_time_s)} s and "
+        f"{number(summary.baseline_energy_j)} J per iteration."
+    )
+    return Sheet(
+        f"Frontier of {pipeline_text(summary.context)}; {summary.computations} computations",
+        f"{source_text(summary.context)}\n{baseline}",
+        columns,
+        "\n".join([_BOUND, *summary.remarks]),
+    )
+
+
+def frontier_text(summary: FrontierSummary) -> str:
+    """Return the text that `planner solve` and `planner show` print."""
+    return frontier_sheet(summary).text()
+
+
+def _marked_times(frontier: Frontier) -> list[tuple[float, str]]:
+    """Return iteration times from the fastest to the slowest, with marks for the special ones among them."""
+    special = sorted(
+        [
+            (frontier.min_time_s, "fastest"),
+            (frontier.baseline_time_s, f"no slower than {ALL_MAXIMUM}"),
+            (frontier.least_energy_time_s, "least energy"),
+            (frontier.max_time_s, "slowest useful, beside a straggler"),
+        ]
+    )
+    marks: list[tuple[float, str]] = []
+    for time_s, mark in special:
+        if marks and _is_same(time_s, marks[-1][0]):
+            mark = f"{marks.pop()[1]}; {mark}"
+        marks.append((time_s, mark))
+    between = np.linspace(special[0][0], special[-1][0], _STEPS + 1).tolist()
+    near_s = (between[1] - between[0]) / 2
+    plain = [(time_s, "") for time_s in between if all(abs(time_s - marked_s) > near_s for marked_s, _ in marks)]
+    return sorted(marks + plain)
+
+
+def _is_same(time_s: float, other_s: float) -> bool:
+    """Tell whether two times differ by rounding only."""
+    return math.isclose(time_s, other_s, rel_tol=1e-12)
+
+
+def _point(frontier: Frontier, time_s: float, mark: str) -> FrontierPoint:
+    found = compare(time_s, frontier.bound_j(time_s), frontier.baseline_time_s, frontier.baseline_energy_j)
+    return FrontierPoint(**vars(found), mark=mark)
+
+
+def _remarks(frontier: Frontier) -> Iterator[str]:
+    profile, options = frontier.profile, frontier.dag.points
+    most_waiting_w = max(map(profile.blocking_w, range(profile.stages)))
+    power = f"{most_waiting_w:g} W"
+    if all(len(rows) == 1 for rows in profile.measurements.values()):
+        yield "Every computation has a single clock, so there is a single plan."
+        return
+    if all(len(front) == 1 for front in options.values()):
+        yield f"Slower clocks never pay: a slower computation costs more than finishing early and waiting at {power}."
+    elif _is_same(frontier.least_energy_time_s, frontier.min_time_s) and not _is_same(
+        frontier.min_time_s, frontier.max_time_s
+    ):
+        yield (
+            f"The blocking power of {power} is so large that the fastest iteration takes the least energy. "
+            "Slower iterations pay only beside a straggler."
+        )
+    most_w = max(row.energy_j / row.time_s for rows in profile.measurements.values() for row in rows)
+    if most_waiting_w > most_w:
+        yield f"The blocking power of {power} is more than any computation draws ({most_w:.6g} W at most); check it."
+
+
+@dataclass(frozen=True)
+class IterationPoint:
+    """A point in the chart of a frontier: an iteration of one pipeline.
+
+    Attributes:
+        name: label of the point.
+        kind: what it is; decides how it is drawn.
+        time_s: iteration time, seconds.
+        energy_j: energy over all GPUs, waiting included, joules.
+        origin: where the numbers come from.
+    """
+
+    name: str
+    kind: Literal["baseline", "plan", "peer", "run", "landmark"]
+    time_s: float
+    energy_j: float
+    origin: str
+
+
+@dataclass(frozen=True)
+class FrontierChart:
+    """What the figure of a frontier shows.
+
+    Attributes:
+        title: schedule and origin; empty without a frontier.
+        times_s: iteration times of the bound, rising, seconds; empty without a frontier.
+        energies_j: the least energy that a plan of each time can have, waiting included, joules.
+        points: plans, runs, other planners and special points.
+        deadline_s: the deadline that the other planners had to meet, seconds, or None if no planner was asked.
+        left_out: other planners that are missing, each with the reason.
+    """
+
+    title: str
+    times_s: tuple[float, ...]
+    energies_j: tuple[float, ...]
+    points: tuple[IterationPoint, ...]
+    deadline_s: float | None = None
+    left_out: tuple[str, ...] = ()
+
+
+def chart_frontier(frontier: Frontier) -> FrontierChart:
+    """Return the chart of a frontier alone: its bound, the baseline and the special points."""
+    count = len(frontier.times_s)
+    kept = np.unique(np.linspace(0, count - 1, min(count, _MOST_POINTS)).round().astype(int))[::-1]
+    origin = origin_label(frontier.profile.origin)
+    baseline = IterationPoint(ALL_MAXIMUM, "baseline", frontier.baseline_time_s, frontier.baseline_energy_j, origin)
+    special = (
+        IterationPoint(f"bound, {name}", "landmark", time_s, frontier.bound_j(time_s), origin)
+        for name, time_s in (("fastest", frontier.min_time_s), ("least energy", frontier.least_energy_time_s))
+    )
+    return FrontierChart(
+        f"Frontier of {frontier.schedule}\n{origin_text(frontier.profile.origin)}",
+        tuple(frontier.times_s[kept].tolist()),
+        tuple(frontier.energies_j[kept].tolist()),
+        (baseline, *special),
+    )

@@ -1,0 +1,262 @@
+"""A plan: what `planner plan` and `planner show` print of it, with the timeline of its iteration."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from perseus_planner.plans.replay import Timeline, replay
+from perseus_planner.profiles.csv_file import WORDS, unit_of
+from perseus_planner.schedules import Computation
+from perseus_planner.views.columns import Sheet, column, number, numbers, table
+from perseus_planner.views.context import (
+    ALL_MAXIMUM,
+    Comparison,
+    Context,
+    compare,
+    context_of_plan,
+    pipeline_text,
+    saving_text,
+    share,
+    source_text,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from perseus_planner.plans.plan import Plan
+    from perseus_planner.solver.replicas import Replicas
+
+_STRIP = 48  #: moments of an iteration in a timeline
+
+
+@dataclass(frozen=True)
+class RankSummary:
+    """What the GPUs of one rank do in an iteration of a plan.
+
+    Attributes:
+        rank: number of the rank.
+        lowest_clock_mhz: the lowest clock in use.
+        highest_clock_mhz: the highest clock in use.
+        clock_changes: number of clock changes between computations, and back for the next iteration.
+        busy_s: time of computations and fixed operations, seconds.
+        energy_j: energy with waiting, joules.
+    """
+
+    rank: int
+    lowest_clock_mhz: int
+    highest_clock_mhz: int
+    clock_changes: int
+    busy_s: float
+    energy_j: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanSummary(Comparison):
+    """A plan, compared with all clocks at maximum.
+
+    Attributes:
+        context: the profile and the iteration.
+        deadline_s: the deadline that the plan was made for, seconds.
+        power_w: average power of all GPUs, watts.
+        bound_j: the least energy that a plan of this time can have, joules.
+        above_bound_share: energy above the bound, over the bound.
+        most_changes: clock changes of the rank that changes its clock most often.
+        per_rank: the ranks.
+        beside_straggler: the comparison where both wait for the straggler that the plan was made for, or None.
+    """
+
+    context: Context
+    deadline_s: float
+    power_w: float
+    bound_j: float
+    above_bound_share: float
+    most_changes: int
+    per_rank: tuple[RankSummary, ...]
+    beside_straggler: Comparison | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlansSummary(Comparison):
+    """The plans of pipelines that wait for each other; all pipelines together, compared with all clocks at maximum.
+
+    Attributes:
+        pipelines: number of pipelines.
+        plans: one for each kind of pipeline.
+    """
+
+    pipelines: int
+    plans: tuple[PlanSummary, ...]
+
+
+@dataclass(frozen=True)
+class ComputationSummary:
+    """A computation, or a fixed operation, in the timeline of an iteration.
+
+    Attributes:
+        computation: its name, such as "3F17".
+        rank: number of the rank that runs it.
+        clock_mhz: its clock, or None for a fixed operation.
+        start_s: when it starts, seconds after the start of the iteration.
+        end_s: when it ends, likewise.
+        power_w: average power of the GPUs of the rank, watts.
+    """
+
+    computation: str
+    rank: int
+    clock_mhz: int | None
+    start_s: float
+    end_s: float
+    power_w: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimelineSummary(PlanSummary):
+    """A plan with its computations, rank by rank in the order in which they run, then its fixed operations."""
+
+    computations: tuple[ComputationSummary, ...]
+
+
+def summarize_plan(plan: Plan, straggler_time_s: float | None = None) -> PlanSummary:
+    """Summarize a plan; `straggler_time_s` is the iteration time of the straggler that it was made for, if any."""
+    timeline = replay(plan)
+    return PlanSummary(
+        **vars(compare(plan.time_s, plan.energy_j, plan.baseline_time_s, plan.baseline_energy_j)),
+        context=context_of_plan(plan),
+        deadline_s=plan.deadline_s,
+        power_w=plan.power_w,
+        bound_j=plan.bound_j,
+        above_bound_share=share(plan.energy_j - plan.bound_j, plan.bound_j),
+        most_changes=max(plan.changes),
+        per_rank=tuple(_rank(plan, timeline, number) for number in range(len(plan.schedule.ranks))),
+        beside_straggler=None if straggler_time_s is None else _beside_straggler(plan, straggler_time_s),
+    )
+
+
+def summarize_plans(replicas: Replicas, plans: Sequence[Plan], straggler_time_s: float | None = None) -> PlansSummary:
+    """Summarize the plans of several frontiers, one for each of `replicas.frontiers`."""
+    together = compare(*replicas.time_and_energy(plans), replicas.baseline_time_s, replicas.baseline_energy_j)
+    return PlansSummary(
+        **vars(together),
+        pipelines=sum(replicas.counts),
+        plans=tuple(summarize_plan(plan, straggler_time_s) for plan in plans),
+    )
+
+
+def summarize_timeline(plan: Plan) -> TimelineSummary:
+    """Summarize a plan with the timeline of its iteration."""
+    computations = tuple(
+        ComputationSummary(name, rank, plan.clocks.get(name), span.start_s, span.end_s, span.power_w)
+        for rank, (name, span) in zip(plan.iteration.rank_of, replay(plan).spans.items(), strict=True)
+    )
+    return TimelineSummary(**vars(summarize_plan(plan)), computations=computations)
+
+
+def _rank(plan: Plan, timeline: Timeline, number: int) -> RankSummary:
+    clocks = [plan.clocks[str(computation)] for computation in plan.schedule.ranks[number]]
+    spans = [timeline.spans[plan.iteration.names[place]] for place in plan.iteration.programs[number]]
+    busy_s = math.fsum(span.end_s - span.start_s for span in spans)
+    busy_j = math.fsum(span.power_w * (span.end_s - span.start_s) for span in spans)
+    energy_j = busy_j + plan.rank_waiting_w[number] * (timeline.time_s - busy_s)
+    return RankSummary(number, min(clocks), max(clocks), plan.changes[number], busy_s, energy_j)
+
+
+def _beside_straggler(plan: Plan, straggler_time_s: float) -> Comparison:
+    waiting_w = math.fsum(plan.rank_waiting_w)
+    waiting_s = [max(0.0, straggler_time_s - time_s) for time_s in (plan.time_s, plan.baseline_time_s)]
+    return compare(
+        plan.time_s + waiting_s[0],
+        plan.energy_j + waiting_w * waiting_s[0],
+        plan.baseline_time_s + waiting_s[1],
+        plan.baseline_energy_j + waiting_w * waiting_s[1],
+        f"{ALL_MAXIMUM}, both waiting for a straggler of {straggler_time_s:.6g} s",
+    )
+
+
+def plan_sheet(summary: PlanSummary) -> Sheet:
+    """Return a table that compares the plan with all clocks at maximum."""
+    times = numbers([summary.time_s, summary.baseline_time_s])
+    energies = numbers([summary.energy_j, summary.baseline_energy_j])
+    powers = numbers([summary.power_w, summary.baseline_energy_j / summary.baseline_time_s])
+    columns = [
+        ["", "seconds per iteration", "joules per iteration", "watts on average"],
+        column("this plan", [times[0], energies[0], powers[0]]),
+        column(summary.baseline, [times[1], energies[1], powers[1]]),
+    ]
+    changes = f" more than {summary.most_changes} times per iteration" if summary.most_changes else ""
+    notes = [
+        f"It saves {saving_text(summary)} compared with {summary.baseline}, at {summary.time_ratio:.4f}x the time.",
+        f"Its energy is {100 * summary.above_bound_share:.3f} % above the bound, the least of any plan of that time.",
+        f"No GPU changes its clock{changes}.",
+    ]
+    if (beside := summary.beside_straggler) is not None:
+        notes.append(
+            f"Beside a straggler of {number(beside.time_s)} s it saves {saving_text(beside)}; both wait for it."
+        )
+    return Sheet(
+        f"Plan for {pipeline_text(summary.context)}, within {number(summary.deadline_s)} s",
+        source_text(summary.context),
+        columns,
+        "\n".join(notes),
+    )
+
+
+def plan_text(summary: PlanSummary) -> str:
+    """Return the text that `planner plan` prints."""
+    return plan_sheet(summary).text()
+
+
+def plans_text(summary: PlansSummary) -> str:
+    """Return the text that `planner plan` prints of several plans, with their total."""
+    time, baseline = numbers([summary.time_s, summary.baseline_time_s])
+    energy, baseline_energy = numbers([summary.energy_j, summary.baseline_energy_j])
+    return (
+        "\n".join(map(plan_text, summary.plans))
+        + f"\nAll {summary.pipelines} pipelines together, each waiting for the slowest: {time} s and {energy} J per "
+        f"iteration;\nwith {summary.baseline} {baseline} s and {baseline_energy} J. "
+        f"They save {saving_text(summary)} at {summary.time_ratio:.4f}x the time.\n"
+    )
+
+
+def timeline_text(summary: TimelineSummary) -> str:
+    """Return the text that `planner show` prints: the plan, and what each rank does in an iteration."""
+    ranks = summary.per_rank
+    columns = [
+        column("rank", [str(rank.rank) for rank in ranks]),
+        column(unit_of(summary.context.control), [_clock_range(rank) for rank in ranks]),
+        column("changes", [str(rank.clock_changes) for rank in ranks]),
+        column("busy %", [f"{100 * rank.busy_s / summary.time_s:.1f}" for rank in ranks]),
+        column("joules", numbers([rank.energy_j for rank in ranks])),
+        ["  timeline", *(f"  {strip}" for strip in _strips(summary))],
+    ]
+    return (
+        f"{plan_text(summary)}\n{table(columns)}\n\n"
+        f"Timeline: {_STRIP} moments of the iteration; {', '.join(_legend(summary))}, . waiting.\n"
+        "Changes: clock changes from one computation to the next, and back for the next iteration.\n"
+    )
+
+
+def _clock_range(rank: RankSummary) -> str:
+    if rank.lowest_clock_mhz == rank.highest_clock_mhz:
+        return str(rank.lowest_clock_mhz)
+    return f"{rank.lowest_clock_mhz} to {rank.highest_clock_mhz}"
+
+
+def _strips(summary: TimelineSummary) -> Iterable[str]:
+    strips = [["."] * _STRIP for _ in summary.per_rank]
+    for each in summary.computations:
+        # With a negative calibrated overhead, an iteration ends before its last computation as it is replayed.
+        first, end = (min(math.ceil(t / summary.time_s * _STRIP - 0.5), _STRIP) for t in (each.start_s, each.end_s))
+        strips[each.rank][first:end] = _letter(each) * (end - first)
+    return map("".join, strips)
+
+
+def _legend(summary: TimelineSummary) -> Iterable[str]:
+    words = {**{kind: word.replace("-", " ") for kind, word in WORDS.items()}, "o": "fixed operation"}
+    used = set(map(_letter, summary.computations))
+    return (f"{letter} {word}" for letter, word in words.items() if letter in used)
+
+
+def _letter(each: ComputationSummary) -> str:
+    return "o" if each.clock_mhz is None else Computation.parse(each.computation).kind

@@ -1,0 +1,184 @@
+"""A profile: what `planner profile` and `planner show` print of it, and the time-energy curve of each computation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from perseus_planner.profiles.csv_file import unit_of, word_of
+from perseus_planner.profiles.operating_points import OperatingPoint, lower_hull, pareto_front
+from perseus_planner.views.columns import Sheet, column, numbers, ranges
+from perseus_planner.views.context import Context, context_of_profile, power_text
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from perseus_planner.jobs.calibration import Calibration
+    from perseus_planner.profiles.measurement import Measurement
+    from perseus_planner.profiles.profiles import Profile
+
+_WARNINGS = ("warnings", "measured while too hot")  #: conditions of a profile that are always printed
+_NANO, _MICRO = 10**9, 10**6
+
+
+@dataclass(frozen=True)
+class ClockRange:
+    """The measurements of one computation.
+
+    Attributes:
+        stage: number of the stage.
+        instruction: kind of computation, as in the CSV of a profile.
+        clocks: number of measured clocks.
+        highest: the measurement at the highest clock.
+        lowest: the measurement at the lowest clock.
+        time_error: largest relative standard error of a time, or None if no errors are known.
+        energy_error: largest relative standard error of an energy, or None if no errors are known.
+        throttled: number of clocks at which the GPU was throttled.
+    """
+
+    stage: int
+    instruction: str
+    clocks: int
+    highest: Measurement
+    lowest: Measurement
+    time_error: float | None
+    energy_error: float | None
+    throttled: int
+
+
+@dataclass(frozen=True)
+class ProfileSummary:
+    """A profile, its measuring conditions, and its computations."""
+
+    context: Context
+    conditions: Mapping[str, str]
+    computations: tuple[ClockRange, ...]
+
+
+def summarize_profile(profile: Profile) -> ProfileSummary:
+    """Summarize a profile."""
+    found = tuple(_clock_range(stage, kind, rows) for (stage, kind), rows in profile.measurements.items())
+    return ProfileSummary(context_of_profile(profile), dict(profile.conditions), found)
+
+
+def _clock_range(stage: int, kind: str, rows: Sequence[Measurement]) -> ClockRange:
+    known = [(row, row.evidence) for row in rows if row.evidence is not None]
+    return ClockRange(
+        stage,
+        word_of(kind),
+        len(rows),
+        rows[0],
+        rows[-1],
+        time_error=max((evidence.time_stderr_s / row.time_s for row, evidence in known), default=None),
+        energy_error=max(
+            (evidence.energy_stderr_j / row.energy_j for row, evidence in known if row.energy_j), default=None
+        ),
+        throttled=sum(bool(evidence.throttle) for _, evidence in known),
+    )
+
+
+def profile_sheet(summary: ProfileSummary) -> Sheet:
+    """Return a table with a row for each computation, from its highest clock to its lowest."""
+    context, rows = summary.context, summary.computations
+    ends = [(row.highest, row.lowest) for row in rows]
+    columns = [
+        column("stage", [str(row.stage) for row in rows]),
+        column("computation", [row.instruction for row in rows]),
+        column("clocks", [str(row.clocks) for row in rows]),
+        column(unit_of(context.control), [f"{high.clock_mhz} to {low.clock_mhz}" for high, low in ends]),
+        column("seconds", ranges([(high.time_s, low.time_s) for high, low in ends])),
+        column("joules", ranges([(high.energy_j, low.energy_j) for high, low in ends])),
+        *_error_columns(rows),
+    ]
+    made = "measured" if context.origin == "measured" else "simulated: no GPU was touched"
+    made += {"clock": "", "power-limit": "; power limits were set", "observed": "; no clock was set"}[context.control]
+    stages = f"{context.stages} stages" + (f" of {context.gpus_per_stage} GPUs" if context.gpus_per_stage > 1 else "")
+    title = f"Profile of {stages}, {context.gpu or 'unknown GPU'} ({made}); "
+    warnings = [(name, text) for name, text in summary.conditions.items() if name in _WARNINGS]
+    source = "\n".join(f"{name[0].upper()}{name[1:]}: {text}" for name, text in warnings)
+    return Sheet(f"{title}blocking power {power_text(context.blocking_power_w)}", source, columns)
+
+
+def profile_text(summary: ProfileSummary) -> str:
+    """Return the text that `planner profile` and `planner show` print."""
+    return profile_sheet(summary).text()
+
+
+def _error_columns(rows: Sequence[ClockRange]) -> list[list[str]]:
+    """Return the columns of standard errors and throttling; an empty list if no errors are known."""
+    if all(row.time_error is None for row in rows):
+        return []
+    return [
+        column("time +- %", [_percent(row.time_error) for row in rows]),
+        column("energy +- %", [_percent(row.energy_error) for row in rows]),
+        column("throttled", [str(row.throttled) for row in rows]),
+    ]
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{100 * share:.2f}"
+
+
+def calibration_text(result: Calibration) -> str:
+    """Return the text that `planner calibrate` prints: the overhead and the predicted time, before and now."""
+    before, now = numbers([result.predicted_before_s, result.predicted_s])
+    overheads = [f"{value:.6g}" for value in (result.overhead_before_s, result.overhead_s)]
+    return (
+        f"Iteration time: {result.measured_s:.6g} s measured, {result.replayed_s:.6g} s replayed.\n"
+        f"Overhead: {overheads[0]} s before, {overheads[1]} s now.\n"
+        f"Predicted iteration time of this plan: {before} s before, {now} s now.\n"
+        "Existing frontiers and plans do not include it; make them again with `planner solve` and `planner plan`.\n"
+    )
+
+
+@dataclass(frozen=True)
+class CurvePoint:
+    """A computation at one clock; standard errors are None if they are not known."""
+
+    clock: int
+    time_s: float
+    energy_j: float
+    time_stderr_s: float | None
+    energy_stderr_j: float | None
+
+
+@dataclass(frozen=True)
+class MeasuredCurve:
+    """The time-energy curve of one computation.
+
+    Attributes:
+        stage: number of the stage.
+        computation: kind of computation, such as "forward".
+        points: the measurements, highest clock first.
+        hull: the clocks on the lower convex hull of time and effective energy, fastest first. The solver mixes
+            neighbours on the hull; clocks above it never pay in the long run.
+    """
+
+    stage: int
+    computation: str
+    points: tuple[CurvePoint, ...]
+    hull: tuple[int, ...]
+
+
+def curves_of(profile: Profile) -> tuple[MeasuredCurve, ...]:
+    """Return the curve of each computation of the profile."""
+    return tuple(
+        MeasuredCurve(
+            stage, word_of(kind), tuple(map(_point, rows)), _hull(pareto_front(rows, profile.blocking_w(stage)))
+        )
+        for (stage, kind), rows in profile.measurements.items()
+    )
+
+
+def _point(row: Measurement) -> CurvePoint:
+    known = row.evidence
+    errors = (None, None) if known is None else (known.time_stderr_s, known.energy_stderr_j)
+    return CurvePoint(row.clock_mhz, row.time_s, row.energy_j, *errors)
+
+
+def _hull(points: Sequence[OperatingPoint]) -> tuple[int, ...]:
+    scaled: dict[int, tuple[int, int]] = {}  # nanoseconds -> microjoules and clock; the cheaper of equal times is last
+    for point in points:
+        scaled[round(point.time_s * _NANO)] = round(point.effective_j * _MICRO), point.clock_mhz
+    on_hull = lower_hull((time, cost) for time, (cost, _) in scaled.items())
+    return tuple(scaled[time][1] for time, _ in on_hull)

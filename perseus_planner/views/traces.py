@@ -1,0 +1,204 @@
+"""Perfetto traces: the replayed iteration of a plan, and the recorded iterations of a run."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from perseus_planner.errors import RunError
+from perseus_planner.plans.replay import Span, Timeline, replay
+from perseus_planner.profiles.csv_file import setting_of
+from perseus_planner.views.context import ALL_MAXIMUM, origin_text, pipeline_text
+from perseus_planner.views.perfetto import WAITING, Counter, Process, Slice, Thread, steps, total, write_trace
+from perseus_planner.views.run import NO_PLAN, summarize_run
+from perseus_planner.views.run_text import run_origin_text
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Iterator, Sequence
+
+    from perseus_planner.plans.plan import Plan
+    from perseus_planner.runs.records import ComputationRecord, IterationRecord
+    from perseus_planner.runs.run import RankRecord, Run
+
+
+def trace_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
+    """Write the replayed iteration of a plan: a thread for each rank, with the power of its GPUs.
+
+    With a negative calibrated overhead, the trace ends with the replay, which is later than `plan.time_s`.
+
+    Raises:
+        UsageError: If the file cannot be written.
+    """
+    timeline = replay(plan)
+    ranks = range(len(plan.schedule.ranks))
+    slices = [list(_planned_slices(plan, timeline, rank)) for rank in ranks]
+    counters = [_planned_power(f"rank {rank} power", slices[rank]) for rank in ranks]
+    gpus = "" if plan.gpus_per_stage == 1 else f" ({plan.gpus_per_stage} GPUs)"
+    threads = [Thread(f"rank {rank}{gpus}", slices[rank]) for rank in ranks]
+    name = f"{plan.schedule}. {origin_text(plan.origin)}"
+    about = {
+        "what": f"one iteration of a plan for {plan.schedule}",
+        "origin": origin_text(plan.origin),
+        "gpu": plan.gpu or "unknown",
+        "gpus_per_rank": plan.gpus_per_stage,
+        "profile_digest": plan.profile_digest,
+        "time_s": plan.time_s,
+        "energy_j": plan.energy_j,
+        "overhead_s": plan.overhead_s,
+        "baseline": ALL_MAXIMUM,
+        "baseline_time_s": plan.baseline_time_s,
+        "baseline_energy_j": plan.baseline_energy_j,
+        "power": "of all GPUs of a rank; average over each computation",
+    }
+    write_trace(path, [Process(name, threads, [total(counters, "pipeline power"), *counters])], about)
+
+
+def _planned_slices(plan: Plan, timeline: Timeline, rank: int) -> Iterator[Slice]:
+    """Yield what the rank runs, and its waiting in between."""
+    waiting_w, done_s = plan.rank_waiting_w[rank], 0.0
+    for place in plan.iteration.programs[rank]:
+        name = plan.iteration.names[place]
+        span = timeline.spans[name]
+        yield from _planned_waiting("waiting", done_s, span.start_s, waiting_w)
+        yield _planned_slice(plan, place, name, span)
+        done_s = span.end_s
+    replayed_s = max(span.end_s for span in timeline.spans.values())
+    yield from _planned_waiting("waiting", done_s, replayed_s, waiting_w)
+    yield from _planned_waiting("calibrated overhead", replayed_s, timeline.time_s, waiting_w)
+
+
+def _planned_slice(plan: Plan, place: int, name: str, span: Span) -> Slice:
+    computations = plan.iteration.computations
+    details: dict[str, Any] = {"joules": span.power_w * (span.end_s - span.start_s), "watts": span.power_w}
+    if place >= len(computations):
+        return Slice(name, "operation of fixed time", _ns(span.start_s), _ns(span.end_s), details)
+    one, (_, kind) = computations[place], plan.iteration.keys[place]
+    what = {"stage": one.stage, "kind": kind, "microbatch": one.microbatch, setting_of(plan.control): plan.clocks[name]}
+    return Slice(name, "computation", _ns(span.start_s), _ns(span.end_s), {**what, **details})
+
+
+def _planned_waiting(name: str, start_s: float, end_s: float, power_w: float) -> Iterator[Slice]:
+    """Yield a slice of waiting, unless it takes no time."""
+    start_ns, end_ns = _ns(start_s), _ns(end_s)
+    if end_ns > start_ns:
+        yield Slice(name, WAITING, start_ns, end_ns, {"joules": power_w * (end_s - start_s), "watts": power_w})
+
+
+def _planned_power(name: str, slices: list[Slice]) -> Counter:
+    return Counter(name, "W", steps(((each.start_ns, each.details["watts"]) for each in slices), slices[-1].end_ns))
+
+
+def _ns(time_s: float) -> int:
+    """Return whole nanoseconds."""
+    return round(time_s * 1e9)
+
+
+def trace_run(run: Run, path: str | os.PathLike[str]) -> None:
+    """Write the iterations of a run whose computations were kept: a process for each pipeline, a thread for each rank.
+
+    Each computation has its planned time and energy beside it, and each iteration its mean power. The clocks of nodes
+    may differ, so the times of ranks are not comparable: each rank's times count from where the first iteration began
+    that all ranks have kept.
+
+    Raises:
+        RunError: If there is no iteration whose computations all ranks have kept.
+        UsageError: If the file cannot be written.
+    """
+    first = _first_kept(run)
+    summary = summarize_run(run)
+    sources = run_origin_text(summary)
+    pipelines = sorted({rank.pipeline for rank in run.ranks})
+    about = {
+        "what": f"iterations of a training run from number {first} on, of {pipeline_text(summary.context)}",
+        "origin": sources,
+        "gpu": summary.context.gpu or "unknown",
+        "times": f"of each rank from the begin of its iteration {first}",
+        "power": "of the GPU of a rank; mean of each iteration, until the next one begins",
+    }
+    write_trace(path, [_recorded_pipeline(run, each, first, sources) for each in pipelines], about)
+
+
+def _first_kept(run: Run) -> int:
+    """Return the first iteration whose computations all ranks have kept."""
+    kept = set.intersection(*({row.iteration for row in _kept(rank, 0)} for rank in run.ranks))
+    if not kept:
+        raise RunError(
+            f"{run.folder}: there is no iteration whose computations all ranks have kept; try again in a minute, or "
+            "when the training has ended"
+        )
+    return min(kept)
+
+
+def _kept(rank: RankRecord, first: int) -> list[IterationRecord]:
+    """Return the iterations of `rank` from number `first` on whose computations were kept."""
+    return [row for row in rank.iterations if row.iteration >= first and row.iteration in rank.computations]
+
+
+def _recorded_pipeline(run: Run, pipeline: int, first: int, sources: str) -> Process:
+    ranks = sorted((rank for rank in run.ranks if rank.pipeline == pipeline), key=lambda rank: rank.pipeline_rank)
+    threads: list[Thread] = []
+    counters: list[Counter] = []
+    for rank in ranks:
+        rows = _kept(rank, first)
+        of_job = "" if rank.rank == rank.pipeline_rank else f" (of the job: {rank.rank})"
+        threads.append(Thread(f"rank {rank.pipeline_rank}{of_job}", list(_recorded_slices(run, rank, rows))))
+        counters += _recorded_power(rank, rows)
+    if len(counters) == len(ranks):
+        counters.insert(0, total(counters, "pipeline power"))
+    return Process(f"pipeline {pipeline}. {sources}", threads, counters)
+
+
+def _recorded_power(rank: RankRecord, rows: Sequence[IterationRecord]) -> Iterator[Counter]:
+    """Yield the power of the rank's GPU, if it is known for all iterations."""
+    spans = [
+        (_ns(row.begin_s - rows[0].begin_s), row.energy_j / row.time_s)
+        for row in rows
+        if row.energy_j is not None and row.time_s > 0
+    ]
+    if len(spans) == len(rows):
+        yield Counter(f"rank {rank.pipeline_rank} power", "W", steps(spans, _ns(rows[-1].end_s - rows[0].begin_s)))
+
+
+def _recorded_slices(run: Run, rank: RankRecord, rows: Sequence[IterationRecord]) -> Iterator[Slice]:
+    """Yield the computations and the rest of each iteration; overlapping slices are cut to follow each other."""
+    zero_s, done_ns = rows[0].begin_s, 0
+    for row in rows:
+        plan = None if row.version is None else run.plan(row.version, rank.pipeline)
+        done_ns = max(done_ns, _ns(row.begin_s - zero_s))
+        for each in rank.computations[row.iteration]:
+            start_ns = max(done_ns, _ns(each.begin_s - zero_s))
+            yield from _rest(row, done_ns, start_ns)
+            done_ns = max(start_ns, _ns(each.end_s - zero_s))
+            yield Slice(str(each.computation), "computation", start_ns, done_ns, _details(row, each, plan))
+        end_ns = _ns(row.end_s - zero_s)
+        yield from _rest(row, done_ns, end_ns)
+        done_ns = max(done_ns, end_ns)
+
+
+def _rest(row: IterationRecord, start_ns: int, end_ns: int) -> Iterator[Slice]:
+    if end_ns > start_ns:
+        yield Slice("waiting or other work", WAITING, start_ns, end_ns, {"iteration": row.iteration})
+
+
+def _details(row: IterationRecord, record: ComputationRecord, plan: Plan | None) -> dict[str, Any]:
+    one = record.computation
+    known: dict[str, Any] = {
+        "iteration": row.iteration,
+        "plan": row.version,
+        "not_as_planned": NO_PLAN if plan is None else row.deviation,
+        "stage": one.stage,
+        "kind": one.kind,
+        "microbatch": one.microbatch,
+        "achieved_mhz": record.achieved_mhz,
+    }
+    if plan is not None:
+        known[setting_of(plan.control)] = record.clock
+    if plan is not None and row.is_as_planned:
+        planned = plan.measurement(one)
+        known["planned_seconds"] = planned.time_s
+        known["planned_joules"] = planned.energy_j / plan.gpus_per_stage
+    if record.set_end_s is not None:
+        known["clock_set_after_us"] = _ns(record.set_end_s - record.begin_s) / 1000
+    if record.is_late or record.is_overtaken:
+        known["clock_change"] = "late" if record.is_late else "overtaken"
+    return {name: value for name, value in known.items() if value is not None}
