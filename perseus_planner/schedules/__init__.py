@@ -1,8 +1,9 @@
-"""Pipeline schedules: which computation each rank runs, and in what order.
+"""Pipeline schedules: which computations each rank runs, and in what order.
 
-A computation is written as torch.distributed.pipelining writes it: `3F17` is the forward (F) of microbatch 17 on
-stage 3. A schedule is one list of them per rank. There are generators for what engines run, each also by its name on
-the command line, and text grids for any other schedule.
+A computation is written as in torch.distributed.pipelining: `3F17` is the forward (F) of microbatch 17 on stage 3. A
+schedule is one list of computations per rank. Generators make the schedules that engines run, each also by its name on
+the command line; a text grid holds any other schedule. `dag` joins a schedule and a profile to a `PipelineDag`,
+`pipeline` adds transfers, fixed operations and variants.
 """
 
 from perseus_planner.schedules.checks import dependency_of

@@ -1,6 +1,6 @@
-"""What a schedule must be, and what one must be that an engine can run as a pipeline; the first flaw is named.
+"""Find the first flaw of a schedule, or of a schedule that an engine is to run as a pipeline.
 
-All take the ranks of a schedule, not the schedule, so that a file is checked before it becomes one.
+These functions take the ranks of a schedule, not a `Schedule`, so that a file is checked before it becomes one.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ Ranks: TypeAlias = Sequence[Sequence[Computation]]
 
 
 class Flaw(NamedTuple):
-    """Where ranks are wrong, how, and what to do about it.
+    """A flaw of a schedule, with its place and remedy.
 
     Attributes:
-        rank: from 0.
-        position: of the computation on its rank, from 0; None when the whole rank is meant.
-        text: what is wrong and the remedy.
+        rank: the rank, from 0.
+        position: the position of the computation on its rank, from 0; None for the whole rank.
+        text: what is wrong and what to do.
     """
 
     rank: int
@@ -29,12 +29,12 @@ class Flaw(NamedTuple):
 
     @property
     def where(self) -> str:
-        """The place in words, for a schedule that is in no file; computations are counted from 1."""
+        """The place in words, for a schedule without a file; computations are counted from 1."""
         return f"rank {self.rank}" + ("" if self.position is None else f", computation {self.position + 1}")
 
 
 def find_layout_flaw(ranks: Ranks) -> Flaw | None:
-    """The first that is malformed, there twice or on a second rank, or a rank with none, or a stage that is missing."""
+    """Return the first malformed, repeated or misplaced computation, empty rank or missing stage."""
     seen: set[Computation] = set()
     holder: dict[int, tuple[int, int]] = {}
     for rank, order in enumerate(ranks):
@@ -53,7 +53,7 @@ def find_layout_flaw(ranks: Ranks) -> Flaw | None:
 def _wrong(computation: Computation, rank: int, first_rank: int, again: bool) -> str:
     numbers = computation.stage, computation.microbatch
     if computation.kind not in KINDS or not all(type(number) is int and number >= 0 for number in numbers):
-        return f"{computation!r} is no computation; give whole numbers of 0 or more and a kind F, B, I or W"
+        return f"{computation!r} is not a computation; give whole numbers of 0 or more and a kind F, B, I or W"
     if again:
         return f"{computation} is there twice; keep one"
     if rank != first_rank:
@@ -62,24 +62,24 @@ def _wrong(computation: Computation, rank: int, first_rank: int, again: bool) ->
 
 
 def _hole(what: str, numbers: Collection[int]) -> str:
-    """Complains when `numbers`, none below 0, are not 0, 1, 2 and so on; else empty."""
+    """Return a complaint if `numbers`, all 0 or more, are not 0, 1, 2 and so on; else an empty text."""
     largest = max(numbers)
     missing = next((number for number in range(largest) if number not in numbers), None)
     if missing is None:
         return ""
-    return f"{what} {largest} is there and {what} {missing} is not; number them from 0 without a hole"
+    return f"{what} {missing} is missing though there is {what} {largest}; number them from 0 without a hole"
 
 
 def dependency_of(computation: Computation, present: Container[Computation], last_stage: int) -> Computation | None:
-    """The one whose output `computation` works on in a pipeline; None for a forward of stage 0.
+    """Return the computation whose output `computation` takes as input in a pipeline; None for a forward of stage 0.
 
-    A forward waits for the forward of the stage before; a backward, B or I, for the backward of the stage behind, of
-    either kind, and on the last stage for its own forward; W for its own I. What it runs after on its rank is not
-    counted here.
+    A forward depends on the forward of the previous stage; a backward, B or I, on the backward of the next stage, of
+    either kind, or on the last stage on its own forward; W depends on its own I. The order on the rank is not part of
+    this.
 
     Args:
-        computation: which one waits.
-        present: all computations of the schedule; tells whether the stage behind runs B or I; B if neither.
+        computation: the computation that depends on the result.
+        present: all computations of the schedule; they tell whether the next stage runs B or I. B if neither.
         last_stage: the number of the last stage.
     """
     stage, kind, microbatch = computation
@@ -94,7 +94,7 @@ def dependency_of(computation: Computation, present: Container[Computation], las
 
 
 def find_pipeline_flaw(ranks: Ranks) -> Flaw | None:
-    """Why ranks in which nothing is `find_layout_flaw` are no pipeline that runs to its end; see `check_pipeline`."""
+    """Return why ranks without a layout flaw are not a pipeline that runs to its end; see `check_pipeline`."""
     place = {each: (rank, position) for rank, order in enumerate(ranks) for position, each in enumerate(order)}
     holder = {each.microbatch: place[each] for each in reversed(place)}
     text = _hole("microbatch", holder)
@@ -103,22 +103,22 @@ def find_pipeline_flaw(ranks: Ranks) -> Flaw | None:
     for each in place:
         whole = Computation(each.stage, "B", each.microbatch)
         if each.kind in ("I", "W") and whole in place:
-            return Flaw(*place[each], f"{each} is a part of {whole}, which is there too; keep one of them")
+            return Flaw(*place[each], f"{each} is a part of {whole}, which is present too; keep one of them")
     flaw = _stuck(ranks, place)
     if flaw is not None:
         return flaw
-    # Whatever runs has run, so a forward whose backward is there is there on all stages.
+    # Everything runs, so a forward whose backward is present is present on all stages.
     return next((Flaw(*place[each], text) for each, text in _unfinished(place)), None)
 
 
 def _stuck(ranks: Ranks, place: Mapping[Computation, tuple[int, int]]) -> Flaw | None:
-    """The computation at which the ranks stop: one that waits for what is not there, or the first of a ring."""
+    """Return the computation at which the ranks stop: its input is missing, or it is the first of a ring."""
     last_stage = max(computation.stage for computation in place)
     reached = _reached(ranks, place, last_stage)
     rank = next((rank for rank, order in enumerate(ranks) if reached[rank] < len(order)), None)
     if rank is None:
         return None
-    chain: dict[int, Computation] = {}  # rank -> what its next computation waits for
+    chain: dict[int, Computation] = {}  # rank -> the computation that its next one waits for
     while rank not in chain:
         head = ranks[rank][reached[rank]]
         other = dependency_of(head, place, last_stage)
@@ -137,13 +137,13 @@ def _closed(
     ring: Mapping[int, Computation],
     place: Mapping[Computation, tuple[int, int]],
 ) -> Flaw:
-    """The first computation of a ring of ranks, each of which waits for one that the next does not get to."""
+    """Return the first computation of a ring of ranks, each of which waits for one that the next never reaches."""
     rank = min(ring)
     head, other = ranks[rank][reached[rank]], ring[rank]
     behind = place[other][0]
     blocking = ranks[behind][reached[behind]]
     if blocking == head:
-        rest = f"which comes after it on its own rank; move {other} before it"
+        rest = f"which comes after it on the same rank; move {other} before it"
     elif blocking == other:
         rest = "which in the end waits for it; reorder them"
     else:
@@ -152,7 +152,7 @@ def _closed(
 
 
 def _reached(ranks: Ranks, present: Container[Computation], last_stage: int) -> list[int]:
-    """How many computations each rank gets through when all run as far as they can."""
+    """Return how many computations each rank completes if all run as far as they can."""
     reached = [0] * len(ranks)
     done: set[Computation | None] = {None}
     waiting: dict[Computation | None, list[int]] = defaultdict(list)
@@ -173,12 +173,12 @@ def _reached(ranks: Ranks, present: Container[Computation], last_stage: int) -> 
 
 def _missing(other: Computation) -> str:
     if other.kind == "B":
-        return f"{other} or {other._replace(kind='I')}, and neither is there; add one"
-    return f"{other}, which is not there; add it"
+        return f"{other} or {other._replace(kind='I')}, and both are missing; add one"
+    return f"{other}, which is missing; add it"
 
 
 def _unfinished(present: Collection[Computation]) -> Iterator[tuple[Computation, str]]:
-    """Forwards without a backward and I without W, each with what to do."""
+    """Yield forwards without a backward and I without W, each with what to do."""
     for computation in present:
         stage, kind, microbatch = computation
         if kind == "F" and not any(Computation(stage, other, microbatch) in present for other in "BI"):

@@ -1,4 +1,4 @@
-"""One computation of an iteration, and its text."""
+"""A computation of an iteration, and its text."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from perseus_planner.errors import ScheduleError, shown
 
 KINDS = ("F", "B", "I", "W")  #: forward, full backward, gradient of the input alone, gradient of the weights alone
 
-# Python itself reads numbers of any length only up to a limit, and not in linear time.
+# Python limits the length of numbers that it reads, and does not read them in linear time.
 _COMPUTATION = re.compile(r"([0-9]{1,9})([FBIW])([0-9]{1,9})")
 
 
 class Computation(NamedTuple):
-    """One forward or backward of one microbatch on one stage; `str()` of it is its text, e.g. `3F17`.
+    """One forward or backward of one microbatch on one stage; its `str()` is its text, such as `3F17`.
 
-    A backward is either whole, B, or in two parts: I, which the stage before waits for, and W, which nothing waits for.
+    A backward is either whole, B, or in two parts: I, which the previous stage waits for, and W, which nothing waits
+    for.
     """
 
     stage: int
@@ -28,14 +29,14 @@ class Computation(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Computation:
-        """Inverse of `str()`.
+        """Return the computation with this text.
 
         Raises:
-            ScheduleError: the text is no computation.
+            ScheduleError: If the text is not that of a computation.
         """
         match = _COMPUTATION.fullmatch(text)
         if match is None:
             raise ScheduleError(
-                f"{shown(text)} is no computation; write stage, kind (F, B, I or W) and microbatch, e.g. 3F17"
+                f"{shown(text)} is not a computation; write stage, kind (F, B, I or W) and microbatch, e.g. 3F17"
             )
         return cls(int(match[1]), match[2], int(match[3]))

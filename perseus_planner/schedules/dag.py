@@ -1,4 +1,4 @@
-"""Iteration x Profile -> PipelineDag: what one iteration runs, with what each part of it costs at each clock."""
+"""PipelineDag: the graph of one iteration, joined with what each node costs at each clock."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from perseus_planner.profiles.measurement import Measurement
     from perseus_planner.profiles.profiles import Profile
 
-_NO_CLOCK = 0  #: of a fixed operation, where an option needs a number
+_NO_CLOCK = 0  #: the clock in the only operating point of a fixed operation
 
 
 @dataclass(frozen=True)
@@ -29,11 +29,12 @@ class PipelineDag:
     """One iteration as a directed acyclic graph of computations and fixed operations, with their costs.
 
     Attributes:
-        profile: what each (stage, kind) costs at each clock.
-        iteration: what runs, and what waits for what.
+        profile: the cost of each (stage, kind) at each clock.
+        iteration: the nodes, and what they wait for.
 
     Raises:
-        ProfileError: the profile has not the iteration's stages or kinds, or a rank's stages wait at different powers.
+        ProfileError: If the profile has other stages than the iteration, lacks one of its kinds, or the stages of a
+            rank wait at different powers.
     """
 
     profile: Profile
@@ -50,7 +51,7 @@ class PipelineDag:
             if key not in self.profile.measurements:
                 other = "leave that variant out" if "." in key[1] else f"use a schedule without {key[1]}"
                 raise ProfileError(
-                    f"the profile has no {key[1]} of stage {key[0]}, which {computation} is; measure it, or {other}"
+                    f"the profile has no {key[1]} of stage {key[0]}, which {computation} needs; measure it, or {other}"
                 )
         for rank, program in enumerate(self.schedule.ranks):
             if len({self.profile.blocking_w(c.stage) for c in program}) > 1:
@@ -61,26 +62,26 @@ class PipelineDag:
 
     @classmethod
     def from_schedule(cls, profile: Profile, schedule: Schedule, **extras: Any) -> PipelineDag:
-        """The graph that a pipeline engine runs; `extras` as `pipeline.pipeline_iteration` takes them."""
+        """Return the graph that a pipeline engine runs; `extras` are keyword arguments of `pipeline_iteration`."""
         return cls(profile, pipeline_iteration(schedule, **extras))
 
     @classmethod
     def from_networkx(cls, profile: Profile, graph: nx.DiGraph[Any], name: str = "custom") -> PipelineDag:
-        """A graph of the user's own.
+        """Return the graph of an iteration that is given as a networkx graph.
 
         Args:
-            profile: of the stages in the graph.
+            profile: the profile of the stages in the graph.
             graph: an edge from each node to each that waits for it, with the attribute `lag_s` (seconds, default 0) if
-                it must wait longer. A node is a `Computation` or its text, such as "3F17"; the attribute `rank` says
-                which rank runs it (default: its stage), `kind` what the profile calls it, such as "B.sync" (default:
-                its own kind). Other nodes are fixed operations, named as `Operation` says,
-                such as "3optimizer": attributes `rank`, `time_s` and, unless its GPUs only wait, `energy_j`. What one
-                rank runs must be in one order: a path leads from each of its nodes to the next.
-            name: of the schedule, for people.
+                it must wait longer. A node is a `Computation` or its text, such as "3F17"; the attribute `rank` is the
+                rank that runs it (default: its stage), `kind` its kind in the profile, such as "B.sync" (default: its
+                kind in the schedule). Other nodes are fixed operations, named as in `Operation`, such as "3optimizer",
+                with the attributes `rank`, `time_s` and, unless its GPUs only wait, `energy_j`. The nodes of a rank
+                must be in one order: a path leads from each of them to the next.
+            name: the name of the schedule.
 
         Raises:
-            ScheduleError: the graph is no such graph.
-            ProfileError: the profile does not fit it.
+            ScheduleError: If the graph is not like that.
+            ProfileError: If the profile does not fit it.
         """
         return cls(profile, iteration_of_graph(graph, name))
 
@@ -96,7 +97,7 @@ class PipelineDag:
 
     @property
     def predecessors(self) -> tuple[tuple[int, ...], ...]:
-        """What each node waits for, as `Iteration` has it."""
+        """For each node, the places of its predecessors."""
         return self.iteration.predecessors
 
     @property
@@ -106,25 +107,25 @@ class PipelineDag:
 
     @cached_property
     def keys(self) -> tuple[tuple[int, str], ...]:
-        """The class of every node: those with one key have the same options. Operations have their own name."""
+        """The class of every node: nodes of one class have the same points. An operation is a class by itself."""
         return (*self.iteration.keys, *((i, str(each)) for i, each in enumerate(self.iteration.operations)))
 
     @cached_property
     def points(self) -> dict[tuple[int, str], tuple[OperatingPoint, ...]]:
-        """The worthwhile options of every class, fastest first: of computations in the order of the profile.
+        """The operating points of every class that are on its Pareto front, fastest first.
 
-        An operation has one option, at clock 0.
+        Computations come in the order of the profile. An operation has one point, at clock 0.
         """
-        used, options = set(self.iteration.keys), {}
-        for key, points in self.profile.measurements.items():
+        used, points = set(self.iteration.keys), {}
+        for key, measurements in self.profile.measurements.items():
             if key in used:
-                options[key] = pareto_front(points, self.profile.blocking_w(key[0]))
+                points[key] = pareto_front(measurements, self.profile.blocking_w(key[0]))
         for key, operation in zip(self.keys[len(self.computations) :], self.iteration.operations, strict=True):
             power_w = self.rank_waiting_w[operation.rank]
             energy_j = power_w * operation.time_s if operation.energy_j is None else operation.energy_j
             effective_j = 0.0 if operation.energy_j is None else energy_j - power_w * operation.time_s
-            options[key] = (OperatingPoint(_NO_CLOCK, operation.time_s, energy_j, effective_j),)
-        return options
+            points[key] = (OperatingPoint(_NO_CLOCK, operation.time_s, energy_j, effective_j),)
+        return points
 
     @cached_property
     def rank_waiting_w(self) -> tuple[float, ...]:
@@ -137,11 +138,11 @@ class PipelineDag:
         return math.fsum(self.rank_waiting_w)
 
     def baseline_measurements(self) -> list[Measurement]:
-        """Every computation at its maximum clock."""
+        """Return the measurement of every computation at its maximum clock."""
         return [self.profile.measurements[key][0] for key in self.iteration.keys]
 
     def to_networkx(self) -> nx.DiGraph[Any]:
-        """The graph as networkx sees it, and as `from_networkx` reads it; nodes are computations and names."""
+        """Return the graph as `from_networkx` reads it; its nodes are computations and names of operations."""
         import networkx as nx
 
         nodes = (*self.computations, *map(str, self.iteration.operations))
@@ -161,10 +162,10 @@ class PipelineDag:
 
 
 def iteration_of_graph(graph: nx.DiGraph[Any], name: str) -> Iteration:
-    """`PipelineDag.from_networkx` without the profile.
+    """Return the iteration of a networkx graph, as `PipelineDag.from_networkx` reads it.
 
     Raises:
-        ScheduleError: the graph is none of computations and operations, or one rank's are in no order.
+        ScheduleError: If a node is not a computation or an operation, or the nodes of a rank are not in one order.
     """
     import networkx as nx
 
@@ -173,16 +174,16 @@ def iteration_of_graph(graph: nx.DiGraph[Any], name: str) -> Iteration:
     nodes = {node: _node(node, attributes) for node, attributes in graph.nodes(data=True)}
     ranks = {node: _rank(each, graph.nodes[node], len(nodes)) for node, each in nodes.items()}
     programs: list[list[Hashable]] = [[] for _ in range(1 + max(ranks.values(), default=-1))]
-    before_it = dict[Hashable, Hashable]()  # on its rank
+    previous_of = dict[Hashable, Hashable]()
     for node, previous in _one_order(graph, ranks):
-        before_it[node] = previous
+        previous_of[node] = previous
         if isinstance(nodes[node], Computation):
             programs[ranks[node]].append(node)
     computed = [node for program in programs for node in program]
     operations = {node: each for node, each in nodes.items() if isinstance(each, Operation)}
     place = {node: i for i, node in enumerate([*computed, *operations])}
-    # What comes before it on its rank first, as in `pipeline_iteration`, then the others by their place.
-    waits = [sorted(graph.pred[node], key=lambda other: (other != before_it[node], place[other])) for node in place]
+    # The previous node of the rank first, as in `pipeline_iteration`, then the others by their place.
+    waits = [sorted(graph.pred[node], key=lambda other: (other != previous_of[node], place[other])) for node in place]
     return Iteration(
         Schedule(name, tuple(tuple(nodes[node] for node in program) for program in programs)),  # type: ignore[misc]
         tuple(tuple(place[other] for other in each) for each in waits),
@@ -212,15 +213,15 @@ def _node(node: object, attributes: dict[str, Any]) -> Computation | Operation:
             return Computation.parse(text)
         except ScheduleError:
             raise ScheduleError(
-                f"{shown(text)} is no computation, such as 3F17, and no operation without the attribute time_s"
+                f"{shown(text)} is not a computation, such as 3F17; an operation needs the attribute time_s"
             ) from None
     if "rank" not in attributes:
-        raise ScheduleError(f"{text}: is an operation without the attribute rank; say which rank runs it")
+        raise ScheduleError(f"{text}: is an operation without the attribute rank; give the rank that runs it")
     return parse_operation(text, attributes["rank"], attributes["time_s"], attributes.get("energy_j"))
 
 
 def _one_order(graph: nx.DiGraph[Any], ranks: dict[Hashable, int]) -> list[tuple[Hashable, Hashable]]:
-    """The nodes in topological order, each with the one before it on its rank, in the only order there can be."""
+    """Return the nodes in topological order, each with the previous one on its rank."""
     import networkx as nx
 
     try:
@@ -230,7 +231,7 @@ def _one_order(graph: nx.DiGraph[Any], ranks: dict[Hashable, int]) -> list[tuple
         cycle = " -> ".join(str(node) for node in (*(tail for tail, _ in edges), edges[0][0]))
         raise ScheduleError(f"the graph has the cycle {cycle}; nothing on it can ever start") from None
     bit = {node: 1 << i for i, node in enumerate(order)}
-    ahead: dict[Hashable, int] = {}  # the nodes from which a path leads to this one, itself too
+    ahead: dict[Hashable, int] = {}  # the nodes from which a path leads to this one, including itself
     last: dict[int, Hashable] = {}
     found = []
     for node in order:

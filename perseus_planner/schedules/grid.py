@@ -1,11 +1,12 @@
-"""Schedules as text: one line per rank, one cell per computation, as torch.distributed.pipelining writes them.
+"""Read and write schedules as text grids: a line per rank, a cell per computation, as torch writes them.
 
     0F0,0F1,,0B0,0B1
     ,1F0,1B0,1F1,1B1
 
-A blank cell is a rank that waits; it says nothing about when, so it is read over. What torch writes with
-`_dump_csv(file, format="compute_only")` is such a file, and its `_load_csv(file, format="compute_only")` reads what
-is written here. Its overlapped pairs, `(3F9;4B2)OVERLAP_F_B`, are read as their parts, one after the other.
+A blank cell means that the rank waits; it does not tell when, so it is skipped. The `_dump_csv(file,
+format="compute_only")` of torch.distributed.pipelining writes such files, and its `_load_csv(file,
+format="compute_only")` reads them. Its overlapped pairs, `(3F9;4B2)OVERLAP_F_B`, are read as their parts, one after the
+other.
 """
 
 from __future__ import annotations
@@ -26,17 +27,17 @@ if TYPE_CHECKING:
 
 _LINE_END = re.compile(r"\r\n|\n|\r")
 _OVERLAPPED = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
-# What torch puts between computations when it is asked for communication too.
+# torch writes these between computations if communication is dumped too.
 _COMMUNICATION = re.compile(r"[0-9]+(?:SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|REDUCE_GRAD)[0-9]*")
 
 
 class _Line(NamedTuple):
-    """One rank as it was read.
+    """One line of a grid.
 
     Attributes:
-        number: of the line, from 1.
-        order: its computations.
-        cells: the number of each one's cell, from 1, blank ones counted.
+        number: its number, from 1.
+        order: the computations of the rank.
+        cells: the number of each computation's cell, from 1, blank ones included.
     """
 
     number: int
@@ -45,27 +46,27 @@ class _Line(NamedTuple):
 
 
 def load_grid(path: str | os.PathLike[str]) -> Schedule:
-    """The schedule in the text grid at `path`, named after the file without its ending; see `parse_grid`.
+    """Read the schedule in the text grid at `path`; its name is that of the file without its ending.
 
     Raises:
-        ScheduleError: the file cannot be read, is too large or no text, or holds no grid of a pipeline.
+        ScheduleError: If the file cannot be read, is too large, is not text, or is not the grid of a pipeline.
     """
     file = Path(path)
     return parse_grid(read_text(file, ScheduleError, "the text grid of a schedule"), file.stem, str(file))
 
 
 def parse_grid(text: str, name: str, source: str) -> Schedule:
-    """The schedule that `text` writes, checked to be a pipeline that runs (see `check_pipeline`).
+    """Return the schedule that `text` writes, checked to be a pipeline that runs (see `check_pipeline`).
 
     Args:
         text: a line per rank, cells such as `3F17` separated by commas or, on a line without a comma, by spaces. Blank
-            cells and blank lines say nothing, nor do lines that start with `#`.
-        name: what to call the schedule.
-        source: what to call the text in an error message, such as the file's name.
+            cells, blank lines and lines that start with `#` are skipped.
+        name: the name of the schedule.
+        source: the name of the text in error messages, such as the file's name.
 
     Raises:
-        ScheduleError: names the line and cell of the first flaw: text that is no computation, or a computation that is
-            there twice or on a second rank, that can never run and what it waits for, or that lacks its counterpart.
+        ScheduleError: If a cell is not a computation, or a computation is there twice or on a second rank, can never
+            run, or lacks its counterpart; names the line and cell of the first flaw.
     """
     lines = [_line(f"{source}, line {number}", number, line) for number, line in _content(text)]
     if not lines:
@@ -78,21 +79,21 @@ def parse_grid(text: str, name: str, source: str) -> Schedule:
 
 
 def grid_text(schedule: Schedule) -> str:
-    """`schedule` as text, a line per rank; `parse_grid` and torch's own loader read it back."""
+    """Return `schedule` as text, a line per rank; `parse_grid` and torch read it back."""
     return "".join(",".join(map(str, rank)) + "\n" for rank in schedule.ranks)
 
 
 def save_grid(schedule: Schedule, path: str | os.PathLike[str]) -> None:
-    """Write `grid_text(schedule)` to `path`, whole or not at all.
+    """Write `grid_text(schedule)` to `path`.
 
     Raises:
-        ScheduleError: the file cannot be written.
+        ScheduleError: If the file cannot be written.
     """
     write_file(path, grid_text(schedule), ScheduleError)
 
 
 def _content(text: str) -> Iterator[tuple[int, str]]:
-    """The lines that are ranks, with their numbers."""
+    """Yield the lines that are ranks, with their numbers."""
     for number, line in enumerate(_LINE_END.split(text), 1):
         stripped = line.strip()
         if stripped and not stripped.startswith("#"):
@@ -110,7 +111,7 @@ def _line(where: str, number: int, text: str) -> _Line:
 
 
 def _cell(where: str, text: str) -> Iterator[Computation]:
-    """The computation of one cell, or the parts of an overlapped pair one by one."""
+    """Yield the computation of a cell, or the two of an overlapped pair."""
     overlapped = _OVERLAPPED.fullmatch(text)
     parts = overlapped[1].split(";") if overlapped else [text]
     for part in parts:
@@ -126,5 +127,5 @@ def _cell(where: str, text: str) -> Iterator[Computation]:
 
 
 def _place(line: _Line, flaw: Flaw) -> str:
-    """Where a flaw is, in words."""
+    """Return the place of a flaw in words."""
     return f"line {line.number}" + ("" if flaw.position is None else f", cell {line.cells[flaw.position]}")

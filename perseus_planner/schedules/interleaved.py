@@ -1,4 +1,4 @@
-"""Schedules in which a rank holds several stages, `ranks` apart: interleaved 1F1B and interleaved zero bubble."""
+"""Schedules in which a rank holds several stages that are `ranks` apart: interleaved 1F1B and zero bubble."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ def interleaved_1f1b(ranks: int, virtual_stages: int, microbatches: int, group: 
     """Interleaved 1F1B as Megatron-core runs it (Narayanan et al., SC'21, section 2.2).
 
     Rank r holds the stages r, r + ranks, r + 2 ranks and so on. It takes `group` microbatches through its first stage,
-    then the same through its second, and so on, before the next `group`; backwards likewise from its last stage down.
-    Before its first backward it runs `2 * (ranks - 1 - r) + (virtual_stages - 1) * group` forwards, then one more and
-    one backward in turn, so that is, and one, what it keeps the activations of.
+    then the same ones through its second, and so on, before the next `group`; backwards likewise from its last stage
+    down. It warms up with `2 * (ranks - 1 - r) + (virtual_stages - 1) * group` forwards, then runs one forward and one
+    backward in turn; it keeps the activations of at most one forward more than that.
 
-    With one virtual stage this is the order of 1F1B. Fewer microbatches than ranks, which Megatron refuses, are one
+    With one virtual stage this is the order of 1F1B. Fewer microbatches than ranks, which Megatron refuses, make one
     group, as in torch's ScheduleInterleaved1F1B.
 
     Args:
-        ranks: how many ranks the pipeline has.
-        virtual_stages: how many stages each rank holds, Megatron's virtual pipeline size.
-        microbatches: of one iteration.
-        group: Megatron's `microbatch_group_size_per_vp_stage`, from `ranks` to `microbatches`; None is `ranks`.
+        ranks: number of ranks of the pipeline.
+        virtual_stages: number of stages of each rank, Megatron's virtual pipeline size.
+        microbatches: number of microbatches of one iteration.
+        group: Megatron's `microbatch_group_size_per_vp_stage`, from `ranks` to `microbatches`; None for `ranks`.
 
     Raises:
-        ScheduleError: a size is not a whole number of at least 1, all are too large, or Megatron refuses the group: it
-            is out of its range, or leaves a last group of fewer microbatches than ranks.
+        ScheduleError: If a size is not a whole number of at least 1, the iteration is too large, or Megatron refuses
+            the group: it is out of range, or leaves a last group of fewer microbatches than ranks.
     """
     ranks, virtual_stages, microbatches = check_sizes(
         ranks=ranks, virtual_stages=virtual_stages, microbatches=microbatches
@@ -50,16 +50,16 @@ def interleaved_1f1b(ranks: int, virtual_stages: int, microbatches: int, group: 
 def interleaved_zero_bubble(ranks: int, virtual_stages: int, microbatches: int) -> Schedule:
     """Interleaved 1F1B with backwards in two parts, in the order of torch's ScheduleInterleavedZeroBubble.
 
-    ZB-H1 (Qi et al., Zero Bubble Pipeline Parallelism, ICLR'24, section 2.2) on stages that lie as in
-    `interleaved_1f1b`: before its first backward rank r runs `ranks - 1 - r + (virtual_stages - 1) * group` forwards
-    and one, and its weight gradients come `r` input gradients late. Every rank then keeps the activations of at most
+    This is ZB-H1 (Qi et al., Zero Bubble Pipeline Parallelism, ICLR'24, section 2.2) on the stages of
+    `interleaved_1f1b`: rank r warms up with `ranks - 1 - r + (virtual_stages - 1) * group` forwards, and its weight
+    gradients come `r` input gradients late. So every rank keeps the activations of at most
     `ranks + (virtual_stages - 1) * group` forwards. With one virtual stage this is the order of ZB-H1.
 
-    Microbatches go in equal groups of `ranks` or a little more, as torch sizes them; fewer than `ranks` are one group.
+    Microbatches go in equal groups of `ranks` or a little more, as in torch; fewer than `ranks` make one group.
 
     Raises:
-        ScheduleError: a size is not a whole number of at least 1, all are too large, or the microbatches do not divide
-            into `microbatches // ranks` equal groups.
+        ScheduleError: If a size is not a whole number of at least 1, the iteration is too large, or the microbatches do
+            not divide into `microbatches // ranks` equal groups.
     """
     ranks, virtual_stages, microbatches = check_sizes(
         ranks=ranks, virtual_stages=virtual_stages, microbatches=microbatches
@@ -69,7 +69,7 @@ def interleaved_zero_bubble(ranks: int, virtual_stages: int, microbatches: int) 
     if rest:
         fewer = microbatches - rest
         raise ScheduleError(
-            f"{microbatches} microbatches on {ranks} ranks are no {rounds} equal groups; "
+            f"{microbatches} microbatches on {ranks} ranks do not make {rounds} equal groups; "
             f"give {fewer} or {fewer + rounds} microbatches"
         )
     orders = []
@@ -83,7 +83,7 @@ def interleaved_zero_bubble(ranks: int, virtual_stages: int, microbatches: int) 
 
 
 def _group(ranks: int, microbatches: int, group: int | None) -> int:
-    """How many microbatches go through one stage before the next stage's turn."""
+    """Return how many microbatches go through one stage before the next stage's turn."""
     least = min(ranks, microbatches)
     if group is None:
         group = least
@@ -100,7 +100,7 @@ def _group(ranks: int, microbatches: int, group: int | None) -> int:
 
 
 def _looped(rank: int, ranks: int, chunks: range, microbatches: int, group: int, kind: str) -> list[Computation]:
-    """All of one kind on one rank: a group of microbatches through each of `chunks`, then the next group."""
+    """Return all computations of a kind on one rank: each group of microbatches goes through each of `chunks`."""
     return [
         Computation(chunk * ranks + rank, kind, microbatch)
         for first in range(0, microbatches, group)

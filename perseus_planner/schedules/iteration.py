@@ -1,4 +1,4 @@
-"""Iteration: what one training iteration runs and what each part waits for, without what it costs at which clock."""
+"""The dependency graph of one training iteration: its nodes and what each waits for, without times and energies."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ _OPERATION = re.compile(r"(\d+)([a-z][a-z-]*)(\d+)?")
 
 
 class Operation(NamedTuple):
-    """Something of fixed time and energy that keeps a rank's GPU: data loading, gradient all-reduce, optimizer step.
+    """An operation of fixed time and energy on a rank's GPUs, such as data loading, all-reduce or optimizer step.
 
-    `str()` of it is its name in an iteration: `0load17` belongs to microbatch 17, `3optimizer` to no microbatch.
+    Its `str()` is its name in an iteration: `0load17` belongs to microbatch 17, `3optimizer` to no microbatch.
 
     Attributes:
-        place: stage if it belongs to a microbatch, rank if not; the number before its name.
+        number: the number before its name: the stage if it belongs to a microbatch, else the rank.
         name: lower-case letters and hyphens.
-        microbatch: its number, or None.
-        rank: whose GPU it keeps.
-        time_s: seconds, whatever the clock.
-        energy_j: joules over the GPUs of the rank; None: what they draw while they wait.
+        microbatch: the number of its microbatch, or None.
+        rank: the rank whose GPUs it uses.
+        time_s: seconds, at any clock.
+        energy_j: joules over the GPUs of the rank; None for what they draw while they wait.
     """
 
-    place: int
+    number: int
     name: str
     microbatch: int | None
     rank: int
@@ -41,26 +41,27 @@ class Operation(NamedTuple):
     energy_j: float | None = None
 
     def __str__(self) -> str:
-        return f"{self.place}{self.name}{'' if self.microbatch is None else self.microbatch}"
+        return f"{self.number}{self.name}{'' if self.microbatch is None else self.microbatch}"
 
 
 @dataclass(frozen=True)
 class Iteration:
     """The nodes of one iteration, computations and fixed operations, and what each one waits for.
 
+    A node is identified by its place: computations are counted from 0 in the order of `schedule.computations()`, then
+    operations.
+
     Attributes:
         schedule: the computations, rank by rank.
-        predecessors: for each node, the places of those that must be done before it starts. A place counts the
-            computations in the order of `schedule.computations()`, then the operations.
-        lags_s: seconds between the end of each such predecessor and the start, aligned with `predecessors`; empty
-            once made where all are 0.
-        operations: what is neither forward nor backward.
-        kinds: the kind of each computation as the profile has it, such as "B.sync"; empty where they are the
-            schedule's own.
+        predecessors: for each node, the places of the nodes that must end before it starts.
+        lags_s: aligned with `predecessors`: least seconds from the end of the predecessor to the start of the node;
+            empty if all are 0.
+        operations: the nodes that are neither forward nor backward.
+        kinds: the kind of each computation in the profile, such as "B.sync"; empty if they are those of the schedule.
 
     Raises:
-        ScheduleError: a node waits for itself, through whatever chain, for one that is not there, or for one twice, two
-            nodes have one name, or a lag or an operation is none.
+        ScheduleError: If a node directly or indirectly waits for itself, for a missing node, or for one twice, if two
+            nodes have one name, or if a lag or operation is malformed.
     """
 
     schedule: Schedule
@@ -73,7 +74,7 @@ class Iteration:
         names, places = self.names, range(len(self.names))
         if len(set(names)) < len(names):
             twice = next(name for i, name in enumerate(names) if name in names[:i])
-            raise ScheduleError(f"{twice} is there twice; give each operation a name of its own")
+            raise ScheduleError(f"{twice} is there twice; give each operation a different name")
         operations = tuple(_checked_operation(each, len(self.schedule.ranks)) for each in self.operations)
         object.__setattr__(self, "operations", operations)
         if len(self.predecessors) != len(places):
@@ -85,7 +86,7 @@ class Iteration:
             if len(set(before)) < len(before):
                 raise ScheduleError(f"{name} waits for the same computation twice; keep one, with the longer lag")
         if self.lags_s and [*map(len, self.lags_s)] != [*map(len, self.predecessors)]:
-            raise ScheduleError("lags_s: is not aligned with predecessors; give a lag for each, or none at all")
+            raise ScheduleError("lags_s: is not aligned with predecessors; give a lag for each, or leave them out")
         object.__setattr__(self, "lags_s", self._checked_lags_s())
         own = tuple(c.kind for c in self.computations)
         if self.kinds and tuple(str(kind).split(".")[0] for kind in self.kinds) != own:
@@ -94,7 +95,7 @@ class Iteration:
         _ = self.order  # refuses a cycle
 
     def _checked_lags_s(self) -> tuple[tuple[float, ...], ...]:
-        """Plain floats, and none at all where all are 0, so that equal iterations compare equal."""
+        """Return the lags as plain floats, or nothing if all are 0, so that equal iterations compare equal."""
         checked = []
         for name, (before, lags_s) in zip(self.names, zip(self.predecessors, self.lags_s, strict=False), strict=False):
             for other, lag_s in zip(before, lags_s, strict=True):
@@ -114,7 +115,7 @@ class Iteration:
 
     @cached_property
     def keys(self) -> tuple[tuple[int, str], ...]:
-        """What a profile knows each computation by: its stage and its kind, with any suffix."""
+        """The (stage, kind with any suffix) by which the profile knows each computation."""
         kinds = self.kinds or tuple(c.kind for c in self.computations)
         return tuple((c.stage, kind) for c, kind in zip(self.computations, kinds, strict=True))
 
@@ -126,18 +127,18 @@ class Iteration:
 
     @cached_property
     def waits(self) -> tuple[tuple[tuple[int, float], ...], ...]:
-        """For each node, the places that it waits for, each with its lag in seconds."""
+        """For each node, the places of its predecessors, each with its lag in seconds."""
         lags = self.lags_s or tuple((0.0,) * len(before) for before in self.predecessors)
         return tuple(tuple(zip(before, lag, strict=True)) for before, lag in zip(self.predecessors, lags, strict=True))
 
     @cached_property
     def order(self) -> tuple[int, ...]:
-        """A topological order of the places, breadth first, so that neighbours are near (Kahn 1962)."""
+        """A topological order of the places, breadth first, so that neighbours are close together (Kahn 1962)."""
         return _topological_order(self.names, self.predecessors)
 
     @cached_property
     def programs(self) -> tuple[tuple[int, ...], ...]:
-        """For each rank, the places of its nodes in the order they run in."""
+        """For each rank, the places of its nodes in the order in which they run."""
         programs: list[list[int]] = [[] for _ in self.schedule.ranks]
         for place in self.order:
             programs[self.rank_of[place]].append(place)
@@ -145,19 +146,21 @@ class Iteration:
 
 
 def parse_operation(text: str, rank: int, time_s: float, energy_j: float | None) -> Operation:
-    """The operation that `text`, such as `0load17`, names.
+    """Return the operation that `text`, such as `0load17`, names.
 
     Raises:
-        ScheduleError: the text names none.
+        ScheduleError: If the text does not name an operation.
     """
     match = _OPERATION.fullmatch(text)
     if match is None:
-        raise ScheduleError(f"{shown(text)} is no operation; write rank or stage, a lower-case name and any microbatch")
+        raise ScheduleError(
+            f"{shown(text)} is not an operation; write rank or stage, a lower-case name and any microbatch"
+        )
     return Operation(int(match[1]), match[2], int(match[3]) if match[3] else None, rank, time_s, energy_j)
 
 
 def _checked_operation(operation: Operation, ranks: int) -> Operation:
-    """`operation` in plain numbers."""
+    """Return `operation` with plain numbers, if they are right."""
     if not _OPERATION.fullmatch(str(operation)) or operation.rank not in range(ranks):
         text = shown(str(operation))
         raise ScheduleError(f"{text}: name it with lower-case letters, on a rank from 0 to {ranks - 1}")
@@ -184,9 +187,9 @@ def _topological_order(names: Sequence[str], predecessors: Sequence[Sequence[int
                 ready.append(other)
     if len(order) < len(names):
         stuck = next(place for place, count in enumerate(waiting) if count)
-        dependency_of = next(other for other in predecessors[stuck] if waiting[other])
+        predecessor = next(other for other in predecessors[stuck] if waiting[other])
         raise ScheduleError(
-            f"{names[stuck]} can never start: it waits for {names[dependency_of]}, which in the end "
+            f"{names[stuck]} can never start: it waits for {names[predecessor]}, which in the end "
             "waits for it; reorder the schedule"
         )
     return tuple(order)

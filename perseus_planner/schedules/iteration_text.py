@@ -1,4 +1,4 @@
-"""What files say of an iteration beside its schedule: kinds with a suffix, fixed operations, waits; in and out."""
+"""The parts of an iteration that files hold beside its schedule: kinds with a suffix, fixed operations and waits."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from perseus_planner.schedules import Schedule
 
 _KEY = re.compile(rf"(\d+)({KIND.pattern})")
-ITERATION_KEYS = ("kinds", "operations", "waits")  #: of `iteration_to_dict`, each only where there is something to say
+ITERATION_KEYS = ("kinds", "operations", "waits")  #: of `iteration_to_dict`; each only if it is not the default
 
 
 def iteration_to_dict(iteration: Iteration) -> dict[str, Any]:
-    """Plain values from which `iteration_from_dict` makes `iteration` again.
+    """Return plain values from which `iteration_from_dict` makes `iteration` again.
 
-    kinds: computation -> its kind, where that has a suffix. operations: name -> [rank, seconds, joules or null].
-    waits: node -> what it waits for -> seconds of lag; only where they are not those of a pipeline without lags.
+    kinds: computation -> its kind, for those with a suffix. operations: name -> [rank, seconds, joules or null].
+    waits: node -> predecessor -> lag in seconds; left out if they are those of a pipeline without lags.
     """
     content: dict[str, Any] = {}
     kinds = {
@@ -43,10 +43,10 @@ def iteration_to_dict(iteration: Iteration) -> dict[str, Any]:
 
 
 def iteration_from_dict(schedule: Schedule, content: Mapping[str, Any]) -> Iteration:
-    """The iteration of `schedule` that `content` of `iteration_to_dict` tells.
+    """Return the iteration of `schedule` with the `content` that `iteration_to_dict` returned.
 
     Raises:
-        ScheduleError: it is no such iteration.
+        ScheduleError: If `content` does not describe an iteration of `schedule`.
     """
     kinds = content.get("kinds", {})
     operations = tuple(parse_operation(text, *fixed) for text, fixed in content.get("operations", {}).items())
@@ -65,14 +65,14 @@ def iteration_from_dict(schedule: Schedule, content: Mapping[str, Any]) -> Itera
 
 
 def parse_stage_kind(text: str) -> tuple[int, str]:
-    """Stage and kind of a text such as "3B" or "3B.sync".
+    """Return stage and kind of a text such as "3B" or "3B.sync".
 
     Raises:
-        ScheduleError: it is none.
+        ScheduleError: If the text is not a stage and a kind.
     """
     match = _KEY.fullmatch(text)
     if match is None:
-        raise ScheduleError(f"{text!r} is no stage and kind; write them as 3B, or 3B.sync")
+        raise ScheduleError(f"{text!r} is not a stage and a kind; write them as 3B, or 3B.sync")
     return int(match[1]), match[2]
 
 

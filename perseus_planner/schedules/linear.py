@@ -10,10 +10,11 @@ from perseus_planner.schedules.sizes import alternating_order, check_sizes
 def gpipe(stages: int, microbatches: int) -> Schedule:
     """GPipe: every rank runs all forwards, then all backwards (Huang et al., NeurIPS'19, section 2.3).
 
-    Microbatches go back in the order they came, as in torch's ScheduleGPipe. A rank keeps the activations of all.
+    Backwards run in the order of the forwards, as in torch's ScheduleGPipe. A rank keeps the activations of all
+    microbatches.
 
     Raises:
-        ScheduleError: `stages` or `microbatches` is not a whole number of at least 1, or both are too large.
+        ScheduleError: If a size is not a whole number of at least 1, or the iteration is too large.
     """
     stages, microbatches = check_sizes(stages=stages, microbatches=microbatches)
     return Schedule(
@@ -33,7 +34,7 @@ def one_f_one_b(stages: int, microbatches: int) -> Schedule:
     `stages - s` microbatches.
 
     Raises:
-        ScheduleError: `stages` or `microbatches` is not a whole number of at least 1, or both are too large.
+        ScheduleError: If a size is not a whole number of at least 1, or the iteration is too large.
     """
     stages, microbatches = check_sizes(stages=stages, microbatches=microbatches)
     return Schedule(
@@ -46,15 +47,15 @@ def one_f_one_b(stages: int, microbatches: int) -> Schedule:
 
 
 def zb_h1(stages: int, microbatches: int) -> Schedule:
-    """ZB-H1: 1F1B with backwards in two parts, the weight gradients of rank s `s` microbatches late.
+    """ZB-H1: 1F1B with backwards in two parts; the weight gradients of rank s come `s` microbatches late.
 
     Qi et al., Zero Bubble Pipeline Parallelism, ICLR'24, section 2.2. The later a rank starts, the more weight
-    gradients it keeps back, to run them at the end, where 1F1B waits. Every rank then keeps the activations of at most
-    `stages` microbatches, which is the most that 1F1B keeps on one; and where F, I and W take equally long, a rank
-    waits a third of what it does in 1F1B.
+    gradients it delays to the end, where 1F1B waits. So every rank keeps the activations of at most `stages`
+    microbatches, which is the maximum of 1F1B; and if F, I and W take equally long, a rank waits a third as long as in
+    1F1B.
 
     Raises:
-        ScheduleError: `stages` or `microbatches` is not a whole number of at least 1, or both are too large.
+        ScheduleError: If a size is not a whole number of at least 1, or the iteration is too large.
     """
     stages, microbatches = check_sizes(stages=stages, microbatches=microbatches)
     ranks = []

@@ -1,4 +1,4 @@
-"""Schedule -> Iteration: what each computation of a pipeline waits for, and what runs beside the computations."""
+"""Make the iteration that an engine runs from a schedule: dependencies, transfers, fixed operations and variants."""
 
 from __future__ import annotations
 
@@ -15,17 +15,20 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
 _WHEN = re.compile(r"start|end|(before|after) [FBIW]")
-KIND = re.compile(r"[FBIW](\.[a-z0-9_-]+)?")  #: of a computation, as a profile names it
+KIND = re.compile(r"[FBIW](\.[a-z0-9_-]+)?")  #: the kind of a computation in a profile
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """How long an activation, or a gradient, is on its way between two stages on different ranks.
+    """The time that activations and gradients take between two stages on different ranks.
 
     Attributes:
-        forward_s: seconds of an activation to the next stage, 0 or more; or one number for each of the boundaries
+        forward_s: seconds that an activation takes to the next stage, 0 or more; or one number for each boundary
             between stages, first to last.
-        backward_s: of a gradient to the stage before, likewise.
+        backward_s: seconds that a gradient takes to the previous stage, likewise.
+
+    Raises:
+        ScheduleError: If a time is not finite seconds of 0 or more.
     """
 
     forward_s: float | tuple[float, ...] = 0.0
@@ -42,7 +45,7 @@ class Transfer:
             object.__setattr__(self, name, checked)
 
     def lag_s(self, schedule: Schedule, source: Computation, target: Computation) -> float:
-        """Seconds from the end of `source` to the arrival of its result at `target`."""
+        """Return the seconds from the end of `source` to the arrival of its result at `target`."""
         ranks = schedule.stage_ranks
         if ranks[source.stage] == ranks[target.stage]:
             return 0.0
@@ -50,10 +53,10 @@ class Transfer:
         return value[min(source.stage, target.stage)] if isinstance(value, tuple) else value
 
     def check(self, stages: int) -> None:
-        """Refuse a list that has not a number for each boundary between `stages` stages.
+        """Check that a list has a number for each boundary between `stages` stages.
 
         Raises:
-            ScheduleError: it has not.
+            ScheduleError: If it has more or fewer.
         """
         for name in ("forward_s", "backward_s"):
             value = getattr(self, name)
@@ -66,15 +69,19 @@ class Transfer:
 
 @dataclass(frozen=True)
 class FixedOperation:
-    """An operation of fixed time and energy, and where in the program it stands.
+    """An operation of fixed time and energy, and where in the programs it runs.
 
     Attributes:
         name: lower-case letters and hyphens, such as "load" or "optimizer".
-        when: "start" (before all else on a rank), "end" (after all else), or "before K", "after K": next to every
-            computation of kind K, F, B, I or W. Those that stand at one point run in the order they are given.
-        time_s: seconds of each, above 0, whatever the clock.
-        energy_j: joules of each over the GPUs of the rank; None: what they draw while they wait.
-        where: ranks if `when` is "start" or "end", else stages; None: all.
+        when: "start" (before everything else on a rank), "end" (after everything else), or "before K" or "after K":
+            next to every computation of kind K, which is F, B, I or W. Operations at the same point run in the given
+            order.
+        time_s: seconds of each, above 0, at any clock.
+        energy_j: joules of each over the GPUs of the rank; None for what they draw while they wait.
+        where: ranks if `when` is "start" or "end", else stages; None for all.
+
+    Raises:
+        ScheduleError: If `when` or `where` is malformed.
     """
 
     name: str
@@ -92,19 +99,22 @@ class FixedOperation:
         if self.where is not None:
             object.__setattr__(self, "where", _numbers(f"operation {self.name}, where", self.where))
 
-    def at(self, number: int) -> bool:
-        """Whether it is on that rank, or that stage."""
+    def is_at(self, number: int) -> bool:
+        """Return whether it runs on that rank, or that stage."""
         return self.where is None or number in self.where
 
 
 @dataclass(frozen=True)
 class Variant:
-    """Computations with a profile of their own, such as the backward of the last microbatch, with gradient sync.
+    """Computations that are measured apart, such as the backward of the last microbatch with its gradient sync.
 
     Attributes:
-        kind: as the profile names it, such as "B.sync": a kind of the schedule and a suffix.
-        microbatches: which ones; "first" and "last" are those that a stage runs first and last.
-        stages: on which stages; None: all.
+        kind: their kind in the profile, such as "B.sync": a kind of the schedule and a suffix.
+        microbatches: their microbatches; "first" and "last" are those that a stage runs first and last.
+        stages: their stages; None for all.
+
+    Raises:
+        ScheduleError: If a value is malformed.
     """
 
     kind: str
@@ -113,7 +123,7 @@ class Variant:
 
     def __post_init__(self) -> None:
         if not isinstance(self.kind, str) or not KIND.fullmatch(self.kind) or "." not in self.kind:
-            raise ScheduleError(f"variant: {shown(self.kind)} is none; write a kind and a suffix, such as B.sync")
+            raise ScheduleError(f"variant: {shown(self.kind)} is not a kind with a suffix; write one, such as B.sync")
         if isinstance(self.microbatches, str) and self.microbatches not in ("first", "last", "all"):
             raise ScheduleError(
                 f"variant {self.kind}, microbatches: {shown(self.microbatches)} is unknown; write first, last, all or "
@@ -126,7 +136,7 @@ class Variant:
             object.__setattr__(self, "stages", _numbers(f"variant {self.kind}, stages", self.stages))
 
     def chosen(self, program: Sequence[Computation]) -> Iterable[Computation]:
-        """Those of a rank's `program` that it is about."""
+        """Yield the computations of a rank's `program` that are of this variant."""
         for stage in sorted({c.stage for c in program}):
             if self.stages is None or stage in self.stages:
                 same = [c for c in program if c.stage == stage and c.kind == self.kind[0]]
@@ -141,7 +151,7 @@ def _numbers(name: str, value: object) -> tuple[int, ...]:
     numbers = tuple(map(STAGE.accept, value)) if isinstance(value, (tuple, list)) else (None,)
     if None in numbers:
         raise ScheduleError(
-            f"{name}: {shown(value)} is no list of whole numbers of 0 or more; write one, such as (0, 3)"
+            f"{name}: {shown(value)} is not a list of whole numbers of 0 or more; write one, such as (0, 3)"
         )
     return numbers
 
@@ -153,15 +163,19 @@ def pipeline_iteration(
     operations: Sequence[FixedOperation] = (),
     variants: Sequence[Variant] = (),
 ) -> Iteration:
-    """The iteration that a pipeline engine runs.
+    """Return the iteration that a pipeline engine runs.
 
-    Every computation waits for the one before it on its rank; a forward for that of the stage before; a backward or
-    input gradient for that of the stage behind, on the last stage for its own forward; a weight gradient for its own
-    input gradient.
+    Every computation waits for the previous one on its rank and for the one whose output it takes as input (see
+    `dependency_of`).
+
+    Args:
+        schedule: the computations of each rank.
+        transfer: the time of transfers between stages; none by default.
+        operations: operations that run beside the computations.
+        variants: computations that are measured apart.
 
     Raises:
-        ScheduleError: something that is waited for is not in the schedule, an operation or a variant is nowhere in it,
-            or the schedule cannot run.
+        ScheduleError: If the schedule cannot run, or an operation or a variant applies to nothing in it.
     """
     transfer = transfer or Transfer()
     check_pipeline(schedule)
@@ -183,7 +197,7 @@ def pipeline_iteration(
     for each in operations:
         if each.name not in {operation.name for operation in added}:
             raise ScheduleError(
-                f"operation {each.name}: stands nowhere in the schedule; correct when or where, or remove it"
+                f"operation {each.name}: applies to nothing in the schedule; correct when or where, or remove it"
             )
     present = set(computations)
     for computation in computations:
@@ -205,16 +219,16 @@ def _add(waits: list[tuple[int, float]], other: int, lag_s: float) -> None:
 def _program(
     rank: int, program: Sequence[Computation], operations: Sequence[FixedOperation]
 ) -> Iterable[Computation | Operation]:
-    """What a rank runs, operations included."""
+    """Yield the computations and operations of a rank in order."""
     for each in operations:
-        if each.when == "start" and each.at(rank):
+        if each.when == "start" and each.is_at(rank):
             yield Operation(rank, each.name, None, rank, each.time_s, each.energy_j)
     for computation in program:
         yield from _beside(rank, computation, "before", operations)
         yield computation
         yield from _beside(rank, computation, "after", operations)
     for each in operations:
-        if each.when == "end" and each.at(rank):
+        if each.when == "end" and each.is_at(rank):
             yield Operation(rank, each.name, None, rank, each.time_s, each.energy_j)
 
 
@@ -223,17 +237,17 @@ def _beside(
 ) -> Iterable[Operation]:
     stage, kind, microbatch = computation
     for each in operations:
-        if each.when == f"{side} {kind}" and each.at(stage):
+        if each.when == f"{side} {kind}" and each.is_at(stage):
             yield Operation(stage, each.name, microbatch, rank, each.time_s, each.energy_j)
 
 
 def _kinds(schedule: Schedule, variants: Sequence[Variant]) -> tuple[str, ...]:
-    """The kind of every computation with the suffix of its variant; empty where there are no variants."""
+    """Return the kind of every computation with the suffix of its variant; empty if there are no variants."""
     renamed: dict[Computation, str] = {}
     for variant in variants:
         chosen = [c for program in schedule.ranks for c in variant.chosen(program)]
         if not chosen:
-            raise ScheduleError(f"variant {variant.kind}: no computation of the schedule is one; correct or remove it")
+            raise ScheduleError(f"variant {variant.kind}: applies to nothing in the schedule; correct or remove it")
         for computation in chosen:
             if computation in renamed:
                 raise ScheduleError(

@@ -1,4 +1,4 @@
-"""The computations of one iteration, rank by rank."""
+"""Schedules: the computations of one iteration, rank by rank."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ if TYPE_CHECKING:
 class Schedule:
     """The computations of one iteration, in program order, one tuple per rank.
 
-    Whether they are a pipeline that can run is another question: `check_pipeline` answers it.
+    A schedule need not be a pipeline that can run; `check_pipeline` checks that.
 
     Attributes:
-        name: what generated it, e.g. "1f1b".
-        ranks: `ranks[r]` is what rank r runs, first to last; at least one computation each, none twice. A rank may hold
-            several stages, a stage is on one rank, and stages are numbered from 0 without a hole.
+        name: the name of its generator, such as "1f1b".
+        ranks: `ranks[r]` holds the computations of rank r, first to last; at least one each, and each only once. A rank
+            may hold several stages, a stage is on one rank, and stages are numbered from 0 without a hole.
 
     Raises:
-        ScheduleError: one of these is not so; names the rank and the computation.
+        ScheduleError: If the ranks are not like that; names the rank and the computation.
     """
 
     name: str
@@ -34,7 +34,7 @@ class Schedule:
 
     def __post_init__(self) -> None:
         if not self.ranks:
-            raise ScheduleError(f"schedule {self.name}: has no rank; give it at least one")
+            raise ScheduleError(f"schedule {self.name}: has no ranks; give at least one")
         flaw = find_layout_flaw(self.ranks)
         if flaw is not None:
             raise ScheduleError(f"schedule {self.name}, {flaw.where}: {flaw.text}")
@@ -47,27 +47,27 @@ class Schedule:
 
     @property
     def stages(self) -> int:
-        """How many pipeline stages there are."""
+        """The number of pipeline stages."""
         return len(self.stage_ranks)
 
     @cached_property
     def microbatches(self) -> int:
-        """How many microbatches one iteration has."""
+        """The number of microbatches of one iteration."""
         return 1 + max(computation.microbatch for computation in self.computations())
 
     @cached_property
     def kinds(self) -> tuple[str, ...]:
-        """Which of `KINDS` there are, in that order."""
+        """The `KINDS` that the schedule has, in their order."""
         found = {computation.kind for computation in self.computations()}
         return tuple(kind for kind in KINDS if kind in found)
 
     @cached_property
-    def _unrunnable(self) -> Flaw | None:
-        """Kept, as a schedule is checked wherever a graph is made of it."""
+    def _pipeline_flaw(self) -> Flaw | None:
+        """The flaw that `check_pipeline` reports; kept, as a schedule is checked often."""
         return find_pipeline_flaw(self.ranks)
 
     def computations(self) -> Iterator[Computation]:
-        """All computations, rank by rank in program order."""
+        """Yield all computations, rank by rank in program order."""
         for rank in self.ranks:
             yield from rank
 
@@ -77,16 +77,15 @@ class Schedule:
 
 
 def check_pipeline(schedule: Schedule) -> None:
-    """Refuse a schedule that is not a whole pipeline, or in which an engine would wait for ever.
+    """Refuse a schedule that is not a complete pipeline, or in which an engine would wait for ever.
 
-    Whole: each stage runs, for each microbatch, F and either B or both I and W; microbatches are numbered from 0
-    without a hole. It runs when each computation has, before it on its rank, nothing that waits for it through whatever
-    chain (`dependency_of` says what waits for what).
+    In a complete pipeline each stage runs, for each microbatch, F and either B or both I and W; microbatches are
+    numbered from 0 without a hole. It runs to its end if no computation comes, on its rank, after one that directly or
+    indirectly depends on it (see `dependency_of`).
 
     Raises:
-        ScheduleError: names the first computation that cannot run and what it waits for, or the one that lacks its
-            counterpart.
+        ScheduleError: If a computation can never run or lacks its counterpart; names it and what it waits for.
     """
-    flaw = schedule._unrunnable
+    flaw = schedule._pipeline_flaw
     if flaw is not None:
         raise ScheduleError(f"schedule {schedule.name}, {flaw.where}: {flaw.text}")

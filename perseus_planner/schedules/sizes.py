@@ -1,4 +1,4 @@
-"""The numbers that a generator takes, and the order that most of them share."""
+"""Check the sizes that a generator takes, and make the order that most of them share."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ if TYPE_CHECKING:
 
     from perseus_planner.schedules.computation import Computation
 
-# Far beyond any job, and still held in memory; a mistyped number is refused, not tried.
+# Far beyond any job, and still small enough for memory; a mistyped number is refused, not tried.
 _MOST = 1_000_000
 
 
 def check_sizes(**sizes: int) -> tuple[int, ...]:
-    """The values of `sizes`, in their order, as plain ints.
+    """Return the values of `sizes`, in their order, as plain ints.
 
     Raises:
-        ScheduleError: one is not a whole number of at least 1, or the iteration of those sizes is too large to hold.
+        ScheduleError: If one is not a whole number of at least 1, or an iteration of these sizes is too large.
     """
     counts = []
     product = 1
@@ -41,14 +41,14 @@ def alternating_order(
     weights: Sequence[Computation] = (),
     delay: int = 0,
 ) -> tuple[Computation, ...]:
-    """The order of one rank: `warmup` forwards, then one forward and one backward in turn, then the other backwards.
+    """Return the order of a rank: `warmup` forwards, then a forward and a backward in turn, then the other backwards.
 
     Args:
-        forwards: all forwards of the rank, in their order.
-        backwards: as many backwards, in theirs.
-        warmup: how many forwards come before the first backward is due; at least one does.
-        weights: where `backwards` are of the input alone, the weight gradients in the same order.
-        delay: how many backwards a weight gradient comes later than the one it belongs to.
+        forwards: all forwards of the rank, in order.
+        backwards: as many backwards, in order.
+        warmup: number of forwards before the first pair of a forward and a backward.
+        weights: the weight gradients, in order, if `backwards` are gradients of the input alone.
+        delay: number of backwards by which a weight gradient comes later than the backward it belongs to.
     """
     order = list(forwards[:warmup])
     for step, backward in enumerate(backwards):

@@ -1,4 +1,4 @@
-"""Schedules whose stages lie like a V: of R ranks, rank r holds stages r and 2 R - 1 - r. ZBV and DualPipeV."""
+"""Schedules with V-shaped stages, ZBV and DualPipeV: of R ranks, rank r holds the stages r and 2 R - 1 - r."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from perseus_planner.schedules.sizes import check_sizes
 
 
 class _Rank:
-    """The order of one rank while it is written: microbatches are numbered as they come.
+    """The order of one rank while it is built; microbatches are numbered as they come.
 
     Attributes:
         down: its stage on the way to the bottom of the V, where microbatches start.
         up: its stage on the way back.
-        order: what it runs, so far.
+        order: its computations so far.
         pending: weight gradients that are still to run, oldest first.
     """
 
@@ -27,11 +27,11 @@ class _Rank:
         self._next: dict[tuple[int, str], int] = {}
 
     def started(self, stage: int) -> int:
-        """How many forwards of `stage` are in the order."""
+        """Return how many forwards of `stage` are in the order."""
         return self._next.get((stage, "F"), 0)
 
     def run(self, stage: int, kind: str) -> None:
-        """The next microbatch's F, B or I of `stage`; after I, its W is pending."""
+        """Add the next microbatch's F, B or I of `stage`; after I, its W is pending."""
         counter = stage, "F" if kind == "F" else "B"
         microbatch = self._next.get(counter, 0)
         self._next[counter] = microbatch + 1
@@ -39,30 +39,30 @@ class _Rank:
         if kind == "I":
             self.pending.append(Computation(stage, "W", microbatch))
 
-    def weigh(self, stage: int | None = None) -> None:
-        """The oldest pending weight gradient, of `stage` where it is given; nothing when none is pending."""
-        weights = next((each for each in self.pending if stage in (None, each.stage)), None)
+    def run_weights(self, stage: int | None = None) -> None:
+        """Add the oldest pending weight gradient, of `stage` if it is given; do nothing if none is pending."""
+        weights = next((pending for pending in self.pending if stage in (None, pending.stage)), None)
         if weights is not None:
             self.pending.remove(weights)
             self.order.append(weights)
 
-    def part(self, stage: int) -> None:
-        """The next I of `stage` and its W at once."""
+    def run_parts(self, stage: int) -> None:
+        """Add the next I of `stage` and its W right after it."""
         self.run(stage, "I")
-        self.weigh(stage)
+        self.run_weights(stage)
 
 
 def zbv(ranks: int, microbatches: int) -> Schedule:
     """ZB-V, in the order of torch's ScheduleZBVZeroBubble: two stages per rank, backwards in two parts.
 
-    Qi et al., Zero Bubble Pipeline Parallelism, ICLR'24, section 6. Where F, I and W take equally long, a rank that has
-    started does not wait before its end. A rank keeps the activations of at most `2 * ranks` forwards, each of half the
-    layers that a stage of 1F1B has.
+    Qi et al., Zero Bubble Pipeline Parallelism, ICLR'24, section 6. If F, I and W take equally long, a rank that has
+    started does not wait before its end. A rank keeps the activations of at most `2 * ranks` forwards, each with half
+    the layers of a stage of 1F1B.
 
-    Fewer than `2 * ranks - 1` microbatches run in the order of that many, with the others left out.
+    Fewer than `2 * ranks - 1` microbatches run in the order of that many, with the missing ones left out.
 
     Raises:
-        ScheduleError: a size is not a whole number of at least 1, or both are too large.
+        ScheduleError: If a size is not a whole number of at least 1, or the iteration is too large.
     """
     ranks, microbatches = check_sizes(ranks=ranks, microbatches=microbatches)
     (padded, _) = check_sizes(microbatches=max(microbatches, 2 * ranks - 1), ranks=ranks)
@@ -80,22 +80,22 @@ def _zbv_rank(rank: int, ranks: int, microbatches: int) -> list[Computation]:
         here.run(down, "F")
     for _ in range(ranks - rank):  # until its gradient has come all the way round
         here.run(up, "F")
-        here.part(up)
+        here.run_parts(up)
     while here.started(up) < microbatches:
         if here.started(down) < microbatches:
             here.run(down, "F")
-        here.part(down)
+        here.run_parts(down)
         here.run(up, "F")
-        here.part(up)
-    for _ in range(rank):  # from here on others wait for input gradients, nobody for those of weights
+        here.run_parts(up)
+    for _ in range(rank):  # now other ranks wait for input gradients, but none for weight gradients
         here.run(down, "I")
         here.run(up, "I")
     for _ in range(ranks - rank):
         here.run(down, "I")
-        here.weigh(down)
+        here.run_weights(down)
     for stage in (up, down):
         for _ in [each for each in here.pending if each.stage == stage]:
-            here.weigh(stage)
+            here.run_weights(stage)
     return here.order
 
 
@@ -104,12 +104,12 @@ def dualpipe_v(ranks: int, microbatches: int) -> Schedule:
 
     DualPipe (DeepSeek-V3 technical report, 2024, section 3.2.1) cut in half by Qi et al. ("DualPipe could be better
     without the Dual", 2025). In its middle a forward and a backward overlap on one GPU; here they come one after the
-    other, the forward first, which is how torch runs them unless told otherwise. A rank keeps the activations of at
-    most `2 * ranks + 1` forwards.
+    other, the forward first, which is how torch runs them by default. A rank keeps the activations of at most
+    `2 * ranks + 1` forwards.
 
     Raises:
-        ScheduleError: a size is not a whole number of at least 1, both are too large, or there are fewer microbatches
-            than the `2 * ranks` stages.
+        ScheduleError: If a size is not a whole number of at least 1, the iteration is too large, or there are fewer
+            microbatches than the `2 * ranks` stages.
     """
     ranks, microbatches = check_sizes(ranks=ranks, microbatches=microbatches)
     if microbatches < 2 * ranks:
@@ -123,14 +123,14 @@ def dualpipe_v(ranks: int, microbatches: int) -> Schedule:
 def _dualpipe_rank(rank: int, ranks: int, microbatches: int) -> tuple[Computation, ...]:
     here = _Rank(rank, ranks)
     down, up = here.down, here.up
-    behind = ranks - 1 - rank  # how many ranks there are between this one and the bottom of the V
+    behind = ranks - 1 - rank  # number of ranks between this one and the bottom of the V
     for _ in range(2 * behind):
         here.run(down, "F")
     for _ in range(rank + 1):
         here.run(down, "F")
         here.run(up, "F")
     for _ in range(behind):
-        here.part(up)
+        here.run_parts(up)
         here.run(up, "F")
     for _ in range(microbatches - ranks - behind):
         here.run(down, "F")
@@ -141,12 +141,12 @@ def _dualpipe_rank(rank: int, ranks: int, microbatches: int) -> tuple[Computatio
         here.run(up, "B")
         here.run(up, "F")
         here.run(down, "B")
-    # Of the last backwards, the second half leave their weight gradients for when there is nothing else to do.
+    # The second half of the last backwards delay their weight gradients to when there is nothing else to do.
     for step in range(2 * (rank + 1)):
         here.run(down if step % 2 else up, "B" if step <= rank else "I")
     for _ in range(behind):
-        here.weigh()
+        here.run_weights()
         here.run(down, "I")
     for _ in range(rank + 1):
-        here.weigh()
+        here.run_weights()
     return tuple(here.order)

@@ -39,17 +39,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Frontier(Displayable):
-    """The least energy of an iteration for every iteration time, as a convex piecewise-linear curve; exact.
+    """The least energy of an iteration for every iteration time, as an exact, convex, piecewise-linear curve.
 
     An iteration that takes T seconds costs sum(e_i - P * t_i) + P * S * T joules: e_i and t_i of the chosen clocks, P
-    the blocking power of a rank, S the ranks. The relaxed problem, in which a computation may also run in between
-    two measured clocks, has the least such energy that no plan of the same time can be below: the bound.
+    the blocking power of a rank, S the number of ranks. In the relaxed problem a computation may also run between two
+    measured clocks; its least energy is a bound that no plan of the same time can be below.
 
     Attributes:
         dag: the iteration.
-        times: (points,) replayed times at which the slope changes, falling, ticks of `scaled.tick_s`. All times in
-            seconds also have the profile's `overhead_s` in them.
-        powers: (points,) minus the slope of the curve of effective energy below each time, `scaled.power_unit_w`.
+        times: (points,) replayed times at which the slope changes, falling, in ticks of `scaled.tick_s`. All times in
+            seconds include the profile's `overhead_s`.
+        powers: (points,) minus the slope of effective energy below each time, in units of `scaled.power_unit_w`.
         checkpoints: states along the frontier, times falling; the first one at its slow end.
     """
 
@@ -64,12 +64,12 @@ class Frontier(Displayable):
 
     @property
     def profile(self) -> Profile:
-        """What it was computed from: the measurements."""
+        """The measurements that it was computed from."""
         return self.dag.profile
 
     @property
     def schedule(self) -> Schedule:
-        """What it was computed from: the order of the computations."""
+        """The schedule that it was computed from."""
         return self.dag.schedule
 
     @cached_property
@@ -79,12 +79,12 @@ class Frontier(Displayable):
 
     @cached_property
     def max_time_s(self) -> float:
-        """The iteration time from which on effective energy no longer falls: never a reason to be slower, seconds."""
+        """The longest useful iteration time: beyond it effective energy no longer falls, seconds."""
         return self.replayed_ends_s[1] + self._overhead_s
 
     @cached_property
     def least_energy_time_s(self) -> float:
-        """The iteration time at which a pipeline that waits for nobody needs the least energy, seconds."""
+        """The iteration time at which a pipeline that does not wait for others needs the least energy, seconds."""
         return float(self.times_s[int(np.argmin(self.energies_j))])
 
     @property
@@ -112,11 +112,11 @@ class Frontier(Displayable):
         return self._effective_j + self.dag.waiting_w * self.times_s
 
     def bound_j(self, deadline_s: float) -> float:
-        """The least relaxed energy of an iteration of that time over all GPUs, joules, waiting included.
+        """Return the least relaxed energy of an iteration of that time over all GPUs, joules, waiting included.
 
         Raises:
-            InfeasibleDeadline: no iteration is that fast.
-            UsageError: it is no time.
+            InfeasibleDeadline: If no iteration is that fast.
+            UsageError: If `deadline_s` is not a time.
         """
         deadline_s = self._feasible(deadline_s)
         within_s = min(max(deadline_s, self.times_s[-1]), self.times_s[0])
@@ -126,29 +126,29 @@ class Frontier(Displayable):
         return float(self._effective_j[point] + slope_w * saved_s + self.dag.waiting_w * deadline_s)
 
     def plan_for(self, deadline_s: float, *, max_changes: int | None = None, min_dwell_s: float = 0.0) -> Plan:
-        """The plan for an iteration that may take `deadline_s` seconds but need not be slower than `max_time_s`.
+        """Return the plan for an iteration that may take `deadline_s` seconds; it is never slower than `max_time_s`.
 
-        It spends the least effective energy: the right plan where others wait until the deadline anyway.
+        It spends the least effective energy: the right plan if others wait until the deadline anyway.
 
         Args:
             deadline_s: seconds.
-            max_changes: how often each GPU may change its clock in an iteration, the change back for the next one
-                included; 0: one clock per GPU. None: any number.
-            min_dwell_s: for how long a GPU must hold a clock before the next change, seconds.
+            max_changes: how often each GPU may change its clock in an iteration, including the change back for the next
+                one; 0 for one clock per GPU, None for any number.
+            min_dwell_s: the least time for which a GPU must hold a clock, seconds.
 
         Raises:
-            InfeasibleDeadline: no choice of clocks is that fast; names the least feasible time.
-            InfeasibleBudget: no plan found is that fast with so few changes; names the least time found.
-            UsageError: an argument is no such number.
+            InfeasibleDeadline: If no choice of clocks is that fast; names the least feasible time.
+            InfeasibleBudget: If no plan found is that fast with so few changes; names the least time found.
+            UsageError: If an argument is out of range.
         """
         most = None if max_changes is None else CHANGES.check(max_changes, "max_changes")
         return self._planner.plan(self._feasible(deadline_s), most, WAIT.check(min_dwell_s, "min_dwell_s"))
 
     def plan_for_least_energy(self, *, max_changes: int | None = None, min_dwell_s: float = 0.0) -> Plan:
-        """The plan for a pipeline that waits for nobody: the least energy per iteration.
+        """Return the plan with the least energy per iteration, for a pipeline that does not wait for others.
 
-        `max_changes` and `min_dwell_s` are as in `plan_for`. The deadline is a hair above `least_energy_time_s`, so
-        that a plan that takes just that time is not refused for a rounding error.
+        `max_changes` and `min_dwell_s` are those of `plan_for`. The deadline is a hair above `least_energy_time_s`, so
+        that a plan of exactly that time is not refused because of a rounding error.
         """
         deadline_s = self.least_energy_time_s * (1 + 1e-9)
         return self.plan_for(deadline_s, max_changes=max_changes, min_dwell_s=min_dwell_s)
@@ -156,25 +156,26 @@ class Frontier(Displayable):
     def plan_beside_straggler(
         self, straggler_time_s: float, *, max_changes: int | None = None, min_dwell_s: float = 0.0
     ) -> Plan:
-        """The plan beside a pipeline whose iteration takes `straggler_time_s` seconds, for which all others wait.
+        """Return the plan beside a straggler whose iteration takes `straggler_time_s` seconds.
 
-        As slow as the straggler, but never slower than `max_time_s` (Perseus, SOSP'24); where the straggler is faster
-        than this pipeline can be, as fast as possible. `max_changes` and `min_dwell_s` are as in `plan_for`.
+        The plan is as slow as the straggler, but never slower than `max_time_s` (Perseus, SOSP'24). If the straggler is
+        faster than this pipeline can be, the plan is as fast as possible. `max_changes` and `min_dwell_s` are those of
+        `plan_for`.
 
         Raises:
-            UsageError: it is no time.
+            UsageError: If an argument is out of range.
         """
         deadline_s = max(TIME.check(straggler_time_s, "straggler_time_s"), self.min_time_s)
         return self.plan_for(deadline_s, max_changes=max_changes, min_dwell_s=min_dwell_s)
 
     def plan_within_power(self, power_w: float, *, max_changes: int | None = None, min_dwell_s: float = 0.0) -> Plan:
-        """The fastest plan found whose average power over all GPUs of the pipeline is at most `power_w` watts.
+        """Return the fastest plan found whose average power over all GPUs of the pipeline is at most `power_w` watts.
 
-        `max_changes` and `min_dwell_s` are as in `plan_for`.
+        `max_changes` and `min_dwell_s` are those of `plan_for`.
 
         Raises:
-            InfeasiblePower: no plan found draws that little; names the least power of one.
-            UsageError: it is no power.
+            InfeasiblePower: If no plan found draws that little; names the least power found.
+            UsageError: If an argument is out of range.
         """
         target_w = power_w = POWER.check(power_w, "power_w")
         while True:
@@ -188,13 +189,13 @@ class Frontier(Displayable):
             plan = self._plan_near(deadline_s, max_changes, min_dwell_s)
             if plan.power_w <= power_w:
                 return plan
-            target_w -= max(plan.power_w - power_w, 1e-4 * power_w)  # the bound must be lower by what the plan is above
+            target_w -= max(plan.power_w - power_w, 1e-4 * power_w)  # lower the bound by the plan's excess
 
     def plan_of(self, clocks: Mapping[str, int]) -> Plan:
-        """The plan that runs every computation at the clock it has in `clocks`: "3F17" -> MHz.
+        """Return the plan that runs every computation at its clock in `clocks`: "3F17" -> MHz.
 
         Raises:
-            PlanError: a computation has no clock there, or none that was measured.
+            PlanError: If the clock of a computation is missing or was not measured.
         """
         chosen = []
         for computation, key in zip(self.dag.computations, self.dag.iteration.keys, strict=True):
@@ -203,35 +204,35 @@ class Frontier(Displayable):
                 read = "has no clock" if clock is None else f"{clock} MHz was not measured"
                 raise PlanError(f"{computation}: {read}; choose a clock of the profile")
             chosen.append(clock)
-        return self._planner.of(chosen, None)
+        return self._planner.plan_of(chosen, None)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write one file that `load` reads; equal frontiers give equal bytes.
 
         Raises:
-            FrontierError: it cannot be written.
+            FrontierError: If the file cannot be written.
         """
         write_frontier(path, self.dag, (self.times, self.powers), self.checkpoints)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Frontier:
-        """Read what `save` wrote.
+        """Read a file that `save` wrote.
 
         Raises:
-            FrontierError: the file cannot be read, or is not exactly what was written.
+            FrontierError: If the file cannot be read, or is not exactly what was written.
         """
         dag, (times, powers), checkpoints = read_frontier(path)
         return cls(dag, times, powers, checkpoints)
 
     @cached_property
     def scaled(self) -> ScaledNetwork:
-        """The network in whole numbers that was solved, and its units."""
+        """The network in whole numbers, and its units."""
         return scaled_network(self.dag)
 
     def states_at(self, times: Iterable[int]) -> Iterator[Checkpoint]:
-        """Optimal event times and flows at `times`, which must fall and lie on the frontier, in ticks.
+        """Yield the optimal event times and flows at `times`, in ticks, which must fall and lie on the frontier.
 
-        The arrays of a state are changed on the way to the next: copy what is to stay.
+        The arrays of a state change on the way to the next one, so copy what you keep.
         """
         from perseus_planner.solver.mincut import advance
 
@@ -251,9 +252,9 @@ class Frontier(Displayable):
 
     @cached_property
     def replayed_ends_s(self) -> tuple[float, float]:
-        """What an iteration replays to with the fastest options, and with the slowest worthwhile ones, seconds."""
-        options = [self.dag.points[key] for key in self.dag.iteration.keys]
-        fastest_s, slowest_s = (max(end_times(self.dag, [each[end].time_s for each in options])) for end in (0, -1))
+        """The replayed time with the fastest points, and with the slowest ones of the Pareto front, seconds."""
+        points = [self.dag.points[key] for key in self.dag.iteration.keys]
+        fastest_s, slowest_s = (max(end_times(self.dag, [front[end].time_s for front in points])) for end in (0, -1))
         return fastest_s, slowest_s
 
     @cached_property
@@ -268,7 +269,7 @@ class Frontier(Displayable):
 
     @cached_property
     def _effective_j(self) -> NDArray[np.float64]:
-        """(points,) least relaxed effective energy at `times_s`, joules; summed in whole numbers from the slow end."""
+        """(points,) least relaxed effective energy at `times_s`, joules; summed as whole numbers from the slow end."""
         slowest_j = math.fsum(self.dag.points[key][-1].effective_j for key in self.dag.keys)
         unit_j = self.scaled.tick_s * self.scaled.power_unit_w
         added, total = [0.0], 0
@@ -284,14 +285,14 @@ class Frontier(Displayable):
         return deadline_s
 
     def _plan_near(self, deadline_s: float, max_changes: int | None, min_dwell_s: float) -> Plan:
-        """`plan_for`, or where the switch budget allows no plan so fast, the fastest that was found."""
+        """Return `plan_for`, or the fastest plan found if the switch budget allows none that fast."""
         try:
             return self.plan_for(deadline_s, max_changes=max_changes, min_dwell_s=min_dwell_s)
         except InfeasibleBudget as error:
             return self.plan_for(error.least_time_s, max_changes=max_changes, min_dwell_s=min_dwell_s)
 
     def _fastest_within(self, power_w: float) -> float | None:
-        """The least time whose bound, as an average power, is at most `power_w`; None if there is none."""
+        """Return the least time whose bound, as an average power, is at most `power_w`, or None if there is none."""
         average_w = self.energies_j / self.times_s
         fitting = np.flatnonzero(average_w <= power_w)
         if len(fitting) == 0:

@@ -1,4 +1,4 @@
-"""Frontier files: a NumPy archive (.npz) of the frontier's arrays, with a JSON header and a digest over all of it."""
+"""Read and write frontier files: NumPy archives (.npz) of arrays with a JSON header and a digest of everything."""
 
 from __future__ import annotations
 
@@ -27,9 +27,8 @@ _FORMAT = "perseus-planner/frontier"
 _VERSION = 1
 _AGAIN = "make it again with `planner solve`"
 
-
 Parts = tuple[PipelineDag, tuple[Integers, Integers], tuple[Checkpoint, ...]]
-"""What a frontier is made of: the graph; times and powers; checkpoints."""
+"""The parts of a frontier: the graph, (times, powers), and the checkpoints."""
 
 
 def write_frontier(
@@ -38,10 +37,10 @@ def write_frontier(
     curve: tuple[Integers, Integers],
     checkpoints: tuple[Checkpoint, ...],
 ) -> None:
-    """Write the parts of a frontier to `path`; `curve` is its times and powers.
+    """Write the parts of a frontier to `path`; `curve` holds its times and powers.
 
     Raises:
-        FrontierError: it cannot be written.
+        FrontierError: If the file cannot be written.
     """
     waits = [(before, place) for place, others in enumerate(dag.predecessors) for before in others]
     lags_s = [lag_s for each in dag.iteration.waits for _, lag_s in each]
@@ -61,10 +60,10 @@ def write_frontier(
 
 
 def read_frontier(path: str | os.PathLike[str]) -> Parts:
-    """Read what `write_frontier` wrote.
+    """Read a file that `write_frontier` wrote.
 
     Raises:
-        FrontierError: the file cannot be read, or is not exactly what was written.
+        FrontierError: If the file cannot be read, or is not exactly what was written.
     """
     path = Path(path)
     with reading(path, FrontierError), path.open("rb") as file:

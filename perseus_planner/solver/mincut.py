@@ -1,20 +1,20 @@
-"""The parametric minimum cut: kernels that walk the time-cost curve of a project network, exactly.
+"""The parametric minimum cut: kernels that walk the time-cost curve of a project network exactly.
 
-The project crashing problem of Kelley (1961) and Fulkerson (1961): every arc has a duration with a convex,
-piecewise-linear cost, and for a total time T the least cost is wanted, for all T. Perseus (SOSP'24)
-solves it for pipelines with the cuts of Phillips and Dessouky (1977), a fixed step at a time. Here the walk is
-exact, as a primal-dual maximum flow:
+This is the project crashing problem of Kelley (1961) and Fulkerson (1961): every arc has a duration with a convex,
+piecewise-linear cost, and the least cost is sought for every total time T. Perseus (SOSP'24) solves it for pipelines
+with the cuts of Phillips and Dessouky (1977), a fixed step at a time. Here the walk is exact, as a primal-dual maximum
+flow:
 
-* `event` times are the potentials. The gap `event[head] - event[tail]` of an arc is the time it is given.
-* The `flow` of an arc is the price of its time: between the slopes of its cost curve on either side of its gap.
-  The flow from source to sink is the price of T: minus the slope of the frontier.
-* At a given T the flow is raised to the maximum over the tight arcs (Dinic 1970). Then a minimum cut separates
-  source from sink: its forward arcs are the computations to speed up, its backward arcs those to slow down.
-* Events behind the cut move earlier until an arc reaches the next vertex of its curve or becomes tight. Letting the
-  cut grow by such arcs until it meets the sink is one search of shortest distances (Dijkstra), and ends at the next
-  T at which the frontier has another slope. The flow stays from T to T.
+* The `event` times are the potentials. The gap `event[head] - event[tail]` of an arc is the time it is given.
+* The `flow` of an arc is the price of its time, between the slopes of its cost curve on either side of its gap. The
+  flow from source to sink is the price of T: minus the slope of the frontier.
+* At a given T the flow is raised to the maximum over the tight arcs (Dinic 1970). Then a minimum cut separates source
+  from sink: its forward arcs are the computations to speed up, its backward arcs those to slow down.
+* Events behind the cut move earlier until an arc reaches the next vertex of its curve or becomes tight. The cut grows
+  by such arcs until it meets the sink: one search of shortest distances (Dijkstra), which ends at the next T at which
+  the slope of the frontier changes. The flow is kept from one T to the next.
 
-All numbers are 64-bit integers (time in ticks, flow in units of power): there is no tolerance anywhere. One
+All numbers are 64-bit integers (time in ticks, flow in units of power), so no tolerance is needed. One
 breakpoint costs O(arcs * log(nodes)) for the search plus its augmentations.
 
 Cost curves are stored back to back: `vertex_time[k]` falls from `first[arc]` (slowest) to `last[arc]` (fastest) and
@@ -34,9 +34,9 @@ from perseus_planner.solver.network import UNLIMITED, Integers, Network, State
 
 @njit(cache=True)
 def slowest_state(network: Network) -> State:
-    """Earliest event times with every arc at its slowest vertex, and no flow: the slow end of the frontier.
+    """Return the slow end of the frontier: earliest event times with every arc at its slowest vertex, and no flow.
 
-    Longest paths in topological order; nodes on a cycle, or behind one, would keep the time 0.
+    The times are longest paths in topological order; nodes on a cycle, or behind one, would keep the time 0.
     """
     start, residual, head = network.start, network.residual, network.head
     waiting = np.zeros(len(start) - 1, np.int64)
@@ -58,9 +58,9 @@ def slowest_state(network: Network) -> State:
 
 @njit(cache=True)
 def _measure(network: Network, state: State, arcs: Integers, level: Integers, length: Integers, room: Integers) -> None:
-    """Set how far both residual arcs of `arcs` are from being usable (ticks), and what each carries where that is 0.
+    """Set how far both residual arcs of `arcs` are from being usable (ticks), and their capacity where that is 0.
 
-    `level` is the vertex of an arc's curve at or below its gap, and where the search for it begins.
+    `level` holds the vertex of each arc's curve at or below its gap; the search for it begins at its old value.
     """
     # Local names: an array taken out of a tuple inside the loop costs more than the loop's own work.
     event, flow, tail, head, first, last = (
@@ -92,9 +92,9 @@ def _measure(network: Network, state: State, arcs: Integers, level: Integers, le
 
 @njit(cache=True)
 def _layers(network: Network, length: Integers, layer: Integers, queue: Integers) -> int:
-    """Breadth-first layers of the tight residual network up to the sink.
+    """Fill `layer` with the breadth-first layers of the tight residual network up to the sink.
 
-    Returns how many nodes were reached, in `queue`; all that can be, unless the sink is the last of them.
+    Returns the number of nodes reached, which `queue` holds: all reachable ones, unless the sink is the last of them.
     """
     start, other = network.start, network.other
     layer[:] = -1
@@ -120,7 +120,8 @@ def _augment(
 ) -> tuple[int, int]:
     """Send what fits along the tight `path`.
 
-    Returns how much that was (UNLIMITED: no bound, nothing sent), and the first step that is no longer usable.
+    Returns how much that was (UNLIMITED if there is no bound; nothing is sent then), and the first step of the path
+    that is no longer usable.
     """
     least = UNLIMITED
     for i in path:
@@ -145,7 +146,7 @@ def _augment(
 def _blocking_flow(
     network: Network, state: State, level: Integers, length: Integers, room: Integers, layer: Integers
 ) -> int:
-    """Saturate every shortest path of the layered network; the flow added, or UNLIMITED if a path has no bound."""
+    """Saturate every shortest path of the layered network; return the flow added, or UNLIMITED without a bound."""
     start, other = network.start, network.other
     following = start[:-1].copy()
     path, nodes = np.empty(len(layer), np.int64), np.empty(len(layer), np.int64)
@@ -174,10 +175,10 @@ def _blocking_flow(
 
 @njit(cache=True)
 def _distances(network: Network, length: Integers, queue: Integers, distance: Integers, came_by: Integers) -> int:
-    """Grow the cut from the source until it meets the sink (Dijkstra); how far events can move until then, ticks.
+    """Grow the cut from the source until it meets the sink (Dijkstra); return how far events can move, ticks.
 
-    Fills `distance` with how far the cut had moved when it took in each node, and `came_by` with the residual arc that
-    it came by. For nodes whose distance is more than what is returned, both mean nothing.
+    Fills `distance` with how far the cut had moved when it took in each node, and `came_by` with the residual arc by
+    which it did. Both are undefined for nodes whose distance is more than the result.
     """
     start, other = network.start, network.other
     distance[:] = UNLIMITED
@@ -211,7 +212,7 @@ def _distances(network: Network, length: Integers, queue: Integers, distance: In
 
 @njit(cache=True)
 def _move(network: Network, state: State, distance: Integers, step: int) -> Integers:
-    """Let the events behind the cut be `step` ticks earlier; the arcs whose gap has changed."""
+    """Move the events behind the cut `step` ticks earlier; return the arcs whose gap has changed."""
     for node in range(len(distance)):
         distance[node] = min(distance[node], step)
         state.event[node] -= distance[node]
@@ -226,7 +227,7 @@ def _move(network: Network, state: State, distance: Integers, step: int) -> Inte
 
 @njit(cache=True)
 def _path(network: Network, came_by: Integers, path: Integers) -> Integers:
-    """The residual arcs from source to sink that the search came by; uses the end of `path`."""
+    """Return the residual arcs from source to sink that the search came by, in the end of `path`."""
     node, begin = network.sink, len(path)
     while node != network.source:
         begin -= 1
@@ -241,15 +242,15 @@ def advance(network: Network, state: State, time: int, power: int, target: int) 
     """Move `state` along the frontier from total time `time` down to `target`, or to its fast end.
 
     Args:
-        network: what is solved.
-        state: optimal at `time`; written to, and optimal at the last time returned.
+        network: the network.
+        state: optimal at `time`; changed in place, and optimal at the last time returned.
         time: total time of `state`, ticks.
         power: flow from source to sink in `state`, power units.
         target: where to stop, ticks.
 
     Returns:
-        Times (falling, ticks) at which the walk arrived, and the power just below each: the frontier's slope between
-        one time and the next is minus that power. UNLIMITED power: no total time below is feasible.
+        The times at which the walk arrived (falling, ticks), and the power just below each: the frontier's slope
+        between one time and the next is minus that power. Below a time with UNLIMITED power nothing is feasible.
     """
     level = network.first.copy()
     length, room = np.empty_like(network.other), np.empty_like(network.other)

@@ -1,6 +1,6 @@
-"""PipelineDag -> the project network that the solver walks, in whole numbers, and the units to read it in.
+"""Lay out an iteration as the project network that the solver walks, in whole numbers, with their units.
 
-Only data: the kernels that walk it are in `mincut`.
+This module holds data only; the kernels that walk it are in `mincut`.
 """
 
 from __future__ import annotations
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 Integers = NDArray[np.int64]
 
 UNLIMITED = 2**62  #: more than any flow or time, which are at most 2**60
-
-
 _TIME_BITS = 60  #: all durations together are at most 2**60 ticks, and so is any time
 _POWER_BITS = 60  #: all slopes together are at most 2**60 units, and so is any flow
 _ENERGY_BITS = 62
@@ -34,7 +32,7 @@ _SAME_TIME = 2.0**-30  #: closer than any clock measures, relative: a slope betw
 
 
 class Network(NamedTuple):
-    """A project network: arcs with convex costs, from `source` to `sink`. Never written to.
+    """A project network: arcs with convex costs, from `source` to `sink`. It never changes.
 
     Each arc has two residual arcs, one from its tail (raises its flow) and one from its head (lowers it), kept node by
     node: those that leave node v are `start[v]` to `start[v + 1]`.
@@ -63,7 +61,7 @@ class State(NamedTuple):
 
 
 class Checkpoint(NamedTuple):
-    """A state and where on the frontier it is optimal."""
+    """A state, and where on the frontier it is optimal."""
 
     time: int  #: total time, ticks
     power: int  #: flow from source to sink, power units
@@ -72,12 +70,12 @@ class Checkpoint(NamedTuple):
 
 @dataclass(frozen=True)
 class ScaledNetwork:
-    """A network and its units, which are powers of two so that scaling loses nothing.
+    """A network and its units, which are powers of two so that scaling is exact.
 
     Node 2k is the start and 2k + 1 the end of the k-th node of `dag.order`, whose arc is arc k.
 
     Attributes:
-        network: what `mincut` solves.
+        network: the network that `mincut` solves.
         tick_s: seconds of a tick.
         power_unit_w: watts of a unit of slope and flow.
     """
@@ -88,10 +86,10 @@ class ScaledNetwork:
 
 
 def scaled_network(dag: PipelineDag) -> ScaledNetwork:
-    """Every computation as an arc along the lower hull of its options, every wait as an arc as long as its lag.
+    """Make an arc of every computation, along the lower hull of its points, and of every wait, as long as its lag.
 
     Raises:
-        ProfileError: the measurements are so large or small that floats cannot hold their sums or units.
+        ProfileError: If the measurements are so large or small that floats cannot hold their sums or units.
     """
     members = [dag.keys[place] for place in dag.order]
     try:
@@ -100,7 +98,7 @@ def scaled_network(dag: PipelineDag) -> ScaledNetwork:
         hulls = {key: _hull(dag.points[key], tick_s) for key in dict.fromkeys(members)}
         steepest_w = math.fsum(float(hulls[key][1][-1]) for key in members)
         power_unit_w = _power_of_two(steepest_w, _POWER_BITS) if steepest_w else 1.0
-        math.fsum(dag.points[key][0].energy_j for key in members)  # refused here if it overflows, not later
+        math.fsum(dag.points[key][0].energy_j for key in members)  # refuse an overflow here, not later
     except (OverflowError, ZeroDivisionError) as error:
         raise ProfileError("measurements: are too large or too small to plan with; give seconds and joules") from error
 
@@ -127,21 +125,21 @@ def scaled_network(dag: PipelineDag) -> ScaledNetwork:
 
 
 def _power_of_two(total: float, bits: int) -> float:
-    """The least power of two of which `total` has at most 2**bits."""
+    """Return the least power of two that `total` is at most 2**bits multiples of."""
     mantissa, exponent = math.frexp(total)
     return math.ldexp(1.0, exponent - bits - (mantissa == 0.5))
 
 
-def _hull(options: Sequence[OperatingPoint], tick_s: float) -> tuple[list[int], list[Fraction]]:
-    """Vertex times (ticks, slowest first) and the slope (watts, exact) from the slower vertex before to each."""
-    largest = max(abs(option.effective_j) for option in options)
+def _hull(front: Sequence[OperatingPoint], tick_s: float) -> tuple[list[int], list[Fraction]]:
+    """Return vertex times (ticks, slowest first), and the exact slope (watts) from the next slower vertex to each."""
+    largest = max(abs(point.effective_j) for point in front)
     quantum_j = _power_of_two(largest, _ENERGY_BITS) if largest else 1.0
     points: dict[int, int] = {}
     time_s, ticks = 0.0, 0
-    for option in options:
-        if option.time_s > time_s * (1 + _SAME_TIME):
-            time_s, ticks = option.time_s, max(ticks + 1, round(option.time_s / tick_s))
-        points[ticks] = round(option.effective_j / quantum_j)  # of equal times the last one is the cheapest
+    for point in front:
+        if point.time_s > time_s * (1 + _SAME_TIME):
+            time_s, ticks = point.time_s, max(ticks + 1, round(point.time_s / tick_s))
+        points[ticks] = round(point.effective_j / quantum_j)  # of equal times the last one is the cheapest
     hull = lower_hull(points.items())[::-1]
     watts = Fraction(quantum_j) / Fraction(tick_s)
     slopes = [Fraction(y - y0, x0 - x) * watts for (x0, y0), (x, y) in pairwise(hull)]
@@ -149,24 +147,24 @@ def _hull(options: Sequence[OperatingPoint], tick_s: float) -> tuple[list[int], 
 
 
 def _ends(dag: PipelineDag, tick_s: float) -> tuple[list[int], list[int], list[int]]:
-    """Tail and head of every arc: computations, then waits, then from the source and to the sink; ticks of the lags."""
+    """Return tail, head and lag (ticks) of every arc: nodes, then waits, then arcs from the source and to the sink."""
     rank = {place: k for k, place in enumerate(dag.order)}
     count = len(rank)
     tail = [2 * k for k in range(count)]
     head = [2 * k + 1 for k in range(count)]
     lags = []
-    awaited = set()
+    with_successor = set()
     for place, waits in enumerate(dag.iteration.waits):
         for other, lag_s in waits:
             tail.append(2 * rank[other] + 1)
             head.append(2 * rank[place])
             lags.append(round(lag_s / tick_s))
-            awaited.add(other)
+            with_successor.add(other)
     for place, before in enumerate(dag.predecessors):
         if not before:
             tail.append(2 * count)
             head.append(2 * rank[place])
-        if place not in awaited:
+        if place not in with_successor:
             tail.append(2 * rank[place] + 1)
             head.append(2 * count + 1)
     return tail, head, lags + [0] * (len(tail) - count - len(lags))
@@ -179,7 +177,7 @@ def make_network(
     span: tuple[Integers, Integers],
     curves: tuple[Integers, Integers],
 ) -> Network:
-    """Index the residual arcs by node.
+    """Make a network from its arcs, and index the residual arcs by node.
 
     Args:
         source: node without incoming arcs.

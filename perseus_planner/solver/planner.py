@@ -1,7 +1,7 @@
-"""From a point of the frontier to a Plan: one measured clock per computation, within a deadline and a switch budget.
+"""Make plans from a frontier: one measured clock per computation, within a deadline and a switch budget.
 
-Where the profile knows what changing a clock costs, plans with few and with many changes are compared as they are
-replayed with that cost; those that it makes late are made again for an earlier deadline.
+If the profile has the cost of a clock change, plans with few and with many changes are replayed with that cost and
+compared; plans that it makes late are made again for an earlier deadline.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import math
 from dataclasses import replace
 from fractions import Fraction
 from functools import cached_property
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -19,7 +19,7 @@ from perseus_planner.plans.plan import Plan
 from perseus_planner.plans.replay import replay, time_and_energy
 from perseus_planner.profiles.measurement import nearest_clock
 from perseus_planner.solver.budget import clocks_by_budget, clocks_within_budget
-from perseus_planner.solver.choices import Choices, choices_of
+from perseus_planner.solver.point_problem import PointProblem, point_problem
 from perseus_planner.solver.rounding import Anchor, anchor_deadlines, round_plan
 
 if TYPE_CHECKING:
@@ -27,57 +27,34 @@ if TYPE_CHECKING:
 
     from perseus_planner.profiles.clock_changes import ClockChange
     from perseus_planner.profiles.measurement import Measurement
-    from perseus_planner.schedules.dag import PipelineDag
-    from perseus_planner.solver.network import Checkpoint, Integers, ScaledNetwork
+    from perseus_planner.solver.frontier import Frontier
+    from perseus_planner.solver.network import Integers
 
-_LEVELS = (0, 2, 4, 8, 16, 32)  #: numbers of changes that are tried where changing clocks costs time, beside any
-_HURRIES = 2  #: times that a plan is made again for an earlier deadline, where changing clocks makes it late
+_LEVELS = (0, 2, 4, 8, 16, 32)  #: numbers of changes that are tried, beside any number, if changes cost time
+_RETRIES = 2  #: how often a plan that clock changes make late is made again for an earlier deadline
 
 Key = tuple[int, str]
 
 
-class Curve(Protocol):
-    """What a planner needs of a frontier; fields as `Frontier` has them."""
-
-    @property
-    def dag(self) -> PipelineDag: ...  # noqa: D102
-    @property
-    def times(self) -> Integers: ...  # noqa: D102
-    @property
-    def scaled(self) -> ScaledNetwork: ...  # noqa: D102
-    @property
-    def replayed_ends_s(self) -> tuple[float, float]: ...  # noqa: D102
-    @property
-    def min_time_s(self) -> float: ...  # noqa: D102
-    @property
-    def max_time_s(self) -> float: ...  # noqa: D102
-    @property
-    def baseline_time_s(self) -> float: ...  # noqa: D102
-    @property
-    def baseline_energy_j(self) -> float: ...  # noqa: D102
-    def bound_j(self, deadline_s: float) -> float: ...  # noqa: D102
-    def states_at(self, times: Iterable[int]) -> Iterator[Checkpoint]: ...  # noqa: D102
-
-
 class Planner:
-    """Makes the plans of one frontier, each only once."""
+    """Makes the plans of one frontier, and remembers them."""
 
-    def __init__(self, frontier: Curve) -> None:
+    def __init__(self, frontier: Frontier) -> None:
         self.frontier, self.dag, self.profile = frontier, frontier.dag, frontier.dag.profile
         self._plans: dict[tuple[float, int | None, float], Plan] = {}
         self._unlimited: dict[float, list[int]] = {}
 
     def plan(self, deadline_s: float, max_changes: int | None, min_dwell_s: float) -> Plan:
-        """The plan of the least effective energy that was found.
+        """Return the plan of the least effective energy that was found.
 
         Args:
-            deadline_s: seconds, with the overhead, at least `frontier.min_time_s`.
-            max_changes: per rank and iteration; None: any number.
-            min_dwell_s: for how long a clock is held at least, seconds.
+            deadline_s: seconds, including the overhead; at least `frontier.min_time_s`.
+            max_changes: most clock changes per rank and iteration; None for any number.
+            min_dwell_s: the least time for which a clock is held, seconds.
 
         Raises:
-            InfeasibleBudget: no plan found within the switch budget meets the deadline.
-            InfeasibleDeadline: none does, for what changing clocks costs.
+            InfeasibleBudget: If no plan found within the switch budget meets the deadline.
+            InfeasibleDeadline: If none does because of the cost of clock changes.
         """
         key = deadline_s, max_changes, min_dwell_s
         if key not in self._plans:
@@ -86,16 +63,16 @@ class Planner:
         return self._plans[key]
 
     def _plan(self, deadline_s: float, max_changes: int | None, min_dwell_s: float) -> Plan:
-        """Where changing clocks costs nothing."""
+        """Return the plan if clock changes cost nothing."""
         clocks = self._unlimited_clocks(deadline_s)
         if max_changes is not None or min_dwell_s > 0.0:
             within_s = self._replayed_s(deadline_s)
             try:
-                clocks = clocks_within_budget(self.dag, self._choices, within_s, clocks, max_changes, min_dwell_s)
+                clocks = clocks_within_budget(self.dag, self._points, within_s, clocks, max_changes, min_dwell_s)
             except InfeasibleBudget as error:
                 least_s = error.least_time_s + self.profile.overhead_s
                 raise _infeasible(deadline_s, max_changes, min_dwell_s, least_s) from None
-        plan = self.of(clocks, deadline_s)
+        plan = self.plan_of(clocks, deadline_s)
         if plan.time_s > deadline_s:
             raise AssertionError(f"a plan of {plan.time_s} s for a deadline of {deadline_s} s: please report this")
         return plan
@@ -109,8 +86,8 @@ class Planner:
         while True:
             late = {
                 level: plan
-                for (level, _), plan in sorted(plans.items(), key=lambda each: -each[1].time_s)
-                if plan.time_s > deadline_s and self._better(plan, best) and len(aims[level]) <= _HURRIES
+                for (level, _), plan in sorted(plans.items(), key=lambda entry: -entry[1].time_s)
+                if plan.time_s > deadline_s and self._better(plan, best) and len(aims[level]) <= _RETRIES
             }
             if not late:
                 break
@@ -142,16 +119,16 @@ class Planner:
     def _candidates(
         self, aim_s: float, deadline_s: float, levels: Sequence[int | None], min_dwell_s: float
     ) -> dict[tuple[int | None, bool], Plan]:
-        """Plans that would be done by `aim_s` if changing clocks cost nothing, replayed with what it costs.
+        """Return plans that would meet `aim_s` if clock changes cost nothing, replayed with their cost.
 
         Args:
             aim_s: seconds.
-            deadline_s: of the plans, seconds.
-            levels: the most changes of each; None: any number.
-            min_dwell_s: for how long a clock is held at least, seconds.
+            deadline_s: the deadline that the plans state, seconds.
+            levels: the most changes of each plan; None for any number.
+            min_dwell_s: the least time for which a clock is held, seconds.
 
         Returns:
-            (level, whether faster clocks are asked for early) -> plan, where one was found.
+            (level, whether faster clocks are requested early) -> plan, for the levels at which one was found.
         """
         unlimited, within_s = self._unlimited_clocks(aim_s), self._replayed_s(aim_s)
         counts = [len(unlimited) if level is None else level for level in levels]
@@ -160,16 +137,16 @@ class Planner:
             found[None] = unlimited
             counts.pop()
         if counts:
-            budgets = clocks_by_budget(self.dag, self._choices, within_s, unlimited, counts, min_dwell_s)
+            budgets = clocks_by_budget(self.dag, self._points, within_s, unlimited, counts, min_dwell_s)
             found |= {level: budgets[n] for level, n in zip(levels, counts, strict=False) if n in budgets}
-        plans = {(level, False): self.of(clocks, deadline_s) for level, clocks in found.items()}
+        plans = {(level, False): self.plan_of(clocks, deadline_s) for level, clocks in found.items()}
         if min_dwell_s == 0.0 and self.profile.clock_change is not None:
             early = {level: self._faster_early(clocks, self.profile.clock_change) for level, clocks in found.items()}
-            plans |= {(level, True): self.of(clocks, deadline_s) for level, clocks in early.items()}
+            plans |= {(level, True): self.plan_of(clocks, deadline_s) for level, clocks in early.items()}
         return plans
 
     def _faster_early(self, clocks: Sequence[int], change: ClockChange) -> list[int]:
-        """The same clocks, but each faster one already for what runs just before, so that it is there in time.
+        """Return the same clocks, but each faster one also for what runs just before, so that it is in force in time.
 
         No rank changes its clock more often than before.
         """
@@ -178,7 +155,7 @@ class Planner:
         for program in self.dag.iteration.programs:
             places = [place for place in program if place < len(keys)]
             for number, place in enumerate(places):
-                before, left_s = number - 1, latency_s  # number - 1 of the first one is the last one, as it should be
+                before, left_s = number - 1, latency_s  # -1 before the first one is the last one, as iterations repeat
                 run_mhz, mhz, table = clocks[places[before]], clocks[place], self._table[keys[place]]
                 if run_mhz not in table or table[mhz].time_s >= table[run_mhz].time_s:
                     continue
@@ -195,36 +172,36 @@ class Planner:
         return plan.energy_j - self.dag.waiting_w * plan.time_s
 
     def _unlimited_clocks(self, deadline_s: float) -> list[int]:
-        """The clock of each computation, MHz, by its place, without a switch budget."""
+        """Return the clock of each computation of `dag.computations`, MHz, without a switch budget."""
         if deadline_s not in self._unlimited:
-            choice = self._choices.option_start[self._choices.member + 1] - 1  # the slowest of each
+            chosen = self._points.point_start[self._points.member + 1] - 1  # the slowest of each
             if deadline_s < self.frontier.max_time_s:
                 within_s = self._replayed_s(deadline_s)
-                choice = round_plan(self._choices, within_s, self._anchors(within_s), self._at_maximum)
-            option = choice - self._choices.option_start[self._choices.member]
-            index = dict(zip(self.dag.order, option.tolist(), strict=True))
+                chosen = round_plan(self._points, within_s, self._anchors(within_s), self._at_maximum_clock)
+            rank_in_class = chosen - self._points.point_start[self._points.member]
+            index = dict(zip(self.dag.order, rank_in_class.tolist(), strict=True))
             self._unlimited[deadline_s] = [
                 self.dag.points[key][index[place]].clock_mhz for place, key in enumerate(self.dag.iteration.keys)
             ]
         return self._unlimited[deadline_s]
 
     @cached_property
-    def _choices(self) -> Choices:
-        return choices_of(self.dag)
+    def _points(self) -> PointProblem:
+        return point_problem(self.dag)
 
     @cached_property
-    def _at_maximum(self) -> Integers:
-        """(n,) in `dag.order`, the best option that is no slower than the maximum clock."""
+    def _at_maximum_clock(self) -> Integers:
+        """(n,) in `dag.order`, the cheapest point that is no slower than the maximum clock."""
         last = {
-            key: sum(option.time_s <= self.profile.measurements[key][0].time_s for option in options) - 1
-            for key, options in self.dag.points.items()
+            key: sum(point.time_s <= self.profile.measurements[key][0].time_s for point in points) - 1
+            for key, points in self.dag.points.items()
             if key in self.profile.measurements
         }
         above = np.array([last.get(self.dag.keys[place], 0) for place in self.dag.order], dtype=np.int64)
-        return np.add(self._choices.option_start[self._choices.member], above)
+        return np.add(self._points.point_start[self._points.member], above)
 
     def _replayed_s(self, deadline_s: float) -> float:
-        """The most that an iteration may replay to, so that with the overhead it rounds to at most `deadline_s`."""
+        """Return the longest replayed time that, with the overhead, rounds to at most `deadline_s`."""
         overhead_s = self.profile.overhead_s
         within_s = float(Fraction(deadline_s) + Fraction(math.ulp(deadline_s)) / 2 - Fraction(overhead_s))
         while within_s + overhead_s > deadline_s:
@@ -235,14 +212,14 @@ class Planner:
         frontier, tick_s = self.frontier, self.frontier.scaled.tick_s
         count, last = len(self.dag.keys), int(frontier.times[-1])
         deadlines = anchor_deadlines(within_s, *frontier.replayed_ends_s)
-        ticks = [min(max(int(each_s / tick_s), last), int(frontier.times[0])) for each_s in deadlines]
-        for each_s, at in zip(deadlines, frontier.states_at(ticks), strict=True):
+        ticks = [min(max(int(time_s / tick_s), last), int(frontier.times[0])) for time_s in deadlines]
+        for time_s, at in zip(deadlines, frontier.states_at(ticks), strict=True):
             end_s = np.multiply(at.state.event[1 : 2 * count : 2], tick_s, dtype=np.float64)
             price_w = np.multiply(at.state.flow[:count], frontier.scaled.power_unit_w, dtype=np.float64)
-            yield Anchor(each_s, end_s, price_w)
+            yield Anchor(time_s, end_s, price_w)
 
-    def of(self, clocks: Sequence[int], deadline_s: float | None) -> Plan:
-        """The plan of one clock (MHz) per computation, by its place, replayed; for its own time if for no other."""
+    def plan_of(self, clocks: Sequence[int], deadline_s: float | None) -> Plan:
+        """Return the replayed plan of one clock (MHz) per computation; without a deadline, its time is its deadline."""
         keys, frontier = self.dag.iteration.keys, self.frontier
         points = [self._table[key][clock] for key, clock in zip(keys, clocks, strict=True)]
         time_s, energy_j = time_and_energy(self.dag, points)
@@ -278,12 +255,12 @@ class Planner:
         return {key: {m.clock_mhz: m for m in rows} for key, rows in self.profile.measurements.items() if key in used}
 
     def _used(self, clocks: Sequence[int]) -> Mapping[Key, Mapping[int, Measurement]]:
-        """What `Plan.measurements` holds of a plan of these clocks, highest clocks first."""
+        """Return the `Plan.measurements` of a plan of these clocks, highest clocks first."""
         used: dict[Key, set[int]] = {key: set() for key in self._table}
         keys, ranks = self.dag.iteration.keys, self.dag.iteration.rank_of
         for key, clock in zip(keys, clocks, strict=True):
             used[key].add(clock)
-        if self.profile.clock_change is not None:  # what runs may begin at the clock of any other on its rank
+        if self.profile.clock_change is not None:  # a computation may begin at the clock of any other on its rank
             on_rank: dict[int, set[int]] = {}
             for rank, clock in zip(ranks, clocks, strict=False):
                 on_rank.setdefault(rank, set()).add(clock)

@@ -1,4 +1,4 @@
-"""Data-parallel pipelines that all end an iteration together: one deadline for all of them, a plan for each."""
+"""Plan data-parallel pipelines that end an iteration together: one deadline for all of them, a plan for each."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Replicas:
-    """Pipelines of one job, those alike given once; each waits for the slowest.
+    """The pipelines of one job, each kind given once; every pipeline waits for the slowest.
 
     Attributes:
-        frontiers: of each kind of pipeline, such as one for each GPU generation.
-        counts: how many pipelines of each kind there are; 1 each where it is empty.
+        frontiers: the frontier of each kind of pipeline, such as one for each GPU generation.
+        counts: the number of pipelines of each kind; empty for 1 each.
 
     Raises:
-        UsageError: there is no frontier, or the counts are not one positive whole number for each.
+        UsageError: If there is no frontier, or the counts are not one positive whole number for each.
     """
 
     frontiers: tuple[Frontier, ...]
@@ -45,12 +45,12 @@ class Replicas:
 
     @property
     def min_time_s(self) -> float:
-        """The least time of an iteration of all: that of the slowest pipeline, seconds."""
+        """The least iteration time: that of the slowest pipeline, seconds."""
         return max(frontier.min_time_s for frontier in self.frontiers)
 
     @property
     def max_time_s(self) -> float:
-        """The iteration time from which on no pipeline saves by being slower, seconds."""
+        """The longest useful iteration time: beyond it no pipeline saves by being slower, seconds."""
         return max(frontier.max_time_s for frontier in self.frontiers)
 
     @property
@@ -60,7 +60,7 @@ class Replicas:
 
     @property
     def baseline_energy_j(self) -> float:
-        """The energy of that iteration over all pipelines, joules, waiting for the slowest included."""
+        """The energy of that iteration over all pipelines, joules, including the wait for the slowest."""
         energies_j = [frontier.baseline_energy_j for frontier in self.frontiers]
         times_s = [frontier.baseline_time_s for frontier in self.frontiers]
         return self._waiting_until(self.baseline_time_s, times_s, energies_j)
@@ -73,28 +73,28 @@ class Replicas:
         return float(min(feasible, key=self.bound_j))
 
     def bound_j(self, deadline_s: float) -> float:
-        """The least relaxed energy of an iteration of that time over all pipelines, joules, waiting included.
+        """Return the least relaxed energy of an iteration of that time over all pipelines, joules, waiting included.
 
         Raises:
-            InfeasibleDeadline: no iteration is that fast.
-            UsageError: it is no time.
+            InfeasibleDeadline: If no iteration is that fast.
+            UsageError: If `deadline_s` is not a time.
         """
         bounds_j = [frontier.bound_j(deadline_s) for frontier in self.frontiers]
         return math.fsum(count * bound_j for count, bound_j in zip(self.counts, bounds_j, strict=True))
 
     def plans_for(self, deadline_s: float, **budget: Any) -> tuple[Plan, ...]:
-        """A plan for each kind of pipeline for one common deadline.
+        """Return a plan for each kind of pipeline, for one common deadline.
 
-        Each is as slow as the deadline allows, but never slower than its own `max_time_s`.
+        Each plan is as slow as the deadline allows, but never slower than the `max_time_s` of its frontier.
 
         Args:
             deadline_s: seconds that an iteration may take.
-            budget: what else `Frontier.plan_for` takes.
+            budget: further keyword arguments of `Frontier.plan_for`.
 
         Raises:
-            InfeasibleBudget: no plan of some pipeline was found within its switch budget.
-            InfeasibleDeadline: some pipeline cannot be that fast; names the least feasible time of all.
-            UsageError: it is no time.
+            InfeasibleBudget: If no plan of some pipeline was found within its switch budget.
+            InfeasibleDeadline: If some pipeline cannot be that fast; names the least feasible time of all.
+            UsageError: If an argument is out of range.
         """
         try:
             return tuple(frontier.plan_for(deadline_s, **budget) for frontier in self.frontiers)
@@ -104,12 +104,14 @@ class Replicas:
             raise InfeasibleDeadline(deadline_s, max(self.min_time_s, error.least_time_s)) from None
 
     def time_and_energy(self, plans: Sequence[Plan]) -> tuple[float, float]:
-        """What an iteration of `plans`, one of each kind, takes: seconds, and joules over all pipelines."""
+        """Return the seconds of an iteration of `plans`, one of each kind, and its joules over all pipelines."""
         time_s = max(plan.time_s for plan in plans)
         energies_j = [plan.energy_j for plan in plans]
         return time_s, self._waiting_until(time_s, [plan.time_s for plan in plans], energies_j)
 
     def _waiting_until(self, time_s: float, times_s: Sequence[float], energies_j: Sequence[float]) -> float:
-        """Joules over all pipelines that wait from their own `times_s` until `time_s`."""
+        """Return the joules of all pipelines, which wait from their `times_s` until `time_s`."""
         kinds = zip(self.counts, self.frontiers, times_s, energies_j, strict=True)
-        return math.fsum(count * (own_j + each.dag.waiting_w * (time_s - own_s)) for count, each, own_s, own_j in kinds)
+        return math.fsum(
+            count * (energy_j + each.dag.waiting_w * (time_s - end_s)) for count, each, end_s, energy_j in kinds
+        )

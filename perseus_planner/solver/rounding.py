@@ -1,19 +1,19 @@
-"""From a relaxed point of the frontier to one measured clock per computation, within the deadline.
+"""Round a relaxed point of the frontier to one measured clock per computation, within the deadline.
 
-A relaxed duration lies between measured ones, and choosing for each computation is the discrete time-cost trade-off
-problem, NP-hard (De et al. 1997). The relaxed solution is a good guide to it, with two kinds of numbers:
-where each computation should end, and the price (watts) of its time, the flow of the minimum cut.
+A relaxed duration lies between measured ones, and choosing a clock for each computation is the discrete time-cost
+trade-off problem, which is NP-hard (De et al. 1997). The relaxed solution is a good guide to it, by two numbers for
+each computation: when it should end, and the price of its time in watts, which is the flow of the minimum cut.
 
-1. *Dispatch.* Computations are taken in topological order; each takes the option for which energy, price * time and
-   price * (distance of its end from where it should end) together are least. Ends that miss make up for one another
-   from computation to computation, as errors do in error diffusion. No option is taken that leaves too little time for
-   what follows at its fastest, so a deadline that can be met is met. Then, backwards, slack is filled.
-2. *Mixing.* Where options are far apart, one deadline is much easier to meet well than another: pipelines run in
-   lockstep, and at most deadlines a whole row of stages would want a duration that none of them has. So plans are made
-   at deadlines around the one asked for, and two of them, a slower and a faster one, are run one after the other within
-   one iteration. What that costs lies on the straight line between both, and the frontier is nearly straight there.
-3. *Improvement.* The best of these is its own guide from here on: ends and prices of random groups of computations are
-   moved, and what costs no more is kept. The number of tries is fixed and so is the seed: equal input, equal plan.
+1. *Dispatch.* In topological order, each computation takes the operating point with the least sum of energy,
+   price * time and price * (distance of its end from when it should end). Deviations of one computation are made up for
+   by the next ones, as in error diffusion. A point that leaves too little time for the successors at their fastest is
+   never taken, so a feasible deadline is met. Then slack is filled, backwards.
+2. *Mixing.* If points are far apart, one deadline is much easier to meet well than another: pipelines run in lockstep,
+   and at most deadlines a whole row of stages would need a duration that none of them has. So plans are made for
+   deadlines around the requested one, and two of them, a slower and a faster one, run one after the other within one
+   iteration. That costs what the straight line between both says, and the frontier is nearly straight there.
+3. *Improvement.* The best of these plans becomes the guide: ends and prices of random groups of computations are
+   changed, and plans that cost no more are kept. The number of tries and the seed are fixed: equal input, equal plan.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from perseus_planner.solver.choices import Choices, Floats, ends
-from perseus_planner.solver.dispatch import Guide, cheapest, improve, mixed
+from perseus_planner.solver.dispatch import Guide, improve, mix, try_all_points
+from perseus_planner.solver.point_problem import Floats, PointProblem, compute_ends
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from perseus_planner.solver.network import Integers
 
-_ANCHORS = 33  #: deadlines around the one asked for at which plans are made
-_ANCHOR_SPAN = 0.06  #: how far they reach, as a part of the deadline
-_PAIRS = 8  #: how many pairs of anchors are mixed
-_ANCHOR_EFFORT = (80_000, 50, 100)  #: of a plan at an anchor: tries times computations, least tries, most tries
-_EFFORT = (3_000_000, 1500, 20_000)  #: of the improvement, likewise
-_FEW = 2**15  #: choices in all that are tried one by one instead, so that the smallest problems are solved exactly
-_STIFFNESS = (0.3, 0.6)  #: to begin with: early and late
-_STIFF = (2.0, 2.0)  #: at which a plan that is followed is repeated
+_ANCHORS = 33  #: number of deadlines around the requested one for which plans are made
+_ANCHOR_SPAN = 0.06  #: their distance from it at most, as a part of the deadline
+_PAIRS = 8  #: number of pairs of anchors that are mixed
+_ANCHOR_EFFORT = (80_000, 50, 100)  #: for a plan at an anchor: tries times computations, least tries, most tries
+_EFFORT = (3_000_000, 1500, 20_000)  #: for the improvement, likewise
+_FEW = 2**15  #: combinations up to which all are tried, so that the smallest problems are solved exactly
+_STIFFNESS = (0.3, 0.6)  #: at first: early and late
+_STIFF = (2.0, 2.0)  #: so stiff that a plan that guides is repeated
 
 
 class Anchor(NamedTuple):
@@ -50,73 +50,73 @@ class Anchor(NamedTuple):
 
 
 def anchor_deadlines(deadline_s: float, least_s: float, most_s: float) -> list[float]:
-    """Deadlines around `deadline_s`, itself among them, denser near it, between the frontier's ends; falling."""
+    """Return falling deadlines around `deadline_s`, including it, denser near it, and within the frontier."""
     part = np.linspace(-1, 1, _ANCHORS)
     around = deadline_s * (1 + _ANCHOR_SPAN * np.sign(part) * np.abs(part) ** 1.5)
     return sorted({float(t) for t in np.clip(around, least_s, most_s)} | {deadline_s}, reverse=True)
 
 
-def round_plan(choices: Choices, deadline_s: float, anchors: Iterable[Anchor], known: Integers) -> Integers:
-    """One option per computation, all within the deadline, at little more than the relaxed cost.
+def round_plan(problem: PointProblem, deadline_s: float, anchors: Iterable[Anchor], known: Integers) -> Integers:
+    """Choose an operating point for each computation, within the deadline, at little more than the relaxed cost.
 
     Args:
-        choices: the problem.
-        deadline_s: seconds; at least what the fastest options take.
-        anchors: relaxed points of `anchor_deadlines`, one of them that of the deadline.
-        known: (n,) some choice of options; the result costs no more where that one is within the deadline.
+        problem: the problem.
+        deadline_s: seconds; at least what the fastest points take.
+        anchors: relaxed points for the `anchor_deadlines`, one of them for the deadline itself.
+        known: (n,) points of a known plan; the result costs no more than this plan if it meets the deadline.
 
     Returns:
-        (n,) index of the chosen option.
+        (n,) index of the chosen point of each node.
     """
-    if math.prod(np.diff(choices.option_start)[choices.member].tolist()) <= _FEW:
-        return cheapest(choices, deadline_s)
-    step_s = _step_s(choices)
-    plans: list[_Rounded] = []
+    if math.prod(np.diff(problem.point_start)[problem.member].tolist()) <= _FEW:
+        return try_all_points(problem, deadline_s)
+    step_s = _step_s(problem)
+    plans: list[_RoundedPlan] = []
     for anchor in anchors:
-        plan = _Rounded(anchor.deadline_s, np.inf, choices.option_start[choices.member])
+        plan = _RoundedPlan(anchor.deadline_s, np.inf, problem.point_start[problem.member])
         guide = Guide(anchor.end_s.copy(), anchor.price_w.copy(), np.array(_STIFFNESS))
         cost_j = improve(
-            choices, plan.deadline_s, guide, plan.choice, np.inf, _tries(_ANCHOR_EFFORT, choices), step_s, False
+            problem, plan.deadline_s, guide, plan.chosen, np.inf, _tries(_ANCHOR_EFFORT, problem), step_s, False
         )
         plans.append(plan._replace(cost_j=cost_j))
         if anchor.deadline_s == deadline_s:
-            best, best_guide, asked = plans[-1], guide, anchor
-    order = np.argsort(asked.end_s)
-    as_known = _Rounded(deadline_s, np.inf, known)
+            best, best_guide, target = plans[-1], guide, anchor
+    order = np.argsort(target.end_s)
+    as_known = _RoundedPlan(deadline_s, np.inf, known)
     for first, second in [(as_known, as_known), *_mixtures(plans, best)]:
-        choice, end_s = np.empty_like(best.choice), np.empty(len(best.choice))
-        cost_j = mixed(choices, deadline_s, first.choice, second.choice, order, choice, end_s)
+        chosen, end_s = np.empty_like(best.chosen), np.empty(len(best.chosen))
+        cost_j = mix(problem, deadline_s, first.chosen, second.chosen, order, chosen, end_s)
         if cost_j < best.cost_j:
-            best = best._replace(cost_j=cost_j, choice=choice)
-            ends(choices, choice, end_s)
-            best_guide = Guide(end_s, asked.price_w.copy(), np.array(_STIFF))
-    improve(choices, deadline_s, best_guide, best.choice, best.cost_j, _tries(_EFFORT, choices), step_s, True)
-    return best.choice
+            best = best._replace(cost_j=cost_j, chosen=chosen)
+            compute_ends(problem, chosen, end_s)
+            best_guide = Guide(end_s, target.price_w.copy(), np.array(_STIFF))
+    improve(problem, deadline_s, best_guide, best.chosen, best.cost_j, _tries(_EFFORT, problem), step_s, True)
+    return best.chosen
 
 
-class _Rounded(NamedTuple):
+class _RoundedPlan(NamedTuple):
     deadline_s: float
     cost_j: float
-    choice: Integers
+    chosen: Integers
 
 
-def _tries(effort: tuple[int, int, int], choices: Choices) -> int:
+def _tries(effort: tuple[int, int, int], problem: PointProblem) -> int:
     computed, least, most = effort
-    return min(max(computed // len(choices.member), least), most)
+    return min(max(computed // len(problem.member), least), most)
 
 
-def _step_s(choices: Choices) -> float:
-    """How far options are apart: three times the mean distance within a class, over all classes that have several."""
-    first, last = choices.option_start[:-1], choices.option_start[1:] - 1
+def _step_s(problem: PointProblem) -> float:
+    """Return three times the mean distance between neighbouring points, over all classes that have several, seconds."""
+    first, last = problem.point_start[:-1], problem.point_start[1:] - 1
     several = last > first
     if not several.any():
         return 0.0
-    distance_s = (choices.time_s[last] - choices.time_s[first]) / np.diff(choices.option_start)
+    distance_s = (problem.time_s[last] - problem.time_s[first]) / np.diff(problem.point_start)
     return float(np.mean(3 * distance_s[several]))
 
 
-def _mixtures(plans: Sequence[_Rounded], best: _Rounded) -> list[tuple[_Rounded, _Rounded]]:
-    """Pairs of plans around the deadline of `best` whose mixture promises to cost less; either one first."""
+def _mixtures(plans: Sequence[_RoundedPlan], best: _RoundedPlan) -> list[tuple[_RoundedPlan, _RoundedPlan]]:
+    """Return pairs of plans around the deadline of `best` whose mixture promises to cost less, in either order."""
     promising = []
     for slow in plans:
         for fast in plans:

@@ -1,4 +1,4 @@
-"""A profile and a schedule -> the exact frontier."""
+"""Compute the exact frontier from a profile and a schedule."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from perseus_planner.profiles.profiles import Profile
     from perseus_planner.schedules import Schedule
 
-_CHECKPOINTS = 16  #: kept along the frontier, so that a plan walks little of it
+_CHECKPOINTS = 16  #: states kept along the frontier, so that a plan walks only a part of it
 
 
 def solve(
@@ -63,7 +63,11 @@ def solve(
 
 
 def solve_dag(dag: PipelineDag, *, progress: Callable[[int, int], None] | None = None) -> Frontier:
-    """The exact frontier of any graph of computations: from the slow end to the fast one, by minimum cuts."""
+    """Compute the exact frontier of any graph of computations, from its slow end to its fast one, by minimum cuts.
+
+    Raises:
+        ProfileError: If the overhead leaves nothing of an iteration, or the measurements cannot be scaled.
+    """
     network = (scaled := scaled_network(dag)).network
     state = slowest_state(network)
     time, power = int(state.event[network.sink]), 0
@@ -86,6 +90,6 @@ def solve_dag(dag: PipelineDag, *, progress: Callable[[int, int], None] | None =
         if power == UNLIMITED:
             break
     as_array = np.array([times, powers], dtype=np.int64)
-    bends = np.diff(as_array[1], prepend=0) != 0  # where the walk only stopped the slope is the same
+    bends = np.diff(as_array[1], prepend=0) != 0  # the slope is the same where the walk only stopped
     bends[[0, -1]] = True
     return Frontier(dag, as_array[0, bends], as_array[1, bends], tuple(checkpoints))

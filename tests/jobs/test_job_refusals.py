@@ -140,7 +140,7 @@ BAD: dict[str, tuple[str | tuple[str, str], str]] = {
     ),
     "variant without suffix": (
         "variants:\n- {kind: B, microbatches: last}\n",
-        "job.yaml, line 7, key 'kind' of variants: variant: 'B' is none; write a kind and a suffix, such as B.sync",
+        "job.yaml, line 7, key 'kind' of variants: variant: 'B' is not a kind with a suffix; write one, such as B.sync",
     ),
     "variant of unknown microbatches": (
         "variants:\n- {kind: B.sync, microbatches: late}\n",
@@ -149,7 +149,7 @@ BAD: dict[str, tuple[str | tuple[str, str], str]] = {
     ),
     "variant not profiled": (
         "variants:\n- {kind: B.sync, microbatches: last}\n",
-        "the profile has no B.sync of stage 0, which 0B2 is; measure it, or leave that variant out",
+        "the profile has no B.sync of stage 0, which 0B2 needs; measure it, or leave that variant out",
     ),
     "slow stages a list": (
         "slow_stages: [1.1]\n",
@@ -193,7 +193,7 @@ BAD: dict[str, tuple[str | tuple[str, str], str]] = {
     ),
     "a replica that lacks a variant": (
         "variants: [{kind: B.sync, microbatches: last}]\nreplicas:\n- {count: 1}\n- {count: 1, slow_stages: {1: 2}}\n",
-        "pipelines of kind 0: the profile has no B.sync of stage 0, which 0B2 is; measure it, or leave that "
+        "pipelines of kind 0: the profile has no B.sync of stage 0, which 0B2 needs; measure it, or leave that "
         "variant out",
     ),
     "a replica that does not fit": (

@@ -145,7 +145,7 @@ BAD_GRAPHS = {
     "no graph": (7, f"graph: int {NEEDS_TYPE}"),
     "undirected": (nx.Graph(), f"graph: Graph {NEEDS_TYPE}"),
     "several edges": (nx.MultiDiGraph(), f"graph: MultiDiGraph {NEEDS_TYPE}"),
-    "empty": (nx.DiGraph(), "schedule custom: has no rank; give it at least one"),
+    "empty": (nx.DiGraph(), "schedule custom: has no ranks; give at least one"),
     "cycle": (
         with_edge("0optimizer", "0F0"),
         "the graph has the cycle 0F0 -> 0B0 -> 0optimizer -> 0F0; nothing on it can ever start",
@@ -175,15 +175,15 @@ BAD_GRAPHS = {
     ),
     "operation without rank": (
         with_node("0save", time_s=1.0),
-        "0save: is an operation without the attribute rank; say which rank runs it",
+        "0save: is an operation without the attribute rank; give the rank that runs it",
     ),
     "operation without time": (
         with_node("0save", rank=0),
-        "'0save' is no computation, such as 3F17, and no operation without the attribute time_s",
+        "'0save' is not a computation, such as 3F17; an operation needs the attribute time_s",
     ),
     "operation without a name": (
         with_node("optimizer", rank=0, time_s=1.0),
-        "'optimizer' is no operation; write rank or stage, a lower-case name and any microbatch",
+        "'optimizer' is not an operation; write rank or stage, a lower-case name and any microbatch",
     ),
     "time of no operation": (
         with_node("0optimizer", time_s=0),
@@ -217,7 +217,7 @@ def test_a_kind_that_was_not_profiled_is_refused():
     with pytest.raises(ProfileError) as caught:
         PipelineDag.from_networkx(same_everywhere(1), with_node("0B0", kind="B.sync"))
     assert str(caught.value) == (
-        "the profile has no B.sync of stage 0, which 0B0 is; measure it, or leave that variant out"
+        "the profile has no B.sync of stage 0, which 0B0 needs; measure it, or leave that variant out"
     )
 
 

@@ -81,12 +81,12 @@ REFUSALS = {
     "": "grid.csv: is empty; write one line per rank, such as 0F0,0F1,0B0,0B1",
     "# nothing\n\n": "grid.csv: is empty; write one line per rank, such as 0F0,0F1,0B0,0B1",
     "0F0,0B0\n,,\n": "grid.csv, line 2: runs nothing; give each rank at least one computation",
-    "0F0,oops,0B0": "grid.csv, line 1, cell 2: 'oops' is no computation; write stage, kind (F, B, I or W) and "
+    "0F0,oops,0B0": "grid.csv, line 1, cell 2: 'oops' is not a computation; write stage, kind (F, B, I or W) and "
     "microbatch, e.g. 3F17",
-    "0F0 1F0,0B0": "grid.csv, line 1, cell 1: '0F0 1F0' is no computation; write stage, kind (F, B, I or W) and "
+    "0F0 1F0,0B0": "grid.csv, line 1, cell 1: '0F0 1F0' is not a computation; write stage, kind (F, B, I or W) and "
     "microbatch, e.g. 3F17",
-    "0F0,(0B0;oops)OVERLAP_F_B": "grid.csv, line 1, cell 2: 'oops' is no computation; write stage, kind (F, B, I or W) "
-    "and microbatch, e.g. 3F17",
+    "0F0,(0B0;oops)OVERLAP_F_B": "grid.csv, line 1, cell 2: 'oops' is not a computation; write stage, kind (F, B, I or "
+    "W) and microbatch, e.g. 3F17",
     "0F0,0SEND_F0\n1RECV_F0,1F0\n": "grid.csv, line 1, cell 2: '0SEND_F0' is communication, not a computation; "
     'dump the schedule with format="compute_only"',
     "0UNSHARD,0F0,0B0": "grid.csv, line 1, cell 1: '0UNSHARD' is communication, not a computation; "
@@ -95,17 +95,18 @@ REFUSALS = {
     'dump the schedule with format="compute_only"',
     "0F0,,0B0,,0F0": "grid.csv, line 1, cell 5: 0F0 is there twice; keep one",
     "0F0 0B0\n# b\n1F0 1B0 0F1": "grid.csv, line 3, cell 3: stage 0 is on rank 0 too; keep a stage on one rank",
-    "0F0,0B0\n\n2F0,2B0": "grid.csv, line 3, cell 1: stage 2 is there and stage 1 is not; number them from 0 without a "
-    "hole",
-    "0F0,0B0,,0F2,0B2": "grid.csv, line 1, cell 4: microbatch 2 is there and microbatch 1 is not; number them from 0 "
+    "0F0,0B0\n\n2F0,2B0": "grid.csv, line 3, cell 1: stage 1 is missing though there is stage 2; number them from 0 "
     "without a hole",
-    "0F0,0B0\n1F0,1I0,1W0,1B0": "grid.csv, line 2, cell 2: 1I0 is a part of 1B0, which is there too; keep one of them",
+    "0F0,0B0,,0F2,0B2": "grid.csv, line 1, cell 4: microbatch 1 is missing though there is microbatch 2; number them "
+    "from 0 without a hole",
+    "0F0,0B0\n1F0,1I0,1W0,1B0": "grid.csv, line 2, cell 2: 1I0 is a part of 1B0, which is present too; keep one of "
+    "them",
     STAGES_OF_FOUR.replace("3B4", ""): "grid.csv, line 3, cell 10: 2B4 can never run: it waits for 3B4 or 3I4, and "
-    "neither is there; add one",
-    STAGES_OF_FOUR.replace("1F3", ""): "grid.csv, line 3, cell 6: 2F3 can never run: it waits for 1F3, which is not "
-    "there; add it",
+    "both are missing; add one",
+    STAGES_OF_FOUR.replace("1F3", ""): "grid.csv, line 3, cell 6: 2F3 can never run: it waits for 1F3, which is "
+    "missing; add it",
     STAGES_OF_FOUR.replace("3F2,3B2", "3B2,,3F2"): "grid.csv, line 4, cell 5: 3B2 can never run: it waits for 3F2, "
-    "which comes after it on its own rank; move 3F2 before it",
+    "which comes after it on the same rank; move 3F2 before it",
     STAGES_OF_FOUR.replace("2F1,2B0", "2B0,2F1").replace("3B0,3F1", "3F1,3B0"): "grid.csv, line 3, cell 2: 2B0 can "
     "never run: it waits for 3B0, which comes after 3F1, which in the end waits for it; reorder them",
     "0F0,,0F1,0B1\n1F0,1F1,1B0,1B1": "grid.csv, line 1, cell 1: 0F0 has no backward; add 0B0, or 0I0 and 0W0",
@@ -123,7 +124,7 @@ def test_the_parts_of_an_overlapped_pair_are_in_one_cell():
         "grid.csv, line 1, cell 7: 0B1 is there twice; keep one"
     )
     assert refusal("0F0,1F0,(0F1;1B0)OVERLAP_F_B,1F1,(0B1;1B1)OVERLAP_F_B,0B0") == (
-        "grid.csv, line 1, cell 5: 0B1 can never run: it waits for 1B1, which comes after it on its own rank; "
+        "grid.csv, line 1, cell 5: 0B1 can never run: it waits for 1B1, which comes after it on the same rank; "
         "move 1B1 before it"
     )
 

@@ -42,11 +42,11 @@ BAD_ITERATIONS = {
     ),
     "lags of too few": (
         {"lags_s": ((), (0.0,))},
-        "lags_s: is not aligned with predecessors; give a lag for each, or none at all",
+        "lags_s: is not aligned with predecessors; give a lag for each, or leave them out",
     ),
     "too few lags": (
         {"lags_s": ((), (), (0.0,))},
-        "lags_s: is not aligned with predecessors; give a lag for each, or none at all",
+        "lags_s: is not aligned with predecessors; give a lag for each, or leave them out",
     ),
     "lag below 0": ({"lags_s": ((), (0.0,), (-1e-9,))}, f"lag_s of 0B0 -> 0F1: -1e-09 {NEEDS_WAIT}"),
     "lag NaN": ({"lags_s": ((), (math.nan,), (0.0,))}, f"lag_s of 0F0 -> 0B0: nan {NEEDS_WAIT}"),
@@ -61,7 +61,7 @@ BAD_ITERATIONS = {
     ),
     "one name twice": (
         {"predecessors": (*CHAIN, (2,), (3,)), "operations": (STEP, STEP._replace(time_s=2.0))},
-        "0step is there twice; give each operation a name of its own",
+        "0step is there twice; give each operation a different name",
     ),
     "a name in capitals": (
         {"predecessors": (*CHAIN, ()), "operations": (STEP._replace(name="F"),)},
@@ -100,7 +100,7 @@ def test_numbers_become_plain_ones():
     iteration = Iteration(THREE, (*CHAIN, (2,)), ((), (np.float64(0.25),), (0,), (1,)), (step,))
     assert repr(iteration.lags_s) == "((), (0.25,), (0.0,), (1.0,))"
     assert repr(iteration.operations[0]) == (
-        "Operation(place=0, name='step', microbatch=None, rank=0, time_s=0.5, energy_j=3.0)"
+        "Operation(number=0, name='step', microbatch=None, rank=0, time_s=0.5, energy_j=3.0)"
     )
 
 
@@ -119,11 +119,13 @@ def test_an_iteration_comes_back_from_its_text(dag: PipelineDag):
 def test_other_text_is_no_operation(text: str):
     with pytest.raises(ScheduleError) as caught:
         parse_operation(text, 0, 1.0, None)
-    assert str(caught.value) == f"{text!r} is no operation; write rank or stage, a lower-case name and any microbatch"
+    assert (
+        str(caught.value) == f"{text!r} is not an operation; write rank or stage, a lower-case name and any microbatch"
+    )
 
 
 @pytest.mark.parametrize("text", ["", "B", "3", "3X", "3B.", "3B.Sync", "3B.sync ", "-3B", "3B0"])
 def test_other_text_is_no_stage_and_kind(text: str):
     with pytest.raises(ScheduleError) as caught:
         parse_stage_kind(text)
-    assert str(caught.value) == f"{text!r} is no stage and kind; write them as 3B, or 3B.sync"
+    assert str(caught.value) == f"{text!r} is not a stage and a kind; write them as 3B, or 3B.sync"

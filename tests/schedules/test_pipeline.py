@@ -17,7 +17,7 @@ from perseus_planner.schedules.iteration import Iteration
 from perseus_planner.schedules.pipeline import FixedOperation, Transfer, Variant, pipeline_iteration
 
 NEEDS_WAIT = "is not a wait: give finite seconds of 0 or more, such as 0.002"
-NEEDS_NUMBERS = "is no list of whole numbers of 0 or more; write one, such as (0, 3)"
+NEEDS_NUMBERS = "is not a list of whole numbers of 0 or more; write one, such as (0, 3)"
 NEEDS_WHEN = "is unknown; write start, end, or before or after and a kind, such as before F"
 NEEDS_NAME = "name it with lower-case letters, on a rank from 0 to 1"
 
@@ -166,11 +166,11 @@ BAD_EXTRAS = {
     ),
     "variant without suffix": (
         lambda: Variant("B", "last"),
-        "variant: 'B' is none; write a kind and a suffix, such as B.sync",
+        "variant: 'B' is not a kind with a suffix; write one, such as B.sync",
     ),
     "variant of no kind": (
         lambda: Variant("backward.sync", "last"),
-        "variant: 'backward.sync' is none; write a kind and a suffix, such as B.sync",
+        "variant: 'backward.sync' is not a kind with a suffix; write one, such as B.sync",
     ),
     "variant of unknown microbatches": (
         lambda: Variant("B.sync", "middle"),
@@ -205,15 +205,15 @@ BAD_FITS = {
     ),
     "operation on no rank": (
         {"operations": [FixedOperation("load", "start", 1.0, where=(2,))]},
-        "operation load: stands nowhere in the schedule; correct when or where, or remove it",
+        "operation load: applies to nothing in the schedule; correct when or where, or remove it",
     ),
     "operation beside nothing": (
         {"operations": [FixedOperation("load", "start", 1.0), FixedOperation("share", "after W", 1.0)]},
-        "operation share: stands nowhere in the schedule; correct when or where, or remove it",
+        "operation share: applies to nothing in the schedule; correct when or where, or remove it",
     ),
     "operation twice": (
         {"operations": [FixedOperation("load", "start", 1.0), FixedOperation("load", "end", 1.0)]},
-        "0load is there twice; give each operation a name of its own",
+        "0load is there twice; give each operation a different name",
     ),
     "operation of no name": (
         {"operations": [FixedOperation("Load data", "start", 1.0)]},
@@ -229,11 +229,11 @@ BAD_FITS = {
     ),
     "variant of nothing": (
         {"variants": [Variant("W.sync", "last")]},
-        "variant W.sync: no computation of the schedule is one; correct or remove it",
+        "variant W.sync: applies to nothing in the schedule; correct or remove it",
     ),
     "variant of no stage": (
         {"variants": [Variant("B.sync", "last", (2,))]},
-        "variant B.sync: no computation of the schedule is one; correct or remove it",
+        "variant B.sync: applies to nothing in the schedule; correct or remove it",
     ),
     "two variants": (
         {"variants": [Variant("B.sync", "last"), Variant("B.recompute", "all", (1,))]},
@@ -254,13 +254,13 @@ def test_what_does_not_fit_the_schedule_is_refused(beside: dict[str, object], me
     [
         (
             ("0F0 0I0", "1F0 1W0"),
-            "computation 2: 0I0 can never run: it waits for 1B0 or 1I0, and neither is there; add one",
+            "computation 2: 0I0 can never run: it waits for 1B0 or 1I0, and both are missing; add one",
         ),
-        (("0F0 0W0",), "computation 2: 0W0 can never run: it waits for 0I0, which is not there; add it"),
-        (("0I0",), "computation 1: 0I0 can never run: it waits for 0F0, which is not there; add it"),
+        (("0F0 0W0",), "computation 2: 0W0 can never run: it waits for 0I0, which is missing; add it"),
+        (("0I0",), "computation 1: 0I0 can never run: it waits for 0F0, which is missing; add it"),
         (
             ("0F0 0W0 0I0",),
-            "computation 2: 0W0 can never run: it waits for 0I0, which comes after it on its own rank; "
+            "computation 2: 0W0 can never run: it waits for 0I0, which comes after it on the same rank; "
             "move 0I0 before it",
         ),
     ],

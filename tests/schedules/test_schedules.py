@@ -72,12 +72,13 @@ def test_other_text_is_no_computation(text: str):
     with pytest.raises(ScheduleError) as caught:
         Computation.parse(text)
     assert (
-        str(caught.value) == f"{text!r} is no computation; write stage, kind (F, B, I or W) and microbatch, e.g. 3F17"
+        str(caught.value)
+        == f"{text!r} is not a computation; write stage, kind (F, B, I or W) and microbatch, e.g. 3F17"
     )
 
 
 def test_a_number_too_long_to_be_one_is_no_computation():
-    with pytest.raises(ScheduleError, match=r"is no computation; .*") as caught:
+    with pytest.raises(ScheduleError, match=r"is not a computation; .*") as caught:
         Computation.parse("9" * 10**6 + "F0")
     assert len(str(caught.value)) < 200
 
@@ -108,7 +109,7 @@ def test_a_schedule_says_what_it_holds():
 @pytest.mark.parametrize(
     ("ranks", "message"),
     [
-        ((), "schedule by hand: has no rank; give it at least one"),
+        ((), "schedule by hand: has no ranks; give at least one"),
         (("0F0", ""), "schedule by hand, rank 1: runs nothing; give each rank at least one computation"),
         (("0F0 0B0 0F0",), "schedule by hand, rank 0, computation 3: 0F0 is there twice; keep one"),
         (("0F0", "0F0"), "schedule by hand, rank 1, computation 1: 0F0 is there twice; keep one"),
@@ -118,7 +119,7 @@ def test_a_schedule_says_what_it_holds():
         ),
         (
             ("0F0 3F0", "1F0"),
-            "schedule by hand, rank 0, computation 2: stage 3 is there and stage 2 is not; number them from 0 "
+            "schedule by hand, rank 0, computation 2: stage 2 is missing though there is stage 3; number them from 0 "
             "without a hole",
         ),
     ],
@@ -131,7 +132,9 @@ def test_a_malformed_schedule_is_refused_at_birth(ranks: tuple[str, ...], messag
 
 @pytest.mark.parametrize("bad", [Computation(0, "X", 0), Computation(-1, "F", 0), Computation(0, "F", 0.0)])
 def test_a_schedule_of_what_is_no_computation_is_refused(bad: Computation):
-    with pytest.raises(ScheduleError, match=r"rank 0, computation 1: Computation\(.*\) is no computation; give whole"):
+    with pytest.raises(
+        ScheduleError, match=r"rank 0, computation 1: Computation\(.*\) is not a computation; give whole"
+    ):
         Schedule("by hand", ((bad,),))
 
 
@@ -140,12 +143,12 @@ def test_a_schedule_of_what_is_no_computation_is_refused(bad: Computation):
     [
         (
             ("0F0 0B0", "1F0"),
-            "rank 0, computation 2: 0B0 can never run: it waits for 1B0 or 1I0, and neither is there; add one",
+            "rank 0, computation 2: 0B0 can never run: it waits for 1B0 or 1I0, and both are missing; add one",
         ),
-        (("0B0", "1F0 1B0"), "rank 1, computation 1: 1F0 can never run: it waits for 0F0, which is not there; add it"),
+        (("0B0", "1F0 1B0"), "rank 1, computation 1: 1F0 can never run: it waits for 0F0, which is missing; add it"),
         (
             ("0F0 0I0 0W0", "1F0 1W0 1I0"),
-            "rank 1, computation 2: 1W0 can never run: it waits for 1I0, which comes after it on its own rank; "
+            "rank 1, computation 2: 1W0 can never run: it waits for 1I0, which comes after it on the same rank; "
             "move 1I0 before it",
         ),
         (
@@ -157,11 +160,12 @@ def test_a_schedule_of_what_is_no_computation_is_refused(bad: Computation):
         (("0F0 0I0", "1F0 1B0"), "rank 0, computation 2: 0I0 is only half a backward; add 0W0"),
         (
             ("0F0 0B0 0W0", "1F0 1B0"),
-            "rank 0, computation 3: 0W0 is a part of 0B0, which is there too; keep one of them",
+            "rank 0, computation 3: 0W0 is a part of 0B0, which is present too; keep one of them",
         ),
         (
             ("0F0 0B0 0F2 0B2", "1F0 1B0 1F2 1B2"),
-            "rank 0, computation 3: microbatch 2 is there and microbatch 1 is not; number them from 0 without a hole",
+            "rank 0, computation 3: microbatch 1 is missing though there is microbatch 2; number them from 0 without a "
+            "hole",
         ),
     ],
 )
@@ -220,7 +224,7 @@ def test_a_name_gives_its_schedule(name: str):
         ),
         (
             {"name": "interleaved-zb", "virtual_stages": 2, "microbatches": 11},
-            "11 microbatches on 4 ranks are no 2 equal groups; give 10 or 12 microbatches",
+            "11 microbatches on 4 ranks do not make 2 equal groups; give 10 or 12 microbatches",
         ),
         (
             {"name": "gpipe", "ranks": 10**6, "microbatches": 10**6},

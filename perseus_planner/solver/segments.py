@@ -1,7 +1,8 @@
-"""Clocks in runs: what a replay of one clock per computation takes, and how often each GPU changes its clock.
+"""Clock segments: the replay of one clock per computation, and how often each GPU changes its clock.
 
-A run is a stretch of a rank's program, around from its end to its beginning, at one clock: the next iteration follows
-this one, so as many runs are as many changes, and a single run is none. Operations without a clock are in no program.
+A clock segment is a stretch of a rank's program at one clock. The next iteration follows this one, so a segment can go
+around from the end of the program to its begin; a rank changes its clock as often as it has segments, and never if it
+has one. Programs hold computations only, not fixed operations, which have no clock.
 """
 
 from __future__ import annotations
@@ -16,47 +17,49 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from perseus_planner.schedules.dag import PipelineDag
-    from perseus_planner.solver.choices import Choices, Floats
     from perseus_planner.solver.network import Integers
+    from perseus_planner.solver.point_problem import Floats, PointProblem
 
 
-class RunProblem(NamedTuple):
-    """n operations in topological order; m of them have a clock: the programs of all ranks, one after the other."""
+class SegmentProblem(NamedTuple):
+    """n nodes in topological order; m of them are computations: the programs of all ranks, one after the other."""
 
-    before_start: Integers  #: (n + 1,)
-    before: Integers  #: operations that each one waits for
-    before_lag_s: Floats  #: aligned with `before`: seconds from the end of that one until this one may start
-    last: Integers  #: operations that none waits for
-    fixed_s: Floats  #: (n,) durations; they count for operations without a clock
-    time_s: Floats  #: (classes, clocks), infinite where not measured
-    cost_j: Floats  #: (classes, clocks) effective energy, infinite where not measured
-    node: Integers  #: (m,) the operation at each place of the programs
+    before_start: Integers  #: (n + 1,) where the predecessors of each node begin in `before`
+    before: Integers  #: the predecessors of all nodes
+    before_lag_s: Floats  #: aligned with `before`: least seconds from their end to the node's start
+    last: Integers  #: nodes without successors
+    fixed_s: Floats  #: (n,) durations; they count for fixed operations
+    time_s: Floats  #: (classes, clocks), infinite if not measured
+    cost_j: Floats  #: (classes, clocks) effective energy, infinite if not measured
+    node: Integers  #: (m,) node of each computation, in the order of the programs
     member: Integers  #: (m,) its class
     rank: Integers  #: (m,) its rank
     rank_start: Integers  #: (ranks + 1,) where the program of each rank begins
-    usable: Integers  #: (ranks, clocks) clocks that any class of the rank has, as numbers, first ones first
-    usable_count: Integers  #: (ranks,) how many
-    place: Integers  #: (ranks, clocks) where a clock is in `usable`
-    overhead_s: float  #: from the end of the last operation to the next iteration
-    wave: Floats  #: (m,) when each place runs, as a part of the iteration; never falls along a program
+    usable: Integers  #: (ranks, clocks) the clocks that any class of the rank has, rising numbers first
+    usable_count: Integers  #: (ranks,) how many clocks that are
+    place: Integers  #: (ranks, clocks) the index of each clock in `usable`
+    overhead_s: float  #: seconds from the end of the last node to the next iteration
+    wave: Floats  #: (m,) when each computation runs, as a part of the iteration; never falls along a program
 
 
 class State(NamedTuple):
-    """Clocks and what follows from them. The kernels change it in place."""
+    """The clocks, and the durations and ends that follow from them. The kernels change it in place."""
 
     clock: Integers  #: (m,)
     duration_s: Floats  #: (n,)
     end_s: Floats  #: (n,) as of the last replay
-    touched: Integers  #: (1,) the first operation whose duration changed since; n if none did
+    touched: Integers  #: (1,) the first node whose duration changed since then; n if nothing changed
 
 
-def run_problem(dag: PipelineDag, choices: Choices, unlimited_mhz: Sequence[int]) -> tuple[RunProblem, list[int]]:
-    """Lay out `dag` for the kernels, with every measured clock; and the clocks, MHz, highest first.
+def segment_problem(
+    dag: PipelineDag, points: PointProblem, unlimited_mhz: Sequence[int]
+) -> tuple[SegmentProblem, list[int]]:
+    """Lay out `dag` for the kernels, with every measured clock; also return the clocks, MHz, highest first.
 
     Args:
         dag: the iteration.
-        choices: the same, as `choices_of` lays it out.
-        unlimited_mhz: the clock of each computation, by its place, in a plan without a budget.
+        points: its operating points, from `point_problem`.
+        unlimited_mhz: the clock of each computation of `dag.computations` in a plan without a budget.
     """
     used = [key for key in dag.points if key in dag.profile.measurements]
     clocks = sorted({m.clock_mhz for key in used for m in dag.profile.measurements[key]}, reverse=True)
@@ -72,31 +75,31 @@ def run_problem(dag: PipelineDag, choices: Choices, unlimited_mhz: Sequence[int]
     ends = np.cumsum([0, *map(len, dag.schedule.ranks)]).tolist()
     programs = [[node_of[place] for place in range(first, stop)] for first, stop in pairwise(ends)]
     unlimited = np.array([column[clock] for clock in unlimited_mhz], dtype=np.int64)
-    return _problem(choices, programs, time_s, cost_j, unlimited, dag.profile.overhead_s), clocks
+    return _problem(points, programs, time_s, cost_j, unlimited, dag.profile.overhead_s), clocks
 
 
 def _problem(
-    choices: Choices,
+    points: PointProblem,
     programs: Sequence[Sequence[int]],
     time_s: Floats,
     cost_j: Floats,
     unlimited: Integers,
     overhead_s: float,
-) -> RunProblem:
-    """`run_problem` on arrays: the nodes that each rank runs, tables by class and clock, and a clock of each place."""
+) -> SegmentProblem:
+    """Make the problem from the nodes of each rank, tables by class and clock, and a clock of each computation."""
     node = np.array([k for program in programs for k in program], dtype=np.int64)
-    member, ranks = choices.member[node], len(programs)
+    member, ranks = points.member[node], len(programs)
     usable, place = np.full((ranks, time_s.shape[1]), -1), np.zeros((ranks, time_s.shape[1]), dtype=np.int64)
     counts = np.zeros(ranks, dtype=np.int64)
     for rank, program in enumerate(programs):
-        known = np.flatnonzero(np.isfinite(time_s[choices.member[program]]).any(axis=0))
+        known = np.flatnonzero(np.isfinite(time_s[points.member[program]]).any(axis=0))
         counts[rank], usable[rank, : len(known)], place[rank, known] = len(known), known, np.arange(len(known))
-    problem = RunProblem(
-        before_start=choices.before_start,
-        before=choices.before,
-        before_lag_s=choices.before_lag_s,
-        last=np.flatnonzero(np.diff(choices.after_start) == 0),
-        fixed_s=choices.time_s[choices.option_start[choices.member]],
+    problem = SegmentProblem(
+        before_start=points.before_start,
+        before=points.before,
+        before_lag_s=points.before_lag_s,
+        last=np.flatnonzero(np.diff(points.after_start) == 0),
+        fixed_s=points.time_s[points.point_start[points.member]],
         time_s=time_s,
         cost_j=cost_j,
         node=node,
@@ -112,9 +115,9 @@ def _problem(
     return problem._replace(wave=_waves(problem, unlimited))
 
 
-def _waves(problem: RunProblem, clock: Integers) -> Floats:
-    state, _ = loaded(problem, clock)
-    makespan_s = replayed(problem, state)
+def _waves(problem: SegmentProblem, clock: Integers) -> Floats:
+    state, _ = load_state(problem, clock)
+    makespan_s = replay(problem, state)
     middle = (state.end_s - state.duration_s / 2)[problem.node] / makespan_s
     for first, stop in pairwise(problem.rank_start.tolist()):
         middle[first:stop] = np.maximum.accumulate(middle[first:stop])
@@ -122,8 +125,8 @@ def _waves(problem: RunProblem, clock: Integers) -> Floats:
 
 
 @njit(cache=True)
-def loaded(problem: RunProblem, clock: Integers) -> tuple[State, float]:
-    """The state of some clocks, not replayed yet, and their effective energy, joules."""
+def load_state(problem: SegmentProblem, clock: Integers) -> tuple[State, float]:
+    """Return a state with these clocks, not yet replayed, and its effective energy, joules."""
     count = len(problem.fixed_s)
     state = State(clock.copy(), problem.fixed_s.copy(), np.zeros(count), np.zeros(1, dtype=np.int64))
     total_j = 0.0
@@ -134,8 +137,8 @@ def loaded(problem: RunProblem, clock: Integers) -> tuple[State, float]:
 
 
 @njit(cache=True)
-def start_s(problem: RunProblem, end_s: Floats, k: int) -> float:
-    """When operation k starts: as soon as all that it waits for has ended, seconds."""
+def start_s(problem: SegmentProblem, end_s: Floats, k: int) -> float:
+    """Return when node k starts: as soon as everything that it waits for has ended, seconds."""
     before_start, before, lag_s = problem.before_start, problem.before, problem.before_lag_s
     latest_s = 0.0
     for i in range(before_start[k], before_start[k + 1]):
@@ -144,8 +147,8 @@ def start_s(problem: RunProblem, end_s: Floats, k: int) -> float:
 
 
 @njit(cache=True)
-def replayed(problem: RunProblem, state: State) -> float:
-    """Bring `state.end_s` up to date; the makespan, seconds."""
+def replay(problem: SegmentProblem, state: State) -> float:
+    """Bring `state.end_s` up to date; return the makespan, seconds."""
     before_start, before, lag_s = problem.before_start, problem.before, problem.before_lag_s
     duration_s, end_s = state.duration_s, state.end_s
     for k in range(state.touched[0], len(end_s)):
@@ -161,8 +164,8 @@ def replayed(problem: RunProblem, state: State) -> float:
 
 
 @njit(cache=True)
-def put(problem: RunProblem, state: State, i: int, clock: int) -> float:
-    """Set the clock at place i; what that adds to effective energy, joules, infinite where it is not measured."""
+def set_clock(problem: SegmentProblem, state: State, i: int, clock: int) -> float:
+    """Set the clock of computation i; return the effective energy added, joules, infinite if it is not measured."""
     old, member, k = state.clock[i], problem.member[i], problem.node[i]
     if old == clock:
         return 0.0
@@ -173,17 +176,17 @@ def put(problem: RunProblem, state: State, i: int, clock: int) -> float:
 
 
 @njit(cache=True)
-def paint(problem: RunProblem, state: State, first: int, stop: int, clock: int) -> float:
-    """`put` from one place to another."""
+def set_range(problem: SegmentProblem, state: State, first: int, stop: int, clock: int) -> float:
+    """Do `set_clock` for the computations from `first` to before `stop`; return the effective energy added."""
     added_j = 0.0
     for i in range(first, stop):
-        added_j += put(problem, state, i, clock)
+        added_j += set_clock(problem, state, i, clock)
     return added_j
 
 
 @njit(cache=True)
-def restore(problem: RunProblem, source: State, target: State, first: int, stop: int) -> None:
-    """Make clocks and durations in `target` those of `source` again, for places `first` to `stop`."""
+def restore(problem: SegmentProblem, source: State, target: State, first: int, stop: int) -> None:
+    """Copy clocks and durations from `source` to `target`, for the computations from `first` to before `stop`."""
     for i in range(first, stop):
         if target.clock[i] != source.clock[i]:
             k = problem.node[i]
@@ -192,8 +195,8 @@ def restore(problem: RunProblem, source: State, target: State, first: int, stop:
 
 
 @njit(cache=True)
-def changes(problem: RunProblem, clock: Integers, rank: int) -> int:
-    """How often the rank changes its clock in an iteration, the way back to its beginning included."""
+def count_changes(problem: SegmentProblem, clock: Integers, rank: int) -> int:
+    """Return how often the rank changes its clock in an iteration, including the change back to its first clock."""
     first, stop = problem.rank_start[rank], problem.rank_start[rank + 1]
     count = 0
     for i in range(first, stop):
@@ -202,19 +205,20 @@ def changes(problem: RunProblem, clock: Integers, rank: int) -> int:
 
 
 @njit(cache=True)
-def most_changes(problem: RunProblem, clock: Integers) -> int:
-    """The most `changes` of any rank."""
+def max_changes_of(problem: SegmentProblem, clock: Integers) -> int:
+    """Return the most changes of any rank."""
     most = 0
     for rank in range(len(problem.usable_count)):
-        most = max(most, changes(problem, clock, rank))
+        most = max(most, count_changes(problem, clock, rank))
     return most
 
 
 @njit(cache=True)
-def least_dwell_s(problem: RunProblem, state: State, makespan_s: float) -> float:
-    """For how long the clock that is held shortest is held, seconds; infinite where none ever changes.
+def shortest_dwell_s(problem: SegmentProblem, state: State, makespan_s: float) -> float:
+    """Return the shortest time for which a clock is held, seconds; infinite if no rank changes its clock.
 
-    From the start of the first computation of a run to that of the next run's, which may be in the next iteration.
+    A clock is held from the start of its segment's first computation to the start of the next segment's, which may be
+    in the next iteration.
     """
     least_s = np.inf
     for rank in range(len(problem.usable_count)):

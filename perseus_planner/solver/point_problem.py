@@ -1,4 +1,4 @@
-"""The discrete problem of a plan, laid out in arrays for kernels: which measured option each computation takes."""
+"""The discrete problem of a plan, laid out in arrays for kernels: which operating point each computation takes."""
 
 from __future__ import annotations
 
@@ -18,32 +18,32 @@ if TYPE_CHECKING:
 Floats = NDArray[np.float64]
 
 
-class Choices(NamedTuple):
-    """The discrete problem: n nodes in topological order, each of a class that has options."""
+class PointProblem(NamedTuple):
+    """The discrete problem: n nodes in topological order; all nodes of a class have the same points."""
 
-    member: Integers  #: (n,) class of each computation
-    option_start: Integers  #: (classes + 1,) where the options of a class begin, fastest first
-    time_s: Floats  #: (options,)
-    cost_j: Floats  #: (options,) effective energy, falling within a class
-    gain_w: Floats  #: (options,) the most that any slower option saves per second
-    loss_w: Floats  #: (options,) the least that any faster option costs per second
-    kind: Integers  #: (classes,) classes of one number are of one kind
-    before_start: Integers  #: (n + 1,)
-    before: Integers  #: nodes that each one waits for
-    before_lag_s: Floats  #: for how long after their end
-    after_start: Integers  #: (n + 1,)
-    after: Integers  #: nodes that wait for it
-    after_lag_s: Floats  #: for how long after its end
+    member: Integers  #: (n,) class of each node
+    point_start: Integers  #: (classes + 1,) where the points of each class begin, fastest first
+    time_s: Floats  #: (points,)
+    cost_j: Floats  #: (points,) effective energy, falling within a class
+    gain_w: Floats  #: (points,) the most that any slower point saves per second
+    loss_w: Floats  #: (points,) the least that any faster point costs per second
+    kind: Integers  #: (classes,) number of the kind of each class
+    before_start: Integers  #: (n + 1,) where the predecessors of each node begin in `before`
+    before: Integers  #: the predecessors of all nodes
+    before_lag_s: Floats  #: aligned with `before`: least seconds from their end to the node's start
+    after_start: Integers  #: (n + 1,) where the successors of each node begin in `after`
+    after: Integers  #: the successors of all nodes
+    after_lag_s: Floats  #: aligned with `after`: least seconds from the node's end to their start
 
 
-def choices_of(dag: PipelineDag) -> Choices:
-    """Lay out the nodes of `dag`, in `dag.order`, for the kernels."""
+def point_problem(dag: PipelineDag) -> PointProblem:
+    """Lay out the nodes of `dag` for the kernels, in `dag.order`."""
     keys = list(dag.points)
     number = {key: i for i, key in enumerate(keys)}
     member = [number[dag.keys[place]] for place in dag.order]
     start = np.cumsum([0, *(len(dag.points[key]) for key in keys)])
-    time_s = np.array([option.time_s for key in keys for option in dag.points[key]])
-    cost_j = np.array([option.effective_j for key in keys for option in dag.points[key]])
+    time_s = np.array([point.time_s for key in keys for point in dag.points[key]])
+    cost_j = np.array([point.effective_j for key in keys for point in dag.points[key]])
     gain_w, loss_w = np.zeros_like(time_s), np.full_like(time_s, np.inf)
     for first, stop in pairwise(start.tolist()):
         for i in range(first, stop):
@@ -57,7 +57,7 @@ def choices_of(dag: PipelineDag) -> Choices:
     for k, others in enumerate(before):
         for other, lag_s in others:
             after[other].append((k, lag_s))
-    return Choices(np.array(member), start, time_s, cost_j, gain_w, loss_w, kind, *_flat(before), *_flat(after))
+    return PointProblem(np.array(member), start, time_s, cost_j, gain_w, loss_w, kind, *_flat(before), *_flat(after))
 
 
 def _flat(lists: Sequence[Sequence[tuple[int, float]]]) -> tuple[Integers, Integers, Floats]:
@@ -67,15 +67,15 @@ def _flat(lists: Sequence[Sequence[tuple[int, float]]]) -> tuple[Integers, Integ
 
 
 @njit(cache=True)
-def ends(choices: Choices, choice: Integers, end_s: Floats) -> float:
-    """Fill `end_s` with when each computation ends under `choice`; the makespan, seconds."""
-    before_start, before, time_s = choices.before_start, choices.before, choices.time_s
-    lag_s = choices.before_lag_s
+def compute_ends(problem: PointProblem, chosen: Integers, end_s: Floats) -> float:
+    """Fill `end_s` with the end of each node under the `chosen` points; return the makespan, seconds."""
+    before_start, before, time_s = problem.before_start, problem.before, problem.time_s
+    lag_s = problem.before_lag_s
     makespan_s = 0.0
-    for k in range(len(choice)):
+    for k in range(len(chosen)):
         start_s = 0.0
         for i in range(before_start[k], before_start[k + 1]):
             start_s = max(start_s, end_s[before[i]] + lag_s[i])
-        end_s[k] = start_s + time_s[choice[k]]
+        end_s[k] = start_s + time_s[chosen[k]]
         makespan_s = max(makespan_s, end_s[k])
     return makespan_s

@@ -1,0 +1,211 @@
+"""Search for the best clock segments: by annealing, or by trying everything if there is little to try."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+from numba import njit
+
+from perseus_planner.solver.segment_moves import change_ranks, change_segment
+from perseus_planner.solver.segments import (
+    SegmentProblem,
+    State,
+    count_changes,
+    load_state,
+    max_changes_of,
+    replay,
+    restore,
+    set_clock,
+    shortest_dwell_s,
+)
+
+if TYPE_CHECKING:
+    from perseus_planner.solver.network import Integers
+
+_DEARER = 8.0  #: the price of being late at the end of a search, as a multiple of the first price
+
+
+class Goal(NamedTuple):
+    """The goal of a search: the least effective energy within these limits."""
+
+    deadline_s: float
+    budget: int  #: most changes of each rank
+    dwell_s: float  #: the least time for which a clock is held
+    price_w: float  #: price of a second beyond the deadline when a search begins
+    floor_j: float  #: plans that cost less count only if no other meets the deadline
+
+
+class Heat(NamedTuple):
+    """The number of tries of a search, and its first and last temperature, which falls exponentially with progress."""
+
+    tries: int
+    first_j: float
+    last_j: float
+
+
+@njit(cache=True)
+def _is_within_budget(problem: SegmentProblem, clock: Integers, first_rank: int, last_rank: int, budget: int) -> bool:
+    most = 0
+    for rank in range(first_rank, last_rank + 1):
+        most = max(most, count_changes(problem, clock, rank))
+    return most <= budget
+
+
+@njit(cache=True)
+def _vary(problem: SegmentProblem, state: State, library: Integers) -> tuple[float, int, int]:
+    """Make one or two random changes; return the effective energy added, and the first and last rank changed."""
+    sign = 1 if np.random.random() < 0.5 else -1
+    twice = np.random.random() < 0.4
+    if np.random.random() < 0.6:
+        i = np.random.randint(len(state.clock))
+        first = last = problem.rank[i]
+        added_j = change_segment(problem, state, i, sign)
+        if twice:
+            own = np.random.random() < 0.5
+            begin, end = problem.rank_start[first], problem.rank_start[first + 1]
+            i = np.random.randint(begin, end) if own else np.random.randint(len(state.clock))
+            first, last = min(first, problem.rank[i]), max(last, problem.rank[i])
+            added_j += change_segment(problem, state, i, -sign)
+        return added_j, first, last
+    ranks = len(problem.usable_count)
+    first, last = 0, ranks - 1
+    if np.random.random() < 0.5:
+        first = np.random.randint(ranks)
+        last = min(ranks - 1, first + np.random.randint(ranks))
+    added_j = change_ranks(problem, state, first, last, sign, library)
+    if twice:
+        added_j += change_ranks(problem, state, first, last, -sign, library)
+    return added_j, first, last
+
+
+@njit(cache=True)
+def anneal(problem: SegmentProblem, start: Integers, goal: Goal, heat: Heat, library: Integers) -> Integers:
+    """Return the best clocks found by simulated annealing (Kirkpatrick et al. 1983), which may be those of `start`.
+
+    The search accepts plans beyond the deadline at a price, but they count only until one within it is found. `start`
+    and the result are within budget and dwell time. If the result costs less than `start`, the difference is larger
+    than rounding errors of sums.
+
+    Args:
+        problem: the problem.
+        start: (m,) clocks.
+        goal: the limits.
+        heat: effort and temperatures.
+        library: (plans, m) clocks of plans, parts of which may be taken; at least one plan.
+    """
+    np.random.seed(1)
+    now, cost_j = load_state(problem, start)
+    time_s, scale_j = replay(problem, now), 0.0
+    for i in range(len(start)):
+        scale_j += abs(problem.cost_j[problem.member[i], start[i]])
+    margin_j = 1e-10 * scale_j
+    trial = State(now.clock.copy(), now.duration_s.copy(), now.end_s.copy(), now.touched.copy())
+    best, best_s, best_j = start.copy(), time_s, cost_j
+    stale = len(now.end_s)  # the first node whose end in `trial` differs from `now`
+    for attempt in range(heat.tries):
+        heat_j = heat.first_j * (heat.last_j / heat.first_j) ** (attempt / heat.tries)
+        price_w = goal.price_w * _DEARER ** (attempt / heat.tries)
+        worth_j = cost_j + price_w * max(0.0, time_s - goal.deadline_s)
+        added_j, first, last = _vary(problem, trial, library)
+        most_j = worth_j - heat_j * np.log(1.0 - np.random.random())
+        good = trial.touched[0] < len(now.end_s) and cost_j + added_j <= most_j
+        if good and _is_within_budget(problem, trial.clock, first, last, goal.budget):
+            trial.touched[0] = touched = min(trial.touched[0], stale)
+            trial_s = replay(problem, trial)
+            trial_j = cost_j + added_j + price_w * max(0.0, trial_s - goal.deadline_s)
+            good = trial_j <= most_j
+            good = good and (goal.dwell_s <= 0.0 or shortest_dwell_s(problem, trial, trial_s) >= goal.dwell_s)
+            stale = len(now.end_s) if good else touched
+        else:
+            good = False
+            trial.touched[0] = len(now.end_s)
+        begin, end = problem.rank_start[first], problem.rank_start[last + 1]
+        if not good:
+            restore(problem, now, trial, begin, end)
+            continue
+        restore(problem, trial, now, begin, end)
+        cost_j, time_s = cost_j + added_j, trial_s
+        late = time_s > goal.deadline_s
+        better = time_s < best_s if late else best_s > goal.deadline_s or cost_j < best_j - margin_j
+        if better and (late or best_s > goal.deadline_s or cost_j >= goal.floor_j - margin_j):
+            best[:], best_s, best_j = now.clock, time_s, cost_j
+    return best
+
+
+@njit(cache=True)
+def try_all_clocks(problem: SegmentProblem, start: Integers, goal: Goal) -> tuple[Integers, float, float]:
+    """Return the best clocks, their makespan (seconds) and effective energy (joules), by trying every combination.
+
+    If none meets the deadline, the energy is infinite, and the clocks are the fastest within budget and dwell time.
+
+    Args:
+        problem: the problem.
+        start: (m,) scratch space; changed in place.
+        goal: the limits.
+    """
+    for i in range(len(start)):
+        start[i] = -1
+        _next_clock(problem, start, i)
+    state, _ = load_state(problem, start)
+    best, best_s, best_j = start.copy(), np.inf, np.inf
+    while True:
+        if max_changes_of(problem, state.clock) <= goal.budget:
+            time_s, cost_j = replay(problem, state), 0.0
+            for i in range(len(start)):
+                cost_j += problem.cost_j[problem.member[i], state.clock[i]]
+            in_time = time_s <= goal.deadline_s
+            if (cost_j < best_j if in_time else best_j == np.inf and time_s < best_s) and (
+                goal.dwell_s <= 0.0 or shortest_dwell_s(problem, state, time_s) >= goal.dwell_s
+            ):
+                best[:], best_s, best_j = state.clock, time_s, cost_j if in_time else np.inf
+        i = 0
+        while i < len(start) and not _next_clock(problem, start, i):
+            start[i] = -1
+            _next_clock(problem, start, i)
+            set_clock(problem, state, i, start[i])
+            i += 1
+        if i == len(start):
+            return best, best_s, best_j
+        set_clock(problem, state, i, start[i])
+
+
+@njit(cache=True)
+def _next_clock(problem: SegmentProblem, clock: Integers, i: int) -> bool:
+    """Set `clock[i]` to its next measured clock; return False if there is none."""
+    times_s = problem.time_s[problem.member[i]]
+    for c in range(clock[i] + 1, len(times_s)):
+        if times_s[c] < np.inf:
+            clock[i] = c
+            return True
+    return False
+
+
+@njit(cache=True)
+def fastest_segments(problem: SegmentProblem, segments: int) -> Integers:
+    """Return clocks in at most so many segments per rank with the least sum of durations, by dynamic programming.
+
+    If that few segments are impossible, some of the clocks are not measured ones.
+    """
+    clocks = problem.time_s.shape[1]
+    clock = np.zeros(len(problem.node), dtype=np.int64)
+    for rank in range(len(problem.usable_count)):
+        first, count = problem.rank_start[rank], problem.rank_start[rank + 1] - problem.rank_start[rank]
+        least_s = np.full((segments + 1, clocks), np.inf)  # [segments so far, clock of the last one]
+        least_s[0] = 0.0
+        came = np.zeros((count, segments + 1, clocks), dtype=np.int64)  # 1 + the clock before, where a segment begins
+        for i in range(count):
+            for segment in range(segments, 0, -1):
+                before = np.argmin(least_s[segment - 1])
+                for c in range(clocks):
+                    if least_s[segment - 1, before] < least_s[segment, c]:
+                        least_s[segment, c], came[i, segment, c] = least_s[segment - 1, before], before + 1
+                    least_s[segment, c] += problem.time_s[problem.member[first + i], c]
+            least_s[0] = np.inf
+        segment = 1 + int(np.argmin(np.array([least_s[r].min() for r in range(1, segments + 1)])))
+        c = int(np.argmin(least_s[segment]))
+        for i in range(count - 1, -1, -1):
+            clock[first + i] = c
+            if came[i, segment, c]:
+                segment, c = segment - 1, came[i, segment, c] - 1
+    return clock
