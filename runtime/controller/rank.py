@@ -32,17 +32,25 @@ if TYPE_CHECKING:
     from perseus_planner.runtime.controller.scheduler import PendingChange
 
 
+MAX_SKIPPED = 64
+"""No rank passes more positions between two looks at its request; if more were passed, it runs another program."""
+
+_MAX_POSITIONS = 65536  #: of a program whose values are remembered, to bound the memory
+
+
 class ClockRequest(NamedTuple):
     """A clock request that has changed.
 
     Attributes:
         position: Position of the rank in its program; None if it wants no value.
         value: What it wants; 0 to have its GPU reset.
+        skipped: What the rank requested at the positions that it passed since the last look, as far as that is known.
         is_new_iteration: Whether the position has gone back since the last request.
     """
 
     position: int | None
     value: int
+    skipped: tuple[int, ...]
     is_new_iteration: bool
 
 
@@ -71,6 +79,7 @@ class Rank:
         self.sample_due_ns: int | None = None
         self._request = NO_REQUEST
         self._position: int | None = None  #: of the last request that had one
+        self._values: dict[int, int] = {}  #: position -> what was requested there last
         self._initial_limit_w: float | None = None
         self._is_attached = False
         self._failure: ControlFailure | None = None  #: not sent yet
@@ -111,16 +120,26 @@ class Rank:
         self.send(AttachRefusal(type(error).__name__, str(error)))
 
     def poll_request(self) -> ClockRequest | None:
-        """Return the clock request if it has changed since the last call."""
+        """Return the clock request if it has changed since the last call.
+
+        During a call of the driver, which takes milliseconds, nobody looks, and the rank may pass positions. It is
+        assumed to have requested there what it requested when they were seen last, as an iteration is like the one
+        before it. The positions at the end of an iteration are not known, so nothing is assumed about them.
+        """
         request = self.shared.request[0]
         if request == self._request:
             return None
         self._request = request
         position, value = parse_clock_request(request)
         if position is None:
-            return ClockRequest(None, RESET, is_new_iteration=False)
+            return ClockRequest(None, RESET, (), is_new_iteration=False)
         before, self._position = self._position, position
-        return ClockRequest(position, value, is_new_iteration=before is not None and position < before)
+        is_new_iteration = before is not None and position < before
+        passed = range(0 if before is None or is_new_iteration else before + 1, position)
+        skipped = [self._values[each] for each in passed if each in self._values] if len(passed) <= MAX_SKIPPED else ()
+        if position < _MAX_POSITIONS:
+            self._values[position] = value
+        return ClockRequest(position, value, tuple(skipped), is_new_iteration)
 
     def make(self, change: PendingChange) -> None:
         """Set the GPU, and tell the rank.

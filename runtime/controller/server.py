@@ -205,7 +205,8 @@ class Controller:
                 rank.sample_due_ns = now_ns
             if not rank.is_set:
                 continue
-            self._scheduler.request(rank, request.value, request.position, now_ns)
+            for value in (*request.skipped, request.value):
+                self._scheduler.request(rank, value, request.position, now_ns)
             if self._scheduler.is_overloaded(rank):
                 self._fail(rank, _overload_text(rank.attach_request.gpu))
 

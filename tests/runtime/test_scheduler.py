@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from perseus_planner.errors import UsageError
 from perseus_planner.runtime.controller.protocol import AttachRequest
-from perseus_planner.runtime.controller.rank import ClockRequest, Rank
+from perseus_planner.runtime.controller.rank import MAX_SKIPPED, ClockRequest, Rank
 from perseus_planner.runtime.controller.scheduler import JUDGED, RESET, ChangeScheduler
 from perseus_planner.runtime.marks import NO_REQUEST, clock_request
 
@@ -259,15 +259,43 @@ def test_a_changed_request_tells_where_a_rank_is_and_what_it_wants():
     first, second = clock_request(0, 900), clock_request(1, 1200)
     assert requests_seen(NO_REQUEST, first, first, second, first, NO_REQUEST, first) == [
         None,
-        ClockRequest(0, 900, is_new_iteration=False),
+        ClockRequest(0, 900, (), is_new_iteration=False),
         None,
-        ClockRequest(1, 1200, is_new_iteration=False),
-        ClockRequest(0, 900, is_new_iteration=True),
-        ClockRequest(None, 0, is_new_iteration=False),
-        ClockRequest(0, 900, is_new_iteration=False),
+        ClockRequest(1, 1200, (), is_new_iteration=False),
+        ClockRequest(0, 900, (), is_new_iteration=True),
+        ClockRequest(None, 0, (), is_new_iteration=False),
+        ClockRequest(0, 900, (), is_new_iteration=False),
     ]
+
+
+def test_positions_passed_unseen_request_what_they_requested_when_they_were_seen():
+    first = [clock_request(position, 1000 + position) for position in range(5)]
+    assert requests_seen(*first, clock_request(3, 1003), clock_request(0, 1000), clock_request(4, 1004))[-3:] == [
+        ClockRequest(3, 1003, (1000, 1001, 1002), is_new_iteration=True),
+        ClockRequest(0, 1000, (), is_new_iteration=True),
+        ClockRequest(4, 1004, (1001, 1002, 1003), is_new_iteration=False),
+    ]
+
+
+def test_nothing_is_assumed_of_positions_that_were_never_seen():
+    assert requests_seen(clock_request(0, 900), clock_request(5, 1200), clock_request(7, 900))[-2:] == [
+        ClockRequest(5, 1200, (), is_new_iteration=False),
+        ClockRequest(7, 900, (), is_new_iteration=False),
+    ]
+
+
+def test_no_rank_passes_more_positions_between_two_looks_than_the_limit():
+    seen = [clock_request(position, 900 + position) for position in range(MAX_SKIPPED + 3)]
+    begin = clock_request(0, 900)
+    near = requests_seen(*seen, begin, clock_request(MAX_SKIPPED + 1, 7))[-1]
+    far = requests_seen(*seen, begin, clock_request(MAX_SKIPPED + 2, 7))[-1]
+    assert near is not None
+    assert far is not None
+    assert near.skipped == tuple(900 + position for position in range(1, MAX_SKIPPED + 1))
+    assert far.skipped == ()
 
 
 @given(st.lists(st.integers(0, 2**64 - 1), max_size=40))
 def test_any_number_can_be_a_request(written: list[int]):
-    assert all(request is None or 0 <= request.value < 2**32 for request in requests_seen(*written))
+    for request in requests_seen(*written):
+        assert request is None or (0 <= request.value < 2**32 and len(request.skipped) <= MAX_SKIPPED)
