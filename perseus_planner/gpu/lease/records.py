@@ -15,12 +15,11 @@ from __future__ import annotations
 
 import glob
 import json
-import math
 import os
 import re
 import stat
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 from urllib.parse import quote, unquote
@@ -28,9 +27,10 @@ from urllib.parse import quote, unquote
 from perseus_planner.errors import GpuError
 from perseus_planner.files import replacing
 from perseus_planner.processes import ProcessIdentity, state_folder
+from perseus_planner.strict_json import read_fields
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator
 
 LEASED_BACK_ENDS = ("nvml", "zeusd", "command", "emulated")
 """Back-ends that may open a record's GPU. Emulated GPUs are separate for each user, in a private folder."""
@@ -245,36 +245,15 @@ def _load(path: Path) -> LeaseRecord:
 
 
 def _parse(content: Any) -> LeaseRecord:
-    values = _checked(content, LeaseRecord)
-    owner = ProcessIdentity(**_checked(values["owner"], ProcessIdentity))
-    record = LeaseRecord(**{**values, "owner": owner})
-    if record.gpu.partition(":")[0] not in LEASED_BACK_ENDS:
-        raise ValueError(f"its GPU is not one of {', '.join(f'{name}:…' for name in LEASED_BACK_ENDS)}")
-    if record.power_limit_w is not None and not math.isfinite(record.power_limit_w):
-        raise ValueError("its power limit is not finite")
-    return record
-
-
-_TYPES: Mapping[str, tuple[type, ...]] = {
-    "str": (str,),
-    "int": (int,),
-    "bool": (bool,),
-    "float | None": (float, type(None)),
-    "ProcessIdentity": (dict,),
-}
-
-
-def _checked(content: Any, of: type[LeaseRecord] | type[ProcessIdentity]) -> dict[str, Any]:
-    """Return `content` if it has the fields of the class, with their types, printable texts and no negative numbers."""
-    types = {field.name: _TYPES[str(field.type)] for field in fields(of)}
-    if not isinstance(content, dict) or content.keys() != types.keys():
-        raise ValueError(f"its fields are not {', '.join(types)}")
-    for name, value in content.items():
-        if type(value) not in types[name] or (isinstance(value, str) and not value.isprintable()):
-            raise ValueError(f"its {name} has the wrong type")
+    record = read_fields(LeaseRecord, content)
+    for name, value in (*asdict(record).items(), *asdict(record.owner).items()):
+        if isinstance(value, str) and not value.isprintable():
+            raise ValueError(f"its {name} is not printable")
         if isinstance(value, (int, float)) and value < 0:
             raise ValueError(f"its {name} is below 0")
-    return content
+    if record.gpu.partition(":")[0] not in LEASED_BACK_ENDS:
+        raise ValueError(f"its GPU is not one of {', '.join(f'{name}:…' for name in LEASED_BACK_ENDS)}")
+    return record
 
 
 def _unlink(path: Path) -> None:
