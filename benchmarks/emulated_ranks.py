@@ -32,7 +32,7 @@ from perseus_planner.gpu.simulated.emulated import EmulatedGpu
 from perseus_planner.profiler.pipeline import profile_pipeline
 from perseus_planner.profiles.clock_changes import ClockChange
 from perseus_planner.runtime import planner_runtime
-from perseus_planner.runtime.emulation import emulated
+from perseus_planner.runtime.emulation import emulate
 
 WIDTH = 128  # of square matrices, whose real computation takes a few percent of the emulated time
 WARM_UP, COUNTED = 2, 5  # iterations of each plan in a round
@@ -55,7 +55,7 @@ def main(engine_name: str, gpu: str, microbatches: str, rounds: str, folder: str
             _solve(where, engine_name, int(microbatches))
         dist.barrier()
         spans: dict[str, list[Span]] = {}
-        with emulated(engine, device.text):
+        with emulate(engine, device.text):
             for name in int(rounds) * ("maximum", *map(str, SLOWDOWNS)):
                 plan = where / f"{engine_name}-{name}.yaml"
                 with nullcontext() if name == "maximum" else planner_runtime(engine, plan=plan, gpu=device.text):

@@ -24,8 +24,8 @@ from perseus_planner.profiler.ranks.group import (
 from perseus_planner.profiler.ranks.measure import LocalStage, ProfileRequest, measure_alone, measure_with_ranks
 from perseus_planner.profiler.sweep import SweepSettings
 from perseus_planner.profiler.torch_stage import torch_stage
-from perseus_planner.training.microbatch import described
-from perseus_planner.training.values import mapped
+from perseus_planner.training.microbatch import describe_error
+from perseus_planner.training.values import map_tensors
 
 if TYPE_CHECKING:
     import torch
@@ -195,7 +195,7 @@ def _local_stage(
     @contextmanager
     def opened(gpu: Gpu, block: Block | None) -> Iterator[Stage]:
         module, inputs, loss = builder.build(position)
-        module, inputs = module.to(device), mapped(lambda each: each.to(device), inputs)
+        module, inputs = module.to(device), map_tensors(lambda each: each.to(device), inputs)
         first = position.stage == 0
         with torch_stage(gpu, module, inputs, loss, first=first, split_backward=split_backward, block=block) as stage:
             yield stage
@@ -206,10 +206,10 @@ def _local_stage(
 def _reason(error: Exception) -> str:
     """Return the text of an exception of the user's code, after the line of that code that raised it."""
     if isinstance(error, SyntaxError) and error.filename:
-        return f"{error.filename}:{error.lineno}: {described(error)}"
+        return f"{error.filename}:{error.lineno}: {describe_error(error)}"
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame.filename)]
     line = f"{frames[-1].filename}:{frames[-1].lineno}: " if frames else ""
-    return f"{line}{described(error)}"
+    return f"{line}{describe_error(error)}"
 
 
 def _is_users(file: str) -> bool:

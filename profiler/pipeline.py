@@ -14,7 +14,7 @@ from perseus_planner.profiler.engines.torch_pipelining import record_torch_sched
 from perseus_planner.profiler.ranks.group import TIMEOUT_S, RankGroup
 from perseus_planner.profiler.ranks.measure import ProfileRequest, measure_with_ranks
 from perseus_planner.profiler.sweep import SweepSettings
-from perseus_planner.training.engine_kinds import KNOWN, engine_kind, megatron_chunks
+from perseus_planner.training.engine_kinds import SUPPORTED_ENGINES, engine_kind, megatron_chunks
 
 if TYPE_CHECKING:
     import os
@@ -98,7 +98,7 @@ def _recorded(
         return record_torch_schedule(engine, _rank_in(tensor_group))
     if kind == "megatron":
         return record_megatron(megatron_chunks(engine), profiling._loss)
-    raise UsageError(f"profile_pipeline was given a {type(engine).__name__}; give it {KNOWN}")
+    raise UsageError(f"profile_pipeline was given a {type(engine).__name__}; give it {SUPPORTED_ENGINES}")
 
 
 def _rank_in(group: Any) -> int:

@@ -21,8 +21,8 @@ from perseus_planner.gpu.simulated.emulated import EmulatedGpu
 from perseus_planner.gpu.simulated.gpu import SimulatedGpu
 from perseus_planner.profiler.stage import Block, Run, Stage, TimedRun
 from perseus_planner.training.microbatch import Microbatch
-from perseus_planner.training.op_cost import counted
-from perseus_planner.training.state import as_found
+from perseus_planner.training.op_cost import count_op_cost
+from perseus_planner.training.state import preserve_state
 from perseus_planner.training.values import first_device
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def torch_stage(
         UsageError: If the module cannot run forward or backward on these inputs, or its backward cannot be split.
     """
     microbatch = Microbatch(module, forward or module, inputs, loss, first=first)
-    with as_found(module):
+    with preserve_state(module):
         try:
             steps = _steps(microbatch, split_backward)
             yield _stage(gpu, steps, first_device((list(module.parameters()), inputs)), block)
@@ -148,7 +148,7 @@ def _synchronizer(device: torch.device) -> Callable[[], None]:
 def _simulated_stage(gpu: SimulatedGpu, steps: Mapping[str, _Step], block: Block | None) -> Stage:
     def timed_run(step: _Step) -> TimedRun:
         step.prepare()
-        cost = counted(step.run)
+        cost = count_op_cost(step.run)
         if not cost.flops and not cost.bytes:
             return TimedRun(lambda times: gpu.wait(times * _NOTHING_S), step.includes)
         return TimedRun(lambda times: gpu.run(cost, times), step.includes)

@@ -1,4 +1,4 @@
-"""The few functions of the CUDA driver that torch does not offer: memory that the device and another process share."""
+"""Functions of the CUDA driver that torch does not offer, for memory that the device shares with another process."""
 
 from __future__ import annotations
 
@@ -24,46 +24,46 @@ _NEEDED = (
 
 
 class Driver:
-    """The CUDA driver, as this process has it loaded.
+    """The CUDA driver in this process.
 
     Args:
-        library: what has its functions; None: libcuda.so.1.
+        library: Object with the driver's functions; None for libcuda.so.1.
 
     Raises:
-        GpuError: it is not there.
-        GpuNotSupported: it is older than CUDA 11.7.
+        GpuError: If it cannot be loaded.
+        GpuNotSupported: If it is older than CUDA 11.7.
     """
 
     def __init__(self, library: Any = None) -> None:
-        self.library = _loaded() if library is None else library
+        self.library = _load() if library is None else library
         missing = [name for name in _NEEDED if not hasattr(self.library, name)]
         if missing:
-            raise GpuNotSupported(f"the CUDA driver has no {missing[0]}; update it to one of CUDA 11.7 or newer")
+            raise GpuNotSupported(f"the CUDA driver has no {missing[0]}; update it to CUDA 11.7 or newer")
 
     def call(self, function: str, *arguments: Any) -> None:
         """Call a function.
 
         Raises:
-            GpuError: the driver's answer is an error.
+            GpuError: If the driver returns an error.
         """
         code = getattr(self.library, function)(*arguments)
         if code != 0:
-            raise GpuError(self.refusal(function, code))
+            raise GpuError(self.error_text(function, code))
 
-    def refusal(self, function: str, code: int) -> str:
-        """What it means that `function` has answered `code`."""
+    def error_text(self, function: str, code: int) -> str:
+        """Return a description of an error code."""
         text = ctypes.c_char_p()
         if hasattr(self.library, "cuGetErrorString"):
             self.library.cuGetErrorString(code, ctypes.byref(text))
         reason = (text.value or b"no reason given").decode()
-        return f"the CUDA driver answers error {code} ({reason}) to {function}"
+        return f"the CUDA driver returns error {code} ({reason}) from {function}"
 
     @contextmanager
     def apart_from_captures(self) -> Iterator[None]:
-        """What this thread asks of events meanwhile does not end the capture of a CUDA graph by another thread.
+        """Let this thread query events inside the block while another thread captures a CUDA graph.
 
-        By default it does: any `query` of an event is forbidden to the whole process while a graph is captured. torch's
-        own watchdog of collectives does the same.
+        By default such a query ends the capture: it is forbidden in the whole process. The watchdog of torch's
+        collectives does the same.
         """
         mode = ctypes.c_int(_THREAD_LOCAL)
         self.call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
@@ -73,7 +73,7 @@ class Driver:
             self.call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
 
 
-def _loaded() -> Any:
+def _load() -> Any:
     try:
         return ctypes.CDLL("libcuda.so.1")
     except OSError as error:
@@ -84,28 +84,28 @@ def _loaded() -> Any:
 
 
 class DeviceWord:
-    """The first 64 bits of a page of shared memory, written by the device in the order of a stream.
+    """The first 64 bits of a page of shared memory, written by the device in stream order.
 
-    The page is registered in the CUDA context that is current on the calling thread. It cannot be closed until
-    `unregister`: then nothing is mapped where the device may yet write.
+    The page is registered in the current CUDA context of the calling thread. It cannot be closed before `unregister`,
+    so that nothing else is mapped where the device may still write.
 
     Args:
-        page: where the word is.
-        driver: the driver.
+        page: The page.
+        driver: The driver.
 
     Raises:
-        GpuError: the driver refuses; the text says why.
+        GpuError: If the driver returns an error.
     """
 
     def __init__(self, page: mmap, driver: Driver) -> None:
         self._driver, self._page = driver, page
-        self._held: Any = ctypes.c_char.from_buffer(page)
-        self._address = ctypes.c_void_p(ctypes.addressof(self._held))
+        self._buffer: Any = ctypes.c_char.from_buffer(page)
+        self._address = ctypes.c_void_p(ctypes.addressof(self._buffer))
         self._pointer = ctypes.c_uint64()
         try:
             driver.call("cuMemHostRegister_v2", self._address, ctypes.c_size_t(len(page)), _PORTABLE_AND_MAPPED)
         except GpuError:
-            self._held = None
+            self._buffer = None
             raise
         try:
             driver.call("cuMemHostGetDevicePointer_v2", ctypes.byref(self._pointer), self._address, 0)
@@ -114,27 +114,27 @@ class DeviceWord:
             raise
 
     def write(self, stream: int, value: int) -> str | None:
-        """When `stream` comes to this point, write `value`; what is wrong, where the driver refuses.
+        """Write `value` when `stream` reaches this point; return an error text if the driver returns an error.
 
-        A stream memory operation: it takes neither a copy engine, where it would wait for the copies of others (a
-        checkpoint's, say) and hold up the stream meanwhile, nor room for a kernel; the value travels with the command.
-        The call waits no more than a kernel's launch does, that is, for room in the stream's queue.
+        This is a stream memory operation, which needs neither a copy engine, where it would wait for other copies (for
+        example of a checkpoint), nor room for a kernel; the value is part of the command. Like the launch of a kernel,
+        the call only waits for room in the queue of the stream.
         """
         code = self._driver.library.cuStreamWriteValue64_v2(
             ctypes.c_void_p(stream), self._pointer, ctypes.c_uint64(value), 0
         )
-        return None if code == 0 else self._driver.refusal("cuStreamWriteValue64", code)
+        return None if code == 0 else self._driver.error_text("cuStreamWriteValue64", code)
 
     def reset(self) -> None:
-        """Let the host write that nothing is wanted, where the device writes no more."""
+        """Clear the word from the host, once the device does not write any more."""
         self._page[:8] = bytes(8)
 
     def unregister(self) -> None:
-        """Let go of the page, to which no write may be under way; nothing if that is done.
+        """Unregister the page, to which no write may be pending; harmless if repeated.
 
         Raises:
-            GpuError: the driver refuses.
+            GpuError: If the driver returns an error.
         """
-        if self._held is not None:
+        if self._buffer is not None:
             self._driver.call("cuMemHostUnregister", self._address)
-            self._held = None
+            self._buffer = None

@@ -1,24 +1,24 @@
-"""Training on emulated GPUs: a real engine, in which computations take as long as a GPU takes that is not there.
+"""Trains on emulated GPUs: a real engine, whose computations take as long as they would on the GPU.
 
-    with emulated(engine, "emulated:a100-sxm?slower=2000"):
+    with emulate(engine, "emulated:a100-sxm?slower=2000"):
         ...  # train
 
-Every forward and every backward of this rank lasts as long as `gpu/simulated/emulated.py` says for its FLOPs and
-bytes, at the clock that is in force on the emulated GPU while it runs; whoever sets that clock changes how long it
-lasts. What is computed is the same, to the last bit: the engine runs its own modules, losses, transfers and schedule.
+Every forward and every backward of this rank takes as long as `gpu/simulated/emulated.py` predicts for its FLOPs and
+bytes, at the clock of the emulated GPU while it runs; setting that clock changes the duration. The results are the same
+to the last bit: the engine runs its modules, losses, transfers and schedule.
 
-What it is for: trying plans, stragglers, failures and the planner's own service on a laptop, so that a wrong, late or
-missing clock change shows in the iteration time and in the energy. What it is not: a measurement of any GPU. It knows
-no kernels, no memory limits and no transfers but those that the engine really makes, which take what they take here.
+Emulation lets you try plans, stragglers, failures and the planner's service on a laptop: a wrong, late or missing clock
+change shows in the iteration time and in the energy. It is not a measurement of any GPU. It models no kernels and no
+memory limits, and transfers take as long as they really do here.
 
-The real computation is part of the time that it is given. So it must take less: choose `slower` such that computations
-take tens of milliseconds. Where it takes longer, so does the emulated computation, and the GPU waits meanwhile.
+The real computation happens within the emulated time, so it must be shorter: choose `slower` such that computations
+take tens of milliseconds. A real computation that takes longer prolongs the emulated one, and the GPU waits meanwhile.
 
-The work of a stage is counted in its first training microbatch, and again when shapes change, as the profiler counts
-it on a simulated GPU: a profile from `simulated:a100-sxm?slower=2000&noise=0&drift=0` says what
-`emulated:a100-sxm?slower=2000` will take.
-Whole backwards are timed, from the first gradient that comes in until autograd has done all. Schedules that compute
-the gradients of inputs and of weights apart are refused. Evaluation takes no longer than it does.
+FLOPs and bytes of a stage are counted in its first training microbatch, and again when shapes change, as the profiler
+counts them on a simulated GPU: a profile from `simulated:a100-sxm?slower=2000&noise=0&drift=0` predicts what
+`emulated:a100-sxm?slower=2000` does. A backward is timed as a whole, from the first gradient until autograd has
+finished. Schedules that compute the gradients of inputs and of weights separately are not supported. Evaluation is not
+slowed down.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from perseus_planner.gpu.simulated.emulated import EmulatedGpu
 from perseus_planner.gpu.torch_device import gpu_text
 from perseus_planner.training.engine_kinds import engine_kind
 from perseus_planner.training.op_cost import StageOpCost, stage_op_cost
-from perseus_planner.training.values import copied, is_training, tensors
+from perseus_planner.training.values import copy_tensors, is_training, tensors
 
 if TYPE_CHECKING:
     import torch
@@ -45,62 +45,62 @@ Loss = Callable[[Any], "torch.Tensor"]
 
 
 @contextmanager
-def emulated(engine: Any, gpu: str) -> Iterator[EmulatedGpu]:
-    """While the block runs, what `engine` computes on this rank takes as long as on the emulated GPU `gpu`.
+def emulate(engine: Any, gpu: str) -> Iterator[EmulatedGpu]:
+    """Make computations of `engine` on this rank take as long as on an emulated GPU, inside the block.
 
     Args:
-        engine: a PipelineEngine of DeepSpeed or a schedule of torch.distributed.pipelining.
-        gpu: "emulated:a100-sxm/0?slower=2000"; without the number, the one of this process' local rank.
+        engine: A DeepSpeed PipelineEngine or a schedule of torch.distributed.pipelining.
+        gpu: Text such as "emulated:a100-sxm/0?slower=2000"; without the number, the local rank is used.
 
     Raises:
-        UsageError: the engine is none of these, splits its backwards, or `gpu` is not emulated.
-        GpuError: no such GPU.
+        UsageError: If the engine is not supported or splits its backwards, or `gpu` is not emulated.
+        GpuError: If there is no such GPU.
     """
     find = {"torch": _torch_stages, "deepspeed": _deepspeed_stages}.get(engine_kind(engine) or "")
     if find is None:
         raise UsageError(
-            f"emulated was given a {type(engine).__name__}; give it a DeepSpeed PipelineEngine or a schedule of "
+            f"emulate was given a {type(engine).__name__}; give it a DeepSpeed PipelineEngine or a schedule of "
             "torch.distributed.pipelining"
         )
     with ExitStack() as stack:
-        device = stack.enter_context(_opened(gpu))
+        device = stack.enter_context(_open(gpu))
         for stage in find(engine, device):
             stack.enter_context(stage)
         yield device
 
 
 @contextmanager
-def emulated_stage(
+def emulate_stage(
     module: torch.nn.Module, gpu: EmulatedGpu, *, loss: Loss | None = None, first: bool = False
 ) -> Iterator[None]:
-    """While the block runs, a training call of `module` takes as long as on `gpu`, and so does its backward.
+    """Make training calls of `module` and their backwards take as long as on an emulated GPU, inside the block.
 
-    For pipelines without an engine.
+    Use this for pipelines without an engine.
 
     Args:
-        module: the stage.
-        gpu: what it is to run on.
-        loss: of the last stage, from the module's output to a scalar; its work is counted with the module's, and takes
-            its time there. It is not called but for that.
-        first: whether it is the first stage, which sends no gradients back.
+        module: The stage.
+        gpu: The GPU to emulate.
+        loss: Loss of the last stage, from the module's output to a scalar. Its FLOPs and bytes are added to those of
+            the module; it is called only to count them.
+        first: Whether this is the first stage, which sends no gradients back.
 
     Raises:
-        UsageError: at the first call: the module cannot be run forward or backward on its inputs.
+        UsageError: At the first call, if forward or backward fails on its inputs.
     """
-    with _Stage(gpu, module, module, first=first, loss=loss).attached():
+    with _EmulatedStage(gpu, module, module, first=first, loss=loss).attached():
         yield
 
 
-class _Stage:
-    """What makes one stage take its time.
+class _EmulatedStage:
+    """Times the computations of one stage.
 
     Args:
-        gpu: where it runs.
-        module: the stage.
-        forward: runs it, for its work to be counted.
-        first: as in `emulated_stage`.
-        loss: as in `emulated_stage`.
-        state: what else is put back after counting.
+        gpu: The emulated GPU.
+        module: The stage.
+        forward: Function that runs the stage to count its FLOPs and bytes.
+        first: As in `emulate_stage`.
+        loss: As in `emulate_stage`.
+        state: Makes a context that preserves further state while counting.
     """
 
     def __init__(
@@ -115,18 +115,18 @@ class _Stage:
     ) -> None:
         self._gpu, self._module, self._forward, self._first, self._state = gpu, module, forward, first, state
         self._loss = loss
-        self._works: dict[object, StageOpCost] = {}  #: shapes -> work
-        self._running: StageOpCost | None = None  #: of the forward that runs
+        self._costs: dict[object, StageOpCost] = {}  #: by shapes of the inputs
+        self._running: StageOpCost | None = None  #: cost of the forward that runs
         self._is_counting = False
-        self._awaits_loss: tuple[Any, Mapping[str, Any]] | None = None  #: the call whose work its loss will tell
+        self._uncounted: tuple[Any, Mapping[str, Any]] | None = None  #: the call to count once its loss is known
 
     @contextmanager
     def attached(self, owner: object = None, loss: str = "") -> Iterator[None]:
-        """Time the module; and, of the last stage of an engine, know the loss, which is attribute `loss` of `owner`."""
+        """Time the module inside the block; in the last stage of an engine, `loss` is the attribute of `owner`."""
         with ExitStack() as stack:
             follows = owner is not None and getattr(owner, loss) is not None
             if follows:
-                stack.enter_context(_followed(owner, loss, self._lost))
+                stack.enter_context(_intercept(owner, loss, self._after_loss))
             for handle in (
                 self._module.register_forward_pre_hook(partial(self._before, loss_follows=follows), with_kwargs=True),
                 self._module.register_forward_hook(self._after),
@@ -135,37 +135,37 @@ class _Stage:
             yield
 
     def _before(self, _: object, args: Any, kwargs: Mapping[str, Any], *, loss_follows: bool) -> None:
-        """The module is called."""
-        self._running = self._awaits_loss = None
+        """Handle the call of the module."""
+        self._running = self._uncounted = None
         if self._is_counting or not is_training(args, kwargs):
             return
         shapes = _shapes(args, kwargs)
-        if shapes not in self._works:
+        if shapes not in self._costs:
             if loss_follows:
-                self._awaits_loss = copied((tuple(args), dict(kwargs)))
+                self._uncounted = copy_tensors((tuple(args), dict(kwargs)))
                 return
-            self._works[shapes] = self._counted(args, kwargs, self._loss)
-        self._running = self._works[shapes]
+            self._costs[shapes] = self._count(args, kwargs, self._loss)
+        self._running = self._costs[shapes]
         _start(self._gpu, self._running.forward)
 
     def _after(self, _: object, args: Any, output: Any) -> None:
-        """The module has returned."""
+        """Handle the return of the module."""
         if self._running is not None:
             self._gpu.finish()
             _time_backward(self._gpu, output, self._running.backward)
 
-    def _lost(self, function: Callable[..., Any], args: Any, kwargs: Mapping[str, Any], result: Any) -> None:
-        """The engine has computed the loss with `function`."""
-        if self._is_counting or self._awaits_loss is None:
+    def _after_loss(self, function: Callable[..., Any], args: Any, kwargs: Mapping[str, Any], result: Any) -> None:
+        """Handle the return of the loss function of an engine."""
+        if self._is_counting or self._uncounted is None:
             return
-        (inputs, named), self._awaits_loss = self._awaits_loss, None
-        work = self._counted(inputs, named, lambda output: function(output, *args[1:], **kwargs))
-        self._works[_shapes(inputs, named)] = work
-        _start(self._gpu, work.forward)
+        (inputs, named), self._uncounted = self._uncounted, None
+        cost = self._count(inputs, named, lambda output: function(output, *args[1:], **kwargs))
+        self._costs[_shapes(inputs, named)] = cost
+        _start(self._gpu, cost.forward)
         self._gpu.finish()
-        _time_backward(self._gpu, result, work.backward)
+        _time_backward(self._gpu, result, cost.backward)
 
-    def _counted(self, args: Any, kwargs: Mapping[str, Any], loss: Loss | None) -> StageOpCost:
+    def _count(self, args: Any, kwargs: Mapping[str, Any], loss: Loss | None) -> StageOpCost:
         self._is_counting = True
         try:
             with self._state():
@@ -180,50 +180,50 @@ class _Stage:
             self._is_counting = False
 
 
-def _start(gpu: EmulatedGpu, work: OpCost) -> None:
-    if work.flops or work.bytes:
-        gpu.start(work)
+def _start(gpu: EmulatedGpu, cost: OpCost) -> None:
+    if cost.flops or cost.bytes:
+        gpu.start(cost)
 
 
-def _time_backward(gpu: EmulatedGpu, output: Any, work: OpCost) -> None:
-    """Let the backward from `output` take what `work` takes on `gpu`.
+def _time_backward(gpu: EmulatedGpu, output: Any, cost: OpCost) -> None:
+    """Make the backward from `output` take as long as `cost` does on `gpu`.
 
-    By hooks on the graph, not by operations of it: engines free outputs and detach them in place, which they could not
-    do with views.
+    This uses hooks on the graph instead of operations in it: engines free outputs and detach them in place, which is
+    impossible for views.
     """
     import torch
 
-    under_way = False
+    is_running = False
 
     def begin(_: object) -> None:
-        nonlocal under_way
-        if not under_way:
-            under_way = True
-            _start(gpu, work)
+        nonlocal is_running
+        if not is_running:
+            is_running = True
+            _start(gpu, cost)
             torch.autograd.Variable._execution_engine.queue_callback(end)
 
     def end() -> None:
-        nonlocal under_way
-        under_way = False
+        nonlocal is_running
+        is_running = False
         gpu.finish()
 
-    for node in {each.grad_fn for each in tensors(output) if each.grad_fn is not None}:
+    for node in {tensor.grad_fn for tensor in tensors(output) if tensor.grad_fn is not None}:
         node.register_prehook(begin)
 
 
 def _shapes(*values: object) -> object:
-    return tuple((each.shape, each.dtype, each.requires_grad) for each in tensors(values))
+    return tuple((tensor.shape, tensor.dtype, tensor.requires_grad) for tensor in tensors(values))
 
 
 @contextmanager
-def _followed(owner: object, name: str, told: Callable[..., None]) -> Iterator[None]:
-    """While the block runs, `told` is called with every call of attribute `name`, a function or a module."""
+def _intercept(owner: object, name: str, after: Callable[..., None]) -> Iterator[None]:
+    """Call `after` after every call of attribute `name`, a function or a module, inside the block."""
     import torch
 
     found: Callable[..., Any] = getattr(owner, name)
     if isinstance(found, torch.nn.Module):
         handle = found.register_forward_hook(
-            lambda _, args, kwargs, result: told(found, args, kwargs, result), with_kwargs=True
+            lambda _, args, kwargs, result: after(found, args, kwargs, result), with_kwargs=True
         )
         try:
             yield
@@ -231,47 +231,51 @@ def _followed(owner: object, name: str, told: Callable[..., None]) -> Iterator[N
             handle.remove()
         return
 
-    def follower(*args: Any, **kwargs: Any) -> Any:
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
         result = found(*args, **kwargs)
-        told(found, args, kwargs, result)
+        after(found, args, kwargs, result)
         return result
 
-    is_own = name in vars(owner)
-    setattr(owner, name, follower)
+    is_on_instance = name in vars(owner)
+    setattr(owner, name, wrapper)
     try:
         yield
     finally:
-        if is_own:
+        if is_on_instance:
             setattr(owner, name, found)
         else:
             delattr(owner, name)
 
 
 def _torch_stages(schedule: Any, gpu: EmulatedGpu) -> Iterator[AbstractContextManager[None]]:
-    parts = [schedule._stage] if hasattr(schedule, "_stage") else list(schedule._stages)  # the engine has no other way
+    parts = [schedule._stage] if hasattr(schedule, "_stage") else list(schedule._stages)  # there is no public attribute
     order: Mapping[int, Any] = getattr(schedule, "pipeline_order", None) or {}
     kinds = {action.computation_type.name for row in order.values() for action in row if action is not None}
     if kinds & {"BACKWARD_INPUT", "BACKWARD_WEIGHT", "OVERLAP_F_B"}:
         raise UsageError(
-            f"{type(schedule).__name__} computes the gradients of inputs and of weights apart, which cannot be "
+            f"{type(schedule).__name__} computes the gradients of inputs and of weights separately, which cannot be "
             "emulated; use a schedule with whole backwards, such as Schedule1F1B or ScheduleInterleaved1F1B"
         )
     for part in parts:
-        stage = _Stage(gpu, part.submod, part.submod, first=part.is_first)
+        stage = _EmulatedStage(gpu, part.submod, part.submod, first=part.is_first)
         yield stage.attached(schedule, "_loss_fn") if part.is_last else stage.attached()
 
 
 def _deepspeed_stages(engine: Any, gpu: EmulatedGpu) -> Iterator[AbstractContextManager[None]]:
     module = engine.module
-    # Without the hooks of the engine on the module, which prepare for a backward that it would run.
-    stage = _Stage(
-        gpu, module, module.forward, first=engine.stage_id == 0, state=lambda: _same_attribute(module, "micro_offset")
+    # module.forward, because the engine's hooks on the module prepare for a backward by the engine.
+    stage = _EmulatedStage(
+        gpu,
+        module,
+        module.forward,
+        first=engine.stage_id == 0,
+        state=lambda: _preserve_attribute(module, "micro_offset"),
     )
     yield stage.attached(module, "loss_fn") if engine.is_last_stage() else stage.attached()
 
 
 @contextmanager
-def _same_attribute(owner: object, name: str) -> Iterator[None]:
+def _preserve_attribute(owner: object, name: str) -> Iterator[None]:
     found = getattr(owner, name)
     try:
         yield
@@ -280,11 +284,11 @@ def _same_attribute(owner: object, name: str) -> Iterator[None]:
 
 
 @contextmanager
-def _opened(text: str) -> Iterator[EmulatedGpu]:
+def _open(text: str) -> Iterator[EmulatedGpu]:
     import torch
 
     if not text.startswith("emulated:"):
-        raise UsageError(f"GPU {text!r} is not emulated; give one such as emulated:a100-sxm?slower=2000")
+        raise UsageError(f"GPU {text!r} is not emulated; give a GPU such as emulated:a100-sxm?slower=2000")
     with open_gpu(gpu_text(text, torch.device("cpu"))) as gpu:
         assert isinstance(gpu, EmulatedGpu)
         yield gpu

@@ -1,1 +1,1 @@
-"""What a training engine and its torch modules look like from outside, for the profiler and the runtime alike."""
+"""Training engines and torch modules, for the profiler and the runtime: engine kinds, microbatches, FLOPs and bytes."""

@@ -1,11 +1,11 @@
-"""One microbatch through one module: forward, and backward whole or in two parts, as often as is asked."""
+"""Runs one microbatch through one module repeatedly: forward, and backward as a whole or in two parts."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 from perseus_planner.errors import UsageError
-from perseus_planner.training.values import arguments, copied, tensors
+from perseus_planner.training.values import call_arguments, copy_tensors, tensors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -17,14 +17,14 @@ class Microbatch:
     """The computations of one microbatch.
 
     Args:
-        module: whose weights' gradients are computed.
-        forward: what is called with the inputs, mostly the module itself.
-        inputs: as in `torch_stage`; copied.
-        loss: as in `torch_stage`.
-        first: whether no gradients go back to a stage before this one.
+        module: Module whose weights get gradients.
+        forward: Function to call with the inputs, usually the module itself.
+        inputs: As in `torch_stage`; they are copied.
+        loss: As in `torch_stage`.
+        first: Whether this is the first stage, which sends no gradients back.
 
     Raises:
-        UsageError: forward or backward fails, or what comes out of forward has no gradient.
+        UsageError: If forward or backward fails, or the result of forward has no gradient.
     """
 
     def __init__(
@@ -38,54 +38,54 @@ class Microbatch:
     ) -> None:
         self.first = first
         self._module, self._forward, self._loss = module, forward, loss
-        self._inputs = copied(inputs)
-        leaves = [each for each in tensors(self._inputs) if each.is_floating_point()]
-        if not first and not any(each.requires_grad for each in leaves):
-            for each in leaves:
-                each.requires_grad_()
-        self._leaves = [each for each in leaves if each.requires_grad]
-        self._roots: list[torch.Tensor] = []  # what forward gave, its graph with it
-        self._kept: list[torch.Tensor] | None = None  # the same of a graph that backward is to leave as it is
+        self._inputs = copy_tensors(inputs)
+        leaves = [tensor for tensor in tensors(self._inputs) if tensor.is_floating_point()]
+        if not first and not any(leaf.requires_grad for leaf in leaves):
+            for leaf in leaves:
+                leaf.requires_grad_()
+        self._leaves = [leaf for leaf in leaves if leaf.requires_grad]
+        self._roots: list[torch.Tensor] = []  # results of forward, with their graph
+        self._kept: list[torch.Tensor] | None = None  # the same for a graph that backward must not free
         self._gradients: list[torch.Tensor] = []  # of the roots
-        self._weights_left: list[dict[str, Any]] | None = None  # what the gradient of the inputs leaves to the weights'
+        self._weights_left: list[dict[str, Any]] | None = None  # what that of the inputs leaves for the weights
 
     def forward(self) -> None:
-        """Run forward; the graph of the forward before is freed first."""
+        """Run forward, after freeing the graph of the last forward."""
         import torch
 
         self._roots = []
-        args, kwargs = arguments(self._inputs)
+        args, kwargs = call_arguments(self._inputs)
         with torch.enable_grad():
             result = self._forward(*args, **kwargs)
             if self._loss is not None:
                 result = self._loss(result)
-        self._roots = [each for each in tensors(result) if each.requires_grad]
+        self._roots = [tensor for tensor in tensors(result) if tensor.requires_grad]
 
     def free_backward(self) -> None:
-        """Run the backward of the last forward, which frees its graph."""
+        """Run the backward of the last forward, and free its graph."""
         self._backward(self._roots, keep=False)
         self._roots = []
 
     def keep(self) -> None:
-        """Have a forward's graph for `backward` and `input_gradient`, unless there is one."""
+        """Run forward for `backward` and `input_gradient`, unless its graph is already there."""
         if self._kept is None:
             self.forward()
             self._kept, self._roots = self._roots, []
 
     def forget(self) -> None:
-        """Free what is kept: forward alone is measured without a second microbatch in memory."""
+        """Free all graphs, so that forward is measured without a second microbatch in memory."""
         self._roots, self._kept, self._weights_left = [], None, None
 
     def backward(self) -> None:
-        """Run the backward of the kept graph, which stays."""
+        """Run the backward of the kept graph without freeing it."""
         assert self._kept is not None
         self._backward(self._kept, keep=True)
 
     def can_keep_graph(self) -> bool:
-        """Whether backward can run more than once on a graph: not where an autograd function frees what it saved.
+        """Return whether backward can run repeatedly on a graph; some autograd functions free what they saved.
 
         Raises:
-            UsageError: forward, or one backward, fails.
+            UsageError: If forward, or the first backward, fails.
         """
         try:
             self.keep()
@@ -94,21 +94,21 @@ class Microbatch:
         except UsageError:
             raise
         except Exception as error:
-            raise UsageError(f"the stage cannot be run on its sample input: {described(error)}") from error
+            raise UsageError(f"the stage cannot be run on its sample input: {describe_error(error)}") from error
         try:
             self.backward()
-        except Exception:  # whatever an autograd function that has lost its tensors raises
+        except Exception:  # an autograd function without its tensors may raise anything
             self.forget()
             return False
         return True
 
     def input_gradient(self) -> None:
-        """Run the gradient of the inputs on the kept graph, as torch's pipelines do."""
+        """Compute the gradient of the inputs on the kept graph, as torch.distributed.pipelining does."""
         assert self._kept is not None
         stage_backward_input, _ = _pipeline_backward()
         self._clear_input_gradients()
         for root in self._kept:
-            # It ends with freeing the graph of the outputs; here that is kept for the next time.
+            # stage_backward_input frees the graph of the outputs at its end; here it is needed again.
             root.detach_ = _nothing
         gradients = None if self._loss is not None else self._gradients_of(self._kept)
         _, self._weights_left = stage_backward_input(
@@ -116,16 +116,16 @@ class Microbatch:
         )
 
     def keep_input_gradient(self) -> None:
-        """Have what `weight_gradient` starts from, unless it is there."""
+        """Run `input_gradient` for `weight_gradient`, unless its result is already there."""
         self.keep()
         if self._weights_left is None:
             self.input_gradient()
 
     def weight_gradient(self) -> None:
-        """Run the gradient of the weights, as torch's pipelines do, after that of the inputs."""
+        """Compute the gradient of the weights after that of the inputs, as torch.distributed.pipelining does."""
         assert self._weights_left is not None
         _, stage_backward_weight = _pipeline_backward()
-        # It takes its entries out of the groups; with copies they are there the next time.
+        # stage_backward_weight removes entries from the groups, which are needed again.
         groups = [dict(group) for group in self._weights_left]
         stage_backward_weight(iter(self._module.parameters()), groups, retain_graph=True)
 
@@ -136,37 +136,37 @@ class Microbatch:
         torch.autograd.backward(roots, self._gradients_of(roots), retain_graph=keep)
 
     def _gradients_of(self, roots: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """What stands for the gradients that the next stage sends: real numbers, for zeros draw less power."""
+        """Return random gradients in place of those from the next stage: zeros would take less power."""
         import torch
 
         if not self._gradients:
             self._gradients = [
-                torch.ones_like(each) if each.numel() == 1 else torch.randn_like(each) / each.numel() for each in roots
+                torch.ones_like(root) if root.numel() == 1 else torch.randn_like(root) / root.numel() for root in roots
             ]
         return self._gradients
 
     def _clear_input_gradients(self) -> None:
-        for leaf in self._leaves:  # each microbatch has inputs of its own
+        for leaf in self._leaves:  # each microbatch has different inputs
             leaf.grad = None
 
     def _check_roots(self) -> None:
         roots = self._kept or []
         if not roots:
             raise UsageError(
-                "nothing that the stage returns has a gradient, so that there is no backward; return floating-point "
-                "tensors that depend on its weights"
+                "the stage returns no tensor with a gradient, so it has no backward; return floating-point tensors "
+                "that depend on its weights"
             )
         if self._loss is not None and (len(roots) != 1 or roots[0].numel() != 1):
-            shapes = ", ".join(str(tuple(each.shape)) for each in roots)
-            raise UsageError(f"the loss is {len(roots)} tensors of shapes {shapes}; return one scalar")
+            shapes = ", ".join(str(tuple(root.shape)) for root in roots)
+            raise UsageError(f"the loss consists of {len(roots)} tensors of shapes {shapes}; return one scalar")
 
 
 def _nothing() -> None:
     pass
 
 
-def described(error: BaseException) -> str:
-    """An exception of someone else's code on one line: its kind and the first line of its text."""
+def describe_error(error: BaseException) -> str:
+    """Describe an exception on one line: its class and the first line of its text."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 

@@ -1,4 +1,4 @@
-"""What a torch computation does, counted while it runs."""
+"""Counts the FLOPs and bytes of a torch computation while it runs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from perseus_planner.gpu.simulated.model import OpCost
 from perseus_planner.training.microbatch import Microbatch
-from perseus_planner.training.state import as_found
+from perseus_planner.training.state import preserve_state
 from perseus_planner.training.values import tensors
 
 if TYPE_CHECKING:
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 
 class StageOpCost(NamedTuple):
-    """The work of one microbatch in a stage."""
+    """FLOPs and bytes of one microbatch in a stage."""
 
-    forward: OpCost  #: the loss included, if it has one
-    backward: OpCost  #: of inputs and weights
+    forward: OpCost  #: with the loss, if there is one
+    backward: OpCost  #: for inputs and weights
 
 
 def stage_op_cost(
@@ -31,34 +31,35 @@ def stage_op_cost(
     first: bool = False,
     forward: Callable[..., Any] | None = None,
 ) -> StageOpCost:
-    """What `module` does in one microbatch, counted in a run of it that leaves no trace; arguments as of `Microbatch`.
+    """Run one microbatch and count its FLOPs and bytes; the state of the module is preserved.
 
-    The backward adds to gradients that are there, as those of all microbatches but the first of an iteration do.
+    The backward accumulates gradients, as for all microbatches of an iteration except the first. Arguments are those of
+    `Microbatch`.
 
     Raises:
-        UsageError: the module cannot be run forward or backward on these inputs.
+        UsageError: If forward or backward fails on these inputs.
     """
     microbatch = Microbatch(module, forward or module, inputs, loss, first=first)
-    with as_found(module):
+    with preserve_state(module):
         try:
             if microbatch.can_keep_graph():
-                backward = counted(microbatch.backward)
+                backward = count_op_cost(microbatch.backward)
                 microbatch.forget()
-                return StageOpCost(counted(microbatch.forward), backward)
+                return StageOpCost(count_op_cost(microbatch.forward), backward)
             microbatch.forward()
             microbatch.free_backward()
-            ahead = counted(microbatch.forward)
-            return StageOpCost(ahead, counted(microbatch.free_backward))
+            ahead = count_op_cost(microbatch.forward)
+            return StageOpCost(ahead, count_op_cost(microbatch.free_backward))
         finally:
             microbatch.forget()
 
 
-def counted(action: Callable[[], object]) -> OpCost:
-    """The work of `action`, which runs once.
+def count_op_cost(action: Callable[[], object]) -> OpCost:
+    """Run `action` once, and count its FLOPs and bytes.
 
-    FLOPs are those of matrix products, convolutions and attention, as torch's FlopCounterMode knows them. Bytes are
-    those of the tensors that each operator reads and writes: no kernel is taken to be fused with another, nothing to
-    stay in a cache, so they are an upper estimate. Operators that only view or allocate move nothing.
+    FLOPs are those of matrix products, convolutions and attention, as in torch's FlopCounterMode. Bytes are those of
+    the tensors that each operator reads and writes. They are an upper bound, because fused kernels and caches are
+    ignored. Operators that only view or allocate move nothing.
     """
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils.flop_counter import FlopCounterMode
@@ -69,12 +70,12 @@ def counted(action: Callable[[], object]) -> OpCost:
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             result = func(*args, **(kwargs or {}))
             if _moves_data(func):
-                self.bytes += sum(each.nbytes for each in tensors((args, kwargs, result)))
+                self.bytes += sum(tensor.nbytes for tensor in tensors((args, kwargs, result)))
             return result
 
     flops, traffic = FlopCounterMode(display=False, custom_mapping=_attention_on_cpu()), Traffic()
     with warnings.catch_warnings():
-        # It tracks modules too, which a recomputation confuses; only the sum is used.
+        # FlopCounterMode also tracks modules, which recomputation confuses; only the total is used.
         warnings.filterwarnings("ignore", message="The module hierarchy tracking")
         with flops, traffic:
             action()
@@ -82,7 +83,7 @@ def counted(action: Callable[[], object]) -> OpCost:
 
 
 def _attention_on_cpu() -> dict[Any, Callable[..., int]]:
-    """Operator -> FLOPs, of those that torch counts on a GPU only."""
+    """Return the FLOP formulas of operators that torch counts only on GPUs."""
     import torch
     from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
 

@@ -1,4 +1,4 @@
-"""A module that is measured, and afterwards trains on as if it had not been."""
+"""Preserves the state of a module while it is measured."""
 
 from __future__ import annotations
 
@@ -15,40 +15,40 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def as_found(module: torch.nn.Module) -> Iterator[None]:
-    """Put back on leaving: gradients, buffers, mode, and the state of the random generators.
+def preserve_state(module: torch.nn.Module) -> Iterator[None]:
+    """Restore gradients, buffers, training mode and random number generators after the block.
 
-    Inside, gradients start from none, so that the ones there are (a `main_grad` of Megatron-core too) stay as they are,
-    and are not reduced among replicas, nor does an optimizer or an engine see them: hooks that run when a gradient has
-    been accumulated do not run. A module that is not in training mode is put into it.
+    Inside the block the module is in training mode and has no gradients. Gradients computed there, including
+    Megatron-core's `main_grad`, are not reduced among replicas and never seen by an optimizer or engine: hooks on
+    accumulated gradients do not run.
 
     Raises:
-        UsageError: the module is sharded over replicas (FSDP), which would have to measure in step.
+        UsageError: If the module is sharded over replicas (FSDP), which would have to be measured together.
     """
-    _refuse_sharded(module)
+    _reject_sharded(module)
     with ExitStack() as stack:
-        stack.enter_context(_same_random_state())
-        stack.enter_context(_same_buffers(module))
-        stack.enter_context(_training(module))
+        stack.enter_context(_preserve_random_state())
+        stack.enter_context(_preserve_buffers(module))
+        stack.enter_context(_training_mode(module))
         for parameter in module.parameters():
-            stack.enter_context(_own_gradient(parameter))
-        for each in module.modules():
-            if callable(no_sync := getattr(each, "no_sync", None)):
+            stack.enter_context(_hide_gradient(parameter))
+        for part in module.modules():
+            if callable(no_sync := getattr(part, "no_sync", None)):
                 stack.enter_context(no_sync())
         yield
 
 
-def _refuse_sharded(module: torch.nn.Module) -> None:
-    kinds = {each.__name__ for part in module.modules() for each in type(part).__mro__}
+def _reject_sharded(module: torch.nn.Module) -> None:
+    kinds = {base.__name__ for part in module.modules() for base in type(part).__mro__}
     if kinds & {"FSDPModule", "FullyShardedDataParallel"}:
         raise UsageError(
-            "this stage is sharded over its replicas (FSDP), so that none of them can be measured alone; "
+            "this stage is sharded over its replicas (FSDP), so that it cannot be measured on one of them; "
             "profile the pipeline without FSDP"
         )
 
 
 @contextmanager
-def _same_random_state() -> Iterator[None]:
+def _preserve_random_state() -> Iterator[None]:
     import torch
 
     state, devices = random.getstate(), []
@@ -62,7 +62,7 @@ def _same_random_state() -> Iterator[None]:
 
 
 @contextmanager
-def _same_buffers(module: torch.nn.Module) -> Iterator[None]:
+def _preserve_buffers(module: torch.nn.Module) -> Iterator[None]:
     import torch
 
     found = [
@@ -80,8 +80,8 @@ def _same_buffers(module: torch.nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _training(module: torch.nn.Module) -> Iterator[None]:
-    # A module in training mode may have parts that are not, on purpose.
+def _training_mode(module: torch.nn.Module) -> Iterator[None]:
+    # A module in training mode may have parts that are deliberately not.
     modes = {part: part.training for part in module.modules()}
     if not module.training:
         module.train()
@@ -93,8 +93,8 @@ def _training(module: torch.nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _own_gradient(parameter: Any) -> Iterator[None]:
-    """Keep the gradients that `parameter` has out of reach, and the hooks on accumulated ones from running."""
+def _hide_gradient(parameter: Any) -> Iterator[None]:
+    """Hide the gradients of `parameter`, and disable the hooks on accumulated gradients."""
     import torch
 
     hooks: dict[int, Callable[..., Any]] = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}

@@ -1,4 +1,4 @@
-"""Tensors inside the arguments and results of modules: tuples, lists and dicts of them, nested."""
+"""Finds tensors in the arguments and results of modules, which may be nested tuples, lists and dicts."""
 
 from __future__ import annotations
 
@@ -11,57 +11,57 @@ if TYPE_CHECKING:
 
 
 def tensors(value: object) -> Iterator[torch.Tensor]:
-    """The tensors in `value`, in order."""
+    """Yield the tensors in `value`, in order."""
     import torch
 
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, dict):
-        for each in value.values():
-            yield from tensors(each)
+        for item in value.values():
+            yield from tensors(item)
     elif isinstance(value, (tuple, list)):
-        for each in value:
-            yield from tensors(each)
+        for item in value:
+            yield from tensors(item)
 
 
-def mapped(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    """`value` with `function` of each tensor in its place."""
+def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    """Return `value` with each tensor replaced by the result of `function`."""
     import torch
 
     if isinstance(value, torch.Tensor):
         return function(value)
     if isinstance(value, dict):
-        return {key: mapped(function, each) for key, each in value.items()}
+        return {key: map_tensors(function, item) for key, item in value.items()}
     if isinstance(value, tuple) and hasattr(value, "_fields"):  # a named tuple
-        return type(value)(*(mapped(function, each) for each in value))
+        return type(value)(*(map_tensors(function, item) for item in value))
     if isinstance(value, (tuple, list)):
-        return type(value)(mapped(function, each) for each in value)
+        return type(value)(map_tensors(function, item) for item in value)
     return value
 
 
-def copied(value: Any) -> Any:
-    """`value` with copies of its tensors, each a leaf that requires a gradient if the tensor does."""
-    return mapped(lambda each: each.detach().clone().requires_grad_(each.requires_grad), value)
+def copy_tensors(value: Any) -> Any:
+    """Return `value` with copies of its tensors, which are leaves and require gradients if the tensors do."""
+    return map_tensors(lambda tensor: tensor.detach().clone().requires_grad_(tensor.requires_grad), value)
 
 
-def arguments(inputs: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """How a module is called with `inputs`: a dict by name, a tuple or list one after the other, else as the one."""
+def call_arguments(inputs: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return args and kwargs for a module: a dict by name, a tuple or list by position, another value alone."""
     if isinstance(inputs, dict):
         return (), inputs
     return (tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)), {}
 
 
 def first_device(value: object) -> torch.device:
-    """Where the first tensor in `value` is; the CPU where there is none."""
+    """Return the device of the first tensor in `value`; the CPU if there is none."""
     import torch
 
-    return next((each.device for each in tensors(value)), torch.device("cpu"))
+    return next((tensor.device for tensor in tensors(value)), torch.device("cpu"))
 
 
 def is_training(*values: object) -> bool:
-    """Whether a call with these values trains: it does not evaluate, nor infer shapes with tensors without values."""
+    """Return whether a call with these values trains, instead of evaluating or inferring shapes with fake tensors."""
     import torch
     from torch._subclasses.fake_tensor import FakeTensor
 
-    real = (each.device.type != "meta" and not isinstance(each, FakeTensor) for each in tensors(values))
+    real = (tensor.device.type != "meta" and not isinstance(tensor, FakeTensor) for tensor in tensors(values))
     return torch.is_grad_enabled() and all(real)

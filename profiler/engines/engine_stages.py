@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from perseus_planner.errors import UsageError
 from perseus_planner.profiler.ranks.measure import LocalStage
 from perseus_planner.profiler.torch_stage import torch_stage
-from perseus_planner.training.values import copied, is_training
+from perseus_planner.training.values import copy_tensors, is_training
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -49,7 +49,7 @@ class RecordedCall:
     def record(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Keep copies of the arguments, unless the call only infers shapes or evaluates."""
         if is_training(args, kwargs):
-            self.args, self.kwargs = copied(tuple(args)), copied(dict(kwargs))
+            self.args, self.kwargs = copy_tensors(tuple(args)), copy_tensors(dict(kwargs))
 
     def arguments(self, name: str) -> dict[str, Any]:
         """Return the arguments under the names args and kwargs.

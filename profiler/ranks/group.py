@@ -18,7 +18,7 @@ from itertools import count
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from perseus_planner.errors import EndedElsewhere, PlannerError, RankError, UsageError
-from perseus_planner.training.microbatch import described
+from perseus_planner.training.microbatch import describe_error
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -114,7 +114,7 @@ def _init_process_group() -> None:
     try:
         dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     except (RuntimeError, ValueError) as error:
-        raise RankError(f"the ranks cannot reach each other: {described(error)}") from error
+        raise RankError(f"the ranks cannot reach each other: {describe_error(error)}") from error
 
 
 class RankGroup:
@@ -244,7 +244,7 @@ class RankGroup:
 def _reason(error: BaseException) -> str:
     if isinstance(error, PlannerError):
         return str(error)
-    return "it was interrupted" if isinstance(error, KeyboardInterrupt) else described(error)
+    return "it was interrupted" if isinstance(error, KeyboardInterrupt) else describe_error(error)
 
 
 class StageGroup:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from perseus_planner.errors import UsageError
-from perseus_planner.training.engine_kinds import KNOWN, engine_kind, megatron_chunks
+from perseus_planner.training.engine_kinds import SUPPORTED_ENGINES, engine_kind, megatron_chunks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -86,7 +86,7 @@ def engine_of(engine: Any) -> Engine:
         from perseus_planner.runtime.engines.megatron import MegatronModel
 
         return MegatronModel(megatron_chunks(engine))
-    raise UsageError(f"planner_runtime was given a {type(engine).__name__}; give it {KNOWN}")
+    raise UsageError(f"planner_runtime was given a {type(engine).__name__}; give it {SUPPORTED_ENGINES}")
 
 
 @contextmanager

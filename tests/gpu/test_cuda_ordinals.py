@@ -89,14 +89,14 @@ def test_an_ordinal_that_cuda_does_not_show_is_refused(nvml: StandIn, cuda, monk
 
 @pytest.mark.parametrize("which", ["", "x", "-1", "GPU-1", "0,1", "9" * 5000])
 def test_what_is_no_ordinal_is_refused(which: str):
-    with pytest.raises(GpuError, match="is no CUDA ordinal; write cuda:0"), open_gpu(f"cuda:{which}"):
+    with pytest.raises(GpuError, match="is not a CUDA ordinal; write cuda:0"), open_gpu(f"cuda:{which}"):
         pass
 
 
 def test_a_cuda_driver_that_does_not_start_is_said(nvml: StandIn, cuda, monkeypatch: pytest.MonkeyPatch):
     cuda(*DIGITS)
     monkeypatch.setenv("FAKE_CUDA_INIT", "803")
-    said = r"cuda:0: the CUDA driver answers error 803 to cuInit.*; see that `nvidia-smi`"
+    said = r"cuda:0: the CUDA driver returns error 803 from cuInit.*; check that `nvidia-smi`"
     with pytest.raises(GpuError, match=said), open_gpu("cuda:0"):
         pass
 

@@ -16,8 +16,8 @@ from perseus_planner.gpu.simulated.model import OpCost
 from perseus_planner.gpu.simulated.options import SimulationOptions
 from perseus_planner.profiler.stage import Stage
 from perseus_planner.profiler.torch_stage import torch_stage
-from perseus_planner.training.op_cost import counted
-from perseus_planner.training.state import as_found
+from perseus_planner.training.op_cost import count_op_cost
+from perseus_planner.training.state import preserve_state
 
 torch = pytest.importorskip("torch")
 nn = torch.nn
@@ -150,14 +150,14 @@ def test_in_the_first_stage_the_gradient_of_inputs_is_nothing_and_that_of_weight
 
 def test_bytes_are_those_that_operators_read_and_write() -> None:
     a, b = torch.zeros(10), torch.zeros(10)
-    assert counted(lambda: a + b).bytes == 3 * 40
-    assert counted(lambda: a.view(2, 5).t()).bytes == 0
+    assert count_op_cost(lambda: a + b).bytes == 3 * 40
+    assert count_op_cost(lambda: a.view(2, 5).t()).bytes == 0
 
 
 def test_attention_on_the_cpu_counts() -> None:
     q = torch.randn(2, 4, 16, 8)
     attention = nn.functional.scaled_dot_product_attention
-    assert counted(lambda: attention(q, q, q)).flops == 2 * 2 * (2 * 4) * 16 * 16 * 8
+    assert count_op_cost(lambda: attention(q, q, q)).flops == 2 * 2 * (2 * 4) * 16 * 16 * 8
 
 
 def test_time_on_a_simulated_gpu_is_the_models() -> None:
@@ -280,7 +280,7 @@ def test_everything_is_restored_afterwards() -> None:
 
 def test_a_module_that_evaluates_trains_while_it_is_measured() -> None:
     module = network().eval()
-    with as_found(module):
+    with preserve_state(module):
         assert all(part.training for part in module.modules())
     assert not any(part.training for part in module.modules())
 
@@ -304,9 +304,11 @@ def refused(module: Any, inputs: Any, loss: Any = None) -> str:
 def test_a_stage_that_cannot_run_is_refused() -> None:
     wrong = refused(network(), torch.zeros(ROWS, 3))
     assert wrong.startswith("the stage cannot be run on its sample input: RuntimeError: mat1 and mat2 shapes")
-    assert refused(nn.Identity(), torch.zeros(3, dtype=torch.long)).startswith("nothing that the stage returns has a")
+    assert refused(nn.Identity(), torch.zeros(3, dtype=torch.long)).startswith(
+        "the stage returns no tensor with a gradient"
+    )
     assert refused(network(), sample(), lambda output: output) == (
-        f"the loss is 1 tensors of shapes ({ROWS}, {WIDTH}); return one scalar"
+        f"the loss consists of 1 tensors of shapes ({ROWS}, {WIDTH}); return one scalar"
     )
 
 

@@ -206,7 +206,7 @@ def test_where_nobody_reads_the_times_no_more_are_kept():
 )
 def test_a_refusal_is_told_with_its_reason_and_leaves_nothing_behind(function):
     cuda, page = FakeCuda(refuses={function: 800}), mmap(-1, 4096)
-    with pytest.raises(GpuError, match=r"the CUDA driver answers error 800 \(operation not permitted\) to cu"):
+    with pytest.raises(GpuError, match=r"the CUDA driver returns error 800 \(operation not permitted\) from cu"):
         CudaMarks(page, "cuda:0", cuda, Driver(cuda))  # type: ignore[arg-type]
     assert cuda.registered == set()
 

@@ -17,7 +17,7 @@ from perseus_planner.gpu import open_gpu
 from perseus_planner.gpu.simulated.emulated import EmulatedGpu, open_emulated
 from perseus_planner.gpu.torch_device import gpu_text
 from perseus_planner.profiler.torch_stage import torch_stage
-from perseus_planner.runtime.emulation import emulated, emulated_stage
+from perseus_planner.runtime.emulation import emulate, emulate_stage
 from perseus_planner.training.op_cost import stage_op_cost
 
 torch = pytest.importorskip("torch")
@@ -107,7 +107,7 @@ def trained(module: Any, loss: Callable[[Any], Any] | None, *, first: bool) -> l
 def test_outputs_gradients_and_random_state_are_the_same_to_the_last_bit(gpu: EmulatedGpu, name: str):
     build, loss, first = MODULES[name]
     results = []
-    for context in (nullcontext, partial(emulated_stage, gpu=gpu, loss=loss, first=first)):
+    for context in (nullcontext, partial(emulate_stage, gpu=gpu, loss=loss, first=first)):
         torch.manual_seed(0)
         module = build()
         before = dict(vars(module))
@@ -151,7 +151,7 @@ def spans_s(
         return late_s[-1]
 
     monkeypatch.setattr(gpu, "finish", told)
-    with emulated_stage(module, gpu, loss=loss, first=first):
+    with emulate_stage(module, gpu, loss=loss, first=first):
         backward(module(sample(first=first)), loss)
         for _ in range(6):
             x, start_s = sample(first=first), time.monotonic()
@@ -183,7 +183,7 @@ def test_forward_and_backward_take_as_long_as_the_gpu_says_at_its_clock(
 def test_several_outputs_are_one_backward(gpu: EmulatedGpu):
     module, mask = Two(), torch.ones(WIDTH, WIDTH)
     expected_s = gpu.model.load(stage_op_cost(module, (sample(first=False), mask)).backward).time_s(1410)
-    with emulated_stage(module, gpu):
+    with emulate_stage(module, gpu):
         one, two, _ = module(sample(first=False), mask)
         for retain in (True, False):  # a graph that is kept takes its time again
             start_s = time.monotonic()
@@ -193,7 +193,7 @@ def test_several_outputs_are_one_backward(gpu: EmulatedGpu):
 
 def test_other_shapes_are_other_work(gpu: EmulatedGpu):
     module = plain()
-    with emulated_stage(module, gpu):
+    with emulate_stage(module, gpu):
         module(torch.randn(8, WIDTH))
         small = stage_op_cost(module, torch.randn(8, WIDTH)).forward
         large = stage_op_cost(module, torch.randn(64, WIDTH)).forward
@@ -206,7 +206,7 @@ def test_other_shapes_are_other_work(gpu: EmulatedGpu):
 
 def test_evaluation_is_left_alone(gpu: EmulatedGpu):
     module = plain().eval()
-    with emulated_stage(module, gpu), torch.no_grad():
+    with emulate_stage(module, gpu), torch.no_grad():
         number = gpu._shared.number()
         module(sample(first=True))
         assert gpu._shared.number() == number
@@ -214,7 +214,7 @@ def test_evaluation_is_left_alone(gpu: EmulatedGpu):
 
 def test_a_stage_that_fails_leaves_the_next_microbatch_as_it_was(gpu: EmulatedGpu):
     module = plain()
-    with emulated_stage(module, gpu):
+    with emulate_stage(module, gpu):
         module(sample(first=False))
         with pytest.raises(UsageError, match="cannot be run on its sample input: RuntimeError: mat1"):
             module(torch.randn(WIDTH, WIDTH + 1))
@@ -237,8 +237,8 @@ def test_without_a_number_it_is_the_gpu_of_the_local_rank(monkeypatch: pytest.Mo
 
 
 def test_what_is_no_engine_is_refused():
-    refused = pytest.raises(UsageError, match="emulated was given a Linear; give it a DeepSpeed PipelineEngine or")
-    with refused, emulated(nn.Linear(1, 1), "emulated:a100-sxm/0"):
+    refused = pytest.raises(UsageError, match="emulate was given a Linear; give it a DeepSpeed PipelineEngine or")
+    with refused, emulate(nn.Linear(1, 1), "emulated:a100-sxm/0"):
         pass
 
 

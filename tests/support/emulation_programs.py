@@ -18,7 +18,7 @@ from perseus_planner.errors import UsageError
 from perseus_planner.gpu.simulated.emulated import EmulatedGpu
 from perseus_planner.profiler.pipeline import profile_pipeline
 from perseus_planner.profiler.sweep import SweepSettings
-from perseus_planner.runtime.emulation import emulated
+from perseus_planner.runtime.emulation import emulate
 
 WIDTH, MICROBATCHES = 32, 4
 CPU = torch.device("cpu")
@@ -31,7 +31,7 @@ def train(name: str) -> None:
         torch.manual_seed(0)
         engine, step, modules = {"torch": _torch, "interleaved": _interleaved, "deepspeed": _deepspeed}[name]()
         losses = _stepped(step)
-        with emulated(engine, "emulated:a100-sxm?slower=20000") if on_gpus else nullcontext() as gpu:
+        with emulate(engine, "emulated:a100-sxm?slower=20000") if on_gpus else nullcontext() as gpu:
             for _ in range(2):
                 losses += _stepped(step)
             if gpu is not None:
@@ -53,12 +53,12 @@ def train(name: str) -> None:
 
 
 def split() -> None:
-    """A schedule that computes I and W apart."""
+    """A schedule that computes I and W separately."""
     dist.init_process_group("gloo")
     stages = [pipelining.PipelineStage(nn.Linear(WIDTH, WIDTH), dist.get_rank() + each, 4, CPU) for each in (0, 2)]
     schedule = pipelining.ScheduleInterleavedZeroBubble(stages, 4, loss_fn=nn.functional.mse_loss)
-    refused = pytest.raises(UsageError, match="gradients of inputs and of weights apart")
-    with refused, emulated(schedule, "emulated:a100-sxm?slower=20000"):
+    refused = pytest.raises(UsageError, match="gradients of inputs and of weights separately")
+    with refused, emulate(schedule, "emulated:a100-sxm?slower=20000"):
         pass
     dist.destroy_process_group()
 

@@ -20,7 +20,7 @@ from perseus_planner import Profile, schedules, solve
 from perseus_planner.profiler.pipeline import profile_pipeline
 from perseus_planner.runtime import planner_runtime
 from perseus_planner.runtime.agent import agent
-from perseus_planner.runtime.emulation import emulated
+from perseus_planner.runtime.emulation import emulate
 from perseus_planner.runtime.telemetry import counters
 
 WIDTH, ROWS, MICROBATCHES = 64, 8, 4
@@ -48,7 +48,7 @@ def train(engine: str, address: str, state: str) -> None:
     dist.barrier()
     served = {"service": address, "job": "e2e", "frontier": "frontier.npz"}
     with (
-        emulated(made, f"emulated:{GPU}") as gpu,
+        emulate(made, f"emulated:{GPU}") as gpu,
         planner_runtime(made, plan="plan.yaml", gpu=f"emulated:{GPU}", **served) as runtime,
         open(f"rows-{dist.get_rank()}", "w", buffering=1) as rows,
     ):
