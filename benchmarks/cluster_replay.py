@@ -29,7 +29,7 @@ _COLUMNS = {
 }
 
 
-def random_trace(seed: int, count: int, pipelines: int, stages: int, seconds: float) -> list[Straggler]:
+def random_stragglers(seed: int, count: int, pipelines: int, stages: int, seconds: float) -> list[Straggler]:
     """Stragglers of 1.05 to 1.5, half of them stages, that begin at any time and last 4 % of the job on average."""
     rng, found = Random(seed), []
     for _ in range(count):
@@ -45,14 +45,14 @@ def measure(size: Size) -> Section:
     profile = on_each_gpu(profile_of(size.cases[0]), _GPUS_PER_STAGE)
     frontier = solve(profile, schedules.one_f_one_b(STAGES, _MICROBATCHES))
     pipelines, stragglers = (_PIPELINES, _STRAGGLERS) if size.cases == CASES else (4, 5)
-    trace = random_trace(0, stragglers, pipelines, STAGES, _ITERATIONS * frontier.baseline_time_s)
+    events = random_stragglers(0, stragglers, pipelines, STAGES, _ITERATIONS * frontier.baseline_time_s)
     frontier.plan_for(1.001 * frontier.baseline_time_s)  # compiles what planning needs
     outcomes, taken_s = [], []
     for name in _POLICIES:
-        outcome, seconds = _timed(Cluster(frontier, pipelines, _ITERATIONS, trace), name)
+        outcome, seconds = _timed(Cluster(frontier, pipelines, _ITERATIONS, events), name)
         outcomes.append(outcome)
         taken_s.append(seconds)
-    cluster = Cluster(frontier, pipelines, _ITERATIONS, trace)
+    cluster = Cluster(frontier, pipelines, _ITERATIONS, events)
     rows: list[dict[str, Any]] = [
         {
             "policy": each.policy,

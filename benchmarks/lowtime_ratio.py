@@ -30,19 +30,19 @@ _COLUMNS = {
     "breakpoints": ("ours: breakpoints", "d"),
     "median_ms": ("ours: median, ms", ".1f"),
     "ratio": ("ratio", ".0f"),
-    "above_median": ("lowtime's plans above the bound at their own time: median, %", ".2f"),
+    "above_median": ("lowtime's plans above the bound at their time: median, %", ".2f"),
     "above_most": ("most, %", ".2f"),
-    "same_problem_ms": ("lowtime's own problem by our solver, ms", ".0f"),
+    "same_problem_ms": ("lowtime's problem by our solver, ms", ".0f"),
     "same_plans": ("plans of that equal to lowtime's, %", ".1f"),
 }
-_LEAST = -1e-12  #: what the rounding of floats may put a plan below the bound, relative
+_LEAST = -1e-12  #: rounding of floats may put a plan this far below the bound, relative
 
 
 def measure(size: Size) -> Section:
-    """Run both; hold every plan of lowtime's against the bound.
+    """Run both solvers, and compare every plan of lowtime with the bound.
 
     Raises:
-        MissingError: lowtime cannot be loaded.
+        MissingError: If lowtime cannot be loaded.
     """
     require_lowtime()
     rows = [_row(case, microbatches, size) for case in size.cases for microbatches in size.lowtime_microbatches]
@@ -51,24 +51,24 @@ def measure(size: Size) -> Section:
         2,
         f"Against lowtime {LOWTIME_VERSION}",
         f"Times measured on this machine in one run; {STAGES} stages, 1F1B, the same measured profiles, precedences "
-        f"and blocking power; lowtime's tau {size.lowtime_unit_s * 1e3:g} ms. Of lowtime its solver alone is counted, "
-        "once, without the fit of its curves or building its graph; of ours the median of "
-        f"{size.repetitions} calls as in number 1, its graph included. To reach: 2000 at 24.",
+        f"and blocking power; lowtime's tau {size.lowtime_unit_s * 1e3:g} ms. For lowtime, one call of its solver "
+        "counts, without fitting its curves or building its graph; for ours, the median of "
+        f"{size.repetitions} calls as in number 1, with its graph. To reach: 2000 at 24.",
         [Table(_COLUMNS, rows)],
         [
             Check(
-                f"no plan of lowtime's, replayed from the measured points of its clocks, is below our bound at its "
+                f"no plan of lowtime, replayed from the measured points of its clocks, is below our bound at its "
                 f"time (least {least:+.1e} relative)",
                 least >= _LEAST,
             )
         ],
         [
-            "lowtime's options are made as Zeus' example does: blocking energy subtracted, then the dominated options "
-            "taken out, then `ExponentialModel(search_strategy='best')`. Its frontier spans the same clocks as ours.",
+            "lowtime's options are made as in Zeus' example: blocking energy subtracted, then dominated options "
+            "removed, then `ExponentialModel(search_strategy='best')`. Its frontier spans the same clocks as ours.",
             "lowtime gives a point per tau, this planner the breakpoints of an exact curve. The last two columns are "
-            "our solver on the problem that lowtime solves, its fitted curves at whole multiples of tau, and the share "
-            "of the plans made from it, with lowtime's choice of clocks, that take the replayed time and energy of "
-            "lowtime's own.",
+            "our solver on lowtime's problem, its fitted curves at whole multiples of tau, and the share of the plans "
+            "made from that solution by lowtime's choice of clocks whose replayed time and energy equal those of "
+            "lowtime's plans.",
         ],
     )
 
@@ -97,7 +97,7 @@ def _row(case: Case, microbatches: int, size: Size) -> dict[str, Any]:
 
 
 def _share_of_same_plans(run: LowtimeRun, fits: Fits, frontier: Frontier) -> float:
-    """Of the plans of the exact solution of lowtime's problem, those that replay as lowtime's own do."""
+    """Return the share of plans from the exact solution of lowtime's problem that replay like lowtime's plans."""
     units = [round(plan.claimed_s / fits.unit_s) for plan in run.plans]
     same = [
         math.isclose(ours.time_s, theirs.time_s) and math.isclose(ours.effective_j, theirs.effective_j)
@@ -107,7 +107,7 @@ def _share_of_same_plans(run: LowtimeRun, fits: Fits, frontier: Frontier) -> flo
 
 
 def above_bound(frontier: Frontier, run: LowtimeRun) -> list[float]:
-    """How far the replayed energy of each plan is above the bound at its replayed time, relative."""
+    """Return how far the replayed energy of each plan is above the bound at its replayed time, relative."""
     blocked_w = frontier.profile.blocking_power_w * frontier.profile.stages
     return [
         (plan.effective_j + blocked_w * plan.time_s) / frontier.bound_j(max(plan.time_s, frontier.min_time_s)) - 1

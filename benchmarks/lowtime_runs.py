@@ -1,4 +1,4 @@
-"""lowtime, the solver published with Perseus, on the same pipelines; and its plans, costed from measurements."""
+"""Runs lowtime, the solver published with Perseus, on the same pipelines, and costs its plans from the measurements."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from perseus_planner.schedules.dag import PipelineDag
 
 @dataclass(frozen=True)
 class Replayed:
-    """A plan of lowtime's.
+    """A plan of lowtime, replayed.
 
     Attributes:
         claimed_s: the iteration time that lowtime gives it, seconds.
@@ -36,7 +36,7 @@ class Replayed:
 
 @dataclass(frozen=True)
 class LowtimeRun:
-    """One run of lowtime: how long its solver took, seconds, and all its plans, slowest first."""
+    """One run of lowtime: the time of its solver, seconds, and all its plans, slowest first."""
 
     solve_s: float
     plans: tuple[Replayed, ...]
@@ -46,7 +46,7 @@ def require_lowtime() -> None:
     """Load lowtime.
 
     Raises:
-        MissingError: it cannot be loaded, or is of another version.
+        MissingError: If it cannot be loaded, or is another version.
     """
     try:
         load_lowtime()
@@ -56,10 +56,10 @@ def require_lowtime() -> None:
 
 @cache
 def fits_of(case: Case, unit_s: float, *, filter_first: bool = False) -> Fits:
-    """`fit` of the profile of `case`.
+    """Fit lowtime's cost models to the profile of `case`.
 
     Raises:
-        MissingError: lowtime cannot be loaded.
+        MissingError: If lowtime cannot be loaded.
     """
     require_lowtime()
     return fit(profile_of(case), unit_s, filter_first=filter_first)
@@ -67,10 +67,10 @@ def fits_of(case: Case, unit_s: float, *, filter_first: bool = False) -> Fits:
 
 @cache
 def lowtime_run(case: Case, microbatches: int, unit_s: float) -> LowtimeRun:
-    """Run lowtime's solver over all of its frontier.
+    """Run lowtime's solver over its whole frontier.
 
     Raises:
-        MissingError: lowtime cannot be loaded.
+        MissingError: If lowtime cannot be loaded.
     """
     fits, dag = fits_of(case, unit_s), dag_of(case, microbatches)
     walk = Walk(fits, dag, [computation[:2] for computation in dag.computations])
@@ -87,7 +87,7 @@ def lowtime_run(case: Case, microbatches: int, unit_s: float) -> LowtimeRun:
 
 
 def replayed(dag: PipelineDag, claimed_s: float, clocks: Iterable[int]) -> Replayed:
-    """One iteration with the measured time and energy of every computation's clock."""
+    """Replay an iteration with the measured time and energy of every computation's clock."""
     table = {(*key, m.clock_mhz): m for key, points in dag.profile.measurements.items() for m in points}
     chosen = [table[(*c[:2], clock)] for c, clock in zip(dag.computations, clocks, strict=True)]
     busy_s = math.fsum(m.time_s for m in chosen)
@@ -97,9 +97,9 @@ def replayed(dag: PipelineDag, claimed_s: float, clocks: Iterable[int]) -> Repla
 
 @cache
 def same_problem(fits: Fits, microbatches: int) -> Frontier:
-    """The exact frontier of the problem that lowtime solves: durations in whole units, energies by its fits.
+    """Solve lowtime's problem exactly: durations in whole units, energies by its fits.
 
-    Its unit of time is `fits.unit_s`, in place of a second; joules are joules.
+    The unit of time of the frontier is `fits.unit_s` instead of a second; energies are in joules.
     """
     watts = fits.blocking_power_w * fits.unit_s  # joules per unit
     table = {}
@@ -113,12 +113,12 @@ def same_problem(fits: Fits, microbatches: int) -> Frontier:
 
 
 def same_plans(fits: Fits, dag: PipelineDag, times: Iterable[int]) -> Iterator[Replayed]:
-    """The plans that lowtime's choice of clocks makes of its problem's exact solution, replayed.
+    """Yield plans made from the exact solution of lowtime's problem by its choice of clocks, replayed.
 
     Args:
-        fits: what lowtime makes of the profile.
+        fits: the profile as lowtime models it.
         dag: the iteration.
-        times: iteration times, in units, falling.
+        times: iteration times in units, falling.
     """
     frontier = same_problem(fits, dag.schedule.microbatches)
     to_ticks = round(1 / frontier.scaled.tick_s)  # a power of two, so that units stay whole numbers

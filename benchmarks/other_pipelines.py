@@ -1,4 +1,4 @@
-"""Number 9: interleaved pipelines, and a stage that is suddenly slower."""
+"""Number 9: interleaved pipelines, and a stage that becomes slow."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ def measure(size: Size) -> Section:
     return Section(
         9,
         "Interleaved pipelines, and a slow stage",
-        "Measured seconds of this machine. Interleaved: each measured stage split into equal parts, Megatron's order; "
+        "Times measured on this machine. Interleaved: each measured stage split into equal parts, Megatron's order; "
         f"to reach {_INTERLEAVED_LIMIT_S:g} s. A slow stage: its computations take {_SLOWDOWN}x as long at unchanged "
-        "power, in a 1F1B pipeline; new exact frontier and a plan no slower than all clocks at maximum; "
+        "power, in a 1F1B pipeline; a new exact frontier and a plan no slower than all clocks at maximum; "
         f"to reach {_SLOWED_LIMIT_S:g} s.",
         [Table(_INTERLEAVED, interleaved), Table(_SLOWED, slow)],
         [
@@ -97,7 +97,7 @@ def _convex(frontier: Frontier) -> bool:
 
 
 def _split(profile: Profile, ranks: int, virtual: int) -> Profile:
-    """Each stage as `virtual` equal ones, stage c * ranks + r from measured stage r."""
+    """Split each stage into `virtual` equal ones; stage c * ranks + r comes from measured stage r."""
     table = {
         (chunk * ranks + rank, kind): tuple(
             Measurement(m.clock_mhz, m.time_s / virtual, m.energy_j / virtual)

@@ -29,7 +29,7 @@ _LIMITS = {12: 0.5, 24: 0.3, 48: 0.3, 96: 0.3}  #: microbatches -> percent
 
 
 def measure(size: Size) -> Section:
-    """Plan at every deadline and compare the ways to round."""
+    """Plan for every deadline, and compare ways to round."""
     rows = [row for case in size.cases for m in size.microbatches for row in _rows(case, m, size)]
     checks = [
         Check("no plan is past its deadline", all(row["time_s"] <= row["deadline_s"] for row in rows)),
@@ -51,9 +51,9 @@ def measure(size: Size) -> Section:
         [
             "*At its own time*: the plan's energy over the bound at the time that the plan takes. *At the deadline*, "
             "the stricter one, and all columns after it: the energy of an iteration that lasts until the deadline, "
-            "where GPUs that are done wait at the blocking power, over the bound there.",
-            "*lowtime*: of its plans whose replayed time meets the deadline the one that costs least; a dash where "
-            f"none meets it. For {', '.join(map(str, size.lowtime_microbatches))} microbatches they are from the run "
+            "where finished GPUs wait at the blocking power, over the bound there.",
+            "*lowtime*: the cheapest of its plans whose replayed time meets the deadline; a dash if no plan "
+            f"does. For {', '.join(map(str, size.lowtime_microbatches))} microbatches they are from the run "
             "of number 2; for more from the exact solution of the same fitted problem (tau "
             f"{size.lowtime_unit_s * 1e3:g} ms) with lowtime's choice of clocks.",
             "*Rounded up*: every relaxed duration to the nearest faster clock; then *slack filled*, last computations "
@@ -89,7 +89,7 @@ def _rows(case: Case, microbatches: int, size: Size) -> Iterable[dict[str, Any]]
 
 
 def _lowtime(case: Case, microbatches: int, size: Size, deadline_s: float) -> float | None:
-    """Least effective energy, joules, of lowtime's plans that meet the deadline; None if there is none."""
+    """Return the least effective energy of lowtime's plans that meet the deadline, joules, or None."""
     try:
         plans = _lowtime_plans(case, microbatches, size)
     except MissingError:
@@ -108,7 +108,7 @@ def _lowtime_plans(case: Case, microbatches: int, size: Size) -> Sequence[Replay
 
 
 def _rounded_up(frontier: Frontier, deadline_s: float) -> tuple[float, float]:
-    """Effective joules of each relaxed duration's nearest faster option, and of that with its slack filled."""
+    """Return the effective energy with each relaxed duration's nearest faster option, and with slack filled, J."""
     dag, tick_s = frontier.dag, frontier.scaled.tick_s
     within = min(max(int(deadline_s / tick_s), int(frontier.times[-1])), int(frontier.times[0]))
     event = next(frontier.states_at([within])).state.event

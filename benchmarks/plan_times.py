@@ -1,4 +1,4 @@
-"""Number 5: how long a plan takes, from a frontier that was loaded from its file."""
+"""Number 5: how long planning takes, with a frontier that was loaded from its file."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ for deadline_s in map(float, sys.argv[2:]):
     t.append(time.perf_counter())
 print(json.dumps([b - a for a, b in zip(t, t[1:])]))
 """
-_WARM_UP = 1.03  #: a deadline that is none of the measured ones
+_WARM_UP = 1.03  #: a deadline different from the measured ones
 
 
 def measure(size: Size) -> Section:

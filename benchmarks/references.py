@@ -1,4 +1,4 @@
-"""Number 6: against the frontiers of the Perseus artifact and the plans of EnvPipe."""
+"""Number 6: comparison with the frontiers of the Perseus artifact and the plans of EnvPipe."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ _ENVPIPE_COLUMNS = {
     "above": ("EnvPipe above the bound, %", ".2f"),
 }
 _TOLERANCE = 1e-5  #: between two fits of one curve, relative
-_WRITTEN = 1e-4  #: EnvPipe's times are written to as many digits, relative
+_WRITTEN = 1e-4  #: relative precision of EnvPipe's written times
 
 
 def measure(size: Size) -> Section:
-    """Hold each reference frontier against ours, solve its own problem, and replay its plans.
+    """Compare each reference frontier with ours, solve its problem, and replay its plans.
 
     Raises:
-        MissingError: lowtime, whose fits are needed, cannot be loaded.
+        MissingError: If lowtime, whose fits are needed, cannot be loaded.
     """
     require_lowtime()
     rows = [_row(case, m, size) for case in size.cases for m in size.reference_microbatches]
@@ -64,15 +64,15 @@ def measure(size: Size) -> Section:
         ],
         [
             "The reference's printed energies differ from ours, and can be below our bound, for three reasons. Its "
-            "energy is a fitted exponential's, not that of the clocks it chooses. It rounds the time of every "
+            "energy comes from a fitted exponential, not from the chosen clocks. It rounds the time of every "
             "computation down to its tick (1 ms; 0.1 ms on the A40), so its printed times are too short, and its "
-            "fastest are faster than any clocks. It takes out options that are dominated in time and energy before it "
+            "fastest are faster than any clocks. It removes options that are dominated in time and energy before it "
             "subtracts the blocking energy, so it loses slow clocks that pay, and its frontier ends earlier.",
             "Replayed times are longer than printed where rounding down shortened them, and shorter where clocks are "
             "far apart: each computation gets the next faster one, which costs energy and leaves slack.",
-            "The artifact holds no plans for these frontiers. They are made again: its problem solved exactly, each "
-            "computation given the slowest clock whose rounded time fits, as lowtime does, then replayed from the "
-            "measured points. Number 2 tells how far such plans are lowtime's own.",
+            "The artifact has no plans for these frontiers, so they are reconstructed: its problem is solved exactly, "
+            "each computation gets the slowest clock whose rounded time fits, as in lowtime, and the plan is replayed "
+            "from the measured points. Number 2 shows how well such plans match lowtime's.",
             "Above our bound is at the replayed time of each plan; GPUs wait at the blocking power until its end.",
         ],
     )

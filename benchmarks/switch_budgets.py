@@ -1,4 +1,4 @@
-"""Number 8: what is left of the saving when a GPU may change its clock only so often."""
+"""Number 8: the saving that is left when the clock changes of a GPU are limited."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _CHANGE = ClockChange(call_s=0.0045, settle_s=0.0009)
 _COST_COLUMNS = {
     "profile": ("profile", ""),
     "microbatches": ("microbatches", "d"),
-    "gpus": ("GPUs a stage", "d"),
+    "gpus": ("GPUs per stage", "d"),
     "slowdown": ("deadline", ".2f"),
     "changes": ("most changes of a GPU", "d"),
     "saving": ("saving, changes counted, %", ".2f"),
@@ -54,7 +54,7 @@ _COLUMNS = {
 
 
 def measure(size: Size) -> Section:
-    """Plan with every budget at every deadline."""
+    """Plan with every budget for every deadline."""
     costly = [
         _costly(case, slowdown, gpus, size)
         for case in size.cases
@@ -66,23 +66,23 @@ def measure(size: Size) -> Section:
         NUMBER,
         "Switch budgets",
         f"Replayed from the measured profiles; {STAGES} stages, 1F1B, clock changes free in the first table. Changes "
-        "are per GPU and iteration, the one back to the first clock for the next iteration included. To reach with 8 "
+        "are per GPU and iteration, with the change back to the first clock. To reach with 8 "
         "changes at 1.02 / 1.05 / 1.10x and 96 microbatches: 86 / 90 / 92 % of the unlimited saving (GPT-3 A100), "
         "50 / 55 / 70 % (Bloom A40).",
         [Table(_COLUMNS, rows), Table(_COST_COLUMNS, costly)],
         [
             *_checks(rows),
-            Check("no plan is past its deadline for what its changes cost", not any(r["late"] for r in costly)),
+            Check("no plan misses its deadline because of its changes", not any(r["late"] for r in costly)),
         ],
         [
-            "*Saving*: against all clocks at maximum, for an iteration that lasts until the deadline, where GPUs that "
-            "are done wait; its share is of the saving of the plan without a budget at that deadline. *At the plans' "
-            "own times* compares both plans' energies at the time that each takes.",
+            "*Saving*: compared with all clocks at maximum, for an iteration that lasts until the deadline, where "
+            "finished GPUs wait; its share is that of the unlimited plan's saving. *At the plans' own times* compares "
+            "both plans at the time that each takes.",
             f"The second table: a call that sets a clock takes {_CHANGE.call_s * 1e3:g} ms and the clock settles "
             f"{_CHANGE.settle_s * 1e3:g} ms later, as reported of an A800; calls of a node's {_CHANGE.gpus_per_node} "
             "GPUs run one after another, so a stage of 8 GPUs takes 8 calls. The planner chooses how many changes to "
-            "make. *Of the free plan*: the plan made as if changes cost nothing, replayed with what they cost.",
-            "*Seconds to plan*: with the plan without a budget known, and after a first plan that loads compiled code.",
+            "make. *Of the free plan*: the plan made as if changes were free, replayed with their cost.",
+            "*Seconds to plan*: after the unlimited plan is known and compiled code is loaded.",
         ],
     )
 
@@ -115,7 +115,7 @@ def _rows(case: Case, slowdown: float, size: Size) -> Iterator[dict[str, Any]]:
 
 
 def _costly(case: Case, slowdown: float, gpus: int, size: Size) -> dict[str, Any]:
-    """A plan of the planner's own choice of changes where they cost time."""
+    """Plan where clock changes cost time, without a limit."""
     profile = on_each_gpu(replace(profile_of(case), clock_change=_CHANGE), gpus)
     frontier = solve(profile, schedules.one_f_one_b(STAGES, size.budget_microbatches))
     free_plan = frontier_of(case, size.budget_microbatches).plan_for(slowdown * frontier.baseline_time_s)
@@ -140,12 +140,12 @@ def _costly(case: Case, slowdown: float, gpus: int, size: Size) -> dict[str, Any
 
 
 def _saved_j(frontier: Frontier, plan: Plan, deadline_s: float) -> float:
-    """Joules saved in an iteration that lasts until the deadline, against one at maximum clocks that does not."""
+    """Return the energy saved in an iteration that lasts until the deadline, against one at maximum clocks, joules."""
     return frontier.baseline_energy_j - (plan.energy_j + frontier.dag.waiting_w * (deadline_s - plan.time_s))
 
 
 def _checks(rows: Sequence[Mapping[str, Any]]) -> Iterator[Check]:
-    yield Check("no plan is past its deadline", not any(row["late"] for row in rows))
+    yield Check("no plan misses its deadline", not any(row["late"] for row in rows))
     within = all(row["budget"] == "unlimited" or row["changes"] <= int(row["budget"]) for row in rows)
     yield Check("no plan changes clocks more often than allowed", within)
     pairs = [(a, b) for a, b in pairwise(rows) if b["budget"] != "0"]

@@ -1,4 +1,4 @@
-"""Draws savings.svg: what plans save against the iteration time, from the latest planning benchmark.
+"""Draws savings.svg: savings over the iteration time, from the latest planning benchmark.
 
 python docs/figures/savings.py
 """
@@ -31,7 +31,7 @@ STYLE = """
 
 @dataclass(frozen=True)
 class Line:
-    """Percent saved at each slowdown; `name` as the result file says it."""
+    """Percent saved at each slowdown, with the label and style of the line."""
 
     name: str
     style: str
@@ -39,7 +39,7 @@ class Line:
 
 
 def lines() -> list[Line]:
-    """Plans with any number of clock changes, and with at most 8 per GPU and iteration, for each profile."""
+    """Return lines for each profile: plans with any number of clock changes, and with at most 8."""
     sections = {
         section["number"]: section["tables"][0]["rows"] for section in json.loads(RESULT.read_text())["sections"]
     }
@@ -57,7 +57,7 @@ def _points(rows: list[dict[str, object]], profile: str) -> list[tuple[float, fl
 
 
 def svg() -> str:
-    """The picture."""
+    """Return the picture."""
     title = "Energy saved against the iteration time, replayed from measured profiles"
     parts = [*map(_across, PERCENTS), *map(_down, SLOWDOWNS)]
     for line in lines():

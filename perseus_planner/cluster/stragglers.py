@@ -1,6 +1,6 @@
 """Stragglers: which pipeline or stage of a cluster is slower, by how much, from when to when; and their CSV file.
 
-The file has the columns `start,end,slowdown,pipeline,stage`. Start and end are seconds after the begin of the first
+The file has the columns `start,end,slowdown,pipeline,stage`. Start and end are seconds after the start of the first
 iteration; leave the end empty for a straggler that lasts. The slowdown is a factor of all times. Pipeline and stage are
 numbers from 0; leave the stage empty if the whole pipeline is slow.
 """
@@ -33,7 +33,7 @@ class Straggler:
     """A pipeline, or one stage of it, that is slow for a while.
 
     Attributes:
-        start_s: when it begins, seconds after the begin of the first iteration, 0 or more.
+        start_s: when it begins, seconds after the start of the first iteration, 0 or more.
         end_s: when it ends, seconds, above `start_s`; infinite if it lasts.
         slowdown: factor of all times, 1 or more. Power does not change, so energies grow as times do.
         pipeline: number of the pipeline.

@@ -126,7 +126,7 @@ def share(part: float, whole: float) -> float:
 
 
 def origin_text(origin: str) -> str:
-    """Say where a replayed number comes from, as the begin of a sentence."""
+    """Say where a replayed number comes from, as the start of a sentence."""
     return f"Replayed from a {origin} profile"
 
 

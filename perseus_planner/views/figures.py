@@ -34,7 +34,7 @@ INSTALL = "install it with: pip install 'perseus-planner[plot]'"
 _METADATA: dict[str, dict[str, None]] = {"png": {}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}
 FORMATS = tuple(_METADATA)  #: of figure files, as their names end
 _MARKERS = MappingProxyType({"baseline": "s", "plan": "*", "peer": "X", "run": "D", "landmark": "o"})
-_WAITING, _UNKNOWN, _CRITICAL, _LATE, _NEVER_SET = "gainsboro", "darkgrey", "black", "red", "deepskyblue"
+_WAITING, _UNKNOWN, _CRITICAL, _LATE, _NEVER_SET = "gainsboro", "darkgrey", "black", "magenta", "lime"
 _HEIGHT = 0.8  #: of a bar, where ranks are 1 apart
 _COLUMNS = 4  #: stages side by side in the figure of curves
 
@@ -111,8 +111,8 @@ def _label(point: IterationPoint) -> str:
 def draw_gantt(charts: Sequence[GanttChart], control: str, by: str = "clock") -> Figure:
     """Draw iterations below each other on one time axis: a row for each rank, a bar for each computation.
 
-    Waiting is grey. A black line below a bar marks a critical path. A red line through a bar ends where its clock was
-    set late; a blue one means that its clock was never set.
+    Waiting is grey. A black line below a bar marks a critical path. A magenta line through a bar ends where its clock
+    was set late; a green one means that its clock was never set.
 
     Args:
         charts: the iterations, at least one.
@@ -177,7 +177,7 @@ def _draw_chart(axes: Axes, chart: GanttChart, shades: Sequence[Sequence[int | N
     axes.set_ylim(len(chart.lanes) - 0.4, -0.6)
     axes.set_yticks(range(len(chart.lanes)))
     axes.set_ylabel("rank")
-    axes.set_title(f"{chart.name}: {chart.note} ({chart.origin})", fontsize="small")
+    axes.set_title(f"{chart.name}, {chart.note} ({chart.origin})", fontsize="small")
 
 
 def _draw_lines(axes: Axes, row: float, spans: Sequence[tuple[float, float]], colour: str) -> None:

@@ -32,14 +32,14 @@ class Lane:
     """One rank's iteration; each list has an entry for every computation and operation, in the order they run.
 
     Attributes:
-        gaps_us: time from the end of the previous entry until this one begins; the first counts from the begin of the
+        gaps_us: time from the end of the previous entry until this one begins; the first counts from the start of the
             iteration. Below 0 if measured times overlap.
         times_us: how long it runs.
         clocks: its clock, MHz, or its power limit, watts; None if it has no clock or it is not known.
         powers_w: average power of all GPUs of the rank while it runs, watts, or None if not known.
         spare_us: how much later it could end without making the iteration longer; 0 on a critical path. None if not
             known.
-        late_us: how long after its begin its clock was set, if that was late; `NEVER` if another clock was requested
+        late_us: how long after its start its clock was set, if that was late; `NEVER` if another clock was requested
             first; None if it was in time. None instead of a list if not known.
         waiting_w: power of the rank's GPUs while they wait, watts.
     """
@@ -118,7 +118,7 @@ def chart_run(name: str, run: Run) -> list[GanttChart]:
         ranks = [rank for rank in run.ranks if rank.pipeline == pipeline]
         rows = [next(row for row in rank.iterations if row.iteration == number) for rank in ranks]
         records = [rank.computations[number] for rank in ranks]
-        note = f"recorded: iteration {number} by plan {version}, each rank from the begin of its iteration"
+        note = f"recorded: iteration {number} by plan {version}, each rank from the start of its iteration"
         if len(pipelines) > 1:
             note += f"; pipeline {pipeline}"
         origins = {row.origin for row in rows}

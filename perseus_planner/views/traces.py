@@ -112,7 +112,7 @@ def trace_run(run: Run, path: str | os.PathLike[str]) -> None:
         "what": f"iterations of a training run from number {first} on, of {pipeline_text(summary.context)}",
         "origin": sources,
         "gpu": summary.context.gpu or "unknown",
-        "times": f"of each rank from the begin of its iteration {first}",
+        "times": f"of each rank from the start of its iteration {first}",
         "power": "of the GPU of a rank; mean of each iteration, until the next one begins",
     }
     write_trace(path, [_recorded_pipeline(run, each, first, sources) for each in pipelines], about)

@@ -76,8 +76,8 @@ def test_the_figure_has_the_plan_above_the_run_with_late_changes_marked(plan: Pl
     assert Path("run.png").read_bytes().startswith(b"\x89PNG")
     run = Run.load("run")
     planned, recorded, scale = draw_gantt(chart_run_beside_plan(run), plan.control).axes
-    assert planned.get_title() == "plan 1: predicted (replayed, measured profile)"
-    assert recorded.get_title().startswith("run: recorded: iteration 3 by plan 1, ")
+    assert planned.get_title() == "plan 1, predicted (replayed, measured profile)"
+    assert recorded.get_title().startswith("run, recorded: iteration 3 by plan 1, ")
     assert scale.get_ylabel() == "clock (MHz)"
     for rank, predicted in enumerate(predict_records(plan)):
         begin_s = run.ranks[rank].iterations[3].begin_s
@@ -87,8 +87,8 @@ def test_the_figure_has_the_plan_above_the_run_with_late_changes_marked(plan: Pl
             assert drawn == [pytest.approx((each.begin_s - zero_s, each.end_s - zero_s), abs=1e-6) for each in records]
     late = sum(each.is_late for rank in run.ranks for each in rank.computations[3])
     assert late > 0
-    assert sum(len(each.get_segments()) for each in lines(recorded, "red")) == late
-    assert sum(len(each.get_segments()) for each in lines(planned, "red")) == 0
+    assert sum(len(each.get_segments()) for each in lines(recorded, "magenta")) == late
+    assert sum(len(each.get_segments()) for each in lines(planned, "magenta")) == 0
 
 
 def bars(axes: Any, row: int) -> list[tuple[float, float]]:

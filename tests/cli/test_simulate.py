@@ -20,8 +20,8 @@ from perseus_planner.cluster.stragglers import read_stragglers
 from perseus_planner.schedules import Computation, Schedule, one_f_one_b
 from perseus_planner.views.cluster import cluster_text, summarize_cluster
 
-TRACE = "start,end,slowdown,pipeline,stage\n5,40,1.2,0,\n20,30,1.3,2,1\n90,,1.05,1,\n"
-SIMULATE = "simulate frontier.npz --pipelines 3 --iterations 100 --stragglers trace.csv --reaction-delay 2s"
+STRAGGLERS = "start,end,slowdown,pipeline,stage\n5,40,1.2,0,\n20,30,1.3,2,1\n90,,1.05,1,\n"
+SIMULATE = "simulate frontier.npz --pipelines 3 --iterations 100 --stragglers slow.csv --reaction-delay 2s"
 DEFAULT = ("max", "one-clock", "per-stage", "envpipe", "planner-fixed", "planner")
 
 
@@ -32,9 +32,9 @@ def frontier() -> Frontier:
 
 @pytest.fixture
 def work(folder: Path, frontier: Frontier) -> Path:
-    """A working folder with a frontier and a trace."""
+    """A working folder with a frontier and a file of stragglers."""
     frontier.save("frontier.npz")
-    Path("trace.csv").write_text(TRACE)
+    Path("slow.csv").write_text(STRAGGLERS)
     return folder
 
 
@@ -44,7 +44,7 @@ def test_it_offers_every_policy():
 
 
 def test_text_and_json_are_what_the_library_says(work: Path, frontier: Frontier):
-    cluster = Cluster(frontier, 3, 100, read_stragglers(Path("trace.csv"), 3, 2), 2.0)
+    cluster = Cluster(frontier, 3, 100, read_stragglers(Path("slow.csv"), 3, 2), 2.0)
     summary = summarize_cluster(cluster, [simulate(cluster, name) for name in DEFAULT], 1.0)
     assert done(SIMULATE) == f"{cluster_text(summary)}\n"
     expected = json.loads(json.dumps(asdict(summary)))
@@ -111,7 +111,7 @@ def test_a_policy_that_does_not_apply_is_left_out_unless_it_is_asked_for(work: P
 
 REFUSED = {
     f"{SIMULATE} --pipelines 0": "pipelines: 0 is not a whole number of at least 1",
-    f"{SIMULATE} --pipelines 2": "trace.csv, line 3, column 'pipeline': there is no pipeline 2; pipelines are 0 to 1",
+    f"{SIMULATE} --pipelines 2": "slow.csv, line 3, column 'pipeline': there is no pipeline 2; pipelines are 0 to 1",
     f"{SIMULATE} --iterations 0": "iterations: 0 is not a whole number of at least 1",
     f"{SIMULATE} --stragglers absent.csv": "absent.csv: no such file; check the path",
     f"{SIMULATE} --reaction-delay soon": (
@@ -121,7 +121,7 @@ REFUSED = {
         "--slowdown: '5%' is not a slowdown: write a number above 0, where 1 is as fast as all clocks at maximum, "
         "such as 1.05"
     ),
-    f"{SIMULATE} --csv trace.csv": "--csv trace.csv: is the file that is read; name another",
+    f"{SIMULATE} --csv slow.csv": "--csv slow.csv: is the file that is read; name another",
     f"{SIMULATE} --csv absent/gpus.csv": "--csv absent/gpus.csv: there is no folder absent; make it, or name another",
     SIMULATE.replace("frontier.npz", "absent.npz"): "absent.npz: no such file; check the path",
 }

@@ -1,4 +1,4 @@
-"""What other planners would choose: clocks that were measured, deadlines met, and each planner's own rule followed."""
+"""The rules of other planners choose measured clocks, meet deadlines, and follow their publications."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ def problems() -> st.SearchStrategy[PipelineDag]:
 
 
 def points_of(dag: PipelineDag, clocks: Clocks) -> list[Measurement]:
-    """What was measured at these clocks; fails where one is not a measured one, or one is missing."""
+    """Return the measurements at these clocks; fail if a clock was not measured or is missing."""
     assert list(clocks) == [str(computation) for computation in dag.computations]
     measured = [{point.clock_mhz: point for point in dag.profile.measurements[c[:2]]} for c in dag.computations]
     return [points[clock] for points, clock in zip(measured, clocks.values(), strict=True)]
 
 
 def costs(dag: PipelineDag, clocks: Clocks) -> tuple[float, float]:
-    """Seconds and effective joules of an iteration."""
+    """Return the time and the effective energy of an iteration."""
     points = points_of(dag, clocks)
     effective_j = math.fsum(p.energy_j - dag.profile.blocking_power_w * p.time_s for p in points)
     return max(end_times_s(dag, [p.time_s for p in points])), effective_j
@@ -53,7 +53,7 @@ def cheapest(dag: PipelineDag, family: list[Clocks], deadline_s: float) -> float
 
 
 def profile_of(*stages: tuple[Points, Points]) -> Profile:
-    """A profile from forward and backward of each stage, without blocking power."""
+    """Return a profile from forward and backward of each stage, without blocking power."""
     table = {
         (stage, kind): tuple(Measurement(clock, *values) for clock, values in points.items())
         for stage, both in enumerate(stages)
@@ -68,7 +68,7 @@ def one_clock_family(dag: PipelineDag) -> list[Clocks]:
 
 
 def per_stage_family(dag: PipelineDag) -> list[Clocks]:
-    """The search of ZeusPerStage as it is run on GPUs: in rounds, in which all that still search move at once."""
+    """Search as ZeusPerStage does on GPUs: in rounds, in which all stages that still search move at once."""
     measured = dag.profile.measurements
     stages = range(dag.profile.stages)
     ladders = [
@@ -136,7 +136,7 @@ def test_the_cheapest_of_the_family_that_meets_the_deadline_is_taken(
 
 @settings(fixed, max_examples=50)
 @given(pipelines(), st.floats(1.0, 1.5))
-def test_none_is_below_the_bound_at_its_own_time(drawn, share: float):
+def test_no_baseline_is_below_the_bound_at_its_time(drawn, share: float):
     frontier, dag = solve(*drawn), PipelineDag.from_schedule(*drawn)
     deadline_s = share * frontier.baseline_time_s
     chosen = [
@@ -222,7 +222,7 @@ def test_envpipe_refuses_another_schedule():
         baselines.envpipe(dag)
 
 
-def test_one_clock_is_refused_where_there_is_none_in_common():
+def test_one_clock_is_refused_without_a_common_clock():
     points: Points = {1400: (1.0, 1.0)}
     dag = PipelineDag.from_schedule(profile_of((points, {1200: (1.0, 1.0)})), one_f_one_b(1, 2))
     with pytest.raises(UsageError, match=r"^no clock was measured for every computation; measure one clock"):
@@ -235,7 +235,7 @@ def test_one_clock_is_refused_where_there_is_none_in_common():
 
 @pytest.mark.parametrize("planner", BY_DEADLINE)
 @pytest.mark.parametrize("deadline_s", [0.0, -1.0, math.nan, math.inf, "soon"])
-def test_a_deadline_that_is_no_time_is_refused(planner: Callable[..., Clocks], deadline_s):
+def test_a_deadline_that_is_not_a_time_is_refused(planner: Callable[..., Clocks], deadline_s):
     dag = PipelineDag.from_schedule(smooth_profile(1), one_f_one_b(1, 2))
     with pytest.raises(UsageError, match=r"^deadline_s: .* is not a time: write finite seconds above 0"):
         planner(dag, deadline_s)
@@ -246,9 +246,7 @@ def test_a_deadline_that_is_no_time_is_refused(planner: Callable[..., Clocks], d
     # On the A40 several paths are critical at once in the ticks of the artifact's script, which follows others.
     [("gpt3-175b", "a100_sxm", 1e-8), ("bloom", "a40", 3e-4)],
 )
-def test_envpipe_is_what_the_perseus_artifact_has_of_it(
-    model: str, device: str, same_energy: float, measured_data: Path
-):
+def test_envpipe_matches_the_perseus_artifact(model: str, device: str, same_energy: float, measured_data: Path):
     data = measured_data / "perseus_sosp24"
     profile = Profile.load(data / "stage_profile" / f"{model}+{device}_bf16.csv", BLOCKING_W[device])
     with (data / "envpipe_result.csv").open(newline="") as file:

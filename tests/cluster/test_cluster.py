@@ -1,4 +1,4 @@
-"""A replayed cluster against one that steps through every iteration and GPU, against closed formulas, and by hand."""
+"""A replayed cluster equals one that steps through every iteration and GPU, closed formulas, and sums by hand."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ EXTRAS: dict[str, Any] = {
 }
 
 
-class Whim:
-    """Clocks drawn anew for all that is known; a policy like no other."""
+class RandomPolicy:
+    """A policy that draws random clocks for each set of known conditions."""
 
     name = "whim"
 
@@ -69,7 +69,7 @@ def condition(stragglers: Sequence[Straggler]) -> Condition:
 
 
 def pipeline_iteration(dag: PipelineDag, clocks: Clocks, slow: Condition) -> tuple[float, list[float], list[float]]:
-    """Seconds of an iteration, then seconds and joules of work of each rank: every wait relaxed till nothing moves."""
+    """Return the time of an iteration, then time and energy of each rank's work, by relaxing every wait."""
     stages, times_s, energies_j = dict(slow.stages), [], []
     for key, clock in zip(dag.iteration.keys, clocks, strict=True):
         point = next(m for m in dag.profile.measurements[key] if m.clock_mhz == clock)
@@ -92,8 +92,8 @@ def pipeline_iteration(dag: PipelineDag, clocks: Clocks, slow: Condition) -> tup
     return slow.slowdown * (max(ends_s) + dag.profile.overhead_s), busy_s, busy_j
 
 
-def stepped(cluster: Cluster, policy: Whim) -> tuple[float, dict[tuple[int, int, int], list[float]]]:
-    """Seconds of the job, and joules, busy and idle seconds of every GPU: one iteration and one GPU after the other."""
+def stepped(cluster: Cluster, policy: RandomPolicy) -> tuple[float, dict[tuple[int, int, int], list[float]]]:
+    """Return the time of the job, and energy, busy and idle time of every GPU, iteration by iteration."""
     dag, gpus = cluster.frontier.dag, cluster.frontier.profile.gpus_per_stage
     now, totals = Fraction(0), {}
     for _ in range(cluster.iterations):
@@ -120,8 +120,8 @@ def problem_of(problem: tuple[Profile, Schedule], **changes: Any) -> Frontier:
 
 
 @st.composite
-def traces(draw: st.DrawFn, pipelines: int, stages: int, most: int = 6) -> list[Straggler]:
-    """Stragglers of a job that takes 1 s."""
+def straggler_lists(draw: st.DrawFn, pipelines: int, stages: int, most: int = 6) -> list[Straggler]:
+    """Draw stragglers of a job that takes 1 s."""
     found = []
     for _ in range(draw(st.integers(0, most))):
         start_s = draw(st.sampled_from((0.0, 0.25)) | st.floats(0, 1))
@@ -132,19 +132,19 @@ def traces(draw: st.DrawFn, pipelines: int, stages: int, most: int = 6) -> list[
     return found
 
 
-def stretched(trace: Sequence[Straggler], seconds: float) -> list[Straggler]:
-    return [replace(each, start_s=each.start_s * seconds, end_s=each.end_s * seconds) for each in trace]
+def stretched(stragglers: Sequence[Straggler], seconds: float) -> list[Straggler]:
+    return [replace(each, start_s=each.start_s * seconds, end_s=each.end_s * seconds) for each in stragglers]
 
 
 @fixed
 @given(problem=pipelines(3, 3, 3), data=st.data())
-def test_a_cluster_is_what_stepping_through_every_iteration_and_gpu_gives(problem: Any, data: st.DataObject):
+def test_a_replay_equals_stepping_through_every_iteration_and_gpu(problem: Any, data: st.DataObject):
     frontier = problem_of(problem, overhead_s=0.05, gpus_per_stage=2)
     job_s = (iterations := 12) * frontier.baseline_time_s
-    trace = stretched(data.draw(traces(3, frontier.schedule.stages)), job_s)
-    cluster = Cluster(frontier, 3, iterations, trace, data.draw(st.sampled_from((0.0, 0.05, 0.4))) * job_s)
-    outcome = replay_under(cluster, Whim(frontier.dag))
-    time_s, totals = stepped(cluster, Whim(frontier.dag))
+    stragglers = stretched(data.draw(straggler_lists(3, frontier.schedule.stages)), job_s)
+    cluster = Cluster(frontier, 3, iterations, stragglers, data.draw(st.sampled_from((0.0, 0.05, 0.4))) * job_s)
+    outcome = replay_under(cluster, RandomPolicy(frontier.dag))
+    time_s, totals = stepped(cluster, RandomPolicy(frontier.dag))
     assert math.isclose(outcome.time_s, time_s, rel_tol=1e-12)
     assert len(totals) == cluster.gpus
     for (pipeline, rank, _), total in totals.items():
@@ -181,16 +181,16 @@ def test_a_slow_pipeline_takes_longer_for_all_that_it_does():
 
 
 def test_a_billion_iterations_take_no_longer(smooth: Frontier):
-    trace = [Straggler(100.0, 200.0, 1.5, 0), Straggler(1e6, math.inf, 1.1, 1, stage=2)]
-    outcome = simulate(Cluster(smooth, 4, 10**9, trace), "max")
+    stragglers = [Straggler(100.0, 200.0, 1.5, 0), Straggler(1e6, math.inf, 1.1, 1, stage=2)]
+    outcome = simulate(Cluster(smooth, 4, 10**9, stragglers), "max")
     assert outcome.time_s > 1e9 * smooth.baseline_time_s
     assert (outcome.idle_s > 0).all()
 
 
 @pytest.mark.parametrize("name", QUICK)
 def test_gpus_are_busy_or_idle_for_all_of_the_job(smooth: Frontier, name: str):
-    trace = [Straggler(3.0, 30.0, 1.4, 1), Straggler(10.0, 50.0, 1.2, 1), Straggler(20.0, 40.0, 1.3, 0, stage=2)]
-    outcome: Outcome = simulate(Cluster(smooth, 3, 100, trace, 2.0), name)
+    stragglers = [Straggler(3.0, 30.0, 1.4, 1), Straggler(10.0, 50.0, 1.2, 1), Straggler(20.0, 40.0, 1.3, 0, stage=2)]
+    outcome: Outcome = simulate(Cluster(smooth, 3, 100, stragglers, 2.0), name)
     assert (outcome.busy_s > 0).all()
     assert (outcome.idle_s >= 0).all()
     assert (outcome.energy_per_gpu_j > 83.64 * outcome.idle_s).all()
@@ -206,7 +206,7 @@ def test_gpus_are_busy_or_idle_for_all_of_the_job(smooth: Frontier, name: str):
         ({"stragglers": [Straggler(0, 1, 2, 1, 3)]}, "straggler, stage: there is no 3; stages are 0 to 2"),
     ],
 )
-def test_a_cluster_that_cannot_be_is_refused(smooth: Frontier, changes: dict[str, Any], complaint: str):
+def test_an_impossible_cluster_is_refused(smooth: Frontier, changes: dict[str, Any], complaint: str):
     with pytest.raises(UsageError) as caught:
         Cluster(**{"frontier": smooth, "pipelines": 2, "iterations": 5, **changes})
     assert str(caught.value) == complaint

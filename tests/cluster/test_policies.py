@@ -1,4 +1,4 @@
-"""Policies run the clocks that they should, beside stragglers and before they know of them."""
+"""Policies choose the right clocks, beside stragglers and before they learn of them."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_a_pipeline_with_a_slow_stage_is_solved_again_and_the_others_wait_for_it
     assert outcome.energy_j < simulate(cluster, "planner-fixed").energy_j
 
 
-def test_a_slow_stage_that_the_target_leaves_room_for_slows_nobody(smooth: Frontier):
+def test_a_slow_stage_within_the_target_slows_no_pipeline(smooth: Frontier):
     cluster = Cluster(smooth, 4, 10, [Straggler(0, math.inf, 1.05, 2, stage=1)], 0.0)
     outcome = simulate(cluster, "planner", 1.2)
     assert outcome.time_s <= 10 * 1.2 * smooth.baseline_time_s
@@ -104,18 +104,18 @@ def test_after_a_straggler_the_others_stay_slow_for_the_delay(smooth: Frontier):
     kept = smooth.plan_for(smooth.baseline_time_s)
     straggler_s = 1.2 * kept.time_s
     beside = smooth.plan_beside_straggler(straggler_s)
-    trace = [Straggler(0, 3.5 * straggler_s, 1.2, 0)]  # four iterations begin in it
-    outcome = simulate(Cluster(smooth, 2, 10, trace, 1.4 * straggler_s), "planner")
+    stragglers = [Straggler(0, 3.5 * straggler_s, 1.2, 0)]  # four iterations begin in it
+    outcome = simulate(Cluster(smooth, 2, 10, stragglers, 1.4 * straggler_s), "planner")
     # Two iterations at the old plans, two at the new ones; gone then, which is known after one more.
     expected_s = 4 * straggler_s + beside.time_s + 5 * kept.time_s
     assert math.isclose(outcome.time_s, expected_s, rel_tol=1e-12)
-    assert simulate(Cluster(smooth, 2, 10, trace, 1e6), "planner").time_s == simulate(
-        Cluster(smooth, 2, 10, trace), "planner-fixed"
+    assert simulate(Cluster(smooth, 2, 10, stragglers, 1e6), "planner").time_s == simulate(
+        Cluster(smooth, 2, 10, stragglers), "planner-fixed"
     ).time_s  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ["one-clock", "per-stage"])
-def test_a_baseline_that_reacts_follows_its_rule_for_what_the_straggler_takes(smooth: Frontier, name: str):
+def test_a_reacting_baseline_follows_its_rule_for_the_straggler_s_time(smooth: Frontier, name: str):
     rule = {"one-clock": baselines.one_clock, "per-stage": baselines.one_per_stage}[name]
     replays = Cluster(smooth, 2, 1).replays
     policy = make_policy(name, smooth, 1.0, replays)
@@ -133,7 +133,7 @@ def test_a_baseline_that_reacts_follows_its_rule_for_what_the_straggler_takes(sm
     assert policy.clocks_in(frozenset({UNDISTURBED, slow_stage}))[slow_stage] == kept
 
 
-def test_policies_that_cannot_be_are_refused(smooth: Frontier):
+def test_unknown_policies_and_infeasible_targets_are_refused(smooth: Frontier):
     with pytest.raises(UsageError, match="policy 'zeus' is unknown; choose from max, one-clock, per-stage"):
         simulate(Cluster(smooth, 2, 5), "zeus")
     with pytest.raises(InfeasibleDeadline):

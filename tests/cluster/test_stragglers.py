@@ -1,4 +1,4 @@
-"""Traces of stragglers: read as written, refused with file, line, column and remedy."""
+"""CSV files of stragglers are read as written, and refused with file, line, column and remedy."""
 
 from __future__ import annotations
 
@@ -40,26 +40,32 @@ BAD_ROWS = {
 }
 
 BAD_FILES = {
-    "empty": (b"", f"trace.csv: is empty; write the header {HEADER.strip()} and a row for each straggler"),
+    "empty": (b"", f"slow.csv: is empty; write the header {HEADER.strip()} and a row for each straggler"),
     "no slowdown": (
         b"start,end,pipeline,stage\n",
-        f"trace.csv, line 1: column 'slowdown' is missing; write {HEADER}",
+        f"slow.csv, line 1: column 'slowdown' is missing; write {HEADER}",
     ),
     "two ends": (
         b"start,end,slowdown,end,pipeline,stage\n",
-        f"trace.csv, line 1: column 'end' is there twice; write {HEADER}",
+        f"slow.csv, line 1: column 'end' is there twice; write {HEADER}",
     ),
     "NUL": (
         HEADER.encode() + b"1,\0,1.1,0,\n",
-        "trace.csv, line 2: has a NUL byte, so the file is damaged or not text; write it again",
+        "slow.csv, line 2: has a NUL byte, so the file is damaged or not text; write it again",
     ),
-    "Latin-1": (HEADER.encode() + b"1,2,1.1,0,\xe9\n", "trace.csv, line 2: is not UTF-8 text; save the file as UTF-8"),
-    "open quote": (HEADER.encode() + b'1,2,"1.1,0,\n', "trace.csv, line 2: unexpected end of data; correct its quotes"),
+    "Latin-1": (
+        HEADER.encode() + b"1,2,1.1,0,\xe9\n",
+        "slow.csv, line 2: is not UTF-8 text; save the file as UTF-8",
+    ),
+    "open quote": (
+        HEADER.encode() + b'1,2,"1.1,0,\n',
+        "slow.csv, line 2: unexpected end of data; correct its quotes",
+    ),
 }
 
 
 def written(text: str | bytes) -> Path:
-    path = Path("trace.csv")
+    path = Path("slow.csv")
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
     return path
 
@@ -70,30 +76,30 @@ def message_of(path: Path) -> str:
     return str(caught.value)
 
 
-def test_a_trace_is_read_in_its_order(folder: Path):
+def test_stragglers_are_read_in_order(folder: Path):
     text = "\ufeffnote,start , end,slowdown,pipeline,stage\na,0,2.5,1.1,3,\n\nb, 7,,2,0, 1\n"
     expected = (Straggler(0.0, 2.5, 1.1, 3), Straggler(7.0, math.inf, 2.0, 0, 1))
     assert read_stragglers(written(text), 4, 2) == expected
 
 
-def test_a_trace_may_have_no_straggler(folder: Path):
+def test_a_file_may_have_no_straggler(folder: Path):
     assert read_stragglers(written(HEADER), 4, 2) == ()
 
 
 @pytest.mark.parametrize(("row", "complaint"), BAD_ROWS.values(), ids=BAD_ROWS)
 def test_a_wrong_row_is_refused_with_its_line(folder: Path, row: str, complaint: str):
     separator = " " if complaint.startswith("has") else ""
-    place = "trace.csv, line 3:" if separator else "trace.csv, line 3, "
+    place = "slow.csv, line 3:" if separator else "slow.csv, line 3, "
     assert message_of(written(f"{HEADER}1,2,1.5,3,1\n{row}\n")) == f"{place}{separator}{complaint}"
 
 
 @pytest.mark.parametrize(("data", "complaint"), BAD_FILES.values(), ids=BAD_FILES)
-def test_a_file_that_is_no_trace_is_refused(folder: Path, data: bytes, complaint: str):
+def test_a_malformed_file_is_refused(folder: Path, data: bytes, complaint: str):
     assert message_of(written(data)) == complaint.rstrip("\n")
 
 
-def test_a_file_that_is_not_there_is_refused(folder: Path):
-    assert message_of(Path("trace.csv")) == "trace.csv: no such file; check the path"
+def test_a_missing_file_is_refused(folder: Path):
+    assert message_of(Path("slow.csv")) == "slow.csv: no such file; check the path"
     assert message_of(folder) == f"{folder}: is a folder; name the file in it"
 
 
@@ -114,7 +120,7 @@ def test_a_straggler_of_wrong_values_is_refused(values: tuple[float, ...], compl
     assert str(caught.value) == complaint
 
 
-def test_degrees_that_hit_the_same_are_multiplied():
+def test_slowdowns_of_the_same_stage_are_multiplied():
     whole, first = Straggler(0, 1, 1.5, 0), Straggler(0, 1, 1.25, 0, stage=0)
     second = Straggler(0, 1, 2.0, 0, stage=1)
     assert condition_of([]) == UNDISTURBED

@@ -1,4 +1,4 @@
-"""A real browser for tests of pages: headless Chromium; and what is wrong with a page."""
+"""Headless Chromium for tests of pages, and checks of a page."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _HERE = ("127.0.0.1", "localhost", None)  # None: of a file, or data:
 
 @contextmanager
 def chromium() -> Iterator[Any]:
-    """A browser of Playwright; the test is skipped where there is none."""
+    """Yield a browser of Playwright, or skip the test if none is installed."""
     sync_api = pytest.importorskip("playwright.sync_api")
     program = next(filter(None, map(shutil.which, _CHROMIUM)), None)
     if program is None:
@@ -43,29 +43,31 @@ def chromium() -> Iterator[Any]:
 
 @contextmanager
 def opened(browser: Any, url: str, **context: Any) -> Iterator[Any]:
-    """A page at `url`; when the block ends well, nothing was said on its console and no request left this machine.
+    """Yield the page at `url`; check that its console stays empty and that no request leaves this machine.
 
     Args:
-        browser: of `chromium`.
-        url: http: of this machine, or file:.
-        context: of Playwright's `new_context`, such as color_scheme="dark", viewport={"width": 390, "height": 844}.
+        browser: from `chromium`.
+        url: a page of this machine, http: or file:.
+        context: arguments of Playwright's `new_context`, such as color_scheme="dark".
     """
-    said: list[str] = []
-    asked: list[str] = []
+    messages: list[str] = []
+    requests: list[str] = []
     with browser.new_context(**context) as fresh:
         page = fresh.new_page()
-        page.on("console", lambda message: said.append(message.text) if message.type in ("error", "warning") else None)
-        page.on("pageerror", lambda error: said.append(str(error)))
-        page.on("request", lambda request: asked.append(request.url))
+        page.on(
+            "console", lambda message: messages.append(message.text) if message.type in ("error", "warning") else None
+        )
+        page.on("pageerror", lambda error: messages.append(str(error)))
+        page.on("request", lambda request: requests.append(request.url))
         page.goto(url)
         yield page
-        away = [each for each in asked if urlsplit(each).hostname not in _HERE]
+        away = [each for each in requests if urlsplit(each).hostname not in _HERE]
         assert not away, away
-        assert not said, said
+        assert not messages, messages
 
 
 def barriers(page: Any) -> list[str]:
-    """What axe-core finds on the page that keeps people from using it, of the serious kinds."""
+    """Return the serious and critical accessibility problems that axe-core finds on the page."""
     from axe_playwright_python.sync_playwright import Axe
 
     found = Axe().run(page).response["violations"]

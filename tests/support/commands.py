@@ -1,4 +1,4 @@
-"""The command as tests run it: in this process, with what it prints on either stream."""
+"""Run the planner command in the process of the test."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ def run(command: str) -> Result:
 
 
 def done(command: str) -> str:
-    """What a command prints that must be done without a complaint."""
+    """Return what a command prints; it must succeed and print nothing on stderr."""
     result = run(command)
     assert (result.exit_code, result.stderr) == (0, ""), result.output
     return result.stdout
 
 
 def refusal(command: str) -> tuple[int, str, str]:
-    """Exit code, and what is on either stream."""
+    """Return the exit code of a command, and what it prints on stdout and stderr."""
     result = run(command)
     return result.exit_code, result.stdout, result.stderr

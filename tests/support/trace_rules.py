@@ -1,4 +1,4 @@
-"""What the readers of a trace file refuse, change or drop, as a check; and a trace as tests look at it."""
+"""Read a trace file for tests, and check that Perfetto and chrome://tracing read it without loss."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-KNOWN_KEYS = ("traceEvents", "otherData")  #: older versions of Perfetto stop reading at one that they do not know
-MOST = 2**32 - 1  #: as a process or thread; Perfetto takes a larger one for 0
+KNOWN_KEYS = ("traceEvents", "otherData")  #: older versions of Perfetto stop reading at an unknown key
+MOST = 2**32 - 1  #: largest number of a process or thread; Perfetto reads larger ones as 0
 
 
-class Read:
-    """A trace as a reader has it: times in whole nanoseconds.
+class ReadTrace:
+    """A trace file, read and checked; times are whole nanoseconds.
 
     Attributes:
-        about: of the trace as a whole.
+        about: values about the trace as a whole.
         processes: number -> name.
         threads: number -> name.
         slices: name of process and thread -> (start, end, event), in the order of their starts.
@@ -56,7 +56,7 @@ class Read:
 
 
 def integral(steps: list[tuple[int, float]], begin_ns: int | None = None, end_ns: int | None = None) -> float:
-    """Of a counter that keeps each value until the next one, from begin to end: value times seconds."""
+    """Return the integral of a counter over time, value times seconds; each value lasts until the next one."""
     first, last = steps[0][0] if begin_ns is None else begin_ns, steps[-1][0] if end_ns is None else end_ns
     parts = ((max(at, first), min(until, last), value) for (at, value), (until, _) in pairwise(steps))
     return sum((until - at) / 1e9 * value for at, until, value in parts if until > at)

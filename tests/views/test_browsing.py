@@ -1,4 +1,4 @@
-"""The browser of the tests finds what it is there to find."""
+"""The browser of the tests finds errors, requests and accessibility problems."""
 
 from __future__ import annotations
 
@@ -42,6 +42,6 @@ def test_a_request_that_leaves_the_machine_is_found(browser, tmp_path: Path):
         page.wait_for_load_state()
 
 
-def test_what_a_screen_reader_cannot_name_is_found(browser, tmp_path: Path):
+def test_an_element_without_a_name_is_found(browser, tmp_path: Path):
     with opened(browser, page_of(tmp_path, "<h1>Bad</h1><img src='data:,'><button></button>")) as page:
         assert any("button-name" in each for each in barriers(page))

@@ -38,7 +38,7 @@ def plan(frontier: Frontier) -> Plan:
 
 
 def bars(axes, row: int) -> list[list[tuple[float, float]]]:
-    """The bars of a row, first its background."""
+    """Return the bars of a row, its background first."""
     found = []
     for each in axes.collections:
         paths = each.get_paths()
@@ -70,9 +70,9 @@ def test_the_timelines_are_the_iteration_before_and_after(frontier: Frontier, pl
     figure = FIGURES[name](Sources(frontier=frontier, plans={"plan.yaml": plan}))
     before, after, scale = figure.axes
     assert (
-        before.get_title() == "all clocks at maximum: before: the baseline of every saving (replayed, measured profile)"
+        before.get_title() == "all clocks at maximum, before: the baseline of every saving (replayed, measured profile)"
     )
-    assert after.get_title() == "plan.yaml: as planned (replayed, measured profile)"
+    assert after.get_title() == "plan.yaml, as planned (replayed, measured profile)"
     assert scale.get_ylabel() == {"power": "power of all GPUs of the rank (W)", "clock": "clock (MHz)"}[by]
     fastest = frontier.plan_of({str(c): 1410 for c in frontier.dag.computations})
     for axes, one in ((before, fastest), (after, plan)):
@@ -91,7 +91,7 @@ def test_the_timelines_are_the_iteration_before_and_after(frontier: Frontier, pl
 
 
 def _fill(axes, row: int):
-    """The colours of the bars in front."""
+    """Return the colours of the bars in front."""
     kept = [each for each in axes.collections if each.get_paths() and len(each.get_paths()[0].vertices) > 2]
     return [each for each in kept if round(each.get_paths()[0].vertices[:, 1].mean()) == row][-1].get_facecolors()
 
@@ -120,7 +120,7 @@ def test_a_run_is_drawn_beside_its_plan(plan: Plan, tmp_path: Path):
     write_run(tmp_path / "run", computing, 3)
     run = Run.load(tmp_path / "run")
     planned, ran, _ = FIGURES["timeline-clock"](Sources(plans={"p": computing}, runs={"run": run})).axes
-    assert ran.get_title().startswith("run: recorded: iteration 2 by plan 1")
+    assert ran.get_title().startswith("run, recorded: iteration 2 by plan 1")
     for rank in range(3):
         assert np.allclose(bars(planned, rank)[-1], bars(ran, rank)[-1], atol=3e-6)
 
@@ -151,7 +151,7 @@ def test_curves_are_the_measured_points_their_errors_and_a_hull_below_them():
 
 
 def _curves(figure):
-    """Of each: the hull, and the points with the whole length of their error bars."""
+    """Yield the hull of each curve, and its points with the lengths of their error bars."""
     for axes in figure.axes:
         if axes.get_visible():
             for hull, container in zip(axes.lines[::2], axes.containers, strict=True):
@@ -163,7 +163,7 @@ def _curves(figure):
                 yield hull.get_xydata(), (list(map(tuple, line.get_xydata())), lengths)
 
 
-def test_what_is_not_there_cannot_be_drawn(plan: Plan):
+def test_a_figure_without_its_file_is_refused(plan: Plan):
     alone = Sources(plans={"plan.yaml": plan})
     for name, message in (
         ("points", "--figure points: needs a frontier; name one, or add it with --beside"),
@@ -202,5 +202,5 @@ def test_show_draws_each_figure_and_shows_a_profile(folder: Path):
     assert not Path("a.png").exists()
 
 
-def test_the_figures_that_are_offered_are_those_that_there_are():
+def test_the_command_offers_all_figures():
     assert tuple(FIGURES) == OFFERED

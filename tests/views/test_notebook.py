@@ -1,4 +1,4 @@
-"""Profiles, frontiers, plans and runs in a notebook: as HTML that shows their numbers, and as pandas frames."""
+"""Notebooks show profiles, frontiers, plans and runs as HTML and as pandas frames."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ few = settings(fixed, max_examples=20)
 NAME = '<script>alert("1")</script>&'
 
 
-class Seen(HTMLParser):
-    """The cells of the table, the words beside it, and what elements and attributes there are."""
+class ParsedHtml(HTMLParser):
+    """Parses HTML: the cells of the table, the words beside it, and the elements and attributes."""
 
     def __init__(self, html: str) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ def run(plan: Plan, tmp_path_factory: pytest.TempPathFactory) -> Run:
 def test_each_shows_itself_as_html_that_loads_and_runs_nothing(frontier: Frontier, plan: Plan, run: Run):
     for each in (frontier.profile, frontier, plan, run):
         html = each._repr_html_()
-        seen = Seen(html)
+        seen = ParsedHtml(html)
         assert seen.tags <= {
             "div", "p", "strong", "br", "small", "table", "thead", "tbody", "tr", "th", "td", "img"
         }  # fmt: skip
@@ -96,7 +96,7 @@ def test_each_shows_itself_as_html_that_loads_and_runs_nothing(frontier: Frontie
 
 
 def test_a_plan_shows_the_table_of_the_command(plan: Plan):
-    seen = Seen(plan._repr_html_())
+    seen = ParsedHtml(plan._repr_html_())
     _, times, energies, _ = seen.rows
     assert "Replayed from a measured profile" in seen.words
     assert seen.rows[0] == ["", "this plan", "all clocks at maximum"]
@@ -106,7 +106,7 @@ def test_a_plan_shows_the_table_of_the_command(plan: Plan):
 
 
 def test_a_frontier_shows_its_points(frontier: Frontier):
-    seen = Seen(frontier._repr_html_())
+    seen = ParsedHtml(frontier._repr_html_())
     summary = summarize_frontier(frontier)
     assert [row[0] for row in seen.rows[1:]] == numbers([point.time_s for point in summary.points])
     assert [row[-1] for row in seen.rows[1:]] == [point.mark for point in summary.points]
@@ -114,14 +114,14 @@ def test_a_frontier_shows_its_points(frontier: Frontier):
 
 def test_a_profile_shows_what_was_measured_and_says_when_it_was_simulated():
     profile = replace(smooth_profile(30, step_mhz=150), origin="simulated")
-    seen = Seen(profile._repr_html_())
+    seen = ParsedHtml(profile._repr_html_())
     assert "simulated: no GPU was touched" in seen.words
     assert "Shown are 24 of 60 rows." in seen.words
     assert seen.rows[1][:4] == ["0", "forward", "4", "1410 to 960"]
 
 
 def test_a_run_shows_what_was_measured_beside_what_was_planned(run: Run, plan: Plan):
-    seen = Seen(run._repr_html_())
+    seen = ParsedHtml(run._repr_html_())
     assert "Run: times measured, energy and clocks measured. Plan: replayed from a measured profile" in seen.words
     assert seen.rows[1][:2] == ["1", "4"]
     assert seen.rows[1][4] == numbers([plan.time_s])[0]
@@ -130,7 +130,7 @@ def test_a_run_shows_what_was_measured_beside_what_was_planned(run: Run, plan: P
 def test_without_matplotlib_the_table_stays_and_says_how_to_install_it(plan: Plan, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     monkeypatch.setitem(sys.modules, "matplotlib.cm", None)
-    seen = Seen(plan._repr_html_())
+    seen = ParsedHtml(plan._repr_html_())
     assert "img" not in seen.tags
     assert len(seen.rows) == 4
     assert "A figure needs matplotlib; install it with: pip install 'perseus-planner[plot]'" in seen.words
@@ -141,7 +141,7 @@ def test_without_matplotlib_the_table_stays_and_says_how_to_install_it(plan: Pla
 def test_any_frontier_and_plan_can_be_shown(dag: PipelineDag):
     frontier = solve_dag(dag)
     for each in (dag.profile, frontier, frontier.plan_for_least_energy()):
-        seen = Seen(each._repr_html_())
+        seen = ParsedHtml(each._repr_html_())
         assert len(seen.rows) > 1
         assert not {"nan", "inf"} & {cell for row in seen.rows for cell in row}
 
@@ -166,7 +166,7 @@ def test_they_render_in_a_browser_without_a_complaint_in_light_and_dark(
 
 
 def rows_of(frame: Any) -> list[dict[str, Any]]:
-    """The rows; None for what is missing."""
+    """Return the rows, with None for missing values."""
     import pandas as pd
 
     return [

@@ -105,7 +105,7 @@ def test_figures_have_the_colours_of_the_pages(plan: Plan):
 def test_a_plan_says_what_its_axes_and_colours_are(plan: Plan):
     axes, colour_bar = draw_plan(plan).axes
     assert (axes.get_xlabel(), axes.get_ylabel(), colour_bar.get_ylabel()) == ("time (s)", "rank", "clock (MHz)")
-    assert axes.get_title() == "plan: as planned (replayed, simulated profile)"
+    assert axes.get_title() == "plan, as planned (replayed, simulated profile)"
 
 
 def test_a_plan_of_a_single_clock_can_be_drawn(tmp_path: Path):

@@ -1,4 +1,4 @@
-"""The figures of a report are what the frontier, the replay and the profile say, and what does not fit is refused."""
+"""The numbers of a report equal those of the frontier, the replay and the profile, and wrong input is refused."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def frontier() -> Frontier:
 
 @pytest.fixture
 def files(folder: Path, frontier: Frontier) -> Path:
-    """A working folder with a profile, its frontier, a plan and a run by it."""
+    """Prepare a folder with a profile, its frontier, a plan and a run by that plan."""
     SMALL.save("profile.yaml")
     frontier.save("frontier.npz")
     plan = frontier.plan_for(1.05 * frontier.baseline_time_s)
@@ -77,7 +77,7 @@ def test_a_timeline_is_the_replay_in_whole_microseconds(frontier: Frontier, shar
 
 @settings(max_examples=12)
 @given(jobs().map(solve_dag), st.randoms(use_true_random=False))
-def test_a_computation_may_end_later_by_what_it_has_to_spare_and_no_more(frontier: Frontier, rng):
+def test_a_computation_may_end_later_by_its_spare_time_and_no_more(frontier: Frontier, rng):
     plan = frontier.plan_for(frontier.baseline_time_s)
     iteration, spans = plan.iteration, list(replay(plan).spans.values())
     spare = spare_s(iteration, spans)
@@ -160,7 +160,7 @@ def test_a_plans_saving_is_counted_against_all_clocks_at_maximum(frontier: Front
 
 
 @pytest.mark.parametrize("pipelines", [1, 2])
-def test_a_run_saves_what_its_plan_does_if_it_ran_just_so(frontier: Frontier, tmp_path: Path, pipelines: int):
+def test_a_run_exactly_by_its_plan_saves_as_much(frontier: Frontier, tmp_path: Path, pipelines: int):
     plan = frontier.plan_for(1.05 * frontier.baseline_time_s)
     write_run(tmp_path, plan, 6, pipelines=pipelines)
     sources = Sources(frontier=frontier, runs={"run": Run.load(tmp_path)})
@@ -177,7 +177,7 @@ def test_a_run_saves_what_its_plan_does_if_it_ran_just_so(frontier: Frontier, tm
     "option",
     ["--price -1", "--pue 0.9", "--pue nan", "--carbon inf", "--pipelines 0", f"--tokens-per-iteration {10**400}"],
 )
-def test_a_rate_that_is_none_is_refused(files: Path, option: str):
+def test_a_wrong_rate_is_refused(files: Path, option: str):
     code, _, stderr = refusal(f"report plan.yaml {option} -o report.html")
     assert code == 2
     assert "give" in stderr
@@ -204,7 +204,7 @@ def test_equal_files_give_equal_pages(files: Path):
     assert Path("one.html").read_bytes() == Path("two.html").read_bytes()
 
 
-def test_a_job_file_says_pipelines_and_tokens(files: Path):
+def test_pipelines_and_tokens_come_from_the_job_file(files: Path):
     head = "format: perseus-planner/job\nversion: 1\nprofile: profile.yaml\nschedule: 1f1b\nmicrobatches: 5\n"
     Path("job.yaml").write_text(head + "replicas: 3\ntokens_per_iteration: 6000\nsamples_per_iteration: 12\n")
     size = json.loads(done("report plan.yaml job.yaml -o report.html --json"))["size"]
@@ -218,7 +218,7 @@ def test_a_job_file_says_pipelines_and_tokens(files: Path):
     assert (size["pipelines"], size["tokens"]) == (2, 7)
 
 
-def test_what_does_not_belong_together_is_refused(files: Path):
+def test_files_that_do_not_belong_together_are_refused(files: Path):
     other = smooth_profile(3, step_mhz=300)
     other.save("other.yaml")
     solve(SMALL, schedules.one_f_one_b(3, 6)).save("longer.npz")
@@ -236,7 +236,7 @@ def test_what_does_not_belong_together_is_refused(files: Path):
         assert not Path("report.html").exists()
 
 
-def test_nothing_makes_no_report():
+def test_a_report_without_files_is_refused():
     with pytest.raises(UsageError, match="name at least one"):
         Sources()
 
@@ -257,6 +257,6 @@ def test_a_number_on_the_page_is_the_number_to_four_digits(value: float):
     assert math.isclose(shown, value, rel_tol=6e-4, abs_tol=1e-11)
 
 
-def test_spare_time_of_a_lone_computation_is_none(frontier: Frontier):
+def test_a_lone_computation_has_no_spare_time(frontier: Frontier):
     iteration = solve(smooth_profile(1, step_mhz=300), schedules.one_f_one_b(1, 1)).dag.iteration
     assert spare_s(iteration, [Span(0.0, 1.0, 1.0), Span(1.0, 3.0, 1.0)]) == [0.0, 0.0]

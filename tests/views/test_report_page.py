@@ -1,4 +1,4 @@
-"""The report in a real browser: legible, operable by keyboard, quick with many computations, and alone."""
+"""The report in a real browser: accessible, usable by keyboard, quick with many computations, and self-contained."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def browser():
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The page of a small pipeline with all that a report can be made from."""
+    """Write the page of a small pipeline from all kinds of files."""
     folder = tmp_path_factory.mktemp("report")
     profile = smooth_profile(3, step_mhz=150)
     frontier = solve(profile, schedules.one_f_one_b(3, 6))
@@ -140,13 +140,13 @@ def test_16_ranks_of_512_microbatches_are_usable_within_2_seconds(browser, tmp_p
 
 
 def picture(page, which: int = 0) -> str:
-    """What a timeline shows once it is drawn."""
+    """Return the picture of a timeline once it is drawn."""
     drawn = "new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))"
     return page.evaluate(f"{drawn}.then(() => document.querySelectorAll('#timelines canvas')[{which}].toDataURL())")
 
 
 def plan_of(profile: Profile, iteration: Iteration, choices: int) -> Plan:
-    """Computations at one of the highest `choices` clocks in turn; what it is worth does not matter here."""
+    """Return a plan that uses the highest `choices` clocks in turn; its times and energies do not matter."""
     keys = zip(iteration.computations, iteration.keys, strict=True)
     clocks = {str(each): profile.measurements[key][i % choices].clock_mhz for i, (each, key) in enumerate(keys)}
     table = {key: {row.clock_mhz: row for row in rows} for key, rows in profile.measurements.items()}

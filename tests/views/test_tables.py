@@ -1,4 +1,4 @@
-"""Summaries hold the right numbers, and their text is worth reading."""
+"""Summaries have the right numbers, and their texts are as expected."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def frontier() -> Frontier:
 
 @pytest.fixture(scope="module")
 def plan(frontier: Frontier) -> Plan:
-    """The first stage slows down, but for its first forward; the last one runs at its maximum."""
+    """Return a plan that slows the first stage down, except for its first forward."""
     slow = [name for name in map(str, frontier.dag.computations) if name[0] == "0" and name != "0F0"]
     clocks = {**dict.fromkeys(map(str, frontier.dag.computations), 1400), **dict.fromkeys(slow, 1000)}
     return replace(frontier.plan_of(clocks), deadline_s=18.0)
@@ -81,7 +81,7 @@ The bound is the least energy of any plan of that time, on all GPUs of the pipel
     )
 
 
-def test_the_plan_is_held_against_all_clocks_at_maximum_and_the_bound(plan: Plan):
+def test_the_plan_is_compared_with_all_clocks_at_maximum_and_the_bound(plan: Plan):
     assert (
         plan_text(summarize_plan(plan, straggler_time_s=20.0))
         == """\
@@ -117,7 +117,7 @@ Changes: clock changes from one computation to the next, and back for the next i
 
 
 def of_a_job(overhead_s: float) -> Frontier:
-    """Two ranks with two stages each, loading before each first forward, an optimizer step on rank 1."""
+    """Solve two ranks with two stages each, with a load before each first forward and an optimizer step on rank 1."""
     one = {"F": 1.0, "I": 1.5, "W": 0.5}
     points = {
         (stage, kind): tuple(Measurement(mhz, 1000 * s / mhz, s * mhz / 5) for mhz in (1000, 800))
@@ -220,7 +220,7 @@ ALONE = "Every computation has a single clock, so there is a single plan."
         pytest.param(SINGLE, 100.0, (ALONE,), id="single clock"),
     ],
 )
-def test_what_a_reader_may_not_expect_is_remarked_on(
+def test_surprising_frontiers_have_remarks(
     curves: dict[tuple[int, str], tuple[Measurement, ...]], blocking_power_w: float, remarks: tuple[str, ...]
 ):
     summary = summarize_frontier(solved(curves, blocking_power_w))
@@ -228,7 +228,7 @@ def test_what_a_reader_may_not_expect_is_remarked_on(
     assert frontier_text(summary).endswith("".join(f"{remark}\n" for remark in remarks))
 
 
-def test_groups_of_gpus_and_several_stages_on_a_rank_are_said():
+def test_texts_name_groups_of_gpus_and_several_stages_on_a_rank():
     profile = replace(PROFILE, gpus_per_stage=4)
     assert profile_text(summarize_profile(profile)).startswith("Profile of 2 stages of 4 GPUs, test GPU (measured); ")
     three = Profile({**CURVES, (2, "F"): FORWARD, (2, "B"): BACKWARD}, 100.0)
@@ -245,7 +245,7 @@ def test_a_plan_of_one_clock_changes_none():
     assert "\nNo GPU changes its clock.\n" in plan_text(summarize_plan(plan))
 
 
-def test_a_profile_shows_its_evidence_and_what_a_reader_must_know():
+def test_a_profile_shows_its_errors_and_warnings():
     hot = Evidence(1290.5, 0.002, 0.75, 3, 88.0, ("sw-power-cap", "hw-thermal"))
     rows = (replace(FORWARD[0], evidence=hot), FORWARD[1])
     conditions = {"driver": "570", "warnings": "MIG is on: turn it off", "measured while too hot": "F at 1400 MHz"}

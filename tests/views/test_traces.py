@@ -1,4 +1,4 @@
-"""A trace holds the replay or the run to the nanosecond, within the rules of what opens it."""
+"""A Perfetto trace has the replay or the run to the nanosecond, and keeps the rules of its readers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from commands import done, refusal
 from hypothesis import given, settings
 from made_runs import any_plan, write_run
 from strategies import fixed, jobs, smooth_profile
-from trace_rules import Read, integral
+from trace_rules import ReadTrace, integral
 
 from perseus_planner import Plan, schedules, solve
 from perseus_planner.errors import RunError, UsageError
@@ -37,9 +37,9 @@ def plan() -> Plan:
     return frontier.plan_for(1.1 * frontier.baseline_time_s)
 
 
-def read(plan: Plan, folder: Path) -> Read:
+def read(plan: Plan, folder: Path) -> ReadTrace:
     trace_plan(plan, folder / "plan.json")
-    return Read(folder / "plan.json")
+    return ReadTrace(folder / "plan.json")
 
 
 def replayed(plan: Plan) -> Plan:
@@ -150,7 +150,7 @@ def test_a_run_is_what_each_rank_measured_of_the_iterations_it_kept(plan: Plan, 
     write_run(tmp_path / "run", plan, 5, pipelines=2, origin="measured", deviations={3: "3 microbatches, not 4"})
     run = Run.load(tmp_path / "run")
     trace_run(run, tmp_path / "run.json")
-    trace = Read(tmp_path / "run.json")
+    trace = ReadTrace(tmp_path / "run.json")
     source = "Run: times measured, energy and clocks measured. Plan: replayed from a measured profile"
     assert list(trace.processes.values()) == [f"pipeline 0. {source}", f"pipeline 1. {source}"]
     assert trace.about["origin"] == source
@@ -194,7 +194,7 @@ def test_ranks_whose_clocks_differ_are_each_on_its_own(plan: Plan, tmp_path: Pat
     trace_run(
         replace(run, ranks=(replace(one, iterations=tuple(rows), computations=ran), *others)), tmp_path / "b.json"
     )
-    first, second = Read(tmp_path / "one.json"), Read(tmp_path / "b.json")
+    first, second = ReadTrace(tmp_path / "one.json"), ReadTrace(tmp_path / "b.json")
     for row, other in zip(first.slices.values(), second.slices.values(), strict=True):
         assert [each[:2] for each in row if each[2]["cat"] == "computation"] == [
             pytest.approx(each[:2], abs=1000) for each in other if each[2]["cat"] == "computation"
@@ -212,7 +212,7 @@ def test_a_run_without_energy_or_with_overlapping_times_is_still_a_trace(plan: P
         for number, computed in one.computations.items()
     }
     trace_run(replace(run, ranks=(replace(one, iterations=tuple(rows), computations=longer), *others)), tmp_path / "c")
-    trace = Read(tmp_path / "c")
+    trace = ReadTrace(tmp_path / "c")
     assert [name for _, name, _ in trace.counters] == ["rank 1 power"]
 
 
@@ -238,7 +238,7 @@ def test_show_writes_traces_of_plans_and_runs_beside_what_it_says(folder: Path):
     assert Path("plan.json").read_bytes() == Path("b.json").read_bytes()
     write_run(Path("run"), Plan.load("plan.yaml"), 3)
     assert done("show run --perfetto run.json").endswith("\nWrote run.json\n")
-    assert Read(Path("run.json")).end_ns > Read(Path("plan.json")).end_ns
+    assert ReadTrace(Path("run.json")).end_ns > ReadTrace(Path("plan.json")).end_ns
     for command, message in {
         "show plan.yaml --perfetto plan.yaml": "--perfetto plan.yaml: is the file that is read; name another",
         "show plan.yaml --perfetto absent/a.json": (

@@ -9,7 +9,7 @@ const timelines = (() => {
   const WORDS = { F: "forward", B: "backward", I: "input gradient", W: "weight gradient" };
   const LEFT = 40, AXIS = 22, GAP = 3; // px: for the numbers of ranks, for the time axis, and between lanes
 
-  /** Adds the begin and end of each computation, and its name, to a lane. */
+  /** Adds the start and end of each computation, and its name, to a lane. */
   function unpacked(lane, program) {
     const count = lane.times_us.length;
     const [begins, ends] = [new Float64Array(count), new Float64Array(count)];
