@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from perseus_planner.errors import ProfileError
 from perseus_planner.files import reading, write_file
-from perseus_planner.profiles.csv_file import Row, read_table, written
+from perseus_planner.profiles.csv_file import Row, csv_bytes, read_table
 from perseus_planner.profiles.measurement import Measurement
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class RowFile:
             for each in table.values()
         ]
         head = "".join(f"{_MARK}{name}: {text}\n" for name, text in self._subject.items())
-        write_file(self._path, head.encode() + written(rows, self._control), ProfileError)
+        write_file(self._path, head.encode() + csv_bytes(rows, self._control), ProfileError)
 
     def _check_subject(self) -> None:
         found = _read_subject(self._path)

@@ -41,11 +41,11 @@ def calibrate(profile_or_job: Path, plan_or_run: Path, measured: float | None, a
     iterations that ran as its newest plan says, except the first of them.
     """
     from perseus_planner.files import write_file
-    from perseus_planner.jobs.calibration import calibrated
+    from perseus_planner.jobs.calibration import calibrate as calibrate_file
     from perseus_planner.views.profiles import calibration_text
 
     plan, measured_s, source = _measured(plan_or_run, measured)
-    result, text = calibrated(profile_or_job, plan, measured_s, source)
+    result, text = calibrate_file(profile_or_job, plan, measured_s, source)
     write_file(profile_or_job, text, UsageError)
     console.report(result, calibration_text(result), [profile_or_job], as_json=as_json)
 

@@ -1,1 +1,1 @@
-"""Job files: profiles, schedule and options of one training job, and the calibration of its iteration time."""
+"""Training jobs: read a job file (`settings`), make its pipelines (`job`), and calibrate it (`calibration`)."""

@@ -1,4 +1,4 @@
-"""Calibration: the one constant of a job that makes replayed iteration times those that are measured."""
+"""Calibration: the overhead of a job or profile, which makes replayed iteration times equal measured ones."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ if TYPE_CHECKING:
     from perseus_planner.plans.plan import Plan
 
 _KEY = "overhead_s"
-_LEAST = 0.5  #: of the replayed time; who measures less has measured something else
-_DIGITS = 9  #: of seconds that are kept, so that 0.1234 is not written as 0.12340000000000018
+_LEAST = 0.5  #: of the replayed time; less was measured with another plan
+_DIGITS = 9  #: of seconds, so that 0.1234 is not written as 0.12340000000000018
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """What a measured iteration time says of a profile, or a job.
+    """The calibration of a profile or job by a measured iteration time.
 
     Attributes:
-        measured_s: iteration time with the plan, as measured, seconds.
-        replayed_s: iteration time of the plan as replayed, without any overhead, seconds.
-        overhead_before_s: the overhead that the profile had.
-        overhead_s: the overhead that it has now: measured minus replayed.
-        predicted_before_s: the iteration time of the plan that was predicted with the overhead before, seconds.
-        predicted_s: that which is predicted now.
+        measured_s: measured iteration time with the plan, seconds.
+        replayed_s: replayed iteration time of the plan, without any overhead, seconds.
+        overhead_before_s: overhead before the calibration, seconds.
+        overhead_s: overhead now, measured minus replayed, seconds.
+        predicted_before_s: iteration time predicted with the overhead before, seconds.
+        predicted_s: iteration time predicted now, seconds.
     """
 
     measured_s: float
@@ -43,30 +43,30 @@ class Calibration:
     predicted_s: float
 
 
-def calibrated(path: Path, plan: Plan, measured_s: float, source: str = "--measured") -> tuple[Calibration, str]:
-    """What follows from an iteration that was measured with `plan`, and the text of the file at `path` with it.
+def calibrate(path: Path, plan: Plan, measured_s: float, source: str = "--measured") -> tuple[Calibration, str]:
+    """Return the calibration by an iteration that was measured with `plan`, and the text of the file at `path` with it.
 
     Args:
         path: the profile.yaml, or the job file, from which the plan was made.
-        plan: what the job ran with.
-        measured_s: mean seconds of an iteration.
-        source: where that comes from, as error messages name it.
+        plan: the plan that the job ran with.
+        measured_s: mean iteration time, seconds.
+        source: the name of the measured time in error messages.
 
     Raises:
-        UsageError: the plan is of another profile, or the time cannot be that of the plan.
-        PlannerError: the file cannot be read, or written so that it has an overhead.
+        UsageError: If the plan is of another profile, or the time cannot be that of the plan.
+        PlannerError: If the file cannot be read, or its overhead cannot be changed.
     """
     if path.suffix.lower() == ".csv":
-        raise UsageError(f"{path}: a CSV carries no overhead; name a profile.yaml, or a job file")
+        raise UsageError(f"{path}: a CSV does not hold an overhead; name a profile.yaml, or a job file")
     if kind_of(path) == "job":
         document, profiles = job_document(path), Job.load(path).profiles
     else:
         document = profile_document(path)
         profiles = (Profile.load(path),)
-    of = [each for each in profiles if replace(each, overhead_s=plan.overhead_s).digest == plan.profile_digest]
-    if not of:
+    matching = [p for p in profiles if replace(p, overhead_s=plan.overhead_s).digest == plan.profile_digest]
+    if not matching:
         raise UsageError(
-            f"{path}: is not what the plan was made from, whose profile has the digest {plan.profile_digest[:12]}; "
+            f"{path}: is not the profile that the plan was made from, which has the digest {plan.profile_digest[:12]}; "
             "name the profile.yaml, or the job file, that it was made from without further options"
         )
     replayed_s = replay(plan).time_s - plan.overhead_s
@@ -75,6 +75,6 @@ def calibrated(path: Path, plan: Plan, measured_s: float, source: str = "--measu
             f"{source}: {measured_s:.6g} s is less than half of the {replayed_s:.6g} s of the replay; "
             "give the mean time of an iteration with this plan"
         )
-    before_s, overhead_s = of[0].overhead_s, round(measured_s - replayed_s, _DIGITS)
+    before_s, overhead_s = matching[0].overhead_s, round(measured_s - replayed_s, _DIGITS)
     result = Calibration(measured_s, replayed_s, before_s, overhead_s, replayed_s + before_s, replayed_s + overhead_s)
     return result, with_number(document, _KEY, overhead_s)

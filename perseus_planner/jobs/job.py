@@ -1,4 +1,4 @@
-"""Job: a training job as it is planned: the pipelines with their profiles, the schedule that all of them run."""
+"""Jobs: the pipelines of a training job with their profiles, and the schedule that all of them run."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Job:
-    """What is planned: pipelines that run one schedule side by side, those alike given once.
+    """A training job: pipelines that run one schedule side by side, each kind of them given once.
 
     Attributes:
-        schedule: what each pipeline runs.
-        profiles: of each kind of pipeline, tensor-parallel degree and slow stages counted in.
-        counts: how many pipelines of each kind there are, aligned with `profiles`.
-        transfer: between the stages.
-        operations: what is neither forward nor backward.
-        variants: computations with a profile of their own.
-        tokens_per_iteration: that all pipelines together train on; None: not known.
-        samples_per_iteration: likewise.
-        files: what was read.
+        schedule: the schedule of each pipeline.
+        profiles: the profile of each kind of pipeline; includes tensor parallelism and slow stages.
+        counts: the number of pipelines of each kind, aligned with `profiles`.
+        transfer: the time of transfers between stages.
+        operations: operations that are neither forward nor backward.
+        variants: computations that are measured apart.
+        tokens_per_iteration: tokens that all pipelines together train on in an iteration; None if unknown.
+        samples_per_iteration: likewise, samples.
+        files: the files that were read.
 
     Raises:
-        JobError: an operation stands where the schedule has no rank, stage or computation.
+        JobError: If an operation is at a rank, stage or computation that the schedule does not have.
     """
 
     schedule: Schedule
@@ -52,7 +52,7 @@ class Job:
 
     def __post_init__(self) -> None:
         for operation in self.operations:
-            _check_place(operation, self.schedule)
+            _check_location(operation, self.schedule)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], **overrides: Any) -> Job:
@@ -60,21 +60,21 @@ class Job:
 
         Args:
             path: the file, YAML.
-            overrides: fields of `job_settings.Settings` that are given here instead.
+            overrides: fields of `settings.Settings` that replace those of the file.
 
         Raises:
-            JobError: it cannot be read, or is no job; names the line and the remedy.
-            PlannerError: a file that it names cannot be used.
+            JobError: If it cannot be read or is not a job; names the line and the remedy.
+            PlannerError: If a file that it names cannot be used.
         """
         return cls.of(replace(read_settings(Path(path)), **overrides))
 
     @classmethod
     def of(cls, settings: Settings) -> Job:
-        """The job that `settings` describe, with what they name read.
+        """Make the job that `settings` describe, and read the files that they name.
 
         Raises:
-            JobError: they do not fit together, or something is missing.
-            PlannerError: a file that they name cannot be used.
+            JobError: If they do not fit together, or something is missing.
+            PlannerError: If a file that they name cannot be used.
         """
         replicas = settings.replicas or (ReplicaSettings(),)
         profiles: dict[str, Profile] = {}
@@ -99,11 +99,11 @@ class Job:
         )
 
     def dags(self) -> tuple[PipelineDag, ...]:
-        """The graph of an iteration of each kind of pipeline, aligned with `counts`.
+        """Return the graph of an iteration of each kind of pipeline, aligned with `counts`.
 
         Raises:
-            ProfileError: a profile does not fit the schedule.
-            ScheduleError: the schedule cannot run, or transfers or variants do not fit it.
+            ProfileError: If a profile does not fit the schedule.
+            ScheduleError: If the schedule cannot run, or transfers or variants do not fit it.
         """
         extras = {"transfer": self.transfer, "operations": self.operations, "variants": self.variants}
         dags = []
@@ -117,7 +117,7 @@ class Job:
 
 
 def _profile(settings: Settings, replica: ReplicaSettings) -> Profile:
-    """What the pipelines of one kind run with."""
+    """Return the profile of one kind of pipelines."""
     source = settings.profile if replica.profile is None else replica.profile
     power_w = settings.blocking_power_w if replica.blocking_power_w is None else replica.blocking_power_w
     slow = settings.slow_stages if replica.slow_stages is None else replica.slow_stages
@@ -141,14 +141,14 @@ def _profile(settings: Settings, replica: ReplicaSettings) -> Profile:
 
 
 def _loaded(path: Path, power_w: Power | None, settings: Settings) -> Profile:
-    """The profile at `path`, with what the job says instead of it."""
+    """Return the profile at `path`, with the fields that the job replaces."""
     instead = {name: getattr(settings, name) for name in ("overhead_s", "clock_change")}
     given = {name: value for name, value in instead.items() if value is not None}
     return replace(Profile.load(path, blocking_power_w=power_w), **given)
 
 
 def _grouped(profiles: Sequence[Profile], gpus: int | None) -> Profile:
-    """One profile of stages of `gpus` GPUs; one that was measured on single GPUs holds for each of them."""
+    """Return one profile of stages of `gpus` GPUs; a profile of single GPUs holds for each of them."""
     profile = profiles[0] if len(profiles) == 1 else tensor_group(profiles)
     if gpus is None or profile.gpus_per_stage == gpus:
         return profile
@@ -171,12 +171,12 @@ def _for_each(power_w: Power | None, stages: int) -> Sequence[float | None]:
 
 
 def _schedule(settings: Settings, profiled: int) -> Schedule:
-    """The schedule, for as many stages as were profiled where the settings do not say."""
+    """Return the schedule; it has as many stages as were profiled, unless the settings have a number."""
     if settings.schedule is None:
         raise JobError(f"no schedule is given; {_give('schedule')}: {', '.join(schedules.NAMES)}, or a text grid")
     if isinstance(settings.schedule, Path):
         if settings.microbatch_group is not None:
-            raise JobError("microbatch_group is given with a text grid, which has its order already; leave it out")
+            raise JobError("microbatch_group does not apply to a text grid, which has an order; leave it out")
         schedule = schedules.load_grid(settings.schedule)
     else:
         schedule = _generated(settings, settings.schedule, profiled)
@@ -188,14 +188,14 @@ def _schedule(settings: Settings, profiled: int) -> Schedule:
         if getattr(settings, name) not in (None, value):
             raise JobError(
                 f"{name} is {getattr(settings, name)}, but schedule {schedule} "
-                f"has {value or 'ranks of unlike numbers'}; correct one"
+                f"has {value or 'ranks with different numbers of stages'}; correct one"
             )
     return schedule
 
 
 def _generated(settings: Settings, name: str, profiled: int) -> Schedule:
     if settings.microbatches is None:
-        raise JobError(f"how many microbatches an iteration has is missing; {_give('microbatches')}")
+        raise JobError(f"the number of microbatches of an iteration is missing; {_give('microbatches')}")
     return schedules.generate_for_stages(
         name,
         profiled if settings.stages is None else settings.stages,
@@ -210,14 +210,14 @@ def _give(name: str) -> str:
     return f"give --{name.replace('_', '-')}, or {name} in a job file"
 
 
-def _check_place(operation: FixedOperation, schedule: Schedule) -> None:
+def _check_location(operation: FixedOperation, schedule: Schedule) -> None:
     of_ranks = operation.when in ("start", "end")
     count = len(schedule.ranks) if of_ranks else schedule.stages
     for number in operation.where or ():
         if number not in range(count):
             what = "rank" if of_ranks else "stage"
             raise JobError(
-                f"operation {operation.name}, where: there is no {what} {number}; {what}s are 0 to {count - 1}"
+                f"operation {operation.name}, where: {what} {number} does not exist; {what}s are 0 to {count - 1}"
             )
     kind = operation.when[-1]
     if not of_ranks and all(computation.kind != kind for computation in schedule.computations()):

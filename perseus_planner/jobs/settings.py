@@ -1,4 +1,4 @@
-"""Settings: what a training job is, as a job file or the command line says it; nothing that they name is read yet."""
+"""Read job files: the settings of a training job; the files that they name are not read here."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class ReplicaSettings:
-    """Data-parallel pipelines that are alike.
+    """The settings of one kind of data-parallel pipelines; None for those of the job.
 
     Attributes:
-        count: how many there are.
-        profile: theirs; None: that of the job, as for the next two.
-        blocking_power_w: likewise.
-        slow_stages: likewise.
+        count: number of pipelines.
+        profile: their measurements.
+        blocking_power_w: what their GPUs draw while they wait, watts.
+        slow_stages: stage -> slowdown.
     """
 
     count: int = 1
@@ -52,34 +52,35 @@ class ReplicaSettings:
 
 @dataclass(frozen=True)
 class Settings:
-    """What a job file says; None or empty where it says nothing.
+    """The content of a job file; fields that it leaves out are None or empty.
 
     Attributes:
         profile: measurements of the stages; `planner profile` writes them there.
         blocking_power_w: what a GPU of the profile draws while it waits, watts, or one number for each stage; replaces
-            the profile's. Needed for a CSV.
+            the profile's. Required for a CSV.
         schedule: a name of `schedules.NAMES`, or the path of a text grid.
-        microbatches: of one iteration.
-        ranks: pipeline ranks; as many as the profile's stages need, where it is None.
-        virtual_stages: stages that each rank holds.
-        microbatch_group: microbatches that go through a stage before those of the rank's next one (interleaved 1F1B).
-        stages: pipeline stages that are expected.
-        tensor_parallel: how many GPUs a stage has; a profile that was measured on one holds for each of them.
-        transfer: between stages.
-        operations: what is neither forward nor backward.
-        variants: computations with a profile of their own.
+        microbatches: number of microbatches of one iteration.
+        ranks: number of pipeline ranks; None for as many as the stages of the profile need.
+        virtual_stages: number of stages of each rank.
+        microbatch_group: microbatches that go through a stage before the rank's next one gets its turn (interleaved
+            1F1B).
+        stages: number of pipeline stages, to be checked.
+        tensor_parallel: number of GPUs of a stage; a profile that was measured on one GPU holds for each of them.
+        transfer: the time of transfers between stages.
+        operations: operations that are neither forward nor backward.
+        variants: computations that are measured apart.
         slow_stages: stage -> how many times as long its computations take now.
-        overhead_s: calibrated seconds of an iteration beside what is replayed; replaces the profile's.
-        clock_change: what changing a clock costs; replaces the profile's.
-        replicas: the pipelines; one, where it is empty.
-        tokens_per_iteration: that all pipelines together train on, for what a token costs.
+        overhead_s: calibrated seconds of an iteration that are not replayed; replaces the profile's.
+        clock_change: the cost of a clock change; replaces the profile's.
+        replicas: the pipelines; empty for one.
+        tokens_per_iteration: tokens that all pipelines together train on in an iteration.
         samples_per_iteration: likewise, samples.
-        stage: what builds a stage to be profiled, "package.module:function".
-        gpu: that it is profiled on, as `gpu.open_gpu` reads it.
-        file: that all this is from.
+        stage: the function that builds a stage to be profiled, "package.module:function".
+        gpu: the GPU that stages are profiled on, as `gpu.open_gpu` reads it.
+        file: the job file.
 
     Raises:
-        JobError: a count is not a positive whole number.
+        JobError: If a count is not a whole number of at least 1.
     """
 
     profile: Source
@@ -112,31 +113,31 @@ class Settings:
 
 
 def schedule_of(text: str, folder: Path) -> str | Path:
-    """What `text` says: the name of a schedule, or a text grid, from `folder` if its path is relative."""
+    """Return the name of a schedule, or the path of a text grid, which is in `folder` if it is relative."""
     return folder / text if text.lower().endswith(_GRIDS) else text
 
 
 def job_document(path: Path) -> Document:
-    """The job file at `path`, as it is written, with known keys only.
+    """Read the job file at `path` as a document, which has known keys only.
 
     Raises:
-        JobError: it cannot be read, or is no job file.
+        JobError: If it cannot be read, or is not a job file.
     """
     return read_document(path, _FORMAT, _VERSION, ("profile",), tuple(_READERS), JobError)
 
 
 def read_settings(path: Path) -> Settings:
-    """What the job file at `path` says. Paths in it are relative to its folder.
+    """Read the job file at `path`. Paths in it are relative to its folder.
 
     Raises:
-        JobError: it cannot be read, or is no job file; names the line and the remedy.
+        JobError: If it cannot be read or is not a job file; names the line and the remedy.
     """
     document = job_document(path)
     return Settings(**{key: _READERS[key](document, key) for key in _READERS if key in document.values}, file=path)
 
 
-def _made(document: Document, key: str, make: Callable[[], T]) -> T:
-    """What `make` makes; its refusal gets the place of `key`."""
+def _make(document: Document, key: str, make: Callable[[], T]) -> T:
+    """Return the result of `make`; an error of it gets the place of `key`."""
     try:
         return make()
     except PlannerError as error:
@@ -180,7 +181,7 @@ def _operation(entry: Document) -> FixedOperation:
     time_s = entry.number("time_s", TIME)
     energy_j = entry.number("energy_j", ENERGY) if entry.values.get("energy_j") is not None else None
     where = entry.numbers("where", STAGE) if "where" in entry.values else None
-    return _made(entry, "when", lambda: FixedOperation(name, entry.values["when"], time_s, energy_j, where))
+    return _make(entry, "when", lambda: FixedOperation(name, entry.values["when"], time_s, energy_j, where))
 
 
 def _variants(document: Document, key: str) -> tuple[Variant, ...]:
@@ -188,11 +189,11 @@ def _variants(document: Document, key: str) -> tuple[Variant, ...]:
 
 
 def _variant(entry: Document) -> Variant:
-    _made(entry, "kind", lambda: Variant(entry.values["kind"], "all"))
+    _make(entry, "kind", lambda: Variant(entry.values["kind"], "all"))
     stages = entry.numbers("stages", STAGE) if "stages" in entry.values else None
     which = entry.values["microbatches"]
     chosen: Any = which if isinstance(which, str) else entry.numbers("microbatches", STAGE)
-    return _made(entry, "microbatches", lambda: Variant(entry.values["kind"], chosen, stages))
+    return _make(entry, "microbatches", lambda: Variant(entry.values["kind"], chosen, stages))
 
 
 def _slow_stages(document: Document, key: str) -> Mapping[int, float]:

@@ -1,1 +1,1 @@
-"""Plans: one clock per computation, their files, and the replay of an iteration under one."""
+"""Plans, their files (`plan`), and the replay of an iteration (`replay`, and `clock_replay` if changes cost time)."""

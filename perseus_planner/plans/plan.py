@@ -1,4 +1,4 @@
-"""Plan: one measured clock for every computation of an iteration, with what it costs; plan.yaml in and out."""
+"""Plans: one measured clock for every computation of an iteration, with its cost; and their files, plan.yaml."""
 
 from __future__ import annotations
 
@@ -42,30 +42,32 @@ _DUMPER: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 
 @dataclass(frozen=True, repr=False)
 class Plan(Displayable):
-    """One clock per computation, and what an iteration with them takes: replayed from measured points, never a fit's.
+    """One clock per computation, and the replayed time and energy of an iteration with these clocks.
 
     Attributes:
-        iteration: what runs, rank by rank, and what waits for what.
+        iteration: the computations and operations, rank by rank, and what they wait for.
         clocks: "3F17" -> MHz, for every computation, in the order of `schedule.computations()`.
-        measurements: (stage, kind) -> clock in MHz -> the measurement behind it, for the clocks in use; the kind as the
-            profile has it. Where changes cost time, for all clocks in use on its rank, or the next lower
-            ones that were measured.
-        profile_digest: `Profile.digest` of the profile it was computed from.
-        gpu: the GPU's name, where the profile has one.
-        origin: how the profile came to be, "measured" or "simulated".
+        measurements: (stage, kind in the profile) -> clock in MHz -> its measurement, for the clocks in use. If clock
+            changes cost time, for all clocks in use on the rank, or the next lower ones that were measured.
+        profile_digest: `Profile.digest` of the profile that it was computed from.
+        gpu: the GPU's name, if the profile has one.
+        origin: the source of the profile, "measured" or "simulated".
         blocking_power_w: what a stage's GPUs draw while they wait, watts; or one number for each stage.
-        deadline_s: the iteration time that was asked for, seconds.
+        deadline_s: the requested iteration time, seconds.
         time_s: replayed iteration time, seconds; at most `deadline_s`.
         energy_j: replayed energy of such an iteration over all GPUs, joules, waiting included.
-        bound_j: the least relaxed energy of an iteration of `time_s`, joules: no plan of that time is below it.
+        bound_j: the least relaxed energy of an iteration of `time_s`, joules; no plan of that time is below it.
         baseline_time_s: replayed iteration time with all clocks at their maximum, seconds.
         baseline_energy_j: its energy, joules.
-        gpus_per_stage: how many GPUs a stage has.
-        overhead_s: calibrated seconds of an iteration beside what is replayed; in all times above.
-        clock_change: what changing a clock costs, which `time_s` and `energy_j` count; None: nothing.
-        min_dwell_s: for how long a clock is held at least, as was asked for, seconds.
-        control: what the profile set: "clock"; "power-limit", where a clock here is a limit in watts;
-            or "observed", where nothing was set and nothing is to be.
+        gpus_per_stage: number of GPUs of a stage.
+        overhead_s: calibrated seconds of an iteration that are not replayed; part of all times above.
+        clock_change: the cost of a clock change, which `time_s` and `energy_j` include; None for nothing.
+        min_dwell_s: the requested least time for which a clock is held, seconds.
+        control: what the profile set: "clock"; "power-limit", and the clocks here are limits in watts; or "observed":
+            nothing was set and nothing will be.
+
+    Raises:
+        PlanError: If the clocks, measurements or powers do not fit the iteration.
     """
 
     iteration: Iteration
@@ -108,7 +110,7 @@ class Plan(Displayable):
 
     @property
     def schedule(self) -> Schedule:
-        """The computations, rank by rank, in the order they run in."""
+        """The computations, rank by rank, in the order in which they run."""
         return self.iteration.schedule
 
     @property
@@ -120,7 +122,7 @@ class Plan(Displayable):
 
     @property
     def changes(self) -> tuple[int, ...]:
-        """How often each rank's clock changes in an iteration, back to the first one for the next included."""
+        """How often each rank's clock changes in an iteration, including the change back to the first one."""
         return tuple(changes_per_rank([self.clocks[str(c)] for c in program]) for program in self.schedule.ranks)
 
     @property
@@ -130,14 +132,14 @@ class Plan(Displayable):
 
     @property
     def saving_j(self) -> float:
-        """Joules per iteration saved against all clocks at their maximum; of an iteration of `time_s` each."""
+        """Joules saved per iteration, compared with all clocks at their maximum."""
         return self.baseline_energy_j - self.energy_j
 
     def measurement(self, computation: Computation) -> Measurement:
-        """What was measured of `computation` at the clock that the plan gives it.
+        """Return the measurement of `computation` at its clock in the plan.
 
         Raises:
-            PlanError: the plan has no such computation or no measurement of that clock.
+            PlanError: If the plan lacks the computation, or a measurement at its clock.
         """
         try:
             return self.measurements[self._keys[computation]][self.clocks[str(computation)]]
@@ -148,7 +150,7 @@ class Plan(Displayable):
         """Write the plan as YAML; equal plans give equal bytes.
 
         Raises:
-            PlanError: the file cannot be written.
+            PlanError: If the file cannot be written.
         """
         content = self._content()
         document = {"format": _FORMAT, "version": _VERSION, "digest": _digest(content), **content}
@@ -157,16 +159,16 @@ class Plan(Displayable):
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:
-        """Read what `save` wrote.
+        """Read a file that `save` wrote.
 
         Raises:
-            PlanError: the file cannot be read, or is not exactly what was written.
+            PlanError: If the file cannot be read, or is not exactly what was written.
         """
         document = read_document(Path(path), _FORMAT, _VERSION, _KEYS, ITERATION_KEYS, PlanError)
         content = {key: value for key, value in document.values.items() if key not in ("format", "version", "digest")}
         try:
             intact = document.values["digest"] == _digest(content)
-        except TypeError:  # a key that JSON has not, so that it was never written
+        except TypeError:  # a key that JSON cannot have, so it was never written
             intact = False
         if not intact:
             raise PlanError(
@@ -176,15 +178,15 @@ class Plan(Displayable):
         return _from_content(document.values, str(document.path))
 
     def dumps(self) -> str:
-        """The plan as JSON, for another process; ten times faster to read than the file."""
+        """Return the plan as JSON, for another process; it is ten times faster to read than the file."""
         return json.dumps(self._content())
 
     @classmethod
     def loads(cls, text: str) -> Plan:
-        """Read what `dumps` wrote.
+        """Read a text that `dumps` returned.
 
         Raises:
-            PlanError: it is not exactly that.
+            PlanError: If the text is not exactly that.
         """
         try:
             values = json.loads(text)
@@ -227,7 +229,7 @@ def _from_content(values: Mapping[str, Any], name: str) -> Plan:
     try:
         ranks = tuple(tuple(Computation.parse(text) for text in rank) for rank in values["ranks"])
         measurements = {
-            # JSON has no keys but text.
+            # JSON keys are always text.
             parse_stage_kind(text): {int(clock): Measurement(int(clock), *point) for clock, point in clocks.items()}
             for text, clocks in values["measurements"].items()
         }

@@ -1,6 +1,6 @@
-"""What a plan's clock changes are: how many a rank makes, how long it holds a clock, and what one change takes.
+"""Clock changes: how many a rank makes, how long it holds a clock, and what one change costs.
 
-An iteration follows another, so all counts go round: after the last computation of a rank comes its first one.
+Iterations repeat, so the first computation of a rank follows its last one in all counts.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ _RULES = MappingProxyType({"call_s": WAIT, "settle_s": WAIT, "gpus_per_node": CO
 
 @dataclass(frozen=True)
 class ClockChange:
-    """What it takes to set the clock of one GPU.
+    """The cost of setting the clock of one GPU.
 
     Attributes:
         call_s: how long the call holds the driver's lock, seconds, 0 or more. A node has one such lock: calls for its
             GPUs run one after another.
         settle_s: from the return of the call until the GPU runs at the new clock, seconds, 0 or more.
-        gpus_per_node: how many GPUs share a lock; ranks fill nodes in their order.
+        gpus_per_node: number of GPUs that share a lock; ranks fill nodes in order.
 
     Raises:
-        ProfileError: a value is not of that kind.
+        ProfileError: If a value is out of range.
     """
 
     call_s: float
@@ -43,11 +43,11 @@ class ClockChange:
         check_fields(self, _RULES, ProfileError, "clock_change, ")
 
     def node_of_rank(self, ranks: int, gpus_per_rank: int) -> list[int]:
-        """The node that each of `ranks` ranks of so many GPUs is on, or begins on."""
+        """Return the node of each of `ranks` ranks with that many GPUs; the first one if a rank is on several."""
         return [rank * gpus_per_rank // self.gpus_per_node for rank in range(ranks)]
 
     def calls_per_change(self, gpus_per_rank: int) -> int:
-        """How many calls of one node a change of a rank's clock takes."""
+        """Return how many calls on one node a change of a rank's clock takes."""
         return min(gpus_per_rank, self.gpus_per_node)
 
 
@@ -62,20 +62,20 @@ def read_clock_change(document: Document, key: str) -> ClockChange:
 
 
 def changes_per_rank(clocks_mhz: Sequence[int | None]) -> int:
-    """How often one rank changes its clock in an iteration, the change back for the next iteration included.
+    """Return how often a rank changes its clock in an iteration, including the change back for the next iteration.
 
     Args:
-        clocks_mhz: the clock of each computation and operation of the rank, in program order; None for one that has no
-            clock, before which nothing is changed.
+        clocks_mhz: the clock of each computation and operation of the rank, in program order; None for one without a
+            clock, before which nothing changes.
     """
     clocks = [clock for clock in clocks_mhz if clock is not None]
     return sum(clock != before for before, clock in zip(clocks[-1:] + clocks, clocks, strict=False))
 
 
 def shortest_hold_s(clocks_mhz: Sequence[int | None], starts_s: Sequence[float], time_s: float) -> float:
-    """The shortest time for which one rank holds a clock, seconds; infinite if it never changes its clock.
+    """Return the shortest time for which a rank holds a clock, seconds; infinite if it never changes its clock.
 
-    A clock is held from the start of the first computation at it until the start of the next one at another clock,
+    A clock is held from the start of the first computation at that clock to the start of the next one at another clock,
     which may be in the next iteration.
 
     Args:

@@ -1,4 +1,4 @@
-"""The CSV file of a profile, in and out: one row for each stage, instruction and clock."""
+"""Read and write the CSV file of a profile: one row for each stage, instruction and clock."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 CONTROLS = MappingProxyType({"clock": "frequency", "power-limit": "power_limit", "observed": "observed_frequency"})
-"""What was set for each measurement -> the column that says to what, in MHz or watts."""
+"""What was set for each measurement -> the column of its value, in MHz or watts."""
 _HEADER = "stage,instruction,frequency,time,energy"
 _RULES = MappingProxyType({"stage": STAGE, "time": TIME, "energy": ENERGY})
 _CONTROL_RULES = MappingProxyType({"frequency": CLOCK, "power_limit": LIMIT, "observed_frequency": CLOCK})
@@ -48,19 +48,19 @@ class Row(NamedTuple):
 
 
 def word_of(kind: str) -> str:
-    """The instruction that the CSV writes for a kind: "backward" for "B", "backward.sync" for "B.sync"."""
+    """Return the instruction in the CSV for a kind: "backward" for "B", "backward.sync" for "B.sync"."""
     return WORDS[kind[0]] + kind[1:]
 
 
-def kind_of(instruction: str) -> str | None:
-    """Inverse of `word_of`, which reads kinds too; None for what is no instruction."""
+def parse_kind(instruction: str) -> str | None:
+    """Return the kind of an instruction such as "backward.sync"; kinds are read too, and other texts give None."""
     word, dot, suffix = instruction.strip().partition(".")
     kind = _KINDS.get(word)
     return None if kind is None or _SUFFIX.fullmatch(dot + suffix) is None else kind + dot + suffix
 
 
-def written(rows: Sequence[Row], control: str = "clock") -> bytes:
-    """The CSV file that holds `rows`; reading it gives the same floats."""
+def csv_bytes(rows: Sequence[Row], control: str = "clock") -> bytes:
+    """Return the CSV file that holds `rows`; reading it gives the same floats."""
     columns = ["stage", "instruction", CONTROLS[control], "time", "energy"]
     with_evidence = any(row.evidence is not None for row in rows)
     lines = [",".join([*columns, *(_EVIDENCE.values() if with_evidence else [])])]
@@ -77,15 +77,13 @@ def _evidence_cells(evidence: Evidence | None) -> list[str]:
 
 
 def read_table(path: Path) -> tuple[list[Row], str]:
-    """Read the rows of the CSV at `path` and the control that its header names.
+    """Read the rows of the CSV at `path`, and the control that its header names.
 
-    Each number is within its range, and no stage, instruction and clock stands there twice.
-
-    Columns other than the profile's are ignored, and so are lines that begin with `#`. Whether the stages are complete
-    is not looked at.
+    Each number is within its range, and each stage, instruction and clock is there once. Unknown columns and lines that
+    begin with `#` are ignored. Whether the stages are complete is not checked here.
 
     Raises:
-        ProfileError: the file cannot be read, or a row is wrong.
+        ProfileError: If the file cannot be read, or a row is wrong.
     """
     lines = csv_rows(path, ProfileError)
     where, header = next(lines, ("", []))
@@ -105,7 +103,7 @@ def read_table(path: Path) -> tuple[list[Row], str]:
 
 
 def _checked_header(where: str, header: list[str]) -> str:
-    """The control that the header names."""
+    """Return the control that the header names."""
     controls = [control for control, column in CONTROLS.items() if column in header]
     columns = ["stage", "instruction", CONTROLS[controls[0]] if controls else "frequency", "time", "energy"]
     missing = [column for column in columns if column not in header]
@@ -126,7 +124,7 @@ def _checked_header(where: str, header: list[str]) -> str:
 def _row(place: str, control_column: str, cells: Mapping[str, str]) -> Row:
     found = {column: _number(place, column, rule, cells) for column, rule in _RULES.items()}
     setting = _number(place, control_column, _CONTROL_RULES[control_column], cells)
-    kind = kind_of(cells["instruction"])
+    kind = parse_kind(cells["instruction"])
     if kind is None:
         word = shown(cells["instruction"])
         raise ProfileError(f"{place}, column 'instruction': {word} is not an instruction: write {_INSTRUCTIONS}")
@@ -134,7 +132,7 @@ def _row(place: str, control_column: str, cells: Mapping[str, str]) -> Row:
 
 
 def _evidence(place: str, cells: Mapping[str, str]) -> Evidence | None:
-    """None where a cell of it is not there, or is empty."""
+    """Return the evidence of a row, or None if one of its cells is missing or empty."""
     if not all(cells.get(_EVIDENCE[name], "").strip() for name in EVIDENCE):
         return None
     numbers = {name: _number(place, _EVIDENCE[name], rule, cells) for name, rule in EVIDENCE.items()}
@@ -146,10 +144,10 @@ def _number(place: str, column: str, rule: Rule, cells: Mapping[str, str]) -> An
 
 
 def unit_of(control: str) -> str:
-    """The unit of what `control` is set to."""
+    """Return the unit of the setting of `control`."""
     return "W" if control == "power-limit" else "MHz"
 
 
 def setting_of(control: str) -> str:
-    """What `control` is set to, as a name with its unit: clock_mhz, power_limit_w or observed_clock_mhz."""
+    """Return the name of the setting of `control`, with its unit: clock_mhz, power_limit_w or observed_clock_mhz."""
     return {"clock": "clock_mhz", "power-limit": "power_limit_w", "observed": "observed_clock_mhz"}[control]

@@ -1,4 +1,4 @@
-"""Profiles made of profiles: tensor-parallel groups, stages that were measured apart, stages that are slower now."""
+"""Make profiles of profiles: tensor-parallel groups, stages that were measured apart, stages that are slower now."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ if TYPE_CHECKING:
 
 
 def tensor_group(profiles: Sequence[Profile]) -> Profile:
-    """The profile of groups of GPUs that compute each stage together, at one clock for the group.
+    """Return the profile of groups of GPUs that compute each stage together, at one clock for the group.
 
-    A computation takes the longest time of the GPUs and the sum of their energies, as Zeus does it.
+    A computation takes the longest time and the sum of the energies of the GPUs, as in Zeus.
 
     Args:
-        profiles: one for each GPU of a group, of the same stages and kinds. Only clocks that all of them have are kept.
+        profiles: one for each GPU of a group, of the same stages and kinds. Clocks that not all of them have are
+            dropped.
 
     Raises:
-        ProfileError: there are none, or they differ in what they measured.
+        ProfileError: If there are none, or they differ in stages, kinds or control, or have no clock in common.
     """
     first = _first(profiles)
     for number, other in enumerate(profiles):
@@ -37,7 +38,7 @@ def tensor_group(profiles: Sequence[Profile]) -> Profile:
                 f"GPU {number} of the group was measured by {other.control}, GPU 0 by {first.control}; use one"
             )
     rows = {key: [each.measurements[key] for each in profiles] for key in first.measurements}
-    measurements = {key: tuple(_together(each, key)) for key, each in rows.items()}
+    measurements = {key: tuple(_merge(each, key)) for key, each in rows.items()}
     powers_w = tuple(math.fsum(each.blocking_w(stage) for each in profiles) for stage in range(first.stages))
     return replace(
         first,
@@ -50,24 +51,24 @@ def tensor_group(profiles: Sequence[Profile]) -> Profile:
 
 
 def on_each_gpu(profile: Profile, gpus: int) -> Profile:
-    """The profile of groups of `gpus` GPUs, each of which does what the one did that was profiled.
+    """Return the profile of groups of `gpus` GPUs, each like the one that was profiled.
 
     Raises:
-        ProfileError: `gpus` is not a positive whole number.
+        ProfileError: If `gpus` is not a whole number of at least 1.
     """
     COUNT.check(gpus, "gpus", ProfileError)
     return tensor_group([profile] * gpus)
 
 
 def stage_by_stage(profiles: Sequence[Profile]) -> Profile:
-    """The profile of a pipeline whose stages were profiled apart, or run on unlike GPUs.
+    """Return the profile of a pipeline whose stages were profiled apart, or run on different GPUs.
 
     Args:
-        profiles: one for each stage; of one that has a single stage that one is taken, else the stage of that number.
+        profiles: one for each stage; of a profile with one stage that stage is taken, else the stage of that number.
 
     Raises:
-        ProfileError: there are none, one lacks its stage, or they have different `gpus_per_stage`, overheads or costs
-            of a clock change.
+        ProfileError: If there are none, one lacks its stage, or they differ in `gpus_per_stage`, `overhead_s`,
+            `clock_change` or `control`.
     """
     first = _first(profiles)
     measurements: dict[tuple[int, str], tuple[Measurement, ...]] = {}
@@ -91,20 +92,20 @@ def stage_by_stage(profiles: Sequence[Profile]) -> Profile:
 
 
 def slowed(profile: Profile, slowdowns: Mapping[int, float]) -> Profile:
-    """The profile of the same pipeline while some stages are slower, such as one whose GPU throttles.
+    """Return the profile of the same pipeline while some stages are slower, because a GPU throttles, say.
 
-    A slower stage is assumed to draw the power that it drew, so its joules grow as its seconds do.
+    A slower stage is assumed to draw unchanged power, so its joules grow as its seconds do.
 
     Args:
-        profile: as measured.
+        profile: the measured profile.
         slowdowns: stage -> how many times as long its computations take, such as 1.15.
 
     Raises:
-        ProfileError: there is no such stage, or a slowdown is not above 0.
+        ProfileError: If a stage does not exist, or a slowdown is not above 0.
     """
     for stage, slowdown in slowdowns.items():
         if stage not in range(profile.stages):
-            raise ProfileError(f"slow stage {stage!r}: there is none; stages are 0 to {profile.stages - 1}")
+            raise ProfileError(f"slow stage {stage!r}: does not exist; stages are 0 to {profile.stages - 1}")
         FACTOR.check(slowdown, f"slow stage {stage}", ProfileError)
 
     def slower(key: tuple[int, str]) -> Callable[[Measurement], Measurement]:
@@ -121,8 +122,8 @@ def _first(profiles: Sequence[Profile]) -> Profile:
     return profiles[0]
 
 
-def _together(rows: Sequence[Sequence[Measurement]], key: tuple[int, str]) -> Iterable[Measurement]:
-    """The measurements of a group from those of its GPUs, highest clock first."""
+def _merge(rows: Sequence[Sequence[Measurement]], key: tuple[int, str]) -> Iterable[Measurement]:
+    """Yield the measurements of a group from those of its GPUs, highest clock first."""
     tables = [{m.clock_mhz: m for m in each} for each in rows]
     common = sorted(set.intersection(*map(set, tables)), reverse=True)
     if not common:
@@ -138,7 +139,7 @@ def _one_or_each(powers_w: tuple[float, ...]) -> float | tuple[float, ...]:
 
 
 def _common(names: Iterable[str | None]) -> str | None:
-    """The name of all, or all names."""
+    """Return the common name, or all names."""
     known = list(dict.fromkeys(name for name in names if name is not None))
     return " + ".join(known) if known else None
 

@@ -1,4 +1,4 @@
-"""Measurement: one computation at one clock, and the evidence behind it."""
+"""Measurements of one computation at one clock, and the evidence behind them."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Evidence:
-    """How a measurement came to be; nothing is planned on it.
+    """How a measurement was made; plans do not depend on it.
 
     Attributes:
-        achieved_mhz: the SM clock that the GPU ran at, MHz, mean over the windows.
+        achieved_mhz: the SM clock at which the GPU ran, MHz, mean over the windows.
         time_stderr_s: standard error of the time, seconds.
         energy_stderr_j: standard error of the energy, joules.
-        windows: how many windows it is the mean of.
+        windows: number of measuring windows.
         temperature_c: core temperature, degrees Celsius, mean over the windows.
-        throttle: reasons of `gpu.THROTTLE_REASONS` that were seen, in their order.
+        throttle: the reasons of `gpu.THROTTLE_REASONS` that were seen, in their order.
 
     Raises:
-        ProfileError: a value is not of that kind.
+        ProfileError: If a value is out of range.
     """
 
     achieved_mhz: float
@@ -49,7 +49,7 @@ EVIDENCE: Mapping[str, Rule] = MappingProxyType(
         "temperature_c": TEMPERATURE,
     }
 )
-"""What the numbers of an `Evidence` must be."""
+"""The rule of each number of an `Evidence`."""
 
 
 @dataclass(frozen=True)
@@ -60,10 +60,10 @@ class Measurement:
         clock_mhz: the SM clock that was set, MHz, above 0; in a profile of power limits the limit, watts.
         time_s: its duration, seconds, above 0.
         energy_j: the energy that the GPU used for it, joules, 0 or more.
-        evidence: how it came to be, where that is known; measurements that differ only in it are equal.
+        evidence: how it was measured, if that is known; measurements that differ only in it are equal.
 
     Raises:
-        ProfileError: a value is not of that kind.
+        ProfileError: If a value is out of range.
     """
 
     clock_mhz: int

@@ -1,8 +1,8 @@
-"""The time-energy curve of one computation: which of its measured clocks are worth choosing.
+"""Operating points: the measured clocks of a computation that are worth choosing.
 
-A GPU that is done early waits at the blocking power P, so what a choice of e joules and t seconds adds to an
-iteration of given length is its effective energy e - P * t (Perseus, SOSP'24). Only then are choices
-compared: one that is both slower and, by raw energy, worse may still be the better one.
+A GPU that is done early waits at the blocking power P, so a clock at which a computation takes t seconds and e joules
+adds its effective energy e - P * t to an iteration of a given length (Perseus, SOSP'24). Clocks are compared by that
+energy: one that is slower and takes more raw energy may still be the better one.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class OperatingPoint:
-    """One clock of a computation, with what it costs an iteration of given length.
+    """One clock of a computation, with its cost to an iteration of a given length.
 
     Attributes:
         clock_mhz: the SM clock, MHz.
@@ -34,25 +34,25 @@ class OperatingPoint:
 
 
 def pareto_front(measurements: Iterable[Measurement], blocking_power_w: float) -> tuple[OperatingPoint, ...]:
-    """The options that no other one beats in both time and effective energy, fastest first.
+    """Return the points that no other point beats in both time and effective energy, fastest first.
 
-    Time rises and effective energy falls strictly along the result, which has at least one option. Of equal
-    ones the highest clock stays, the first that a GPU that is left alone would run at.
+    Time strictly rises and effective energy strictly falls along the result, which has at least one point. Of equal
+    points the one with the highest clock is kept, which an uncontrolled GPU reaches first.
     """
-    options = [
+    points = [
         OperatingPoint(m.clock_mhz, m.time_s, m.energy_j, m.energy_j - blocking_power_w * m.time_s)
         for m in measurements
     ]
-    options.sort(key=lambda option: (option.time_s, option.effective_j, -option.clock_mhz))
+    points.sort(key=lambda point: (point.time_s, point.effective_j, -point.clock_mhz))
     kept: list[OperatingPoint] = []
-    for option in options:
-        if not kept or option.effective_j < kept[-1].effective_j:
-            kept.append(option)
+    for point in points:
+        if not kept or point.effective_j < kept[-1].effective_j:
+            kept.append(point)
     return tuple(kept)
 
 
 def lower_hull(points: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The lower convex hull of points whose first coordinate rises (Andrew 1979, the lower chain), exactly.
+    """Return the exact lower convex hull of points whose first coordinate rises (Andrew 1979, the lower chain).
 
     Args:
         points: (time, cost) as whole numbers, cost falling.

@@ -23,7 +23,7 @@ from perseus_planner.documents import Document, read_document
 from perseus_planner.errors import ProfileError, shown
 from perseus_planner.files import sha256, write_file
 from perseus_planner.profiles.clock_changes import ClockChange, read_clock_change
-from perseus_planner.profiles.csv_file import CONTROLS, WORDS, Row, kind_of, read_table, word_of, written
+from perseus_planner.profiles.csv_file import CONTROLS, WORDS, Row, csv_bytes, parse_kind, read_table, word_of
 from perseus_planner.profiles.measurement import Measurement
 from perseus_planner.quantities import COUNT, OFFSET, POWER, STAGE
 
@@ -38,27 +38,27 @@ _YAML_SUFFIXES = (".yaml", ".yml")
 
 @dataclass(frozen=True)
 class Profile(Displayable):
-    """Measured choices of every computation of a pipeline; immutable, and valid from birth.
+    """The measurements of every computation of a pipeline; immutable, and checked when it is made.
 
     Attributes:
         measurements: (stage, kind) -> measurements, highest clock first. Stages count from 0 without a hole;
             the kind is "F" (forward), "B" (backward), "I" or "W" (gradient of the inputs, of the weights), or one of
-            them with a suffix of your own, such as "B.sync". Each stage has F, and B or both I and W. One clock is
+            them with a suffix that you choose, such as "B.sync". Each stage has F, and B or both I and W. One clock is
             enough.
         blocking_power_w: what a stage's GPUs draw while they wait for their neighbours, watts, 0 or more; or one
             number for each stage.
         gpu: the GPU's name, one line of printable text.
-        origin: how the numbers came to be, "measured" or "simulated".
-        gpus_per_stage: how many GPUs a stage has (tensor parallelism). Energies and powers are sums over them.
+        origin: the source of the numbers, "measured" or "simulated".
+        gpus_per_stage: number of GPUs of a stage (tensor parallelism). Energies and powers are sums over them.
         overhead_s: calibration: a measured iteration time minus the replayed one, seconds. GPUs wait meanwhile.
-        clock_change: what changing a clock costs; None where it was not measured.
-        control: what was set for each measurement: "clock", "power-limit", or "observed", where nothing was set and the
-            clocks are those that the GPU chose.
-        conditions: under what conditions it was measured, such as driver and time, as text; profiles that differ only
-            in it are equal.
+        clock_change: the cost of a clock change; None if it was not measured.
+        control: what was set for each measurement: "clock", "power-limit", or "observed" if nothing was set and the
+            GPU chose the clocks.
+        conditions: the conditions of the measurement, such as driver and time, as text; profiles that differ only in
+            them are equal.
 
     Raises:
-        ProfileError: the values are no such profile.
+        ProfileError: If the values are not such a profile.
     """
 
     measurements: Mapping[tuple[int, str], tuple[Measurement, ...]] = field(repr=False)
@@ -72,7 +72,7 @@ class Profile(Displayable):
     conditions: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        table = {_checked_key(key): _checked_options(key, options) for key, options in self.measurements.items()}
+        table = {_checked_key(key): _checked_points(key, points) for key, points in self.measurements.items()}
         _check_complete(table)
         kinds = list(WORDS)
         order = sorted(table, key=lambda key: (key[0], kinds.index(key[1][0]), key[1]))
@@ -87,17 +87,17 @@ class Profile(Displayable):
 
     @property
     def stages(self) -> int:
-        """How many pipeline stages there are."""
+        """The number of pipeline stages."""
         return 1 + max(stage for stage, _ in self.measurements)
 
     def blocking_w(self, stage: int) -> float:
-        """What the GPUs of `stage` draw while they wait, watts."""
+        """Return what the GPUs of `stage` draw while they wait, watts."""
         power_w = self.blocking_power_w
         return power_w[stage] if isinstance(power_w, tuple) else power_w
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256, in hex, of the content: equal for equal profiles, whatever file they came from."""
+        """SHA-256 of the content, in hex: equal for equal profiles, whichever file they are from."""
         rest = repr({name: getattr(self, name) for name in _CHECKS if name != "conditions"})
         return sha256(b"profile 2", self._csv(evidence=False), rest.encode())
 
@@ -107,11 +107,11 @@ class Profile(Displayable):
 
         Args:
             path: the file; read as YAML when its name ends with .yaml or .yml, else as CSV.
-            blocking_power_w: what a waiting GPU draws, watts; or one number for each stage. Needed for a CSV, which
-                does not carry it; given with a YAML file, it replaces the file's.
+            blocking_power_w: what a waiting GPU draws, watts; or one number for each stage. Required for a CSV, which
+                does not hold it; with a YAML file, it replaces the file's.
 
         Raises:
-            ProfileError: a file cannot be read, or is no profile; the text names file, line and remedy.
+            ProfileError: If a file cannot be read or is not a profile; names file, line and remedy.
         """
         path = Path(path)
         if blocking_power_w is not None:
@@ -123,26 +123,26 @@ class Profile(Displayable):
         return _built(path, blocking_power_w=blocking_power_w)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write `path`, a .yaml file, and the CSV of the same stem beside it; both are replaced if there.
+        """Write `path`, a .yaml file, and the CSV of the same stem beside it; existing files are replaced.
 
-        Each file is whole or absent at any moment, and equal profiles give equal bytes. `Profile.load(path)`
-        gives an equal profile.
+        Each file is whole or absent at any moment, and equal profiles give equal bytes. `Profile.load(path)` returns an
+        equal profile.
 
         Raises:
-            ProfileError: `path` does not end with .yaml or .yml, or a file cannot be written.
+            ProfileError: If `path` does not end with .yaml or .yml, or a file cannot be written.
         """
         path = Path(path)
         if path.suffix.lower() not in _YAML_SUFFIXES:
             raise ProfileError(f"{path}: a profile is saved as YAML with a CSV beside it; end the name with .yaml")
         table = path.with_suffix(".csv")
         document = {"format": _FORMAT, "version": _VERSION, "measurements": table.name, **self.rest()}
-        document.pop("control", None)  # the header of the table says it
+        document.pop("control", None)  # the header of the table has it
         text = yaml.safe_dump(document, sort_keys=False, allow_unicode=True, width=math.inf)
         write_file(table, self._csv(), ProfileError)
         write_file(path, text, ProfileError)
 
     def rest(self) -> dict[str, Any]:
-        """All but the measurements, as plain values; what is at its default and rarely set is left out."""
+        """Return everything but the measurements as plain values; rarely used fields are left out at their defaults."""
         power_w, change = self.blocking_power_w, self.clock_change
         content: dict[str, Any] = {
             "blocking_power_w": list(power_w) if isinstance(power_w, tuple) else power_w,
@@ -163,11 +163,11 @@ class Profile(Displayable):
 
     def _csv(self, *, evidence: bool = True) -> bytes:
         rows = [
-            Row(stage, kind, option.clock_mhz, option.time_s, option.energy_j, option.evidence if evidence else None)
-            for (stage, kind), options in self.measurements.items()
-            for option in options
+            Row(stage, kind, point.clock_mhz, point.time_s, point.energy_j, point.evidence if evidence else None)
+            for (stage, kind), points in self.measurements.items()
+            for point in points
         ]
-        return written(rows, self.control)
+        return csv_bytes(rows, self.control)
 
 
 def _checked_power(value: object, where: str) -> Any:
@@ -220,13 +220,13 @@ _CHECKS: Mapping[str, Callable[[object, str], object]] = MappingProxyType(
 
 def _checked_key(key: object) -> tuple[int, str]:
     match key:
-        case (stage, str() as kind) if kind_of(kind) == kind:
+        case (stage, str() as kind) if parse_kind(kind) == kind:
             return STAGE.check(stage, "stage", ProfileError), kind
     raise ProfileError(f"measurements: {shown(key)} is not a stage and a kind: write it as (0, 'F') or (0, 'B')")
 
 
-def _checked_options(key: tuple[int, str], options: Iterable[Measurement]) -> tuple[Measurement, ...]:
-    ordered = tuple(sorted(options, key=lambda option: option.clock_mhz, reverse=True))
+def _checked_points(key: tuple[int, str], points: Iterable[Measurement]) -> tuple[Measurement, ...]:
+    ordered = tuple(sorted(points, key=lambda point: point.clock_mhz, reverse=True))
     place = f"stage {key[0]} {word_of(key[1])}"
     if not ordered:
         raise ProfileError(f"{place}: has no measurement; give one for each clock, at least one")
@@ -254,7 +254,7 @@ def _check_complete(table: Mapping[tuple[int, str], object]) -> None:
 
 
 def _built(path: Path, **rest: Any) -> Profile:
-    """The Profile of the CSV at `path`, which errors name."""
+    """Return the profile of the CSV at `path`, which errors name."""
     rows, control = read_table(path)
     table: dict[tuple[int, str], list[Measurement]] = {}
     for row in rows:
@@ -268,18 +268,18 @@ def _built(path: Path, **rest: Any) -> Profile:
 
 def _without_power(path: Path) -> str:
     beside = [file for file in map(path.with_suffix, _YAML_SUFFIXES) if file.exists()]
-    remedy = f"load {beside[0]}, which carries it" if beside else "load the profile.yaml that carries it"
+    remedy = f"load {beside[0]}, which holds it" if beside else "load the profile.yaml that holds it"
     return (
-        f"{path}: a CSV does not carry the blocking power, what a GPU draws while it waits; "
+        f"{path}: a CSV does not hold the blocking power, what a GPU draws while it waits; "
         f"give it with --blocking-power W (in Python blocking_power_w=), or {remedy}"
     )
 
 
 def profile_document(path: Path) -> Document:
-    """The YAML file of a profile, as it is written, with known keys only.
+    """Read the YAML file of a profile as a document, which has known keys only.
 
     Raises:
-        ProfileError: it cannot be read, or is no such file.
+        ProfileError: If the file cannot be read, or is not such a file.
     """
     required = ("measurements", "blocking_power_w")
     optional = tuple(key for key in _CHECKS if key not in (*required, "control"))
@@ -299,17 +299,17 @@ def _load_yaml(path: Path, power_w: float | tuple[float, ...] | None) -> Profile
     profile = _built(table, blocking_power_w=0.0)
     try:
         return replace(profile, **rest)
-    except ProfileError as error:  # each value alone is right, so it is one power for each of other stages
+    except ProfileError as error:  # each value alone is right, so the powers are for other stages
         raise ProfileError(f"{path}, line {document.lines['blocking_power_w']}, {error}") from None
 
 
 def _table_path(document: Document) -> Path:
-    """The CSV that a profile.yaml names: a neighbour, so that no profile makes the planner read elsewhere."""
+    """Return the CSV that a profile.yaml names, which must be in the same folder so that nothing else is read."""
     name = document.values["measurements"]
     place = document.where("measurements")
     if not isinstance(name, str) or name in ("", "..") or "\\" in name or name != Path(name).name:
         raise ProfileError(f"{place}: {shown(name)} is not a plain file name: name a CSV in the same folder")
     path = document.path.with_name(name)
     if not path.exists():
-        raise ProfileError(f"{place}: {path} is not there; put the CSV beside the YAML")
+        raise ProfileError(f"{place}: {path} does not exist; put the CSV beside the YAML")
     return path

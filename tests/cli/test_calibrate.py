@@ -111,8 +111,8 @@ def test_it_says_the_old_and_the_new_predicted_time(work: Path):
 
 
 OTHER = (
-    "{}: is not what the plan was made from, whose profile has the digest {}; name the profile.yaml, or the job file, "
-    "that it was made from without further options"
+    "{}: is not the profile that the plan was made from, which has the digest {}; name the profile.yaml, or the job "
+    "file, that it was made from without further options"
 )
 
 
@@ -135,7 +135,7 @@ REFUSED = {
         "--measured: 'soon' is not a duration: write seconds above 0, or a number with ms, s or min, such as 2.95s"
     ),
     "calibrate profile.csv plan.yaml --measured 3s": (
-        "profile.csv: a CSV carries no overhead; name a profile.yaml, or a job file"
+        "profile.csv: a CSV does not hold an overhead; name a profile.yaml, or a job file"
     ),
     "calibrate absent.yaml plan.yaml --measured 3s": "absent.yaml: no such file; check the path",
     "calibrate profile.yaml absent.yaml --measured 3s": "absent.yaml: no such file; check the path",

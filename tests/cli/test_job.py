@@ -129,7 +129,7 @@ REFUSED = {
         "or a text grid"
     ),
     "solve four.yaml --schedule 1f1b -o new.npz": (
-        "how many microbatches an iteration has is missing; give --microbatches, or microbatches in a job file"
+        "the number of microbatches of an iteration is missing; give --microbatches, or microbatches in a job file"
     ),
     f"{SOLVE} --schedule 1f1": "there is no schedule '1f1'; did you mean 1f1b?",
     f"{SOLVE} --schedule absent.csv": "absent.csv: no such file; check the path",
@@ -148,7 +148,7 @@ REFUSED = {
     f"{SOLVE} --slow 3": "--slow: '3' is not a slow stage: write stage and slowdown, such as 3=1.15",
     f"{SOLVE} --slow 3=0": "--slow: '3=0' is not a slow stage: write stage and slowdown, such as 3=1.15",
     f"{SOLVE} --slow 3=1.1 --slow 3=1.2": "--slow: stage 3 is given twice; keep one",
-    f"{SOLVE} --slow 4=1.1": "slow stage 4: there is none; stages are 0 to 3",
+    f"{SOLVE} --slow 4=1.1": "slow stage 4: does not exist; stages are 0 to 3",
     "solve job.yaml -o job.yaml": "--output job.yaml: is the file that is read; name another",
     "solve job.yaml -o four.yaml": "--output four.yaml: is the file that is read; name another",
     f"{SOLVE} --schedule order.csv -o order.csv": "--output order.csv: is the file that is read; name another",

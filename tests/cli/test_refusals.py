@@ -50,8 +50,8 @@ REFUSED = {
     f"{PROFILE} -o absent/new.yaml": ("--output absent/new.yaml: there is no folder absent; make it, or name another"),
     SOLVE.replace("profile.yaml", "absent.yaml"): "absent.yaml: no such file; check the path",
     SOLVE.replace("profile.yaml", "profile.csv"): (
-        "profile.csv: a CSV does not carry the blocking power, what a GPU draws while it waits; give it with "
-        "--blocking-power W (in Python blocking_power_w=), or load profile.yaml, which carries it"
+        "profile.csv: a CSV does not hold the blocking power, what a GPU draws while it waits; give it with "
+        "--blocking-power W (in Python blocking_power_w=), or load profile.yaml, which holds it"
     ),
     f"{SOLVE} --microbatches 0": "microbatches: 0 is not a whole number of at least 1",
     f"{SOLVE} --stages 8": (

@@ -148,7 +148,7 @@ def test_what_a_run_cannot_calibrate_is_refused(plan: Plan):
             "give the mean time of an iteration with this plan"
         ),
         "calibrate profile.yaml other": (
-            "profile.yaml: is not what the plan was made from, whose profile has the digest ffffffffffff; name the "
+            "profile.yaml: is not the profile that the plan was made from, which has the digest ffffffffffff; name the "
             "profile.yaml, or the job file, that it was made from without further options"
         ),
     }.items():

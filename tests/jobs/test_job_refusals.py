@@ -132,7 +132,7 @@ BAD: dict[str, tuple[str | tuple[str, str], str]] = {
     ),
     "operation on no rank": (
         "operations:\n- {name: load, when: end, time_s: 1, where: [2]}\n",
-        "operation load, where: there is no rank 2; ranks are 0 to 1",
+        "operation load, where: rank 2 does not exist; ranks are 0 to 1",
     ),
     "operation of no computation": (
         "operations:\n- {name: load, when: after W, time_s: 1}\n",
@@ -165,7 +165,7 @@ BAD: dict[str, tuple[str | tuple[str, str], str]] = {
         "job.yaml, line 7, key '1' of slow_stages: 0 is not a slowdown: give how many times as long it takes, above 0, "
         "such as 1.15",
     ),
-    "slow stage that is not": ("slow_stages: {2: 1.1}\n", "slow stage 2: there is none; stages are 0 to 1"),
+    "slow stage that is not": ("slow_stages: {2: 1.1}\n", "slow stage 2: does not exist; stages are 0 to 1"),
     "overhead as text": (
         "overhead_s: much\n",
         "job.yaml, line 6, key 'overhead_s': 'much' is not an overhead: write finite seconds, such as 0.12",
@@ -198,7 +198,7 @@ BAD: dict[str, tuple[str | tuple[str, str], str]] = {
     ),
     "a replica that does not fit": (
         "replicas:\n- {count: 1}\n- {count: 1, slow_stages: {7: 2}}\n",
-        "replicas, entry 1: slow stage 7: there is none; stages are 0 to 1",
+        "replicas, entry 1: slow stage 7: does not exist; stages are 0 to 1",
     ),
     "groups of other size": (
         ("two.yaml", "[[one.yaml, one.yaml]]\ntensor_parallel: 4"),
@@ -224,7 +224,7 @@ BAD: dict[str, tuple[str | tuple[str, str], str]] = {
     ),
     "no microbatches": (
         ("microbatches: 3\n", ""),
-        "how many microbatches an iteration has is missing; give --microbatches, or microbatches in a job file",
+        "the number of microbatches of an iteration is missing; give --microbatches, or microbatches in a job file",
     ),
     "other stages": (
         "stages: 2\nranks: 4\n",

@@ -183,12 +183,12 @@ def test_a_blocking_power_that_is_no_power_is_refused(folder: Path, power_w: flo
 def test_a_csv_without_blocking_power_says_how_to_give_it(folder: Path):
     (folder / "p.csv").write_text(GOOD)
     expected = (
-        "p.csv: a CSV does not carry the blocking power, what a GPU draws while it waits; "
+        "p.csv: a CSV does not hold the blocking power, what a GPU draws while it waits; "
         "give it with --blocking-power W (in Python blocking_power_w=), or load "
     )
-    assert message_of("p.csv") == expected + "the profile.yaml that carries it"
+    assert message_of("p.csv") == expected + "the profile.yaml that holds it"
     (folder / "p.yaml").touch()
-    assert message_of("p.csv") == expected + "p.yaml, which carries it"
+    assert message_of("p.csv") == expected + "p.yaml, which holds it"
 
 
 def test_a_wrong_header_is_found_before_the_rest_is_read(folder: Path):

@@ -100,7 +100,7 @@ def test_only_the_slow_stage_is_slower():
             lambda: stage_by_stage([FAST, replace(SLOW, clock_change=ClockChange(0.005))]),
             "the profiles of stage 0 and stage 1 differ in clock_change; give both the same",
         ),
-        (lambda: slowed(FAST, {1: 1.1}), "slow stage 1: there is none; stages are 0 to 0"),
+        (lambda: slowed(FAST, {1: 1.1}), "slow stage 1: does not exist; stages are 0 to 0"),
         (
             lambda: slowed(FAST, {0: 0.0}),
             "slow stage 0: 0.0 is not a slowdown: give how many times as long it takes, above 0, such as 1.15",

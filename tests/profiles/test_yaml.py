@@ -162,7 +162,7 @@ def test_measurements_elsewhere_than_beside_the_yaml_are_refused(folder: Path, n
 
 def test_measurements_that_are_not_there_are_refused(folder: Path):
     (folder / "p.yaml").write_text(YAML)
-    expected = "p.yaml, line 3, key 'measurements': p.csv is not there; put the CSV beside the YAML"
+    expected = "p.yaml, line 3, key 'measurements': p.csv does not exist; put the CSV beside the YAML"
     assert message_of("p.yaml") == expected
 
 
