@@ -49,7 +49,7 @@ class Commands(click.Group):
             raise
         except Exception as error:
             traceback.print_exc()
-            hint = "this is a fault of the planner, not of your input; please report it with the lines above"
+            hint = "this is a bug in the planner, not an error in your input; please report it with the lines above"
             raise click.ClickException(hint) from error
 
 

@@ -89,18 +89,18 @@ def profile(job: Path | None, output: Path | None, as_json: bool, **flags: Any) 
     """
     from perseus_planner.views.profiles import profile_text, summarize_profile
 
-    wanted = _wanted(job, output, flags)
-    with console.progress("Profiling") as progress, _hint_to_resume(wanted):
-        result = _profiled(wanted, flags, progress)
+    request = _read_request(job, output, flags)
+    with console.progress("Profiling") as progress, _hint_to_resume(request):
+        result = _measure(request, flags, progress)
     if result is None:
         return  # rank 0 prints the profile
     summary = summarize_profile(result)
-    files = [wanted.output, wanted.output.with_suffix(".csv")]
+    files = [request.output, request.output.with_suffix(".csv")]
     console.report(summary, profile_text(summary), files, as_json=as_json)
 
 
 @dataclass(frozen=True)
-class _Wanted:
+class _Request:
     """What to profile, by the options or else by the job file."""
 
     output: Path
@@ -112,7 +112,7 @@ class _Wanted:
     folder: Path | None
 
 
-def _wanted(job: Path | None, output: Path | None, flags: Mapping[str, Any]) -> _Wanted:
+def _read_request(job: Path | None, output: Path | None, flags: Mapping[str, Any]) -> _Request:
     settings = _read(job)
     named = getattr(settings, "profile", None)
     target = output or (named if isinstance(named, Path) else None)
@@ -131,7 +131,7 @@ def _wanted(job: Path | None, output: Path | None, flags: Mapping[str, Any]) -> 
         raise UsageError("the number of pipeline stages is missing; give --stages S")
     COUNT.check(stages, "stages")
     folder = job.parent if job is not None and flags["stage"] is None else None
-    return _Wanted(
+    return _Request(
         target, setting("gpu", "cuda"), stages, setting("stage"), setting("tensor_parallel", 1), power_w, folder
     )
 
@@ -144,56 +144,56 @@ def _read(job: Path | None) -> Settings | None:
     return read_settings(job)
 
 
-def _profiled(wanted: _Wanted, flags: Mapping[str, Any], progress: Any) -> Profile | None:
+def _measure(request: _Request, flags: Mapping[str, Any], progress: Any) -> Profile | None:
     from perseus_planner.profiler.sweep import SweepSettings
 
     if flags["observe"] and flags["control"] is not None:
         raise UsageError("--observe does not set anything; leave out --control")
     control = "observed" if flags["observe"] else flags["control"] or "clock"
     settings = SweepSettings(control, full=flags["full"], **({"window_s": flags["window"]} if flags["window"] else {}))
-    if wanted.stage is None:
-        return _small_gpt(wanted, flags, settings, progress)
+    if request.stage is None:
+        return _measure_small_gpt(request, flags, settings, progress)
     from perseus_planner.profiler.build import profile_stages
 
     return profile_stages(
-        wanted.stage,
-        wanted.gpu,
-        wanted.stages,
-        folder=wanted.folder,
-        tensor_parallel=wanted.tensor_parallel,
+        request.stage,
+        request.gpu,
+        request.stages,
+        folder=request.folder,
+        tensor_parallel=request.tensor_parallel,
         split_backward=flags["split_backward"],
         settings=settings,
-        output=wanted.output,
+        output=request.output,
         resume=flags["resume"],
-        blocking_power_w=wanted.blocking_power_w,
+        blocking_power_w=request.blocking_power_w,
         progress=progress,
     )
 
 
-def _small_gpt(wanted: _Wanted, flags: Mapping[str, Any], settings: Any, progress: Any) -> Profile:
+def _measure_small_gpt(request: _Request, flags: Mapping[str, Any], settings: Any, progress: Any) -> Profile:
     """Profile a small GPT on a simulated GPU, if no stage is given."""
-    if not wanted.gpu.startswith("simulated:"):
+    if not request.gpu.startswith("simulated:"):
         raise UsageError(
             "the stages are missing; give --stage MODULE:FUNCTION, or profile a small GPT on a simulated GPU "
             "with --gpu simulated:a100-sxm"
         )
-    for name, value in (("tensor_parallel", wanted.tensor_parallel != 1), *((n, flags[n]) for n in _NEED_A_STAGE)):
+    for name, value in (("tensor_parallel", request.tensor_parallel != 1), *((n, flags[n]) for n in _NEED_A_STAGE)):
         if value:
             raise UsageError(f"--{name.replace('_', '-')} needs a stage that can run; add --stage MODULE:FUNCTION")
     from perseus_planner.profiler.simulated_pipeline import profile_simulated
 
     result = profile_simulated(
-        wanted.gpu, wanted.stages, progress=progress, split_backward=flags["split_backward"], settings=settings
+        request.gpu, request.stages, progress=progress, split_backward=flags["split_backward"], settings=settings
     )
-    result.save(wanted.output)
+    result.save(request.output)
     return result
 
 
 @contextmanager
-def _hint_to_resume(wanted: _Wanted) -> Iterator[None]:
+def _hint_to_resume(request: _Request) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        if wanted.stage is not None:
+        if request.stage is not None:
             click.echo("Interrupted; clocks are reset. Finished rows are kept: continue with --resume.", err=True)
         raise

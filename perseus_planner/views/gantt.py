@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from perseus_planner.errors import RunError
 from perseus_planner.plans.replay import Span, replay
 from perseus_planner.views.context import origin_label
-from perseus_planner.views.predicted import predict_records
+from perseus_planner.views.run import predict_records
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

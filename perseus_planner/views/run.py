@@ -1,4 +1,4 @@
-"""A training run beside its plans: the summary of what its ranks recorded."""
+"""A training run beside its plans: the summary of what its ranks recorded, and the records that a plan predicts."""
 
 from __future__ import annotations
 
@@ -7,15 +7,18 @@ from dataclasses import dataclass
 from statistics import fmean, median
 from typing import TYPE_CHECKING
 
+from perseus_planner.plans.replay import clock_calls, replay
+from perseus_planner.runs.matching import SetCall, match_changes
 from perseus_planner.runs.records import ChangeStatistics, IterationRecord
 from perseus_planner.views.context import Context, context_of_plan
 from perseus_planner.views.plan import summarize_plan
-from perseus_planner.views.predicted import predict_records
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+    from perseus_planner.plans.clock_replay import Call
     from perseus_planner.plans.plan import Plan
+    from perseus_planner.runs.records import ComputationRecord
     from perseus_planner.runs.run import RankRecord, Run
 
 NO_PLAN = "no plan was in force"
@@ -260,3 +263,24 @@ def _deviations(run: Run) -> tuple[Deviation, ...]:
         for reason, rows in found.items()
     )
     return tuple(sorted(counted, key=lambda each: (-each.times, each.first_iteration)))
+
+
+def predict_records(plan: Plan) -> tuple[tuple[ComputationRecord, ...], ...]:
+    """Predict the computations of each rank; times are seconds after the start of the iteration, number 0."""
+    spans, calls = replay(plan).spans, clock_calls(plan)
+    ranks = []
+    for number, program in enumerate(plan.schedule.ranks):
+        spans_s = [(spans[str(each)].start_s, spans[str(each)].end_s) for each in program]
+        clocks = [plan.clocks[str(each)] for each in program]
+        of_rank = [call for call in calls if call.rank == number]
+        previous = [clocks[-1], *(call.clock_mhz for call in of_rank)]
+        changes = [_change(call, spans_s, before) for call, before in zip(of_rank, previous, strict=False)]
+        asked_s = min([0.0, *(call.requested_s for call in of_rank)])
+        ranks.append(match_changes(0, program, clocks, spans_s, changes, first_asked_s=asked_s, in_force=clocks[-1]))
+    return tuple(ranks)
+
+
+def _change(call: Call, spans_s: Sequence[tuple[float, float]], before: int) -> SetCall:
+    # A rank asks for the clock of its next computation.
+    place = next(place for place, (start_s, _) in enumerate(spans_s) if start_s >= call.requested_s)
+    return SetCall(place, call.clock_mhz, call.requested_s, call.start_s, call.end_s, before)

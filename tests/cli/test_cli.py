@@ -283,7 +283,7 @@ def test_a_fault_of_the_planner_exits_with_1_and_asks_for_a_report(work: Path, m
     assert result.stderr.startswith("Traceback (most recent call last):\n")
     assert result.stderr.endswith(
         "\nRuntimeError: a bug\n"
-        "Error: this is a fault of the planner, not of your input; please report it with the lines above\n"
+        "Error: this is a bug in the planner, not an error in your input; please report it with the lines above\n"
     )
 
 

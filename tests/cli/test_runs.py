@@ -19,8 +19,7 @@ from perseus_planner.runs.run import calibration_of
 from perseus_planner.runtime.controller.protocol import ControlChange
 from perseus_planner.views.figures import draw_gantt
 from perseus_planner.views.gantt import chart_run_beside_plan
-from perseus_planner.views.predicted import predict_records
-from perseus_planner.views.run import summarize_run
+from perseus_planner.views.run import predict_records, summarize_run
 from perseus_planner.views.run_text import run_text
 
 

@@ -21,8 +21,7 @@ from perseus_planner.profiles.operating_points import pareto_front
 from perseus_planner.runs import Run
 from perseus_planner.schedules.pipeline import FixedOperation
 from perseus_planner.views.figures import draw_curves
-from perseus_planner.views.report.points import chart_sources
-from perseus_planner.views.report.report import FIGURES
+from perseus_planner.views.report.report import FIGURES, chart_sources
 from perseus_planner.views.report.sources import Sources
 
 

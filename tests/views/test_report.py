@@ -25,8 +25,7 @@ from perseus_planner.solver.solve import solve_dag
 from perseus_planner.views.gantt import chart_plan, spare_s
 from perseus_planner.views.profiles import curves_of
 from perseus_planner.views.report.page import number, page
-from perseus_planner.views.report.points import chart_sources
-from perseus_planner.views.report.report import make_report
+from perseus_planner.views.report.report import chart_sources, make_report
 from perseus_planner.views.report.savings import EnergyRates, IterationSize, savings_of
 from perseus_planner.views.report.sources import Sources
 

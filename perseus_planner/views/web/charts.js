@@ -210,7 +210,7 @@ const charts = (() => {
     return [svg("g", { class: `series-${series.color}` }, ...parts)];
   }
 
-  /** Marks, the first on top and labelled first, where there is room; the legend has all of them anyway. */
+  /** Returns the marks; the first is on top and is labelled first. Labels that do not fit are left to the legend. */
   function marked(plane, marks, moving) {
     const taken = marks.map((mark) => ({ left: plane.x(mark.x) - 7, right: plane.x(mark.x) + 7, top: plane.y(mark.y) - 7, bottom: plane.y(mark.y) + 7 }));
     const groups = marks.map((mark) => {
@@ -224,10 +224,10 @@ const charts = (() => {
       if (moving && mark.from) move(group, plane.x(mark.from.x) - x, plane.y(mark.from.y) - y);
       return group;
     });
-    return groups.reverse(); // what is drawn last lies on top
+    return groups.reverse(); // the last one drawn lies on top
   }
 
-  /** Have an element come from so many units away, unless whoever looks wants nothing to move. */
+  /** Animates an element from (dx, dy) to its place, unless the reader prefers reduced motion. */
   function move(element, dx, dy) {
     if (Math.hypot(dx, dy) < 1 || matchMedia("(prefers-reduced-motion: reduce)").matches) return;
     element.animate([{ transform: `translate(${dx}px, ${dy}px)` }, { transform: "none" }], { duration: 600, easing: "ease-in-out" });
