@@ -1,4 +1,4 @@
-"""Number 13: stages of the measured profiles, estimated from the model's dimensions and one other stage."""
+"""Number 13: stages of measured profiles, estimated from the dimensions of the model and one other stage."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from perseus_planner.estimate.presets import PRESETS
 from perseus_planner.gpu.simulated.catalog import CATALOG
 from perseus_planner.profiles.csv_file import word_of
 
-_PROMISED = (0.01, 0.10)  #: largest mean error over the clocks, without a head and with it, calibrated on all clocks
-_WORKLOADS: Mapping[str, tuple[str, TransformerPipeline]] = {
+_MAX_ERRORS = (0.01, 0.10)  #: mean over the clocks, without a head and with it, calibrated on all clocks
+_PIPELINES: Mapping[str, tuple[str, TransformerPipeline]] = {
     "gpt3-175b": (
         "a100-sxm",
         TransformerPipeline(
@@ -50,13 +50,13 @@ _COLUMNS = {
         )
     },
 }
-_WANTED = {"none": "nothing", "top": "middle stage, top clock", "all": "middle stage, all clocks"}
+_CALIBRATED_ON = {"none": "nothing", "top": "middle stage, top clock", "all": "middle stage, all clocks"}
 
 
 def measure(size: Size) -> Section:
-    """The errors, signed where they are of one stage: estimated over measured, minus 1."""
+    """Return estimated over measured values, minus 1; signed for single stages."""
     rows = [row for case in size.cases for row in _rows(case)]
-    calibrated = [row for row in rows if row["calibrated"] == _WANTED["all"]]
+    calibrated = [row for row in rows if row["calibrated"] == _CALIBRATED_ON["all"]]
     largest = [
         max(abs(row[f"{part}_{what}"]) for row in calibrated for what in ("time", "energy")) / 100
         for part in ("first", "last")
@@ -65,24 +65,24 @@ def measure(size: Size) -> Section:
         number=13,
         title="Stages estimated from the model's dimensions and one other stage",
         how="*Simulated* from closed-form FLOPs and bytes, against *measured* profiles. The middle stage (number 3) "
-        "calibrates; errors are of the other 7, mean over all measured clocks.",
+        "calibrates; errors are those of the other 7, as a mean over all measured clocks.",
         tables=[Table(_COLUMNS, rows)],
         checks=[
             Check(
-                f"{text}: {100 * found:.2f} % off in time or energy at most, {100 * promised:g} % promised",
-                found <= promised,
+                f"{text}: {100 * found:.2f} % off in time or energy at most, limit {100 * limit:g} %",
+                found <= limit,
             )
-            for text, found, promised in zip(
-                ("first stage, with embedding", "last stage, with head"), largest, _PROMISED, strict=True
+            for text, found, limit in zip(
+                ("first stage, with embedding", "last stage, with head"), largest, _MAX_ERRORS, strict=True
             )
         ],
         notes=[
-            "In the data stages 0 to 6 are alike, so that stages 1 to 6 say nothing that the middle one does not; the "
-            "first and the last show what the estimate is worth.",
-            "Nothing in the data tells the microbatch or the split. Bloom's 70 layers as 7 equal stages and a lighter "
-            "one are 9 each and 7 beside the head; 96 layers are 12 each.",
-            "2,048 tokens a microbatch give 228 TFLOPS of the A100's 312 and 87 of the A40's 149.7; half of them would "
-            "draw the power limit at a third of the peak, and twice as many would exceed it. The artifact's GPT-3 has "
+            "In the data stages 0 to 6 are alike, so stages 1 to 6 add nothing to the middle one; the first and the "
+            "last stage show how good the estimate is.",
+            "The data does not contain the microbatch or the split. Bloom's 70 layers as 7 equal stages and a lighter "
+            "one are 9 each and 7 with the head; 96 layers are 12 each.",
+            "2,048 tokens a microbatch give 228 TFLOPS of the A100's 312 and 87 of the A40's 149.7; half as many would "
+            "reach the power limit at a third of the peak, and twice as many would exceed it. The artifact's GPT-3 has "
             "1,024 positions, so 2 sequences; its attention is not fused.",
             "Traffic in the tensor group is not counted: sent over NVLink, it would leave the A100 computing at about "
             "90 % of its peak, so it does not seem to be in the data.",
@@ -94,17 +94,17 @@ def measure(size: Size) -> Section:
 
 
 def _rows(case: Case) -> Iterator[dict[str, Any]]:
-    measured, (name, workload) = profile_of(case), _WORKLOADS[case.model]
+    measured, (name, pipeline) = profile_of(case), _PIPELINES[case.model]
     gpu = CATALOG[name]
-    middle = stage_calibration(measured, workload, gpu)
+    middle = stage_calibration(measured, pipeline, gpu)
     calibrations = {"none": (), "top": (_top(middle),), "all": (middle,)}
     for wanted, chosen in calibrations.items():
-        estimated = estimate(workload, gpu, chosen)
+        estimated = estimate(pipeline, gpu, chosen)
         for kind in "FB":
             errors = {what: _errors(measured, estimated, kind, what) for what in ("time", "energy")}
             row: dict[str, Any] = {
                 "profile": case.name,
-                "calibrated": _WANTED[wanted],
+                "calibrated": _CALIBRATED_ON[wanted],
                 "kind": word_of(kind),
             }
             for what, stages in errors.items():
@@ -116,12 +116,12 @@ def _rows(case: Case) -> Iterator[dict[str, Any]]:
 
 
 def _top(calibration: StageCalibration) -> StageCalibration:
-    """The same with one clock of each kind, the highest."""
+    """Return a calibration with only the highest clock of each kind."""
     return replace(calibration, measurements={kind: rows[:1] for kind, rows in calibration.measurements.items()})
 
 
 def _errors(measured: Profile, estimated: Profile, kind: str, what: str) -> dict[int, list[float]]:
-    """Stage -> percent by which the estimate of each measured clock is too large; without the stage that calibrates."""
+    """Return the error at each measured clock, percent, by stage, without the stage that calibrates."""
     gpus = {"time": 1, "energy": estimated.gpus_per_stage}[what]
     name = {"time": "time_s", "energy": "energy_j"}[what]
     errors = {}

@@ -1,4 +1,4 @@
-"""The training of a small GPT on one GPU, by torch.distributed.pipelining with one rank, for `on_gpu.py`."""
+"""Trains a small GPT on one GPU with torch.distributed.pipelining and one rank, for `on_gpu.py`."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from perseus_planner.runtime import planner_runtime
 
 @dataclass(frozen=True)
 class Config:
-    """What is trained, and how often.
+    """Size of the model and number of iterations.
 
     Attributes:
-        layers, hidden, heads, sequence: of the GPT.
-        rows: of a microbatch.
-        microbatches: of an iteration.
-        warm_up: iterations of each block that are not counted.
-        iterations: of each block that are.
-        blocks: with the runtime, and as many without.
-        profiled: iterations under the profiler.
+        layers, hidden, heads, sequence: Dimensions of the GPT.
+        rows: Sequences of a microbatch.
+        microbatches: Microbatches of an iteration.
+        warm_up: Iterations of each block that are not counted.
+        iterations: Iterations of each block that are counted.
+        blocks: Number of blocks with the runtime, and of blocks without.
+        profiled: Iterations under the profiler.
     """
 
     layers: int = 8
@@ -44,14 +44,14 @@ class Config:
 
 @dataclass(frozen=True)
 class Training:
-    """The GPT's training.
+    """The training of the GPT.
 
     Attributes:
-        schedule: the engine.
-        iterate: enqueues one iteration.
-        plan: two clocks in turn, so that every computation asks for another one.
-        device: where it runs.
-        config: what it is.
+        schedule: The engine.
+        iterate: Enqueues one iteration.
+        plan: Alternates between two clocks, so that every computation requests a change.
+        device: The GPU.
+        config: Its configuration.
     """
 
     schedule: Any
@@ -61,16 +61,16 @@ class Training:
     config: Config
 
     def runtime(self) -> AbstractContextManager[Any]:
-        """The runtime around it, in a dry run."""
+        """Return a runtime for the engine, in a dry run."""
         return planner_runtime(self.schedule, plan=self.plan, gpu="cuda", dry_run=True, max_changes_per_s=1e4)
 
     @property
     def gpu(self) -> str:
-        """What opens its GPU, for reading alone."""
+        """Text that opens the GPU for reading."""
         return f"dry-run:{gpu_text('cuda', self.device)}"
 
     def turns(self) -> Iterator[tuple[str, AbstractContextManager[Any]]]:
-        """Blocks with and without the runtime, in turn, each first as often as the other."""
+        """Yield blocks with and without the runtime in turn; each is first equally often."""
         for number in range(self.config.blocks):
             pair = [("with", self.runtime()), ("without", nullcontext())]
             yield from pair if number % 2 else reversed(pair)
@@ -78,7 +78,7 @@ class Training:
 
 @contextmanager
 def training(config: Config, device: Any) -> Iterator[Training]:
-    """It is set up on `device`, in a process group of this process."""
+    """Set up the training on `device`, in a process group of one process."""
     import torch
     import torch.distributed as dist
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B
@@ -106,7 +106,7 @@ def training(config: Config, device: Any) -> Iterator[Training]:
 
 
 def _plan(device: Any, microbatches: int) -> Plan:
-    """Forwards at the GPU's highest clock, backwards at the next; the seconds and joules in it mean nothing."""
+    """Return a plan: forwards at the highest clock, backwards at the next; times and energies are made up."""
     with open_gpu(f"dry-run:{gpu_text('cuda', device)}") as gpu:
         high, low, *_ = gpu.supported_clocks_mhz
     made_up = Profile({(0, "F"): (Measurement(high, 1.0, 1.0),), (0, "B"): (Measurement(low, 2.0, 2.0),)}, 0.0)

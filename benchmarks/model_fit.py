@@ -1,4 +1,4 @@
-"""Number 12: how near the physics of the simulated GPU come to the measured profiles."""
+"""Number 12: how well the physics of simulated GPUs fit measured profiles."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any
 
 import numpy as np
 from data import Case, Size, profile_of
-from load_fit import fitted_profile
+from load_fit import fit_profile
 from results import Check, Section, Table
 
 from perseus_planner import Profile
 from perseus_planner.gpu.simulated.model import Load
 
-_MEDIAN = 2.0  #: percent, the most that the median error may be
-_PARAMETERS = 9  #: the most of each (stage, kind)
-_HIDDEN = 5  #: of so many clocks one is fitted to, and the others are predicted
+_MAX_MEDIAN = 2.0  #: percent, largest median error
+_MAX_PARAMETERS = 9  #: for each (stage, kind)
+_HIDDEN = 5  #: one clock in this many is fitted, and the others are predicted
 _COLUMNS = {
     "profile": ("profile", ""),
     "fitted_to": ("fitted to", ""),
@@ -32,23 +32,25 @@ _COLUMNS = {
 
 
 def measure(size: Size) -> Section:
-    """Fit every computation of every profile, at all clocks and at some."""
+    """Fit every computation of every profile, once at all clocks and once at some."""
     rows = [row for case in size.cases for row in (_all_clocks(case), _some_clocks(case))]
     worst = max(row[f"{what}_median"] for row in rows for what in ("time", "energy"))
     parameters = max(row["parameters"] for row in rows)
     return Section(
         12,
         "The model of the simulated GPU, fitted to measured profiles",
-        "What the model says is **simulated**; what it is compared with was measured. Each (stage, kind) has its own "
+        "**Simulated** values of the model are compared with measured ones. Each (stage, kind) has separate "
         "parameters, all of them physical and none of them for a single clock.",
         [Table(_COLUMNS, rows)],
         [
-            Check(f"median errors are at most {_MEDIAN:.0f} %: {worst:.2f} %", worst <= _MEDIAN),
-            Check(f"at most {_PARAMETERS} parameters per (stage, kind): {parameters}", parameters <= _PARAMETERS),
+            Check(f"median errors are at most {_MAX_MEDIAN:.0f} %: {worst:.2f} %", worst <= _MAX_MEDIAN),
+            Check(
+                f"at most {_MAX_PARAMETERS} parameters per (stage, kind): {parameters}", parameters <= _MAX_PARAMETERS
+            ),
         ],
         [
-            "Bloom's forwards on the A40 take about 10 % longer at 1080 MHz than at 1050 MHz, which no part of the "
-            "model does; it goes between.",
+            "Bloom's forwards on the A40 take about 10 % longer at 1080 MHz than at 1050 MHz, which the model "
+            "cannot reproduce; the fit lies in between.",
         ],
     )
 
@@ -59,7 +61,7 @@ def _all_clocks(case: Case) -> Mapping[str, Any]:
 
 
 def _some_clocks(case: Case) -> Mapping[str, Any]:
-    """Fitted to one clock in `_HIDDEN`, the highest and the lowest included, and compared with the others."""
+    """Fit one clock in `_HIDDEN`, including the highest and the lowest, and compare with the others."""
     profile = profile_of(case)
     shown = {key: tuple({*rows[::_HIDDEN], rows[-1]}) for key, rows in profile.measurements.items()}
     hidden = {key: tuple(row for row in rows if row not in shown[key]) for key, rows in profile.measurements.items()}
@@ -68,7 +70,7 @@ def _some_clocks(case: Case) -> Mapping[str, Any]:
 
 
 def _errors(shown: Profile, compared: Profile) -> dict[str, Any]:
-    loads = fitted_profile(shown)
+    loads = fit_profile(shown)
     rows = [(loads[key], row) for key, measured in compared.measurements.items() for row in measured]
     errors = {
         "time": [100 * abs(load.time_s(row.clock_mhz) / row.time_s - 1) for load, row in rows],

@@ -1,10 +1,10 @@
-"""What the runtime costs and does on an NVIDIA GPU: nothing is set, all that is asked for is only recorded (dry run).
+"""Measures what the runtime costs on an NVIDIA GPU, in a dry run: no clocks are set.
 
     python benchmarks/on_gpu.py          # a minute or two on one GPU; writes benchmarks/results/on_gpu_<GPU>_<date>
 
-A small GPT is trained by torch.distributed.pipelining with one rank on one GPU, in turn with `planner_runtime` and
-without. Needs torch with CUDA and nvidia-ml-py. Of what it does on a machine without a GPU, where it ends with status
-2, there is a test; of what it measures there is none.
+torch.distributed.pipelining trains a small GPT with one rank on one GPU, alternately with and without
+`planner_runtime`. This needs torch with CUDA and nvidia-ml-py. Without a GPU the exit status is 2, which is tested; the
+measurements are not.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from perseus_planner.runtime.marks import IterationTimes
 
 _HERE = Path(__file__).resolve().parent
 _ATTACH_S = 60.0
-_DONE_S = 10.0  #: until the device has done what is enqueued
-_SLACK_NS = 1_000_000  #: by which a time of the device may be wrong
-_CALLED = 200  #: iterations of calls alone
+_DONE_S = 10.0  #: longest wait for enqueued work
+_SLACK_NS = 1_000_000  #: error of a time of the device
+_CALLED = 200  #: iterations with calls only
 _TIMES = {"which": ("iterations", ""), "count": ("number", "d"), "median_ms": ("median, ms", ".3f")}
 
 
 def main() -> int:
-    """Exit status: 1 if an answer is wrong, 2 where there is no GPU, never for a time."""
-    parser = argparse.ArgumentParser(description="Measure the runtime on an NVIDIA GPU; sets nothing on it.")
-    parser.add_argument("--output", type=Path, default=_HERE / "results", metavar="FOLDER", help="where results go")
+    """Return the exit status: 1 if a check fails, 2 without a GPU; times never fail."""
+    parser = argparse.ArgumentParser(description="Measure the runtime on an NVIDIA GPU, without setting clocks.")
+    parser.add_argument("--output", type=Path, default=_HERE / "results", metavar="FOLDER", help="for the results")
     options = parser.parse_args()
     try:
         name = _gpu_name()
@@ -63,10 +63,10 @@ def main() -> int:
 
 
 def _gpu_name() -> str:
-    """The GPU's name.
+    """Return the name of the GPU.
 
     Raises:
-        PlannerError: torch sees none.
+        PlannerError: If torch sees no GPU.
     """
     try:
         import torch
@@ -94,7 +94,7 @@ def _sections(config: Config, device: Any) -> list[Section]:
 
 
 def _block(gpt: Training) -> tuple[float, list[float]]:
-    """(seconds of an iteration, milliseconds for which the device is still at each when its call has returned)."""
+    """Return seconds per iteration, and for each how many milliseconds the device needs after its call returns."""
     import torch
 
     for _ in range(gpt.config.warm_up):
@@ -123,16 +123,21 @@ def _synchronises(gpt: Training) -> Section:
     waits = {which: sum(n for name, n in each.items() if "ynchronize" in name) for which, each in counts.items()}
     return Section(
         1,
-        "What is called of CUDA",
+        "Calls of CUDA functions",
         f"Measured: calls in a torch profiler trace of {gpt.config.profiled} iterations after the warm-up. The "
         "profiler itself synchronises the device when it ends, with the runtime and without.",
         [Table({"call": ("call", ""), "without": ("without", "d"), "with": ("with the runtime", "d")}, rows)],
-        [Check(f"no synchronise is added: {waits['with']} and {waits['without']}", waits["with"] <= waits["without"])],
+        [
+            Check(
+                f"the runtime adds no synchronisation: {waits['with']} and {waits['without']}",
+                waits["with"] <= waits["without"],
+            )
+        ],
     )
 
 
 def _profiled(gpt: Training) -> dict[str, int]:
-    """How often each function of CUDA is called."""
+    """Return the number of calls of each CUDA function."""
     import torch
     from torch.profiler import ProfilerActivity, profile
 
@@ -153,8 +158,8 @@ def _ahead(blocks: list[tuple[str, float, list[float]]]) -> Section:
     return Section(
         2,
         "How far the training thread runs ahead",
-        "Measured: milliseconds from when the call of an iteration returns until the device has done it; nothing waits "
-        "for the device in between.",
+        "Measured: milliseconds from the return of the call of an iteration until the device has finished it; nothing "
+        "waits for the device in between.",
         [Table(_TIMES, rows)],
     )
 
@@ -176,7 +181,7 @@ def _throughput(blocks: list[tuple[str, float, list[float]]]) -> Section:
 
 
 def _latency(gpt: Training) -> Section:
-    """The pieces of the runtime by themselves: what the controller says is otherwise not to be had."""
+    """Use the parts of the runtime directly, because only they give access to the messages of the controller."""
     program = Program(1, gpt.plan, 0)
     iterations = gpt.config.warm_up + gpt.config.iterations
     timed: list[IterationTimes] = []
@@ -205,22 +210,22 @@ def _latency(gpt: Training) -> Section:
     ]
     columns = {
         "count": ("changes", "d"),
-        "least_us": ("least, us", ".1f"),
+        "least_us": ("minimum, us", ".1f"),
         "median_us": ("median, us", ".1f"),
         "p99_us": ("p99, us", ".1f"),
     }
     return Section(
         3,
         "From a computation's end to the controller",
-        "Measured: microseconds from the event at the end of a computation, in the host's time, until the controller "
-        "sees the next one's clock. The event's time is known to some tens of microseconds.",
+        "Measured: microseconds from the event at the end of a computation, in host time, until the controller sees "
+        "the clock of the next one. The time of the event is accurate to some tens of microseconds.",
         [Table(columns, rows)],
-        [Check("the controller saw words of the device", bool(latencies_us))],
+        [Check("the controller saw requests from the device", bool(latencies_us))],
     )
 
 
 def _latencies_us(timed: list[IterationTimes], changes: list[ControlChange]) -> Iterator[float]:
-    """From the end of the computation before it to when each change was seen."""
+    """Yield, for each change, the time from the end of the computation before it until the change was seen."""
     ends_ns = {(each.number, place): end for each in timed for place, (_, end) in enumerate(each.spans_ns)}
     last = max(place for _, place in ends_ns)
     for change in changes:
@@ -257,8 +262,8 @@ def _calls(gpt: Training) -> Section:
     return Section(
         5,
         "What the hook costs the training thread",
-        "Measured: microseconds of the calls at a computation's begin and end, with what they enqueue. To reach: 20 us "
-        "in the median, 100 us at the 99th percentile.",
+        "Measured: microseconds of the calls at the begin and end of a computation, including what they enqueue. Goal: "
+        "20 us in the median, 100 us at the 99th percentile.",
         [Table({"median_us": ("median, us", ".2f"), "p99_us": ("p99, us", ".2f")}, [row])],
     )
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from load_fit import fitted, fitted_profile
+from load_fit import fit_load, fit_profile
 
 from perseus_planner.errors import ProfileError
 from perseus_planner.gpu.simulated.catalog import CATALOG
@@ -65,7 +65,7 @@ def test_a_fit_has_at_most_nine_numbers():
 def test_what_has_no_noise_is_found_again(drawn: tuple[Load, list[int]]):
     load, clocks = drawn
     rows = rows_of(load, clocks)
-    for error in errors(fitted(rows), rows):
+    for error in errors(fit_load(rows), rows):
         assert np.median(error) <= 0.008  # reached where a limit holds nearly all clocks; otherwise below 0.001
         assert error.max() <= 0.03
 
@@ -74,7 +74,7 @@ def test_what_has_no_noise_is_found_again(drawn: tuple[Load, list[int]]):
 @given(loads(), st.integers(0, 1000))
 def test_through_noise_the_truth_is_found(drawn: tuple[Load, list[int]], seed: int):
     load, clocks = drawn
-    found = fitted(rows_of(load, clocks, noise=0.01, seed=seed))
+    found = fit_load(rows_of(load, clocks, noise=0.01, seed=seed))
     for error in errors(found, rows_of(load, clocks)):
         assert np.median(error) <= 0.012
         assert error.max() <= 0.06
@@ -82,7 +82,7 @@ def test_through_noise_the_truth_is_found(drawn: tuple[Load, list[int]], seed: i
 
 def test_the_parameters_themselves_are_found_where_the_clocks_tell_them_apart():
     truth = A40.load(OpCost(3e12, 4e10))
-    found = fitted(rows_of(truth, list(A40.clocks_mhz), noise=0.003))
+    found = fit_load(rows_of(truth, list(A40.clocks_mhz), noise=0.003))
     for field in fields(Load):
         if field.name != "power_limit_w":  # half of the work waits for memory: the limit hardly holds
             assert getattr(found, field.name) == pytest.approx(getattr(truth, field.name), rel=0.1), field.name
@@ -90,7 +90,7 @@ def test_the_parameters_themselves_are_found_where_the_clocks_tell_them_apart():
 
 def test_the_power_limit_is_found():
     truth = A40.load(OpCost(1e13, 1e9))
-    found = fitted(rows_of(truth, list(A40.clocks_mhz), noise=0.003))
+    found = fit_load(rows_of(truth, list(A40.clocks_mhz), noise=0.003))
     assert found.power_limit_w == pytest.approx(300.0, rel=0.01)
     assert found.achieved_mhz(1740) == pytest.approx(truth.achieved_mhz(1740), rel=0.02)
 
@@ -99,14 +99,14 @@ def test_the_power_limit_is_found():
 def test_a_limit_that_holds_at_all_clocks_is_kept(clocks: tuple[int, ...]):
     # Nearly all times are one, and nothing but noise tells static power from the rest.
     truth = replace(CATALOG["a100-pcie"].load(OpCost(4e10, 1e8)), power_limit_w=150.0)
-    found = fitted(rows_of(truth, list(clocks), noise=0.01, seed=86))
+    found = fit_load(rows_of(truth, list(clocks), noise=0.01, seed=86))
     for clock in (2000, *clocks):
         assert found.time_s(clock) == pytest.approx(truth.time_s(clock), rel=0.02)
 
 
 def test_work_that_no_limit_holds_back_is_fitted_without_one():
     truth = replace(A40.load(OpCost(3e12, 1e9)), power_limit_w=float("inf"))
-    found = fitted(rows_of(truth, list(A40.clocks_mhz)))
+    found = fit_load(rows_of(truth, list(A40.clocks_mhz)))
     assert found.achieved_mhz(1740) == pytest.approx(1740, rel=1e-3)
 
 
@@ -115,47 +115,47 @@ def test_rows_that_were_measured_badly_have_little_pull():
     clean, rows = rows_of(truth, list(A40.clocks_mhz)), rows_of(truth, list(A40.clocks_mhz), noise=0.005)
     for index in range(3, len(rows), 10):
         rows[index] = replace(rows[index], time_s=1.3 * rows[index].time_s, energy_j=1.2 * rows[index].energy_j)
-    for error in errors(fitted(rows), clean):
+    for error in errors(fit_load(rows), clean):
         assert np.median(error) <= 0.01
         assert error.max() <= 0.04
 
 
 def test_memory_bound_work_is_as_fast_at_any_clock():
-    found = fitted(rows_of(A40.load(OpCost(0.0, 1e11)), list(A40.clocks_mhz)))
+    found = fit_load(rows_of(A40.load(OpCost(0.0, 1e11)), list(A40.clocks_mhz)))
     assert found.time_s(210) == pytest.approx(found.time_s(1740))
 
 
 @pytest.mark.parametrize("clocks", [(1740, 1305, 870, 435), (1740, 1500, 1200, 900, 600, 300)])
 def test_few_clocks_give_a_fit_through_them(clocks: tuple[int, ...]):
     rows = rows_of(A40.load(OpCost(5e12, 3e10)), list(clocks))
-    for error in errors(fitted(rows), rows):
+    for error in errors(fit_load(rows), rows):
         assert error.max() <= 0.01
 
 
 def test_the_order_of_the_rows_does_not_matter():
     rows = rows_of(A40.load(OpCost(5e12, 3e10)), list(A40.clocks_mhz), noise=0.01)
-    assert fitted(rows) == fitted(rows[::-1])
+    assert fit_load(rows) == fit_load(rows[::-1])
 
 
 def test_what_cannot_be_fitted_is_refused_by_its_name():
     enough = tuple(Measurement(clock, 1.0, 100.0) for clock in (900, 800, 700, 600))
     with pytest.raises(ProfileError) as refusal:
-        fitted_profile(Profile({(0, "F"): enough, (0, "B"): enough[:3]}, 80.0))
-    assert str(refusal.value) == "stage 0 B: a fit needs 4 clocks or more, and here are 3; measure more"
+        fit_profile(Profile({(0, "F"): enough, (0, "B"): enough[:3]}, 80.0))
+    assert str(refusal.value) == "stage 0 B: a fit needs 4 clocks or more, but there are 3; measure more"
     empty = (*enough[:3], Measurement(600, 1.0, 0.0))
     with pytest.raises(ProfileError) as refusal:
-        fitted_profile(Profile({(0, "F"): empty, (0, "B"): enough}, 80.0))
-    expected = "stage 0 F: a fit needs energies, and here is one of 0 J; measure it again in a longer window"
+        fit_profile(Profile({(0, "F"): empty, (0, "B"): enough}, 80.0))
+    expected = "stage 0 F: a fit needs energies above 0 J; measure again in a longer window"
     assert str(refusal.value) == expected
     with pytest.raises(ProfileError) as refusal:
-        fitted_profile(Profile({(0, "F"): enough, (0, "B"): enough}, 80.0, control="power-limit"))
-    assert str(refusal.value) == "the profile is over power limits; a fit needs one over clocks"
+        fit_profile(Profile({(0, "F"): enough, (0, "B"): enough}, 80.0, control="power-limit"))
+    assert str(refusal.value) == "the profile is over power limits; give a profile over clocks"
 
 
 @pytest.mark.parametrize("name", PROFILES)
 def test_it_comes_within_two_percent_of_what_was_measured(measured_data: Path, name: str):
     profile = measured(measured_data, name)
-    found = fitted_profile(profile)
+    found = fit_profile(profile)
     both = [errors(found[key], list(rows)) for key, rows in profile.measurements.items()]
     for error in (np.concatenate(each) for each in zip(*both, strict=True)):
         assert np.median(error) <= 0.02
@@ -168,13 +168,13 @@ def test_clocks_that_it_did_not_see_are_predicted_as_well(measured_data: Path, n
     for key in ((0, "F"), (7, "B")):
         rows = profile.measurements[key]
         unseen = [row for index, row in enumerate(rows) if index % 5]
-        for error in errors(fitted(rows[::5]), unseen):
+        for error in errors(fit_load(rows[::5]), unseen):
             assert np.median(error) <= 0.04
 
 
 def test_a_fitted_computation_runs_on_the_simulated_gpu():
     truth = replace(A40.load(OpCost(8e12, 1e10)), power_limit_w=320.0)
-    load = fitted(rows_of(truth, list(A40.clocks_mhz[:70]), noise=0.01))
+    load = fit_load(rows_of(truth, list(A40.clocks_mhz[:70]), noise=0.01))
     gpu = SimulatedGpu(A40, options=SimulationOptions(noise=0.0, step_s=0.0, drift=0.0))
     assert load.power_limit_w > A40.power_limit_w, "it would not show whose limit holds"
     for clock in (1740, 1350, 900):
