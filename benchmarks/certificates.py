@@ -1,9 +1,9 @@
-"""Proof that a frontier is optimal at a point, from its event times and its flow alone, by weak duality.
+"""Prove that a frontier is optimal at a point, from its event times and its flow alone, by weak duality.
 
-Event times that keep all precedences give durations, and what those cost on the lower hulls of the measurements is at
-least the optimum. Any flow that is conserved gives, with each computation at the measured point that is cheapest at
-the price of its flow, a value that is at most the optimum. Where both are equal, both are the optimum. Durations, hulls
-and the flow's value are computed here from the measurements, with nothing of the solver.
+Event times that respect all dependencies give durations, whose cost on the lower hulls of the measurements is at least
+the optimum. Any flow that is conserved, with each computation at the measured point that is cheapest at the price of
+its flow, gives a value that is at most the optimum. If both are equal, both are the optimum. Durations, hulls and the
+flow's value are computed here from the measurements, independently of the solver.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ POINTS = 9
 
 
 def worst_certificate(frontier: Frontier, points: int = POINTS) -> float:
-    """The largest relative distance between the bound and its two certificates, at `points` times along the frontier.
+    """Return the largest relative distance between the bound and its two certificates, at `points` times.
 
     Raises:
-        AssertionError: event times or flow are none.
+        AssertionError: If event times or flow are infeasible.
     """
     slowest, fastest = int(frontier.times[0]), int(frontier.times[-1])
     ticks = [slowest - (slowest - fastest) * part // (points - 1) for part in range(points)]
@@ -33,18 +33,20 @@ def worst_certificate(frontier: Frontier, points: int = POINTS) -> float:
 
 
 def is_convex(frontier: Frontier) -> bool:
-    """Whether times fall, and what the next second saved costs rises, strictly from one breakpoint to the next."""
+    """Return whether times strictly fall and the price of the next second strictly rises along the breakpoints."""
     return bool(np.all(np.diff(frontier.times) < 0) and np.all(np.diff(frontier.powers) > 0))
 
 
 def _check_arcs(frontier: Frontier) -> None:
-    """Every arc of the network is a computation, a wait of the schedule, or from the source or to the sink."""
+    """Check that every arc is a computation, a wait of the schedule, or from the source or to the sink."""
     network, dag = frontier.scaled.network, frontier.dag
     rank = {place: k for k, place in enumerate(dag.order)}
     allowed = {(2 * k, 2 * k + 1) for k in rank.values()}
     allowed |= {(2 * rank[other] + 1, 2 * rank[place]) for place in rank for other in dag.predecessors[place]}
     for tail, head in zip(network.tail.tolist(), network.head.tolist(), strict=True):
-        assert (tail, head) in allowed or tail == network.source or head == network.sink, "an arc that is no precedence"
+        assert (tail, head) in allowed or tail == network.source or head == network.sink, (
+            "an arc that is not a dependency"
+        )
 
 
 def _certificate(frontier: Frontier, at: Checkpoint) -> float:

@@ -1,4 +1,4 @@
-"""The measured profiles and reference results that the benchmarks run on, and how much of them a run takes."""
+"""The measured profiles and reference results of the benchmarks, and how much of them a run uses."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from perseus_planner.schedules.dag import PipelineDag
 
 
 class MissingError(Exception):
-    """What the benchmarks need is not on this machine; the text says what."""
+    """Data that the benchmarks need is missing on this machine; the text names it."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A measured profile with what others made of it.
+    """A measured profile with reference results.
 
     Attributes:
         name: as it is written in results.
@@ -142,59 +142,59 @@ SMOKE = Size(
 
 @cache
 def folder() -> Path:
-    """The folder of measured data: $PLANNER_DATA, or shared/data beside the checkout.
+    """Return the folder of measured data: $PLANNER_DATA, or shared/data beside the checkout.
 
     Raises:
-        MissingError: it is not there, or a profile is not in it.
+        MissingError: If it, or a profile in it, does not exist.
     """
     beside = Path(__file__).resolve().parents[2] / "shared" / "data"
     found = Path(os.environ.get("PLANNER_DATA", beside)) / "perseus_sosp24"
     for wanted in (found, *(found / "stage_profile" / case.profile_file for case in CASES)):
         if not wanted.exists():
-            raise MissingError(f"no measured profiles: {wanted} is not there; name their folder in PLANNER_DATA")
+            raise MissingError(f"no measured profiles: {wanted} does not exist; name their folder in PLANNER_DATA")
     return found
 
 
 @cache
 def profile_of(case: Case) -> Profile:
-    """The measurements of `case`."""
+    """Return the measurements of `case`."""
     return Profile.load(folder() / "stage_profile" / case.profile_file, blocking_power_w=case.blocking_power_w)
 
 
 @cache
 def dag_of(case: Case, microbatches: int) -> PipelineDag:
-    """One 1F1B iteration of `case`."""
+    """Return one 1F1B iteration of `case`."""
     return PipelineDag.from_schedule(profile_of(case), schedules.one_f_one_b(STAGES, microbatches))
 
 
 @cache
 def frontier_of(case: Case, microbatches: int) -> Frontier:
-    """The exact frontier of that iteration."""
+    """Return the exact frontier of that iteration."""
     return solve(profile_of(case), schedules.one_f_one_b(STAGES, microbatches))
 
 
 def reference_frontier(case: Case, microbatches: int) -> list[tuple[float, float]]:
-    """(seconds, joules) along the frontier that the reference solver printed, slowest first.
+    """Return (seconds, joules) along the frontier that the reference solver printed, slowest first.
 
     Raises:
-        MissingError: it is not in the data folder.
+        MissingError: If it is not in the data folder.
     """
     path = folder() / "reference_frontier" / case.device / f"{case.model}_bf16_mb{microbatches}.csv"
     if not path.exists():
-        raise MissingError(f"no reference frontier: {path} is not there")
+        raise MissingError(f"no reference frontier: {path} does not exist")
     with path.open(newline="") as file:
         return [(float(row["time"]), float(row["energy"])) for row in csv.DictReader(file)]
 
 
 def envpipe_points(case: Case) -> Iterator[tuple[int, float, float]]:
-    """(microbatches, seconds, joules over the pipeline) of EnvPipe's plans for `case`.
+    """Yield (microbatches, seconds, joules over the pipeline) of EnvPipe's plans for `case`.
 
     Raises:
-        MissingError: they are not in the data folder.
+        MissingError: If they are not in the data folder.
     """
     path = folder() / "envpipe_result.csv"
     if not path.exists():
-        raise MissingError(f"no EnvPipe results: {path} is not there")
+        raise MissingError(f"no EnvPipe results: {path} does not exist")
     time_scale, energy_scale = 10, 10 * 8  # the file has ten steps of time, and of all 8 GPUs of a stage
     with path.open(newline="") as file:
         for row in csv.DictReader(file):

@@ -1,4 +1,4 @@
-"""Number 1: how long the whole exact frontier of a measured profile takes."""
+"""Number 1: the time of solving the whole exact frontier of a measured profile."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _COLUMNS = {
 
 
 def whole_frontier(case: Case, microbatches: int) -> Frontier:
-    """From a profile to all breakpoints and their energies; what is timed."""
+    """Compute all breakpoints of a profile and their energies; this is timed."""
     frontier = solve(profile_of(case), schedules.one_f_one_b(STAGES, microbatches))
     _ = frontier.energies_j
     return frontier

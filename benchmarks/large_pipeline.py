@@ -1,4 +1,4 @@
-"""Number 4: a pipeline of twice the stages and many microbatches, each in a process of its own.
+"""Number 4: a pipeline of twice the stages and many microbatches, each in a separate process.
 
 Run as a program, this file measures one pipeline and prints JSON; `measure` runs it so.
 """

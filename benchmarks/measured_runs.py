@@ -48,7 +48,7 @@ class Run:
     """One training job, run under several plans.
 
     Attributes:
-        schedule: what every iteration ran.
+        schedule: the schedule of every iteration.
         clocks: plan -> "3F17" -> MHz.
         times_s: seconds of all computations.
         iteration_s: plan -> measured mean seconds of an iteration, of the stage where that is longest.
@@ -61,7 +61,7 @@ class Run:
 
 
 def measure(size: Size) -> Section:
-    """Replay every executed plan from what the other plans measured, and calibrate."""
+    """Replay every executed plan from the measurements of the other plans, and calibrate."""
     rows = [_row(name, _load(stem)) for name, stem in list(_RUNS.items())[: size.measured_runs]]
     checks = [
         Check(f"{row['run']}: with one constant every plan's time is right to {row['worst']:.2f} % (limit {_LIMIT} %)",
@@ -139,7 +139,7 @@ def _row(name: str, run: Run) -> dict[str, Any]:
 
 
 def _error(run: Run, plan: int, predicted_s: float) -> float:
-    """Percent."""
+    """Return the relative error of a prediction in percent."""
     return 100 * abs(predicted_s / run.iteration_s[plan] - 1)
 
 
@@ -151,7 +151,7 @@ def _replayed_s(run: Run, profile: Profile, clocks: Mapping[str, int]) -> float:
 
 
 def _profile_without(run: Run, plan: int) -> tuple[Profile, set[tuple[int, str, int]]]:
-    """What the other plans measured (no joules: those are unknown), and which clocks of `plan` are interpolated."""
+    """Return the times measured with the other plans (joules are unknown), and which clocks are interpolated."""
     known: dict[Key, dict[int, float]] = defaultdict(dict)
     for (stage, kind, clock), per_plan in run.times_s.items():
         seen = [time_s for other, times_s in per_plan.items() if other != plan for time_s in times_s]
@@ -169,7 +169,7 @@ def _profile_without(run: Run, plan: int) -> tuple[Profile, set[tuple[int, str, 
 
 
 def _between(times_s: Mapping[int, float], clock: int) -> float:
-    """Seconds at a clock that was not run: linear between its neighbours; beyond them, as their clock to this one."""
+    """Return the seconds at a clock that was not run: linear between its neighbours, in proportion beyond them."""
     below = max((each for each in times_s if each < clock), default=None)
     above = min((each for each in times_s if each > clock), default=None)
     if below is None or above is None:

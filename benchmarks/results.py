@@ -1,4 +1,4 @@
-"""What a benchmark found: tables, checked answers and notes, and the files that hold them."""
+"""The results of benchmarks: tables, checked answers and notes, and the files that hold them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Table:
     rows: Sequence[Mapping[str, Any]]
 
     def markdown(self) -> str:
-        """The table as Markdown, numbers to the right."""
+        """Return the table as Markdown, with numbers on the right."""
         lines = [
             [heading for heading, _ in self.columns.values()],
             ["---" if spec == "" else "---:" for _, spec in self.columns.values()],
@@ -50,7 +50,7 @@ def _text(value: object, spec: str) -> str:
 
 @dataclass(frozen=True)
 class Check:
-    """An answer that must be right, whatever the machine.
+    """An answer that must be right on every machine.
 
     Attributes:
         text: what was checked, with the worst value found.
@@ -69,8 +69,8 @@ class Section:
     """One number of the benchmark.
 
     Attributes:
-        number: what `--only` calls it.
-        title: what it is.
+        number: its number for `--only`.
+        title: its heading.
         how: how its values came to be: measured, replayed or simulated.
         tables: its values.
         checks: its answers.
@@ -85,19 +85,19 @@ class Section:
     notes: Sequence[str] = ()
 
     def markdown(self) -> str:
-        """The section as Markdown."""
+        """Return the section as Markdown."""
         listed = ["\n".join(f"- {entry}" for entry in entries) for entries in (self.checks, self.notes) if entries]
         tables = [table.markdown() for table in self.tables]
         return "\n\n".join([f"## {self.number}. {self.title}", self.how, *tables, *listed])
 
 
 def failed(sections: Sequence[Section]) -> list[Check]:
-    """The answers that are not right."""
+    """Return the answers that are wrong."""
     return [check for section in sections for check in section.checks if not check.passed]
 
 
 def environment() -> dict[str, Any]:
-    """Where and with what a run is made."""
+    """The machine and the versions of a run."""
     versions = {"python": platform.python_version(), "perseus-planner": perseus_planner.__version__}
     for package in _PACKAGES:
         try:
@@ -117,7 +117,7 @@ def environment() -> dict[str, Any]:
 
 
 def _commit() -> str:
-    """The commit that was run, and whether its code was changed since."""
+    """Return the commit that was run, and whether its code was changed since."""
     try:
         commit = _git("rev-parse", "--short=12", "HEAD")
         changed = _git("status", "--porcelain", "--", "perseus_planner", "profiler", "runtime", "benchmarks/*.py")
@@ -132,7 +132,7 @@ def _git(*arguments: str) -> str:
 
 
 def cpu_model() -> str:
-    """The processor as Linux names it, else as Python does."""
+    """Return the processor as Linux names it, else as Python does."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -142,7 +142,7 @@ def cpu_model() -> str:
 
 
 def _short(machine: str) -> str:
-    """A processor's or a GPU's name as a part of a file name, such as `intel-xeon-platinum-8481c`."""
+    """Return the name of a processor or GPU as a part of a file name, such as `intel-xeon-platinum-8481c`."""
     plain = re.sub(r"\(.*?\)|@.*|\b(CPU|Processor|\d+-Core)\b", " ", machine)
     return "-".join(re.findall(r"[a-z0-9]+", plain.lower()))
 
@@ -159,11 +159,11 @@ def write(
 
     Args:
         name: which benchmarks.
-        sections: what they found.
-        config: what they were run with, a dataclass.
+        sections: their results.
+        config: their settings, a dataclass.
         about: `environment()`.
         target: the folder.
-        machine: what they are about; None: this processor.
+        machine: the machine that they are about; None for this processor.
     """
     target.mkdir(parents=True, exist_ok=True)
     stem = f"{name}_{_short(machine or cpu_model())}_{about['date']}"

@@ -1,4 +1,4 @@
-"""The benchmarks, one command: measures, checks the answers, writes a result file. See README.md."""
+"""Run the benchmarks: measure, check the answers, write a result file. See README.md."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ _RESULTS = Path(__file__).resolve().parent / "results"
 
 
 def main() -> int:
-    """Exit status: 1 if an answer is wrong, never for a time."""
+    """Return the exit status: 1 if an answer is wrong, whatever the times are."""
     options = _options()
     try:
         folder()

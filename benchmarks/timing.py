@@ -1,4 +1,4 @@
-"""How long a call takes."""
+"""Time calls."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 
 def seconds(call: Callable[[], object], repetitions: int) -> list[float]:
-    """Wall seconds of each of `repetitions` calls, fastest first."""
+    """Return the wall seconds of each of `repetitions` calls, fastest first."""
     taken = []
     for _ in range(repetitions):
         begin_s = time.perf_counter()
@@ -18,5 +18,5 @@ def seconds(call: Callable[[], object], repetitions: int) -> list[float]:
 
 
 def median_ms(taken_s: list[float]) -> float:
-    """Median of seconds, in milliseconds."""
+    """Return the median of seconds, in milliseconds."""
     return 1e3 * statistics.median(taken_s)

@@ -1,30 +1,30 @@
 """Every error that the planner raises on purpose, as one tree.
 
-    PlannerError                 a user can act on every one of these; the command line exits with 2
-    ├── ProfileError             a profile (file or values) that cannot be planned on
-    ├── ScheduleError            a pipeline schedule that is not one, or does not fit the profile
-    ├── JobError                 a job file that cannot be read, or a job that is not one
+    PlannerError                 you can correct every one of these; the command line exits with 2
+    ├── ProfileError             a profile, in a file or in Python, that cannot be used
+    ├── ScheduleError            a schedule that is malformed or does not fit the profile
+    ├── JobError                 a job file that cannot be read, or a job that is inconsistent
     ├── FrontierError            a frontier file that cannot be read
     ├── PlanError                a plan file that cannot be read
-    ├── RunError                 a folder that is not what a training run wrote, or not all of it
+    ├── RunError                 a folder that a training run did not write, or not completely
     ├── InfeasibleError          a request that no choice of clocks can meet
     │   ├── InfeasibleDeadline   .deadline_s, .least_time_s
     │   │   └── InfeasibleBudget .max_changes, .min_dwell_s
     │   └── InfeasiblePower      .power_w, .least_power_w
-    ├── GpuError                 a GPU, real or simulated, that cannot do what was asked
-    │   ├── GpuNotSupported      it has no such function: the GPU, its driver, or the back-end
-    │   ├── GpuNotPermitted      this process may not
-    │   ├── GpuLost              it has fallen off the bus, or its daemon is gone
+    ├── GpuError                 a GPU, real or simulated, that cannot carry out a request
+    │   ├── GpuNotSupported      the GPU, its driver or the back-end lacks the function
+    │   ├── GpuNotPermitted      this process lacks the permission
+    │   ├── GpuLost              the GPU has fallen off the bus, or its daemon has ended
     │   ├── GpuInUse             another process has leased it
     │   └── ControllerLost       the process that sets the clocks of this node's GPUs has ended
-    ├── RankError                a rank of a job cannot go on because of another one
-    │   └── EndedElsewhere       that one has said why already
-    ├── ServiceError             the planner's service does not do what was asked
-    │   ├── ServiceAway          it cannot be reached, or what answers there is not the service
-    │   └── ServiceRefusal       .status, .code: it answers why it does not
+    ├── RankError                a rank of a job cannot continue because of another rank
+    │   └── EndedElsewhere       the other rank has reported the reason
+    ├── ServiceError             the planner's service does not carry out a request
+    │   ├── ServiceAway          the service cannot be reached, or another program answers at its address
+    │   └── ServiceRefusal       .status, .code: the service refuses, with the reason
     └── UsageError               a value on the command line or in a call that cannot be used
 
-The text of each says what was read (file, line, field), what is wrong with it, and what to do.
+Each text states what was read (file, line, field), what is wrong with it, and what to do.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ def shown(value: object) -> str:
 
 
 class PlannerError(Exception):
-    """Base of all errors that a user can act on."""
+    """Base of all errors that you can correct."""
 
 
 class ProfileError(PlannerError):
-    """A profile cannot be planned on."""
+    """A profile cannot be used."""
 
 
 class ScheduleError(PlannerError):
@@ -54,7 +54,7 @@ class ScheduleError(PlannerError):
 
 
 class JobError(PlannerError):
-    """A job file cannot be read, or what it says together with the command line is no job."""
+    """A job file cannot be read, or does not describe a job together with the command line."""
 
 
 class FrontierError(PlannerError):
@@ -66,7 +66,7 @@ class PlanError(PlannerError):
 
 
 class RunError(PlannerError):
-    """A folder is not what a training run wrote, or not all of it."""
+    """A folder was not written by a training run, or not completely."""
 
 
 class InfeasibleError(PlannerError):
@@ -77,7 +77,7 @@ class InfeasibleDeadline(InfeasibleError):
     """The deadline is below the least feasible iteration time.
 
     Attributes:
-        deadline_s: the iteration time asked for, seconds.
+        deadline_s: the requested iteration time, seconds.
         least_time_s: the least iteration time that any choice of clocks reaches, seconds.
     """
 
@@ -94,11 +94,11 @@ class InfeasibleBudget(InfeasibleDeadline):
     """No plan was found that meets the deadline with so few clock changes.
 
     Attributes:
-        deadline_s: the iteration time asked for, seconds.
-        least_time_s: the least iteration time that a plan within the budget was found to take, seconds; infinite where
-            none was found.
-        max_changes: how often each GPU may change its clock in an iteration; None: any number of times.
-        min_dwell_s: for how long a clock must be held, seconds.
+        deadline_s: the requested iteration time, seconds.
+        least_time_s: the least iteration time of the plans found within the budget, seconds; infinite if there are
+            none.
+        max_changes: how often each GPU may change its clock in an iteration; None for any number of times.
+        min_dwell_s: the least time for which a clock must be held, seconds.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class InfeasiblePower(InfeasibleError):
     """The power budget is below the least average power of any plan.
 
     Attributes:
-        power_w: the average power asked for, watts over all GPUs of the pipeline.
+        power_w: the requested average power, watts over all GPUs of the pipeline.
         least_power_w: the least average power that a plan reaches, watts.
     """
 
@@ -139,19 +139,19 @@ class InfeasiblePower(InfeasibleError):
 
 
 class GpuError(PlannerError):
-    """A GPU, real or simulated, cannot do what was asked."""
+    """A GPU, real or simulated, cannot carry out a request."""
 
 
 class GpuNotSupported(GpuError):
-    """The GPU, its driver or the back-end has no such function."""
+    """The GPU, its driver or the back-end lacks the function."""
 
 
 class GpuNotPermitted(GpuError):
-    """This process may not do that."""
+    """This process lacks the permission."""
 
 
 class GpuLost(GpuError):
-    """The GPU has fallen off the bus, or what reaches it is gone."""
+    """The GPU has fallen off the bus, or its daemon has ended."""
 
 
 class GpuInUse(GpuError):
@@ -163,30 +163,30 @@ class ControllerLost(GpuError):
 
 
 class RankError(PlannerError):
-    """A rank of a job cannot go on because of another one."""
+    """A rank of a job cannot continue because of another rank."""
 
 
 class EndedElsewhere(RankError):
-    """Another rank has ended, and has said why; nothing needs to be said here."""
+    """Another rank has ended and reported the reason, so this rank prints nothing."""
 
 
 class ServiceError(PlannerError):
-    """The planner's service does not do what was asked."""
+    """The planner's service does not carry out a request."""
 
 
 class ServiceAway(ServiceError):
-    """The service cannot be reached, or what answers there is not the service; it may be later."""
+    """The service cannot be reached, or another program answers at its address; a later try may succeed."""
 
 
 class ServiceRefusal(ServiceError):
-    """The service answers that it does not do this.
+    """The service refuses a request.
 
     Attributes:
-        status: of HTTP: 404 where there is no such job or report, 409 where it contradicts what is, 401 and 403 where
-            the token does not allow it.
-        code: the service's word for the reason.
-        least: of what is infeasible, the least that is not: watts of a power budget, seconds of a deadline; None: it
-            says none.
+        status: the HTTP status: 404 if the job or report does not exist, 409 for a conflict, 401 and 403 if the token
+            does not allow it.
+        code: the service's name for the reason.
+        least: the least feasible value of an infeasible request, watts of a power budget or seconds of a deadline; None
+            for other reasons.
     """
 
     def __init__(self, text: str, status: int, code: str, least: float | None = None) -> None:
@@ -208,5 +208,5 @@ def one_line(text: str, longest: int = 300) -> str:
 
 
 def _rounded_up(value: float) -> str:
-    """`value` with as few digits as do not make it less, so that who asks for what was printed gets it."""
+    """Return `value` with few digits, rounded up, so that a request for the printed value is feasible."""
     return next(text for digits in range(6, 18) if float(text := f"{value:.{digits}g}") >= value)

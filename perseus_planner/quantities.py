@@ -111,20 +111,20 @@ FACTOR = Rule(float, False, "a slowdown: give how many times as long it takes, a
 
 
 class Quantity(NamedTuple):
-    """A number with a unit: the rule for its value in SI units, and the units as multiples of those."""
+    """A number with a unit: the rule for its value in SI units, and its units as multiples of those."""
 
     rule: Rule
     units: Mapping[str, Fraction | int]
 
     def parse(self, text: str, name: str) -> float:
-        """The value that `text` writes, in SI units.
+        """Return the value that `text` writes, in SI units.
 
         Args:
             text: a number and a unit with or without a space between, such as "2.95s".
-            name: what to call the value in an error message, such as "--deadline".
+            name: the name of the value in error messages, such as "--deadline".
 
         Raises:
-            UsageError: the text is no such quantity.
+            UsageError: If the text is not such a quantity.
         """
         number, unit = re.fullmatch(r"(.*?)\s*([A-Za-z]*)", text.strip(), re.DOTALL).groups()  # type: ignore[union-attr]
         value, factor = self.rule.parse(number), self.units.get(unit)
