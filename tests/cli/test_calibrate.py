@@ -1,4 +1,4 @@
-"""`planner calibrate` makes predicted times those that are measured, and changes nothing but one number of a file."""
+"""`planner calibrate` makes predicted times agree with measured ones by changing one number of a file."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ replicas:
 
 @pytest.fixture
 def work(folder: Path) -> Path:
-    """A working folder with a profile, a job, and a plan of each."""
+    """Create a working folder with a profile, a job, and a plan for each."""
     smooth_profile(2, step_mhz=150).save("profile.yaml")
     (folder / "job.yaml").write_text(JOB)
     done("solve profile.yaml --schedule 1f1b --microbatches 4 -o frontier.npz")
@@ -40,7 +40,7 @@ def work(folder: Path) -> Path:
 
 
 def again(plan: Plan) -> Plan:
-    """The same plan, made from the profile as it is now."""
+    """Make the same plan from the current profile."""
     done("solve profile.yaml --schedule 1f1b --microbatches 4 -o again.npz")
     return Frontier.load("again.npz").plan_of(plan.clocks)
 

@@ -1,4 +1,4 @@
-"""`planner doctor` says what can be read and set, and changes nothing unless asked."""
+"""`planner doctor` shows what can be read and set, and changes nothing without --measure-latency."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ SET = "nvmlDeviceSetGpuLockedClocks"
 
 @pytest.fixture(autouse=True)
 def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of records."""
+    """Return the state folder."""
     monkeypatch.setenv("PLANNER_STATE_DIR", str(tmp_path / "state"))
     return tmp_path / "state"
 
 
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Watch energy counters for less long, in tests of something else."""
+    """Watch energy counters for a shorter time, in tests of something else."""
     monkeypatch.setattr(inspection, "_WATCH_S", 0.05)
 
 
 def rows(text: str) -> dict[str, str]:
-    """What is said of one GPU, by name; of several rows with one name the last."""
+    """Return the rows of one GPU by name; the last of several rows with one name."""
     lines = [line.strip().partition("  ") for line in text.splitlines() if line.startswith("  ")]
     return {name: said.strip() for name, _, said in lines}
 

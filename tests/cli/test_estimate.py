@@ -1,4 +1,4 @@
-"""`planner estimate` makes a profile from dimensions, and says that nothing was measured."""
+"""`planner estimate` makes a profile from dimensions, and marks it as simulated."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_the_json_holds_the_same_in_si_units(folder: Path):
 
 
 def twice(name: str, target: str) -> None:
-    """Write `target`: `name` as if everything had taken twice the time and three times the energy."""
+    """Write profile `name` to `target` with twice the time and three times the energy."""
     profile = Profile.load(name)
     table = {
         key: tuple(Measurement(row.clock_mhz, 2 * row.time_s, 3 * row.energy_j) for row in rows)

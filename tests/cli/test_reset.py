@@ -1,4 +1,4 @@
-"""`planner reset` sets back what dead processes left, or the GPUs that are named."""
+"""`planner reset` resets what dead processes left set, or the GPUs that are named."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ FIRST, SECOND = (f"nvml:{uuid}" for uuid in UUIDS)
 
 @pytest.fixture(autouse=True)
 def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of records."""
+    """Return the state folder."""
     monkeypatch.setenv("PLANNER_STATE_DIR", str(tmp_path / "state"))
     return tmp_path / "state"
 
 
 @pytest.fixture
 def dead(nvml: StandIn, state: Path):
-    """Two GPUs that a process left set which was killed with its guardian; gives how it is named."""
+    """Leave two GPUs set by a process that is killed with its guardian; return its description."""
     with owner(LOCKS_AND_WAITS) as process:
         kill(*(guardian.pid for guardian in guardians(process)), process.pid)
         process.wait()

@@ -1,4 +1,4 @@
-"""Estimated profiles are what the model of the GPU says, moved to where a measured stage puts them."""
+"""Estimated profiles follow the model of the GPU, corrected by measured stages."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def workload(stages: int = 4, **changes: object) -> TransformerPipeline:
 
 
 def off_by(profile: Profile, time: float, energy: float, step: int = 1) -> Profile:
-    """The same profile of a GPU that takes so many times as long and as much, measured at each `step`th clock."""
+    """Return the profile of a GPU that takes more time and energy by these factors, at every `step`th clock."""
     table = {
         key: tuple(Measurement(row.clock_mhz, row.time_s * time, row.energy_j * energy) for row in rows[::step])
         for key, rows in profile.measurements.items()

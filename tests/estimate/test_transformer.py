@@ -1,4 +1,4 @@
-"""A transformer's work in closed form is what torch counts on real modules of its shape."""
+"""The closed form of a transformer's FLOPs and bytes agrees with what torch counts on real modules."""
 
 from __future__ import annotations
 

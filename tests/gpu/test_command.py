@@ -1,4 +1,4 @@
-"""What is particular to `command:`; what all back-ends keep to is in test_gpu_contract."""
+"""The back-end `command:`; test_contract.py tests what all back-ends have in common."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SET, RESET, POWER = "PLANNER_SET_CLOCK", "PLANNER_RESET_CLOCK", "PLANNER_SET_POW
 
 
 def script(body: str) -> str:
-    """A command that runs `body` in Python, its words in `sys.argv[1:]`."""
+    """Return a command that runs `body` in Python with its arguments in `sys.argv[1:]`."""
     return f"{shlex.quote(sys.executable)} -c {shlex.quote('import os, sys, time; ' + body)}"
 
 
@@ -30,7 +30,7 @@ def run(command: str, **values: str) -> None:
 
 
 def failure(command: str, kind: type[GpuError]) -> str:
-    """What the error says of a command that fails, which is of exactly that kind."""
+    """Run a command that fails with an error of exactly that class, and return its text."""
     with pytest.raises(GpuError) as error:
         run(command)
     assert type(error.value) is kind
@@ -42,7 +42,7 @@ def failure(command: str, kind: type[GpuError]) -> str:
 
 @pytest.fixture
 def recorded(nvml, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:  # noqa: F811
-    """The file in which commands leave their words, a line each."""
+    """Return the file to which each command appends its arguments."""
     write = script("open('words', 'a').write(repr(sys.argv[1:]) + chr(10))").replace("{", "{{").replace("}", "}}")
     monkeypatch.setenv(SET, f"{write} 'set a clock' {{gpu}} {{uuid}} {{min}}-{{max}} '{{{{}}}} $HOME; * `'")
     monkeypatch.setenv(RESET, f"{write} reset {{gpu}}")
@@ -233,7 +233,7 @@ def test_a_command_that_does_not_end_is_stopped(monkeypatch: pytest.MonkeyPatch,
 
 
 def test_a_child_that_a_command_leaves_behind_is_not_waited_for(folder: Path):
-    """It holds the command's output open, as a pipe's reader would notice."""
+    """The child keeps the output of the command open; a reader of a pipe would wait for it."""
     began_s = time.monotonic()
     run(script("pid = os.fork(); open('pid', 'w').write(str(pid)) if pid else time.sleep(30)"))
     os.kill(int((folder / "pid").read_text()), signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""What every back-end of `Gpu` keeps to, whatever is behind it.
+"""What all back-ends of `Gpu` have in common.
 
 Those that reach NVML do so through nvidia-ml-py and the stand-in library of `fake_nvml`: cuda with its devices in the
 other order; zeusd by the stand-in daemon, which has one GPU more, and them in another order; command by stand-ins for
@@ -40,27 +40,27 @@ READINGS: tuple[Callable[[Gpu], object], ...] = (
 
 @dataclass
 class Case:
-    """A back-end with what is behind it.
+    """A back-end, with access to the GPU behind it.
 
     Attributes:
-        text: opens the GPU.
-        gpu: opened.
-        held: what is set underneath: the locked clock in MHz or None, and the power limit in watts.
-        refuse: from now on, nothing may be set.
-        lose: from now on, the GPU is lost.
-        sets: whether what is set gets there.
+        text: Text that opens the GPU.
+        gpu: The open GPU.
+        settings: Returns the locked clock of the GPU behind it, MHz or None, and its power limit, watts.
+        refuse: Forbids all settings from now on.
+        lose: Makes the GPU lost from now on.
+        sets: Whether settings reach the GPU.
     """
 
     text: str
     gpu: Gpu
-    held: Callable[[], tuple[int | None, float]]
+    settings: Callable[[], tuple[int | None, float]]
     refuse: Callable[[], None]
     lose: Callable[[], None]
     sets: bool = True
 
     @property
     def is_virtual(self) -> bool:
-        """Whether time passes only when something is done."""
+        """Whether the GPU has virtual time."""
         return "simulated" in self.text
 
 
@@ -82,7 +82,7 @@ def model_case(name: str) -> Case:
     inner = open_gpu(text)
     gpu = DryRunGpu(inner) if name.startswith("dry-run") else inner
 
-    def held() -> tuple[int | None, float]:
+    def settings() -> tuple[int | None, float]:
         with open_gpu(text) if name == "emulated" else nullcontext(inner) as seen:
             return seen.locked_mhz, seen.power_limit_w()
 
@@ -96,7 +96,7 @@ def model_case(name: str) -> Case:
     case = Case(
         text="dry-run:" * name.startswith("dry-run") + text,
         gpu=gpu,
-        held=held,
+        settings=settings,
         refuse=fall_into("not-permitted"),
         lose=fall_into("lost@0calls"),
         sets=gpu is inner,
@@ -120,25 +120,25 @@ def nvml_case(name: str, nvml: StandIn, monkeypatch, folder: Path, stack: ExitSt
         for function in SETTING:
             nvml.fail(function, 4)
 
-    def held() -> tuple[int | None, float]:
+    def settings() -> tuple[int | None, float]:
         least, greatest = nvml.locked_mhz(index) or (None, None)
         assert least == greatest
         assert nvml.locked_mhz(1 - index) is None
         assert nvml.limit_w(1 - index) is None
         return greatest, nvml.limit_w(index) or 700.0
 
-    return Case(text, open_gpu(text), held, refuse, lambda: nvml.fail("*", 15), not name.startswith("dry-run"))
+    return Case(text, open_gpu(text), settings, refuse, lambda: nvml.fail("*", 15), not name.startswith("dry-run"))
 
 
 def lead_cuda_to(library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let this process find `library` as libcuda.so.1, whose devices are NVML's in the other order."""
+    """Load `library` as libcuda.so.1 in this process; its devices are those of NVML in reverse order."""
     really = ctypes.CDLL
     monkeypatch.setattr(ctypes, "CDLL", lambda name, *a, **k: really(str(library) if "cuda" in name else name, *a, **k))
     monkeypatch.setenv("FAKE_CUDA_UUIDS", ",".join(uuid.removeprefix("GPU-").replace("-", "") for uuid in UUIDS[::-1]))
 
 
 def commands(folder: Path) -> Path:
-    """A folder with a `sudo` that lets everything pass and an `nvidia-smi` that sets the stand-in's GPUs."""
+    """Create a folder with a `sudo` that permits everything and an `nvidia-smi` for the stand-in GPUs."""
     folder.mkdir()
     tool = Path(__file__).parents[1] / "support" / "fake_nvidia_smi.py"
     scripts = {
@@ -194,10 +194,10 @@ def test_closing_twice_is_harmless(case: Case):
 
 def test_closing_sets_nothing(case: Case):
     case.gpu.set_clock_mhz(case.gpu.supported_clocks_mhz[-1])
-    before = case.held()
+    before = case.settings()
     case.gpu.close()
     with closing(open_gpu(case.text)):
-        assert case.held() == before
+        assert case.settings() == before
 
 
 # --- the clock
@@ -211,20 +211,20 @@ def test_supported_clocks_are_whole_numbers_from_the_highest_down(case: Case):
 
 
 def test_a_clock_that_is_set_is_locked_and_a_reset_undoes_it(case: Case):
-    free = case.held()
+    free = case.settings()
     for clock_mhz in (case.gpu.supported_clocks_mhz[0], case.gpu.supported_clocks_mhz[-1]):
         case.gpu.set_clock_mhz(clock_mhz)
-        assert case.held() == ((clock_mhz, free[1]) if case.sets else free)
+        assert case.settings() == ((clock_mhz, free[1]) if case.sets else free)
     case.gpu.reset_clocks()
-    assert case.held() == free == (None, free[1])
+    assert case.settings() == free == (None, free[1])
 
 
 def test_resetting_what_is_not_set_is_harmless(case: Case):
-    free = case.held()
+    free = case.settings()
     for _ in range(2):
         case.gpu.reset_clocks()
         case.gpu.reset_power_limit()
-    assert case.held() == free
+    assert case.settings() == free
 
 
 def test_a_clock_that_is_not_supported_is_refused_with_the_nearest(case: Case):
@@ -239,7 +239,7 @@ def test_a_clock_that_is_not_supported_is_refused_with_the_nearest(case: Case):
     ):
         with pytest.raises(GpuError, match=rf" {wrong_mhz} MHz.* nearest supported clock is {nearest_mhz} MHz"):
             case.gpu.set_clock_mhz(wrong_mhz)
-    assert case.held()[0] is None
+    assert case.settings()[0] is None
 
 
 # --- the power limit
@@ -251,22 +251,22 @@ def test_the_power_limits_are_around_the_one_in_force(case: Case):
 
 
 def test_a_power_limit_that_is_set_holds_and_a_reset_undoes_it(case: Case):
-    free = case.held()
+    free = case.settings()
     for limit_w in (*case.gpu.power_limits_w, case.gpu.power_limits_w[0] + 12.345):
         case.gpu.set_power_limit_w(limit_w)
-        assert case.held() == ((None, pytest.approx(limit_w, abs=5e-4)) if case.sets else free)
-        assert case.gpu.power_limit_w() == pytest.approx(case.held()[1], abs=5e-4)
+        assert case.settings() == ((None, pytest.approx(limit_w, abs=5e-4)) if case.sets else free)
+        assert case.gpu.power_limit_w() == pytest.approx(case.settings()[1], abs=5e-4)
     case.gpu.reset_power_limit()
-    assert case.held() == free
+    assert case.settings() == free
 
 
 def test_a_power_limit_out_of_range_is_refused_with_the_range(case: Case):
     least_w, greatest_w = case.gpu.power_limits_w
-    free = case.held()
+    free = case.settings()
     for wrong_w in (least_w - 0.5, greatest_w + 0.5, 0.0, -least_w, float("nan"), float("inf"), -float("inf")):
         with pytest.raises(GpuError, match=rf"{wrong_w:g} W.*{least_w:g} to {greatest_w:g} W"):
             case.gpu.set_power_limit_w(wrong_w)
-    assert case.held() == free
+    assert case.settings() == free
 
 
 # --- readings
@@ -343,13 +343,13 @@ def test_a_gpu_that_is_lost_is_said_to_be(case: Case):
 
 @pytest.mark.parametrize("case", ["dry-run:nvml", "dry-run:simulated"], indirect=True)
 def test_a_dry_run_changes_nothing_underneath(case: Case):
-    free, time_s = case.held(), case.gpu.now_s()
+    free, time_s = case.settings(), case.gpu.now_s()
     case.gpu.set_clock_mhz(case.gpu.supported_clocks_mhz[-1])
     case.gpu.set_power_limit_w(case.gpu.power_limits_w[0])
-    assert case.held() == free
+    assert case.settings() == free
     case.gpu.reset_clocks()
     case.gpu.reset_power_limit()
-    assert case.held() == free
+    assert case.settings() == free
     assert case.gpu.power_limit_w() == free[1]
     assert len(case.gpu.settings) == 4
     if case.gpu.origin == "simulated":

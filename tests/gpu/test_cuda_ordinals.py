@@ -1,4 +1,4 @@
-"""CUDA's numbers of GPUs, which are not NVML's."""
+"""CUDA ordinals, which differ from NVML indices."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def cuda_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def cuda(cuda_library: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Says which UUIDs CUDA shows, in its order, and through which library."""
+    """Set the UUIDs that CUDA shows, in order, and the library."""
 
     def shows(*digits: str, library: Path = cuda_library) -> None:
         load = ctypes.CDLL

@@ -1,4 +1,4 @@
-"""What is particular to `dry-run:`; what all back-ends keep to is in test_gpu_contract."""
+"""The back-end `dry-run:`; test_contract.py tests what all back-ends have in common."""
 
 from __future__ import annotations
 

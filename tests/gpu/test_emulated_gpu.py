@@ -1,4 +1,4 @@
-"""An emulated GPU is the simulated one in real time, and one GPU to all processes of its user."""
+"""An emulated GPU is a simulated GPU in real time that all processes of a user share."""
 
 from __future__ import annotations
 
@@ -47,26 +47,26 @@ def load(gpu: EmulatedGpu, work: OpCost = DENSE) -> Load:
 
 
 def settled(gpu: EmulatedGpu, clock_mhz: int) -> None:
-    """Lock the clock, and let it take effect."""
+    """Lock the clock, and wait until it takes effect."""
     gpu.set_clock_mhz(clock_mhz)
     gpu.wait(2 * SETTLE_S)
 
 
 def computed_s(gpu: EmulatedGpu, work: OpCost) -> float:
-    """Seconds of the GPU's own account: without the time by which the process came late, as far as it knows of that."""
+    """Return the time on the GPU, seconds, without the known delay of this process."""
     start_s = time.monotonic()
     late_s = gpu.run(work)
     return time.monotonic() - start_s - late_s
 
 
 def quickest_s(gpu: EmulatedGpu, work: OpCost) -> float:
-    """The same of three times, the one that the machine has disturbed least."""
+    """Return the shortest of three such times, which the machine has disturbed least."""
     return min(computed_s(gpu, work) for _ in range(3))
 
 
 @contextmanager
 def setter(text: str) -> Iterator[subprocess.Popen[str]]:
-    """A process that says `ready`; for each clock that it is told, it locks that, and says when the call ended."""
+    """Start a process that prints `ready`, locks each clock that it reads, and prints when the call ended."""
     code = """
 import sys, time
 from perseus_planner.gpu import open_gpu
@@ -336,7 +336,7 @@ def test_a_file_of_another_boot_or_planner_is_begun_anew(gpu: EmulatedGpu):
 
 
 def spoiled(state: Path, how: str) -> None:
-    """Put something else where the files of emulated GPUs are to be."""
+    """Put something else in the place of the files of emulated GPUs."""
     own = state / f"emulated.{os.geteuid()}"
     state.mkdir(exist_ok=True)
     if how == "folder is a link":

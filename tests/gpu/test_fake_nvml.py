@@ -1,4 +1,4 @@
-"""What other tests rely on in the stand-in for NVML."""
+"""The features of the stand-in for NVML that other tests rely on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whoever dies, also by SIGKILL, no clock stays locked."""
+"""No clock stays locked, whichever process is killed."""
 
 from __future__ import annotations
 
@@ -222,7 +222,7 @@ def test_a_guardian_is_light_and_holds_nothing_of_its_owner(nvml: StandIn, state
 
 
 def test_a_guardian_finds_what_its_owner_finds_in_whatever_folder_that_runs(nvml: StandIn, state: Path):
-    """Its owner may have the package from a folder on a relative path."""
+    """The owner may import the package from a relative path."""
     package = Path(sys.modules["perseus_planner"].__file__).parents[1]
     code = f"import sys; sys.path.append({os.path.relpath(package, state.parent)!r})\n{LOCKS_AND_WAITS}"
     with owner(code, folder=state.parent) as process:

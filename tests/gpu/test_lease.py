@@ -30,7 +30,7 @@ NOT_PERMITTED, UNKNOWN_ERROR = 4, 999
 
 @pytest.fixture
 def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of records, not made yet."""
+    """Return the state folder, which does not exist yet."""
     monkeypatch.setenv("PLANNER_STATE_DIR", str(tmp_path / "state"))
     return tmp_path / "state"
 
@@ -275,7 +275,7 @@ def test_a_simulated_gpu_needs_no_record(nvml: StandIn, state: Path):
 
 
 def damaged(text: str) -> dict[str, bytes]:
-    """What may stand where a record should; `text` is one."""
+    """Return invalid contents of a record file; `text` is a valid one."""
     record = text.encode()
     return {
         "empty": b"",
@@ -296,7 +296,7 @@ def damaged(text: str) -> dict[str, bytes]:
 
 
 def damage(name: str, path: Path) -> None:
-    """Put something in the place of a record."""
+    """Put something invalid in the place of a record."""
     text = json.dumps(asdict(a_record()))
     if name == "link":
         (path.parent / "elsewhere").write_text(text)
@@ -442,7 +442,7 @@ def test_a_child_that_leaves_the_block_after_a_fork_changes_nothing(nvml: StandI
 
 
 def test_of_several_processes_that_contend_one_has_the_gpu(nvml: StandIn, state: Path):
-    """Each that has it sets its own clock and finds it there; a lock that let two in would show another's."""
+    """Each process sets a different clock; if two leased the GPU at once, one would read the clock of the other."""
     nvml.set("latency_us_nvmlDeviceSetGpuLockedClocks", 1000)
     code = """
 import sys

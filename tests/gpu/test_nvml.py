@@ -1,4 +1,4 @@
-"""GPUs through NVML: the real binding, nvidia-ml-py, against a stand-in library."""
+"""GPUs through NVML: the real binding, nvidia-ml-py, with a stand-in library."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever NVML library stands behind the binding: each method answers with a sane value, or says what to do."""
+"""With any NVML library, each method returns a plausible value or raises an error that says what to do."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ KINDS = {3: GpuNotSupported, 13: GpuNotSupported, 21: GpuNotSupported, 4: GpuNot
 
 
 class Without:
-    """A library that lacks a function, as ctypes shows it: no such attribute."""
+    """A library that lacks a function, which ctypes reports as a missing attribute."""
 
     def __init__(self, library: Path, absent: str) -> None:
         self._library, self._absent = ctypes.CDLL(str(library)), absent
@@ -206,7 +206,7 @@ def test_odd_answers_give_sane_values_or_errors(nvml: StandIn, numbers, lists, f
 
 
 def test_another_library_is_as_good_or_says_what_to_do():
-    """Locks the top clock of every GPU that the library shows, sets its greatest power limit, and resets both."""
+    """Lock the top clock and set the largest power limit of each GPU of the library, and reset both."""
     path = os.environ.get("PLANNER_NVML_LIBRARY")
     if not path:
         pytest.skip("name another libnvidia-ml.so.1 in PLANNER_NVML_LIBRARY to test with it")

@@ -1,4 +1,4 @@
-"""The simulated GPU behaves as the physics in its docstrings say, as a `Gpu` must, and as its options ask."""
+"""A simulated GPU follows its physics, the `Gpu` protocol and its options."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ conditions = st.builds(
 
 
 def spent(gpu: SimulatedGpu, action: Callable[[], None]) -> tuple[float, float]:
-    """Seconds and joules that pass on `gpu` during `action`."""
+    """Return the time and energy that `action` takes on `gpu`."""
     start_s, start_j = gpu.now_s(), gpu.energy_j()
     action()
     return gpu.now_s() - start_s, gpu.energy_j() - start_j
@@ -275,7 +275,7 @@ def test_a_load_runs_as_it_is_and_under_a_limit_that_is_set_too():
 
 
 def deviations(gpu: SimulatedGpu, repetitions: int, calls: int = 400) -> list[float]:
-    """Relative deviations of the time of calls from the model's."""
+    """Return the relative deviations of times from those of the model."""
     once_s = gpu.model.load(MEMORY).time_s(1410)
     return [spent(gpu, lambda: gpu.run(MEMORY, repetitions))[0] / (repetitions * once_s) - 1 for _ in range(calls)]
 

@@ -1,4 +1,4 @@
-"""What is particular to `zeusd:`; what all back-ends keep to is in test_gpu_contract."""
+"""The back-end `zeusd:`; test_contract.py tests what all back-ends have in common."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ LIMIT = "/gpu/set_power_limit"
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _what_is_there_before_is_not_looked_through() -> Iterator[None]:
-    """Whatever this process has imported by then is much; the tests collect their own garbage, one after another."""
+def _freeze_existing_objects() -> Iterator[None]:
+    """Freeze the objects that exist already, because each test collects garbage."""
     gc.collect()
     gc.freeze()
     yield
@@ -43,7 +43,7 @@ def _what_is_there_before_is_not_looked_through() -> Iterator[None]:
 
 @pytest.fixture
 def no_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No libnvidia-ml.so.1, even on a machine that has one, or in a process that has loaded a stand-in."""
+    """Hide libnvidia-ml.so.1, even if the machine has one or the process has loaded a stand-in."""
     pynvml = pytest.importorskip("pynvml", reason="nvidia-ml-py is not installed")
 
     def absent(*_: object) -> None:
@@ -55,7 +55,7 @@ def no_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def zeusd(nvml: StandIn, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeZeusd]:  # noqa: F811
-    """A daemon without tokens, whose socket is `zeusd.sock`; its GPUs are one that NVML does not show, and NVML's 1."""
+    """Start a daemon without tokens at `zeusd.sock`, with a GPU that NVML does not show, and NVML's GPU 1."""
     monkeypatch.setenv("ZEUSD_SOCK_PATH", SOCKET)
     monkeypatch.delenv("ZEUSD_HOST_PORT", raising=False)
     monkeypatch.delenv("ZEUSD_TOKEN", raising=False)
@@ -71,7 +71,7 @@ def lock_clock(text: str = GPU) -> None:
 
 
 def refusal(kind: type[GpuError], text: str = GPU) -> str:
-    """What the error says that `lock_clock` raises, which is of exactly that kind."""
+    """Return the text of the error of exactly that class that `lock_clock` raises."""
     with pytest.raises(GpuError) as error:
         lock_clock(text)
     assert type(error.value) is kind
@@ -392,7 +392,7 @@ def test_without_the_library_the_error_says_what_to_mount(zeusd, no_nvml, which:
 
 @pytest.fixture
 def behind_nvml(nvml: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeZeusd]:  # noqa: F811
-    """A daemon that has NVML's two GPUs after one that is not visible here."""
+    """Start a daemon with a GPU that is not visible here, followed by the two of NVML."""
     path = tmp_path / SOCKET
     monkeypatch.setenv("ZEUSD_SOCK_PATH", str(path))
     with FakeZeusd(path, [KeptGpu("0000:01:00.0"), KeptGpu(PCI[0].lower()), KeptGpu(PCI[1].lower())]) as daemon:

@@ -1,4 +1,4 @@
-"""Training on emulated GPUs computes what it computes without, and takes as long as the profile says."""
+"""Training on emulated GPUs gives the same results as without, and takes as long as the profile predicts."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def gpu() -> Iterator[EmulatedGpu]:
 
 
 class Recomputed(nn.Module):
-    """Computes its forward again in its backward, with random numbers."""
+    """A module that recomputes its forward in the backward, with random numbers."""
 
     def __init__(self, *, reentrant: bool) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Recomputed(nn.Module):
 
 
 class Two(nn.Module):
-    """Takes a mask too, and returns two tensors with gradients, and the mask."""
+    """A module that also takes a mask, and returns two tensors with gradients, and the mask."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ def backward(output: Any, loss: Callable[[Any], Any] | None) -> None:
 
 
 def trained(module: Any, loss: Callable[[Any], Any] | None, *, first: bool) -> list[Any]:
-    """Outputs, gradients and buffers of three microbatches, and a random number after them."""
+    """Return outputs, gradients and buffers of three microbatches, and a random number after them."""
     results: list[Any] = []
     for _ in range(3):
         x = sample(first=first)
@@ -142,7 +142,7 @@ def test_the_work_is_what_a_profile_measures(gpu: EmulatedGpu, name: str):
 def spans_s(
     gpu: EmulatedGpu, module: Any, loss: Callable[[Any], Any] | None, first: bool, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[float, float]:
-    """The least seconds of a forward and of a backward, but for those by which this process came late to their end."""
+    """Return the shortest times of a forward and of a backward, without known delays of this process."""
     spans, late_s = [], [0.0]
     finish = gpu.finish
 

@@ -1,4 +1,4 @@
-"""What ranks run that train on emulated GPUs, each a function; launching.py asks for them by name."""
+"""Functions that ranks run to train on emulated GPUs; launching.py starts them by name."""
 # ruff: noqa: TID253 - the process in which this runs is there for torch
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 
 
 def train(name: str) -> None:
-    """Losses and weights with emulated GPUs are those without; energy is that of the profile's rows and of waiting."""
+    """Losses and weights are the same without emulation; energy is that of the profile's rows and of waiting."""
     results = []
     for on_gpus in (False, True):
         torch.manual_seed(0)
@@ -68,7 +68,7 @@ def _stepped(step: Any) -> list[Any]:
 
 
 def _drawn(gpu: EmulatedGpu, step: Any) -> tuple[EmulatedGpu, tuple[float, float], float]:
-    """The least and the most seconds of an iteration, and its joules."""
+    """Return the bounds of the time of an iteration, and its energy."""
     early_s, start_j, start_s = time.monotonic(), gpu.energy_j(), time.monotonic()
     step()
     end_s, end_j, late_s = time.monotonic(), gpu.energy_j(), time.monotonic()
@@ -76,7 +76,7 @@ def _drawn(gpu: EmulatedGpu, step: Any) -> tuple[EmulatedGpu, tuple[float, float
 
 
 def _check(profile: Profile, modules: list[Any], gpu: EmulatedGpu, seconds: tuple[float, float], joules: float) -> None:
-    """What was drawn is what the profile's rows and waiting draw, within one percent of what the rows do."""
+    """Check that the energy is that of the profile's rows and of waiting, within one percent of the rows."""
     stages = range(dist.get_rank(), dist.get_world_size() * len(modules), dist.get_world_size())
     rows = [profile.measurements[stage, kind][0] for stage in stages for kind in "FB"]
     busy_s, busy_j = (MICROBATCHES * sum(getattr(row, each) for row in rows) for each in ("time_s", "energy_j"))

@@ -1,4 +1,4 @@
-"""A stand-in for `nvidia-smi -i UUID (-lgc MIN,MAX | -rgc | -pl WATTS)`, which acts on NVML as that does.
+"""A stand-in for `nvidia-smi -i UUID (-lgc MIN,MAX | -rgc | -pl WATTS)`, which acts on NVML in the same way.
 
 It exits with NVML's code, and prints what is wrong on stdout, as nvidia-smi does.
 """
@@ -9,7 +9,7 @@ import sys
 
 
 def main(arguments: list[str]) -> int:
-    """Do what the arguments say; the exit status."""
+    """Execute the arguments, and return the exit status."""
     import pynvml
 
     _, uuid, option, *values = arguments

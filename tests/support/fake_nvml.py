@@ -1,4 +1,4 @@
-"""A stand-in for `libnvidia-ml.so.1`, compiled from `fake_nvml.c`, for tests of what goes through NVML.
+"""A stand-in for `libnvidia-ml.so.1`, compiled from `fake_nvml.c`, for tests of code that uses NVML.
 
     def test_a_clock_is_locked(nvml):              # the fixture: two GPUs, in this process
         with open_gpu("nvml:1") as gpu:
@@ -112,7 +112,7 @@ class Setting:
 
 
 def compiled(folder: Path, without: tuple[str, ...] = (), source: Path = SOURCE) -> Path:
-    """The library, without some of its functions, in `folder` by its real name; skips where there is no compiler."""
+    """Compile the library without some functions into `folder`, under its real name; skip without a compiler."""
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None:
         pytest.skip("no C compiler (cc or gcc) to make a stand-in for NVIDIA's libraries with")
@@ -125,7 +125,7 @@ def compiled(folder: Path, without: tuple[str, ...] = (), source: Path = SOURCE)
 
 
 class StandIn:
-    """Some GPUs behind a stand-in library: scripted here, used by any process that has its `environment()`."""
+    """GPUs of a stand-in library, which are scripted here; any process with `environment()` can use them."""
 
     def __init__(self, library: Path, folder: Path, gpus: int = 2) -> None:
         self.library = library
@@ -141,16 +141,16 @@ class StandIn:
             self.add(f"{index} uuid GPU-{index:08x}-aaaa-bbbb-cccc-{index:012x}", f"{index} pci 0000:{index:02X}:00.0")
 
     def environment(self) -> dict[str, str]:
-        """This process's environment, with what a process needs to find these GPUs."""
+        """Return an environment in which a process finds these GPUs."""
         paths = [str(self.library.parent), *filter(None, [os.environ.get("LD_LIBRARY_PATH")])]
         return {**os.environ, "LD_LIBRARY_PATH": ":".join(paths), **self.variables()}
 
     def variables(self) -> Mapping[str, str]:
-        """What the library reads from the environment."""
+        """Return the variables that the library reads."""
         return {"FAKE_NVML_STATE": str(self.state), "FAKE_NVML_SCRIPT": str(self.script)}
 
     def add(self, *lines: str) -> None:
-        """Add lines to the script; they hold from the next call on, in every process."""
+        """Add lines to the script, which apply to all later calls in every process."""
         self._lines += lines
         self._write()
 
@@ -159,7 +159,7 @@ class StandIn:
         self.add(f"{gpu} {key} {value}")
 
     def fail(self, function: str, code: int, *, gpu: int | str = "*", after: int = 0, times: int | None = None) -> None:
-        """From now on, let so many calls pass, then so many (None: all) answer `code`; counted per GPU.
+        """Let some calls pass, then some (None: all) return `code`; counted for each GPU.
 
         A call counts for the GPU it names; where several are meant by "*", they must have been called equally often.
         """
@@ -169,7 +169,7 @@ class StandIn:
 
     @contextmanager
     def saying(self, *lines: str) -> Iterator[None]:
-        """The script with these lines more, inside the block."""
+        """Add lines to the script inside the block."""
         before = list(self._lines)
         self.add(*lines)
         try:
@@ -179,33 +179,33 @@ class StandIn:
             self._write()
 
     def heal(self) -> None:
-        """Take back every `fail`."""
+        """Undo every `fail`."""
         self._lines = [line for line in self._lines if line.split(" ")[1] != "error"]
         self._write()
 
     def locked_mhz(self, gpu: int) -> tuple[int, int] | None:
-        """The least and the greatest clock that is locked; None where nothing is."""
+        """Return the smallest and the largest clock of the lock; None if no clock is locked."""
         kept = self._kept().gpu[gpu]
         return (kept.locked_min_mhz, kept.locked_max_mhz) if kept.locked_max_mhz else None
 
     def limit_w(self, gpu: int) -> float | None:
-        """The power limit that was set; None where none was."""
+        """Return the power limit that was set; None if none was."""
         kept = self._kept().gpu[gpu]
         return kept.limit_mw / 1000 if kept.limit_known else None
 
     def calls(self, function: str, gpu: int | str | None = None) -> int:
-        """How often a function was called, by all processes; on one GPU where `gpu` is an index, else in all."""
+        """Return how often a function was called by all processes, on one GPU or in total."""
         for calls in self._kept().calls:
             if calls.function.decode() == function:
                 return int(calls.made[gpu] if isinstance(gpu, int) else sum(calls.made))
         return 0
 
     def called(self) -> set[str]:
-        """The functions that were called, by any process."""
+        """Return the functions that any process has called."""
         return {calls.function.decode() for calls in self._kept().calls} - {"", "*"}
 
     def settings(self) -> list[Setting]:
-        """The calls that set something, in order (the last 4096 of them), failed ones too."""
+        """Return the last 4096 calls that set something, in order, including failed ones."""
         kept = self._kept()
         order = range(max(0, kept.sets - _SETS), kept.sets)
         return [_setting(kept.set[position % _SETS]) for position in order]
@@ -235,13 +235,13 @@ def _setting(kept: _Set) -> Setting:
 
 @pytest.fixture(scope="session")
 def nvml_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The stand-in library with all of its functions."""
+    """Compile the stand-in library with all functions."""
     return compiled(tmp_path_factory.mktemp("nvml"))
 
 
 @pytest.fixture
 def nvml(nvml_library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
-    """Two GPUs behind nvidia-ml-py in this process, and in those that inherit its environment."""
+    """Two GPUs of nvidia-ml-py in this process and in those that inherit its environment."""
     pytest.importorskip("pynvml", reason="nvidia-ml-py is not installed")
     stand_in = StandIn(nvml_library, tmp_path)
     for name, value in stand_in.environment().items():
@@ -253,7 +253,7 @@ def nvml(nvml_library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 @contextmanager
 def loaded(library: object) -> Iterator[None]:
-    """Let nvidia-ml-py in this process call that library (a path, or what ctypes.CDLL gives) inside the block."""
+    """Make nvidia-ml-py in this process use a library (a path, or a ctypes.CDLL) inside the block."""
     import pynvml
 
     before = pynvml.nvmlLib

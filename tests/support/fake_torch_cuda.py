@@ -1,4 +1,4 @@
-"""A stand-in for torch.cuda and the CUDA driver: it keeps stream order, and works when the test lets it run.
+"""A stand-in for torch.cuda and the CUDA driver: it keeps stream order, and runs when the test says so.
 
 Time is the test's: `now_ns` is the host's clock; the device's drifts from it. What a real device would punish is
 punished: reading an event that is not done, a negative time, anything forbidden while a graph is captured, memory that
@@ -157,18 +157,18 @@ class FakeCuda:
 
     # the device and its time
     def work(self, duration_ns: int) -> None:
-        """Training enqueues what takes so long."""
+        """Enqueue work of this duration, as training does."""
         self._streams[0].queue.append(lambda: self.passes(duration_ns))
 
     def run(self, count: int | None = None) -> None:
-        """The device does so much of what is enqueued; None: all."""
+        """Run some of the enqueued work; None for all."""
         done = 0
         while done != count and any(stream.queue for stream in self._streams):
             next(stream for stream in self._streams if stream.queue).run_next()
             done += 1
 
     def run_if_idle(self) -> None:
-        """What is in a stream of its own does not wait for training's."""
+        """Enqueue work in a separate stream, which does not wait for that of training."""
         for stream in self._streams[1:]:
             while stream.queue:
                 stream.run_next()

@@ -42,7 +42,7 @@ UNKNOWN = (500, "NVML error: an internal driver error occured")
 
 
 class Refused(Exception):
-    """NVML has refused, with an `nvmlReturn_t`."""
+    """NVML returned an error, an `nvmlReturn_t`."""
 
     def __init__(self, code: int) -> None:
         super().__init__(code)
@@ -50,7 +50,7 @@ class Refused(Exception):
 
 
 class GpuBehind(Protocol):
-    """A GPU as zeusd deals with it; each call may raise `Refused`."""
+    """A GPU as zeusd uses it; each call may raise `Refused`."""
 
     name: str
     pci_address: str
@@ -66,7 +66,7 @@ class GpuBehind(Protocol):
 
 @dataclass
 class KeptGpu:
-    """A GPU of which only what is set is kept."""
+    """A GPU that only remembers its settings."""
 
     pci_address: str
     name: str = "NVIDIA A100-SXM4-80GB"
@@ -108,7 +108,7 @@ class KeptGpu:
 
 
 class NvmlGpu:
-    """A GPU of NVML, acted on through nvidia-ml-py by this process, as if it were root's."""
+    """A GPU of NVML, which this process sets through nvidia-ml-py, as if it were root."""
 
     def __init__(self, index: int) -> None:
         import pynvml
@@ -150,7 +150,7 @@ class NvmlGpu:
 
 
 def token(key: bytes, scopes: Sequence[str], expires: int | None = None) -> str:
-    """What `zeusd token issue` prints: a JWT signed with HS256; `expires` in Unix seconds, None: never."""
+    """Return a token like `zeusd token issue`: a JWT signed with HS256; `expires` in Unix seconds, None for never."""
     claims = {"sub": "alice", "scopes": list(scopes)} | ({"exp": expires} if expires is not None else {})
     signed = f"{_base64({'alg': 'HS256', 'typ': 'JWT'})}.{_base64(claims)}"
     return f"{signed}.{_signature(key, signed)}"
@@ -182,7 +182,7 @@ class Request:
 
 
 class FakeZeusd:
-    """The daemon, which serves inside the block.
+    """The daemon, which runs inside the block.
 
     Args:
         where: the path of its socket, or (host, port) with port 0 for any that is free.
@@ -220,7 +220,7 @@ class FakeZeusd:
         self.stop()
 
     def stop(self) -> None:
-        """End it as a killed process ends: its connections are cut, its socket's file stays."""
+        """Stop it like a killed process: connections are cut, and the file of the socket stays."""
         self.ended.set()
         if self._thread.is_alive():
             self._server.shutdown()
@@ -229,7 +229,7 @@ class FakeZeusd:
         self._server.server_close()
 
     def answer(self, request: Request, authorization: str) -> Answer:
-        """What zeusd answers."""
+        """Return the answer of zeusd."""
         self.requests.append(request)
         refusal = self._gate(request, authorization)
         if refusal:

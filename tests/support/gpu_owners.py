@@ -1,4 +1,4 @@
-"""Processes that hold GPUs of the stand-in NVML library, for tests that kill them."""
+"""Processes that lease GPUs of the stand-in NVML library, for tests that kill them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LOCKS_AND_WAITS = f"""{_BEGIN}
         print("set", flush=True)
         sys.stdin.read()
 """
-"""Holds its GPUs, sets them, says `set`, and leaves when its standard input is closed."""
+"""Leases and sets its GPUs, prints `set`, and ends when its standard input is closed."""
 
 SETS_FOR_EVER = f"""{_BEGIN}
     print("begun", flush=True)
@@ -45,21 +45,21 @@ SETS_FOR_EVER = f"""{_BEGIN}
                     gpu.reset_clocks()
                     gpu.set_clock_mhz(clock_mhz)
 """
-"""Says `begun`, then takes its GPUs, sets them and leaves, again and again."""
+"""Prints `begun`, then leases, sets and releases its GPUs repeatedly."""
 
 TEXTS = ("nvml:0", "nvml:1")
 
 WITHIN_S = 2.0
-"""In which a guardian must have reset all."""
+"""How long a guardian may take to reset all GPUs."""
 
 
 @contextmanager
 def owner(
     code: str, texts: Sequence[str] = TEXTS, folder: Path = Path("/"), *, own_session: bool = False
 ) -> Iterator[subprocess.Popen[str]]:
-    """A process that runs `code` on these GPUs, once it has said its first word; killed on leaving.
+    """Run `code` on these GPUs in a process, from its first line of output on; kill it at the end of the block.
 
-    It runs in a folder where it finds the package that is installed, not the one that is tested from.
+    It runs in a folder without the package, so that it imports the installed one.
     """
     with subprocess.Popen(
         [sys.executable, "-c", code, *texts],
@@ -79,26 +79,26 @@ def owner(
 
 
 def guardians(process: subprocess.Popen[str]) -> list[psutil.Process]:
-    """The children of `process`, which is stopped so that it starts no other; it forks none but guardians."""
+    """Stop `process`, so that it starts no more children, and return its children, which are guardians."""
     os.kill(process.pid, signal.SIGSTOP)
     os.waitpid(process.pid, os.WUNTRACED)
     return psutil.Process(process.pid).children()
 
 
 def own_guardians() -> list[psutil.Process]:
-    """The guardians that this very process has started; tests may have given it other children."""
+    """Return the guardians that this process has started; it may have other children."""
     return [child for child in psutil.Process().children() if "perseus_planner.gpu.lease.guardian" in child.cmdline()]
 
 
 def kill(*pids: int) -> None:
-    """Kill them in this order, with nothing in between."""
+    """Kill processes in this order, one right after the other."""
     for pid in pids:
         with suppress(ProcessLookupError):  # a guardian that was about to end, and has
             os.kill(pid, signal.SIGKILL)
 
 
 def await_end(processes: Sequence[psutil.Process]) -> None:
-    """Wait for their end, which must come in time; whether anybody has taken note of it does not matter."""
+    """Wait for processes to end, reaped or not, and fail if that takes too long."""
     deadline_s = time.monotonic() + WITHIN_S
     for process in processes:
         with suppress(ProcessLookupError):
@@ -111,7 +111,7 @@ def await_end(processes: Sequence[psutil.Process]) -> None:
 
 
 def files(folder: Path) -> list[str]:
-    """What lies in the folder of records, but for the locks and the emulated GPUs, which stay."""
+    """Return the files in the state folder, except locks and emulated GPUs, which stay."""
     return (
         sorted(path.name for path in folder.iterdir() if path.suffix != ".lock" and path.is_file())
         if folder.exists()

@@ -1,4 +1,4 @@
-"""Everything that is asked of a GPU behind NVML, and what may come of it whatever the library does."""
+"""Calls every method of a GPU behind NVML, and checks the results, whatever the library does."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ READINGS: dict[str, tuple[Callable[[Gpu], Any], Callable[[Any], bool]]] = {
         lambda times: set(times) <= set(THROTTLE_REASONS) and all(0 <= time < math.inf for time in times.values()),
     ),
 }
-"""What can be read -> how, and whether a value is one that a GPU can have."""
+"""How to read each quantity, and how to check its value, by name."""
 
 SETTINGS: dict[str, Callable[[Gpu], None]] = {
     "set_clock_mhz": lambda gpu: gpu.set_clock_mhz(gpu.supported_clocks_mhz[0]),
@@ -40,11 +40,11 @@ SETTINGS: dict[str, Callable[[Gpu], None]] = {
     "set_power_limit_w": lambda gpu: gpu.set_power_limit_w(gpu.power_limits_w[1]),
     "reset_power_limit": lambda gpu: gpu.reset_power_limit(),
 }
-"""What can be set -> how."""
+"""How to set something, by name."""
 
 
 def exercised(text: str, *, settings: bool = True) -> dict[str, Any]:
-    """What each method of the GPU gives: its value, or its error; under "open", the error of opening it.
+    """Return the value or error of each method of a GPU; under "open", the error of opening it.
 
     Any error but a `GpuError` that says what to do, and any value that no GPU has, fails the test.
     """
@@ -66,7 +66,7 @@ def exercised(text: str, *, settings: bool = True) -> dict[str, Any]:
 
 
 def failed(outcome: dict[str, Any]) -> set[str]:
-    """The methods that raised."""
+    """Return the methods that raised an error."""
     return {name for name, value in outcome.items() if isinstance(value, GpuError)}
 
 

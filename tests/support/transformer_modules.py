@@ -1,4 +1,4 @@
-"""Real torch modules of what one GPU holds of each stage of a `Transformer`, to be counted; needs torch.
+"""Real torch modules for the share of one GPU of each stage of a `Transformer`; needs torch.
 
 They hold no communication: a shard computes with what it would have received.
 """
@@ -20,7 +20,7 @@ _OPTIONS: dict[str, Any] = {"device": "meta", "dtype": torch.bfloat16}  # shapes
 
 
 def scores_times_values(shape: Transformer, queries: Any, keys: Any, values: Any) -> Any:
-    """The attention of (batch, heads, sequence, head size)."""
+    """Compute attention for tensors of shape (batch, heads, sequence, head size)."""
     if shape.attention != "plain":
         return torch.ops.aten._scaled_dot_product_flash_attention(queries, keys, values)[0]
     scores = (queries @ keys.transpose(-1, -2)) * shape.head_size**-0.5
@@ -65,7 +65,7 @@ class Layer(nn.Module):
 
 
 class Stage(nn.Module):
-    """`layers` layers, with the embedding before them and the head and the loss after them where asked for."""
+    """Return `layers` layers, optionally with the embedding before and with head and loss after them."""
 
     def __init__(self, shape: Transformer, layers: int, *, first: bool, last: bool) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ class Stage(nn.Module):
 
 
 def counted_flops(shape: Transformer, split: tuple[int, ...]) -> list[dict[str, int]]:
-    """Kind -> FLOPs of each stage of `split`, as torch counts them."""
+    """Return the FLOPs by kind of each stage of `split`, as torch counts them."""
     stages = []
     for number, layers in enumerate(split):
         stage = Stage(shape, layers, first=number == 0, last=number == len(split) - 1)
@@ -106,7 +106,7 @@ def counted_flops(shape: Transformer, split: tuple[int, ...]) -> list[dict[str, 
 
 
 def _counted(stage: Stage) -> tuple[int, int]:
-    """FLOPs of a forward and of its backward, for the gradients of all that requires one."""
+    """Return the FLOPs of a forward and of its backward for all gradients."""
     size = (stage.shape.microbatch, stage.shape.sequence)
     if stage.embedding is not None:
         given = torch.zeros(size, device="meta", dtype=torch.long)
