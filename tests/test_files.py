@@ -76,7 +76,7 @@ def test_a_saved_plan_loads_as_it_was(dag: PipelineDag, share: float, tmp_path_f
     assert again.read_bytes() == path.read_bytes()
 
 
-def test_a_plan_says_what_the_iteration_has_beside_its_schedule_and_only_then(frontier: Frontier, folder: Path):
+def test_a_plan_file_holds_only_the_parts_of_an_iteration_that_are_not_defaults(frontier: Frontier, folder: Path):
     points = smooth_profile(2).measurements
     profile = Profile({**points, (1, "B.sync"): points[1, "B"]}, (83.64, 70.0), overhead_s=0.5, gpus_per_stage=8)
     all_of_it = solve(
@@ -142,7 +142,7 @@ def test_numbers_of_any_type_beside_a_schedule_give_the_same_files(folder: Path,
         ("gpus_per_stage", [8]),
     ],
 )
-def test_a_plan_of_no_such_iteration_is_refused(plan: Plan, folder: Path, key: str, value: object):
+def test_a_plan_file_with_a_malformed_iteration_is_refused(plan: Plan, folder: Path, key: str, value: object):
     plan.save("plan.yaml")
     content = yaml.safe_load((folder / "plan.yaml").read_text())
     names = plan.iteration.names
@@ -188,7 +188,7 @@ def test_a_plan_reads_well(plan: Plan, folder: Path):
     assert any(line.startswith("- {1F0: ") and line.endswith(f"1B2: {clock}}}") for line in lines)
 
 
-def test_what_cannot_be_written_says_so(frontier: Frontier, plan: Plan, folder: Path):
+def test_a_file_that_cannot_be_written_is_refused(frontier: Frontier, plan: Plan, folder: Path):
     for saved, error in ((frontier, FrontierError), (plan, PlanError)):
         with pytest.raises(error) as caught:
             saved.save("none/file")

@@ -50,7 +50,7 @@ def test_a_number_without_a_unit_is_taken_to_the_last_digit(value: float):
         *("nan", "inf", "1e999", "1e308min", "1e-323ms"),  # the last two only once the unit is applied
     ],
 )
-def test_what_is_no_duration_is_refused_with_an_example(text: str):
+def test_an_invalid_duration_is_refused_with_an_example(text: str):
     with pytest.raises(UsageError) as refusal:
         DURATION.parse(text, "--deadline")
     assert str(refusal.value) == (

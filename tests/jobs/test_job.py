@@ -1,4 +1,4 @@
-"""A job file says what flags and Python calls say, no more and no less."""
+"""A job file means the same as the options and the Python calls that it stands for."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ def test_replicas_that_are_alike_are_one_kind_and_their_own_keys_win(work: Path)
     assert [dag.profile for dag in job.dags()] == list(wanted)
 
 
-def test_what_is_given_in_python_replaces_a_key(work: Path):
+def test_a_python_argument_replaces_a_key(work: Path):
     path = write(**PLAIN, slow_stages={3: 1.1}, stages=4)
     assert Job.load(path, microbatches=2, slow_stages={}).dags() == (plain(microbatches=2),)
 
@@ -191,7 +191,7 @@ def test_settings_need_no_file(work: Path):
     assert Job.of(settings) == Job.load(write(**PLAIN, replicas=2))
 
 
-def test_a_job_is_told_from_a_profile_by_its_format(work: Path):
+def test_the_format_of_a_file_tells_a_job_from_a_profile(work: Path):
     write(**PLAIN)
     assert kind_of(Path("job.yaml")) == "job"
     for name in ("four.yaml", "four.csv"):

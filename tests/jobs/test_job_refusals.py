@@ -1,4 +1,4 @@
-"""Every job file that is none is refused, with its line and the remedy."""
+"""Every malformed job file is refused, with its line and the remedy."""
 
 from __future__ import annotations
 

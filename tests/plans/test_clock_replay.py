@@ -231,7 +231,7 @@ def solved(problem: Problem) -> tuple[list[Fraction], list[Fraction], list[tuple
 
 @settings(parent=fixed, max_examples=400)
 @given(seed=SEEDS)
-def test_the_replay_is_what_the_rules_lead_to(seed: int):
+def test_the_replay_follows_from_the_rules(seed: int):
     problem = exact(seed)
     result, (ends_s, joules, calls) = problem.replayed(), solved(problem)
     assert result.ends_s == tuple(ends_s)
@@ -344,7 +344,7 @@ def test_two_ranks_by_hand():
     assert result.ranks == (RankChanges(2, 0.75, 0.75), RankChanges(2, 0.75, 0.75))
 
 
-def test_what_waits_for_the_lock_is_overtaken_by_hand():
+def test_a_request_that_waits_for_the_lock_is_overtaken_by_hand():
     short, long = Measurement(1, 0.25, 1.0), Measurement(1, 4.0, 1.0)
     ranks = [
         [Task({1: short}, 1), Task({2: short}, 2), Task({3: long}, 3)],
@@ -357,7 +357,7 @@ def test_what_waits_for_the_lock_is_overtaken_by_hand():
     assert result.ranks == (RankChanges(3, 1.5, 1.5), RankChanges(2, 0.25, 0.0))
 
 
-def test_a_task_of_no_time_runs_at_its_clock_if_changes_take_none():
+def test_a_task_of_zero_time_runs_at_its_clock_if_changes_take_no_time():
     costs = {clock: SimpleNamespace(time_s=0.0, energy_j=float(clock)) for clock in (1, 2)}
     ranks = [[Task(costs, 1), Task.operation(costs[1]), Task(costs, 2)], [Task.operation(costs[2])]]
     problem = Problem(ranks, [[], [(3, 0.5)], [], []], NONE, [0, 0], [10.0, 100.0])

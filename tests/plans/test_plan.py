@@ -1,4 +1,4 @@
-"""Plans are what they say they are, and each named way to ask for one gives what it promises."""
+"""Plans have the time and energy that they state, and every kind of request is met."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def test_clocks_of_any_type_are_whole_megahertz(frontier: Frontier):
         ({"0F0": 1411}, "0F0: 1411 MHz was not measured; choose a clock of the profile"),
     ],
 )
-def test_a_clock_that_is_not_there_is_refused(frontier: Frontier, clock: dict[str, int], message: str):
+def test_a_missing_clock_is_refused(frontier: Frontier, clock: dict[str, int], message: str):
     with pytest.raises(PlanError) as caught:
         frontier.plan_of(clock)
     assert str(caught.value) == message
@@ -189,7 +189,7 @@ def test_an_overhead_that_leaves_no_iteration_is_refused():
     )
 
 
-def test_a_power_for_each_of_other_stages_is_no_plan(frontier: Frontier):
+def test_powers_for_other_stages_are_refused(frontier: Frontier):
     with pytest.raises(PlanError) as caught:
         replace(frontier.plan_for(frontier.min_time_s), blocking_power_w=(83.64, 70.0))
     assert str(caught.value) == "blocking_power_w: has 2 numbers for 4 stages"
@@ -205,7 +205,7 @@ def test_a_pipeline_alone_gets_the_least_energy(frontier: Frontier):
 
 @settings(fixed, max_examples=60)
 @given(problem=pipelines(2, 2, 4))
-def test_a_small_pipeline_alone_gets_the_least_energy_there_is(problem: tuple[Profile, Schedule]):
+def test_a_small_pipeline_alone_gets_the_least_possible_energy(problem: tuple[Profile, Schedule]):
     frontier = solve(*problem)
     times_s, costs_j = all_choices(frontier.dag)
     least_j = np.min(costs_j + waiting_w(frontier.dag) * times_s)
@@ -254,7 +254,7 @@ def test_a_budget_below_all_plans_names_one_that_will_do(frontier: Frontier):
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -1.0, "5kW", None, True])
-def test_what_is_no_power_is_refused(frontier: Frontier, bad: object):
+def test_an_invalid_power_is_refused(frontier: Frontier, bad: object):
     with pytest.raises(UsageError, match=r"power_w: .* is not a power"):
         frontier.plan_within_power(bad)
 
@@ -270,7 +270,7 @@ def test_a_plan_is_the_same_in_another_process(dag: PipelineDag, share: float, m
     ("text", "message"),
     [("", "is not JSON"), ("[]", "its keys are not"), ('{"ranks": []}', "its keys are not")],
 )
-def test_what_is_not_a_plan_that_was_sent_is_refused(text: str, message: str):
+def test_a_text_that_is_not_a_sent_plan_is_refused(text: str, message: str):
     with pytest.raises(PlanError, match=message):
         Plan.loads(text)
 
@@ -317,7 +317,7 @@ def test_plans_of_measured_profiles_are_near_the_bound(
 
 
 @pytest.mark.parametrize(("control", "unit"), [("power-limit", "W"), ("observed", "MHz")])
-def test_a_plan_says_by_what_its_profile_was_measured(tmp_path: Path, control: str, unit: str):
+def test_a_plan_has_the_control_of_its_profile(tmp_path: Path, control: str, unit: str):
     profile = replace(smooth_profile(2), control=control)
     frontier = solve(profile, one_f_one_b(2, 3))
     frontier.save(tmp_path / "f.npz")

@@ -112,7 +112,7 @@ def simulated(plan: Plan, transfer: Transfer, operations: Sequence[FixedOperatio
 
 @settings(fixed, max_examples=200)
 @given(seed=st.integers(0, 2**32), ranks=st.integers(1, 4), microbatches=st.integers(1, 6))
-def test_a_replay_is_what_ranks_do_that_wait_for_messages(seed: int, ranks: int, microbatches: int):
+def test_a_replay_equals_ranks_that_wait_for_messages(seed: int, ranks: int, microbatches: int):
     schedule = any_schedule(seed, ranks, microbatches)
     beside = extras(seed, schedule)
     dag = furnished(seed, schedule, 4)

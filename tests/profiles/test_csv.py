@@ -1,4 +1,4 @@
-"""Every CSV that is no profile is refused, with its line and the remedy."""
+"""Every malformed profile CSV is refused, with its line and the remedy."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ def test_a_file_below_a_file_is_refused(folder: Path):
 
 
 @pytest.mark.parametrize("power_w", [-1.0, float("nan"), float("inf"), "80", True])
-def test_a_blocking_power_that_is_no_power_is_refused(folder: Path, power_w: float):
+def test_an_invalid_blocking_power_is_refused(folder: Path, power_w: float):
     (folder / "p.csv").write_text(GOOD)
     assert message_of("p.csv", power_w) == f"blocking_power_w: {power_w!r} {NEEDS_POWER}"
 
@@ -257,7 +257,7 @@ def test_a_profile_without_evidence_has_the_documented_columns_alone(folder: Pat
 
 
 @pytest.mark.parametrize(("control", "column"), [("power-limit", "power_limit"), ("observed", "observed_frequency")])
-def test_the_third_column_says_what_was_set(folder: Path, control: str, column: str):
+def test_the_third_column_names_the_control(folder: Path, control: str, column: str):
     row = (Measurement(250, 0.05, 20.0),)
     profile = Profile({(0, "F"): row, (0, "B"): row}, 85.0, control=control)
     profile.save("p.yaml")

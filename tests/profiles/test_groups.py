@@ -107,7 +107,7 @@ def test_only_the_slow_stage_is_slower():
         ),
     ],
 )
-def test_what_makes_no_profile_is_refused(make, message: str):
+def test_profiles_that_do_not_fit_together_are_refused(make, message: str):
     with pytest.raises(ProfileError) as caught:
         make()
     assert str(caught.value) == message

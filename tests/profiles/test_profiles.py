@@ -1,4 +1,4 @@
-"""A profile is valid from birth, cannot be changed, and comes back from its files as it was."""
+"""A profile is checked when it is made, cannot be changed, and loads as it was saved."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every YAML that is no profile is refused, with its line and the remedy."""
+"""Every malformed profile YAML is refused, with its line and the remedy."""
 
 from __future__ import annotations
 

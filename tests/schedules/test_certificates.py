@@ -1,4 +1,4 @@
-"""Every schedule, of any size: it is whole and runs, keeps no more than published, and waits no longer."""
+"""Every schedule of any size is complete, runs, and keeps and waits no more than published."""
 
 from __future__ import annotations
 

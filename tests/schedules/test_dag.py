@@ -1,4 +1,4 @@
-"""What each computation of an iteration waits for, and graphs that are none."""
+"""The dependencies of an iteration, and refusals of malformed graphs."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_a_job_comes_back_from_networkx_as_it_was(dag: PipelineDag):
 
 @settings(fixed, max_examples=60)
 @given(dag=jobs(), share=shares())
-def test_the_order_in_which_a_graph_was_written_is_of_no_account(dag: PipelineDag, share: float):
+def test_the_order_in_which_a_graph_was_written_does_not_matter(dag: PipelineDag, share: float):
     graph = dag.to_networkx()
     shuffled = nx.DiGraph()
     shuffled.add_nodes_from(reversed(list(graph.nodes(data=True))))
@@ -207,7 +207,7 @@ BAD_GRAPHS = {
 
 
 @pytest.mark.parametrize(("graph", "message"), BAD_GRAPHS.values(), ids=BAD_GRAPHS.keys())
-def test_a_graph_that_is_no_iteration_is_refused(graph: object, message: str):
+def test_a_malformed_graph_is_refused(graph: object, message: str):
     with pytest.raises(ScheduleError) as caught:
         PipelineDag.from_networkx(same_everywhere(1), graph)
     assert str(caught.value) == message
@@ -257,7 +257,7 @@ def test_nodes_that_wait_for_each_other_are_refused():
 
 
 @pytest.mark.parametrize("ranks", [("0B0 0F0", "1F0 1B0"), ("0F0 0B0", "1F0"), ("0F0 0B0", "1F0 1B0 1F1 1B1")])
-def test_a_schedule_that_is_no_pipeline_is_refused(ranks: tuple[str, ...]):
+def test_a_schedule_that_cannot_run_is_refused(ranks: tuple[str, ...]):
     with pytest.raises(ScheduleError):
         PipelineDag.from_schedule(same_everywhere(2), parsed(*ranks))
 

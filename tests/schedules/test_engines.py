@@ -74,7 +74,7 @@ def test_no_golden_file_is_forgotten():
 
 
 @pytest.mark.parametrize("golden", GOLDEN, ids=lambda golden: golden.path.stem)
-def test_the_golden_files_are_what_the_engines_say_today(
+def test_the_golden_files_are_those_of_the_installed_engines(
     golden: Golden, request: pytest.FixtureRequest, tmp_path: Path
 ):
     request.getfixturevalue({"1f1b": "with_deepspeed", "interleaved-1f1b": "with_megatron"}.get(golden.name, "torch"))

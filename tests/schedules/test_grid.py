@@ -115,7 +115,7 @@ REFUSALS = {
 
 
 @pytest.mark.parametrize(("text", "message"), REFUSALS.items(), ids=range(len(REFUSALS)))
-def test_a_grid_that_is_none_is_refused_with_its_line_and_cell(text: str, message: str):
+def test_a_malformed_grid_is_refused_with_its_line_and_cell(text: str, message: str):
     assert refusal(text) == message
 
 
@@ -139,7 +139,7 @@ def test_the_parts_of_an_overlapped_pair_are_in_one_cell():
     ],
     ids=["no text", "no text further on", "too large", "empty"],
 )
-def test_a_file_that_is_no_grid_is_refused(content: bytes, message: str, folder: Path):
+def test_an_unreadable_grid_file_is_refused(content: bytes, message: str, folder: Path):
     Path("mine.csv").write_bytes(content)
     with pytest.raises(ScheduleError) as caught:
         load_grid("mine.csv")

@@ -1,4 +1,4 @@
-"""An iteration is one that can run, or is refused by name."""
+"""An iteration that cannot run is refused with the node at fault."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ BAD_ITERATIONS = {
 
 
 @pytest.mark.parametrize(("changes", "message"), BAD_ITERATIONS.values(), ids=BAD_ITERATIONS.keys())
-def test_an_iteration_that_is_none_is_refused(changes: dict[str, object], message: str):
+def test_a_malformed_iteration_is_refused(changes: dict[str, object], message: str):
     with pytest.raises(ScheduleError) as caught:
         replace(Iteration(THREE, CHAIN), **changes)
     assert str(caught.value) == message
@@ -116,7 +116,7 @@ def test_an_iteration_comes_back_from_its_text(dag: PipelineDag):
 
 
 @pytest.mark.parametrize("text", ["", "step", "0", "0Step", "0step0.5", "0step 1", "-1step", "0f_g", "0step\n"])
-def test_other_text_is_no_operation(text: str):
+def test_other_text_is_not_an_operation(text: str):
     with pytest.raises(ScheduleError) as caught:
         parse_operation(text, 0, 1.0, None)
     assert (
@@ -125,7 +125,7 @@ def test_other_text_is_no_operation(text: str):
 
 
 @pytest.mark.parametrize("text", ["", "B", "3", "3X", "3B.", "3B.Sync", "3B.sync ", "-3B", "3B0"])
-def test_other_text_is_no_stage_and_kind(text: str):
+def test_other_text_is_not_a_stage_and_a_kind(text: str):
     with pytest.raises(ScheduleError) as caught:
         parse_stage_kind(text)
     assert str(caught.value) == f"{text!r} is not a stage and a kind; write them as 3B, or 3B.sync"

@@ -1,4 +1,4 @@
-"""What an engine's iteration waits for: transfers, fixed operations, computations with a profile of their own."""
+"""What an engine's iteration waits for: transfers, fixed operations, and variants."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_a_transfer_takes_time_between_ranks_and_none_within_one():
     }
 
 
-def test_one_number_is_for_every_boundary_and_none_is_no_lag():
+def test_one_number_holds_for_every_boundary_and_the_default_is_no_lag():
     schedule = schedules.one_f_one_b(3, 2)
     one = pipeline_iteration(schedule, transfer=Transfer(0.25, 0.5))
     assert one == pipeline_iteration(schedule, transfer=Transfer([0.25, 0.25], (0.5, 0.5)))
@@ -71,7 +71,7 @@ def test_one_number_is_for_every_boundary_and_none_is_no_lag():
     assert pipeline_iteration(schedule).lags_s == ()
 
 
-def test_operations_stand_where_they_are_said_to_and_in_the_order_given():
+def test_operations_run_where_and_in_the_order_they_are_given():
     iteration = pipeline_iteration(
         schedules.interleaved_1f1b(1, 2, 1),
         operations=[
@@ -113,7 +113,7 @@ def test_ranks_number_what_starts_and_ends_and_stages_what_belongs_to_a_microbat
         ([1], None, "0B1 1B1"),
     ],
 )
-def test_a_variant_renames_what_it_is_about(microbatches, stages, chosen: str):
+def test_a_variant_renames_its_computations(microbatches, stages, chosen: str):
     schedule = schedules.one_f_one_b(2, 3)
     iteration = pipeline_iteration(schedule, variants=[Variant("B.sync", microbatches, stages)])
     renamed = [str(c) for c, (_, kind) in zip(iteration.computations, iteration.keys, strict=True) if kind == "B.sync"]
@@ -188,7 +188,7 @@ BAD_EXTRAS = {
 
 
 @pytest.mark.parametrize(("make", "message"), BAD_EXTRAS.values(), ids=BAD_EXTRAS.keys())
-def test_what_can_stand_beside_no_schedule_is_refused(make, message: str):
+def test_malformed_transfers_operations_and_variants_are_refused(make, message: str):
     with pytest.raises(ScheduleError) as caught:
         make()
     assert str(caught.value) == message
@@ -243,7 +243,7 @@ BAD_FITS = {
 
 
 @pytest.mark.parametrize(("beside", "message"), BAD_FITS.values(), ids=BAD_FITS.keys())
-def test_what_does_not_fit_the_schedule_is_refused(beside: dict[str, object], message: str):
+def test_operations_and_variants_that_do_not_fit_the_schedule_are_refused(beside: dict[str, object], message: str):
     with pytest.raises(ScheduleError) as caught:
         pipeline_iteration(schedules.one_f_one_b(2, 3), **beside)
     assert str(caught.value) == message
@@ -265,7 +265,7 @@ def test_what_does_not_fit_the_schedule_is_refused(beside: dict[str, object], me
         ),
     ],
 )
-def test_a_split_backward_without_what_it_needs_is_refused(ranks: tuple[str, ...], message: str):
+def test_a_split_backward_without_its_inputs_is_refused(ranks: tuple[str, ...], message: str):
     with pytest.raises(ScheduleError) as caught:
         pipeline_iteration(parsed(*ranks))
     assert str(caught.value) == f"schedule by hand, rank 0, {message}"

@@ -51,7 +51,7 @@ def test_1f1b_reads_as_in_the_paper():
 
 
 @pytest.mark.parametrize("bad", [0, -1, 2.0, "8", None, True])
-def test_a_schedule_of_no_whole_number_is_refused(bad):
+def test_a_size_that_is_not_a_whole_number_is_refused(bad):
     with pytest.raises(ScheduleError, match=r"stages: .* is not a whole number of at least 1"):
         one_f_one_b(bad, 8)
     with pytest.raises(ScheduleError, match=r"microbatches: .* is not a whole number of at least 1"):
@@ -68,7 +68,7 @@ def test_a_computation_reads_back_from_its_text(stage: int, kind: str, microbatc
 @pytest.mark.parametrize(
     "text", ["", "F", "3F", "F17", "3X17", "3f17", " 3F17", "3F17 ", "3F17\n", "3F17F1", "-3F1", "٣F1"]
 )
-def test_other_text_is_no_computation(text: str):
+def test_other_text_is_not_a_computation(text: str):
     with pytest.raises(ScheduleError) as caught:
         Computation.parse(text)
     assert (
@@ -77,7 +77,7 @@ def test_other_text_is_no_computation(text: str):
     )
 
 
-def test_a_number_too_long_to_be_one_is_no_computation():
+def test_a_computation_with_too_long_a_number_is_refused():
     with pytest.raises(ScheduleError, match=r"is not a computation; .*") as caught:
         Computation.parse("9" * 10**6 + "F0")
     assert len(str(caught.value)) < 200
@@ -97,7 +97,7 @@ def refusal(*ranks: str) -> str:
     return str(caught.value)
 
 
-def test_a_schedule_says_what_it_holds():
+def test_a_schedule_describes_itself():
     schedule = parsed("0F0 3F0 3B0 0I0 0W0", "1F0 2F0 2B0 1B0")
     check_pipeline(schedule)
     assert (schedule.stages, schedule.microbatches, schedule.stage_ranks) == (4, 1, (0, 1, 1, 0))
@@ -131,7 +131,7 @@ def test_a_malformed_schedule_is_refused_at_birth(ranks: tuple[str, ...], messag
 
 
 @pytest.mark.parametrize("bad", [Computation(0, "X", 0), Computation(-1, "F", 0), Computation(0, "F", 0.0)])
-def test_a_schedule_of_what_is_no_computation_is_refused(bad: Computation):
+def test_a_schedule_of_malformed_computations_is_refused(bad: Computation):
     with pytest.raises(
         ScheduleError, match=r"rank 0, computation 1: Computation\(.*\) is not a computation; give whole"
     ):
@@ -169,7 +169,7 @@ def test_a_schedule_of_what_is_no_computation_is_refused(bad: Computation):
         ),
     ],
 )
-def test_what_is_no_pipeline_is_refused_with_the_computation_at_fault(ranks: tuple[str, ...], message: str):
+def test_an_incomplete_pipeline_is_refused_with_the_computation_at_fault(ranks: tuple[str, ...], message: str):
     assert refusal(*ranks) == f"schedule by hand, {message}"
 
 
@@ -240,7 +240,7 @@ def test_a_name_or_size_that_gives_no_schedule_is_refused(arguments: dict, messa
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("bad", [0, -1, 2.0, "8", None, True])
-def test_every_generator_refuses_what_is_no_whole_number(name: str, bad):
+def test_every_generator_refuses_a_size_that_is_not_a_whole_number(name: str, bad):
     virtual = None if NAMES[name].virtual_stages else 2
     for sizes in ({"ranks": bad, "microbatches": 8}, {"ranks": 4, "microbatches": bad}):
         with pytest.raises(ScheduleError, match=r": .* is not a whole number of at least 1"):
@@ -257,7 +257,7 @@ def test_a_group_out_of_range_is_refused(group):
 
 @fixed
 @given(ranks=st.integers(1, 6), virtual=st.integers(2, 4), microbatches=st.integers(1, 20), data=st.data())
-def test_what_the_refusal_of_a_group_advises_is_accepted(ranks: int, virtual: int, microbatches: int, data):
+def test_the_advice_in_the_refusal_of_a_group_works(ranks: int, virtual: int, microbatches: int, data):
     least = min(ranks, microbatches)
     group = data.draw(st.integers(least, microbatches))
     rest = microbatches % group
@@ -277,7 +277,7 @@ def test_interleaved_1f1b_reads_as_in_the_paper():
     assert text == ["0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1", "1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1"]
 
 
-def test_one_virtual_stage_is_no_interleaving():
+def test_one_virtual_stage_is_the_schedule_without_interleaving():
     assert schedules.interleaved_1f1b(4, 1, 10).ranks == one_f_one_b(4, 10).ranks
     assert schedules.interleaved_1f1b(4, 1, 10, group=7).ranks == one_f_one_b(4, 10).ranks
     assert schedules.interleaved_zero_bubble(4, 1, 11).ranks == schedules.zb_h1(4, 11).ranks

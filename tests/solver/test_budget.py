@@ -211,7 +211,7 @@ def with_halves(profile: Profile) -> Profile:
     return Profile({**profile.measurements, **halves}, profile.blocking_power_w)
 
 
-def test_no_change_is_one_clock_per_rank_and_one_change_is_none():
+def test_no_change_is_one_clock_per_rank_and_so_is_one_change():
     frontier = solve(smooth_profile(4), one_f_one_b(4, 12))
     for share in (0.02, 0.3, 0.8):
         deadline = deadline_s(frontier, share)
@@ -292,7 +292,7 @@ def test_a_deadline_that_takes_more_changes_is_refused_with_the_least_time(monke
         ({"min_dwell_s": -1.0}, "min_dwell_s: -1.0 is not a wait: give finite seconds of 0 or more, such as 0.002"),
     ],
 )
-def test_what_is_no_budget_is_refused(arguments: dict[str, float], message: str):
+def test_an_invalid_budget_is_refused(arguments: dict[str, float], message: str):
     frontier = solve(smooth_profile(1), one_f_one_b(1, 1))
     with pytest.raises(UsageError) as caught:
         frontier.plan_for(frontier.max_time_s, **arguments)

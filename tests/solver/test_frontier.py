@@ -294,13 +294,13 @@ def test_an_infeasible_deadline_names_a_time_that_is_feasible():
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 0, -1.0, "3", None, True])
 @pytest.mark.parametrize("ask", [Frontier.bound_j, Frontier.plan_for, Frontier.plan_beside_straggler])
-def test_what_is_no_time_is_refused(ask: Callable[[Frontier, object], object], bad: object):
+def test_an_invalid_time_is_refused(ask: Callable[[Frontier, object], object], bad: object):
     frontier = solve(two_clocks(1, 80.0), schedules.one_f_one_b(1, 1))
     with pytest.raises(UsageError, match="is not a time"):
         ask(frontier, bad)
 
 
-def test_progress_is_told_and_ends_complete():
+def test_progress_is_reported_until_it_is_complete():
     told: list[tuple[int, int]] = []
     solve(two_clocks(3, 80.0), schedules.one_f_one_b(3, 5), progress=lambda *parts: told.append(parts))
     assert [done for done, _ in told] == list(range(1, len(told) + 1))

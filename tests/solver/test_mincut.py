@@ -90,7 +90,7 @@ def test_checkpoints_reach_from_the_slow_end_to_the_fast_one(dag: PipelineDag):
 
 @fixed
 @given(dag=problems(12))
-def test_event_times_cost_exactly_what_the_slopes_say(dag: PipelineDag):
+def test_event_times_cost_exactly_the_sum_of_the_slopes(dag: PipelineDag):
     frontier = solve_dag(dag)
     network, times, powers = frontier.scaled.network, frontier.times.tolist(), frontier.powers.tolist()
     states = (at.state for at in frontier.states_at(times))

@@ -1,4 +1,4 @@
-"""Plans where changing a clock costs time: chosen and told as they are replayed with that cost."""
+"""Plans for which changing a clock costs time are chosen by their replay with that cost."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def costly(stages: int, microbatches: int, change: ClockChange | None, gpus_per_
 
 @settings(fixed, max_examples=40)
 @given(problem=pipelines(3, 4), share=shares(), change=CHANGES)
-def test_plans_tell_what_changes_cost_and_meet_the_deadline_all_the_same(
+def test_plans_include_the_cost_of_changes_and_meet_the_deadline(
     problem: tuple[Profile, Schedule], share: float, change: ClockChange
 ):
     profile, schedule = problem
@@ -98,7 +98,7 @@ def test_a_deadline_that_only_free_changes_meet_is_refused_with_the_least_time()
     assert frontier.plan_for(caught.value.least_time_s).time_s == caught.value.least_time_s
 
 
-def test_a_plan_with_what_changes_cost_comes_back_from_its_file(tmp_path, monkeypatch: pytest.MonkeyPatch):
+def test_a_plan_with_the_cost_of_changes_loads_as_it_was(tmp_path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(budget, "_EFFORT", EFFORT)
     frontier = costly(2, 6, ClockChange(0.004, 0.001, 2), gpus_per_stage=2)
     plan = frontier.plan_for(1.03 * frontier.baseline_time_s)

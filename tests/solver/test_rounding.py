@@ -1,4 +1,4 @@
-"""Plans of small problems against every choice of clocks there is."""
+"""Plans of small problems against every possible choice of clocks."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_plans_of_the_smallest_problems_are_optimal(kind):
 
 
 @KINDS
-def test_most_plans_of_the_least_energy_have_the_least_there_is(kind):
+def test_most_plans_of_the_least_energy_have_the_least_possible(kind):
     problems = kind(Random(4), 6, 4)
     wasted = [Tried(next(problems)).wasted_alone() for _ in range(150)]
     check(wasted, optimal=0.95, most=0.3)
