@@ -102,7 +102,7 @@ def tab_to(page: Any, wanted: str) -> None:
 def test_a_job_is_shown_with_its_pipelines_and_why(browser: Any, url: str):
     with looking(browser, url) as page:
         assert page.inner_text("#job-title") == "gpt"
-        has(page, "#reason", "Nothing is known to be slow")
+        has(page, "#reason", "Nothing is reported slow")
         has(page, "#pipelines tbody tr", "0\u20132 (3)")  # equal ones in one row
         has(page, "#cards li", "Iteration time")
         has(page, "#frontier .legend", "Pipelines 0\u20132")
@@ -117,7 +117,7 @@ def test_a_report_of_a_client_is_seen_as_it_comes_and_goes(browser: Any, url: st
     with looking(browser, url) as page:
         page.evaluate("() => { window.moves = 0; Element.prototype.animate = () => { window.moves += 1; }; }")
         key = post(url, {**SLOW, "ttl_s": 3600, "cause": "data"})
-        has(page, "#reports li", "Pipeline 1 1.3 times as long")
+        has(page, "#reports li", "Pipeline 1 slowdown 1.3")
         has(page, "#pipelines tbody tr", "slow: Pipeline 1")
         has(page, "#pipelines tbody tr", "0, 2")
         shown = page.inner_text("#reports li")
@@ -129,7 +129,7 @@ def test_a_report_of_a_client_is_seen_as_it_comes_and_goes(browser: Any, url: st
         assert page.evaluate("window.moves") > 0  # the points of 0 and 2
         httpx.delete(f"{url}/v1/jobs/gpt/reports/{key}")
         page.wait_for_selector("#no-reports:not([hidden])")
-        has(page, "#reason", "Nothing is known to be slow")
+        has(page, "#reason", "Nothing is reported slow")
 
 
 def test_nothing_moves_for_who_wants_it_so(browser: Any, url: str):
@@ -152,21 +152,21 @@ def test_a_straggler_is_reported_and_cleared_with_the_keyboard_alone(browser: An
         tab_to(page, "#begins")
         page.keyboard.type("soon")
         page.keyboard.press("Enter")
-        has(page, "#report-form .said", "soon is no time; write it as 30s, 30m or 2h")
+        has(page, "#report-form .response", "soon is not a time; write it as 30s, 30m or 2h")
         page.keyboard.press("Control+A")
         page.keyboard.type("0s")
         tab_to(page, "#ttl")
         page.keyboard.type("2h")
         page.keyboard.press("Enter")
-        has(page, "#reports li", "Rank 3 1.25 times as long")
-        has(page, "#report-form .said", "Reported: ")
+        has(page, "#reports li", "Rank 3 slowdown 1.25")
+        has(page, "#report-form .response", "Reported: ")
         (report,) = service.reports("gpt")
         assert (report.source, report.slowdown, report.cause) == ("dashboard", 1.25, "unknown")
         assert report.expires_s - report.begins_s == 7200
         tab_to(page, "#reports button")
         page.keyboard.press("Enter")
         page.wait_for_selector("#no-reports:not([hidden])")
-        has(page, "#reports-said", "Cleared Rank 3")
+        has(page, "#reports-response", "Cleared Rank 3")
         assert page.evaluate("document.activeElement.id") == "reports-title"
 
 
@@ -176,7 +176,7 @@ def test_what_the_service_refuses_is_said(browser: Any, url: str, service: Servi
         page.fill("#scope-value", "7x")
         page.fill("#amount", "1.2")
         page.click("#report-form button")
-        has(page, "#report-form .said.bad", "7x is no pipeline; write 0 for the first one")
+        has(page, "#report-form .response.bad", "7x is not a pipeline; write 0 for the first one")
         assert service.reports("gpt") == ()
 
 
@@ -185,14 +185,14 @@ def test_deadline_and_power_budget_are_set_and_taken_back(browser: Any, url: str
         deadline_s = round(small_frontier().baseline_time_s * 1.2, 4)
         page.fill("#deadline", str(deadline_s))
         page.keyboard.press("Enter")
-        has(page, "#deadline-form .said", "Done: ")
-        has(page, "#cards", f"target {deadline_s:.4f} s: as wished")
+        has(page, "#deadline-form .response", "Set: ")
+        has(page, "#cards", f"target {deadline_s:.4f} s: as set")
         assert service.status("gpt").job.deadline_s == deadline_s
         page.click("#deadline-form .remove")
         has(page, "#cards", "all clocks at maximum")
         page.fill("#power", "1000000")
         page.keyboard.press("Enter")
-        has(page, "#cards", "at most 1,000 kW wished")
+        has(page, "#cards", "at most 1,000 kW allowed")
         assert service.status("gpt").job.power_w == 1e6
 
 
@@ -214,14 +214,14 @@ def sign_in(page: Any, secret: str) -> None:
 def test_without_a_token_the_page_tells_nothing_and_asks_for_one(browser: Any, guarded: str):
     with opened(browser, f"{guarded}/#/jobs/gpt") as page:
         sign_in(page, "wrong-0123456789abcdef")
-        has(page, "#token-said", "does not know that token")
+        has(page, "#token-error", "does not know that token")
         assert "calm" not in page.content()
         assert barriers(page) == []
         sign_in(page, SECRETS["operate"])
         has(page, "#job-title", "gpt")
-        assert page.is_visible("#wishes")
+        assert page.is_visible("#settings")
         page.reload()  # it stays in the tab
-        has(page, "#who", "the-operate-client, may operate")
+        has(page, "#who", "the-operate-client, role operate")
         page.click("#sign-out")
         page.wait_for_selector("#sign-in:not([hidden])")
         assert page.evaluate("[sessionStorage.length, localStorage.length, document.cookie]") == [0, 0, ""]
@@ -233,7 +233,7 @@ def test_who_may_only_read_finds_no_way_to_report(browser: Any, guarded: str, ur
         sign_in(page, SECRETS["read"])
         has(page, "#reports li", "Pipeline 1")
         assert page.locator("main button:visible").count() == 0
-        assert page.locator("#report-form, #wishes").filter(visible=True).count() == 0
+        assert page.locator("#report-form, #settings").filter(visible=True).count() == 0
 
 
 def test_who_may_report_is_named_as_the_source_and_sets_no_wishes(browser: Any, guarded: str, service: Service):
@@ -243,7 +243,7 @@ def test_who_may_report_is_named_as_the_source_and_sets_no_wishes(browser: Any, 
         page.fill("#amount", "1.5")
         page.keyboard.press("Enter")
         has(page, "#reports li", "the-report-client")
-        assert not page.is_visible("#wishes")
+        assert not page.is_visible("#settings")
         assert [each.source for each in service.reports("gpt")] == ["the-report-client"]
 
 
@@ -272,18 +272,18 @@ def test_a_service_that_is_killed_is_said_to_be_away_and_its_page_recovers(brows
             page.fill("#amount", "1.4")
             process.send_signal(signal.SIGKILL)
             page.wait_for_selector("#away:not([hidden])")
-            has(page, "#standing", "Away; trying again")
+            has(page, "#standing", "Cannot be reached; trying again")
             has(page, "#away-age", " old.")
             assert page.inner_text("#job-title") == "gpt"  # what was known is still shown
             assert barriers(page) == []
             page.click("#report-form button")
-            has(page, "#report-form .said", "The service is away")
+            has(page, "#report-form .response", "The service cannot be reached")
         with service_process(folder, port):
             page.click("#try-now")
             has(page, "#standing-text", "Live")
             page.wait_for_selector("#away", state="hidden")
             page.click("#report-form button")
-            has(page, "#reports li", "Pipeline 1 1.4 times as long")
+            has(page, "#reports li", "Pipeline 1 slowdown 1.4")
 
 
 def test_a_job_that_ends_is_said_to_be_gone(browser: Any, url: str, service: Service):
@@ -355,11 +355,11 @@ def test_what_is_saved_says_where_it_comes_from_and_what_it_costs(browser: Any, 
             "Iteration time": (f"{told['iteration_s']:.4f}", "measured", ", replayed"),
             "Power, all GPUs": (f"{told['power_w']:.1f}", "simulated", "with all clocks at maximum, replayed"),
             "Saved so far": (f"{kwh:.4g}", "kWh", "simulated", "123,456 iterations", "than all clocks at maximum"),
-            "Worth, so far": (f"{kwh * 1.2 * 0.12:.2f}", "USD", "kg CO₂e", "at 0.12 USD/kWh, PUE 1.2, 0.4 kg CO₂e/kWh"),
+            "Cost saved so far": (f"{kwh * 1.2 * 0.12:.2f}", "USD", "kg CO₂e", "at 0.12 USD/kWh, PUE 1.2, 0.4 kg CO₂e/kWh"),
             "A clock change takes": ("12.30", "ms", "99 % within 31.10 ms", "17 changes came late"),
         }.items():
             assert all(part in cards[name] for part in parts), cards[name]
-        assert "Simulated: energy of a model of the GPU" in page.inner_text("#origin")
+        assert "Simulated: the energy is that of a model of the GPU" in page.inner_text("#origin")
         page.fill("#price", "1.2")
         has(page, "#cards", f"{kwh * 1.2 * 1.2:.2f}")
         page.fill("#pue", "")  # nothing is computed with a field that is empty

@@ -1,14 +1,14 @@
-// Asking again and again: at intervals, as soon as there are news, and with longer and longer pauses while the service is away.
+// Polling: at intervals, at once after events, and with growing pauses while the service cannot be reached.
 
 import { Away, Refused, events } from "./api.js";
 
 const FIRST_MS = 500;
 const LONGEST_MS = 15_000;
 
-/** How the page stands with the service. Says "change" when that changes, and "nudge" when it should be asked at once. */
+/** The connection to the service. Emits "change" when its state changes, and "nudge" when the service should be asked at once. */
 export class Connection extends EventTarget {
-  heardMs = null; // when the service last answered, by this machine's clock; null: never
-  away = null; // why it cannot be asked, as an Away; null: it can
+  heardMs = null; // when the service last answered, by this machine's clock; null if never
+  away = null; // the Away error while the service cannot be reached; otherwise null
   nudges = 0;
   #pauseMs = FIRST_MS;
 
@@ -19,10 +19,10 @@ export class Connection extends EventTarget {
     this.dispatchEvent(new Event("change"));
   }
 
-  /** It could not be asked; gives the pause until the next try. */
+  /** Record a failed request, and return the pause until the next try. */
   lost(error) {
     this.away = error;
-    const pauseMs = this.#pauseMs * (0.75 + Math.random() / 2); // so that not all pages come back at one moment
+    const pauseMs = this.#pauseMs * (0.75 + Math.random() / 2); // so that pages do not all return at the same moment
     this.#pauseMs = Math.min(this.#pauseMs * 2, LONGEST_MS);
     this.dispatchEvent(new Event("change"));
     return pauseMs;
@@ -33,7 +33,7 @@ export class Connection extends EventTarget {
     this.dispatchEvent(new Event("nudge"));
   }
 
-  /** Until a nudge after the first `seen` of them, so many milliseconds, or `signal`. */
+  /** Wait for a nudge after the first `seen` nudges, for `ms` milliseconds, or for `signal`. */
   async rest(seen, ms, signal) {
     if (this.nudges !== seen || signal.aborted) return;
     await new Promise((resolve) => {
@@ -50,10 +50,10 @@ export class Connection extends EventTarget {
   }
 }
 
-/** Run `task` now, at every nudge, and every `everyMs`, until `signal` or until it is refused; gives the refusal. */
+/** Run `task` now, at every nudge and every `everyMs`, until `signal` or a refusal, which is returned. */
 export async function repeat(connection, task, everyMs, signal) {
   while (!signal.aborted) {
-    const seen = connection.nudges; // before the task, so that none falls in between
+    const seen = connection.nudges; // before the task, so that none is missed
     let pauseMs = everyMs;
     try {
       await task();
@@ -69,21 +69,21 @@ export async function repeat(connection, task, everyMs, signal) {
   return null;
 }
 
-/** Nudge whenever the job has a new version, until `signal`; a stream that ends is opened again. */
+/** Nudge whenever the job has a new version, until `signal`. A stream that ends is opened again. */
 export async function follow(connection, job, signal) {
   let pauseMs = FIRST_MS;
-  const heard = () => {
+  const notify = () => {
     pauseMs = FIRST_MS;
     connection.nudge();
   };
   while (!signal.aborted) {
     try {
-      await events(job, heard, signal);
+      await events(job, notify, signal);
     } catch (error) {
-      if (signal.aborted || error instanceof Refused) return; // who asks for the status hears of it too
+      if (signal.aborted || error instanceof Refused) return; // the request for the status is refused as well
       if (!(error instanceof Away)) throw error;
     }
-    connection.nudge(); // to find out at once whether the service is away, or the job has ended
+    connection.nudge(); // to find out at once whether the service or the job has ended
     await new Promise((resolve) => setTimeout(resolve, pauseMs));
     pauseMs = Math.min(pauseMs * 2, LONGEST_MS);
     while (connection.away !== null && !signal.aborted) await connection.rest(connection.nudges, LONGEST_MS, signal);

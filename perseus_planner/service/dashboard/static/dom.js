@@ -1,4 +1,4 @@
-// Small helpers for elements: all that comes from the service goes in as text, never as HTML.
+// Helpers for elements. Everything from the service is inserted as text, never as HTML.
 
 import { nowS } from "./api.js";
 import { moment, span } from "./format.js";
@@ -7,7 +7,7 @@ export const { html, svg } = charts;
 
 export const byId = (id) => document.getElementById(id);
 
-/** Give an element a text, unless it has it: what does not change is not read out again. */
+/** Set the text of an element if it differs, so that screen readers do not repeat it. */
 export function say(element, text) {
   if (element.textContent !== text) element.textContent = text;
 }
@@ -16,9 +16,9 @@ export function show(element, shown) {
   if (element.hidden === shown) element.hidden = !shown;
 }
 
-/** Make the children of `parent` those of `items`; elements stay, and keep the focus, as long as their key does.
+/** Make the children of `parent` match `items`. Elements whose key remains keep their focus.
  *
- * make(item) gives an element; fill(element, item) has it show the item.
+ * make(item) returns an element; fill(element, item) updates it.
  */
 export function keyed(parent, items, key, make, fill) {
   const before = new Map([...parent.children].map((child) => [child.dataset.key, child]));
@@ -38,10 +38,10 @@ export function keyed(parent, items, key, make, fill) {
   for (const element of before.values()) element.remove();
 }
 
-/** What of `parent` has that attribute `data-part`. */
+/** The element in `parent` with that `data-part`. */
 export const part = (parent, name) => parent.querySelector(`[data-part="${name}"]`);
 
-/** A card of a list of cards: a name, a figure with its unit, where it comes from, and notes below. */
+/** Fill a card: a name, a figure with its unit, its origin, and notes. */
 export function fillCard(element, { name, value, origin = null, notes = [], bar = null }) {
   if (element.childElementCount === 0) {
     element.append(
@@ -66,7 +66,7 @@ export function fillCard(element, { name, value, origin = null, notes = [], bar 
   });
 }
 
-/** A moment of the service's clock, shown as how long ago it is, or until it comes; `tick` keeps it true. */
+/** An element that shows a moment as the time from now; `tick` updates it. */
 export function timed(at_s) {
   const element = html("time", { datetime: new Date(at_s * 1000).toISOString(), title: moment(at_s), "data-at": at_s });
   say(element, distance(at_s));

@@ -1,4 +1,4 @@
-// Numbers and times as texts: thousands separated, always with a unit.
+// Numbers and times as texts, with thousands separators and units.
 
 import { nowS } from "./api.js";
 
@@ -7,7 +7,7 @@ const { number } = charts;
 const POWERS = [[1e6, "MW"], [1e3, "kW"]];
 const ENERGIES = [[1e12, "TJ"], [1e9, "GJ"], [1e6, "MJ"], [1e3, "kJ"]];
 
-/** A number and its unit, with four digits in all: so those below each other, or after each other, are alike. */
+/** A number with four significant digits and its unit. */
 function quantity(value, unit) {
   if (value === null || !Number.isFinite(value)) return `–\u00a0${unit}`;
   const size = Math.abs(value);
@@ -22,13 +22,13 @@ export const kilograms = (value) => quantity(value, "kg");
 export const kilowattHours = (value_j) => quantity(value_j / 3.6e6, "kWh");
 export { number };
 
-/** With a greater unit from ten thousand on, so that there are never more than five digits. */
+/** A quantity with a larger unit from ten thousand on, so that it never has more than five digits. */
 function scaled(value, unit, units) {
   const [factor, name] = units.find(([each]) => Math.abs(value) >= 10 * each) ?? [1, unit];
   return quantity(value / factor, name);
 }
 
-/** How much less `value` is than `baseline`, such as "12.3 % less"; "" where that cannot be said. */
+/** How much less `value` is than `baseline`, such as "12.3 % less"; "" if unknown. */
 export function less(value, baseline) {
   if (!(baseline > 0) || value === null) return "";
   const share = 100 * (1 - value / baseline);
@@ -36,7 +36,7 @@ export function less(value, baseline) {
   return `${number(Math.abs(share), 1)}\u00a0% ${share > 0 ? "less" : "more"}`;
 }
 
-/** A span in its two greatest units, such as "3 h 5 min". */
+/** A span in its two largest units, such as "3 h 5 min". */
 export function span(span_s) {
   const whole = Math.max(0, Math.round(span_s));
   const parts = [[Math.floor(whole / 86400), "d"], [Math.floor(whole / 3600) % 24, "h"], [Math.floor(whole / 60) % 60, "min"], [whole % 60, "s"]];
@@ -45,7 +45,7 @@ export function span(span_s) {
   return parts.slice(first, first + 2).filter(([count]) => count > 0).map(([count, unit]) => `${number(count)}\u00a0${unit}`).join(" ");
 }
 
-/** A moment of the service's clock as this browser's people write it; with the day, unless it is today. */
+/** A moment in the browser's locale, with the date unless it is today. */
 export function moment(at_s) {
   const at = new Date(at_s * 1000);
   const today = at.toDateString() === new Date(nowS() * 1000).toDateString();
@@ -66,14 +66,14 @@ export function ranges(numbers) {
 
 export const count = (amount, one, many = `${one}s`) => `${number(amount)}\u00a0${amount === 1 ? one : many}`;
 
-/** Seconds of a text such as 90, 30s, 30m, 2h or 1d; null of an empty one. Throws a TypeError for others. */
+/** The seconds in a text such as 90, 30s, 30m, 2h or 1d; null for an empty text. Throws a TypeError for others. */
 export function spanOf(text) {
   const trimmed = text.trim();
   if (trimmed === "") return null;
   const match = /^(\d+(?:\.\d+)?|\.\d+)\s*(s|m|min|h|d)?$/.exec(trimmed);
-  if (match === null) throw new TypeError(`${trimmed} is no time; write it as 30s, 30m or 2h`);
+  if (match === null) throw new TypeError(`${trimmed} is not a time; write it as 30s, 30m or 2h`);
   return Number(match[1]) * { s: 1, m: 60, min: 60, h: 3600, d: 86400 }[match[2] ?? "s"];
 }
 
-/** What a figure is that follows from a job's plans: `origin` is that of its profile. */
+/** The origin of a figure computed from plans, given that of their profile. */
 export const byPlans = (origin) => (origin === "measured" ? "replayed" : "simulated");

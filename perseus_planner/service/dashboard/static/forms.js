@@ -1,4 +1,4 @@
-// What may be asked for from the page: a report, that one is cleared, a deadline, a power budget.
+// The forms of the page: reporting and clearing stragglers, deadline and power budget.
 
 import { ask, Away, ofJob, Refused } from "./api.js";
 import { byId, say, show } from "./dom.js";
@@ -9,42 +9,42 @@ const NUMBERED = ["pipeline", "stage", "rank"];
 const NAMES = { pipeline: "Its number", stage: "Its number", rank: "Its number", gpu: "Its UUID", node: "Its name" };
 const LEAST = { slowdown: "1", score: "0.000001", iteration_s: "0" };
 
-let unanswered = { content: "", key: "" }; // a report whose answer was lost is sent with the same key: it counts once
+let unanswered = { content: "", key: "" }; // a report whose answer was lost is sent again with the same key, so that it counts once
 
-/** Have the forms ask for things. now() gives {job: its name, source: who reports, asked: what to call afterwards}. */
+/** Handle the forms. now() returns {job: its name, source: who reports, asked: called after a request}. */
 export function watchForms(now) {
-  byId("report-form").addEventListener("submit", (event) => sent(event, (form) => report(form, now())));
+  byId("report-form").addEventListener("submit", (event) => submitted(event, (form) => report(form, now())));
   byId("report-form").addEventListener("input", fit);
   for (const [id, name, field] of [["deadline-form", "deadline", "deadline_s"], ["power-form", "power", "power_w"]]) {
-    const wish = (value) => set(now(), name, { [field]: value });
-    byId(id).addEventListener("submit", (event) => sent(event, () => wish(byId(name).valueAsNumber)));
-    byId(id).querySelector(".remove").addEventListener("click", () => said(byId(id), () => wish(null)));
+    const send = (value) => set(now(), name, { [field]: value });
+    byId(id).addEventListener("submit", (event) => submitted(event, () => send(byId(name).valueAsNumber)));
+    byId(id).querySelector(".remove").addEventListener("click", () => respond(byId(id), () => send(null)));
   }
   fit();
 }
 
-/** Take a report back; gives what to say of it. */
+/** Withdraw a report, and return a message about it. */
 export async function cleared(job, report) {
   const answer = await ask("DELETE", ofJob(job, "reports", report.key));
   return `Cleared ${scopeText(report)}: ${effect(answer)}`;
 }
 
-/** A sentence for people on why something was not done. */
+/** Explain to people why a request failed. */
 export function excuse(error) {
-  if (error instanceof Away) return `The service is away: ${error.message}. Nothing is known to have been done; try again.`;
-  if (error instanceof Refused || error instanceof TypeError) return `Not done: ${error.message}.`;
+  if (error instanceof Away) return `The service cannot be reached: ${error.message}. The request may not have been carried out; try again.`;
+  if (error instanceof Refused || error instanceof TypeError) return `Refused: ${error.message}.`;
   throw error;
 }
 
-function sent(event, task) {
+function submitted(event, task) {
   event.preventDefault();
-  said(event.target, () => task(event.target));
+  respond(event.target, () => task(event.target));
 }
 
-async function said(form, task) {
-  const line = form.querySelector(".said");
+async function respond(form, task) {
+  const line = form.querySelector(".response");
   line.classList.remove("bad");
-  say(line, "Asking…");
+  say(line, "Sending…");
   try {
     say(line, await task());
   } catch (error) {
@@ -57,7 +57,7 @@ async function report(form, { job, source, asked }) {
   const fields = new FormData(form);
   const [kind, value] = [fields.get("kind"), fields.get("value").trim()];
   const inPipeline = kind === "pipeline" ? "" : fields.get("pipeline").trim();
-  if (NUMBERED.includes(kind) && !/^\d{1,9}$/.test(value)) throw new TypeError(`${value} is no ${kind}; write 0 for the first one, 1 for the next`);
+  if (NUMBERED.includes(kind) && !/^\d{1,9}$/.test(value)) throw new TypeError(`${value} is not a ${kind}; write 0 for the first one, 1 for the next`);
   const content = {
     source,
     scope: { kind, value: NUMBERED.includes(kind) ? Number(value) : value, pipeline: inPipeline === "" ? null : Number(inPipeline) },
@@ -76,13 +76,13 @@ async function report(form, { job, source, asked }) {
 async function set({ job, asked }, name, body) {
   const answer = await ask("PUT", ofJob(job, name), { body });
   asked();
-  return `Done: ${effect(answer.answers?.[0] ?? answer)}`;
+  return `Set: ${effect(answer.answers?.[0] ?? answer)}`;
 }
 
-const EFFECTS = { planning: "is being planned", "next iteration": "is there, for the job's next iteration", already: "is what the job runs by" };
+const EFFECTS = { planning: "is being planned", "next iteration": "is ready for the job's next iteration", already: "is what the job runs" };
 
 function effect({ reason, version, takes_effect, expected_saving_w }) {
-  const saving = expected_saving_w === null ? "what it saves is not known yet" : `expected to save ${watts(expected_saving_w)} (by its plans)`;
+  const saving = expected_saving_w === null ? "the saving is not known yet" : `expected to save ${watts(expected_saving_w)} (by its plans)`;
   return `${reason}. Version ${version} ${EFFECTS[takes_effect] ?? takes_effect}; ${saving}.`;
 }
 
@@ -94,7 +94,7 @@ function keyOf(content) {
   return unanswered.key;
 }
 
-/** Fields that fit what is chosen. */
+/** Adapt the fields to the selection. */
 function fit() {
   const [kind, slowness] = [byId("scope-kind").value, byId("slowness").value];
   say(byId("scope-value-label"), NAMES[kind]);
@@ -104,8 +104,8 @@ function fit() {
   byId("amount").max = slowness === "score" ? "1" : "";
 }
 
-/** The wishes that hold now, as hints. */
-export function showWishes(job) {
+/** Show the current settings as placeholders. */
+export function showSettings(job) {
   byId("deadline").placeholder = job.deadline_s === null ? "all clocks at maximum" : seconds(job.deadline_s);
-  byId("power").placeholder = job.power_w === null ? "any" : watts(job.power_w);
+  byId("power").placeholder = job.power_w === null ? "unlimited" : watts(job.power_w);
 }

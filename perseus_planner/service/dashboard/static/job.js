@@ -8,7 +8,7 @@ import { reportsText, showReports } from "./reports.js";
 
 const DAY_S = 86_400;
 
-/** Show a job, as the service tells of it: {status, frontier, pipelines}. */
+/** Show a job from the service's answers: {status, frontier, pipelines}. */
 export function showJob({ status, frontier, pipelines }, mayReport, clear) {
   const { job, decision } = status;
   const slow = Object.keys(decision.stragglers).length;
@@ -16,7 +16,7 @@ export function showJob({ status, frontier, pipelines }, mayReport, clear) {
   byId("job-about").replaceChildren(about(job, frontier), "; registered ", timed(job.since_s));
   byId("reason").classList.toggle("slow", slow > 0);
   say(byId("reason-text"), sentence(decision.reason));
-  byId("reason-since").replaceChildren("So since ", timed(decision.since_s), ...lookAgain(decision));
+  byId("reason-since").replaceChildren("Since ", timed(decision.since_s), ...lookAgain(decision));
   keyed(byId("cards"), cards(status, frontier), (card) => card.name, () => html("li", { class: "card" }), fillCard);
   byId("origin").replaceChildren(...originOf(status, frontier));
   showPipelines(status, frontier, groups(pipelines));
@@ -30,7 +30,7 @@ function about(job, frontier) {
 
 const sentence = (text) => `${text.charAt(0).toUpperCase()}${text.slice(1)}.`;
 
-const lookAgain = (decision) => (decision.look_again_s === null ? ["."] : ["; time alone may change it ", timed(decision.look_again_s), "."]);
+const lookAgain = (decision) => (decision.look_again_s === null ? ["."] : ["; next change by time alone ", timed(decision.look_again_s), "."]);
 
 function cards(status, frontier) {
   return [iteration(status, frontier), power(status), saved(status), costs(status), plans(status), changes(status)];
@@ -39,25 +39,25 @@ function cards(status, frontier) {
 function iteration({ job, decision, telemetry }, frontier) {
   const ofPlans = byPlans(frontier.origin);
   const target_s = job.deadline_s ?? frontier.baseline_time_s;
-  const of = job.deadline_s === null ? "all clocks at maximum" : "as wished";
+  const of = job.deadline_s === null ? "all clocks at maximum" : "as set";
   const notes = [`target ${seconds(target_s)}: ${of}`];
   if (telemetry) notes.push(`expected ${seconds(decision.straggler_time_s)}, ${ofPlans}`);
   return { name: "Iteration time", value: seconds(telemetry?.iteration_s ?? decision.straggler_time_s), origin: telemetry ? "measured" : ofPlans, notes };
 }
 
 function power({ job, telemetry, expected }) {
-  const told_w = telemetry?.power_w ?? null;
-  const now_w = told_w ?? expected.power_w;
+  const sent_w = telemetry?.power_w ?? null;
+  const now_w = sent_w ?? expected.power_w;
   const most_w = expected.baseline_power_w;
   const notes = [`${less(now_w, most_w)} than ${watts(most_w)} with all clocks at maximum, ${byPlans(expected.origin)}`.replace("the same than", "the same as")];
-  if (job.power_w !== null) notes.push(`at most ${watts(job.power_w)} wished`);
-  return { name: "Power, all GPUs", value: watts(now_w), origin: told_w === null ? byPlans(expected.origin) : telemetry.energy_is, notes, bar: now_w / most_w };
+  if (job.power_w !== null) notes.push(`at most ${watts(job.power_w)} allowed`);
+  return { name: "Power, all GPUs", value: watts(now_w), origin: sent_w === null ? byPlans(expected.origin) : telemetry.energy_is, notes, bar: now_w / most_w };
 }
 
-/** Whether the job has told what its GPUs take. */
+/** Whether the job has sent the energy of its GPUs. */
 const isMetered = ({ telemetry }) => telemetry !== null && telemetry.energy_is !== null;
 
-/** Joules that plans save in a day around the clock. */
+/** Joules that the plans save in a day of continuous training. */
 const expectedDayJ = ({ expected }) => (expected.baseline_power_w - expected.power_w) * DAY_S;
 
 function saved(status) {
@@ -67,39 +67,39 @@ function saved(status) {
     return { name: "Saved so far", value: kilowattHours(telemetry.saved_j), origin: telemetry.energy_is, notes };
   }
   const day_j = expectedDayJ(status);
-  return { name: "Saves a day, by its plans", value: kilowattHours(day_j), origin: byPlans(status.expected.origin), notes: [`${joules(day_j)} at these plans around the clock, against all clocks at maximum`, "the job has told of no energy yet"] };
+  return { name: "Saves per day, by its plans", value: kilowattHours(day_j), origin: byPlans(status.expected.origin), notes: [`${joules(day_j)} by continuous training with these plans, compared with all clocks at maximum`, "the job has not sent its energy yet"] };
 }
 
 function costs(status) {
   const { telemetry } = status;
-  const isTold = isMetered(status);
-  const saved_j = isTold ? telemetry.saved_j : expectedDayJ(status);
-  const name = isTold ? "Worth, so far" : "Worth, a day";
-  return { name, value: money(saved_j), origin: isTold ? telemetry.energy_is : byPlans(status.expected.origin), notes: [carbon(saved_j), assumed()] };
+  const isMeasured = isMetered(status);
+  const saved_j = isMeasured ? telemetry.saved_j : expectedDayJ(status);
+  const name = isMeasured ? "Cost saved so far" : "Cost saved per day";
+  return { name, value: money(saved_j), origin: isMeasured ? telemetry.energy_is : byPlans(status.expected.origin), notes: [carbon(saved_j), assumed()] };
 }
 
 function plans({ version, promised, taken }) {
   const notes = promised > version ? [`version ${number(promised)} is being planned`] : [];
-  if (taken === null) notes.push("the job has not said what it runs");
+  if (taken === null) notes.push("the job has not reported what it runs");
   else notes.push([`the job runs ${number(taken.version)} since iteration ${number(taken.iteration)}, `, timed(taken.at_s)]);
   return { name: "Version of its plans", value: number(version), notes };
 }
 
 function changes({ telemetry }) {
-  if (!telemetry || telemetry.set_p50_s === null) return { name: "A clock change takes", value: "–", notes: ["the job's controllers have not said"] };
+  if (!telemetry || telemetry.set_p50_s === null) return { name: "A clock change takes", value: "–", notes: ["the job has not sent this yet"] };
   const notes = [`99\u00a0% within ${seconds(telemetry.set_p99_s)}`, `${count(telemetry.late_changes, "change")} came late`];
   return { name: "A clock change takes", value: seconds(telemetry.set_p50_s), origin: "measured", notes: ["median", ...notes] };
 }
 
-/** Where the figures come from, and how fresh those of the job are: it may have stopped telling. */
+/** The origin of the figures, and how recent those of the job are, as it may have stopped sending them. */
 function originOf({ telemetry }, frontier) {
-  const ofPlans = frontier.origin === "measured" ? "Replayed: computed from a measured profile, not measured on this job." : "What plans take and save is computed from a simulated profile.";
+  const ofPlans = frontier.origin === "measured" ? "Replayed: computed from a measured profile, not measured on this job." : "Figures of plans are computed from a simulated profile.";
   if (telemetry === null) return [`This job sends no telemetry, so nothing here is measured on it. ${ofPlans}`];
-  const simulated = telemetry.energy_is === "simulated" ? "Simulated: energy of a model of the GPU. " : "";
-  return ["The job last told of itself ", timed(telemetry.observed_s), `. ${simulated}${ofPlans}`];
+  const simulated = telemetry.energy_is === "simulated" ? "Simulated: the energy is that of a model of the GPU. " : "";
+  return ["The job last sent telemetry ", timed(telemetry.observed_s), `. ${simulated}${ofPlans}`];
 }
 
-/** Show that there is no such job, or show its view; or neither, of null. */
+/** Show one of the views "all", "gone" and "job"; none of them for null. */
 export function showView(name) {
   for (const each of ["all", "gone", "job"]) show(byId(each), each === name);
 }

@@ -1,10 +1,10 @@
-// The list of jobs, and what they do together.
+// The list of jobs, and their totals.
 
 import { byId, fillCard, html, keyed, part, say, show } from "./dom.js";
 import { byPlans, count, joules, kilowattHours, less, number, seconds, watts } from "./format.js";
 import { reportsText } from "./reports.js";
 
-const SEARCHABLE = 8; // fewer are seen at a glance
+const SEARCHABLE = 8; // fewer need no search
 
 export const addressOf = (name) => `#/jobs/${encodeURIComponent(name)}`;
 
@@ -19,7 +19,7 @@ export function showJobs(jobs, selected) {
   say(byId("jobs-count"), wanted ? `(${number(found.length)} of ${number(jobs.length)})` : `(${number(jobs.length)})`);
   show(byId("jobs-search"), jobs.length > SEARCHABLE);
   show(byId("no-jobs"), found.length === 0);
-  say(byId("no-jobs"), jobs.length ? "None has that in its name." : "None runs. One appears here when it registers.");
+  say(byId("no-jobs"), jobs.length ? "No job has that in its name." : "No job runs. Jobs appear here when they register.");
   keyed(byId("job-list"), found, (status) => status.job.name, made, (element, status) => fill(element, status, selected));
 }
 
@@ -38,21 +38,21 @@ function fill(element, status, selected) {
   say(part(element, "line"), `${seconds(status.telemetry?.iteration_s ?? status.decision.straggler_time_s)} · ${reportsText(slow)}`);
 }
 
-/** What all jobs do together. */
+/** Show the totals of all jobs. */
 export function showAll(jobs) {
   const slowJobs = jobs.filter((status) => slowOf(status) > 0);
   const sum = (of) => jobs.reduce((total, status) => total + of(status), 0);
   const now_w = sum((status) => status.telemetry?.power_w ?? status.expected.power_w);
   const most_w = sum((status) => status.expected.baseline_power_w);
-  const telling = jobs.filter((status) => status.telemetry?.energy_is).length;
+  const metered = jobs.filter((status) => status.telemetry?.energy_is).length;
   const kinds = (of) => [...new Set(jobs.map(of).filter(Boolean))].sort().join(" and ");
   const saved_j = sum((status) => (status.telemetry?.energy_is ? status.telemetry.saved_j : 0));
   const cards = [
-    { name: "Jobs", value: number(jobs.length), notes: [slowJobs.length ? `${number(slowJobs.length)} with something slow` : "nothing slow in any"] },
-    { name: "Saves now, by plans", value: watts(sum((status) => status.expected_saving_w)), origin: kinds((status) => byPlans(status.expected.origin)), notes: ["where pipelines wait for a slower one"] },
+    { name: "Jobs", value: number(jobs.length), notes: [slowJobs.length ? `${number(slowJobs.length)} with something slow` : "nothing is slow"] },
+    { name: "Saves now, by plans", value: watts(sum((status) => status.expected_saving_w)), origin: kinds((status) => byPlans(status.expected.origin)), notes: ["while pipelines wait for a slower one"] },
   ];
   if (most_w > 0) cards.push({ name: "Power, all GPUs", value: watts(now_w), origin: kinds((status) => (status.telemetry?.power_w == null ? byPlans(status.expected.origin) : status.telemetry.energy_is)), notes: [`${less(now_w, most_w)} than ${watts(most_w)} with all clocks at maximum`], bar: now_w / most_w });
-  if (telling) cards.push({ name: "Saved so far", value: kilowattHours(saved_j), origin: kinds((status) => status.telemetry?.energy_is), notes: [joules(saved_j), `as told by ${count(telling, "job")}`] });
+  if (metered) cards.push({ name: "Saved so far", value: kilowattHours(saved_j), origin: kinds((status) => status.telemetry?.energy_is), notes: [joules(saved_j), `from the telemetry of ${count(metered, "job")}`] });
   show(byId("all-slow"), slowJobs.length > 0);
   keyed(byId("slow-jobs"), slowJobs, (status) => status.job.name, madeSlow, (element, status) => say(part(element, "reason"), status.decision.reason));
   keyed(byId("all-cards"), cards, (card) => card.name, () => html("li", { class: "card" }), fillCard);

@@ -1,31 +1,31 @@
-// The dashboard: who looks, at which job, and what the service says of it, again and again.
+// The dashboard: the viewer, the selected job, and regular requests for its status.
 
 import { ask, hasToken, ofJob, Refused, useToken } from "./api.js";
 import { Connection, follow, repeat } from "./connection.js";
 import { byId, say, show, tick } from "./dom.js";
-import { cleared, excuse, showWishes, watchForms } from "./forms.js";
+import { cleared, excuse, showSettings, watchForms } from "./forms.js";
 import { span } from "./format.js";
 import { addressOf, showAll, showJobs } from "./jobs.js";
 import { showJob, showView } from "./job.js";
 import { forget } from "./pipelines.js";
 import { watchPrices } from "./prices.js";
 
-const JOB_MS = 3_000; // beside the news of its versions
+const JOB_MS = 3_000; // besides events for new versions
 const LIST_MS = 10_000;
 const ROLES = ["read", "report", "operate"];
 
 const connection = new Connection();
-let session = new AbortController(); // ends when the page is hidden, or the token another one
-let watching = new AbortController(); // ends when another job is looked at
-let me = null; // {role, name}, as the service says
+let session = new AbortController(); // ends when the page is hidden or the token changes
+let watching = new AbortController(); // ends when another job is selected
+let me = null; // {role, name} from the service
 let jobs = null;
-let selected = null; // the name of a job
-let seen = null; // {status, frontier, pipelines} of it
+let selected = null; // name of a job
+let seen = null; // its {status, frontier, pipelines}
 let gone = false;
 
 const may = (role) => ROLES.indexOf(me?.role) >= ROLES.indexOf(role);
 
-// --- Who looks -------------------------------------------------------------------------------------------------------
+// --- The viewer -------------------------------------------------------------------------------------------------------
 
 function begin() {
   session.abort();
@@ -51,10 +51,10 @@ function enter() {
   show(byId("sign-in"), false);
   show(byId("layout"), true);
   show(byId("sign-out"), hasToken());
-  say(byId("who"), me.name === null ? "" : `${me.name}, may ${me.role}`);
+  say(byId("who"), me.name === null ? "" : `${me.name}, role ${me.role}`);
   say(byId("reported-as"), `Reported as ${source()}.`);
   show(byId("report-form"), may("report"));
-  show(byId("wishes"), may("operate"));
+  show(byId("settings"), may("operate"));
   choose();
 }
 
@@ -68,7 +68,7 @@ function askToken(refusal) {
   show(byId("sign-out"), false);
   show(byId("sign-in"), true);
   say(byId("who"), "");
-  say(byId("token-said"), refusal.message);
+  say(byId("token-error"), refusal.message);
   byId("token").value = "";
   byId("token").focus();
   document.title = "Planner";
@@ -76,7 +76,7 @@ function askToken(refusal) {
 
 const source = () => me.name ?? "dashboard";
 
-// --- At which job ----------------------------------------------------------------------------------------------------
+// --- The selected job ----------------------------------------------------------------------------------------------------
 
 function choose() {
   const name = /^#\/jobs\/(.+)$/.exec(location.hash)?.[1];
@@ -84,7 +84,7 @@ function choose() {
   if (wanted === selected && seen !== null) return;
   [selected, seen] = [wanted, null];
   forget();
-  for (const line of document.querySelectorAll("#job .said, #reports-said")) say(line, "");
+  for (const line of document.querySelectorAll("#job .response, #reports-response")) say(line, "");
   watch();
   draw();
 }
@@ -93,7 +93,7 @@ function decoded(text) {
   try {
     return decodeURIComponent(text);
   } catch {
-    return text; // typed by hand; there is no such job
+    return text; // typed by hand; no job has this name
   }
 }
 
@@ -133,7 +133,7 @@ function lost(refusal) {
   draw();
 }
 
-// --- What is shown ---------------------------------------------------------------------------------------------------
+// --- Drawing ---------------------------------------------------------------------------------------------------
 
 function draw() {
   byId("layout").classList.toggle("one", selected !== null);
@@ -147,18 +147,18 @@ function draw() {
     showView("gone");
   } else if (seen !== null) {
     showJob(seen, may("report"), clear);
-    showWishes(seen.status.job);
+    showSettings(seen.status.job);
     showView("job");
   } else showView(null);
 }
 
 async function clear(report, button) {
-  const line = byId("reports-said");
+  const line = byId("reports-response");
   button.disabled = true;
   try {
     say(line, await cleared(selected, report));
     line.classList.remove("bad");
-    byId("reports-title").focus(); // the button goes with its report
+    byId("reports-title").focus(); // the button disappears with its report
     connection.nudge();
   } catch (error) {
     line.classList.add("bad");
@@ -174,9 +174,9 @@ function showStanding() {
   document.body.classList.toggle("is-away", away !== null);
   show(byId("away"), away !== null);
   if (away !== null) say(byId("away-why"), `(${away.message})`);
-  say(byId("away-age"), age === null ? "Nothing is shown yet." : `What is shown is ${age} old.`);
-  say(byId("standing-text"), away !== null ? "Away; trying again" : heardMs === null ? "Asking the service…" : "Live");
-  say(byId("age"), age === null ? "" : `as of ${age} ago`);
+  say(byId("away-age"), age === null ? "No data yet." : `The data shown is ${age} old.`);
+  say(byId("standing-text"), away !== null ? "Cannot be reached; trying again" : heardMs === null ? "Connecting…" : "Live");
+  say(byId("age"), age === null ? "" : `updated ${age} ago`);
 }
 
 // --- Begin -----------------------------------------------------------------------------------------------------------
@@ -188,9 +188,9 @@ setInterval(() => {
 }, 1000);
 addEventListener("hashchange", choose);
 addEventListener("online", () => connection.nudge());
-document.addEventListener("visibilitychange", () => (document.hidden ? session.abort() : begin())); // a hidden page rests
+document.addEventListener("visibilitychange", () => (document.hidden ? session.abort() : begin())); // a hidden page sends no requests
 byId("skip").addEventListener("click", (event) => {
-  event.preventDefault(); // its address would be that of no job
+  event.preventDefault(); // its address would not be that of a job
   byId("main").focus();
 });
 byId("try-now").addEventListener("click", () => connection.nudge());

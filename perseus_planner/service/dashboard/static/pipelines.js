@@ -1,16 +1,16 @@
-// What each pipeline of a job is to do: on its frontier, and as a table; equal pipelines once.
+// The pipelines of a job, on their frontier and in a table, grouped if they are equal.
 
 import { byId, html, keyed, part, say } from "./dom.js";
 import { joules, number, ranges, seconds } from "./format.js";
 import { slownessText, scopeText } from "./reports.js";
 
 const MOST_LABELS = 8;
-const BEYOND = 1.25; // times the slowest that is shown: the curve itself goes on to where slowing down saves nothing more
+const BEYOND = 1.25; // times the slowest point; the curve continues to where slowing down saves nothing more
 
-let drawn = ""; // what the chart shows, so that it is drawn again only for something else
-let placed = new Map(); // pipeline -> where its point was
+let drawn = ""; // the content of the chart, so that it is only drawn again after a change
+let placed = new Map(); // pipeline -> last position of its point
 
-/** Pipelines that do the same, as one: {numbers, time_s, energy_j, target_s, slow_stages, report}. */
+/** Group equal pipelines: {numbers, time_s, energy_j, target_s, slow_stages, report}. */
 export function groups(pipelines) {
   const found = new Map();
   for (const { pipeline, ...rest } of pipelines) {
@@ -21,7 +21,7 @@ export function groups(pipelines) {
   return [...found.values()];
 }
 
-/** Have the points move from where they were the next time; another job's begin where they are. */
+/** Forget the positions of points, so that those of another job do not move from there. */
 export function forget() {
   [drawn, placed] = ["", new Map()];
 }
@@ -46,11 +46,11 @@ function fill(element, group, status, frontier, reports) {
 }
 
 function why(group, status, frontier, report) {
-  const coming = Math.abs(group.target_s - group.time_s) > 0.01 * group.time_s ? `; wanted within ${seconds(group.target_s)}` : "";
+  const coming = Math.abs(group.target_s - group.time_s) > 0.01 * group.time_s ? `; target ${seconds(group.target_s)}` : "";
   const slow = Object.entries(group.slow_stages).map(([stage, slowdown]) => `stage ${stage} × ${number(slowdown)}`).join(", ");
   if (report) return `slow: ${scopeText(report)}, ${slownessText(report)}${slow ? ` (planned with ${slow})` : ""}${coming}`;
   const own_s = status.job.deadline_s ?? frontier.baseline_time_s;
-  return (group.target_s > own_s * 1.0001 ? "would wait for the slowest, so it runs slower and saves" : "at its own pace") + coming;
+  return (group.target_s > own_s * 1.0001 ? "runs slower to save energy, as it would wait for the slowest" : "at its target") + coming;
 }
 
 function draw(status, frontier, grouped) {
@@ -70,12 +70,12 @@ function draw(status, frontier, grouped) {
     y: { label: "Energy of one pipeline's iteration", unit: "J", range: yRange },
     series: [
       { name: "Least energy for each iteration time", color: 1, x: times_s, y: energies_j },
-      { name: `What iterations take: ${seconds(slowest_s)}`, color: 7, dashed: true, x: [slowest_s, slowest_s], y: yRange },
+      { name: `Iteration time: ${seconds(slowest_s)}`, color: 7, dashed: true, x: [slowest_s, slowest_s], y: yRange },
     ],
     marks: [{ name: "All clocks at maximum", color: 7, shape: "diamond", x: frontier.baseline_time_s, y: frontier.baseline_j }, ...marks],
   });
   placed = new Map(grouped.flatMap((group) => group.numbers.map((each) => [each, { x: group.time_s, y: group.energy_j }])));
-  say(byId("frontier-caption"), `Of one pipeline, ${frontier.origin === "measured" ? "replayed from a measured" : "computed from a simulated"} profile; energy with waiting to the iteration's end. The curve goes on to ${seconds(frontier.times_s.at(-1))}. A pipeline with slow stages may lie off the curve, which is of one without.`);
+  say(byId("frontier-caption"), `One pipeline, ${frontier.origin === "measured" ? "replayed from a measured" : "computed from a simulated"} profile; energy including waiting for the iteration's end. The curve continues to ${seconds(frontier.times_s.at(-1))}. Pipelines with slow stages may lie off the curve, which is for pipelines without.`);
 }
 
 function mark(group, index) {

@@ -1,4 +1,4 @@
-// What energy costs: defaults, which whoever looks at the page may change for their own browser.
+// Cost of energy: defaults that viewers can change in their browser.
 
 import { byId } from "./dom.js";
 import { kilograms, number } from "./format.js";
@@ -9,7 +9,7 @@ const J_PER_KWH = 3.6e6;
 
 let prices = { ...DEFAULTS, ...stored() };
 
-/** Fill the form, and call `changed` whenever other prices are given. */
+/** Fill the form, and call `changed` whenever the prices change. */
 export function watchPrices(changed) {
   for (const name of Object.keys(DEFAULTS)) byId(name).value = prices[name];
   byId("prices").addEventListener("submit", (event) => event.preventDefault());
@@ -24,7 +24,7 @@ export function watchPrices(changed) {
 export const money = (energy_j) => `${(cost(energy_j) * prices.price).toLocaleString("en-US", { minimumFractionDigits: 2, maximumFractionDigits: 2 })}\u00a0USD`;
 export const carbon = (energy_j) => `${kilograms(cost(energy_j) * prices.grid)} CO₂e`;
 
-/** What the two above go by. */
+/** The assumptions of `money` and `carbon`. */
 export const assumed = () => `at ${number(prices.price)} USD/kWh, PUE ${number(prices.pue)}, ${number(prices.grid)} kg CO₂e/kWh`;
 
 const cost = (energy_j) => (energy_j / J_PER_KWH) * prices.pue;
@@ -34,6 +34,6 @@ function stored() {
     const found = JSON.parse(localStorage.getItem(STORED) ?? "{}");
     return Object.fromEntries(Object.entries(found).filter(([name, value]) => name in DEFAULTS && Number.isFinite(value)));
   } catch {
-    return {}; // of another page at this address, or written by hand
+    return {}; // written by another page at this address, or by hand
   }
 }

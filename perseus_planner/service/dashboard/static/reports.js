@@ -1,4 +1,4 @@
-// The reports of a job that count or are to count: who says what, since when and until when.
+// The reports of a job that count now or will count.
 
 import { byId, html, keyed, part, say, show, timed } from "./dom.js";
 import { count, number, seconds } from "./format.js";
@@ -9,10 +9,10 @@ export const scopeText = ({ scope }) => `${KINDS[scope.kind]} ${scope.value}${sc
 
 export function slownessText({ slowdown, iteration_s }) {
   if (slowdown === null) return `iterations of ${seconds(iteration_s)}`;
-  return slowdown === 1 ? "recovered" : `${number(slowdown)} times as long`;
+  return slowdown === 1 ? "recovered" : `slowdown ${number(slowdown)}`;
 }
 
-/** Show them; `clear(report)` is called for the button of one, where `mayClear`. */
+/** Show the reports of a job. If `mayClear`, each has a button that calls `clear(report)`. */
 export function showReports(status, mayClear, clear) {
   say(byId("reports-count"), status.reports.length ? `(${status.reports.length})` : "");
   show(byId("no-reports"), status.reports.length === 0);
@@ -26,7 +26,7 @@ export function showReports(status, mayClear, clear) {
 function made(report, clear) {
   const button = html("button", { type: "button", "data-part": "clear", "aria-label": `Clear: ${scopeText(report)}, ${slownessText(report)}, report ${report.key}` }, "Clear");
   button.addEventListener("click", () => clear(report, button));
-  const facts = [["Who", report.source], ["Cause", report.cause], ["Since", begin(report)], ["Until", report.expires_s === null ? "cleared" : timed(report.expires_s)], ["Key", html("code", {}, report.key)]];
+  const facts = [["Source", report.source], ["Cause", report.cause], ["Since", begin(report)], ["Until", report.expires_s === null ? "cleared" : timed(report.expires_s)], ["Key", html("code", {}, report.key)]];
   return html("li", {},
     html("div", {}, html("p", { class: "what" }, html("strong", {}, scopeText(report)), ` ${slownessText(report)} `, html("span", { class: "soft small", "data-part": "state" })),
       html("dl", { class: "facts" }, ...facts.map(([name, value]) => html("div", {}, html("dt", {}, name), html("dd", {}, value))))),
@@ -36,9 +36,9 @@ function made(report, clear) {
 const begin = (report) => (report.begins_iteration === null ? timed(report.begins_s) : `iteration ${number(report.begins_iteration)}`);
 
 function state(report, counting) {
-  if (counting.has(report.key)) return ["· plans go by it"];
+  if (counting.has(report.key)) return ["· counts"];
   if (report.begins_iteration === null && report.begins_s * 1000 > Date.now()) return ["· begins ", timed(report.begins_s)];
-  return ["· noted"];
+  return ["· does not count"];
 }
 
 export const reportsText = (amount) => (amount === 0 ? "nothing slow" : count(amount, "pipeline slow", "pipelines slow"));
