@@ -355,7 +355,12 @@ def test_what_is_saved_says_where_it_comes_from_and_what_it_costs(browser: Any, 
             "Iteration time": (f"{told['iteration_s']:.4f}", "measured", ", replayed"),
             "Power, all GPUs": (f"{told['power_w']:.1f}", "simulated", "with all clocks at maximum, replayed"),
             "Saved so far": (f"{kwh:.4g}", "kWh", "simulated", "123,456 iterations", "than all clocks at maximum"),
-            "Cost saved so far": (f"{kwh * 1.2 * 0.12:.2f}", "USD", "kg CO₂e", "at 0.12 USD/kWh, PUE 1.2, 0.4 kg CO₂e/kWh"),
+            "Cost saved so far": (
+                f"{kwh * 1.2 * 0.12:.2f}",
+                "USD",
+                "kg CO₂e",
+                "at 0.12 USD/kWh, PUE 1.2, 0.4 kg CO₂e/kWh",
+            ),
             "A clock change takes": ("12.30", "ms", "99 % within 31.10 ms", "17 changes came late"),
         }.items():
             assert all(part in cards[name] for part in parts), cards[name]
