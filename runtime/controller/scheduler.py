@@ -1,4 +1,4 @@
-"""Decides which GPU is set to what, and when; works without GPUs and without a clock of its own.
+"""Decides which GPU is set to what, and when; needs neither GPUs nor the time of day.
 
 The rules:
 

@@ -1,4 +1,4 @@
-"""A run folder says what its ranks measured, whatever cut it off; a run that did what its plan says shows just that."""
+"""Run folders: what ranks record is read back, also from damaged files; a run by its plan shows no deviation."""
 
 from __future__ import annotations
 
@@ -102,12 +102,12 @@ def test_a_file_that_was_cut_off_anywhere_has_the_rows_that_were_whole(plan: Pla
 
 
 def with_cell(text: str, place: int, cell: str) -> str:
-    """One more row, like the first but for one cell."""
+    """Append a row that differs from the first in one cell."""
     cells = text.splitlines()[1].split(",")
     return text + ",".join([*cells[:place], cell, *cells[place + 1 :]]) + "\n"
 
 
-def test_what_is_not_a_row_is_refused_with_its_place(plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_malformed_row_is_refused_with_its_line(plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     write_run(Path("run"), plan, 2)
     path = Path("run/iterations-1.csv")
@@ -129,7 +129,7 @@ def test_what_is_not_a_row_is_refused_with_its_place(plan: Plan, tmp_path: Path,
         assert str(refusal.value) == f"run/iterations-1.csv{message}"
 
 
-def test_a_run_that_did_what_the_plan_says_shows_no_deviation(plan: Plan, tmp_path: Path):
+def test_a_run_that_followed_its_plan_shows_no_deviation(plan: Plan, tmp_path: Path):
     for number, each in enumerate((plan, replace(plan, clock_change=ClockChange(2e-3, 0.0, 2)))):
         foretold = replay(each)
         each = replace(each, time_s=foretold.time_s, energy_j=foretold.energy_j)
@@ -228,7 +228,7 @@ def test_without_an_iteration_that_counts_nothing_is_calibrated(plan: Plan, fold
     assert str(refusal.value) == "run: no iteration ran as planned by plan 1 after its first one; train for longer"
 
 
-def test_pipelines_are_told_apart_and_may_have_plans_of_their_own(plan: Plan, tmp_path: Path):
+def test_pipelines_are_distinguished_and_may_have_separate_plans(plan: Plan, tmp_path: Path):
     made = write_run(tmp_path, plan, 3, pipelines=2, own_plans=True)
     assert sorted(path.name for path in tmp_path.glob("plan*")) == [f"plan-1-pipeline-{n}.yaml" for n in range(2)]
     replace(plan, time_s=plan.time_s + 1.0).save(tmp_path / "plan-1-pipeline-1.yaml")

@@ -1,4 +1,4 @@
-"""A GPU that is slow, for whatever reason, is reported when that changes, once, and never for a moment's doing."""
+"""A slow GPU is reported once for each lasting change, and not for a short disturbance."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def ran(ratio: float, planned_s: float = 2.0, deviation: str | None = None, **th
 
 
 def reports(rows: list[IterationRecord], usual: float | None = 1.0) -> list[tuple[int, StragglerDetection]]:
-    """Place -> what was reported there."""
+    """Return (index of the iteration, what was reported after it)."""
     watch, found = StragglerDetector(usual), []
     for place, row in enumerate(rows):
         watch, news = watch.after(row)
@@ -103,4 +103,4 @@ def test_a_gpu_that_is_held_back_from_the_start_is_judged_by_the_profile():
     found = reports([held] * 7 + [free] * 20, None)
     assert [place for place, _ in found] == [ENOUGH - 1, 7 + 2 * ENOUGH - 1]
     assert [each.slowdown for _, each in found] == [1.3, 1.0]
-    assert reports([ran(1.3, sw_power_cap=4.0)] * 20, None) == []  # at its power limit, as many always are
+    assert reports([ran(1.3, sw_power_cap=4.0)] * 20, None) == []  # at its power limit, like many GPUs all the time

@@ -1,4 +1,4 @@
-"""A plan is proposed, answered and decided or refused; real stores; what follows when they are lost."""
+"""The agreement on plans with real stores: proposals are decided or refused, and stores may be lost."""
 # ruff: noqa: TID253 - these tests are there for torch
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NEWER = Rejection("a newer plan was proposed before this one was decided")
 
 
 class Job:
-    """Ranks on one thread, each of which looks when it is told."""
+    """Ranks on one thread, which look when the test says so."""
 
     def __init__(self, size: int = 4, store: Any = None):
         self.store = store or HashStore()

@@ -1,4 +1,4 @@
-"""In whatever order ranks use the store, no two run an iteration by different plans, and nobody waits."""
+"""In any order of store operations, all ranks run an iteration by the same plan, and no rank waits."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Happening = tuple[str, int]
 
 @contextmanager
 def lived(kind: type[Agreement], happenings: list[Happening]) -> Iterator[World]:
-    """What becomes of ranks that follow `kind` when all that has happened to them."""
+    """Run the drawn events on ranks that follow the protocol `kind`, and check the result."""
     world = World(len(RANKS), kind)
     try:
         for action, rank in happenings:
@@ -57,7 +57,7 @@ def check(happenings: list[Happening]) -> None:
 
 
 def happenings(*actions: dict[str, Any]) -> st.SearchStrategy[list[Happening]]:
-    """Each operation of the store, by any rank, is one of them."""
+    """Each rule is one store operation of any rank, or an event."""
     names = [name for group in actions for name in group for _ in range(WEIGHTS.get(name, 1))]
     return st.lists(st.tuples(st.sampled_from(names), st.sampled_from(RANKS)), max_size=150)
 
@@ -90,21 +90,21 @@ def test_ranks_agree_in_thousands_of_orders():
 
 
 class Uncleared(Agreement):
-    """Says yes before others know its limit."""
+    """Says yes before the other ranks know its limit."""
 
     def _clear(self, through: int) -> None:
         pass
 
 
 class Unpromised(Agreement):
-    """Says yes without a limit."""
+    """Says yes without setting a limit."""
 
     def _has_promised(self, version: int, through: int) -> bool:
         return True
 
 
 class ReadsThenSets(Agreement):
-    """Changes what the ranks agree on by looking and then setting, not at once."""
+    """Changes the state by a read and a write instead of one compare_set."""
 
     def _change(self, **fields: int) -> None:
         self._state.look()
@@ -115,14 +115,14 @@ class ReadsThenSets(Agreement):
 
 
 class Impatient(Agreement):
-    """Decides without the others' answers."""
+    """Decides before all ranks have answered."""
 
     def _bring_on(self, own: Any) -> None:
         self._decide(own)
 
 
 class Forgetful(Agreement):
-    """Lifts its limit when it moves `cleared`, before it knows how the plan ends."""
+    """Drops its limit when it raises `cleared`, before it knows the decision."""
 
     def _follow(self) -> None:
         super()._follow()

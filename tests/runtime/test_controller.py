@@ -1,4 +1,4 @@
-"""The clock controller, as ranks see it: the real process, on the stand-in NVML library and on simulated GPUs."""
+"""The clock controller as ranks see it: the real process, with the stand-in NVML library and simulated GPUs."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ SIMULATED = "simulated:a100-sxm"
 @pytest.fixture
 def state(nvml: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PLANNER_STATE_DIR", str(tmp_path / "state"))
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1] / "support"))  # for ranks of their own
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1] / "support"))  # for ranks in other processes
     return tmp_path / "state"
 
 
 def clocks_set(nvml: StandIn, gpu: int) -> list[int]:
-    """What each call that set the clock of a GPU set it to; 0 for resets."""
+    """Return the clock of each call that set a GPU; 0 for resets."""
     return [each.high for each in nvml.settings() if each.gpu == gpu and "LockedClocks" in each.function]
 
 
@@ -131,7 +131,7 @@ def test_readings_come_at_the_start_of_every_iteration_and_at_the_end(nvml: Stan
     assert (last.temperature_c, last.clock_mhz, last.overtaken, last.dropped) == (61.0, 1200, 0, 0)
 
 
-def test_what_a_gpu_does_not_say_is_none():
+def test_a_reading_that_the_gpu_does_not_offer_is_none():
     faults = "&".join(f"fault=not-supported:{what}" for what in ("energy", "power", "temperature", "throttle"))
     with attached([f"{SIMULATED}?{faults}"]) as (connection,):
         reading = awaited(connection, GpuSample)
@@ -225,7 +225,7 @@ def test_one_rank_whose_gpu_cannot_be_opened_does_not_keep_the_others_from_their
             first.messages()
 
 
-def test_a_gpu_that_fails_is_told_once_and_the_others_go_on(nvml: StandIn, state: Path):
+def test_a_gpu_failure_is_reported_once_and_the_others_go_on(nvml: StandIn, state: Path):
     with attached(["nvml:0", "nvml:1"]) as (first, second):
         set_clock(first, 1200)
         nvml.fail("nvmlDeviceSetGpuLockedClocks", 999, gpu=0)
@@ -242,7 +242,7 @@ def test_a_gpu_that_fails_is_told_once_and_the_others_go_on(nvml: StandIn, state
         assert first.detach(LONG_S) is None
 
 
-def test_a_lost_gpu_says_so_and_that_it_could_not_be_reset():
+def test_a_lost_gpu_is_reported_with_the_failed_reset():
     with attached([f"{SIMULATED}?fault=lost@40calls", SIMULATED]) as (first, second):
         for place in range(40):
             first.request[0] = clock_request(place, 1200 + 15 * (place % 3))

@@ -1,4 +1,4 @@
-"""Whoever ends, by whatever cause, the clock controller and its guardian leave no clock set."""
+"""When ranks, launcher or controller end for any reason, the controller and its guardian leave no clock set."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ WAITS = "import sys; print('here', flush=True); sys.stdin.read()"
 @pytest.fixture
 def state(nvml: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PLANNER_STATE_DIR", str(tmp_path / "state"))
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1] / "support"))  # for ranks of their own
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1] / "support"))  # for ranks in other processes
     return tmp_path / "state"
 
 
@@ -114,7 +114,7 @@ def test_a_rank_kills_a_controller_that_hangs(nvml: StandIn, state: Path):
         connection.kill()  # harmless
 
 
-def test_the_launchers_end_resets_all_tells_all_and_ends_the_controller(nvml: StandIn, state: Path):
+def test_the_end_of_the_launcher_resets_and_informs_all_and_ends_the_controller(nvml: StandIn, state: Path):
     with owner(WAITS, []) as launcher, attached(["nvml:0", "nvml:1"], launcher=launcher.pid) as (first, second):
         process = process_of(first)
         set_clock(first, 1200)
@@ -188,12 +188,12 @@ def test_an_error_inside_the_block_resets_the_gpu_before_it_goes_on(nvml: StandI
     assert locked(nvml) == [None, None]
 
 
-def test_nobody_comes_and_it_ends(monkeypatch: pytest.MonkeyPatch):
+def test_a_controller_without_ranks_ends(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(controller, "ALONE_NS", 0)
     controller.Controller(Handshakes(), 1, 1.0).run()
 
 
-def test_who_comes_late_is_attached_apart_and_who_is_missing_is_not_waited_for(
+def test_a_late_rank_is_attached_separately_and_missing_ranks_are_not_waited_for(
     nvml: StandIn, state: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(controller, "LEASE_WAIT_NS", 0)
@@ -214,9 +214,7 @@ def test_who_comes_late_is_attached_apart_and_who_is_missing_is_not_waited_for(
     assert files(state) == []
 
 
-def test_where_the_kernel_tells_of_no_end_processes_are_looked_at(
-    nvml: StandIn, state: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_without_pidfd_processes_are_polled(nvml: StandIn, state: Path, monkeypatch: pytest.MonkeyPatch):
     def refuse(pid: int) -> int:
         raise PermissionError
 
@@ -233,7 +231,7 @@ def test_where_the_kernel_tells_of_no_end_processes_are_looked_at(
     assert not thread.is_alive()
 
 
-def test_a_controller_that_breaks_resets_all_and_tells_all(monkeypatch: pytest.MonkeyPatch, nvml: StandIn, state: Path):
+def test_a_controller_that_fails_resets_and_informs_all(monkeypatch: pytest.MonkeyPatch, nvml: StandIn, state: Path):
     handshakes = Handshakes()
     serving = controller.Controller(handshakes, 1, 100.0)
     raised: list[BaseException] = []

@@ -1,4 +1,4 @@
-"""What ranks and the controller say to each other survives the way, and nothing else is taken for it."""
+"""Messages between ranks and the controller survive encoding, and nothing else is accepted as a message."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_message_is_one_line_and_comes_back(message: Message):
 
 
 @given(MESSAGES, st.data())
-def test_a_message_with_one_thing_wrong_is_none(message: Message, data):
+def test_a_message_with_one_thing_wrong_is_refused(message: Message, data):
     content = {"message": type(message).__name__, **asdict(message)}
     name = data.draw(st.sampled_from(sorted(content)))
     wrong = data.draw(st.sampled_from(["lacks it", "has more", "is a list", "is a truth"]))
@@ -64,7 +64,7 @@ def test_a_message_with_one_thing_wrong_is_none(message: Message, data):
 
 
 @given(st.binary(max_size=200) | st.text(max_size=200).map(str.encode))
-def test_garbage_is_no_message(garbage: bytes):
+def test_garbage_is_refused(garbage: bytes):
     with pytest.raises(ValueError, match=r"."):
         decode(garbage)
 
@@ -95,13 +95,13 @@ def test_numbers_and_depths_that_python_would_take_are_refused(line: bytes):
         ({"min_dwell_s": math.nan}, "a dwell of nan s: give finite seconds of 0 or more"),
     ],
 )
-def test_a_hello_says_what_is_wrong_with_it(changed: dict[str, object], said: str):
+def test_an_attach_request_refuses_wrong_values(changed: dict[str, object], said: str):
     values = {"rank": 0, "gpu": "nvml:0", "control": "clock", "launcher": None, "min_dwell_s": 0.0, **changed}
     with pytest.raises(UsageError) as caught:
         AttachRequest(**values)
     assert str(caught.value) == said
 
 
-def test_a_dwell_is_a_time():
+def test_a_dwell_must_not_be_negative():
     with pytest.raises(UsageError):
         DwellRequest(-0.1)

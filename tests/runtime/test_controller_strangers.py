@@ -1,4 +1,4 @@
-"""Who talks to the clock controller, and who starts it: whatever they say, the others are served."""
+"""The clock controller serves its ranks whatever other processes send to it, and reports why it cannot start."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_garbage_from_a_stranger_changes_nothing_for_others(simulated_rank: Conn
 
 
 @pytest.mark.parametrize("is_sealed", [True, False])
-def test_a_page_that_could_vanish_under_the_controller_is_refused(simulated_rank: Connection, is_sealed: bool):
+def test_memory_that_could_shrink_is_refused(simulated_rank: Connection, is_sealed: bool):
     attach_request = (
         b'{"message":"AttachRequest","rank":5,"gpu":"nvml:1","control":"clock","launcher":null,"min_dwell_s":0}\n'
     )
@@ -84,7 +84,7 @@ def test_a_page_that_could_vanish_under_the_controller_is_refused(simulated_rank
     check_served(simulated_rank)
 
 
-def test_strangers_that_say_nothing_and_go_are_forgotten(simulated_rank: Connection):
+def test_strangers_that_send_nothing_and_leave_are_forgotten(simulated_rank: Connection):
     process = process_of(simulated_rank)
     before = process.num_fds()
     for _ in range(3):
@@ -102,7 +102,7 @@ def test_a_rank_too_many_is_refused(simulated_rank: Connection):
     check_served(simulated_rank)
 
 
-def test_messages_that_a_rank_does_not_read_are_dropped_and_counted_and_its_failure_is_told_in_the_end():
+def test_messages_that_a_rank_does_not_read_are_dropped_and_counted_and_its_failure_is_sent_at_last():
     with attached([SIMULATED, SIMULATED], max_changes_per_s=1e6) as (idle, other):
         for place in range(600):
             idle.request[0] = clock_request(place, 900 + 15 * (place % 2))
@@ -135,7 +135,7 @@ def test_only_the_same_user_is_trusted():
     assert not Credentials(1, os.geteuid() + 1).is_same_user()
 
 
-def test_a_stranger_of_another_user_is_sent_away_unheard(monkeypatch: pytest.MonkeyPatch):
+def test_a_stranger_of_another_user_is_rejected_unheard(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(Credentials, "is_same_user", lambda _: False)
     handshakes = Handshakes()
     with socket.socket(socket.AF_UNIX, SOCKET_KIND) as stranger:
@@ -147,7 +147,7 @@ def test_a_stranger_of_another_user_is_sent_away_unheard(monkeypatch: pytest.Mon
     handshakes.close()
 
 
-def test_where_no_controller_is_a_rank_is_told():
+def test_a_rank_learns_that_there_is_no_controller():
     with pytest.raises(ControllerLost, match="cannot be reached at perseus-planner-none"):
         Connection("perseus-planner-none", AttachRequest(0, SIMULATED, "clock", None, 0.0))
 

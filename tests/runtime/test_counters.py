@@ -1,4 +1,4 @@
-"""What ranks count adds up to what their GPUs say, and is told at the same iterations by all of them."""
+"""The counts of ranks match their GPUs' counters, and all ranks keep them at the same iterations."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ def reading(now_ns: int, energy_j: float | None) -> GpuSample:
 
 @pytest.fixture(autouse=True)
 def every_iteration(monkeypatch: pytest.MonkeyPatch):
-    """Counts are kept of each."""
+    """Keep a checkpoint after every iteration."""
     monkeypatch.setattr(counters, "CHECKPOINT_S", 0.0)
 
 
 def counted(ran: list[tuple[int, int]], readings: list[GpuSample]) -> Counts:
-    """What is counted of iterations from when to when, of a GPU of which that is read."""
+    """Count iterations that run in these spans on a GPU with these samples."""
     telemetry = Telemetry(0, PipelineRank(0, 1, 0, (0,)), offset_ns=lambda: 0)
     telemetry.update([], [AttachReply("simulated:a100", "", "A100", "simulated"), readings[0]])
     for number, ((begin_ns, end_ns), seen) in enumerate(zip(ran, readings[1:], strict=True)):
@@ -88,7 +88,7 @@ def test_a_pause_is_not_counted_and_neither_are_its_joules():
 
 def test_an_iteration_whose_joules_are_not_known_is_counted_but_not_metered():
     ran = [(each * S, (each + 1) * S) for each in range(4)]
-    joules = [5.0, 9.0, 1.0, 4.0, None]  # the counter begins anew, and is gone at last
+    joules = [5.0, 9.0, 1.0, 4.0, None]  # the counter restarts, and is missing at the end
     counts = counted(ran, [reading(place * S, each) for place, each in enumerate(joules)])
     assert (counts.iterations, counts.metered_iterations, counts.metered_s) == (4, 2, 2.0)
     assert counts.energy_j == 4.0 + 3.0
@@ -107,7 +107,7 @@ def test_latencies_are_of_the_iterations_since_the_counts_before(monkeypatch: py
 
 
 @given(st.floats(0.001, 8.0), st.floats(1.0, 1.4), st.floats(1.0, 1.4), st.integers(0, 3), st.data())
-def test_ranks_find_counts_of_one_iteration_though_none_is_as_far_or_as_fast_as_the_others(
+def test_ranks_have_checkpoints_of_a_common_iteration_at_different_speeds(
     iteration_s: float, one: float, other: float, ahead: int, data: st.DataObject
 ):
     counters.CHECKPOINT_S = CHECKPOINT_S  # put back by the fixture

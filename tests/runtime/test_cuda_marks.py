@@ -1,4 +1,4 @@
-"""Marks on CUDA, on a stand-in for the device: words and times in the device's order, and nothing waits for it."""
+"""Marks on a stand-in for CUDA: requests and times follow the device's order, and nothing waits for it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MS = 1_000_000
 
 
 class Rig:
-    """Marks on a stand-in device, and what ought to come of what they are told."""
+    """Marks on a stand-in device, and the expected results."""
 
     def __init__(self, cuda: FakeCuda | None = None) -> None:
         self.cuda = FakeCuda() if cuda is None else cuda
@@ -71,7 +71,7 @@ STEPS = st.lists(
 
 
 @given(STEPS)
-def test_a_word_appears_when_the_device_comes_to_it_whatever_plan_has_been_loaded_since(steps):
+def test_a_request_appears_when_the_device_reaches_it_whatever_plan_was_loaded_since(steps):
     rig = Rig()
     rig.marks.load([])
     words, expected, seen = [NO_REQUEST], 0, []
@@ -119,9 +119,9 @@ def test_times_are_those_of_the_device_whenever_they_are_read(iterations, pauses
     assert [timed.number for timed in found] == list(range(len(iterations)))
     truth = iter(rig.cuda.events_ns)
     for timed in found:
-        told = flat(timed)
-        true = [next(truth) for _ in told]
-        lengths_ns = zip(gaps(told), gaps(true), strict=True)
+        found = flat(timed)
+        true = [next(truth) for _ in found]
+        lengths_ns = zip(gaps(found), gaps(true), strict=True)
         assert all(abs(a - b) <= 1 + b * (abs(drift_ppm) * 1e-6 + 2**-24) for a, b in lengths_ns)
 
 
@@ -145,7 +145,7 @@ def test_times_do_not_go_astray_over_days(drift_ppm, is_prompt):
     assert worst_ns <= drift_ns + rounding_ns + looking_ns
 
 
-def test_nothing_is_told_of_an_iteration_that_the_device_has_not_ended():
+def test_an_iteration_has_no_times_before_the_device_has_ended_it():
     rig = Rig()
     rig.iteration(0, [MS, MS])
     while rig.cuda.queued:
@@ -204,14 +204,14 @@ def test_where_nobody_reads_the_times_no_more_are_kept():
 @pytest.mark.parametrize(
     "function", ["cuMemHostRegister_v2", "cuMemHostGetDevicePointer_v2", "cuStreamWriteValue64_v2"]
 )
-def test_a_refusal_is_told_with_its_reason_and_leaves_nothing_behind(function):
+def test_a_refusal_gives_its_reason_and_leaves_nothing_behind(function):
     cuda, page = FakeCuda(refuses={function: 800}), mmap(-1, 4096)
     with pytest.raises(GpuError, match=r"the CUDA driver returns error 800 \(operation not permitted\) from cu"):
         CudaMarks(page, "cuda:0", cuda, Driver(cuda))  # type: ignore[arg-type]
     assert cuda.registered == set()
 
 
-def test_where_the_device_refuses_later_training_goes_on_and_the_reader_is_told():
+def test_training_goes_on_when_the_device_refuses_later_and_the_reader_learns_why():
     rig = Rig()
     rig.marks.load([clock_request(0, 900)])
     rig.marks.request(0)

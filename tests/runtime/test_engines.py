@@ -1,4 +1,4 @@
-"""An adapter tells a hook all that its engine computes and nothing else, and changes nothing; on real ranks."""
+"""On real ranks, adapters call a hook for exactly what their engine computes, and leave the engine unchanged."""
 
 from __future__ import annotations
 
@@ -17,38 +17,38 @@ pytest.importorskip("torch")
 
 from engine_programs import ITERATIONS, TORCH, deepspeed_schedule, schedule_of
 
-# What importing and asking an engine warns of is not ours.
+# Warnings on import of an engine are not ours.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-Said = list[dict[str, Any]]  #: of each rank
+Results = list[dict[str, Any]]  #: of each rank
 
 DEEPSPEED = ("1f1b", "dualpipe-v")
 
 
-def said_by(program: str, size: int, folder: Path, *imports: str) -> Said:
+def results_of(program: str, size: int, folder: Path, *imports: str) -> Results:
     everyone = ranks(f"engine_programs:{program}", size, folder, imports=imports)
     assert [each.code for each in everyone] == [0] * size, everyone
     return [json.loads(each.stdout.splitlines()[-1]) for each in everyone]
 
 
 @pytest.fixture(scope="module", params=[2, 4])
-def torch_ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Said:
-    return said_by("torch_schedules", request.param, tmp_path_factory.mktemp("torch"))
+def torch_ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Results:
+    return results_of("torch_schedules", request.param, tmp_path_factory.mktemp("torch"))
 
 
 @pytest.fixture(scope="module", params=[2, 4])
-def deepspeed_ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Said:
+def deepspeed_ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Results:
     pytest.importorskip("deepspeed")
-    return said_by("deepspeed_engines", request.param, tmp_path_factory.mktemp("deepspeed"), "deepspeed.pipe")
+    return results_of("deepspeed_engines", request.param, tmp_path_factory.mktemp("deepspeed"), "deepspeed.pipe")
 
 
 @pytest.fixture(params=TORCH)
-def torch_schedule(request: pytest.FixtureRequest, torch_ranks: Said) -> tuple[str, Said]:
+def torch_schedule(request: pytest.FixtureRequest, torch_ranks: Results) -> tuple[str, Results]:
     return request.param, [each[request.param] for each in torch_ranks]
 
 
 @pytest.fixture(params=DEEPSPEED)
-def deepspeed_engine(request: pytest.FixtureRequest, deepspeed_ranks: Said) -> tuple[str, Said]:
+def deepspeed_engine(request: pytest.FixtureRequest, deepspeed_ranks: Results) -> tuple[str, Results]:
     if request.param not in deepspeed_ranks[0]:
         pytest.skip(f"this DeepSpeed has no {request.param}")
     return request.param, [each[request.param] for each in deepspeed_ranks]
@@ -59,17 +59,17 @@ def rows(name: str, engine: str, size: int, microbatches: int) -> list[list[str]
     return [[str(each) for each in row] for row in schedule.ranks]
 
 
-def check_told(name: str, engine: str, everyone: Said) -> None:
-    """Two iterations, and not the evaluation between them, in the order that was said and that we generate."""
+def check_told(name: str, engine: str, everyone: Results) -> None:
+    """Check that the hook sees two iterations, not the evaluation between them, in the announced order."""
     microbatches = 2 * len(everyone)
     for each, row in zip(everyone, rows(name, engine, len(everyone), microbatches), strict=True):
         assert each["order"] == row
-        assert each["iterations"] == [{"microbatches": microbatches, "told": row}] * ITERATIONS
+        assert each["iterations"] == [{"microbatches": microbatches, "computations": row}] * ITERATIONS
         assert not each["open"]
 
 
-def check_clocks(everyone: Said) -> None:
-    """The hook itself has asked for each computation's clock before it begins, and at last for the first one."""
+def check_clocks(everyone: Results) -> None:
+    """Check that the hook requests each computation's clock before it begins, and the first one again at the end."""
     for each in everyone:
         assert set(each["deviations"]) == {None}
         assert len(each["clocks"]) == len(each["deviations"])
@@ -77,8 +77,8 @@ def check_clocks(everyone: Said) -> None:
         assert each["next"] == each["first"]
 
 
-def check_unchanged(everyone: Said) -> None:
-    """Losses, weights and random state are those of a training without; nothing stays on the engine."""
+def check_unchanged(everyone: Results) -> None:
+    """Check that losses, weights and random state equal those without a hook, and nothing stays on the engine."""
     for each in everyone:
         assert each["equal"]
         assert each["wraps"]
@@ -88,61 +88,63 @@ def check_unchanged(everyone: Said) -> None:
         assert refusal.endswith("already; leave its block before you enter another")
 
 
-def check_seat(name: str, pipeline: int | None, everyone: Said) -> None:
+def check_seat(name: str, pipeline: int | None, everyone: Results) -> None:
     for rank, each in enumerate(everyone):
         assert (each["name"], each["device"]) == (name, "cpu")
         assert each["seat"] == [rank, len(everyone), pipeline, list(range(len(everyone)))]
 
 
-def check_failure(error: str, everyone: Said) -> None:
-    """On the last rank a layer has failed; the others have lost it; each iteration has ended, and nothing is left."""
+def check_failure(error: str, everyone: Results) -> None:
+    """Check that each iteration has ended and nothing is left on the engine after a layer failed on the last rank."""
     failures = [each["failure"] for each in everyone]
     assert (failures[-1]["error"], failures[-1]["cause"]) == (error, "ArithmeticError: the layer fails")
     for each in failures:
-        whole, broken = (iteration["told"] for iteration in each["iterations"])
+        whole, broken = (iteration["computations"] for iteration in each["iterations"])
         assert 0 < len(broken) < len(whole)
         assert broken == whole[: len(broken)]
         assert not each["open"]
         assert each["left"] == []
 
 
-def test_a_hook_is_told_what_a_schedule_of_torch_runs(torch_schedule: tuple[str, Said]) -> None:
+def test_a_hook_sees_what_a_torch_schedule_runs(torch_schedule: tuple[str, Results]) -> None:
     name, everyone = torch_schedule
     check_told(name, "torch", everyone)
 
 
-def test_a_hook_is_told_what_an_engine_of_deepspeed_runs(deepspeed_engine: tuple[str, Said]) -> None:
+def test_a_hook_sees_what_a_deepspeed_engine_runs(deepspeed_engine: tuple[str, Results]) -> None:
     name, everyone = deepspeed_engine
     check_told(name, "deepspeed", everyone)
 
 
-def test_clocks_are_asked_for_before_computations_of_torch(torch_schedule: tuple[str, Said]) -> None:
+def test_clocks_are_asked_for_before_computations_of_torch(torch_schedule: tuple[str, Results]) -> None:
     check_clocks(torch_schedule[1])
 
 
-def test_clocks_are_asked_for_before_computations_of_deepspeed(deepspeed_engine: tuple[str, Said]) -> None:
+def test_clocks_are_asked_for_before_computations_of_deepspeed(deepspeed_engine: tuple[str, Results]) -> None:
     check_clocks(deepspeed_engine[1])
 
 
-def test_training_with_torch_is_bit_equal_and_the_schedule_is_left_as_it_was(torch_schedule: tuple[str, Said]) -> None:
+def test_training_with_torch_is_bit_equal_and_the_schedule_is_unchanged(
+    torch_schedule: tuple[str, Results],
+) -> None:
     check_unchanged(torch_schedule[1])
 
 
 def test_training_with_deepspeed_is_bit_equal_and_the_engine_is_left_as_it_was(
-    deepspeed_engine: tuple[str, Said],
+    deepspeed_engine: tuple[str, Results],
 ) -> None:
     check_unchanged(deepspeed_engine[1])
 
 
-def test_torch_says_where_a_rank_stands(torch_schedule: tuple[str, Said]) -> None:
+def test_torch_gives_the_pipeline_rank(torch_schedule: tuple[str, Results]) -> None:
     check_seat("torch.distributed.pipelining", None, torch_schedule[1])
 
 
-def test_deepspeed_says_where_a_rank_stands(deepspeed_engine: tuple[str, Said]) -> None:
+def test_deepspeed_gives_the_pipeline_rank(deepspeed_engine: tuple[str, Results]) -> None:
     check_seat("DeepSpeed", 0, deepspeed_engine[1])
 
 
-def test_deepspeed_says_which_of_its_pipelines_a_rank_is_in(deepspeed_ranks: Said) -> None:
+def test_deepspeed_gives_the_pipeline(deepspeed_ranks: Results) -> None:
     if len(deepspeed_ranks) != 4:
         pytest.skip("two pipelines of two stages are four ranks")
     replicas = [each["replicas"] for each in deepspeed_ranks]
@@ -155,46 +157,46 @@ def test_deepspeed_says_which_of_its_pipelines_a_rank_is_in(deepspeed_ranks: Sai
     for each in replicas:
         row = rows("1f1b", "deepspeed", 2, 3)[each["seat"][0]]
         assert each["order"] == row
-        assert each["iterations"] == [{"microbatches": 3, "told": row}]
+        assert each["iterations"] == [{"microbatches": 3, "computations": row}]
 
 
-def test_the_loss_belongs_to_the_forward_of_the_last_stage_of_torch(torch_schedule: tuple[str, Said]) -> None:
+def test_the_loss_belongs_to_the_forward_of_the_last_stage_of_torch(torch_schedule: tuple[str, Results]) -> None:
     _, everyone = torch_schedule
     losses = [each["losses"] for each in everyone if each["losses"] is not None]
     assert losses == [ITERATIONS * everyone[0]["microbatches"]]
 
 
-def test_another_schedule_of_torch_may_have_another_number_of_microbatches(torch_schedule: tuple[str, Said]) -> None:
+def test_another_schedule_of_torch_may_have_another_number_of_microbatches(torch_schedule: tuple[str, Results]) -> None:
     name, everyone = torch_schedule
     microbatches = 4 * len(everyone)
     for each, row in zip(everyone, rows(name, "torch", len(everyone), microbatches), strict=True):
         assert each["more_order"] == row
-        assert each["more"] == [{"microbatches": microbatches, "told": row}]
+        assert each["more"] == [{"microbatches": microbatches, "computations": row}]
 
 
-def test_what_a_backward_of_deepspeed_computes_again_is_no_forward(deepspeed_engine: tuple[str, Said]) -> None:
+def test_what_a_backward_of_deepspeed_computes_again_is_no_forward(deepspeed_engine: tuple[str, Results]) -> None:
     for each in deepspeed_engine[1]:
         microbatches = each["microbatches"]
         assert each["calls"] == 2 * ITERATIONS * microbatches + microbatches  # forward and again; and an evaluation
-        forwards = [sum("F" in cell for cell in iteration["told"]) for iteration in each["iterations"]]
+        forwards = [sum("F" in cell for cell in iteration["computations"]) for iteration in each["iterations"]]
         assert forwards == [sum("F" in cell for cell in each["order"])] * ITERATIONS
 
 
-def test_an_engine_of_deepspeed_may_change_its_number_of_microbatches(deepspeed_engine: tuple[str, Said]) -> None:
+def test_an_engine_of_deepspeed_may_change_its_number_of_microbatches(deepspeed_engine: tuple[str, Results]) -> None:
     name, everyone = deepspeed_engine
     numbers = (4 * len(everyone), 2 * len(everyone))
     for rank, each in enumerate(everyone):
         wanted = [rows(name, "deepspeed", len(everyone), number)[rank] for number in numbers]
         assert each["changed_orders"] == wanted
-        told = [{"microbatches": number, "told": row} for number, row in zip(numbers, wanted, strict=True)]
-        assert each["changed"] == told
+        expected = [{"microbatches": number, "computations": row} for number, row in zip(numbers, wanted, strict=True)]
+        assert each["changed"] == expected
 
 
-def test_a_failure_in_an_iteration_of_torch_is_still_that_failure(torch_ranks: Said) -> None:
+def test_a_failure_in_an_iteration_of_torch_is_still_that_failure(torch_ranks: Results) -> None:
     check_failure("RuntimeError", torch_ranks)  # torch adds which stage failed
 
 
-def test_a_failure_in_an_iteration_of_deepspeed_is_still_that_failure(deepspeed_ranks: Said) -> None:
+def test_a_failure_in_an_iteration_of_deepspeed_is_still_that_failure(deepspeed_ranks: Results) -> None:
     check_failure("ArithmeticError", deepspeed_ranks)
 
 

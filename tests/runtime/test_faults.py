@@ -1,4 +1,4 @@
-"""Training under a plan goes on, to the same results, whatever fails of what sets the clocks; or it never begins."""
+"""Whatever fails in setting clocks, training under a plan goes on to the same results, or is refused at the start."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from fake_nvml import StandIn
 from gpu_owners import files
-from launching import Said, said_by
+from launching import Results, results_of
 from planner_processes import planner_processes
 
 pytest.importorskip("torch")
@@ -17,18 +17,18 @@ SOON_S = 8.0
 """Within which a refusal must be everywhere; whoever waited for another rank would wait longer than that."""
 
 
-def heard(everyone: Said, name: str) -> list[str]:
-    """What the whole job was warned of in one of its trainings, without the rank that said it."""
-    return [text.partition(": ")[2] for each in everyone for text in each[name]["heard"]]
+def warnings_of(everyone: Results, name: str) -> list[str]:
+    """Return the warnings of the whole job in one training, without the rank."""
+    return [text.partition(": ")[2] for each in everyone for text in each[name]["warnings"]]
 
 
 # On the way in
 
 
 @pytest.fixture(scope="module")
-def refused(tmp_path_factory: pytest.TempPathFactory) -> Said:
+def refused(tmp_path_factory: pytest.TempPathFactory) -> Results:
     folder = tmp_path_factory.mktemp("refused")
-    everyone = said_by("runtime_programs:refusals", 2, folder)
+    everyone = results_of("runtime_programs:refusals", 2, folder)
     assert files(folder / "state") == []
     return everyone
 
@@ -50,25 +50,25 @@ ORDER = "is not what torch.distributed.pipelining runs on rank {} of the pipelin
         ("no engine on rank 1", "RankError UsageError", "planner_runtime was given a Linear; give it a DeepSpeed"),
     ],
 )
-def test_what_a_user_can_correct_is_refused_on_all_ranks_at_once(refused: Said, name: str, errors: str, text: str):
-    said = [rank[name] for rank in refused]
-    assert [each["error"] for each in said] == errors.split()
-    for number, each in enumerate(said):
+def test_what_a_user_can_correct_is_refused_on_all_ranks_at_once(refused: Results, name: str, errors: str, text: str):
+    result = [rank[name] for rank in refused]
+    assert [each["error"] for each in result] == errors.split()
+    for number, each in enumerate(result):
         assert text.format(number) in each["text"]
         assert each["took_s"] < SOON_S
         assert each["locked_mhz"] is None
         if each["error"] == "RankError":
-            assert each["text"] == f"rank {1 - number} does not begin: {said[1 - number]['text']}"
+            assert each["text"] == f"rank {1 - number} does not begin: {result[1 - number]['text']}"
 
 
-def test_after_refusals_a_job_may_begin(refused: Said):
+def test_after_refusals_a_job_may_begin(refused: Results):
     assert [rank["entered at last"]["error"] for rank in refused] == ["NoneType"] * 2
-    assert [rank["heard"] for rank in refused] == [[], []]
+    assert [rank["warnings"] for rank in refused] == [[], []]
 
 
 @pytest.fixture(scope="module")
-def unclocked(tmp_path_factory: pytest.TempPathFactory) -> Said:
-    return said_by("runtime_programs:without", 2, tmp_path_factory.mktemp("without"))
+def unclocked(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    return results_of("runtime_programs:without", 2, tmp_path_factory.mktemp("without"))
 
 
 @pytest.mark.parametrize(
@@ -82,31 +82,33 @@ def unclocked(tmp_path_factory: pytest.TempPathFactory) -> Said:
         ("no records", True, "name another folder in PLANNER_STATE_DIR", "no clock can be set: /proc/none: cannot be"),
     ],
 )
-def test_without_what_sets_clocks_training_begins_all_the_same_and_that_is_told_once(
-    unclocked: Said, name: str, plan: bool, problem: str | None, text: str
+def test_training_begins_without_clocks_with_one_warning(
+    unclocked: Results, name: str, plan: bool, problem: str | None, text: str
 ):
-    for said in (rank[name] for rank in unclocked):
-        assert (said["equal"], said["plan"]) == (True, plan)
-        assert (said["problem"] is None) if problem is None else (problem in said["problem"])
-    (told,) = heard(unclocked, name)
-    assert told.startswith(text)
+    for result in (rank[name] for rank in unclocked):
+        assert (result["equal"], result["plan"]) == (True, plan)
+        assert (result["problem"] is None) if problem is None else (problem in result["problem"])
+    (warning,) = warnings_of(unclocked, name)
+    assert warning.startswith(text)
 
 
-def test_who_does_not_come_is_waited_for_once_and_training_begins(unclocked: Said):
+def test_a_rank_that_does_not_join_is_waited_for_once_and_training_begins(unclocked: Results):
     name = "a rank that does not come"
     here, _ = (rank[name] for rank in unclocked)
     assert (here["plan"], here["problem"], here["equal"]) == (True, None, True)
     assert here["took_s"] < SOON_S
-    assert heard(unclocked, name) == ["rank 1 had not joined within 0.3 s; training begins without waiting longer"]
+    assert warnings_of(unclocked, name) == [
+        "rank 1 had not joined within 0.3 s; training begins without waiting longer"
+    ]
 
 
 # While training
 
 
 @pytest.fixture(scope="module")
-def survived(tmp_path_factory: pytest.TempPathFactory) -> Said:
+def survived(tmp_path_factory: pytest.TempPathFactory) -> Results:
     folder = tmp_path_factory.mktemp("survived")
-    everyone = said_by("runtime_programs:no_clocks_any_more", 2, folder)
+    everyone = results_of("runtime_programs:no_clocks_any_more", 2, folder)
     assert (planner_processes(str(folder / "state")), files(folder / "state")) == ([], [])
     return everyone
 
@@ -121,35 +123,35 @@ def survived(tmp_path_factory: pytest.TempPathFactory) -> Said:
         ("fault", "a fault of the planner, please report it: ValueError: a test breaks it"),
     ],
 )
-def test_whatever_fails_training_goes_on_to_the_same_results_without_clocks_and_that_is_told_once(
-    survived: Said, name: str, text: str
+def test_whatever_fails_training_goes_on_to_the_same_results_without_clocks_with_one_warning(
+    survived: Results, name: str, text: str
 ):
     everyone = [rank[name] for rank in survived]
-    for said in everyone:
-        assert said["equal"]
-        assert said["problem"] is not None
-        assert (said["locked_mhz"] is None) == (name != "lost")
-    (told,) = heard(survived, name)
-    assert told.startswith(text)
-    assert told.endswith("; training goes on at the GPU's default clocks")
+    for result in everyone:
+        assert result["equal"]
+        assert result["problem"] is not None
+        assert (result["locked_mhz"] is None) == (name != "lost")
+    (warning,) = warnings_of(survived, name)
+    assert warning.startswith(text)
+    assert warning.endswith("; training goes on at the GPU's default clocks")
 
 
-def test_a_gpu_that_was_lost_is_reset_when_the_next_job_begins(survived: Said):
+def test_a_gpu_that_was_lost_is_reset_when_the_next_job_begins(survived: Results):
     assert [rank["lost"]["locked_mhz later"] for rank in survived] == [None, None]
 
 
 def test_a_driver_that_sets_no_more_clocks_ends_them_on_all_ranks(nvml: StandIn, tmp_path: Path):
-    everyone = said_by(
+    everyone = results_of(
         "runtime_programs:no_permission_any_more", 2, tmp_path, json.dumps(dict(nvml.environment())), str(nvml.script)
     )
     assert all("NVML returns 'Insufficient Permissions'" in rank["problem"] for rank in everyone)
-    assert len([text for rank in everyone for text in rank["heard"]]) == 1
+    assert len([text for rank in everyone for text in rank["warnings"]]) == 1
     assert [nvml.locked_mhz(gpu) for gpu in range(2)] == [None, None]
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Said:
-    return said_by("runtime_programs:clocks_go_on", 2, tmp_path_factory.mktemp("undisturbed"))
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    return results_of("runtime_programs:clocks_go_on", 2, tmp_path_factory.mktemp("undisturbed"))
 
 
 @pytest.mark.parametrize(
@@ -162,14 +164,14 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Said:
         ("suspended", []),
     ],
 )
-def test_what_fails_beside_or_leaves_takes_no_clock_from_the_others(undisturbed: Said, name: str, texts: list[str]):
-    for said in (rank[name] for rank in undisturbed):
-        assert (said["problem"], said["locked_mhz"]) == (None, None)
-    assert [text.removesuffix(" without recording") for text in heard(undisturbed, name)] == texts
+def test_what_fails_beside_or_leaves_takes_no_clock_from_the_others(undisturbed: Results, name: str, texts: list[str]):
+    for result in (rank[name] for rank in undisturbed):
+        assert (result["problem"], result["locked_mhz"]) == (None, None)
+    assert [text.removesuffix(" without recording") for text in warnings_of(undisturbed, name)] == texts
 
 
 def test_without_the_store_training_goes_on_by_its_plan_and_no_new_one_is_taken(tmp_path: Path):
-    everyone = said_by("runtime_programs:store_gone", 2, tmp_path)
+    everyone = results_of("runtime_programs:store_gone", 2, tmp_path)
     assert [(rank["problem"], rank["locked_mhz"]) for rank in everyone] == [(None, None)] * 2
     assert all("the job's store can no longer be used" in rank["refused"] for rank in everyone)
-    assert [len(rank["heard"]) for rank in everyone] == [1, 0]
+    assert [len(rank["warnings"]) for rank in everyone] == [1, 0]

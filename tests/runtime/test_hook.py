@@ -1,4 +1,4 @@
-"""The hook against a plain model of its three rules: the word that stands at every moment, whatever an engine does."""
+"""The hook against a plain model of its rules: the request at every moment, whatever an engine does."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ COMPUTATIONS = st.builds(Computation, st.integers(0, 1), st.sampled_from("FB"), 
 
 @dataclass
 class Ran:
-    """What an engine does in one iteration, and by what."""
+    """What an engine does in one iteration, and its program."""
 
     program: Program | None
     microbatches: int | None
     computations: list[Computation]
-    is_broken_off: bool  #: in the last computation, after which nothing more is told
+    is_broken_off: bool  #: in the last computation, after which nothing more is endings
 
 
 @st.composite
@@ -74,7 +74,7 @@ def runs(draw: st.DrawFn) -> tuple[Program | None, list[Ran]]:
 
 
 def begins_as_planned(ran: Ran, count: int) -> bool:
-    """Whether the first `count` computations are those of the program, of a right number of microbatches."""
+    """Whether the first `count` computations and the number of microbatches are those of the program."""
     assert ran.program is not None
     right = (None, ran.program.plan.schedule.microbatches)
     return ran.microbatches in right and tuple(ran.computations[:count]) == ran.program.computations[:count]
@@ -87,7 +87,7 @@ def is_clean(ran: Ran) -> bool:
 
 
 def standing(before: list[Ran], first: Program | None, ran: Ran, begun: int, ended: int) -> int:
-    """The word in an iteration when so many computations have begun and ended: the rules, read from the history."""
+    """Return the expected request after some computations of an iteration, by the rules and the history."""
     earlier = before[-1].program if before else first
     is_followed = ran.program is not earlier or not before or is_clean(before[-1])
     if ran.program is None or not is_followed or not begins_as_planned(ran, begun):
@@ -102,7 +102,7 @@ def after(ran: Ran) -> int:
 
 @dataclass
 class Recorder:
-    """A pilot that answers from a list and keeps what it is told."""
+    """A `ProgramSource` that returns programs from a list and records its calls."""
 
     programs: list[Program | None]
     asked: list[int] = field(default_factory=list)
@@ -121,7 +121,7 @@ class Recorder:
 
 
 @given(runs())
-def test_at_every_moment_the_word_is_what_the_rules_say(run):
+def test_the_request_follows_the_rules_at_every_moment(run):
     first, behaviour = run
     shared, pilot = memoryview(bytearray(8)).cast("Q"), Recorder([ran.program for ran in behaviour])
     marks = HostMarks(shared)
@@ -148,9 +148,9 @@ def test_at_every_moment_the_word_is_what_the_rules_say(run):
     hook.end_iteration()
     assert not behaviour or shared[0] == after(behaviour[-1])
     assert pilot.asked == list(range(len(behaviour)))
-    told = [(number, program, deviation is None) for number, program, deviation in pilot.endings]
+    endings = [(number, program, deviation is None) for number, program, deviation in pilot.endings]
     expected = [(i, ran.program, ran.program is None or is_clean(ran)) for i, ran in enumerate(behaviour)]
-    assert told == expected
+    assert endings == expected
     counts = [max(1, 3 * len(ran.program.computations) // 4) if ran.program is not None else 1 for ran in behaviour]
     assert pilot.quarters == [i for i, (done, count) in enumerate(zip(spans, counts, strict=True)) if done >= count]
     timed = marks.finished()
@@ -170,7 +170,7 @@ def test_at_every_moment_the_word_is_what_the_rules_say(run):
         (2, ["1F0", "1B0", "1F1", "1B1"], None),
     ],
 )
-def test_what_the_engine_did_otherwise_is_told_once(microbatches, computations, said):
+def test_a_deviation_is_reported_once(microbatches, computations, said):
     pilot = Recorder([program(2, "1f1b", 1.0, 1)])
     hook = Hook(HostMarks(memoryview(bytearray(8)).cast("Q")), pilot, pilot.programs[0])
     hook.begin_iteration(microbatches)
@@ -183,7 +183,7 @@ def test_what_the_engine_did_otherwise_is_told_once(microbatches, computations, 
 
 
 @given(st.integers(0, 2**30), st.integers(1, 2**32 - 1))
-def test_a_word_holds_a_place_and_a_value(place, value):
+def test_a_request_holds_a_position_and_a_value(place, value):
     assert parse_clock_request(clock_request(place, value)) == (place, value)
     assert 0 < clock_request(place, value) < 2**63
     assert parse_clock_request(NO_REQUEST) == (None, 0)

@@ -1,4 +1,4 @@
-"""All ranks come to know the same of who has entered."""
+"""All ranks receive the same list of values from `exchange`."""
 # ruff: noqa: TID253 - these tests are there for torch
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ from perseus_planner.errors import RankError
 from perseus_planner.runtime.job import exchange
 
 
-def word(rank: int) -> bytes:
+def value_of(rank: int) -> bytes:
     return bytes(range(256)) * rank
 
 
 def all_enter(store: Any, numbers: list[int], size: int, timeout_s: float) -> list[list[bytes | None]]:
     with ThreadPoolExecutor(len(numbers)) as pool:
-        told = [pool.submit(exchange, Counted(store), rank, size, word(rank), timeout_s) for rank in numbers]
-        return [each.result() for each in told]
+        futures = [pool.submit(exchange, Counted(store), rank, size, value_of(rank), timeout_s) for rank in numbers]
+        return [each.result() for each in futures]
 
 
 @pytest.mark.parametrize("kind", ["hash", "tcp"])
-def test_all_are_told_what_each_says(kind: str):
+def test_all_ranks_receive_the_values_of_all(kind: str):
     store = HashStore() if kind == "hash" else TCPStore("127.0.0.1", 0, None, True)
-    assert all_enter(store, [0, 1, 2, 3], 4, 60.0) == 4 * [[word(rank) for rank in range(4)]]
+    assert all_enter(store, [0, 1, 2, 3], 4, 60.0) == 4 * [[value_of(rank) for rank in range(4)]]
     assert store.check(["all"])
     assert not any(store.check([f"values/{rank}"]) for rank in range(4))
 
 
 @pytest.mark.parametrize("late", [0, 3])
-def test_who_comes_too_late_is_told_what_the_others_know(late: int):
+def test_a_late_rank_receives_what_the_others_received(late: int):
     store = HashStore()
     there = [rank for rank in range(4) if rank != late]
-    expected = [None if rank == late else word(rank) for rank in range(4)]
+    expected = [None if rank == late else value_of(rank) for rank in range(4)]
     assert all_enter(store, there, 4, 0.2) == 3 * [expected]
     assert all_enter(store, [late], 4, 60.0) == [expected]
 
@@ -59,7 +59,7 @@ def test_waiting_can_be_interrupted():
     timer.join()
 
 
-def test_a_store_that_is_gone_is_said():
+def test_a_store_that_is_gone_is_an_error():
     store = Counted(HashStore())
     store.is_gone = True
     with pytest.raises(RankError) as error:

@@ -1,4 +1,4 @@
-"""Whoever of a training job is killed, and whenever: within two seconds no clock is locked, and nothing hangs."""
+"""Whichever process of a training job is killed, at any time: no clock is locked two seconds later, nothing hangs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import psutil
 import pytest
 from commands import run
 from gpu_owners import WITHIN_S, await_end, files, owner
-from launching import deepspeed, said_by, torchrun
+from launching import deepspeed, results_of, torchrun
 from planner_processes import CONTROLLER, GUARDIAN, has_not_ended, planner_processes
 
 from perseus_planner.gpu.lease.lease import recover
@@ -44,12 +44,12 @@ ROLES = ("rank 0", "rank 1", "launcher", "controller", "guardian")
 
 
 class Job:
-    """A job of two ranks that have met, from when on they end when one of them does; and its GPUs.
+    """A job of two ranks that have connected, so that both end if one of them does; and its GPUs.
 
     Args:
-        folder: in which it runs; a file `stop` in it ends it.
-        launcher: what has started it.
-        gpus: of its ranks.
+        folder: The folder of the job; a file `stop` in it ends the job.
+        launcher: The process that started it.
+        gpus: The GPUs of its ranks.
     """
 
     def __init__(self, folder: Path, launcher: int, gpus: Sequence[psutil.Process]) -> None:
@@ -64,7 +64,7 @@ class Job:
         return [gpu.locked_mhz for gpu in self.gpus]
 
     def processes(self) -> dict[str, list[psutil.Process]]:
-        """Who lives, by role."""
+        """Return the living processes by role."""
         state = str(self.folder / "state")
         found = {
             "launcher": self.launchers,
@@ -77,19 +77,19 @@ class Job:
         return {role: processes for role, processes in living.items() if processes}
 
     def warnings(self) -> list[str]:
-        """What its ranks said on stderr, as they have no other logging."""
+        """Return what its ranks printed on stderr, which is where their warnings go."""
         texts = [(self.folder / f"stderr-{rank}").read_text() for rank in range(2)]
         return [line for text in texts for line in text.splitlines() if line.startswith("planner, rank ")]
 
     def stop(self) -> None:
-        """Let it end by itself, and wait until nothing of it, or of the planner, is left."""
+        """Stop the job, and wait until none of its processes and none of the planner's is left."""
         (self.folder / "stop").touch()
         eventually(lambda: not self.processes().keys() - {"launcher"}, lambda: str(self.processes()))
 
 
 @contextmanager
 def job(folder: Path, launcher: int) -> Iterator[Job]:
-    """It is killed on leaving, in the whole."""
+    """Run a job inside the block, and kill all of it on leaving."""
     with ExitStack() as stack:
         begun = Job(folder, launcher, [stack.enter_context(closing(open_emulated(text))) for text in GPUS])
         try:
@@ -102,7 +102,7 @@ def job(folder: Path, launcher: int) -> Iterator[Job]:
 
 @contextmanager
 def forked_job(folder: Path) -> Iterator[Job]:
-    """Started without waiting for imports."""
+    """Start a job from a process that has done its imports."""
     folder.mkdir()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -115,7 +115,7 @@ def forked_job(folder: Path) -> Iterator[Job]:
 
 @cache
 def _server() -> subprocess.Popen[str]:
-    """Ends with this process, which closes its input."""
+    """Start the process that forks jobs; it ends with this one, which closes its input."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "TORCH_CPP_LOG_LEVEL": "FATAL"}
     return subprocess.Popen(
         [sys.executable, str(SCRIPT), "serve"],
@@ -140,12 +140,12 @@ def kill(processes: Sequence[psutil.Process]) -> None:
 
 
 def check_reset_when_killed(job: Job, victims: Sequence[str]) -> None:
-    """Soon after they are killed no clock is locked."""
+    """Kill processes, and check that soon no clock is locked."""
     found = job.processes()
     killed, processes = found.keys() & set(victims), [each for role in victims for each in found.get(role, [])]
     kill(processes)
     killed_s = time.monotonic()
-    if {"controller", "guardian"} <= killed:  # what they had written down is left for the next command
+    if {"controller", "guardian"} <= killed:  # their records are left for the next command
         eventually(lambda: not any(map(has_not_ended, processes)))
         recover()
     concerned = [rank for rank in range(2) if killed & {"controller", "launcher", f"rank {rank}"}]
@@ -157,7 +157,7 @@ def check_reset_when_killed(job: Job, victims: Sequence[str]) -> None:
 
 
 def check_leaves_nothing(job: Job) -> None:
-    """The job can be stopped, and all is as it was."""
+    """Stop the job, and check that nothing is left."""
     job.stop()
     recover()  # a record may be left where nothing was set yet
     assert (job.locked_mhz, files(job.folder / "state")) == ([None, None], [])
@@ -170,7 +170,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def trains(job: Job) -> None:
-    """Wait until both GPUs are set."""
+    """Wait until the clocks of both GPUs are set."""
     eventually(lambda: None not in job.locked_mhz)
 
 
@@ -186,7 +186,7 @@ def trains(job: Job) -> None:
     ],
     ids=" and ".join,
 )
-def test_whoever_is_killed_no_clock_is_locked_two_seconds_later(victims: tuple[str, ...], folder: Path):
+def test_no_clock_is_locked_two_seconds_after_a_kill(victims: tuple[str, ...], folder: Path):
     with forked_job(folder) as job:
         trains(job)
         assert job.processes().keys() == set(ROLES)
@@ -201,7 +201,7 @@ def test_whoever_is_killed_no_clock_is_locked_two_seconds_later(victims: tuple[s
 def test_a_second_job_is_refused_on_all_ranks_for_as_long_as_the_first_one_lives(folder: Path):
     with forked_job(folder) as job:
         trains(job)
-        everyone = said_by("runtime_programs:beside_another_job", 2, folder, "emulated:a100-sxm?call=1ms")
+        everyone = results_of("runtime_programs:beside_another_job", 2, folder, "emulated:a100-sxm?call=1ms")
         for rank in everyone:
             assert rank["held"]["error"] == "GpuInUse"
             assert "perseus_planner.runtime.controller" in rank["held"]["text"]
@@ -209,7 +209,7 @@ def test_a_second_job_is_refused_on_all_ranks_for_as_long_as_the_first_one_lives
         assert job.processes().keys() == set(ROLES)
         job.stop()
         assert (job.locked_mhz, files(folder / "state")) == ([None, None], [])
-        everyone = said_by("runtime_programs:beside_another_job", 2, folder, "emulated:a100-sxm?call=1ms")
+        everyone = results_of("runtime_programs:beside_another_job", 2, folder, "emulated:a100-sxm?call=1ms")
         assert [rank["held"]["error"] for rank in everyone] == ["NoneType"] * 2
 
 
@@ -243,7 +243,7 @@ def test_a_controller_to_which_no_rank_comes_as_its_starter_was_killed_ends_too(
 
 
 def kill_at_random_moments(folder: Path, times: int, seed: int, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Kill some of a job, and again, each time in a new one; how often clocks were set by then."""
+    """Kill processes of new jobs again and again; return how often clocks were set by then."""
     moments, set_before = random.Random(seed), 0
     folder.mkdir()
     for number in range(times):

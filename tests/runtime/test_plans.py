@@ -1,4 +1,4 @@
-"""The plans of a job's pipelines, as they go from rank to rank."""
+"""The plans of a job's pipelines as they are sent to all ranks, and programs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training under a plan, whole: real engines, real ranks, a clock controller, and emulated GPUs."""
+"""Training under a plan as a whole: real engines, real ranks, a clock controller, and emulated GPUs."""
 
 from __future__ import annotations
 
@@ -6,26 +6,26 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from launching import Said, said_by
+from launching import Results, results_of
 
 pytest.importorskip("torch")
 
 FIRST, SECOND, WITHOUT = 1, 2, 0  #: by which plan an iteration ran
 
 
-def heard(everyone: Said) -> list[str]:
-    """What the whole job was warned of."""
-    return [text for each in everyone for text in each["heard"]]
+def warnings_of(everyone: Results) -> list[str]:
+    """Return the warnings of the whole job."""
+    return [text for each in everyone for text in each["warnings"]]
 
 
-def check_followed(everyone: Said, *names: str) -> None:
-    """Each computation ran in its turn and at its clock, and the results are those without a runtime."""
+def check_followed(everyone: Results, *names: str) -> None:
+    """Check that each computation ran in its turn and at its clock, with the results of a plain training."""
     for name in names:
-        for said in (rank[name] for rank in everyone):
-            assert said["equal"]
-            assert said["orders"] == [said["plan"]] * 3
-            assert set(said["as planned"]) == {True}
-            assert (said["after"], said["problem"], said["heard"]) == (None, None, [])
+        for result in (rank[name] for rank in everyone):
+            assert result["equal"]
+            assert result["orders"] == [result["plan"]] * 3
+            assert set(result["as planned"]) == {True}
+            assert (result["after"], result["problem"], result["warnings"]) == (None, None, [])
 
 
 @pytest.mark.parametrize(
@@ -34,37 +34,37 @@ def check_followed(everyone: Said, *names: str) -> None:
 def test_torch_runs_every_computation_at_its_clock_and_results_stay_the_same(
     count: int, names: list[str], tmp_path: Path
 ):
-    check_followed(said_by("runtime_programs:torch_schedules", count, tmp_path, *names), *names)
+    check_followed(results_of("runtime_programs:torch_schedules", count, tmp_path, *names), *names)
 
 
 @pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed")
 def test_deepspeed_runs_every_computation_at_its_clock_and_results_stay_the_same(tmp_path: Path):
-    everyone = said_by("runtime_programs:deepspeed_engine", 2, tmp_path, imports=["deepspeed.pipe"])
+    everyone = results_of("runtime_programs:deepspeed_engine", 2, tmp_path, imports=["deepspeed.pipe"])
     check_followed(everyone, "1f1b")
 
 
 @pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core is not installed")
 def test_megatron_runs_every_computation_at_its_clock_and_results_stay_the_same(tmp_path: Path):
-    check_followed(said_by("megatron_programs:planned", 2, tmp_path), "interleaved-1f1b")
+    check_followed(results_of("megatron_programs:planned", 2, tmp_path), "interleaved-1f1b")
 
 
 @pytest.fixture(scope="module")
-def changed(tmp_path_factory: pytest.TempPathFactory) -> Said:
-    """A job in which much changes, but for plans by pipeline."""
-    return said_by("runtime_programs:changes", 2, tmp_path_factory.mktemp("changes"))
+def changed(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """Run a job with all kinds of changes except plans for each pipeline."""
+    return results_of("runtime_programs:changes", 2, tmp_path_factory.mktemp("changes"))
 
 
-def test_other_numbers_of_microbatches_run_without_clocks_and_are_told_once_in_the_whole_job(changed: Said):
+def test_other_numbers_of_microbatches_run_without_clocks_with_one_warning_in_the_whole_job(changed: Results):
     without = "it ran without clocks, because the iteration before was not as planned"
     for rank in changed:
         assert rank["deviations"] == [
             "6 microbatches, and the plan has 4", without, "2 microbatches, and the plan has 4", without
         ]  # fmt: skip
-    (text,) = [text for text in heard(changed) if "microbatches" in text]
+    (text,) = [text for text in warnings_of(changed) if "microbatches" in text]
     assert "ran 6 microbatches, and the plan has 4; clocks are reset in such iterations, and set again" in text
 
 
-def test_all_ranks_take_a_new_plan_at_one_iteration_although_one_hears_of_it_late(changed: Said):
+def test_all_ranks_take_a_new_plan_at_one_iteration_although_one_hears_of_it_late(changed: Results):
     first, second = (rank["switch"]["ran"] for rank in changed)
     assert first == second
     assert first == [FIRST] * first.count(FIRST) + [SECOND] * first.count(SECOND)
@@ -73,30 +73,30 @@ def test_all_ranks_take_a_new_plan_at_one_iteration_although_one_hears_of_it_lat
     assert changed[1]["switch"]["since"] == before + first.count(FIRST)
 
 
-def test_a_rank_that_does_not_hear_what_was_decided_runs_by_no_plan_until_it_does(changed: Said):
+def test_a_rank_that_does_not_hear_what_was_decided_runs_by_no_plan_until_it_does(changed: Results):
     late, others = (rank["late"]["ran"] for rank in changed)
     pairs = list(zip(late, others, strict=True))
     may_follow = [(FIRST, FIRST), (WITHOUT, FIRST), (WITHOUT, SECOND), (SECOND, SECOND)]
     assert [may_follow.index(pair) for pair in pairs] == sorted(may_follow.index(pair) for pair in pairs)
     assert (WITHOUT, SECOND) in pairs
-    (text,) = [text for text in heard(changed) if "had learned which plan" in text]
+    (text,) = [text for text in warnings_of(changed) if "had learned which plan" in text]
     assert text.endswith("it runs at the GPU's default clocks until then")
-    assert len(heard(changed)) == 2  # with that of the microbatches
+    assert len(warnings_of(changed)) == 2  # with that of the microbatches
 
 
-def test_an_exception_of_the_training_reaches_its_caller_with_clocks_reset(changed: Said):
+def test_an_exception_of_the_training_reaches_its_caller_with_clocks_reset(changed: Results):
     assert [rank["locked"] for rank in changed] == [None, None]
 
 
 def test_pipelines_run_by_plans_of_their_own_and_change_them_together(tmp_path: Path):
-    everyone = said_by("runtime_programs:pipelines", 4, tmp_path)
+    everyone = results_of("runtime_programs:pipelines", 4, tmp_path)
     assert [rank["pipeline"] for rank in everyone] == [0, 1, 0, 1]
     assert all(rank["ran"] == everyone[0]["ran"] == sorted(rank["ran"]) for rank in everyone)
     assert [rank["locked"] for rank in everyone] == [None] * 4
-    assert heard(everyone) == []
+    assert warnings_of(everyone) == []
 
 
 def test_a_dry_run_does_all_but_set_clocks(tmp_path: Path):
-    everyone = said_by("runtime_programs:dry_run", 2, tmp_path)
+    everyone = results_of("runtime_programs:dry_run", 2, tmp_path)
     for rank in everyone:
-        assert (rank["plan"], rank["as planned"], rank["problem"], rank["heard"]) == (True, True, None, [])
+        assert (rank["plan"], rank["as planned"], rank["problem"], rank["warnings"]) == (True, True, None, [])

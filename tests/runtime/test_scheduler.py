@@ -1,4 +1,4 @@
-"""When the controller sets which GPU to what."""
+"""When the controller sets which GPU to what, and how it reads requests."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ MS = 1_000_000
 
 
 @dataclass
-class Told:
-    """The rules again, each worked out anew from all that ever happened."""
+class Model:
+    """A model of the rules, computed from the whole history."""
 
     period_ns: int
     dwells_ns: dict[str, int]
@@ -38,14 +38,14 @@ class Told:
         return next((value for _, which, value in reversed(self.sets) if which == gpu), RESET)
 
     def ask(self, gpu: str, value: int, now_ns: int) -> None:
-        """Each change that is asked for, since the GPU was set last."""
+        """Note a requested change since the GPU was last set."""
         before = self.asked[gpu][-1][1] if self.asked[gpu] else self.value(gpu)
         if value != before:
             self.turns += 1
             self.asked[gpu].append((self.turns, value, now_ns))
 
     def waits_since(self, gpu: str) -> int | None:
-        """The turn of the first of the last changes in a row that are not what the GPU is set to."""
+        """Return the turn of the first of the latest requests in a row that differ from what is set."""
         since = None
         for turn, value, _ in self.asked[gpu]:
             since = None if value == self.value(gpu) else turn if since is None else since
@@ -57,7 +57,7 @@ class Told:
         return self.waits_since(gpu) is not None and (self.asked[gpu][-1][1] == RESET or not is_held)
 
     def is_within_rate(self, now_ns: int) -> bool:
-        """Whether one more keeps every span of time that ends now within the rate and one for each GPU."""
+        """Whether one more change keeps every span of time within the rate plus one for each GPU."""
         return self.period_ns == 0 or all(
             len(self.sets) - i + 1 <= len(GPUS) + (now_ns - when_ns) / self.period_ns
             for i, (when_ns, _, _) in enumerate(self.sets)
@@ -89,7 +89,7 @@ EVENTS = st.lists(
 @given(EVENTS, st.sampled_from([1.0, 9.7, 100.0, 5000.0, math.inf]), st.sampled_from([0.0, 0.02, 0.25]))
 def test_whatever_is_asked_for_the_rules_hold(events, rate_per_s: float, dwell_s: float):
     scheduler: ChangeScheduler[str] = ChangeScheduler(rate_per_s)
-    told = Told(math.ceil(1e9 / rate_per_s), dict.fromkeys(GPUS, round(dwell_s * 1e9)))
+    model = Model(math.ceil(1e9 / rate_per_s), dict.fromkeys(GPUS, round(dwell_s * 1e9)))
     for gpu in GPUS:
         scheduler.add(gpu, dwell_s)
     now_ns = 0
@@ -100,46 +100,46 @@ def test_whatever_is_asked_for_the_rules_hold(events, rate_per_s: float, dwell_s
         now_ns += passed_ns
         if value is None:
             scheduler.set_dwell(gpu, dwell_ms / 1e3)
-            told.dwells_ns[gpu] = dwell_ms * MS
+            model.dwells_ns[gpu] = dwell_ms * MS
         else:
-            needed[gpu] += value not in (told.value(gpu), wanted.get(gpu))
+            needed[gpu] += value not in (model.value(gpu), wanted.get(gpu))
             wanted[gpu] = value
             scheduler.request(gpu, value, None, now_ns)
-            told.ask(gpu, value, now_ns)
+            model.ask(gpu, value, now_ns)
         for _ in range(2):
-            _check_fairness(told, overtakers, now_ns)
-            before = {each: told.value(each) for each in GPUS}
-            granted, expected = scheduler.take(now_ns), told.grant(now_ns)
+            _check_fairness(model, overtakers, now_ns)
+            before = {each: model.value(each) for each in GPUS}
+            granted, expected = scheduler.take(now_ns), model.grant(now_ns)
             assert (None if granted is None else (granted[0], granted[1].value)) == expected
             if expected is not None:
                 assert expected[1] != before[expected[0]]
                 for counter in overtakers.values():
                     counter[expected[0]] += 1
     for gpu in GPUS:
-        is_pending = told.waits_since(gpu) is not None
-        assert needed[gpu] == scheduler.overtaken(gpu) + is_pending + sum(which == gpu for _, which, _ in told.sets)
-    _check_final(scheduler, told, wanted, now_ns)
+        is_pending = model.waits_since(gpu) is not None
+        assert needed[gpu] == scheduler.overtaken(gpu) + is_pending + sum(which == gpu for _, which, _ in model.sets)
+    _check_final(scheduler, model, wanted, now_ns)
 
 
-def _check_fairness(told: Told, overtakers: dict[str, Counter[str]], now_ns: int) -> None:
-    """While a GPU waits that may be set, no other is set twice."""
+def _check_fairness(model: Model, overtakers: dict[str, Counter[str]], now_ns: int) -> None:
+    """Check that no GPU is set twice while another one waits that may be set."""
     for gpu in GPUS:
-        if told.may_change(gpu, now_ns):
+        if model.may_change(gpu, now_ns):
             counter = overtakers.setdefault(gpu, Counter())
             assert all(times <= 1 for other, times in counter.items() if other != gpu)
         else:
             overtakers.pop(gpu, None)
 
 
-def _check_final(scheduler: ChangeScheduler[str], told: Told, wanted: dict[str, int], now_ns: int) -> None:
-    """Everybody gets what was asked for last, when there is time for it."""
+def _check_final(scheduler: ChangeScheduler[str], model: Model, wanted: dict[str, int], now_ns: int) -> None:
+    """Check that every GPU gets the last request when there is time."""
     for _ in range(2 * len(GPUS)):
         now_ns += 4_000_000_000
         while (granted := scheduler.take(now_ns)) is not None:
             gpu, change = granted
-            assert change.value != told.value(gpu)
-            told.sets.append((now_ns, gpu, change.value))
-    assert {gpu: told.value(gpu) for gpu in wanted} == wanted
+            assert change.value != model.value(gpu)
+            model.sets.append((now_ns, gpu, change.value))
+    assert {gpu: model.value(gpu) for gpu in wanted} == wanted
 
 
 def granted(scheduler: ChangeScheduler[str], now_ns: int) -> list[tuple[str, int]]:
@@ -156,7 +156,7 @@ def scheduler_of(gpus: Sequence[str], rate_per_s: float = math.inf, dwell_s: flo
     return scheduler
 
 
-def test_the_latest_value_wins_with_the_place_and_the_time_of_its_own():
+def test_the_latest_value_wins_with_its_position_and_time():
     scheduler = scheduler_of("a", dwell_s=1.0)
     scheduler.request("a", 1200, 0, 0)
     assert granted(scheduler, 0) == [("a", 1200)]
@@ -227,7 +227,7 @@ def test_a_plan_is_overloaded_when_more_than_half_of_its_last_changes_were_overt
 
 
 def test_a_gpu_that_goes_to_and_fro_unset_is_overloaded():
-    """Going back to what is set needs no call, and makes up for none."""
+    """Going back to the value that is set needs no call, and does not make up for changes that were not made."""
     scheduler = scheduler_of("a")
     for _ in range(JUDGED):
         assert not scheduler.is_overloaded("a")
@@ -238,13 +238,13 @@ def test_a_gpu_that_goes_to_and_fro_unset_is_overloaded():
 
 
 @pytest.mark.parametrize("rate_per_s", [0.0, -1.0, math.nan, 1e-9])
-def test_a_rate_that_is_none_is_refused(rate_per_s: float):
+def test_an_invalid_rate_is_refused(rate_per_s: float):
     with pytest.raises(UsageError, match=r"changes per second: give 0\.001 or more"):
         ChangeScheduler(rate_per_s)
 
 
 def requests_seen(*written: int) -> list[ClockRequest | None]:
-    """What a rank is seen to request each time it is polled."""
+    """Return what `poll_request` returns for each value written."""
     shared = SimpleNamespace(request=[NO_REQUEST])
     rank = Rank(Mock(), AttachRequest(0, "nvml:0", "clock", None, 0.0), shared, os.getpid())
     seen = []
@@ -255,7 +255,7 @@ def requests_seen(*written: int) -> list[ClockRequest | None]:
     return seen
 
 
-def test_a_changed_request_tells_where_a_rank_is_and_what_it_wants():
+def test_a_changed_request_has_the_position_and_the_value():
     first, second = clock_request(0, 900), clock_request(1, 1200)
     assert requests_seen(NO_REQUEST, first, first, second, first, NO_REQUEST, first) == [
         None,

@@ -1,4 +1,4 @@
-"""What a rank says of its iterations is what was done on it, whatever its engine, its controller and its disk do."""
+"""The records of a rank match what happened, whatever its engine, its controller and its disk do."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ HIGHEST = 1410
 
 
 def program(seed: int, version: int = 1) -> Program:
-    """Rank 0 of a pipeline of two, its clocks drawn from few, so that some are alike."""
+    """Return rank 0 of a pipeline of two; its clocks are drawn from a few, so that some are equal."""
     schedule, rng = schedules.one_f_one_b(2, rng_size(seed)), Random(seed)
     dag = PipelineDag(smooth_profile(2, step_mhz=200), pipeline_iteration(schedule))
     return Program(version, any_plan(dag, rng), 0)
@@ -43,10 +43,10 @@ def rng_size(seed: int) -> int:
 
 @dataclass
 class Device:
-    """Marks on a clock of their own, and all that was written to the word."""
+    """Marks with a separate clock, which record all requests."""
 
     now_ns: int = BEGIN_NS
-    written: list[tuple[int, int]] = field(default_factory=list)  #: when, word
+    written: list[tuple[int, int]] = field(default_factory=list)  #: when, request
     words: Sequence[int] = ()
     begun: tuple[int, int] = (0, 0)
     times_ns: list[int] = field(default_factory=list)
@@ -76,7 +76,7 @@ class Device:
 
 @dataclass
 class Session:
-    """A pilot that passes on what ends, and changes programs as drawn."""
+    """A `ProgramSource` that records ends of iterations and changes programs as drawn."""
 
     programs: list[Program | None]
     ends: list[tuple[int, Program | None, str | None]] = field(default_factory=list)
@@ -92,7 +92,7 @@ class Session:
 
 
 def trained(rng: Random, programs: list[Program | None]) -> tuple[Device, Session]:
-    """An engine that runs what the programs say, and now and then something else."""
+    """Run an engine that mostly follows its programs, and sometimes deviates."""
     device, session = Device(), Session(programs)
     hook = Hook(device, session, programs[0])
     for each in programs:
@@ -112,7 +112,7 @@ def trained(rng: Random, programs: list[Program | None]) -> tuple[Device, Sessio
 
 
 def controlled(rng: Random, written: list[tuple[int, int]]) -> list[ControlChange]:
-    """A controller that looks at the word after a while, of which the latest value wins."""
+    """Model a controller that looks at the request with a delay and sets the latest value."""
     changes, in_force = [], 0
     for (at_ns, word), (next_ns, _) in zip(written, [*written[1:], (10**18, 0)], strict=True):
         place, value = parse_clock_request(word)
@@ -125,7 +125,7 @@ def controlled(rng: Random, written: list[tuple[int, int]]) -> list[ControlChang
 
 
 def off_ns(span: tuple[int, int], value: int, changes: list[ControlChange]) -> int:
-    """For how long another value than `value` was in force, counted millisecond by millisecond."""
+    """Return how long another value than `value` was in force, counted by milliseconds."""
 
     def in_force(at_ns: int) -> int:
         return next((each.value for each in reversed(changes) if each.ended_ns <= at_ns), 0)
@@ -135,7 +135,7 @@ def off_ns(span: tuple[int, int], value: int, changes: list[ControlChange]) -> i
 
 @settings(fixed, max_examples=150)
 @given(st.integers(0, 2**32 - 1))
-def test_rows_say_what_a_plain_model_of_rank_and_controller_says(seed: int):
+def test_records_match_a_plain_model_of_rank_and_controller(seed: int):
     rng = Random(seed)
     some = [program(rng.randrange(2**32), version) for version in (1, 2)]
     programs = sorted(rng.choices((*some, None), (6, 3, 1), k=6), key=lambda each: 0 if each is None else each.version)
@@ -272,7 +272,7 @@ def test_where_nothing_is_set_nothing_is_missed():
     assert [each.achieved_mhz for each in telemetry.computations] == [1200] + [900] * (len(spans) - 1)
 
 
-def test_computations_that_were_not_timed_are_said():
+def test_computations_that_were_not_timed_are_a_deviation():
     ran_by, telemetry = program(3), Telemetry(0, SEAT, offset_ns=lambda: 0)
     telemetry.on_end(0, ran_by, None)
     telemetry.update([iteration(0, 0, 10)], [])
@@ -281,7 +281,7 @@ def test_computations_that_were_not_timed_are_said():
 
 
 @pytest.mark.parametrize("fault", ["gone", "full", "no plan"])
-def test_a_folder_that_can_no_longer_be_written_is_said_once_and_the_ring_goes_on(
+def test_a_folder_that_can_no_longer_be_written_is_one_warning_and_telemetry_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
 ):
     said: list[str] = []

@@ -1,4 +1,4 @@
-"""What ranks run that agree on plans; launching.py asks for them as "agreement_programs:NAME"."""
+"""Programs of ranks that agree on plans; launching.py runs them as "agreement_programs:NAME"."""
 # ruff: noqa: TID253 - the process in which this runs is there for torch
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ ITERATION_S = 0.002
 
 
 class Training:
-    """A training loop of one rank, with a thread beside it that looks."""
+    """A training loop of one rank, with a background thread that looks."""
 
     def __init__(self, store: Any, rank: int, accept: Callable[[int, bytes], str | None] = lambda version, blob: None):
         self.agreement = Agreement(dist.PrefixStore("plans", store), rank, SIZE, accept)
         self.versions: list[int] = []
 
     def iterate(self, duration_s: float = ITERATION_S) -> int:
-        """One iteration; the version that it ran by."""
+        """Run one iteration; return the version that it ran by."""
         self.versions.append(self.agreement.version_at(len(self.versions)))
         time.sleep(duration_s)
         return self.versions[-1]
@@ -52,7 +52,7 @@ class Training:
 
 
 def train(store: Any, rank: int) -> Training:
-    """Rank 1 proposes; rank 2 stands still for a while in the midst of it. All go on until they have run by it."""
+    """Rank 1 proposes while rank 2 stands still for a while; all go on until they run by the plan."""
     training = Training(store, rank)
     with training.looking():
         while training.iterate() != 2 or len(training.versions) < 50:
@@ -75,17 +75,17 @@ def train(store: Any, rank: int) -> Training:
 
 
 def over_tcp() -> None:
-    """Each prints the versions of its iterations."""
+    """Run ranks that print the versions of their iterations."""
     _said(train(_tcp_store(), _rank()).versions)
 
 
 def over_file(path: str) -> None:
-    """Each prints the versions of its iterations."""
+    """Run ranks that print the versions of their iterations."""
     _said(train(dist.FileStore(path, -1), _rank()).versions)
 
 
 def over_hash() -> None:
-    """The ranks are threads of this process."""
+    """Run the ranks as threads of this process."""
     store, trained = dist.HashStore(), {}
 
     def run(rank: int) -> None:
@@ -100,7 +100,7 @@ def over_hash() -> None:
 
 
 def host_dies() -> None:
-    """Who holds the store dies; the others train on."""
+    """Kill the process that holds the store; the others train on."""
     store = _tcp_store()
     training = Training(store, _rank())
     with training.looking():
@@ -114,7 +114,7 @@ def host_dies() -> None:
 
 
 def host_dies_before_it_decides() -> None:
-    """Who holds the store proposes, and dies when all others have said yes."""
+    """The rank that holds the store proposes, and dies when all others have said yes."""
     store = _tcp_store()
 
     def accept(version: int, _: bytes) -> str | None:

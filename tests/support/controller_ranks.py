@@ -1,4 +1,4 @@
-"""Ranks that attach to a clock controller: in this process, or in one of their own, for tests that kill them."""
+"""Ranks that attach to a clock controller: in this process, or in another one for tests that kill them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ sys.stdin.read()
 """Says `here`, attaches, has a clock set, says `set` and the child it forked, if it is to, and waits."""
 
 Kind = TypeVar("Kind", bound=ToRank)
-_KEPT: WeakKeyDictionary[Connection, deque[ToRank]] = WeakKeyDictionary()  #: what nobody has waited for yet
+_KEPT: WeakKeyDictionary[Connection, deque[ToRank]] = WeakKeyDictionary()  #: received, not waited for yet
 
 
 @contextmanager
@@ -53,7 +53,7 @@ def attached(
     max_changes_per_s: float = 1e4,
     ranks: int | None = None,
 ) -> Iterator[list[Connection]]:
-    """A new controller, and in this process a rank of it for each of `gpus`, attached; killed with its last one."""
+    """Start a controller, and attach a rank of this process for each of `gpus`."""
     address = start_controller(ranks or len(gpus), max_changes_per_s, LONG_S)
     with ExitStack() as stack:
         requests = [AttachRequest(rank, gpu, control, launcher, min_dwell_s) for rank, gpu in enumerate(gpus)]
@@ -65,7 +65,7 @@ def attached(
 
 
 def awaited(connection: Connection, kind: type[Kind], other: Callable[[Kind], bool] = lambda _: True) -> Kind:
-    """The next message of that kind, of which `other` is true; those before it are not given again."""
+    """Wait for the next message of a kind for which `other` is true, and drop those before it."""
     kept = _KEPT.setdefault(connection, deque())
     deadline_s = time.monotonic() + LONG_S
     while time.monotonic() < deadline_s:
@@ -79,20 +79,20 @@ def awaited(connection: Connection, kind: type[Kind], other: Callable[[Kind], bo
 
 
 def let_look(connection: Connection) -> None:
-    """Wait until the controller has seen what was written before."""
-    for _ in range(2):  # it has seen it between two signs of life
+    """Wait until the controller has seen the last request."""
+    for _ in range(2):  # it looks at requests between two signs of life
         written_ns = time.monotonic_ns()
         eventually(lambda: connection._alive_ns[0] > written_ns)  # noqa: B023 - called before the next
 
 
 def set_clock(connection: Connection, value: int, place: int = 0) -> ControlChange:
-    """Have it set, and wait until it is; gives the message that says so."""
+    """Request a value, wait until it is set, and return the message."""
     connection.request[0] = clock_request(place, value)
     return awaited(connection, ControlChange, lambda changed: changed.value == value)
 
 
 def eventually(holds: Callable[[], bool], within_s: float = LONG_S) -> None:
-    """Wait for what no message tells of."""
+    """Wait for a condition that no message reports."""
     deadline_s = time.monotonic() + within_s
     while not holds():
         assert time.monotonic() < deadline_s
@@ -100,7 +100,7 @@ def eventually(holds: Callable[[], bool], within_s: float = LONG_S) -> None:
 
 
 def process_of(connection: Connection) -> psutil.Process:
-    """The controller."""
+    """Return the controller's process."""
     return psutil.Process(connection._controller.pid)
 
 

@@ -1,4 +1,4 @@
-"""What ranks run to follow their engines: each prints, as JSON, what an adapter said and what it told."""
+"""Programs of ranks whose engines have a hook: each prints as JSON what the adapter returned and called."""
 # ruff: noqa: TID253 - the process in which this runs is there for torch
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ V_SHAPED = (pipelining.ScheduleZBVZeroBubble, pipelining.ScheduleDualPipeV)
 
 
 class Recorder:
-    """Stands in for a hook: keeps what it is told, an iteration at a time."""
+    """A stand-in for a hook that records its calls by iteration."""
 
     def __init__(self) -> None:
         self.iterations: list[dict[str, Any]] = []
@@ -44,13 +44,13 @@ class Recorder:
     def begin_iteration(self, microbatches: int | None = None) -> None:
         assert not self.inside
         self.inside, self.computing = True, False
-        self.iterations.append({"microbatches": microbatches, "told": []})
+        self.iterations.append({"microbatches": microbatches, "computations": []})
 
     def begin(self, stage: int, kind: str, microbatch: int) -> None:
         assert self.inside
         assert not self.computing
         self.computing = True
-        self.iterations[-1]["told"].append(str(Computation(stage, kind, microbatch)))
+        self.iterations[-1]["computations"].append(str(Computation(stage, kind, microbatch)))
 
     def end(self) -> None:
         assert self.computing
@@ -62,7 +62,7 @@ class Recorder:
 
 
 class Watched(Hook):
-    """The hook itself, on a word of memory that is read as each computation begins."""
+    """A real hook, whose request is read when each computation begins."""
 
     def __init__(self, program: Program) -> None:
         self.word = memoryview(bytearray(8)).cast("Q")
@@ -86,7 +86,7 @@ class Watched(Hook):
 
 
 def plan_of(schedule: Schedule) -> Plan:
-    """A plan in which no two computations of a rank have one clock."""
+    """Return a plan in which each computation of a rank has another clock."""
     clocks = {str(each): 1000 + place for row in schedule.ranks for place, each in enumerate(row)}
     measured = {
         (stage, kind): {clock: Measurement(clock, 1.0, 1.0) for clock in clocks.values()}
@@ -97,7 +97,7 @@ def plan_of(schedule: Schedule) -> Plan:
 
 
 def schedule_of(name: str, ranks: int, microbatches: int) -> Schedule:
-    """Ours; torch's own where there is none of ours."""
+    """Return our schedule, or torch's if we have none of that name."""
     if name == "looped-bfs":
         rows = torch_rows(TORCH[name], ranks, microbatches, 2)
         return Schedule(name, tuple(tuple(map(Computation.parse, row)) for row in rows))
@@ -106,7 +106,7 @@ def schedule_of(name: str, ranks: int, microbatches: int) -> Schedule:
 
 
 def with_clocks(adapter: Engine, hook: Watched) -> dict[str, Any]:
-    """What the hook saw at the beginning of each computation, and what it should have seen, in every iteration."""
+    """Compare, for every iteration, the requests at the begin of each computation with the expected ones."""
     order = adapter.order()
     assert order is not None
     hook.program.check_order(order, adapter.name)
@@ -120,12 +120,12 @@ def with_clocks(adapter: Engine, hook: Watched) -> dict[str, Any]:
 
 
 def attributes_of(owners: list[Any]) -> list[dict[str, int]]:
-    """Which objects the attributes of `owners` are."""
+    """Return the identities of the attributes of `owners`."""
     return [{name: id(value) for name, value in vars(each).items()} for each in owners]
 
 
 def not_taken_off(owners: list[Any]) -> list[str]:
-    """Attributes of `owners` that belong to an adapter."""
+    """Return the attributes of `owners` that an adapter has left."""
     found = [(name, value) for each in owners for name, value in vars(each).items()]
     return [
         name
@@ -137,7 +137,7 @@ def not_taken_off(owners: list[Any]) -> list[str]:
 
 
 def refused(adapter: Engine, engine: Any) -> set[str]:
-    """What is said when another hook is to be attached inside, by the same adapter or by one more."""
+    """Return the refusals of a second hook, by the same adapter and by another one."""
     said = set()
     for again in (lambda: adapter, lambda: engine_of(engine)):
         try:
@@ -149,7 +149,7 @@ def refused(adapter: Engine, engine: Any) -> set[str]:
 
 
 def entered_and_left(adapter: Engine, owners: list[Any]) -> dict[str, Any]:
-    """What an adapter says of an engine that does not run, and whether it leaves all as it was."""
+    """Return what an adapter knows before the engine runs, and whether it restores the engine."""
     before = attributes_of(owners)
     with adapter.attached(Recorder()):
         inside, refusals = attributes_of(owners), refused(adapter, owners[0])
@@ -177,11 +177,11 @@ def equal(left: list[Any], right: list[Any]) -> bool:
 
 
 class Layer(nn.Module):
-    """Uses random numbers.
+    """A layer that uses random numbers.
 
     Attributes:
-        left: how many forwards there are before one fails; None: none does.
-        calls: how many forwards there were.
+        left: Number of forwards before one fails; None if none fails.
+        calls: Number of forwards so far.
     """
 
     left: int | None = None
@@ -201,7 +201,7 @@ class Layer(nn.Module):
 
 
 class Loss:
-    """Remembers how often it was asked for while a computation was under way."""
+    """Counts how often it is called during a computation."""
 
     def __init__(self) -> None:
         self.recorder, self.inside = Recorder(), 0
@@ -215,13 +215,13 @@ class Loss:
 
 
 def torch_schedules() -> None:
-    """Every schedule of torch, trained as ever and with a hook."""
+    """Train every torch schedule without and with a hook."""
     dist.init_process_group("gloo")
     ranks = dist.get_world_size()
     said = {name: _followed(name, ranks) for name in TORCH}
     said["failure"] = _torch_failure()
     print(json.dumps(said), flush=True)
-    sys.exit()  # without a word to ranks that may have failed
+    sys.exit()  # without waiting for ranks that may have failed
 
 
 def _followed(name: str, ranks: int) -> dict[str, Any]:
@@ -233,7 +233,7 @@ def _followed(name: str, ranks: int) -> dict[str, Any]:
     owners = [schedule, *_stages(schedule)]
     order = adapter.order()
     said = entered_and_left(adapter, owners)
-    told = _torch_trained(schedule, adapter.attached(recorder))
+    hooked = _torch_trained(schedule, adapter.attached(recorder))
 
     watched = _torch_schedule(name, microbatches)
     adapter = engine_of(watched)
@@ -250,7 +250,7 @@ def _followed(name: str, ranks: int) -> dict[str, Any]:
         "order": [str(each) for each in order or ()],
         "iterations": recorder.iterations,
         "open": recorder.inside or recorder.computing,
-        "equal": equal(plain, told),
+        "equal": equal(plain, hooked),
         "losses": schedule._loss_fn.inside if any(stage.is_last for stage in _stages(schedule)) else None,
         "left": not_taken_off(owners),
         **with_clocks(engine_of(watched), hook),
@@ -260,7 +260,7 @@ def _followed(name: str, ranks: int) -> dict[str, Any]:
 
 
 def _torch_schedule(name: str, microbatches: int) -> Any:
-    """A new pipeline, the same one each time."""
+    """Create a pipeline; it is the same each time."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     single, v_shaped = name in ("gpipe", "1f1b"), name in ("zbv", "dualpipe-v")
     numbers = [rank] if single else [rank, 2 * ranks - 1 - rank] if v_shaped else [rank, ranks + rank]
@@ -276,7 +276,7 @@ def _stages(schedule: Any) -> list[Any]:
 
 
 def _torch_trained(schedule: Any, attached: AbstractContextManager[None]) -> list[Any]:
-    """Losses and weights of all iterations, the second after an evaluation."""
+    """Return the losses and weights of all iterations; the second follows an evaluation."""
     modules = nn.ModuleList(stage.submod for stage in _stages(schedule))
     optimizer, results = torch.optim.AdamW(modules.parameters(), lr=0.01), []
     with attached:
@@ -301,7 +301,7 @@ def _torch_step(schedule: Any, microbatches: int, run: Callable[..., Any] | None
 
 
 def _torch_refused(schedule: Any) -> None:
-    """A step that cannot train, which torch refuses."""
+    """Run a step that cannot train, which torch refuses."""
     try:
         with torch.no_grad():
             _torch_step(schedule, schedule._n_microbatches)
@@ -312,7 +312,7 @@ def _torch_refused(schedule: Any) -> None:
 
 
 def _torch_failure() -> dict[str, Any]:
-    """The last rank fails in its second iteration; the others lose it."""
+    """Let the last rank fail in its second iteration."""
     microbatches = 2 * dist.get_world_size()
     schedule = _torch_schedule("interleaved-zb", microbatches)
     adapter, recorder = engine_of(schedule), Recorder()
@@ -344,11 +344,11 @@ def _failure(error: Exception) -> dict[str, Any]:
 
 
 def deepspeed_engines() -> None:
-    """The engines of DeepSpeed, trained as ever and with a hook."""
+    """Train the DeepSpeed engines without and with a hook."""
     import deepspeed
     from deepspeed.pipe import PipelineModule
 
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # no pipeline needs it, and it would be compiled
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # pipelines do not need it, and it would be compiled
     deepspeed.init_distributed("gloo", dist_init_required=True, verbose=False)
     ranks = dist.get_world_size()
     modules = {"1f1b": PipelineModule}
@@ -370,7 +370,7 @@ def _deepspeed_followed(name: str, module: Any, ranks: int) -> dict[str, Any]:
     adapter, recorder = engine_of(engine), Recorder()
     order = adapter.order()
     said = entered_and_left(adapter, [engine])
-    told = _deepspeed_trained(engine, adapter.attached(recorder))
+    hooked = _deepspeed_trained(engine, adapter.attached(recorder))
     calls = next(each for each in engine.module.modules() if isinstance(each, Layer)).calls
 
     schedule = deepspeed_schedule(name, ranks, microbatches)
@@ -389,7 +389,7 @@ def _deepspeed_followed(name: str, module: Any, ranks: int) -> dict[str, Any]:
         "order": [str(each) for each in order or ()],
         "iterations": recorder.iterations,
         "open": recorder.inside or recorder.computing,
-        "equal": equal(plain, told),
+        "equal": equal(plain, hooked),
         "left": not_taken_off([engine]),
         **with_clocks(adapter, hook),
         "calls": calls,
@@ -399,7 +399,7 @@ def _deepspeed_followed(name: str, module: Any, ranks: int) -> dict[str, Any]:
 
 
 def deepspeed_schedule(name: str, ranks: int, microbatches: int) -> Schedule:
-    """Ours; DeepSpeed runs that of DualPipeV with whole backwards, where ours has I and, later, W."""
+    """Return our schedule; DeepSpeed runs DualPipeV with whole backwards where ours has I and, later, W."""
     schedule = schedule_of(name, ranks, microbatches)
     rows = tuple(
         tuple(each._replace(kind="B" if each.kind == "I" else each.kind) for each in row if each.kind != "W")
@@ -409,7 +409,7 @@ def deepspeed_schedule(name: str, ranks: int, microbatches: int) -> Schedule:
 
 
 def _engine(module: Any, microbatches: int, **topology: Any) -> Any:
-    """A new engine, the same one each time; the layers' activations are computed again in each backward."""
+    """Create an engine, the same each time; its layers recompute activations in each backward."""
     import deepspeed
 
     torch.manual_seed(0)
@@ -439,7 +439,7 @@ def _microbatches() -> Iterator[Any]:
 
 
 def _deepspeed_trained(engine: Any, attached: AbstractContextManager[None]) -> list[Any]:
-    """Losses and weights of all iterations, the second after an evaluation."""
+    """Return the losses and weights of all iterations; the second follows an evaluation."""
     results = []
     with attached:
         for step in range(ITERATIONS):
@@ -454,7 +454,7 @@ def _deepspeed_step(engine: Any) -> list[Any]:
 
 
 def _replicas() -> dict[str, Any]:
-    """Two pipelines of two stages."""
+    """Train two pipelines of two stages."""
     from deepspeed.pipe import PipelineModule
     from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
 
@@ -467,7 +467,7 @@ def _replicas() -> dict[str, Any]:
 
 
 def _deepspeed_failure() -> dict[str, Any]:
-    """The last rank fails in its second iteration; the others lose it."""
+    """Let the last rank fail in its second iteration."""
     from deepspeed.pipe import PipelineModule
 
     engine = _engine(PipelineModule, 2 * dist.get_world_size())

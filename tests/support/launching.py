@@ -17,7 +17,7 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 _QUIET = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONWARNINGS": "ignore", "TORCH_CPP_LOG_LEVEL": "FATAL"}
 
 
-Said = list[dict[str, Any]]  #: of each rank
+Results = list[dict[str, Any]]  #: of each rank
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ def _taken(path: Path) -> str:
     return text
 
 
-def said_by(program: str, count: int, folder: Path, *arguments: str, imports: Sequence[str] = ()) -> Said:
+def results_of(program: str, count: int, folder: Path, *arguments: str, imports: Sequence[str] = ()) -> Results:
     everyone = ranks(program, count, folder, str(folder / "state"), *arguments, imports=imports)
     assert [each.code for each in everyone] == [0] * count, "\n".join(each.stderr for each in everyone)
     return [json.loads(each.stdout.splitlines()[-1]) for each in everyone]

@@ -1,4 +1,4 @@
-"""Runs that were never run: what the ranks of a job would write if they did just what a plan says, or nearly."""
+"""Writes run folders as if ranks had followed a plan exactly, or nearly."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def as_made(_: int, change: ControlChange) -> ControlChange:
 
 
 def any_plan(dag: PipelineDag, rng: Random) -> Plan:
-    """A plan of clocks drawn for each computation; what it says of time, energy and bound is nothing."""
+    """Return a plan with drawn clocks; its time, energy and bound are undefined."""
     profile, iteration = dag.profile, dag.iteration
     chosen = zip(dag.computations, iteration.keys, strict=True)
     clocks = {str(c): rng.choice(profile.measurements[key]).clock_mhz for c, key in chosen}
@@ -41,7 +41,7 @@ def any_plan(dag: PipelineDag, rng: Random) -> Plan:
 
 
 def timed(plan: Plan, rank: int, number: int, begin_ns: int) -> IterationTimes:
-    """The iteration of that number as the plan is replayed."""
+    """Return the times of an iteration as the plan is replayed."""
     spans = replay(plan).spans
     both = [spans[str(computation)] for computation in plan.schedule.ranks[rank]]
     spans_ns = tuple((begin_ns + ns(span.start_s), begin_ns + ns(span.end_s)) for span in both)
@@ -49,7 +49,7 @@ def timed(plan: Plan, rank: int, number: int, begin_ns: int) -> IterationTimes:
 
 
 def changes(plan: Plan, rank: int, begin_ns: int) -> list[ControlChange]:
-    """What its controller would have done, the place being that of the computation that starts next."""
+    """Return the changes that a controller would have made, for the position of the computation that starts next."""
     spans = replay(plan).spans
     starts_s = [spans[str(computation)].start_s for computation in plan.schedule.ranks[rank]]
     clocks = [plan.clocks[str(computation)] for computation in plan.schedule.ranks[rank]]
@@ -76,19 +76,19 @@ def write_run(
     origin: str = "simulated",
     own_plans: bool = False,
 ) -> list[Telemetry]:
-    """The folder of a run in which every rank did what the plan says.
+    """Write the folder of a run in which every rank follows the plan.
 
     Args:
-        folder: of the run.
-        plan: that all ran by.
-        iterations: how many there were.
-        version: of the plan.
-        pipelines: alike, one after another.
-        edit: iteration and change -> what became of that change; None: it was not made.
-        first: number of the first iteration.
-        deviations: iteration -> what was not as planned.
-        origin: of what the GPUs say.
-        own_plans: see `Telemetry`.
+        folder: The run folder.
+        plan: The plan of all ranks.
+        iterations: Number of iterations.
+        version: Version of the plan.
+        pipelines: Number of equal pipelines.
+        edit: (iteration, change) -> the change as it was made, or None if it was not made.
+        first: Number of the first iteration.
+        deviations: Iteration -> what was not as planned.
+        origin: Origin of the GPUs' readings.
+        own_plans: See `Telemetry`.
     """
     ranks, period_ns, made = len(plan.schedule.ranks), ns(plan.time_s) + 1000, []
     for number in range(pipelines * ranks):
@@ -106,10 +106,10 @@ def write_run(
         telemetry.update([], [AttachReply("", "", "", origin), reading(BEGIN_NS - 1)])
         for i in range(first, first + iterations):
             begin_ns = BEGIN_NS + i * period_ns
-            told = [edit(i, change) for change in changes(plan, rank, begin_ns)]
+            edited = [edit(i, change) for change in changes(plan, rank, begin_ns)]
             ran = timed(plan, rank, i, begin_ns)
             telemetry.on_end(i, program, (deviations or {}).get(i))
-            telemetry.update([ran], [*filter(None, told), reading(ran.end_ns)])
+            telemetry.update([ran], [*filter(None, edited), reading(ran.end_ns)])
         telemetry.close()
         made.append(telemetry)
     return made

@@ -1,4 +1,4 @@
-"""What ranks run in the tests of Megatron-core's adapter, each a function; launching.py asks for them by name."""
+"""Programs of ranks for the tests of the Megatron-core adapter; launching.py runs them by name."""
 # ruff: noqa: TID253 - the process in which this runs is there for torch and Megatron
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch.distributed as dist
 from megatron.core import num_microbatches_calculator
 from megatron.core.timers import Timers
 from megatron.core.transformer.enums import CudaGraphScope
-from megatron_training import Heard, Told, Training, UserTimers, parallel
+from megatron_training import RecordedHook, RecordedMarks, Training, UserTimers, parallel
 from torch import nn
 
 from perseus_planner.errors import UsageError
@@ -29,7 +29,7 @@ from perseus_planner.schedules import interleaved_1f1b
 
 
 def orders(*shapes: str) -> None:
-    """What the hook is told, what really runs, what the engine says before, and our generator's row are the same.
+    """The hook's calls, what really runs, the announced order and our generator's row are equal.
 
     Each shape is "virtual,group,microbatches", the first two 0 where there are none.
     """
@@ -38,27 +38,27 @@ def orders(*shapes: str) -> None:
         virtual, group, microbatches = map(int, shape.split(","))
         with parallel(virtual or None):
             training = Training(virtual or None, group or None)
-            seat, heard = training.engine.pipeline_rank, Heard()
-            with training.engine.attached(heard), training.watched() as ran:
+            seat, recorded = training.engine.pipeline_rank, RecordedHook()
+            with training.engine.attached(recorded), training.watched() as ran:
                 training.step(microbatches)
             row = interleaved_1f1b(seat.ranks, virtual or 1, microbatches, group or None).ranks[seat.rank]
             assert ran == list(row), (shape, ran)
             assert training.engine.order_for(microbatches) == row
-            assert heard.iterations == [{"microbatches": microbatches, "ran": ran, "ended": True}], shape
+            assert recorded.iterations == [{"microbatches": microbatches, "ran": ran, "ended": True}], shape
     print("equal")
     dist.destroy_process_group()
 
 
 def results() -> None:
-    """Losses and weights are bit for bit those without a hook, and so is what the user's own timers are called with."""
+    """Losses, weights and the calls of the user's timers are bit for bit those without a hook."""
     dist.init_process_group("gloo")
     for virtual in (None, 2):
         with parallel(virtual):
-            plain, told = _trained(virtual, None), _trained(virtual, Heard())
-            assert len(plain[0]) == len(told[0]) > 0
-            assert all(torch.equal(a, b) for a, b in zip(plain[0], told[0], strict=True))
+            plain, hooked = _trained(virtual, None), _trained(virtual, RecordedHook())
+            assert len(plain[0]) == len(hooked[0]) > 0
+            assert all(torch.equal(a, b) for a, b in zip(plain[0], hooked[0], strict=True))
             assert len(plain[1]) > 20
-            assert plain[1] == told[1]
+            assert plain[1] == hooked[1]
     print("equal")
     dist.destroy_process_group()
 
@@ -72,46 +72,46 @@ def _trained(virtual: int | None, hook: Any) -> tuple[list[Any], list[Any]]:
 
 
 def evaluations() -> None:
-    """Evaluation reaches no hook, with gradients or without."""
+    """An evaluation does not call the hook, with or without gradients."""
     dist.init_process_group("gloo")
     for virtual in (None, 2):
         with parallel(virtual):
-            training, heard = Training(virtual), Heard()
-            with training.engine.attached(heard):
+            training, recorded = Training(virtual), RecordedHook()
+            with training.engine.attached(recorded):
                 training.step(4, forward_only=True)
                 training.step(4)
                 with torch.no_grad():
                     training.step(2, forward_only=True)
                 training.step(4)
-            assert [each["microbatches"] for each in heard.iterations] == [4, 4]
-            assert all(each["ended"] and each["ran"] == heard.iterations[0]["ran"] for each in heard.iterations)
+            assert [each["microbatches"] for each in recorded.iterations] == [4, 4]
+            assert all(each["ended"] and each["ran"] == recorded.iterations[0]["ran"] for each in recorded.iterations)
     print("silent")
     dist.destroy_process_group()
 
 
 def changes() -> None:
-    """Another number of microbatches is told as it is, and the hook leaves its plan for that iteration, once."""
+    """With another number of microbatches the hook deviates from its plan for that iteration, once."""
     dist.init_process_group("gloo")
     for virtual in (None, 2):
         with parallel(virtual):
             training = Training(virtual)
             seat = training.engine.pipeline_rank
             schedule = interleaved_1f1b(seat.ranks, virtual or 1, 4)
-            told = Told(_Program(schedule, seat.rank))
-            with training.engine.attached(Hook(told, told, told.program)):
+            hooked = RecordedMarks(_Program(schedule, seat.rank))
+            with training.engine.attached(Hook(hooked, hooked, hooked.program)):
                 for microbatches in (4, 6, 4, 4):
                     training.step(microbatches)
             count = len(schedule.ranks[seat.rank])
-            assert told.ends == [None, "6 microbatches, and the plan has 4", None, None], told.ends
+            assert hooked.ends == [None, "6 microbatches, and the plan has 4", None, None], hooked.ends
             # Until the odd one, then none, and from the end of the next on again.
             in_order = [*range(1, count), 0]
-            assert told.wants == [0, *in_order, -1, 0, *in_order], told.wants
+            assert hooked.wants == [0, *in_order, -1, 0, *in_order], hooked.wants
     print("left and back")
     dist.destroy_process_group()
 
 
 class _Program:
-    """As much of a `Program` as the hook reads."""
+    """The attributes of a `Program` that the hook reads."""
 
     def __init__(self, schedule: Any, rank: int) -> None:
         self.computations = schedule.ranks[rank]
@@ -120,11 +120,11 @@ class _Program:
 
 
 def unknown() -> None:
-    """Where no caller says how many microbatches there are, they are told as they come."""
+    """If no caller passes the number of microbatches, they are reported as they come."""
     dist.init_process_group("gloo")
     with parallel():
-        training, heard = Training(), Heard()
-        with training.engine.attached(heard):
+        training, recorded = Training(), RecordedHook()
+        with training.engine.attached(recorded):
             timers = training.config.timers
             timers("forward-backward", log_level=1).start(barrier=False)
             for name in ("forward-compute", "forward-compute", "backward-compute"):
@@ -133,19 +133,19 @@ def unknown() -> None:
             timers("forward-backward").stop()
         rank = dist.get_rank()
         ran = [(rank, "F", 0), (rank, "F", 1), (rank, "B", 0)]
-        assert heard.iterations == [{"microbatches": None, "ran": ran, "ended": True}]
-    print("told")
+        assert recorded.iterations == [{"microbatches": None, "ran": ran, "ended": True}]
+    print("seen")
     dist.destroy_process_group()
 
 
 def timers() -> None:
-    """What the user asks of timers of any kind comes from those that were there."""
+    """The user's calls of timers of any kind reach the original timers."""
     dist.init_process_group("gloo")
     with parallel():
         training, given = Training(), UserTimers()
         config = training.config
         config.timers = given
-        with training.engine.attached(Heard()):
+        with training.engine.attached(RecordedHook()):
             assert config.timers is not given
             assert config.timers("other", log_level=0) is not config.timers("other", log_level=0)  # as its own does
             assert config.timers("forward-compute").start() == "forward-compute started"
@@ -157,12 +157,12 @@ def timers() -> None:
             assert isinstance(pickle.loads(pickle.dumps(config.timers)), UserTimers)
         assert config.timers is given
         config.timers = None
-        with training.engine.attached(Heard()):
+        with training.engine.attached(RecordedHook()):
             assert config.timers("other", log_level=0).start() is None
             assert copy.deepcopy(config).timers is None
         assert config.timers is None
         config.timers = Timers(0, "max")
-        with training.engine.attached(Heard()):
+        with training.engine.attached(RecordedHook()):
             training.step(2)
             assert not config.timers._timers  # no level is raised: each of the schedules' timers is a dummy
         assert isinstance(config.timers, Timers)
@@ -171,16 +171,16 @@ def timers() -> None:
 
 
 def restores() -> None:
-    """Each config has its own timers back, whatever ended the block, and those that are still kept tell nothing."""
+    """Each config gets its timers back however the block ended, and timers that were kept call no hook."""
     already = "a runtime is attached to this Megatron-core model already; leave its block first"
     dist.init_process_group("gloo")
     with parallel(2):
-        training, heard = Training(2, apart=True), Heard()
+        training, recorded = Training(2, apart=True), RecordedHook()
         assert training.configs[0] is not training.configs[1]
         given = [UserTimers(), None]
         for config, each in zip(training.configs, given, strict=True):
             config.timers = each
-        with suppress(ZeroDivisionError), training.engine.attached(heard):
+        with suppress(ZeroDivisionError), training.engine.attached(recorded):
             training.step(4)
             kept = training.config.timers
             with pytest.raises(UsageError, match=f"^{already}$"):
@@ -192,9 +192,9 @@ def restores() -> None:
         kept("forward-compute").stop()
         kept("forward-backward").stop()
         kept("forward-backward").start()
-        assert len(heard.iterations) == 2
-        assert not heard.iterations[1]["ended"]
-        again = Heard()
+        assert len(recorded.iterations) == 2
+        assert not recorded.iterations[1]["ended"]
+        again = RecordedHook()
         with training.engine.attached(again):
             training.step(4)
         assert [each["ended"] for each in again.iterations] == [True]
@@ -203,19 +203,19 @@ def restores() -> None:
 
 
 def dies() -> None:
-    """An iteration that ends in an error is begun anew by the next one, as Megatron-LM runs some twice."""
+    """After an iteration that fails, the next one begins anew, as when Megatron-LM runs an iteration twice."""
     dist.init_process_group("gloo")
     with parallel():
         training, seat = Training(), MegatronModel([]).pipeline_rank
         schedule = interleaved_1f1b(seat.ranks, 1, 2)
-        told = Told(_Program(schedule, seat.rank))
-        with training.engine.attached(Hook(told, told, told.program)):
+        hooked = RecordedMarks(_Program(schedule, seat.rank))
+        with training.engine.attached(Hook(hooked, hooked, hooked.program)):
             handle = training.chunks[0].register_forward_pre_hook(_fail)
             with suppress(ZeroDivisionError):
                 training.step(2)
             handle.remove()
             training.step(2)
-        assert told.ends == ["0 computations, and the plan has 4", None], told.ends
+        assert hooked.ends == ["0 computations, and the plan has 4", None], hooked.ends
     print("anew")
     dist.destroy_process_group()
 
@@ -225,7 +225,7 @@ def _fail(*_: Any) -> None:
 
 
 def refusals() -> None:
-    """What cannot be seen is refused with a reason, and nothing is changed."""
+    """Configs whose computations timers do not show are refused with a reason, and left unchanged."""
     graph = "Megatron-core is to replay whole iterations as one CUDA graph (full_iteration), which does not show its "
     graph += "computations; train with graphs of layers, or without a plan"
     overlap = "overlap_moe_expert_parallel_comm makes Megatron-core run a forward and a backward as one, in which no "
@@ -257,34 +257,34 @@ def refusals() -> None:
 
 
 def _attach(engine: MegatronModel) -> None:
-    with engine.attached(Heard()):
+    with engine.attached(RecordedHook()):
         pass
 
 
 def megatron_lm() -> None:
-    """The loops of Megatron-LM set and drop `config.timers`; every training iteration is told all the same."""
+    """Megatron-LM's loops set and drop `config.timers`; the hook still sees every training iteration."""
     dist.init_process_group("gloo")
     with parallel():
         variables = _global_variables()
         given = variables._GLOBAL_TIMERS
-        training, heard = Training(), Heard()
-        with training.engine.attached(heard):
+        training, recorded = Training(), RecordedHook()
+        with training.engine.attached(recorded):
             _train(training, variables)
         assert variables._GLOBAL_TIMERS is given
         assert training.config.timers is None
-        assert [each["microbatches"] for each in heard.iterations] == [4, 4, 4]
-        assert all(each["ended"] for each in heard.iterations)
+        assert [each["microbatches"] for each in recorded.iterations] == [4, 4, 4]
+        assert all(each["ended"] for each in recorded.iterations)
         assert [call for call in given.calls if call[0] == "interval-time"] == [("interval-time", "start", (), {})]
         assert sum(call == ("forward-backward", "stop", (), {}) for call in given.calls) == 3
         variables._GLOBAL_TIMERS = None  # Megatron-LM's own initialization wants to find that
-        with training.engine.attached(heard):
+        with training.engine.attached(recorded):
             assert variables._GLOBAL_TIMERS is None
-    print("told")
+    print("seen")
     dist.destroy_process_group()
 
 
 def _global_variables() -> Any:
-    """A module in the shape of megatron.training.global_vars, which is not in the package of Megatron-core."""
+    """Return a module like megatron.training.global_vars, which Megatron-core does not include."""
     module: Any = ModuleType("megatron.training.global_vars")
     module._GLOBAL_TIMERS = UserTimers()
     module.get_timers = lambda: module._GLOBAL_TIMERS
@@ -293,7 +293,7 @@ def _global_variables() -> Any:
 
 
 def _train(training: Training, variables: Any) -> None:
-    """As `train` of megatron/training/training.py uses timers, and `evaluate` in the midst of it."""
+    """Use timers like `train` of megatron/training/training.py, with `evaluate` in between."""
     timers = variables.get_timers()
     training.config.timers = timers
     timers("interval-time", log_level=0).start()
@@ -308,7 +308,7 @@ def _train(training: Training, variables: Any) -> None:
 
 
 def seats() -> None:
-    """Two pipelines of two stages side by side, of data or of tensor parallel ranks; what is known of the order."""
+    """Check the known order of two pipelines of two stages, data-parallel or tensor-parallel."""
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     for tensor in (1, 2):
@@ -335,7 +335,7 @@ def seats() -> None:
 
 
 def planned(state: str) -> None:
-    """Training by a plan, whole: see runtime_runs.py."""
+    """Train by a plan as in runtime_runs.py."""
     from runtime_runs import followed
     from runtime_training import job, plan_of
 
@@ -345,13 +345,13 @@ def planned(state: str) -> None:
 
 
 class _Planned:
-    """A training as runtime_training.py has pipelines."""
+    """A training with the interface of the pipelines in runtime_training.py."""
 
     def __init__(self, schedule: Any, watch: Any) -> None:
-        self._training, self.seat = Training(2), dist.get_rank()
+        self._training, self.rank = Training(2), dist.get_rank()
         self.engine = self._training.model
         if watch is not None:
-            self._training.config.timers = _WatchTimers(schedule.ranks[self.seat], watch)
+            self._training.config.timers = _WatchTimers(schedule.ranks[self.rank], watch)
 
     def step(self) -> list[Any]:
         return self._training.step(4)
@@ -361,7 +361,7 @@ class _Planned:
 
 
 class _WatchTimers:
-    """Timers of a user that tell `watch` of each computation of `row` that begins."""
+    """Timers of a user that call `watch` when each computation of `row` begins."""
 
     def __init__(self, row: Any, watch: Any) -> None:
         self._row, self._watch = row, watch

@@ -1,4 +1,4 @@
-"""A small GPT that Megatron-core's own schedules train on the CPU, and what stands in a hook's and in timers' place."""
+"""A small GPT that Megatron-core trains on the CPU, and stand-ins for hooks and timers."""
 # ruff: noqa: TID253 - for ranks, which are there for torch and Megatron
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ import megatron_cpu
 SEQUENCE, ROWS, VOCABULARY = 8, 1, 16
 
 
-class Heard:
-    """In the place of a hook: all that it is told, iteration by iteration."""
+class RecordedHook:
+    """A stand-in for a hook that records its calls by iteration."""
 
     def __init__(self) -> None:
         self.iterations: list[dict[str, Any]] = []
@@ -50,8 +50,8 @@ class Heard:
         self.iterations[-1]["ended"] = True
 
 
-class Told:
-    """Marks and pilot of a real hook: which words it wants, and how its iterations ended."""
+class RecordedMarks:
+    """Marks and `ProgramSource` of a real hook, which record its requests and how its iterations ended."""
 
     def __init__(self, program: Any) -> None:
         self.program, self.ends, self.words, self.wants = program, [], [], []
@@ -75,7 +75,7 @@ class Told:
 
 
 class UserTimers:
-    """Timers as a user may have them: every call is written down, and gives a value."""
+    """Timers that a user may have; they record every call and return a value."""
 
     def __init__(self) -> None:
         self.calls: list[Any] = []
@@ -105,7 +105,7 @@ class UserTimer:
 
 
 class Wrapper(nn.Module):
-    """As Megatron's DistributedDataParallel and Float16Module are around a chunk."""
+    """Wraps a chunk like Megatron's DistributedDataParallel and Float16Module."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -117,7 +117,7 @@ class Wrapper(nn.Module):
 
 @contextmanager
 def parallel(virtual: int | None = None, tensor: int = 1, pipeline: int | None = None) -> Iterator[None]:
-    """Megatron's parallel state, of pipelines over all ranks unless they are given."""
+    """Set up Megatron's parallel state; pipelines span all ranks by default."""
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=tensor,
         pipeline_model_parallel_size=pipeline or dist.get_world_size(),
@@ -131,7 +131,7 @@ def parallel(virtual: int | None = None, tensor: int = 1, pipeline: int | None =
 
 
 class Training:
-    """A small GPT on this rank, in one chunk or more, and its optimizer; equal ones give equal results."""
+    """A small GPT on this rank, in one or more chunks, and its optimizer; equal ones give equal results."""
 
     def __init__(self, virtual: int | None = None, group: int | None = None, *, apart: bool = False) -> None:
         ranks = parallel_state.get_pipeline_model_parallel_world_size()
@@ -157,7 +157,7 @@ class Training:
         self.optimizer = torch.optim.AdamW(parameters, lr=0.01)
 
     def step(self, microbatches: int, *, forward_only: bool = False) -> list[Any]:
-        """The losses of one iteration, on the last rank."""
+        """Run one iteration; return its losses on the last rank."""
         torch.manual_seed(100 + dist.get_rank())
         data = torch.randint(VOCABULARY, (microbatches, ROWS, SEQUENCE), generator=torch.Generator().manual_seed(7))
         batches = [iter(data) for _ in self.model]
@@ -180,7 +180,7 @@ class Training:
 
     @contextmanager
     def watched(self) -> Iterator[list[tuple[int, str, int]]]:
-        """What really runs, as its modules and gradients tell it."""
+        """Return what really runs, seen by hooks on modules and gradients."""
         seat, ran, handles = self.engine.pipeline_rank, [], []
 
         def watch(number: int, chunk: Any) -> None:

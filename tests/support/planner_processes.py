@@ -1,4 +1,4 @@
-"""The processes that the planner itself starts for a job: its clock controller and the guardian of that."""
+"""Finds the processes that the planner starts for a job: clock controllers and guardians."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ CONTROLLER, GUARDIAN = "perseus_planner.runtime.controller", "perseus_planner.gp
 
 
 def planner_processes(state: str, *modules: str) -> list[psutil.Process]:
-    """Those of jobs whose records are in the folder `state`, oldest first; of all kinds unless `modules` are given."""
+    """Return the processes of jobs with this state folder, oldest first; of both kinds unless `modules` are given."""
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.Error):
@@ -22,7 +22,7 @@ def planner_processes(state: str, *modules: str) -> list[psutil.Process]:
 
 
 def has_not_ended(process: psutil.Process) -> bool:
-    """A zombie has."""
+    """Whether the process runs; a zombie has ended."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

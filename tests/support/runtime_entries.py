@@ -1,4 +1,4 @@
-"""What ranks run that cannot begin to train under a plan, or can but without clocks."""
+"""Programs of ranks that cannot begin to train under a plan, or only without clocks."""
 # ruff: noqa: TID253 - the process in which this runs is there for torch
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from runtime_training import FAST, GPU, LONG_S, Heard, Torch, Watch, job, plan_of, schedule_of
+from runtime_training import FAST, GPU, LONG_S, Torch, WarningLog, Watch, job, plan_of, schedule_of
 
 from perseus_planner.errors import PlannerError
 from perseus_planner.runtime import planner_runtime, rendezvous
 
 
 def refusals(state: str) -> None:
-    """What is wrong on one rank, or on all: none of them begins, and none waits for another one."""
+    """Something is wrong on one or all ranks: no rank begins, and no rank waits for another."""
     rendezvous.RENDEZVOUS_S = rendezvous._CONTROLLER_S = 100 * LONG_S
-    with job(state) as said:
-        heard, engine = Heard(), Torch("1f1b", 2).engine
+    with job(state) as result:
+        log, engine = WarningLog(), Torch("1f1b", 2).engine
         fits, is_first = plan_of(schedule_of("1f1b", 2, 2)), dist.get_rank() == 0
         damaged = Path("damaged.yaml")
         if is_first:
@@ -38,23 +38,23 @@ def refusals(state: str) -> None:
             "folder": Path(),
         }
         for name, plan in others.items():
-            said[name] = _entered(engine, plan)
-        said["gpu of rank 1"] = _entered(engine, fits, GPU if is_first else "emulated:a100-pcie")
-        said["no gpu on rank 1"] = _entered(engine, fits, GPU if is_first else "cuda:0")
-        said["no engine on rank 1"] = _entered(engine if is_first else torch.nn.Linear(2, 2), fits)
-        said["entered at last"] = _entered(engine, fits)
-        said["heard"] = heard.taken()
+            result[name] = _entered(engine, plan)
+        result["gpu of rank 1"] = _entered(engine, fits, GPU if is_first else "emulated:a100-pcie")
+        result["no gpu on rank 1"] = _entered(engine, fits, GPU if is_first else "cuda:0")
+        result["no engine on rank 1"] = _entered(engine if is_first else torch.nn.Linear(2, 2), fits)
+        result["entered at last"] = _entered(engine, fits)
+        result["warnings"] = log.taken()
 
 
 def beside_another_job(state: str, gpu: str) -> None:
-    """GPUs that another job has."""
+    """Use GPUs that another job sets."""
     rendezvous.RENDEZVOUS_S = rendezvous._CONTROLLER_S = 100 * LONG_S
-    with job(state) as said:
-        said["held"] = _entered(Torch("1f1b", 2).engine, plan_of(schedule_of("1f1b", 2, 2)), gpu)
+    with job(state) as result:
+        result["held"] = _entered(Torch("1f1b", 2).engine, plan_of(schedule_of("1f1b", 2, 2)), gpu)
 
 
 def _entered(engine: Any, plan: Any, gpu: str = GPU) -> dict[str, Any]:
-    """With which error a rank was refused, and how long that took."""
+    """Return the error with which a rank was refused, and how long that took."""
     begin_s, error = time.monotonic(), None
     try:
         with planner_runtime(engine, plan=plan, gpu=gpu):
@@ -67,31 +67,31 @@ def _entered(engine: Any, plan: Any, gpu: str = GPU) -> dict[str, Any]:
 
 
 def without(state: str) -> None:
-    """What lets training begin without clocks."""
-    with job(state) as said:
-        heard = Heard()
+    """Begin training without clocks, for several reasons."""
+    with job(state) as result:
+        log = WarningLog()
         fits, is_first = plan_of(schedule_of("1f1b", 2, 4)), dist.get_rank() == 0
-        said["no plan"] = _trained(heard, "absent.yaml")
-        said["no plan for a pipeline"] = _trained(heard, {0: "absent.yaml"})
-        said["not permitted"] = _trained(heard, fits, f"{GPU}&fault=not-permitted")
-        said["no such GPU"] = _trained(heard, fits, "emulated:a100-sxm?fault=lost@0calls")
+        result["no plan"] = _trained(log, "absent.yaml")
+        result["no plan for a pipeline"] = _trained(log, {0: "absent.yaml"})
+        result["not permitted"] = _trained(log, fits, f"{GPU}&fault=not-permitted")
+        result["no such GPU"] = _trained(log, fits, "emulated:a100-sxm?fault=lost@0calls")
         with mock.patch.object(sys, "executable", "/bin/false"):
-            said["no controller"] = _trained(heard, fits)
+            result["no controller"] = _trained(log, fits)
         with mock.patch.dict(os.environ, {"PLANNER_STATE_DIR": "/proc/none"}):
-            said["no records"] = _trained(heard, fits, watched=False)
+            result["no records"] = _trained(log, fits, watched=False)
         with mock.patch.object(rendezvous, "RENDEZVOUS_S", 0.3):
-            said["a rank that does not come"] = _trained(heard, fits, comes=is_first, watched=False)
+            result["a rank that does not come"] = _trained(log, fits, joins=is_first, watched=False)
 
 
-def _trained(heard: Heard, plan: Any, gpu: str = GPU, *, comes: bool = True, watched: bool = True) -> dict[str, Any]:
-    """Train, as a rank that comes or one that does not; what was said, and whether the results are as ever."""
+def _trained(log: WarningLog, plan: Any, gpu: str = GPU, *, joins: bool = True, watched: bool = True) -> dict[str, Any]:
+    """Train as a rank that joins or does not; return the warnings, and whether the results are unchanged."""
     plain = Torch("1f1b", 4)
     expected = [*plain.step(), *plain.step(), *plain.state()]
     watch = Watch(gpu) if watched else None
     if watch is not None:
         watch.planned = lambda: None
     pipeline, begin_s = Torch("1f1b", 4, watch), time.monotonic()
-    entered = planner_runtime(pipeline.engine, plan=plan, gpu=gpu, max_changes_per_s=FAST) if comes else nullcontext()
+    entered = planner_runtime(pipeline.engine, plan=plan, gpu=gpu, max_changes_per_s=FAST) if joins else nullcontext()
     with entered as runtime:
         took_s = time.monotonic() - begin_s
         found = [*pipeline.step(), *pipeline.step(), *pipeline.state()]
@@ -99,6 +99,6 @@ def _trained(heard: Heard, plan: Any, gpu: str = GPU, *, comes: bool = True, wat
         "equal": len(expected) == len(found) and all(map(torch.equal, expected, found)),
         "plan": runtime is not None and runtime.plan is not None,
         "problem": runtime and runtime.problem,
-        "heard": heard.taken(),
+        "warnings": log.taken(),
         "took_s": took_s,
     }

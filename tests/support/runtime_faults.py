@@ -1,4 +1,4 @@
-"""What ranks run on which something fails while they train under a plan."""
+"""Programs of ranks on which something fails while they train under a plan."""
 # ruff: noqa: TID253 - the process in which this runs is there for torch
 
 from __future__ import annotations
@@ -19,7 +19,19 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from planner_processes import CONTROLLER, planner_processes
-from runtime_training import FAST, GPU, LONG_S, Heard, Torch, Watch, any_rank, every_rank, job, plan_of, schedule_of
+from runtime_training import (
+    FAST,
+    GPU,
+    LONG_S,
+    Torch,
+    WarningLog,
+    Watch,
+    any_rank,
+    every_rank,
+    job,
+    plan_of,
+    schedule_of,
+)
 
 from perseus_planner.runtime import Runtime, monitor, planner_runtime, rendezvous
 from perseus_planner.runtime.switching.agreement import Rejection
@@ -28,22 +40,22 @@ PLAN = plan_of(schedule_of("1f1b", 2, 4))
 
 
 def no_clocks_any_more(state: str) -> None:
-    """What ends the setting of clocks, on all ranks."""
-    with job(state) as said:
-        heard = Heard()
-        said["killed"] = _survived(heard, lambda _: _signal_controller(state, signal.SIGKILL))
+    """Let failures end the setting of clocks on all ranks."""
+    with job(state) as result:
+        warning_log = WarningLog()
+        result["killed"] = _survived(warning_log, lambda _: _signal_controller(state, signal.SIGKILL))
         with mock.patch.object(monitor, "HUNG_S", 0.5):
-            said["stopped"] = _survived(heard, lambda _: _signal_controller(state, signal.SIGSTOP))
-        said["lost"] = _survived(heard, lambda _: None, f"{GPU}&fault=lost@200calls")
-        said["slow"] = _survived(heard, lambda _: None, max_changes_per_s=20.0)
-        said["fault"] = _survived(heard, _break_background)
-        said["lost"]["locked_mhz later"] = Watch(f"{GPU}&fault=lost@200calls").gpu.locked_mhz
+            result["stopped"] = _survived(warning_log, lambda _: _signal_controller(state, signal.SIGSTOP))
+        result["lost"] = _survived(warning_log, lambda _: None, f"{GPU}&fault=lost@200calls")
+        result["slow"] = _survived(warning_log, lambda _: None, max_changes_per_s=20.0)
+        result["fault"] = _survived(warning_log, _break_background)
+        result["lost"]["locked_mhz later"] = Watch(f"{GPU}&fault=lost@200calls").gpu.locked_mhz
 
 
 def _survived(
-    heard: Heard, inject: Callable[[Runtime], None], gpu: str = GPU, *, max_changes_per_s: float = FAST
+    warning_log: WarningLog, inject: Callable[[Runtime], None], gpu: str = GPU, *, max_changes_per_s: float = FAST
 ) -> dict[str, Any]:
-    """Train, let something fail, go on until every rank knows, and then a little."""
+    """Train, let something fail, go on until every rank knows, and then for two iterations."""
     watch = Watch(gpu)
     pipeline, losses = Torch("1f1b", 4, watch), []
     with planner_runtime(pipeline.engine, plan=PLAN, gpu=gpu, max_changes_per_s=max_changes_per_s) as runtime:
@@ -67,7 +79,7 @@ def _survived(
     return {
         "equal": len(expected) == len(found) and all(map(torch.equal, expected, found)),
         "problem": runtime.problem,
-        "heard": heard.taken(),
+        "warnings": warning_log.taken(),
         "locked_mhz": watch.gpu.locked_mhz,
     }
 
@@ -85,11 +97,11 @@ def _break_background(runtime: Runtime) -> None:
 
 
 def no_permission_any_more(state: str, environment: str, script: str) -> None:
-    """The driver refuses to set clocks from some moment on."""
+    """Let the driver refuse to set clocks from some point on."""
     os.environ.update(json.loads(environment))
     gpu = f"nvml:{os.environ['RANK']}"
-    with job(state) as said, mock.patch.object(rendezvous, "gpu_text", return_value=gpu):
-        heard, watch = Heard(), Watch()
+    with job(state) as result, mock.patch.object(rendezvous, "gpu_text", return_value=gpu):
+        warning_log, watch = WarningLog(), Watch()
         watch.takes_s = 0.005
         pipeline = Torch("1f1b", 4, watch)
         plan = plan_of(schedule_of("1f1b", 2, 4), gpu=None)
@@ -102,23 +114,23 @@ def no_permission_any_more(state: str, environment: str, script: str) -> None:
             while not every_rank(runtime.problem is not None):
                 pipeline.step()
             pipeline.step()
-        said.update(problem=runtime.problem, heard=heard.taken())
+        result.update(problem=runtime.problem, warnings=warning_log.taken())
 
 
 def clocks_go_on(state: str) -> None:
-    """What fails beside, or a rank that goes, takes no clock from the others."""
-    with job(state) as said:
-        heard = Heard()
-        said["trace removed"] = _recorded(heard, Path("removed"), _removed)
-        said["trace full"] = _recorded(heard, Path("full"), _full)
-        said["left early"] = _left_early(heard)
-        said["forked"] = _forked(heard)
+    """Failures outside the clocks, or a rank that leaves, do not affect the clocks of others."""
+    with job(state) as result:
+        warning_log = WarningLog()
+        result["trace removed"] = _recorded(warning_log, Path("removed"), _removed)
+        result["trace full"] = _recorded(warning_log, Path("full"), _full)
+        result["left early"] = _left_early(warning_log)
+        result["forked"] = _forked(warning_log)
         with mock.patch.object(monitor, "HUNG_S", 1.0):
-            said["suspended"] = _suspended(heard, state)
+            result["suspended"] = _suspended(warning_log, state)
 
 
-def _recorded(heard: Heard, folder: Path, spoilt: Callable[[Path], Any]) -> dict[str, Any]:
-    """The folder of the run can be written no more."""
+def _recorded(warning_log: WarningLog, folder: Path, spoilt: Callable[[Path], Any]) -> dict[str, Any]:
+    """Make the run folder unwritable during training."""
     watch = Watch()
     pipeline = Torch("1f1b", 4, watch)
     entered = planner_runtime(pipeline.engine, plan=PLAN, gpu=GPU, record=folder, max_changes_per_s=FAST)
@@ -131,11 +143,11 @@ def _recorded(heard: Heard, folder: Path, spoilt: Callable[[Path], Any]) -> dict
         texts: list[str] = []
         while not any_rank(bool(texts)):
             pipeline.step()
-            texts += heard.taken()
+            texts += warning_log.taken()
         before = runtime.iterations[-1].iteration
         while not every_rank(runtime.iterations[-1].iteration > before + 2):
             pipeline.step()
-    return {"problem": runtime.problem, "heard": texts + heard.taken(), "locked_mhz": watch.gpu.locked_mhz}
+    return {"problem": runtime.problem, "warnings": texts + warning_log.taken(), "locked_mhz": watch.gpu.locked_mhz}
 
 
 @contextmanager
@@ -147,7 +159,7 @@ def _removed(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def _full(folder: Path) -> Iterator[None]:
-    """The kernel lets no file grow beyond what this one has."""
+    """Limit the size of files to that of this one."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     size = (folder / f"iterations-{dist.get_rank()}.csv").stat().st_size
     resource.setrlimit(resource.RLIMIT_FSIZE, (size + 64, before[1]))
@@ -155,8 +167,8 @@ def _full(folder: Path) -> Iterator[None]:
     resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def _left_early(heard: Heard) -> dict[str, Any]:
-    """Rank 1 trains on without the runtime; and so many files are open that `select` would not take one more."""
+def _left_early(warning_log: WarningLog) -> dict[str, Any]:
+    """Let rank 1 leave the runtime and train on, with too many open files for `select`."""
     files = [os.dup(2) for _ in range(1100)]
     watch = Watch()
     pipeline = Torch("1f1b", 4, watch)
@@ -173,11 +185,11 @@ def _left_early(heard: Heard) -> dict[str, Any]:
             pipeline.step()
     for file in files:
         os.close(file)
-    return {"problem": runtime.problem, "heard": heard.taken(), "locked_mhz": watch.gpu.locked_mhz}
+    return {"problem": runtime.problem, "warnings": warning_log.taken(), "locked_mhz": watch.gpu.locked_mhz}
 
 
-def _forked(heard: Heard) -> dict[str, Any]:
-    """A rank forks while it trains: one child leaves the block as an exception does, one outlives it."""
+def _forked(warning_log: WarningLog) -> dict[str, Any]:
+    """Fork during training: one child leaves the block by an exception, one outlives it."""
     watch = Watch()
     pipeline = Torch("1f1b", 4, watch)
     stays = 0
@@ -199,11 +211,11 @@ def _forked(heard: Heard) -> dict[str, Any]:
     locked_mhz = watch.gpu.locked_mhz
     os.kill(stays, signal.SIGKILL)
     os.waitpid(stays, 0)
-    return {"problem": runtime.problem, "heard": heard.taken(), "locked_mhz": locked_mhz}
+    return {"problem": runtime.problem, "warnings": warning_log.taken(), "locked_mhz": locked_mhz}
 
 
-def _suspended(heard: Heard, state: str) -> dict[str, Any]:
-    """The whole job is stopped for longer than a controller may be silent; that goes on last."""
+def _suspended(warning_log: WarningLog, state: str) -> dict[str, Any]:
+    """Suspend the whole job for longer than a controller may be silent; the controller continues last."""
     watch = Watch()
     pipeline = Torch("1f1b", 4, watch)
     pids = [torch.zeros(1, dtype=torch.int64) for _ in range(2)]
@@ -217,11 +229,11 @@ def _suspended(heard: Heard, state: str) -> dict[str, Any]:
         dist.barrier()
         for _ in range(3):
             pipeline.step()
-    return {"problem": runtime.problem, "heard": heard.taken(), "locked_mhz": watch.gpu.locked_mhz}
+    return {"problem": runtime.problem, "warnings": warning_log.taken(), "locked_mhz": watch.gpu.locked_mhz}
 
 
 def _suspend(pids: list[int]) -> None:
-    """By another process, this one being among them."""
+    """Suspend processes from a child, because this process is one of them."""
     child = os.fork()
     if not child:
         for pid in pids:
@@ -234,13 +246,13 @@ def _suspend(pids: list[int]) -> None:
 
 
 def store_gone(state: str) -> None:
-    """The process that has the job's store is killed; it is none of the ranks."""
+    """Kill the process that holds the job's store and is not a rank."""
     os.environ["PLANNER_STATE_DIR"] = state
     rank, port = int(os.environ["RANK"]), int(os.environ["MASTER_PORT"])
     host = _host(port) if rank == 0 else 0
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=LONG_S))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-    heard, watch = Heard(), Watch()
+    warning_log, watch = WarningLog(), Watch()
     pipeline = Torch("1f1b", 4, watch)
     with planner_runtime(pipeline.engine, plan=PLAN, gpu=GPU, max_changes_per_s=FAST) as runtime:
         watch.planned = lambda: runtime.plan
@@ -252,13 +264,13 @@ def store_gone(state: str) -> None:
             pipeline.step()
         refused = runtime.switch_to(PLAN).wait(LONG_S)
         pipeline.step()
-    said = {"problem": runtime.problem, "heard": heard.taken(), "refused": str(refused)}
-    print(json.dumps({**said, "locked_mhz": watch.gpu.locked_mhz}), flush=True)
-    os._exit(0)  # torch would say goodbye to the store
+    result = {"problem": runtime.problem, "warnings": warning_log.taken(), "refused": str(refused)}
+    print(json.dumps({**result, "locked_mhz": watch.gpu.locked_mhz}), flush=True)
+    os._exit(0)  # torch would talk to the store on exit
 
 
 def _host(port: int) -> int:
-    """A process that has the store."""
+    """Fork a process that holds the store."""
     child = os.fork()
     if not child:
         store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)

@@ -1,4 +1,4 @@
-"""What ranks run to train under a plan, whole; each prints as JSON what it found."""
+"""Programs of ranks that train under a plan; each prints its findings as JSON."""
 # ruff: noqa: TID253 - the process in which this runs is there for torch
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from runtime_training import (
     STEP_MHZ,
     TOP_MHZ,
     DeepSpeed,
-    Heard,
     Torch,
+    WarningLog,
     Watch,
     any_rank,
     every_rank,
@@ -32,25 +32,25 @@ from perseus_planner.runtime.switching.agreement import Acceptance
 
 
 def torch_schedules(state: str, *names: str) -> None:
-    """Each schedule, trained without and with the runtime."""
-    with job(state) as said:
+    """Train each schedule without and with the runtime."""
+    with job(state) as result:
         for name in names:
             ranks = dist.get_world_size()
             plan = plan_of(schedule_of(name, ranks, 2 * ranks))
-            said[name] = followed(lambda watch, name=name, count=2 * ranks: Torch(name, count, watch), plan)
+            result[name] = followed(lambda watch, name=name, count=2 * ranks: Torch(name, count, watch), plan)
 
 
 def deepspeed_engine(state: str) -> None:
-    """DeepSpeed's, trained without and with the runtime."""
-    with job(state) as said:
+    """Train DeepSpeed's engine without and with the runtime."""
+    with job(state) as result:
         ranks = dist.get_world_size()
         plan = plan_of(schedule_of("1f1b", ranks, 2 * ranks))
-        said["1f1b"] = followed(lambda watch: DeepSpeed(2 * ranks, watch), plan)
+        result["1f1b"] = followed(lambda watch: DeepSpeed(2 * ranks, watch), plan)
 
 
 def followed(made: Callable[[Watch | None], Any], plan: Plan) -> dict[str, Any]:
-    """What a pipeline runs with the runtime, at which clocks, and whether that leads where it leads without."""
-    heard, watch = Heard(), Watch()
+    """Return what a pipeline runs with the runtime, and whether the results equal those without."""
+    warning_log, watch = WarningLog(), Watch()
     plain = made(None)
     expected = [*(loss for _ in range(3) for loss in plain.step()), *plain.state()]
     pipeline, found, orders = made(watch), [], []
@@ -64,18 +64,18 @@ def followed(made: Callable[[Watch | None], Any], plan: Plan) -> dict[str, Any]:
     return {
         "equal": len(expected) == len(found) and all(map(torch.equal, expected, found)),
         "orders": orders,
-        "plan": [str(each) for each in plan.schedule.ranks[pipeline.seat]],
+        "plan": [str(each) for each in plan.schedule.ranks[pipeline.rank]],
         "as planned": [row.is_as_planned for row in runtime.iterations],
         "after": watch.gpu.locked_mhz,
         "problem": runtime.problem,
-        "heard": heard.taken(),
+        "warnings": warning_log.taken(),
     }
 
 
 def changes(state: str) -> None:
-    """What may happen while a job trains by a plan: one iteration after another, in one session."""
-    with job(state) as said:
-        heard, watch = Heard(), Watch()
+    """Let one job meet all kinds of changes while it trains by a plan."""
+    with job(state) as result:
+        warning_log, watch = WarningLog(), Watch()
         pipeline = Torch("1f1b", 4, watch)
         plan = plan_of(schedule_of("1f1b", 2, 4))
         next_plan = plan_of(schedule_of("1f1b", 2, 4), TOP_MHZ - 20 * STEP_MHZ)
@@ -83,20 +83,20 @@ def changes(state: str) -> None:
             with planner_runtime(pipeline.engine, plan=plan, gpu=GPU, max_changes_per_s=FAST) as runtime:
                 _evaluates(pipeline, watch, runtime)
                 _changes_microbatches(pipeline, watch, runtime)
-                said["switch"] = _switches(pipeline, runtime, [None, plan, next_plan])
+                result["switch"] = _switches(pipeline, runtime, [None, plan, next_plan])
                 watch.planned = None  # rank 0 will be without
-                said["late"] = _switches_late(pipeline, runtime, [None, next_plan, plan])
-                said["as planned"] = [row.is_as_planned for row in runtime.iterations]
-                said["deviations"] = [row.deviation for row in runtime.iterations if row.deviation is not None]
+                result["late"] = _switches_late(pipeline, runtime, [None, next_plan, plan])
+                result["as planned"] = [row.is_as_planned for row in runtime.iterations]
+                result["deviations"] = [row.deviation for row in runtime.iterations if row.deviation is not None]
                 raise ArithmeticError  # noqa: TRY301
         except ArithmeticError:
-            said["locked"] = watch.gpu.locked_mhz
-        said["left"] = type(pipeline.engine).step is pipeline.engine.step.__func__
-        said["heard"] = heard.taken()
+            result["locked"] = watch.gpu.locked_mhz
+        result["left"] = type(pipeline.engine).step is pipeline.engine.step.__func__
+        result["warnings"] = warning_log.taken()
 
 
 def _evaluates(pipeline: Torch, watch: Watch, runtime: Runtime) -> None:
-    """Between two iterations, at whatever clock is set."""
+    """Evaluate between two iterations, at any clock."""
     for _ in range(2):
         watch.planned = lambda: runtime.plan
         pipeline.step()
@@ -107,7 +107,7 @@ def _evaluates(pipeline: Torch, watch: Watch, runtime: Runtime) -> None:
 
 
 def _changes_microbatches(pipeline: Torch, watch: Watch, runtime: Runtime) -> None:
-    """Twice there are others: then, and in the next iteration, the GPU is as it was."""
+    """Change the number of microbatches twice; then, and in the next iteration, no clock is set."""
     for microbatches in (6, 2):
         pipeline.change(microbatches)
         watch.planned = lambda: None
@@ -119,7 +119,7 @@ def _changes_microbatches(pipeline: Torch, watch: Watch, runtime: Runtime) -> No
 
 
 def _switches(pipeline: Torch, runtime: Runtime, plans: list[Plan | None]) -> dict[str, Any]:
-    """By which of `plans` iterations ran; rank 1 proposes the last one while rank 0's background stands still."""
+    """Return the plan of each iteration; rank 1 proposes the last one while rank 0's background thread stops."""
     stands, go_on = _stopped(runtime, lambda: dist.get_rank() == 0)
     if dist.get_rank() == 0:
         assert stands.wait(LONG_S)
@@ -134,7 +134,7 @@ def _switches(pipeline: Torch, runtime: Runtime, plans: list[Plan | None]) -> di
 
 
 def _switches_late(pipeline: Torch, runtime: Runtime, plans: list[Plan | None]) -> dict[str, Any]:
-    """The same, but that thread stands still once rank 0 has said yes, so that it does not hear what is decided."""
+    """Do the same, but stop that thread once rank 0 has result yes, so that it does not learn the decision."""
     agreement = runtime._follower.agreement
     _, go_on = _stopped(runtime, lambda: dist.get_rank() == 0 and agreement._promised > 0)
     if dist.get_rank() == 1:
@@ -149,7 +149,7 @@ def _switches_late(pipeline: Torch, runtime: Runtime, plans: list[Plan | None]) 
 
 
 def _ran(pipeline: Torch, runtime: Runtime, plans: list[Plan | None]) -> int:
-    """Run an iteration; by which of `plans`."""
+    """Run an iteration; return which of `plans` it ran by."""
     seen: list[int] = []
     find = runtime._follower.program_for
 
@@ -165,7 +165,7 @@ def _ran(pipeline: Torch, runtime: Runtime, plans: list[Plan | None]) -> int:
 
 
 def _stopped(runtime: Runtime, when: Callable[[], bool]) -> tuple[threading.Event, threading.Event]:
-    """Stop this rank's background thread when `when` is true: set when it stands still; and what lets it go on."""
+    """Stop this rank's background thread once `when` is true; return events for that and to continue it."""
     stands, go_on, look = threading.Event(), threading.Event(), runtime._follower.look
 
     def stopped() -> None:
@@ -179,9 +179,9 @@ def _stopped(runtime: Runtime, when: Callable[[], bool]) -> tuple[threading.Even
 
 
 def pipelines(state: str) -> None:
-    """Two pipelines of two stages, each by plans of its own, which they change together."""
-    with job(state) as said:
-        heard, watch = Heard(), Watch()
+    """Train two pipelines of two stages, each by its own plans, which they change together."""
+    with job(state) as result:
+        warning_log, watch = WarningLog(), Watch()
         pipeline = Torch("1f1b", 4, watch, sides=2)
         schedule = schedule_of("1f1b", 2, 4)
         first, second, third, fourth = (plan_of(schedule, TOP_MHZ - 10 * STEP_MHZ * each) for each in range(4))
@@ -193,18 +193,18 @@ def pipelines(state: str) -> None:
             ran: list[int] = []
             while not every_rank(ran[-2:] == [1, 1]):
                 ran.append(_ran(pipeline, runtime, [before, after]))
-        said.update(pipeline=runtime.pipeline, ran=ran, locked=watch.gpu.locked_mhz, heard=heard.taken())
+        result.update(pipeline=runtime.pipeline, ran=ran, locked=watch.gpu.locked_mhz, warnings=warning_log.taken())
 
 
 def dry_run(state: str) -> None:
-    """All but setting clocks."""
-    with job(state) as said:
-        heard, watch = Heard(), Watch()
+    """Train with `dry_run`."""
+    with job(state) as result:
+        warning_log, watch = WarningLog(), Watch()
         pipeline = Torch("1f1b", 4, watch)
         watch.planned, watch.takes_s = (lambda: None), 0.01
         plan = plan_of(schedule_of("1f1b", 2, 4))
         with planner_runtime(pipeline.engine, plan=plan, gpu=GPU, dry_run=True, max_changes_per_s=FAST) as runtime:
             while not every_rank(any(row.changes_set for row in runtime.iterations)):
                 pipeline.step()
-            said["as planned"] = {row.is_as_planned for row in runtime.iterations} == {True}
-        said.update(plan=runtime.plan == plan, problem=runtime.problem, heard=heard.taken())
+            result["as planned"] = {row.is_as_planned for row in runtime.iterations} == {True}
+        result.update(plan=runtime.plan == plan, problem=runtime.problem, warnings=warning_log.taken())

@@ -1,4 +1,4 @@
-"""Pipelines of real engines on the ranks of tests, plans for them, and what is seen of how they run."""
+"""Pipelines of real engines for the ranks of tests, plans for them, and a watch of how they run."""
 # ruff: noqa: TID253 - the process in which this runs is there for torch
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from perseus_planner.schedules.pipeline import pipeline_iteration
 WIDTH, ROWS = 8, 2
 GPU = "emulated:a100-sxm?call=0"
 NAME = "simulated a100-sxm"  #: of such a GPU
-FAST = 1e6  #: changes per second: as many as are asked for
-LONG_S = 30.0  #: for what must come at some time: much longer than it takes
+FAST = 1e6  #: changes per second, more than are requested
+LONG_S = 30.0  #: timeout, much longer than anything takes
 TOP_MHZ, STEP_MHZ = 1410, 15
 
 Watcher = Callable[[int, str, int], None]
@@ -42,7 +42,7 @@ def schedule_of(name: str, ranks: int, microbatches: int) -> Schedule:
 
 
 def plan_of(schedule: Schedule, top_mhz: int = TOP_MHZ, gpu: str | None = NAME, control: str = "clock") -> Plan:
-    """A plan in which no two computations of a rank have one clock, from `top_mhz` down."""
+    """Return a plan in which each computation of a rank has another clock, from `top_mhz` down."""
     places = {str(each): place for row in schedule.ranks for place, each in enumerate(row)}
     clocks = {str(each): top_mhz - STEP_MHZ * places[str(each)] for each in schedule.computations()}
     measured = {
@@ -51,24 +51,24 @@ def plan_of(schedule: Schedule, top_mhz: int = TOP_MHZ, gpu: str | None = NAME, 
         for kind in schedule.kinds
     }
     iteration = pipeline_iteration(schedule)
-    # Long enough for no rank to be taken to stand still while it waits for a clock.
+    # Long enough that no rank counts as quiet while it waits for a clock.
     return Plan(iteration, clocks, measured, "0" * 64, gpu, "simulated", 1.0, *[LONG_S] * 6, control=control)
 
 
 @contextmanager
 def job(state: str) -> Iterator[dict[str, Any]]:
-    """A rank of a job: it says at last what was put into the dictionary."""
+    """Run a rank of a job; it prints the dictionary at the end."""
     os.environ["PLANNER_STATE_DIR"] = state
     dist.init_process_group("gloo")
-    said: dict[str, Any] = {}
-    yield said
-    dist.barrier()  # nobody goes while another one uses the store
-    print("\n" + json.dumps(said), flush=True)
+    result: dict[str, Any] = {}
+    yield result
+    dist.barrier()  # no rank leaves while another one uses the store
+    print("\n" + json.dumps(result), flush=True)
     dist.destroy_process_group()
 
 
-class Heard(logging.Handler):
-    """What the runtime warns of on this rank."""
+class WarningLog(logging.Handler):
+    """Collects the warnings of the runtime on this rank."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,21 +80,20 @@ class Heard(logging.Handler):
         self._texts.append(record.getMessage())
 
     def taken(self) -> list[str]:
-        """What was said since the last time."""
+        """Return the warnings since the last call."""
         texts, self._texts = self._texts, []
         return texts
 
 
 class Watch:
-    """At the begin of each computation, waits until the clock that is locked is the one that is to be.
+    """Waits at the begin of each computation until its clock is locked.
 
     Attributes:
-        planned: gives the plan by which it is to run, or None where the GPU is to be reset; nothing is awaited where
-            this itself is None.
-        takes_s: how much longer each computation takes than it does.
+        planned: Returns the plan that should be in force, or None if the GPU should be reset; None to wait for nothing.
+        takes_s: Seconds that each computation takes in addition.
 
     Args:
-        gpu: which one; of this rank where that is not said.
+        gpu: The GPU; by default the emulated GPU of this rank.
     """
 
     def __init__(self, gpu: str = GPU) -> None:
@@ -117,33 +116,33 @@ class Watch:
         eventually(lambda: self.gpu.locked_mhz == clock_mhz, lambda: f"{self.gpu.locked_mhz} MHz, and not {clock_mhz}")
 
     def taken(self) -> list[str]:
-        """What ran since the last time."""
+        """Return what ran since the last call."""
         ran, self._ran = self._ran, []
         return ran
 
 
-def eventually(holds: Callable[[], object], said: Callable[[], str] = lambda: "it never came") -> None:
-    """Wait for what nothing tells of."""
+def eventually(holds: Callable[[], object], describe: Callable[[], str] = lambda: "it never came") -> None:
+    """Wait until a condition holds."""
     deadline_s = time.monotonic() + LONG_S
     while not holds():
-        assert time.monotonic() < deadline_s, said()
+        assert time.monotonic() < deadline_s, describe()
         time.sleep(0.0005)  # between two looks
 
 
 def any_rank(holds: bool) -> bool:
-    """Whether it holds on any rank; the same answer on all."""
+    """Return whether it holds on any rank; all ranks get the same answer."""
     answer = torch.tensor(int(holds))
     dist.all_reduce(answer, dist.ReduceOp.MAX)
     return bool(answer)
 
 
 def every_rank(holds: bool) -> bool:
-    """Whether it holds on all of them; the same answer on all."""
+    """Return whether it holds on all ranks; all ranks get the same answer."""
     return not any_rank(not holds)
 
 
 class Layer(nn.Module):
-    """Uses random numbers."""
+    """A layer that uses random numbers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -154,18 +153,18 @@ class Layer(nn.Module):
 
 
 class Torch:
-    """This rank's part of a pipeline of torch, the same one each time it is made.
+    """This rank's part of a torch pipeline; it is the same each time it is created.
 
     Attributes:
-        engine: its schedule.
-        seat: which rank of the pipeline this is.
-        microbatches: of an iteration.
+        engine: The schedule.
+        rank: Rank of the pipeline.
+        microbatches: Microbatches of an iteration.
 
     Args:
-        name: of the schedule.
-        microbatches: as above.
-        watch: told of each computation that begins.
-        sides: how many pipelines there are, beside one another.
+        name: Name of the schedule.
+        microbatches: Microbatches of an iteration.
+        watch: Called when a computation begins.
+        sides: Number of pipelines side by side.
     """
 
     def __init__(self, name: str, microbatches: int, watch: Watcher | None = None, *, sides: int = 1) -> None:
@@ -183,30 +182,30 @@ class Torch:
         kind = getattr(pipelining.schedules, f"Schedule{TORCH[name]}")
         parts = self._stages[0] if len(numbers) == 1 else self._stages
         self.engine = kind(parts, microbatches, loss_fn=nn.functional.mse_loss)
-        self.seat, self.microbatches = rank, microbatches
+        self.rank, self.microbatches = rank, microbatches
         self._optimizer = torch.optim.AdamW(self._layers.parameters(), lr=0.01)
         for stage in self._stages:
             if watch is not None:
                 _watch_stage(stage, watch)
 
     def change(self, microbatches: int) -> None:
-        """Iterations have so many from now on."""
+        """Change the number of microbatches of the next iterations."""
         self.microbatches = self.engine._n_microbatches = microbatches
 
     def step(self) -> list[Any]:
-        """The losses of one iteration, on the last rank."""
+        """Run one iteration; return its losses on the last rank."""
         losses = self._run(self.engine.step)
         self._optimizer.step()
         self._optimizer.zero_grad()
         return losses
 
     def evaluate(self) -> list[Any]:
-        """The losses of an evaluation, on the last rank."""
+        """Evaluate; return the losses on the last rank."""
         with torch.no_grad():
             return self._run(self.engine.eval)
 
     def state(self) -> list[Any]:
-        """What training leads to, beside losses."""
+        """Return the results of the training other than losses."""
         return [*(each.clone() for each in self._layers.state_dict().values()), torch.get_rng_state()]
 
     def _run(self, run: Callable[..., Any]) -> list[Any]:
@@ -241,13 +240,15 @@ def _watch_stage(stage: Any, watch: Watcher) -> None:
 
 
 class DeepSpeed:
-    """As `Torch`, of DeepSpeed; an iteration's loss is on all ranks."""
+    """Like `Torch`, for DeepSpeed; all ranks have the loss of an iteration."""
 
     def __init__(self, microbatches: int, watch: Watcher | None = None) -> None:
         import deepspeed
         from deepspeed.pipe import PipelineModule
 
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # no pipeline needs it, and it would be compiled
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = (
+            False  # pipelines do not need it, and it would be compiled
+        )
         deepspeed.init_distributed("gloo", dist_init_required=True, verbose=False)
         torch.manual_seed(0)
         ranks = dist.get_world_size()
@@ -264,7 +265,7 @@ class DeepSpeed:
             "steps_per_print": 2**31,
         }
         self.engine, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)
-        self.seat = dist.get_rank()
+        self.rank = dist.get_rank()
         if watch is not None:
             self.engine._INSTRUCTION_MAP = self._watched(watch)
 
@@ -287,7 +288,7 @@ class DeepSpeed:
 
         def watched(kind: str, execute: Callable[..., Any]) -> Callable[..., Any]:
             def run(engine: Any, **arguments: Any) -> None:
-                watch(self.seat, kind, counts[kind] % self.engine.micro_batches)
+                watch(self.rank, kind, counts[kind] % self.engine.micro_batches)
                 counts[kind] += 1
                 execute(engine, **arguments)
 

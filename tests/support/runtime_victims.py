@@ -1,4 +1,4 @@
-"""Training under a plan that goes on until it is told to stop, or is killed.
+"""Trains under a plan until a file asks it to stop, or until it is killed.
 
 As a script it runs as one rank, under a launcher; or, called with `serve`, it starts whole jobs, launcher included,
 from one process that has imported all that they need.
@@ -27,9 +27,9 @@ SLOW_S = 0.02  #: how long a computation waits for its clock; it need not come
 
 
 def train(folder: str) -> None:
-    """Train until there is a file `stop`."""
+    """Train until a file `stop` exists."""
     os.environ["PLANNER_STATE_DIR"] = f"{folder}/state"
-    # Who is killed on the way in is not waited for long.
+    # Do not wait long for ranks that are killed at the start.
     rendezvous.RENDEZVOUS_S, rendezvous._CONTROLLER_S = 3.0, 10.0
     dist.init_process_group("gloo")
     with replacing(Path(folder, f"met-{dist.get_rank()}")) as file:
@@ -44,11 +44,11 @@ def train(folder: str) -> None:
             os._exit(0)
         while not any_rank(stop.exists()):
             pipeline.step()
-    os._exit(0)  # without a word to ranks that may be gone
+    os._exit(0)  # without waiting for ranks that may be gone
 
 
 def _follow(watch: Watch, runtime: Runtime, stage: int, kind: str, microbatch: int) -> None:
-    """A computation that takes some time, so that clocks can be set."""
+    """Take some time for a computation, so that clocks can be set."""
     deadline_s = time.monotonic() + SLOW_S
     wanted_mhz = None if runtime.plan is None else runtime.plan.clocks[f"{stage}{kind}{microbatch}"]
     while watch.gpu.locked_mhz != wanted_mhz and runtime.problem is None and time.monotonic() < deadline_s:
@@ -56,7 +56,7 @@ def _follow(watch: Watch, runtime: Runtime, stage: int, kind: str, microbatch: i
 
 
 def _launch(request: dict[str, str]) -> None:
-    """As a launcher does: start two ranks, and end with them; when one fails the others are ended."""
+    """Start two ranks and end with them, like a launcher; if one fails, end the others."""
     for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
     folder, ranks = Path(request["folder"]), []
@@ -82,7 +82,7 @@ def _launch(request: dict[str, str]) -> None:
 
 
 def _serve() -> None:
-    """For each request, a line, say the number of a launcher, which is no child that must be waited for."""
+    """For each line on standard input, start a launcher and print its process number."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     for line in sys.stdin:
         child = os.fork()
@@ -95,7 +95,7 @@ def _serve() -> None:
 
 
 if __name__ == "__main__":
-    arguments = [each for each in sys.argv[1:] if not each.startswith("--local_rank")]  # DeepSpeed's launcher gives it
+    arguments = [each for each in sys.argv[1:] if not each.startswith("--local_rank")]  # passed by DeepSpeed's launcher
     if arguments == ["serve"]:
         _serve()
     else:

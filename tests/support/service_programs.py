@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from runtime_training import Heard, any_rank
+from runtime_training import WarningLog, any_rank
 from torch import nn
 from torch.distributed import pipelining
 
@@ -38,7 +38,7 @@ def train(engine: str, address: str, state: str) -> None:
     os.environ["PLANNER_STATE_DIR"] = state
     counters.CHECKPOINT_S, agent._COUNTS_S = 1.0, 0.5  # so that who reads what was counted need not wait for long
     made, step = {"torch": _torch, "deepspeed": _deepspeed}[engine]()
-    heard = Heard()
+    warning_log = WarningLog()
     with profile_pipeline(made, gpu=f"simulated:{GPU}&noise=0&drift=0", output="profile.yaml"):
         step()
     if dist.get_rank() == 0:
@@ -65,7 +65,7 @@ def train(engine: str, address: str, state: str) -> None:
             (each.version, each.is_as_planned, each.clock, each.achieved_mhz, each.changes_late)
             for each in runtime.iterations
         ]
-    said = {"pipeline": runtime.pipeline, "problem": runtime.problem, "ran": ran, "heard": heard.taken()}
+    said = {"pipeline": runtime.pipeline, "problem": runtime.problem, "ran": ran, "warnings": warning_log.taken()}
     dist.barrier()
     print("\n" + json.dumps(said), flush=True)
     dist.destroy_process_group()

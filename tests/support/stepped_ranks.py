@@ -1,4 +1,4 @@
-"""Ranks that share a store and go on by one operation of it at a time, in any order, and what must always hold."""
+"""Ranks that share a store and advance by one store operation at a time, in any order; and their invariants."""
 # ruff: noqa: TID253 - tests that use this are there for torch
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch.distributed import HashStore
 from perseus_planner.runtime.switching.agreement import Acceptance, Agreement, Proposal
 
 PATIENCE_S = 60.0
-_ALLOWED = {"set", "add", "check", "compare_set", "delete_key"}  # none of them waits
+_ALLOWED = {"set", "add", "check", "compare_set", "delete_key"}  # these never wait
 
 
 class Disagreement(Exception):
@@ -21,11 +21,11 @@ class Disagreement(Exception):
 
 
 class _Ended(BaseException):
-    """A rank's thread is to end where it stands."""
+    """Ends a rank's thread where it stands."""
 
 
 class Counted:
-    """A store that counts what is asked of it, and refuses what may wait."""
+    """A store that counts its operations, and refuses those that may wait."""
 
     def __init__(self, store: Any, before: Callable[[], None] = lambda: None):
         self._store, self._before = store, before
@@ -46,7 +46,7 @@ class Counted:
 
 
 class Steps:
-    """A thread that runs what it is given up to its next operation of the store, and there stands still."""
+    """A thread that runs a job up to its next store operation, and stops there."""
 
     def __init__(self) -> None:
         self._go, self._stands = threading.Semaphore(0), threading.Semaphore(0)
@@ -60,7 +60,7 @@ class Steps:
         return self._job is None
 
     def step(self, job: Callable[[], None]) -> None:
-        """Do one operation of what it is at; begin `job` if it is idle."""
+        """Do one operation of the current job; begin `job` if there is none."""
         self._job = self._job or job
         self._go.release()
         self._stands.acquire()
@@ -91,7 +91,7 @@ class Steps:
 
 
 class Rank:
-    """A rank whose training thread and looks go on when they are told."""
+    """A rank whose training thread and looks advance when the test says so."""
 
     def __init__(self, world: World, number: int):
         self.steps = Steps()
@@ -114,7 +114,7 @@ class Rank:
 
 
 class World:
-    """All ranks, their store and their clock; `kind` is the protocol they follow."""
+    """All ranks, their store and their clock; `kind` is the protocol that they follow."""
 
     def __init__(self, size: int, kind: type[Agreement] = Agreement):
         self.size, self.kind = size, kind
@@ -124,13 +124,13 @@ class World:
         self.ranks = [Rank(self, number) for number in range(size)]
 
     def step(self, number: int, times: int = 1) -> None:
-        """A rank's background thread does so many operations."""
+        """Let a rank's background thread do some operations."""
         rank = self.ranks[number]
         for _ in range(times if rank.lives else 0):
             rank.steps.step(rank.look)
 
     def begin(self, number: int) -> int:
-        """A rank's training thread begins its next iteration, by the version that comes back; 0 for none."""
+        """Let a rank's training thread begin its next iteration; return its version, 0 for none."""
         rank = self.ranks[number]
         if not rank.lives:
             return 0
@@ -160,14 +160,14 @@ class World:
         self.now_s += elapsed_s
 
     def lose(self, number: int) -> None:
-        """A rank cannot reach the store any more."""
+        """Cut a rank off from the store."""
         self.ranks[number].store.is_gone = True
 
     def kill(self, number: int) -> None:
         self.ranks[number].lives = False
 
     def settle(self) -> None:
-        """Every rank that lives goes on for long enough that all that was proposed comes to its end."""
+        """Let every living rank go on until all proposals have ended."""
         for _ in range(4):
             self.now_s += PATIENCE_S + 1
             for number, rank in enumerate(self.ranks):
@@ -176,7 +176,7 @@ class World:
                     self.step(number)
 
     def check_settled(self) -> None:
-        """After `settle`: what was proposed has ended, all run by what was decided last, and nothing is left behind."""
+        """After `settle`, check that proposals have ended, all run by the last decision, and no keys are left."""
         living = [rank for rank in self.ranks if rank.lives]
         connected = [rank for rank in living if not rank.store.is_gone]
         assert [rank.agreement.lost for rank in connected] == [None] * len(connected)
