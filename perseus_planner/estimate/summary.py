@@ -87,7 +87,7 @@ def summarize_estimate(
     """Summarize a profile that was estimated for `pipeline`."""
     computations = _computations(profile, pipeline)
     both_s = [
-        sum(each.time_s for each in computations if each.stage == stage and each.instruction in ("forward", "backward"))
+        sum(row.time_s for row in computations if row.stage == stage and row.instruction in ("forward", "backward"))
         for stage in range(profile.stages)
     ]
     return EstimateSummary(
@@ -120,13 +120,13 @@ def estimate_text(summary: EstimateSummary) -> str:
         f"stage  layers  {'computation':<15}  {'TFLOPs':>9}  {'GB':>8}  {'ms':>9}  {'J':>9}  x fastest",
     ]
     lines += [
-        f"{each.stage:>5}  {each.layers:>6}  {each.instruction:<15}  {each.flops / 1e12:>9.4f}  "
-        f"{each.bytes / 1e9:>8.3f}  {each.time_s * 1e3:>9.3f}  {each.energy_j:>9.3f}  {each.time_ratio:>9.3f}"
-        for each in summary.computations
+        f"{row.stage:>5}  {row.layers:>6}  {row.instruction:<15}  {row.flops / 1e12:>9.4f}  "
+        f"{row.bytes / 1e9:>8.3f}  {row.time_s * 1e3:>9.3f}  {row.energy_j:>9.3f}  {row.time_ratio:>9.3f}"
+        for row in summary.computations
     ]
     reached = [
-        f"{each.instruction} {each.flops_per_s / 1e12:.1f} TFLOPS and {each.flops_per_j / 1e9:.1f} GFLOPs a joule"
-        for each in summary.efficiencies
+        f"{row.instruction} {row.flops_per_s / 1e12:.1f} TFLOPS and {row.flops_per_j / 1e9:.1f} GFLOPs a joule"
+        for row in summary.efficiencies
     ]
     return "\n".join(
         [
@@ -162,12 +162,10 @@ def _computations(profile: Profile, pipeline: TransformerPipeline) -> tuple[Esti
 
 
 def _efficiencies(computations: Sequence[EstimatedComputation]) -> Iterable[KindEfficiency]:
-    for word in dict.fromkeys(each.instruction for each in computations):
-        same = [each for each in computations if each.instruction == word]
-        flops = sum(each.flops for each in same)
-        yield KindEfficiency(
-            word, flops / sum(each.time_s for each in same), flops / sum(each.energy_j for each in same)
-        )
+    for word in dict.fromkeys(row.instruction for row in computations):
+        same = [row for row in computations if row.instruction == word]
+        flops = sum(row.flops for row in same)
+        yield KindEfficiency(word, flops / sum(row.time_s for row in same), flops / sum(row.energy_j for row in same))
 
 
 def _remarks(profile: Profile, pipeline: TransformerPipeline, calibrated_by: Sequence[str]) -> Iterable[str]:

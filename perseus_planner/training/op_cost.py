@@ -100,5 +100,5 @@ def _attention_on_cpu() -> dict[Any, Callable[..., int]]:
 
 
 def _moves_data(func: Any) -> bool:
-    views = any(each.alias_info is not None and not each.alias_info.is_write for each in func._schema.returns)
+    views = any(value.alias_info is not None and not value.alias_info.is_write for value in func._schema.returns)
     return not views and not func._schema.name.startswith(("aten::empty", "aten::new_empty", "aten::detach"))

@@ -58,10 +58,6 @@ class GpuBehind(Protocol):
     def lock(self, least_mhz: int, greatest_mhz: int) -> None: ...
     def unlock(self) -> None: ...
     def limit(self, limit_mw: int) -> None: ...
-    def energy_mj(self) -> int: ...
-    def power_mw(self) -> int: ...
-    def limit_mw(self) -> int: ...
-    def limits_mw(self) -> tuple[int, int]: ...
 
 
 @dataclass
@@ -89,22 +85,6 @@ class KeptGpu:
     def limit(self, limit_mw: int) -> None:
         self._called()
         self.limited_mw = limit_mw
-
-    def energy_mj(self) -> int:
-        self._called()
-        return time.monotonic_ns() // 10_000
-
-    def power_mw(self) -> int:
-        self._called()
-        return 100_500
-
-    def limit_mw(self) -> int:
-        self._called()
-        return self.limited_mw
-
-    def limits_mw(self) -> tuple[int, int]:
-        self._called()
-        return 100_000, 400_000
 
 
 class NvmlGpu:
@@ -134,19 +114,6 @@ class NvmlGpu:
 
     def limit(self, limit_mw: int) -> None:
         self._call("nvmlDeviceSetPowerManagementLimit", limit_mw)
-
-    def energy_mj(self) -> int:
-        return int(self._call("nvmlDeviceGetTotalEnergyConsumption"))
-
-    def power_mw(self) -> int:
-        return int(self._call("nvmlDeviceGetPowerUsage"))
-
-    def limit_mw(self) -> int:
-        return int(self._call("nvmlDeviceGetPowerManagementLimit"))
-
-    def limits_mw(self) -> tuple[int, int]:
-        least, greatest = self._call("nvmlDeviceGetPowerManagementLimitConstraints")
-        return least, greatest
 
 
 def token(key: bytes, scopes: Sequence[str], expires: int | None = None) -> str:
@@ -282,8 +249,6 @@ class FakeZeusd:
             return Answer(worst, {"errors": {index: text for index, (_, text) in errors.items()}})
         if request.method == "POST":
             return Answer(200)
-        if request.path == "/gpu/get_power":
-            return Answer(200, {"timestamp_ms": int(time.time() * 1000), "power_mw": results})
         return Answer(200, results)
 
 
@@ -316,13 +281,6 @@ _COMMANDS: dict[tuple[str, str], tuple[dict[str, Callable[[str], Any]], Callable
     ),
     ("POST", "reset_gpu_locked_clocks"): ({}, lambda gpu: gpu.unlock()),
     ("POST", "set_power_limit"): ({"power_limit_mw": _u32}, lambda gpu, power_limit_mw: gpu.limit(power_limit_mw)),
-    ("GET", "get_cumulative_energy"): ({}, lambda gpu: {"energy_mj": gpu.energy_mj()}),
-    ("GET", "get_power"): ({}, lambda gpu: gpu.power_mw()),
-    ("GET", "get_power_limit"): ({}, lambda gpu: {"power_limit_mw": gpu.limit_mw()}),
-    ("GET", "get_power_limit_constraints"): (
-        {},
-        lambda gpu: dict(zip(("min_power_limit_mw", "max_power_limit_mw"), gpu.limits_mw(), strict=True)),
-    ),
 }
 
 
