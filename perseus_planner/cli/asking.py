@@ -6,8 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from perseus_planner.errors import UsageError
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from perseus_planner.service.client.client import Client
 
 service = click.option(
     "--service",
@@ -16,6 +20,19 @@ service = click.option(
     "[default: PLANNER_SERVICE, or this machine]",
 )
 job = click.option("--job", "-j", required=True, metavar="JOB", help="Name of the training job.")
+
+
+def open_client(address: str | None) -> Client:
+    """Return a client of the service at `address`, as for `Client`.
+
+    Raises:
+        UsageError: If the address is malformed, or a package of the extra `service` is not installed.
+    """
+    try:
+        from perseus_planner.service.client.client import Client
+    except ModuleNotFoundError as error:
+        raise UsageError(f"{error.name} is not installed; run `pip install 'perseus-planner[service]'`") from error
+    return Client(address)
 
 
 def print_answers(answers: Sequence[Any]) -> None:

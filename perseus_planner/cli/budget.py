@@ -35,8 +35,6 @@ def budget(
     that can.
     """
     from perseus_planner.quantities import DURATION, POWER_BUDGET
-    from perseus_planner.service.answers import Answers
-    from perseus_planner.service.client.client import Client
 
     if neither == (power is not None or deadline is not None):
         raise UsageError("give --power, --deadline or both of them, or --none")
@@ -45,12 +43,14 @@ def budget(
     deadline_s = None if deadline in (None, "none") else DURATION.parse(str(deadline), "--deadline")
     power_w = None if power in (None, "none") else POWER_BUDGET.parse(str(power), "--power")
     answers = []
-    with Client(service) as client:
+    with asking.open_client(service) as client:
         if deadline is not None or (neither and job is not None):
             answers.append(client.set_deadline(str(job), deadline_s))
         if power is not None or neither:
             answers += client.set_power(power_w, job)
     if as_json:
+        from perseus_planner.service.answers import Answers
+
         asking.print_json(Answers(tuple(answers)))
     elif answers:
         asking.print_answers(answers)

@@ -24,10 +24,8 @@ _CLEAR = "\033[2J\033[H"  #: clears a terminal
 @console.as_json
 def status(job: str | None, watch: bool, service: str | None, as_json: bool) -> None:
     """Show the jobs of the service, or one of them with its reports and what its pipelines do."""
-    from perseus_planner.service.client.client import Client
-
     before = None
-    with Client(service) as client:
+    with asking.open_client(service) as client:
         while True:
             found = client.jobs() if job is None else (client.status(job),)
             if found != before:

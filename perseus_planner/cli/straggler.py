@@ -86,11 +86,9 @@ def straggler(
 
     The other pipelines then run no faster than needed, which saves energy. Write times as 30s, 30m or 2h.
     """
-    from perseus_planner.service.client.client import Client
-
     if clear is not None and megatron_log:
         raise UsageError("--clear: withdraws one report; leave out --megatron-log")
-    with Client(service) as client:
+    with asking.open_client(service) as client:
         if clear is not None:
             _refuse(given, "--clear")
             answer = client.clear(job, clear)
