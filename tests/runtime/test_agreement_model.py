@@ -99,7 +99,7 @@ class Uncleared(Agreement):
 class Unpromised(Agreement):
     """Says yes without setting a limit."""
 
-    def _has_promised(self, version: int, through: int) -> bool:
+    def _promise(self, version: int, through: int) -> bool:
         return True
 
 
@@ -117,7 +117,7 @@ class ReadsThenSets(Agreement):
 class Impatient(Agreement):
     """Decides before all ranks have answered."""
 
-    def _bring_on(self, own: Any) -> None:
+    def _advance(self, own: Any) -> None:
         self._decide(own)
 
 
