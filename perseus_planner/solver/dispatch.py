@@ -11,8 +11,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-from numba import njit
 
+from perseus_planner.solver.kernels import kernel
 from perseus_planner.solver.point_problem import Floats, PointProblem, compute_ends
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ class Guide(NamedTuple):
     stiffness: Floats  #: (2,) what a second too early, and too late, costs, as a multiple of the price
 
 
-@njit(cache=True)
+@kernel
 def _limits(problem: PointProblem, deadline_s: float) -> Floats:
     """Return the latest end of each computation that leaves time for all its successors at their fastest."""
     after_start, after, time_s = problem.after_start, problem.after, problem.time_s
@@ -42,7 +42,7 @@ def _limits(problem: PointProblem, deadline_s: float) -> Floats:
     return limit_s
 
 
-@njit(cache=True)
+@kernel
 def _dispatch(problem: PointProblem, guide: Guide, limit_s: Floats, chosen: Integers, end_s: Floats) -> None:
     """Choose a point for each computation in turn; the search begins at the points that `chosen` holds."""
     member, point_start, time_s, cost_j = problem.member, problem.point_start, problem.time_s, problem.cost_j
@@ -80,7 +80,7 @@ def _dispatch(problem: PointProblem, guide: Guide, limit_s: Floats, chosen: Inte
         end_s[k] = start_s + time_s[best]
 
 
-@njit(cache=True)
+@kernel
 def _fill(problem: PointProblem, deadline_s: float, chosen: Integers, end_s: Floats) -> float:
     """Slow computations into the slack behind them, last ones first; return the effective energy then, joules."""
     point_start, time_s, cost_j = problem.point_start, problem.time_s, problem.cost_j
@@ -101,7 +101,7 @@ def _fill(problem: PointProblem, deadline_s: float, chosen: Integers, end_s: Flo
     return total_j
 
 
-@njit(cache=True)
+@kernel
 def _fill_exactly(problem: PointProblem, deadline_s: float, chosen: Integers, end_s: Floats, worth_j: float) -> float:
     """Do as `_fill` does, but take what fits exactly, and not what misses by a rounding error.
 
@@ -115,7 +115,7 @@ def _fill_exactly(problem: PointProblem, deadline_s: float, chosen: Integers, en
     return total_j
 
 
-@njit(cache=True)
+@kernel
 def mix(
     problem: PointProblem,
     deadline_s: float,
@@ -145,7 +145,7 @@ def mix(
             misses = part
 
 
-@njit(cache=True)
+@kernel
 def _vary_all(guide: Guide, step_s: float, size: float) -> None:
     """Change one of the two stiffnesses, or move all ends."""
     what = np.random.randint(3)
@@ -155,7 +155,7 @@ def _vary_all(guide: Guide, step_s: float, size: float) -> None:
         guide.end_s[:] += 0.3 * step_s * size
 
 
-@njit(cache=True)
+@kernel
 def _vary_group(problem: PointProblem, guide: Guide, step_s: float, size: float) -> None:
     """Change the ends, or the prices, of a group: some classes, from one computation to a later one or to the last."""
     count, classes = len(problem.member), len(problem.point_start) - 1
@@ -174,12 +174,12 @@ def _vary_group(problem: PointProblem, guide: Guide, step_s: float, size: float)
                 guide.end_s[k] += moved_s
 
 
-@njit(cache=True)
+@kernel
 def _copy(source: Guide, target: Guide) -> None:
     target.end_s[:], target.price_w[:], target.stiffness[:] = source.end_s, source.price_w, source.stiffness
 
 
-@njit(cache=True)
+@kernel
 def improve(
     problem: PointProblem,
     deadline_s: float,
@@ -227,7 +227,7 @@ def improve(
     return cost_j
 
 
-@njit(cache=True)
+@kernel
 def try_all_points(problem: PointProblem, deadline_s: float) -> Integers:
     """Return the best combination of points by trying all of them."""
     fastest, slowest = problem.point_start[problem.member], problem.point_start[problem.member + 1] - 1

@@ -27,12 +27,12 @@ from __future__ import annotations
 from heapq import heappop, heappush
 
 import numpy as np
-from numba import njit
 
+from perseus_planner.solver.kernels import kernel
 from perseus_planner.solver.network import UNLIMITED, Integers, Network, State
 
 
-@njit(cache=True)
+@kernel
 def slowest_state(network: Network) -> State:
     """Return the slow end of the frontier: earliest event times with every arc at its slowest vertex, and no flow.
 
@@ -56,7 +56,7 @@ def slowest_state(network: Network) -> State:
     return State(event, np.zeros(len(head), np.int64))
 
 
-@njit(cache=True)
+@kernel
 def _measure(network: Network, state: State, arcs: Integers, level: Integers, length: Integers, room: Integers) -> None:
     """Set how far both residual arcs of `arcs` are from being usable (ticks), and their capacity where that is 0.
 
@@ -90,7 +90,7 @@ def _measure(network: Network, state: State, arcs: Integers, level: Integers, le
             length[down] = 0 if gap == time[k] and room[down] > 0 else time[k - 1] - gap
 
 
-@njit(cache=True)
+@kernel
 def _layers(network: Network, length: Integers, layer: Integers, queue: Integers) -> int:
     """Fill `layer` with the breadth-first layers of the tight residual network up to the sink.
 
@@ -114,7 +114,7 @@ def _layers(network: Network, length: Integers, layer: Integers, queue: Integers
     return reached
 
 
-@njit(cache=True)
+@kernel
 def _augment(
     network: Network, state: State, path: Integers, level: Integers, length: Integers, room: Integers
 ) -> tuple[int, int]:
@@ -142,7 +142,7 @@ def _augment(
     return least, step
 
 
-@njit(cache=True)
+@kernel
 def _blocking_flow(
     network: Network, state: State, level: Integers, length: Integers, room: Integers, layer: Integers
 ) -> int:
@@ -173,7 +173,7 @@ def _blocking_flow(
             following[node] += 1
 
 
-@njit(cache=True)
+@kernel
 def _distances(network: Network, length: Integers, queue: Integers, distance: Integers, came_by: Integers) -> int:
     """Grow the cut from the source until it meets the sink (Dijkstra); return how far events can move, ticks.
 
@@ -210,7 +210,7 @@ def _distances(network: Network, length: Integers, queue: Integers, distance: In
                     heappush(far, (beyond, other[i]))
 
 
-@njit(cache=True)
+@kernel
 def _move(network: Network, state: State, distance: Integers, step: int) -> Integers:
     """Move the events behind the cut `step` ticks earlier; return the arcs whose gap has changed."""
     for node in range(len(distance)):
@@ -225,7 +225,7 @@ def _move(network: Network, state: State, distance: Integers, step: int) -> Inte
     return changed[:count]
 
 
-@njit(cache=True)
+@kernel
 def _path(network: Network, came_by: Integers, path: Integers) -> Integers:
     """Return the residual arcs from source to sink that the search came by, in the end of `path`."""
     node, begin = network.sink, len(path)
@@ -237,7 +237,7 @@ def _path(network: Network, came_by: Integers, path: Integers) -> Integers:
     return path[begin:]
 
 
-@njit(cache=True)
+@kernel
 def advance(network: Network, state: State, time: int, power: int, target: int) -> tuple[list[int], list[int]]:
     """Move `state` along the frontier from total time `time` down to `target`, or to its fast end.
 

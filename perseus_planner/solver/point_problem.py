@@ -6,8 +6,9 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
+
+from perseus_planner.solver.kernels import kernel
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -66,7 +67,7 @@ def _flat(lists: Sequence[Sequence[tuple[int, float]]]) -> tuple[Integers, Integ
     return start, np.array([k for k, _ in entries], dtype=np.int64), np.array([lag_s for _, lag_s in entries])
 
 
-@njit(cache=True)
+@kernel
 def compute_ends(problem: PointProblem, chosen: Integers, end_s: Floats) -> float:
     """Fill `end_s` with the end of each node under the `chosen` points; return the makespan, seconds."""
     before_start, before, time_s = problem.before_start, problem.before, problem.time_s

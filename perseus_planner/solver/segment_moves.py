@@ -9,35 +9,35 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numba import njit
 
+from perseus_planner.solver.kernels import kernel
 from perseus_planner.solver.segments import SegmentProblem, State, set_clock, set_range
 
 if TYPE_CHECKING:
     from perseus_planner.solver.network import Integers
 
 
-@njit(cache=True)
+@kernel
 def _random_count(mean: float) -> int:
     """Draw a whole number of at least 1, on average a bit less than 1 + `mean`."""
     return 1 + int(-np.log(1.0 - np.random.random()) * mean)
 
 
-@njit(cache=True)
+@kernel
 def _step_clock(problem: SegmentProblem, rank: int, clock: int, by: int) -> int:
     """Return the clock that is `by` steps further among those of the rank, or the last one in that direction."""
     at = problem.place[rank, clock] + by
     return int(problem.usable[rank, min(max(at, 0), problem.usable_count[rank] - 1)])
 
 
-@njit(cache=True)
+@kernel
 def _first_at_wave(problem: SegmentProblem, rank: int, wave: float) -> int:
     """Return the first computation of the rank that runs at that wave or later, or the end of its program."""
     first, stop = problem.rank_start[rank], problem.rank_start[rank + 1]
     return int(first + np.searchsorted(problem.wave[first:stop], wave))
 
 
-@njit(cache=True)
+@kernel
 def _segment(problem: SegmentProblem, clock: Integers, i: int) -> tuple[int, int]:
     """Return the begin and end of the segment around computation i, without going around the end of the program."""
     first, stop = problem.rank_start[problem.rank[i]], problem.rank_start[problem.rank[i] + 1]
@@ -49,7 +49,7 @@ def _segment(problem: SegmentProblem, clock: Integers, i: int) -> tuple[int, int
     return begin, end
 
 
-@njit(cache=True)
+@kernel
 def _set_segment_clock(problem: SegmentProblem, state: State, i: int, clock: int) -> float:
     """Give the segment around computation i another clock, including the part around the end of the program."""
     first, stop = problem.rank_start[problem.rank[i]], problem.rank_start[problem.rank[i] + 1]
@@ -62,7 +62,7 @@ def _set_segment_clock(problem: SegmentProblem, state: State, i: int, clock: int
     return added_j + set_range(problem, state, begin, end, clock)
 
 
-@njit(cache=True)
+@kernel
 def _shift_border(problem: SegmentProblem, state: State, i: int) -> float:
     """Move one border of the segment around computation i."""
     first, stop = problem.rank_start[problem.rank[i]], problem.rank_start[problem.rank[i] + 1]
@@ -80,7 +80,7 @@ def _shift_border(problem: SegmentProblem, state: State, i: int) -> float:
     return set_range(problem, state, begin, min(end, begin + by), state.clock[ahead])
 
 
-@njit(cache=True)
+@kernel
 def _split_segment(problem: SegmentProblem, state: State, i: int, clock: int) -> float:
     """Set another clock from computation i to an end of its segment, or for some computations from there."""
     first, stop = problem.rank_start[problem.rank[i]], problem.rank_start[problem.rank[i] + 1]
@@ -94,7 +94,7 @@ def _split_segment(problem: SegmentProblem, state: State, i: int, clock: int) ->
     return set_range(problem, state, i, min(stop, i + length), clock)
 
 
-@njit(cache=True)
+@kernel
 def _merge_segment(problem: SegmentProblem, state: State, i: int) -> float:
     """Give the segment around computation i the clock of a neighbouring segment."""
     first, stop = problem.rank_start[problem.rank[i]], problem.rank_start[problem.rank[i] + 1]
@@ -103,7 +103,7 @@ def _merge_segment(problem: SegmentProblem, state: State, i: int) -> float:
     return _set_segment_clock(problem, state, i, state.clock[ahead if np.random.random() < 0.5 else after])
 
 
-@njit(cache=True)
+@kernel
 def change_segment(problem: SegmentProblem, state: State, i: int, sign: int) -> float:
     """Change the segment around computation i; return the effective energy added, joules.
 
@@ -123,7 +123,7 @@ def change_segment(problem: SegmentProblem, state: State, i: int, sign: int) -> 
     return _set_segment_clock(problem, state, i, clock) if kind < 0.3 else _split_segment(problem, state, i, clock)
 
 
-@njit(cache=True)
+@kernel
 def _shift_nearest_border(problem: SegmentProblem, state: State, i: int, by: int) -> float:
     """Move the border nearest to computation i by so many computations, backwards if `by` is negative."""
     first, stop = problem.rank_start[problem.rank[i]], problem.rank_start[problem.rank[i] + 1]
@@ -136,7 +136,7 @@ def _shift_nearest_border(problem: SegmentProblem, state: State, i: int, by: int
     return set_range(problem, state, max(first, border + by), border, state.clock[border])
 
 
-@njit(cache=True)
+@kernel
 def _window() -> tuple[float, float]:
     """Draw a part of the iteration; three in ten start at its begin or stop at its end."""
     wave, length, how = np.random.random(), np.exp(-6.0 * np.random.random()), np.random.random()
@@ -145,7 +145,7 @@ def _window() -> tuple[float, float]:
     return (0.0, wave) if how < 0.3 else (wave, wave + length)
 
 
-@njit(cache=True)
+@kernel
 def change_ranks(
     problem: SegmentProblem, state: State, first_rank: int, last_rank: int, sign: int, library: Integers
 ) -> float:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-from numba import njit
 
+from perseus_planner.solver.kernels import kernel
 from perseus_planner.solver.segment_moves import change_ranks, change_segment
 from perseus_planner.solver.segments import (
     SegmentProblem,
@@ -44,7 +44,7 @@ class Heat(NamedTuple):
     last_j: float
 
 
-@njit(cache=True)
+@kernel
 def _is_within_budget(problem: SegmentProblem, clock: Integers, first_rank: int, last_rank: int, budget: int) -> bool:
     most = 0
     for rank in range(first_rank, last_rank + 1):
@@ -52,7 +52,7 @@ def _is_within_budget(problem: SegmentProblem, clock: Integers, first_rank: int,
     return most <= budget
 
 
-@njit(cache=True)
+@kernel
 def _vary(problem: SegmentProblem, state: State, library: Integers) -> tuple[float, int, int]:
     """Make one or two random changes; return the effective energy added, and the first and last rank changed."""
     sign = 1 if np.random.random() < 0.5 else -1
@@ -79,7 +79,7 @@ def _vary(problem: SegmentProblem, state: State, library: Integers) -> tuple[flo
     return added_j, first, last
 
 
-@njit(cache=True)
+@kernel
 def anneal(problem: SegmentProblem, start: Integers, goal: Goal, heat: Heat, library: Integers) -> Integers:
     """Return the best clocks found by simulated annealing (Kirkpatrick et al. 1983), which may be those of `start`.
 
@@ -133,7 +133,7 @@ def anneal(problem: SegmentProblem, start: Integers, goal: Goal, heat: Heat, lib
     return best
 
 
-@njit(cache=True)
+@kernel
 def try_all_clocks(problem: SegmentProblem, start: Integers, goal: Goal) -> tuple[Integers, float, float]:
     """Return the best clocks, their makespan (seconds) and effective energy (joules), by trying every combination.
 
@@ -170,7 +170,7 @@ def try_all_clocks(problem: SegmentProblem, start: Integers, goal: Goal) -> tupl
         set_clock(problem, state, i, start[i])
 
 
-@njit(cache=True)
+@kernel
 def _next_clock(problem: SegmentProblem, clock: Integers, i: int) -> bool:
     """Set `clock[i]` to its next measured clock; return False if there is none."""
     times_s = problem.time_s[problem.member[i]]
@@ -181,7 +181,7 @@ def _next_clock(problem: SegmentProblem, clock: Integers, i: int) -> bool:
     return False
 
 
-@njit(cache=True)
+@kernel
 def fastest_segments(problem: SegmentProblem, segments: int) -> Integers:
     """Return clocks in at most so many segments per rank with the least sum of durations, by dynamic programming.
 

@@ -11,7 +11,8 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-from numba import njit
+
+from perseus_planner.solver.kernels import kernel
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -124,7 +125,7 @@ def _waves(problem: SegmentProblem, clock: Integers) -> Floats:
     return middle
 
 
-@njit(cache=True)
+@kernel
 def load_state(problem: SegmentProblem, clock: Integers) -> tuple[State, float]:
     """Return a state with these clocks, not yet replayed, and its effective energy, joules."""
     count = len(problem.fixed_s)
@@ -136,7 +137,7 @@ def load_state(problem: SegmentProblem, clock: Integers) -> tuple[State, float]:
     return state, total_j
 
 
-@njit(cache=True)
+@kernel
 def start_s(problem: SegmentProblem, end_s: Floats, k: int) -> float:
     """Return when node k starts: as soon as everything that it waits for has ended, seconds."""
     before_start, before, lag_s = problem.before_start, problem.before, problem.before_lag_s
@@ -146,7 +147,7 @@ def start_s(problem: SegmentProblem, end_s: Floats, k: int) -> float:
     return latest_s
 
 
-@njit(cache=True)
+@kernel
 def replay(problem: SegmentProblem, state: State) -> float:
     """Bring `state.end_s` up to date; return the makespan, seconds."""
     before_start, before, lag_s = problem.before_start, problem.before, problem.before_lag_s
@@ -163,7 +164,7 @@ def replay(problem: SegmentProblem, state: State) -> float:
     return makespan_s
 
 
-@njit(cache=True)
+@kernel
 def set_clock(problem: SegmentProblem, state: State, i: int, clock: int) -> float:
     """Set the clock of computation i; return the effective energy added, joules, infinite if it is not measured."""
     old, member, k = state.clock[i], problem.member[i], problem.node[i]
@@ -175,7 +176,7 @@ def set_clock(problem: SegmentProblem, state: State, i: int, clock: int) -> floa
     return float(problem.cost_j[member, clock] - problem.cost_j[member, old])
 
 
-@njit(cache=True)
+@kernel
 def set_range(problem: SegmentProblem, state: State, first: int, stop: int, clock: int) -> float:
     """Do `set_clock` for the computations from `first` to before `stop`; return the effective energy added."""
     added_j = 0.0
@@ -184,7 +185,7 @@ def set_range(problem: SegmentProblem, state: State, first: int, stop: int, cloc
     return added_j
 
 
-@njit(cache=True)
+@kernel
 def restore(problem: SegmentProblem, source: State, target: State, first: int, stop: int) -> None:
     """Copy clocks and durations from `source` to `target`, for the computations from `first` to before `stop`."""
     for i in range(first, stop):
@@ -194,7 +195,7 @@ def restore(problem: SegmentProblem, source: State, target: State, first: int, s
             target.duration_s[k] = source.duration_s[k]
 
 
-@njit(cache=True)
+@kernel
 def count_changes(problem: SegmentProblem, clock: Integers, rank: int) -> int:
     """Return how often the rank changes its clock in an iteration, including the change back to its first clock."""
     first, stop = problem.rank_start[rank], problem.rank_start[rank + 1]
@@ -204,7 +205,7 @@ def count_changes(problem: SegmentProblem, clock: Integers, rank: int) -> int:
     return count
 
 
-@njit(cache=True)
+@kernel
 def max_changes_of(problem: SegmentProblem, clock: Integers) -> int:
     """Return the most changes of any rank."""
     most = 0
@@ -213,7 +214,7 @@ def max_changes_of(problem: SegmentProblem, clock: Integers) -> int:
     return most
 
 
-@njit(cache=True)
+@kernel
 def shortest_dwell_s(problem: SegmentProblem, state: State, makespan_s: float) -> float:
     """Return the shortest time for which a clock is held, seconds; infinite if no rank changes its clock.
 

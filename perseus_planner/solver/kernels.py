@@ -1,0 +1,39 @@
+"""Compile the solver's kernels, and keep the compiled code where this process may write."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar, cast
+
+from numba import njit
+from numba.core import config
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+F = TypeVar("F", bound="Callable[..., object]")
+
+
+def kernel(function: F) -> F:
+    """Compile `function` when it is first called, and keep the result on disk for the next process.
+
+    Numba keeps it beside the package or in the home folder. Where it may write to neither, as in a container that runs
+    under an arbitrary user, the temporary folder takes their place.
+    """
+    try:
+        return cast("F", njit(cache=True)(function))
+    except RuntimeError:  # Numba found no folder for its cache
+        setattr(config, "CACHE_DIR", str(_temporary_cache()))  # noqa: B010  # its module has no types
+        return cast("F", njit(cache=True)(function))
+
+
+def _temporary_cache() -> Path:
+    """Return a folder that only this user can write, since Numba runs what it finds there."""
+    folder = Path(tempfile.gettempdir()) / f"perseus-planner-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    status = folder.lstat()
+    if folder.is_symlink() or status.st_uid != os.getuid() or status.st_mode & 0o077:
+        return Path(tempfile.mkdtemp(prefix="perseus-planner-"))
+    return folder

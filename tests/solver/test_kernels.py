@@ -1,0 +1,73 @@
+"""Kernels are compiled for any user, also one who may write neither to the package nor to a home folder."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import perseus_planner
+
+PROGRAM = """
+import perseus_planner.solver.kernels as kernels
+import numba.core.config as config
+
+@kernels.kernel
+def doubled(number):
+    return 2 * number
+
+assert doubled(21) == 42
+print(kernels.__file__)
+print(config.CACHE_DIR)
+"""
+
+
+@pytest.fixture
+def package(tmp_path: Path) -> Path:
+    """A copy of the package in whose solver no cache can be made, as files stand where the folders would."""
+    source = Path(perseus_planner.__file__).parent
+    ignored = shutil.ignore_patterns("__pycache__", "profiler", "runtime", "views", "service", "*.js")
+    shutil.copytree(source, tmp_path / "package" / "perseus_planner", ignore=ignored)
+    (tmp_path / "package" / "perseus_planner" / "solver" / "__pycache__").write_text("")
+    return tmp_path / "package"
+
+
+def cache_of(package: Path, temporary: Path) -> Path:
+    """Where a process without a home folder keeps what it compiles."""
+    environment = {
+        name: value for name, value in os.environ.items() if name not in ("NUMBA_CACHE_DIR", "XDG_CACHE_HOME")
+    }
+    environment |= {"PYTHONPATH": str(package), "HOME": os.devnull, "TMPDIR": str(temporary)}
+    program = package / "program.py"
+    program.write_text(PROGRAM)
+    (package / "__pycache__").touch()
+    command = [sys.executable, str(program)]
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
+    assert ran.returncode == 0, ran.stderr
+    loaded, cache = ran.stdout.splitlines()
+    assert Path(loaded).is_relative_to(package)
+    return Path(cache)
+
+
+def test_without_a_folder_to_write_to_the_cache_is_temporary_and_private(package: Path, tmp_path: Path):
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    cache = cache_of(package, temporary)
+    assert cache == temporary / f"perseus-planner-{os.getuid()}"
+    assert stat.S_IMODE(cache.stat().st_mode) == 0o700
+    assert [*cache.rglob("*.nbi")] != []
+    assert cache_of(package, temporary) == cache
+
+
+def test_a_folder_that_others_can_write_to_is_not_trusted(package: Path, tmp_path: Path):
+    temporary = tmp_path / "tmp"
+    planted = temporary / f"perseus-planner-{os.getuid()}"
+    planted.mkdir(parents=True)
+    planted.chmod(0o777)
+    assert cache_of(package, temporary) != planted
+    assert [*planted.iterdir()] == []
