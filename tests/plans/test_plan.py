@@ -205,7 +205,7 @@ def test_a_pipeline_alone_gets_the_least_energy(frontier: Frontier):
 
 @settings(fixed, max_examples=60)
 @given(problem=pipelines(2, 2, 4))
-def test_a_small_pipeline_alone_gets_the_least_possible_energy(problem: tuple[Profile, Schedule]):
+def test_a_small_pipeline_alone_gets_the_least_energy_there_is(problem: tuple[Profile, Schedule]):
     frontier = solve(*problem)
     times_s, costs_j = all_choices(frontier.dag)
     least_j = np.min(costs_j + waiting_w(frontier.dag) * times_s)
