@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from perseus_planner.solver.kernels import kernel
-from perseus_planner.solver.segments import SegmentProblem, State, set_clock, set_range
+from perseus_planner.solver.segments import SegmentProblem, SegmentState, set_clock, set_range
 
 if TYPE_CHECKING:
     from perseus_planner.solver.network import Integers
@@ -50,7 +50,7 @@ def _segment(problem: SegmentProblem, clock: Integers, i: int) -> tuple[int, int
 
 
 @kernel
-def _set_segment_clock(problem: SegmentProblem, state: State, i: int, clock: int) -> float:
+def _set_segment_clock(problem: SegmentProblem, state: SegmentState, i: int, clock: int) -> float:
     """Give the segment around computation i another clock, including the part around the end of the program."""
     first, stop = problem.rank_start[problem.rank[i]], problem.rank_start[problem.rank[i] + 1]
     begin, end = _segment(problem, state.clock, i)
@@ -63,7 +63,7 @@ def _set_segment_clock(problem: SegmentProblem, state: State, i: int, clock: int
 
 
 @kernel
-def _shift_border(problem: SegmentProblem, state: State, i: int) -> float:
+def _shift_border(problem: SegmentProblem, state: SegmentState, i: int) -> float:
     """Move one border of the segment around computation i."""
     first, stop = problem.rank_start[problem.rank[i]], problem.rank_start[problem.rank[i] + 1]
     begin, end = _segment(problem, state.clock, i)
@@ -81,7 +81,7 @@ def _shift_border(problem: SegmentProblem, state: State, i: int) -> float:
 
 
 @kernel
-def _split_segment(problem: SegmentProblem, state: State, i: int, clock: int) -> float:
+def _split_segment(problem: SegmentProblem, state: SegmentState, i: int, clock: int) -> float:
     """Set another clock from computation i to an end of its segment, or for some computations from there."""
     first, stop = problem.rank_start[problem.rank[i]], problem.rank_start[problem.rank[i] + 1]
     begin, end = _segment(problem, state.clock, i)
@@ -95,7 +95,7 @@ def _split_segment(problem: SegmentProblem, state: State, i: int, clock: int) ->
 
 
 @kernel
-def _merge_segment(problem: SegmentProblem, state: State, i: int) -> float:
+def _merge_segment(problem: SegmentProblem, state: SegmentState, i: int) -> float:
     """Give the segment around computation i the clock of a neighbouring segment."""
     first, stop = problem.rank_start[problem.rank[i]], problem.rank_start[problem.rank[i] + 1]
     begin, end = _segment(problem, state.clock, i)
@@ -104,7 +104,7 @@ def _merge_segment(problem: SegmentProblem, state: State, i: int) -> float:
 
 
 @kernel
-def change_segment(problem: SegmentProblem, state: State, i: int, sign: int) -> float:
+def change_segment(problem: SegmentProblem, state: SegmentState, i: int, sign: int) -> float:
     """Change the segment around computation i; return the effective energy added, joules.
 
     Args:
@@ -124,7 +124,7 @@ def change_segment(problem: SegmentProblem, state: State, i: int, sign: int) -> 
 
 
 @kernel
-def _shift_nearest_border(problem: SegmentProblem, state: State, i: int, by: int) -> float:
+def _shift_nearest_border(problem: SegmentProblem, state: SegmentState, i: int, by: int) -> float:
     """Move the border nearest to computation i by so many computations, backwards if `by` is negative."""
     first, stop = problem.rank_start[problem.rank[i]], problem.rank_start[problem.rank[i] + 1]
     begin, end = _segment(problem, state.clock, i)
@@ -147,7 +147,7 @@ def _window() -> tuple[float, float]:
 
 @kernel
 def change_ranks(
-    problem: SegmentProblem, state: State, first_rank: int, last_rank: int, sign: int, library: Integers
+    problem: SegmentProblem, state: SegmentState, first_rank: int, last_rank: int, sign: int, library: Integers
 ) -> float:
     """Make the same change at the same time on several ranks; return the effective energy added, joules.
 

@@ -10,7 +10,7 @@ from perseus_planner.solver.kernels import kernel
 from perseus_planner.solver.segment_moves import change_ranks, change_segment
 from perseus_planner.solver.segments import (
     SegmentProblem,
-    State,
+    SegmentState,
     count_changes,
     load_state,
     max_changes_of,
@@ -53,7 +53,7 @@ def _is_within_budget(problem: SegmentProblem, clock: Integers, first_rank: int,
 
 
 @kernel
-def _vary(problem: SegmentProblem, state: State, library: Integers) -> tuple[float, int, int]:
+def _vary(problem: SegmentProblem, state: SegmentState, library: Integers) -> tuple[float, int, int]:
     """Make one or two random changes; return the effective energy added, and the first and last rank changed."""
     sign = 1 if np.random.random() < 0.5 else -1
     twice = np.random.random() < 0.4
@@ -100,7 +100,7 @@ def anneal(problem: SegmentProblem, start: Integers, goal: Goal, heat: Heat, lib
     for i in range(len(start)):
         scale_j += abs(problem.cost_j[problem.member[i], start[i]])
     margin_j = 1e-10 * scale_j
-    trial = State(now.clock.copy(), now.duration_s.copy(), now.end_s.copy(), now.touched.copy())
+    trial = SegmentState(now.clock.copy(), now.duration_s.copy(), now.end_s.copy(), now.touched.copy())
     best, best_s, best_j = start.copy(), time_s, cost_j
     stale = len(now.end_s)  # the first node whose end in `trial` differs from `now`
     for attempt in range(heat.tries):

@@ -43,7 +43,7 @@ class SegmentProblem(NamedTuple):
     wave: Floats  #: (m,) when each computation runs, as a part of the iteration; never falls along a program
 
 
-class State(NamedTuple):
+class SegmentState(NamedTuple):
     """The clocks, and the durations and ends that follow from them. The kernels change it in place."""
 
     clock: Integers  #: (m,)
@@ -126,10 +126,10 @@ def _waves(problem: SegmentProblem, clock: Integers) -> Floats:
 
 
 @kernel
-def load_state(problem: SegmentProblem, clock: Integers) -> tuple[State, float]:
+def load_state(problem: SegmentProblem, clock: Integers) -> tuple[SegmentState, float]:
     """Return a state with these clocks, not yet replayed, and its effective energy, joules."""
     count = len(problem.fixed_s)
-    state = State(clock.copy(), problem.fixed_s.copy(), np.zeros(count), np.zeros(1, dtype=np.int64))
+    state = SegmentState(clock.copy(), problem.fixed_s.copy(), np.zeros(count), np.zeros(1, dtype=np.int64))
     total_j = 0.0
     for i in range(len(clock)):
         state.duration_s[problem.node[i]] = problem.time_s[problem.member[i], clock[i]]
@@ -148,7 +148,7 @@ def start_s(problem: SegmentProblem, end_s: Floats, k: int) -> float:
 
 
 @kernel
-def replay(problem: SegmentProblem, state: State) -> float:
+def replay(problem: SegmentProblem, state: SegmentState) -> float:
     """Bring `state.end_s` up to date; return the makespan, seconds."""
     before_start, before, lag_s = problem.before_start, problem.before, problem.before_lag_s
     duration_s, end_s = state.duration_s, state.end_s
@@ -165,7 +165,7 @@ def replay(problem: SegmentProblem, state: State) -> float:
 
 
 @kernel
-def set_clock(problem: SegmentProblem, state: State, i: int, clock: int) -> float:
+def set_clock(problem: SegmentProblem, state: SegmentState, i: int, clock: int) -> float:
     """Set the clock of computation i; return the effective energy added, joules, infinite if it is not measured."""
     old, member, k = state.clock[i], problem.member[i], problem.node[i]
     if old == clock:
@@ -177,7 +177,7 @@ def set_clock(problem: SegmentProblem, state: State, i: int, clock: int) -> floa
 
 
 @kernel
-def set_range(problem: SegmentProblem, state: State, first: int, stop: int, clock: int) -> float:
+def set_range(problem: SegmentProblem, state: SegmentState, first: int, stop: int, clock: int) -> float:
     """Do `set_clock` for the computations from `first` to before `stop`; return the effective energy added."""
     added_j = 0.0
     for i in range(first, stop):
@@ -186,7 +186,7 @@ def set_range(problem: SegmentProblem, state: State, first: int, stop: int, cloc
 
 
 @kernel
-def restore(problem: SegmentProblem, source: State, target: State, first: int, stop: int) -> None:
+def restore(problem: SegmentProblem, source: SegmentState, target: SegmentState, first: int, stop: int) -> None:
     """Copy clocks and durations from `source` to `target`, for the computations from `first` to before `stop`."""
     for i in range(first, stop):
         if target.clock[i] != source.clock[i]:
@@ -215,7 +215,7 @@ def max_changes_of(problem: SegmentProblem, clock: Integers) -> int:
 
 
 @kernel
-def shortest_dwell_s(problem: SegmentProblem, state: State, makespan_s: float) -> float:
+def shortest_dwell_s(problem: SegmentProblem, state: SegmentState, makespan_s: float) -> float:
     """Return the shortest time for which a clock is held, seconds; infinite if no rank changes its clock.
 
     A clock is held from the start of its segment's first computation to the start of the next segment's, which may be

@@ -22,7 +22,7 @@ from perseus_planner.gpu.simulated.catalog import CATALOG
 from perseus_planner.gpu.simulated.chip import SETTLE_S
 from perseus_planner.gpu.simulated.emulated import EmulatedGpu, open_emulated
 from perseus_planner.gpu.simulated.model import Load, OpCost
-from perseus_planner.gpu.simulated.shared_file import SharedState
+from perseus_planner.gpu.simulated.state_file import StateFile
 
 A100 = CATALOG["a100-sxm"]
 WHICH = "a100-sxm/0?slower=2000&call=2ms"
@@ -306,19 +306,19 @@ def test_changes_of_many_processes_are_all_there(state: Path):
         return {"one": 0, "other": 0}
 
     def add(_: int) -> None:
-        with closing(SharedState("counter", begun)) as shared:
+        with closing(StateFile("counter", begun)) as shared:
             for _ in range(200):
                 shared.change(lambda found: {name: value + 1 for name, value in found.items()})
                 _, seen = shared.read()
                 assert seen["one"] == seen["other"]
 
-    with closing(SharedState("counter", begun)) as kept, ThreadPoolExecutor(4) as pool:
+    with closing(StateFile("counter", begun)) as kept, ThreadPoolExecutor(4) as pool:
         list(pool.map(add, range(4)))
         assert kept.read()[1] == {"one": 800, "other": 800}
 
 
 def test_a_write_that_was_cut_off_has_written_nothing():
-    with closing(SharedState("torn", lambda _: {"value": 0})) as shared:
+    with closing(StateFile("torn", lambda _: {"value": 0})) as shared:
         for value in range(1, 6):
             number = shared.read()[0]
             place = (number + 1) % 2 * 2048

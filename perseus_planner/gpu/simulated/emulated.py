@@ -30,7 +30,7 @@ from perseus_planner.gpu.simulated.chip import SETTLE_S, Chip
 from perseus_planner.gpu.simulated.gpu import SimulationBase
 from perseus_planner.gpu.simulated.model import GpuModel, Load, OpCost
 from perseus_planner.gpu.simulated.options import SimulationOptions, format_options, parse_options
-from perseus_planner.gpu.simulated.shared_file import SharedState, State
+from perseus_planner.gpu.simulated.state_file import State, StateFile
 from perseus_planner.processes import boot_id
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ class EmulatedGpu(SimulationBase):
         super().__init__(model, seed, options or UNDISTURBED)
         self.number = number
         self._made_by = f"{self.driver}, boot {boot_id()}"
-        self._shared = SharedState(self.uuid, self._first_state)
+        self._shared = StateFile(self.uuid, self._first_state)
         self._origin_s = float(self._shared.read()[1]["origin_s"])
 
     @property

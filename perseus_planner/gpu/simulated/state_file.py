@@ -39,7 +39,7 @@ _RESERVED = struct.Struct("<d")
 _MAX_QUEUE_S = 60.0  # of calls; a later time was written before the node was rebooted
 
 
-class SharedState:
+class StateFile:
     """The open file of one GPU.
 
     Args:
