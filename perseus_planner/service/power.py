@@ -206,6 +206,8 @@ def with_shares(power_w: float | None, states: Iterable[JobState]) -> list[JobSt
         InfeasibleDeadline: If a job cannot be as fast as its deadline.
     """
     states = list(states)
+    if not states:
+        return []
     if power_w is None and all(state.job.power_w is None for state in states):
         return [replace(state, share=None) for state in states]
     demands = [_demand(state.job, state.curve) for state in states]

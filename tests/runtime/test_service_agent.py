@@ -60,12 +60,16 @@ class Service:
 
     Attributes:
         versions: plan texts of version 1 and those that follow.
+        busy: the answer to reports, which are not taken.
+        reports: those that were taken.
     """
 
     def __init__(self, first: Plan) -> None:
         self.versions = [first]
         self.is_known = False
         self.refuses: tuple[int, Any] | None = None
+        self.busy: tuple[int, Any] | None = None
+        self.reports: list[Any] = []
 
     def __call__(self, method: str, path: str, body: Any) -> tuple[int, Any]:
         url = urlsplit(path)
@@ -82,7 +86,12 @@ class Service:
                 return 204, None
             text = self.versions[-1].dumps()
             return 200, {"version": len(self.versions), "plans": [text], "of_pipeline": [0, 0]}
-        return (202, EFFECT) if url.path.endswith("/reports") else (204, None)
+        if not url.path.endswith("/reports"):
+            return 204, None
+        if self.busy is not None:
+            return self.busy
+        self.reports.append(body)
+        return 202, EFFECT
 
 
 class Training:
@@ -197,6 +206,22 @@ def test_findings_of_all_ranks_are_told_once_and_again_to_a_service_that_has_for
         assert len(set(keys)) == 1
         assert {each["ttl_s"] for each in bodies(http, "POST", "/reports")} == {TTL_S}
         assert len(training.given) >= 1
+
+
+@pytest.mark.parametrize("busy", [(429, "<html>slow down</html>"), refused(429, "too many"), refused(503, "full")])
+def test_a_recovery_that_finds_the_service_busy_is_sent_again(
+    job: TrainingJob, frontier: tuple[Path, Frontier], busy: tuple[int, Any]
+):
+    path, found = frontier
+    service, training = Service(found.plan_for(found.baseline_time_s)), Training()
+    with stand_in(service) as http, running(http.address, job, training, path, None):
+        StoreMessages(job.store).write_detection(Detection(1, StragglerDetection(1.3, "throttled")))
+        eventually(lambda: bodies(http, "POST", "/reports"))
+        service.busy = busy
+        StoreMessages(job.store).write_detection(Detection(1, StragglerDetection(1.0, "it has recovered")))
+        eventually(lambda: len(bodies(http, "POST", "/reports")) > 3)
+        service.busy = None
+        eventually(lambda: [each["slowdown"] for each in service.reports] == [1.3, 1.0])
 
 
 def test_what_ranks_have_counted_is_told_together_and_at_last(job: TrainingJob, frontier: tuple[Path, Frontier]):

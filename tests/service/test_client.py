@@ -102,6 +102,7 @@ def test_a_refusal_says_what_the_service_says(service: StandIn):
     [
         ((401, {"error": {"code": "x", "message": "no token"}}), ServiceRefusal, "no token; put a token of"),
         ((503, {"error": {"code": "x", "message": "its database"}}), ServiceAway, "could not answer /v1/jobs: its da"),
+        ((429, {"error": {"code": "x", "message": "too many"}}), ServiceAway, "could not answer /v1/jobs: too many"),
         ((404, "<html>nginx</html>"), ServiceAway, "is not a planner's service of this version: 'HTTP 404 <html>nginx"),
         ((200, "hello"), ServiceAway, "is not a planner's service of this version: 'hello'"),
         ((200, {"jobs": [{"job": 1}]}), ServiceAway, "answered what this planner does not understand"),

@@ -337,6 +337,17 @@ def test_a_power_budget_of_all_jobs_is_kept_by_all_together_and_lifted(one: Run)
     assert plans(one.service) == before
 
 
+def test_a_power_budget_of_all_jobs_is_set_and_stays_while_no_job_runs(one: Run):
+    budget_w = 0.85 * drawn_w(one.service)
+    one.service.set_power(None, budget_w)
+    one.service.end("gpt")
+    assert one.service.set_power(None, 0.5 * budget_w) == ()
+    assert one.service.set_power(None, budget_w) == ()
+    one.service.register(job(), frontier_file())
+    planned(one.service)
+    assert drawn_w(one.service) <= budget_w
+
+
 def test_a_power_budget_of_a_job_is_its_own(one: Run):
     one.service.register(job("bloom"), frontier_file())
     (answer,) = one.service.set_power("gpt", 0.8 * drawn_w(one.service) / 2)

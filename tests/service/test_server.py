@@ -29,6 +29,9 @@ from perseus_planner.files import sha256
 from perseus_planner.service.http.auth import TOKENS_VARIABLE, Limits, read_tokens
 from perseus_planner.service.http.server import Address, listening, serving
 from perseus_planner.service.model import Job
+from perseus_planner.service.planning import worker
+from perseus_planner.service.service import Service
+from perseus_planner.service.store.storage import Storage
 
 httpx = pytest.importorskip("httpx")
 
@@ -90,6 +93,28 @@ def test_a_service_that_ended_knows_all_when_it_is_started_again(folder: Path):
         slow, other = (Plan.loads(plans["plans"][place]) for place in plans["of_pipeline"][::-1])
         assert other.time_s > slow.time_s  # the other pipeline waits for the slow one, so it saves
         assert ended(process, signal.SIGINT)[0] == 130
+
+
+def test_a_request_whose_planning_processes_are_killed_is_answered_with_503_and_works_again(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+):
+    curve_of = worker.curve_of
+    monkeypatch.setattr(worker, "curve_of", _dies)
+    with (
+        Storage(folder / "kept.sqlite") as storage,
+        Service(storage) as service,
+        serving(service, Address(port=0)) as url,
+        httpx.Client(base_url=url, timeout=60) as client,
+    ):
+        answer = client.post("/v1/jobs", json=a_job())
+        assert (answer.status_code, answer.headers["Retry-After"]) == (503, "1")
+        assert answer.json()["error"]["message"].startswith("the process that solves and plans was killed twice")
+        monkeypatch.setattr(worker, "curve_of", curve_of)
+        assert client.post("/v1/jobs", json=a_job()).status_code == 201
+
+
+def _dies(*_: object) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_a_job_may_be_registered_with_its_profile_and_schedule(folder: Path):

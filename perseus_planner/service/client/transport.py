@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import ssl
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from perseus_planner.errors import PlanError, ServiceAway, ServiceRefusal, UsageError, one_line
@@ -110,7 +111,7 @@ class Transport:
             least = None if least is None else float(least)
         except (ValueError, RecursionError, LookupError, TypeError, AttributeError):
             self._refuse_answer(f"HTTP {response.status_code} {response.text}")
-        if response.status_code >= 500:
+        if response.status_code == HTTPStatus.TOO_MANY_REQUESTS or response.status_code >= 500:  # 429: of a proxy
             raise ServiceAway(f"the service at {self.address} could not answer {path}: {message}")
         if response.status_code == 401:
             message += f"; put a token of the service in {TOKEN_VARIABLE}"

@@ -14,6 +14,7 @@ from starlette.routing import BaseRoute, Match
 from perseus_planner.errors import InfeasibleDeadline, InfeasibleError, InfeasiblePower, PlannerError
 from perseus_planner.service.answers import Error, ErrorContent
 from perseus_planner.service.model import Conflict, StorageError, UnknownJob
+from perseus_planner.service.planning.cache import NotPlanned
 from perseus_planner.service.schemas import to_json
 
 if TYPE_CHECKING:
@@ -65,7 +66,9 @@ def add_error_handlers(app: FastAPI, routes: Sequence[BaseRoute]) -> None:
     @app.exception_handler(PlannerError)
     async def _(_: Request, error: PlannerError) -> Response:
         code = "infeasible" if isinstance(error, InfeasibleError) else None
-        return _answer(status_of(error), str(error), code, least=_least(error))
+        status = status_of(error)
+        again = {"Retry-After": "1"} if status == 503 else None
+        return _answer(status, str(error), code, headers=again, least=_least(error))
 
     @app.exception_handler(Exception)
     async def _(_: Request, __: Exception) -> Response:
@@ -76,7 +79,7 @@ def status_of(error: PlannerError) -> int:
     """Return the HTTP status of an error: 404 unknown, 409 in conflict, 422 not usable, 503 not now."""
     if isinstance(error, UnknownJob):
         return 404
-    if isinstance(error, StorageError):
+    if isinstance(error, (StorageError, NotPlanned)):
         return 503
     return 409 if isinstance(error, (Conflict, InfeasibleError)) else 422
 
