@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from perseus_planner import __version__
@@ -19,6 +20,7 @@ def assemble_profile(
     stages: Sequence[StageRows],
     *,
     blocking_power_w: float | None = None,
+    iteration: Mapping[str, str | int] | None = None,
     conditions: Mapping[str, str] | None = None,
 ) -> Profile:
     """Return the profile of a pipeline.
@@ -27,6 +29,7 @@ def assemble_profile(
         stages: The rows of each stage, in any order.
         blocking_power_w: Power of one waiting GPU, watts, instead of what was measured. Without it, a stage whose
             power was not measured gets the mean, per GPU, of the others.
+        iteration: As in `Profile.iteration`.
         conditions: Conditions to record besides those of the stages, such as the date.
 
     Raises:
@@ -43,8 +46,15 @@ def assemble_profile(
         origin="simulated" if any(each.origin == "simulated" for each in stages) else "measured",
         gpus_per_stage=stages[0].gpus,
         control=stages[0].control,
+        iteration=iteration or {},
         conditions={**(conditions or {}), "planner": __version__, **_merge_conditions(stages)},
     )
+
+
+def with_one_power(rows: Sequence[StageRows]) -> list[StageRows]:
+    """Return the rows of the stages of one GPU, which waits for all of them at the mean of the measured powers."""
+    powers_w = [each.blocking_power_w for each in rows if each.blocking_power_w is not None]
+    return [replace(each, blocking_power_w=math.fsum(powers_w) / len(powers_w) if powers_w else None) for each in rows]
 
 
 def _check_stages(stages: Sequence[StageRows]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -85,6 +85,7 @@ def profile_pipeline(
     request = ProfileRequest(gpu, settings or SweepSettings(), target, resume, blocking_power_w, timeout_s, progress)
     with RankGroup(timeout_s) as group:
         found = find_stages()
+        request = replace(request, iteration=found.iteration)
         profiling.profile = measure_with_ranks(group, found.stages, found.tensor_rank, request, found.device)
 
 

@@ -11,7 +11,7 @@ from perseus_planner.estimate.op_costs import stage_op_costs
 from perseus_planner.estimate.presets import PRESETS
 from perseus_planner.gpu import open_gpu
 from perseus_planner.gpu.simulated.gpu import SimulatedGpu
-from perseus_planner.profiler.assembly import assemble_profile
+from perseus_planner.profiler.assembly import assemble_profile, with_one_power
 from perseus_planner.profiler.stage import Progress, Stage, TimedRun
 from perseus_planner.profiler.sweep import StageRows, SweepSettings, measure_stage
 
@@ -59,7 +59,7 @@ def profile_simulated(
     if progress is not None:
         rows = sum(len(table) for each in measured for table in each.measurements.values())
         progress(rows, rows)
-    return assemble_profile(measured)
+    return assemble_profile(with_one_power(measured))
 
 
 def _progress_of_all(progress: Progress | None, number: int, stages: int) -> Progress | None:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from perseus_planner.jobs.settings import Settings
 
 #: the names in `schedules.NAMES`, which is not loaded for --help
-SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "interleaved-zb", "zbv", "dualpipe-v")
+SCHEDULES = ("gpipe", "1f1b", "looped-bfs", "interleaved-1f1b", "zb-h1", "interleaved-zb", "zbv", "dualpipe-v")
 
 
 def _slow_stages(_: click.Context, parameter: click.Parameter, texts: tuple[str, ...]) -> dict[int, float] | None:
@@ -49,9 +49,14 @@ def _slow_stages(_: click.Context, parameter: click.Parameter, texts: tuple[str,
     "--schedule",
     metavar="NAME|GRID",
     help=f"Order of the computations: {', '.join(SCHEDULES)}; or a text grid (.csv or .txt) with a line for each "
-    "rank and cells such as 3F17.",
+    "rank and cells such as 3F17.  [default: the one that a profile.yaml was measured in]",
 )
-@click.option("--microbatches", type=int, metavar="M", help="Number of microbatches per iteration.")
+@click.option(
+    "--microbatches",
+    type=int,
+    metavar="M",
+    help="Number of microbatches per iteration.  [default: as for the schedule]",
+)
 @click.option(
     "--ranks", type=int, metavar="R", help="Number of pipeline ranks.  [default: as many as the profile's stages need]"
 )
@@ -59,7 +64,7 @@ def _slow_stages(_: click.Context, parameter: click.Parameter, texts: tuple[str,
     "--virtual-stages",
     type=int,
     metavar="V",
-    help="Number of stages on each rank, in interleaved schedules.  [default: the profile's stages over the ranks]",
+    help="Number of stages on each rank, in looped and interleaved schedules.  [default: the stages over the ranks]",
 )
 @click.option(
     "--microbatch-group",

@@ -16,7 +16,7 @@ from perseus_planner.schedules.pipeline import FixedOperation, Transfer, Variant
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from perseus_planner.schedules import Schedule
 
@@ -86,8 +86,10 @@ class Job:
                 raise (ProfileError(f"replicas, entry {number}: {error}") if len(replicas) > 1 else error) from None
             profiles[profile.digest] = profile
             counts[profile.digest] = counts.get(profile.digest, 0) + replica.count
+        first = next(iter(profiles.values()))
+        settings = _with_iteration(settings, first.iteration)
         return cls(
-            _schedule(settings, next(iter(profiles.values())).stages),
+            _schedule(settings, first.stages),
             tuple(profiles.values()),
             tuple(counts.values()),
             settings.transfer,
@@ -168,6 +170,15 @@ def _for_each(power_w: Power | None, stages: int) -> Sequence[float | None]:
             f"blocking_power_w has {len(power_w)} numbers for {stages} profiles; give one for each, or one for all"
         )
     return power_w
+
+
+def _with_iteration(settings: Settings, iteration: Mapping[str, Any]) -> Settings:
+    """Return the settings with the schedule that the profile was measured in, unless they name another."""
+    if settings.schedule not in (None, iteration.get("schedule")):
+        return settings
+    of_ranks = ("virtual_stages",) if settings.ranks is not None else ()  # these follow from the ranks
+    missing = {name: value for name, value in iteration.items() if getattr(settings, name) is None}
+    return replace(settings, **{name: value for name, value in missing.items() if name not in of_ranks})
 
 
 def _schedule(settings: Settings, profiled: int) -> Schedule:

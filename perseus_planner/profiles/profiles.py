@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 _FORMAT = "perseus-planner/profile"
 _VERSION = 1
+_COUNTS = ("microbatches", "virtual_stages", "microbatch_group")  # of the iteration
 _YAML_SUFFIXES = (".yaml", ".yml")
 
 
@@ -54,6 +55,8 @@ class Profile(Displayable):
         clock_change: the cost of a clock change; None if it was not measured.
         control: what was set for each measurement: "clock", "power-limit", or "observed" if nothing was set and the
             GPU chose the clocks.
+        iteration: the schedule in which the stages were measured, in the words of a job file: schedule, microbatches,
+            virtual_stages and microbatch_group; empty if it is not known. Profiles that differ only in it are equal.
         conditions: the conditions of the measurement, such as driver and time, as text; profiles that differ only in
             them are equal.
 
@@ -69,6 +72,7 @@ class Profile(Displayable):
     overhead_s: float = 0.0
     clock_change: ClockChange | None = None
     control: str = "clock"
+    iteration: Mapping[str, str | int] = field(default_factory=dict, compare=False, repr=False)
     conditions: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -98,7 +102,7 @@ class Profile(Displayable):
     @cached_property
     def digest(self) -> str:
         """SHA-256 of the content, in hex: equal for equal profiles, whichever file they are from."""
-        rest = repr({name: getattr(self, name) for name in _CHECKS if name != "conditions"})
+        rest = repr({name: getattr(self, name) for name in _CHECKS if name not in ("iteration", "conditions")})
         return sha256(b"profile 2", self._csv(evidence=False), rest.encode())
 
     @classmethod
@@ -157,6 +161,8 @@ class Profile(Displayable):
             content["clock_change"] = asdict(change)
         if self.control != "clock":
             content["control"] = self.control
+        if self.iteration:
+            content["iteration"] = dict(self.iteration)
         if self.conditions:
             content["conditions"] = dict(self.conditions)
         return content
@@ -203,6 +209,18 @@ def _checked_conditions(value: object, where: str) -> Mapping[str, str]:
     return MappingProxyType(dict(value))
 
 
+def _checked_iteration(value: object, where: str) -> Mapping[str, str | int]:
+    if value == {}:
+        return MappingProxyType({})
+    if not (isinstance(value, Mapping) and {"schedule"} <= value.keys() <= {"schedule", *_COUNTS}):
+        raise ProfileError(
+            f"{where}: {shown(value)} is not a schedule; write `schedule: 1f1b`, {', '.join(_COUNTS)}, or leave it out"
+        )
+    for name in value.keys() & set(_COUNTS):
+        COUNT.check(value[name], f"{where}, {name}", ProfileError)
+    return MappingProxyType(dict(value))
+
+
 _CHECKS: Mapping[str, Callable[[object, str], object]] = MappingProxyType(
     {
         "blocking_power_w": _checked_power,
@@ -212,6 +230,7 @@ _CHECKS: Mapping[str, Callable[[object, str], object]] = MappingProxyType(
         "overhead_s": lambda value, where: OFFSET.check(value, where, ProfileError),
         "clock_change": _checked_change,
         "control": _one_of(CONTROLS),
+        "iteration": _checked_iteration,
         "conditions": _checked_conditions,
     }
 )

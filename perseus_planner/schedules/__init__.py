@@ -9,7 +9,7 @@ the command line; a text grid holds any other schedule. `dag` joins a schedule a
 from perseus_planner.schedules.checks import dependency_of
 from perseus_planner.schedules.computation import KINDS, Computation
 from perseus_planner.schedules.grid import grid_text, load_grid, parse_grid, save_grid
-from perseus_planner.schedules.interleaved import interleaved_1f1b, interleaved_zero_bubble
+from perseus_planner.schedules.interleaved import interleaved_1f1b, interleaved_zero_bubble, looped_bfs
 from perseus_planner.schedules.linear import gpipe, one_f_one_b, zb_h1
 from perseus_planner.schedules.names import NAMES, generate, generate_for_stages
 from perseus_planner.schedules.schedule import Schedule, check_pipeline
@@ -30,6 +30,7 @@ __all__ = [
     "interleaved_1f1b",
     "interleaved_zero_bubble",
     "load_grid",
+    "looped_bfs",
     "one_f_one_b",
     "parse_grid",
     "save_grid",

@@ -1,4 +1,4 @@
-"""Schedules in which a rank holds several stages that are `ranks` apart: interleaved 1F1B and zero bubble."""
+"""Schedules in which a rank holds several stages that are `ranks` apart: looped BFS, interleaved 1F1B, zero bubble."""
 
 from __future__ import annotations
 
@@ -6,6 +6,23 @@ from perseus_planner.errors import ScheduleError
 from perseus_planner.schedules.computation import Computation
 from perseus_planner.schedules.schedule import Schedule
 from perseus_planner.schedules.sizes import alternating_order, check_sizes
+
+
+def looped_bfs(ranks: int, virtual_stages: int, microbatches: int) -> Schedule:
+    """GPipe with several stages on each rank, in the order of torch's ScheduleLoopedBFS.
+
+    Rank r holds the stages r, r + ranks, r + 2 ranks and so on. It takes all microbatches through its first stage, then
+    through its second, and so on; backwards from its last stage down, the last microbatch first.
+
+    Raises:
+        ScheduleError: If a size is not a whole number of at least 1, or the iteration is too large.
+    """
+    ranks, virtual_stages, microbatches = check_sizes(
+        ranks=ranks, virtual_stages=virtual_stages, microbatches=microbatches
+    )
+    forwards = [_looped(rank, ranks, range(virtual_stages), microbatches, microbatches, "F") for rank in range(ranks)]
+    orders = [(*order, *(each._replace(kind="B") for each in reversed(order))) for order in forwards]
+    return Schedule("looped-bfs", tuple(orders))
 
 
 def interleaved_1f1b(ranks: int, virtual_stages: int, microbatches: int, group: int | None = None) -> Schedule:

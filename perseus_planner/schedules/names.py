@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 from perseus_planner.errors import ScheduleError, shown
-from perseus_planner.schedules.interleaved import interleaved_1f1b, interleaved_zero_bubble
+from perseus_planner.schedules.interleaved import interleaved_1f1b, interleaved_zero_bubble, looped_bfs
 from perseus_planner.schedules.linear import gpipe, one_f_one_b, zb_h1
 from perseus_planner.schedules.v_shaped import dualpipe_v, zbv
 
@@ -34,6 +34,7 @@ NAMES: Mapping[str, Generator] = MappingProxyType(
     {
         "gpipe": Generator(gpipe, 1),
         "1f1b": Generator(one_f_one_b, 1),
+        "looped-bfs": Generator(looped_bfs, None),
         "interleaved-1f1b": Generator(interleaved_1f1b, None),
         "zb-h1": Generator(zb_h1, 1),
         "interleaved-zb": Generator(interleaved_zero_bubble, None),
@@ -52,7 +53,8 @@ def generate(
         name: one of `NAMES`.
         ranks: number of ranks of the pipeline; each holds as many stages as the schedule has virtual stages.
         microbatches: number of microbatches of one iteration.
-        virtual_stages: stages per rank. Required for the interleaved schedules; the others have a fixed number.
+        virtual_stages: stages per rank. Required for looped-bfs and the interleaved schedules; the others have
+            a fixed number.
         group: number of microbatches that go through a stage before the rank's next stage gets its turn, Megatron's
             `microbatch_group_size_per_vp_stage`; for interleaved-1f1b only.
 

@@ -43,9 +43,9 @@ def record_deepspeed(engine: Any) -> Iterator[Callable[[], EngineStages]]:
                 loss,
                 preserve_state=lambda: _preserve_offset(module),
             )
-            return EngineStages(
-                (stage,), engine.grid.get_slice_parallel_rank(), first_device(list(module.parameters()))
-            )
+            device = first_device(list(module.parameters()))
+            iteration: dict[str, str | int] = {"schedule": "1f1b", "microbatches": engine.micro_batches}
+            return EngineStages((stage,), engine.grid.get_slice_parallel_rank(), device, iteration)
 
         yield stages
 

@@ -28,11 +28,13 @@ class EngineStages:
         stages: Its stages, first to last.
         tensor_rank: Its rank among the GPUs that share these stages.
         device: Where it computes.
+        iteration: As in `Profile.iteration`.
     """
 
     stages: tuple[LocalStage, ...]
     tensor_rank: int
     device: torch.device
+    iteration: Mapping[str, str | int]
 
 
 @dataclass
@@ -41,14 +43,21 @@ class RecordedCall:
 
     The last call counts because engines may call modules before the first microbatch, with tensors that hold nothing,
     to find the shapes.
+
+    Attributes:
+        args: Its arguments by position.
+        kwargs: Its arguments by name.
+        count: The number of such calls.
     """
 
     args: tuple[Any, ...] | None = None
     kwargs: dict[str, Any] = field(default_factory=dict)
+    count: int = 0
 
     def record(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Keep copies of the arguments, unless the call only infers shapes or evaluates."""
         if is_training(args, kwargs):
+            self.count += 1
             self.args, self.kwargs = copy_tensors(tuple(args)), copy_tensors(dict(kwargs))
 
     def arguments(self, name: str) -> dict[str, Any]:

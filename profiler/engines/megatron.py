@@ -69,9 +69,19 @@ def record_megatron(chunks: Sequence[Any], loss: MegatronLoss) -> Iterator[Calla
                         number, chunk, _forward(chunk), inputs, function, preserve_state=_preserve_random_states
                     )
                 )
-            return EngineStages(tuple(found), _tensor_rank(), first_device(list(chunks[0].parameters())))
+            device = first_device(list(chunks[0].parameters()))
+            return EngineStages(tuple(found), _tensor_rank(), device, _iteration(chunks, calls[0].count))
 
         yield stages
+
+
+def _iteration(chunks: Sequence[Any], microbatches: int) -> dict[str, str | int]:
+    iteration: dict[str, str | int] = {"schedule": "1f1b", "microbatches": microbatches}
+    if len(chunks) > 1:
+        iteration |= {"schedule": "interleaved-1f1b", "virtual_stages": len(chunks)}
+        group = getattr(_receiver(chunks[0]).config, "microbatch_group_size_per_vp_stage", None)
+        iteration |= {} if group is None else {"microbatch_group": group}
+    return iteration
 
 
 def _tensor_rank() -> int:

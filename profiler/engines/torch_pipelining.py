@@ -15,7 +15,19 @@ from perseus_planner.profiler.engines.engine_stages import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+
+_SCHEDULES = {
+    "ScheduleGPipe": "gpipe",
+    "Schedule1F1B": "1f1b",
+    "ScheduleLoopedBFS": "looped-bfs",
+    "ScheduleInterleaved1F1B": "interleaved-1f1b",
+    "ScheduleInterleavedZeroBubble": "interleaved-zb",
+    "ScheduleZBVZeroBubble": "zbv",
+    "ScheduleDualPipeV": "dualpipe-v",
+}
+"""The classes of torch -> the names of their generators."""
 
 
 @contextmanager
@@ -36,9 +48,21 @@ def record_torch_schedule(schedule: Any, tensor_rank: int) -> Iterator[Callable[
                 inputs = call.arguments(f"stage {part.stage_index}")
                 forward = unpacked(part.submod)
                 found.append(local_stage(part.stage_index, part.submod, forward, inputs, loss, split_backward=split))
-            return EngineStages(tuple(found), tensor_rank, parts[0].device)
+            return EngineStages(tuple(found), tensor_rank, parts[0].device, _iteration(schedule, parts))
 
         yield stages
+
+
+def _iteration(schedule: Any, parts: Sequence[Any]) -> dict[str, str | int]:
+    """Return how a schedule of torch is generated; nothing for one that is read from a file or the user's own."""
+    name = _SCHEDULES.get(type(schedule).__name__)
+    if name is None:
+        return {}
+    microbatches: int = schedule._n_microbatches
+    iteration: dict[str, str | int] = {"schedule": name, "microbatches": microbatches, "virtual_stages": len(parts)}
+    if name == "interleaved-1f1b":
+        iteration["microbatch_group"] = microbatches // max(1, microbatches // parts[0].group_size)
+    return iteration
 
 
 def _splits_backward(schedule: Any) -> bool:

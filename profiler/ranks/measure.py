@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from perseus_planner.errors import UsageError
 from perseus_planner.gpu import Gpu, open_gpu
 from perseus_planner.gpu.torch_device import gpu_text
-from perseus_planner.profiler.assembly import assemble_profile
+from perseus_planner.profiler.assembly import assemble_profile, with_one_power
 from perseus_planner.profiler.ranks.group import TIMEOUT_S, RankGroup, StageGroup
 from perseus_planner.profiler.ranks.neighbours import connect_neighbour
 from perseus_planner.profiler.row_file import delete_rows, rows_path
@@ -53,6 +53,7 @@ class ProfileRequest:
         blocking_power_w: Power of one waiting GPU, watts, instead of what is measured.
         timeout_s: A rank without a heartbeat for this long is presumed dead, seconds.
         progress: Called with this rank's rows.
+        iteration: As in `Profile.iteration`.
     """
 
     gpu: str
@@ -62,6 +63,7 @@ class ProfileRequest:
     blocking_power_w: float | None = None
     timeout_s: float = TIMEOUT_S
     progress: Progress | None = None
+    iteration: Mapping[str, str | int] = field(default_factory=dict)
 
 
 def measure_alone(stages: Sequence[LocalStage], request: ProfileRequest, device: torch.device) -> Profile:
@@ -72,7 +74,7 @@ def measure_alone(stages: Sequence[LocalStage], request: ProfileRequest, device:
         GpuError, ProfileError: As in `measure_stage` and `assemble_profile`.
     """
     with _lease_gpu(request, device) as gpu:
-        rows = [_measure(gpu, stage, request) for stage in stages]
+        rows = with_one_power([_measure(gpu, stage, request) for stage in stages])
     return _write_profile(rows, request)
 
 
@@ -111,6 +113,7 @@ def measure_with_ranks(
                 _refuse_shared_gpus(group.gather((socket.gethostname(), gpu.uuid, gpu.keeps_settings)))
                 with _rank_errors(group):
                     rows = [_measure(gpu, stage, request, group, stage_group, block, tensor_rank) for stage in stages]
+        rows = with_one_power(rows)
     gathered = group.gather(rows if tensor_rank == 0 else [])
     profile = None
     if group.rank == 0:
@@ -192,7 +195,9 @@ def _write_profile(rows: Sequence[StageRows], request: ProfileRequest) -> Profil
 
     now = datetime.now(timezone.utc).isoformat(timespec="seconds")
     conditions = {"measured at": now, "torch": str(torch.__version__)}
-    profile = assemble_profile(rows, blocking_power_w=request.blocking_power_w, conditions=conditions)
+    profile = assemble_profile(
+        rows, blocking_power_w=request.blocking_power_w, iteration=request.iteration, conditions=conditions
+    )
     if request.output is not None:
         profile.save(request.output)
         delete_rows(request.output, profile.stages)

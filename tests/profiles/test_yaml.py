@@ -52,7 +52,7 @@ BAD_YAMLS = {
     "unknown key": (
         YAML + "zebra: 70\n",
         "p.yaml, line 5: unknown key 'zebra'; remove it; known keys are blocking_power_w, clock_change, "
-        "conditions, format, gpu, gpus_per_stage, measurements, origin, overhead_s, version",
+        "conditions, format, gpu, gpus_per_stage, iteration, measurements, origin, overhead_s, version",
     ),
     "key twice": (
         YAML + "blocking_power_w: 70\n",

@@ -178,7 +178,16 @@ def test_a_backward_follows_one_in_parts_and_the_other_way_round():
 
 
 def test_the_names_are_those_of_the_command_line():
-    assert list(NAMES) == ["gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "interleaved-zb", "zbv", "dualpipe-v"]
+    assert list(NAMES) == [
+        "gpipe",
+        "1f1b",
+        "looped-bfs",
+        "interleaved-1f1b",
+        "zb-h1",
+        "interleaved-zb",
+        "zbv",
+        "dualpipe-v",
+    ]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -197,8 +206,8 @@ def test_a_name_gives_its_schedule(name: str):
         ({"name": "1f1B"}, "there is no schedule '1f1B'; did you mean 1f1b?"),
         (
             {"name": "best"},
-            "there is no schedule 'best'; give one of gpipe, 1f1b, interleaved-1f1b, zb-h1, interleaved-zb, zbv, "
-            "dualpipe-v",
+            "there is no schedule 'best'; give one of gpipe, 1f1b, looped-bfs, interleaved-1f1b, zb-h1, "
+            "interleaved-zb, zbv, dualpipe-v",
         ),
         (
             {"name": "interleaved-1f1b"},

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from schedule_engines import TORCH, torch_rows
+from schedule_engines import TORCH
 from torch import nn
 from torch.distributed import pipelining
 from torch.utils.checkpoint import checkpoint
@@ -97,11 +97,8 @@ def plan_of(schedule: Schedule) -> Plan:
 
 
 def schedule_of(name: str, ranks: int, microbatches: int) -> Schedule:
-    """Return our schedule, or torch's if we have none of that name."""
-    if name == "looped-bfs":
-        rows = torch_rows(TORCH[name], ranks, microbatches, 2)
-        return Schedule(name, tuple(tuple(map(Computation.parse, row)) for row in rows))
-    virtual = 2 if name.startswith("interleaved") else None
+    """Return our schedule."""
+    virtual = 2 if name.startswith(("interleaved", "looped")) else None
     return generate(name, ranks=ranks, microbatches=microbatches, virtual_stages=virtual)
 
 
@@ -226,24 +223,24 @@ def torch_schedules() -> None:
 
 def _followed(name: str, ranks: int) -> dict[str, Any]:
     microbatches = 2 * ranks
-    plain = _torch_trained(_torch_schedule(name, microbatches), nullcontext())
+    plain = _torch_trained(torch_schedule(name, microbatches), nullcontext())
 
-    schedule = _torch_schedule(name, microbatches)
+    schedule = torch_schedule(name, microbatches)
     adapter, recorder = engine_of(schedule), schedule._loss_fn.recorder
     owners = [schedule, *_stages(schedule)]
     order = adapter.order()
     said = entered_and_left(adapter, owners)
     hooked = _torch_trained(schedule, adapter.attached(recorder))
 
-    watched = _torch_schedule(name, microbatches)
+    watched = torch_schedule(name, microbatches)
     adapter = engine_of(watched)
     hook = Watched(Program(1, plan_of(schedule_of(name, ranks, microbatches)), dist.get_rank()))
     _torch_trained(watched, adapter.attached(hook))
 
-    more = _torch_schedule(name, 2 * microbatches)
+    more = torch_schedule(name, 2 * microbatches)
     adapter, others = engine_of(more), Recorder()
     with adapter.attached(others):
-        _torch_step(more, 2 * microbatches)
+        torch_step(more, 2 * microbatches)
     return {
         **said,
         "microbatches": microbatches,
@@ -259,7 +256,7 @@ def _followed(name: str, ranks: int) -> dict[str, Any]:
     }
 
 
-def _torch_schedule(name: str, microbatches: int) -> Any:
+def torch_schedule(name: str, microbatches: int) -> Any:
     """Create a pipeline; it is the same each time."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     single, v_shaped = name in ("gpipe", "1f1b"), name in ("zbv", "dualpipe-v")
@@ -284,14 +281,14 @@ def _torch_trained(schedule: Any, attached: AbstractContextManager[None]) -> lis
             if step == 1:
                 _torch_refused(schedule)
             if step == 1 and not isinstance(schedule, V_SHAPED):
-                results += _torch_step(schedule, schedule._n_microbatches, schedule.eval)
-            results += _torch_step(schedule, schedule._n_microbatches)
+                results += torch_step(schedule, schedule._n_microbatches, schedule.eval)
+            results += torch_step(schedule, schedule._n_microbatches)
             optimizer.step()
             optimizer.zero_grad()
     return [*results, *modules.state_dict().values(), torch.rand(1)]
 
 
-def _torch_step(schedule: Any, microbatches: int, run: Callable[..., Any] | None = None) -> list[Any]:
+def torch_step(schedule: Any, microbatches: int, run: Callable[..., Any] | None = None) -> list[Any]:
     stages = _stages(schedule)
     data = torch.randn(2, microbatches * ROWS, WIDTH, generator=torch.Generator().manual_seed(0))
     losses: list[Any] = []
@@ -304,7 +301,7 @@ def _torch_refused(schedule: Any) -> None:
     """Run a step that cannot train, which torch refuses."""
     try:
         with torch.no_grad():
-            _torch_step(schedule, schedule._n_microbatches)
+            torch_step(schedule, schedule._n_microbatches)
     except RuntimeError as error:
         assert "requires gradients to be enabled" in str(error)  # noqa: PT017
     else:
@@ -314,15 +311,15 @@ def _torch_refused(schedule: Any) -> None:
 def _torch_failure() -> dict[str, Any]:
     """Let the last rank fail in its second iteration."""
     microbatches = 2 * dist.get_world_size()
-    schedule = _torch_schedule("interleaved-zb", microbatches)
+    schedule = torch_schedule("interleaved-zb", microbatches)
     adapter, recorder = engine_of(schedule), Recorder()
     said: dict[str, Any] = {}
     with adapter.attached(recorder):
-        _torch_step(schedule, microbatches)
+        torch_step(schedule, microbatches)
         if schedule._stages[1].is_last:
             schedule._stages[1].submod.left = 2
         try:
-            _torch_step(schedule, microbatches)
+            torch_step(schedule, microbatches)
         except Exception as error:
             said = _failure(error)
     return {

@@ -21,7 +21,7 @@ FOLDER = Path(__file__).parents[1] / "schedules" / "golden"
 class Golden(NamedTuple):
     """A golden file: the engine's order for one size, and the name and size of ours that must equal it."""
 
-    name: str  #: of ours; empty for a schedule that we have no generator for
+    name: str  #: of ours
     ranks: int
     virtual_stages: int
     microbatches: int
@@ -52,7 +52,7 @@ TORCH = {
     "interleaved-zb": "InterleavedZeroBubble",
     "zbv": "ZBVZeroBubble",
     "dualpipe-v": "DualPipeV",
-}  #: our name -> torch's; looped-bfs is only read, from torch's file
+}  #: our name -> torch's
 
 GOLDEN = (
     *(Golden(name, *size) for name in ("gpipe", "1f1b") for size in ((2, 1, 4), (4, 1, 8), (3, 1, 2))),

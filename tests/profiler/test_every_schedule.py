@@ -1,0 +1,52 @@
+"""Every schedule of every engine can be profiled, solved without further options, planned and trained by its plan."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from launching import Results, results_of
+from schedule_engines import TORCH
+
+from perseus_planner import solve
+from perseus_planner.jobs.job import Job
+from perseus_planner.jobs.settings import Settings
+from perseus_planner.profiler.simulated_pipeline import profile_simulated
+from perseus_planner.profiles.profiles import Profile
+
+pytest.importorskip("torch")
+
+
+def check(results: Results, names: list[str], folder: Path) -> None:
+    for rank in results:
+        assert list(rank) == names
+        for name, found in rank.items():
+            assert found == {"planned": True, "deviations": [None, None], "problem": None, "warnings": []}, name
+    for name in names:
+        path = folder / f"{name.replace(' ', '-')}.yaml"
+        profile = Profile.load(path)
+        assert len({profile.blocking_w(stage) for stage in range(0, profile.stages, 2)}) == 1 or "v" in name
+        (dag,) = Job.of(Settings(profile=path)).dags()
+        assert (len(dag.schedule.ranks), dag.schedule.microbatches) == (2, 4)
+
+
+def test_stages_that_one_simulated_gpu_measured_can_share_a_rank() -> None:
+    profile = profile_simulated("simulated:a100-sxm", 4)
+    assert isinstance(profile.blocking_power_w, float)
+    solve(profile, "interleaved-1f1b", microbatches=2, virtual_stages=2)
+
+
+def test_torch(tmp_path: Path) -> None:
+    check(results_of("profile_programs:torch_schedules", 2, tmp_path, *TORCH), list(TORCH), tmp_path)
+
+
+def test_deepspeed(tmp_path: Path) -> None:
+    pytest.importorskip("deepspeed")
+    results = results_of("profile_programs:deepspeed_engine", 2, tmp_path, imports=["deepspeed.pipe"])
+    check(results, ["1f1b"], tmp_path)
+
+
+def test_megatron(tmp_path: Path) -> None:
+    pytest.importorskip("megatron.core")
+    results = results_of("profile_programs:megatron_models", 2, tmp_path, imports=["megatron_training"])
+    check(results, ["1f1b", "interleaved-1f1b", "groups of 4"], tmp_path)

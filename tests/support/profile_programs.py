@@ -1,0 +1,97 @@
+"""Programs of ranks that profile, plan and train every schedule; each prints its findings as JSON."""
+# ruff: noqa: TID253 - the process in which this runs is there for torch
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from engine_programs import ROWS, WIDTH, Layer, torch_schedule, torch_step
+from runtime_training import FAST, GPU, WarningLog, job
+from torch import nn
+
+from perseus_planner.cli import main
+from perseus_planner.profiler.pipeline import profile_pipeline
+from perseus_planner.profiler.sweep import SweepSettings
+from perseus_planner.runtime import planner_runtime
+
+MICROBATCHES = 4
+SWEEP = SweepSettings(window_s=0.5, cool_down_s=0.0)
+
+
+def torch_schedules(state: str, *names: str) -> None:
+    """Profile, plan and train each schedule of torch."""
+    with job(state) as result:
+        for name in names:
+            schedule = torch_schedule(name, MICROBATCHES)
+            result[name] = _planned(schedule, name, lambda _, schedule=schedule: torch_step(schedule, MICROBATCHES))
+
+
+def deepspeed_engine(state: str) -> None:
+    """Profile, plan and train the engine of DeepSpeed."""
+    import deepspeed
+    import torch
+    from deepspeed.pipe import PipelineModule
+
+    with job(state) as result:
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        deepspeed.init_distributed("gloo", verbose=False)
+        module = PipelineModule([Layer(), Layer()], num_stages=2, loss_fn=nn.functional.mse_loss)
+        config = {
+            "train_micro_batch_size_per_gpu": ROWS,
+            "gradient_accumulation_steps": MICROBATCHES,
+            "optimizer": {"type": "SGD", "params": {"lr": 0.01}},
+            "steps_per_print": 2**31,
+        }
+        engine, *_ = deepspeed.initialize(model=module, model_parameters=list(module.parameters()), config=config)
+        data = torch.ones(ROWS, WIDTH)
+        step = lambda _: engine.train_batch(iter([(data, data)] * MICROBATCHES))  # noqa: E731
+        result["1f1b"] = _planned(engine, "1f1b", step)
+
+
+def megatron_models(state: str) -> None:
+    """Profile, plan and train Megatron-core with one chunk, with two, and with two in groups of four microbatches."""
+    import megatron_training
+    from megatron_training import Training, parallel
+
+    plain = megatron_training._forward_step
+    with job(state) as result:
+        for name, virtual, group in (("1f1b", None, None), ("interleaved-1f1b", 2, None), ("groups of 4", 2, 4)):
+            with parallel(virtual):
+                training = Training(virtual, group)
+
+                def step(profiling: Any, training: Any = training) -> None:
+                    megatron_training._forward_step = profiling.watched(plain) if profiling else plain
+                    training.step(MICROBATCHES)
+
+                result[name] = _planned(training.model, name.replace(" ", "-"), step)
+
+
+def _planned(engine: Any, name: str, step: Callable[[Any], object]) -> dict[str, Any]:
+    """Profile `engine`, solve and plan on rank 0 without an option that names the schedule, and train by the plan."""
+    warning_log = WarningLog()
+    simulated = f"simulated:{GPU.removeprefix('emulated:').partition('?')[0]}"
+    with profile_pipeline(engine, gpu=simulated, output=f"{name}.yaml", settings=SWEEP) as profiling:
+        step(profiling)
+    if dist.get_rank() == 0:
+        _command("solve", f"{name}.yaml", "-o", f"{name}.npz")
+        _command("plan", f"{name}.npz", "--slowdown", "1.1", "-o", f"{name}-plan.yaml")
+    dist.barrier()
+    with planner_runtime(engine, plan=f"{name}-plan.yaml", gpu=GPU, max_changes_per_s=FAST) as runtime:
+        for _ in range(2):
+            step(None)
+        planned = runtime.plan is not None
+    return {
+        "planned": planned,
+        "deviations": [row.deviation for row in runtime.iterations],
+        "problem": runtime.problem,
+        "warnings": warning_log.taken(),
+    }
+
+
+def _command(*arguments: str) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(arguments)
+    assert not end.value.code, arguments
