@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import pwd
 import select
 import shlex
+import socket
 import sys
 from dataclasses import dataclass
 
@@ -76,95 +78,42 @@ def child_environment() -> dict[str, str]:
 
 
 @dataclass(frozen=True)
-class ProcessIdentity:
-    """One process of this node, distinct from any other process that ever has the same number.
+class ProcessDescription:
+    """A process as messages name it. Nothing is decided by it: containers number processes separately.
 
     Attributes:
         pid: Process number.
-        started: Start time, clock ticks since boot. Corrections of the system clock do not change it.
-        boot_id: Boot of the node during which the process runs.
-        pid_namespace: Namespace of `pid`: a container may number its processes separately.
+        host: Host name, which containers have of their own.
         user: Name of the user.
         command: Command line, printable, shortened if it is long.
     """
 
     pid: int
-    started: int
-    boot_id: str
-    pid_namespace: str
+    host: str
     user: str
     command: str
 
-    def is_alive(self) -> bool:
-        """Return whether the process may still run; True for a process of another container, which is not visible."""
-        return self.is_of_this_boot() and (self.pid_namespace != _pid_namespace() or self.is_alive_here())
-
-    def is_alive_here(self) -> bool:
-        """Return whether the process runs in this container."""
-        if not self.is_of_this_boot() or self.pid_namespace != _pid_namespace():
-            return False
-        found = _state_and_start(self.pid)
-        if found is None:
-            return _is_hidden(self.pid)
-        state, started = found
-        return started == self.started and state not in "ZX"  # a zombie has ended
-
-    def is_of_this_boot(self) -> bool:
-        """Return whether the node has not been rebooted since the process started."""
-        return self.boot_id == boot_id()
-
     def __str__(self) -> str:
         """Describe the process in a message."""
-        where = "" if self.pid_namespace == _pid_namespace() else " in another container"
+        where = "" if self.host == socket.gethostname() else f" on {self.host}"
         return f"process {self.pid}{where} of {self.user} (`{self.command}`)"
 
 
-def this_process() -> ProcessIdentity:
-    """Return the identity of the calling process."""
-    import psutil
-
-    process = psutil.Process()
-    found = _state_and_start(process.pid)
-    assert found is not None  # every process is in its own /proc
-    return ProcessIdentity(
-        pid=process.pid,
-        started=found[1],
-        boot_id=boot_id(),
-        pid_namespace=_pid_namespace(),
-        user=_printable(process.username()),
-        command=_printable(shlex.join(process.cmdline())),
-    )
+def this_process() -> ProcessDescription:
+    """Return the description of the calling process."""
+    try:
+        user = pwd.getpwuid(os.geteuid()).pw_name
+    except KeyError:
+        user = str(os.geteuid())
+    with open("/proc/self/cmdline", encoding="utf-8", errors="replace") as file:
+        command = shlex.join(file.read().split("\0")[:-1])
+    return ProcessDescription(os.getpid(), _printable(socket.gethostname()), _printable(user), _printable(command))
 
 
 def boot_id() -> str:
     """Return the identifier of this boot of the node."""
     with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
         return file.read().strip()
-
-
-def _state_and_start(pid: int) -> tuple[str, int] | None:
-    """Return state letter and start time, fields 3 and 22 of /proc/pid/stat; None if there is no such process."""
-    try:
-        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
-            after_name = file.read().rpartition(")")[2].split()
-    except (FileNotFoundError, ProcessLookupError, PermissionError):
-        return None
-    return after_name[0], int(after_name[19])
-
-
-def _is_hidden(pid: int) -> bool:
-    """Return whether a process exists that /proc does not show to this user (mount option hidepid)."""
-    try:
-        os.kill(pid, 0)
-    except PermissionError:
-        return True
-    except (ProcessLookupError, OverflowError):
-        pass
-    return False
-
-
-def _pid_namespace() -> str:
-    return os.readlink("/proc/self/ns/pid")
 
 
 def _printable(text: str) -> str:

@@ -13,7 +13,7 @@ from itertools import count
 from typing import TYPE_CHECKING, Literal
 
 from perseus_planner.errors import RankError
-from perseus_planner.processes import this_process
+from perseus_planner.processes import boot_id
 from perseus_planner.runtime.switching.shared_state import read
 
 if TYPE_CHECKING:
@@ -60,8 +60,8 @@ def this_job() -> TrainingJob:
 
 def node() -> str:
     """Return a text that is equal for exactly those processes that can share a clock controller."""
-    process = this_process()
-    return f"{process.boot_id}/{process.pid_namespace}/{os.readlink('/proc/self/ns/net')}/{os.geteuid()}"
+    namespaces = (os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "net"))
+    return "/".join((boot_id(), *namespaces, str(os.geteuid())))
 
 
 def launcher() -> int | None:

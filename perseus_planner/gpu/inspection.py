@@ -113,7 +113,7 @@ def inspect(gpu: Gpu) -> Inspection:
         GpuError: If the lease records cannot be read.
     """
     records = [record for record in read_records()[0] if record.uuid == gpu.uuid]
-    living = [record for record in records if record.owner.is_alive()]
+    living = [record for record in records if record.is_living]
     return Inspection(
         gpu=gpu.text,
         uuid=gpu.uuid,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ from gpu_owners import LOCKS_AND_WAITS, files, guardians, kill, owner
 from launching import ended, started
 
 from perseus_planner.gpu import open_gpu
-from perseus_planner.gpu.lease.records import lock_records, read_records
+from perseus_planner.gpu.lease.records import read_records
 
 NAME = "NVIDIA H100 80GB HBM3"
 FIRST, SECOND = (f"nvml:{uuid}" for uuid in UUIDS)
@@ -109,16 +108,6 @@ def test_a_gpu_that_a_living_process_sets_is_reset_only_by_force(nvml: StandIn, 
         assert nvml.locked_mhz(0) is None
         assert files(state) == [f"{UUIDS[0]}.{os.geteuid()}.json"], "its guardian and others still need it"
         assert process.poll() is None
-
-
-def test_by_force_goes_also_what_a_process_of_another_container_left(nvml: StandIn, state: Path, dead: str):
-    (record, _) = read_records()[0]
-    with lock_records(record.uuid) as records:
-        records.write(replace(record, owner=replace(record.owner, pid_namespace="pid:[1]")))
-    assert "in another container" in refusal("reset nvml:0")[2]
-    done("reset nvml:0 --force")
-    assert nvml.locked_mhz(0) is None
-    assert files(state) == [f"{UUIDS[1]}.{os.geteuid()}.json"]
 
 
 def test_a_gpu_that_cannot_be_reset_is_said_and_the_others_are_reset(nvml: StandIn, state: Path, dead: str):

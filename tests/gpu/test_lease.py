@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 from fake_nvml import UUIDS, StandIn
-from gpu_owners import LOCKS_AND_WAITS, files, guardians, kill, own_guardians, owner
+from gpu_owners import LOCKS_AND_WAITS, await_end, files, guardians, kill, own_guardians, owner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -42,15 +42,16 @@ def gpus(nvml: StandIn, state: Path):
 
 
 def a_record(**changes: object) -> LeaseRecord:
-    values = {"owner": replace(this_process(), started=1), **changes}
-    return replace(
-        LeaseRecord(f"nvml:{UUIDS[0]}", UUIDS[0], "H100", "abc", "2026", True, True, None, values["owner"]), **values
-    )
+    record = LeaseRecord(f"nvml:{UUIDS[0]}", UUIDS[0], "H100", "abc", "2026", True, True, None, this_process())
+    return replace(record, **changes)
 
 
 def written(record: LeaseRecord) -> None:
+    """Write a record, and unlock it as the death of its owner does."""
+    descriptors: list[int] = []
     with lock_records(record.uuid) as records:
-        records.write(record)
+        records.write(record, descriptors)
+    os.close(*descriptors)
 
 
 def file_of(state: Path, uuid: str = UUIDS[0]) -> Path:
@@ -186,10 +187,11 @@ def test_what_a_dead_owner_left_is_reset_before_the_gpu_is_taken(gpus, nvml: Sta
     assert files(state) == []
 
 
-def test_a_number_that_is_used_again_is_not_taken_for_the_owner(gpus, nvml: StandIn, state: Path):
+def test_a_record_of_this_very_process_number_is_not_taken_for_a_lease_of_this_process(
+    gpus, nvml: StandIn, state: Path
+):
     gpus[0].set_clock_mhz(1500)
-    me = this_process()
-    written(a_record(owner=replace(me, started=me.started - 1)))
+    written(a_record(owner=this_process()))
     assert [each.problem for each in recover()] == [None]
     assert nvml.locked_mhz(0) is None
     assert files(state) == []
@@ -205,32 +207,17 @@ def test_a_zombie_is_dead(gpus, nvml: StandIn, state: Path):
     assert files(state) == []
 
 
-def test_a_record_of_another_boot_is_removed_and_nothing_is_reset(gpus, nvml: StandIn, state: Path):
-    gpus[0].set_clock_mhz(1500)
-    written(a_record(owner=replace(this_process(), boot_id="another")))
-    assert recover() == ()
-    assert nvml.locked_mhz(0) == (1500, 1500)
-    assert files(state) == []
-
-
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to make a file of another user")
 def test_a_record_of_a_gpu_that_was_taken_since_is_removed_and_nothing_is_reset(gpus, nvml: StandIn, state: Path):
     with lease_gpus(gpus[:1]):
         gpus[0].set_clock_mhz(1500)
         dead = json.loads(file_of(state).read_text())
-        dead["owner"]["started"], dead["lease"] = 1, "abc"
+        dead["lease"] = "abc"
         (state / f"{UUIDS[0]}.12345.json").write_text(json.dumps(dead))
         os.chown(state / f"{UUIDS[0]}.12345.json", 12345, -1)
         assert recover() == ()
         assert nvml.locked_mhz(0) == (1500, 1500)
         assert files(state) == [file_of(state).name]
-
-
-def test_an_owner_in_another_container_counts_as_living(gpus, state: Path):
-    written(a_record(owner=replace(this_process(), pid_namespace="pid:[1]")))
-    assert recover() == ()
-    with pytest.raises(GpuInUse, match=f"process {os.getpid()} in another container of "), lease_gpus(gpus[:1]):
-        pass
 
 
 def test_a_gpu_that_cannot_be_reset_stops_no_other_and_is_found_later(gpus, nvml: StandIn, state: Path):
@@ -246,9 +233,6 @@ def test_a_gpu_that_cannot_be_reset_stops_no_other_and_is_found_later(gpus, nvml
     assert str(caught.value).endswith("; fix this, then run `planner reset`")
     assert [nvml.locked_mhz(index) for index in range(2)] == [(1500, 1500), None]
     assert files(state) == [file_of(state).name]
-    record = json.loads(file_of(state).read_text())
-    record["owner"]["started"] += 1  # as if this process were dead
-    file_of(state).write_text(json.dumps(record))
     (recovery,) = recover()
     assert recovery.problem is not None
     nvml.heal()
@@ -288,16 +272,16 @@ def damaged(text: str) -> dict[str, bytes]:
         "another-gpu": record.replace(UUIDS[0].encode(), UUIDS[1].encode()),
         "no-back-end": record.replace(b"nvml:", b"simulated:"),
         "not-finite": record.replace(b'"power_limit_w": null', b'"power_limit_w": NaN'),
-        "negative": record.replace(b'"started": 1', b'"started": -1'),
-        "huge": record.replace(b'"started": 1', b'"started": 1' + b"0" * 5000),
-        "bool": record.replace(b'"started": 1', b'"started": true'),
+        "negative": record.replace(b'"pid": 1', b'"pid": -1'),
+        "huge": record.replace(b'"pid": 1', b'"pid": 1' + b"0" * 5000),
+        "bool": record.replace(b'"pid": 1', b'"pid": true'),
         "escape": record.replace(b"H100", b"\\u001b[2J"),
     }
 
 
 def damage(name: str, path: Path) -> None:
     """Put something invalid in the place of a record."""
-    text = json.dumps(asdict(a_record()))
+    text = json.dumps(asdict(a_record(owner=replace(this_process(), pid=1))))
     if name == "link":
         (path.parent / "elsewhere").write_text(text)
         path.symlink_to(path.parent / "elsewhere")
@@ -439,6 +423,18 @@ def test_a_child_that_leaves_the_block_after_a_fork_changes_nothing(nvml: StandI
         assert process.wait(10) == 0
     assert nvml.locked_mhz(0) is None
     assert files(state) == []
+
+
+def test_an_owner_that_becomes_another_program_has_ended_its_lease(nvml: StandIn, state: Path):
+    code = LOCKS_AND_WAITS.replace("sys.stdin.read()", 'sys.stdin.readline(); os.execvp("sleep", ["sleep", "100"])')
+    with owner(code, ["nvml:0"]) as process:
+        (guardian,) = psutil.Process(process.pid).children()
+        process.stdin.write("\n")
+        process.stdin.flush()
+        await_end([guardian])
+        assert process.poll() is None
+        assert nvml.locked_mhz(0) is None
+        assert files(state) == []
 
 
 def test_of_several_processes_that_contend_one_has_the_gpu(nvml: StandIn, state: Path):

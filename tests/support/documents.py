@@ -237,11 +237,11 @@ _DATA: dict[str, Callable[[str], object]] = {
     "yaml": lambda text: list(yaml.safe_load_all(text)),
     "json": json.loads,
     "csv": lambda text: list(csv.DictReader(text.splitlines(), strict=True)),
-    "ini": lambda text: _unit(text),
+    "ini": lambda text: check_unit(text),
 }
 
 
-def _unit(text: str) -> None:
+def check_unit(text: str) -> None:
     """Check the command that a systemd unit executes."""
     unit = configparser.ConfigParser(interpolation=None, strict=False)
     unit.optionxform = str  # type: ignore[assignment,method-assign] # its keys keep their case

@@ -2,9 +2,9 @@
 
 The owner of the lease starts the guardian as a child, in a separate session, so that neither Ctrl-C nor a hang-up of
 the terminal reaches it; it also ignores the signals that ask a process to end. The guardian opens the owner's GPUs
-first, so that nothing has to be loaded later, writes `ready`, and waits until the owner reports that all GPUs are
-reset, or dies. A closed pipe means neither: forked children of the owner may keep it open, and an owner that runs
-another program with `exec` closes it.
+first, so that nothing has to be loaded later, writes `ready`, and waits for the lock that the owner keeps on its
+records. Once the lock is free, the owner has reported that all GPUs are reset, or has died. A closed pipe means
+neither: forked children of the owner may keep it open, and the owner may close it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import IO, TYPE_CHECKING
 
 from perseus_planner.errors import GpuError, PlannerError
 from perseus_planner.gpu import open_gpu
-from perseus_planner.gpu.lease.records import LeaseRecord, read_records
+from perseus_planner.gpu.lease.records import LeaseRecord, open_records, wait_for_owner
 from perseus_planner.gpu.lease.release import release, run_in_parallel, undo
 from perseus_planner.processes import child_environment
 
@@ -28,14 +28,12 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from perseus_planner.gpu.protocol import Gpu
-    from perseus_planner.processes import ProcessIdentity
 
 READY_S = 60.0
 """How long a guardian may take to open its GPUs: file systems can be slow, and the driver may have to be loaded."""
 
 _END_S = 10.0  #: to end after it is dismissed
 _LATE_S = 1.0  #: during which a command or a request of the dead owner may still set a clock
-_POLL_S = 0.1  #: between checks of the owner if the kernel cannot report its end
 
 
 class Guardian:
@@ -68,9 +66,12 @@ class Guardian:
             raise
 
     def dismiss(self) -> None:
-        """Report that all GPUs are reset, and wait until the guardian ends."""
+        """Report that all GPUs are reset; the guardian reads this once the records' files are unlocked."""
         with suppress(BrokenPipeError):
             os.write(_pipe(self._process.stdin).fileno(), b".")
+
+    def wait(self) -> None:
+        """Wait until the guardian ends."""
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(_END_S)
         self._process.kill()
@@ -101,17 +102,18 @@ def main(lease: str) -> int:
     """Guard the GPUs of a lease; return 0 once they are reset, by the guardian or the owner, else 2."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    records = [record for record in read_records()[0] if record.lease == lease]
+    records = open_records(lease)
     if not records:  # the owner has died already, and another process has reset its GPUs
         return 0
     with ExitStack() as stack:
         try:
-            leased = [(stack.enter_context(open_gpu(record.gpu)), record) for record in records]
+            leased = [(stack.enter_context(open_gpu(record.gpu)), record) for record, _ in records]
         except PlannerError as error:
             print(error)
             return 2
         _report_ready()
-        if _wait_for_death(records[0].owner):
+        wait_for_owner(records[0][1])  # the owner's other records are unlocked at the same moment
+        if not _is_dismissed():
             return 2 if _reset(leased) else 0
     return 0
 
@@ -126,29 +128,9 @@ def _report_ready() -> None:
     os.close(owner)
 
 
-def _wait_for_death(owner: ProcessIdentity) -> bool:
-    """Wait until the owner has died (return True), or has reported that all GPUs are reset (return False)."""
-    poller = select.poll()
-    poller.register(0, select.POLLIN)
-    end = _end_descriptor(owner.pid)
-    if end is not None:
-        poller.register(end, select.POLLIN)
-    while True:
-        ready = {descriptor for descriptor, _ in poller.poll(None if end is not None else 1000 * _POLL_S)}
-        if 0 in ready:  # checked first: the owner may end right after its report
-            if os.read(0, 1):
-                return False
-            poller.unregister(0)
-        if not owner.is_alive():
-            return True
-
-
-def _end_descriptor(pid: int) -> int | None:
-    """Return a descriptor that becomes readable when the process ends; None if there is none."""
-    try:
-        return os.pidfd_open(pid)
-    except OSError:
-        return None
+def _is_dismissed() -> bool:
+    """Return whether the owner has reported that all GPUs are reset."""
+    return bool(select.select([0], [], [], 0)[0] and os.read(0, 1))
 
 
 def _reset(leased: Sequence[tuple[Gpu, LeaseRecord]]) -> bool:

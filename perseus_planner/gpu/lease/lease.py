@@ -4,11 +4,11 @@ For each GPU whose settings outlive a process, `lease_gpus` does the following; 
 
     1. refuse if another living process has a record of the GPU
     2. reset the GPU: this cleans up after a dead owner, and shows whether this process may set the GPU
-    3. write a record
+    3. write a record, whose file stays locked until step 7
     4. start the guardian, and wait until it has opened the GPUs
     5. run the block, which sets clocks
     6. reset the GPU, then remove the record, under its lock
-    7. dismiss the guardian
+    7. dismiss the guardian, and unlock the files of the records
 
 What happens if a process is killed:
 
@@ -23,12 +23,13 @@ What happens if a process is killed:
     guardian while it resets    the same, because the record is removed last
     holder of a lock            the kernel releases the lock
 
-An owner is identified by its process number and start time, the boot and the container, so a reused process number is
-not mistaken for it. A new owner may come while the guardian of the dead one still works: both read the records under
-the lock, so the guardian never resets what the new owner has set. Owner and guardian also reset GPUs whose records
-somebody has removed while the owner lives, as logind does with RemoveIPC when a user logs out.
+Whether an owner lives is decided by the lock on its records' files alone, which the kernel releases when the owner dies
+or runs another program with `exec`. All containers that share the folder see the lock, so what a killed container left
+is reset by the next command or job in any other. A new owner may come while the guardian of the dead one still works:
+both read the records under the lock, so the guardian never resets what the new owner has set. Owner and guardian also
+reset GPUs whose records somebody has removed while the owner lives, as logind does with RemoveIPC when a user logs out.
 
-In a forked child of the owner, leaving the block changes nothing.
+In a forked child of the owner, leaving the block changes nothing, and the child does not keep the files locked.
 """
 
 from __future__ import annotations
@@ -50,8 +51,11 @@ from perseus_planner.processes import this_process
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from perseus_planner.gpu.lease.records import FoundRecord
     from perseus_planner.gpu.protocol import Gpu
-    from perseus_planner.processes import ProcessIdentity
+
+_locks: dict[str, list[int]] = {}
+"""Descriptors that keep the files of this process's records locked, by lease."""
 
 
 @contextmanager
@@ -70,18 +74,19 @@ def lease_gpus(gpus: Sequence[Gpu], *, power_limit: bool = True) -> Iterator[Non
         GpuError: If a record cannot be written or the guardian cannot be started; or, after the block, if a GPU cannot
             be reset. The other GPUs are reset then, and its record is kept for `recover`.
     """
-    owner, lease = this_process(), secrets.token_hex(8)
+    owner, lease = os.getpid(), secrets.token_hex(8)
+    _locks[lease] = []
     leased: list[tuple[Gpu, LeaseRecord]] = []
     guardian = None
     try:
         for gpu in gpus:
-            _take(gpu, _new_record(gpu, owner, lease, power_limit=power_limit), leased)
+            _take(gpu, _new_record(gpu, lease, power_limit=power_limit), leased)
         if any(gpu.keeps_settings for gpu, _ in leased):
             guardian = Guardian(lease)
         yield
     finally:
-        if os.getpid() == owner.pid:
-            _give_back(leased, guardian)
+        if os.getpid() == owner:
+            _give_back(lease, leased, guardian)
 
 
 @dataclass(frozen=True)
@@ -97,19 +102,19 @@ class Recovery:
     problem: str | None
 
 
-def stale_records() -> tuple[LeaseRecord, ...]:
+def stale_records() -> tuple[FoundRecord, ...]:
     """Return the records of dead processes. Changes nothing.
 
     Raises:
         GpuError: If the state folder cannot be used.
     """
-    return tuple(record for record in read_records()[0] if not record.owner.is_alive())
+    return tuple(record for record in read_records()[0] if not record.is_living)
 
 
 def recover() -> tuple[Recovery, ...]:
     """Reset each GPU that a dead process left set, and remove its record. Commands and jobs begin with this.
 
-    Records from before a reboot, and of GPUs that a living process has leased since, are removed silently.
+    Records of GPUs that a living process has leased since are removed silently.
 
     Raises:
         GpuError: If the state folder cannot be used.
@@ -127,8 +132,7 @@ def reset_gpu(gpu: Gpu, *, power_limit: bool = False, force: bool = False) -> tu
     Args:
         gpu: Any GPU.
         power_limit: Whether to set its power limit back to the default as well.
-        force: Whether to reset it even if a process that lives, or may live, has leased it. The record of a process
-            that is visibly alive stays.
+        force: Whether to reset it even if a living process has leased it. The record of that process stays.
 
     Returns:
         The records that were removed.
@@ -144,7 +148,7 @@ def reset_gpu(gpu: Gpu, *, power_limit: bool = False, force: bool = False) -> tu
         other = living_lease(records)
         if other is not None and not force:
             raise GpuInUse(f"{in_use_text(other)}, or reset it with --force")
-        removable = tuple(record for record in records.read()[0] if not record.owner.is_alive_here())
+        removable = tuple(record for record in records.read()[0] if not record.is_living)
         _reset(gpu, removable, power_limit=power_limit)
         for record in removable:
             records.remove(record)
@@ -158,17 +162,16 @@ def in_use_text(record: LeaseRecord) -> str:
 
 def _reset(gpu: Gpu, records: Sequence[LeaseRecord], *, power_limit: bool) -> None:
     for record in records:
-        if record.owner.is_of_this_boot():
-            undo(gpu, record)
+        undo(gpu, record)
     gpu.reset_clocks()
     if power_limit:
         gpu.reset_power_limit()
 
 
-def _new_record(gpu: Gpu, owner: ProcessIdentity, lease: str, *, power_limit: bool) -> LeaseRecord:
+def _new_record(gpu: Gpu, lease: str, *, power_limit: bool) -> LeaseRecord:
     """Return a record before it is known which settings of the GPU can be restored."""
     since = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    return LeaseRecord(gpu.text, gpu.uuid, gpu.name, lease, since, True, power_limit, None, owner)
+    return LeaseRecord(gpu.text, gpu.uuid, gpu.name, lease, since, True, power_limit, None, this_process())
 
 
 def _take(gpu: Gpu, record: LeaseRecord, leased: list[tuple[Gpu, LeaseRecord]]) -> None:
@@ -179,11 +182,10 @@ def _take(gpu: Gpu, record: LeaseRecord, leased: list[tuple[Gpu, LeaseRecord]]) 
     with lock_records(record.uuid) as records:
         _check_free(records, record)
         for stale in records.read()[0]:
-            if stale.owner.is_of_this_boot():
-                undo(gpu, stale)
+            undo(gpu, stale)
         complete = _with_restorable_settings(gpu, record)
         leased.append((gpu, complete))  # before it is written: an interrupt may come in between
-        records.write(complete)
+        records.write(complete, _locks[record.lease])
         _remove_stale(records, record.lease)
 
 
@@ -203,7 +205,7 @@ def _with_restorable_settings(gpu: Gpu, record: LeaseRecord) -> LeaseRecord:
 
 def _check_free(records: LockedRecords, record: LeaseRecord) -> None:
     other = living_lease(records)
-    if other is not None and other.owner == record.owner:
+    if other is not None and other.lease in _locks:
         raise GpuInUse(f"GPU {record.gpu} ({record.name}): this process has leased it already; name each GPU once")
     if other is not None:
         raise GpuInUse(in_use_text(other))
@@ -219,25 +221,38 @@ def _remove_stale(records: LockedRecords, lease: str) -> None:
                 records.remove(stale)
 
 
-def _give_back(leased: Sequence[tuple[Gpu, LeaseRecord]], guardian: Guardian | None) -> None:
-    """Restore all GPUs and dismiss the guardian; then raise the failures."""
+def _give_back(lease: str, leased: Sequence[tuple[Gpu, LeaseRecord]], guardian: Guardian | None) -> None:
+    """Restore all GPUs, dismiss the guardian and end the lease; then raise the failures."""
     failures = run_in_parallel(release, [(gpu, record) for gpu, record in leased if gpu.keeps_settings])
     # In turn: the results of simulated GPUs that share a clock depend on the order.
     failures += run_in_turn(undo, [(gpu, record) for gpu, record in leased if not gpu.keeps_settings])
     if guardian is not None:
         guardian.dismiss()
+    _unlock(lease)
+    if guardian is not None:
+        guardian.wait()
     if failures:
         listed = "; ".join(f"{record.gpu}: {error}" for record, error in failures)
         raise GpuError(f"not reset: {listed}; fix this, then run `planner reset`") from failures[0][1]
 
 
+def _unlock(lease: str) -> None:
+    for descriptor in _locks.pop(lease):
+        os.close(descriptor)
+
+
+def _unlock_in_child() -> None:
+    """Close a forked child's descriptors: the files would otherwise stay locked after their owner's death."""
+    for lease in list(_locks):
+        _unlock(lease)
+
+
+os.register_at_fork(after_in_child=_unlock_in_child)
+
+
 def _recover_record(record: LeaseRecord) -> Recovery | None:
     """Reset the GPU of a stale record, and remove the record; return None if there was nothing to reset."""
     try:
-        if not record.owner.is_of_this_boot():
-            with lock_records(record.uuid) as records:
-                records.remove(record)
-            return None
         with open_gpu(record.gpu) as gpu:
             _check_uuid(gpu, record)
             return Recovery(record, None) if release(gpu, record) else None

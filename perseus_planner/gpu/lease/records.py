@@ -6,13 +6,19 @@ by default /dev/shm/perseus-planner. Anybody may create files in it, and only th
 1777, as /tmp). The content of a file is therefore a claim of the user who owns it: it is validated, its GPU is only
 opened by back-ends whose settings outlive a process, and its power limit only counts if root or this user wrote it.
 
-All records of a GPU change under one lock, `<uuid>.lock`, which the kernel releases when its holder dies. Files are
+The owner of a lease keeps its record's file locked with flock until the lease ends. The kernel releases that lock when
+the owner dies, however it dies, and shows it in all containers that share the folder. So a record is that of a living
+process exactly if its file is locked; process numbers, which differ between containers and are used again, only
+describe the owner in messages.
+
+All records of a GPU change under one lock, `<uuid>.lock`, which the kernel releases in the same way. Files are
 written under a temporary name and renamed, so they are whole or absent. The next process that takes the lock removes
 temporary files left by killed writers.
 """
 
 from __future__ import annotations
 
+import fcntl
 import glob
 import json
 import os
@@ -21,12 +27,12 @@ import stat
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn
 from urllib.parse import quote, unquote
 
 from perseus_planner.errors import GpuError
 from perseus_planner.files import replacing
-from perseus_planner.processes import ProcessIdentity, state_folder
+from perseus_planner.processes import ProcessDescription, state_folder
 from perseus_planner.strict_json import read_fields
 
 if TYPE_CHECKING:
@@ -65,11 +71,22 @@ class LeaseRecord:
     sets_clock: bool
     sets_power_limit: bool
     power_limit_w: float | None
-    owner: ProcessIdentity
+    owner: ProcessDescription
 
     def __str__(self) -> str:
         """Describe the lease in a message."""
         return f"GPU {self.gpu} ({self.name}): leased to {self.owner} since {self.since}"
+
+
+@dataclass(frozen=True)
+class FoundRecord(LeaseRecord):
+    """A record that was read.
+
+    Attributes:
+        is_living: Whether its owner lives.
+    """
+
+    is_living: bool
 
 
 class LockedRecords:
@@ -78,12 +95,16 @@ class LockedRecords:
     def __init__(self, folder: Path, uuid: str) -> None:
         self._folder, self._uuid = folder, uuid
 
-    def read(self) -> tuple[list[LeaseRecord], list[str]]:
+    def read(self) -> tuple[list[FoundRecord], list[str]]:
         """Return the records, and a description of each invalid file."""
         return _read(self._folder, f"{glob.escape(_stem(self._uuid))}.*.json")
 
-    def write(self, record: LeaseRecord) -> None:
-        """Write this user's record.
+    def write(self, record: LeaseRecord, descriptors: list[int]) -> None:
+        """Write this user's record, and lock its file.
+
+        Args:
+            record: What to write.
+            descriptors: Gets the descriptor that keeps the file locked until it is closed.
 
         Raises:
             GpuError: If the file cannot be written.
@@ -92,6 +113,8 @@ class LockedRecords:
         try:
             with replacing(path) as file:
                 file.write(json.dumps(asdict(record), indent=1).encode())
+                descriptors.append(os.dup(file.fileno()))
+                fcntl.flock(file, fcntl.LOCK_EX)  # of a file that nobody else has open yet
             path.chmod(0o644)  # whatever the umask is: other users have to see why they cannot set the GPU
         except OSError as error:
             _raise(f"{_display(path)}: cannot be written: {error.strerror}")
@@ -149,7 +172,30 @@ def has_records() -> bool:
         return False
 
 
-def read_records() -> tuple[list[LeaseRecord], list[str]]:
+def open_records(lease: str) -> list[tuple[LeaseRecord, BinaryIO]]:
+    """Return the records of a lease with their files, which are locked while its owner lives.
+
+    Raises:
+        GpuError: If the folder cannot be used.
+    """
+    found: list[tuple[LeaseRecord, BinaryIO]] = []
+    with open_state_folder(create=False) as folder:
+        for path in sorted(folder.glob("*.json")) if folder else ():
+            with suppress(*_INVALID):
+                record, file = _open(path)
+                if record.lease == lease:
+                    found.append((record, file))
+                else:
+                    file.close()
+    return found
+
+
+def wait_for_owner(file: BinaryIO) -> None:
+    """Wait until the owner of a record's file has died or has ended its lease."""
+    fcntl.flock(file, fcntl.LOCK_SH)
+
+
+def read_records() -> tuple[list[FoundRecord], list[str]]:
     """Return all records, and a description of each invalid file. Changes nothing.
 
     Raises:
@@ -207,7 +253,7 @@ def _make(name: str) -> None:
         os.umask(umask)
 
 
-def _read(folder: Path, pattern: str) -> tuple[list[LeaseRecord], list[str]]:
+def _read(folder: Path, pattern: str) -> tuple[list[FoundRecord], list[str]]:
     records, problems = [], []
     for path in sorted(folder.glob(pattern)):
         try:
@@ -220,20 +266,38 @@ def _read(folder: Path, pattern: str) -> tuple[list[LeaseRecord], list[str]]:
     return records, problems
 
 
-def _load(path: Path) -> LeaseRecord:
-    """Load and validate a record.
+def _load(path: Path) -> FoundRecord:
+    """Load and validate a record; raises the same errors as `_open`."""
+    record, file = _open(path)
+    file.close()
+    return record
+
+
+def _open(path: Path) -> tuple[FoundRecord, BinaryIO]:
+    """Load and validate a record, and return it with its file.
 
     Raises:
         ValueError: If the file does not contain a valid record.
         OSError: If it cannot be read.
     """
     # A plain open would block on a pipe and follow a link.
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    with open(descriptor, "rb") as file:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            raise ValueError("not a regular file")
-        text = file.read(_MAX_BYTES + 1)
+    file = open(path, "rb", buffering=0, opener=_open_plainly)  # noqa: SIM115
+    try:
+        return _validate(path, file), file
+    except BaseException:
+        file.close()
+        raise
+
+
+def _open_plainly(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
+
+
+def _validate(path: Path, file: BinaryIO) -> FoundRecord:
+    status = os.fstat(file.fileno())
+    if not stat.S_ISREG(status.st_mode):
+        raise ValueError("not a regular file")
+    text = file.read(_MAX_BYTES + 1)
     if len(text) > _MAX_BYTES:
         raise ValueError(f"larger than {_MAX_BYTES} bytes")
     record = _parse(json.loads(text))
@@ -241,7 +305,16 @@ def _load(path: Path) -> LeaseRecord:
         raise ValueError("it is not named after its GPU and its owner")
     if status.st_uid not in (0, os.geteuid()):
         record = replace(record, power_limit_w=None)
-    return record
+    return FoundRecord(**vars(record), is_living=not _can_lock(file))
+
+
+def _can_lock(file: BinaryIO) -> bool:
+    """Return whether the owner's lock is gone; others that ask at the same time do not disturb each other."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _parse(content: Any) -> LeaseRecord:

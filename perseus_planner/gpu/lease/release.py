@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from perseus_planner.errors import GpuError
-from perseus_planner.gpu.lease.records import LeaseRecord, LockedRecords, lock_records
+from perseus_planner.gpu.lease.records import FoundRecord, LeaseRecord, LockedRecords, lock_records
 from perseus_planner.gpu.protocol import Gpu
 
 Action = Callable[[Gpu, LeaseRecord], object]
@@ -43,10 +43,10 @@ def release(gpu: Gpu, record: LeaseRecord) -> bool:
     return is_free
 
 
-def living_lease(records: LockedRecords, other_than: str = "") -> LeaseRecord | None:
+def living_lease(records: LockedRecords, other_than: str = "") -> FoundRecord | None:
     """Return the lease of a living process, except the lease `other_than`; None if the GPU is free."""
     valid = records.read()[0]
-    return next((record for record in valid if record.lease != other_than and record.owner.is_alive()), None)
+    return next((record for record in valid if record.lease != other_than and record.is_living), None)
 
 
 def run_in_parallel(action: Action, leased: Sequence[tuple[Gpu, LeaseRecord]]) -> list[Failure]:
