@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from perseus_planner.profiles.clock_changes import ClockChange
     from perseus_planner.profiles.measurement import Measurement
-    from perseus_planner.solver.frontier import Frontier
+    from perseus_planner.solver.curve import TimeEnergyCurve
     from perseus_planner.solver.network import Integers
 
 _LEVELS = (0, 2, 4, 8, 16, 32)  #: numbers of changes that are tried, beside any number, if changes cost time
@@ -37,10 +37,10 @@ Key = tuple[int, str]
 
 
 class Planner:
-    """Makes the plans of one frontier, and remembers them."""
+    """Makes plans along one time-energy curve, and remembers them."""
 
-    def __init__(self, frontier: Frontier) -> None:
-        self.frontier, self.dag, self.profile = frontier, frontier.dag, frontier.dag.profile
+    def __init__(self, curve: TimeEnergyCurve) -> None:
+        self.curve, self.dag, self.profile = curve, curve.dag, curve.dag.profile
         self._plans: dict[tuple[float, int | None, float], Plan] = {}
         self._unlimited: dict[float, list[int]] = {}
 
@@ -48,7 +48,7 @@ class Planner:
         """Return the plan of the least effective energy that was found.
 
         Args:
-            deadline_s: seconds, including the overhead; at least `frontier.min_time_s`.
+            deadline_s: seconds, including the overhead; at least `curve.min_time_s`.
             max_changes: most clock changes per rank and iteration; None for any number.
             min_dwell_s: the least time for which a clock is held, seconds.
 
@@ -94,13 +94,13 @@ class Planner:
             level = min(late, key=lambda level: self._effective_j(late[level]))  # the most promising
             aims[level].append(aims[level][-1] - (late[level].time_s - deadline_s))
             plans = {key: plan for key, plan in plans.items() if key[0] != level}
-            if aims[level][-1] >= self.frontier.min_time_s:
+            if aims[level][-1] >= self.curve.min_time_s:
                 plans |= self._candidates(aims[level][-1], deadline_s, [level], min_dwell_s)
                 best = self._best([*plans.values(), *([best] if best else [])], deadline_s)
         return best or self._fastest_with_costs(deadline_s, levels, min_dwell_s)
 
     def _fastest_with_costs(self, deadline_s: float, levels: Sequence[int | None], min_dwell_s: float) -> Plan:
-        plans = self._candidates(self.frontier.min_time_s, deadline_s, levels, min_dwell_s).values()
+        plans = self._candidates(self.curve.min_time_s, deadline_s, levels, min_dwell_s).values()
         best = self._best(plans, deadline_s)
         if best is not None:
             return best
@@ -175,7 +175,7 @@ class Planner:
         """Return the clock of each computation of `dag.computations`, MHz, without a switch budget."""
         if deadline_s not in self._unlimited:
             chosen = self._points.point_start[self._points.member + 1] - 1  # the slowest of each
-            if deadline_s < self.frontier.max_time_s:
+            if deadline_s < self.curve.max_time_s:
                 within_s = self._replayed_s(deadline_s)
                 chosen = round_plan(self._points, within_s, self._anchors(within_s), self._at_maximum_clock)
             rank_in_class = chosen - self._points.point_start[self._points.member]
@@ -209,18 +209,18 @@ class Planner:
         return within_s
 
     def _anchors(self, within_s: float) -> Iterator[Anchor]:
-        frontier, tick_s = self.frontier, self.frontier.scaled.tick_s
-        count, last = len(self.dag.keys), int(frontier.times[-1])
-        deadlines = anchor_deadlines(within_s, *frontier.replayed_ends_s)
-        ticks = [min(max(int(time_s / tick_s), last), int(frontier.times[0])) for time_s in deadlines]
-        for time_s, at in zip(deadlines, frontier.states_at(ticks), strict=True):
+        curve, tick_s = self.curve, self.curve.scaled.tick_s
+        count, last = len(self.dag.keys), int(curve.times[-1])
+        deadlines = anchor_deadlines(within_s, *curve.replayed_ends_s)
+        ticks = [min(max(int(time_s / tick_s), last), int(curve.times[0])) for time_s in deadlines]
+        for time_s, at in zip(deadlines, curve.states_at(ticks), strict=True):
             end_s = np.multiply(at.state.event[1 : 2 * count : 2], tick_s, dtype=np.float64)
-            price_w = np.multiply(at.state.flow[:count], frontier.scaled.power_unit_w, dtype=np.float64)
+            price_w = np.multiply(at.state.flow[:count], curve.scaled.power_unit_w, dtype=np.float64)
             yield Anchor(time_s, end_s, price_w)
 
     def plan_of(self, clocks: Sequence[int], deadline_s: float | None) -> Plan:
         """Return the replayed plan of one clock (MHz) per computation; without a deadline, its time is its deadline."""
-        keys, frontier = self.dag.iteration.keys, self.frontier
+        keys, curve = self.dag.iteration.keys, self.curve
         points = [self._table[key][clock] for key, clock in zip(keys, clocks, strict=True)]
         time_s, energy_j = time_and_energy(self.dag, points)
         plan = Plan(
@@ -234,9 +234,9 @@ class Planner:
             deadline_s=time_s if deadline_s is None else deadline_s,
             time_s=time_s,
             energy_j=energy_j,
-            bound_j=frontier.bound_j(max(time_s, frontier.min_time_s)),
-            baseline_time_s=frontier.baseline_time_s,
-            baseline_energy_j=frontier.baseline_energy_j,
+            bound_j=curve.bound_j(max(time_s, curve.min_time_s)),
+            baseline_time_s=curve.baseline_time_s,
+            baseline_energy_j=curve.baseline_energy_j,
             gpus_per_stage=self.profile.gpus_per_stage,
             control=self.profile.control,
             overhead_s=self.profile.overhead_s,
@@ -245,7 +245,7 @@ class Planner:
         if plan.clock_change is None:
             return plan
         timeline = replay(plan)
-        time_s, bound_j = timeline.time_s, frontier.bound_j(max(timeline.time_s, frontier.min_time_s))
+        time_s, bound_j = timeline.time_s, curve.bound_j(max(timeline.time_s, curve.min_time_s))
         deadline_s = time_s if deadline_s is None else deadline_s
         return replace(plan, deadline_s=deadline_s, time_s=time_s, energy_j=timeline.energy_j, bound_j=bound_j)
 

@@ -1,0 +1,172 @@
+"""The exact time-energy curve of a pipeline iteration: data alone, without plans.
+
+The compiled kernels are loaded when the curve is walked, so that looking at it stays cheap.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from perseus_planner.errors import InfeasibleDeadline
+from perseus_planner.plans.replay import end_times, time_and_energy
+from perseus_planner.quantities import TIME
+from perseus_planner.solver.network import Checkpoint, Integers, ScaledNetwork, State, scaled_network
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from numpy.typing import NDArray
+
+    from perseus_planner.profiles.profiles import Profile
+    from perseus_planner.schedules import Schedule
+    from perseus_planner.schedules.dag import PipelineDag
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class TimeEnergyCurve:
+    """The least energy of an iteration for every iteration time, as an exact, convex, piecewise-linear curve.
+
+    An iteration that takes T seconds costs sum(e_i - P * t_i) + P * S * T joules: e_i and t_i of the chosen clocks, P
+    the blocking power of a rank, S the number of ranks. In the relaxed problem a computation may also run between two
+    measured clocks; its least energy is a bound that no plan of the same time can be below.
+
+    Attributes:
+        dag: the iteration.
+        times: (points,) replayed times at which the slope changes, falling, in ticks of `scaled.tick_s`. All times in
+            seconds include the profile's `overhead_s`.
+        powers: (points,) minus the slope of effective energy below each time, in units of `scaled.power_unit_w`.
+        checkpoints: states along the frontier, times falling; the first one at its slow end.
+    """
+
+    dag: PipelineDag
+    times: Integers = field(repr=False)
+    powers: Integers = field(repr=False)
+    checkpoints: tuple[Checkpoint, ...] = field(repr=False)
+
+    @property
+    def profile(self) -> Profile:
+        """The measurements that it was computed from."""
+        return self.dag.profile
+
+    @property
+    def schedule(self) -> Schedule:
+        """The schedule that it was computed from."""
+        return self.dag.schedule
+
+    @cached_property
+    def min_time_s(self) -> float:
+        """The least iteration time of any choice of clocks, seconds."""
+        return self.replayed_ends_s[0] + self._overhead_s
+
+    @cached_property
+    def max_time_s(self) -> float:
+        """The longest useful iteration time: beyond it effective energy no longer falls, seconds."""
+        return self.replayed_ends_s[1] + self._overhead_s
+
+    @cached_property
+    def least_energy_time_s(self) -> float:
+        """The iteration time at which a pipeline that does not wait for others needs the least energy, seconds."""
+        return float(self.times_s[int(np.argmin(self.energies_j))])
+
+    @property
+    def baseline_time_s(self) -> float:
+        """The iteration time with all clocks at their maximum, seconds."""
+        return self._baseline[0]
+
+    @property
+    def baseline_energy_j(self) -> float:
+        """The energy of that iteration over all GPUs, joules, waiting included."""
+        return self._baseline[1]
+
+    @cached_property
+    def times_s(self) -> NDArray[np.float64]:
+        """(points,) iteration times at which the slope changes, falling from `max_time_s` to `min_time_s`, seconds."""
+        times_s: NDArray[np.float64] = np.clip(
+            self.times * self.scaled.tick_s + self._overhead_s, self.min_time_s, self.max_time_s
+        )
+        times_s[0], times_s[-1] = self.max_time_s, self.min_time_s
+        return times_s
+
+    @cached_property
+    def energies_j(self) -> NDArray[np.float64]:
+        """(points,) `bound_j` at each of `times_s`."""
+        return self._effective_j + self.dag.waiting_w * self.times_s
+
+    def bound_j(self, deadline_s: float) -> float:
+        """Return the least relaxed energy of an iteration of that time over all GPUs, joules, waiting included.
+
+        Raises:
+            InfeasibleDeadline: If no iteration is that fast.
+            UsageError: If `deadline_s` is not a time.
+        """
+        deadline_s = self.check_deadline(deadline_s)
+        within_s = min(max(deadline_s, self.times_s[-1]), self.times_s[0])
+        point = int(np.searchsorted(-self.times_s, -within_s, side="right")) - 1
+        saved_s = self.times_s[point] - within_s
+        slope_w = int(self.powers[point]) * self.scaled.power_unit_w if saved_s else 0.0
+        return float(self._effective_j[point] + slope_w * saved_s + self.dag.waiting_w * deadline_s)
+
+    def check_deadline(self, deadline_s: float) -> float:
+        """Return `deadline_s` if an iteration can be that fast.
+
+        Raises:
+            InfeasibleDeadline: If no iteration is that fast.
+            UsageError: If `deadline_s` is not a time.
+        """
+        deadline_s = TIME.check(deadline_s, "deadline_s")
+        if deadline_s < self.min_time_s:
+            raise InfeasibleDeadline(deadline_s, self.min_time_s)
+        return deadline_s
+
+    @cached_property
+    def scaled(self) -> ScaledNetwork:
+        """The network in whole numbers, and its units."""
+        return scaled_network(self.dag)
+
+    def states_at(self, times: Iterable[int]) -> Iterator[Checkpoint]:
+        """Yield the optimal event times and flows at `times`, in ticks, which must fall and lie on the frontier.
+
+        The arrays of a state change on the way to the next one, so copy what you keep.
+        """
+        from perseus_planner.solver.mincut import advance
+
+        at: Checkpoint | None = None
+        for time in times:
+            if at is None:
+                near = next(point for point in reversed(self.checkpoints) if point.time >= time)
+                at = Checkpoint(near.time, near.power, State(*(array.copy() for array in near.state)))
+            if time < at.time:
+                reached, powers = advance(self.scaled.network, at.state, at.time, at.power, time)
+                at = Checkpoint(reached[-1], powers[-1], at.state)
+            yield at
+
+    @cached_property
+    def replayed_ends_s(self) -> tuple[float, float]:
+        """The replayed time with the fastest points, and with the slowest ones of the Pareto front, seconds."""
+        points = [self.dag.points[key] for key in self.dag.iteration.keys]
+        fastest_s, slowest_s = (max(end_times(self.dag, [front[end].time_s for front in points])) for end in (0, -1))
+        return fastest_s, slowest_s
+
+    @cached_property
+    def _baseline(self) -> tuple[float, float]:
+        return time_and_energy(self.dag, self.dag.baseline_measurements())
+
+    @property
+    def _overhead_s(self) -> float:
+        return self.profile.overhead_s
+
+    @cached_property
+    def _effective_j(self) -> NDArray[np.float64]:
+        """(points,) least relaxed effective energy at `times_s`, joules; summed as whole numbers from the slow end."""
+        slowest_j = math.fsum(self.dag.points[key][-1].effective_j for key in self.dag.keys)
+        unit_j = self.scaled.tick_s * self.scaled.power_unit_w
+        added, total = [0.0], 0
+        for power, ticks in zip(self.powers[:-1].tolist(), (-np.diff(self.times)).tolist(), strict=True):
+            total += power * ticks
+            added.append(total * unit_j)
+        return slowest_j + np.array(added)
