@@ -140,9 +140,7 @@ class Microbatch:
         import torch
 
         if not self._gradients:
-            self._gradients = [
-                torch.ones_like(root) if root.numel() == 1 else torch.randn_like(root) / root.numel() for root in roots
-            ]
+            self._gradients = [torch.ones_like(root) if root.numel() == 1 else torch.randn_like(root) for root in roots]
         return self._gradients
 
     def _clear_input_gradients(self) -> None:

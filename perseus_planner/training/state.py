@@ -95,16 +95,16 @@ def _training_mode(module: torch.nn.Module) -> Iterator[None]:
 @contextmanager
 def _hide_gradient(parameter: Any) -> Iterator[None]:
     """Hide the gradients of `parameter`, and disable the hooks on accumulated gradients."""
-    import torch
-
     hooks: dict[int, Callable[..., Any]] = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
     gradient, found_hooks = parameter.grad, dict(hooks)
     main = getattr(parameter, "main_grad", None)
     added = getattr(parameter, "grad_added_to_main_grad", None)
     parameter.grad = None
     hooks.clear()
-    if main is not None:
-        parameter.main_grad = torch.zeros_like(main)
+    content = None
+    if main is not None:  # in the memory of the host, as it may be as large as the model
+        content = main.detach().to("cpu", copy=True)
+        main.detach().zero_()
     try:
         yield
     finally:
@@ -112,5 +112,6 @@ def _hide_gradient(parameter: Any) -> Iterator[None]:
         hooks.update(found_hooks)
         if main is not None:
             parameter.main_grad = main
+            main.detach().copy_(content)
         if added is not None:
             parameter.grad_added_to_main_grad = added

@@ -278,6 +278,34 @@ def test_everything_is_restored_afterwards() -> None:
     assert len(stepped) == len(gradients)
 
 
+def test_gradients_in_place_of_those_of_the_next_stage_have_unit_variance() -> None:
+    """Those that are too small for float16 would be zeros, which take less power."""
+    module, seen = nn.Linear(512, 512).half(), []
+
+    def watched(x: Any) -> Any:
+        output = module(x)
+        output.register_hook(seen.append)
+        return output
+
+    with torch_stage(Busy(), module, torch.ones(128, 512).half(), forward=watched) as stage:
+        stage.runs["B"].run(1)
+    assert seen[-1].float().std().item() == pytest.approx(1.0, abs=0.05)
+
+
+def test_the_main_gradient_that_is_there_is_used() -> None:
+    """A second one in float32 would take twice the memory of the weights."""
+    module = nn.Linear(WIDTH, WIDTH)
+    mains = [torch.full_like(parameter, 3.0) for parameter in module.parameters()]
+    for parameter, main in zip(module.parameters(), mains, strict=True):
+        parameter.main_grad = main
+    with preserve_state(module):
+        for parameter, main in zip(module.parameters(), mains, strict=True):
+            assert parameter.main_grad is main
+            assert bool((main == 0).all())
+            main.fill_(5.0)
+    assert all(bool((main == 3.0).all()) for main in mains)
+
+
 def test_a_module_that_evaluates_trains_while_it_is_measured() -> None:
     module = network().eval()
     with preserve_state(module):
