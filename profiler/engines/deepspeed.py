@@ -39,7 +39,7 @@ def record_deepspeed(engine: Any) -> Iterator[Callable[[], EngineStages]]:
                 number,
                 module,
                 unpacked(module.forward),
-                call.arguments(f"stage {number}"),
+                call,
                 loss,
                 preserve_state=lambda: _preserve_offset(module),
             )

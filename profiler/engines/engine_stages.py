@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from perseus_planner.errors import UsageError
 from perseus_planner.profiler.ranks.measure import LocalStage
 from perseus_planner.profiler.torch_stage import torch_stage
+from perseus_planner.training.modes import ComputeModes
 from perseus_planner.training.values import copy_tensors, is_training
 
 if TYPE_CHECKING:
@@ -48,17 +49,24 @@ class RecordedCall:
         args: Its arguments by position.
         kwargs: Its arguments by name.
         count: The number of such calls.
+        modes: The modes of torch in the last call.
     """
 
     args: tuple[Any, ...] | None = None
     kwargs: dict[str, Any] = field(default_factory=dict)
     count: int = 0
+    modes: ComputeModes | None = None
 
     def record(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Keep copies of the arguments, unless the call only infers shapes or evaluates."""
         if is_training(args, kwargs):
             self.count += 1
+            self.modes = ComputeModes.current()
             self.args, self.kwargs = copy_tensors(tuple(args)), copy_tensors(dict(kwargs))
+
+    def as_recorded(self) -> AbstractContextManager[None]:
+        """Have the modes of torch of the last call inside the block."""
+        return self.modes.entered() if self.modes is not None else nullcontext()
 
     def arguments(self, name: str) -> dict[str, Any]:
         """Return the arguments under the names args and kwargs.
@@ -121,37 +129,43 @@ def local_stage(
     number: int,
     module: torch.nn.Module,
     forward: Callable[..., Any],
-    inputs: Mapping[str, Any],
+    call: RecordedCall,
     loss: Callable[[Any], Any] | None,
     *,
     split_backward: bool = False,
     preserve_state: Callable[[], AbstractContextManager[None]] = nullcontext,
+    **more_inputs: Any,
 ) -> LocalStage:
     """Return a stage as an engine runs it.
 
     Args:
         number: The number of the stage in the pipeline.
         module: The module that holds its weights.
-        forward: Called with `inputs` by name.
-        inputs: The inputs of one microbatch.
+        forward: Called with args, kwargs and `more_inputs` by name.
+        call: The call of `module` to repeat, in the precision and the other modes of that call.
         loss: In the last stage, maps the result of `forward` to a scalar.
         split_backward: As in `torch_stage`.
         preserve_state: Restores further state of the engine after the measurement.
+        more_inputs: Further inputs of one microbatch, by name.
+
+    Raises:
+        UsageError: If `module` was not called.
     """
+    inputs = call.arguments(f"stage {number}") | more_inputs
 
     @contextmanager
     def opened(gpu: Gpu, block: Block | None) -> Iterator[Stage]:
         stage = torch_stage(
             gpu,
             module,
-            dict(inputs),
+            inputs,
             loss,
             first=number == 0,
             split_backward=split_backward,
             forward=forward,
             block=block,
         )
-        with preserve_state(), stage as result:
+        with call.as_recorded(), preserve_state(), stage as result:
             yield result
 
     return LocalStage(number, opened)
@@ -165,7 +179,12 @@ def bind_loss(function: Callable[..., Any], call: RecordedCall) -> Callable[[Any
     """
     call_arguments = call.arguments("the loss")
     _, *rest = call_arguments["args"]
-    return lambda output: function(output, *rest, **call_arguments["kwargs"])
+
+    def loss(output: Any) -> Any:
+        with call.as_recorded():
+            return function(output, *rest, **call_arguments["kwargs"])
+
+    return loss
 
 
 def unpacked(module: Callable[..., Any]) -> Callable[..., Any]:

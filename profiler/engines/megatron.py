@@ -61,14 +61,17 @@ def record_megatron(chunks: Sequence[Any], loss: MegatronLoss) -> Iterator[Calla
             found = []
             for index, (chunk, call, tensor) in enumerate(zip(chunks, calls, received, strict=True)):
                 number = index * ranks + rank
-                inputs = call.arguments(f"stage {number}") | {"received": _first(tensor)}
                 last = number == ranks * len(chunks) - 1
-                function = _scalar_loss(loss.function) if last else None
-                found.append(
-                    local_stage(
-                        number, chunk, _forward(chunk), inputs, function, preserve_state=_preserve_random_states
-                    )
+                stage = local_stage(
+                    number,
+                    chunk,
+                    _forward(chunk),
+                    call,
+                    _scalar_loss(loss.function) if last else None,
+                    preserve_state=_preserve_random_states,
+                    received=_first(tensor),
                 )
+                found.append(stage)
             device = first_device(list(chunks[0].parameters()))
             return EngineStages(tuple(found), _tensor_rank(), device, _iteration(chunks, calls[0].count))
 

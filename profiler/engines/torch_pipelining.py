@@ -45,9 +45,8 @@ def record_torch_schedule(schedule: Any, tensor_rank: int) -> Iterator[Callable[
             found = []
             for part, call in zip(parts, calls, strict=True):
                 loss = bind_loss(function, loss_call) if part.is_last else None
-                inputs = call.arguments(f"stage {part.stage_index}")
                 forward = unpacked(part.submod)
-                found.append(local_stage(part.stage_index, part.submod, forward, inputs, loss, split_backward=split))
+                found.append(local_stage(part.stage_index, part.submod, forward, call, loss, split_backward=split))
             return EngineStages(tuple(found), tensor_rank, parts[0].device, _iteration(schedule, parts))
 
         yield stages

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,16 @@ def test_only_one_of_several_replicas_measures(tmp_path: Path) -> None:
     assert [each.stdout for each in everyone] == ["True\n", "False\n", "False\n", "False\n"], everyone
     profile = Profile.load(tmp_path / "profile.yaml")
     assert (profile.stages, profile.gpus_per_stage) == (2, 1)
+
+
+@pytest.mark.parametrize("cache", [True, False])
+def test_stages_are_measured_in_the_precision_of_the_training(cache: bool, tmp_path: Path) -> None:
+    for rank, each in enumerate(ranks("autocast", 2, tmp_path, str(cache))):
+        assert each.code == 0, each.stderr
+        trained, profiled = json.loads(each.stdout)
+        assert trained[0] == [f"(torch.bfloat16, True, {cache}, (False, True))"]
+        assert trained[1] == ["(torch.bfloat16, True)"] * rank
+        assert profiled == trained
 
 
 def test_a_block_without_an_iteration_ends_with_one_message(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import os
 import signal
 import sys
@@ -140,6 +141,48 @@ def replicas() -> None:
     with profile_pipeline(schedule, gpu=GPU, settings=OBSERVED, output="profile.yaml") as profiling:
         _step(schedule, rank < 2, rank >= 2)
     print(profiling.profile is not None)
+    dist.destroy_process_group()
+
+
+class Watched(nn.Linear):
+    """A layer that records in which precision it computes, and which attention kernels are allowed."""
+
+    def __init__(self, modes: set[Any]) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.modes = modes
+
+    def forward(self, x: Any) -> Any:
+        output = super().forward(x)
+        kernels = (torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.math_sdp_enabled())
+        self.modes.add((output.dtype, torch.is_autocast_enabled("cpu"), torch.is_autocast_cache_enabled(), kernels))
+        return output
+
+
+def autocast(cache: str) -> None:
+    """Profile a training in bfloat16, by autocast; print the precisions of training and of profiling."""
+    dist.init_process_group("gloo")
+    modes: set[Any] = set()
+    losses: set[Any] = set()
+    module = Watched(modes)
+
+    def loss(output: Any, target: Any) -> Any:
+        losses.add((torch.nn.functional.linear(target, target).dtype, torch.is_autocast_enabled("cpu")))
+        return (output.float() - target).square().mean()
+
+    example = torch.empty(4, WIDTH, dtype=torch.bfloat16, requires_grad=True)
+    stage = pipelining.PipelineStage(module, dist.get_rank(), 2, torch.device("cpu"), example, example)
+    schedule = pipelining.Schedule1F1B(stage, 4, loss_fn=loss)
+    with profile_pipeline(schedule, gpu=GPU, settings=OBSERVED):
+        with (
+            torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH),
+            torch.autocast("cpu", torch.bfloat16, cache_enabled=cache == "True"),
+        ):
+            _step(schedule, dist.get_rank() == 0, dist.get_rank() == 1)
+        trained = [sorted(map(str, modes)), sorted(map(str, losses))]
+        modes.clear()
+        losses.clear()
+    profiled = [sorted(map(str, modes)), sorted(map(str, losses))]
+    print(json.dumps([trained, profiled]))
     dist.destroy_process_group()
 
 
