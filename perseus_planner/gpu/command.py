@@ -6,7 +6,8 @@ PLANNER_SET_CLOCK      sudo -n nvidia-smi -i {uuid} -lgc {min},{max}
 PLANNER_RESET_CLOCK    sudo -n nvidia-smi -i {uuid} -rgc
 PLANNER_SET_POWER      sudo -n nvidia-smi -i {uuid} -pl {watts}
 
-Each may also contain {gpu}, the NVML index. Commands run without a shell; their exit status is read as nvidia-smi's.
+Each may also contain {gpu}, the NVML index. Commands run without a shell; their exit status is read as nvidia-smi's. A
+setting that the GPU does not support makes nvidia-smi print a warning and exit with 0; that text is an error as well.
 """
 
 from __future__ import annotations
@@ -33,6 +34,9 @@ TIMEOUT_S = 10.0
 
 _ERRORS: dict[int, type[GpuError]] = {3: GpuNotSupported, 4: GpuNotPermitted, 13: GpuNotSupported, 15: GpuLost}
 """Kind of error by exit status of nvidia-smi, which are the return codes of NVML (see its manual page)."""
+
+_WARNED_ONLY = "Treating as warning and moving on"
+"""What nvidia-smi prints about a setting that is not supported, before it exits with status 0."""
 
 _SUDO_REFUSED = re.compile(r"password is required|read the password|sudoers|not allowed to execute")
 
@@ -71,6 +75,7 @@ class CommandGpu(NvmlReader):
         """Set the power limit, to the milliwatt."""
         check_power_limit(self, limit_w)
         self._set_power.run(**self._fields, watts=f"{limit_w:.7g}")
+        self.check_limit_was_set(limit_w)
 
     def reset_power_limit(self) -> None:
         """Set the power limit back to its default."""
@@ -110,15 +115,15 @@ class CommandTemplate:
 
         Raises:
             GpuError: If the command cannot be run, does not end within `TIMEOUT_S` seconds, or fails: `GpuNotPermitted`
-                for status 4 or if sudo refuses, `GpuNotSupported` for 3 and 13, `GpuLost` for 15. The text quotes the
-                end of its output.
+                for status 4 or if sudo refuses, `GpuNotSupported` for 3 and 13 and if nvidia-smi only warns, `GpuLost`
+                for 15. The text quotes the end of its output.
         """
         words = [word.format(**values) for word in self.words]
         with tempfile.TemporaryFile() as output:  # not a pipe: a child of the command could keep that open for ever
             status = self._wait_for(words, output.fileno())
             output.seek(0)
-            printed = one_line(output.read().decode(errors="replace"))
-        if status != 0:
+            printed = output.read().decode(errors="replace")
+        if status != 0 or _WARNED_ONLY in printed:
             raise self._failure(words, status, printed)
 
     def _wait_for(self, words: list[str], output: int) -> int:
@@ -141,8 +146,9 @@ class CommandTemplate:
             _kill(process)
 
     def _failure(self, words: list[str], status: int, printed: str) -> GpuError:
-        start = f"`{shlex.join(words)}` failed with status {status} and printed {printed!r}; "
+        start = f"`{shlex.join(words)}` failed with status {status} and printed {one_line(printed)!r}; "
         kind = GpuNotPermitted if _SUDO_REFUSED.search(printed) else _ERRORS.get(status, GpuError)
+        kind = GpuNotSupported if _WARNED_ONLY in printed else kind
         if kind is GpuNotPermitted:
             return kind(f"{start}allow this user to run it without a password (NOPASSWD in sudoers), or run as root")
         if kind is GpuNotSupported:

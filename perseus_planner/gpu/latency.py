@@ -21,6 +21,7 @@ _ROUNDS = 4  #: times up and down
 _SETTLE_S = 0.5  #: longest wait for a clock that was set; the slowest transitions reported take as long
 _MAX_UNREACHED = 3  #: clocks in a row that were not reached, after which the waiting stops
 _POLL_S = 0.0005
+_ABOVE = 1.02  #: times the clock that was set; a GPU that runs faster does not obey
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,8 @@ def measure_latency(gpu: Gpu) -> Latency:
     """Set clocks of a leased GPU up and down; the last one is its highest.
 
     Raises:
-        GpuError: If the GPU cannot be set, or its clock cannot be read.
+        GpuError: If the GPU cannot be set, its clock cannot be read, or it keeps running above the clock that was set.
+            Below it, it may idle or be throttled, so that only a GPU that works shows whether locks have an effect.
     """
     calls_s, settles_s, unreached, waited = [], [], 0, 0
     for clock_mhz in _clocks_to_set(gpu.supported_clocks_mhz):
@@ -146,6 +148,17 @@ def _settle_s(gpu: Gpu, clock_mhz: int) -> float | None:
     start_s = gpu.now_s()
     while gpu.clock_mhz() != clock_mhz:
         if gpu.now_s() - start_s > _SETTLE_S:
+            _check_not_above(gpu, clock_mhz)
             return None
         gpu.wait(_POLL_S)
     return gpu.now_s() - start_s
+
+
+def _check_not_above(gpu: Gpu, clock_mhz: int) -> None:
+    runs_mhz = gpu.clock_mhz()
+    if runs_mhz > _ABOVE * clock_mhz:
+        raise GpuError(
+            f"{gpu.text}: its SM clock was locked at {clock_mhz} MHz, and runs at {runs_mhz} MHz {_SETTLE_S:g} s "
+            "later, so the lock has no effect; see whether Slurm (--gpu-freq), DCGM or a host sets the clock, or try "
+            "another back-end (nvml:, zeusd: or command:)"
+        )

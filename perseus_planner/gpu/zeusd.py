@@ -75,6 +75,7 @@ class ZeusdGpu(NvmlReader):
         """Set the power limit, to the milliwatt."""
         check_power_limit(self, limit_w)
         self._post("set_power_limit", power_limit_mw=round(1000 * limit_w))
+        self.check_limit_was_set(limit_w)
 
     def reset_power_limit(self) -> None:
         """Set the power limit back to its default."""

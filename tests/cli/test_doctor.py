@@ -144,10 +144,19 @@ def test_gpus_of_machines_of_their_own_do_not_wait_for_each_other():
 
 
 def test_a_clock_that_is_not_reached_is_said(nvml: StandIn, short):
-    nvml.set("clock_mhz", 345)
+    nvml.set("clock_mhz", 200)  # below every lock, as on an idle GPU
     text = done("doctor nvml:0 --measure-latency")
     assert "the clock was not reached within 0.5 s" in rows(text)["changing the clock"]
     assert set(yaml.safe_load(text.splitlines()[-1])["clock_change"]) == {"call_s"}
+
+
+def test_a_lock_without_effect_on_a_gpu_that_works_is_said(nvml: StandIn, state: Path, short):
+    nvml.set("clock_mhz", 1980)
+    said = rows(done("doctor nvml:0 --measure-latency"))["setting the clock"]
+    assert said.startswith(f"failed: nvml:{UUIDS[0]}: its SM clock was locked at 1545 MHz, and runs at 1980 MHz 0.5 s ")
+    assert "the lock has no effect" in said
+    assert nvml.locked_mhz(0) is None
+    assert files(state) == []
 
 
 def test_latency_of_a_simulated_gpu_is_that_of_its_model():

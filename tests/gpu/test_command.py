@@ -54,8 +54,9 @@ def test_fields_are_filled_word_by_word_and_no_shell_sees_them(recorded: Path):
     with open_gpu("command:1") as gpu:
         gpu.set_clock_mhz(1200)
         gpu.reset_clocks()
-        gpu.set_power_limit_w(300.0)
-        gpu.set_power_limit_w(287.125)
+        for limit_w in (300.0, 287.125):
+            with pytest.raises(GpuError, match=f"its power limit was set to {limit_w:g} W, and is 700 W"):
+                gpu.set_power_limit_w(limit_w)
     assert recorded.read_text().splitlines() == [
         f"['set a clock', '1', '{UUIDS[1]}', '1200-1200', '{{}} $HOME; * `']",
         "['reset', '1']",
@@ -76,7 +77,8 @@ def test_the_power_limit_goes_back_to_the_default_by_the_same_command(recorded: 
         nvml.set("limit_mw", "100000 700000 650000", gpu=0)
         with open_gpu("nvml:0") as direct:
             direct.set_power_limit_w(300.0)
-        gpu.reset_power_limit()
+        with pytest.raises(GpuError, match="its power limit was set to 650 W, and is 300 W"):
+            gpu.reset_power_limit()
     assert recorded.read_text() == "['power', '650W']\n"
 
 
@@ -188,6 +190,13 @@ def test_the_statuses_of_nvidia_smi(status: int, kind: type[GpuError], advice: s
     said = failure(command, kind)
     assert said.startswith("`")
     assert said.endswith(f"` failed with status {status} and printed 'out a [31mline'; {advice}")
+
+
+def test_a_setting_of_which_nvidia_smi_only_warns_is_not_supported():
+    warning = "Setting locked GPU clocks is not supported for GPU 0.\nTreating as warning and moving on.\nAll done."
+    said = failure(script(f"print({warning!r}); sys.exit(0)"), GpuNotSupported)
+    assert said.endswith("; use the other control (SM clock or power limit), or observe mode")
+    assert "Treating as warning and moving on" in said
 
 
 @pytest.mark.parametrize(

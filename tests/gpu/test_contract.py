@@ -354,3 +354,18 @@ def test_a_dry_run_changes_nothing_underneath(case: Case):
     assert len(case.gpu.settings) == 4
     if case.gpu.origin == "simulated":
         assert case.gpu.now_s() == time_s
+
+
+@pytest.mark.parametrize("name", ["nvml", "zeusd", "command"])
+def test_a_power_limit_without_effect_is_an_error(name: str, nvml: StandIn, monkeypatch, tmp_path: Path):  # noqa: F811
+    with ExitStack() as stack:
+        case = nvml_case(name, nvml, monkeypatch, tmp_path, stack)
+        gpu = stack.enter_context(case.gpu)
+        gpu.set_power_limit_w(400.0)
+        nvml.fail("nvmlDeviceSetPowerManagementLimit", 0)
+        with pytest.raises(GpuError) as caught:
+            gpu.set_power_limit_w(300.0)
+    assert str(caught.value) == (
+        f"{name}:{UUIDS[0]}: its power limit was set to 300 W, and is 400 W: stop what else sets it (Slurm, DCGM, "
+        "another user of nvidia-smi), or use observe mode"
+    )

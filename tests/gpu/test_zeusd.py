@@ -87,7 +87,8 @@ def test_settings_are_sent_with_the_daemons_own_index_and_waited_for(zeusd):
         assert zeusd.gpus[1].locked_mhz == (1200, 1200)
         gpu.reset_clocks()
         assert zeusd.gpus[1].locked_mhz is None
-        gpu.set_power_limit_w(250.1234)
+        with pytest.raises(GpuError, match=r"is 700 W: stop what else"):  # the GPU behind is not that of NVML
+            gpu.set_power_limit_w(250.1234)
     ours = {"gpu_ids": "1"}
     assert zeusd.requests == [
         Request("GET", "/discover"),
@@ -410,7 +411,8 @@ def test_the_daemons_gpu_is_found_by_pci_address(behind_nvml, which: str):
 
 def test_the_power_limit_goes_back_to_the_default_of_nvml(behind_nvml, nvml):  # noqa: F811
     with open_gpu("zeusd:0") as gpu:
-        gpu.set_power_limit_w(250.1234)
+        with pytest.raises(GpuError, match=r"is 700 W: stop what else"):
+            gpu.set_power_limit_w(250.1234)
         assert behind_nvml.gpus[1].limited_mw == 250_123
         behind_nvml.requests.clear()
         gpu.reset_power_limit()

@@ -11,7 +11,7 @@ import time
 from functools import cached_property
 from typing import TYPE_CHECKING, TypeVar
 
-from perseus_planner.errors import GpuNotSupported
+from perseus_planner.errors import GpuError, GpuNotSupported
 from perseus_planner.gpu.nvml.device import MAX_MHZ, FirstSupported, NvmlDevice, NvmlQuantity, read_or_none
 from perseus_planner.gpu.nvml.discovery import find_device
 from perseus_planner.gpu.nvml.library import NVML
@@ -43,6 +43,7 @@ _WITHOUT_CLOCKS = "if clocks cannot be locked, use the power limit as the contro
 _WITHOUT_LIMIT = "if the power limit cannot be set, use the SM clock as the control, or set nothing (observe mode)"
 
 _MAX_MW = 100_000_000
+_SAME_LIMIT_W = 0.5  #: drivers round
 """Larger numbers cannot be a power: no board draws 100 kW."""
 
 _ENERGY_MJ = NvmlQuantity("read its energy counter", largest=2**63, advice=_WITHOUT_ENERGY)
@@ -154,6 +155,19 @@ class NvmlReader(ClosedOnExit):
         set_mw = self._device.number(_LIMIT_MW, "nvmlDeviceGetPowerManagementLimit")
         return None if _watts(set_mw) == default_w else default_w
 
+    def check_limit_was_set(self, limit_w: float) -> None:
+        """Check that the power limit is the one that was just set, as far as NVML tells.
+
+        Raises:
+            GpuError: If it is another.
+        """
+        set_w = read_or_none(lambda: self._device.number(_LIMIT_MW, "nvmlDeviceGetPowerManagementLimit"))
+        if set_w is not None and abs(_watts(set_w) - limit_w) > _SAME_LIMIT_W:
+            raise GpuError(
+                f"{self.text}: its power limit was set to {limit_w:g} W, and is {_watts(set_w):g} W: stop what else "
+                "sets it (Slurm, DCGM, another user of nvidia-smi), or use observe mode"
+            )
+
     def energy_j(self) -> float:
         """Energy since the driver was loaded, joules; data centre GPUs update it about every 100 ms."""
         return self._energy_mj() / 1000
@@ -261,6 +275,7 @@ class NvmlGpu(NvmlReader):
         # Not the newer nvmlDeviceSetPowerManagementLimit_v2: the binding ignores its return code.
         function, what = "nvmlDeviceSetPowerManagementLimit", f"set its power limit to {limit_w:g} W"
         self._device.call(function, round(limit_w * 1000), what=what, advice=_WITHOUT_LIMIT)
+        self.check_limit_was_set(limit_w)
 
 
 def open_nvml(which: str) -> NvmlGpu:
