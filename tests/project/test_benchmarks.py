@@ -40,7 +40,7 @@ def test_a_run_without_measured_data_is_skipped_with_the_reason(tmp_path: Path):
     result = benchmarks(data=tmp_path)
     assert result.returncode == 0
     missing = tmp_path / "perseus_sosp24"
-    expected = f"skipped: no measured profiles: {missing} is not there; name their folder in PLANNER_DATA\n"
+    expected = f"skipped: no measured profiles: {missing} does not exist; name their folder in PLANNER_DATA\n"
     assert result.stdout == expected
 
 
