@@ -19,7 +19,8 @@ from perseus_planner.errors import (
 )
 from perseus_planner.quantities import CHANGES, POWER, TIME, WAIT
 from perseus_planner.solver.curve import TimeEnergyCurve
-from perseus_planner.solver.frontier_file import read_frontier, write_frontier
+from perseus_planner.solver.frontier_check import check_frontier
+from perseus_planner.solver.frontier_file import checking_frontier, read_frontier, write_frontier
 
 if TYPE_CHECKING:
     import os
@@ -131,10 +132,13 @@ class Frontier(TimeEnergyCurve, Displayable):
         """Read a file that `save` wrote.
 
         Raises:
-            FrontierError: If the file cannot be read, or is not exactly what was written.
+            FrontierError: If the file cannot be read, or does not hold what `save` writes.
         """
         dag, (times, powers), checkpoints = read_frontier(path)
-        return cls(dag, times, powers, checkpoints)
+        frontier = cls(dag, times, powers, checkpoints)
+        with checking_frontier(path):
+            check_frontier(frontier.scaled.network, times, powers, checkpoints)
+        return frontier
 
     @cached_property
     def _planner(self) -> Planner:

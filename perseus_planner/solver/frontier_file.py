@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from contextlib import nullcontext
+import os
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,7 @@ from perseus_planner.schedules.iteration_text import parse_stage_kind
 from perseus_planner.solver.network import Checkpoint, Integers, State
 
 if TYPE_CHECKING:
-    import os
+    from collections.abc import Iterator
 
 _FORMAT = "perseus-planner/frontier"
 _VERSION = 1
@@ -75,10 +76,17 @@ def read_frontier(path: str | os.PathLike[str]) -> Parts:
         except Exception as error:  # NumPy and zipfile have no common error for damaged bytes
             raise FrontierError(f"{path}: is damaged or cut short ({error}); {_AGAIN}") from error
     _check(path, arrays)
-    try:
+    with checking_frontier(path):
         return _parts(arrays)
-    except (PlannerError, TypeError, ValueError, KeyError, IndexError, AttributeError) as error:
-        raise FrontierError(f"{path}: is not a frontier: {error}; {_AGAIN}") from error
+
+
+@contextmanager
+def checking_frontier(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Raise a FrontierError that names the file for any error that its content causes in the block."""
+    try:
+        yield
+    except (PlannerError, ArithmeticError, TypeError, ValueError, LookupError, AttributeError) as error:
+        raise FrontierError(f"{os.fspath(path)}: is not a frontier: {error}; {_AGAIN}") from error
 
 
 def _header(dag: PipelineDag) -> dict[str, Any]:
@@ -103,7 +111,7 @@ def _check(path: Path, arrays: dict[str, Any]) -> None:
         header = json.loads(arrays["header"].tobytes())
         found = header["format"], header["version"]
         digest = arrays["digest"].tobytes().decode()
-    except (KeyError, ValueError, TypeError) as error:
+    except (KeyError, ValueError, TypeError, RecursionError) as error:
         raise FrontierError(f"{path}: is not a frontier file; name one that `planner solve` wrote") from error
     if found[0] != _FORMAT:
         raise FrontierError(f"{path}: holds {found[0]!r}, not a frontier; name a file that `planner solve` wrote")
@@ -133,6 +141,8 @@ def _parts(arrays: dict[str, Any]) -> Parts:
     operations = tuple(parse_operation(*each) for each in header["operations"])
     waits, lags = arrays["waits"].tolist(), arrays["lags_s"].tolist()
     before: list[list[int]] = [[] for _ in range(sum(map(len, ranks)) + len(operations))]
+    if any(place < 0 for _, place in waits):
+        raise ValueError("waits: a place is below 0")
     lags_s: list[list[float]] = [[] for _ in before]
     for (other, place), lag_s in zip(waits, lags or [0.0] * len(waits), strict=True):
         before[place].append(other)

@@ -11,7 +11,7 @@ from service_stand_in import StandIn
 from services import at_once, frontier_file, job
 
 from perseus_planner.service.http.app import create_app
-from perseus_planner.service.http.auth import TOKENS_VARIABLE, Access, Limits, read_tokens
+from perseus_planner.service.http.auth import ROLES, TOKENS_VARIABLE, Access, Limits, Role, read_tokens
 from perseus_planner.service.http.server import Address, serving
 from perseus_planner.service.service import Service
 from perseus_planner.service.store.storage import Storage
@@ -35,7 +35,8 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
 
 @pytest.fixture(scope="module")
 def url(service: Service) -> Iterator[str]:
-    with serving(service, Address(port=0), read_tokens(None, {TOKENS_VARIABLE: f"{TOKEN} operate test"})) as url:
+    lines = "\n".join(f"{TOKEN}{role} {role} test" for role in ROLES)
+    with serving(service, Address(port=0), read_tokens(None, {TOKENS_VARIABLE: lines})) as url:
         yield url
 
 
@@ -45,14 +46,12 @@ def session() -> Iterator[Any]:
         yield session
 
 
-@FINITE.parametrize()
-@settings(
-    max_examples=6,
-    phases=(Phase.explicit, Phase.generate),
-    suppress_health_check=list(HealthCheck),
-    derandomize=True,
-)
-def test_every_answer_is_one_that_the_document_has(case, service, url, session):
+def drawn(examples: int) -> Any:
+    phases = (Phase.explicit, Phase.generate)
+    return settings(max_examples=examples, phases=phases, suppress_health_check=list(HealthCheck), derandomize=True)
+
+
+def check_answer(case: Any, service: Service, url: str, session: Any, role: Role | None) -> None:
     service.set_power(None, None)
     service.register(job("known"), frontier_file())  # it may have been ended
     if "job" in case.path_parameters and len(str(case.path_parameters["job"])) % 2:
@@ -60,8 +59,25 @@ def test_every_answer_is_one_that_the_document_has(case, service, url, session):
     wait_s = case.query.get("wait_s")
     if isinstance(wait_s, (int, float)) and 0.01 < wait_s <= 60:
         case.query["wait_s"] = 0.01
-    headers = {"Authorization": f"Bearer {TOKEN}"}
+    headers = {"Authorization": f"Bearer {TOKEN}{role}"} if role else {}
     answer = case.call_and_validate(url, session, headers, excluded_checks=EXCEPT)
     assert answer.status_code < 500
     if answer.status_code >= 400:
         assert {"code", "message"} <= set(answer.json()["error"])
+    if role is None:
+        assert answer.status_code in (401, 413) or case.path in ("/healthz", "/v1/me")
+
+
+@pytest.mark.parametrize("role", [None, *ROLES])
+@FINITE.parametrize()
+@drawn(3)
+def test_every_answer_to_every_kind_of_token_is_one_that_the_document_has(case, service, url, session, role):
+    check_answer(case, service, url, session, role)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("role", [None, *ROLES])
+@FINITE.parametrize()
+@drawn(28)
+def test_two_thousand_answers_are_ones_that_the_document_has(case, service, url, session, role):
+    check_answer(case, service, url, session, role)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hmac
 import json
+import threading
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,8 @@ from hypothesis import strategies as st
 from service_stand_in import StandIn, asking
 
 from perseus_planner.errors import UsageError
-from perseus_planner.service.http import auth
+from perseus_planner.service import schemas
+from perseus_planner.service.http import auth, routes
 from perseus_planner.service.http.auth import ROLES, Access, Limits, read_tokens
 
 httpx = pytest.importorskip("httpx")
@@ -108,7 +110,8 @@ def test_without_a_valid_token_nothing_is_told_but_that_the_service_lives(header
         assert ask("GET", "/healthz", headers=headers).status_code == 200
 
 
-def test_who_has_no_token_is_refused_before_a_body_is_read():
+@pytest.mark.parametrize(("role", "status"), [(None, 401), ("read", 403), ("report", 403)])
+def test_who_may_not_send_a_body_is_refused_before_it_is_read(role, status):
     def unread():
         raise AssertionError("the body was asked for")
         yield b""
@@ -118,7 +121,54 @@ def test_who_has_no_token_is_refused_before_a_body_is_read():
             yield part
 
     with asking(StandIn(), access=Access(tokens())) as ask:
-        assert ask("POST", "/v1/jobs", content=body()).status_code == 401
+        headers = {"Content-Type": "application/json", **(bearing(role) if role else {})}
+        assert ask("POST", "/v1/jobs", content=body(), headers=headers).status_code == status
+
+
+@pytest.mark.parametrize(
+    ("role", "path", "most"),
+    [("report", "/v1/jobs", 10), ("operate", "/v1/jobs", 30), ("read", "/v1/alerts", 10), ("report", "/v1/alerts", 20)],
+)
+def test_how_large_a_body_may_be_depends_on_the_role(role, path, most):
+    limits = Limits(body_bytes=10, alerts_bytes=20, registration_bytes=30)
+    with asking(StandIn(), access=Access(tokens()), limits=limits) as ask:
+        answer = ask("POST", path, content=b" " * 31, headers=bearing(role))
+        assert answer.json()["error"]["message"] == f"the body is larger than {most} bytes; send less"
+        assert ask("POST", path, content=b" " * most, headers=bearing(role)).status_code != 413
+
+
+def test_a_large_body_is_parsed_by_a_thread_and_taken_or_refused_as_a_small_one_is(monkeypatch):
+    threads, from_json = [], schemas.from_json
+
+    def parsed(kind, text):
+        threads.append(threading.current_thread())
+        return from_json(kind, text)
+
+    monkeypatch.setattr(routes.schemas, "from_json", parsed)
+    places = [{"rank": number, "pipeline": number % 2, "stages": [0], "node": "node" * 9} for number in range(2000)]
+    service = StandIn()
+    with asking(service) as ask:
+
+        def sent(**changes):
+            body = {**JOB, "places": places, **changes}
+            return ask("POST", "/v1/jobs", json=body)
+
+        assert sent().status_code == 201
+        assert len(service.kept["gpt3"].places) == 2000
+        for changes, problem in (
+            ({"pipelines": 0}, "body.pipelines: Input should be greater than or equal to 1; /openapi.json"),
+            ({"other": 1}, "body.other: "),
+            ({"frontier": "?"}, "frontier: is not base64"),
+        ):
+            answer = sent(**changes)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (422, "invalid")
+            assert answer.json()["error"]["message"].startswith(problem)
+        large = {"content": b"[" * 70_000, "headers": {"Content-Type": "application/json"}}
+        assert "the body is not JSON: " in ask("POST", "/v1/jobs", **large).json()["error"]["message"]
+        as_form = {"content": b"{" * 70_000, "headers": {"Content-Type": "text/plain"}}
+        assert ask("POST", "/v1/jobs", **as_form).status_code == 422
+    assert len(threads) == 5
+    assert threading.main_thread() not in threads
 
 
 def test_a_token_is_compared_with_all_by_digest_and_in_constant_time(monkeypatch):

@@ -13,7 +13,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from perseus_planner import Plan, schedules, solve
 from perseus_planner.cli.serve import DATABASE, _listening, serve
 from perseus_planner.errors import UsageError
 from perseus_planner.files import sha256
+from perseus_planner.service.http import server
 from perseus_planner.service.http.auth import TOKENS_VARIABLE, Limits, read_tokens
 from perseus_planner.service.http.server import Address, listening, serving
 from perseus_planner.service.model import Job
@@ -339,3 +340,32 @@ def test_the_service_leaves_no_thread_behind():
     for thread in set(threading.enumerate()) - before:
         thread.join(timeout=10)
     assert set(threading.enumerate()) == before
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET /heal", b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\nGET /he"])
+def test_a_connection_without_a_whole_head_is_closed(monkeypatch: pytest.MonkeyPatch, sent: bytes):
+    monkeypatch.setattr(server, "HEAD_S", 0.3)
+    with serving(StandIn(), Address(port=0)) as url, socket.create_connection(where(url), timeout=20) as client:
+        client.sendall(sent)
+        with suppress(ConnectionResetError):
+            while client.recv(1000):  # until it is closed; else this times out
+                pass
+
+
+def test_a_body_that_stays_out_is_answered_and_a_long_poll_is_not_cut_short(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(server, "HEAD_S", 0.3)
+    service = StandIn()
+    limits = Limits(body_s=0.2)
+    with serving(service, Address(port=0), limits=limits) as url, httpx.Client(base_url=url, timeout=20) as client:
+        assert client.post("/v1/jobs", json=a_job()).status_code == 201
+        polled = client.get("/v1/jobs/gpt3/plans", params={"after": 1, "wait_s": 1.0})
+        assert polled.status_code == 204
+        head = b"POST /v1/jobs/gpt3/reports HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        with socket.create_connection(where(url), timeout=20) as half:
+            half.sendall(head + b"Content-Length: 1000\r\n\r\n{")
+            assert half.recv(100).startswith(b"HTTP/1.1 408 ")
+
+
+def where(url: str) -> tuple[str, int]:
+    host, _, port = url.removeprefix("http://").rpartition(":")
+    return host, int(port)

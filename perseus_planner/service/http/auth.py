@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import os
 import re
@@ -91,6 +92,7 @@ class Limits:
         waiting: How many long polls and event streams may be open, over all clients.
         keep_alive_s: The longest silence of an event stream, seconds.
         solve_s: The longest time to solve a profile that a job is registered with, seconds.
+        body_s: The longest silence while a body is being sent, seconds.
     """
 
     body_bytes: int = 64 * 2**10
@@ -99,6 +101,7 @@ class Limits:
     waiting: int = 10_000
     keep_alive_s: float = 15.0
     solve_s: float = 600.0
+    body_s: float = 20.0
 
 
 def read_tokens(path: Path | None, environment: Mapping[str, str] = os.environ) -> tuple[Token, ...]:
@@ -163,7 +166,7 @@ class Guard:
         except HTTPException as error:
             await error_answer(error)(scope, receive, send)
             return
-        await self._app(scope, _bounded(receive, most), send)
+        await self._app(scope, _bounded(receive, most, self._limits.body_s), send)
 
     def _admit(self, scope: Scope, headers: Headers) -> int:
         """Check the headers, put the client's role into `scope`, and return how large the body may be."""
@@ -176,15 +179,20 @@ class Guard:
             challenge = {"WWW-Authenticate": "Bearer"}
             raise HTTPException(401, "no valid token; send the header `Authorization: Bearer TOKEN`", challenge)
         anonymous: Role | None = None if self._access.tokens else "operate"
-        scope.setdefault("state", {}).update(
-            {"role": bearer.role if bearer else anonymous, "name": bearer.name if bearer else None}
-        )
-        larger = {_REGISTER: self._limits.registration_bytes, _ALERT: self._limits.alerts_bytes}
-        most = larger.get((scope["method"], scope["path"]), self._limits.body_bytes)
+        role = bearer.role if bearer else anonymous
+        scope.setdefault("state", {}).update({"role": role, "name": bearer.name if bearer else None})
+        most = self._most_bytes(role, (scope["method"], scope["path"]))
         length = headers.get("content-length", "")
         if length.isdecimal() and (len(length) > 18 or int(length) > most):
             raise _too_large(most)
         return most
+
+    def _most_bytes(self, role: Role | None, route: tuple[str, str]) -> int:
+        if route == _REGISTER and role == "operate":
+            return self._limits.registration_bytes
+        if route == _ALERT and role in ("report", "operate"):
+            return self._limits.alerts_bytes
+        return self._limits.body_bytes
 
 
 def _is_open(path: str) -> bool:
@@ -211,14 +219,17 @@ def _with_headers(send: Send) -> Send:
     return sending
 
 
-def _bounded(receive: Receive, most: int) -> Receive:
-    """Return a `receive` that refuses a body once it is larger than `most` bytes."""
-    seen = 0
+def _bounded(receive: Receive, most: int, most_s: float) -> Receive:
+    """Return a `receive` that refuses a body that is larger than `most` bytes, or stays out for `most_s` seconds."""
+    seen, is_whole = 0, False
 
     async def receiving() -> Message:
-        nonlocal seen
-        message = await receive()
-        seen += len(message.get("body", b""))
+        nonlocal seen, is_whole
+        try:
+            message = await (receive() if is_whole else asyncio.wait_for(receive(), most_s))
+        except asyncio.TimeoutError:
+            raise HTTPException(408, f"no more of the body came within {most_s:g} s; send all of it") from None
+        seen, is_whole = seen + len(message.get("body", b"")), not message.get("more_body", False)
         if seen > most:
             raise _too_large(most)
         return message

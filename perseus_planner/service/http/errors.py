@@ -29,6 +29,7 @@ _CODES = {
     403: "forbidden",
     404: "not_found",
     405: "method_not_allowed",
+    408: "timeout",
     409: "conflict",
     413: "too_large",
     421: "wrong_host",
@@ -90,7 +91,8 @@ def complaint(errors: Sequence[Mapping[str, Any]]) -> str:
     field = ".".join(map(str, first["loc"]))
     problem = "Extra inputs are not permitted" if first["type"] == "unexpected_keyword_argument" else first["msg"]
     if first["type"] == "json_invalid":
-        return f"the body is not JSON: {first['ctx']['error']} at character {first['loc'][-1]}; send a JSON object"
+        where = f" at character {first['loc'][-1]}" if isinstance(first["loc"][-1], int) else ""
+        return f"the body is not JSON: {first['ctx']['error']}{where}; send a JSON object"
     more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
     return f"{field}: {problem}{more}; /openapi.json describes what is expected"
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from http import HTTPStatus
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Header, Path, Query, Request, Response, Security
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import StreamingResponse
+from fastapi.routing import APIRoute
 from fastapi.security import HTTPBearer
+from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
 from perseus_planner import __version__
@@ -24,6 +28,7 @@ from perseus_planner.service.planning.worker import Unsolved
 
 _LONGEST_POLL_S = 60.0
 _MOST_POINTS = 500
+_SMALL_BYTES = 64 * 2**10  # parsed within some milliseconds
 
 _log = logging.getLogger(__name__)
 
@@ -43,14 +48,63 @@ Wait = Annotated[
 
 
 class _Bearer(HTTPBearer):
-    """Checks the role that `auth.Guard` has found, and documents the token in OpenAPI."""
+    """Documents the role that a route needs and the token in OpenAPI; `_Route` checks the role."""
 
     def __init__(self, role: Role) -> None:
         super().__init__(scheme_name="HTTPBearer", description="A token of the service, if the service has tokens.")
-        self._role = role
+        self.role = role
 
     async def __call__(self, request: Request) -> None:  # type: ignore[override]  # the result is not used
-        check_role(request.state.role, self._role)
+        pass
+
+
+class _ParsedRequest(Request):
+    """A request whose body was parsed by a thread; FastAPI takes the value as it is."""
+
+    parsed: Any
+
+    async def body(self) -> bytes:
+        return b"parsed"
+
+    async def json(self) -> Any:
+        return self.parsed
+
+
+class _Route(APIRoute):
+    """Checks the role before any of the body is read, and has large bodies parsed by a thread."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+        role = next((each.dependency.role for each in self.dependencies if isinstance(each.dependency, _Bearer)), None)
+        kind = self.body_field.field_info.annotation if self.body_field else None
+
+        async def checked(request: Request) -> Response:
+            if role is not None:
+                check_role(request.state.role, role)
+            is_json = request.headers.get("content-type", "").partition(";")[0] == "application/json"
+            if kind is not None and is_json:
+                parts = [part async for part in request.stream()]
+                if sum(map(len, parts)) > _SMALL_BYTES:
+                    parsed = _ParsedRequest(request.scope, request.receive)
+                    parsed.parsed = await request.app.state.service.call(_parsed, kind, parts)
+                    return await handle(parsed)
+                request._body = b"".join(parts)
+            return await handle(request)
+
+        return checked
+
+
+def _parsed(kind: type[Any], parts: list[bytes]) -> Any:
+    """Return a value of `kind` from the parts of a body.
+
+    Raises:
+        RequestValidationError: If it is not one.
+    """
+    try:
+        return schemas.from_json(kind, b"".join(parts))
+    except ValidationError as error:
+        problems = error.errors(include_url=False, include_input=False)
+        raise RequestValidationError([{**each, "loc": ("body", *each["loc"])} for each in problems]) from None
 
 
 def _for(role: Role) -> list[Any]:
@@ -60,7 +114,7 @@ def _for(role: Role) -> list[Any]:
 
 def _errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
     """Return the error answers of a route, for OpenAPI."""
-    common = (400, 401, 403, 413, 421, 422, 500, 503)
+    common = (400, 401, 403, 408, 413, 421, 422, 500, 503)
     return {
         status: {"model": answers.Error, "description": HTTPStatus(status).phrase}
         for status in sorted({*common, *statuses})
@@ -73,7 +127,7 @@ def _json(value: Any, status: int = 200) -> Response:
 
 _NO_CONTENT: dict[str, Any] = {"status_code": 204, "response_class": Response}
 
-router = APIRouter()
+router = APIRouter(route_class=_Route)
 
 
 @router.post(
@@ -166,7 +220,7 @@ async def alerts(request: Request, sent: schemas.AlertGroup, live: Live) -> Resp
 
     Alertmanager drops a whole group that is answered with 4xx, so only what is not a group is refused.
     """
-    received = alertmanager.read_alerts(sent.alerts, request.app.state.now_s())
+    received = await live.call(alertmanager.read_alerts, sent.alerts, request.app.state.now_s())
     effects = await live.change(live.service.alert, [each.report for each in received if each.report is not None])
     ignored = alertmanager.ignored_alerts(received, effects.ignored)
     request.app.state.metrics.count_alerts(len(received), len(ignored))

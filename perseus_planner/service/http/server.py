@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import socket
@@ -17,6 +18,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from perseus_planner.errors import UsageError
 from perseus_planner.service.http.app import create_app
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
 
 _GRACE_S = 5  # how long requests may still take when the server ends
 _BACKLOG = 2048
+HEAD_S = 10.0  # within which the head of a request must have come
+_VANISHED_S = 60  # after which a client that the network no longer reaches is given up
 
 
 @dataclass(frozen=True)
@@ -130,6 +134,36 @@ def serving(
             thread.join()
 
 
+class _Connection(H11Protocol):
+    """A connection that is closed if the head of a request does not come, or its client has vanished."""
+
+    _late: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._expect_head()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self._late is not None and self.cycle is not None and not self.cycle.response_complete:
+            self._late.cancel()
+            self._late = None
+
+    def on_response_complete(self) -> None:
+        self._expect_head()
+        super().on_response_complete()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._late is not None:
+            self._late.cancel()
+        super().connection_lost(exc)
+
+    def _expect_head(self) -> None:
+        if self._late is not None:
+            self._late.cancel()
+        self._late = self.loop.call_later(HEAD_S, self.transport.abort)
+
+
 class _Server(uvicorn.Server):
     """Reports when it is ready, and ends long polls before it waits for open requests."""
 
@@ -153,6 +187,7 @@ def _server(service: Service, listener: Listener, limits: Limits | None, ready: 
     app = create_app(service, access, limits or Limits())
     config = uvicorn.Config(
         app,
+        http=_Connection,
         log_config=None,  # only warnings, on stderr
         access_log=False,
         server_header=False,
@@ -196,9 +231,13 @@ def _tcp_socket(address: Address, *, only_loopback: bool) -> Iterator[socket.soc
         options = f"--host {address.host} --port {address.port}"
         raise UsageError(f"{options}: cannot listen there: {_reason(error)}; give another address") from error
     with bound:
-        # Connections inherit it; asyncio would only set it on a socket that names its protocol, which this one does
-        # not. Without it, an answer in two parts takes 40 ms.
+        # Connections inherit these. asyncio would only set the first on a socket that names its protocol, which this
+        # one does not. Without it, an answer in two parts takes 40 ms.
         bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _VANISHED_S // 2)
+        bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _VANISHED_S // 6)
+        bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * _VANISHED_S)
         yield bound
 
 

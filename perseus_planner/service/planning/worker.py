@@ -38,7 +38,7 @@ from perseus_planner.solver.frontier import Frontier
 from perseus_planner.solver.solve import solve_dag
 
 _KEPT = 32  # frontiers that a process keeps in memory
-_LARGEST_BYTES = 1 << 30  # of an unpacked frontier; one of 16 stages and 512 microbatches has some 30 MB
+_LARGEST_BYTES = 10**8  # of an unpacked frontier; one of 16 stages and 512 microbatches has some 30 MB
 _NICENESS = 10
 _FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
 
