@@ -102,7 +102,8 @@ def measure_with_ranks(
     by_tensor_rank = {each: [rank for rank in measuring if holdings[rank][1] == each] for _, each in holdings}
     pipelines = [sorted(ranks, key=lambda rank: holdings[rank]) for ranks in by_tensor_rank.values()]
     rows: list[StageRows] = []
-    with connect_neighbour(group, pipelines, device) as neighbour:
+    messages = pipelines if request.blocking_power_w is None else []
+    with connect_neighbour(group, messages, device) as neighbour:
         if group.rank not in measuring:
             group.gather(None)
         else:

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import pickle
 import threading
+import time
 from contextlib import contextmanager
+from datetime import timedelta
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from perseus_planner.profiler.ranks.group import RankGroup
 
+LIMIT_S = 60.0
+"""A message may come this much later than it was asked for, seconds; its sender may be sending another one first."""
+
 _POLL_S = 0.02
+_POLL_MESSAGE_S = 1e-3
 
 
 def neighbours(pipelines: Sequence[Sequence[int]]) -> dict[int, int]:
@@ -32,8 +38,12 @@ def neighbours(pipelines: Sequence[Sequence[int]]) -> dict[int, int]:
 class Neighbour:
     """The messages that this rank waits for, and those that it sends to others after a delay.
 
-    A rank asks its neighbour for a message after a given time, and blocks in `torch.distributed.recv` until it comes.
-    The neighbour sends it from a thread, so no rank interrupts its own measurements for another's.
+    A rank asks its neighbour for a message after a given time, and its GPU blocks in a receive until it comes. The
+    neighbour sends it from a thread, so no rank interrupts its own measurements for another's.
+
+    Two ranks may block on each other at once. So on a GPU nothing that a send needs may be queued behind a receive: the
+    thread has a stream of its own, and messages are awaited on the host, as a stream that waits would also hold up the
+    other streams if they share one queue (CUDA_DEVICE_MAX_CONNECTIONS=1, as Megatron-core sets it).
     """
 
     def __init__(self, group: RankGroup, pairs: Mapping[int, int], channels: Mapping[int, Any], device: Any) -> None:
@@ -50,18 +60,25 @@ class Neighbour:
         """Block in a receive until a message comes, after `duration_s` seconds or slightly more.
 
         Raises:
-            RankError: If it does not come.
+            RankError: If it does not come, or another rank has ended.
         """
         import torch
         import torch.distributed as dist
 
         rank, sender = self._group.rank, self._pairs[self._group.rank]
+        limit_s = duration_s + LIMIT_S
         try:
             turn = self._group.store.add(f"asked/{sender}", 1)
             self._group.store.set(f"message/{sender}/{turn}", pickle.dumps((rank, duration_s)))
-            dist.recv(torch.empty(1, device=self._device), sender, self._channels[rank])
-            if self._device.type == "cuda":
-                torch.cuda.synchronize(self._device)
+            message = torch.empty(1, device=self._device)
+            work = dist.irecv(message, sender, self._channels[rank])
+            self._await(work, limit_s, self._group.check)
+        except TimeoutError:
+            raise self._group.rank_error(
+                f"rank {sender} is alive, but a message that rank {rank} waits for has not come within "
+                f"{limit_s:.6g} s; see with NCCL_DEBUG=INFO whether their GPUs can reach each other, or give "
+                "--blocking-power W (in Python blocking_power_w=), which needs no messages"
+            ) from None
         except RuntimeError as error:
             text = f"rank {sender} has not sent the message that rank {rank} waits for; see why it ended, and resume"
             raise self._group.rank_error(text) from error
@@ -75,7 +92,38 @@ class Neighbour:
         self._stopped.set()
         self._sender.join()
 
+    def _await(self, work: Any, limit_s: float, check: Callable[[], object]) -> None:
+        """Wait on the host until a message has come or gone.
+
+        Raises:
+            TimeoutError: If that takes longer than `limit_s`.
+        """
+        if self._device.type != "cuda":
+            work.wait(timedelta(seconds=limit_s))
+            return
+        until_s = time.monotonic() + limit_s
+        while not work.is_completed():
+            check()
+            if time.monotonic() > until_s:
+                raise TimeoutError
+            time.sleep(_POLL_MESSAGE_S)
+
     def _serve(self) -> None:
+        with self._own_stream():
+            self._send_messages()
+
+    @contextmanager
+    def _own_stream(self) -> Iterator[None]:
+        import torch
+
+        if self._device.type != "cuda":
+            yield
+            return
+        torch.cuda.set_device(self._device)
+        with torch.cuda.stream(torch.cuda.Stream(self._device)):
+            yield
+
+    def _send_messages(self) -> None:
         for turn in count(1):
             key = f"message/{self._group.rank}/{turn}"
             try:
@@ -85,7 +133,7 @@ class Neighbour:
                 receiver, duration_s = pickle.loads(self._group.store.get(key))
                 self._group.store.delete_key(key)
                 self._send(receiver, duration_s)
-            except RuntimeError:
+            except (RuntimeError, TimeoutError):
                 return  # the store or the receiver has ended: all other ranks notice it where they wait
 
     def _send(self, receiver: int, duration_s: float) -> None:
@@ -93,7 +141,12 @@ class Neighbour:
         import torch.distributed as dist
 
         self._stopped.wait(duration_s)
-        dist.send(torch.zeros(1, device=self._device), receiver, self._channels[receiver])
+        message = torch.zeros(1, device=self._device)
+        self._await(dist.isend(message, receiver, self._channels[receiver]), LIMIT_S, self._check_wanted)
+
+    def _check_wanted(self) -> None:
+        if self._stopped.is_set():  # the receiver has given up
+            raise TimeoutError
 
 
 @contextmanager
