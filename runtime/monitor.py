@@ -1,7 +1,7 @@
 """The background thread of a rank: it does everything that the training thread must not wait for.
 
 It reads the messages of the clock controller, takes part in the agreement on plans, keeps the telemetry and gives the
-warnings. If it fails, training goes on without clocks, and the user is warned.
+warnings. If clocks cannot be set, training goes on without them, the user is warned, and they are tried again later.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING
 from perseus_planner.errors import ControllerLost, GpuError
 from perseus_planner.runs.straggler import StragglerDetection, StragglerDetector
 from perseus_planner.runtime.controller.client import HUNG_S, Connection
-from perseus_planner.runtime.controller.protocol import ControlFailure, ToRank
+from perseus_planner.runtime.controller.protocol import ControlFailure, ControlResumed, ToRank
 from perseus_planner.runtime.marks import NO_REQUEST, Marks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from perseus_planner.runs import IterationRecord
+    from perseus_planner.runtime.attachment import Reattachment
     from perseus_planner.runtime.hook import Hook
     from perseus_planner.runtime.job import JobWarnings
     from perseus_planner.runtime.switching.follower import PlanFollower
@@ -113,6 +114,7 @@ class Monitor:
         telemetry: Receives times and messages.
         warnings: Gives the warnings.
         connection: Connection to the controller; None if there is none.
+        reattachment: Connects it again after the controller was lost; None without a connection.
         on_straggling: Called when this rank's GPU turns out slow, and when it has recovered.
         on_counts: Called with what this rank has counted, every few seconds and at the end; must not raise.
     """
@@ -125,11 +127,14 @@ class Monitor:
         telemetry: Telemetry,
         warnings: JobWarnings,
         connection: Connection | None,
+        reattachment: Reattachment | None,
         on_straggling: Callable[[StragglerDetection], None] | None,
         on_counts: Callable[[Sequence[Counts]], None] | None = None,
     ) -> None:
         self._follower, self._hook, self._marks, self._telemetry = follower, hook, marks, telemetry
-        self._warnings, self._connection = warnings, connection
+        self._warnings, self._connection, self._reattachment = warnings, connection, reattachment
+        self._is_lost = False  #: the controller has ended, and there is no new one yet
+        self._is_final = follower.problem is not None  #: no clock is ever set again
         self._on_straggling, self._on_counts = on_straggling, on_counts
         self._counts: Sequence[Counts] = ()  #: reported last
         self._detector, self._hang_detector = StragglerDetector(), _HangDetector()
@@ -138,12 +143,12 @@ class Monitor:
 
     def descriptors(self) -> list[int]:
         """Return the descriptors that wake the thread."""
-        return [] if self._connection is None else [self._connection.fileno()]
+        return [] if self._connection is None or self._is_lost else [self._connection.fileno()]
 
     def run_round(self) -> None:
         """Do one round; never raises."""
         try:
-            messages = [] if self._connection is None else self._receive(self._connection)
+            messages: Sequence[ToRank] = [] if self._connection is None else self._receive(self._connection)
             self._reset_if_quiet()
             self._follower.look()
             self._report_straggling(self._telemetry.update(self._marks.finished(), messages))
@@ -165,8 +170,16 @@ class Monitor:
         self._report_counts()
         self._warn()
 
-    def _receive(self, connection: Connection) -> list[ToRank]:
-        """Return the controller's messages, and check that it still works."""
+    def _receive(self, connection: Connection) -> Sequence[ToRank]:
+        """Return the controller's messages, and check that it still works; look for a new one if it was lost."""
+        assert self._reattachment is not None  # there is a connection
+        if self._is_lost:
+            messages = self._reattachment.look()
+            if messages is None:
+                return []
+            self._is_lost, self._min_dwell_s, self._hang_detector = False, None, _HangDetector()
+            self._resume()
+            return messages
         try:
             messages = connection.messages()
             if self._hang_detector.has_hung(connection.age_s()):
@@ -176,12 +189,15 @@ class Monitor:
                 raise ControllerLost("it is killed")
             self._update_dwell(connection)
         except GpuError as error:
-            self._connection = None
             self._fail("controller", str(error))
+            self._is_lost = True
+            self._reattachment.begin()
             return []
         for message in messages:
             if isinstance(message, ControlFailure):
                 self._fail("controller", message.text)
+            elif isinstance(message, ControlResumed):
+                self._resume()
         return messages
 
     def _update_dwell(self, connection: Connection) -> None:
@@ -220,10 +236,18 @@ class Monitor:
             self._on_counts(counts)
 
     def _fail(self, key: str, text: str) -> None:
-        """Request no clocks from now on; only the first reason is warned of."""
+        """Request no clocks from now on, or until the controller sets them again; warn of the first reason only."""
+        self._is_final = self._is_final or key != "controller"
         if self._follower.problem is None:
             self._follower.problem = text
-            self._warnings.warn(key, f"{text}; training goes on at the GPU's default clocks")
+            until = "" if self._is_final else " until clocks can be set again"
+            self._warnings.warn(key, f"{text}; training goes on at the GPU's default clocks{until}")
+
+    def _resume(self) -> None:
+        """Request clocks again, from the next iteration on."""
+        if not self._is_final:
+            self._follower.problem = None
+            self._warnings.warn("resumed", "clocks are set again")
 
     def _warn(self) -> None:
         follower = self._follower

@@ -7,33 +7,28 @@ not fit the engine, or a GPU that another job holds. What training can go on wit
 from __future__ import annotations
 
 import json
-import time
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, cast
 
-from perseus_planner.errors import GpuError, GpuInUse, PlanError, RankError
-from perseus_planner.gpu import open_gpu
+from perseus_planner.errors import PlanError, RankError
 from perseus_planner.gpu.torch_device import gpu_text
-from perseus_planner.runtime.controller.client import Connection, start_controller
-from perseus_planner.runtime.controller.protocol import AttachReply, AttachRequest, Control
+from perseus_planner.runtime import attachment
 from perseus_planner.runtime.engines.engine import engine_of
 from perseus_planner.runtime.hook import Program
-from perseus_planner.runtime.job import TrainingJob, exchange, launcher, node
+from perseus_planner.runtime.job import TrainingJob, exchange, node
 from perseus_planner.runtime.switching.plans import GivenPlan, Plans, missing_file
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from perseus_planner.runtime.agent.settings import ServiceSettings
+    from perseus_planner.runtime.controller.protocol import AttachReply, Control
     from perseus_planner.runtime.engines.engine import Engine
     from perseus_planner.runtime.job import JobWarnings
 
 RENDEZVOUS_S = 300.0
 """How long the ranks wait for each other before training; one of them may still be solving and planning."""
-
-_CONTROLLER_S = 60.0  #: for a controller to start, lease its GPUs and answer
-_POLL_S = 0.01
 
 
 @dataclass(frozen=True)
@@ -65,9 +60,7 @@ class RankContext:
         pipelines: Number of pipelines.
         program: What it runs by; None if there is no plan.
         control: What is set on its GPU, whichever plan comes later.
-        connection: Connection to the controller of its node; None if there is none.
-        gpu: The controller's description of its GPU.
-        problem: Why no clock can be set; None if clocks can be set.
+        attachment: Its part in the clock controller of its node.
     """
 
     engine: Engine
@@ -75,9 +68,7 @@ class RankContext:
     pipelines: int
     program: Program | None
     control: Control
-    connection: Connection | None
-    gpu: AttachReply | None
-    problem: str | None
+    attachment: attachment.Attachment
 
 
 @dataclass(frozen=True)
@@ -144,13 +135,19 @@ def join_job(
     if program is None:
         reason = "rank 0 is missing" if infos[0] is None else infos[0].missing_plan
         warnings.warn("no plan", f"there is no plan: {reason}; training goes on without setting clocks")
-    with _step(job, "gpus", present, 2 * _CONTROLLER_S):
-        connection, gpu, problem = _attach(job, settings, infos, text, program, stack)
-        if program is not None and gpu is not None:
-            check_gpu(program, gpu, _control(program))
-    if problem is not None:
-        warnings.warn("attach", f"{problem}; training goes on without setting clocks")
-    return RankContext(adapter, pipeline, pipelines, program, _control(program), connection, gpu, problem)
+    with _step(job, "gpus", present, 2 * attachment.ATTACH_S):
+        if settings.dry_run and not text.startswith("dry-run:"):
+            text = f"dry-run:{text}"
+        neighbours = [rank for rank, each in enumerate(infos) if each is not None and each.node == info.node]
+        controller = attachment.NodeController(job, neighbours, settings.max_changes_per_s)
+        control = "clock" if program is None else cast("Control", program.plan.control)
+        min_dwell_s = 0.0 if program is None else program.plan.min_dwell_s
+        attached = attachment.attach(controller, text, control, min_dwell_s, stack)
+        if program is not None and attached.gpu is not None:
+            check_gpu(program, attached.gpu, control)
+    if attached.problem is not None:
+        warnings.warn("attach", f"{attached.problem}; training goes on without setting clocks")
+    return RankContext(adapter, pipeline, pipelines, program, control, attached)
 
 
 def program_of(engine: Engine, plans: Plans, version: int, pipeline: int) -> Program:
@@ -245,70 +242,3 @@ def _pipelines(info: _RankInfo, infos: Sequence[_RankInfo | None]) -> tuple[int,
     """Return this rank's pipeline, as its engine numbers it or else by its first rank, and the number of pipelines."""
     everyone = sorted({each.peers if each.pipeline is None else (each.pipeline,) for each in infos if each is not None})
     return everyone.index(info.peers) if info.pipeline is None else info.pipeline, len(everyone)
-
-
-def _attach(
-    job: TrainingJob,
-    settings: RuntimeSettings,
-    infos: Sequence[_RankInfo | None],
-    gpu: str,
-    program: Program | None,
-    stack: ExitStack,
-) -> tuple[Connection | None, AttachReply | None, str | None]:
-    """Return the connection to this node's controller and its reply, or the problem if there is none."""
-    try:
-        address = _controller_address(job, settings, infos)  # first, because other ranks wait for it
-        request = AttachRequest(
-            rank=job.rank,
-            gpu=_portable_text(f"dry-run:{gpu}" if settings.dry_run and not gpu.startswith("dry-run:") else gpu),
-            control=_control(program),
-            launcher=launcher(),
-            min_dwell_s=0.0 if program is None else program.plan.min_dwell_s,
-        )
-        connection = stack.enter_context(Connection(address, request))
-        return connection, connection.attach(_CONTROLLER_S), None
-    except GpuInUse:
-        raise
-    except GpuError as error:
-        return None, None, f"no clock can be set: {error}"
-
-
-def _control(program: Program | None) -> Control:
-    return "clock" if program is None else cast("Control", program.plan.control)
-
-
-def _portable_text(gpu: str) -> str:
-    """Return a text that opens the same GPU in the controller, where CUDA devices may be numbered differently."""
-    if not gpu.removeprefix("dry-run:").startswith("cuda:"):
-        return gpu
-    with open_gpu(gpu) as opened:
-        return opened.text
-
-
-def _controller_address(job: TrainingJob, settings: RuntimeSettings, infos: Sequence[_RankInfo | None]) -> str:
-    """Return the address of this node's controller, which the node's first rank starts."""
-    mine = infos[job.rank]
-    assert mine is not None  # a rank knows its own info
-    neighbours = [rank for rank, info in enumerate(infos) if info is not None and info.node == mine.node]
-    key = f"controller/{neighbours[0]}"
-    if job.rank == neighbours[0]:
-        try:
-            address = start_controller(len(neighbours), settings.max_changes_per_s, _CONTROLLER_S)
-        except GpuError as error:
-            job.store.set(key, json.dumps({"problem": str(error)}))
-            raise
-        job.store.set(key, json.dumps({"address": address}))
-        return address
-    response: dict[str, str] = json.loads(_wait_for(job, key))
-    if "problem" in response:
-        raise GpuError(response["problem"])
-    return response["address"]
-
-
-def _wait_for(job: TrainingJob, key: str) -> bytes:
-    deadline_s = time.monotonic() + _CONTROLLER_S
-    while not job.store.check([key]):
-        if time.monotonic() > deadline_s:
-            raise GpuError(f"the clock controller of this node was not started within {_CONTROLLER_S:g} s")
-        time.sleep(_POLL_S)
-    return bytes(job.store.get(key))

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from perseus_planner.errors import GpuError
+from perseus_planner.runtime.attachment import Reattachment
 from perseus_planner.runtime.controller.client import DETACH_S, Connection
 from perseus_planner.runtime.hook import Hook
 from perseus_planner.runtime.job import JobWarnings, this_job
@@ -62,7 +63,7 @@ class Runtime:
 
     @property
     def problem(self) -> str | None:
-        """Why no clocks are set although there is a plan; None if they are set."""
+        """Why no clocks are set now although there is a plan; None if they are set."""
         return self._follower.problem
 
     @property
@@ -107,7 +108,8 @@ def planner_runtime(
     """Train `engine` by a plan inside the block, with each computation at its clock; reset the clocks on leaving.
 
     Enter and leave the block on every rank. Training never waits for a clock. If clocks can no longer be set, training
-    goes on without them, and one warning is given through the logger `perseus_planner.runtime`.
+    goes on without them, and one warning is given through the logger `perseus_planner.runtime`; they are tried again
+    after 30 s, then less and less often, down to every 10 minutes.
 
     Args:
         engine: A DeepSpeed PipelineEngine; a Megatron-core model, or the list of its chunks; or a schedule of
@@ -150,23 +152,26 @@ def planner_runtime(
             own_plans=context.pipelines > 1,
             warn=lambda text: warnings.warn("record", text),
         )
-        telemetry.update([], [] if context.gpu is None else [context.gpu])
+        attachment = context.attachment
+        connection, gpu_reply = attachment.connection, attachment.gpu
+        telemetry.update([], [] if gpu_reply is None else [gpu_reply])
         background = BackgroundThread()
 
         def make_program(version: int, plans: Plans) -> Program:
             program = program_of(adapter, plans, version, context.pipeline)
-            if context.gpu is not None:
-                check_gpu(program, context.gpu, context.control)
+            if gpu_reply is not None:
+                check_gpu(program, gpu_reply, context.control)
             return program
 
         follower = PlanFollower(this, make_program, telemetry.on_end, background.wake)
         follower.start(context.program)
-        marks, problem = _make_marks(adapter, context.connection, warnings, stack)
-        follower.problem = context.problem or problem
+        marks, problem = _make_marks(adapter, connection, warnings, stack)
+        follower.problem = attachment.problem or problem
         hook = Hook(marks, follower, context.program)
         on_slow = on_straggling if link is None else link.on_straggling(on_straggling)
         on_counts = None if link is None else link.counted
-        monitor = Monitor(follower, hook, marks, telemetry, warnings, context.connection, on_slow, on_counts)
+        reattachment = None if connection is None else Reattachment(attachment.controller, connection)
+        monitor = Monitor(follower, hook, marks, telemetry, warnings, connection, reattachment, on_slow, on_counts)
         try:
             with adapter.attached(hook):
                 background.start(monitor.run_round, monitor.descriptors)
@@ -178,7 +183,7 @@ def planner_runtime(
             if os.getpid() == process:  # a forked child leaves everything to its parent
                 if link is not None:
                     link.stop()
-                _leave(context.connection, background, follower, monitor, warnings)
+                _leave(connection, background, follower, monitor, warnings)
                 if link is not None:
                     link.close()
 

@@ -6,7 +6,7 @@ Pydantic writes and reads them as JSON (see `schemas`); the service and its clie
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -81,6 +81,14 @@ class JobTelemetry:
         float | None, Field(description="Recent median time from requesting a clock until it is set; null if none was.")
     ]
     set_p99_s: Annotated[float | None, Field(description="The 99th percentile of that time.")]
+    ranks: Annotated[int, Field(description="Number of ranks; 0 if unknown.")] = field(default=0, kw_only=True)
+    following: Annotated[int, Field(description="Ranks whose last iteration ran by their plan.")] = field(
+        default=0, kw_only=True
+    )
+    off_plan_since_s: Annotated[
+        float | None,
+        Field(description="Since when a rank has not followed its plan, seconds since the epoch; null if all do."),
+    ] = field(default=None, kw_only=True)
     observed_s: Annotated[float, Field(description="When the job last sent telemetry, seconds since the epoch.")]
 
 

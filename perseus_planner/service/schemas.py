@@ -236,6 +236,12 @@ class Counters:
         Seconds | None, Field(description="Recent median time from requesting a clock until it is set; null if none.")
     ] = None
     set_p99_s: Annotated[Seconds | None, Field(description="The 99th percentile of that time.")] = None
+    ranks: Annotated[Whole, Field(description="Number of ranks; 0 if unknown.")] = 0
+    following: Annotated[Whole, Field(description="Ranks whose last iteration ran by their plan.")] = 0
+    off_plan_since_s: Annotated[
+        Annotated[float, Strict(), Field(ge=0.0, le=1e11)] | None,
+        Field(description="Since when a rank has not followed its plan, seconds since the epoch."),
+    ] = None
 
     def __post_init__(self) -> None:
         if self.metered_iterations > self.iterations:

@@ -129,7 +129,11 @@ def _telemetry(sent: JobTelemetry) -> str:
         text += f"; {sent.energy_j:.4g} J, {sent.energy_is}, saved {sent.saved_j:.4g} J against all clocks at maximum"
     if sent.set_p50_s is not None and sent.set_p99_s is not None:
         text += f"; clocks set in {1e3 * sent.set_p50_s:.3g} ms, 99 % in {1e3 * sent.set_p99_s:.3g} ms"
-    return f"{text}, {sent.late_changes} late"
+    text += f", {sent.late_changes} late"
+    if sent.off_plan_since_s is not None:
+        since = _moment(sent.off_plan_since_s)
+        text += f"; {sent.following} of {sent.ranks} ranks follow their plan, not all since {since}"
+    return text
 
 
 def _settings(job: JobSummary) -> str:

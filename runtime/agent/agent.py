@@ -71,7 +71,7 @@ class ServiceLink:
             plan: The plan that its pipeline starts with.
             switch_to: That of its `Runtime`.
         """
-        gpu = "" if context.gpu is None else context.gpu.uuid
+        gpu = "" if context.attachment.gpu is None else context.attachment.gpu.uuid
         location = RankLocation(
             self._job.rank, context.pipeline, context.engine.pipeline_rank.rank, socket.gethostname(), gpu
         )

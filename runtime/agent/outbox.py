@@ -120,6 +120,7 @@ def added_up(run: str, ranks: Sequence[Counts]) -> Counters:
     metered = min(each.metered_iterations for each in ranks)
     p50_s = [each.set_p50_s for each in ranks if each.set_p50_s is not None]
     p99_s = [each.set_p99_s for each in ranks if each.set_p99_s is not None]
+    off_plan_s = [each.off_plan_since_s for each in ranks if each.off_plan_since_s is not None]
     simulated = any(each.origin == "simulated" for each in ranks)
     return Counters(
         run=run,
@@ -130,6 +131,9 @@ def added_up(run: str, ranks: Sequence[Counts]) -> Counters:
         energy_j=sum(each.energy_j for each in ranks) if metered else 0.0,
         energy_is=("simulated" if simulated else "measured") if metered else None,
         late_changes=sum(each.late_changes for each in ranks),
+        ranks=len(ranks),
+        following=len(ranks) - len(off_plan_s),
+        off_plan_since_s=min(off_plan_s, default=None),
         set_p50_s=median(p50_s) if p50_s else None,
         set_p99_s=max(p99_s, default=None),
     )

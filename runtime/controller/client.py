@@ -126,23 +126,37 @@ class Connection:
 
     def __init__(self, address: str, attach_request: AttachRequest) -> None:
         self._owner = os.getpid()
+        self._attach_request = attach_request
         self._received: deque[ToRank] = deque()
-        self._is_open = True
-        descriptor = create_shared_memory()
+        self._is_open = False
+        self._descriptor: int | None = create_shared_memory()
+        shared = SharedRequest(self._descriptor)
+        self.memory, self.request, self._alive_ns = shared.memory, shared.request, shared.alive_ns
         try:
-            shared = SharedRequest(descriptor)
-            shared.alive_ns[0] = time.monotonic_ns()
-            self.memory, self.request, self._alive_ns = shared.memory, shared.request, shared.alive_ns
-            self._channel, pid = _connect(address)
-            self._controller = WatchedProcess(pid)
-            try:
-                self._check_alive()  # so the process that is watched now is the controller
-                self._send(attach_request, descriptor)
-            except BaseException:
-                self.close()
-                raise
-        finally:
-            os.close(descriptor)
+            self.connect(address)
+        except BaseException:
+            self.close()
+            raise
+
+    def connect(self, address: str) -> None:
+        """Connect to a controller, and ask it to attach this rank with the same memory; `attach` waits for that.
+
+        May be called again after `disconnect`.
+
+        Raises:
+            ControllerLost: If no controller of this user listens at the address.
+        """
+        self._received.clear()
+        self._channel, pid = _connect(address)
+        self._controller = WatchedProcess(pid)
+        self._is_open = True
+        self._alive_ns[0] = time.monotonic_ns()
+        try:
+            self._check_alive()  # so the process that is watched now is the controller
+            self._send(self._attach_request, self._descriptor)
+        except BaseException:
+            self.disconnect()
+            raise
 
     def attach(self, timeout_s: float) -> AttachReply:
         """Wait until this rank's GPU is leased, which waits for the node's other ranks.
@@ -153,12 +167,8 @@ class Connection:
         """
         deadline_s = time.monotonic() + timeout_s
         while (message := self._wait(deadline_s)) is not None:
-            if isinstance(message, AttachReply):
-                return message
-            if isinstance(message, AttachRefusal):
-                raise _refusal_error(message)
-            if isinstance(message, ControlFailure):
-                raise GpuError(message.text)
+            if (reply := attach_reply(message)) is not None:
+                return reply
         raise GpuError(f"the clock controller of this node did not answer within {timeout_s:g} s")
 
     def fileno(self) -> int:
@@ -214,9 +224,7 @@ class Connection:
 
         `messages` still returns what the controller sent before.
         """
-        if not self._is_open:
-            return None
-        if os.getpid() != self._owner:
+        if not self._is_open or os.getpid() != self._owner:
             self.close()
             return None
         try:
@@ -237,14 +245,22 @@ class Connection:
                     self.kill()
             self.close()
 
-    def close(self) -> None:
-        """Close the connection; the controller then resets the GPU, unless a child has the socket too.
+    def disconnect(self) -> None:
+        """Close the socket; the controller then resets the GPU, unless a child has the socket too.
 
         May be called again.
         """
-        self._is_open = False
-        self._channel.close()
-        self._controller.close()
+        if self._is_open:
+            self._is_open = False
+            self._channel.close()
+            self._controller.close()
+
+    def close(self) -> None:
+        """Disconnect for good. May be called again."""
+        self.disconnect()
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
 
     def __enter__(self) -> Connection:
         return self
@@ -316,6 +332,19 @@ def _connect(address: str) -> tuple[Channel, int]:
         connection.close()
         raise ControllerLost(f"the process that listens at {address}, {other.pid}, belongs to user {other.uid}")
     return Channel(connection), other.pid
+
+
+def attach_reply(message: ToRank) -> AttachReply | None:
+    """Return the message if it says that this rank is attached; None if it says nothing about that.
+
+    Raises:
+        GpuError: If the controller refuses, with the class and the text that it gives.
+    """
+    if isinstance(message, AttachRefusal):
+        raise _refusal_error(message)
+    if isinstance(message, ControlFailure):
+        raise GpuError(message.text)
+    return message if isinstance(message, AttachReply) else None
 
 
 def _refusal_error(refusal: AttachRefusal) -> GpuError:

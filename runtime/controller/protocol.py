@@ -156,9 +156,14 @@ class GpuSample:
 
 @dataclass(frozen=True)
 class ControlFailure:
-    """The controller has reset the rank's GPU as far as it could and will not set it again; `text` says why."""
+    """The controller has reset the rank's GPU as far as it could and does not set it for now; `text` says why."""
 
     text: str
+
+
+@dataclass(frozen=True)
+class ControlResumed:
+    """The controller sets the rank's GPU again, after a failure."""
 
 
 @dataclass(frozen=True)
@@ -169,7 +174,9 @@ class DetachReply:
 
 
 FromRank: TypeAlias = AttachRequest | DwellRequest | DetachRequest
-ToRank: TypeAlias = AttachReply | AttachRefusal | ControlChange | GpuSample | ControlFailure | DetachReply
+ToRank: TypeAlias = (
+    AttachReply | AttachRefusal | ControlChange | GpuSample | ControlFailure | ControlResumed | DetachReply
+)
 Message: TypeAlias = FromRank | ToRank
 
 _KINDS: Mapping[str, type[Message]] = {kind.__name__: kind for kind in (*get_args(FromRank), *get_args(ToRank))}

@@ -12,12 +12,14 @@ from perseus_planner.gpu import open_gpu
 from perseus_planner.gpu.lease.lease import lease_gpus, recover
 from perseus_planner.gpu.lease.release import restore_power_limit
 from perseus_planner.processes import WatchedProcess
+from perseus_planner.runtime.controller.backoff import Backoff
 from perseus_planner.runtime.controller.protocol import (
     AttachRefusal,
     AttachReply,
     AttachRequest,
     ControlChange,
     ControlFailure,
+    ControlResumed,
     GpuSample,
     ToRank,
 )
@@ -66,6 +68,7 @@ class Rank:
         min_dwell_s: Shortest time between two changes of its GPU, in seconds.
         gpu: Its GPU once it is open.
         is_set: Whether its GPU follows its requests; False for GPUs that are only read and after a failure.
+        backoff: When to set its GPU again after a failure.
         sample_due_ns: Since when a GPU sample is due; None if none is.
     """
 
@@ -76,13 +79,14 @@ class Rank:
         self.min_dwell_s = attach_request.min_dwell_s
         self.gpu: Gpu | None = None
         self.is_set = attach_request.control != "observed"
+        self.backoff = Backoff()
         self.sample_due_ns: int | None = None
         self._request = NO_REQUEST
         self._position: int | None = None  #: of the last request that had one
         self._values: dict[int, int] = {}  #: position -> what was requested there last
         self._initial_limit_w: float | None = None
         self._is_attached = False
-        self._failure: ControlFailure | None = None  #: not sent yet
+        self._news: ControlFailure | ControlResumed | None = None  #: not sent yet
         self._dropped = 0
 
     @property
@@ -187,16 +191,21 @@ class Rank:
     def fail(self, reason: str, problem: str | None) -> None:
         """Stop setting the GPU and tell the rank why; `problem` is why the GPU could not be reset."""
         self.is_set = False
-        self._failure = ControlFailure(reason if problem is None else f"{reason}; and it could not be reset: {problem}")
-        self.send_failure()
+        self._news = ControlFailure(reason if problem is None else f"{reason}; and it could not be reset: {problem}")
+        self.send_news()
 
-    def send_failure(self) -> None:
-        """Send a failure that the rank has not received yet, if there is one."""
-        if self._failure is not None:
+    def resume(self) -> None:
+        """Set the GPU again, and tell the rank."""
+        self.is_set, self._news = True, ControlResumed()
+        self.send_news()
+
+    def send_news(self) -> None:
+        """Send a failure, or its end, that the rank has not received yet, if there is one."""
+        if self._news is not None:
             with suppress(EOFError):
-                if not self.channel.send(self._failure):
+                if not self.channel.send(self._news):
                     return
-            self._failure = None
+            self._news = None
 
     def send(self, message: ToRank) -> None:
         """Send a message, unless the rank does not read or has ended; its end is noticed elsewhere."""

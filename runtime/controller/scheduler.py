@@ -88,8 +88,10 @@ class ChangeScheduler(Generic[Key]):
         del self._gpus[gpu]
 
     def cancel(self, gpu: Key) -> None:
-        """Drop the pending change of a GPU."""
-        self._gpus[gpu].pending = None
+        """Drop the pending change of a GPU, which is reset now, and judge it by later changes only."""
+        queue = self._gpus[gpu]
+        queue.pending, queue.value = None, RESET
+        queue.outcomes.clear()
 
     def set_dwell(self, gpu: Key, min_dwell_s: float) -> None:
         """Change the dwell time of a GPU."""

@@ -4,7 +4,8 @@ Each turn of its loop takes in ranks that attach, detach or end; looks at every 
 is to be set, reads one; and writes a sign of life for every rank. A call of the driver takes milliseconds, so all
 requests are looked at again after each call, and the next call is for what is wanted then.
 
-When a rank ends, its GPU is reset at once. When the launcher ends, all GPUs are reset and the controller ends. It also
+When a GPU cannot be set, or its changes cannot keep up, it is reset, and set again after a pause (`backoff`). When a
+rank ends, its GPU is reset at once. When the launcher ends, all GPUs are reset and the controller ends. It also
 ends when the last rank has left. SIGINT, SIGTERM and SIGHUP do not end it, because launchers send them to every process
 they know while ranks still run. If the controller itself ends, for any reason, its guardian resets the GPUs.
 """
@@ -84,6 +85,7 @@ class Controller:
         if self._waiting and self._is_complete(now_ns):
             self._attach_waiting()
         self._look_at_requests(time.monotonic_ns())  # leasing GPUs may have taken a while
+        self._resume_failed(time.monotonic_ns())
         self._was_active = self._set_one(time.monotonic_ns()) or self._sample_one()
         self._write_sign_of_life()
         if self._first_ns is None:
@@ -232,7 +234,19 @@ class Controller:
 
     def _fail(self, rank: Rank, reason: str) -> None:
         self._scheduler.cancel(rank)
-        rank.fail(reason, rank.reset())
+        problem = rank.reset()
+        rank.backoff.fail(time.monotonic_ns() / 1e9)
+        rank.fail(reason, problem)
+
+    def _resume_failed(self, now_ns: int) -> None:
+        """Set GPUs again whose pause after a failure is over, if they can be reset."""
+        for rank in self._attached:
+            if rank.gpu_to_set is None or rank.is_set or not rank.backoff.is_due(now_ns / 1e9):
+                continue
+            if rank.reset() is None:
+                rank.resume()
+            else:
+                rank.backoff.fail(now_ns / 1e9)
 
     def _detach(self, rank: Rank, *, is_requested: bool = False) -> None:
         """Reset the GPU of a rank that leaves or has ended, and close the connection."""
@@ -265,7 +279,7 @@ class Controller:
         now_ns = time.monotonic_ns()
         for rank in self._ranks():
             rank.shared.alive_ns[0] = now_ns
-            rank.send_failure()
+            rank.send_news()
 
     def _ranks(self) -> Sequence[Rank]:
         return [*self._attached, *self._waiting]

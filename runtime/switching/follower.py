@@ -31,7 +31,7 @@ class PlanFollower:
 
     Attributes:
         agreement: This rank's part in the agreement.
-        problem: Why no clocks are set any more; never cleared.
+        problem: Why no clocks are set now; None while they are.
         out_of_step: Why there were no clocks for one or more iterations.
         deviation: What an engine ran that was not in the plan.
 

@@ -45,6 +45,8 @@ class Counts:
         set_p50_s: Seconds from a clock request to the return of the call that sets it: the median, over the iterations
             since the previous checkpoint, of their medians. None if no clock was set.
         set_p99_s: The same for the 99th percentiles, of which the greatest is taken.
+        off_plan_since_s: Since when the rank has not followed its plan, in seconds since the epoch; None if its last
+            iteration ran as planned.
     """
 
     iteration: int = -1
@@ -57,10 +59,12 @@ class Counts:
     late_changes: int = 0
     set_p50_s: float | None = None
     set_p99_s: float | None = None
+    off_plan_since_s: float | None = None
 
     def plus(self, record: IterationRecord, time_s: float, energy_j: float | None) -> Counts:
         """Return the counts with one more iteration; `energy_j` is None if it is not known."""
         is_metered = energy_j is not None
+        off_plan_since_s = None if record.is_as_planned else self.off_plan_since_s or record.begin_s
         return replace(
             self,
             iteration=record.iteration,
@@ -71,6 +75,7 @@ class Counts:
             energy_j=self.energy_j + (energy_j or 0.0),
             origin=record.origin or self.origin,
             late_changes=self.late_changes + record.changes_late,
+            off_plan_since_s=off_plan_since_s,
         )
 
 

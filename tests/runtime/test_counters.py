@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import accumulate, pairwise
 
 import pytest
@@ -150,5 +151,17 @@ def test_all_ranks_together_have_the_joules_of_all_and_no_more_iterations_than_e
     assert found.energy_is == "measured"
     simulated = added_up("run", [one, Counts(9, 10, 12.0, 10, 12.0, 500.0, "simulated")])
     assert simulated.energy_is == "simulated"
+    assert (simulated.ranks, simulated.following, simulated.off_plan_since_s) == (2, 2, None)
+    off_plan = added_up("run", [one, *(replace(one, off_plan_since_s=since_s) for since_s in (7.0, 5.0))])
+    assert (off_plan.ranks, off_plan.following, off_plan.off_plan_since_s) == (3, 1, 5.0)
     unread = added_up("run", [one, Counts(9, 10, 12.5)])
     assert (unread.metered_iterations, unread.metered_s, unread.energy_j, unread.energy_is) == (0, 0.0, 0.0, None)
+
+
+def test_a_rank_is_off_its_plan_since_the_first_of_its_last_iterations_that_were_not_as_planned():
+    counts, since_s = Counts(), []
+    for number, deviation in enumerate([None, "2 microbatches", "2 microbatches", None, "2 microbatches"]):
+        record = replace(row(number, deviation=deviation), begin_s=100.0 + number, end_s=101.0 + number)
+        counts = counts.plus(record, 1.0, None)
+        since_s.append(counts.off_plan_since_s)
+    assert since_s == [None, 101.0, 101.0, None, 104.0]

@@ -133,11 +133,25 @@ def test_whatever_fails_training_goes_on_to_the_same_results_without_clocks_with
         assert (result["locked_mhz"] is None) == (name != "lost")
     (warning,) = warnings_of(survived, name)
     assert warning.startswith(text)
-    assert warning.endswith("; training goes on at the GPU's default clocks")
+    until = "" if name == "fault" else " until clocks can be set again"
+    assert warning.endswith(f"; training goes on at the GPU's default clocks{until}")
 
 
 def test_a_gpu_that_was_lost_is_reset_when_the_next_job_begins(survived: Results):
     assert [rank["lost"]["locked_mhz later"] for rank in survived] == [None, None]
+
+
+def test_after_its_controller_was_killed_twice_a_job_has_its_clocks_again(tmp_path: Path):
+    everyone = results_of("runtime_programs:clocks_come_back", 2, tmp_path)
+    assert [each["equal"] for each in everyone] == [True, True]
+    assert [each["locked_mhz"] for each in everyone] == [None, None]
+    texts = [text.partition(": ")[2] for each in everyone for text in each["warnings"]]
+    assert sorted(texts) == [
+        "clocks are set again",
+        "the clock controller of this node has ended; its guardian resets the GPUs that it had set; training goes on "
+        "at the GPU's default clocks until clocks can be set again",
+    ]
+    assert (planner_processes(str(tmp_path / "state")), files(tmp_path / "state")) == ([], [])
 
 
 def test_a_driver_that_sets_no_more_clocks_ends_them_on_all_ranks(nvml: StandIn, tmp_path: Path):

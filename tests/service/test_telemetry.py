@@ -174,6 +174,9 @@ def test_a_saving_is_against_all_clocks_at_maximum_in_iterations_as_long(place: 
             "set_p50_s": 0.006,
             "set_p99_s": 0.02,
             "late_changes": 5,
+            "ranks": 0,
+            "following": 0,
+            "off_plan_since_s": None,
             "observed_s": NOW_S,
         }
 
@@ -376,7 +379,8 @@ def test_the_client_sends_counts_and_reads_what_follows(place: Path):
         service.register(job(), frontier_file())
         assert client.status("gpt").telemetry is None
         assert "Ran:" not in status_text(client.status("gpt"))
-        client.telemetry("gpt", counters(10, set_p50_s=0.006, set_p99_s=0.02))
+        off_plan = {"ranks": 8, "following": 6, "off_plan_since_s": NOW_S - 90.0}
+        client.telemetry("gpt", counters(10, set_p50_s=0.006, set_p99_s=0.02, **off_plan))
         status, known = client.status("gpt"), service.status("gpt")
         assert status.telemetry is not None
         assert known.telemetry is not None
@@ -395,4 +399,5 @@ def test_the_client_sends_counts_and_reads_what_follows(place: Path):
         )
         assert ran.startswith("Ran: 10 iterations, recently 1.25 s each, until ")
         assert "; 8000 J, measured, saved " in ran
-        assert ran.endswith(" J against all clocks at maximum; clocks set in 6 ms, 99 % in 20 ms, 5 late")
+        assert " J against all clocks at maximum; clocks set in 6 ms, 99 % in 20 ms, 5 late; " in ran
+        assert "; 6 of 8 ranks follow their plan, not all since " in ran

@@ -16,12 +16,12 @@ import torch.distributed as dist
 from runtime_training import FAST, GPU, LONG_S, Torch, WarningLog, Watch, job, plan_of, schedule_of
 
 from perseus_planner.errors import PlannerError
-from perseus_planner.runtime import planner_runtime, rendezvous
+from perseus_planner.runtime import attachment, planner_runtime, rendezvous
 
 
 def refusals(state: str) -> None:
     """Something is wrong on one or all ranks: no rank begins, and no rank waits for another."""
-    rendezvous.RENDEZVOUS_S = rendezvous._CONTROLLER_S = 100 * LONG_S
+    rendezvous.RENDEZVOUS_S = attachment.ATTACH_S = 100 * LONG_S
     with job(state) as result:
         log, engine = WarningLog(), Torch("1f1b", 2).engine
         fits, is_first = plan_of(schedule_of("1f1b", 2, 2)), dist.get_rank() == 0
@@ -48,7 +48,7 @@ def refusals(state: str) -> None:
 
 def beside_another_job(state: str, gpu: str) -> None:
     """Use GPUs that another job sets."""
-    rendezvous.RENDEZVOUS_S = rendezvous._CONTROLLER_S = 100 * LONG_S
+    rendezvous.RENDEZVOUS_S = attachment.ATTACH_S = 100 * LONG_S
     with job(state) as result:
         result["held"] = _entered(Torch("1f1b", 2).engine, plan_of(schedule_of("1f1b", 2, 2)), gpu)
 

@@ -34,6 +34,7 @@ from runtime_training import (
 )
 
 from perseus_planner.runtime import Runtime, monitor, planner_runtime, rendezvous
+from perseus_planner.runtime.controller import backoff
 from perseus_planner.runtime.switching.agreement import Rejection
 
 PLAN = plan_of(schedule_of("1f1b", 2, 4))
@@ -82,6 +83,39 @@ def _survived(
         "warnings": warning_log.taken(),
         "locked_mhz": watch.gpu.locked_mhz,
     }
+
+
+def clocks_come_back(state: str) -> None:
+    """Kill the controller, train until a new one sets all clocks, and do so again."""
+    resumed: list[None] = []
+    resume = monitor.Monitor._resume
+
+    def resume_noted(this: monitor.Monitor) -> None:
+        resume(this)
+        resumed.append(None)
+
+    short = mock.patch.object(backoff, "FIRST_PAUSE_S", 0.1)
+    with job(state) as result, short, mock.patch.object(monitor.Monitor, "_resume", resume_noted):
+        warning_log, watch = WarningLog(), Watch()
+        pipeline = Torch("1f1b", 4, watch)
+        losses: list[list[Any]] = []
+        with planner_runtime(pipeline.engine, plan=PLAN, gpu=GPU, max_changes_per_s=FAST) as runtime:
+            for times in (1, 2):
+                watch.planned, watch.takes_s = (lambda: runtime.plan), 0.0
+                losses.append(pipeline.step())
+                dist.barrier()
+                _signal_controller(state, signal.SIGKILL)
+                watch.planned, watch.takes_s = None, 0.005
+                while not every_rank(len(resumed) == times):
+                    losses.append(pipeline.step())
+                losses.append(pipeline.step())  # begins with the plan, after which every clock is in force
+            watch.planned, watch.takes_s = (lambda: runtime.plan), 0.0
+            losses.append(pipeline.step())
+        plain = Torch("1f1b", 4)
+        expected = [*(loss for _ in losses for loss in plain.step()), *plain.state()]
+        found = [*(loss for step in losses for loss in step), *pipeline.state()]
+        result["equal"] = len(expected) == len(found) and all(map(torch.equal, expected, found))
+        result.update(warnings=warning_log.taken(), locked_mhz=watch.gpu.locked_mhz)
 
 
 def _signal_controller(state: str, number: signal.Signals) -> None:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from runtime_training import FAST, Torch, Watch, any_rank, plan_of, schedule_of
 
 from perseus_planner.files import replacing
-from perseus_planner.runtime import Runtime, planner_runtime, rendezvous
+from perseus_planner.runtime import Runtime, attachment, planner_runtime, rendezvous
 
 PLAN = plan_of(schedule_of("1f1b", 2, 4))
 VICTIM_GPU = "emulated:a100-sxm?call=1ms"
@@ -30,7 +30,7 @@ def train(folder: str) -> None:
     """Train until a file `stop` exists."""
     os.environ["PLANNER_STATE_DIR"] = f"{folder}/state"
     # Do not wait long for ranks that are killed at the start.
-    rendezvous.RENDEZVOUS_S, rendezvous._CONTROLLER_S = 3.0, 10.0
+    rendezvous.RENDEZVOUS_S, attachment.ATTACH_S = 3.0, 10.0
     dist.init_process_group("gloo")
     with replacing(Path(folder, f"met-{dist.get_rank()}")) as file:
         file.write(str(os.getpid()).encode())

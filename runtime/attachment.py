@@ -1,0 +1,251 @@
+"""How a rank attaches to the clock controller of its node, and attaches again after that controller has ended."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from perseus_planner.errors import ControllerLost, GpuError, GpuInUse
+from perseus_planner.gpu import open_gpu
+from perseus_planner.runtime.controller.backoff import Backoff
+from perseus_planner.runtime.controller.client import Connection, attach_reply, start_controller
+from perseus_planner.runtime.controller.protocol import AttachRequest
+from perseus_planner.runtime.job import launcher
+from perseus_planner.runtime.marks import NO_REQUEST
+from perseus_planner.runtime.switching.shared_state import read
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from contextlib import ExitStack
+
+    from perseus_planner.runtime.controller.protocol import AttachReply, Control, ToRank
+    from perseus_planner.runtime.job import TrainingJob
+
+ATTACH_S = 60.0
+"""How long a controller may take to start, lease its GPUs and answer."""
+
+_POLL_S = 0.01
+_LOOK_S = 1.0  #: between two looks for a new controller, which another rank starts
+
+
+class NodeController:
+    """The clock controller of this node. The node's first rank starts it and tells the others its address.
+
+    Attributes:
+        rank: This rank.
+
+    Args:
+        job: All ranks.
+        neighbours: The ranks of this node, in order.
+        max_changes_per_s: Rate of the clock changes of all their GPUs together.
+    """
+
+    def __init__(self, job: TrainingJob, neighbours: Sequence[int], max_changes_per_s: float) -> None:
+        self._job, self._neighbours, self._max_changes_per_s = job, neighbours, max_changes_per_s
+        self.rank = job.rank
+        self._key = f"controller/{neighbours[0]}"
+
+    @property
+    def is_started_here(self) -> bool:
+        """Whether this rank starts the controller."""
+        return self._job.rank == self._neighbours[0]
+
+    def start(self) -> str:
+        """Start the controller, and return its address.
+
+        Raises:
+            GpuError: If it does not start.
+        """
+        try:
+            address = start_controller(len(self._neighbours), self._max_changes_per_s, ATTACH_S)
+        except GpuError as error:
+            self._job.store.set(self._key, json.dumps({"problem": str(error)}))
+            raise
+        self._job.store.set(self._key, json.dumps({"address": address}))
+        return address
+
+    def address(self) -> str | None:
+        """Return the address of the controller that was started last; None if none was. Never waits.
+
+        Raises:
+            GpuError: If it did not start.
+        """
+        found = read(self._job.store, self._key)
+        if found is None:
+            return None
+        response: dict[str, str] = json.loads(found)
+        if "problem" in response:
+            raise GpuError(response["problem"])
+        return response["address"]
+
+    def first_address(self) -> str:
+        """Start the controller or wait until it is started, and return its address.
+
+        Raises:
+            GpuError: If it does not start.
+        """
+        if self.is_started_here:
+            return self.start()
+        deadline_s = time.monotonic() + ATTACH_S
+        while (address := self.address()) is None:
+            if time.monotonic() > deadline_s:
+                raise GpuError(f"the clock controller of this node was not started within {ATTACH_S:g} s")
+            time.sleep(_POLL_S)
+        return address
+
+
+@dataclass(frozen=True)
+class Attachment:
+    """A rank's part in the clock controller of its node.
+
+    Attributes:
+        controller: The controller.
+        connection: Connection to it; None if there is none.
+        gpu: The controller's description of the rank's GPU.
+        problem: Why no clock can be set; None if clocks can be set.
+    """
+
+    controller: NodeController
+    connection: Connection | None
+    gpu: AttachReply | None
+    problem: str | None
+
+
+def attach(controller: NodeController, gpu: str, control: Control, min_dwell_s: float, stack: ExitStack) -> Attachment:
+    """Attach this rank to the controller, before training.
+
+    Args:
+        controller: The controller of this node.
+        gpu: GPU of this rank, as for `open_gpu`.
+        control: What is set on it.
+        min_dwell_s: Shortest time between two changes, in seconds.
+        stack: Closes the connection.
+
+    Raises:
+        GpuInUse: If another job holds the GPU.
+    """
+    try:
+        address = controller.first_address()  # first, because other ranks wait for it
+        request = AttachRequest(controller.rank, _portable_text(gpu), control, launcher(), min_dwell_s)
+        connection = stack.enter_context(Connection(address, request))
+        return Attachment(controller, connection, connection.attach(ATTACH_S), None)
+    except GpuInUse:
+        raise
+    except GpuError as error:
+        return Attachment(controller, None, None, f"no clock can be set: {error}")
+
+
+def _portable_text(gpu: str) -> str:
+    """Return a text that opens the same GPU in the controller, where CUDA devices may be numbered differently."""
+    if not gpu.removeprefix("dry-run:").startswith("cuda:"):
+        return gpu
+    with open_gpu(gpu) as opened:
+        return opened.text
+
+
+class Reattachment:
+    """Attaches a rank to a new controller after its controller was lost, less and less often while that fails.
+
+    No method waits: the node's first rank starts the controller on a thread of its own, and the others look for its
+    address in the job's store. After the end of the launcher nothing is tried, because the job is to end then.
+
+    Args:
+        controller: The controller of this node.
+        connection: The connection that was lost; its memory stays in use.
+        now_s: A clock, in seconds.
+    """
+
+    def __init__(
+        self, controller: NodeController, connection: Connection, now_s: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._controller, self._connection, self._now_s = controller, connection, now_s
+        self._launcher = launcher()
+        self._backoff = Backoff()
+        self._looked_s = self._connected_s = -_LOOK_S
+        self._starting: _Start | None = None
+        self._is_connected = False
+
+    def begin(self) -> None:
+        """Disconnect from the controller, which was lost."""
+        self._fail()
+
+    def look(self) -> Sequence[ToRank] | None:
+        """Go on; return the first messages of the new controller once this rank is attached, and None before."""
+        try:
+            if self._is_connected:
+                return self._attached()
+            if self._backoff.is_due(self._now_s()) and launcher() == self._launcher:
+                address = self._address()
+                if address is not None:
+                    self._connect(address)
+        except GpuError:
+            self._fail()
+        return None
+
+    def _fail(self) -> None:
+        self._connection.disconnect()
+        self._is_connected, self._starting = False, None
+        self._backoff.fail(self._now_s())
+
+    def _address(self) -> str | None:
+        """Return the address to try now; None if there is none yet."""
+        if self._controller.is_started_here:
+            self._starting = self._starting or _Start(self._controller)
+            return self._starting.address()
+        if self._now_s() - self._looked_s < _LOOK_S:
+            return None
+        self._looked_s = self._now_s()
+        with suppress(GpuError, RuntimeError):  # the first rank will try again; the store may be gone
+            return self._controller.address()
+        return None
+
+    def _connect(self, address: str) -> None:
+        self._connection.request[0] = NO_REQUEST
+        try:
+            self._connection.connect(address)
+        except ControllerLost:
+            if self._starting is not None:
+                raise
+            return  # it is still the address of the one that has ended
+        self._is_connected, self._starting, self._connected_s = True, None, self._now_s()
+
+    def _attached(self) -> Sequence[ToRank] | None:
+        messages = self._connection.messages()
+        for message in messages:
+            if attach_reply(message) is not None:
+                self._is_connected = False
+                return messages
+        if self._now_s() - self._connected_s > ATTACH_S:
+            raise GpuError(f"the clock controller of this node did not answer within {ATTACH_S:g} s")
+        return None
+
+
+class _Start:
+    """The start of a controller on a thread of its own."""
+
+    def __init__(self, controller: NodeController) -> None:
+        self._controller = controller
+        self._address: str | None = None
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._run, daemon=True, name="perseus-planner controller start")
+        self._thread.start()
+
+    def address(self) -> str | None:
+        """Return the address once it is known.
+
+        Raises:
+            GpuError: If the controller did not start.
+        """
+        if self._error is not None:
+            raise GpuError(str(self._error))
+        return self._address
+
+    def _run(self) -> None:
+        try:
+            self._address = self._controller.start()
+        except Exception as error:  # the store may be gone
+            self._error = error
