@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from statistics import median
@@ -29,16 +30,35 @@ class GpuDiagnosis:
 
 
 @dataclass(frozen=True)
+class Verdict:
+    """On how many GPUs what works; planning always does.
+
+    Attributes:
+        gpus: Number of GPUs, with those that cannot be read.
+        observe: On how many energy can be measured, as `--observe` and the dashboard need.
+        set_clocks: On how many clocks can be set; None if that was not tried.
+        profile: On how many both; the former alone if setting was not tried.
+    """
+
+    gpus: int
+    observe: int
+    set_clocks: int | None
+    profile: int
+
+
+@dataclass(frozen=True)
 class Diagnosis:
     """What `planner doctor` found.
 
     Attributes:
+        verdict: What works here.
         gpus: The GPUs that could be opened.
         parallel: How long changing the clocks of all GPUs takes; None if not measured, or with fewer than two GPUs.
         clock_change: Values for `clock_change` in a job file; empty if not measured.
         remarks: Why there are no more GPUs, and invalid lease records.
     """
 
+    verdict: Verdict
     gpus: tuple[GpuDiagnosis, ...]
     parallel: ParallelLatency | None
     clock_change: dict[str, float]
@@ -56,44 +76,47 @@ class Diagnosis:
 def doctor(gpus: tuple[str, ...], measure_latency: bool, as_json: bool) -> None:
     """Show what can be read and set on all GPUs that NVML shows, or on the GPUs that you name.
 
-    Changes nothing without --measure-latency.
+    Changes nothing without --measure-latency. Ends with what works here; the exit status is 1 if GPUs can neither be
+    measured nor set.
     """
     from perseus_planner.gpu import open_gpu
     from perseus_planner.gpu.lease.records import read_records
 
-    texts, remarks = (gpus, ()) if gpus else _visible()
+    texts, unreadable, remarks = (gpus, (), ()) if gpus else _visible()
     with ExitStack() as stack:
         diagnosis = _diagnose([stack.enter_context(open_gpu(text)) for text in texts], measure_latency)
-    diagnosis = replace(diagnosis, remarks=(*remarks, *diagnosis.remarks, *read_records()[1]))
+    diagnosis = replace(
+        diagnosis,
+        verdict=_verdict(diagnosis.gpus, len(texts) + len(unreadable)),
+        remarks=(*remarks, *unreadable, *diagnosis.remarks, *read_records()[1]),
+    )
     console.report(diagnosis, _text(diagnosis), [], as_json=as_json)
+    if not diagnosis.verdict.observe and not diagnosis.verdict.set_clocks:
+        click.get_current_context().exit(1)
 
 
-def _visible() -> tuple[Sequence[str], tuple[str, ...]]:
-    """Return the GPUs that can be opened, and why others cannot."""
+def _visible() -> tuple[Sequence[str], tuple[str, ...], tuple[str, ...]]:
+    """Return the GPUs that can be opened, why others cannot, and why there are none."""
     from perseus_planner.gpu.nvml.discovery import visible_gpus
 
     try:
         shown = visible_gpus()
     except GpuError as error:
-        return (), (f"No GPU: {error}",)
+        return (), (), (f"No GPU: {error}",)
     if not shown:
         remark = "No GPU: NVML shows none on this node; `planner profile --gpu simulated:a100-sxm` works without one"
-        return (), (remark,)
-    return [gpu.text for gpu in shown if not gpu.problem], tuple(gpu.problem for gpu in shown if gpu.problem)
+        return (), (), (remark,)
+    return [gpu.text for gpu in shown if not gpu.problem], tuple(gpu.problem for gpu in shown if gpu.problem), ()
 
 
 def _diagnose(gpus: Sequence[Gpu], measure: bool) -> Diagnosis:
     """Diagnose each GPU, and continue if one of them is lost."""
-    from perseus_planner.gpu.inspection import inspect
-
     found: list[GpuDiagnosis] = []
     settable: list[Gpu] = []
     problems = []
-    for gpu in gpus:
-        try:
-            inspection = inspect(gpu)
-        except GpuError as error:
-            problems.append(str(error))
+    for gpu, inspection in zip(gpus, _inspect_all(gpus), strict=True):
+        if isinstance(inspection, GpuError):
+            problems.append(str(inspection))
             continue
         found.append(_measure(gpu, inspection) if measure else GpuDiagnosis(inspection, None))
         settable += [gpu] if found[-1].latency is not None else []
@@ -103,7 +126,35 @@ def _diagnose(gpus: Sequence[Gpu], measure: bool) -> Diagnosis:
     except GpuError as error:
         parallel = None
         problems.append(str(error))
-    return Diagnosis(tuple(found), parallel, _clock_change(latencies, parallel), tuple(problems))
+    verdict = _verdict(found, len(gpus))
+    return Diagnosis(verdict, tuple(found), parallel, _clock_change(latencies, parallel), tuple(problems))
+
+
+def _inspect_all(gpus: Sequence[Gpu]) -> list[Inspection | GpuError]:
+    """Inspect real GPUs all at once, as watching a counter takes seconds; simulated ones may share a clock."""
+    from perseus_planner.gpu.inspection import inspect
+
+    def inspected(gpu: Gpu) -> Inspection | GpuError:
+        try:
+            return inspect(gpu)
+        except GpuError as error:
+            return error
+
+    if not all(gpu.keeps_settings for gpu in gpus):
+        return [inspected(gpu) for gpu in gpus]
+    with ThreadPoolExecutor(max(1, len(gpus))) as pool:
+        return list(pool.map(inspected, gpus))
+
+
+def _verdict(found: Sequence[GpuDiagnosis], gpus: int) -> Verdict:
+    seen = [diagnosis.inspection for diagnosis in found]
+    tried = [each.can_set_clocks for each in seen]
+    return Verdict(
+        gpus,
+        observe=sum(each.can_observe for each in seen),
+        set_clocks=None if None in tried else sum(map(bool, tried)),
+        profile=sum(each.can_observe and each.can_set_clocks is not False for each in seen),
+    )
 
 
 def _measure_parallel(gpus: Sequence[Gpu], latencies: Sequence[Latency]) -> ParallelLatency | None:
@@ -156,7 +207,25 @@ def _text(diagnosis: Diagnosis) -> str:
     if diagnosis.clock_change:
         change = ", ".join(f"{name}: {value:g}" for name, value in diagnosis.clock_change.items())
         parts.append(f"For a job file:\n\nclock_change: {{{change}}}")
-    return "\n\n".join([*parts, *diagnosis.remarks])
+    return "\n\n".join([*parts, *diagnosis.remarks, _verdict_text(diagnosis.verdict)])
+
+
+def _verdict_text(verdict: Verdict) -> str:
+    not_tried = "not tried; `planner doctor --measure-latency` tries it"
+    if_permitted = ", where setting clocks is permitted" if verdict.profile and verdict.set_clocks is None else ""
+    rows = {
+        "plan": "works, with or without GPUs",
+        "observe": _works(verdict.observe, verdict.gpus),
+        "profile": _works(verdict.profile, verdict.gpus) + if_permitted,
+        "set clocks": not_tried if verdict.set_clocks is None else _works(verdict.set_clocks, verdict.gpus),
+    }
+    return "\n".join(["What works here:", *(f"  {name:10}  {text}" for name, text in rows.items())])
+
+
+def _works(count: int, gpus: int) -> str:
+    if not gpus:
+        return "no GPU"
+    return f"works on {count} of {gpus} GPU{'s' * (gpus > 1)}" if count else "does not work, for the reasons above"
 
 
 def _gpu_text(diagnosis: GpuDiagnosis) -> str:

@@ -21,6 +21,9 @@ _WATCH_S = 3.0  #: at most; all known counters move at least once a second
 _ENOUGH_S = 1.0  #: after which a power sensor that averages covers the same time as the counter
 _ENOUGH_MOVES = 8
 _POLL_S = 0.002
+CLOCKS = "clocks that can be locked"
+"""Name of the reading that lists them."""
+
 _CAP_SYS_ADMIN = 21  #: number of that capability, capabilities(7)
 
 NOT_TRIED = "not tried"
@@ -105,6 +108,18 @@ class Inspection:
     stale_leases: tuple[str, ...]
     warnings: tuple[str, ...]
 
+    @property
+    def can_observe(self) -> bool:
+        """Whether its energy can be measured."""
+        return self.energy.step_s is not None
+
+    @property
+    def can_set_clocks(self) -> bool | None:
+        """Whether its clocks can be listed and set; None if that was not tried."""
+        lists = any(check.name == CLOCKS and check.value is not None for check in self.readings)
+        clock = next(check.result for check in self.settings if check.name == "clock")
+        return None if lists and clock == NOT_TRIED else lists and clock == "permitted"
+
 
 def inspect(gpu: Gpu) -> Inspection:
     """Read everything about a GPU, which takes up to a few seconds, and set nothing.
@@ -153,7 +168,10 @@ def watch_energy(gpu: GpuReader) -> EnergyWatch:
         return EnergyWatch(gpu.now_s() - start_s, problem=str(error))
     watched_s = gpu.now_s() - start_s
     if len(moves) < 2:
-        problem = f"it did not move in {watched_s:.1f} s: the counter is stuck; measure with the power sensor instead"
+        problem = (
+            f"it did not move in {watched_s:.1f} s: the counter is stuck; load the driver again or reboot the node, as "
+            "nothing can be measured without it"
+        )
         return EnergyWatch(watched_s, problem=problem)
     return _evaluate(watched_s, moves, powers)
 
@@ -187,7 +205,7 @@ def _power_w(gpu: GpuReader) -> float | None:
 
 def _check_readings(gpu: GpuReader) -> tuple[ReadingCheck, ...]:
     readings: tuple[tuple[str, Callable[[], str]], ...] = (
-        ("clocks that can be locked", lambda: _clocks(gpu.supported_clocks_mhz)),
+        (CLOCKS, lambda: _clocks(gpu.supported_clocks_mhz)),
         ("clock", lambda: f"{gpu.clock_mhz()} MHz"),
         ("power limits", lambda: "{:g} to {:g} W".format(*gpu.power_limits_w)),
         ("power limit", lambda: f"{gpu.power_limit_w():g} W"),

@@ -72,6 +72,7 @@ def measure_latency(gpu: Gpu) -> Latency:
         GpuError: If the GPU cannot be set, its clock cannot be read, or it keeps running above the clock that was set.
             Below it, it may idle or be throttled, so that only a GPU that works shows whether locks have an effect.
     """
+    gpu.reset_clocks()  # a clock that cannot be unlocked again must not be locked
     calls_s, settles_s, unreached, waited = [], [], 0, 0
     for clock_mhz in _clocks_to_set(gpu.supported_clocks_mhz):
         calls_s.append(_call_s(gpu, clock_mhz))

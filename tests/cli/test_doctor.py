@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -30,13 +31,30 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Watch energy counters for a shorter time, in tests of something else."""
-    monkeypatch.setattr(inspection, "_WATCH_S", 0.05)
+    monkeypatch.setattr(inspection, "_WATCH_S", 0.1)
 
 
 def rows(text: str) -> dict[str, str]:
     """Return the rows of one GPU by name; the last of several rows with one name."""
     lines = [line.strip().partition("  ") for line in text.splitlines() if line.startswith("  ")]
     return {name: said.strip() for name, _, said in lines}
+
+
+def nothing_works(command: str) -> str:
+    """Return what the command prints where neither measuring nor setting works."""
+    code, stdout, stderr = refusal(command)
+    assert (code, stderr) == (1, "")
+    return stdout
+
+
+def verdict(text: str) -> list[str]:
+    """Return the last lines, on what works."""
+    return [line.strip() for line in text.partition("What works here:\n")[2].splitlines()]
+
+
+def clock_change(text: str) -> dict[str, float]:
+    (line,) = [line for line in text.splitlines() if line.startswith("clock_change: ")]
+    return yaml.safe_load(line)["clock_change"]
 
 
 def settings(command: str) -> dict[str, str]:
@@ -90,8 +108,10 @@ def test_the_step_of_a_simulated_counter_is_found_in_virtual_time():
 def test_a_stuck_counter_is_said(nvml: StandIn, short):
     nvml.set("idle_w", 0)
     nvml.set("w_per_mhz", 0)
-    said = rows(done("doctor nvml:0"))
-    assert said["counter"].startswith("it did not move in 0.1 s: the counter is stuck; ")
+    text = nothing_works("doctor nvml:0")
+    said = rows(text)
+    assert said["counter"].startswith("it did not move in 0.1 s: the counter is stuck; load the driver again ")
+    assert verdict(text)[1] == "observe     does not work, for the reasons above"
     assert "counter steps" not in said
 
 
@@ -99,7 +119,7 @@ def test_a_counter_that_is_not_there_is_said(nvml: StandIn, short):
     nvml.fail("nvmlDeviceGetTotalEnergyConsumption", 3)
     nvml.set("field_83", "error 3")
     nvml.set("field_191", "error 3")
-    content = json.loads(done("doctor nvml:0 --json"))["gpus"][0]["inspection"]
+    content = json.loads(nothing_works("doctor nvml:0 --json"))["gpus"][0]["inspection"]
     assert content["energy"]["step_s"] is None
     assert "cannot read its energy counter" in content["energy"]["problem"]
 
@@ -121,8 +141,7 @@ def test_latency_is_measured_and_all_is_reset(nvml: StandIn, state: Path, short)
     text = done("doctor --measure-latency")
     assert [nvml.locked_mhz(index) for index in range(2)] == [None, None]
     assert files(state) == []
-    line = text.splitlines()[-1]
-    change = yaml.safe_load(line)["clock_change"]
+    change = clock_change(text)
     assert ClockChange(**change).gpus_per_node == 2, "the stand-in's calls queue behind one lock, as the driver's do"
     assert 0.005 <= change["call_s"] < 0.05
     assert "they run one after another" in text
@@ -147,7 +166,7 @@ def test_a_clock_that_is_not_reached_is_said(nvml: StandIn, short):
     nvml.set("clock_mhz", 200)  # below every lock, as on an idle GPU
     text = done("doctor nvml:0 --measure-latency")
     assert "the clock was not reached within 0.5 s" in rows(text)["changing the clock"]
-    assert set(yaml.safe_load(text.splitlines()[-1])["clock_change"]) == {"call_s"}
+    assert set(clock_change(text)) == {"call_s"}
 
 
 def test_a_lock_without_effect_on_a_gpu_that_works_is_said(nvml: StandIn, state: Path, short):
@@ -174,6 +193,7 @@ def test_latency_of_a_simulated_gpu_is_that_of_its_model():
         (SET, 3, "not supported", "permitted"),
         (SET, 999, "failed", "permitted"),
         ("nvmlDeviceResetGpuLockedClocks", 4, "not permitted", "not tried"),
+        ("nvmlDeviceResetGpuLockedClocks", 3, "not supported", "permitted"),
         ("nvmlDeviceSetPowerManagementLimit", 4, "permitted", "not permitted"),
     ],
 )
@@ -196,14 +216,53 @@ def test_a_lost_gpu_hides_no_other(nvml: StandIn, short):
     nvml.fail("*", 15, gpu=0)
     text = done("doctor")
     assert text.startswith(f"nvml:{UUIDS[1]}: ")
-    assert text.splitlines()[-1].startswith("nvml:0: ")
+    assert "\nnvml:0: " in text
+    assert verdict(text)[1] == "observe     works on 1 of 2 GPUs"
+
+
+def test_only_lost_gpus_are_a_failure(nvml: StandIn):
+    nvml.fail("*", 15)
+    assert verdict(nothing_works("doctor"))[1] == "observe     does not work, for the reasons above"
+
+
+def test_all_gpus_are_looked_at_at_once(nvml: StandIn, monkeypatch: pytest.MonkeyPatch):
+    both = threading.Barrier(2, timeout=30)
+
+    def watch(_: object) -> inspection.EnergyWatch:
+        both.wait()
+        return inspection.EnergyWatch(1.0, step_s=0.1)
+
+    monkeypatch.setattr(inspection, "watch_energy", watch)
+    assert verdict(done("doctor"))[1] == "observe     works on 2 of 2 GPUs"
+
+
+def test_the_verdict_says_what_works(nvml: StandIn, short):
+    assert verdict(done("doctor nvml:0")) == [
+        "plan        works, with or without GPUs",
+        "observe     works on 1 of 1 GPU",
+        "profile     works on 1 of 1 GPU, where setting clocks is permitted",
+        "set clocks  not tried; `planner doctor --measure-latency` tries it",
+    ]
+    assert verdict(done("doctor --measure-latency"))[1:] == [
+        "observe     works on 2 of 2 GPUs",
+        "profile     works on 2 of 2 GPUs",
+        "set clocks  works on 2 of 2 GPUs",
+    ]
+    nvml.fail(SET, 4, gpu=1)
+    assert verdict(done("doctor --measure-latency"))[2:] == [
+        "profile     works on 1 of 2 GPUs",
+        "set clocks  works on 1 of 2 GPUs",
+    ]
 
 
 def test_no_gpu_is_an_answer(nvml: StandIn):
     nvml.set("gpus", 0)
     remark = "No GPU: NVML shows none on this node; `planner profile --gpu simulated:a100-sxm` works without one"
-    assert done("doctor") == f"{remark}\n"
-    assert json.loads(done("doctor --json")) == {
+    text = nothing_works("doctor")
+    assert text.startswith(f"{remark}\n")
+    assert verdict(text)[1:] == ["observe     no GPU", "profile     no GPU", "set clocks  no GPU"]
+    assert json.loads(nothing_works("doctor --json")) == {
+        "verdict": {"gpus": 0, "observe": 0, "set_clocks": 0, "profile": 0},
         "gpus": [],
         "parallel": None,
         "clock_change": {},
@@ -214,7 +273,7 @@ def test_no_gpu_is_an_answer(nvml: StandIn):
 
 def test_no_driver_is_an_answer(nvml: StandIn):
     nvml.fail("nvmlInitWithFlags", 9)
-    assert done("doctor").startswith("No GPU: NVML")
+    assert nothing_works("doctor").startswith("No GPU: NVML")
 
 
 def test_a_gpu_that_is_not_there_is_refused(nvml: StandIn):

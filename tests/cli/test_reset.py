@@ -118,6 +118,24 @@ def test_a_gpu_that_cannot_be_reset_is_said_and_the_others_are_reset(nvml: Stand
     assert files(state) == [f"{UUIDS[0]}.{os.geteuid()}.json"]
 
 
+def test_a_gpu_whose_library_cannot_reset_is_not_said_to_be_reset(nvml: StandIn, state: Path, dead: str):
+    nvml.fail("nvmlDeviceResetGpuLockedClocks", 3)
+    for command in ("reset", "reset nvml:0", "reset --all --power-limit"):
+        code, stdout, stderr = refusal(command)
+        assert (code, stdout) == (2, "")
+        assert f"{FIRST}: cannot reset its SM clock: NVML returns 'Not Supported' (error 3)" in stderr
+    assert len(files(state)) == 2, "the records stay"
+    assert nvml.locked_mhz(0) == (1500, 1500)
+    nvml.heal()
+    assert "Reset" in done("reset")
+    assert files(state) == []
+
+
+def test_a_power_limit_that_cannot_be_reset_is_not_said_to_be(nvml: StandIn):
+    nvml.fail("nvmlDeviceGetPowerManagementDefaultLimit", 3)
+    assert refusal("reset nvml:0 --power-limit")[:2] == (2, "")
+
+
 def test_a_file_that_is_no_record_is_said(nvml: StandIn, state: Path):
     state.mkdir()
     (state / "GPU-x.0.json").write_text("{}")

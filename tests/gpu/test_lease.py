@@ -18,7 +18,7 @@ from gpu_owners import LOCKS_AND_WAITS, await_end, files, guardians, kill, own_g
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from perseus_planner.errors import GpuError, GpuInUse, GpuNotPermitted
+from perseus_planner.errors import GpuError, GpuInUse, GpuNotPermitted, GpuNotSupported
 from perseus_planner.gpu import Gpu, open_gpu
 from perseus_planner.gpu.lease.lease import lease_gpus, recover, stale_records
 from perseus_planner.gpu.lease.records import LeaseRecord, lock_records, read_records
@@ -121,6 +121,13 @@ def test_a_gpu_whose_clocks_cannot_be_locked_can_be_held_for_its_power_limit(gpu
     with lease_gpus(gpus[:1]):
         gpus[0].set_power_limit_w(300.0)
     assert nvml.limit_w(0) == 700.0
+    assert files(state) == []
+
+
+def test_a_gpu_whose_clocks_cannot_be_unlocked_is_not_leased_for_them(gpus, nvml: StandIn, state: Path):
+    nvml.fail(RESET, 3)
+    with pytest.raises(GpuNotSupported), lease_gpus(gpus[:1], power_limit=False):
+        pytest.fail("must not be reached")
     assert files(state) == []
 
 

@@ -219,11 +219,12 @@ def test_the_text_of_a_refusal_says_who_what_why_and_what_to_do(nvml: StandIn):
     )
 
 
-def test_where_clocks_cannot_be_locked_resetting_them_is_harmless(nvml: StandIn):
+def test_where_clocks_cannot_be_locked_resetting_them_says_so(nvml: StandIn):
     for function in ("nvmlDeviceSetGpuLockedClocks", "nvmlDeviceResetGpuLockedClocks"):
         nvml.fail(function, NOT_SUPPORTED)
     with open_gpu("nvml:0") as gpu:
-        gpu.reset_clocks()
+        with pytest.raises(GpuNotSupported, match="use the power limit as the control"):
+            gpu.reset_clocks()
         with pytest.raises(GpuNotSupported, match="use the power limit as the control"):
             gpu.set_clock_mhz(1200)
 

@@ -141,11 +141,23 @@ def test_without_the_library_what_brings_it_is_said(nvml: StandIn, monkeypatch: 
     import pynvml
 
     def not_found(name: str) -> None:
-        raise OSError(f"{name}: cannot open shared object file")
+        raise OSError(f"{name}: cannot open shared object file: No such file or directory")
 
     monkeypatch.setattr(pynvml, "CDLL", not_found)
     with loaded(None), pytest.raises(GpuError, match=r"libnvidia-ml\.so\.1 comes with the NVIDIA driver"):
         visible_gpus()
+
+
+def test_why_a_library_does_not_load_is_said(nvml: StandIn, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    import pynvml
+
+    broken = tmp_path / "libnvidia-ml.so.1"
+    broken.write_text("not a library")
+    monkeypatch.setattr(pynvml, "CDLL", lambda _: ctypes.CDLL(str(broken)))
+    with loaded(None), pytest.raises(GpuError) as caught:
+        visible_gpus()
+    assert str(caught.value).startswith(f"NVML: cannot start: {broken}: ")
+    assert "; the library that was found does not load: install that of this node's driver, " in str(caught.value)
 
 
 def test_without_the_binding_what_installs_it_is_said(monkeypatch: pytest.MonkeyPatch):

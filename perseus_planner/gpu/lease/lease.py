@@ -71,6 +71,7 @@ def lease_gpus(gpus: Sequence[Gpu], *, power_limit: bool = True) -> Iterator[Non
     Raises:
         GpuInUse: If another living process has leased one of the GPUs, or this process already has.
         GpuNotPermitted: If this process may not set one of them.
+        GpuNotSupported: If the clocks of one of them cannot be reset, and its power limit may not be set.
         GpuError: If a record cannot be written or the guardian cannot be started; or, after the block, if a GPU cannot
             be reset. The other GPUs are reset then, and its record is kept for `recover`.
     """
@@ -163,9 +164,11 @@ def in_use_text(record: LeaseRecord) -> str:
 def _reset(gpu: Gpu, records: Sequence[LeaseRecord], *, power_limit: bool) -> None:
     for record in records:
         undo(gpu, record)
-    gpu.reset_clocks()
-    if power_limit:
-        gpu.reset_power_limit()
+    try:
+        gpu.reset_clocks()
+    finally:
+        if power_limit:
+            gpu.reset_power_limit()
 
 
 def _new_record(gpu: Gpu, lease: str, *, power_limit: bool) -> LeaseRecord:
@@ -194,6 +197,8 @@ def _with_restorable_settings(gpu: Gpu, record: LeaseRecord) -> LeaseRecord:
     try:
         gpu.reset_clocks()
     except GpuNotSupported:
+        if not record.sets_power_limit:
+            raise
         record = replace(record, sets_clock=False)
     if not record.sets_power_limit:
         return record

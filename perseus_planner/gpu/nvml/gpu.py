@@ -234,42 +234,27 @@ class NvmlGpu(NvmlReader):
 
     def __init__(self, device: NvmlDevice) -> None:
         super().__init__(device, device.who)
-        self._clock_touched = self._limit_touched = False
 
     def set_clock_mhz(self, clock_mhz: int) -> None:
         """Lock the SM clock. This takes milliseconds, during which no other GPU of the node can be set."""
         check_clock(self, clock_mhz)
-        self._clock_touched = True  # set before the call: an interrupt can follow the call's effect
         what = f"lock its SM clock at {clock_mhz} MHz"
         self._device.call("nvmlDeviceSetGpuLockedClocks", clock_mhz, clock_mhz, what=what, advice=_WITHOUT_CLOCKS)
 
     def reset_clocks(self) -> None:
-        """Unlock the SM clock, whichever process locked it."""
-        try:
-            self._device.call("nvmlDeviceResetGpuLockedClocks", what="reset its SM clock", advice=_WITHOUT_CLOCKS)
-        except GpuNotSupported:
-            if self._clock_touched:  # some libraries can lock but not unlock
-                raise
-        else:
-            self._clock_touched = False
+        """Unlock the SM clock, whichever process locked it; some libraries can lock but not unlock."""
+        self._device.call("nvmlDeviceResetGpuLockedClocks", what="reset its SM clock", advice=_WITHOUT_CLOCKS)
 
     def set_power_limit_w(self, limit_w: float) -> None:
         """Set the power limit, to the milliwatt."""
         check_power_limit(self, limit_w)
-        self._limit_touched = True
         self._limit_power(limit_w)
 
     def reset_power_limit(self) -> None:
         """Set the power limit back to the value it has when the driver is loaded."""
-        try:
-            default_w = self.default_limit_to_restore_w()
-        except GpuNotSupported:
-            if self._limit_touched:
-                raise
-            return
+        default_w = self.default_limit_to_restore_w()
         if default_w is not None:
             self._limit_power(default_w)
-        self._limit_touched = False
 
     def _limit_power(self, limit_w: float) -> None:
         # Not the newer nvmlDeviceSetPowerManagementLimit_v2: the binding ignores its return code.

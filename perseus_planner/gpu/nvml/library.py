@@ -184,6 +184,8 @@ def _call(function: str, arguments: tuple[Any, ...], who: str, what: str, advice
     try:
         return call(*arguments)
     except binding.NVMLError as error:
+        if error.value == LIBRARY_NOT_FOUND and isinstance(error.__context__, OSError):
+            raise _load_error(error.__context__, who, what) from error
         raise nvml_error(error.value, _message(error), function, who, what, advice) from error
     except Exception as error:
         # The binding cannot decode the result, for example bytes that are not text or an impossible size.
@@ -191,6 +193,17 @@ def _call(function: str, arguments: tuple[Any, ...], who: str, what: str, advice
             f"{who}: cannot {what}: nvidia-ml-py cannot decode what NVML returns from {function} "
             f"({type(error).__name__}: {error}); check which libnvidia-ml.so.1 is loaded, and {_UPDATE}"
         ) from error
+
+
+def _load_error(reason: OSError, who: str, what: str) -> GpuError:
+    """Return the error for a library that the system's loader does not load, with its reason."""
+    _, advice = _ERRORS[LIBRARY_NOT_FOUND]
+    if "No such file" not in str(reason):
+        advice = (
+            "the library that was found does not load: install that of this node's driver, for this architecture, or "
+            f"name its folder in LD_LIBRARY_PATH; {_CONTAINER}"
+        )
+    return GpuError(f"{who}: cannot {what}: {reason}; {advice}")
 
 
 def _message(error: Exception) -> str:
