@@ -147,13 +147,17 @@ def _replacing(target: Path) -> Iterator[BinaryIO]:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(name, 0o666 & ~umask)
+        os.chmod(name, 0o666 & ~_umask())
         os.replace(name, target)
     except BaseException:
         os.unlink(name)
         raise
+
+
+def _umask() -> int:
+    """Return the umask of this process without changing it, which would loosen files that other threads create."""
+    with open("/proc/self/status", encoding="ascii", errors="replace") as status:
+        return next((int(line.split()[1], 8) for line in status if line.startswith("Umask:")), 0o077)
 
 
 def write_file(path: str | os.PathLike[str], content: bytes | str, error: type[PlannerError]) -> None:

@@ -11,6 +11,13 @@ import sys
 from dataclasses import dataclass
 
 
+def is_readable(descriptor: int, timeout_s: float = 0.0) -> bool:
+    """Wait until the descriptor can be read or has been closed; return False if that takes longer than `timeout_s`."""
+    poller = select.poll()  # unlike select, takes descriptors of any number
+    poller.register(descriptor, select.POLLIN)
+    return bool(poller.poll(max(0.0, 1e3 * timeout_s)))
+
+
 class WatchedProcess:
     """Tells when a process has ended; a zombie counts as ended.
 
@@ -36,7 +43,7 @@ class WatchedProcess:
         if self._is_gone:
             return True
         if self.descriptor is not None:
-            return bool(select.select([self.descriptor], [], [], 0)[0])
+            return is_readable(self.descriptor)
         import psutil
 
         try:

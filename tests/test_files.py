@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,7 +17,8 @@ from strategies import deadline_s, fixed, problems, shares, smooth_profile
 from validators import check_replay, same
 
 from perseus_planner import Frontier, Plan
-from perseus_planner.errors import FrontierError, PlanError
+from perseus_planner.errors import FrontierError, PlanError, PlannerError
+from perseus_planner.files import write_file
 from perseus_planner.plans.plan import _digest
 from perseus_planner.profiles.profiles import Profile
 from perseus_planner.schedules import one_f_one_b
@@ -194,3 +196,11 @@ def test_a_file_that_cannot_be_written_is_refused(frontier: Frontier, plan: Plan
             saved.save("none/file")
         assert str(caught.value) == "none/file: cannot be written: No such file or directory; check the folder"
     assert list(folder.iterdir()) == []
+
+
+def test_writing_a_file_never_changes_the_umask_of_other_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    called: list[int] = []
+    umask = os.umask
+    monkeypatch.setattr(os, "umask", lambda mask: called.append(mask) or umask(mask))
+    write_file(tmp_path / "file", "content", PlannerError)
+    assert called == []

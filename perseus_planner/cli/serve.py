@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-import select
 import signal
 import threading
+import time
 from typing import TYPE_CHECKING
 
 import click
@@ -93,11 +93,14 @@ def serve(
 
 def _end_with(owner: int) -> None:
     """Send SIGTERM to this process when the process `owner` has ended."""
-    from perseus_planner.processes import WatchedProcess
+    from perseus_planner.processes import WatchedProcess, is_readable
 
     watched = WatchedProcess(owner)
     while not watched.has_ended():
-        select.select([] if watched.descriptor is None else [watched.descriptor], [], [], _LOOK_S)
+        if watched.descriptor is None:
+            time.sleep(_LOOK_S)
+        else:
+            is_readable(watched.descriptor, _LOOK_S)
     os.kill(os.getpid(), signal.SIGTERM)
 
 

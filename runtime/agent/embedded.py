@@ -19,7 +19,6 @@ import stat
 import subprocess
 import sys
 import threading
-import time
 from contextlib import suppress
 from dataclasses import dataclass
 from ipaddress import ip_address
@@ -28,8 +27,7 @@ from pathlib import Path
 from perseus_planner.errors import PlannerError, ServiceAway, UsageError
 from perseus_planner.files import sha256
 from perseus_planner.gpu.lease.records import open_state_folder
-from perseus_planner.processes import child_environment, state_folder
-from perseus_planner.runtime.controller.protocol import is_readable
+from perseus_planner.processes import child_environment, is_readable, state_folder
 
 TOKENS_VARIABLE = "PLANNER_SERVICE_TOKENS"
 """As for `planner serve`: a line `token role name` for each client."""
@@ -134,7 +132,7 @@ class EmbeddedService:
             os.setpriority(os.PRIO_PROCESS, process.pid, _NICENESS)
         assert process.stdout is not None  # PIPE was asked for
         with process.stdout as output:
-            has_started = is_readable(output.fileno(), time.monotonic() + _START_S)
+            has_started = is_readable(output.fileno(), _START_S)
             match = re.match(r"Listening at (\S+),", output.readline().decode() if has_started else "")
         if match is None:
             raise ServiceAway(_last_line(log) or f"it did not start within {_START_S:g} s")

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 
 from perseus_planner import errors
 from perseus_planner.errors import ControllerLost, GpuError
-from perseus_planner.processes import WatchedProcess, child_environment
+from perseus_planner.processes import WatchedProcess, child_environment, is_readable
 from perseus_planner.runtime.controller.protocol import (
     SOCKET_KIND,
     AttachRefusal,
@@ -41,7 +41,6 @@ from perseus_planner.runtime.controller.protocol import (
     SharedRequest,
     ToRank,
     create_shared_memory,
-    is_readable,
     socket_name,
 )
 
@@ -101,7 +100,7 @@ def start_controller(ranks: int, max_changes_per_s: float, timeout_s: float) -> 
 
 def _read_to_end(descriptor: int, deadline_s: float) -> str:
     output = b""
-    while is_readable(descriptor, deadline_s):
+    while is_readable(descriptor, deadline_s - time.monotonic()):
         data = os.read(descriptor, 65536)
         if not data:
             return output.decode(errors="replace")
@@ -299,7 +298,7 @@ class Connection:
     def _wait(self, deadline_s: float) -> ToRank | None:
         """Return the next message; None if none arrives in time."""
         while (message := self._receive()) is None:
-            if not is_readable(self.fileno(), deadline_s):
+            if not is_readable(self.fileno(), deadline_s - time.monotonic()):
                 return None
         return message
 

@@ -15,10 +15,8 @@ import math
 import mmap
 import os
 import secrets
-import select
 import socket
 import struct
-import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple, NoReturn, TypeAlias, get_args
@@ -294,13 +292,6 @@ def new_address() -> str:
 def socket_name(address: str) -> str:
     """Return the name to which a socket with this address is bound, in the kernel's abstract namespace."""
     return f"\0{address}"
-
-
-def is_readable(descriptor: int, deadline_s: float) -> bool:
-    """Wait until the descriptor can be read or has been closed; return False if the deadline passes first."""
-    poller = select.poll()  # unlike select, takes descriptors of any number
-    poller.register(descriptor, select.POLLIN)
-    return bool(poller.poll(max(0.0, 1e3 * (deadline_s - time.monotonic()))))
 
 
 def _received_message(line: bytes, flags: int) -> Message:

@@ -70,6 +70,7 @@ class Rank:
         is_set: Whether its GPU follows its requests; False for GPUs that are only read and after a failure.
         backoff: When to set its GPU again after a failure.
         sample_due_ns: Since when a GPU sample is due; None if none is.
+        changed_ns: When its request was last seen to change.
     """
 
     def __init__(self, channel: Channel, attach_request: AttachRequest, shared: SharedRequest, pid: int) -> None:
@@ -80,6 +81,7 @@ class Rank:
         self.gpu: Gpu | None = None
         self.is_set = attach_request.control != "observed"
         self.backoff = Backoff()
+        self.changed_ns = 0
         self.sample_due_ns: int | None = None
         self._request = NO_REQUEST
         self._position: int | None = None  #: of the last request that had one

@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 import select
 import time
+from collections import deque
 from typing import TYPE_CHECKING
 
 from perseus_planner.errors import GpuError
@@ -35,8 +36,10 @@ LEASE_WAIT_NS = 10_000_000_000
 ALONE_NS = 60_000_000_000
 """How long to wait for the first attach request."""
 
-_BUSY_S, _IDLE_S = 100e-6, 1e-3  #: between two turns, while requests change and while they do not
-_BUSY_NS = 1_000_000_000  #: how long after a change of a request the controller counts as busy
+_LEAST_PAUSE_S, _LONGEST_PAUSE_S = 100e-6, 1e-3  #: between two turns, while ranks are attached
+_UNATTACHED_S = 0.02  #: the same while none is, so that only the sockets matter
+_SHARE = 0.05  #: of the shortest recent time between two requests of a rank, by which a change may be seen late
+_JUDGED_GAPS = 64  #: how many of these times count
 _POLL_NS = 100_000_000  #: between two looks at processes whose end the kernel does not report
 
 
@@ -65,7 +68,9 @@ class Controller:
         self._has_leased = False
         self._is_over = False
         self._was_active = False  #: the last turn set or read a GPU, so there may be more to do
-        self._begun_ns = self._changed_ns = self._polled_ns = time.monotonic_ns()
+        self._gaps_s: deque[float] = deque(maxlen=_JUDGED_GAPS)  #: recent times between two requests of a rank
+        self._pause_s = _LONGEST_PAUSE_S
+        self._begun_ns = self._polled_ns = time.monotonic_ns()
 
     def run(self) -> None:
         """Serve until no rank is left."""
@@ -95,14 +100,27 @@ class Controller:
             self._is_over = True
 
     def _wait(self) -> set[int]:
-        """Wait briefly, and return the descriptors that are readable."""
-        is_idle = time.monotonic_ns() - self._changed_ns > _BUSY_NS
-        timeout_s = 0.0 if self._was_active else _IDLE_S if is_idle else _BUSY_S
+        """Wait briefly, and return the descriptors that are readable.
+
+        Requests come through memory, which wakes nobody: the pause is a small part of the time between them.
+        """
+        if self._was_active:
+            timeout_s = 0.0
+        elif not self._attached:
+            timeout_s = _UNATTACHED_S
+        elif self._pause_s < _LONGEST_PAUSE_S:
+            timeout_s = 0.0
+            time.sleep(self._pause_s)  # poll takes whole milliseconds
+        else:
+            timeout_s = _LONGEST_PAUSE_S
         descriptors = self._handshakes.descriptors()
         for rank in self._ranks():
             descriptors.append(rank.channel.fileno())
             descriptors += [process.descriptor for process in rank.watched if process.descriptor is not None]
-        return set(select.select(descriptors, [], [], timeout_s)[0])
+        poller = select.poll()  # unlike select, takes descriptors of any number
+        for descriptor in descriptors:
+            poller.register(descriptor, select.POLLIN)
+        return {descriptor for descriptor, _ in poller.poll(1e3 * timeout_s)}
 
     def _serve(self, ready: set[int], now_ns: int) -> None:
         """Take in new ranks, ended processes and messages."""
@@ -202,7 +220,7 @@ class Controller:
             request = rank.poll_request()
             if request is None:
                 continue
-            self._changed_ns = now_ns
+            self._note_gap(rank, now_ns)
             if request.is_new_iteration:
                 rank.sample_due_ns = now_ns
             if not rank.is_set:
@@ -211,6 +229,12 @@ class Controller:
                 self._scheduler.request(rank, value, request.position, now_ns)
             if self._scheduler.is_overloaded(rank):
                 self._fail(rank, _overload_text(rank.attach_request.gpu))
+
+    def _note_gap(self, rank: Rank, now_ns: int) -> None:
+        """Adapt the pause between turns to how often requests change."""
+        self._gaps_s.append((now_ns - rank.changed_ns) / 1e9)
+        rank.changed_ns = now_ns
+        self._pause_s = min(max(_SHARE * min(self._gaps_s), _LEAST_PAUSE_S), _LONGEST_PAUSE_S)
 
     def _set_one(self, now_ns: int) -> bool:
         """Make the next change that is allowed now; return False if there is none."""

@@ -10,7 +10,6 @@ neither: forked children of the owner may keep it open, and the owner may close 
 from __future__ import annotations
 
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -22,7 +21,7 @@ from perseus_planner.errors import GpuError, PlannerError
 from perseus_planner.gpu import open_gpu
 from perseus_planner.gpu.lease.records import LeaseRecord, open_records, wait_for_owner
 from perseus_planner.gpu.lease.release import release, run_in_parallel, undo
-from perseus_planner.processes import child_environment
+from perseus_planner.processes import child_environment, is_readable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -79,7 +78,7 @@ class Guardian:
 
     def _wait_until_ready(self) -> None:
         output = _pipe(self._process.stdout)
-        if not select.select([output], [], [], READY_S)[0]:
+        if not is_readable(output.fileno(), READY_S):
             raise GpuError(f"the guardian that resets GPUs if this process dies was not ready within {READY_S:g} s")
         first = output.readline().decode(errors="replace").strip()
         if first != "ready":
@@ -130,7 +129,7 @@ def _report_ready() -> None:
 
 def _is_dismissed() -> bool:
     """Return whether the owner has reported that all GPUs are reset."""
-    return bool(select.select([0], [], [], 0)[0] and os.read(0, 1))
+    return bool(is_readable(0) and os.read(0, 1))
 
 
 def _reset(leased: Sequence[tuple[Gpu, LeaseRecord]]) -> bool:

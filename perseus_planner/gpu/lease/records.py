@@ -244,13 +244,13 @@ def open_state_folder(*, create: bool) -> Iterator[Path | None]:
 
 
 def _make(name: str) -> None:
-    """Create the folder if it does not exist, with the mode that lets other users write to it from the start."""
-    umask = os.umask(0)
-    try:
-        with suppress(FileExistsError):
-            os.mkdir(name, 0o1777)
-    finally:
-        os.umask(umask)
+    """Create the folder if it does not exist, with a mode that lets other users write to it.
+
+    The umask, which may take that away, is not touched: it belongs to all threads.
+    """
+    with suppress(FileExistsError):
+        os.mkdir(name, 0o1777)
+        os.chmod(name, 0o1777)
 
 
 def _read(folder: Path, pattern: str) -> tuple[list[FoundRecord], list[str]]:
