@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from perseus_planner.errors import GpuError
+from perseus_planner.errors import GpuError, UsageError
 from perseus_planner.runtime.attachment import Reattachment
 from perseus_planner.runtime.controller.client import DETACH_S, Connection
 from perseus_planner.runtime.hook import Hook
@@ -196,9 +196,14 @@ def _service_link(
     job: TrainingJob,
     warnings: JobWarnings,
 ) -> ServiceLink:
-    # Loaded here with pydantic, because most jobs have no service.
-    from perseus_planner.runtime.agent.agent import ServiceLink
-    from perseus_planner.runtime.agent.settings import ServiceSettings
+    try:  # loaded here with pydantic, because most jobs have no service
+        from perseus_planner.runtime.agent.agent import ServiceLink
+        from perseus_planner.runtime.agent.settings import ServiceSettings
+    except ModuleNotFoundError as error:
+        raise UsageError(
+            f"service={service!r} needs {error.name}, which is not installed; run "
+            "`pip install 'perseus-planner[service]'` on every rank"
+        ) from error
 
     return ServiceLink(ServiceSettings(service, name, frontier, max_changes), job, warnings)
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from perseus_planner.cli import console
 from perseus_planner.errors import UsageError
 
 if TYPE_CHECKING:
@@ -39,11 +40,11 @@ def print_answers(answers: Sequence[Any]) -> None:
     """Print answers of the service as text."""
     from perseus_planner.views.service_text import answer_text
 
-    click.echo("\n".join(map(answer_text, answers)))
+    click.echo(console.printable("\n".join(map(answer_text, answers))))
 
 
 def print_json(value: Any) -> None:
     """Print a value of `service.schemas` or `service.model` as JSON."""
     from perseus_planner.service.schemas import to_json
 
-    click.echo(to_json(value, indent=2))
+    click.echo(console.printable(to_json(value, indent=2).decode()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import traceback
 from contextlib import contextmanager
@@ -18,8 +19,14 @@ if TYPE_CHECKING:
 
     from _typeshed import DataclassInstance
 
+_UNPRINTABLE = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 PATH = click.Path(path_type=Path)
 as_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON object, in SI units, instead of text.")
+
+
+def printable(text: str) -> str:
+    """Return the text with control and bidirectional characters but line feeds escaped, as terminals obey them."""
+    return _UNPRINTABLE.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
 class Refusal(click.ClickException):
@@ -42,7 +49,7 @@ class Commands(click.Group):
         except EndedElsewhere:
             context.exit(2)
         except PlannerError as error:
-            raise Refusal(str(error)) from error
+            raise Refusal(printable(str(error))) from error
         except KeyboardInterrupt:
             context.exit(130)
         except (click.ClickException, click.exceptions.Exit, click.Abort, BrokenPipeError):

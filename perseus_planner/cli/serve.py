@@ -6,15 +6,13 @@ import os
 import signal
 import threading
 import time
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import click
 
 from perseus_planner.cli import console
 from perseus_planner.errors import UsageError
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from perseus_planner.files import read_text
 
 DATABASE = "planner-service.sqlite"
 _LOOK_S = 0.5  #: between two looks if the kernel cannot notify that a process has ended
@@ -43,8 +41,18 @@ _LOOK_S = 0.5  #: between two looks if the kernel cannot notify that a process h
     "--database",
     default=DATABASE,
     show_default=True,
-    metavar="FILE|URL",
-    help="Database with everything that must survive: an SQLite file, created if needed, or a URL of SQLAlchemy.",
+    envvar="PLANNER_SERVICE_DATABASE",
+    metavar="FILE|URL|@FILE",
+    help="SQLite file with everything that must survive, created if needed, or a URL of SQLAlchemy. "
+    "PLANNER_SERVICE_DATABASE or a file, whose name follows an @, may hold a URL with a password.",
+)
+@click.option(
+    "--workers",
+    type=click.IntRange(1, 64),
+    default=1,
+    show_default=True,
+    metavar="N",
+    help="Number of processes that solve and plan.",
 )
 @click.option(
     "--tokens",
@@ -63,6 +71,7 @@ def serve(
     port: int | None,
     unix: Path | None,
     database: str,
+    workers: int,
     tokens: Path | None,
     tls_cert: Path | None,
     tls_key: Path | None,
@@ -85,8 +94,14 @@ def serve(
         raise UsageError(f"{error.name} is not installed; run `pip install 'perseus-planner[service]'`") from error
     if owner is not None:
         threading.Thread(target=_end_with, args=[owner], daemon=True).start()
+    if database.startswith("@"):
+        database = read_text(Path(database[1:]), UsageError, "the URL of a database").strip()
     address = Address(host or "127.0.0.1", 8400 if port is None else port, unix, tls_cert, tls_key)
-    with listening(address, read_tokens(tokens)) as listener, Storage(database) as storage, Service(storage) as service:
+    with (
+        listening(address, read_tokens(tokens)) as listener,
+        Storage(database) as storage,
+        Service(storage, workers=workers) as service,
+    ):
         text = _listening(listener.url, len(listener.tokens), database)
         serve_at(service, listener, ready=lambda: click.echo(text))
 

@@ -43,5 +43,5 @@ def _print(jobs: Sequence[Any], *, in_full: bool, as_json: bool, clear: bool) ->
     if as_json:
         asking.print_json(jobs[0] if in_full else Jobs(tuple(jobs)))
         return
-    text = status_text(jobs[0]) if in_full else jobs_text(jobs)
+    text = console.printable(status_text(jobs[0]) if in_full else jobs_text(jobs))
     click.echo(_CLEAR + text if clear else text)

@@ -48,6 +48,10 @@ class StorageError(PlannerError):
     """The service's database cannot be read or written; the request has not been carried out."""
 
 
+class Fenced(StorageError):
+    """Another service has opened the database, so this one can never write to it again."""
+
+
 def _text_of_number(value: object) -> object:
     return str(value) if type(value) is int and 0 <= value < 2**31 else value
 

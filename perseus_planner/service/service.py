@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 import threading
-import time
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -16,6 +15,7 @@ from perseus_planner.service import transitions
 from perseus_planner.service.alertmanager import AlertEffects, jobs_concerned, with_alerts
 from perseus_planner.service.answers import Answer, JobStatus, JobSummary, PipelineStatus, Registered
 from perseus_planner.service.checks import check_deadline, check_positive, check_report, check_same
+from perseus_planner.service.clock import SteadyClock
 from perseus_planner.service.model import Conflict, Job, JobState, PlanSet, Report, Taken, UnknownReport
 from perseus_planner.service.planning.cache import Planning, Processes
 from perseus_planner.service.planning.replanner import Replanner, replan
@@ -56,7 +56,7 @@ class Service:
         self,
         storage: Storage,
         *,
-        now_s: Callable[[], float] = time.time,
+        now_s: Callable[[], float] | None = None,
         workers: int = 1,
         run: Callable[..., Any] | None = None,
     ) -> None:
@@ -64,7 +64,7 @@ class Service:
 
         Args:
             storage: Not used by any other service. It is left open.
-            now_s: Returns seconds since the epoch.
+            now_s: Returns seconds since the epoch; by default a `SteadyClock`.
             workers: Number of processes that solve and plan.
             run: Calls a function with arguments, in place of those processes.
 
@@ -72,7 +72,7 @@ class Service:
             StorageError: If the storage cannot be read.
         """
         stored = storage.load()
-        self._now_s = now_s
+        self._now_s = now_s or SteadyClock(max(map(transitions.last_moment_s, stored.jobs.values()), default=-math.inf))
         self._processes, self._solver = Processes(workers), Processes(1)
         self._solving = threading.Lock()
         self._planning = Planning(storage.frontier, run or self._processes.run)
@@ -131,6 +131,15 @@ class Service:
         """Return a job's newest plans; None if their version is not above `after`."""
         published = self._state(job).published
         return published if published.version > after else None
+
+    def now_s(self) -> float:
+        """Return the time by the service's clock, seconds since the epoch."""
+        return self._now_s()
+
+    @property
+    def problem(self) -> str | None:
+        """Why the last change could not be written, such as a full disk; None if it was written."""
+        return self._writer.problem
 
     @property
     def power_w(self) -> float | None:
@@ -352,6 +361,9 @@ class Service:
     def tick(self) -> float:
         """Do what is due by now: reports begin or expire, holding times end, telemetry is written.
 
+        Raises:
+            StorageError: If a change cannot be written.
+
         Returns:
             When to call this again, unless a request comes first, seconds since the epoch; infinite for never.
         """
@@ -368,11 +380,12 @@ class Service:
             raise
         if self._telemetry.write_s <= now_s:
             self._telemetry.write(self._writer)
+        self._writer.check()
         return self.next_tick_s()
 
     def next_tick_s(self) -> float:
         """Return when to call `tick`, taking into account what has changed since it last said so."""
-        return min(self._timers.next_s(), self._telemetry.write_s)
+        return -math.inf if self.problem else min(self._timers.next_s(), self._telemetry.write_s)
 
     def _state(self, name: str) -> JobState:
         state = self._writer.jobs.get(name)
@@ -393,7 +406,8 @@ class Service:
 
     def _replan(self, name: str) -> None:
         try:
-            replan(name, self._writer, self._planning, self._now_s)
+            if replan(name, self._writer, self._planning, self._now_s):
+                self._replanner.request(name)  # after those that wait
         except Exception:
             self._timers.set(name, self._now_s() + _RETRY_S)
             raise

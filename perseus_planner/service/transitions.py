@@ -113,16 +113,22 @@ def reconciled(state: JobState, planning: Planning, now_s: float) -> JobState:
     return replace(state, published=published, planned=decision, promised=version)
 
 
-def prepare(state: JobState, planning: Planning, now_s: float) -> None:
-    """Solve and plan everything that `reconciled` needs to publish the state's plans; takes up to minutes."""
-    while True:
-        try:
-            decision = _decided(state, planning, now_s)
-            break
-        except NotSolved as missing:
-            planning.solve(state.job, missing.slow)
-    for request in dict.fromkeys(requests_of(state.job, state.curve, decision)):
+def prepare(state: JobState, planning: Planning, now_s: float) -> bool:
+    """Make one of the things that `reconciled` needs to publish the state's plans; takes up to minutes.
+
+    Returns:
+        Whether more is needed.
+    """
+    try:
+        decision = _decided(state, planning, now_s)
+    except NotSolved as missing:
+        planning.solve(state.job, missing.slow)
+        return True
+    asked = dict.fromkeys(requests_of(state.job, state.curve, decision))
+    missing_plans = [request for request in asked if planning.text(request) is None]
+    for request in missing_plans[:1]:
         planning.plan(request)
+    return len(missing_plans) > 1
 
 
 def given_up(state: JobState, reason: str, now_s: float) -> JobState:
@@ -163,6 +169,13 @@ def until_it_begins(state: JobState, report: Report, now_s: float) -> str:
         left_s = (report.begins_iteration - iteration) * state.decision.straggler_time_s
         waits = f"it begins with iteration {report.begins_iteration}, in about {left_s:.3g} s" if left_s > 0.0 else ""
     return waits and f"{waits}; until then {state.decision.reason}"
+
+
+def last_moment_s(state: JobState) -> float:
+    """Return the last moment at which the state has changed or heard of something, as far as it remembers."""
+    taken_s = state.job.since_s if state.taken is None else state.taken.at_s
+    observed_s = (report.observed_s for report in state.reports.values())
+    return max(state.job.since_s, state.decision.since_s, state.published.made_s, taken_s, *observed_s)
 
 
 def next_look_s(state: JobState, now_s: float) -> float:

@@ -11,6 +11,7 @@ from uuid import uuid4
 
 from perseus_planner.runtime.telemetry.counters import Counts, common_counts
 from perseus_planner.service.client.sources import straggling_report
+from perseus_planner.service.clock import SteadyClock
 from perseus_planner.service.schemas import Counters
 
 if TYPE_CHECKING:
@@ -40,11 +41,11 @@ class Detections:
     that stands is sent again before it expires.
 
     Args:
-        now_s: Returns seconds since the epoch.
+        now_s: Returns seconds since the epoch; by default a `SteadyClock`.
     """
 
-    def __init__(self, now_s: Callable[[], float] = time.time) -> None:
-        self._now_s = now_s
+    def __init__(self, now_s: Callable[[], float] | None = None) -> None:
+        self._now_s = now_s or SteadyClock()
         self._run, self._numbers = uuid4().hex, count(1)
         self._kept: dict[int, _Kept] = {}
 

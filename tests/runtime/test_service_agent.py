@@ -6,6 +6,7 @@ import base64
 import json
 import logging
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -344,6 +345,20 @@ def test_what_cannot_be_registered_is_refused(
     given = {"address": "http://127.0.0.1:1", "name": "gpt3", "frontier": frontier[0], **fields}
     with pytest.raises(error, match=text):
         ServiceSettings(**given).check()
+
+
+def test_a_rank_without_the_packages_of_a_service_says_what_to_install(monkeypatch: pytest.MonkeyPatch):
+    from perseus_planner.runtime import session
+
+    for name in [name for name in sys.modules if name.startswith("perseus_planner.runtime.agent")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "perseus_planner.service.client.client", None)
+    with pytest.raises(UsageError) as refused:
+        session._service_link("http://127.0.0.1:1", "gpt3", "frontier.npz", None, None, None)
+    assert str(refused.value) == (
+        "service='http://127.0.0.1:1' needs perseus_planner.service.client.client, which is not installed; run "
+        "`pip install 'perseus-planner[service]'` on every rank"
+    )
 
 
 # What they are made of

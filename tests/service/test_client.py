@@ -287,6 +287,20 @@ def test_status_shows_what_the_service_knows(service: StandIn):
     assert json.loads(done(f"status --service {service.address} --json"))["jobs"][0]["job"]["name"] == "gpt3"
 
 
+def test_a_name_cannot_direct_the_terminal(monkeypatch: pytest.MonkeyPatch):
+    evil = "\x1b[2Jgpt\u202e\x07\u2066\x9b"
+    monkeypatch.setitem(STATUS["job"], "name", evil)
+    unknown = refused(404, f"no job {evil}")
+    with stand_in(lambda *asked: unknown if "none" in asked[1] else api(*asked)) as found:
+        for command in ("status", "status gpt3", "status --json", "status gpt3 --json"):
+            said = done(f"{command} --service {found.address}")
+            assert not set(said) & set(evil) - set("[2Jgpt")
+            assert "\\u001b[2Jgpt\\u202e" in said
+        code, _, said = refusal(f"status none --service {found.address}")
+        assert code == 2
+        assert not set(said) & set(evil) - set("[2Jgpt")
+
+
 def test_status_is_watched_until_the_service_says_no_more(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(import_module("perseus_planner.cli.status"), "_LOOK_S", 0.0)
     told = iter([{**STATUS, "version": version} for version in (7, 7, 9)])

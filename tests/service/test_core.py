@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -41,11 +42,14 @@ from perseus_planner import Frontier, Plan
 from perseus_planner.errors import FrontierError, InfeasibleDeadline, InfeasiblePower, UsageError
 from perseus_planner.profiles.groups import slowed
 from perseus_planner.schedules.dag import PipelineDag
-from perseus_planner.service.model import Conflict, Scope, StorageError, UnknownJob, UnknownReport
+from perseus_planner.service.clock import SteadyClock
+from perseus_planner.service.model import Conflict, Fenced, Scope, StorageError, UnknownJob, UnknownReport
+from perseus_planner.service.planning import worker
 from perseus_planner.service.planning.cache import NotPlanned, Processes
 from perseus_planner.service.planning.curves import Curve, KnownNumbers
 from perseus_planner.service.planning.worker import curve_of
 from perseus_planner.service.service import Service
+from perseus_planner.service.store import writer
 from perseus_planner.service.store.storage import Change, Storage
 from perseus_planner.solver.solve import solve_dag
 
@@ -63,7 +67,7 @@ class Run:
 
 
 @contextmanager
-def running(place: Path, run: Any = at_once, clock: Clock | None = None) -> Iterator[Run]:
+def running(place: Path, run: Any = at_once, clock: Any = None) -> Iterator[Run]:
     clock = clock or Clock()
     with Storage(place) as storage, Service(storage, now_s=clock, run=run) as service:
         yield Run(service, storage, clock, place)
@@ -433,6 +437,101 @@ def test_nobody_waits_for_plans_that_are_being_made(tmp_path: Path):
         assert status.version == 2
         assert status.decision.stragglers == {1: "a", 2: "b"}
         assert plans(run.service)[0] == small_frontier().plan_beside_straggler(1.4 * BASELINE_S)
+
+
+def test_jobs_whose_slow_stages_are_solved_take_turns(tmp_path: Path):
+    slow, solved = Slow(), list[str]()
+
+    def run_one(function: Any, *arguments: Any) -> Any:
+        if function is worker.slowed_curve:
+            solved.append(of_frontier[arguments[0]])
+        return slow(function, *arguments)
+
+    with running(tmp_path / "service.sqlite", run_one) as run:
+        of_frontier = {
+            run.service.register(job("gpt"), frontier_file()).job.frontier: "gpt",
+            run.service.register(job("bloom"), frontier_file(180)).job.frontier: "bloom",
+        }
+        slow.let.clear()
+        slow.begun.clear()
+        for pipeline, slowdown in enumerate((1.1, 1.2, 1.3)):
+            scope = Scope("stage", "1", pipeline)
+            run.service.report("gpt", report(f"a{pipeline}", slowdown=slowdown, source=f"{pipeline}", scope=scope))
+        assert slow.begun.wait(30.0)
+        run.service.report("bloom", report("b", scope=Scope("stage", "0", 0)))
+        slow.let.set()
+        planned(run.service)
+        assert sorted(solved) == ["bloom", "gpt", "gpt", "gpt"]
+        assert solved[-1] == "gpt"
+
+
+def test_a_service_whose_changes_cannot_be_written_says_so_until_they_can(one: Run, monkeypatch: pytest.MonkeyPatch):
+    commit = one.storage.commit
+
+    def full(_: Change) -> None:
+        raise StorageError("the disk is full")
+
+    monkeypatch.setattr(one.storage, "commit", full)
+    assert one.service.problem is None
+    with pytest.raises(StorageError):
+        one.service.report("gpt", report("a"))
+    assert one.service.problem == "the disk is full"
+    assert one.service.next_tick_s() == -math.inf
+    with pytest.raises(StorageError):
+        one.service.tick()
+    monkeypatch.setattr(one.storage, "commit", commit)
+    one.service.tick()
+    assert one.service.problem is None
+    assert one.service.report("gpt", report("a")).changed
+
+
+def test_a_service_that_has_nothing_to_write_finds_that_another_has_opened_its_database(
+    one: Run, monkeypatch: pytest.MonkeyPatch
+):
+    with Storage(one.place):
+        one.service.tick()  # something was written a moment ago
+        monkeypatch.setattr(writer, "CHECKED_AFTER_S", -1.0)
+        with pytest.raises(Fenced, match="another service has opened it"):
+            one.service.tick()
+        assert "another service has opened it" in str(one.service.problem)
+
+
+def test_a_report_counts_for_its_time_although_the_clock_of_the_machine_is_set(tmp_path: Path):
+    wall, uptime = Clock(), Clock()
+    uptime.now_s = 50.0
+    monotonic = SteadyClock(wall_s=wall, monotonic_s=uptime)
+    slow = report("a", observed_s=NOW_S, expires_s=NOW_S + 600.0)
+
+    def is_slow(service: Service) -> bool:
+        service.tick()
+        planned(service)
+        return bool(service.status("gpt").decision.stragglers)
+
+    with running(tmp_path / "service.sqlite", clock=monotonic) as run:
+        run.service.register(job(), frontier_file())
+        uptime.now_s += 100.0
+        run.service.report("gpt", replace(slow, observed_s=monotonic(), begins_s=monotonic()))
+        planned(run.service)
+        for step_s in (-3600.0, 7200.0, -3600.0 - 30.0):
+            wall.now_s += step_s
+            assert is_slow(run.service)
+    with (
+        Storage(tmp_path / "service.sqlite") as storage,
+        monkeypatched_time(wall),
+        Service(storage, run=at_once) as again,
+    ):
+        assert again.now_s() >= NOW_S + 100.0
+        assert is_slow(again)
+    with running(tmp_path / "service.sqlite", clock=monotonic) as run:
+        uptime.now_s += 500.0
+        assert not is_slow(run.service)
+
+
+@contextmanager
+def monkeypatched_time(wall: Clock) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SteadyClock.__init__, "__defaults__", (-math.inf, wall, time.monotonic))
+        yield
 
 
 def test_speeding_up_does_not_wait_for_plans_that_are_being_made(tmp_path: Path):

@@ -265,6 +265,33 @@ def test_the_examples_of_the_help_are_taken_as_they_stand(line: str):
     }
 
 
+def test_a_service_ends_when_another_has_opened_its_database(folder: Path):
+    options = ("--port", "0", "--database", "kept.sqlite")
+    with planner_serve(folder, *options) as (first, url), planner_serve(folder, *options) as (second, _):
+        answer = httpx.put(f"{url}/v1/power", json={"power_w": 1e6}, timeout=30)
+        assert answer.status_code == 503
+        assert "another service has opened it" in answer.json()["error"]["message"]
+        _, complaint = first.communicate(timeout=30)
+        assert (first.returncode, complaint.splitlines()[-1]) == (
+            2,
+            "Error: kept.sqlite: another service has opened it, so this one writes no more; run one of them",
+        )
+        assert ended(second, signal.SIGTERM)[0] == 0
+
+
+@pytest.mark.parametrize("source", ["file", "environment"])
+def test_the_url_of_a_database_comes_from_a_file_or_the_environment(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, source: str
+):
+    (folder / "url").write_text("sqlite:///named.sqlite\n")
+    if source == "environment":
+        monkeypatch.setenv("PLANNER_SERVICE_DATABASE", "sqlite:///named.sqlite")
+    options = ("--database", "@url") if source == "file" else ()
+    with planner_serve(folder, "--port", "0", "--workers", "2", *options) as (process, _):
+        assert (folder / "named.sqlite").is_file()
+        assert ended(process, signal.SIGTERM)[0] == 0
+
+
 def test_a_password_of_a_database_is_not_shown():
     said = _listening("http://127.0.0.1:1", 2, "postgresql+psycopg://planner:secret@host/name")
     assert said == "Listening at http://127.0.0.1:1, 2 tokens, database postgresql+psycopg://planner:***@host/name"

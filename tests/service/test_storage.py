@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
+import stat
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -197,13 +198,30 @@ def test_a_database_that_was_changed_by_hand_is_refused(storage: Storage, place:
     ("place", "reason"),
     [
         ("nosuchdatabase://host/name", "Can't load plugin"),
+        (
+            "postgresql+nosuchdriver://planner:secret@host/name",
+            r"^postgresql\+nosuchdriver://planner:\*\*\*@host/name: ",
+        ),
+        ("postgresql+no such://planner:sec@ret@host/name", r"^postgresql\+no such://planner:\*\*\*@host/name: "),
         ("://", "Could not parse"),
         ("/nosuchfolder/service.sqlite", "unable to open database file"),
     ],
 )
 def test_a_place_of_no_use_is_refused(place: str, reason: str):
-    with pytest.raises(StorageError, match=reason):
+    with pytest.raises(StorageError, match=reason) as refused:
         Storage(place)
+    assert "sec" not in str(refused.value)
+
+
+@pytest.mark.parametrize("location", ["{}", "sqlite:///{}"])
+def test_a_database_file_is_its_owners_alone_also_if_it_was_not(place: Path, location: str):
+    for _ in range(2):
+        with Storage(location.format(place)) as storage:
+            storage.commit(added(state()) if not storage.load().jobs else Change())
+            files = list(place.parent.glob(f"{place.name}*"))
+            assert len(files) == 3
+            assert {stat.S_IMODE(each.stat().st_mode) for each in files} == {0o600}
+        place.chmod(0o644)
 
 
 def test_a_url_does_as_well_as_a_path(place: Path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, contextmanager
@@ -56,7 +57,11 @@ class StandIn:
         self.ticks: list[float] = []  # what tick() gives next; the last one again and again
         self.ticked = threading.Event()
         self.failure: Exception | None = None
+        self.problem: str | None = None
         self._lock = threading.RLock()
+
+    def now_s(self) -> float:
+        return time.time()
 
     def solve(self, unsolved: Unsolved, most_s: float) -> bytes:
         return solve_profile(unsolved)

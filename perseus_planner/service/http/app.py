@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
@@ -27,15 +26,18 @@ that is not carried out is answered with `{"error": {"code", "message"}}`. What 
 """
 
 
-def create_app(service: Service, access: Access, limits: Limits, *, now_s: Callable[[], float] = time.time) -> FastAPI:
+def create_app(
+    service: Service, access: Access, limits: Limits, *, now_s: Callable[[], float] | None = None
+) -> FastAPI:
     """Return the application that serves `service`. Its lifespan must run, as ASGI servers have it.
 
     Args:
         service: The service, which the application does not close.
         access: Who may send requests.
         limits: How large requests may be, and how many may wait.
-        now_s: The clock of `service`, seconds since the epoch.
+        now_s: The clock in place of that of `service`, seconds since the epoch.
     """
+    now_s = now_s or service.now_s
     live = AsyncService(service, limits, now_s)
     metrics = Metrics(lambda: live.waiting, now_s())
 

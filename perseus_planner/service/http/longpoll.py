@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager, suppress
@@ -15,7 +14,7 @@ from weakref import WeakValueDictionary
 
 from starlette.exceptions import HTTPException
 
-from perseus_planner.service.model import UnknownJob
+from perseus_planner.service.model import Fenced, UnknownJob
 
 if TYPE_CHECKING:
     from perseus_planner.service.answers import Answer, Registered
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 
 _THREADS = 32  # nearly all of them wait for the disk, together
 _REGISTERING = 4
-_BETWEEN_TICKS_S, _LONGEST_NAP_S = 0.01, 60.0
+_BETWEEN_TICKS_S, _LONGEST_NAP_S = 0.01, 30.0
 _RETRY_S = 1.0
 
 P = ParamSpec("P")
@@ -40,19 +39,26 @@ class AsyncService:
     Attributes:
         service: The service itself.
         waiting: Number of long polls and event streams that are open.
-        problem: Why the last tick of the service failed, such as a full disk; None if it succeeded.
+        fenced: The error if another service has opened the database; this one has to end.
     """
 
-    def __init__(self, service: Service, limits: Limits, now_s: Callable[[], float] = time.time) -> None:
+    def __init__(self, service: Service, limits: Limits, now_s: Callable[[], float]) -> None:
         self.service = service
         self.waiting = 0
-        self.problem: str | None = None
+        self.fenced: Fenced | None = None
+        self.on_fenced: Callable[[], None] = lambda: None
+        self._problem: str | None = None  # of the last tick
         self._limits = limits
         self._now_s = now_s
         self._ended = False
         self._changes: WeakValueDictionary[str, asyncio.Future[None]] = WeakValueDictionary()
         self._registering = asyncio.Semaphore(_REGISTERING)
         self._next_tick_s = math.inf
+
+    @property
+    def problem(self) -> str | None:
+        """Why the last change or tick of the service failed, such as a full disk; None if all is well."""
+        return self.service.problem or self._problem
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -177,12 +183,16 @@ class AsyncService:
             try:
                 self._next_tick_s = await self.call(self.service.tick)
                 nap_s = self._next_tick_s - self._now_s()
-                self.problem = None
+                self._problem = None
+            except Fenced as error:
+                self.fenced = error
+                self.on_fenced()
+                return
             except Exception as error:  # a full disk, for example: it may pass
-                if self.problem is None:
+                if self._problem is None:
                     _log.exception("The service cannot carry out what is due; it tries again every second")
-                self.problem = str(error)
+                self._problem = str(error)
                 nap_s = _RETRY_S
             with suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._wake_clock.wait(), min(nap_s, _LONGEST_NAP_S))
+                await asyncio.wait_for(self._wake_clock.wait(), min(max(nap_s, 0.0), _LONGEST_NAP_S))
             await asyncio.sleep(_BETWEEN_TICKS_S)  # one tick for many reports

@@ -25,6 +25,7 @@ from perseus_planner.service.http.app import create_app
 from perseus_planner.service.http.auth import TOKENS_VARIABLE, Access, Limits, Token
 
 if TYPE_CHECKING:
+    from perseus_planner.service.http.longpoll import AsyncService
     from perseus_planner.service.service import Service
 
 _GRACE_S = 5  # how long requests may still take when the server ends
@@ -109,9 +110,15 @@ def serve(
 
     Long polls are answered and event streams ended before it returns. `ready` is called when the server accepts
     requests.
+
+    Raises:
+        Fenced: If another service has opened the database.
     """
     with _ended_by_sigterm():
-        _server(service, listener, limits, ready).run(sockets=[listener.socket])
+        server = _server(service, listener, limits, ready)
+        server.run(sockets=[listener.socket])
+    if server.live.fenced is not None:
+        raise server.live.fenced
 
 
 @contextmanager
@@ -167,17 +174,21 @@ class _Connection(H11Protocol):
 class _Server(uvicorn.Server):
     """Reports when it is ready, and ends long polls before it waits for open requests."""
 
-    def __init__(self, config: uvicorn.Config, ready: Callable[[], None], end_waiting: Callable[[], None]) -> None:
+    def __init__(self, config: uvicorn.Config, ready: Callable[[], None], live: AsyncService) -> None:
         super().__init__(config)
+        self.live = live
         self._ready = ready
-        self._end_waiting = end_waiting
+        live.on_fenced = self._end
+
+    def _end(self) -> None:
+        self.should_exit = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         self._ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self._end_waiting()
+        self.live.end_waiting()
         await super().shutdown(sockets)
 
 
@@ -198,7 +209,7 @@ def _server(service: Service, listener: Listener, limits: Limits | None, ready: 
         ssl_certfile=address.certificate,
         ssl_keyfile=address.key,
     )
-    return _Server(config, ready, app.state.service.end_waiting)
+    return _Server(config, ready, app.state.service)
 
 
 def _check_tls(address: Address) -> None:

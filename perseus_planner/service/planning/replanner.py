@@ -19,20 +19,24 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 
-def replan(name: str, writer: Writer, planning: Planning, now_s: Callable[[], float]) -> None:
-    """Make the plans of a job and publish them; takes up to minutes.
+def replan(name: str, writer: Writer, planning: Planning, now_s: Callable[[], float]) -> bool:
+    """Solve or plan once for a job, and publish its plans if that was the last of them; takes up to minutes.
+
+    Returns:
+        Whether more has to be solved or planned.
 
     Raises:
         StorageError: If they cannot be written.
     """
     state = writer.jobs.get(name)
     if state is None:
-        return
+        return False
     problem = ""
     try:
-        prepare(state, planning, now_s())
+        if prepare(state, planning, now_s()):
+            return True
     except Ending:
-        return
+        return False
     except PlannerError as error:
         problem = str(error)
     except Exception as error:
@@ -45,13 +49,15 @@ def replan(name: str, writer: Writer, planning: Planning, now_s: Callable[[], fl
             draft.put(given_up(state, problem, now_s()) if problem else reconciled(state, planning, now_s()))
 
     writer.do(command)
+    return False
 
 
 class Replanner:
     """Prepares jobs in the order in which they were requested. Use it as a context manager, which ends its threads.
 
     A job that is requested again while it waits keeps its position, and what it needs is determined when its turn
-    comes. So jobs whose reports change often do not delay others, and outdated plans are not made.
+    comes. So jobs whose reports change often do not delay others, and outdated plans are not made. A job that needs
+    more than one solution is requested again after each, so that others take turns with it.
     """
 
     def __init__(self, prepare: Callable[[str], None], threads: int) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal
@@ -28,7 +29,7 @@ from sqlalchemy import (
 from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 
 from perseus_planner.files import sha256
-from perseus_planner.service.model import Decision, JobState, PlanSet, StorageError
+from perseus_planner.service.model import Decision, Fenced, JobState, PlanSet, StorageError
 from perseus_planner.service.planning.curves import Curve
 from perseus_planner.service.schemas import from_json, to_json
 from perseus_planner.service.store.tables import (
@@ -114,7 +115,7 @@ class Storage:
         """Open the database, or create it.
 
         Args:
-            location: The path of an SQLite file, or a URL of SQLAlchemy such as postgresql+psycopg://host/name.
+            location: The path of an SQLite file, or a URL of SQLAlchemy; only SQLite is tested.
             synchronous: For SQLite. With FULL, what is acknowledged survives a loss of power; with NORMAL, only the
                 death of the service.
 
@@ -223,9 +224,7 @@ class Storage:
     def _check_writer(self, connection: Connection) -> None:
         """Check by an update, which makes any other writer wait for the end of this transaction."""
         if connection.execute(_STILL_WRITER, {"writer": self._writer}).rowcount != 1:
-            raise StorageError(
-                f"{self._name}: another service has opened it, so this one writes no more; run one of them"
-            )
+            raise Fenced(f"{self._name}: another service has opened it, so this one writes no more; run one of them")
 
     def _check_layout(self, connection: Connection) -> None:
         layout = connection.scalar(select(meta.c.value).where(meta.c.name == "layout"))
@@ -321,17 +320,36 @@ def _one_line(error: object) -> str:
     return str(error).partition("\n")[0]
 
 
+def _make_private(path: str | None) -> None:
+    """Have only the owner read and write an SQLite file, and the log files that SQLite puts beside it."""
+    if not path or path == ":memory:" or path.startswith("file:"):
+        return
+    with suppress(OSError):  # SQLite says what is wrong with the path
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+    with suppress(OSError):  # another user's
+        if os.path.isfile(path):
+            os.chmod(path, 0o600)
+
+
+def _without_password(location: str) -> str:
+    return re.sub(r"(://[^/@]*):.*@", r"\1:***@", location)
+
+
 def _engine(location: str, synchronous: Synchronous) -> Engine:
+    name = location
     try:
         url = make_url(location) if "://" in location else URL.create("sqlite", database=location)
+        name = location if "://" not in location else url.render_as_string()
         if url.get_backend_name() != "sqlite":
             return create_engine(url, pool_pre_ping=True)
         # All threads share one connection and take turns, so a database in memory works as well.
         connecting = {"check_same_thread": False, "timeout": _WAIT_S}
+        _make_private(url.database)
         engine = create_engine(url, poolclass=StaticPool, connect_args=connecting)
     except (ArgumentError, ImportError, ValueError) as error:
         raise StorageError(
-            f"{location}: {error}; give the path of an SQLite file, or a URL of SQLAlchemy whose driver is installed"
+            f"{_without_password(name)}: {error}; give the path of an SQLite file, or a URL of SQLAlchemy whose driver "
+            "is installed"
         ) from error
 
     @event.listens_for(engine, "connect")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -26,6 +27,8 @@ Result = TypeVar("Result")
 Changed = Mapping[str, tuple[JobState | None, JobState | None]]
 """Job name -> state before and after; None if the job did not run before, or has ended."""
 
+CHECKED_AFTER_S = 30.0
+"""How long nothing may be written before it is checked that something can be."""
 _MOST_AT_ONCE = 256  # commands in one transaction
 
 _log = logging.getLogger(__name__)
@@ -96,12 +99,15 @@ class Writer:
     Attributes:
         jobs: Name -> state of every running job. All of it is on disk. It is replaced, never changed.
         power_w: The power budget of all jobs, watts; None for no budget.
+        problem: Why the last transaction could not be written; None if it was.
     """
 
     def __init__(self, storage: Storage, stored: Stored, committed: Callable[[Changed], None]) -> None:
         """Start from what is stored; `committed` is called with every change once it is on disk."""
         self.jobs: Mapping[str, JobState] = stored.jobs
         self.power_w = stored.power_w
+        self.problem: str | None = None
+        self._written_s = time.monotonic()
         self._storage = storage
         self._committed = committed
         self._commands: queue.SimpleQueue[tuple[Callable[[Draft], Any], Future[Any]] | None] = queue.SimpleQueue()
@@ -130,6 +136,15 @@ class Writer:
             UsageError: If the service is not running.
         """
         return self.submit(command).result()
+
+    def check(self) -> None:
+        """Check that the database can be written, unless that was seen to work a moment ago.
+
+        Raises:
+            StorageError: If it cannot.
+        """
+        if self.problem is not None or time.monotonic() - self._written_s > CHECKED_AFTER_S:
+            self.do(_check)
 
     def submit(self, command: Callable[[Draft], Result]) -> Future[Result]:
         """Run `command` as `do` does, without waiting; its result or error is in the future."""
@@ -164,9 +179,11 @@ class Writer:
                 answers.append(lambda future=future, result=result: future.set_result(result))  # type: ignore[misc]
         change = draft.change(self.power_w)
         try:
-            if change != Change():
+            if change != Change() or any(command is _check for command, _ in batch):
                 self._storage.commit(change)
+                self.problem, self._written_s = None, time.monotonic()
         except Exception as error:
+            self.problem = str(error)
             for _, future in batch:
                 future.set_exception(error)
             return
@@ -177,6 +194,10 @@ class Writer:
             _log.exception("An action after a committed change has failed")
         for answer in answers:
             answer()
+
+
+def _check(_: Draft) -> None:
+    """Change nothing; its transaction is written nevertheless."""
 
 
 def unknown_job(name: str) -> UnknownJob:
