@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 _MIN_INTERVALS = 10  # a window lasts at least this many intervals of the counter
 _MIN_REPETITIONS = 3
 _PARTS = 4  # the repetitions of a window are launched in parts, and the GPU is sampled in the middle of each
+_BUSY = 0.9  # of the expected time: below, the GPU had ended all parts when the last one was sampled
 _WARM_UP = 0.1  # a chunk of the warm-up lasts this fraction of a window
 _STABLE = 0.02  # the warm-up ends when two chunks differ by less
 _MAX_CHUNKS = 20
@@ -106,7 +107,8 @@ class RowMeter:
         accepted: list[Window] = []
         rejected: list[Window] = []
         while len(accepted) < _MAX_WINDOWS and len(rejected) <= _MAX_REJECTED:
-            window = self._measure_window(run, repetitions, time_s, random.random())
+            window, own_s = self._measure_window(run, repetitions, time_s, random.random())
+            time_s = min(time_s, own_s)
             (accepted if window.is_comparable else rejected).append(window)
             if window.is_throttled:
                 self.cool_down()
@@ -169,8 +171,8 @@ class RowMeter:
         self._synchronize()
         return self._gpu.now_s() - begin_s
 
-    def _measure_window(self, run: Run, repetitions: int, time_s: float, phase: float) -> Window:
-        """Measure one window of the group."""
+    def _measure_window(self, run: Run, repetitions: int, time_s: float, phase: float) -> tuple[Window, float]:
+        """Return one window of the group, and the seconds of a repetition on this GPU, of `time_s` expected."""
         samples: list[tuple[int, float, frozenset[str]]] = []
         throttled_s = self._throttled_s()
 
@@ -199,8 +201,9 @@ class RowMeter:
             max(temperatures),
             max(temperatures) - min(temperatures),
             frozenset(counted.union(*reasons)),
+            has_idled=spent_s / repetitions < _BUSY * time_s,
         )
-        return combine(self._group.gather(own))
+        return combine(self._group.gather(own)), own.time_s
 
     def _measure_energy(self, action: Callable[[], None], phase: float) -> tuple[float, float]:
         """Return the seconds and joules of `action`, begun `phase` of an interval after an update of the counter."""

@@ -40,6 +40,7 @@ class SweepSettings:
         window_s: The minimum length of a measuring window, seconds.
         cool_down_s: The longest wait for the GPU to cool down before each setting, seconds.
         seed: Draws when, after an update of the energy counter, each window begins.
+        allow_hot: Whether to keep rows for which the GPU was too hot, also when they were measured again.
 
     Raises:
         UsageError: If a value is out of range.
@@ -50,6 +51,7 @@ class SweepSettings:
     window_s: float = 5.0
     cool_down_s: float = 5.0
     seed: int = 0
+    allow_hot: bool = False
 
     def __post_init__(self) -> None:
         if self.control not in CONTROLS:
@@ -107,7 +109,7 @@ def measure_stage(
         progress: Called after every row.
 
     Raises:
-        GpuError: If the GPU cannot be read or set, or its energy counter does not move.
+        GpuError: If the GPU cannot be read or set, its energy counter does not move, or it stays too hot.
         ProfileError: If the kept rows cannot be read, or were measured on another GPU, stage or with other settings.
     """
     settings, group = settings or SweepSettings(), group or SingleGpu()
@@ -179,6 +181,7 @@ class _Sweep:
                 for kind in self.stage.runs:
                     if setting not in self._rows[kind]:
                         self._add(kind, self._measure(kind, setting), self._expected(settings))
+            self._measure_hot_again(set_to)
             if power_w is None:
                 return self._finish({})
             lowest = min(next(iter(self._rows.values())))
@@ -194,8 +197,33 @@ class _Sweep:
             if not self._rows[kind]:
                 self.meter.cool_down()
                 self._add(kind, self._measure(kind, None), 1)
+        self._measure_hot_again(None)
         clock_mhz = max(next(iter(self._rows.values())))
         return self._finish({} if power_w is None else {clock_mhz: power_w})
+
+    def _measure_hot_again(self, set_to: Callable[[int], None] | None) -> None:
+        """Measure rows again for which the GPU was too hot; None instead of `set_to` if nothing is set.
+
+        Raises:
+            GpuError: If it is too hot again, unless such rows are allowed.
+        """
+        for setting in sorted({row.clock_mhz for _, row in _hot(self._rows)}, reverse=True):
+            if set_to is not None:
+                set_to(setting)
+            self.meter.cool_down()
+            # A kind that includes another one was hot if that one was, and comes after it.
+            for kind in [kind for kind, row in _hot(self._rows) if row.clock_mhz == setting]:
+                row = self._measure(kind, setting if set_to is not None else None)
+                del self._rows[kind][setting]
+                self._add(kind, row, len(self._rows[kind]) + 1)
+        hot = list(_hot(self._rows))
+        if hot and not self.settings.allow_hot:
+            reasons = sorted(TRANSIENT_REASONS.intersection(*(row.evidence.throttle for _, row in hot if row.evidence)))
+            raise GpuError(
+                f"stage {self.number}: the GPU was too hot ({', '.join(reasons)}) when these rows were measured twice: "
+                f"{_row_names(hot, self.settings.control)}; cool it and go on with --resume, or keep the rows with "
+                "--allow-hot (in Python SweepSettings(allow_hot=True))"
+            )
 
     def _next_setting(self, settings: Sequence[int], waiting_w: float) -> int | None:
         complete = set.intersection(*(set(table) for table in self._rows.values()))
@@ -258,6 +286,18 @@ def _control(gpu: Gpu, control: str) -> Iterator[tuple[tuple[int, ...], Callable
         reset()
 
 
+def _hot(rows: RowTable) -> Iterator[tuple[str, Measurement]]:
+    """Yield the kinds and rows for which heat or the power supply slowed the GPU down."""
+    for kind, table in rows.items():
+        for row in table.values():
+            if row.evidence is not None and TRANSIENT_REASONS.intersection(row.evidence.throttle):
+                yield kind, row
+
+
+def _row_names(rows: Sequence[tuple[str, Measurement]], control: str) -> str:
+    return ", ".join(f"{kind} at {row.clock_mhz} {unit_of(control)}" for kind, row in rows)
+
+
 def _common(settings: Sequence[Sequence[int]]) -> list[int]:
     """Return the settings that all GPUs of a group have, highest first."""
     common = sorted(set.intersection(*map(set, settings)), reverse=True)
@@ -294,14 +334,9 @@ def _conditions(gpu: Gpu, control: str, meter: RowMeter, result: _SweepResult) -
     if result.blocking_w:
         powers = (f"{power_w:.1f} W at {setting} {unit}" for setting, power_w in result.blocking_w.items())
         conditions["blocking power"] = ", ".join(powers)
-    hot = [
-        f"{kind} at {row.clock_mhz} {unit}"
-        for kind, table in result.rows.items()
-        for row in table.values()
-        if row.evidence is not None and TRANSIENT_REASONS.intersection(row.evidence.throttle)
-    ]
+    hot = list(_hot(result.rows))
     if hot:
-        conditions["measured while too hot"] = ", ".join(hot) + "; cool the GPU and measure again"
+        conditions["measured while too hot"] = f"{_row_names(hot, control)}; cool the GPU and measure again"
     if gpu.warnings():
         conditions["warnings"] = " ".join(gpu.warnings())
     return conditions

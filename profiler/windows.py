@@ -21,6 +21,30 @@ MIN_WINDOWS = 3
 """A row is the mean of at least this many windows."""
 
 _MAX_ERROR = 0.003  # more windows are measured while a relative standard error is above
+_LEAST_ERROR = 2e-4  # relative: clocks and counters are not better
+_CHANCE = 1.1  # simulated: see the test of the standard errors
+_TWO_SIDED_95 = (
+    0.0,
+    0.0,
+    12.71,
+    4.30,
+    3.18,
+    2.78,
+    2.57,
+    2.45,
+    2.36,
+    2.31,
+    2.26,
+    2.23,
+    2.20,
+    2.18,
+    2.16,
+    2.14,
+    2.13,
+    2.12,
+    2.11,
+)
+"""Quantiles of Student's t for 0 windows, 1 window and so on; the first two have no standard error."""
 _OUTLIER = 5.0  # an outlier is further from the median than this many standard deviations
 _MIN_OUTLIER = 0.01  # relative: a window this close to the median is never an outlier
 _MAX_JUMP_C = 8.0  # a window in which the temperature changes by more is not comparable
@@ -37,6 +61,7 @@ class Window:
         temperature_c: Highest temperature.
         jump_c: Difference of the highest and the lowest temperature.
         throttle: Throttle reasons that were sampled or counted.
+        has_idled: Whether the GPU idled in between, as it was faster than when it warmed up.
     """
 
     time_s: float
@@ -45,6 +70,7 @@ class Window:
     temperature_c: float
     jump_c: float
     throttle: frozenset[str]
+    has_idled: bool = False
 
     @property
     def is_throttled(self) -> bool:
@@ -54,7 +80,7 @@ class Window:
     @property
     def is_comparable(self) -> bool:
         """Whether the window can be averaged with others."""
-        return not self.is_throttled and self.jump_c <= _MAX_JUMP_C
+        return not (self.is_throttled or self.has_idled) and self.jump_c <= _MAX_JUMP_C
 
 
 def subtract(whole: Measurement, part: Measurement) -> Measurement:
@@ -115,14 +141,24 @@ def mean_of(windows: Sequence[Window], setting: int | None) -> Measurement:
     achieved_mhz = fmean(window.achieved_mhz for window in windows)
     evidence = Evidence(
         achieved_mhz,
-        _standard_error(times),
-        _standard_error(energies),
+        _reported_error(times),
+        _reported_error(energies),
         len(windows),
         fmean(window.temperature_c for window in windows),
         _ordered(frozenset[str]().union(*(window.throttle for window in windows))),
     )
     clock_mhz = round(achieved_mhz) if setting is None else setting
     return Measurement(clock_mhz, fmean(times), fmean(energies), evidence)
+
+
+def _reported_error(values: Sequence[float]) -> float:
+    """Return the standard error to report: the truth is within two of them for 95 % of rows.
+
+    The standard error of few windows is uncertain itself, so it is widened as Student's t distribution says; and a
+    little more, as measuring ends when the windows agree, which they also do by chance.
+    """
+    widened = _CHANCE * _TWO_SIDED_95[len(values)] / 2 * _standard_error(values)
+    return max(widened, _LEAST_ERROR * fmean(values))
 
 
 def combine(windows: Sequence[Window]) -> Window:
@@ -134,6 +170,7 @@ def combine(windows: Sequence[Window]) -> Window:
         max(window.temperature_c for window in windows),
         max(window.jump_c for window in windows),
         frozenset[str]().union(*(window.throttle for window in windows)),
+        any(window.has_idled for window in windows),
     )
 
 

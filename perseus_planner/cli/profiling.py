@@ -51,6 +51,9 @@ _NEED_A_STAGE = ("blocking_power", "resume")
 )
 @click.option("--observe", is_flag=True, help="Measure at the clock that the GPU runs at, without setting any.")
 @click.option("--full", is_flag=True, help="Measure every clock, instead of only those that plans need.")
+@click.option(
+    "--allow-hot", is_flag=True, help="Keep rows for which the GPU was too hot, also when they were measured again."
+)
 @click.option("--split-backward", is_flag=True, help="Also measure the gradients of inputs and of weights separately.")
 @click.option(
     "--window",
@@ -150,7 +153,8 @@ def _measure(request: _Request, flags: Mapping[str, Any], progress: Any) -> Prof
     if flags["observe"] and flags["control"] is not None:
         raise UsageError("--observe does not set anything; leave out --control")
     control = "observed" if flags["observe"] else flags["control"] or "clock"
-    settings = SweepSettings(control, full=flags["full"], **({"window_s": flags["window"]} if flags["window"] else {}))
+    window = {"window_s": flags["window"]} if flags["window"] else {}
+    settings = SweepSettings(control, full=flags["full"], allow_hot=flags["allow_hot"], **window)
     if request.stage is None:
         return _measure_small_gpt(request, flags, settings, progress)
     from perseus_planner.profiler.build import profile_stages

@@ -27,6 +27,7 @@ from perseus_planner.profiles.profiles import Profile
 A100 = CATALOG["a100-sxm"]
 WORK = OpCost(flops=1e13, bytes=1e10)
 QUICK = SweepSettings(window_s=1.0, cool_down_s=0.0)
+FULL = SweepSettings(window_s=1.0, cool_down_s=0.0, full=True)
 OBSERVED = SweepSettings(control="observed")
 
 
@@ -211,13 +212,30 @@ def test_a_backward_that_seems_to_take_nothing_is_an_error_that_names_it():
         measure_stage(gpu, Stage(timed, lambda: None, gpu.block), 3, QUICK)
 
 
-def test_rows_that_were_measured_too_hot_are_named_in_the_profile():
-    gpu = quiet(fault=("throttled@0s-60s",))
-    conditions = measure_stage(gpu, stage_of(gpu), 0, QUICK).conditions
-    assert conditions["measured while too hot"].startswith("F at 1410 MHz")
-    assert "cool the GPU" in conditions["measured while too hot"]
-    cool = quiet()
-    assert "measured while too hot" not in measure_stage(cool, stage_of(cool), 0, QUICK).conditions
+def test_rows_that_were_measured_too_hot_are_measured_again_at_the_end():
+    cool, hot = quiet(), quiet(fault=("throttled@0s-60s",))
+    expected, found = (measure_stage(each, stage_of(each), 0, FULL) for each in (cool, hot))
+    assert "measured while too hot" not in found.conditions
+    for kind, rows in expected.measurements.items():
+        for row, again in zip(rows, found.measurements[kind], strict=True):
+            assert (again.clock_mhz, again.time_s) == (row.clock_mhz, pytest.approx(row.time_s, rel=1e-6))
+
+
+@pytest.mark.parametrize("settings", [QUICK, replace(OBSERVED, window_s=1.0, cool_down_s=0.0)])
+def test_rows_that_are_still_too_hot_are_refused_unless_they_are_allowed(settings: SweepSettings, tmp_path: Path):
+    gpu, rows = quiet(fault=("throttled@0s-100000s",)), tmp_path / "rows.csv"
+    with pytest.raises(GpuError) as error:
+        measure_stage(gpu, stage_of(gpu), 0, settings, rows_file=rows)
+    assert str(error.value).startswith(
+        "stage 0: the GPU was too hot (hw-thermal) when these rows were measured twice: F at "
+    )
+    assert str(error.value).endswith(
+        " MHz; cool it and go on with --resume, or keep the rows with --allow-hot "
+        "(in Python SweepSettings(allow_hot=True))"
+    )
+    assert rows.exists()
+    allowed = measure_stage(gpu, stage_of(gpu), 0, replace(settings, allow_hot=True), rows_file=rows, resume=True)
+    assert allowed.conditions["measured while too hot"].startswith("F at ")
 
 
 @pytest.mark.parametrize("exception", [RuntimeError, KeyboardInterrupt])
