@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from perseus_planner.errors import GpuError, GpuInUse, GpuNotPermitted, GpuNotSupported
 from perseus_planner.gpu import Gpu, open_gpu
 from perseus_planner.gpu.lease.lease import lease_gpus, recover, stale_records
-from perseus_planner.gpu.lease.records import LeaseRecord, lock_records, read_records
+from perseus_planner.gpu.lease.records import LeaseRecord, LockedRecords, lock_records, read_records
 from perseus_planner.processes import this_process
 
 RESET = "nvmlDeviceResetGpuLockedClocks"
@@ -79,6 +79,41 @@ def test_leaving_sets_all_back_and_removes_the_records(gpus, nvml: StandIn, stat
     assert [nvml.limit_w(index) for index in range(2)] == [700.0, 700.0]
     assert files(state) == []
     assert own_guardians() == []
+
+
+def test_an_interrupt_inside_the_call_that_locks_a_clock_leaves_none_locked(
+    gpus, nvml: StandIn, state: Path, monkeypatch
+):
+    import pynvml
+
+    lock_clock = pynvml.nvmlDeviceSetGpuLockedClocks
+
+    def locked_and_interrupted(*arguments: object) -> None:
+        lock_clock(*arguments)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(pynvml, "nvmlDeviceSetGpuLockedClocks", locked_and_interrupted)
+    with pytest.raises(KeyboardInterrupt), lease_gpus(gpus[:1], power_limit=False):
+        gpus[0].set_clock_mhz(1500)
+    assert [setting.high for setting in nvml.settings()] == [0, 1500, 0]
+    assert nvml.locked_mhz(0) is None
+    assert (files(state), own_guardians()) == ([], [])
+
+
+def test_an_interrupt_right_after_the_record_is_written_leaves_none(gpus, state: Path, monkeypatch: pytest.MonkeyPatch):
+    write = LockedRecords.write
+
+    def written_and_interrupted(*arguments: object) -> None:
+        write(*arguments)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LockedRecords, "write", written_and_interrupted)
+        with pytest.raises(KeyboardInterrupt), lease_gpus(gpus):
+            pytest.fail("must not be reached")
+    assert files(state) == []
+    with lease_gpus(gpus):
+        pass
 
 
 def test_the_record_is_there_before_anything_is_set(gpus, nvml: StandIn, state: Path):

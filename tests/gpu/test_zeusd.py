@@ -41,6 +41,23 @@ def _freeze_existing_objects() -> Iterator[None]:
     gc.unfreeze()
 
 
+@pytest.fixture(autouse=True)
+def no_client_is_left_open(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Check that a test has closed each client that it made: garbage is collected in any later test."""
+    import httpx
+
+    made = []
+
+    class Client(httpx.Client):
+        def __init__(self, *arguments: object, **options: object) -> None:
+            super().__init__(*arguments, **options)
+            made.append(self)
+
+    monkeypatch.setattr(httpx, "Client", Client)
+    yield
+    assert [client.is_closed for client in made] == [True] * len(made)
+
+
 @pytest.fixture
 def no_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hide libnvidia-ml.so.1, even if the machine has one or the process has loaded a stand-in."""
