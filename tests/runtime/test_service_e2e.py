@@ -225,8 +225,8 @@ def _check_clocks(everyone: list[dict[str, Any]], since: int, back: int) -> None
         changed = [i for i, (one, other) in enumerate(pairwise(versions), 1) if one != other]
         assert changed[-2:] == [since, back]
         assert all(is_as_planned for _, is_as_planned, *_ in said["ran"])
-    heard = [text for said in everyone for text in said["heard"]]
-    assert [text.partition(": ")[2][:43] for text in heard] == ["there is no answer from the service at http"]
+    warnings = [text for said in everyone for text in said["warnings"]]
+    assert [text.partition(": ")[2][:43] for text in warnings] == ["there is no answer from the service at http"]
     for said in everyone:
         if said["pipeline"] == 0:
             clocks, achieved = ([each[place] for each in said["ran"]] for place in (2, 3))
