@@ -6,9 +6,11 @@ Containers are PID namespaces here, each with its own /proc: killing its first p
 from __future__ import annotations
 
 import os
+import random
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +19,7 @@ import psutil
 import pytest
 from commands import done
 from fake_nvml import UUIDS, StandIn
-from gpu_owners import LOCKS_AND_WAITS, await_end, files, kill
+from gpu_owners import LOCKS_AND_WAITS, SETS_FOR_EVER, await_end, files, kill
 
 from perseus_planner.errors import GpuInUse
 from perseus_planner.gpu import open_gpu
@@ -63,10 +65,16 @@ def container(code: str, name: str) -> Iterator[subprocess.Popen[str]]:
 
 
 def kill_container(process: subprocess.Popen[str]) -> None:
+    """Kill a container in which a guardian runs."""
+    (first,) = psutil.Process(process.pid).children()
+    assert any("perseus_planner.gpu.lease.guardian" in each.cmdline() for each in first.children())
+    kill_first(process)
+
+
+def kill_first(process: subprocess.Popen[str]) -> None:
     """Kill all processes of a container at once, as `docker kill` does."""
     (first,) = psutil.Process(process.pid).children()
     inside = first.children(recursive=True)
-    assert any("perseus_planner.gpu.lease.guardian" in each.cmdline() for each in inside)
     kill(first.pid)
     process.wait()
     await_end([first, *inside])
@@ -104,6 +112,19 @@ def test_the_next_job_takes_what_a_killed_container_left(nvml: StandIn, state: P
             assert nvml.locked_mhz(0) == (1500, 1500)
             assert recover() == ()
             assert files(state) == [f"{UUIDS[0]}.{os.geteuid()}.json"]
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+def test_200_containers_killed_at_random_moments_leave_no_clock_locked(nvml: StandIn, state: Path):
+    moments = random.Random(3)
+    for _ in range(200):
+        with container(SETS_FOR_EVER, "pod") as process:
+            time.sleep(moments.uniform(0.0, 0.4))  # any moment will do: nothing is waited for
+            kill_first(process)
+        recover()
+        assert (nvml.locked_mhz(0), nvml.limit_w(0) in (None, 700.0)) == (None, True)
+        assert (stale_records(), files(state)) == ((), [])
 
 
 def test_one_container_does_not_reset_what_another_sets(nvml: StandIn, state: Path):
