@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from perseus_planner.profiler.stage import Progress
     from perseus_planner.profiles.profiles import Profile
 
+_logger = logging.getLogger("perseus_planner.profiler")
+
 
 @dataclass
 class Profiling:
@@ -31,9 +34,11 @@ class Profiling:
 
     Attributes:
         profile: After the block, on rank 0, the profile; None on other ranks.
+        problem: After the block, why there is no profile, if the stages cannot be measured; None if they can.
     """
 
     profile: Profile | None = None
+    problem: str | None = None
     _loss: MegatronLoss = field(default_factory=MegatronLoss, repr=False)
 
     def watched(self, forward_step: ForwardStep) -> ForwardStep:
@@ -59,7 +64,8 @@ def profile_pipeline(
     Inside the block, run one training iteration on every rank: `engine.train_batch(...)`,
     `forward_backward_func(forward_step_func=profiling.watched(forward_step), ...)` or `schedule.step(...)`. On leaving
     the block, the stages that the iteration ran are measured on its last microbatch. Weights, optimizer, gradients and
-    random state are left as after the iteration. All ranks must enter and leave the block.
+    random state are left as after the iteration. All ranks must enter and leave the block. Stages that cannot be
+    measured, such as those of FSDP, give no profile but a warning through the logger `perseus_planner.profiler`.
 
     Args:
         engine: A DeepSpeed PipelineEngine; a Megatron-core model, or the list of its chunks; or a schedule of
@@ -85,6 +91,11 @@ def profile_pipeline(
     request = ProfileRequest(gpu, settings or SweepSettings(), target, resume, blocking_power_w, timeout_s, progress)
     with RankGroup(timeout_s) as group:
         found = find_stages()
+        profiling.problem = next(filter(None, group.gather(found.problem)), None)
+        if profiling.problem is not None:
+            if group.rank == 0:
+                _logger.warning("the pipeline was not profiled: %s", profiling.problem)
+            return
         request = replace(request, iteration=found.iteration)
         profiling.profile = measure_with_ranks(group, found.stages, found.tensor_rank, request, found.device)
 

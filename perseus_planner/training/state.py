@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from perseus_planner.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     import torch
 
@@ -25,7 +25,8 @@ def preserve_state(module: torch.nn.Module) -> Iterator[None]:
     Raises:
         UsageError: If the module is sharded over replicas (FSDP), which would have to be measured together.
     """
-    _reject_sharded(module)
+    if problem := sharding_problem([module]):
+        raise UsageError(problem)
     with ExitStack() as stack:
         stack.enter_context(_preserve_random_state())
         stack.enter_context(_preserve_buffers(module))
@@ -38,13 +39,15 @@ def preserve_state(module: torch.nn.Module) -> Iterator[None]:
         yield
 
 
-def _reject_sharded(module: torch.nn.Module) -> None:
-    kinds = {base.__name__ for part in module.modules() for base in type(part).__mro__}
-    if kinds & {"FSDPModule", "FullyShardedDataParallel"}:
-        raise UsageError(
-            "this stage is sharded over its replicas (FSDP), so that it cannot be measured on one of them; "
-            "profile the pipeline without FSDP"
-        )
+def sharding_problem(modules: Iterable[torch.nn.Module]) -> str | None:
+    """Return why modules that are sharded over replicas (FSDP) cannot be measured; None if none of them is."""
+    kinds = {base.__name__ for module in modules for part in module.modules() for base in type(part).__mro__}
+    if not kinds & {"FSDPModule", "FullyShardedDataParallel"}:
+        return None
+    return (
+        "a stage is sharded over its replicas (FSDP), so that it cannot be measured on one of them; profile the "
+        "pipeline without FSDP"
+    )
 
 
 @contextmanager

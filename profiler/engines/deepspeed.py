@@ -5,7 +5,6 @@ from __future__ import annotations
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from perseus_planner.errors import UsageError
 from perseus_planner.profiler.engines.engine_stages import (
     EngineStages,
     bind_loss,
@@ -14,6 +13,7 @@ from perseus_planner.profiler.engines.engine_stages import (
     record_module,
     unpacked,
 )
+from perseus_planner.training.state import sharding_problem
 from perseus_planner.training.values import first_device
 
 if TYPE_CHECKING:
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 def record_deepspeed(engine: Any) -> Iterator[Callable[[], EngineStages]]:
     """Find the stage of a PipelineEngine while it runs an iteration."""
     if any(each.__name__ == "DualPipeVEngine" for each in type(engine).__mro__):
-        raise UsageError(
-            "DualPipeV engines cannot be profiled; give `planner profile` a function that builds the stages"
-        )
+        problem = "DualPipeV engines cannot be profiled; give `planner profile` a function that builds the stages"
+        yield lambda: EngineStages.unmeasurable(problem)
+        return
     module, number = engine.module, engine.stage_id
     with record_module(module) as call, record_attribute(module, "loss_fn") as loss_call:
 
@@ -45,7 +45,8 @@ def record_deepspeed(engine: Any) -> Iterator[Callable[[], EngineStages]]:
             )
             device = first_device(list(module.parameters()))
             iteration: dict[str, str | int] = {"schedule": "1f1b", "microbatches": engine.micro_batches}
-            return EngineStages((stage,), engine.grid.get_slice_parallel_rank(), device, iteration)
+            problem = sharding_problem([module])
+            return EngineStages((stage,), engine.grid.get_slice_parallel_rank(), device, iteration, problem)
 
         yield stages
 

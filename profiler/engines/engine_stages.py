@@ -10,7 +10,7 @@ from perseus_planner.errors import UsageError
 from perseus_planner.profiler.ranks.measure import LocalStage
 from perseus_planner.profiler.torch_stage import torch_stage
 from perseus_planner.training.modes import ComputeModes
-from perseus_planner.training.values import copy_tensors, is_training
+from perseus_planner.training.values import copy_tensors, first_device, is_training
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -30,12 +30,19 @@ class EngineStages:
         tensor_rank: Its rank among the GPUs that share these stages.
         device: Where it computes.
         iteration: As in `Profile.iteration`.
+        problem: Why the stages cannot be measured; None if they can.
     """
 
     stages: tuple[LocalStage, ...]
     tensor_rank: int
     device: torch.device
     iteration: Mapping[str, str | int]
+    problem: str | None = None
+
+    @classmethod
+    def unmeasurable(cls, problem: str) -> EngineStages:
+        """Return stages that cannot be measured, and why."""
+        return cls((), 0, first_device(None), {}, problem)
 
 
 @dataclass

@@ -14,6 +14,7 @@ from perseus_planner.profiler.engines.engine_stages import (
     record_attribute,
     record_module,
 )
+from perseus_planner.training.state import sharding_problem
 from perseus_planner.training.values import first_device
 
 ForwardStep = Callable[..., tuple[Any, Any]]
@@ -46,9 +47,11 @@ def record_megatron(chunks: Sequence[Any], loss: MegatronLoss) -> Iterator[Calla
     from megatron.core import parallel_state
 
     if parallel_state.get_expert_model_parallel_world_size() > 1:
-        raise UsageError(
+        problem = (
             "expert parallelism spreads experts over replicas, so no stage can be measured alone; profile without it"
         )
+        yield lambda: EngineStages.unmeasurable(problem)
+        return
     rank, ranks = (
         parallel_state.get_pipeline_model_parallel_rank(),
         parallel_state.get_pipeline_model_parallel_world_size(),
@@ -73,7 +76,8 @@ def record_megatron(chunks: Sequence[Any], loss: MegatronLoss) -> Iterator[Calla
                 )
                 found.append(stage)
             device = first_device(list(chunks[0].parameters()))
-            return EngineStages(tuple(found), _tensor_rank(), device, _iteration(chunks, calls[0].count))
+            iteration = _iteration(chunks, calls[0].count)
+            return EngineStages(tuple(found), _tensor_rank(), device, iteration, sharding_problem(chunks))
 
         yield stages
 

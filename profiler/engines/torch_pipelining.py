@@ -13,6 +13,7 @@ from perseus_planner.profiler.engines.engine_stages import (
     record_module,
     unpacked,
 )
+from perseus_planner.training.state import sharding_problem
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -47,7 +48,8 @@ def record_torch_schedule(schedule: Any, tensor_rank: int) -> Iterator[Callable[
                 loss = bind_loss(function, loss_call) if part.is_last else None
                 forward = unpacked(part.submod)
                 found.append(local_stage(part.stage_index, part.submod, forward, call, loss, split_backward=split))
-            return EngineStages(tuple(found), tensor_rank, parts[0].device, _iteration(schedule, parts))
+            problem = sharding_problem(part.submod for part in parts)
+            return EngineStages(tuple(found), tensor_rank, parts[0].device, _iteration(schedule, parts), problem)
 
         yield stages
 

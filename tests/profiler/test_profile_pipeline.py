@@ -54,6 +54,17 @@ def test_stages_are_measured_in_the_precision_of_the_training(cache: bool, tmp_p
         assert profiled == trained
 
 
+def test_stages_that_cannot_be_measured_end_the_profiling_and_not_the_training(tmp_path: Path) -> None:
+    problem = (
+        "a stage is sharded over its replicas (FSDP), so that it cannot be measured on one of them; profile the "
+        "pipeline without FSDP"
+    )
+    first, second = ranks("sharded", 2, tmp_path)
+    assert [each.code for each in (first, second)] == [0, 0], (first.stderr, second.stderr)
+    assert [json.loads(each.stdout) for each in (first, second)] == [[True, problem, False]] * 2
+    assert [problem in each.stderr for each in (first, second)] == [True, False]
+
+
 def test_a_block_without_an_iteration_ends_with_one_message(tmp_path: Path) -> None:
     everyone = ranks("idle", 2, tmp_path)
     assert [each.code for each in everyone] == [2, 2]

@@ -144,6 +144,26 @@ def replicas() -> None:
     dist.destroy_process_group()
 
 
+def sharded() -> None:
+    """Profile a pipeline whose stages are sharded by FSDP, then go on with the training."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pipeline", "replicas"))
+    module: Any = nn.Linear(WIDTH, WIDTH)
+    if rank == 1:  # one rank alone must end the profiling of all
+        fully_shard(module, mesh=mesh["replicas"])
+    stage = pipelining.PipelineStage(module, rank, 2, torch.device("cpu"), group=mesh["pipeline"].get_group())
+    schedule = pipelining.Schedule1F1B(stage, 4, loss_fn=nn.functional.mse_loss)
+    with profile_pipeline(schedule, gpu=GPU, settings=OBSERVED, output="profile.yaml") as profiling:
+        _step(schedule, rank == 0, rank == 1)
+    _step(schedule, rank == 0, rank == 1)
+    print(json.dumps([profiling.profile is None, profiling.problem, Path("profile.yaml").exists()]))
+    dist.destroy_process_group()
+
+
 class Watched(nn.Linear):
     """A layer that records in which precision it computes, and which attention kernels are allowed."""
 
