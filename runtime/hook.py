@@ -169,6 +169,15 @@ class Hook:
             self._is_unclocked = False
             self._marks.request(0)
 
+    def abandon_iteration(self) -> None:
+        """End the iteration because it raises, which is no deviation; the next one begins with the plan again."""
+        if not self._is_inside:
+            return
+        self._is_inside = False
+        self._load(None)
+        self._marks.end_iteration()
+        self._source.on_end(self._iteration, None, None)
+
     def _load(self, program: Program | None) -> None:
         self._program = program
         self._order = program.computations if program is not None else ()

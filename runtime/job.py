@@ -53,9 +53,17 @@ def this_job() -> TrainingJob:
     from torch.distributed.distributed_c10d import _get_default_store  # torch has no public way to it
 
     # Ranks after an elastic restart must not read what ranks before it have written.
-    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    store = dist.PrefixStore(f"perseus-planner/runtime/{restart}/{number}", _get_default_store())
+    store = dist.PrefixStore(f"perseus-planner/runtime/{_restarts()}/{number}", _get_default_store())
     return TrainingJob(store, dist.get_rank(), dist.get_world_size())
+
+
+def is_restart() -> bool:
+    """Whether torchrun has restarted this job."""
+    return _restarts() != "0"
+
+
+def _restarts() -> str:
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
 
 def node() -> str:

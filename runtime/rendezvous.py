@@ -16,7 +16,7 @@ from perseus_planner.gpu.torch_device import gpu_text
 from perseus_planner.runtime import attachment
 from perseus_planner.runtime.engines.engine import engine_of
 from perseus_planner.runtime.hook import Program
-from perseus_planner.runtime.job import TrainingJob, exchange, node
+from perseus_planner.runtime.job import TrainingJob, exchange, is_restart, node
 from perseus_planner.runtime.switching.plans import GivenPlan, Plans, missing_file
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ class _RankInfo:
     pipeline: int | None
     peers: tuple[int, ...]
     plans: str | None = None  #: of rank 0
-    missing_plan: str | None = None  #: why rank 0 has no plan
+    missing_plan: str | None = None  #: why rank 0 has no plan, after a restart
 
     @classmethod
     def loads(cls, data: bytes) -> _RankInfo:
@@ -223,7 +223,8 @@ def _rank_info(engine: Engine, job: TrainingJob, settings: RuntimeSettings) -> _
     if job.rank == 0:
         if settings.served is not None:
             settings.served.check()
-        missing = missing_file(settings.plan)
+        # A restart goes on without a plan that was removed meanwhile; at the first start it is an error of the user.
+        missing = missing_file(settings.plan) if is_restart() else None
         missing_plan = None if missing is None else f"{missing}: no such file"
         plans = Plans.load(settings.plan).dumps().decode() if missing is None else None
     return _RankInfo(node(), position.pipeline, position.peers, plans, missing_plan)

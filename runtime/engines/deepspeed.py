@@ -87,9 +87,12 @@ class DeepSpeedPipeline:
             try:
                 # The engine keeps the last method it executed in _exec_instr; after a failure that would be a wrapper.
                 with replaced(engine, _INSTRUCTION_MAP=self._hooked_instructions(hook), _exec_instr=None):
-                    return execute(schedule)
-            finally:
-                hook.end_iteration()
+                    result = execute(schedule)
+            except BaseException:
+                hook.abandon_iteration()
+                raise
+            hook.end_iteration()
+            return result
 
         with attached_once(engine, _exec_schedule=execute_hooked):
             yield

@@ -95,9 +95,12 @@ class TorchPipeline:
                     for stage in self._stages:
                         stack.enter_context(replaced(stage, **_hooked_stage(hook, stage)))
                     stack.enter_context(replaced(schedule, **_hooked_loss(hook, schedule)))
-                    return step(*args, **kwargs)
-            finally:
-                hook.end_iteration()
+                    result = step(*args, **kwargs)
+            except BaseException:
+                hook.abandon_iteration()
+                raise
+            hook.end_iteration()
+            return result
 
         with attached_once(schedule, step=step_hooked):
             yield

@@ -45,6 +45,8 @@ ORDER = "is not what torch.distributed.pipelining runs on rank {} of the pipelin
         ("gpu", "PlanError PlanError", "the plan is for the GPU 'NVIDIA A100-SXM4-80GB', and this rank has 'simulated"),
         ("damaged", "PlanError RankError", "damaged.yaml, line 3, key 'digest': does not match"),
         ("folder", "PlanError RankError", ".: is a folder; name the file in it"),
+        ("missing", "PlanError RankError", "absent.yaml: no such file; check the path"),
+        ("missing for a pipeline", "PlanError RankError", "absent.yaml: no such file; check the path"),
         ("gpu of rank 1", "RankError PlanError", "and this rank has 'simulated a100-pcie' (emulated:a100-pcie/1)"),
         ("no gpu on rank 1", "RankError UsageError", "GPU 'cuda:0': torch computes on cpu here"),
         ("no engine on rank 1", "RankError UsageError", "planner_runtime was given a Linear; give it a DeepSpeed"),

@@ -225,3 +225,21 @@ def test_an_engines_order_is_refused_at_its_first_difference(data):
     there, here = ([*map(str, each[place : place + 1]), "missing"][0] for each in (order, part.computations))
     assert f"computation {place + 1} is {there} there and {here} in the plan" in str(refused.value)
     assert "is not what an engine runs on rank 1 of the pipeline" in str(refused.value)
+
+
+@given(PROGRAMS, st.data())
+def test_an_iteration_that_raises_is_no_deviation_and_the_next_one_has_its_clocks(
+    program: Program, data: st.DataObject
+):
+    shared, pilot = memoryview(bytearray(8)).cast("Q"), Recorder([program, program])
+    hook = Hook(HostMarks(shared), pilot, program)
+    hook.begin_iteration()
+    for computation in program.computations[: data.draw(st.integers(0, len(program.computations)))]:
+        hook.begin(*computation)
+        hook.end()
+    hook.abandon_iteration()
+    hook.abandon_iteration()
+    assert shared[0] == NO_REQUEST
+    assert pilot.endings == [(0, None, None)]
+    hook.begin_iteration()
+    assert shared[0] == clock_request(0, program.clocks[0])

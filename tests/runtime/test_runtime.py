@@ -86,6 +86,7 @@ def test_a_rank_that_does_not_hear_what_was_decided_runs_by_no_plan_until_it_doe
 
 def test_an_exception_of_the_training_reaches_its_caller_with_clocks_reset(changed: Results):
     assert [rank["locked"] for rank in changed] == [None, None]
+    assert [rank["deviates by raising"] for rank in changed] == [False, False]
 
 
 def test_pipelines_run_by_plans_of_their_own_and_change_them_together(tmp_path: Path):

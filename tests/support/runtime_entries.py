@@ -36,6 +36,8 @@ def refusals(state: str) -> None:
             "gpu": plan_of(schedule_of("1f1b", 2, 2), gpu="NVIDIA A100-SXM4-80GB"),
             "damaged": damaged,
             "folder": Path(),
+            "missing": "absent.yaml",
+            "missing for a pipeline": {0: "absent.yaml"},
         }
         for name, plan in others.items():
             result[name] = _entered(engine, plan)
@@ -71,8 +73,9 @@ def without(state: str) -> None:
     with job(state) as result:
         log = WarningLog()
         fits, is_first = plan_of(schedule_of("1f1b", 2, 4)), dist.get_rank() == 0
-        result["no plan"] = _trained(log, "absent.yaml")
-        result["no plan for a pipeline"] = _trained(log, {0: "absent.yaml"})
+        with mock.patch.dict(os.environ, {"TORCHELASTIC_RESTART_COUNT": "1"}):
+            result["no plan"] = _trained(log, "absent.yaml")
+            result["no plan for a pipeline"] = _trained(log, {0: "absent.yaml"})
         result["not permitted"] = _trained(log, fits, f"{GPU}&fault=not-permitted")
         result["no such GPU"] = _trained(log, fits, "emulated:a100-sxm?fault=lost@0calls")
         with mock.patch.object(sys, "executable", "/bin/false"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from itertools import count
 from typing import Any
 
 import torch
@@ -72,6 +73,17 @@ def followed(made: Callable[[Watch | None], Any], plan: Plan) -> dict[str, Any]:
     }
 
 
+def _raises_at(number: int) -> Callable[[], None]:
+    """Return a function that raises when it is called for this time."""
+    calls = count(1)
+
+    def called() -> None:
+        if next(calls) == number:
+            raise ArithmeticError
+
+    return called
+
+
 def changes(state: str) -> None:
     """Let one job meet all kinds of changes while it trains by a plan."""
     with job(state) as result:
@@ -88,8 +100,14 @@ def changes(state: str) -> None:
                 result["late"] = _switches_late(pipeline, runtime, [None, next_plan, plan])
                 result["as planned"] = [row.is_as_planned for row in runtime.iterations]
                 result["deviations"] = [row.deviation for row in runtime.iterations if row.deviation is not None]
+                deviation = runtime._follower.deviation
+                if dist.get_rank() == 0:
+                    watch.await_locked = lambda _: None  # it may have no clocks
+                    watch.planned = _raises_at(8)  # its last computation, for which no rank waits
+                pipeline.step()
                 raise ArithmeticError  # noqa: TRY301
         except ArithmeticError:
+            result["deviates by raising"] = runtime._follower.deviation != deviation
             result["locked"] = watch.gpu.locked_mhz
         result["left"] = type(pipeline.engine).step is pipeline.engine.step.__func__
         result["warnings"] = warning_log.taken()
