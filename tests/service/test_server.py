@@ -18,12 +18,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.core import ParameterSource
 from commands import refusal
 from service_stand_in import StandIn
 from strategies import smooth_profile
 
 from perseus_planner import Plan, schedules, solve
-from perseus_planner.cli.serve import DATABASE, _listening, serve
+from perseus_planner.cli.serve import _listening, serve
 from perseus_planner.errors import UsageError
 from perseus_planner.files import sha256
 from perseus_planner.service.http import server
@@ -259,10 +260,10 @@ def test_a_database_that_is_none_is_refused(folder: Path):
 
 @pytest.mark.parametrize("line", [line.strip() for line in str(serve.epilog).splitlines() if " planner " in line])
 def test_the_examples_of_the_help_are_taken_as_they_stand(line: str):
-    given = serve.make_context("serve", line.split()[2:]).params
-    assert {f"--{name.replace('_', '-')}" for name, value in given.items() if value not in (None, DATABASE)} == {
-        word for word in line.split() if word.startswith("--")
-    }
+    context = serve.make_context("serve", line.split()[2:])
+    sources = {name: context.get_parameter_source(name) for name in context.params}
+    given = {f"--{name.replace('_', '-')}" for name, source in sources.items() if source is ParameterSource.COMMANDLINE}
+    assert given == {word for word in line.split() if word.startswith("--")}
 
 
 def test_a_service_ends_when_another_has_opened_its_database(folder: Path):
