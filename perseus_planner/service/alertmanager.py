@@ -50,16 +50,19 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
-from typing import Any, cast, get_args
+from typing import TYPE_CHECKING, Any, cast, get_args
 
 from perseus_planner.errors import PlannerError, UsageError, shown
 from perseus_planner.files import sha256
 from perseus_planner.quantities import FACTOR
 from perseus_planner.service.answers import Answer, IgnoredAlert
 from perseus_planner.service.checks import check_report
-from perseus_planner.service.model import Cause, JobState, Report, Scope
+from perseus_planner.service.model import Cause, Report, Scope
 from perseus_planner.service.schemas import MOST_SLOWDOWN
 from perseus_planner.service.transitions import cleared
+
+if TYPE_CHECKING:
+    from perseus_planner.service.state import JobState
 
 _MOMENT = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)(\.\d{1,9})?(Z|[+-]\d\d:\d\d)", re.ASCII)  # RFC 3339
 _NODES = ("Hostname", "node", "nodename", "instance")

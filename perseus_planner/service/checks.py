@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING
 
 from perseus_planner.errors import InfeasibleDeadline, UsageError, shown
 from perseus_planner.quantities import CHANGES, COUNT, TIME, WAIT
-from perseus_planner.service.model import Conflict, Job, JobState, Report
+from perseus_planner.service.model import Conflict, Job, Report
 from perseus_planner.service.reports import check_scope
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from perseus_planner.service.planning.curves import Curve
+    from perseus_planner.service.state import JobState
 
 _LONGEST_NAME = 255
 _MOST_REPORTS = 4096

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Literal, Protocol
 
@@ -19,10 +19,8 @@ from perseus_planner.errors import PlannerError, UsageError
 from perseus_planner.plans.plan import Plan
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    pass
 
-    from perseus_planner.service.planning.curves import Curve
-    from perseus_planner.service.power import Share
 
 ScopeKind = Literal["pipeline", "stage", "rank", "gpu", "node"]
 Cause = Literal["compute", "communication", "data", "unknown"]
@@ -217,55 +215,6 @@ class Taken:
     version: int
     iteration: Annotated[int, Field(description="The first iteration that ran this version.")]
     at_s: Annotated[float, Field(description="When the job reported it, seconds since the epoch.")]
-
-
-@dataclass(frozen=True)
-class JobState:
-    """A running job inside the service. It is replaced as a whole, so readers never see half a change.
-
-    Attributes:
-        registered: The job as it was registered.
-        job: The job with the deadline and the power budget that hold now.
-        curve: The energy of its frontier.
-        decision: What its pipelines are to do.
-        saving_w: Watts that the decision is expected to save, as `policy.saving_w` computes them.
-        published: The newest version of its plans.
-        planned: The decision that those plans were made for.
-        promised: The version named in answers; above `published.version` while that version is being planned.
-        reports: Key -> report, for reports that count or will count, in order of arrival.
-        past: Key -> report, for reports that no longer count, the latest last; at most `REMEMBERED`.
-        taken: The version that the job runs; None if it has not reported one.
-        share: The job's share of the power budgets; None if there are none.
-    """
-
-    registered: Job
-    job: Job
-    curve: Curve = field(repr=False)
-    decision: Decision
-    saving_w: float
-    published: PlanSet
-    planned: Decision
-    promised: int
-    reports: Mapping[str, Report] = field(default_factory=dict)
-    past: Mapping[str, Report] = field(default_factory=dict)
-    taken: Taken | None = None
-    share: Share | None = None
-
-    @property
-    def is_planned(self) -> bool:
-        """Whether all promised plans have been published."""
-        return self.promised == self.published.version
-
-    def keeping(self, lasting: Iterable[Report]) -> JobState:
-        """Return the state in which only the reports in `lasting` count; the others become past reports."""
-        kept = {report.key for report in lasting}
-        if len(kept) == len(self.reports):
-            return self
-        gone = {key: report for key, report in self.reports.items() if key not in kept}
-        past = {**self.past, **gone}
-        for key in list(past)[:-REMEMBERED]:
-            del past[key]
-        return replace(self, reports={key: report for key, report in self.reports.items() if key in kept}, past=past)
 
 
 class Numbers(Protocol):

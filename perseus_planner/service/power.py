@@ -21,12 +21,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perseus_planner.errors import InfeasiblePower
+from perseus_planner.service.state import Share
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from perseus_planner.service.model import Job, JobState
+    from perseus_planner.service.model import Job
     from perseus_planner.service.planning.curves import Curve
+    from perseus_planner.service.state import JobState
     from perseus_planner.service.store.writer import Draft
 
 Floats = NDArray[np.float64]
@@ -40,19 +42,6 @@ class EnergyCurve(Protocol):
     @property
     def energies_j(self) -> Floats: ...  # noqa: D102
     def bound_j(self, deadline_s: float) -> float: ...  # noqa: D102
-
-
-@dataclass(frozen=True)
-class Share:
-    """A job's share of a budget.
-
-    Attributes:
-        time_s: Iteration time within the budget.
-        power_w: Average power of all its GPUs at that time.
-    """
-
-    time_s: float
-    power_w: float
 
 
 @dataclass(frozen=True, eq=False)

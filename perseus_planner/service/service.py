@@ -16,14 +16,14 @@ from perseus_planner.service.alertmanager import AlertEffects, jobs_concerned, w
 from perseus_planner.service.answers import Answer, JobStatus, JobSummary, PipelineStatus, Registered
 from perseus_planner.service.checks import check_deadline, check_positive, check_report, check_same
 from perseus_planner.service.clock import SteadyClock
-from perseus_planner.service.model import Conflict, Job, JobState, PlanSet, Report, Taken, UnknownReport
+from perseus_planner.service.model import Conflict, Job, PlanSet, Report, Taken, UnknownReport
 from perseus_planner.service.planning.cache import Planning, Processes
 from perseus_planner.service.planning.replanner import Replanner, replan
 from perseus_planner.service.planning.worker import Unsolved, solve_profile
 from perseus_planner.service.power import share_power
 from perseus_planner.service.store.writer import Changed, Draft, Writer, unknown_job
 from perseus_planner.service.subscriptions import Subscriptions, Timers
-from perseus_planner.service.telemetry import TelemetryBook
+from perseus_planner.service.telemetry_book import TelemetryBook
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     from perseus_planner.service.planning.curves import Curve
     from perseus_planner.service.schemas import Counters
+    from perseus_planner.service.state import JobState
     from perseus_planner.service.store.storage import Storage
 
 _RETRY_S = 1.0  # after changes that could not be written, for example because the disk is full

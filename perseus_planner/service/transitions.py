@@ -20,11 +20,12 @@ from typing import TYPE_CHECKING
 from perseus_planner.errors import shown
 from perseus_planner.service.answers import Answer, Effect, Expected, JobStatus, JobSummary, PipelineStatus, Registered
 from perseus_planner.service.checks import check_deadline, check_job, check_places
-from perseus_planner.service.model import Conflict, Job, JobState, PlanSet
+from perseus_planner.service.model import Conflict, Job, PlanSet
 from perseus_planner.service.planning.cache import Planning, deduplicated, requests_of
 from perseus_planner.service.planning.curves import NotSolved
 from perseus_planner.service.policy import decide, saving_w
 from perseus_planner.service.reports import lasting_reports
+from perseus_planner.service.state import JobState
 
 if TYPE_CHECKING:
     from perseus_planner.service.model import Decision, Report

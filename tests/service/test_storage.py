@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from services import NOW_S, frontier_file, job, report, small_frontier
 
-from perseus_planner.service.model import REMEMBERED, Decision, JobState, PlanSet, StorageError, Taken, Target
+from perseus_planner.service.model import REMEMBERED, Decision, PlanSet, StorageError, Taken, Target
 from perseus_planner.service.planning.curves import Curve
-from perseus_planner.service.power import Share
+from perseus_planner.service.state import JobState, Share
 from perseus_planner.service.store.storage import VERSIONS_KEPT, Change, Storage
 
 DIGEST = "f" * 64

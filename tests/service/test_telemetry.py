@@ -24,7 +24,8 @@ from perseus_planner.service.model import Conflict, Scope, UnknownJob
 from perseus_planner.service.schemas import Counters
 from perseus_planner.service.service import Service
 from perseus_planner.service.store.storage import Storage
-from perseus_planner.service.telemetry import WRITTEN_AFTER_S, Tally, add_counters
+from perseus_planner.service.telemetry import Tally, add_counters
+from perseus_planner.service.telemetry_book import WRITTEN_AFTER_S
 from perseus_planner.views.service_text import status_text
 
 httpx = pytest.importorskip("httpx")

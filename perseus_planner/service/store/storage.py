@@ -29,7 +29,7 @@ from sqlalchemy import (
 from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 
 from perseus_planner.files import sha256
-from perseus_planner.service.model import Decision, Fenced, JobState, PlanSet, StorageError
+from perseus_planner.service.model import Decision, Fenced, PlanSet, StorageError
 from perseus_planner.service.planning.curves import Curve
 from perseus_planner.service.schemas import from_json, to_json
 from perseus_planner.service.store.tables import (
@@ -50,6 +50,8 @@ from perseus_planner.service.telemetry import Tally
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from types import TracebackType
+
+    from perseus_planner.service.state import JobState
 
 Synchronous = Literal["NORMAL", "FULL", "EXTRA"]
 Versions = list[tuple[PlanSet, Decision]]

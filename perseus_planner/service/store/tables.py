@@ -15,10 +15,10 @@ from typing import Any
 
 from sqlalchemy import Column, Index, Integer, LargeBinary, MetaData, String, Table, Text
 
-from perseus_planner.service.model import Decision, Job, JobState, PlanSet, Report, Taken
+from perseus_planner.service.model import Decision, Job, PlanSet, Report, Taken
 from perseus_planner.service.planning.curves import Curve
-from perseus_planner.service.power import Share
 from perseus_planner.service.schemas import from_json, to_json
+from perseus_planner.service.state import JobState, Share
 
 LAYOUT = "2"
 """The version of the tables. A database of another version is refused."""

@@ -14,7 +14,8 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from perseus_planner.errors import UsageError
-from perseus_planner.service.model import JobState, UnknownJob
+from perseus_planner.service.model import UnknownJob
+from perseus_planner.service.state import JobState
 from perseus_planner.service.store.storage import Change, Storage, Stored
 
 if TYPE_CHECKING:

@@ -1,0 +1,76 @@
+"""All that the service knows of one running job, as one frozen value."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from perseus_planner.service.model import REMEMBERED
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from perseus_planner.service.model import Decision, Job, PlanSet, Report, Taken
+    from perseus_planner.service.planning.curves import Curve
+
+
+@dataclass(frozen=True)
+class Share:
+    """A job's share of a budget.
+
+    Attributes:
+        time_s: Iteration time within the budget.
+        power_w: Average power of all its GPUs at that time.
+    """
+
+    time_s: float
+    power_w: float
+
+
+@dataclass(frozen=True)
+class JobState:
+    """A running job inside the service. It is replaced as a whole, so readers never see half a change.
+
+    Attributes:
+        registered: The job as it was registered.
+        job: The job with the deadline and the power budget that hold now.
+        curve: The energy of its frontier.
+        decision: What its pipelines are to do.
+        saving_w: Watts that the decision is expected to save, as `policy.saving_w` computes them.
+        published: The newest version of its plans.
+        planned: The decision that those plans were made for.
+        promised: The version named in answers; above `published.version` while that version is being planned.
+        reports: Key -> report, for reports that count or will count, in order of arrival.
+        past: Key -> report, for reports that no longer count, the latest last; at most `REMEMBERED`.
+        taken: The version that the job runs; None if it has not reported one.
+        share: The job's share of the power budgets; None if there are none.
+    """
+
+    registered: Job
+    job: Job
+    curve: Curve = field(repr=False)
+    decision: Decision
+    saving_w: float
+    published: PlanSet
+    planned: Decision
+    promised: int
+    reports: Mapping[str, Report] = field(default_factory=dict)
+    past: Mapping[str, Report] = field(default_factory=dict)
+    taken: Taken | None = None
+    share: Share | None = None
+
+    @property
+    def is_planned(self) -> bool:
+        """Whether all promised plans have been published."""
+        return self.promised == self.published.version
+
+    def keeping(self, lasting: Iterable[Report]) -> JobState:
+        """Return the state in which only the reports in `lasting` count; the others become past reports."""
+        kept = {report.key for report in lasting}
+        if len(kept) == len(self.reports):
+            return self
+        gone = {key: report for key, report in self.reports.items() if key not in kept}
+        past = {**self.past, **gone}
+        for key in list(past)[:-REMEMBERED]:
+            del past[key]
+        return replace(self, reports={key: report for key, report in self.reports.items() if key in kept}, past=past)
