@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from perseus_planner.service.model import Decision, Job, Origin, Report, Taken
+from perseus_planner.service.model import Decision, Origin, RegisteredJob, Report, Taken
 
 Effect = Literal["planning", "next iteration", "already"]
 
@@ -31,7 +31,7 @@ class JobSummary:
     since_s: Annotated[float, Field(description="When the job was registered, seconds since the epoch.")]
 
     @classmethod
-    def of(cls, job: Job) -> JobSummary:
+    def of(cls, job: RegisteredJob) -> JobSummary:
         """Summarize `job`."""
         limits = (job.deadline_s, job.max_changes, job.min_dwell_s, job.power_w)
         return cls(job.name, job.pipelines, job.frontier, len(job.places), *limits, job.since_s)

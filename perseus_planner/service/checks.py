@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from perseus_planner.errors import InfeasibleDeadline, UsageError, shown
 from perseus_planner.quantities import CHANGES, COUNT, TIME, WAIT
-from perseus_planner.service.model import Conflict, Job, Report
+from perseus_planner.service.model import Conflict, RegisteredJob, Report
 from perseus_planner.service.reports import check_scope
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ _LONGEST_NAME = 255
 _MOST_REPORTS = 4096
 
 
-def check_job(job: Job) -> None:
+def check_job(job: RegisteredJob) -> None:
     """Check the values of a job that do not depend on its frontier.
 
     Raises:
@@ -37,7 +37,7 @@ def check_job(job: Job) -> None:
     check_positive("power_w", job.power_w)
 
 
-def check_places(job: Job, curve: Curve) -> None:
+def check_places(job: RegisteredJob, curve: Curve) -> None:
     """Check the locations of a job's ranks.
 
     Raises:

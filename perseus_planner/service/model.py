@@ -91,7 +91,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Job:
+class RegisteredJob:
     """A training job, with the deadline and the power budget that hold now.
 
     Attributes:

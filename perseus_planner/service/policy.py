@@ -51,7 +51,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from perseus_planner.errors import shown
-from perseus_planner.service.model import Decision, Job, Numbers, Report, Target
+from perseus_planner.service.model import Decision, Numbers, RegisteredJob, Report, Target
 from perseus_planner.service.reports import active_reports, next_turn_s, parts_concerned
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ _ROUNDING = 1e-9  #: a saving below this share of the energy is a rounding error
 
 
 @dataclass(frozen=True)
-class Settings:
+class PolicySettings:
     """When pipelines are slowed down. They are always sped up at once.
 
     Attributes:
@@ -108,12 +108,12 @@ class _Pipeline:
 
 
 def decide(
-    job: Job,
+    job: RegisteredJob,
     reports: Iterable[Report],
     numbers: Numbers,
     before: Decision | None,
     now_s: float,
-    settings: Settings = Settings(),
+    settings: PolicySettings = PolicySettings(),
     *,
     iteration: int | None = None,
 ) -> Decision:
@@ -153,7 +153,7 @@ def decide(
     return Decision(targets, time_s, stragglers, since_s, min(turns_s), _reason(pipelines, time_s, calm_s, refusal))
 
 
-def saving_w(job: Job, decision: Decision, numbers: Numbers) -> float:
+def saving_w(job: RegisteredJob, decision: Decision, numbers: Numbers) -> float:
     """Return the average power that the pipelines of `job` save by a decision, watts.
 
     It is compared with each pipeline planned for its own target, while the slowest takes the decided time. It is
@@ -185,7 +185,7 @@ class _Slowing:
     time_s: float
     planned_s: tuple[float, ...]
     power_w: float | None
-    settings: Settings
+    settings: PolicySettings
 
     @cached_property
     def wanted_s(self) -> tuple[float, ...]:
@@ -238,7 +238,7 @@ class _Slowing:
         return expires_s - both_changes_s
 
 
-def _target_s(job: Job, numbers: Numbers) -> float:
+def _target_s(job: RegisteredJob, numbers: Numbers) -> float:
     return numbers.baseline_time_s if job.deadline_s is None else job.deadline_s
 
 
@@ -255,7 +255,7 @@ def _saved_j(numbers: Numbers, from_s: float, to_s: float) -> float:
     return numbers.bound_j(from_s) - numbers.bound_j(to_s) + waiting_w * (to_s - from_s)
 
 
-def _pipelines(job: Job, active: Sequence[Report], numbers: Numbers) -> list[_Pipeline]:
+def _pipelines(job: RegisteredJob, active: Sequence[Report], numbers: Numbers) -> list[_Pipeline]:
     concerning: dict[int, list[tuple[Report, frozenset[int]]]] = {}
     for report in active:
         for pipeline, stages in parts_concerned(job, report.scope).items():
@@ -290,7 +290,7 @@ def _reported(reports: Sequence[tuple[Report, frozenset[int]]], calm: _Pipeline,
 
 
 def _since_s(
-    job: Job, before: Decision | None, targets: Sequence[Target], stragglers: Mapping[int, str], now_s: float
+    job: RegisteredJob, before: Decision | None, targets: Sequence[Target], stragglers: Mapping[int, str], now_s: float
 ) -> float:
     """Return since when stragglers determine the times of the plans; a new deadline of the job does not count."""
     if before is None:

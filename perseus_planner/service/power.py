@@ -26,7 +26,7 @@ from perseus_planner.service.state import Share
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from perseus_planner.service.model import Job
+    from perseus_planner.service.model import RegisteredJob
     from perseus_planner.service.planning.curves import Curve
     from perseus_planner.service.state import JobState
     from perseus_planner.service.store.writer import Draft
@@ -206,14 +206,14 @@ def with_shares(power_w: float | None, states: Iterable[JobState]) -> list[JobSt
     return [replace(state, share=share) for state, share in zip(states, allowed, strict=True)]
 
 
-def _allowed(job: Job, share: Share, room: float, power_w: float | None) -> Share | None:
+def _allowed(job: RegisteredJob, share: Share, room: float, power_w: float | None) -> Share | None:
     """Return the share that plans must keep. Power that is left over is shared, as plans draw more than the bound."""
     limits_w = [share.power_w * room] if power_w is not None else []
     limits_w += [] if job.power_w is None else [job.power_w]
     return Share(share.time_s, min(limits_w)) if limits_w else None
 
 
-def _demand(job: Job, curve: Curve) -> Demand:
+def _demand(job: RegisteredJob, curve: Curve) -> Demand:
     time_s = curve.baseline_time_s if job.deadline_s is None else job.deadline_s
     time_s = min(max(time_s, curve.min_time_s), curve.max_time_s)
     return Demand(curve, job.pipelines, job.pipelines * curve.gpus, time_s, job.power_w)

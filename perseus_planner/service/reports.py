@@ -10,7 +10,7 @@ from perseus_planner.errors import UsageError, shown
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from perseus_planner.service.model import Job, Report, Scope
+    from perseus_planner.service.model import RegisteredJob, Report, Scope
 
 
 def lasting_reports(reports: Iterable[Report], now_s: float, iteration: int | None = None) -> tuple[Report, ...]:
@@ -62,7 +62,7 @@ def _has_begun(report: Report, now_s: float, iteration: int | None) -> bool:
     return now_s >= report.begins_s
 
 
-def parts_concerned(job: Job, scope: Scope) -> dict[int, frozenset[int]]:
+def parts_concerned(job: RegisteredJob, scope: Scope) -> dict[int, frozenset[int]]:
     """Return the pipelines of `job` in `scope`, each with its stages in `scope`; no stages if they are unknown.
 
     If a rank, GPU or node belongs to several pipelines, `scope.pipeline` restricts it to one of them.
@@ -86,7 +86,7 @@ def parts_concerned(job: Job, scope: Scope) -> dict[int, frozenset[int]]:
     return parts
 
 
-def check_scope(job: Job, scope: Scope, stages: int) -> None:
+def check_scope(job: RegisteredJob, scope: Scope, stages: int) -> None:
     """Check that a scope exists in a job whose pipelines have this many stages.
 
     Raises:
@@ -97,7 +97,7 @@ def check_scope(job: Job, scope: Scope, stages: int) -> None:
             raise UsageError(f"scope: there is no stage {stage}; stages are 0 to {stages - 1}")
 
 
-def _held_by(job: Job, scope: Scope) -> dict[int, frozenset[int]]:
+def _held_by(job: RegisteredJob, scope: Scope) -> dict[int, frozenset[int]]:
     """Return the stages of the ranks in `scope` by pipeline; no stages for a pipeline in which a rank's are unknown."""
     found = [place for place in job.places if scope.value and str(getattr(place, scope.kind)) == scope.value]
     if not found:
@@ -112,7 +112,7 @@ def _held_by(job: Job, scope: Scope) -> dict[int, frozenset[int]]:
     return {pipeline: frozenset() if pipeline in unknown else stages for pipeline, stages in held.items()}
 
 
-def _pipeline_of_stage(job: Job, scope: Scope) -> int:
+def _pipeline_of_stage(job: RegisteredJob, scope: Scope) -> int:
     if scope.pipeline is not None:
         return _pipeline(job, str(scope.pipeline))
     if job.pipelines > 1:
@@ -123,7 +123,7 @@ def _pipeline_of_stage(job: Job, scope: Scope) -> int:
     return 0
 
 
-def _pipeline(job: Job, value: str) -> int:
+def _pipeline(job: RegisteredJob, value: str) -> int:
     number = _number("pipeline", value)
     if number >= job.pipelines:
         raise UsageError(f"scope: there is no pipeline {number}; pipelines are 0 to {job.pipelines - 1}")

@@ -16,7 +16,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BeforeValidator, Field, PlainSerializer, Strict, TypeAdapter, WithJsonSchema
 
 from perseus_planner.errors import UsageError
-from perseus_planner.service.model import STRICT, Cause, Job, Line, Number, Origin, Place, Report, Scope
+from perseus_planner.service.model import STRICT, Cause, Line, Number, Origin, Place, RegisteredJob, Report, Scope
 
 Value = TypeVar("Value")
 
@@ -96,9 +96,9 @@ class Registration:
         if self.frontier is not None and (*profile, self.microbatches) != (None,) * 4:
             raise UsageError("frontier: leave out profile_csv, profile_yaml, schedule and microbatches beside it")
 
-    def job(self) -> Job:
+    def job(self) -> RegisteredJob:
         """Return the job. The service adds its frontier's digest and the time."""
-        return Job(
+        return RegisteredJob(
             name=self.name,
             pipelines=self.pipelines,
             frontier="",

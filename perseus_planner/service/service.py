@@ -16,7 +16,7 @@ from perseus_planner.service.alertmanager import AlertEffects, jobs_concerned, w
 from perseus_planner.service.answers import Answer, JobStatus, JobSummary, PipelineStatus, Registered
 from perseus_planner.service.checks import check_deadline, check_positive, check_report, check_same
 from perseus_planner.service.clock import SteadyClock
-from perseus_planner.service.model import Conflict, Job, PlanSet, Report, Taken, UnknownReport
+from perseus_planner.service.model import Conflict, PlanSet, RegisteredJob, Report, Taken, UnknownReport
 from perseus_planner.service.planning.cache import Planning, Processes
 from perseus_planner.service.planning.replanner import Replanner, replan
 from perseus_planner.service.planning.worker import Unsolved, solve_profile
@@ -161,7 +161,7 @@ class Service:
             finally:
                 self._solver.restart()  # a large schedule leaves no memory behind
 
-    def register(self, job: Job, frontier: bytes) -> Registered:
+    def register(self, job: RegisteredJob, frontier: bytes) -> Registered:
         """Register a job, or recognize it; returns when the first version of its plans is there.
 
         Args:

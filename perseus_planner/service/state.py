@@ -10,7 +10,7 @@ from perseus_planner.service.model import REMEMBERED
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from perseus_planner.service.model import Decision, Job, PlanSet, Report, Taken
+    from perseus_planner.service.model import Decision, PlanSet, RegisteredJob, Report, Taken
     from perseus_planner.service.planning.curves import Curve
 
 
@@ -46,8 +46,8 @@ class JobState:
         share: The job's share of the power budgets; None if there are none.
     """
 
-    registered: Job
-    job: Job
+    registered: RegisteredJob
+    job: RegisteredJob
     curve: Curve = field(repr=False)
     decision: Decision
     saving_w: float

@@ -11,7 +11,7 @@ from perseus_planner.service.telemetry import Tally, add_counters
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from perseus_planner.service.model import Job
+    from perseus_planner.service.model import RegisteredJob
     from perseus_planner.service.schemas import Counters
     from perseus_planner.service.store.writer import Draft, Writer
 
@@ -38,7 +38,7 @@ class TelemetryBook:
         jobs: Those jobs by name.
     """
 
-    def __init__(self, stored: Mapping[str, Tally], jobs: Mapping[str, Job]) -> None:
+    def __init__(self, stored: Mapping[str, Tally], jobs: Mapping[str, RegisteredJob]) -> None:
         self._entries = {name: _Entry(jobs[name].since_s, tally) for name, tally in stored.items()}
         self._lock = threading.Lock()
         self._unwritten: dict[str, _Entry] = {}
@@ -49,12 +49,12 @@ class TelemetryBook:
         """When to write, seconds since the epoch; infinite if there is nothing to write."""
         return self._write_s if self._unwritten else math.inf
 
-    def of(self, job: Job) -> Tally | None:
+    def of(self, job: RegisteredJob) -> Tally | None:
         """Return the telemetry of a job; None if it has sent none."""
         entry = self._entries.get(job.name)
         return entry.tally if entry is not None and entry.since_s == job.since_s else None
 
-    def add(self, job: Job, sent: Counters, baseline_j: Callable[[float], float], now_s: float) -> None:
+    def add(self, job: RegisteredJob, sent: Counters, baseline_j: Callable[[float], float], now_s: float) -> None:
         """Add counters with `add_counters`.
 
         Raises:

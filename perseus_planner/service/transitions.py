@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from perseus_planner.errors import shown
 from perseus_planner.service.answers import Answer, Effect, Expected, JobStatus, JobSummary, PipelineStatus, Registered
 from perseus_planner.service.checks import check_deadline, check_job, check_places
-from perseus_planner.service.model import Conflict, Job, PlanSet
+from perseus_planner.service.model import Conflict, PlanSet, RegisteredJob
 from perseus_planner.service.planning.cache import Planning, deduplicated, requests_of
 from perseus_planner.service.planning.curves import NotSolved
 from perseus_planner.service.policy import decide, saving_w
@@ -36,7 +36,7 @@ _FORGOTTEN_AFTER_S = 3600.0
 _KEPT = 1024
 
 
-def checked(job: Job, frontier: bytes, now_s: float) -> Job:
+def checked(job: RegisteredJob, frontier: bytes, now_s: float) -> RegisteredJob:
     """Return the job with the digest of its frontier file, registered now.
 
     Raises:
@@ -46,7 +46,7 @@ def checked(job: Job, frontier: bytes, now_s: float) -> Job:
     return replace(job, frontier=hashlib.sha256(frontier).hexdigest(), since_s=now_s)
 
 
-def first_state(job: Job, frontier: bytes, planning: Planning) -> JobState:
+def first_state(job: RegisteredJob, frontier: bytes, planning: Planning) -> JobState:
     """Return a new job with the first version of its plans; takes seconds if they have to be computed.
 
     Raises:
@@ -73,7 +73,7 @@ def first_state(job: Job, frontier: bytes, planning: Planning) -> JobState:
     )
 
 
-def registered_again(state: JobState, job: Job) -> Registered:
+def registered_again(state: JobState, job: RegisteredJob) -> Registered:
     """Return the answer to a repeated registration of the job in `state`.
 
     Raises:
@@ -292,7 +292,7 @@ def _without_forgotten(state: JobState, now_s: float) -> JobState:
     return state.keeping(report for report in lasting if not _is_over(report, now_s) or _over_s(report) >= oldest_s)
 
 
-def _within_budgets(state: JobState) -> Job:
+def _within_budgets(state: JobState) -> RegisteredJob:
     """Return the job with the iteration time and the power that budgets leave it, if there are any."""
     share = state.share
     return state.job if share is None else replace(state.job, deadline_s=share.time_s, power_w=share.power_w)

@@ -19,7 +19,7 @@ import pytest
 from services import PIPELINES, at_once, frontier_file
 from serving import Serving
 
-from perseus_planner.service.model import Job
+from perseus_planner.service.model import RegisteredJob
 from perseus_planner.service.service import Service
 from perseus_planner.service.store.storage import Storage
 
@@ -228,7 +228,7 @@ def survive(folder: Path, kills: int, lives_s: tuple[float, ...]) -> Told:
     told, serving = Told(), Serving(folder)
     with Storage(folder / "service.sqlite") as storage, Service(storage, run=at_once) as service:
         for number in range(JOBS):
-            service.register(Job(f"first-{number}", PIPELINES, ""), frontier_file())
+            service.register(RegisteredJob(f"first-{number}", PIPELINES, ""), frontier_file())
             told.jobs[f"first-{number}"] = set()
     try:
         serving.start()

@@ -18,14 +18,14 @@ from strategies import fixed, smooth_profile
 
 from perseus_planner import schedules
 from perseus_planner.errors import UsageError
-from perseus_planner.service.model import Cause, Decision, Job, Numbers, Report, Scope, ScopeKind
-from perseus_planner.service.policy import Settings, decide, saving_w
+from perseus_planner.service.model import Cause, Decision, Numbers, RegisteredJob, Report, Scope, ScopeKind
+from perseus_planner.service.policy import PolicySettings, decide, saving_w
 from perseus_planner.service.reports import active_reports, check_scope, lasting_reports, next_turn_s, parts_concerned
 from perseus_planner.solver.solve import solve
 
 CALM_S = Formula().baseline_time_s
 START_S = JOB.since_s
-EAGER = Settings(least_rise=0.0, holding_s=0.0)
+EAGER = PolicySettings(least_rise=0.0, holding_s=0.0)
 
 SCOPES = [
     *(Scope("pipeline", str(pipeline)) for pipeline in range(3)),
@@ -126,17 +126,17 @@ def known_of(numbers: Numbers, target_s: float, active: Sequence[Report], pipeli
 class Model:
     """What plans take, by the table; it decides as often as it is asked."""
 
-    def __init__(self, numbers: Numbers, how: Settings) -> None:
+    def __init__(self, numbers: Numbers, how: PolicySettings) -> None:
         self.numbers, self.how = numbers, how
         self.planned_s: list[float] | None = None
         self.changed_s = -math.inf  #: when stragglers last changed plans
         self.was_slow = False
 
-    def known(self, job: Job, active: Sequence[Report]) -> list[Known]:
+    def known(self, job: RegisteredJob, active: Sequence[Report]) -> list[Known]:
         target_s = job.deadline_s or self.numbers.baseline_time_s
         return [known_of(self.numbers, target_s, active, pipeline) for pipeline in range(job.pipelines)]
 
-    def decide(self, job: Job, active: Sequence[Report], now_s: float) -> list[float]:
+    def decide(self, job: RegisteredJob, active: Sequence[Report], now_s: float) -> list[float]:
         known = self.known(job, active)
         slowest_s = max(each.takes_s for each in known)
         wanted = [e.own_s if e.takes_s > e.own_s else min(slowest_s, e.own.max_time_s) for e in known]
@@ -171,8 +171,8 @@ class Straggling(RuleBasedStateMachine):
         self.reports: list[Report] = []
         self.iteration: int | None = None
 
-    @initialize(how=st.sampled_from((Settings(), EAGER, Settings(0.05, 10.0, 2.0, 3.0))))
-    def register(self, how: Settings) -> None:
+    @initialize(how=st.sampled_from((PolicySettings(), EAGER, PolicySettings(0.05, 10.0, 2.0, 3.0))))
+    def register(self, how: PolicySettings) -> None:
         self.how, self.model = how, Model(self.numbers, how)
         self.decision = None
         self.decide()
@@ -296,7 +296,7 @@ TestTheTableHolds = Straggling.TestCase
 
 
 def decided(*reports: Report, at_s: float = START_S, before: Decision | None = None, **of: Any) -> Decision:
-    how, job = of.pop("how", Settings()), replace(JOB, **of)
+    how, job = of.pop("how", PolicySettings()), replace(JOB, **of)
     return decide(job, reports, Formula(), before, at_s, how)
 
 
@@ -455,7 +455,7 @@ def test_what_expires_before_two_changes_are_paid_changes_nothing():
     assert soon.straggler_time_s == 1.2 * CALM_S
     assert soon.reason.endswith("but nothing is slowed down: the report expires too soon for that to pay")
     assert times_s(decided(report(expires_s=START_S + two_iterations_s + 0.01)))[0] == 1.2 * CALM_S
-    assert times_s(decided(report(), how=Settings(assumed_s=2.0))) == [CALM_S] * 3
+    assert times_s(decided(report(), how=PolicySettings(assumed_s=2.0))) == [CALM_S] * 3
 
 
 def test_what_saves_nothing_changes_nothing():

@@ -30,7 +30,7 @@ from perseus_planner.files import sha256
 from perseus_planner.service.http import server
 from perseus_planner.service.http.auth import TOKENS_VARIABLE, Limits, read_tokens
 from perseus_planner.service.http.server import Address, listening, serving
-from perseus_planner.service.model import Job
+from perseus_planner.service.model import RegisteredJob
 from perseus_planner.service.planning import worker
 from perseus_planner.service.service import Service
 from perseus_planner.service.store.storage import Storage
@@ -306,7 +306,7 @@ def until(served: Any, count: int) -> None:
 
 def test_who_waits_is_answered_when_the_service_ends():
     service = StandIn()
-    service.register(Job("gpt3", 2, ""), b"PK")
+    service.register(RegisteredJob("gpt3", 2, ""), b"PK")
     path = "/v1/jobs/gpt3/plans?after=1&wait_s=60"
     with ThreadPoolExecutor(4) as pool, serving(service, Address(port=0)) as url, httpx.Client(base_url=url) as client:
         polls = [pool.submit(httpx.get, f"{url}{path}", timeout=60) for _ in range(3)]
@@ -318,7 +318,7 @@ def test_who_waits_is_answered_when_the_service_ends():
 
 def test_a_stream_of_events_has_every_version_keeps_alive_and_ends_with_the_job():
     service = StandIn()
-    service.register(Job("gpt3", 2, ""), b"PK")
+    service.register(RegisteredJob("gpt3", 2, ""), b"PK")
     with (
         serving(service, Address(port=0), limits=Limits(keep_alive_s=0.05)) as url,
         httpx.stream("GET", f"{url}/v1/jobs/gpt3/events") as answer,
@@ -335,7 +335,7 @@ def test_a_stream_of_events_has_every_version_keeps_alive_and_ends_with_the_job(
 
 def test_whoever_goes_away_from_a_stream_waits_no_longer():
     service = StandIn()
-    service.register(Job("gpt3", 2, ""), b"PK")
+    service.register(RegisteredJob("gpt3", 2, ""), b"PK")
     with serving(service, Address(port=0)) as url, httpx.Client(base_url=url) as client:
         with httpx.stream("GET", f"{url}/v1/jobs/gpt3/events"):
             until(client, 1)

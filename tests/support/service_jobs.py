@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from perseus_planner.profiles.groups import slowed
 from perseus_planner.schedules.dag import PipelineDag
-from perseus_planner.service.model import Job, Place
+from perseus_planner.service.model import Place, RegisteredJob
 from perseus_planner.solver.frontier import Frontier
 from perseus_planner.solver.solve import solve_dag
 
@@ -20,7 +20,7 @@ PLACES = (
     Place(4, 2, (0, 2), "node1", "GPU-e"),
     Place(5, 2, (), "node1", ""),
 )
-JOB = Job("train", 3, "f00d", PLACES, since_s=1000.0)
+JOB = RegisteredJob("train", 3, "f00d", PLACES, since_s=1000.0)
 STAGES = 4
 
 

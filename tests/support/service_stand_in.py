@@ -23,8 +23,8 @@ from perseus_planner.service.http.auth import Access, Limits
 from perseus_planner.service.model import (
     Conflict,
     Decision,
-    Job,
     PlanSet,
+    RegisteredJob,
     Report,
     Taken,
     Target,
@@ -47,7 +47,7 @@ class StandIn:
     """What is sent to it is kept; every report and every setting is a new version."""
 
     def __init__(self) -> None:
-        self.kept: dict[str, Job] = {}
+        self.kept: dict[str, RegisteredJob] = {}
         self.of_job: dict[str, dict[str, Report]] = {}
         self.versions: dict[str, int] = {}
         self.taken_by: dict[str, Taken] = {}
@@ -66,7 +66,7 @@ class StandIn:
     def solve(self, unsolved: Unsolved, most_s: float) -> bytes:
         return solve_profile(unsolved)
 
-    def register(self, job: Job, frontier: bytes) -> Registered:
+    def register(self, job: RegisteredJob, frontier: bytes) -> Registered:
         if not frontier.startswith(b"PK"):
             raise FrontierError("frontier.npz: is not a frontier file; name one that `planner solve` wrote")
         known = self.kept.get(job.name)

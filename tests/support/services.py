@@ -15,7 +15,7 @@ from strategies import smooth_profile
 from perseus_planner import Frontier, schedules, solve
 from perseus_planner.plans.replay import time_and_energy
 from perseus_planner.schedules.dag import PipelineDag
-from perseus_planner.service.model import Job, Place, Report, Scope
+from perseus_planner.service.model import Place, RegisteredJob, Report, Scope
 from perseus_planner.service.service import Service
 
 PIPELINES, STAGES = 3, 2
@@ -43,14 +43,14 @@ def frontier_file(step_mhz: int = 90) -> bytes:
         return path.read_bytes()
 
 
-def job(name: str = "gpt", **settings: Any) -> Job:
+def job(name: str = "gpt", **settings: Any) -> RegisteredJob:
     """A rank for each stage of each pipeline, two ranks on a node."""
     ranks = [(pipeline, stage) for pipeline in range(PIPELINES) for stage in range(STAGES)]
     places = tuple(
         Place(rank, pipeline, (stage,), f"node{pipeline}", f"GPU-{rank}")
         for rank, (pipeline, stage) in enumerate(ranks)
     )
-    return Job(name, PIPELINES, "", places, **settings)
+    return RegisteredJob(name, PIPELINES, "", places, **settings)
 
 
 def report(key: str, pipeline: int = 1, slowdown: float = 1.3, source: str = "ops", **fields: Any) -> Report:

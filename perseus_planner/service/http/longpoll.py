@@ -19,7 +19,7 @@ from perseus_planner.service.model import Fenced, UnknownJob
 if TYPE_CHECKING:
     from perseus_planner.service.answers import Answer, Registered
     from perseus_planner.service.http.auth import Limits
-    from perseus_planner.service.model import Job, PlanSet, Report
+    from perseus_planner.service.model import PlanSet, RegisteredJob, Report
     from perseus_planner.service.planning.worker import Unsolved
     from perseus_planner.service.service import Service
 
@@ -104,7 +104,7 @@ class AsyncService:
         """Call `Service.solve`, which may take minutes."""
         return await self.call(self.service.solve, unsolved, self._limits.solve_s)
 
-    async def register(self, job: Job, frontier: bytes) -> Registered:
+    async def register(self, job: RegisteredJob, frontier: bytes) -> Registered:
         """Call `Service.register`, a few at a time, so that threads are left for others."""
         async with self._registering:
             return await self.change(self.service.register, job, frontier)

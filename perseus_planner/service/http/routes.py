@@ -39,7 +39,7 @@ async def _live(request: Request) -> AsyncService:
 
 
 Live = Annotated[AsyncService, Depends(_live)]
-Job = Annotated[str, Path(pattern=schemas.NAME, description="Name of the job.")]
+JobName = Annotated[str, Path(pattern=schemas.NAME, description="Name of the job.")]
 After = Annotated[int, Query(ge=0, le=schemas.MOST_WHOLE, description="The version that the client has; 0 for none.")]
 Wait = Annotated[
     float,
@@ -154,13 +154,13 @@ async def jobs(live: Live) -> Response:
 
 
 @router.get("/v1/jobs/{job}", dependencies=_for("read"), response_model=JobStatus, responses=_errors(404))
-async def status(job: Job, live: Live) -> Response:
+async def status(job: JobName, live: Live) -> Response:
     """Return what a job's pipelines are to do and why, which version it runs, and its reports."""
     return await live.call(lambda: _json(live.service.status(job)))
 
 
 @router.delete("/v1/jobs/{job}", dependencies=_for("operate"), responses=_errors(404), **_NO_CONTENT)
-async def end(job: Job, live: Live) -> Response:
+async def end(job: JobName, live: Live) -> Response:
     """Report that a job has ended. Requests that wait for its plans are answered with 404."""
     await live.change(live.service.end, job)
     return Response(status_code=204)
@@ -175,7 +175,7 @@ async def end(job: Job, live: Live) -> Response:
 )
 async def report(
     request: Request,
-    job: Job,
+    job: JobName,
     sent: schemas.ReportRequest,
     live: Live,
     idempotency_key: Annotated[str | None, Header(pattern=schemas.KEY)] = None,
@@ -195,7 +195,7 @@ async def report(
 
 
 @router.get("/v1/jobs/{job}/reports", dependencies=_for("read"), response_model=answers.Reports, responses=_errors(404))
-async def reports(job: Job, live: Live) -> Response:
+async def reports(job: JobName, live: Live) -> Response:
     """List the reports of a job that count now or will count."""
     return await live.call(lambda: _json(answers.Reports(live.service.reports(job))))
 
@@ -203,7 +203,7 @@ async def reports(job: Job, live: Live) -> Response:
 @router.delete(
     "/v1/jobs/{job}/reports/{key}", dependencies=_for("report"), response_model=Answer, responses=_errors(404)
 )
-async def clear(job: Job, key: Annotated[str, Path(pattern=schemas.KEY)], live: Live) -> Response:
+async def clear(job: JobName, key: Annotated[str, Path(pattern=schemas.KEY)], live: Live) -> Response:
     """Withdraw a report."""
     return _json(await live.change(live.service.clear, job, key))
 
@@ -237,7 +237,7 @@ async def alerts(request: Request, sent: schemas.AlertGroup, live: Live) -> Resp
     responses={204: {"description": "Nothing newer within `wait_s`."}, **_errors(404)},
 )
 async def plan(
-    job: Job,
+    job: JobName,
     live: Live,
     pipeline: Annotated[int, Path(ge=0, lt=2**31, description="Number of the pipeline, from 0.")],
     after: After = 0,
@@ -259,7 +259,7 @@ async def plan(
     response_model=PlanSet,
     responses={204: {"description": "Nothing newer within `wait_s`."}, **_errors(404)},
 )
-async def plans(job: Job, live: Live, after: After = 0, wait_s: Wait = 0.0) -> Response:
+async def plans(job: JobName, live: Live, after: After = 0, wait_s: Wait = 0.0) -> Response:
     """Return the plans of all pipelines of a job, as soon as their version is above `after`."""
     newer = await live.newer(job, after, wait_s)
     return Response(status_code=204) if newer is None else _json(newer)
@@ -271,7 +271,7 @@ async def plans(job: Job, live: Live, after: After = 0, wait_s: Wait = 0.0) -> R
     response_class=StreamingResponse,
     responses={200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}, **_errors(404)},
 )
-async def events(job: Job, live: Live) -> StreamingResponse:
+async def events(job: JobName, live: Live) -> StreamingResponse:
     """Stream the version of a job's plans, now and whenever there is another, as events `version`: `{"version": n}`.
 
     The stream ends with the job. A comment is sent when there has been nothing new for some seconds.
@@ -281,14 +281,14 @@ async def events(job: Job, live: Live) -> StreamingResponse:
 
 
 @router.post("/v1/jobs/{job}/taken", dependencies=_for("report"), responses=_errors(404, 409), **_NO_CONTENT)
-async def taken(job: Job, sent: schemas.TakenRequest, live: Live) -> Response:
+async def taken(job: JobName, sent: schemas.TakenRequest, live: Live) -> Response:
     """Report which version of its plans a job runs."""
     await live.call(live.service.taken, job, sent.version, sent.iteration)
     return Response(status_code=204)
 
 
 @router.post("/v1/jobs/{job}/telemetry", dependencies=_for("report"), responses=_errors(404, 409), **_NO_CONTENT)
-async def telemetry(job: Job, sent: schemas.Counters, live: Live) -> Response:
+async def telemetry(job: JobName, sent: schemas.Counters, live: Live) -> Response:
     """Send what a run of a job has counted since it began. The job's status then says what was saved.
 
     Sending the same again, or older counts, changes nothing. A restarted job counts from 0 under another `run`. The
@@ -299,7 +299,7 @@ async def telemetry(job: Job, sent: schemas.Counters, live: Live) -> Response:
 
 
 @router.get("/v1/jobs/{job}/frontier", dependencies=_for("read"), response_model=Curve, responses=_errors(404))
-async def frontier(job: Job, live: Live) -> Response:
+async def frontier(job: JobName, live: Live) -> Response:
     """Return the least energy of an iteration of one pipeline as profiled, at the times where its slope changes."""
     return await live.call(lambda: _json(live.service.curve(job).thinned(_MOST_POINTS)))
 
@@ -307,13 +307,13 @@ async def frontier(job: Job, live: Live) -> Response:
 @router.get(
     "/v1/jobs/{job}/pipelines", dependencies=_for("read"), response_model=answers.Pipelines, responses=_errors(404)
 )
-async def pipelines(job: Job, live: Live) -> Response:
+async def pipelines(job: JobName, live: Live) -> Response:
     """Return what each pipeline of a job is to do now, and the point of its frontier that it is planned for."""
     return await live.call(lambda: _json(answers.Pipelines(*live.service.pipelines(job))))
 
 
 @router.put("/v1/jobs/{job}/deadline", dependencies=_for("operate"), response_model=Answer, responses=_errors(404, 409))
-async def deadline(job: Job, sent: schemas.DeadlineRequest, live: Live) -> Response:
+async def deadline(job: JobName, sent: schemas.DeadlineRequest, live: Live) -> Response:
     """Set the iteration time to aim for without stragglers."""
     return _json(await live.change(live.service.set_deadline, job, sent.deadline_s))
 
@@ -321,7 +321,7 @@ async def deadline(job: Job, sent: schemas.DeadlineRequest, live: Live) -> Respo
 @router.put(
     "/v1/jobs/{job}/power", dependencies=_for("operate"), response_model=answers.Answers, responses=_errors(404, 409)
 )
-async def power(job: Job, sent: schemas.PowerRequest, live: Live) -> Response:
+async def power(job: JobName, sent: schemas.PowerRequest, live: Live) -> Response:
     """Bound the average power of all GPUs of a job."""
     return _json(answers.Answers(await live.change(live.service.set_power, job, sent.power_w)))
 

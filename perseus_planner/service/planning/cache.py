@@ -20,7 +20,7 @@ from perseus_planner.service.planning.worker import PlanRequest
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from perseus_planner.service.model import Decision, Job, PlanSet
+    from perseus_planner.service.model import Decision, PlanSet, RegisteredJob
 
 Key = TypeVar("Key", bound=Hashable)
 Value = TypeVar("Value")
@@ -160,11 +160,11 @@ class Planning:
             self._curves.put((digest, ()), known)
         return known
 
-    def numbers(self, job: Job, curve: Curve) -> KnownNumbers:
+    def numbers(self, job: RegisteredJob, curve: Curve) -> KnownNumbers:
         """Return what the policy needs of the job's frontier, whose curve is `curve`, as far as it has been solved."""
         return KnownNumbers(curve, lambda slow: self._curves.get((job.frontier, slow)))
 
-    def solve(self, job: Job, slow: Slow) -> None:
+    def solve(self, job: RegisteredJob, slow: Slow) -> None:
         """Solve the pipeline with these slow stages, so that `numbers` can look it up."""
         content = self._frontier(job.frontier)
         self._curves.put((job.frontier, slow), self._run(worker.slowed_curve, job.frontier, slow, content))
@@ -185,7 +185,7 @@ class Planning:
         """
         return self._made(request, worker.plan_text, lambda _: content)
 
-    def remember(self, job: Job, curve: Curve, versions: Iterable[tuple[PlanSet, Decision]]) -> None:
+    def remember(self, job: RegisteredJob, curve: Curve, versions: Iterable[tuple[PlanSet, Decision]]) -> None:
         """Add versions of a job's plans, with the decisions that they were made for, to the cache."""
         for plan_set, decision in versions:
             for pipeline, request in enumerate(requests_of(job, curve, decision)):
@@ -199,7 +199,7 @@ class Planning:
         return text
 
 
-def requests_of(job: Job, curve: Curve, decision: Decision) -> tuple[PlanRequest, ...]:
+def requests_of(job: RegisteredJob, curve: Curve, decision: Decision) -> tuple[PlanRequest, ...]:
     """Return the plan to request for each pipeline; beyond the frontier's slow end, slower plans save nothing."""
 
     @cache  # most pipelines have the same target

@@ -15,7 +15,7 @@ from typing import Any
 
 from sqlalchemy import Column, Index, Integer, LargeBinary, MetaData, String, Table, Text
 
-from perseus_planner.service.model import Decision, Job, PlanSet, Report, Taken
+from perseus_planner.service.model import Decision, PlanSet, RegisteredJob, Report, Taken
 from perseus_planner.service.planning.curves import Curve
 from perseus_planner.service.schemas import from_json, to_json
 from perseus_planner.service.state import JobState, Share
@@ -121,7 +121,7 @@ def state_of(row: Any, curve: Curve, newest: tuple[PlanSet, Decision]) -> JobSta
     Raises:
         ValueError: If the row does not hold a job.
     """
-    registered, record = from_json(Job, row.registration), from_json(StateRecord, row.state)
+    registered, record = from_json(RegisteredJob, row.registration), from_json(StateRecord, row.state)
     published, planned = newest
     return JobState(
         registered=registered,
