@@ -6,9 +6,9 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
-import psutil
 import pytest
 import yaml
 from command_options import ROOT
@@ -94,7 +94,7 @@ def test_a_pod_that_is_stopped_leaves_no_gpu_set(nvml: StandIn, state: Path, tmp
     (tmp_path / "bin" / "torchrun").write_text(TRAINING)
     (tmp_path / "bin" / "torchrun").chmod(0o755)
     environment = {**os.environ, "PATH": f"{tmp_path / 'bin'}{os.pathsep}{PATH}"}
-    with subprocess.Popen(main, env=environment, stdout=subprocess.PIPE, text=True) as pod:
+    with subprocess.Popen(main, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True) as pod:
         try:
             assert pod.stdout.readline() == "set\n"
             assert nvml.locked_mhz(0) == (1500, 1500)
@@ -102,6 +102,6 @@ def test_a_pod_that_is_stopped_leaves_no_gpu_set(nvml: StandIn, state: Path, tmp
             assert nvml.locked_mhz(0) is None
             assert pod.wait(30) == 128 + signal.SIGTERM
         finally:
-            for child in psutil.Process().children(recursive=True):
-                child.kill()
+            with suppress(ProcessLookupError):
+                os.killpg(pod.pid, signal.SIGKILL)
     assert files(state) == []

@@ -60,6 +60,9 @@ class Recorder:
         assert self.inside
         self.inside = False
 
+    def abandon_iteration(self) -> None:
+        self.inside = self.computing = False
+
 
 class Watched(Hook):
     """A real hook, whose request is read when each computation begins."""
