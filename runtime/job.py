@@ -30,7 +30,7 @@ class TrainingJob:
     """What all ranks share.
 
     Attributes:
-        store: The store of the job's own torch.distributed, under a prefix that no other runtime uses.
+        store: The torch.distributed store of the job, under a prefix that no other runtime uses.
         rank: Rank of this process, from 0.
         ranks: Number of ranks.
     """

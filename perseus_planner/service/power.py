@@ -118,7 +118,7 @@ class _Range:
 
 
 def _range(demand: Demand) -> _Range:
-    """Return the range from the time without a budget, or from the time that meets the job's own budget."""
+    """Return the range from the time without a budget, or from the time that meets the budget of this job alone."""
     times_s, energies_j = _curve_from(demand, demand.time_s)
     powers_w = energies_j / times_s
     end = int(np.argmin(powers_w))
