@@ -864,9 +864,9 @@ def test_no_acknowledged_report_is_lost_when_the_service_is_killed(tmp_path: Pat
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(1200)
-def test_no_acknowledged_report_is_lost_in_a_hundred_kills(tmp_path: Path):
-    assert survive(tmp_path / "service.sqlite", kills=100) > 1000
+@pytest.mark.timeout(2400)
+def test_no_acknowledged_report_is_lost_in_200_kills(tmp_path: Path):
+    assert survive(tmp_path / "service.sqlite", kills=200) > 1000
 
 
 def children() -> list[psutil.Process]:

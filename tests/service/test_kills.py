@@ -302,8 +302,8 @@ def test_what_is_said_over_http_stays_true_when_the_service_is_killed(tmp_path: 
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
-def test_what_is_said_over_http_stays_true_in_a_hundred_kills(tmp_path: Path):
-    told = survive(tmp_path, kills=100, lives_s=(0.2, 1.0, 4.0))
+def test_what_is_said_over_http_stays_true_in_200_kills(tmp_path: Path):
+    told = survive(tmp_path, kills=200, lives_s=(0.2, 1.0, 4.0))
     print(f"{told.reports} reports acknowledged, {len(told.ended)} jobs ended")
     assert told.reports > 1000
     assert told.ended
