@@ -105,6 +105,15 @@ def test_the_descent_goes_on_while_a_waiting_gpu_would_draw_more():
     assert min(chosen(CLOCKS, {"F": rising}, 10.0)) > CLOCKS[-1]
 
 
+def test_after_the_descent_the_lowest_settings_come_first_where_waiting_draws_much():
+    rows = {clock: Measurement(clock, 1 + 1e-3 * (1980 - clock), 300 - (1980 - clock) / 10) for clock in CLOCKS}
+    seen = {setting: rows[setting] for setting in descent(CLOCKS, CLOCKS[0])}
+    lowest, second = sorted(seen)[:2]
+    found = next_setting(CLOCKS, {"F": seen}, 180.0)
+    assert found is not None
+    assert lowest < found < second
+
+
 def test_one_kind_that_still_saves_goes_on_to_the_bottom():
     falling = {clock: Measurement(clock, 1 + 1e-3 * (1980 - clock), 100 + clock / 10) for clock in CLOCKS}
     rising = {clock: Measurement(clock, 1980 / clock, 200 * 1980 / clock) for clock in CLOCKS}

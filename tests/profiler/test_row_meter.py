@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Iterator
 from itertools import pairwise
@@ -180,6 +181,37 @@ def test_the_device_is_synchronised_at_the_edges_of_windows_only():
     before = gpu.synchronised
     meter._measure_energy(lambda: gpu.stage().runs["F"].run(100), 0.5)
     assert gpu.synchronised - before == 2
+
+
+class Cooling(ReplayGpu):
+    """A GPU that draws less the longer it rests, and is hot at first if a test says so."""
+
+    rested_s = hot_for_s = 0.0
+
+    def wait(self, duration_s: float) -> None:
+        self.rested_s += duration_s
+        self._spend(duration_s, (80.0 + 100.0 * math.exp(-self.rested_s / 20.0)) * duration_s)
+
+    def temperature_c(self) -> float:
+        return 90.0 if self.rested_s < self.hot_for_s else 50.0
+
+
+@pytest.mark.parametrize("what", ["heating", "cooling down"])
+def test_what_the_gpu_does_between_two_windows_is_in_neither(what: str):
+    row = (Measurement(1410, 0.05, 15.0),)
+    gpu = Cooling(Profile({(0, "F"): row, (0, "B"): row}, 100.0), 0)
+    stage = gpu.stage()
+    run = stage.runs["F"].run
+    meter = RowMeter(gpu, stage.synchronize, SingleGpu(), 5.0, 120.0)
+    meter.heat(run)
+    meter.measure_row(run, 1410, Random(0))
+    if what == "heating":
+        meter.heat(run)
+    else:
+        gpu.rested_s, gpu.hot_for_s = 0.0, 60.0
+        meter.cool_down()
+        assert gpu.temperature_c() == 50.0
+    assert meter.measure_blocking_w(stage.block) == pytest.approx(100.0, rel=1e-3)
 
 
 def test_windows_begin_at_other_phases_of_the_counter_and_again_at_the_same_for_the_same_seed():

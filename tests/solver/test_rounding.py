@@ -13,7 +13,9 @@ from strategies import any_schedule, furnished, graph, pipeline
 
 from perseus_planner.schedules.dag import PipelineDag
 from perseus_planner.solver import rounding
+from perseus_planner.solver.dispatch import try_all_points
 from perseus_planner.solver.frontier import Frontier
+from perseus_planner.solver.point_problem import compute_ends, point_problem
 from perseus_planner.solver.solve import solve_dag
 
 
@@ -138,3 +140,20 @@ def test_plans_of_problems_too_large_to_try_all_choices_are_near_the_best_one(ki
             tried.append(Tried(problem))
     check([each.wasted_anywhere(rng) for each in tried], optimal=0.65, most=0.02)
     check([each.wasted_where_one_fits_exactly(rng) for each in tried], optimal=0.65, most=0.2)
+
+
+def test_a_plan_costs_no_more_than_a_known_one_however_badly_the_search_is_guided(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(rounding, "_FEW", 0)
+    for effort in ("_ANCHOR_EFFORT", "_EFFORT"):
+        monkeypatch.setattr(rounding, effort, (0, 1, 1))
+    rng = Random(5)
+    problems = graphs(rng, 6, 4)
+    for _ in range(50):
+        dag = next(problems)
+        problem, count = point_problem(dag), len(dag.order)
+        fastest_s = compute_ends(problem, problem.point_start[problem.member], np.empty(count))
+        deadline_s = rng.uniform(1.0, 2.0) * fastest_s
+        known = try_all_points(problem, deadline_s)
+        hurry = rounding.Anchor(deadline_s, np.zeros(count), np.full(count, 1e6))  # time at any price
+        found = rounding.round_plan(problem, deadline_s, [hurry], known)
+        assert problem.cost_j[found].sum() == pytest.approx(problem.cost_j[known].sum(), rel=1e-12)
