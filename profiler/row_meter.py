@@ -48,6 +48,7 @@ class RowMeter:
     Attributes:
         counter: The energy counter.
         window_s: The length of a window, seconds.
+        achieved_mhz: The mean SM clock of this GPU while the last row was measured; 0 before the first.
 
     Args:
         gpu: The GPU.
@@ -65,6 +66,7 @@ class RowMeter:
     ) -> None:
         self._gpu, self._synchronize, self._group, self._cool_down_s = gpu, synchronize, group, cool_down_s
         self._heated_c = gpu.temperature_c()
+        self.achieved_mhz = 0.0
         self._rest: RestingReading | None = None  # after the last window, as long as nothing has run since
         self.counter = EnergyCounter(gpu)
         self.window_s = max(group.gather(max(window_s, _MIN_INTERVALS * self.counter.interval_s)))
@@ -106,14 +108,17 @@ class RowMeter:
         repetitions = max(_MIN_REPETITIONS, math.ceil(self.window_s / max(self._group.gather(time_s))))
         accepted: list[Window] = []
         rejected: list[Window] = []
+        clocks_mhz = []
         while len(accepted) < _MAX_WINDOWS and len(rejected) <= _MAX_REJECTED:
-            window, own_s = self._measure_window(run, repetitions, time_s, random.random())
-            time_s = min(time_s, own_s)
+            window, own = self._measure_window(run, repetitions, time_s, random.random())
+            clocks_mhz.append(own.achieved_mhz)
+            time_s = min(time_s, own.time_s)
             (accepted if window.is_comparable else rejected).append(window)
             if window.is_throttled:
                 self.cool_down()
             if is_enough(without_outliers(accepted)):
                 break
+        self.achieved_mhz = fmean(clocks_mhz)
         windows = without_outliers(accepted if len(accepted) >= MIN_WINDOWS else accepted + rejected)
         return mean_of(windows, setting)
 
@@ -171,8 +176,8 @@ class RowMeter:
         self._synchronize()
         return self._gpu.now_s() - begin_s
 
-    def _measure_window(self, run: Run, repetitions: int, time_s: float, phase: float) -> tuple[Window, float]:
-        """Return one window of the group, and the seconds of a repetition on this GPU, of `time_s` expected."""
+    def _measure_window(self, run: Run, repetitions: int, time_s: float, phase: float) -> tuple[Window, Window]:
+        """Return one window of the group and that of this GPU, where a repetition is expected to take `time_s`."""
         samples: list[tuple[int, float, frozenset[str]]] = []
         throttled_s = self._throttled_s()
 
@@ -203,7 +208,7 @@ class RowMeter:
             frozenset(counted.union(*reasons)),
             has_idled=spent_s / repetitions < _BUSY * time_s,
         )
-        return combine(self._group.gather(own)), own.time_s
+        return combine(self._group.gather(own)), own
 
     def _measure_energy(self, action: Callable[[], None], phase: float) -> tuple[float, float]:
         """Return the seconds and joules of `action`, begun `phase` of an interval after an update of the counter."""

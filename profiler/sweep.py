@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from perseus_planner.errors import GpuError, UsageError
 from perseus_planner.profiler.choosing import MAX_SETTINGS, RowTable, next_setting
+from perseus_planner.profiler.lock_check import LockCheck
 from perseus_planner.profiler.row_file import RowFile
 from perseus_planner.profiler.row_meter import RowMeter
 from perseus_planner.profiler.stage import GpuGroup, Progress, SingleGpu, Stage
@@ -109,7 +110,8 @@ def measure_stage(
         progress: Called after every row.
 
     Raises:
-        GpuError: If the GPU cannot be read or set, its energy counter does not move, or it stays too hot.
+        GpuError: If the GPU cannot be read or set, its energy counter does not move, it stays too hot, or locking its
+            clock has no effect.
         ProfileError: If the kept rows cannot be read, or were measured on another GPU, stage or with other settings.
     """
     settings, group = settings or SweepSettings(), group or SingleGpu()
@@ -164,6 +166,10 @@ class _Sweep:
 
     def __post_init__(self) -> None:
         self._rows = {kind: dict(self.finished.get(kind, {})) for kind in self.stage.runs}
+        self._locks = {kind: LockCheck(self.gpu.text) for kind in self.stage.runs}
+        for kind, table in self._rows.items():
+            for setting in sorted(table, reverse=True):
+                self._check_lock(kind, table[setting], setting, None)
 
     def run(self) -> _SweepResult:
         """Measure the missing rows."""
@@ -182,6 +188,8 @@ class _Sweep:
                     if setting not in self._rows[kind]:
                         self._add(kind, self._measure(kind, setting), self._expected(settings))
             self._measure_hot_again(set_to)
+            for lock in self._locks.values():
+                lock.finish()
             if power_w is None:
                 return self._finish({})
             lowest = min(next(iter(self._rows.values())))
@@ -238,6 +246,7 @@ class _Sweep:
         timed = self.stage.runs[kind]
         random = Random(f"{self.settings.seed} {self.number} {kind} {setting}")
         row = self.meter.measure_row(timed.run, setting, random)
+        self._check_lock(kind, row, setting, self.meter.achieved_mhz)
         if timed.includes is None:
             return row
         parts = self._rows[timed.includes]
@@ -246,6 +255,12 @@ class _Sweep:
             return subtract(row, part)
         except GpuError as error:
             raise GpuError(f"stage {self.number}, {kind} with {timed.includes}: {error}") from None
+
+    def _check_lock(self, kind: str, row: Measurement, setting: int | None, own_mhz: float | None) -> None:
+        """Refuse a lock without effect; of a kept row, only the mean clock of the stage's GPUs is known."""
+        if self.settings.control == "clock" and setting is not None and row.evidence is not None:
+            achieved_mhz = row.evidence.achieved_mhz if own_mhz is None else own_mhz
+            self._locks[kind].add(setting, achieved_mhz, row.evidence.throttle)
 
     def _add(self, kind: str, row: Measurement, expected: int) -> None:
         self._rows[kind][row.clock_mhz] = row

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from perseus_planner.errors import GpuError
 from perseus_planner.gpu.inspection import SettingCheck, failed_check
+from perseus_planner.gpu.protocol import LOCK_WITHOUT_EFFECT
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -160,6 +161,5 @@ def _check_not_above(gpu: Gpu, clock_mhz: int) -> None:
     if runs_mhz > _ABOVE * clock_mhz:
         raise GpuError(
             f"{gpu.text}: its SM clock was locked at {clock_mhz} MHz, and runs at {runs_mhz} MHz {_SETTLE_S:g} s "
-            "later, so the lock has no effect; see whether Slurm (--gpu-freq), DCGM or a host sets the clock, or try "
-            "another back-end (nvml:, zeusd: or command:)"
+            f"later, {LOCK_WITHOUT_EFFECT}"
         )

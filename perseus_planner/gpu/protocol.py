@@ -14,6 +14,12 @@ if TYPE_CHECKING:
 THROTTLE_REASONS = ("sw-power-cap", "sw-thermal", "hw-thermal", "hw-slowdown", "hw-power-brake", "sync-boost")
 """Why a GPU may run below its locked clock: the NVML clocks event reasons that slow down a busy GPU."""
 
+LOCK_WITHOUT_EFFECT = (
+    "so the lock has no effect; see whether Slurm (--gpu-freq), DCGM or a host sets the clock, or try another back-end "
+    "(nvml:, zeusd: or command:)"
+)
+"""End of an error about a GPU whose clock does not follow its lock."""
+
 
 class GpuReader(Protocol):
     """Reads one physical GPU.

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from threading import Barrier, BrokenBarrierError
+from typing import Any, TypeVar
 
 import pytest
 from replay_gpu import ReplayGpu
@@ -24,6 +27,7 @@ from perseus_planner.profiler.sweep import StageRows, SweepSettings, measure_sta
 from perseus_planner.profiles.measurement import Measurement
 from perseus_planner.profiles.profiles import Profile
 
+T = TypeVar("T")
 A100 = CATALOG["a100-sxm"]
 WORK = OpCost(flops=1e13, bytes=1e10)
 QUICK = SweepSettings(window_s=1.0, cool_down_s=0.0)
@@ -236,6 +240,75 @@ def test_rows_that_are_still_too_hot_are_refused_unless_they_are_allowed(setting
     assert rows.exists()
     allowed = measure_stage(gpu, stage_of(gpu), 0, replace(settings, allow_hot=True), rows_file=rows, resume=True)
     assert allowed.conditions["measured while too hot"].startswith("F at ")
+
+
+class Unlockable(SimulatedGpu):
+    """A GPU that a host keeps at one clock: locking another one has no effect."""
+
+    def __init__(self, clock_mhz: int) -> None:
+        super().__init__(A100, options=SimulationOptions(noise=0, drift=0))
+        super().set_clock_mhz(clock_mhz)
+
+    def set_clock_mhz(self, clock_mhz: int) -> None:
+        """Do nothing."""
+
+    def reset_clocks(self) -> None:
+        """Do nothing."""
+
+
+@pytest.mark.parametrize(("kept_mhz", "locked_mhz", "rows"), [(1410, 1170, 2), (900, 690, 6), (210, 210, 24)])
+def test_locks_without_effect_are_refused(kept_mhz: int, locked_mhz: int, rows: int, tmp_path: Path):
+    gpu, kept = Unlockable(kept_mhz), tmp_path / "rows.csv"
+    with pytest.raises(GpuError) as error:
+        measure_stage(gpu, stage_of(gpu, OpCost(flops=1e12, bytes=1e11)), 0, QUICK, rows_file=kept)
+    assert str(error.value) == (
+        f"simulated:a100-sxm?noise=0&drift=0: its SM clock was locked at {locked_mhz} MHz, and under load ran at "
+        f"{kept_mhz} MHz, as when it was locked at 1410 MHz ({kept_mhz} MHz), so the lock has no effect; see whether "
+        "Slurm (--gpu-freq), DCGM or a host sets the clock, or try another back-end (nvml:, zeusd: or command:)"
+    )
+    assert kept.read_text().count("\n0,") == rows
+
+
+def test_a_lock_without_effect_is_found_on_one_gpu_of_a_stage():
+    barrier = Barrier(2)
+    gathered: list[Any] = [None, None]
+
+    class Pair:
+        size = 2
+
+        def __init__(self, rank: int) -> None:
+            self.rank = rank
+
+        def gather(self, value: T) -> list[T]:
+            gathered[self.rank] = value
+            barrier.wait()
+            values = list(gathered)
+            barrier.wait()
+            return values
+
+    def measure(gpu: SimulatedGpu, rank: int) -> str:
+        try:
+            measure_stage(gpu, stage_of(gpu, OpCost(flops=1e12, bytes=1e11)), 0, QUICK, group=Pair(rank))
+        except GpuError as error:
+            barrier.abort()
+            return str(error)
+        except BrokenBarrierError:
+            return "ended by the other"
+        return "measured"
+
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(measure, [quiet(), Unlockable(1410)], [0, 1])
+    assert first == "ended by the other"
+    assert "locked at 1170 MHz, and under load ran at 1410 MHz" in second
+
+
+def test_a_power_cap_is_no_lock_without_effect():
+    gpu = quiet()
+    rows = measure_stage(gpu, stage_of(gpu, OpCost(flops=1e13, bytes=1e9)), 0, FULL).measurements["B"]
+    capped = [row for row in rows if row.evidence is not None and row.evidence.throttle == ("sw-power-cap",)]
+    assert len(capped) >= 3
+    assert capped[0].evidence is not None
+    assert capped[0].evidence.achieved_mhz < 0.95 * capped[0].clock_mhz
 
 
 @pytest.mark.parametrize("exception", [RuntimeError, KeyboardInterrupt])
