@@ -58,6 +58,7 @@ def profile_pipeline(
     blocking_power_w: float | None = None,
     timeout_s: float = TIMEOUT_S,
     progress: Progress | None = None,
+    force: bool = False,
 ) -> Iterator[Profiling]:
     """Profile the pipeline that `engine` trains, on all its ranks.
 
@@ -78,10 +79,13 @@ def profile_pipeline(
         blocking_power_w: Power of one waiting GPU, watts, instead of what is measured.
         timeout_s: A rank without a heartbeat for this long is presumed dead, seconds.
         progress: Called with this rank's rows.
+        force: Measure also if a forward or backward takes over 10 % more or less time when it is repeated than in the
+            iteration; the profile then says so, and the logger warns.
 
     Raises:
         UsageError: If `engine` is of another kind, or no iteration ran inside the block.
         RankError: If another rank has ended.
+        ProfileError: If a repeated computation takes another time than in the iteration, unless `force`.
         GpuError, ProfileError: As in `measure_stage`.
     """
     profiling = Profiling()
@@ -96,7 +100,7 @@ def profile_pipeline(
             if group.rank == 0:
                 _logger.warning("the pipeline was not profiled: %s", profiling.problem)
             return
-        request = replace(request, iteration=found.iteration)
+        request = replace(request, iteration=found.iteration, force=force)
         profiling.profile = measure_with_ranks(group, found.stages, found.tensor_rank, request, found.device)
 
 

@@ -31,9 +31,9 @@ def record_deepspeed(engine: Any) -> Iterator[Callable[[], EngineStages]]:
     with record_module(module) as call, record_attribute(module, "loss_fn") as loss_call:
 
         def stages() -> EngineStages:
-            function, loss = module.loss_fn, None
+            function, loss, loss_times = module.loss_fn, None, None
             if engine.is_last_stage() and function is not None:
-                loss = bind_loss(function, loss_call)
+                loss, loss_times = bind_loss(function, loss_call), loss_call.times
             # `forward` skips the engine's hooks on the module, which prepare for a backward that it would run.
             stage = local_stage(
                 number,
@@ -41,6 +41,7 @@ def record_deepspeed(engine: Any) -> Iterator[Callable[[], EngineStages]]:
                 unpacked(module.forward),
                 call,
                 loss,
+                loss_times,
                 preserve_state=lambda: _preserve_offset(module),
             )
             device = first_device(list(module.parameters()))

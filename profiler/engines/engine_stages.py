@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from perseus_planner.errors import UsageError
+from perseus_planner.profiler.engines.computation_times import ComputationTimes, mark
 from perseus_planner.profiler.ranks.measure import LocalStage
 from perseus_planner.profiler.torch_stage import torch_stage
 from perseus_planner.training.modes import ComputeModes
@@ -57,19 +59,23 @@ class RecordedCall:
         kwargs: Its arguments by name.
         count: The number of such calls.
         modes: The modes of torch in the last call.
+        times: How long such calls and their backwards took.
     """
 
     args: tuple[Any, ...] | None = None
     kwargs: dict[str, Any] = field(default_factory=dict)
     count: int = 0
     modes: ComputeModes | None = None
+    times: ComputationTimes = field(default_factory=ComputationTimes)
 
-    def record(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Keep copies of the arguments, unless the call only infers shapes or evaluates."""
-        if is_training(args, kwargs):
-            self.count += 1
-            self.modes = ComputeModes.current()
-            self.args, self.kwargs = copy_tensors(tuple(args)), copy_tensors(dict(kwargs))
+    def record(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Keep copies of the arguments; return False for a call that only infers shapes or evaluates."""
+        if not is_training(args, kwargs):
+            return False
+        self.count += 1
+        self.modes = ComputeModes.current()
+        self.args, self.kwargs = copy_tensors(tuple(args)), copy_tensors(dict(kwargs))
+        return True
 
     def as_recorded(self) -> AbstractContextManager[None]:
         """Have the modes of torch of the last call inside the block."""
@@ -92,15 +98,22 @@ class RecordedCall:
 def record_module(module: torch.nn.Module) -> Iterator[RecordedCall]:
     """Record the calls of `module` inside the block."""
     call = RecordedCall()
+    begin: Any = None
 
-    def record(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        call.record(args, kwargs)
+    def enter(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        nonlocal begin
+        begin = mark() if call.record(args, kwargs) else None
 
-    handle = module.register_forward_pre_hook(record, with_kwargs=True)
+    def leave(_: torch.nn.Module, args: object, result: object) -> None:
+        if begin is not None:
+            call.times.add_forward(begin, result)
+
+    handles = [module.register_forward_pre_hook(enter, with_kwargs=True), module.register_forward_hook(leave)]
     try:
         yield call
     finally:
-        handle.remove()
+        for handle in handles:
+            handle.remove()
 
 
 @contextmanager
@@ -119,8 +132,8 @@ def record_attribute(owner: object, name: str) -> Iterator[RecordedCall]:
         return
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        call.record(args, kwargs)
-        return target(*args, **kwargs)
+        function = call.times.timed(target) if call.record(args, kwargs) else target
+        return function(*args, **kwargs)
 
     setattr(owner, name, wrapper)
     try:
@@ -138,6 +151,7 @@ def local_stage(
     forward: Callable[..., Any],
     call: RecordedCall,
     loss: Callable[[Any], Any] | None,
+    loss_times: ComputationTimes | None = None,
     *,
     split_backward: bool = False,
     preserve_state: Callable[[], AbstractContextManager[None]] = nullcontext,
@@ -151,6 +165,7 @@ def local_stage(
         forward: Called with args, kwargs and `more_inputs` by name.
         call: The call of `module` to repeat, in the precision and the other modes of that call.
         loss: In the last stage, maps the result of `forward` to a scalar.
+        loss_times: How long `loss` took in the iteration.
         split_backward: As in `torch_stage`.
         preserve_state: Restores further state of the engine after the measurement.
         more_inputs: Further inputs of one microbatch, by name.
@@ -175,7 +190,16 @@ def local_stage(
         with call.as_recorded(), preserve_state(), stage as result:
             yield result
 
-    return LocalStage(number, opened)
+    return LocalStage(number, opened, _trained_s(call.times, loss_times, split_backward))
+
+
+def _trained_s(times: ComputationTimes, loss_times: ComputationTimes | None, split_backward: bool) -> dict[str, float]:
+    """Return kind -> its time in the iteration; of a stage that splits its backward, only that of the forward."""
+    parts = [times, *([] if loss_times is None else [loss_times])]
+    forward_s = [part.least_forward_s() for part in parts]
+    backward_s = None if split_backward else parts[-1].least_backward_s()
+    found = {} if None in forward_s else {"F": math.fsum(filter(None, forward_s))}
+    return found if backward_s is None else {**found, "B": backward_s}
 
 
 def bind_loss(function: Callable[..., Any], call: RecordedCall) -> Callable[[Any], Any]:

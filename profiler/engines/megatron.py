@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from perseus_planner.errors import UsageError
+from perseus_planner.profiler.engines.computation_times import ComputationTimes
 from perseus_planner.profiler.engines.engine_stages import (
     EngineStages,
     RecordedCall,
@@ -25,10 +26,12 @@ class MegatronLoss:
 
     Attributes:
         function: The loss function; None until there was one.
+        times: How long these functions and their backwards took.
     """
 
     def __init__(self) -> None:
         self.function: Callable[..., Any] | None = None
+        self.times = ComputationTimes()
 
     def watched(self, forward_step: ForwardStep) -> ForwardStep:
         """Return `forward_step` wrapped to keep its loss function."""
@@ -36,7 +39,7 @@ class MegatronLoss:
         def wrapper(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
             output, loss = forward_step(*args, **kwargs)
             self.function = loss
-            return output, loss
+            return output, self.times.timed(loss)
 
         return wrapper
 
@@ -71,6 +74,7 @@ def record_megatron(chunks: Sequence[Any], loss: MegatronLoss) -> Iterator[Calla
                     _forward(chunk),
                     call,
                     _scalar_loss(loss.function) if last else None,
+                    loss.times if last else None,
                     preserve_state=_preserve_random_states,
                     received=_first(tensor),
                 )

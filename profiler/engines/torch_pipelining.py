@@ -45,9 +45,9 @@ def record_torch_schedule(schedule: Any, tensor_rank: int) -> Iterator[Callable[
         def stages() -> EngineStages:
             found = []
             for part, call in zip(parts, calls, strict=True):
-                loss = bind_loss(function, loss_call) if part.is_last else None
+                loss = (bind_loss(function, loss_call), loss_call.times) if part.is_last else (None,)
                 forward = unpacked(part.submod)
-                found.append(local_stage(part.stage_index, part.submod, forward, call, loss, split_backward=split))
+                found.append(local_stage(part.stage_index, part.submod, forward, call, *loss, split_backward=split))
             problem = sharding_problem(part.submod for part in parts)
             return EngineStages(tuple(found), tensor_rank, parts[0].device, _iteration(schedule, parts), problem)
 

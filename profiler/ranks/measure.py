@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
-from perseus_planner.errors import UsageError
+from perseus_planner.errors import ProfileError, UsageError
 from perseus_planner.gpu import Gpu, open_gpu
 from perseus_planner.gpu.torch_device import gpu_text
 from perseus_planner.profiler.assembly import assemble_profile, with_one_power
@@ -17,6 +18,7 @@ from perseus_planner.profiler.ranks.group import TIMEOUT_S, RankGroup, StageGrou
 from perseus_planner.profiler.ranks.neighbours import connect_neighbour
 from perseus_planner.profiler.row_file import delete_rows, rows_path
 from perseus_planner.profiler.sweep import StageRows, SweepSettings, measure_stage
+from perseus_planner.profiler.training_check import TOLERANCE, difference_from_training
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
 
     from perseus_planner.profiler.stage import Block, Progress, Stage
     from perseus_planner.profiles.profiles import Profile
+
+_logger = logging.getLogger("perseus_planner.profiler")
 
 
 @dataclass(frozen=True)
@@ -35,10 +39,12 @@ class LocalStage:
         number: The number of the stage in the pipeline, from 0.
         open: Opens the stage on a GPU for as long as it is measured, given the function that blocks it on its neighbour
             (None if it has none).
+        trained_s: Kind -> its time in the training iteration that the stage repeats, seconds; empty if there is none.
     """
 
     number: int
     open: Callable[[Gpu, Block | None], AbstractContextManager[Stage]]
+    trained_s: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -54,6 +60,7 @@ class ProfileRequest:
         timeout_s: A rank without a heartbeat for this long is presumed dead, seconds.
         progress: Called with this rank's rows.
         iteration: As in `Profile.iteration`.
+        force: Whether to measure computations that take another time than in training.
     """
 
     gpu: str
@@ -64,6 +71,7 @@ class ProfileRequest:
     timeout_s: float = TIMEOUT_S
     progress: Progress | None = None
     iteration: Mapping[str, str | int] = field(default_factory=dict)
+    force: bool = False
 
 
 def measure_alone(stages: Sequence[LocalStage], request: ProfileRequest, device: torch.device) -> Profile:
@@ -179,7 +187,8 @@ def _measure(
 
     rows_file = rows_path(request.output, stage.number) if request.output is not None and tensor_rank == 0 else None
     with stage.open(gpu, block) as opened:
-        return measure_stage(
+        difference = _difference_from_training(gpu, opened, stage, request)
+        rows = measure_stage(
             gpu,
             opened,
             stage.number,
@@ -189,6 +198,27 @@ def _measure(
             resume=request.resume,
             progress=progress,
         )
+    return rows if difference is None else replace(rows, conditions={**rows.conditions, "unlike training": difference})
+
+
+def _difference_from_training(gpu: Gpu, opened: Stage, stage: LocalStage, request: ProfileRequest) -> str | None:
+    """Return how the repeated computations differ from those of the iteration; None if they do not.
+
+    Raises:
+        ProfileError: If they do, and this is not forced.
+    """
+    if gpu.origin == "simulated":  # its times are modelled
+        return None
+    difference = difference_from_training(opened, stage.number, stage.trained_s)
+    if difference is not None and not request.force:
+        raise ProfileError(
+            f"{difference}, over {TOLERANCE:.0%} apart, so the profile would not be that of the training; profile an "
+            "iteration after the first ones, of several microbatches, while nothing else runs on the GPU; or measure "
+            "all the same, with profile_pipeline(..., force=True)"
+        )
+    if difference is not None:
+        _logger.warning("%s; measured all the same, as force is given", difference)
+    return difference
 
 
 def _write_profile(rows: Sequence[StageRows], request: ProfileRequest) -> Profile:

@@ -16,11 +16,18 @@ from perseus_planner.profiles.profiles import Profile
 
 pytest.importorskip("torch")
 
+SPLIT = ("interleaved-zb", "zbv", "dualpipe-v")
+"""The schedules that split backwards."""
+
 
 def check(results: Results, names: list[str], folder: Path) -> None:
     for rank in results:
         assert list(rank) == names
         for name, found in rank.items():
+            timed = found.pop("timed")
+            assert timed == (["F"] if name in SPLIT else ["FB"]), (
+                "the times in training that repetitions are compared with"
+            )
             assert found == {"planned": True, "deviations": [None, None], "problem": None, "warnings": []}, name
     for name in names:
         path = folder / f"{name.replace(' ', '-')}.yaml"

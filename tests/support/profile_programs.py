@@ -14,6 +14,7 @@ from torch import nn
 
 from perseus_planner.cli import main
 from perseus_planner.profiler.pipeline import profile_pipeline
+from perseus_planner.profiler.ranks import measure
 from perseus_planner.profiler.sweep import SweepSettings
 from perseus_planner.runtime import planner_runtime
 
@@ -71,10 +72,20 @@ def megatron_models(state: str) -> None:
 
 def _planned(engine: Any, name: str, step: Callable[[Any], object]) -> dict[str, Any]:
     """Profile `engine`, solve and plan on rank 0 without an option that names the schedule, and train by the plan."""
-    warning_log = WarningLog()
+    warning_log, timed = WarningLog(), pytest.MonkeyPatch()
+    trained: list[str] = []
+    compare = measure._difference_from_training
+
+    def watch(gpu: Any, opened: Any, stage: Any, request: Any) -> str | None:
+        assert all(time_s > 0 for time_s in stage.trained_s.values())
+        trained.append("".join(stage.trained_s))
+        return compare(gpu, opened, stage, request)
+
+    timed.setattr(measure, "_difference_from_training", watch)
     simulated = f"simulated:{GPU.removeprefix('emulated:').partition('?')[0]}"
     with profile_pipeline(engine, gpu=simulated, output=f"{name}.yaml", settings=SWEEP) as profiling:
         step(profiling)
+    timed.undo()
     if dist.get_rank() == 0:
         _command("solve", f"{name}.yaml", "-o", f"{name}.npz")
         _command("plan", f"{name}.npz", "--slowdown", "1.1", "-o", f"{name}-plan.yaml")
@@ -85,6 +96,7 @@ def _planned(engine: Any, name: str, step: Callable[[Any], object]) -> dict[str,
         planned = runtime.plan is not None
     return {
         "planned": planned,
+        "timed": sorted(set(trained)),
         "deviations": [row.deviation for row in runtime.iterations],
         "problem": runtime.problem,
         "warnings": warning_log.taken(),

@@ -1,0 +1,51 @@
+"""Compare repeated computations with those of the training iteration that they repeat."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from perseus_planner.profiler.stage import Stage
+
+TOLERANCE = 0.10
+"""A repeated computation whose time differs by more than this share is not that of the training."""
+
+_ROUNDS, _REPETITIONS = 3, 3  # the same on all GPUs of a stage, which may wait for each other in each repetition
+
+
+def difference_from_training(stage: Stage, number: int, trained_s: Mapping[str, float]) -> str | None:
+    """Run kinds of a stage again, and return how their times differ from those in training; None if they do not.
+
+    Args:
+        stage: The stage, at the clock at which the iteration ran.
+        number: Its number in the pipeline, from 0.
+        trained_s: Kind -> its time in the iteration, seconds.
+    """
+    texts = []
+    for kind, before_s in trained_s.items():
+        repeated_s = _repeated_s(stage, kind)
+        if abs(repeated_s - before_s) > TOLERANCE * before_s:
+            texts.append(
+                f"{kind} took {1000 * before_s:.4g} ms in the iteration and takes {1000 * repeated_s:.4g} ms when it "
+                "is repeated"
+            )
+    return f"stage {number}: {'; '.join(texts)}" if texts else None
+
+
+def _repeated_s(stage: Stage, kind: str) -> float:
+    """Return the time of one repetition in the fastest of some rounds, seconds."""
+    timed = stage.runs[kind]
+    timed.run(1)  # gets ready
+    least_s = min(_round_s(stage, kind) for _ in range(_ROUNDS))
+    return least_s - (0.0 if timed.includes is None else _repeated_s(stage, timed.includes))
+
+
+def _round_s(stage: Stage, kind: str) -> float:
+    stage.synchronize()
+    begin_s = time.perf_counter()
+    stage.runs[kind].run(_REPETITIONS)
+    stage.synchronize()
+    return (time.perf_counter() - begin_s) / _REPETITIONS
