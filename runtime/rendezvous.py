@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from perseus_planner.errors import PlanError, RankError
 from perseus_planner.gpu.torch_device import gpu_text
+from perseus_planner.runs.recording import Attempt
 from perseus_planner.runtime import attachment
 from perseus_planner.runtime.engines.engine import engine_of
 from perseus_planner.runtime.hook import Program
@@ -21,6 +22,7 @@ from perseus_planner.runtime.switching.plans import GivenPlan, Plans, missing_fi
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+    from pathlib import Path
 
     from perseus_planner.runtime.agent.settings import ServiceSettings
     from perseus_planner.runtime.controller.protocol import AttachReply, Control
@@ -40,6 +42,7 @@ class RuntimeSettings:
         gpu: The GPU, as for `gpu_text`.
         dry_run: See `planner_runtime`.
         max_changes_per_s: See `planner_runtime`.
+        record: The run folder; None to record nothing.
         served: The job as a service should know it; None without a service. That of rank 0 counts.
     """
 
@@ -47,6 +50,7 @@ class RuntimeSettings:
     gpu: str
     dry_run: bool
     max_changes_per_s: float
+    record: Path | None = None
     served: ServiceSettings | None = None
 
 
@@ -61,6 +65,7 @@ class RankContext:
         program: What it runs by; None if there is no plan.
         control: What is set on its GPU, whichever plan comes later.
         attachment: Its part in the clock controller of its node.
+        attempt: The attempt of the job, for the run folder; None if rank 0 is missing.
     """
 
     engine: Engine
@@ -69,6 +74,7 @@ class RankContext:
     program: Program | None
     control: Control
     attachment: attachment.Attachment
+    attempt: Attempt | None
 
 
 @dataclass(frozen=True)
@@ -80,11 +86,13 @@ class _RankInfo:
     peers: tuple[int, ...]
     plans: str | None = None  #: of rank 0
     missing_plan: str | None = None  #: why rank 0 has no plan, after a restart
+    attempt: Attempt | None = None  #: of rank 0
 
     @classmethod
     def loads(cls, data: bytes) -> _RankInfo:
         values = json.loads(data)
-        return cls(**{**values, "peers": tuple(values["peers"])})
+        attempt = None if values["attempt"] is None else Attempt(*values["attempt"])
+        return cls(**{**values, "peers": tuple(values["peers"]), "attempt": attempt})
 
 
 class _Step:
@@ -147,7 +155,8 @@ def join_job(
             check_gpu(program, attached.gpu, control)
     if attached.problem is not None:
         warnings.warn("attach", f"{attached.problem}; training goes on without setting clocks")
-    return RankContext(adapter, pipeline, pipelines, program, control, attached)
+    attempt = None if infos[0] is None else infos[0].attempt
+    return RankContext(adapter, pipeline, pipelines, program, control, attached, attempt)
 
 
 def program_of(engine: Engine, plans: Plans, version: int, pipeline: int) -> Program:
@@ -219,7 +228,7 @@ def _exchange(job: TrainingJob, name: str, ranks: Sequence[int], value: bytes, t
 
 def _rank_info(engine: Engine, job: TrainingJob, settings: RuntimeSettings) -> _RankInfo:
     position = engine.pipeline_rank
-    plans = missing_plan = None
+    plans = missing_plan = attempt = None
     if job.rank == 0:
         if settings.served is not None:
             settings.served.check()
@@ -227,7 +236,8 @@ def _rank_info(engine: Engine, job: TrainingJob, settings: RuntimeSettings) -> _
         missing = missing_file(settings.plan) if is_restart() else None
         missing_plan = None if missing is None else f"{missing}: no such file"
         plans = Plans.load(settings.plan).dumps().decode() if missing is None else None
-    return _RankInfo(node(), position.pipeline, position.peers, plans, missing_plan)
+        attempt = Attempt.next_in(settings.record)
+    return _RankInfo(node(), position.pipeline, position.peers, plans, missing_plan, attempt)
 
 
 def _warn_of_absent(job: TrainingJob, present: Sequence[int], warnings: JobWarnings) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from perseus_planner.errors import GpuError, UsageError
+from perseus_planner.runs.recording import RankFiles
 from perseus_planner.runtime.attachment import Reattachment
 from perseus_planner.runtime.controller.client import DETACH_S, Connection
 from perseus_planner.runtime.hook import Hook
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
     from perseus_planner.plans.plan import Plan
     from perseus_planner.runs import IterationRecord
+    from perseus_planner.runs.recording import Attempt
     from perseus_planner.runs.straggler import StragglerDetection
     from perseus_planner.runtime.agent.agent import ServiceLink
     from perseus_planner.runtime.engines.engine import Engine
@@ -118,7 +120,8 @@ def planner_runtime(
             and is sent to all ranks.
         gpu: GPU of each rank, as for `open_gpu`, or only a back-end: "cuda", "nvml", "zeusd", "command".
         dry_run: Do everything except setting clocks.
-        record: A folder in which the ranks record the run, for `planner show` and `planner calibrate`.
+        record: A folder in which the ranks record the run, for `planner show` and `planner calibrate`. Give each job
+            its own, and again when it is restarted: the folder keeps the totals of all attempts, and stays small.
         max_changes_per_s: Limit of the clock changes of one node per second.
         on_straggling: Called on a background thread when this rank's GPU turns out slow or throttled, and when it has
             recovered.
@@ -141,14 +144,15 @@ def planner_runtime(
     this, process = this_job(), os.getpid()
     warnings = JobWarnings(this)
     link = None if service is None else _service_link(service, job, frontier, max_changes, this, warnings)
-    settings = RuntimeSettings(plan, gpu, dry_run, max_changes_per_s, None if link is None else link.settings)
+    folder = None if record is None else Path(record)
+    settings = RuntimeSettings(plan, gpu, dry_run, max_changes_per_s, folder, None if link is None else link.settings)
     with ExitStack() as stack:
         context = join_job(engine, this, settings, warnings, stack)
         adapter = context.engine
         telemetry = Telemetry(
             this.rank,
             replace(adapter.pipeline_rank, pipeline=context.pipeline),
-            None if record is None else Path(record),
+            _files(folder, this, context.attempt, warnings),
             own_plans=context.pipelines > 1,
             warn=lambda text: warnings.warn("record", text),
         )
@@ -206,6 +210,12 @@ def _service_link(
         ) from error
 
     return ServiceLink(ServiceSettings(service, name, frontier, max_changes), job, warnings)
+
+
+def _files(folder: Path | None, job: TrainingJob, attempt: Attempt | None, warnings: JobWarnings) -> RankFiles | None:
+    if folder is not None and attempt is None:
+        warnings.warn("record", f"{folder}: rank 0 is missing; training goes on without recording")
+    return None if folder is None or attempt is None else RankFiles(folder, job.rank, job.ranks, attempt)
 
 
 def _leave(

@@ -120,6 +120,13 @@ class Plan(Displayable):
         stages = [program[0].stage for program in self.schedule.ranks]
         return tuple(power_w[stage] if isinstance(power_w, tuple) else power_w for stage in stages)
 
+    def baseline_j(self, iteration_s: float) -> float:
+        """Return the energy of an iteration of so many seconds with all clocks at maximum, joules.
+
+        After the baseline's time, its GPUs wait.
+        """
+        return self.baseline_energy_j + sum(self.rank_waiting_w) * max(0.0, iteration_s - self.baseline_time_s)
+
     @property
     def changes(self) -> tuple[int, ...]:
         """How often each rank's clock changes in an iteration, including the change back to the first one."""

@@ -1,237 +1,138 @@
 """The files of a run folder, which the ranks of a job write together.
 
-    plan-1.yaml              a plan; plan-1-pipeline-0.yaml if each pipeline has its own
-    iterations-3.csv         the iterations of rank 3, a row for each, appended as it ends
-    iterations-3.old.csv     the rows before these, once there are many
-    computations-3.csv       the computations of its last iterations
+Each start of the job, by its user or by torchrun, is an *attempt*: a sub-folder named by when it began, in UTC.
 
-A row is appended by one write. So a reader finds whole rows at any time, and at most one that is cut off because the
-rank was killed or the disk was full; that one has no end of line, and is not read. An empty cell is a value that is not
-known. A rank keeps at most 16 MiB of rows: if there are more, the older half is deleted.
+    totals-3.csv                       rank 3: sums over iterations whose rows are gone, by attempt and plan
+    attempt-20261122T133502/
+        plan-1.yaml                    a plan; plan-1-pipeline-0.yaml if each pipeline has its own
+        iterations-3.csv               the last iterations of rank 3, a row for each
+        iterations-3.old.csv           the rows before these, once there are many
+        computations-3.csv             the computations of its last iterations
+
+A rank writes its rows every few seconds and at the end, by one write each time, so a killed rank loses a few seconds.
+
+The folder is bounded, however long the job runs and however often it is started:
+
+- A file of rows has at most 1 MiB. Then the file before it is deleted, so a rank has two.
+- The newest `ATTEMPTS_KEPT` attempts have rows and plans. When a rank begins another attempt, it adds older rows to its
+  totals and deletes them.
+- An attempt has the plans of the newest `PLANS_KEPT` versions.
+- The totals of a rank have at most `MOST_TOTALS` rows. They lose no joule and no second: older ones are added up.
 """
 
 from __future__ import annotations
 
-import csv
 import errno
-import io
-import math
 import os
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+import re
+from contextlib import suppress
+from datetime import datetime, timezone
+from typing import TYPE_CHECKING, NamedTuple
 
-from perseus_planner.errors import RunError, ScheduleError, shown
-from perseus_planner.files import reading, replacing
-from perseus_planner.gpu.protocol import THROTTLE_REASONS
-from perseus_planner.runs.records import ComputationRecord, IterationRecord
-from perseus_planner.schedules import Computation
+from perseus_planner.errors import RunError
+from perseus_planner.files import replacing
+from perseus_planner.runs.tables import COMPUTATIONS, ITERATIONS, TOTALS
+from perseus_planner.runs.totals import RankTotals
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Sequence
     from pathlib import Path
+    from typing import BinaryIO
 
     from perseus_planner.plans.plan import Plan
+    from perseus_planner.runs.records import ComputationRecord, IterationRecord
 
-MAX_BYTES = 8 * 2**20
-"""Size of one file of rows; a rank has at most two."""
+MAX_BYTES = 2**20
+"""Size of one file of rows."""
+ATTEMPTS_KEPT = 2
+"""How many attempts keep their rows and plans."""
+PLANS_KEPT = 64
+"""How many versions of plans an attempt keeps."""
 
-_MAX_READ_BYTES = 64 * 2**20  #: far above the size of a file that a run writes
-_THROTTLED = "throttled_s_"  #: before a throttle reason, as the name of a column
-
-Row = TypeVar("Row")
-
-
-class _Cell(NamedTuple):
-    """The values of a column: `read` returns None for a wrong text, and `expected` describes a right one."""
-
-    read: Callable[[str], Any]
-    expected: str
-    is_optional: bool = False
-
-    def or_empty(self) -> _Cell:
-        return self._replace(is_optional=True)
+_ATTEMPT = re.compile(r"attempt-([0-9]{8})T([0-9]{6})")
+_ROWS = re.compile(r"iterations-([0-9]{1,9})(?:\.old)?\.csv")
+_TOTALS = re.compile(r"totals-([0-9]{1,9})\.csv")
 
 
-def _whole(text: str) -> int | None:
-    return int(text) if text.isascii() and text.isdigit() and len(text) < 19 else None
-
-
-def _finite(text: str) -> float | None:
-    try:
-        value = float(text)
-    except ValueError:
-        return None
-    return value if math.isfinite(value) and "_" not in text else None
-
-
-def _computation(text: str) -> Computation | None:
-    try:
-        return Computation.parse(text)
-    except ScheduleError:
-        return None
-
-
-def _origin(text: str) -> str | None:
-    return text if text in ("measured", "simulated") else None
-
-
-_WHOLE, _NUMBER = _Cell(_whole, "a whole number of 0 or more"), _Cell(_finite, "a finite number")
-_TEXT, _ORIGIN = _Cell(str, "a text"), _Cell(_origin, "measured or simulated")
-_COMPUTATION = _Cell(_computation, "a computation such as 3F17")
-
-
-@dataclass(frozen=True)
-class Table(Generic[Row]):
-    """The format of one kind of CSV file.
+class Attempt(NamedTuple):
+    """A start of a job, as its first rank tells all others.
 
     Attributes:
-        columns: Name -> its cells.
-        values_of: Returns the value of each column of a row.
-        row_of: Returns the row with these values by column.
+        number: When it began, in UTC, such as 20261122133502; greater than that of every earlier attempt.
+        ended: Number of each earlier attempt whose rows are to be added up now, with its number of ranks.
     """
 
-    columns: Mapping[str, _Cell]
-    values_of: Callable[[Row], Sequence[object]]
-    row_of: Callable[[dict[str, Any]], Row]
+    number: int
+    ended: Sequence[tuple[int, int]] = ()
 
-    @property
-    def header(self) -> str:
-        """The first line of a file."""
-        return ",".join(self.columns) + "\n"
-
-    def line(self, row: Row) -> str:
-        """Return the line that `read` reads as an equal row."""
-        text = io.StringIO()
-        values = ["" if value is None else value for value in self.values_of(row)]
-        csv.writer(text, lineterminator="\n").writerow(values)
-        return text.getvalue()
-
-    def read(self, path: Path) -> list[Row]:
-        """Return the whole rows of a file, which may be written meanwhile.
-
-        Raises:
-            RunError: If the file cannot be read, or has a whole line that the planner did not write.
-        """
-        header, *lines = [*_whole_lines(path)] or [self.header.rstrip("\n")]
-        if header != self.header.rstrip("\n"):
-            raise RunError(f"{path}, line 1: has other columns; read it with the planner that the training ran with")
-        return [self._row(f"{path}, line {number}", line) for number, line in enumerate(lines, 2)]
-
-    def _row(self, where: str, line: str) -> Row:
-        try:
-            (texts,) = csv.reader([line], strict=True)
-        except (csv.Error, ValueError):
-            texts = []
-        if len(texts) != len(self.columns):
-            raise RunError(f"{where}: is not a row of {len(self.columns)} cells; the file was changed: record it again")
-        values = {}
-        for (name, cell), text in zip(self.columns.items(), texts, strict=True):
-            values[name] = cell.read(text) if text else None
-            if values[name] is None and (text or not cell.is_optional):
-                raise RunError(f"{where}, column {name!r}: {shown(text)} is not {cell.expected}; the file was changed")
-        return self.row_of(values)
-
-
-def _whole_lines(path: Path) -> list[str]:
-    """Return the lines that have an end, without it."""
-    with reading(path, RunError), path.open("rb") as file:
-        data = file.read(_MAX_READ_BYTES + 1)
-    if len(data) > _MAX_READ_BYTES:
-        raise RunError(f"{path}: is larger than {_MAX_READ_BYTES} bytes, so not what a run writes; name another folder")
-    return [line.decode(errors="replace") for line in data.split(b"\n")[:-1]]
-
-
-_ITERATION_COLUMNS = {
-    "iteration": _WHOLE,
-    "version": _WHOLE.or_empty(),
-    "pipeline": _WHOLE,
-    "pipeline_rank": _WHOLE,
-    "begin_s": _NUMBER,
-    "end_s": _NUMBER,
-    "busy_s": _NUMBER,
-    "planned_busy_s": _NUMBER.or_empty(),
-    "energy_j": _NUMBER.or_empty(),
-    "clock": _NUMBER.or_empty(),
-    "achieved_mhz": _NUMBER.or_empty(),
-    "temperature_c": _NUMBER.or_empty(),
-    "changes_asked": _WHOLE,
-    "changes_set": _WHOLE,
-    "changes_late": _WHOLE,
-    "changes_overtaken": _WHOLE,
-    "off_clock_s": _NUMBER,
-    "latency_p50_s": _NUMBER.or_empty(),
-    "latency_p99_s": _NUMBER.or_empty(),
-    "origin": _ORIGIN.or_empty(),
-    "deviation": _TEXT.or_empty(),
-}
-_REASON_COLUMNS = {f"{_THROTTLED}{reason}": _NUMBER.or_empty() for reason in THROTTLE_REASONS}
-
-
-def _iteration_values(row: IterationRecord) -> list[object]:
-    values = [getattr(row, name) for name in _ITERATION_COLUMNS]
-    return [*values, *(row.throttled_s.get(reason) for reason in THROTTLE_REASONS)]
-
-
-def _iteration_of(values: dict[str, Any]) -> IterationRecord:
-    throttled_s = {name.removeprefix(_THROTTLED): values.pop(name) for name in _REASON_COLUMNS}
-    known_s = {reason: seconds for reason, seconds in throttled_s.items() if seconds is not None}
-    return IterationRecord(**values, throttled_s=known_s)
-
-
-_COMPUTATION_COLUMNS = {
-    "iteration": _WHOLE,
-    "computation": _COMPUTATION,
-    "begin_s": _NUMBER,
-    "end_s": _NUMBER,
-    "clock": _WHOLE.or_empty(),
-    "asked_s": _NUMBER.or_empty(),
-    "set_begin_s": _NUMBER.or_empty(),
-    "set_end_s": _NUMBER.or_empty(),
-    "achieved_mhz": _WHOLE.or_empty(),
-}
-
-ITERATIONS = Table({**_ITERATION_COLUMNS, **_REASON_COLUMNS}, _iteration_values, _iteration_of)
-"""The format of `IterationRecord`s."""
-
-COMPUTATIONS = Table(
-    _COMPUTATION_COLUMNS,
-    lambda row: [getattr(row, name) for name in _COMPUTATION_COLUMNS],
-    lambda values: ComputationRecord(**values),
-)
-"""The format of `ComputationRecord`s."""
+    @classmethod
+    def next_in(cls, folder: Path | None, now: datetime | None = None) -> Attempt:
+        """Return the next attempt in a run folder, which need not exist."""
+        known: Sequence[int] = ()
+        ended: Sequence[tuple[int, int]] = ()
+        if folder is not None:
+            with suppress(OSError):
+                known = attempts_in(folder)
+                ended = [(each, _count(attempt_path(folder, each))) for each in known[: len(known) + 1 - ATTEMPTS_KEPT]]
+        number = int(f"{now or datetime.now(timezone.utc):%Y%m%d%H%M%S}")
+        return cls(max([number, *(each + 1 for each in known[-1:])]), ended)
 
 
 class RankFiles:
     """The files that one rank writes; every method raises OSError if the folder cannot be written.
 
-    The first iteration deletes the files that an earlier run has left of this rank.
-
     Args:
         folder: The run folder; created if it does not exist.
         rank: Rank in the whole job.
+        ranks: Number of ranks of the job.
+        attempt: The attempt of the job.
     """
 
-    def __init__(self, folder: Path, rank: int) -> None:
-        self._folder, self._rank = folder, rank
-        self._has_begun = False
+    def __init__(self, folder: Path, rank: int, ranks: int, attempt: Attempt) -> None:
+        self.folder = folder
+        self._rank, self._ranks, self._attempt = rank, ranks, attempt
+        self._path = attempt_path(folder, attempt.number)
+        self._file: BinaryIO | None = None
+        self._rows: list[IterationRecord] = []  #: not written yet
+        self._totals = RankTotals()
+        self._plans: dict[int, Path] = {}  #: by version
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether rows wait to be written."""
+        return bool(self._rows)
 
     def add_iteration(self, record: IterationRecord) -> None:
-        """Append a row; it can be read from then on, even if this process is killed."""
-        path = iterations_path(self._folder, self._rank)
-        if not self._has_begun:
+        """Add a row, which is written by the next `write`."""
+        self._rows.append(record)
+
+    def write(self) -> None:
+        """Write the rows that were added. They can be read from then on, even if this process is killed.
+
+        Raises:
+            RunError: If the totals in the folder are damaged.
+        """
+        rows, self._rows = self._rows, []
+        if not rows:
+            return
+        lines = "".join(map(ITERATIONS.line, rows)).encode()
+        if self._file is None:
             self._begin()
-        with path.open("ab", buffering=0) as file:
-            if file.tell() > MAX_BYTES:
-                os.replace(path, iterations_path(self._folder, self._rank, old=True))
-        with path.open("ab", buffering=0) as file:
-            header = "" if file.tell() else ITERATIONS.header
-            line = (header + ITERATIONS.line(record)).encode()
-            if file.write(line) != len(line):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            self._file = self._open()
+        elif self._file.tell() + len(lines) > MAX_BYTES:
+            self._replace_old(self._file)
+            self._file = self._open()
+        if self._file.tell() == 0:
+            lines = ITERATIONS.header.encode() + lines
+        if os.fstat(self._file.fileno()).st_nlink == 0:  # the folder was removed
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+        if self._file.write(lines) != len(lines):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self._totals.add(self._attempt.number, rows)
 
     def replace_computations(self, computations: Sequence[ComputationRecord]) -> None:
         """Replace the computations by these."""
-        with replacing(computations_path(self._folder, self._rank)) as file:
+        with replacing(computations_path(self._path, self._rank)) as file:
             file.write((COMPUTATIONS.header + "".join(map(COMPUTATIONS.line, computations))).encode())
 
     def save_plan(self, plan: Plan, version: int, pipeline: int | None) -> None:
@@ -240,30 +141,112 @@ class RankFiles:
         Raises:
             PlanError: If it cannot be written.
         """
-        self._folder.mkdir(parents=True, exist_ok=True)
-        plan.save(plan_path(self._folder, version, pipeline))
+        self._path.mkdir(parents=True, exist_ok=True)
+        self._plans[version] = plan_path(self._path, version, pipeline)
+        plan.save(self._plans[version])
+        while len(self._plans) > PLANS_KEPT:
+            self._plans.pop(min(self._plans)).unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Close the file of rows, without the rows that were not written."""
+        if self._file is not None:
+            self._file.close()
 
     def _begin(self) -> None:
-        self._folder.mkdir(parents=True, exist_ok=True)
-        for path in (
-            iterations_path(self._folder, self._rank),
-            iterations_path(self._folder, self._rank, old=True),
-            computations_path(self._folder, self._rank),
-        ):
-            path.unlink(missing_ok=True)
-        self._has_begun = True
+        self._path.mkdir(parents=True, exist_ok=True)
+        for number, ranks in self._attempt.ended:
+            path = attempt_path(self.folder, number)
+            for rank in range(self._rank, max(ranks, self._ranks), self._ranks):
+                with suppress(RunError):  # of damaged rows, which are left to be looked at
+                    _add_up(self.folder, number, rank)
+            if self._rank == 0:
+                for plan in path.glob("plan-*.yaml"):
+                    plan.unlink(missing_ok=True)
+            with suppress(OSError):  # other ranks still have files there
+                path.rmdir()
+        self._totals = read_totals(self.folder, self._rank)
+
+    def _open(self) -> BinaryIO:
+        return iterations_path(self._path, self._rank).open("ab", buffering=0)
+
+    def _replace_old(self, file: BinaryIO) -> None:
+        # The totals come first: should this process end in between, rows that are in the totals do not count again.
+        _save_totals(self.folder, self._rank, self._totals)
+        path = iterations_path(self._path, self._rank)
+        os.replace(path, iterations_path(self._path, self._rank, old=True))
+        file.close()
 
 
-def plan_path(folder: Path, version: int, pipeline: int | None) -> Path:
+def _add_up(folder: Path, attempt: int, rank: int) -> None:
+    """Add the rows that a rank has in an attempt to its totals, and delete its files there."""
+    path = attempt_path(folder, attempt)
+    file = iterations_path(path, rank)
+    if file.exists():
+        rows = ITERATIONS.read(file)
+        totals = read_totals(folder, rank)
+        totals.add(attempt, rows)
+        _save_totals(folder, rank, totals)
+    for each in (file, iterations_path(path, rank, old=True), computations_path(path, rank)):
+        each.unlink(missing_ok=True)
+
+
+def _save_totals(folder: Path, rank: int, totals: RankTotals) -> None:
+    with replacing(totals_path(folder, rank)) as file:
+        file.write((TOTALS.header + "".join(map(TOTALS.line, totals))).encode())
+
+
+def read_totals(folder: Path, rank: int) -> RankTotals:
+    """Return the saved totals of a rank. Whoever adds rows to them reads the rows first: they may be added meanwhile.
+
+    Raises:
+        RunError: If the file is damaged.
+    """
+    path = totals_path(folder, rank)
+    return RankTotals(TOTALS.read(path) if path.exists() else [])
+
+
+def attempts_in(folder: Path) -> list[int]:
+    """Return the numbers of the attempts in a run folder, oldest first."""
+    return sorted(int(match[1] + match[2]) for match in map(_ATTEMPT.fullmatch, os.listdir(folder)) if match)
+
+
+def ranks_in(folder: Path) -> list[int]:
+    """Return the ranks that have rows in the folder of an attempt, or totals in a run folder."""
+    names = os.listdir(folder)
+    return sorted({int(match[1]) for name in names if (match := _ROWS.fullmatch(name) or _TOTALS.fullmatch(name))})
+
+
+def _count(attempt: Path) -> int:
+    """Return the number of ranks in an attempt of which no rank is missing."""
+    return max(ranks_in(attempt), default=-1) + 1
+
+
+def attempt_path(folder: Path, number: int) -> Path:
+    """Return the folder of an attempt."""
+    return folder / f"attempt-{number // 10**6:08}T{number % 10**6:06}"
+
+
+def attempt_of(folder: Path) -> int | None:
+    """Return the number of the attempt that a folder is of; None if it is of none."""
+    match = _ATTEMPT.fullmatch(folder.name)
+    return None if match is None else int(match[1] + match[2])
+
+
+def totals_path(folder: Path, rank: int) -> Path:
+    """Return the path of the totals of a rank."""
+    return folder / f"totals-{rank}.csv"
+
+
+def plan_path(attempt: Path, version: int, pipeline: int | None) -> Path:
     """Return the path of a plan."""
-    return folder / (f"plan-{version}.yaml" if pipeline is None else f"plan-{version}-pipeline-{pipeline}.yaml")
+    return attempt / (f"plan-{version}.yaml" if pipeline is None else f"plan-{version}-pipeline-{pipeline}.yaml")
 
 
-def iterations_path(folder: Path, rank: int, *, old: bool = False) -> Path:
+def iterations_path(attempt: Path, rank: int, *, old: bool = False) -> Path:
     """Return the path of the iterations of a rank."""
-    return folder / f"iterations-{rank}{'.old' if old else ''}.csv"
+    return attempt / f"iterations-{rank}{'.old' if old else ''}.csv"
 
 
-def computations_path(folder: Path, rank: int) -> Path:
+def computations_path(attempt: Path, rank: int) -> Path:
     """Return the path of the computations of a rank."""
-    return folder / f"computations-{rank}.csv"
+    return attempt / f"computations-{rank}.csv"

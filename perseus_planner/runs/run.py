@@ -1,7 +1,8 @@
-"""Reads a run folder: the plans, and what every rank recorded."""
+"""Reads a run folder: the plans and the rows of an attempt, and the totals of all attempts."""
 
 from __future__ import annotations
 
+import os
 import re
 from collections import Counter
 from dataclasses import dataclass, field
@@ -14,17 +15,20 @@ from perseus_planner.displayed import Displayable
 from perseus_planner.errors import RunError
 from perseus_planner.files import reading
 from perseus_planner.plans.plan import Plan
-from perseus_planner.runs.recording import COMPUTATIONS, ITERATIONS, computations_path, iterations_path, plan_path
+from perseus_planner.runs import recording
+from perseus_planner.runs.recording import attempt_of, attempt_path, attempts_in, plan_path, ranks_in, read_totals
+from perseus_planner.runs.tables import COMPUTATIONS, ITERATIONS, ends_whole
+from perseus_planner.runs.totals import of_all_ranks
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Mapping, Sequence
 
     from perseus_planner.runs.records import ComputationRecord, IterationRecord
+    from perseus_planner.runs.totals import Total
 
 _PLAN = re.compile(r"plan-([0-9]{1,9})(?:-pipeline-([0-9]{1,9}))?\.yaml")
-_ROWS = re.compile(r"iterations-([0-9]{1,9})\.csv")
 _REMEDY = "copy the files of all nodes into one folder, or try again when each rank has ended an iteration"
+_NOT_YET = "no iteration has ended yet; try again when one has"
 
 
 @dataclass(frozen=True)
@@ -35,11 +39,14 @@ class RankRecord:
         rank: Rank in the whole job.
         iterations: The iterations in the folder, in order; at least one.
         computations: Iteration -> its computations, for the last iterations.
+        is_cut_off: Whether another row has no end, because the rank was killed, the disk was full, or it is being
+            written.
     """
 
     rank: int
     iterations: tuple[IterationRecord, ...]
     computations: Mapping[int, tuple[ComputationRecord, ...]] = field(repr=False)
+    is_cut_off: bool = False
 
     @property
     def pipeline(self) -> int:
@@ -62,17 +69,21 @@ class RankRecord:
 
 @dataclass(frozen=True)
 class Run(Displayable):
-    """What all ranks of a job recorded.
+    """What all ranks of a job recorded: its newest attempt that has iterations, and the totals of all attempts.
 
     Attributes:
-        folder: The run folder.
+        folder: The run folder, or that of one attempt, which is then read instead.
         plans: (version, pipeline) -> plan; the pipeline is None if all pipelines run by one plan.
-        ranks: The ranks, in order.
+        ranks: The ranks of the attempt, in order.
+        attempt: Number of the attempt.
+        totals: What ran by each plan in each attempt, oldest first.
     """
 
     folder: Path
     plans: Mapping[tuple[int, int | None], Plan] = field(repr=False)
     ranks: tuple[RankRecord, ...]
+    attempt: int
+    totals: tuple[Total, ...] = field(repr=False)
 
     @classmethod
     def load(cls, folder: str | os.PathLike[str]) -> Run:
@@ -84,21 +95,33 @@ class Run(Displayable):
         """
         folder = Path(folder)
         with reading(folder, RunError):
-            names = sorted(path.name for path in folder.iterdir())
+            attempt = attempt_of(folder.resolve())
+            if attempt is None:
+                _check_names(folder)
+            root = folder if attempt is None else folder.resolve().parent
+            attempts = attempts_in(root) if attempt is None else [attempt]
+            rows = {each: _rows(folder if attempt else attempt_path(root, each)) for each in attempts}
+        with_rows = [each for each in attempts if rows[each]]
+        if not with_rows:
+            raise RunError(f"{folder}: {_NOT_YET}")
+        newest = with_rows[-1]
+        path = folder if attempt else attempt_path(root, newest)
         plans = {
-            (int(match[1]), None if match[2] is None else int(match[2])): Plan.load(folder / match[0])
-            for match in filter(None, map(_PLAN.fullmatch, names))
+            (int(match[1]), None if match[2] is None else int(match[2])): Plan.load(path / match[0])
+            for match in filter(None, map(_PLAN.fullmatch, sorted(os.listdir(path))))
         }
-        numbers = sorted(int(match[1]) for match in filter(None, map(_ROWS.fullmatch, names)))
-        _check_names(folder, names, len(plans), len(numbers))
-        run = cls(folder, plans, _ranks(folder, numbers))
+        ranks = tuple(_rank(path, rank, found) for rank, found in rows[newest].items())
+        run = cls(folder, plans, ranks, newest, _totals(root, rows, only=attempt))
         run._check()
         return run
 
     @property
     def versions(self) -> tuple[int, ...]:
-        """Versions of the plans that iterations ran by, oldest first."""
-        return tuple(sorted({row.version for rank in self.ranks for row in rank.iterations if row.version is not None}))
+        """Versions of the plans that iterations ran by, oldest first; without plans that are no longer kept."""
+        kept = {version for version, _ in self.plans}
+        oldest = min(kept) if len(kept) >= recording.PLANS_KEPT else 0
+        found = {row.version for rank in self.ranks for row in rank.iterations if row.version is not None}
+        return tuple(sorted(version for version in found if version >= oldest))
 
     def plan(self, version: int, pipeline: int) -> Plan:
         """Return the plan of a version that a pipeline ran by.
@@ -169,28 +192,48 @@ def calibration_of(run: Run) -> MeasuredIteration:
     return MeasuredIteration(max(plans, key=lambda plan: plan.time_s), time_s)
 
 
-def _check_names(folder: Path, names: Sequence[str], plans: int, ranks: int) -> None:
+def _check_names(folder: Path) -> None:
+    names = os.listdir(folder)
     if not names:
         raise RunError(f"{folder}: is empty; try again when an iteration by a plan has ended")
-    if not plans and not ranks:
+    if any(_PLAN.fullmatch(name) or name.startswith("iterations-") for name in names):
+        raise RunError(
+            f"{folder}: has files of a run of version 0.1, which this one does not read; move them to another folder, "
+            "and show them with the planner that the training ran with"
+        )
+    if not attempts_in(folder):
         raise RunError(
             f"{folder}: is a folder, but not a run folder; name a folder that a training run has written, or a file"
         )
-    if not ranks:
-        raise RunError(f"{folder}: no iteration has ended yet; try again when one has")
 
 
-def _ranks(folder: Path, numbers: Sequence[int]) -> tuple[RankRecord, ...]:
-    """Return the ranks that have recorded an iteration."""
-    ranks = []
-    for number in numbers:
-        old = iterations_path(folder, number, old=True)
-        rows = [*(ITERATIONS.read(old) if old.exists() else []), *ITERATIONS.read(iterations_path(folder, number))]
-        path = computations_path(folder, number)
-        groups = groupby(COMPUTATIONS.read(path) if path.exists() else [], key=lambda each: each.iteration)
-        computations = {iteration: tuple(group) for iteration, group in groups}
+def _rows(attempt: Path) -> dict[int, list[IterationRecord]]:
+    """Return rank -> its rows, for ranks that have some."""
+    found = {}
+    for rank in ranks_in(attempt):
+        paths = [recording.iterations_path(attempt, rank, old=old) for old in (True, False)]
+        rows = [row for path in paths if path.exists() for row in ITERATIONS.read(path)]
         if rows:
-            ranks.append(RankRecord(number, tuple(rows), computations))
-    if not ranks:
-        raise RunError(f"{folder}: no iteration has ended yet; try again when one has")
-    return tuple(ranks)
+            found[rank] = rows
+    return found
+
+
+def _rank(attempt: Path, number: int, rows: Sequence[IterationRecord]) -> RankRecord:
+    path = recording.computations_path(attempt, number)
+    groups = groupby(COMPUTATIONS.read(path) if path.exists() else [], key=lambda each: each.iteration)
+    computations = {iteration: tuple(group) for iteration, group in groups}
+    path = recording.iterations_path(attempt, number)
+    return RankRecord(number, tuple(rows), computations, path.exists() and not ends_whole(path))
+
+
+def _totals(
+    folder: Path, rows: Mapping[int, Mapping[int, Sequence[IterationRecord]]], only: int | None
+) -> tuple[Total, ...]:
+    """Return the totals of all ranks in all attempts, or in one; `rows` are attempt -> rank -> its rows."""
+    of_ranks = []
+    for rank in sorted({*ranks_in(folder), *(rank for found in rows.values() for rank in found)}):
+        totals = read_totals(folder, rank)
+        for attempt, found in rows.items():
+            totals.add(attempt, found.get(rank, ()))
+        of_ranks.append([each for each in totals if only in (None, each.attempt)])
+    return of_all_ranks(of_ranks)

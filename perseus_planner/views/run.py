@@ -122,6 +122,7 @@ class RunSummary:
         version: the newest plan with iterations that count; `ranks` are compared with it.
         ranks: the ranks.
         deviations: why iterations did not run as planned, most frequent reason first.
+        cut_off: ranks whose last row was cut off, and so does not count.
     """
 
     context: Context
@@ -131,6 +132,7 @@ class RunSummary:
     version: int
     ranks: tuple[RankOfRun, ...]
     deviations: tuple[Deviation, ...]
+    cut_off: tuple[int, ...]
 
     @property
     def current(self) -> PlanOfRun:
@@ -151,6 +153,7 @@ def summarize_run(run: Run) -> RunSummary:
         version=version,
         ranks=tuple(_ranks(run, version)),
         deviations=_deviations(run),
+        cut_off=tuple(rank.rank for rank in run.ranks if rank.is_cut_off),
     )
 
 

@@ -44,6 +44,7 @@ def run_text(summary: RunSummary) -> str:
         "another clock\nwas requested. Off clock: share of the computing time before the clock was set. Delay: from "
         "the request until\nthe clock was set.",
         *_deviations_text(summary.deviations),
+        *_cut_off_text(summary.cut_off),
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -118,6 +119,11 @@ def _deviations_text(deviations: tuple[Deviation, ...]) -> Iterator[str]:
     if (rest := deviations[_MOST_REASONS:]) != ():
         lines.append(f"and {sum(each.times for each in rest)} for {len(rest)} more reasons")
     yield "\n".join(["Not as planned:", *lines])
+
+
+def _cut_off_text(ranks: tuple[int, ...]) -> Iterator[str]:
+    if ranks:
+        yield f"Not counted: the last row of rank{'s' * (len(ranks) > 1)} {_listed(ranks)}, which was cut off."
 
 
 def _listed(ranks: tuple[int, ...]) -> str:

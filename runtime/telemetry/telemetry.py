@@ -21,8 +21,8 @@ from perseus_planner.runtime.telemetry.samples import GpuSamples
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
-    from pathlib import Path
 
+    from perseus_planner.runs.recording import RankFiles
     from perseus_planner.runtime.engines.engine import PipelineRank
     from perseus_planner.runtime.hook import Program
     from perseus_planner.runtime.marks import IterationTimes
@@ -47,31 +47,34 @@ class Telemetry:
     Args:
         rank: Rank in the whole job.
         pipeline_rank: Rank in the pipeline.
-        folder: The run folder to write; None to write none.
+        files: The files in which the run is recorded; None to record none.
         capacity: How many iterations are kept.
         own_plans: Whether each pipeline may have its own plan, and writes it.
         warn: Called once if the folder can no longer be written.
         offset_ns: Returns what to add to a time of the monotonic clock to get nanoseconds since the epoch.
+        now_s: Returns seconds by the monotonic clock, by which rows are written.
     """
 
     def __init__(
         self,
         rank: int,
         pipeline_rank: PipelineRank,
-        folder: Path | None = None,
+        files: RankFiles | None = None,
         capacity: int = 256,
         *,
         own_plans: bool = False,
         warn: Callable[[str], None] | None = None,
         offset_ns: Callable[[], int] = wall_offset_ns,
+        now_s: Callable[[], float] = time.monotonic,
     ) -> None:
         self._pipeline_rank, self._capacity, self._offset_ns = pipeline_rank.rank, capacity, offset_ns
         # If the engine does not number its pipelines, the first rank of each serves as its number.
         first_peer = min(pipeline_rank.peers, default=0)
         self._pipeline = first_peer if pipeline_rank.pipeline is None else pipeline_rank.pipeline
         self._recorder = None
-        if folder is not None:
-            self._recorder = RunRecorder(folder, rank, pipeline_rank.rank, own_plans=own_plans, warn=warn)
+        if files is not None:
+            writes_plans = (pipeline_rank.rank if own_plans else rank) == 0
+            self._recorder = RunRecorder(files, writes_plans=writes_plans, own_plans=own_plans, warn=warn, now_s=now_s)
         self._iterations: tuple[IterationRecord, ...] = ()
         self._computations: deque[tuple[ComputationRecord, ...]] = deque(maxlen=_KEPT)
         self._ended: deque[tuple[int, Program | None, str | None]] = deque(maxlen=capacity)
@@ -116,6 +119,8 @@ class Telemetry:
         records = []
         while self._times and (len(self._times) > _PATIENCE or self._is_complete(self._times[0])):
             records.append(self._finish(self._times.popleft()))
+        if self._recorder is not None:
+            self._recorder.write_if_due()
         return records
 
     def close(self) -> list[IterationRecord]:
@@ -123,7 +128,7 @@ class Telemetry:
         records = [self._finish(self._times.popleft()) for _ in range(len(self._times))]
         self._counter.close()
         if self._recorder is not None:
-            self._recorder.replace_computations(self.computations)
+            self._recorder.close(self.computations)
         return records
 
     def _take(self, message: ToRank) -> None:
@@ -204,9 +209,12 @@ class Telemetry:
         computations: Sequence[ComputationRecord],
     ) -> IterationRecord:
         after = self._samples.first_after(times.end_ns)
-        planned_s = None
+        planned_s = baseline_j = None
         if program is not None and deviation is None:
-            planned_s = math.fsum(program.plan.measurement(each.computation).time_s for each in computations)
+            plan = program.plan
+            gpus = len(plan.schedule.ranks) * plan.gpus_per_stage
+            baseline_j = plan.baseline_j((times.end_ns - times.begin_ns) / 1e9) / gpus
+            planned_s = math.fsum(plan.measurement(each.computation).time_s for each in computations)
         return IterationRecord(
             **vars(ChangeStatistics.of(computations)),
             iteration=times.number,
@@ -218,6 +226,7 @@ class Telemetry:
             busy_s=sum(end_ns - begin_ns for begin_ns, end_ns in times.spans_ns) / 1e9,
             planned_busy_s=planned_s,
             energy_j=self._samples.energy_j(times.begin_ns, times.end_ns),
+            baseline_j=baseline_j,
             temperature_c=None if after is None else after.temperature_c,
             throttled_s=self._samples.throttled_s(times.begin_ns, times.end_ns),
             deviation=deviation,

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from commands import done, refusal
-from made_runs import write_run
+from made_runs import attempt_in, write_run
 from strategies import smooth_profile
 
 from perseus_planner import Plan, Profile
@@ -106,7 +106,7 @@ def lines(axes: Any, colour: str) -> list[Any]:
 
 def test_a_run_of_which_no_iteration_was_kept_cannot_be_drawn_but_shown(plan: Plan):
     write_run(Path("run"), plan, 3)
-    Path("run/computations-1.csv").unlink()
+    (attempt_in(Path("run")) / "computations-1.csv").unlink()
     done("show run")
     assert refusal("show run --plot run.png") == (
         2,

@@ -9,7 +9,7 @@ from random import Random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from made_runs import any_plan, write_run
+from made_runs import any_plan, attempt_in, write_run
 from strategies import any_schedule, fixed, furnished, smooth_profile
 
 from perseus_planner import Plan, schedules, solve
@@ -17,10 +17,10 @@ from perseus_planner.errors import RunError
 from perseus_planner.gpu.protocol import THROTTLE_REASONS
 from perseus_planner.plans.replay import replay
 from perseus_planner.profiles.clock_changes import ClockChange
-from perseus_planner.runs import ComputationRecord, IterationRecord, Run, recording
-from perseus_planner.runs.recording import COMPUTATIONS, ITERATIONS, RankFiles
+from perseus_planner.runs import ComputationRecord, IterationRecord, Run
 from perseus_planner.runs.records import ChangeStatistics
 from perseus_planner.runs.run import calibration_of
+from perseus_planner.runs.tables import COMPUTATIONS, ITERATIONS
 from perseus_planner.runtime.controller.protocol import ControlChange
 from perseus_planner.schedules import Computation
 from perseus_planner.views.run import predict_records, summarize_run
@@ -44,6 +44,7 @@ ROWS = st.builds(
     busy_s=FINITE,
     planned_busy_s=maybe(FINITE),
     energy_j=maybe(FINITE),
+    baseline_j=maybe(FINITE),
     temperature_c=maybe(FINITE),
     throttled_s=st.dictionaries(st.sampled_from(THROTTLE_REASONS), FINITE),
     deviation=maybe(st.text()),
@@ -92,7 +93,7 @@ def plan() -> Plan:
 def test_a_file_that_was_cut_off_anywhere_has_the_rows_that_were_whole(plan: Plan, tmp_path: Path):
     write_run(tmp_path, plan, 3)
     for name, table in (("iterations-1.csv", ITERATIONS), ("computations-1.csv", COMPUTATIONS)):
-        path = tmp_path / name
+        path = attempt_in(tmp_path) / name
         data, rows = path.read_bytes(), table.read(path)
         assert len(rows) > 2
         data = data[: data.index(b"\n", data.index(b"\n", data.index(b"\n") + 1) + 1) + 1]  # the header and two rows
@@ -110,7 +111,7 @@ def with_cell(text: str, place: int, cell: str) -> str:
 def test_a_malformed_row_is_refused_with_its_line(plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     write_run(Path("run"), plan, 2)
-    path = Path("run/iterations-1.csv")
+    path = attempt_in(Path("run")) / "iterations-1.csv"
     text = path.read_text()
     cells = text.splitlines()[1].split(",")
     changed = "; the file was changed"
@@ -126,7 +127,7 @@ def test_a_malformed_row_is_refused_with_its_line(plan: Plan, tmp_path: Path, mo
         path.write_text(wrong)
         with pytest.raises(RunError) as refusal:
             Run.load("run")
-        assert str(refusal.value) == f"run/iterations-1.csv{message}"
+        assert str(refusal.value) == f"{path}{message}"
 
 
 def test_a_run_that_followed_its_plan_shows_no_deviation(plan: Plan, tmp_path: Path):
@@ -201,11 +202,12 @@ def test_what_is_foreseen_of_any_plan_is_its_replay(seed: int, call_s: float | N
 def test_iterations_count_that_ran_as_planned_by_the_newest_plan_but_for_its_first(plan: Plan, tmp_path: Path):
     slower = replace(plan, time_s=plan.time_s + 1.0)
     write_run(tmp_path, plan, 3)
-    before = (tmp_path / "iterations-0.csv").read_text(), (tmp_path / "iterations-2.csv").read_text()
+    first = attempt_in(tmp_path)
     write_run(tmp_path, slower, 4, version=2, first=3, deviations={5: "0F9, where the plan has 0F1"})
-    for number, text in zip((0, 2), before, strict=True):
-        path = tmp_path / f"iterations-{number}.csv"
-        path.write_text(text + path.read_text().split("\n", 1)[1])
+    (first / "plan-1.yaml").rename(attempt_in(tmp_path) / "plan-1.yaml")
+    for number in (0, 2):
+        path = attempt_in(tmp_path) / f"iterations-{number}.csv"
+        path.write_text((first / path.name).read_text() + path.read_text().split("\n", 1)[1])
     run = Run.load(tmp_path)
     assert run.versions == (1, 2)
     assert [row.iteration for row in run.ranks[0].counted(2)] == [4]  # the one after a deviation runs without clocks
@@ -230,8 +232,9 @@ def test_without_an_iteration_that_counts_nothing_is_calibrated(plan: Plan, fold
 
 def test_pipelines_are_distinguished_and_may_have_separate_plans(plan: Plan, tmp_path: Path):
     made = write_run(tmp_path, plan, 3, pipelines=2, own_plans=True)
-    assert sorted(path.name for path in tmp_path.glob("plan*")) == [f"plan-1-pipeline-{n}.yaml" for n in range(2)]
-    replace(plan, time_s=plan.time_s + 1.0).save(tmp_path / "plan-1-pipeline-1.yaml")
+    attempt = attempt_in(tmp_path)
+    assert sorted(path.name for path in attempt.glob("plan*")) == [f"plan-1-pipeline-{n}.yaml" for n in range(2)]
+    replace(plan, time_s=plan.time_s + 1.0).save(attempt / "plan-1-pipeline-1.yaml")
     run = Run.load(tmp_path)
     assert [(each.rank, each.pipeline, each.pipeline_rank) for each in run.ranks] == [
         (0, 0, 0), (1, 0, 1), (2, 0, 2), (3, 1, 0), (4, 1, 1), (5, 1, 2)
@@ -254,14 +257,16 @@ def test_a_folder_that_is_no_whole_run_is_refused(plan: Plan, folder: Path):
     (folder / "other" / "notes.txt").touch()
     for name in ("early", "header", "rank", "last", "plan", "free"):
         write_run(folder / name, plan, 2)
-    for path in (folder / "early").glob("iterations*"):
+    for path in attempt_in(folder / "early").glob("iterations*"):
         path.unlink()
-    for path in (folder / "header").glob("iterations*"):
+    for path in attempt_in(folder / "header").glob("iterations*"):
         path.write_text(ITERATIONS.header)
-    Path("rank/iterations-1.csv").unlink()
-    Path("last/iterations-2.csv").write_text(ITERATIONS.header + "0,1,0")
-    Path("plan/plan-1.yaml").unlink()
-    for path in (folder / "free").glob("iterations*"):
+    write_run(folder / "before", plan, 2)
+    attempt_in(folder / "before").rename(folder / "0.1")
+    (attempt_in(folder / "rank") / "iterations-1.csv").unlink()
+    (attempt_in(folder / "last") / "iterations-2.csv").write_text(ITERATIONS.header + "0,1,0")
+    (attempt_in(folder / "plan") / "plan-1.yaml").unlink()
+    for path in attempt_in(folder / "free").glob("iterations*"):
         rows = [replace(row, version=None) for row in ITERATIONS.read(path)]
         path.write_text(ITERATIONS.header + "".join(map(ITERATIONS.line, rows)))
     remedy = "copy the files of all nodes into one folder, or try again when each rank has ended an iteration"
@@ -269,6 +274,10 @@ def test_a_folder_that_is_no_whole_run_is_refused(plan: Plan, folder: Path):
         "absent": "no such file; check the path",
         "empty": "is empty; try again when an iteration by a plan has ended",
         "other": "is a folder, but not a run folder; name a folder that a training run has written, or a file",
+        "0.1": (
+            "has files of a run of version 0.1, which this one does not read; move them to another folder, and show "
+            "them with the planner that the training ran with"
+        ),
         "early": "no iteration has ended yet; try again when one has",
         "header": "no iteration has ended yet; try again when one has",
         "rank": f"has no iterations of rank 1, but of other ranks; {remedy}",
@@ -279,23 +288,3 @@ def test_a_folder_that_is_no_whole_run_is_refused(plan: Plan, folder: Path):
         with pytest.raises(RunError) as refusal:
             Run.load(name)
         assert str(refusal.value) == f"{name}: {message}"
-
-
-def test_a_rank_keeps_no_more_rows_than_it_may(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(recording, "MAX_BYTES", 2000)
-    seat = {"version": 1, "pipeline": 0, "pipeline_rank": 0}
-    written, row = RankFiles(tmp_path, 0), IterationRecord(**seat, iteration=0, begin_s=0.5, end_s=1.5, busy_s=0.25)
-    for number in range(200):
-        written.add_iteration(replace(row, iteration=number))
-    files = sorted(tmp_path.iterdir())
-    assert [path.name for path in files] == ["iterations-0.csv", "iterations-0.old.csv"]
-    assert sum(path.stat().st_size for path in files) < 2 * (2000 + len(ITERATIONS.line(row)) + len(ITERATIONS.header))
-    kept = [each.iteration for path in reversed(files) for each in ITERATIONS.read(path)]
-    assert kept == list(range(kept[0], 200))
-    assert len(kept) > 20
-
-
-def test_a_rank_that_begins_anew_forgets_its_earlier_run(plan: Plan, tmp_path: Path):
-    write_run(tmp_path, plan, 9)
-    write_run(tmp_path, plan, 3)
-    assert [[row.iteration for row in rank.iterations] for rank in Run.load(tmp_path).ranks] == [[0, 1, 2]] * 3

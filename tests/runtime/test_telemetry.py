@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import count as counting
 from itertools import pairwise
 from pathlib import Path
 from random import Random
@@ -17,6 +18,7 @@ from made_runs import BEGIN_NS, any_plan, ns
 from strategies import fixed, smooth_profile
 
 from perseus_planner import schedules
+from perseus_planner.runs.recording import Attempt, RankFiles, attempt_path
 from perseus_planner.runtime.controller.protocol import ControlChange, GpuSample
 from perseus_planner.runtime.engines.engine import PipelineRank
 from perseus_planner.runtime.hook import Hook, Program
@@ -286,39 +288,40 @@ def test_a_folder_that_can_no_longer_be_written_is_one_warning_and_telemetry_goe
 ):
     said: list[str] = []
     ran_by, folder = program(3), tmp_path / "run"
-    telemetry = Telemetry(0, SEAT, folder, warn=said.append, offset_ns=lambda: 0)
+    files = RankFiles(folder, 0, 1, Attempt(1))
+    rounds_s = (6.0 * number for number in counting())
+    telemetry = Telemetry(0, SEAT, files, warn=said.append, offset_ns=lambda: 0, now_s=lambda: next(rounds_s))
     if fault == "no plan":
         folder.touch()
+    if fault == "full":
+        attempt_path(folder, 1).mkdir(parents=True)
+        (attempt_path(folder, 1) / "iterations-0.csv").symlink_to("/dev/full")
     for i in range(6):
         if i == 3 and fault == "gone":
             shutil.rmtree(folder)
-        if i == 3 and fault == "full":
-            (folder / "iterations-0.csv").unlink()
-            (folder / "iterations-0.csv").symlink_to("/dev/full")
         telemetry.on_end(i, ran_by, "something else")
         telemetry.update([iteration(i, 10 * i, 10 * i + 10)], [reading(10 * i + 10)])
     telemetry.close()
-    why = {"gone": "No such file or directory", "full": "No space left on device", "no plan": "File exists"}[fault]
+    why = {"gone": "No such file or directory", "full": "No space left on device", "no plan": "Not a directory"}[fault]
     assert said == [f"{folder}: recording stops: {why}; training goes on without recording"]
     assert len(telemetry.iterations) == 6
 
 
 def test_computations_are_written_every_half_minute_and_at_the_end(tmp_path: Path):
     ran_by, at_s = program(3), 0.0
-    telemetry = Telemetry(0, SEAT, tmp_path, offset_ns=lambda: 0)
-    written, count = [], len(ran_by.computations)
+    telemetry = Telemetry(0, SEAT, RankFiles(tmp_path, 0, 1, Attempt(1)), offset_ns=lambda: 0)
+    written, count, path = [], len(ran_by.computations), attempt_path(tmp_path, 1) / "computations-0.csv"
     for i, at_s in enumerate((1.0, 2.0, 29.0, 31.0, 32.0, 61.0)):
         begin_ns = ns(at_s) - 10**6
         spans = tuple((begin_ns + 2 * k, begin_ns + 2 * k + 1) for k in range(count))
         telemetry.on_end(i, ran_by, None)
         telemetry.update([IterationTimes(i, begin_ns, spans, ns(at_s))], [reading(ns(at_s))])
-        path = tmp_path / "computations-0.csv"
         written.append(len(path.read_text().splitlines()) - 1 if path.exists() else 0)
     assert written == [0, 0, 0, 4 * count, 4 * count, 6 * count]
     telemetry.on_end(6, ran_by, None)
     telemetry.update([IterationTimes(6, ns(62.0) - 10**6, spans, ns(62.0))], [reading(ns(62.0))])
     telemetry.close()
-    assert len((tmp_path / "computations-0.csv").read_text().splitlines()) - 1 == 7 * count
+    assert len(path.read_text().splitlines()) - 1 == 7 * count
 
 
 def test_where_the_engine_does_not_number_pipelines_their_first_ranks_do():

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from datetime import datetime
 from pathlib import Path
 from random import Random
 
 from perseus_planner.plans.plan import Plan
 from perseus_planner.plans.replay import clock_calls, replay
+from perseus_planner.runs.recording import Attempt, RankFiles, attempt_path, attempts_in
 from perseus_planner.runtime.controller.protocol import AttachReply, ControlChange, GpuSample
 from perseus_planner.runtime.engines.engine import PipelineRank
 from perseus_planner.runtime.hook import Program
@@ -63,6 +65,11 @@ def changes(plan: Plan, rank: int, begin_ns: int) -> list[ControlChange]:
     return made
 
 
+def attempt_in(folder: Path) -> Path:
+    """Return the folder of the newest attempt."""
+    return attempt_path(folder, attempts_in(folder)[-1])
+
+
 def write_run(
     folder: Path,
     plan: Plan,
@@ -76,7 +83,7 @@ def write_run(
     origin: str = "simulated",
     own_plans: bool = False,
 ) -> list[Telemetry]:
-    """Write the folder of a run in which every rank follows the plan.
+    """Write an attempt in which every rank follows the plan.
 
     Args:
         folder: The run folder.
@@ -91,10 +98,12 @@ def write_run(
         own_plans: See `Telemetry`.
     """
     ranks, period_ns, made = len(plan.schedule.ranks), ns(plan.time_s) + 1000, []
+    attempt = Attempt.next_in(folder, datetime(2026, 1, 1))
     for number in range(pipelines * ranks):
         pipeline, rank = divmod(number, ranks)
         seat = PipelineRank(rank, ranks, pipeline, tuple(range(pipeline * ranks, (pipeline + 1) * ranks)))
-        telemetry = Telemetry(number, seat, folder, own_plans=own_plans, offset_ns=lambda: EPOCH_NS)
+        files = RankFiles(folder, number, pipelines * ranks, attempt)
+        telemetry = Telemetry(number, seat, files, own_plans=own_plans, offset_ns=lambda: EPOCH_NS)
         program, energy_j = Program(version, plan, rank), summarize_plan(plan).per_rank[rank].energy_j
         watts = energy_j / plan.gpus_per_stage / plan.time_s
 

@@ -170,7 +170,7 @@ def _recorded(warning_log: WarningLog, folder: Path, spoilt: Callable[[Path], An
     entered = planner_runtime(pipeline.engine, plan=PLAN, gpu=GPU, record=folder, max_changes_per_s=FAST)
     with entered as runtime, ExitStack() as stack:
         watch.planned = lambda: runtime.plan
-        while not every_rank((folder / f"iterations-{dist.get_rank()}.csv").exists()):
+        while not every_rank(bool(list(folder.glob(f"*/iterations-{dist.get_rank()}.csv")))):
             pipeline.step()
         stack.enter_context(spoilt(folder))
         dist.barrier()
@@ -195,7 +195,8 @@ def _removed(folder: Path) -> Iterator[None]:
 def _full(folder: Path) -> Iterator[None]:
     """Limit the size of files to that of this one."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    size = (folder / f"iterations-{dist.get_rank()}.csv").stat().st_size
+    (path,) = folder.glob(f"*/iterations-{dist.get_rank()}.csv")
+    size = path.stat().st_size
     resource.setrlimit(resource.RLIMIT_FSIZE, (size + 64, before[1]))
     yield
     resource.setrlimit(resource.RLIMIT_FSIZE, before)

@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 import pytest
 from commands import done, refusal
 from hypothesis import given, settings
-from made_runs import any_plan, write_run
+from made_runs import any_plan, attempt_in, write_run
 from strategies import fixed, jobs, smooth_profile
 from trace_rules import ReadTrace, integral
 
@@ -219,7 +219,7 @@ def test_a_run_without_energy_or_with_overlapping_times_is_still_a_trace(plan: P
 def test_a_run_of_which_nothing_was_kept_is_refused(plan: Plan, tmp_path: Path):
     plan = solve(smooth_profile(2, step_mhz=150), schedules.one_f_one_b(2, 2)).plan_for_least_energy()
     write_run(tmp_path / "run", plan, 3)
-    (tmp_path / "run/computations-1.csv").unlink()
+    (attempt_in(tmp_path / "run") / "computations-1.csv").unlink()
     with pytest.raises(RunError) as refused:
         trace_run(Run.load(tmp_path / "run"), tmp_path / "run.json")
     assert str(refused.value) == (
