@@ -30,9 +30,6 @@ class FixedProgram:
         """See `ProgramSource.program_for`."""
         return self.program
 
-    def on_nearly_done(self, iteration: int) -> None:
-        """See `ProgramSource.on_nearly_done`."""
-
     def on_end(self, iteration: int, program: Program | None, deviation: str | None) -> None:
         """See `ProgramSource.on_end`."""
         if deviation is not None:

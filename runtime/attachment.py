@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from contextlib import ExitStack
 
+    from torch.distributed import Store
+
     from perseus_planner.runtime.controller.protocol import AttachReply, Control, ToRank
     from perseus_planner.runtime.job import TrainingJob
 
@@ -63,9 +65,9 @@ class NodeController:
         try:
             address = start_controller(len(self._neighbours), self._max_changes_per_s, ATTACH_S)
         except GpuError as error:
-            self._job.store.set(self._key, json.dumps({"problem": str(error)}))
+            self._job.own_store.set(self._key, json.dumps({"problem": str(error)}))
             raise
-        self._job.store.set(self._key, json.dumps({"address": address}))
+        self._job.own_store.set(self._key, json.dumps({"address": address}))
         return address
 
     def address(self) -> str | None:
@@ -74,7 +76,10 @@ class NodeController:
         Raises:
             GpuError: If it did not start.
         """
-        found = read(self._job.store, self._key)
+        return self._address(self._job.own_store)
+
+    def _address(self, store: Store) -> str | None:
+        found = read(store, self._key)
         if found is None:
             return None
         response: dict[str, str] = json.loads(found)
@@ -91,7 +96,7 @@ class NodeController:
         if self.is_started_here:
             return self.start()
         deadline_s = time.monotonic() + ATTACH_S
-        while (address := self.address()) is None:
+        while (address := self._address(self._job.store)) is None:
             if time.monotonic() > deadline_s:
                 raise GpuError(f"the clock controller of this node was not started within {ATTACH_S:g} s")
             time.sleep(_POLL_S)

@@ -90,9 +90,6 @@ class ProgramSource(Protocol):
     def program_for(self, iteration: int) -> Program | None:
         """Return the program of an iteration, or None to run without clocks; must not wait long, or raise."""
 
-    def on_nearly_done(self, iteration: int) -> None:
-        """Three quarters of the iteration are done."""
-
     def on_end(self, iteration: int, program: Program | None, deviation: str | None) -> None:
         """The iteration has ended; `deviation` is what the engine ran that is not in the program, if anything."""
 
@@ -153,8 +150,6 @@ class Hook:
         self._position = position = self._position + 1
         if not self._is_unclocked:
             self._marks.request(position if position < self._count else 0)
-        if position == self._nearly_done_at:
-            self._source.on_nearly_done(self._iteration)
 
     def end_iteration(self) -> None:
         """End the iteration, including all that the engine does after its last computation."""
@@ -182,7 +177,6 @@ class Hook:
         self._program = program
         self._order = program.computations if program is not None else ()
         self._count = len(self._order)
-        self._nearly_done_at = max(1, 3 * self._count // 4)
         self._is_unclocked = program is None
         self._marks.load([clock_request(i, clock) for i, clock in enumerate(program.clocks)] if program else [])
         self._marks.request(_NO_REQUEST_INDEX if program is None else 0)

@@ -8,7 +8,7 @@ import os
 import time
 import zlib
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 from typing import TYPE_CHECKING, Literal
 
@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 _LOG = logging.getLogger("perseus_planner.runtime")
-_LONGEST_PAUSE_S = 0.05  #: between two looks at the store
+_LONGEST_PAUSE_S = 0.05  #: between two looks at the store, in jobs of up to
+_RANKS_LOOKING = 500  #: ranks; longer in larger ones
 
 _runtimes = count()
 
@@ -33,11 +34,19 @@ class TrainingJob:
         store: The torch.distributed store of the job, under a prefix that no other runtime uses.
         rank: Rank of this process, from 0.
         ranks: Number of ranks.
+        own_store: The same store, for background threads: through a connection of its own, because a connection serves
+            one operation at a time, and training may wait on its own for a key. In a torch whose stores cannot be
+            cloned, it is `store`.
     """
 
     store: Store
     rank: int
     ranks: int
+    own_store: Store = field(init=False)
+
+    def __post_init__(self) -> None:
+        clone = getattr(self.store, "clone", lambda: self.store)
+        object.__setattr__(self, "own_store", clone())
 
 
 def this_job() -> TrainingJob:
@@ -103,13 +112,13 @@ def exchange(store: Store, rank: int, ranks: int, value: bytes, timeout_s: float
 def _exchange(store: Store, rank: int, ranks: int, value: bytes, deadline_s: float) -> list[bytes | None]:
     keys = [f"values/{number}" for number in range(ranks)]
     store.set(keys[rank], zlib.compress(value))
-    pause_s = 1e-3
+    pause_s, longest_s = 1e-3, _LONGEST_PAUSE_S * max(1.0, ranks / _RANKS_LOOKING)
     while (packed := read(store, "all")) is None:
         if time.monotonic() > deadline_s or (rank == 0 and store.check(keys)):
             store.compare_set("all", "", _pack([read(store, key) for key in keys]))
         else:
             time.sleep(pause_s)
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+            pause_s = min(2 * pause_s, longest_s)
     store.delete_key(keys[rank])
     return _unpack(packed)
 
@@ -150,5 +159,5 @@ class JobWarnings:
     def _is_first(self, key: str) -> bool:
         rank = str(self._job.rank)
         with suppress(RuntimeError):  # the store may be gone; a repeated warning is better than none
-            return bool(self._job.store.compare_set(f"warned/{key}", "", rank).decode() == rank)
+            return bool(self._job.own_store.compare_set(f"warned/{key}", "", rank).decode() == rank)
         return True

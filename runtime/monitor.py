@@ -254,10 +254,9 @@ class Monitor:
         if follower.deviation is not None:
             text = "clocks are reset in such iterations, and set again after one that runs as planned"
             self._warnings.warn("deviation", f"{follower.deviation}; {text}")
-        if follower.out_of_step is not None:
-            self._warnings.warn(
-                "out of step", f"{follower.out_of_step}; it runs at the GPU's default clocks until then"
-            )
+        if follower.misfit is not None:
+            text = f"{follower.misfit}; this rank runs at the GPU's default clocks until it has a plan that fits"
+            self._warnings.warn("misfit", text)
         if follower.agreement.lost is not None:
             text = f"no new plan can be agreed on: {follower.agreement.lost}"
             self._warnings.warn("store", text, by="rank 0")

@@ -18,6 +18,7 @@ from perseus_planner.runtime import attachment
 from perseus_planner.runtime.engines.engine import engine_of
 from perseus_planner.runtime.hook import Program
 from perseus_planner.runtime.job import TrainingJob, exchange, is_restart, node
+from perseus_planner.runtime.switching.node_plans import NodePlans, NodeShare
 from perseus_planner.runtime.switching.plans import GivenPlan, Plans, missing_file
 
 if TYPE_CHECKING:
@@ -66,6 +67,7 @@ class RankContext:
         control: What is set on its GPU, whichever plan comes later.
         attachment: Its part in the clock controller of its node.
         attempt: The attempt of the job, for the run folder; None if rank 0 is missing.
+        share: Its part in the looks of its node for new plans.
     """
 
     engine: Engine
@@ -75,6 +77,7 @@ class RankContext:
     control: Control
     attachment: attachment.Attachment
     attempt: Attempt | None
+    share: NodeShare
 
 
 @dataclass(frozen=True)
@@ -103,7 +106,7 @@ class _Step:
         responses: What each rank has sent; None for a rank that was too late.
     """
 
-    value = b"{}"
+    value = b""
     responses: Sequence[bytes | None] = ()
 
 
@@ -143,7 +146,7 @@ def join_job(
     if program is None:
         reason = "rank 0 is missing" if infos[0] is None else infos[0].missing_plan
         warnings.warn("no plan", f"there is no plan: {reason}; training goes on without setting clocks")
-    with _step(job, "gpus", present, 2 * attachment.ATTACH_S):
+    with _step(job, "gpus", present, 2 * attachment.ATTACH_S) as step:
         if settings.dry_run and not text.startswith("dry-run:"):
             text = f"dry-run:{text}"
         neighbours = [rank for rank, each in enumerate(infos) if each is not None and each.node == info.node]
@@ -153,10 +156,30 @@ def join_job(
         attached = attachment.attach(controller, text, control, min_dwell_s, stack)
         if program is not None and attached.gpu is not None:
             check_gpu(program, attached.gpu, control)
+        written = NodePlans.create() if job.rank == neighbours[0] else None
+        if written is not None:
+            stack.callback(written.close)
+            step.value = written.address.encode()
+    # A rank that was too late for the others has no responses, and looks for itself.
+    addresses = dict(zip(present, step.responses, strict=False))
+    share = _node_share(infos, written, addresses.get(neighbours[0]), stack)
     if attached.problem is not None:
         warnings.warn("attach", f"{attached.problem}; training goes on without setting clocks")
     attempt = None if infos[0] is None else infos[0].attempt
-    return RankContext(adapter, pipeline, pipelines, program, control, attached, attempt)
+    return RankContext(adapter, pipeline, pipelines, program, control, attached, attempt, share)
+
+
+def _node_share(
+    infos: Sequence[_RankInfo | None], written: NodePlans | None, address: bytes | None, stack: ExitStack
+) -> NodeShare:
+    """Return this rank's part in the looks of its node, given what it writes or the address of what it reads."""
+    nodes = len({each.node for each in infos if each is not None})
+    if written is None and address:
+        with suppress(OSError):  # the first rank of the node has ended
+            plans = NodePlans.open(address.decode())
+            stack.callback(plans.close)
+            return NodeShare(nodes, looks=False, plans=plans)
+    return NodeShare(nodes, looks=True, plans=written)
 
 
 def program_of(engine: Engine, plans: Plans, version: int, pipeline: int) -> Program:

@@ -46,11 +46,11 @@ class Runtime:
         pipeline: int,
         follower: PlanFollower,
         telemetry: Telemetry,
-        make_program: Callable[[int, Plans], Program],
+        check: Callable[[Plans], None],
         wake: Callable[[], None],
     ) -> None:
         self._pipeline, self._follower, self._telemetry = pipeline, follower, telemetry
-        self._make_program, self._wake = make_program, wake
+        self._check, self._wake = check, wake
 
     @property
     def plan(self) -> Plan | None:
@@ -76,17 +76,18 @@ class Runtime:
     def switch_to(self, plan: GivenPlan) -> Proposal:
         """Move all ranks of all pipelines to another plan, at the same iteration; call it on any one rank.
 
-        Returns at once. The plan takes effect at the begin of an iteration, once every rank has read it and found that
-        it fits. A newer plan that is proposed before then replaces it.
+        Returns at once. The plan takes effect at the begin of an iteration that is a few ahead, so that all ranks have
+        read it by then. A rank that reads it late takes it at its next iteration; one that it does not fit runs without
+        clocks, and warns. A newer plan that is proposed before then replaces it.
 
         Args:
             plan: A plan or its file for all pipelines, or one for each pipeline by its number.
 
         Raises:
-            PlanError: If the plan cannot be read, or is not what the engine runs.
+            PlanError: If the plan cannot be read, is not what the engine runs, or is missing for a pipeline.
         """
         plans = Plans.load(plan)
-        self._make_program(0, plans)
+        self._check(plans)
         proposal = self._follower.agreement.propose(plans.dumps())
         self._wake()
         return proposal
@@ -167,7 +168,12 @@ def planner_runtime(
                 check_gpu(program, gpu_reply, context.control)
             return program
 
-        follower = PlanFollower(this, make_program, telemetry.on_end, background.wake)
+        def check(plans: Plans) -> None:
+            make_program(0, plans)
+            for pipeline in range(context.pipelines):
+                program_of(adapter, plans, 0, pipeline)
+
+        follower = PlanFollower(this, context.share, make_program, telemetry.on_end)
         follower.start(context.program)
         marks, problem = _make_marks(adapter, connection, warnings, stack)
         follower.problem = attachment.problem or problem
@@ -179,7 +185,7 @@ def planner_runtime(
         try:
             with adapter.attached(hook):
                 background.start(monitor.run_round, monitor.descriptors)
-                runtime = Runtime(context.pipeline, follower, telemetry, make_program, background.wake)
+                runtime = Runtime(context.pipeline, follower, telemetry, check, background.wake)
                 if link is not None:
                     link.begin(context, runtime.plan, runtime.switch_to)
                 yield runtime

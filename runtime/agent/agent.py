@@ -60,7 +60,7 @@ class ServiceLink:
     def __init__(self, settings: ServiceSettings, job: TrainingJob, warnings: JobWarnings) -> None:
         self.settings = settings
         self._job, self._warnings = job, warnings
-        self._messages = StoreMessages(job.store)
+        self._messages = StoreMessages(job.own_store)
         self._agent: Agent | None = None
 
     def begin(self, context: RankContext, plan: Plan | None, switch_to: Callable[[GivenPlan], Proposal]) -> None:
@@ -158,7 +158,7 @@ class Agent:
         self._embedded = None if embedding is None else EmbeddedService(embedding, self._name)
         self._address = settings.address
         self._switch_to, self._warnings = switch_to, warnings
-        self._messages, self._detections = StoreMessages(job.store), Detections()
+        self._messages, self._detections = StoreMessages(job.own_store), Detections()
         self._stopped = threading.Event()
         self._is_known = threading.Event()  #: the service knows the job
         self._is_new = threading.Event()  #: the service did not know the job before

@@ -2,35 +2,26 @@
 
 Keys of the store:
 
-- `state`: five numbers (`AgreedState`); the one key on which several ranks act, changed by compare_set alone.
-- `versions`: a counter. `plans/V`: a plan. `answers/V/R`: rank R can run it. `refused/V`: why a rank cannot.
+- `state`: two numbers (`AgreedState`), changed by compare_set alone, and only to a higher version.
+- `versions`: a counter. `plans/V`: a plan, until a newer one replaces it.
 
-The way of a plan: its proposer writes it down and makes it the newest, which closes an older one that was still open.
-Every rank that sees it checks it and answers. When all have said yes, the proposer decides that it begins with
-iteration `cleared + 1`. A refusal closes it, and so do `patience_s` without all answers.
+The way of a plan: its proposer numbers it, writes it down, and makes it the newest from an iteration on that is far
+enough ahead for every node to look before. On each node one rank looks at `state`, about once in an iteration, and
+passes a newer plan on to the others (`NodePlans`). Hence:
 
-Before a rank says yes it makes a promise: it begins no iteration beyond a limit before it knows what became of the
-plan. It also raises `cleared` to that limit or further, and may raise both while the plan is open. Hence:
+- There is one order of versions: `state` only goes to a higher one, and so does every rank.
+- All ranks that hear of a plan in time take it at the same iteration. A rank that hears of it late takes it at its next
+  iteration. Clocks never decide what is computed: such an iteration costs some energy or time, and nothing else.
+- No rank waits for another, and no operation waits for a key. A proposer is told at once when its plan begins.
+- Without the store, a rank keeps its plan.
+- If a proposer dies before it has changed `state`, its plan never begins.
 
-- All ranks take a plan at the same iteration. A decision needs everyone's yes, and is for an iteration after `cleared`,
-  so after everyone's limit. `state` is one key whose changes have one order, so a rank that gets a later limit
-  afterwards has read the decision. Every rank knows the decision before it begins the iteration that it is for.
-- One decision in `state` is enough: the next one needs a yes of every rank, so every rank has read this one.
-- A plan that is not the newest, or was closed, is never decided: a decision is a compare_set from a state in which the
-  plan is the newest, and open.
-- No rank waits for another. If a rank is late or stopped, it does not answer, and the plan begins later or never. A
-  rank at its limit is told so, and goes on without clocks. A rank that has promised nothing has no limit.
-- Without the store, a rank that has promised nothing keeps its plan: nothing is decided without its yes. A rank that
-  has promised goes on to its limit; the others may have taken the new plan after that.
-- If a proposer dies before it decides, its plan stays open until a newer one is proposed, and never begins.
-
-A look takes one operation of the store while nothing is open. Each proposal costs every rank four more (read the plan,
-raise `cleared`, answer, delete the answer) and its proposer five (count, write, announce, decide, delete), besides two
-for each of its looks while it is open. No operation waits for a key.
+A look takes one operation. A new plan takes one more on each node, and four of its proposer.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 import zlib
@@ -38,7 +29,8 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from perseus_planner.runtime.switching.shared_state import SharedState, read
+from perseus_planner.runtime.switching.node_plans import NodeShare
+from perseus_planner.runtime.switching.shared_state import AgreedState, SharedState, read
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -48,8 +40,13 @@ if TYPE_CHECKING:
 LONGEST_PLAN_BYTES = 4 << 20
 """Longest compressed plan: a TCPStore drops a rank that sends 8 MiB at once, and the whole job with it."""
 
-_MAX_NAMED = 4  #: of the ranks that have not answered
-_SUPERSEDED = "a newer plan was proposed before this one was decided"
+LOOK_S = 0.05
+"""Shortest time between two looks of a node, in seconds."""
+LOOKS_PER_S = 1500.0
+"""How often the nodes of a job look at its store at most, together: a store serves about 90,000 operations a second."""
+
+_PASS_S = 0.1  #: from the begin of an iteration until all ranks of a node know what one of them has read
+_SUPERSEDED = "a newer plan was proposed before this one"
 
 
 @dataclass(frozen=True)
@@ -95,75 +92,55 @@ class Proposal:
         return self._outcome
 
 
-@dataclass(frozen=True)
-class _OpenProposal:
-    """A proposal of this rank that is in the store."""
-
-    proposal: Proposal
-    version: int
-    deadline_s: float
-
-
 class Agreement:
     """One rank's part in the agreement; version 1 is the plan that all ranks begin with.
 
-    The training thread calls `may_begin` and `version_at`, one other thread looks, any thread proposes.
+    The training thread calls `version_at`, one other thread looks, any thread proposes.
 
     Args:
         store: The same store for all ranks, under a prefix that nothing else uses.
-        rank: This rank, from 0.
-        ranks: Number of ranks.
-        accept: Called with a version and its plan, on the thread that looks; returns None if this rank can run it, or
-            the reason why not. An exception is a refusal too.
-        patience_s: How long this rank waits for all answers to its proposal, in seconds.
+        prepare: Called with a version and its plan, on the thread that looks, before this rank may run by it.
+        share: This rank's part in the looks of its node.
         now_s: A clock, in seconds.
 
     Attributes:
         lost: Why the store can no longer be used, and what follows; None while it can.
+        version: The version that the last iteration begun runs by.
     """
 
     def __init__(
         self,
         store: Store,
-        rank: int,
-        ranks: int,
-        accept: Callable[[int, bytes], str | None],
+        prepare: Callable[[int, bytes], None],
+        share: NodeShare | None = None,
         *,
-        patience_s: float = 60.0,
         now_s: Callable[[], float] = time.monotonic,
     ) -> None:
         self.lost: str | None = None
-        self._store, self._rank, self._ranks = store, rank, ranks
-        self._accept, self._patience_s, self._now_s = accept, patience_s, now_s
+        self.version = 1
+        self._store, self._prepare, self._now_s = store, prepare, now_s
+        self._share = share or NodeShare()
         self._state = SharedState(store)
-        # Shared by the training thread and the one that looks; held for a few instructions.
-        self._lock = threading.Lock()
-        self._begun = -1
-        self._limit: int | None = None
-        self._decisions: tuple[tuple[int, int], ...] = ((0, 1),)  #: (since, version), in order
-        self._promised = 0  #: the version whose outcome this rank must know before it passes its limit
-        self._answered = 1
-        self._answer: tuple[int, str] | None = None  #: a version, and the key to delete when it is closed
         self._queued: deque[tuple[Proposal, bytes]] = deque()
-        self._own: _OpenProposal | None = None
-
-    def may_begin(self, iteration: int) -> bool:
-        """Whether this rank knows what `iteration` runs by; if not, the iteration must run without clocks."""
-        return self.version_at(iteration) > 0
+        # Written by the training thread alone:
+        self._begun = -1
+        self._begun_s, self._lasts_s = math.inf, math.inf
+        # Written by the thread that looks alone:
+        self._known: tuple[AgreedState, ...] = (AgreedState(),)  #: what this rank runs by, and what it is to
+        self._looked = -2  #: the iteration in which this rank looked last
+        self._looked_s = -math.inf
+        self._period_s = max(LOOK_S, self._share.nodes / LOOKS_PER_S)
 
     def version_at(self, iteration: int) -> int:
-        """Return the version that `iteration` runs by on all ranks; 0 if this rank does not know it.
-
-        This begins the iteration. Iterations before the last one begun may be forgotten, and return 0.
-        """
-        with self._lock:
-            if self._limit is not None and iteration > self._limit:
-                return 0
-            self._begun = max(self._begun, iteration)
-            return next((version for since, version in reversed(self._decisions) if since <= iteration), 0)
+        """Return the version that this rank runs `iteration` by, which begins now. Versions never go back."""
+        now_s = self._now_s()
+        self._lasts_s = now_s - self._begun_s if now_s > self._begun_s else math.inf
+        self._begun, self._begun_s = iteration, now_s
+        self.version = max(self.version, *(state.version for state in self._known if state.since <= iteration))
+        return self.version
 
     def propose(self, blob: bytes) -> Proposal:
-        """Propose a plan to all ranks in the looks that follow; it closes what any rank has proposed before."""
+        """Propose a plan to all ranks in the next look."""
         proposal, packed = Proposal(), zlib.compress(blob, 1)
         if len(packed) > LONGEST_PLAN_BYTES:
             text = (
@@ -177,168 +154,78 @@ class Agreement:
             self._queued.append((proposal, packed))
         return proposal
 
-    def look(self, through: int) -> None:
-        """Read what was decided, answer what was proposed, and advance this rank's own proposal.
+    def look(self) -> None:
+        """Make this rank's proposals, and find out about those of others if an iteration has begun since the last look.
 
-        Args:
-            through: Last of the iterations that this rank will begin soon.
+        Raises:
+            Exception: What `prepare` raises.
         """
+        found = None
         if self.lost is None:
             try:
-                self._round(through)
-            except Exception as error:  # a failure in the background must not end the training
-                self.lost = self._loss_text(error)
+                found = self._find()
+            except RuntimeError as error:
+                reason = str(error).partition("\n")[0] or type(error).__name__
+                self.lost = f"the job's store can no longer be used ({reason}): no new plan will be taken"
         if self.lost is not None:
-            self._give_up(self.lost)
+            self._reject_queued(self.lost)
+        if found is not None:
+            self._learn(*found)
 
     def end(self) -> None:
         """Stop taking part, after the last look; open proposals of this rank are rejected."""
         self.lost = self.lost or "this rank has ended its part in the training"
-        self._give_up(self.lost)
+        self._reject_queued(self.lost)
 
-    def _round(self, through: int) -> None:
-        if self._promised and self._state.seen.cleared < through:
-            self._clear(through)
-        else:
-            self._state.look()
-            self._follow()
+    def _find(self) -> tuple[AgreedState, bytes] | None:
+        """Return a plan that is newer than those that this rank knows, if there is one."""
         if self._queued:
             self._announce()
-        elif self._own is not None:
-            self._advance(self._own)
-        if self._answer is not None and not self._state.seen.has_open(self._answer[0]):
-            self._store.delete_key(self._answer[1])
-            self._answer = None
-        if self._state.seen.is_open and self._state.seen.newest > self._answered:
-            self._consider(self._state.seen.newest, through)
-
-    # Following decisions
-
-    def _change(self, **fields: int) -> None:
-        self._state.change(self._state.seen._replace(**fields))
-        self._follow()
-
-    def _follow(self) -> None:
-        """Take over decisions from the state seen last."""
+        elif not self._share.looks:
+            return None if self._share.plans is None else self._share.plans.read(self._known[-1].version)
+        elif self._begun <= self._looked or self._now_s() < self._looked_s + self._period_s:
+            return None
+        else:
+            self._looked, self._looked_s = self._begun, self._now_s()
+            self._state.look()
         state = self._state.seen
-        with self._lock:
-            if state.version != self._decisions[-1][1]:
-                self._decisions = (*self._needed_before(state.since), (state.since, state.version))
-            if not state.has_open(self._promised):
-                self._promised, self._limit = 0, None
-            elif self._limit is not None:
-                self._limit = max(self._limit, state.cleared)
+        if state.version <= self._known[-1].version:
+            return None
+        packed = read(self._store, f"plans/{state.version}")
+        if packed is None:  # a newer one has replaced it meanwhile
+            return None
+        if self._share.looks and self._share.plans is not None:
+            self._share.plans.write(state, packed)
+        return state, packed
 
-    def _needed_before(self, since: int) -> list[tuple[int, int]]:
-        """Return the decisions by which iterations before `since` may still begin."""
-        needed = [decision for decision in self._decisions if decision[0] < since]
-        while len(needed) > 1 and needed[1][0] <= self._begun:
-            del needed[0]
-        return needed
-
-    def _clear(self, through: int) -> None:
-        """Raise `cleared` to `through`, unless the promised version is closed meanwhile."""
-        while self._promised and self._state.seen.cleared < through:
-            self._change(cleared=through)
-
-    # Answering proposals
-
-    def _consider(self, version: int, through: int) -> None:
-        self._answered = version
-        packed = read(self._store, f"plans/{version}")
-        if packed is None:  # it was closed meanwhile
-            return
-        refusal = self._refusal(version, packed)
-        if refusal is not None:
-            self._answer_with(version, f"refused/{version}", f"rank {self._rank}: {refusal}")
-        elif self._promise(version, through):
-            self._answer_with(version, f"answers/{version}/{self._rank}", "yes")
-
-    def _refusal(self, version: int, packed: bytes) -> str | None:
+    def _learn(self, state: AgreedState, packed: bytes) -> None:
+        needed = tuple(known for known in self._known if known.version >= self.version)
         try:
-            return self._accept(version, zlib.decompress(packed))
-        except Exception as error:  # raised by the caller's code, or by a plan from another source
-            return f"{type(error).__name__}: {error}"
-
-    def _promise(self, version: int, through: int) -> bool:
-        """Set this rank's limit; return False if the plan is closed meanwhile."""
-        with self._lock:
-            self._limit = limit = max(self._begun, through)
-            self._promised = version
-        self._clear(limit)
-        return self._promised == version
-
-    def _answer_with(self, version: int, key: str, text: str) -> None:
-        self._answer = version, key
-        self._store.set(key, text)
-
-    # Proposing
+            self._prepare(state.version, zlib.decompress(packed))
+        finally:  # also what cannot be run is known, and not read again
+            self._known = (*needed, state)
 
     def _announce(self) -> None:
-        """Write the newest queued proposal to the store, and make it the newest of all ranks."""
+        """Make the newest proposal of this rank the newest plan of all ranks, unless another rank has a newer one."""
+        while len(self._queued) > 1:
+            self._queued.popleft()[0].settle(Rejection(_SUPERSEDED))
+        # It stays in the queue during the operations, which may fail.
+        proposal, packed = self._queued[0]
         version = 1 + self._store.add("versions", 1)
-        if self._own is not None:
-            self._settle(self._own, Rejection(_SUPERSEDED))
-        # Only after the operations that may fail, so that each proposal is always either queued or this rank's own.
-        *older, (proposal, packed) = [self._queued.popleft() for _ in range(len(self._queued))]
-        self._own = _OpenProposal(proposal, version, self._now_s() + self._patience_s)
-        for superseded, _ in older:
-            superseded.settle(Rejection(_SUPERSEDED))
         self._store.set(f"plans/{version}", packed)
-        while self._state.seen.newest < version:
-            self._change(newest=version, is_open=1)
+        replaced = version
+        while self._state.seen.version < version:
+            replaced = self._state.seen.version
+            self._state.change(AgreedState(version, self._begun + self._lead()))
+        is_newest = self._state.seen.version == version
+        self._store.delete_key(f"plans/{replaced if is_newest else version}")
+        self._queued.popleft()
+        proposal.settle(Acceptance(version, self._state.seen.since) if is_newest else Rejection(_SUPERSEDED))
 
-    def _advance(self, own: _OpenProposal) -> None:
-        """Decide or close this rank's plan if it is time to."""
-        answers = [f"answers/{own.version}/{rank}" for rank in range(self._ranks)]
-        if not self._state.seen.has_open(own.version):
-            self._settle(own, Rejection(_SUPERSEDED))
-        elif (refusal := read(self._store, f"refused/{own.version}")) is not None:
-            self._close(own, refusal.decode())
-        elif self._store.check(answers):
-            self._decide(own)
-        elif self._now_s() > own.deadline_s:
-            self._close(own, self._silence_text(answers))
+    def _lead(self) -> int:
+        """Return after how many iterations all ranks know what is proposed now, if none is ahead by more than one."""
+        return 2 + max(1, math.ceil((self._period_s + _PASS_S) / max(self._lasts_s, 1e-3)))
 
-    def _decide(self, own: _OpenProposal) -> None:
-        while self._state.seen.has_open(own.version):
-            self._change(is_open=0, version=own.version, since=self._state.seen.cleared + 1)
-        state = self._state.seen
-        is_decided = state.version == own.version
-        self._settle(own, Acceptance(own.version, state.since) if is_decided else Rejection(_SUPERSEDED))
-
-    def _close(self, own: _OpenProposal, text: str) -> None:
-        while self._state.seen.has_open(own.version):
-            self._change(is_open=0)
-        self._settle(own, Rejection(text))
-
-    def _silence_text(self, answers: list[str]) -> str:
-        silent = [rank for rank, key in enumerate(answers) if not self._store.check([key])]
-        named = ", ".join(map(str, silent[:_MAX_NAMED])) + (" and others" if len(silent) > _MAX_NAMED else "")
-        return f"no answer within {self._patience_s:.6g} s from rank{'s' * (len(silent) != 1)} {named}"
-
-    def _settle(self, own: _OpenProposal, outcome: Acceptance | Rejection) -> None:
-        self._own = None
-        own.proposal.settle(outcome)
-        self._store.delete_key(f"plans/{own.version}")
-
-    # Without the store
-
-    def _loss_text(self, error: Exception) -> str:
-        first_line = str(error).partition("\n")[0]
-        text = (
-            f"the job's store can no longer be used ({first_line or type(error).__name__}): no new plan will be taken"
-        )
-        if not self._promised:
-            return text
-        return (
-            f"{text}; it is not known whether plan {self._promised} was taken, so this rank runs without clocks after "
-            f"iteration {self._limit}"
-        )
-
-    def _give_up(self, text: str) -> None:
-        if self._own is not None:
-            self._own.proposal.settle(Rejection(text))
-            self._own = None
+    def _reject_queued(self, text: str) -> None:
         while self._queued:
             self._queued.popleft()[0].settle(Rejection(text))

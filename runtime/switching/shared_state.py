@@ -24,26 +24,16 @@ class AgreedState(NamedTuple):
     """What the ranks of a job agree on.
 
     Attributes:
-        cleared: No rank that could take part in a decision has begun a later iteration.
-        newest: The version proposed last.
-        is_open: 1 while that version is neither decided nor closed, else 0.
-        version: The version decided last.
-        since: The first iteration that runs by that version.
+        version: The newest version; it only grows.
+        since: The first iteration that runs by it.
     """
 
-    cleared: int = -1
-    newest: int = 1
-    is_open: int = 0
     version: int = 1
     since: int = 0
 
     def text(self) -> str:
         """Return the state as the store holds it."""
         return " ".join(map(str, self))
-
-    def has_open(self, version: int) -> bool:
-        """Whether `version` is the newest and open."""
-        return bool(self.is_open) and self.newest == version
 
 
 class SharedState:

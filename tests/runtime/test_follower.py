@@ -1,10 +1,7 @@
-"""A rank out of step waits once, and forgets the programs that it no longer needs."""
+"""The programs that a rank runs by, those that do not fit it, and those that it no longer needs."""
 # ruff: noqa: TID253 - these tests are there for torch
 
 from __future__ import annotations
-
-import threading
-from collections.abc import Callable
 
 import pytest
 
@@ -16,46 +13,38 @@ from torch.distributed import HashStore
 from perseus_planner import solve
 from perseus_planner.runtime.hook import Program
 from perseus_planner.runtime.job import TrainingJob
-from perseus_planner.runtime.switching.follower import PATIENCE_S, PlanFollower
+from perseus_planner.runtime.switching.agreement import Acceptance
+from perseus_planner.runtime.switching.follower import PlanFollower
+from perseus_planner.runtime.switching.node_plans import NodeShare
 from perseus_planner.runtime.switching.plans import Plans
 
 PLAN = solve(smooth_profile(2), "1f1b", microbatches=2).plan_for_least_energy()
 
 
-def follower_of(store: HashStore, rank: int = 0, ranks: int = 1) -> PlanFollower:
-    """Return a rank's follower, which has begun with a plan and wakes nobody."""
+def follower_of(store: HashStore) -> PlanFollower:
+    """Return the follower of a job's only rank, which has begun with a plan."""
 
     def make_program(version: int, plans: Plans) -> Program:
         return Program(version, plans.of_pipeline(0), 0)
 
-    follower = PlanFollower(TrainingJob(store, rank, ranks), make_program, lambda *_: None, lambda: None)
+    follower = PlanFollower(TrainingJob(store, 0, 1), NodeShare(), make_program, lambda *_: None)
     follower.start(Program(1, PLAN, 0))
     return follower
 
 
-class Waits(threading.Condition):
-    """Records for how long it is waited for, and does not wait."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.waited_s: list[float | None] = []
-
-    def wait_for(self, predicate: Callable[[], bool], timeout: float | None = None) -> bool:
-        self.waited_s.append(timeout)
-        return predicate()
-
-
-def test_a_rank_that_is_out_of_step_waits_at_one_iteration_and_not_at_the_next():
-    store = HashStore()
-    rank, other = (follower_of(store, number, 2) for number in range(2))
-    other.agreement.propose(Plans.load(PLAN).dumps())
-    for each in (other, rank):  # both promise to begin none beyond the limit before they know the outcome
-        each.look()
-    rank._looked = waits = Waits()
-    for iteration in range(1, 4):
-        assert rank.program_for(iteration) is None
-    assert rank.out_of_step == "iteration 3 began before this rank had learned which plan it runs by"
-    assert waits.waited_s == [PATIENCE_S]
+def test_a_rank_that_a_plan_does_not_fit_runs_without_clocks_until_it_has_one_that_does():
+    follower = follower_of(HashStore())
+    of_others = solve(smooth_profile(2), "1f1b", microbatches=4).plan_for_least_energy()
+    versions: list[int | None] = []
+    for plans in (Plans.load({1: of_others}), Plans.load(PLAN)):
+        proposal = follower.agreement.propose(plans.dumps())
+        follower.look()
+        assert isinstance(proposal.outcome, Acceptance)
+        for iteration in (proposal.outcome.iteration - 1, proposal.outcome.iteration):
+            program = follower.program_for(iteration)
+            versions.append(None if program is None else program.version)
+    assert versions == [1, None, None, 3]
+    assert follower.misfit == "plan 2 is not for this rank: pipeline 0 has no plan; there are plans for 1"
 
 
 def test_programs_of_plans_that_were_replaced_are_dropped():
@@ -63,8 +52,8 @@ def test_programs_of_plans_that_were_replaced_are_dropped():
     iteration = 0
     for version in range(2, 12):
         proposal = follower.agreement.propose(Plans.load(PLAN).dumps())
-        while proposal.outcome is None:
-            follower.look()
+        follower.look()
+        assert isinstance(proposal.outcome, Acceptance)
         iteration = max(iteration, proposal.outcome.iteration)
         program = follower.program_for(iteration)
         assert program is not None

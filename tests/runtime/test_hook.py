@@ -106,15 +106,11 @@ class Recorder:
 
     programs: list[Program | None]
     asked: list[int] = field(default_factory=list)
-    quarters: list[int] = field(default_factory=list)
     endings: list[tuple[int, Program | None, str | None]] = field(default_factory=list)
 
     def program_for(self, iteration: int) -> Program | None:
         self.asked.append(iteration)
         return self.programs[iteration]
-
-    def on_nearly_done(self, iteration: int) -> None:
-        self.quarters.append(iteration)
 
     def on_end(self, iteration: int, program: Program | None, deviation: str | None) -> None:
         self.endings.append((iteration, program, deviation))
@@ -151,8 +147,6 @@ def test_the_request_follows_the_rules_at_every_moment(run):
     endings = [(number, program, deviation is None) for number, program, deviation in pilot.endings]
     expected = [(i, ran.program, ran.program is None or is_clean(ran)) for i, ran in enumerate(behaviour)]
     assert endings == expected
-    counts = [max(1, 3 * len(ran.program.computations) // 4) if ran.program is not None else 1 for ran in behaviour]
-    assert pilot.quarters == [i for i, (done, count) in enumerate(zip(spans, counts, strict=True)) if done >= count]
     timed = marks.finished()
     assert [(each.number, len(each.spans_ns)) for each in timed] == list(enumerate(spans))
     for each in timed:

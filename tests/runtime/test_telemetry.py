@@ -86,9 +86,6 @@ class Session:
     def program_for(self, iteration: int) -> Program | None:
         return self.programs[iteration]
 
-    def on_nearly_done(self, iteration: int) -> None:
-        pass
-
     def on_end(self, iteration: int, program: Program | None, deviation: str | None) -> None:
         self.ends.append((iteration, program, deviation))
 

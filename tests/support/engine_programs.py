@@ -81,9 +81,6 @@ class Watched(Hook):
     def program_for(self, _: int) -> Program:
         return self.program
 
-    def on_nearly_done(self, _: int) -> None:
-        pass
-
     def on_end(self, _: int, program: Program | None, deviation: str | None) -> None:
         self.deviations.append(deviation)
 

@@ -71,7 +71,7 @@ class RecordedMarks:
     def nothing(self, *_: Any) -> None:
         pass
 
-    begin_iteration = begin = end = end_iteration = on_nearly_done = nothing
+    begin_iteration = begin = end = end_iteration = nothing
 
 
 class UserTimers:

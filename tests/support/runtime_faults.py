@@ -295,7 +295,7 @@ def store_gone(state: str) -> None:
         dist.barrier()
         if rank == 0:
             os.kill(host, signal.SIGKILL)
-        while not every_rank(runtime._follower.agreement.lost is not None):
+        while not any_rank(runtime._follower.agreement.lost is not None):  # that of the rank that looks
             pipeline.step()
         refused = runtime.switch_to(PLAN).wait(LONG_S)
         pipeline.step()

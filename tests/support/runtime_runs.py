@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from itertools import count
 from typing import Any
 
@@ -27,6 +28,7 @@ from runtime_training import (
     schedule_of,
 )
 
+from perseus_planner.errors import PlanError
 from perseus_planner.plans.plan import Plan
 from perseus_planner.runtime import Runtime, planner_runtime
 from perseus_planner.runtime.switching.agreement import Acceptance
@@ -96,7 +98,7 @@ def changes(state: str) -> None:
                 _evaluates(pipeline, watch, runtime)
                 _changes_microbatches(pipeline, watch, runtime)
                 result["switch"] = _switches(pipeline, runtime, [None, plan, next_plan])
-                watch.planned = None  # rank 0 will be without
+                watch.planned = None  # the ranks will have different plans
                 result["late"] = _switches_late(pipeline, runtime, [None, next_plan, plan])
                 result["as planned"] = [row.is_as_planned for row in runtime.iterations]
                 result["deviations"] = [row.deviation for row in runtime.iterations if row.deviation is not None]
@@ -137,24 +139,24 @@ def _changes_microbatches(pipeline: Torch, watch: Watch, runtime: Runtime) -> No
 
 
 def _switches(pipeline: Torch, runtime: Runtime, plans: list[Plan | None]) -> dict[str, Any]:
-    """Return the plan of each iteration; rank 1 proposes the last one while rank 0's background thread stops."""
-    stands, go_on = _stopped(runtime, lambda: dist.get_rank() == 0)
-    if dist.get_rank() == 0:
-        assert stands.wait(LONG_S)
-    dist.barrier()
+    """Return the plan of each iteration; rank 1 proposes the last one, and rank 0 hears of it before it begins."""
     proposal = runtime.switch_to(plans[2]) if dist.get_rank() == 1 else None
-    ran = [_ran(pipeline, runtime, plans) for _ in range(5)]
-    go_on.set()
+    outcome = None if proposal is None else proposal.wait(LONG_S)
+    dist.barrier()
+    ran = [_ran(pipeline, runtime, plans)]
+    while not every_rank(runtime._follower.agreement._known[-1].version == 2):
+        pass
     while not every_rank(ran[-2:] == [2, 2]):
         ran.append(_ran(pipeline, runtime, plans))
-    outcome = None if proposal is None else proposal.wait(LONG_S)
     return {"ran": ran, "since": outcome.iteration if isinstance(outcome, Acceptance) else None}
 
 
 def _switches_late(pipeline: Torch, runtime: Runtime, plans: list[Plan | None]) -> dict[str, Any]:
-    """Do the same, but stop that thread once rank 0 has result yes, so that it does not learn the decision."""
-    agreement = runtime._follower.agreement
-    _, go_on = _stopped(runtime, lambda: dist.get_rank() == 0 and agreement._promised > 0)
+    """Do the same, but stop rank 0's background thread until rank 1 runs by the last plan."""
+    stands, go_on = _stopped(runtime, lambda: dist.get_rank() == 0)
+    if dist.get_rank() == 0:
+        assert stands.wait(LONG_S)
+    dist.barrier()
     if dist.get_rank() == 1:
         runtime.switch_to(plans[2])
     ran = []
@@ -207,6 +209,9 @@ def pipelines(state: str) -> None:
             watch.planned = lambda: runtime.plan
             before, after = ((first, third), (second, fourth))[runtime.pipeline]
             if dist.get_rank() == 3:
+                with suppress(PlanError):  # as there is none for pipeline 0
+                    runtime.switch_to({1: fourth})
+                    raise AssertionError
                 runtime.switch_to({0: third, 1: fourth})
             ran: list[int] = []
             while not every_rank(ran[-2:] == [1, 1]):

@@ -5,19 +5,19 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch.distributed import HashStore
 
-from perseus_planner.runtime.switching.agreement import Acceptance, Agreement, Proposal
+from perseus_planner.runtime.switching.agreement import LOOK_S, Acceptance, Agreement, Proposal
+from perseus_planner.runtime.switching.node_plans import NodePlans, NodeShare
 
-PATIENCE_S = 60.0
 _ALLOWED = {"set", "add", "check", "compare_set", "delete_key"}  # these never wait
 
 
 class Disagreement(Exception):
-    """Two ranks ran an iteration by different plans, or one went back to an older one."""
+    """There is not one order of versions, or a rank did not run by the newest one that it knew and that had begun."""
 
 
 class _Ended(BaseException):
@@ -93,68 +93,63 @@ class Steps:
 class Rank:
     """A rank whose training thread and looks advance when the test says so."""
 
-    def __init__(self, world: World, number: int):
+    def __init__(self, world: World, share: NodeShare):
         self.steps = Steps()
         self.store = Counted(world.store, self.steps.before_operation)
-        self.agreement = world.kind(
-            self.store, number, world.size, self._accept, patience_s=PATIENCE_S, now_s=lambda: world.now_s
-        )
+        self.agreement = world.kind(self.store, self._prepare, share, now_s=lambda: world.now_s)
         self.iteration = -1
-        self.version = 1
-        self.refuses = False
+        self.given: tuple[int, ...] = (1,)  #: versions
+        self.ran: list[tuple[int, int, tuple[int, ...]]] = []  #: iteration, version, and what was given before it
         self.lives = True
         self.proposals: list[Proposal] = []
 
-    def look(self) -> None:
-        self.agreement.look(self.iteration + 2)
-
-    def _accept(self, version: int, blob: bytes) -> str | None:
+    def _prepare(self, version: int, blob: bytes) -> None:
         assert blob == b"a plan"
-        return "no such clock" if self.refuses else None
+        self.given = (*self.given, version)
+
+    def begin(self) -> int:
+        """Begin the next iteration; return its version."""
+        self.iteration += 1
+        given, version = self.given, self.agreement.version_at(self.iteration)
+        if self.ran and version < self.ran[-1][1]:
+            raise Disagreement(f"went back from {self.ran[-1][1]} to {version}")
+        self.ran.append((self.iteration, version, given))
+        return version
 
 
 class World:
-    """All ranks, their store and their clock; `kind` is the protocol that they follow."""
+    """All ranks, their store and their clock.
 
-    def __init__(self, size: int, kind: type[Agreement] = Agreement):
-        self.size, self.kind = size, kind
-        self.store = HashStore()
-        self.now_s = 0.0
-        self.ran: dict[int, int] = {}
-        self.ranks = [Rank(self, number) for number in range(size)]
+    Args:
+        nodes: How many ranks each node has.
+        kind: The protocol that they follow.
+    """
+
+    def __init__(self, nodes: Sequence[int], kind: type[Agreement] = Agreement):
+        self.kind, self.store, self.now_s = kind, HashStore(), 0.0
+        self.memories = [NodePlans.create() for _ in nodes]
+        shares = [
+            NodeShare(len(nodes), number == 0, memory)
+            for memory, size in zip(self.memories, nodes, strict=True)
+            for number in range(size)
+        ]
+        self.ranks = [Rank(self, share) for share in shares]
 
     def step(self, number: int, times: int = 1) -> None:
         """Let a rank's background thread do some operations."""
         rank = self.ranks[number]
         for _ in range(times if rank.lives else 0):
-            rank.steps.step(rank.look)
+            rank.steps.step(rank.agreement.look)
 
-    def begin(self, number: int) -> int:
-        """Let a rank's training thread begin its next iteration; return its version, 0 for none."""
-        rank = self.ranks[number]
-        if not rank.lives:
-            return 0
-        rank.iteration += 1
-        if not rank.agreement.may_begin(rank.iteration):
-            return 0
-        version = rank.agreement.version_at(rank.iteration)
-        if self.ran.setdefault(rank.iteration, version) != version:
-            raise Disagreement(f"{rank.iteration} by {self.ran[rank.iteration]} and by {version}")
-        if version < rank.version:
-            raise Disagreement(f"rank {number} went back from {rank.version} to {version}")
-        rank.version = version
-        return version
+    def begin(self, number: int) -> None:
+        """Let a rank's training thread begin its next iteration."""
+        if self.ranks[number].lives:
+            self.ranks[number].begin()
 
     def propose(self, number: int) -> None:
         rank = self.ranks[number]
         if rank.lives:
             rank.proposals.append(rank.agreement.propose(b"a plan"))
-
-    def refuse(self, number: int) -> None:
-        self.ranks[number].refuses = True
-
-    def accept(self, number: int) -> None:
-        self.ranks[number].refuses = False
 
     def wait(self, elapsed_s: float) -> None:
         self.now_s += elapsed_s
@@ -167,33 +162,49 @@ class World:
         self.ranks[number].lives = False
 
     def settle(self) -> None:
-        """Let every living rank go on until all proposals have ended."""
-        for _ in range(4):
-            self.now_s += PATIENCE_S + 1
+        """Let every living rank begin iterations and look, until all know what was decided, and run by it."""
+        for _ in range(3):
+            self.now_s += 2 * LOOK_S
             for number, rank in enumerate(self.ranks):
+                self.begin(number)
                 self.step(number)
                 while rank.lives and not rank.steps.is_idle:
                     self.step(number)
+        last = max(rank.iteration for rank in self.ranks)
+        since = max((each.iteration for each in self.accepted()), default=0)
+        for rank in self.ranks:
+            while rank.lives and rank.iteration < max(last + 1, since):
+                rank.begin()
+
+    def accepted(self) -> list[Acceptance]:
+        outcomes = [proposal.outcome for rank in self.ranks for proposal in rank.proposals]
+        return [outcome for outcome in outcomes if isinstance(outcome, Acceptance)]
 
     def check_settled(self) -> None:
-        """After `settle`, check that proposals have ended, all run by the last decision, and no keys are left."""
+        """After `settle`, check that versions had one order, all ranks ended with the last, and keys are gone."""
+        since = {1: 0, **{each.version: each.iteration for each in self.accepted()}}
+        assert len(since) == 1 + len(self.accepted())
+        for rank in self.ranks:
+            if list(rank.given) != sorted(set(rank.given)):
+                raise Disagreement(f"given {rank.given}")
+            for iteration, version, given in rank.ran:
+                # Nobody is told since when a version begins if its proposer was killed.
+                expected = max(each for each in given if since.get(each, iteration + 1) <= iteration)
+                if version < expected or since.get(version, iteration) > iteration:
+                    raise Disagreement(f"{iteration} by {version} instead of {expected}")
         living = [rank for rank in self.ranks if rank.lives]
-        connected = [rank for rank in living if not rank.store.is_gone]
-        assert [rank.agreement.lost for rank in connected] == [None] * len(connected)
-        outcomes = [proposal.outcome for rank in living for proposal in rank.proposals]
-        assert None not in outcomes
-        decided = [outcome for outcome in outcomes if isinstance(outcome, Acceptance)]
-        for iteration, version in self.ran.items():
-            assert all((iteration >= each.iteration) == (version >= each.version) for each in decided)
-        last = max(rank.iteration for rank in self.ranks) + 3
-        versions = {rank.agreement.version_at(last) for rank in connected}
-        if len(connected) == self.size:
-            assert versions == {max((each.version for each in decided), default=1)}
-            left = self.store.num_keys() - sum(map(self.store.check, (["state"], ["versions"])))
-            assert left == 0, left
-        else:  # a proposer that died may have left one open
-            assert len(versions - {0}) <= 1
+        assert all(proposal.outcome is not None for rank in living for proposal in rank.proposals)
+        if len(living) == len(self.ranks) and not any(rank.store.is_gone for rank in self.ranks):
+            assert [rank.agreement.lost for rank in living] == [None] * len(living)
+            newest = max(since)
+            if {rank.ran[-1][1] for rank in living} != {newest}:
+                raise Disagreement(f"{[rank.ran[-1] for rank in living]}, and the newest is {newest}")
+            kept = ["plans/" + str(newest), "state", "versions"] if newest > 1 else []
+            if sorted(self.store.list_keys()) != kept:
+                raise Disagreement(f"the store has {self.store.list_keys()}, and the newest is {newest}")
 
     def end(self) -> None:
         for rank in self.ranks:
             rank.steps.end()
+        for memory in self.memories:
+            memory.close()
