@@ -2,5 +2,6 @@
 
 from perseus_planner.runs.records import ComputationRecord, IterationRecord
 from perseus_planner.runs.run import RankRecord, Run
+from perseus_planner.runs.totals import Total
 
-__all__ = ["ComputationRecord", "IterationRecord", "RankRecord", "Run"]
+__all__ = ["ComputationRecord", "IterationRecord", "RankRecord", "Run", "Total"]

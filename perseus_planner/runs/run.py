@@ -6,6 +6,7 @@ import os
 import re
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import reduce
 from itertools import groupby
 from pathlib import Path
 from statistics import fmean
@@ -18,13 +19,12 @@ from perseus_planner.plans.plan import Plan
 from perseus_planner.runs import recording
 from perseus_planner.runs.recording import attempt_of, attempt_path, attempts_in, plan_path, ranks_in, read_totals
 from perseus_planner.runs.tables import COMPUTATIONS, ITERATIONS, ends_whole
-from perseus_planner.runs.totals import of_all_ranks
+from perseus_planner.runs.totals import Total, of_all_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from perseus_planner.runs.records import ComputationRecord, IterationRecord
-    from perseus_planner.runs.totals import Total
 
 _PLAN = re.compile(r"plan-([0-9]{1,9})(?:-pipeline-([0-9]{1,9}))?\.yaml")
 _REMEDY = "copy the files of all nodes into one folder, or try again when each rank has ended an iteration"
@@ -114,6 +114,11 @@ class Run(Displayable):
         run = cls(folder, plans, ranks, newest, _totals(root, rows, only=attempt))
         run._check()
         return run
+
+    @property
+    def total(self) -> Total:
+        """The sum of all totals: what the job ran, used and saved since it began to record."""
+        return reduce(Total.plus, self.totals)
 
     @property
     def versions(self) -> tuple[int, ...]:

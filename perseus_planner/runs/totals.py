@@ -23,8 +23,8 @@ class Total:
     """The iterations by one plan in one attempt of a job, added up: of one rank, or of all ranks together.
 
     Attributes:
-        attempt: Number of the attempt; 0 for older ones together.
-        version: Version of the plan; None for iterations without a plan, and for older ones together.
+        attempt: Number of the attempt; 0 for several attempts together.
+        version: Version of the plan; None for iterations without a plan, and for several plans together.
         iterations: Number of iterations; of all ranks, on the rank that has most.
         time_s: Seconds from their begins to their ends; of all ranks, on the rank that has most.
         metered_iterations: Number of iterations whose energy is known; of all ranks, on the rank that has fewest.
@@ -33,7 +33,7 @@ class Total:
             by the profile, in as much time. Negative if they used more.
         begin_s: When the first of them began, seconds since the epoch.
         end_s: When the last of them ended, seconds since the epoch.
-        last_iteration: Number of the last of them.
+        last_iteration: Number of the last of them; of several attempts, the greatest.
         origin: "measured" or "simulated", for the energy; "simulated" if any of it is, None if none is known.
     """
 
@@ -68,13 +68,21 @@ class Total:
             origin=row.origin if is_metered else None,
         )
 
+    @property
+    def saved_share(self) -> float:
+        """`saved_j` over the energy that there would have been, or 0 if no energy is known."""
+        whole_j = self.energy_j + self.saved_j
+        return self.saved_j / whole_j if whole_j > 0.0 else 0.0
+
     def plus(self, other: Total) -> Total:
-        """Add iterations of the same ranks."""
+        """Add iterations of the same ranks; attempt and version stay if they are equal."""
         return replace(
             self,
             iterations=self.iterations + other.iterations,
             time_s=self.time_s + other.time_s,
             metered_iterations=self.metered_iterations + other.metered_iterations,
+            attempt=self.attempt if self.attempt == other.attempt else 0,
+            version=self.version if self.version == other.version else None,
             **self._sums(other),
         )
 

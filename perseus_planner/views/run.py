@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from perseus_planner.plans.plan import Plan
     from perseus_planner.runs.records import ComputationRecord
     from perseus_planner.runs.run import RankRecord, Run
+    from perseus_planner.runs.totals import Total
 
 NO_PLAN = "no plan was in force"
 """Why an iteration without a plan did not run as planned."""
@@ -123,6 +124,9 @@ class RunSummary:
         ranks: the ranks.
         deviations: why iterations did not run as planned, most frequent reason first.
         cut_off: ranks whose last row was cut off, and so does not count.
+        attempt: number of the attempt that all of this is about.
+        totals: what ran by each plan in each attempt, and what that saved, oldest first; see `runs.Total`.
+        total: the sum of all totals.
     """
 
     context: Context
@@ -133,6 +137,9 @@ class RunSummary:
     ranks: tuple[RankOfRun, ...]
     deviations: tuple[Deviation, ...]
     cut_off: tuple[int, ...]
+    attempt: int
+    totals: tuple[Total, ...]
+    total: Total
 
     @property
     def current(self) -> PlanOfRun:
@@ -154,6 +161,9 @@ def summarize_run(run: Run) -> RunSummary:
         ranks=tuple(_ranks(run, version)),
         deviations=_deviations(run),
         cut_off=tuple(rank.rank for rank in run.ranks if rank.is_cut_off),
+        attempt=run.attempt,
+        totals=run.totals,
+        total=run.total,
     )
 
 

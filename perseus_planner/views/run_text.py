@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from functools import reduce
+from itertools import groupby
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from perseus_planner.profiles.csv_file import unit_of
+from perseus_planner.runs.recording import attempt_path
 from perseus_planner.runs.records import LATE
+from perseus_planner.runs.totals import Total
 from perseus_planner.views.columns import Sheet, column, numbers, table
-from perseus_planner.views.context import pipeline_text
+from perseus_planner.views.context import ALL_MAXIMUM, pipeline_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -16,6 +21,7 @@ if TYPE_CHECKING:
 
 _MOST_REASONS = 10  #: why iterations did not run as planned
 _MOST_RANKS = 8  #: listed for one reason
+_MOST_ATTEMPTS = 10  #: in a table; older ones are added up
 
 
 def run_sheet(summary: RunSummary) -> Sheet:
@@ -45,6 +51,7 @@ def run_text(summary: RunSummary) -> str:
         "the request until\nthe clock was set.",
         *_deviations_text(summary.deviations),
         *_cut_off_text(summary.cut_off),
+        _totals_text(summary),
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -124,6 +131,34 @@ def _deviations_text(deviations: tuple[Deviation, ...]) -> Iterator[str]:
 def _cut_off_text(ranks: tuple[int, ...]) -> Iterator[str]:
     if ranks:
         yield f"Not counted: the last row of rank{'s' * (len(ranks) > 1)} {_listed(ranks)}, which was cut off."
+
+
+def _totals_text(summary: RunSummary) -> str:
+    """Return a table of what each attempt ran and saved, with their sum at the end."""
+    attempts = [reduce(Total.plus, totals) for _, totals in groupby(summary.totals, key=lambda each: each.attempt)]
+    shown = attempts[-_MOST_ATTEMPTS:]
+    if (older := attempts[:-_MOST_ATTEMPTS]) != []:
+        shown.insert(0, reduce(Total.plus, older))
+    names = ["older" if each.attempt == 0 else attempt_path(Path(), each.attempt).name for each in shown]
+    total = summary.total
+    if len(shown) > 1:
+        names, shown = [*names, "all"], [*shown, total]
+    lines = [
+        f"All attempts, with the energy saved against {ALL_MAXIMUM} in as much time:\n",
+        table(
+            [
+                ["attempt", *names],
+                column("iterations", [str(each.iterations) for each in shown]),
+                column("seconds", numbers([each.time_s for each in shown])),
+                column("joules", numbers([each.energy_j if each.origin else None for each in shown])),
+                column("saved", numbers([each.saved_j if each.origin else None for each in shown])),
+                column("saved %", [f"{100 * each.saved_share:.2f}" if each.origin else "-" for each in shown]),
+            ]
+        ),
+    ]
+    if total.metered_iterations < total.iterations:
+        lines.append(f"\nThe energy of {total.metered_iterations} of {total.iterations} iterations is known.")
+    return "\n".join(lines)
 
 
 def _listed(ranks: tuple[int, ...]) -> str:

@@ -67,6 +67,36 @@ def test_the_newest_attempt_is_shown_and_all_are_added_up(
     assert (len(older.ranks), older.totals) == (pipelines[0] * stages[0], run.totals[:1])
 
 
+def test_what_is_printed_of_all_attempts_is_their_sum(tmp_path: Path):
+    plan = planned(2)
+    for iterations in range(2, 14):
+        write_run(tmp_path, plan, iterations)
+    *_, old = read_totals(tmp_path, 1)
+    assert old.iterations == 11, "rows of older attempts are gone"
+    run = Run.load(tmp_path)
+    lines = run_text(summarize_run(run)).splitlines()
+    begin = lines.index("All attempts, with the energy saved against all clocks at maximum in as much time:")
+    heading, older, *others, whole = [line.split() for line in lines[begin + 2 :]]
+    assert heading == ["attempt", "iterations", "seconds", "joules", "saved", "saved", "%"]
+    assert (older[:2], len(others), whole[:2]) == (["older", "5"], 10, ["all", "90"])
+    assert others[-1][:2] == [attempt_in(tmp_path).name, "13"]
+    saved_j = plan.baseline_j(plan.time_s) - plan.energy_j
+    assert [float(cell) for cell in whole[2:]] == pytest.approx(
+        [90 * plan.time_s, 90 * plan.energy_j, 90 * saved_j, 100 * saved_j / plan.baseline_j(plan.time_s)], rel=5e-4
+    )
+    assert (run.total.attempt, run.total.version, run.total.iterations) == (0, 1, 90)
+
+
+def test_iterations_of_unknown_energy_are_told(tmp_path: Path):
+    with closing(RankFiles(tmp_path, 0, 1, Attempt.next_in(tmp_path, START))) as files:
+        files.save_plan(planned(1), 1, None)
+        for row in rows_of(Random(3), 20, 10_000):
+            files.add_iteration(replace(row, version=1, energy_j=100.0 if row.iteration > 4 else None))
+        files.write()
+    text = run_text(summarize_run(Run.load(tmp_path)))
+    assert text.endswith("\nThe energy of 15 of 20 iterations is known.\n")
+
+
 def test_an_attempt_without_iterations_shows_the_one_before(tmp_path: Path):
     plan = planned(2)
     write_run(tmp_path, plan, 3)

@@ -161,12 +161,16 @@ def test_a_plans_saving_is_counted_against_all_clocks_at_maximum(frontier: Front
 @pytest.mark.parametrize("pipelines", [1, 2])
 def test_a_run_exactly_by_its_plan_saves_as_much(frontier: Frontier, tmp_path: Path, pipelines: int):
     plan = frontier.plan_for(1.05 * frontier.baseline_time_s)
-    write_run(tmp_path, plan, 6, pipelines=pipelines)
+    for iterations in (4, 6):
+        write_run(tmp_path, plan, iterations, pipelines=pipelines)
     sources = Sources(frontier=frontier, runs={"run": Run.load(tmp_path)})
     (saving,) = savings_of(sources, EnergyRates(), IterationSize(pipelines=2, tokens=64))
     assert saving.per_iteration.gpu_j == pytest.approx(pipelines * plan.saving_j, rel=1e-3)
     assert (saving.time_origin, saving.energy_origin) == ("measured", "simulated")
-    assert (saving.iterations, saving.pipelines) == (5, pipelines)
+    assert (saving.iterations, saving.pipelines) == (10, pipelines)
+    assert saving.per_run is not None
+    saved_j = plan.baseline_j(plan.time_s) - plan.energy_j
+    assert saving.per_run.gpu_j == pytest.approx(10 * pipelines * saved_j, rel=1e-6)
     assert saving.efficiency.joules_per_token == pytest.approx(2 * plan.energy_j / 64, rel=1e-3)
     (point,) = (each for each in chart_sources(sources).points if each.kind == "run")
     assert point.energy_j == pytest.approx(plan.energy_j, rel=1e-3)

@@ -111,8 +111,9 @@ class Saving(Comparison):
         baseline_origin: where the baseline comes from.
         per_iteration: saved per iteration.
         per_day: saved in a day of such iterations, around the clock.
-        iterations: number of iterations of the planned run, or of those of a run that count; None if not known.
-        per_run: saved in that many iterations, or None if not known.
+        iterations: number of iterations of the planned run, or of all attempts of a run; None if not known.
+        per_run: saved in that many iterations, or None if not known; by a run, against all clocks at maximum in as much
+            time as each iteration took.
         efficiency: energy per token and sample.
         baseline_efficiency: energy per token and sample with all clocks at maximum.
     """
@@ -171,9 +172,10 @@ def _run_saving(name: str, run: Run, rates: EnergyRates, size: IterationSize) ->
         pipelines,
         None if size.tokens is None else size.tokens * part,
         None if size.samples is None else size.samples * part,
-        current.counted,
+        run.total.iterations,
     )
-    yield replace(_saving(name, compared, origins, rates, of_run), is_run=True)
+    saving = _saving(name, compared, origins, rates, of_run)
+    yield replace(saving, is_run=True, per_run=rates.cost(run.total.saved_j))
 
 
 def _saving(
