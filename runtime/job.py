@@ -134,7 +134,7 @@ def _unpack(packed: bytes) -> list[bytes | None]:
 
 
 class JobWarnings:
-    """Warnings through the logger `perseus_planner.runtime`, each given once in the whole job."""
+    """Warnings through the logger `perseus_planner.runtime`, each given once in the whole job until it is over."""
 
     def __init__(self, job: TrainingJob) -> None:
         self._job = job
@@ -155,6 +155,18 @@ class JobWarnings:
         self._keys.add(key)
         if self._job.rank == 0 if by == "rank 0" else self._is_first(key):
             _LOG.warning("planner, rank %d: %s", self._job.rank, text)
+
+    def end(self, key: str, text: str) -> None:
+        """Say on rank 0 that what a warning by rank 0 is about is over, if it was given; it may then be given again.
+
+        Args:
+            key: That of the warning.
+            text: One sentence.
+        """
+        if key in self._keys:
+            self._keys.remove(key)
+            if self._job.rank == 0:
+                _LOG.warning("planner, rank %d: %s", self._job.rank, text)
 
     def _is_first(self, key: str) -> bool:
         rank = str(self._job.rank)

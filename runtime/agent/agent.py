@@ -15,7 +15,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from http import HTTPStatus
 from typing import TYPE_CHECKING
 
-from perseus_planner.errors import PlannerError, ServiceRefusal
+from perseus_planner.errors import PlannerError, ServiceAway, ServiceRefusal
 from perseus_planner.runtime.agent.embedded import EmbeddedService, Embedding
 from perseus_planner.runtime.agent.outbox import Detections, JobCounts
 from perseus_planner.runtime.agent.store import Detection, RankLocation, StoreMessages
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 
 POLL_S = 30.0
 """How long a long poll for newer plans waits at the service."""
-LONGEST_PAUSE_S = 30.0
-"""The longest pause between two tries while the service is away."""
+LONGEST_PAUSE_S = 4.0
+"""The longest pause between two tries while the service is away; within 5 s its return is known."""
 
 _FIRST_PAUSE_S = 0.5
 _ROUND_S = 0.25  #: between two looks for detections, and for the outcome of a proposal
@@ -162,7 +162,8 @@ class Agent:
         self._stopped = threading.Event()
         self._is_known = threading.Event()  #: the service knows the job
         self._is_new = threading.Event()  #: the service did not know the job before
-        self._lock = threading.Lock()  #: of `_open`
+        self._lock = threading.Lock()  #: of `_open` and `_away`
+        self._away: set[str] = set()  #: for which threads the service is away
         self._open: tuple[PlanSet, Proposal, float] | None = None  #: the last proposal, and when it was made
         self._counts = JobCounts(self._messages, job.ranks)
         self._follower, self._sender = (
@@ -206,7 +207,7 @@ class Agent:
     # Plans from the service
 
     def _follow(self) -> None:
-        pauses, seen = Pauses(), 0
+        pauses, seen, wait_s = Pauses(), 0, 0.0
         try:
             registration = self._registration()
         except (PlannerError, OSError, RuntimeError) as error:  # the frontier file, or the job's store
@@ -220,12 +221,15 @@ class Agent:
                     service = service or stack.enter_context(self._client())
                     if not self._is_known.is_set():
                         seen = self._register(service, registration, seen)
-                    found = service.plans(self._name, after=seen, wait_s=POLL_S)
+                    found = service.plans(self._name, after=seen, wait_s=wait_s)
                 except PlannerError as error:
-                    self._failed(error)
+                    self._failed(error, "plans")
+                    wait_s = 0.0  # so that a service that is back answers at once
                     self._stopped.wait(pauses.next_s())
                     continue
                 pauses.reset()
+                self._answered("plans")
+                wait_s = POLL_S
                 if found is None:
                     self._stopped.wait(_ROUND_S)  # a service that is ending answers at once
                 elif not self._stopped.is_set():
@@ -286,13 +290,16 @@ class Agent:
                     continue
                 try:
                     service = service or stack.enter_context(self._client())
-                    self._send_all(service)
+                    if self._send_all(service):
+                        self._answered("reports")
                     pauses.reset()
                 except PlannerError as error:
-                    self._failed(error)
+                    self._failed(error, "reports")
                     pause_s = pauses.next_s()
 
-    def _send_all(self, service: Client) -> None:
+    def _send_all(self, service: Client) -> bool:
+        """Send what is new, and return whether there was anything that the service has answered."""
+        was_answered = False
         if self._is_new.is_set():
             self._is_new.clear()
             self._detections.send_again()
@@ -300,6 +307,7 @@ class Agent:
             with self._refusals_reported():
                 service.report(self._name, request)
             self._detections.sent(request)
+            was_answered = True
         taken = self._taken()
         if taken is not None:
             plans, acceptance = taken
@@ -308,14 +316,17 @@ class Agent:
             with self._lock:
                 if self._open is not None and self._open[0] is plans:
                     self._open = None
+            was_answered = True
         with self._refusals_reported():
-            self._send_counts(service)
+            was_answered |= self._send_counts(service)
+        return was_answered
 
-    def _send_counts(self, service: Client) -> None:
-        """Send new counts once; if that fails, the next counts include them."""
+    def _send_counts(self, service: Client) -> bool:
+        """Send new counts once, and return whether there were any; if that fails, the next counts include them."""
         counters = self._counts.take()
         if counters is not None:
             service.telemetry(self._name, counters)
+        return counters is not None
 
     def _taken(self) -> tuple[PlanSet, Acceptance] | None:
         """Return the plans proposed last once all ranks take them; plans that were refused are proposed again."""
@@ -338,8 +349,19 @@ class Agent:
         except ServiceRefusal as error:
             self._failed(error)
 
-    def _failed(self, error: PlannerError) -> None:
+    def _failed(self, error: PlannerError, thread: str = "") -> None:
         if isinstance(error, ServiceRefusal) and error.status == HTTPStatus.NOT_FOUND:
             self._is_known.clear()
+        if isinstance(error, ServiceAway):
+            with self._lock:
+                self._away.add(thread)
         if not self._stopped.is_set():
-            self._warnings.warn("service", f"{error}; training continues with its plan", by="rank 0")
+            key = "service away" if isinstance(error, ServiceAway) else "service"
+            self._warnings.warn(key, f"{error}; training continues with its plan", by="rank 0")
+
+    def _answered(self, thread: str) -> None:
+        """Say that the service is back once it answers all threads for which it was away."""
+        with self._lock:
+            self._away.discard(thread)
+            if not self._away and not self._stopped.is_set():
+                self._warnings.end("service away", f"the service at {self._address} answers again")

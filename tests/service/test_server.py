@@ -163,6 +163,19 @@ def test_a_unix_socket_is_its_owner_s_alone_and_gone_afterwards(folder: Path):
     assert not path.exists()
 
 
+def test_a_unix_socket_is_its_owner_s_alone_without_a_change_of_the_umask_of_other_threads(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+):
+    before = os.umask(0)
+    try:
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "umask", lambda _: pytest.fail("the umask is that of all threads"))
+            with listening(Address(unix=folder / "planner.sock")):
+                assert stat.S_IMODE((folder / "planner.sock").stat().st_mode) == 0o600
+    finally:
+        os.umask(before)
+
+
 @pytest.fixture(scope="module")
 def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     folder = tmp_path_factory.mktemp("tls")

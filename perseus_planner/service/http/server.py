@@ -257,11 +257,8 @@ def _unix_socket(path: Path) -> Iterator[socket.socket]:
     with socket.socket(socket.AF_UNIX) as bound:
         try:
             _remove_if_left_behind(path)
-            umask = os.umask(0o177)
-            try:
-                bound.bind(str(path))
-            finally:
-                os.umask(umask)
+            os.fchmod(bound.fileno(), 0o600)  # the file that is bound to takes this mode over, less the umask
+            bound.bind(str(path))
             bound.listen(_BACKLOG)
         except OSError as error:
             raise UsageError(
