@@ -72,10 +72,12 @@ class Size:
         engine_iterations: how often an engine with it is.
         hook_engines: how many of the engines are.
         load_jobs: how many jobs the service has under load.
+        load_pipelines: how many pipelines each has.
         load_microbatches: of their frontiers.
         load_leaders: how many of their pipelines have a long poll open.
         load_per_s: how many reports it gets in a second.
         load_s: for how long, seconds.
+        load_pipelines_large: how many pipelines the jobs have that are registered meanwhile.
         load_peak_s: for how long it then gets as many as it can answer, seconds.
     """
 
@@ -100,11 +102,13 @@ class Size:
     hook_iterations: int = 500
     engine_iterations: int = 200
     hook_engines: int = 2
-    load_jobs: int = 1000
+    load_jobs: int = 200
+    load_pipelines: int = 64
     load_microbatches: tuple[int, ...] = (12, 24, 48, 96)
-    load_leaders: int = 2000
-    load_per_s: float = 500.0
-    load_s: float = 20.0
+    load_leaders: int = 400
+    load_per_s: float = 50.0
+    load_s: float = 600.0
+    load_pipelines_large: int = 2048
     load_peak_s: float = 6.0
 
 
@@ -132,10 +136,12 @@ SMOKE = Size(
     engine_iterations=5,
     hook_engines=1,
     load_jobs=20,
+    load_pipelines=16,
     load_microbatches=(12,),
     load_leaders=40,
     load_per_s=100.0,
     load_s=1.0,
+    load_pipelines_large=64,
     load_peak_s=0.5,
 )
 

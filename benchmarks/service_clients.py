@@ -1,8 +1,8 @@
 """Clients of the load benchmark, as lean as Python lets them be: HTTP/1.1 by hand, on protocols of asyncio.
 
-Run as a program, by service_load.py. `report` posts bodies on a schedule, or as fast as they are answered; `lead` has
-many long polls open. Each reads what it is to do from stdin, one line of JSON, and says what happened on stdout, one
-line. Times are of the monotonic clock, which is the same in all processes.
+Run as a program, by service_load.py. `post` posts bodies on a schedule, or as fast as they are answered; `lead` has
+many long polls open; `look` asks for pages again and again. Each reads what it is to do from stdin, one line of JSON,
+and says what happened on stdout, one line. Times are of the monotonic clock, which is the same in all processes.
 """
 
 from __future__ import annotations
@@ -20,9 +20,15 @@ Answered = Callable[[int, bytes], None]
 
 
 class Connection(asyncio.Protocol):
-    """One connection that is kept alive; one request at a time."""
+    """One connection that is kept alive; one request at a time.
+
+    Attributes:
+        lost: whether it was closed.
+        tag: the tag of the last answer; empty without one.
+    """
 
     def __init__(self) -> None:
+        self.tag = ""
         self._read = bytearray()
         self._answered: Answered | None = None
         self.lost = False
@@ -47,23 +53,25 @@ class Connection(asyncio.Protocol):
         if head < 0:
             return
         status = int(self._read[9:12])
-        end = head + 4 + (0 if status == 204 else self._length(head))
+        end = head + 4 + (0 if status in (204, 304) else int(self._header(b"content-length", head) or 0))
         if len(self._read) < end:
             return
+        self.tag = self._header(b"etag", head).decode()
         body = bytes(self._read[head + 4 : end])
         del self._read[:end]
         answered, self._answered = self._answered, None
         if answered is not None:
             answered(status, body)
 
-    def _length(self, head: int) -> int:
-        at = self._read.index(b"content-length: ", 0, head) + 16
-        return int(self._read[at : self._read.index(b"\r\n", at)])
+    def _header(self, name: bytes, head: int) -> bytes:
+        """The value of a header; empty without it."""
+        begin = self._read.find(b"\r\n" + name + b": ", 0, head) + len(name) + 4
+        return bytes(self._read[begin : self._read.index(b"\r\n", begin)]) if begin > len(name) + 3 else b""
 
 
-def get(path: str) -> bytes:
-    """A request."""
-    return f"GET {path} HTTP/1.1\r\nhost: localhost\r\n\r\n".encode()
+def get(path: str, headers: str = "") -> bytes:
+    """A request; each header ends its line."""
+    return f"GET {path} HTTP/1.1\r\nhost: localhost\r\n{headers}\r\n".encode()
 
 
 def post(path: str, body: str) -> bytes:
@@ -156,7 +164,33 @@ class Leader:
         self.wait()
 
 
-async def report(wanted: dict[str, Any]) -> None:
+class Visitor:
+    """Asks for a page every so many seconds, as a browser does: compressed, and only if it is another one."""
+
+    def __init__(self, path: str, every_s: float, port: int) -> None:
+        self.rows: list[tuple[float, float, float, int, int]] = []  # due, sent, answered, status, bytes of the body
+        self._path, self._every_s, self._port, self._tag = path, every_s, port, ""
+
+    async def visit(self, for_s: float) -> None:
+        """Do so for a while."""
+        (connection,) = await connections(self._port, 1)
+        begin_s = due_s = time.monotonic()
+        while due_s < begin_s + for_s:
+            await asyncio.sleep(due_s - time.monotonic())
+            if connection.lost:  # the service has closed it, as nothing was asked for some seconds
+                (connection,) = await connections(self._port, 1)
+            answered, sent_s = asyncio.get_running_loop().create_future(), time.monotonic()
+            tag = f"if-none-match: {self._tag}\r\n" if self._tag else ""
+            connection.ask(
+                get(self._path, f"accept-encoding: gzip\r\n{tag}"), lambda *answer, of=answered: of.set_result(answer)
+            )
+            status, body = await answered
+            self._tag = connection.tag
+            self.rows.append((due_s, sent_s, time.monotonic(), status, len(body)))
+            due_s += self._every_s
+
+
+async def post_bodies(wanted: dict[str, Any]) -> None:
     """Post `bodies` (path, JSON) at `per_s`, or where that is null for `for_s` seconds as fast as they are answered."""
     requests = [post(path, body) for path, body in wanted["bodies"]]
     posting = Posting(requests, await connections(wanted["port"], wanted["connections"]))
@@ -167,6 +201,13 @@ async def report(wanted: dict[str, Any]) -> None:
         await posting.on_schedule(wanted["per_s"])
     print("answered", flush=True)
     print(json.dumps(posting.rows), flush=True)
+
+
+async def look(wanted: dict[str, Any]) -> None:
+    """Visit `pages` (path, every so many seconds) for `for_s` seconds, each by a connection of its own."""
+    visitors = [Visitor(*page, wanted["port"]) for page in wanted["pages"]]
+    await asyncio.gather(*(each.visit(wanted["for_s"]) for each in visitors))
+    print(json.dumps([each.rows for each in visitors]), flush=True)
 
 
 async def lead(wanted: dict[str, Any]) -> None:
@@ -184,4 +225,4 @@ async def lead(wanted: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run({"report": report, "lead": lead}[sys.argv[1]](json.loads(sys.stdin.readline())))
+    asyncio.run({"post": post_bodies, "lead": lead, "look": look}[sys.argv[1]](json.loads(sys.stdin.readline())))

@@ -8,6 +8,7 @@ import sqlite3
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from functools import cache
 from itertools import count, islice
@@ -15,23 +16,21 @@ from pathlib import Path
 
 from data import STAGES, Case, Size, frontier_of
 from results import Section
-from service_figures import Change, Found, section_of
-from service_processes import Row, Server, Spell, echo, leading, service, spell
+from service_figures import Found, Mixed, section_of
+from service_processes import Leaders, Row, Server, echo, leading, look, service, spell
 
 from perseus_planner.service.client.client import Client
 from perseus_planner.service.model import Place, Scope
-from perseus_planner.service.schemas import Registration, ReportRequest, to_json
+from perseus_planner.service.schemas import Counters, Registration, ReportRequest, to_json
 
-PIPELINES = 16
-_PLACES = tuple(
-    Place(rank, rank // STAGES, (rank % STAGES,), f"node-{rank // STAGES}", f"GPU-{rank:08}")
-    for rank in range(PIPELINES * STAGES)
-)
 _SLOWDOWNS = (1.3, 1.2, 1.1)
-_AGAIN, _MOSTLY_AGAIN = 0.5, 0.95  # that share of the reports says what the same probe said last
+_AGAIN = 0.5  # that share of the reports says what the same probe said last
 _RECOVERED = 0.3  # and that share of the others that a pipeline is as fast as ever
 _MOST_PER_S = 2000  # reports that are made for a spell without a rate
-_BUDGET = 0.9  # of what all jobs draw as they are registered
+_ECHO_S = 10.0
+_TELEMETRY_S, _SCRAPE_S, _LIST_S, _JOB_S = 5.0, 15.0, 10.0, 3.0  # each job; Prometheus; a dashboard's list, and its job
+_DASHBOARDS = 2
+_LARGE = 3  # registrations of a large job
 _PATIENCE_S = 120.0
 
 Jobs = Mapping[str, tuple[Case, int]]
@@ -50,55 +49,95 @@ def measure(size: Size) -> Section:
 
 
 def _run(size: Size, jobs: Jobs, server: Server, plain: Server) -> Found:
-    bodies = _bodies(random.Random(18), list(jobs), _AGAIN)
-    calmer = _bodies(random.Random(19), list(jobs), _MOSTLY_AGAIN)
+    bodies = _bodies(random.Random(18), list(jobs), size.load_pipelines)
     memory = {"begun": server.memory_mib()}
     with Client(f"http://127.0.0.1:{server.port}", timeout_s=_PATIENCE_S) as client:
-        registering_s = _register(client, jobs)
+        registering_s = _register(client, jobs, size.load_pipelines)
         memory["all jobs registered"] = server.memory_mib()
         _have_plans_made(client, jobs)
-        leaders = _leaders(client, size.load_leaders)
+        leaders = _leaders(client, size)
         with leading(server, leaders) as led:
             _until(lambda: f"planner_http_waiting {len(leaders)}.0" in client.metrics())
             memory["all long polls open"] = server.memory_mib()
-            loaded = _beside(server, plain, bodies, size.load_per_s, size.load_s, led.process)
+            mixed = _mixed(size, client, list(jobs), server, bodies, led)
             memory["after the reports"] = server.memory_mib()
-            fewer = _beside(server, plain, bodies, size.load_per_s / 2, size.load_s, led.process)
-            calm = _beside(server, plain, calmer, size.load_per_s, size.load_s, led.process)
-            peak = _beside(server, plain, bodies, None, size.load_peak_s, led.process)
+            echoed = spell(plain, _echoed(bodies, size.load_per_s, _ECHO_S), size.load_per_s, min(_ECHO_S, size.load_s))
+            peak = spell(
+                server,
+                list(islice(bodies, round(_MOST_PER_S * size.load_peak_s))),
+                None,
+                size.load_peak_s,
+                [led.process],
+            )
+            peak_echoed = spell(plain, _echoed(bodies, _MOST_PER_S * 4, size.load_peak_s), None, size.load_peak_s)
             _all_planned(client)
-            budgets = _budgets(client, jobs)
             seen = led.end()
-    return Found(registering_s, loaded, fewer, calm, peak, budgets, leaders, seen, memory)
+    return Found(registering_s, mixed, echoed, (peak, peak_echoed), leaders, seen, memory)
 
 
-def _beside(
-    server: Server, plain: Server, bodies: Iterator[tuple[str, str]], per_s: float | None, for_s: float, led: object
-) -> tuple[Spell, Spell]:
-    """A spell of the service, and of the echo before and after it, half as long each."""
+def _mixed(
+    size: Size, client: Client, jobs: Sequence[str], server: Server, bodies: Iterator[tuple[str, str]], led: Leaders
+) -> Mixed:
+    """Everything that users have going on at once."""
+    pages = [("/metrics", "/metrics", _SCRAPE_S)]
+    for job in jobs[:_DASHBOARDS]:
+        pages += [("/v1/jobs", "/v1/jobs", _LIST_S), ("/v1/jobs/JOB", f"/v1/jobs/{job}", _JOB_S)]
+        pages += [("/v1/jobs/JOB/pipelines", f"/v1/jobs/{job}/pipelines", _JOB_S)]
+    posted = list(islice(bodies, round(size.load_per_s * size.load_s)))
+    telemetry, per_s = _telemetry(jobs, size.load_s), len(jobs) / _TELEMETRY_S
+    with ThreadPoolExecutor(3) as pool:
+        looked = pool.submit(look, server, [(path, every_s) for _, path, every_s in pages], size.load_s)
+        sent = pool.submit(spell, server, telemetry, per_s, size.load_s)
+        large = pool.submit(_register_large, client, size)
+        reported = spell(server, posted, size.load_per_s, size.load_s, [led.process])
+        rows: dict[str, list[Row]] = {}
+        for (what, *_), found in zip(pages, looked.result(), strict=True):
+            rows.setdefault(what, []).extend(found)
+        return Mixed(reported, sent.result(), rows, large.result())
 
-    def echoed() -> Spell:
-        posted = islice(bodies, round((per_s or _MOST_PER_S) * for_s / 2))
-        return spell(plain, [("/echo", body) for _, body in posted], per_s, for_s / 2)
 
-    first = echoed()
-    reported = spell(server, list(islice(bodies, round((per_s or _MOST_PER_S) * for_s))), per_s, for_s, [led])
-    return reported, first + echoed()
+def _telemetry(jobs: Sequence[str], for_s: float) -> list[tuple[str, str]]:
+    """What each job counts every few seconds; one iteration takes 5 s."""
+    found = []
+    for number in range(1, round(for_s / _TELEMETRY_S) + 1):
+        time_s = _TELEMETRY_S * number
+        counters = Counters("load", number, time_s, number, time_s, 1e5 * number, "simulated", 0, 0.01, 0.02)
+        text = to_json(counters, without_nulls=True).decode()
+        found += [(f"/v1/jobs/{job}/telemetry", text) for job in jobs]
+    return found
 
 
-def _bodies(rng: random.Random, jobs: Sequence[str], again: float) -> Iterator[tuple[str, str]]:
-    """Reports without end, of probes that watch a pipeline each: that share says again what was last said."""
+def _register_large(client: Client, size: Size) -> list[tuple[float, float]]:
+    """Register large jobs one after the other, which end at once; when each registration began and was answered."""
+    file, pipelines = _file(size.cases[0], size.load_microbatches[0]), size.load_pipelines_large
+    job = Registration("large", pipelines, file, _places(pipelines))
+    spans = []
+    for _ in range(_LARGE):
+        time.sleep(size.load_s / (_LARGE + 1))
+        begin_s = time.monotonic()
+        client.register(job)
+        spans.append((begin_s, time.monotonic()))
+        client.end(job.name)
+    return spans
+
+
+def _echoed(bodies: Iterator[tuple[str, str]], per_s: float, for_s: float) -> list[tuple[str, str]]:
+    return [("/echo", body) for _, body in islice(bodies, round(per_s * for_s))]
+
+
+def _bodies(rng: random.Random, jobs: Sequence[str], pipelines: int) -> Iterator[tuple[str, str]]:
+    """Reports without end, of probes that watch a pipeline each: some say again what was last said."""
     said: dict[tuple[str, int], float] = {}
     known: list[tuple[str, int]] = []
     for number in count():
-        if known and rng.random() < again:
+        if known and rng.random() < _AGAIN:
             job, pipeline = rng.choice(known)
         else:
-            job, pipeline = rng.choice(jobs), rng.randrange(PIPELINES)
+            job, pipeline = rng.choice(jobs), rng.randrange(pipelines)
             if (job, pipeline) not in said:
                 known.append((job, pipeline))
             said[job, pipeline] = 1.0 if rng.random() < _RECOVERED else rng.choice(_SLOWDOWNS)
-        request = _request(f"load-{again}-{number}", pipeline, said[job, pipeline])
+        request = _request(f"load-{number}", pipeline, said[job, pipeline])
         yield f"/v1/jobs/{job}/reports", to_json(request, without_nulls=True).decode()
 
 
@@ -116,12 +155,21 @@ def _file(case: Case, microbatches: int) -> bytes:
         return path.read_bytes()
 
 
-def _register(client: Client, jobs: Jobs) -> float:
+@cache
+def _places(pipelines: int) -> tuple[Place, ...]:
+    """A rank for each stage, on a GPU of its own; a node for each pipeline."""
+    return tuple(
+        Place(rank, rank // STAGES, (rank % STAGES,), f"node-{rank // STAGES}", f"GPU-{rank:032}")
+        for rank in range(pipelines * STAGES)
+    )
+
+
+def _register(client: Client, jobs: Jobs, pipelines: int) -> float:
     """Seconds that it took, one job after the other."""
     files = {name: _file(*kind) for name, kind in jobs.items()}
     begin_s = time.monotonic()
     for name, file in files.items():
-        client.register(Registration(name, PIPELINES, file, _PLACES))
+        client.register(Registration(name, pipelines, file, _places(pipelines)))
     return time.monotonic() - begin_s
 
 
@@ -138,30 +186,11 @@ def _all_planned(client: Client) -> None:
     _until(lambda: all(each.version == each.promised for each in client.jobs()))
 
 
-def _leaders(client: Client, count: int) -> list[tuple[str, int, int]]:
+def _leaders(client: Client, size: Size) -> list[tuple[str, int, int]]:
     """(job, pipeline, version that it has): of every job the first pipelines."""
-    known = [(pipeline, each) for pipeline in range(PIPELINES) for each in client.jobs()]
-    return [(each.job.name, pipeline, each.version) for pipeline, each in known[:count]]
-
-
-def _budgets(client: Client, jobs: Jobs) -> dict[str, list[Change]]:
-    """What a power budget of all jobs changes, and what lifting it does, when all plans have been made already."""
-    drawn_w = sum(_draws_w(*kind) for kind in jobs.values())
-    found = {}
-    for what, power_w in (("a power budget of all jobs", _BUDGET * drawn_w), ("that budget lifted", None)):
-        sent_s = time.monotonic()
-        answers = client.set_power(power_w)
-        found[what] = [
-            Change(each.job, each.version, sent_s, each.takes_effect == "planning") for each in answers if each.changed
-        ]
-        _all_planned(client)
-        time.sleep(1.0)  # to reach: by then all are served
-    return found
-
-
-def _draws_w(case: Case, microbatches: int) -> float:
-    frontier = frontier_of(case, microbatches)
-    return PIPELINES * frontier.bound_j(frontier.baseline_time_s) / frontier.baseline_time_s
+    known = [(each.job.name, each.version) for each in client.jobs()]
+    every = [(job, pipeline, version) for pipeline in range(size.load_pipelines) for job, version in known]
+    return every[: size.load_leaders]
 
 
 def _lost(database: Path, answers: Sequence[Row]) -> int:

@@ -30,14 +30,14 @@ class Row(NamedTuple):
         sent_s: when it was.
         answered_s: when its answer was there.
         status: of HTTP.
-        body: of the answer.
+        body: of the answer, or how many bytes it has.
     """
 
     due_s: float
     sent_s: float
     answered_s: float
     status: int
-    body: str
+    body: Any
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ def spell(
     server: Server, bodies: Bodies, per_s: float | None, for_s: float, others: Sequence[psutil.Process] = ()
 ) -> Spell:
     """Post `bodies` at a rate, or with None for so long as fast as they are answered; `others` are clients too."""
-    with _running([sys.executable, str(_HERE / "service_clients.py"), "report"]) as process:
+    with _running([sys.executable, str(_HERE / "service_clients.py"), "post"]) as process:
         wanted = {"port": server.port, "bodies": bodies, "per_s": per_s, "for_s": for_s, "connections": _CONNECTIONS}
         client = psutil.Process(process.pid)
         process.stdin.write(json.dumps(wanted) + "\n")
@@ -128,6 +128,13 @@ def spell(
         rows = [Row(*each) for each in json.loads(process.stdout.readline())]
     server_s, workers_s, clients_s, wall_s = (late - early for early, late in zip(before, after, strict=True))
     return Spell(rows, wall_s, server_s, workers_s, clients_s)
+
+
+def look(server: Server, pages: Sequence[tuple[str, float]], for_s: float) -> list[list[Row]]:
+    """Visit these pages (path, every so many seconds) for so long; the bodies of the rows are their lengths."""
+    with _running([sys.executable, str(_HERE / "service_clients.py"), "look"]) as process:
+        print(json.dumps({"port": server.port, "pages": pages, "for_s": for_s}), file=process.stdin, flush=True)
+        return [[Row(*each) for each in rows] for rows in json.loads(process.stdout.readline())]
 
 
 @contextmanager

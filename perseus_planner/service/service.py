@@ -21,6 +21,7 @@ from perseus_planner.service.planning.cache import Planning, Processes
 from perseus_planner.service.planning.replanner import Replanner, replan
 from perseus_planner.service.planning.worker import Unsolved, solve_profile
 from perseus_planner.service.power import share_power
+from perseus_planner.service.statuses import Statuses
 from perseus_planner.service.store.writer import Changed, Draft, Writer, unknown_job
 from perseus_planner.service.subscriptions import Subscriptions, Timers
 from perseus_planner.service.telemetry_book import TelemetryBook
@@ -81,6 +82,7 @@ class Service:
         self._subscriptions, self._timers = Subscriptions(), Timers()
         self._writer = Writer(storage, stored, self._follow_up)
         self._telemetry = TelemetryBook(stored.telemetry, {name: state.job for name, state in stored.jobs.items()})
+        self._statuses = Statuses()
         self._stack = ExitStack()
         for name, state in stored.jobs.items():
             self._set_timer(name, state)
@@ -203,6 +205,7 @@ class Service:
 
         self._writer.do(command)
         self._telemetry.forget(job)
+        self._statuses.forget(job)
 
     def set_deadline(self, job: str, deadline_s: float | None) -> Answer:
         """Set the iteration time to aim for without stragglers, seconds; None for that of all clocks at maximum.
@@ -395,7 +398,7 @@ class Service:
         return state
 
     def _status(self, state: JobState, now_s: float) -> JobStatus:
-        return transitions.status_of(state, self._telemetry.of(state.job), now_s)
+        return self._statuses.of(state, self._telemetry.of(state.job), now_s)
 
     def _reconcile(self, draft: Draft, state: JobState) -> JobState:
         after = transitions.reconciled(state, self._planning, self._now_s())

@@ -210,6 +210,12 @@ def current_reports(state: JobState, now_s: float) -> tuple[Report, ...]:
     return tuple(report for report in state.reports.values() if not _is_over(report, now_s))
 
 
+def next_report_s(state: JobState, now_s: float) -> float:
+    """Return when one of the job's reports next begins or expires; infinite for never."""
+    moments_s = [moment_s for report in state.reports.values() for moment_s in (report.begins_s, report.expires_s)]
+    return min((moment_s for moment_s in moments_s if moment_s > now_s), default=math.inf)
+
+
 def baseline_j(state: JobState, iteration_s: float) -> float:
     """Return the energy of all pipelines in an iteration of that time with all clocks at maximum, joules."""
     waiting_w = state.curve.waiting_w

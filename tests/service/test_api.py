@@ -90,6 +90,34 @@ def test_a_registration_reaches_the_service_as_it_was_sent():
     assert (job.min_dwell_s, job.power_w, job.since_s) == (0.05, 5e3, NOW_S)
 
 
+@pytest.mark.parametrize("path", ["", "/gpt3", "/gpt3/frontier", "/gpt3/pipelines"])
+def test_a_page_is_sent_compressed_to_who_can_read_that_and_only_if_it_is_another_one(path: str):
+    with asking(StandIn()) as ask:
+        ask("POST", "/v1/jobs", json=JOB)
+        plain = ask("GET", f"/v1/jobs{path}", headers={"Accept-Encoding": "identity"})
+        zipped = ask("GET", f"/v1/jobs{path}", headers={"Accept-Encoding": "br, gzip"})
+        assert "Content-Encoding" not in plain.headers
+        assert zipped.headers["Content-Encoding"] == "gzip"
+        assert {each.headers["Vary"] for each in (plain, zipped)} == {"Accept-Encoding"}
+        assert plain.json() == zipped.json()
+        same = ask("GET", f"/v1/jobs{path}", headers={"If-None-Match": plain.headers["ETag"]})
+        assert (same.status_code, same.content, same.headers["ETag"]) == (304, b"", plain.headers["ETag"])
+
+
+def test_the_page_of_all_jobs_follows_every_change():
+    with asking(StandIn()) as ask:
+        known = {"If-None-Match": ask("GET", "/v1/jobs").headers["ETag"]}
+        ask("POST", "/v1/jobs", json=JOB)
+        begun = ask("GET", "/v1/jobs", headers=known)
+        assert [each["reports"] for each in begun.json()["jobs"]] == [[]]
+        ask("POST", "/v1/jobs/gpt3/reports", json=SLOW)
+        reported = ask("GET", "/v1/jobs", headers={"If-None-Match": begun.headers["ETag"]})
+        assert [each["key"] for each in reported.json()["jobs"][0]["reports"]] == ["r1"]
+        assert reported.json()["jobs"] == [ask("GET", "/v1/jobs/gpt3").json()]
+        ask("DELETE", "/v1/jobs/gpt3")
+        assert ask("GET", "/v1/jobs", headers=known).status_code == 304
+
+
 def test_a_report_is_answered_with_what_follows():
     service = StandIn()
 

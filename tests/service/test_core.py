@@ -43,13 +43,22 @@ from perseus_planner.errors import FrontierError, InfeasibleDeadline, Infeasible
 from perseus_planner.profiles.groups import slowed
 from perseus_planner.schedules.dag import PipelineDag
 from perseus_planner.service.clock import SteadyClock
-from perseus_planner.service.model import Conflict, Fenced, Scope, StorageError, UnknownJob, UnknownReport
+from perseus_planner.service.model import (
+    Conflict,
+    Fenced,
+    RegisteredJob,
+    Scope,
+    StorageError,
+    UnknownJob,
+    UnknownReport,
+)
 from perseus_planner.service.planning import worker
 from perseus_planner.service.planning.cache import NotPlanned, Processes
 from perseus_planner.service.planning.curves import Curve, KnownNumbers
 from perseus_planner.service.planning.worker import curve_of
+from perseus_planner.service.schemas import Counters, to_json
 from perseus_planner.service.service import Service
-from perseus_planner.service.store import writer
+from perseus_planner.service.store import tables, writer
 from perseus_planner.service.store.storage import Change, Storage
 from perseus_planner.solver.solve import solve_dag
 
@@ -384,6 +393,28 @@ def test_those_who_wait_are_told_that_a_job_has_ended(one: Run):
     assert told == {"gpt": [1]}
     assert one.service.jobs() == ()
     assert one.service.register(job(max_changes=4), frontier_file()).is_new
+
+
+def test_a_status_is_made_once_for_each_change(one: Run):
+    one.service.register(job("bloom"), frontier_file())
+    bloom, gpt = one.service.jobs()
+    assert [id(each) for each in one.service.jobs()] == [id(bloom), id(gpt)]
+    one.service.report("gpt", report("a", begins_s=NOW_S + 10.0, expires_s=NOW_S + 20.0))
+    assert one.service.status("bloom") is bloom
+    assert one.service.status("gpt") is not gpt
+    for passed_s, keys in ((5.0, ["a"]), (15.0, ["a"]), (20.0, [])):
+        one.clock.now_s = NOW_S + passed_s
+        assert [each.key for each in one.service.status("gpt").reports] == keys
+    one.service.telemetry("gpt", Counters("run", iterations=1, time_s=1.0))
+    assert one.service.status("gpt").telemetry is not None
+
+
+def test_of_a_job_that_is_there_the_registration_is_not_written_again(one: Run, monkeypatch: pytest.MonkeyPatch):
+    written: list[object] = []
+    monkeypatch.setattr(tables, "to_json", lambda value: written.append(value) or to_json(value))
+    one.service.report("gpt", report("a"))
+    assert written
+    assert not any(isinstance(each, RegisteredJob) for each in written)
 
 
 def test_a_subscriber_that_fails_harms_nobody(one: Run, caplog: pytest.LogCaptureFixture):

@@ -132,6 +132,14 @@ def test_a_report_of_a_client_is_seen_as_it_comes_and_goes(browser: Any, url: st
         has(page, "#reason", "Nothing is reported slow")
 
 
+def test_what_has_not_changed_is_not_sent_again(browser: Any, url: str):
+    with looking(browser, url) as page:
+        has(page, "#reason", "Nothing is reported slow")
+        with page.expect_response(lambda answer: answer.status == 304 and answer.url.endswith("/v1/jobs/gpt")):
+            page.evaluate("() => dispatchEvent(new Event('online'))")
+        has(page, "#reason", "Nothing is reported slow")
+
+
 def test_nothing_moves_for_who_wants_it_so(browser: Any, url: str):
     with looking(browser, url, reduced_motion="reduce") as page:
         page.evaluate("() => { Element.prototype.animate = () => { throw new Error('moved'); }; }")

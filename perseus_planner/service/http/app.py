@@ -14,6 +14,7 @@ from perseus_planner.service.http.auth import Access, Guard, Limits
 from perseus_planner.service.http.errors import add_error_handlers
 from perseus_planner.service.http.longpoll import AsyncService
 from perseus_planner.service.http.metrics import Metrics
+from perseus_planner.service.http.pages import StatusPages
 from perseus_planner.service.http.routes import router
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ def create_app(
         routes=routes,
     )
     app.state.service, app.state.metrics = live, metrics
-    app.state.now_s = now_s
+    app.state.now_s, app.state.pages = now_s, StatusPages()
     add_error_handlers(app, routes)
     app.add_middleware(Guard, access=access, limits=limits)
     app.add_middleware(metrics.counting)

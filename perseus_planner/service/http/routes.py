@@ -22,6 +22,7 @@ from perseus_planner.service.answers import Answer, JobStatus, Registered
 from perseus_planner.service.http.auth import Role, check_role
 from perseus_planner.service.http.longpoll import AsyncService
 from perseus_planner.service.http.metrics import CONTENT_TYPE
+from perseus_planner.service.http.pages import Page
 from perseus_planner.service.model import PlanSet, UnknownJob
 from perseus_planner.service.planning.curves import Curve
 from perseus_planner.service.planning.worker import Unsolved
@@ -121,6 +122,15 @@ def _errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
     }
 
 
+def _page_or_errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """Return the answers of a route with a tag that are not 200, for OpenAPI."""
+    return {304: {"description": "The page is the one with the tag in `If-None-Match`."}, **_errors(*statuses)}
+
+
+def _page(value: Any, request: Request) -> Response:
+    return Page.of(schemas.to_json(value)).answer(request)
+
+
 def _json(value: Any, status: int = 200) -> Response:
     return Response(schemas.to_json(value), status, media_type="application/json")
 
@@ -147,16 +157,17 @@ async def register(sent: schemas.Registration, live: Live) -> Response:
     return _json(registered, 201 if registered.is_new else 200)
 
 
-@router.get("/v1/jobs", dependencies=_for("read"), response_model=answers.Jobs, responses=_errors())
-async def jobs(live: Live) -> Response:
+@router.get("/v1/jobs", dependencies=_for("read"), response_model=answers.Jobs, responses=_page_or_errors())
+async def jobs(request: Request, live: Live) -> Response:
     """List all running jobs with their status."""
-    return await live.call(lambda: _json(answers.Jobs(live.service.jobs())))
+    pages = request.app.state.pages
+    return await live.call(lambda: pages.of(live.service.jobs()).answer(request))
 
 
-@router.get("/v1/jobs/{job}", dependencies=_for("read"), response_model=JobStatus, responses=_errors(404))
-async def status(job: JobName, live: Live) -> Response:
+@router.get("/v1/jobs/{job}", dependencies=_for("read"), response_model=JobStatus, responses=_page_or_errors(404))
+async def status(request: Request, job: JobName, live: Live) -> Response:
     """Return what a job's pipelines are to do and why, which version it runs, and its reports."""
-    return await live.call(lambda: _json(live.service.status(job)))
+    return await live.call(lambda: _page(live.service.status(job), request))
 
 
 @router.delete("/v1/jobs/{job}", dependencies=_for("operate"), responses=_errors(404), **_NO_CONTENT)
@@ -298,18 +309,21 @@ async def telemetry(job: JobName, sent: schemas.Counters, live: Live) -> Respons
     return Response(status_code=204)
 
 
-@router.get("/v1/jobs/{job}/frontier", dependencies=_for("read"), response_model=Curve, responses=_errors(404))
-async def frontier(job: JobName, live: Live) -> Response:
+@router.get("/v1/jobs/{job}/frontier", dependencies=_for("read"), response_model=Curve, responses=_page_or_errors(404))
+async def frontier(request: Request, job: JobName, live: Live) -> Response:
     """Return the least energy of an iteration of one pipeline as profiled, at the times where its slope changes."""
-    return await live.call(lambda: _json(live.service.curve(job).thinned(_MOST_POINTS)))
+    return await live.call(lambda: _page(live.service.curve(job).thinned(_MOST_POINTS), request))
 
 
 @router.get(
-    "/v1/jobs/{job}/pipelines", dependencies=_for("read"), response_model=answers.Pipelines, responses=_errors(404)
+    "/v1/jobs/{job}/pipelines",
+    dependencies=_for("read"),
+    response_model=answers.Pipelines,
+    responses=_page_or_errors(404),
 )
-async def pipelines(job: JobName, live: Live) -> Response:
+async def pipelines(request: Request, job: JobName, live: Live) -> Response:
     """Return what each pipeline of a job is to do now, and the point of its frontier that it is planned for."""
-    return await live.call(lambda: _json(answers.Pipelines(*live.service.pipelines(job))))
+    return await live.call(lambda: _page(answers.Pipelines(*live.service.pipelines(job)), request))
 
 
 @router.put("/v1/jobs/{job}/deadline", dependencies=_for("operate"), response_model=Answer, responses=_errors(404, 409))

@@ -209,9 +209,7 @@ class Storage:
             if before is None:
                 connection.execute(insert(jobs).values(name=name, **job_row(after)))
             else:
-                row = job_row(after)
-                if after.registered == before.registered:
-                    del row["registration"]
+                row = job_row(after, before)
                 connection.execute(update(jobs).where(jobs.c.name == name).values(row))
             if before is None or before.published.version != after.published.version:
                 texts |= _add_version(connection, after)

@@ -106,13 +106,12 @@ class StateRecord:
         )
 
 
-def job_row(state: JobState) -> dict[str, str]:
-    """Return the columns of a job's row that `state` determines."""
-    return {
-        "frontier": state.job.frontier,
-        "registration": to_json(state.registered).decode(),
-        "state": to_json(StateRecord.of(state)).decode(),
-    }
+def job_row(state: JobState, before: JobState | None = None) -> dict[str, str]:
+    """Return the columns of a job's row that differ from those of the state before; all without one."""
+    row = {"state": to_json(StateRecord.of(state)).decode()}
+    if before is None or state.registered is not before.registered:  # some megabytes for a large job
+        row |= {"frontier": state.job.frontier, "registration": to_json(state.registered).decode()}
+    return row
 
 
 def state_of(row: Any, curve: Curve, newest: tuple[PlanSet, Decision]) -> JobState:

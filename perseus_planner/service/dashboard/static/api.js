@@ -17,10 +17,12 @@ const SILENCE_MS = 40_000; // event streams send something every 15 s
 
 let token = sessionStorage.getItem(STORED);
 let aheadMs = 0; // the service's clock minus this one
+const answered = new Map(); // path -> the last answer that had a tag: {tag, value}
 
 /** Use a token from now on; null for none. */
 export function useToken(given) {
   token = given;
+  answered.clear();
   if (given === null) sessionStorage.removeItem(STORED);
   else sessionStorage.setItem(STORED, given);
 }
@@ -32,10 +34,15 @@ export const nowS = () => (Date.now() + aheadMs) / 1000;
 
 /** Return the JSON of an answer; null if it is empty. Throws Away, Refused or an AbortError. */
 export async function ask(method, path, { body, signal } = {}) {
+  const known = answered.get(path);
   const patience = AbortSignal.timeout(PATIENCE_MS);
   const response = await request(method, path, body, signal ? AbortSignal.any([signal, patience]) : patience, signal);
   try {
-    return response.status === 204 ? null : await response.json();
+    if (response.status === 304) return known.value;
+    const value = response.status === 204 ? null : await response.json();
+    const tag = response.headers.get("ETag");
+    if (tag !== null) answered.set(path, { tag, value });
+    return value;
   } catch (error) {
     throw signal?.aborted ? error : new Away("its answer was cut off");
   }
@@ -67,6 +74,7 @@ export async function events(job, notify, signal) {
 async function request(method, path, body, signal, viewer) {
   const headers = token === null ? {} : { Authorization: `Bearer ${token}` };
   if (body !== undefined) headers["Content-Type"] = "application/json";
+  if (method === "GET" && answered.has(path)) headers["If-None-Match"] = answered.get(path).tag;
   let response;
   try {
     response = await fetch(path, { method, headers, signal, cache: "no-store", body: body === undefined ? undefined : JSON.stringify(body) });
@@ -74,7 +82,7 @@ async function request(method, path, body, signal, viewer) {
     throw viewer?.aborted ? error : new Away("no answer");
   }
   setClock(response.headers.get("Date"));
-  if (response.ok) return response;
+  if (response.ok || response.status === 304) return response;
   const message = (await response.json().catch(() => null))?.error?.message ?? `status ${response.status}`;
   throw response.status >= 500 ? new Away(message) : new Refused(response.status, message);
 }
