@@ -81,6 +81,9 @@ class JobTelemetry:
         float | None, Field(description="Recent median time from requesting a clock until it is set; null if none was.")
     ]
     set_p99_s: Annotated[float | None, Field(description="The 99th percentile of that time.")]
+    time_s: Annotated[float, Field(description="Total time of the iterations, seconds.")] = field(
+        default=0.0, kw_only=True
+    )
     ranks: Annotated[int, Field(description="Number of ranks; 0 if unknown.")] = field(default=0, kw_only=True)
     following: Annotated[int, Field(description="Ranks whose last iteration ran by their plan.")] = field(
         default=0, kw_only=True
@@ -90,6 +93,48 @@ class JobTelemetry:
         Field(description="Since when a rank has not followed its plan, seconds since the epoch; null if all do."),
     ] = field(default=None, kw_only=True)
     observed_s: Annotated[float, Field(description="When the job last sent telemetry, seconds since the epoch.")]
+
+
+@dataclass(frozen=True)
+class PlanTotal:
+    """What a job ran by one version of its plans, over all its runs."""
+
+    version: Annotated[
+        int | None, Field(description="The version that it had reported; null before, and for old versions together.")
+    ]
+    iterations: Annotated[int, Field(description="Number of iterations.")]
+    time_s: Annotated[float, Field(description="Their total time, seconds.")]
+    energy_j: Annotated[float, Field(description="Energy of the metered ones, joules.")]
+    saved_j: Annotated[float, Field(description="As in the telemetry of the job, joules.")]
+
+    def plus(self, other: PlanTotal) -> PlanTotal:
+        """Add other iterations, by this version."""
+        return PlanTotal(
+            self.version,
+            self.iterations + other.iterations,
+            self.time_s + other.time_s,
+            self.energy_j + other.energy_j,
+            self.saved_j + other.saved_j,
+        )
+
+
+@dataclass(frozen=True)
+class JobTotals:
+    """What a job ran, used and saved since it was registered. It is kept after the job has ended."""
+
+    name: str
+    pipelines: int
+    since_s: Annotated[float, Field(description="When the job was registered, seconds since the epoch.")]
+    ended_s: Annotated[float | None, Field(description="When it ended; null if it runs.")]
+    telemetry: Annotated[JobTelemetry | None, Field(description="null if the job has sent none.")]
+    plans: Annotated[tuple[PlanTotal, ...], Field(description="The same by version, for the newest ones.")]
+
+
+@dataclass(frozen=True)
+class Totals:
+    """The totals of running jobs, then those of ended ones, the last to end first."""
+
+    jobs: tuple[JobTotals, ...]
 
 
 @dataclass(frozen=True)

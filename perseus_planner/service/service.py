@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from perseus_planner.errors import PlannerError, shown
 from perseus_planner.service import transitions
 from perseus_planner.service.alertmanager import AlertEffects, jobs_concerned, with_alerts
-from perseus_planner.service.answers import Answer, JobStatus, JobSummary, PipelineStatus, Registered
+from perseus_planner.service.answers import Answer, JobStatus, JobSummary, JobTotals, PipelineStatus, Registered
 from perseus_planner.service.checks import check_deadline, check_positive, check_report, check_same
 from perseus_planner.service.clock import SteadyClock
 from perseus_planner.service.model import Conflict, PlanSet, RegisteredJob, Report, Taken, UnknownReport
@@ -24,6 +24,7 @@ from perseus_planner.service.power import share_power
 from perseus_planner.service.statuses import Statuses
 from perseus_planner.service.store.writer import Changed, Draft, Writer, unknown_job
 from perseus_planner.service.subscriptions import Subscriptions, Timers
+from perseus_planner.service.telemetry import totals_of
 from perseus_planner.service.telemetry_book import TelemetryBook
 
 if TYPE_CHECKING:
@@ -80,6 +81,7 @@ class Service:
         self._planning = Planning(storage.frontier, run or self._processes.run)
         self._replanner = Replanner(self._replan, workers)
         self._subscriptions, self._timers = Subscriptions(), Timers()
+        self._storage = storage
         self._writer = Writer(storage, stored, self._follow_up)
         self._telemetry = TelemetryBook(stored.telemetry, {name: state.job for name, state in stored.jobs.items()})
         self._statuses = Statuses()
@@ -116,6 +118,11 @@ class Service:
         """Return the status of every running job, sorted by name."""
         now_s = self._now_s()
         return tuple(self._status(state, now_s) for _, state in sorted(self._writer.jobs.items()))
+
+    def totals(self) -> tuple[JobTotals, ...]:
+        """Return the totals of all running jobs by name, then of the `ENDED_SHOWN` that have ended last."""
+        running = (state.job for _, state in sorted(self._writer.jobs.items()))
+        return (*(totals_of(job, self._telemetry.of(job)) for job in running), *self._storage.ended_jobs())
 
     def reports(self, job: str) -> tuple[Report, ...]:
         """Return the reports of a job that count now or will count, in order of arrival."""
@@ -195,11 +202,12 @@ class Service:
         return self._writer.do(command)
 
     def end(self, job: str) -> None:
-        """Forget a job that has ended."""
+        """Forget a job that has ended, but for its totals."""
 
         def command(draft: Draft) -> None:
-            draft.state(job)
+            ended = draft.state(job).job
             draft.remove(job)
+            draft.ended.append(totals_of(ended, self._telemetry.of(ended), self._now_s()))
             if draft.power_w is not None:
                 self._share_power(draft, None)
 
@@ -348,7 +356,8 @@ class Service:
             Conflict: If they contradict what the same run sent before.
         """
         state = self._state(job)
-        self._telemetry.add(state.job, sent, partial(transitions.baseline_j, state), self._now_s())
+        version = None if state.taken is None else state.taken.version
+        self._telemetry.add(state.job, sent, partial(transitions.baseline_j, state), self._now_s(), version)
 
     # News and time
 

@@ -13,18 +13,21 @@ arrives twice counts once. The service adds up the runs of a job:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from perseus_planner.service.answers import JobTelemetry
+from perseus_planner.service.answers import JobTelemetry, JobTotals, PlanTotal
 from perseus_planner.service.model import Conflict, Origin
 from perseus_planner.service.schemas import Counters
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
+    from perseus_planner.service.model import RegisteredJob
 
 _RUNS = 16  #: earlier runs that are remembered, so that their late messages do not count
+VERSIONS_APART = 16
+"""How many versions of a job's plans have totals of their own; those of older ones are added up."""
 _GROWING = ("time_s", "metered_iterations", "metered_s", "energy_j", "late_changes")
 
 
@@ -35,14 +38,20 @@ class Tally(JobTelemetry):
     Attributes:
         latest: The last message of the run that counts now.
         earlier: Names of the runs before it, the latest last.
+        plans: The same by version of the plans, the version taken last at the end.
     """
 
     latest: Counters
     earlier: tuple[str, ...] = ()
+    plans: tuple[PlanTotal, ...] = ()
 
 
 def add_counters(
-    before: Tally | None, sent: Counters, baseline_j: Callable[[float], float], now_s: float
+    before: Tally | None,
+    sent: Counters,
+    baseline_j: Callable[[float], float],
+    now_s: float,
+    version: int | None = None,
 ) -> Tally | None:
     """Add the counters that a run has sent to the tally of its job.
 
@@ -52,6 +61,7 @@ def add_counters(
         baseline_j: Energy of an iteration of so many seconds with all clocks at maximum, joules. It is convex, so the
             baseline of the mean iteration is at most the mean baseline.
         now_s: Seconds since the epoch.
+        version: The version of its plans that the job runs, as it last reported; None if it has reported none.
 
     Returns:
         The new tally; `before` if the message does not count.
@@ -68,11 +78,14 @@ def add_counters(
     metered_s, new_energy_j = sent.metered_s - since.metered_s, sent.energy_j - since.energy_j
     iterations, late_changes = sent.iterations - since.iterations, sent.late_changes - since.late_changes
     energy_j = new_energy_j + (before.energy_j if before else 0.0)
-    base_j = metered * baseline_j(metered_s / metered) if metered else 0.0
-    base_j += before.baseline_j if before else 0.0
+    new_base_j = metered * baseline_j(metered_s / metered) if metered else 0.0
+    base_j = new_base_j + (before.baseline_j if before else 0.0)
+    time_s = sent.time_s - since.time_s
+    ran = PlanTotal(version, iterations, time_s, new_energy_j, new_base_j - new_energy_j)
     return Tally(
         iterations=iterations + (before.iterations if before else 0),
-        iteration_s=(sent.time_s - since.time_s) / iterations,
+        time_s=time_s + (before.time_s if before else 0.0),
+        iteration_s=time_s / iterations,
         power_w=new_energy_j / metered_s if metered_s > 0.0 else None,
         energy_j=energy_j,
         baseline_j=base_j,
@@ -87,7 +100,26 @@ def add_counters(
         observed_s=now_s,
         latest=sent,
         earlier=tuple(run for run in runs if run != sent.run)[-_RUNS:],
+        plans=_by_version((*(before.plans if before else ()), ran)),
     )
+
+
+def totals_of(job: RegisteredJob, tally: Tally | None, ended_s: float | None = None) -> JobTotals:
+    """Return the totals of a job; `ended_s` is None if it runs."""
+    return JobTotals(job.name, job.pipelines, job.since_s, ended_s, tally, () if tally is None else tally.plans)
+
+
+def _by_version(totals: Iterable[PlanTotal]) -> tuple[PlanTotal, ...]:
+    """Return the totals with one for each of the last versions, and those of older ones together, first."""
+    found: dict[int | None, PlanTotal] = {}
+    for total in totals:
+        known = found.pop(total.version, None)
+        found[total.version] = total if known is None else known.plus(total)
+    while len(found) > VERSIONS_APART + 1 or (len(found) > VERSIONS_APART and None not in found):
+        oldest = found.pop(next(version for version in found if version is not None))
+        older = replace(oldest, version=None)
+        found = {None: found.pop(None).plus(older) if None in found else older, **found}
+    return tuple(found.values())
 
 
 def _check_growing(since: Counters, sent: Counters) -> None:

@@ -54,7 +54,14 @@ class TelemetryBook:
         entry = self._entries.get(job.name)
         return entry.tally if entry is not None and entry.since_s == job.since_s else None
 
-    def add(self, job: RegisteredJob, sent: Counters, baseline_j: Callable[[float], float], now_s: float) -> None:
+    def add(
+        self,
+        job: RegisteredJob,
+        sent: Counters,
+        baseline_j: Callable[[float], float],
+        now_s: float,
+        version: int | None,
+    ) -> None:
         """Add counters with `add_counters`.
 
         Raises:
@@ -62,7 +69,7 @@ class TelemetryBook:
         """
         with self._lock:
             before = self.of(job)
-            after = add_counters(before, sent, baseline_j, now_s)
+            after = add_counters(before, sent, baseline_j, now_s, version)
             if after is not None and after is not before:
                 if not self._unwritten:
                     self._write_s = now_s + WRITTEN_AFTER_S

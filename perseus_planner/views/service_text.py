@@ -7,11 +7,12 @@ from math import isinf
 from typing import TYPE_CHECKING
 
 from perseus_planner.views.columns import column, table
+from perseus_planner.views.context import ALL_MAXIMUM, share
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from perseus_planner.service.answers import Answer, JobStatus, JobSummary, JobTelemetry
+    from perseus_planner.service.answers import Answer, JobStatus, JobSummary, JobTelemetry, JobTotals
     from perseus_planner.service.model import Report
 
 
@@ -44,6 +45,29 @@ def jobs_text(jobs: Sequence[JobStatus]) -> str:
         ["", *(each.decision.reason for each in jobs)],
     ]
     return table(columns)
+
+
+def totals_text(jobs: Sequence[JobTotals]) -> str:
+    """List what jobs ran, used and saved, one on each line, with their sum at the end."""
+    if not jobs:
+        return "No job runs or has run."
+    rows = [_sums(each.telemetry) for each in jobs]
+    rows.append(tuple(map(sum, zip(*rows, strict=True))))
+    columns = [
+        ["job", *(each.name for each in jobs), "all"],
+        ["since", *(_moment(each.since_s) for each in jobs), ""],
+        ["until", *("it runs" if each.ended_s is None else _moment(each.ended_s) for each in jobs), ""],
+        column("iterations", [str(row[0]) for row in rows]),
+        column("seconds", [f"{row[1]:.6g}" for row in rows]),
+        column("joules", [f"{row[2]:.6g}" for row in rows]),
+        column("saved", [f"{row[3]:.6g}" for row in rows]),
+        column("saved %", [f"{100 * share(row[3], row[2] + row[3]):.2f}" for row in rows]),
+    ]
+    return f"{table(columns)}\n\nSaved: joules against {ALL_MAXIMUM} in iterations as long, by the profile."
+
+
+def _sums(sent: JobTelemetry | None) -> tuple[float, ...]:
+    return (0, 0.0, 0.0, 0.0) if sent is None else (sent.iterations, sent.time_s, sent.energy_j, sent.saved_j)
 
 
 def status_text(status: JobStatus) -> str:

@@ -292,7 +292,10 @@ def test_a_name_cannot_direct_the_terminal(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(STATUS["job"], "name", evil)
     unknown = refused(404, f"no job {evil}")
     with stand_in(lambda *asked: unknown if "none" in asked[1] else api(*asked)) as found:
-        for command in ("status", "status gpt3", "status --json", "status gpt3 --json"):
+        of_jobs = [
+            f"status{options}" for options in ("", " gpt3", " --totals", " --json", " gpt3 --json", " --totals --json")
+        ]
+        for command in of_jobs:
             said = done(f"{command} --service {found.address}")
             assert not set(said) & set(evil) - set("[2Jgpt")
             assert "\\u001b[2Jgpt\\u202e" in said

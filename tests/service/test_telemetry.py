@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import done, refusal
 from hypothesis import given
 from hypothesis import strategies as st
 from service_stand_in import asking
@@ -26,7 +27,7 @@ from perseus_planner.service.service import Service
 from perseus_planner.service.store.storage import Storage
 from perseus_planner.service.telemetry import Tally, add_counters
 from perseus_planner.service.telemetry_book import WRITTEN_AFTER_S
-from perseus_planner.views.service_text import status_text
+from perseus_planner.views.service_text import status_text, totals_text
 
 httpx = pytest.importorskip("httpx")
 
@@ -167,6 +168,7 @@ def test_a_saving_is_against_all_clocks_at_maximum_in_iterations_as_long(place: 
         assert told(ask) == {
             "iterations": 10,
             "iteration_s": pytest.approx(iteration_s),
+            "time_s": pytest.approx(10 * iteration_s),
             "power_w": pytest.approx(700.0 / iteration_s),
             "energy_j": 7000.0,
             "baseline_j": pytest.approx(base_j),
@@ -332,6 +334,65 @@ def test_another_job_of_the_same_name_begins_with_nothing(place: Path):
         assert post(ask, counters(10)) == 404
 
 
+def test_what_a_job_saved_is_known_for_ever_after_its_end(place: Path):
+    clock, since_s = Clock(), NOW_S
+    with served(place, clock) as (service, _):
+        for name, iterations in (("gpt", 10), ("other", 30), ("gpt", 20)):
+            service.register(job(name), frontier_file())
+            service.telemetry(name, counters(iterations))
+            clock.now_s += 1.0  # less than it takes until telemetry is written
+            if name == "gpt":
+                service.end(name)
+        with pytest.raises(UnknownJob):
+            service.status("gpt")
+    with served(place, clock) as (service, ask):
+        found = service.totals()
+        assert [(each.name, each.since_s - since_s, each.ended_s) for each in found] == [
+            ("other", 1.0, None),
+            ("gpt", 2.0, NOW_S + 3.0),
+            ("gpt", 0.0, NOW_S + 1.0),
+        ]
+        for each, iterations in zip(found, (30, 20, 10), strict=True):
+            sums = each.telemetry
+            assert sums is not None
+            assert (sums.iterations, sums.time_s) == (iterations, 1.25 * iterations)
+            assert (sums.energy_j, sums.energy_is) == (800.0 * iterations, "measured")
+            assert sums.saved_j == pytest.approx(iterations * found[2].telemetry.saved_j / 10)
+            assert [(plan.version, plan.saved_j) for plan in each.plans] == [(None, sums.saved_j)]
+        heading, *rows, whole, _, note = totals_text(found).splitlines()
+        assert heading.split() == ["job", "since", "until", "iterations", "seconds", "joules", "saved", "saved", "%"]
+        assert ["it runs" in row for row in rows] == [True, False, False]
+        assert whole.split()[:4] == ["all", "60", "75", "48000"]
+        assert note == "Saved: joules against all clocks at maximum in iterations as long, by the profile."
+        assert [each["name"] for each in ask("GET", "/v1/totals").json()["jobs"]] == ["other", "gpt", "gpt"]
+    assert totals_text(()) == "No job runs or has run."
+
+
+def test_totals_are_by_the_version_that_the_job_ran_and_bounded():
+    tally = None
+    for number in range(1, 41):
+        version = None if number == 1 else (number + 1) // 2
+        tally = add_counters(tally, counters(number), baseline_j, NOW_S, version)
+    assert tally is not None
+    assert [each.version for each in tally.plans] == [None, *range(5, 21)]
+    assert [each.iterations for each in tally.plans] == [8, *[2] * 16]
+    for name in ("iterations", "time_s", "energy_j", "saved_j"):
+        assert sum(getattr(each, name) for each in tally.plans) == pytest.approx(getattr(tally, name))
+    back = add_counters(tally, counters(50), baseline_j, NOW_S, 7)
+    assert back is not None
+    assert (len(back.plans), back.plans[-1].version, back.plans[-1].iterations) == (17, 7, 12)
+
+
+def test_the_version_that_a_job_has_reported_is_that_of_its_counts(place: Path):
+    with served(place, Clock()) as (service, _):
+        service.register(job(), frontier_file())
+        service.telemetry("gpt", counters(10))
+        service.taken("gpt", 1, 10)
+        service.telemetry("gpt", counters(25))
+        (found,) = service.totals()
+        assert [(each.version, each.iterations) for each in found.plans] == [(None, 10), (1, 15)]
+
+
 @pytest.fixture(scope="module")
 def ask(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., httpx.Response]]:
     """Asks a service that has the job, which nobody has counted anything of."""
@@ -388,6 +449,16 @@ def test_the_client_sends_counts_and_reads_what_follows(place: Path):
         for each in fields(status.telemetry):
             assert getattr(status.telemetry, each.name) == getattr(known.telemetry, each.name)
         assert status.expected == known.expected
+        (totals,) = client.totals()
+        assert (totals.name, totals.ended_s, totals.telemetry) == ("gpt", None, status.telemetry)
+        shown = json.loads(done(f"status --totals --json --service {url}"))
+        assert shown["jobs"][0]["telemetry"]["saved_j"] == known.telemetry.saved_j
+        assert done(f"status --totals --service {url}") == f"{totals_text(client.totals())}\n"
+        assert refusal(f"status gpt --totals --service {url}") == (
+            2,
+            "",
+            "Error: --totals: is of all jobs, once; leave out the name of a job and --watch\n",
+        )
         assert client.pipelines("gpt") == service.pipelines("gpt")[1]
         points, curve = client.frontier("gpt"), service.curve("gpt")
         assert (points.rising_s, points.rising_j) == (curve.rising_s, curve.rising_j)

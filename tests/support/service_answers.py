@@ -74,10 +74,15 @@ def api(method: str, path: str, body: Any) -> tuple[int, Any]:
     path = path.partition("?")[0]
     if method == "DELETE" and path.startswith("/v1/jobs/gpt3/reports/"):
         return 200, {**EFFECT, "report": None}
+    name, ended = (
+        STATUS["job"]["name"],
+        {"pipelines": 2, "since_s": 1.0, "ended_s": 9.0, "telemetry": None, "plans": []},
+    )
     answers: dict[tuple[str, str], tuple[int, Any]] = {
         ("POST", "/v1/jobs"): (201, {"job": STATUS["job"], "version": 1}),
         ("GET", "/v1/jobs"): (200, {"jobs": [STATUS]}),
         ("GET", "/v1/jobs/gpt3"): (200, STATUS),
+        ("GET", "/v1/totals"): (200, {"jobs": [{"name": name, **ended}]}),
         ("DELETE", "/v1/jobs/gpt3"): (204, None),
         ("POST", "/v1/jobs/gpt3/reports"): (202, EFFECT),
         ("GET", "/v1/jobs/gpt3/reports"): (200, {"reports": [REPORT]}),

@@ -24,6 +24,7 @@ from perseus_planner.service.answers import (
     Pipelines,
     Registered,
     Reports,
+    Totals,
 )
 from perseus_planner.service.client.transport import Transport
 from perseus_planner.service.model import PlanSet, Report
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from types import TracebackType
 
-    from perseus_planner.service.answers import PipelineStatus
+    from perseus_planner.service.answers import JobTotals, PipelineStatus
     from perseus_planner.service.schemas import Counters, Registration, ReportRequest
 
 Value = TypeVar("Value")
@@ -91,12 +92,16 @@ class Client:
         """Return the status of every running job."""
         return self._ask(Jobs, "GET", "/v1/jobs").jobs
 
+    def totals(self) -> tuple[JobTotals, ...]:
+        """Return what every job ran, used and saved, also of jobs that have ended."""
+        return self._ask(Totals, "GET", "/v1/totals").jobs
+
     def status(self, job: str) -> JobStatus:
         """Return the status of one job."""
         return self._ask(JobStatus, "GET", _path(job))
 
     def end(self, job: str) -> None:
-        """Report that a job has ended; the service forgets it and its reports."""
+        """Report that a job has ended; the service keeps its totals alone."""
         self._transport.send("DELETE", _path(job))
 
     def report(self, job: str, request: ReportRequest, *, wait_s: float = 0.0) -> Answer:

@@ -164,6 +164,12 @@ async def jobs(request: Request, live: Live) -> Response:
     return await live.call(lambda: pages.of(live.service.jobs()).answer(request))
 
 
+@router.get("/v1/totals", dependencies=_for("read"), response_model=answers.Totals, responses=_page_or_errors())
+async def totals(request: Request, live: Live) -> Response:
+    """List what every job ran, used and saved since it was registered, also of jobs that have ended."""
+    return await live.call(lambda: _page(answers.Totals(live.service.totals()), request))
+
+
 @router.get("/v1/jobs/{job}", dependencies=_for("read"), response_model=JobStatus, responses=_page_or_errors(404))
 async def status(request: Request, job: JobName, live: Live) -> Response:
     """Return what a job's pipelines are to do and why, which version it runs, and its reports."""

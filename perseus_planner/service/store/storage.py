@@ -29,6 +29,7 @@ from sqlalchemy import (
 from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 
 from perseus_planner.files import sha256
+from perseus_planner.service.answers import JobTotals
 from perseus_planner.service.model import Decision, Fenced, PlanSet, StorageError
 from perseus_planner.service.planning.curves import Curve
 from perseus_planner.service.schemas import from_json, to_json
@@ -36,6 +37,7 @@ from perseus_planner.service.store.tables import (
     LAYOUT,
     TABLES,
     VersionRecord,
+    ended,
     frontiers,
     job_row,
     jobs,
@@ -48,7 +50,7 @@ from perseus_planner.service.store.tables import (
 from perseus_planner.service.telemetry import Tally
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
     from types import TracebackType
 
     from perseus_planner.service.state import JobState
@@ -59,6 +61,8 @@ Versions = list[tuple[PlanSet, Decision]]
 
 VERSIONS_KEPT = 16
 """How many versions of a job's plans are kept. Jobs return to earlier plans, which are then not computed again."""
+ENDED_SHOWN = 1000
+"""How many of the jobs that have ended are listed; the totals of all are kept."""
 
 _WAIT_S = 10  # for another process that has locked the file
 _COMMITS_BETWEEN_SWEEPS = 256
@@ -81,12 +85,14 @@ class Change:
         frontiers: Digest -> file and curve, for frontiers that these jobs may be the first to have.
         power_w: A tuple with the new power budget of all jobs, watts or None; empty if it has not changed.
         telemetry: Name -> telemetry, for running jobs.
+        ended: What jobs that have ended ran, used and saved.
     """
 
     jobs: Mapping[str, tuple[JobState | None, JobState | None]] = field(default_factory=dict)
     frontiers: Mapping[str, tuple[bytes, Curve]] = field(default_factory=dict)
     power_w: tuple[float | None, ...] = ()
     telemetry: Mapping[str, Tally] = field(default_factory=dict)
+    ended: Sequence[JobTotals] = ()
 
 
 @dataclass(frozen=True)
@@ -168,6 +174,16 @@ class Storage:
                     "start with another database"
                 ) from error
 
+    def ended_jobs(self) -> tuple[JobTotals, ...]:
+        """Return the totals of the `ENDED_SHOWN` jobs that have ended last, the last one first.
+
+        Raises:
+            StorageError: If they cannot be read.
+        """
+        with self._transaction() as connection:
+            texts = connection.scalars(select(ended.c.totals).order_by(ended.c.id.desc()).limit(ENDED_SHOWN)).all()
+        return tuple(from_json(JobTotals, text) for text in texts)
+
     def frontier(self, digest: str) -> bytes:
         """Return the file of a frontier that a job has.
 
@@ -191,6 +207,8 @@ class Storage:
             for digest, (content, curve) in change.frontiers.items():
                 _add_frontier(connection, digest, content, curve)
             written = self._write_jobs(connection, change)
+            if change.ended:
+                connection.execute(insert(ended), [{"totals": to_json(each).decode()} for each in change.ended])
             for power_w in change.power_w:
                 _set_meta(connection, _POWER, None if power_w is None else repr(power_w))
             self._commits += 1

@@ -5,6 +5,7 @@
 | meta | the version of these tables, the current writer, the power budget of all jobs |
 | jobs | one row for each running job: its registration, its state and its telemetry as JSON |
 | versions, version_plans, plans | the latest versions of each job's plans; every plan once |
+| ended | what each job that has ended ran, used and saved, as JSON; rows are never deleted |
 | frontiers | every frontier once, with its curve |
 """
 
@@ -56,6 +57,7 @@ version_plans = Table(
     Column("plan", String(64), primary_key=True),
     Index("version_plans_plan", "plan"),
 )
+ended = Table("ended", TABLES, Column("id", Integer, primary_key=True), Column("totals", Text, nullable=False))
 plans = Table("plans", TABLES, Column("digest", String(64), primary_key=True), Column("text", Text, nullable=False))
 
 

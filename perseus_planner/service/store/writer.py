@@ -21,6 +21,7 @@ from perseus_planner.service.store.storage import Change, Storage, Stored
 if TYPE_CHECKING:
     from types import TracebackType
 
+    from perseus_planner.service.answers import JobTotals
     from perseus_planner.service.planning.curves import Curve
     from perseus_planner.service.telemetry import Tally
 
@@ -42,6 +43,7 @@ class Draft:
         self.frontiers: dict[str, tuple[bytes, Curve]] = {}
         self.power_w = power_w
         self.telemetry: dict[str, Tally] = {}
+        self.ended: list[JobTotals] = []
         self._before = jobs
         self._changed: dict[str, JobState | None] = {}
 
@@ -83,7 +85,7 @@ class Draft:
         """Return an independent copy."""
         copy = Draft(self._before, self.power_w)
         copy.frontiers, copy._changed = dict(self.frontiers), dict(self._changed)
-        copy.telemetry = dict(self.telemetry)
+        copy.telemetry, copy.ended = dict(self.telemetry), list(self.ended)
         return copy
 
     def change(self, power_w: float | None) -> Change:
@@ -91,7 +93,7 @@ class Draft:
         jobs = {name: (self._before.get(name), after) for name, after in self._changed.items()}
         changed = {name: pair for name, pair in jobs.items() if pair[0] != pair[1]}
         budget = () if power_w == self.power_w else (self.power_w,)
-        return Change(changed, self.frontiers, budget, self.telemetry)
+        return Change(changed, self.frontiers, budget, self.telemetry, self.ended)
 
 
 class Writer:
