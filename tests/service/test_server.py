@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import gc
 import os
 import signal
 import socket
@@ -15,6 +16,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -174,6 +176,32 @@ def test_a_unix_socket_is_its_owner_s_alone_without_a_change_of_the_umask_of_oth
                 assert stat.S_IMODE((folder / "planner.sock").stat().st_mode) == 0o600
     finally:
         os.umask(before)
+
+
+def test_no_answer_waits_for_full_collections_of_garbage_nor_long_for_a_thread_that_computes(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    seen: dict[str, Any] = {}
+
+    class Running:
+        live = SimpleNamespace(fenced=None)
+
+        def run(self, sockets: list[socket.socket]) -> None:
+            seen.update(threshold=gc.get_threshold(), frozen=gc.get_freeze_count(), switch_s=sys.getswitchinterval())
+
+    threshold, switch_s = gc.get_threshold(), sys.getswitchinterval()
+    monkeypatch.setattr(server, "_server", lambda *_: Running())
+    try:
+        with listening(Address(port=0)) as listener:
+            server.serve(StandIn(), listener)
+    finally:
+        gc.unfreeze()
+        gc.set_threshold(*threshold)
+        sys.setswitchinterval(switch_s)
+    assert seen["threshold"][:2] == threshold[:2]  # young garbage is collected as ever
+    assert seen["threshold"][2] >= 1000
+    assert seen["frozen"] > 10_000
+    assert seen["switch_s"] <= 0.001
 
 
 @pytest.fixture(scope="module")
