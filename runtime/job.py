@@ -9,7 +9,6 @@ import time
 import zlib
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import count
 from typing import TYPE_CHECKING, Literal
 
 from perseus_planner.errors import RankError
@@ -22,8 +21,7 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger("perseus_planner.runtime")
 _LONGEST_PAUSE_S = 0.05  #: between two looks at the store, in jobs of up to
 _RANKS_LOOKING = 500  #: ranks; longer in larger ones
-
-_runtimes = count()
+_STORE_GONE = "the rank or launcher that holds the job's store has ended; see why"
 
 
 @dataclass(frozen=True)
@@ -53,17 +51,25 @@ def this_job() -> TrainingJob:
     """Return the job of this process; a job of one rank if torch.distributed is not initialized.
 
     Every rank must call this the same number of times.
+
+    Raises:
+        RankError: If the store is gone.
     """
     import torch.distributed as dist
 
-    number = next(_runtimes)
     if not dist.is_initialized():
         return TrainingJob(dist.HashStore(), 0, 1)
     from torch.distributed.distributed_c10d import _get_default_store  # torch has no public way to it
 
-    # Ranks after an elastic restart must not read what ranks before it have written.
-    store = dist.PrefixStore(f"perseus-planner/runtime/{_restarts()}/{number}", _get_default_store())
-    return TrainingJob(store, dist.get_rank(), dist.get_world_size())
+    # torchrun may keep the store when it restarts ranks, which must not read what ranks before them have written. Each
+    # node counts its own restarts alone, so with several nodes it is the ranks that count how often they have begun.
+    start = _restarts() if os.environ.get("GROUP_WORLD_SIZE", "1") == "1" else "any"
+    store = dist.PrefixStore(f"perseus-planner/runtime/{start}", _get_default_store())
+    try:
+        number = store.add(f"begun/{dist.get_rank()}", 1)
+    except RuntimeError as error:
+        raise RankError(_STORE_GONE) from error
+    return TrainingJob(dist.PrefixStore(str(number), store), dist.get_rank(), dist.get_world_size())
 
 
 def is_restart() -> bool:
@@ -106,7 +112,7 @@ def exchange(store: Store, rank: int, ranks: int, value: bytes, timeout_s: float
     try:
         return _exchange(store, rank, ranks, value, time.monotonic() + timeout_s)
     except RuntimeError as error:
-        raise RankError("the rank or launcher that holds the job's store has ended; see why") from error
+        raise RankError(_STORE_GONE) from error
 
 
 def _exchange(store: Store, rank: int, ranks: int, value: bytes, deadline_s: float) -> list[bytes | None]:

@@ -46,9 +46,7 @@ def ranks(program: str, count: int, folder: Path, *arguments: str, imports: Sequ
         imports: Modules to import once before forking, which the function imports and which are slow to import.
     """
     module, _, function = program.rpartition(":")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     request = {
         "module": module or "rank_programs",
         "imports": list(imports),
@@ -67,6 +65,13 @@ def ranks(program: str, count: int, folder: Path, *arguments: str, imports: Sequ
         Ended(code, *(_taken(folder / f"{name}-{rank}") for name in ("stdout", "stderr")))
         for rank, code in enumerate(codes)
     ]
+
+
+def free_port() -> int:
+    """Return a port of loopback on which nothing listens."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
 
 
 def started(command: Sequence[str], folder: Path, **environment: str) -> subprocess.Popen[str]:
@@ -96,9 +101,7 @@ def torchrun(count: int, folder: Path, *command: str) -> subprocess.Popen[str]:
 
 def deepspeed(count: int, folder: Path, *command: str) -> subprocess.Popen[str]:
     """Start `count` ranks with the launcher of DeepSpeed, which passes --local_rank to each."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     launcher = ["-m", "deepspeed.launcher.runner", "--num_gpus", str(count), "--master_port", str(port)]
     return started([*launcher, *command], folder)
 

@@ -208,6 +208,17 @@ class Torch:
         """Return the results of the training other than losses."""
         return [*(each.clone() for each in self._layers.state_dict().values()), torch.get_rng_state()]
 
+    def checkpoint(self) -> list[Any]:
+        """Return all that the next iterations depend on."""
+        return [self._layers.state_dict(), self._optimizer.state_dict(), torch.get_rng_state()]
+
+    def restore(self, checkpoint: list[Any]) -> None:
+        """Go on from a checkpoint."""
+        layers, optimizer, random = checkpoint
+        self._layers.load_state_dict(layers)
+        self._optimizer.load_state_dict(optimizer)
+        torch.set_rng_state(random)
+
     def _run(self, run: Callable[..., Any]) -> list[Any]:
         data = torch.randn(2, self.microbatches * ROWS, WIDTH, generator=torch.Generator().manual_seed(0))
         losses: list[Any] = []
