@@ -153,10 +153,10 @@ def profile_stages(
         RankError: If another rank has ended.
         GpuError, ProfileError: As in `measure_stage`.
     """
-    _require_torch()
+    require_torch()
     request = ProfileRequest(gpu, settings or SweepSettings(), output, resume, blocking_power_w, timeout_s, progress)
     with process_group() as rank:
-        device = _device(gpu)
+        device = torch_device(gpu)
         if rank is None:
             if tensor_parallel != 1:
                 raise UsageError(
@@ -173,14 +173,20 @@ def profile_stages(
             return measure_with_ranks(group, [stage], position.tensor_rank, request, device)
 
 
-def _require_torch() -> None:
+def require_torch() -> None:
+    """Check that torch is installed.
+
+    Raises:
+        UsageError: If it is not.
+    """
     try:
         import torch  # noqa: F401
     except ImportError as error:
         raise UsageError("stages are torch modules: pip install 'perseus-planner[torch]'") from error
 
 
-def _device(gpu: str) -> torch.device:
+def torch_device(gpu: str) -> torch.device:
+    """Return the device that this process computes on, and make it torch's current one; the CPU for a simulated GPU."""
     import torch
 
     if torch.cuda.is_available() and "simulated:" not in gpu:

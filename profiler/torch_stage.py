@@ -125,7 +125,7 @@ def _stage(gpu: Gpu, steps: Mapping[str, _Step], device: torch.device, block: Bl
     if gpu.origin == "simulated":
         raise UsageError(f"{gpu.text} cannot run a torch module; open {gpu.text.removeprefix('dry-run:')!r} itself")
     runs = {kind: TimedRun(_repeat(step), step.includes) for kind, step in steps.items()}
-    return Stage(runs, _synchronizer(device), block)
+    return Stage(runs, synchronizer(device), block)
 
 
 def _repeat(step: _Step) -> Run:
@@ -137,7 +137,8 @@ def _repeat(step: _Step) -> Run:
     return run
 
 
-def _synchronizer(device: torch.device) -> Callable[[], None]:
+def synchronizer(device: torch.device) -> Callable[[], None]:
+    """Return a function that returns when `device` has finished everything that was launched."""
     import torch
 
     if device.type != "cuda":

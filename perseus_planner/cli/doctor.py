@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 import click
 
 from perseus_planner.cli import console
-from perseus_planner.errors import GpuError
+from perseus_planner.cli.rehearsal import rehearse_and_report
+from perseus_planner.errors import GpuError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -65,23 +66,47 @@ class Diagnosis:
     remarks: tuple[str, ...]
 
 
-@click.command(epilog=console.examples("planner doctor", "planner doctor nvml:0", "planner doctor --measure-latency"))
+@click.command(
+    epilog=console.examples(
+        "planner doctor",
+        "planner doctor nvml:0",
+        "planner doctor --measure-latency",
+        "torchrun --nproc-per-node 8 -m perseus_planner doctor --rehearse",
+    )
+)
 @click.argument("gpus", nargs=-1, metavar="[GPU]...")
 @click.option(
     "--measure-latency",
     is_flag=True,
     help="Set clocks for some seconds, to see whether that is permitted and how long it takes; then reset them.",
 )
+@click.option(
+    "--rehearse",
+    is_flag=True,
+    help="Try all that a profile needs in about a minute, under torchrun on all ranks: clocks under load, energy, "
+    "memory, precision, and messages between neighbours. GPU is each rank's, as in `planner profile`.",
+)
+@click.option("--no-locks", is_flag=True, help="Rehearse without locking clocks.")
+@click.option("--stages", type=int, metavar="S", help="Number of stages to rehearse with.  [default: one on each rank]")
 @console.as_json
-def doctor(gpus: tuple[str, ...], measure_latency: bool, as_json: bool) -> None:
+def doctor(
+    gpus: tuple[str, ...], measure_latency: bool, rehearse: bool, no_locks: bool, stages: int | None, as_json: bool
+) -> None:
     """Show what can be read and set on all GPUs that NVML shows, or on the GPUs that you name.
 
-    Changes nothing without --measure-latency. Ends with what works here; the exit status is 1 if GPUs can neither be
-    measured nor set.
+    Changes nothing without --measure-latency or --rehearse, which reset what they set. Ends with what works here; the
+    exit status is 1 if GPUs can neither be measured nor set, or if a rehearsal fails.
     """
     from perseus_planner.gpu import open_gpu
     from perseus_planner.gpu.lease.records import read_records
 
+    if rehearse:
+        if measure_latency or len(gpus) > 1:
+            raise UsageError("--rehearse takes one GPU, and no --measure-latency; run them one after the other")
+        rehearse_and_report(*gpus, locks=not no_locks, stages=stages, as_json=as_json)
+        return
+    if no_locks or stages is not None:
+        raise UsageError("--no-locks and --stages are about a rehearsal; add --rehearse")
     texts, unreadable, remarks = (gpus, (), ()) if gpus else _visible()
     with ExitStack() as stack:
         diagnosis = _diagnose([stack.enter_context(open_gpu(text)) for text in texts], measure_latency)

@@ -9,13 +9,15 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from threading import Barrier, BrokenBarrierError
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import pytest
 from replay_gpu import ReplayGpu
 
 from perseus_planner import __version__, schedules, solve
 from perseus_planner.errors import GpuError, GpuNotPermitted, ProfileError, UsageError
+from perseus_planner.gpu import Gpu
+from perseus_planner.gpu.dry_run import DryRunGpu
 from perseus_planner.gpu.simulated.catalog import CATALOG
 from perseus_planner.gpu.simulated.gpu import SimulatedGpu
 from perseus_planner.gpu.simulated.model import OpCost
@@ -300,6 +302,13 @@ def test_a_lock_without_effect_is_found_on_one_gpu_of_a_stage():
         first, second = pool.map(measure, [quiet(), Unlockable(1410)], [0, 1])
     assert first == "ended by the other"
     assert "locked at 1170 MHz, and under load ran at 1410 MHz" in second
+
+
+def test_a_dry_run_measures_all_rows_at_one_clock_and_says_so():
+    gpu = quiet()
+    rows = measure_stage(cast("Gpu", DryRunGpu(gpu)), stage_of(gpu, OpCost(flops=1e12, bytes=1e11)), 0, QUICK)
+    assert len({row.evidence.achieved_mhz for row in rows.measurements["F"] if row.evidence is not None}) == 1
+    assert "nothing is set in a dry run" in rows.conditions["warnings"]
 
 
 def test_a_power_cap_is_no_lock_without_effect():
