@@ -19,9 +19,10 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 _LOG = logging.getLogger("perseus_planner.runtime")
+_STORE_GONE = "the rank or launcher that holds the job's store has ended; see why"
 _LONGEST_PAUSE_S = 0.05  #: between two looks at the store, in jobs of up to
 _RANKS_LOOKING = 500  #: ranks; longer in larger ones
-_STORE_GONE = "the rank or launcher that holds the job's store has ended; see why"
+_DONE_PAUSE_S = 0.01
 
 
 @dataclass(frozen=True)
@@ -67,14 +68,9 @@ def this_job() -> TrainingJob:
     store = dist.PrefixStore(f"perseus-planner/runtime/{start}", _get_default_store())
     try:
         number = store.add(f"begun/{dist.get_rank()}", 1)
+        return TrainingJob(dist.PrefixStore(str(number), store), dist.get_rank(), dist.get_world_size())
     except RuntimeError as error:
         raise RankError(_STORE_GONE) from error
-    return TrainingJob(dist.PrefixStore(str(number), store), dist.get_rank(), dist.get_world_size())
-
-
-def is_restart() -> bool:
-    """Whether torchrun has restarted this job."""
-    return _restarts() != "0"
 
 
 def _restarts() -> str:
@@ -137,6 +133,26 @@ def _pack(values: list[bytes | None]) -> bytes:
 
 def _unpack(packed: bytes) -> list[bytes | None]:
     return [None if text is None else text.encode("latin-1") for text in json.loads(zlib.decompress(packed))]
+
+
+def wait_for_others(job: TrainingJob, key: str, ranks: int, timeout_s: float) -> None:
+    """Count this rank under `key`, and wait on rank 0 until `ranks` ranks are counted, `timeout_s` at most.
+
+    So the process of rank 0, which holds the store unless a launcher does, does not end before the others are done
+    with the store. Later uses of the store make torch print stack dumps on them.
+
+    Args:
+        job: The job.
+        key: What the ranks are done with.
+        ranks: How many are counted.
+        timeout_s: The longest wait, in seconds; 0 does not wait.
+    """
+    deadline_s = time.monotonic() + timeout_s
+    with suppress(RuntimeError):  # the store may be gone
+        done = job.own_store.add(f"done/{key}", 1)
+        while job.rank == 0 and done < ranks and time.monotonic() < deadline_s:
+            time.sleep(_DONE_PAUSE_S)
+            done = job.own_store.add(f"done/{key}", 0)
 
 
 class JobWarnings:

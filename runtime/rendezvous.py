@@ -17,9 +17,9 @@ from perseus_planner.runs.recording import Attempt
 from perseus_planner.runtime import attachment
 from perseus_planner.runtime.engines.engine import engine_of
 from perseus_planner.runtime.hook import Program
-from perseus_planner.runtime.job import TrainingJob, exchange, is_restart, node
+from perseus_planner.runtime.job import TrainingJob, exchange, node, wait_for_others
 from perseus_planner.runtime.switching.node_plans import NodePlans, NodeShare
-from perseus_planner.runtime.switching.plans import GivenPlan, Plans, missing_file
+from perseus_planner.runtime.switching.plans import GivenPlan, Plans
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 RENDEZVOUS_S = 300.0
 """How long the ranks wait for each other before training; one of them may still be solving and planning."""
+REFUSAL_S = 10.0
+"""How long rank 0 waits, at most, until all others have read why the job does not begin."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,6 @@ class _RankInfo:
     pipeline: int | None
     peers: tuple[int, ...]
     plans: str | None = None  #: of rank 0
-    missing_plan: str | None = None  #: why rank 0 has no plan, after a restart
     attempt: Attempt | None = None  #: of rank 0
 
     @classmethod
@@ -144,8 +145,7 @@ def join_job(
         plans = infos[0].plans if infos[0] is not None else None
         program = None if plans is None else program_of(adapter, Plans.loads(plans.encode()), 1, pipeline)
     if program is None:
-        reason = "rank 0 is missing" if infos[0] is None else infos[0].missing_plan
-        warnings.warn("no plan", f"there is no plan: {reason}; training goes on without setting clocks")
+        warnings.warn("no plan", "there is no plan: rank 0 is missing; training goes on without setting clocks")
     with _step(job, "gpus", present, 2 * attachment.ATTACH_S) as step:
         if settings.dry_run and not text.startswith("dry-run:"):
             text = f"dry-run:{text}"
@@ -234,10 +234,12 @@ def _step(job: TrainingJob, name: str, ranks: Sequence[int], timeout_s: float) -
     except Exception as error:
         with suppress(RankError):  # if the store is gone, the others cannot be told
             _exchange(job, name, ranks, json.dumps({"refused": str(error) or repr(error)}).encode(), 0.0)
+        wait_for_others(job, name, len(ranks), REFUSAL_S)
         raise
     step.responses = _exchange(job, name, ranks, step.value, timeout_s)
     for rank, response in zip(ranks, step.responses, strict=False):
         if response is not None and response.startswith(b'{"refused"'):
+            wait_for_others(job, name, len(ranks), REFUSAL_S)
             raise RankError(f"rank {rank} does not begin: {json.loads(response)['refused']}")
 
 
@@ -251,16 +253,13 @@ def _exchange(job: TrainingJob, name: str, ranks: Sequence[int], value: bytes, t
 
 def _rank_info(engine: Engine, job: TrainingJob, settings: RuntimeSettings) -> _RankInfo:
     position = engine.pipeline_rank
-    plans = missing_plan = attempt = None
+    plans = attempt = None
     if job.rank == 0:
         if settings.served is not None:
             settings.served.check()
-        # A restart goes on without a plan that was removed meanwhile; at the first start it is an error of the user.
-        missing = missing_file(settings.plan) if is_restart() else None
-        missing_plan = None if missing is None else f"{missing}: no such file"
-        plans = Plans.load(settings.plan).dumps().decode() if missing is None else None
+        plans = Plans.load(settings.plan).dumps().decode()
         attempt = Attempt.next_in(settings.record)
-    return _RankInfo(node(), position.pipeline, position.peers, plans, missing_plan, attempt)
+    return _RankInfo(node(), position.pipeline, position.peers, plans, attempt)
 
 
 def _warn_of_absent(job: TrainingJob, present: Sequence[int], warnings: JobWarnings) -> None:

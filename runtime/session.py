@@ -13,7 +13,7 @@ from perseus_planner.runs.recording import RankFiles
 from perseus_planner.runtime.attachment import Reattachment
 from perseus_planner.runtime.controller.client import DETACH_S, Connection
 from perseus_planner.runtime.hook import Hook
-from perseus_planner.runtime.job import JobWarnings, this_job
+from perseus_planner.runtime.job import JobWarnings, this_job, wait_for_others
 from perseus_planner.runtime.marks import NO_REQUEST, HostMarks, Marks
 from perseus_planner.runtime.monitor import BackgroundThread, Monitor
 from perseus_planner.runtime.rendezvous import RuntimeSettings, check_gpu, join_job, program_of
@@ -36,6 +36,9 @@ if TYPE_CHECKING:
 
 MAX_CHANGES_PER_S = 100.0
 """Default limit of the clock changes of one node: a call holds the driver's lock for about 6 ms (measured on A800)."""
+
+END_S = 5.0
+"""How long rank 0 waits at the end, at most, until all others have ended their part."""
 
 
 class Runtime:
@@ -182,6 +185,7 @@ def planner_runtime(
         on_counts = None if link is None else link.counted
         reattachment = None if connection is None else Reattachment(attachment.controller, connection)
         monitor = Monitor(follower, hook, marks, telemetry, warnings, connection, reattachment, on_slow, on_counts)
+        end_s = 0.0  # after an exception nobody is waited for
         try:
             with adapter.attached(hook):
                 background.start(monitor.run_round, monitor.descriptors)
@@ -189,11 +193,13 @@ def planner_runtime(
                 if link is not None:
                     link.begin(context, runtime.plan, runtime.switch_to)
                 yield runtime
+                end_s = END_S
         finally:
             if os.getpid() == process:  # a forked child leaves everything to its parent
                 if link is not None:
                     link.stop()
                 _leave(connection, background, follower, monitor, warnings)
+                wait_for_others(this, "training", this.ranks, end_s)
                 if link is not None:
                     link.close()
 

@@ -79,11 +79,5 @@ class Plans:
         return cls(plans.get(_COMMON), MappingProxyType(by_pipeline))
 
 
-def missing_file(plan: GivenPlan) -> str | None:
-    """Return the first named file that does not exist; None if all exist."""
-    plans = plan.values() if isinstance(plan, Mapping) else (plan,)
-    return next((os.fspath(one) for one in plans if not isinstance(one, Plan) and not os.path.exists(one)), None)
-
-
 def _load(plan: OnePlan) -> Plan:
     return plan if isinstance(plan, Plan) else Plan.load(Path(plan))

@@ -46,6 +46,7 @@ ORDER = "is not what torch.distributed.pipelining runs on rank {} of the pipelin
         ("damaged", "PlanError RankError", "damaged.yaml, line 3, key 'digest': does not match"),
         ("folder", "PlanError RankError", ".: is a folder; name the file in it"),
         ("missing", "PlanError RankError", "absent.yaml: no such file; check the path"),
+        ("missing after a restart", "PlanError RankError", "absent.yaml: no such file; check the path"),
         ("missing for a pipeline", "PlanError RankError", "absent.yaml: no such file; check the path"),
         ("gpu of rank 1", "RankError PlanError", "and this rank has 'simulated a100-pcie' (emulated:a100-pcie/1)"),
         ("no gpu on rank 1", "RankError UsageError", "GPU 'cuda:0': torch computes on cpu here"),
@@ -76,8 +77,6 @@ def unclocked(tmp_path_factory: pytest.TempPathFactory) -> Results:
 @pytest.mark.parametrize(
     ("name", "plan", "problem", "text"),
     [
-        ("no plan", False, None, "there is no plan: absent.yaml: no such file; training goes on without setting"),
-        ("no plan for a pipeline", False, None, "there is no plan: absent.yaml: no such file; training goes on"),
         ("not permitted", True, "does not let this process set anything", "no clock can be set: simulated a100-sxm"),
         ("no such GPU", True, "it fell off the bus", "no clock can be set: simulated a100-sxm is lost"),
         ("no controller", True, "could not be started: it ended without any output", "no clock can be set: the clock"),

@@ -41,6 +41,8 @@ def refusals(state: str) -> None:
         }
         for name, plan in others.items():
             result[name] = _entered(engine, plan)
+        with mock.patch.dict(os.environ, {"TORCHELASTIC_RESTART_COUNT": "1"}):
+            result["missing after a restart"] = _entered(engine, "absent.yaml")
         result["gpu of rank 1"] = _entered(engine, fits, GPU if is_first else "emulated:a100-pcie")
         result["no gpu on rank 1"] = _entered(engine, fits, GPU if is_first else "cuda:0")
         result["no engine on rank 1"] = _entered(engine if is_first else torch.nn.Linear(2, 2), fits)
@@ -73,9 +75,6 @@ def without(state: str) -> None:
     with job(state) as result:
         log = WarningLog()
         fits, is_first = plan_of(schedule_of("1f1b", 2, 4)), dist.get_rank() == 0
-        with mock.patch.dict(os.environ, {"TORCHELASTIC_RESTART_COUNT": "1"}):
-            result["no plan"] = _trained(log, "absent.yaml")
-            result["no plan for a pipeline"] = _trained(log, {0: "absent.yaml"})
         result["not permitted"] = _trained(log, fits, f"{GPU}&fault=not-permitted")
         result["no such GPU"] = _trained(log, fits, "emulated:a100-sxm?fault=lost@0calls")
         with mock.patch.object(sys, "executable", "/bin/false"):
