@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 import socket
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -65,7 +67,8 @@ def test_ranks_without_a_problem_pass(tmp_path: Path):
     assert (first.code, result["has_passed"], result["is_stuck"]) == (0, True, False)
     for number, rank in enumerate(result["ranks"]):
         assert (rank["rank"], rank["node"], rank["name"]) == (number, socket.gethostname(), "simulated a100-sxm")
-        assert (rank["locks"], rank["problems"], rank["remarks"]) == (True, [], [])
+        remarks = [text for text in rank["remarks"] if not text.startswith("DCGM runs")]  # which it may do here
+        assert (rank["locks"], rank["problems"], remarks) == (True, [], [])
         assert [(run["precision"], run["locked_mhz"]) for run in rank["runs"]] == [
             ("fp32", 1410),
             ("bf16", 1410),
@@ -170,6 +173,20 @@ def test_clocks_that_slurm_sets_are_named(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("SLURM_GPU_FREQ", "medium")
     text = done(f"doctor --rehearse --no-locks {GPU}")
     assert "  rank 0: Slurm sets the clocks of this job (--gpu-freq medium); submit it without --gpu-freq\n" in text
+
+
+def test_dcgm_on_the_node_is_named(tmp_path: Path):
+    program = tmp_path / "nv-hostengine"
+    program.symlink_to(shutil.which("sleep") or "/bin/sleep")
+    with subprocess.Popen([str(program), "600"]) as process:
+        try:
+            (remark,) = [text for text in rehearsal._surroundings() if text.startswith("DCGM")]
+        finally:
+            process.kill()
+    assert remark == (
+        "DCGM runs on this node; see with `dcgmi config --get` that it sets no clocks or power limits, as it would set "
+        "them again"
+    )
 
 
 def test_gpus_that_are_shared_or_slow_are_found_among_all_ranks():

@@ -8,9 +8,46 @@ from pathlib import Path
 import pytest
 from launching import Ended, ranks
 
-pytest.importorskip("torch")
+from perseus_planner.profiler.engines.computation_times import ComputationTimes
+
+torch = pytest.importorskip("torch")
 
 TRAINED_MS = {"0F": 10, "0B": 20, "1F": 15, "1B": 20}
+
+
+class Event:
+    """A CUDA event, of which each is recorded 7 ms after the one before."""
+
+    now_ms = 0.0
+
+    def __init__(self, *, enable_timing: bool) -> None:
+        assert enable_timing
+        self.is_awaited = False
+
+    def record(self) -> None:
+        """Take the time."""
+        Event.now_ms += 7.0
+        self.at_ms = Event.now_ms
+
+    def synchronize(self) -> None:
+        """Wait for the GPU to get here."""
+        self.is_awaited = True
+
+    def elapsed_time(self, end: Event) -> float:
+        """Return the time until `end`, ms."""
+        assert end.is_awaited
+        return end.at_ms - self.at_ms
+
+
+def test_computations_on_a_gpu_are_timed_by_its_events(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    times, weight = ComputationTimes(), torch.ones(3, requires_grad=True)
+    (first, second), third = times.timed(lambda: ((2 * weight, 3 * weight), None))()
+    assert (times.least_forward_s(), times.least_backward_s(), third) == (0.007, None, None)
+    torch.autograd.backward([first, second], [torch.ones(3), torch.ones(3)])
+    assert times.least_backward_s() == 0.007
+    assert len(times._backwards) == 1, "one backward of two results"
 
 
 def compared(folder: Path, autocast: str, force: str = "") -> list[Ended]:
