@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import math
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from dataclasses import replace
@@ -29,7 +32,7 @@ from perseus_planner.runs.recording import (
     read_totals,
 )
 from perseus_planner.runs.tables import ITERATIONS, TOTALS
-from perseus_planner.runs.totals import MOST_TOTALS, Total
+from perseus_planner.runs.totals import MOST_TOTALS, RankTotals, Total
 from perseus_planner.views.run import summarize_run
 from perseus_planner.views.run_text import run_text
 
@@ -239,6 +242,64 @@ def test_a_rank_killed_before_it_deletes_rows_counts_them_once(tmp_path: Path, m
             assert write_rows(RankFiles(tmp_path, 0, 1, Attempt.next_in(tmp_path, START)), rows) == 0
         assert (tmp_path / "totals-0.csv").exists()
         assert sum(each.iterations for each in Run.load(tmp_path).totals) == 300 * ATTEMPTS_KEPT, number
+
+
+def test_fewer_ranks_add_up_the_rows_of_all_ranks_before(tmp_path: Path):
+    for ranks in (5, 2, 2):
+        attempt = Attempt.next_in(tmp_path, START)
+        for rank in range(ranks):
+            write_rows(RankFiles(tmp_path, rank, ranks, attempt), list(rows_of(Random(rank), 100, 10_000)))
+    assert len(attempts_in(tmp_path)) == ATTEMPTS_KEPT
+    totals = [read_totals(tmp_path, rank) for rank in range(5)]
+    assert [sum(each.iterations for each in of_rank) for of_rank in totals] == [100] * 5
+
+
+WRITING = """
+import itertools, sys
+from pathlib import Path
+from perseus_planner.runs import IterationRecord
+from perseus_planner.runs.recording import Attempt, RankFiles
+
+files = RankFiles(Path(sys.argv[1]), 0, 1, Attempt.next_in(Path(sys.argv[1])))
+for number in itertools.count():
+    seat = {"iteration": number, "version": None, "pipeline": 0, "pipeline_rank": 0}
+    files.add_iteration(IterationRecord(**seat, begin_s=number, end_s=number + 0.5, busy_s=0.25, energy_j=2.0))
+    if number % 10 == 9:
+        files.write()
+        print(number + 1, flush=True)
+"""
+
+
+def test_a_rank_that_is_killed_at_any_moment_leaves_whole_rows_and_their_sum(tmp_path: Path):
+    rng = Random(4)
+    for attempt in range(6):
+        before = sum(each.iterations for each in totals_in(tmp_path))
+        least = rng.randrange(10_000)  # far enough for a few new files
+        command = [sys.executable, "-c", WRITING, str(tmp_path)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            told = 0
+            for line in process.stdout or ():
+                told = int(line)
+                if told > least:
+                    break
+            process.kill()
+            told = max([told, *map(int, (process.stdout or io.StringIO()).read().split())])
+        totals = totals_in(tmp_path)
+        written = sum(each.iterations for each in totals) - before
+        assert told <= written <= told + 10, attempt
+        assert sum(each.energy_j for each in totals) == 2.0 * (before + written)
+
+
+def totals_in(folder: Path) -> list[Total]:
+    """Add up what a rank has written, as a run without plans cannot be loaded."""
+    totals = RankTotals()
+    if folder.exists():
+        rows = {each: attempt_path(folder, each) / "iterations-0.csv" for each in attempts_in(folder)}
+        found = {each: ITERATIONS.read(path) if path.exists() else [] for each, path in rows.items()}
+        totals = read_totals(folder, 0)
+        for each, added in found.items():
+            totals.add(each, added)
+    return list(totals)
 
 
 def test_damaged_rows_of_an_old_attempt_stay_and_are_named(tmp_path: Path):

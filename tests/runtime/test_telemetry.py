@@ -23,6 +23,7 @@ from perseus_planner.runtime.controller.protocol import ControlChange, GpuSample
 from perseus_planner.runtime.engines.engine import PipelineRank
 from perseus_planner.runtime.hook import Hook, Program
 from perseus_planner.runtime.marks import NO_REQUEST, IterationTimes, parse_clock_request
+from perseus_planner.runtime.telemetry.recorder import WRITTEN_AFTER_S
 from perseus_planner.runtime.telemetry.telemetry import Telemetry
 from perseus_planner.schedules.dag import PipelineDag
 from perseus_planner.schedules.pipeline import pipeline_iteration
@@ -302,6 +303,28 @@ def test_a_folder_that_can_no_longer_be_written_is_one_warning_and_telemetry_goe
     why = {"gone": "No such file or directory", "full": "No space left on device", "no plan": "Not a directory"}[fault]
     assert said == [f"{folder}: recording stops: {why}; training goes on without recording"]
     assert len(telemetry.iterations) == 6
+
+
+def test_rows_are_written_every_few_seconds_and_at_the_end_even_if_no_iteration_ends(tmp_path: Path):
+    ran_by, now_s = program(3), [0.0]
+    files = RankFiles(tmp_path, 0, 1, Attempt(1))
+    telemetry = Telemetry(0, SEAT, files, offset_ns=lambda: 0, now_s=lambda: now_s[0])
+    path, written = attempt_path(tmp_path, 1) / "iterations-0.csv", []
+    for i, at_s in enumerate((0.5, 2.0, 5.0, 5.4, 5.5, 7.0, 20.0)):
+        now_s[0] = at_s
+        telemetry.on_end(i, ran_by, "something else")
+        telemetry.update([iteration(i, 10 * i, 10 * i + 10)], [reading(10 * i + 10)])
+        written.append(len(path.read_text().splitlines()) - 1)
+    assert written == [1, 1, 1, 1, 5, 5, 7]
+    telemetry.on_end(7, ran_by, "something else")
+    telemetry.update([iteration(7, 70, 80)], [reading(80)])
+    now_s[0] = 20.0 + WRITTEN_AFTER_S
+    telemetry.update([], [])
+    assert len(path.read_text().splitlines()) - 1 == 8
+    telemetry.on_end(8, ran_by, "something else")
+    telemetry.update([iteration(8, 80, 90)], [reading(90)])
+    telemetry.close()
+    assert len(path.read_text().splitlines()) - 1 == 9
 
 
 def test_computations_are_written_every_half_minute_and_at_the_end(tmp_path: Path):
