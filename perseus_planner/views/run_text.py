@@ -144,7 +144,7 @@ def _totals_text(summary: RunSummary) -> str:
     if len(shown) > 1:
         names, shown = [*names, "all"], [*shown, total]
     lines = [
-        f"All attempts, with the energy saved against {ALL_MAXIMUM} in as much time:\n",
+        f"All attempts, energy {total.origin or 'unknown'}, saved against {ALL_MAXIMUM} in as much time:\n",
         table(
             [
                 ["attempt", *names],

@@ -62,6 +62,7 @@ def totals_text(jobs: Sequence[JobTotals]) -> str:
         column("joules", [f"{row[2]:.6g}" for row in rows]),
         column("saved", [f"{row[3]:.6g}" for row in rows]),
         column("saved %", [f"{100 * share(row[3], row[2] + row[3]):.2f}" for row in rows]),
+        ["  energy is", *(f"  {(each.telemetry and each.telemetry.energy_is) or '-'}" for each in jobs), ""],
     ]
     return f"{table(columns)}\n\nSaved: joules against {ALL_MAXIMUM} in iterations as long, by the profile."
 

@@ -78,7 +78,7 @@ def test_what_is_printed_of_all_attempts_is_their_sum(tmp_path: Path):
     assert old.iterations == 11, "rows of older attempts are gone"
     run = Run.load(tmp_path)
     lines = run_text(summarize_run(run)).splitlines()
-    begin = lines.index("All attempts, with the energy saved against all clocks at maximum in as much time:")
+    begin = lines.index("All attempts, energy simulated, saved against all clocks at maximum in as much time:")
     heading, older, *others, whole = [line.split() for line in lines[begin + 2 :]]
     assert heading == ["attempt", "iterations", "seconds", "joules", "saved", "saved", "%"]
     assert (older[:2], len(others), whole[:2]) == (["older", "5"], 10, ["all", "90"])

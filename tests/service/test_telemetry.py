@@ -360,7 +360,19 @@ def test_what_a_job_saved_is_known_for_ever_after_its_end(place: Path):
             assert sums.saved_j == pytest.approx(iterations * found[2].telemetry.saved_j / 10)
             assert [(plan.version, plan.saved_j) for plan in each.plans] == [(None, sums.saved_j)]
         heading, *rows, whole, _, note = totals_text(found).splitlines()
-        assert heading.split() == ["job", "since", "until", "iterations", "seconds", "joules", "saved", "saved", "%"]
+        assert heading.split() == [
+            "job",
+            "since",
+            "until",
+            "iterations",
+            "seconds",
+            "joules",
+            "saved",
+            "saved",
+            "%",
+            "energy",
+            "is",
+        ]
         assert ["it runs" in row for row in rows] == [True, False, False]
         assert whole.split()[:4] == ["all", "60", "75", "48000"]
         assert note == "Saved: joules against all clocks at maximum in iterations as long, by the profile."
