@@ -190,6 +190,12 @@ class JobWarnings:
             if self._job.rank == 0:
                 _LOG.warning("planner, rank %d: %s", self._job.rank, text)
 
+    def forget(self, key: str) -> None:
+        """Let a warning of any rank be given again, because what it is about is over."""
+        self._keys.discard(key)
+        with suppress(RuntimeError):  # the store may be gone
+            self._job.own_store.delete_key(f"warned/{key}")
+
     def _is_first(self, key: str) -> bool:
         rank = str(self._job.rank)
         with suppress(RuntimeError):  # the store may be gone; a repeated warning is better than none

@@ -236,18 +236,20 @@ class Monitor:
             self._on_counts(counts)
 
     def _fail(self, key: str, text: str) -> None:
-        """Request no clocks from now on, or until the controller sets them again; warn of the first reason only."""
+        """Request no clocks from now on, or until the controller sets them again; warn once in each such spell."""
         self._is_final = self._is_final or key != "controller"
         if self._follower.problem is None:
             self._follower.problem = text
             until = "" if self._is_final else " until clocks can be set again"
             self._warnings.warn(key, f"{text}; training goes on at the GPU's default clocks{until}")
+            self._warnings.forget("resumed")
 
     def _resume(self) -> None:
         """Request clocks again, from the next iteration on."""
         if not self._is_final:
             self._follower.problem = None
             self._warnings.warn("resumed", "clocks are set again")
+            self._warnings.forget("controller")
 
     def _warn(self) -> None:
         follower = self._follower

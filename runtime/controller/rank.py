@@ -97,6 +97,12 @@ class Rank:
         return (self.process,) if self.launcher is None else (self.process, self.launcher)
 
     @property
+    def changes_per_iteration(self) -> int:
+        """How often its value changes in an iteration as seen so far, with the change back for the next one."""
+        values = [value for _, value in sorted(self._values.items())]
+        return sum(before != value for before, value in zip([*values[-1:], *values], values, strict=False))
+
+    @property
     def gpu_to_set(self) -> Gpu | None:
         """The GPU, if it is open and may be set."""
         return None if self.attach_request.control == "observed" else self.gpu

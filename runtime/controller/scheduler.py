@@ -130,6 +130,11 @@ class ChangeScheduler(Generic[Key]):
         """Return how many changes of a GPU were overtaken."""
         return self._gpus[gpu].overtaken
 
+    def made_share(self, gpu: Key) -> float:
+        """Return which part of the last `JUDGED` changes of a GPU were made before they were overtaken."""
+        outcomes = self._gpus[gpu].outcomes
+        return outcomes.count(False) / len(outcomes) if outcomes else 1.0
+
     def is_overloaded(self, gpu: Key) -> bool:
         """Whether more than half of the last `JUDGED` changes of a GPU were overtaken."""
         outcomes = self._gpus[gpu].outcomes

@@ -228,7 +228,8 @@ class Controller:
             for value in (*request.skipped, request.value):
                 self._scheduler.request(rank, value, request.position, now_ns)
             if self._scheduler.is_overloaded(rank):
-                self._fail(rank, _overload_text(rank.attach_request.gpu))
+                kept = int(self._scheduler.made_share(rank) * rank.changes_per_iteration)
+                self._fail(rank, _overload_text(rank.attach_request.gpu, kept))
 
     def _note_gap(self, rank: Rank, now_ns: int) -> None:
         """Adapt the pause between turns to how often requests change."""
@@ -330,8 +331,9 @@ def _turn_away(rank: Rank, error: GpuError) -> None:
         rank.gpu.close()
 
 
-def _overload_text(gpu: str) -> str:
+def _overload_text(gpu: str, kept: int) -> str:
     return (
         f"GPU {gpu}: more than half of the last {JUDGED} changes of its clock were requested before the previous one "
-        "had been made; make the plan with fewer changes (--max-changes, --min-dwell), or allow more changes per second"
+        f"had been made; make the plan with fewer changes (--max-changes {kept} would keep up), or allow more changes "
+        "per second"
     )

@@ -224,6 +224,7 @@ def test_a_plan_is_overloaded_when_more_than_half_of_its_last_changes_were_overt
     scheduler.request("a", 900, 0, 0)
     assert scheduler.is_overloaded("a")
     assert scheduler.overtaken("a") == JUDGED // 2 + 1
+    assert scheduler.made_share("a") == (JUDGED // 2 - 1) / JUDGED
 
 
 def test_a_gpu_that_goes_to_and_fro_unset_is_overloaded():
@@ -293,6 +294,20 @@ def test_no_rank_passes_more_positions_between_two_looks_than_the_limit():
     assert far is not None
     assert near.skipped == tuple(900 + position for position in range(1, MAX_SKIPPED + 1))
     assert far.skipped == ()
+
+
+@pytest.mark.parametrize(
+    ("clocks", "changes"), [((900,), 0), ((900, 900, 900), 0), ((900, 1200, 900), 2), ((900, 1200, 1300, 1300), 3)]
+)
+def test_changes_of_an_iteration_include_the_change_back(clocks: tuple[int, ...], changes: int):
+    shared = SimpleNamespace(request=[NO_REQUEST])
+    rank = Rank(Mock(), AttachRequest(0, "nvml:0", "clock", None, 0.0), shared, os.getpid())
+    assert rank.changes_per_iteration == 0
+    for position, clock in [*enumerate(clocks)][::-1]:
+        shared.request[0] = clock_request(position, clock)
+        rank.poll_request()
+    assert rank.changes_per_iteration == changes
+    rank.close()
 
 
 @given(st.lists(st.integers(0, 2**64 - 1), max_size=40))
