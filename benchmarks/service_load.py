@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import sqlite3
 import tempfile
@@ -99,7 +100,7 @@ def _mixed(
 def _telemetry(jobs: Sequence[str], for_s: float) -> list[tuple[str, str]]:
     """What each job counts every few seconds; one iteration takes 5 s."""
     found = []
-    for number in range(1, round(for_s / _TELEMETRY_S) + 1):
+    for number in range(1, math.ceil(for_s / _TELEMETRY_S) + 1):
         time_s = _TELEMETRY_S * number
         counters = Counters("load", number, time_s, number, time_s, 1e5 * number, "simulated", 0, 0.01, 0.02)
         text = to_json(counters, without_nulls=True).decode()
