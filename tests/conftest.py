@@ -34,6 +34,7 @@ FIRST = (
     "solver/test_rounding",
     "plans/test_plan",
     "runtime/test_kills",
+    "runtime/test_restarts",
     "runtime/test_runtime",
     "runtime/test_faults",
     "service/test_core",
