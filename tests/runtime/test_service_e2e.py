@@ -162,13 +162,13 @@ def test_a_straggler_that_is_reported_lets_the_others_save_what_was_promised_and
         there_s = time.time()
         since = taken(job, server, 2)
         ran = job.runs(6)
-        # All ranks at one iteration, at most one after that which runs when the version is there.
+        # All ranks at one iteration, at most three after that which runs when the version is proposed.
         slowed_s = job.rows(0)[-1]["plan_s"]
         assert own_s < slowed_s <= SLOW * own_s
         assert [first_by(job, rank, slowed_s) for rank in range(RANKS) if job.rows(rank)[-1]["plan_s"] == slowed_s] == [
             since, since
         ]  # fmt: skip
-        assert sum(there_s < row["begin_s"] for row in job.rows(0)[:since]) <= 2
+        assert sum(there_s < row["begin_s"] for row in job.rows(0)[:since]) <= 3
         after_j = job.joules(since + 1, ran - 1)
         promised_j = answer["expected_saving_w"] * SLOW * own_s
         assert 0.6 * promised_j < before_j - after_j < 1.4 * promised_j
@@ -178,8 +178,8 @@ def test_a_straggler_that_is_reported_lets_the_others_save_what_was_promised_and
         assert server("DELETE", "/e2e/reports/k")["version"] == 3
         job.slow(None)
         back = taken(job, server, 3)
-        job.runs(3)
-        assert {job.rows(rank)[-1]["plan_s"] for rank in range(RANKS)} == {own_s}
+        job.eventually(lambda: job.ran() > back)
+        assert {job.rows(rank)[back]["plan_s"] for rank in range(RANKS)} == {own_s}
         _check_telemetry(job, server)
         everyone = job.said()
         _check_clocks(everyone, since, back)
