@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from perseus_planner.errors import ProfileError
 from perseus_planner.profiles.csv_file import word_of
-from perseus_planner.profiles.measurement import Measurement
+from perseus_planner.profiles.measurement import Evidence, Measurement
 from perseus_planner.quantities import COUNT, FACTOR
 
 if TYPE_CHECKING:
@@ -110,7 +110,9 @@ def slowed(profile: Profile, slowdowns: Mapping[int, float]) -> Profile:
 
     def slower(key: tuple[int, str]) -> Callable[[Measurement], Measurement]:
         slowdown = slowdowns.get(key[0], 1.0)
-        return lambda m: Measurement(m.clock_mhz, m.time_s * slowdown, m.energy_j * slowdown)
+        return lambda m: Measurement(
+            m.clock_mhz, m.time_s * slowdown, m.energy_j * slowdown, _slower_evidence(m.evidence, slowdown)
+        )
 
     measurements = {key: tuple(map(slower(key), rows)) for key, rows in profile.measurements.items()}
     return replace(profile, measurements=measurements)
@@ -131,7 +133,24 @@ def _merge(rows: Sequence[Sequence[Measurement]], key: tuple[int, str]) -> Itera
         raise ProfileError(f"{place}: the GPUs of the group have no clock in common; measure one")
     for clock in common:
         points = [table[clock] for table in tables]
-        yield Measurement(clock, max(m.time_s for m in points), math.fsum(m.energy_j for m in points))
+        yield Measurement(clock, max(m.time_s for m in points), math.fsum(m.energy_j for m in points), _merged(points))
+
+
+def _merged(points: Sequence[Measurement]) -> Evidence | None:
+    """Return the evidence of the slowest GPU, with the sum of the energies' errors: those of like GPUs may agree."""
+    evidence = [m.evidence for m in points if m.evidence is not None]
+    slowest = max(points, key=lambda m: m.time_s).evidence
+    if slowest is None or len(evidence) < len(points):
+        return None
+    throttle = tuple(dict.fromkeys(reason for each in evidence for reason in each.throttle))
+    return replace(slowest, energy_stderr_j=math.fsum(each.energy_stderr_j for each in evidence), throttle=throttle)
+
+
+def _slower_evidence(evidence: Evidence | None, slowdown: float) -> Evidence | None:
+    if evidence is None:
+        return None
+    time_s, energy_j = evidence.time_stderr_s * slowdown, evidence.energy_stderr_j * slowdown
+    return replace(evidence, time_stderr_s=time_s, energy_stderr_j=energy_j)
 
 
 def _one_or_each(powers_w: tuple[float, ...]) -> float | tuple[float, ...]:

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Collection
 
+    from perseus_planner.profiles.estimation import Estimate
+
 _FORMAT = "perseus-planner/profile"
 _VERSION = 1
 _COUNTS = ("microbatches", "virtual_stages", "microbatch_group")  # of the iteration
@@ -104,6 +106,25 @@ class Profile(Displayable):
         """SHA-256 of the content, in hex: equal for equal profiles, whichever file they are from."""
         rest = repr({name: getattr(self, name) for name in _CHECKS if name not in ("iteration", "conditions")})
         return sha256(b"profile 2", self._csv(evidence=False), rest.encode())
+
+    def estimated(self, clocks_mhz: Collection[int] | None = None) -> Estimate:
+        """Return the expected time and energy at every clock that the GPU supports, with their joint uncertainty.
+
+        Rows differ from the truth by as much as their standard errors say, or, without these, by as much as like stages
+        and neighbouring clocks scatter. The curve over the clock is smooth but for kinks and steps, and stages share as
+        much of it as their rows agree. Rows without noise stay as they are.
+
+        Args:
+            clocks_mhz: the clocks that the GPU supports, MHz (with power limits: the limits, watts). Without them, the
+                measured ones, and those between if all differ by multiples of 5 MHz or more: a GPU's clocks are evenly
+                spaced then.
+
+        Raises:
+            ProfileError: If one of `clocks_mhz` is above the highest measured one, or a row has an energy of 0.
+        """
+        from perseus_planner.profiles.estimation import estimate_profile
+
+        return estimate_profile(self, clocks_mhz)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], blocking_power_w: float | tuple[float, ...] | None = None) -> Profile:

@@ -13,7 +13,7 @@ from strategies import fixed, profiles, smooth_profile
 from perseus_planner import schedules
 from perseus_planner.errors import ProfileError
 from perseus_planner.profiles.groups import on_each_gpu, slowed, stage_by_stage, tensor_group
-from perseus_planner.profiles.measurement import Measurement
+from perseus_planner.profiles.measurement import Evidence, Measurement
 from perseus_planner.profiles.profiles import ClockChange, Profile
 from perseus_planner.solver.solve import solve
 
@@ -38,6 +38,25 @@ def test_a_group_of_like_gpus_saves_the_same_share(profile: Profile, gpus: int):
     middle_s = (one.min_time_s + one.max_time_s) / 2
     scale_j = max(map(abs, (one.bound_j(middle_s), one.baseline_energy_j)))
     assert math.isclose(group.bound_j(middle_s), gpus * one.bound_j(middle_s), rel_tol=0, abs_tol=1e-9 * gpus * scale_j)
+
+
+def with_errors(profile: Profile, time_s: float, energy_j: float) -> Profile:
+    evidence = Evidence(1390.0, time_s, energy_j, 4, 60.0, ("sw-power-cap",))
+    rows = {key: tuple(replace(row, evidence=evidence) for row in each) for key, each in profile.measurements.items()}
+    return replace(profile, measurements=rows)
+
+
+def test_a_group_has_the_errors_of_its_slowest_gpu_and_of_all_energies():
+    group = tensor_group([with_errors(FAST, 0.1, 2.0), with_errors(SLOW, 0.3, 5.0), with_errors(FAST, 0.2, 2.0)])
+    assert group.measurements[0, "F"][0].evidence == Evidence(1390.0, 0.3, 9.0, 4, 60.0, ("sw-power-cap",))
+    assert tensor_group([FAST, with_errors(SLOW, 0.3, 5.0)]).measurements[0, "F"][0].evidence is None
+
+
+def test_the_errors_of_a_slower_stage_grow_as_its_times():
+    rows = slowed(with_errors(FAST, 0.1, 2.0), {0: 1.5}).measurements[0, "F"]
+    evidence = rows[0].evidence
+    assert evidence is not None
+    assert (evidence.time_stderr_s, evidence.energy_stderr_j) == pytest.approx((0.15, 3.0), rel=1e-12)
 
 
 def test_stages_measured_apart_make_one_pipeline():

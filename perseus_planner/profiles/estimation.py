@@ -1,0 +1,193 @@
+"""Estimate time and energy at every clock from noisy rows, with their joint uncertainty.
+
+A measured row is an estimate. Whoever chooses the best of many noisy rows chooses lucky ones, so plans from raw rows
+are late and save less than they promise. But rows at neighbouring clocks, and rows of like stages, tell about each
+other; `smoothing.py` has the model.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import fmean, median
+from types import MappingProxyType
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from perseus_planner.errors import ProfileError
+from perseus_planner.profiles.csv_file import unit_of, word_of
+from perseus_planner.profiles.measurement import Measurement
+from perseus_planner.profiles.smoothing import Curves, Points, Scales
+from perseus_planner.quantities import CLOCK, COUNT, INDEX
+
+if TYPE_CHECKING:
+    from perseus_planner.profiles.profiles import Profile
+    from perseus_planner.profiles.smoothing import Floats
+
+Key = tuple[int, str]
+_UNIT = 0.7  #: the x of the model is ln(highest clock / clock) over this: about 0 to 1
+_TIME = Scales(bend=0.3, kink=0.03, step=0.003, level=0.03, slope=0.02, shape=0.3, noise=0.003)
+_ENERGY = Scales(bend=1.0, kink=0.05, step=0.005, level=0.03, slope=0.02, shape=0.3, noise=0.003)
+# Standard deviations of the logarithms of these: a factor of e either way is nothing unusual. That of the shape is
+# smaller, as stages that look alike to the last bit in some profiles are not in others.
+_DOUBT = Scales(bend=1.0, kink=1.0, step=1.0, level=1.0, slope=1.0, shape=0.4, noise=0.2)
+_NO_ERRORS = 1.5  #: that of the noise if rows have no standard errors
+_LEAST_NOISE = 1e-5  #: relative
+_LEAST_SPACING = 5  #: MHz or watts; settings that are evenly spaced are no closer
+_MOST_CLOCKS = 256  #: that are taken between the measured ones
+
+
+class Draws(NamedTuple):
+    """Joint draws of the time and energy that computations may really take.
+
+    Draws of one number belong together: replayed with the times of one number, a plan takes a time that it may take.
+    """
+
+    clocks_mhz: tuple[int, ...]  #: highest first
+    time_s: Mapping[Key, Floats]  #: (stage, kind) -> (clocks, draws), seconds
+    energy_j: Mapping[Key, Floats]  #: (stage, kind) -> (clocks, draws), joules
+
+
+@dataclass(frozen=True, eq=False)
+class Estimate:
+    """What the rows of a profile tell about time and energy at every clock; made by `Profile.estimated`.
+
+    Attributes:
+        profile: the rows.
+        mean: the expected time and energy at every clock. A row that was measured keeps its evidence, though its time
+            and energy are estimates now; an interpolated one has no evidence.
+        interpolated: (stage, kind) -> the clocks at which it was not measured, MHz, highest first.
+        has_errors: whether rows have standard errors. If not, the noise is taken from how far like stages, and
+            neighbouring clocks, scatter.
+        noise: kind -> the relative standard errors of the time, and of the energy, of a row, as they were found.
+    """
+
+    profile: Profile
+    mean: Profile
+    interpolated: Mapping[Key, tuple[int, ...]]
+    has_errors: bool
+    noise: Mapping[str, tuple[float, float]]
+    _kinds: tuple[_Kind, ...] = field(repr=False)
+
+    def draws(self, count: int, seed: int = 0) -> Draws:
+        """Return `count` joint draws; equal seeds give equal draws.
+
+        Raises:
+            UsageError: If `count` is not a whole number of at least 1, or `seed` not one of at least 0.
+        """
+        count, random = COUNT.check(count, "count"), np.random.default_rng(INDEX.check(seed, "seed"))
+        time_s, energy_j = dict[Key, "Floats"](), dict[Key, "Floats"]()
+        for each in self._kinds:
+            time_s |= each.table(each.reachable(each.time.draws(count, random)))
+            energy_j |= each.table(each.energy.draws(count, random))
+        return Draws(self._kinds[0].clocks, MappingProxyType(time_s), MappingProxyType(energy_j))
+
+
+class _Kind(NamedTuple):
+    """The curves of one kind of computations, such as F, of all stages that have it."""
+
+    keys: list[Key]
+    clocks: tuple[int, ...]
+    lowest: int  #: index of the lowest clock that was measured
+    time: Curves
+    energy: Curves
+
+    def table(self, logs: Floats) -> dict[Key, Floats]:
+        return dict(zip(self.keys, np.exp(logs), strict=True))
+
+    def reachable(self, logs: Floats) -> Floats:
+        """Return log times within physical bounds below the lowest measured clock.
+
+        A computation at a lower clock is no faster, and its time grows at most as the clock falls.
+        """
+        below = self.lowest + 1
+        last = logs[:, self.lowest : below]
+        slower = np.log(self.clocks[self.lowest] / np.array(self.clocks[below:]))
+        slower = slower.reshape(-1, *[1] * (logs.ndim - 2))
+        return np.concatenate([logs[:, :below], np.clip(logs[:, below:], last, last + slower)], axis=1)
+
+
+def estimate_profile(profile: Profile, clocks_mhz: Collection[int] | None = None) -> Estimate:
+    """Return what the rows of `profile` tell about every clock, as `Profile.estimated` describes it."""
+    clocks = _clocks(profile, clocks_mhz)
+    names = dict.fromkeys(kind for _, kind in profile.measurements)
+    kinds = tuple(_kind(profile, name, clocks) for name in names)
+    measurements = dict[Key, tuple[Measurement, ...]]()
+    for kind in kinds:
+        times_s, energies_j = kind.table(kind.reachable(kind.time.mean())), kind.table(kind.energy.mean())
+        for key in kind.keys:
+            known = {row.clock_mhz: row.evidence for row in profile.measurements[key]}
+            rows = zip(clocks, times_s[key].tolist(), energies_j[key].tolist(), strict=True)
+            measurements[key] = tuple(
+                Measurement(mhz, time_s, energy_j, known.get(mhz)) for mhz, time_s, energy_j in rows
+            )
+    measured = {key: {row.clock_mhz for row in rows} for key, rows in profile.measurements.items()}
+    return Estimate(
+        profile,
+        replace(profile, measurements=measurements),
+        MappingProxyType({key: tuple(mhz for mhz in clocks if mhz not in known) for key, known in measured.items()}),
+        any(row.evidence is not None for rows in profile.measurements.values() for row in rows),
+        MappingProxyType(
+            {name: (k.time.scales.noise, k.energy.scales.noise) for name, k in zip(names, kinds, strict=True)}
+        ),
+        kinds,
+    )
+
+
+def _clocks(profile: Profile, clocks_mhz: Collection[int] | None) -> tuple[int, ...]:
+    """Return the measured clocks and those to estimate, highest first."""
+    measured = {row.clock_mhz for rows in profile.measurements.values() for row in rows}
+    highest = max(measured)
+    if clocks_mhz is None:
+        step = math.gcd(*(highest - clock for clock in measured))
+        evenly = range(min(measured), highest + 1, step) if step >= _LEAST_SPACING else ()
+        clocks_mhz = evenly if len(evenly) <= _MOST_CLOCKS and profile.control != "observed" else ()
+    for clock in clocks_mhz:
+        if CLOCK.check(clock, "clocks_mhz", ProfileError) > highest:
+            raise ProfileError(
+                f"clocks_mhz: {clock} is above {highest} {unit_of(profile.control)}, the highest that was measured; "
+                "measure it, or leave it out"
+            )
+    return tuple(sorted({*measured, *clocks_mhz}, reverse=True))
+
+
+def _kind(profile: Profile, name: str, clocks: tuple[int, ...]) -> _Kind:
+    keys = [key for key in profile.measurements if key[1] == name]
+    rows = [profile.measurements[key] for key in keys]
+    for key, each in zip(keys, rows, strict=True):
+        for row in each:
+            if row.energy_j == 0.0:
+                place = f"stage {key[0]} {word_of(name)} at {row.clock_mhz} {unit_of(profile.control)}"
+                raise ProfileError(f"{place}: has an energy of 0 J, from which nothing can be estimated; measure it")
+    x = np.log(clocks[0] / np.array(clocks)) / _UNIT
+    index = {clock: i for i, clock in enumerate(clocks)}
+    places = [np.array([index[row.clock_mhz] for row in each]) for each in rows]
+    curves = []
+    for quantity, guess in (("time_s", _TIME), ("energy_j", _ENERGY)):
+        values = [np.log([getattr(row, quantity) for row in each]) for each in rows]
+        noise, variances = _noise(rows, quantity)
+        points = list(map(Points, places, values, variances))
+        if noise is None:
+            curves.append(Curves(x, points, guess, _DOUBT._replace(noise=_NO_ERRORS)))
+        else:
+            curves.append(Curves(x, points, guess._replace(noise=max(noise, _LEAST_NOISE)), _DOUBT))
+    lowest = max(int(place.max()) for place in places)
+    return _Kind(keys, clocks, lowest, *curves)
+
+
+def _noise(rows: Sequence[Sequence[Measurement]], quantity: str) -> tuple[float | None, list[Floats]]:
+    """Return the relative standard error of a typical row, and the variance of each row relative to it.
+
+    The standard error of a row from a few windows is uncertain itself, so those of all rows are pooled: each window is
+    taken to be as noisy as the others. Without standard errors there is no typical one, and all rows are alike.
+    """
+    error = "time_stderr_s" if quantity == "time_s" else "energy_stderr_j"
+    known = [(row, row.evidence) for each in rows for row in each if row.evidence is not None]
+    if not known:
+        return None, [np.ones(len(each)) for each in rows]
+    of_window = fmean((getattr(of, error) / getattr(row, quantity)) ** 2 * of.windows for row, of in known)
+    typical = median(of.windows for _, of in known)
+    windows = [[typical if row.evidence is None else row.evidence.windows for row in each] for each in rows]
+    return math.sqrt(of_window / typical), [typical / np.array(each, dtype=float) for each in windows]

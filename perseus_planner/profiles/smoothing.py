@@ -1,0 +1,261 @@
+"""Curves of like stages over the clock, estimated together from noisy points: a Gaussian process, with numpy alone.
+
+The logarithm of a quantity of stage s at a clock is shared(x) + own_s(x) + noise, where x grows from 0 at the highest
+clock as the clock falls. Both curves are a straight line, plus a smooth bend (the cubic smoothing spline: Wahba 1990),
+plus kinks and plateaus (Brownian motion), plus a step at each clock (GPUs run other kernels at some clocks). How large
+each of these is follows from the points, by maximum a posteriori; so like stages share nearly everything, and unlike
+ones little. See Rasmussen and Williams, "Gaussian Processes for Machine Learning" (2006), chapters 2 and 5.
+
+Given the shared curve, stages are independent, so all matrices are as large as the number of clocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    Floats = NDArray[np.float64]
+    Integers = NDArray[np.int64]
+
+_VAGUE = 4.0  #: variance of the shared level and slope, of which nothing is assumed
+_LEAST_STEP = 5e-4  #: standard deviation of a stage's own step at a clock, however alike stages look
+_JITTER = 1e-13  #: relative; keeps a covariance positive definite in spite of rounding
+_MOST_FITTED = 16  #: curves from which the scales are found; more of them tell little more
+_UNLIKE = {1.0: 0.0, 4.0: 1.0, 16.0: 2.0}  #: how much more its own a curve's shape may be -> minus its log probability
+_FEW = 3  #: of fewer curves none stands out
+_REPEATS = 3  #: how often scales are found again after curves that stand out
+_ROUNDS = 30
+_ENOUGH = 1e-2  #: a smaller gain of log probability ends the search for the scales
+_FIRST, _LONGEST = 0.05, 1.5  #: the first step per unit of slope, and the longest step, in log scales
+_STEP = 1e-3  #: of the finite differences
+
+
+class Scales(NamedTuple):
+    """Standard deviations, of a natural logarithm over x."""
+
+    bend: float  #: of the smooth part: change of slope
+    kink: float  #: of the Brownian part
+    step: float  #: of each clock
+    level: float  #: of the stages' own levels
+    slope: float  #: of their own slopes
+    shape: float  #: of their own bend, kink and step, relative to the shared ones
+    noise: float  #: of a point of variance 1
+
+
+class Points(NamedTuple):
+    """The points of one curve; k of them."""
+
+    place: Integers  #: (k,) index on the grid
+    value: Floats  #: (k,) logarithms
+    variance: Floats  #: (k,) of their noise, relative to the other points
+
+
+class Curves:
+    """Like curves on one grid, given by noisy points.
+
+    Args:
+        x: (n,) the grid, rising from 0.
+        points: those of each curve, at least one in all.
+        guess: the likely scales.
+        doubt: standard deviation of the logarithm of each guess.
+
+    Attributes:
+        scales: the scales that were found.
+    """
+
+    def __init__(self, x: Floats, points: Sequence[Points], guess: Scales, doubt: Scales) -> None:
+        self._points, self._parts = points, _parts(x)
+        self._middle = float(np.mean(np.concatenate([each.value for each in points])))
+        self._values = [each.value - self._middle for each in points]
+        some = sorted({round(i) for i in np.linspace(0, len(points) - 1, _MOST_FITTED)})
+        unlike = [1.0] * len(points)
+        self.scales = guess
+        for _ in range(_REPEATS):
+            self.scales = self._fit(_alike(points, unlike, some), guess, doubt)
+            self._model = _Model(self._parts, self.scales, _alike(points, unlike, range(len(points))))
+            before, unlike = unlike, self._find_unlike()
+            if unlike == before:
+                break
+
+    def mean(self) -> Floats:
+        """Return the (curves, n) expected logarithms on the grid."""
+        shared, own = self._model.given([value[:, None] for value in self._values])
+        mean: Floats = self._middle + (shared + own)[:, :, 0]
+        return mean
+
+    def draws(self, count: int, random: np.random.Generator) -> Floats:
+        """Return (curves, n, count) joint draws of the logarithms on the grid.
+
+        Each is a draw without regard to the points, corrected by what its own noisy points miss of the real ones
+        (Matheron's rule).
+        """
+        model, n = self._model, len(self._parts.one)
+        shared = model.root @ random.standard_normal((n, count))
+        own = np.empty((len(self._points), n, count))
+        for group, covariance in zip(model.alike, model.own, strict=True):
+            root = _root(covariance)
+            for i in group.curves:
+                own[i] = root @ random.standard_normal((n, count))
+        missed = []
+        for each, value, curve in zip(self._points, self._values, own, strict=True):
+            noise = random.standard_normal((len(value), count)) * self.scales.noise * np.sqrt(each.variance)[:, None]
+            missed.append(value[:, None] - shared[each.place] - curve[each.place] - noise)
+        shared_more, own_more = model.given(missed)
+        drawn: Floats = self._middle + (shared + shared_more) + (own + own_more)
+        return drawn
+
+    def _find_unlike(self) -> list[float]:
+        """Return how much more its own the shape of each curve is than that of most, judged by the shared curve."""
+        if len(self._points) < _FEW:
+            return [1.0] * len(self._points)
+        shared, uncertain = self._model.shared(self._values)
+        found = []
+        for (place, _, variance), value in zip(self._points, self._values, strict=True):
+            cost = {}
+            for unlike, improbable in _UNLIKE.items():
+                own = self._parts.own(self.scales, unlike) + uncertain
+                root = np.linalg.cholesky(own[np.ix_(place, place)] + np.diag(self.scales.noise**2 * variance))
+                missed = np.linalg.solve(root, value - shared[place])
+                cost[unlike] = improbable + float(np.log(np.diag(root)).sum() + 0.5 * missed @ missed)
+            found.append(min(cost, key=cost.__getitem__))
+        return found
+
+    def _fit(self, alike: Sequence[_Alike], guess: Scales, doubt: Scales) -> Scales:
+        """Return the most probable scales, found by the method of Broyden, Fletcher, Goldfarb and Shanno."""
+
+        def cost(log_scales: Floats) -> float:
+            try:
+                misfit = _Model(self._parts, Scales(*np.exp(log_scales).tolist()), alike).misfit(self._values)
+            except np.linalg.LinAlgError:
+                return np.inf
+            return misfit + 0.5 * float(np.sum(((log_scales - np.log(guess)) / doubt) ** 2))
+
+        def slope(at: Floats, value: float) -> Floats:
+            return np.array([(cost(at + step) - value) / _STEP for step in _STEP * np.eye(len(at))])
+
+        at = np.log(self.scales)
+        inverse, value = _FIRST * np.eye(len(at)), cost(at)
+        gradient = slope(at, value)
+        for _ in range(_ROUNDS):
+            move = -inverse @ gradient
+            move *= min(1.0, _LONGEST / max(float(np.abs(move).max()), 1e-300))
+            before, value = value, cost(at + move)
+            while value > before + 1e-4 * float(gradient @ move) and np.abs(move).max() > _STEP:
+                move /= 2
+                value = cost(at + move)
+            if value >= before:
+                break
+            at = at + move
+            if before - value < _ENOUGH:
+                break
+            gradient, last = slope(at, value), gradient
+            turned = gradient - last
+            if (curvature := float(move @ turned)) > 0.0:
+                mix = np.eye(len(at)) - np.outer(move, turned) / curvature
+                inverse = mix @ inverse @ mix.T + np.outer(move, move) / curvature
+        return Scales(*np.exp(at).tolist())
+
+
+class _Parts(NamedTuple):
+    """(n, n) covariances on the grid, at scales of 1."""
+
+    bend: Floats
+    kink: Floats
+    line: Floats
+    one: Floats
+
+    def shared(self, scales: Scales) -> Floats:
+        """Return the covariance of the shared curve."""
+        return _VAGUE * (1 + self.line) + self._wave(scales)
+
+    def own(self, scales: Scales, unlike: float) -> Floats:
+        """Return the covariance of a curve's own part."""
+        wave = (unlike * scales.shape) ** 2 * self._wave(scales)
+        own: Floats = scales.level**2 + scales.slope**2 * self.line + wave + _LEAST_STEP**2 * self.one
+        return own
+
+    def _wave(self, scales: Scales) -> Floats:
+        return scales.bend**2 * self.bend + scales.kink**2 * self.kink + scales.step**2 * self.one
+
+
+def _parts(x: Floats) -> _Parts:
+    near, far = np.minimum.outer(x, x), np.maximum.outer(x, x)
+    return _Parts(near * near * (3 * far - near) / 6, near, np.outer(x, x), np.eye(len(x)))
+
+
+class _Alike(NamedTuple):
+    """Curves whose points have the same places and variances, and whose shapes are as much their own."""
+
+    place: Integers
+    variance: Floats
+    unlike: float
+    curves: list[int]
+
+
+def _alike(points: Sequence[Points], unlike: Sequence[float], curves: Sequence[int]) -> list[_Alike]:
+    groups: dict[tuple[bytes, bytes, float], _Alike] = {}
+    for i in curves:
+        place, variance = points[i].place, points[i].variance
+        group = _Alike(place, variance, unlike[i], [])
+        groups.setdefault((place.tobytes(), variance.tobytes(), unlike[i]), group).curves.append(i)
+    return list(groups.values())
+
+
+class _Model:
+    """The curves at known scales."""
+
+    def __init__(self, parts: _Parts, scales: Scales, alike: Sequence[_Alike]) -> None:
+        n = len(parts.one)
+        self.alike, self.root = alike, _root(parts.shared(scales))
+        self.own = [parts.own(scales, group.unlike) for group in alike]
+        self.inverses: list[Floats] = []  # of the covariance of each group's points about the shared curve
+        self.half_log, precision = 0.0, np.zeros((n, n))
+        for (place, variance, _, curves), own in zip(alike, self.own, strict=True):
+            root = np.linalg.cholesky(own[np.ix_(place, place)] + np.diag(scales.noise**2 * variance))
+            half = np.linalg.inv(root)
+            self.inverses.append(half.T @ half)
+            self.half_log += len(curves) * float(np.log(np.diag(root)).sum())
+            precision[np.ix_(place, place)] += len(curves) * self.inverses[-1]
+        self.precision_root = np.linalg.cholesky(np.eye(n) + self.root.T @ precision @ self.root)
+        self.half_log += float(np.log(np.diag(self.precision_root)).sum())
+
+    def misfit(self, values: Sequence[Floats]) -> float:
+        """Return minus the log probability of the values of the curves, but for a constant."""
+        squares, weighed = 0.0, np.zeros(len(self.root))
+        for (place, _, _, curves), inverse in zip(self.alike, self.inverses, strict=True):
+            value = np.stack([values[i] for i in curves], axis=1)
+            pulled = inverse @ value
+            squares += float(np.sum(value * pulled))
+            weighed[place] += pulled.sum(axis=1)
+        explained = np.linalg.solve(self.precision_root, self.root.T @ weighed)
+        return self.half_log + 0.5 * (squares - float(explained @ explained))
+
+    def shared(self, values: Sequence[Floats]) -> tuple[Floats, Floats]:
+        """Return the expected (n,) shared curve given the values of each curve, and its (n, n) covariance."""
+        half = np.linalg.solve(self.precision_root, self.root.T)
+        return self.given([value[:, None] for value in values])[0][:, 0], half.T @ half
+
+    def given(self, values: Sequence[Floats]) -> tuple[Floats, Floats]:
+        """Return the expected (n, m) shared curves and (curves, n, m) own parts, given (k, m) values of each curve."""
+        weighed = np.zeros((len(self.root), values[0].shape[1]))
+        for (place, _, _, curves), inverse in zip(self.alike, self.inverses, strict=True):
+            weighed[place] += inverse @ np.sum([values[i] for i in curves], axis=0)
+        inner = np.linalg.solve(self.precision_root, self.root.T @ weighed)
+        shared: Floats = self.root @ np.linalg.solve(self.precision_root.T, inner)
+        own = np.zeros((len(values), *weighed.shape))
+        for (place, _, _, curves), inverse, covariance in zip(self.alike, self.inverses, self.own, strict=True):
+            for i in curves:
+                own[i] = covariance[:, place] @ (inverse @ (values[i] - shared[place]))
+        return shared, own
+
+
+def _root(covariance: Floats) -> Floats:
+    """Return the Cholesky factor."""
+    n = len(covariance)
+    root: Floats = np.linalg.cholesky(covariance + _JITTER * np.trace(covariance) * np.eye(n))
+    return root
