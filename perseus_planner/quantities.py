@@ -27,12 +27,14 @@ class Rule(NamedTuple):
         zero: whether 0 is allowed.
         wanted: what the number must be, in words; completes the sentence "5 is not ...".
         negative: whether numbers below 0 are allowed.
+        most: the largest number that is allowed.
     """
 
     number_type: Callable[[Any], float]
     zero: bool
     wanted: str
     negative: bool = False
+    most: float = math.inf
 
     def accept(self, value: object) -> Any:
         """Return `value` as a plain int or float, or None if it breaks the rule."""
@@ -44,7 +46,7 @@ class Rule(NamedTuple):
             good = math.isfinite(number) and (number > 0 or (self.zero and number == 0) or (self.negative and number))
         except OverflowError:
             return None
-        return number if good else None
+        return number if good and number <= self.most else None
 
     def parse(self, text: str) -> Any:
         """Return the number that `text` writes, or None if it is not a number or breaks the rule."""
@@ -107,6 +109,8 @@ ENERGY = Rule(float, True, "an energy: write finite joules of 0 or more, such as
 POWER = Rule(float, True, "a power: give finite watts of 0 or more, such as 83.64")
 WAIT = Rule(float, True, "a wait: give finite seconds of 0 or more, such as 0.002")
 OFFSET = Rule(float, True, "an overhead: write finite seconds, such as 0.12", negative=True)
+PROBABILITY = Rule(float, False, "a probability: give a number above 0 and up to 0.99, such as 0.95", most=0.99)
+SHARE = Rule(float, True, "a share: give a number of 0 or more, such as 0.001")
 FACTOR = Rule(float, False, "a slowdown: give how many times as long it takes, above 0, such as 1.15")
 
 
@@ -126,7 +130,7 @@ class Quantity(NamedTuple):
         Raises:
             UsageError: If the text is not such a quantity.
         """
-        number, unit = re.fullmatch(r"(.*?)\s*([A-Za-z]*)", text.strip(), re.DOTALL).groups()  # type: ignore[union-attr]
+        number, unit = re.fullmatch(r"(.*?)\s*([A-Za-z%]*)", text.strip(), re.DOTALL).groups()  # type: ignore[union-attr]
         value, factor = self.rule.parse(number), self.units.get(unit)
         if value is not None and factor is not None:
             value = self.rule.accept(value * factor.numerator / factor.denominator)
@@ -160,3 +164,7 @@ POWER_BUDGET = Quantity(
     Rule(float, False, "a power: write watts above 0, or a number with W or kW, such as 5kW"), _WATTS
 )
 BLOCKING_POWER = Quantity(Rule(float, True, "a power: write watts of 0 or more, such as 83.64"), _WATTS)
+CERTAINTY = Quantity(
+    Rule(float, False, "a certainty: write a percentage above 0% and up to 99%, such as 95%", most=99.0),
+    MappingProxyType({"%": Fraction(1, 100)}),
+)

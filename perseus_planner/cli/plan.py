@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from perseus_planner.solver.replicas import Replicas
 
 _TARGETS = ("deadline", "slowdown", "straggler_time", "least_energy", "power_budget")
-_BUDGET = ("max_changes", "min_dwell_s")
+_LIMITS = ("max_changes", "min_dwell_s", "on_time")
 
 
 def _counts(_: click.Context, parameter: click.Parameter, text: str | None) -> tuple[int, ...]:
@@ -37,6 +37,7 @@ def _counts(_: click.Context, parameter: click.Parameter, text: str | None) -> t
 @click.command(
     epilog=console.examples(
         "planner plan frontier.npz --slowdown 1.00 -o plan.yaml",
+        "planner plan frontier.npz --slowdown 1.00 --on-time 95% -o plan.yaml",
         "planner plan frontier.npz --straggler-time 3.2s -o plan.yaml",
         "planner plan frontier.npz slow.npz --replicas 3,1 --slowdown 1.00 -o replicas.yaml",
     )
@@ -85,6 +86,13 @@ def _counts(_: click.Context, parameter: click.Parameter, text: str | None) -> t
     help="The least time that a GPU keeps each clock, e.g. 50ms.",
 )
 @click.option(
+    "--on-time",
+    metavar="PERCENT",
+    callback=console.quantity("CERTAINTY"),
+    help="The probability of being on time, or within --power-budget, though the profile is uncertain, e.g. 95%.  "
+    "[default: measured times are taken for the true ones]",
+)
+@click.option(
     "--replicas",
     metavar="COUNTS",
     callback=_counts,
@@ -102,7 +110,7 @@ def plan(frontier: tuple[Path, ...], replicas: tuple[int, ...], output: Path, as
     deadline, and a --slowdown refers to the slowest pipeline. FILE gets -0, -1 and so on before its ending.
     """
     target, value = _only_target({name: options[name] for name in _TARGETS})
-    budget = {name: options[name] for name in _BUDGET if options[name] is not None}
+    limits = {name: options[name] for name in _LIMITS if options[name] is not None}
     if target == "power_budget" and len(frontier) > 1:
         raise UsageError("--power-budget cannot be given with several frontiers; give --deadline or --slowdown instead")
     from perseus_planner.solver.frontier import Frontier
@@ -112,7 +120,7 @@ def plan(frontier: tuple[Path, ...], replicas: tuple[int, ...], output: Path, as
     targets = console.numbered(output, len(frontier), frontier)
     pipelines = Replicas(tuple(map(Frontier.load, frontier)), replicas)
     with console.progress("Planning"):
-        plans = _make_plans(pipelines, target, value, budget)
+        plans = _make_plans(pipelines, target, value, limits)
     for each, file in zip(plans, targets, strict=True):
         each.save(file)
     straggler_time_s = value if target == "straggler_time" else None
@@ -134,19 +142,20 @@ def _only_target(targets: dict[str, float | None]) -> tuple[str, float]:
     raise UsageError(f"give exactly one of {', '.join(options.values())}; got {got}")
 
 
-def _make_plans(pipelines: Replicas, target: str, value: float, budget: dict[str, Any]) -> tuple[Plan, ...]:
+def _make_plans(pipelines: Replicas, target: str, value: float, limits: dict[str, Any]) -> tuple[Plan, ...]:
     if target == "power_budget":
         (frontier,) = pipelines.frontiers
-        return (frontier.plan_within_power(value, **budget),)
+        return (frontier.plan_within_power(value, **limits),)
     only = pipelines.frontiers[0] if len(pipelines.frontiers) == 1 else None
-    return pipelines.plans_for(_deadline_s(only or pipelines, target, value), **budget)
+    return pipelines.plans_for(_deadline_s(only or pipelines, target, value, limits.get("on_time")), **limits)
 
 
-def _deadline_s(source: Frontier | Replicas, target: str, value: float) -> float:
+def _deadline_s(source: Frontier | Replicas, target: str, value: float, on_time: float | None) -> float:
     if target == "deadline":
         return value
     if target == "slowdown":
         return value * source.baseline_time_s
+    least_s = source.min_time_s if on_time is None else source.baseline_time_s  # no plan is surely faster
     if target == "straggler_time":
-        return max(value, source.min_time_s)
-    return source.least_energy_time_s * (1 + 1e-9)  # keeps rounding from refusing a plan of exactly that time
+        return max(value, least_s)
+    return max(source.least_energy_time_s * (1 + 1e-9), least_s)  # more, as rounding may refuse exactly that time

@@ -14,6 +14,7 @@ from perseus_planner.displayed import Displayable
 from perseus_planner.documents import read_document
 from perseus_planner.errors import PlanError, PlannerError
 from perseus_planner.files import sha256, write_file
+from perseus_planner.plans.on_time import OnTime
 from perseus_planner.profiles.clock_changes import ClockChange, changes_per_rank
 from perseus_planner.profiles.measurement import Measurement
 from perseus_planner.schedules import Computation, Schedule
@@ -37,6 +38,7 @@ _KEYS = (
     "digest", "profile", "gpu", "origin", "control", "gpus_per_stage", "schedule", "blocking_power_w", "overhead_s",
     *_NUMBERS, "clock_change", "min_dwell_s", "changes", "measurements", "ranks",
 )  # fmt: skip
+_OPTIONAL_KEYS = (*ITERATION_KEYS, "on_time")
 _DUMPER: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 
 
@@ -65,6 +67,8 @@ class Plan(Displayable):
         min_dwell_s: the requested least time for which a clock is held, seconds.
         control: what the profile set: "clock"; "power-limit", and the clocks here are limits in watts; or "observed":
             nothing was set and nothing will be.
+        on_time: how sure it is of its time and its saving, if it was made for a probability. Its numbers are expected
+            ones then, and operating points in `measurements` may be estimates.
 
     Raises:
         PlanError: If the clocks, measurements or powers do not fit the iteration.
@@ -88,6 +92,7 @@ class Plan(Displayable):
     clock_change: ClockChange | None = None
     min_dwell_s: float = 0.0
     control: str = "clock"
+    on_time: OnTime | None = None
     _keys: Mapping[Computation, tuple[int, str]] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -171,7 +176,7 @@ class Plan(Displayable):
         Raises:
             PlanError: If the file cannot be read, or is not exactly what was written.
         """
-        document = read_document(Path(path), _FORMAT, _VERSION, _KEYS, ITERATION_KEYS, PlanError)
+        document = read_document(Path(path), _FORMAT, _VERSION, _KEYS, _OPTIONAL_KEYS, PlanError)
         content = {key: value for key, value in document.values.items() if key not in ("format", "version", "digest")}
         try:
             intact = document.values["digest"] == _digest(content)
@@ -199,7 +204,7 @@ class Plan(Displayable):
             values = json.loads(text)
         except ValueError as error:
             raise PlanError(f"the plan that was sent: is not JSON: {error}") from error
-        if not isinstance(values, dict) or values.keys() - set(ITERATION_KEYS) != set(_KEYS) - {"digest"}:
+        if not isinstance(values, dict) or values.keys() - set(_OPTIONAL_KEYS) != set(_KEYS) - {"digest"}:
             raise PlanError("the plan that was sent: its keys are not those of a plan; use one planner on all ranks")
         return _from_content(values, "the plan that was sent")
 
@@ -217,6 +222,7 @@ class Plan(Displayable):
             **{name: getattr(self, name) for name in _NUMBERS},
             "clock_change": None if self.clock_change is None else asdict(self.clock_change),
             "min_dwell_s": self.min_dwell_s,
+            **({} if self.on_time is None else {"on_time": asdict(self.on_time)}),
             "changes": list(self.changes),
             "measurements": {
                 f"{stage}{kind}": {clock: [point.time_s, point.energy_j] for clock, point in clocks.items()}
@@ -253,6 +259,7 @@ def _from_content(values: Mapping[str, Any], name: str) -> Plan:
             overhead_s=float(values["overhead_s"]),
             clock_change=None if values["clock_change"] is None else ClockChange(**values["clock_change"]),
             min_dwell_s=float(values["min_dwell_s"]),
+            on_time=OnTime.from_dict(values["on_time"]) if "on_time" in values else None,
             **{name: float(values[name]) for name in _NUMBERS},
         )
     except (PlannerError, TypeError, ValueError, KeyError, AttributeError) as error:

@@ -7,26 +7,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from perseus_planner.displayed import Displayable
-from perseus_planner.errors import (
-    InfeasibleBudget,
-    InfeasiblePower,
-    PlanError,
-)
-from perseus_planner.quantities import CHANGES, POWER, TIME, WAIT
+from perseus_planner.errors import PlanError
+from perseus_planner.quantities import CHANGES, POWER, PROBABILITY, SHARE, TIME, WAIT
 from perseus_planner.solver.curve import TimeEnergyCurve
 from perseus_planner.solver.frontier_check import check_frontier
 from perseus_planner.solver.frontier_file import checking_frontier, read_frontier, write_frontier
+from perseus_planner.solver.power import fastest_within_power
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Mapping
 
     from perseus_planner.plans.plan import Plan
+    from perseus_planner.solver.on_time import OnTimePlanner
     from perseus_planner.solver.planner import Planner
 
 
@@ -38,7 +34,15 @@ class Frontier(TimeEnergyCurve, Displayable):
         least = f"least energy {self.energies_j.min():.6g} J at {self.least_energy_time_s:.6g} s"
         return f"<Frontier: {self.schedule}, {self.min_time_s:.6g} s to {self.max_time_s:.6g} s, {least}>"
 
-    def plan_for(self, deadline_s: float, *, max_changes: int | None = None, min_dwell_s: float = 0.0) -> Plan:
+    def plan_for(
+        self,
+        deadline_s: float,
+        *,
+        max_changes: int | None = None,
+        min_dwell_s: float = 0.0,
+        on_time: float | None = None,
+        tolerance: float = 0.001,
+    ) -> Plan:
         """Return the plan for an iteration that may take `deadline_s` seconds; it is never slower than `max_time_s`.
 
         It spends the least effective energy: the right plan if others wait until the deadline anyway.
@@ -48,6 +52,12 @@ class Frontier(TimeEnergyCurve, Displayable):
             max_changes: how often each GPU may change its clock in an iteration, including the change back for the next
                 one; 0 for one clock per GPU, None for any number.
             min_dwell_s: the least time for which a GPU must hold a clock, seconds.
+            on_time: the probability, up to 0.99, of meeting the deadline in spite of what is uncertain about the
+                profile. The deadline is then taken relative to `baseline_time_s`, and may be met by clocks that were
+                not measured: the plan is made of `Profile.estimated()`, and `Plan.on_time` says how sure it is. None
+                for a plan that takes the measured times for the true ones.
+            tolerance: a plan that is slower than all clocks at maximum by at most this share is on time as well if the
+                deadline is `baseline_time_s` or more; only with `on_time`.
 
         Raises:
             InfeasibleDeadline: If no choice of clocks is that fast; names the least feasible time.
@@ -55,54 +65,60 @@ class Frontier(TimeEnergyCurve, Displayable):
             UsageError: If an argument is out of range.
         """
         most = None if max_changes is None else CHANGES.check(max_changes, "max_changes")
-        return self._planner.plan(self.check_deadline(deadline_s), most, WAIT.check(min_dwell_s, "min_dwell_s"))
+        deadline_s, dwell_s = self.check_deadline(deadline_s), WAIT.check(min_dwell_s, "min_dwell_s")
+        if on_time is None:
+            return self._planner.plan(deadline_s, most, dwell_s)
+        probability, tolerance = PROBABILITY.check(on_time, "on_time"), SHARE.check(tolerance, "tolerance")
+        return self._on_time_planner.plan(deadline_s, probability, tolerance, (most, dwell_s))
 
-    def plan_for_least_energy(self, *, max_changes: int | None = None, min_dwell_s: float = 0.0) -> Plan:
+    def plan_for_least_energy(self, **limits: Any) -> Plan:
         """Return the plan with the least energy per iteration, for a pipeline that does not wait for others.
 
-        `max_changes` and `min_dwell_s` are those of `plan_for`. The deadline is a hair above `least_energy_time_s`, so
-        that a plan of exactly that time is not refused because of a rounding error.
+        `limits` are the further arguments of `plan_for`. The deadline is a hair above `least_energy_time_s`, so that a
+        plan of exactly that time is not refused because of a rounding error; with `on_time`, it is at least
+        `baseline_time_s`.
         """
-        deadline_s = self.least_energy_time_s * (1 + 1e-9)
-        return self.plan_for(deadline_s, max_changes=max_changes, min_dwell_s=min_dwell_s)
+        return self.plan_for(max(self.least_energy_time_s * (1 + 1e-9), self._least_time_s(limits)), **limits)
 
-    def plan_beside_straggler(
-        self, straggler_time_s: float, *, max_changes: int | None = None, min_dwell_s: float = 0.0
-    ) -> Plan:
+    def plan_beside_straggler(self, straggler_time_s: float, **limits: Any) -> Plan:
         """Return the plan beside a straggler whose iteration takes `straggler_time_s` seconds.
 
         The plan is as slow as the straggler, but never slower than `max_time_s` (Perseus, SOSP'24). If the straggler is
-        faster than this pipeline can be, the plan is as fast as possible. `max_changes` and `min_dwell_s` are those of
+        faster than this pipeline can be, the plan is as fast as possible; with `on_time`, if it is faster than this
+        pipeline with all clocks at maximum, the plan is as fast as that. `limits` are the further arguments of
         `plan_for`.
 
         Raises:
             UsageError: If an argument is out of range.
         """
-        deadline_s = max(TIME.check(straggler_time_s, "straggler_time_s"), self.min_time_s)
-        return self.plan_for(deadline_s, max_changes=max_changes, min_dwell_s=min_dwell_s)
+        deadline_s = max(TIME.check(straggler_time_s, "straggler_time_s"), self._least_time_s(limits))
+        return self.plan_for(deadline_s, **limits)
 
-    def plan_within_power(self, power_w: float, *, max_changes: int | None = None, min_dwell_s: float = 0.0) -> Plan:
+    def plan_within_power(
+        self,
+        power_w: float,
+        *,
+        max_changes: int | None = None,
+        min_dwell_s: float = 0.0,
+        on_time: float | None = None,
+    ) -> Plan:
         """Return the fastest plan found whose average power over all GPUs of the pipeline is at most `power_w` watts.
 
-        `max_changes` and `min_dwell_s` are those of `plan_for`.
+        Args:
+            power_w: watts.
+            max_changes: as in `plan_for`.
+            min_dwell_s: as in `plan_for`.
+            on_time: the probability, up to 0.99, of drawing no more in spite of what is uncertain about the profile.
 
         Raises:
             InfeasiblePower: If no plan found draws that little; names the least power found.
             UsageError: If an argument is out of range.
         """
-        target_w = power_w = POWER.check(power_w, "power_w")
-        while True:
-            deadline_s = self._fastest_within(target_w)
-            if deadline_s is None:
-                frugal_s = float(self.times_s[int(np.argmin(self.energies_j / self.times_s))])
-                frugal = self._plan_near(frugal_s, max_changes, min_dwell_s)
-                if frugal.power_w <= power_w:
-                    return frugal
-                raise InfeasiblePower(power_w, frugal.power_w)
-            plan = self._plan_near(deadline_s, max_changes, min_dwell_s)
-            if plan.power_w <= power_w:
-                return plan
-            target_w -= max(plan.power_w - power_w, 1e-4 * power_w)  # lower the bound by the plan's excess
+        power_w = POWER.check(power_w, "power_w")
+        if on_time is None:
+            return fastest_within_power(self, power_w, lambda plan: plan.power_w, max_changes, min_dwell_s)
+        probability = PROBABILITY.check(on_time, "on_time")
+        return self._on_time_planner.plan_within_power(power_w, probability, (max_changes, min_dwell_s))
 
     def plan_of(self, clocks: Mapping[str, int]) -> Plan:
         """Return the plan that runs every computation at its clock in `clocks`: "3F17" -> MHz.
@@ -140,29 +156,18 @@ class Frontier(TimeEnergyCurve, Displayable):
             check_frontier(frontier.scaled.network, times, powers, checkpoints)
         return frontier
 
+    def _least_time_s(self, limits: Mapping[str, Any]) -> float:
+        """Return the least deadline for which there is a plan: nothing is surely faster than all clocks at maximum."""
+        return self.min_time_s if limits.get("on_time") is None else self.baseline_time_s
+
     @cached_property
     def _planner(self) -> Planner:
         from perseus_planner.solver.planner import Planner
 
         return Planner(self)
 
-    def _plan_near(self, deadline_s: float, max_changes: int | None, min_dwell_s: float) -> Plan:
-        """Return `plan_for`, or the fastest plan found if the switch budget allows none that fast."""
-        try:
-            return self.plan_for(deadline_s, max_changes=max_changes, min_dwell_s=min_dwell_s)
-        except InfeasibleBudget as error:
-            return self.plan_for(error.least_time_s, max_changes=max_changes, min_dwell_s=min_dwell_s)
+    @cached_property
+    def _on_time_planner(self) -> OnTimePlanner:
+        from perseus_planner.solver.on_time import OnTimePlanner
 
-    def _fastest_within(self, power_w: float) -> float | None:
-        """Return the least time whose bound, as an average power, is at most `power_w`, or None if there is none."""
-        average_w = self.energies_j / self.times_s
-        fitting = np.flatnonzero(average_w <= power_w)
-        if len(fitting) == 0:
-            return None
-        point = int(fitting[-1])  # the fastest one; the line from it to the next crosses the budget
-        if point == len(self.times_s) - 1:
-            return self.min_time_s
-        (slow_s, fast_s), (slow_j, fast_j) = self.times_s[point : point + 2], self.energies_j[point : point + 2]
-        slope_w = (fast_j - slow_j) / (fast_s - slow_s)
-        crossing_s = (slow_j - slope_w * slow_s) / (power_w - slope_w)
-        return float(min(max(crossing_s, fast_s), slow_s))
+        return OnTimePlanner(self)

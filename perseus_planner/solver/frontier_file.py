@@ -13,7 +13,7 @@ import numpy as np
 from perseus_planner.errors import FrontierError, PlannerError
 from perseus_planner.files import reading, replacing, sha256
 from perseus_planner.profiles.clock_changes import ClockChange
-from perseus_planner.profiles.measurement import Measurement
+from perseus_planner.profiles.measurement import EVIDENCE, Evidence, Measurement
 from perseus_planner.profiles.profiles import Profile
 from perseus_planner.schedules import Computation, Schedule
 from perseus_planner.schedules.dag import PipelineDag
@@ -22,7 +22,7 @@ from perseus_planner.schedules.iteration_text import parse_stage_kind
 from perseus_planner.solver.network import Checkpoint, Integers, State
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
 _FORMAT = "perseus-planner/frontier"
 _VERSION = 1
@@ -55,6 +55,10 @@ def write_frontier(
         "events": np.array([point.state.event for point in checkpoints]),
         "flows": np.array([point.state.flow for point in checkpoints]),
     }
+    rows = [row.evidence for points in dag.profile.measurements.values() for row in points]
+    if any(rows):
+        evidence = [[getattr(each, name) if each else np.nan for name in EVIDENCE] for each in rows]
+        arrays["evidence"] = np.array(evidence, dtype=np.float64)
     arrays["digest"] = np.frombuffer(_digest(arrays).encode(), dtype=np.uint8)
     with replacing(path, FrontierError) as file:
         np.savez_compressed(file, **arrays)  # type: ignore[arg-type]  # its stubs take the first name for a flag
@@ -131,8 +135,11 @@ def _digest(arrays: dict[str, Any]) -> str:
 
 def _parts(arrays: dict[str, Any]) -> Parts:
     header = json.loads(arrays["header"].tobytes())
+    evidence = iter(arrays["evidence"].tolist() if "evidence" in arrays else ())
     measurements = {
-        parse_stage_kind(text): tuple(Measurement(*point) for point in points)
+        parse_stage_kind(text): tuple(
+            Measurement(clock, time_s, energy_j, _evidence(next(evidence, None))) for clock, time_s, energy_j in points
+        )
         for text, points in header["measurements"].items()
     }
     rest, change = header["profile"], header["profile"].get("clock_change")
@@ -162,3 +169,11 @@ def _parts(arrays: dict[str, Any]) -> Parts:
         )
     )
     return dag, (arrays["times"], arrays["powers"]), checkpoints
+
+
+def _evidence(numbers: Sequence[float] | None) -> Evidence | None:
+    """Return the evidence of a row without its throttle reasons, which no plan depends on; None if it has none."""
+    if numbers is None or np.isnan(numbers).any():
+        return None
+    achieved_mhz, time_s, energy_j, windows, temperature_c = numbers
+    return Evidence(achieved_mhz, time_s, energy_j, int(windows), temperature_c)

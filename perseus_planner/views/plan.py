@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from perseus_planner.plans.on_time import INTERVAL, OnTime
 from perseus_planner.plans.replay import Timeline, replay
 from perseus_planner.profiles.csv_file import WORDS, unit_of
 from perseus_planner.schedules import Computation
@@ -65,6 +66,7 @@ class PlanSummary(Comparison):
         most_changes: clock changes of the rank that changes its clock most often.
         per_rank: the ranks.
         beside_straggler: the comparison where both wait for the straggler that the plan was made for, or None.
+        on_time: how sure the plan is, if it was made for a probability, or None.
     """
 
     context: Context
@@ -75,6 +77,7 @@ class PlanSummary(Comparison):
     most_changes: int
     per_rank: tuple[RankSummary, ...]
     beside_straggler: Comparison | None
+    on_time: OnTime | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,6 +134,7 @@ def summarize_plan(plan: Plan, straggler_time_s: float | None = None) -> PlanSum
         most_changes=max(plan.changes),
         per_rank=tuple(_rank(plan, timeline, number) for number in range(len(plan.schedule.ranks))),
         beside_straggler=None if straggler_time_s is None else _beside_straggler(plan, straggler_time_s),
+        on_time=plan.on_time,
     )
 
 
@@ -194,12 +198,40 @@ def plan_sheet(summary: PlanSummary) -> Sheet:
         notes.append(
             f"Beside a straggler of {number(beside.time_s)} s it saves {saving_text(beside)}; both wait for it."
         )
+    if summary.on_time is not None:
+        notes += _certainty_notes(summary.on_time, summary.baseline)
     return Sheet(
         f"Plan for {pipeline_text(summary.context)}, within {number(summary.deadline_s)} s",
         source_text(summary.context),
         columns,
         "\n".join(notes),
     )
+
+
+def _certainty_notes(sure: OnTime, baseline: str) -> list[str]:
+    """Return notes on how sure a plan is that was made for a probability."""
+    probability, interval = f"{100 * sure.probability:g} %", f"{100 * INTERVAL:g} %"
+    if sure.limit_ratio is not None:
+        limit = f"takes at most {sure.limit_ratio:.4f}x the time of {baseline}"
+    else:
+        limit = f"draws at most {number(sure.limit_power_w or 0.0)} W"
+    ratio, saved = sure.time_ratio, sure.saved_share
+    notes = [
+        f"It {limit} with a probability of {probability} or more.",
+        f"{interval} intervals: {ratio.low:.4f}x to {ratio.high:.4f}x the time of {baseline}, "
+        f"{100 * saved.low:.2f} to {100 * saved.high:.2f} % of its energy saved.",
+    ]
+    if sure.margin is None:
+        notes.append("No plan with lower clocks is that sure; measure more, or allow a longer time.")
+    elif sure.limit_ratio is not None:
+        notes.append(
+            f"A plan that takes expected times for the true ones would save {100 * sure.safety_share:.2f} % more."
+        )
+    if sure.interpolated:
+        notes.append(f"{sure.interpolated} of its {sure.points} operating points were not measured but estimated.")
+    if not sure.has_errors:
+        notes.append("The profile has no standard errors: its noise is taken from how its rows scatter.")
+    return notes
 
 
 def plan_text(summary: PlanSummary) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from commands import done, refusal
+from noisy_rows import noisy_rows, unlike_stages
 from strategies import smooth_profile
 
 from perseus_planner import Frontier, Plan, schedules, solve
@@ -145,3 +146,32 @@ def test_a_negative_number_of_changes_is_misuse(frontiers: tuple[Frontier, Front
     status, text, complaint = refusal(f"{BOTH} --slowdown 1 --max-changes=-1")
     assert (status, text) == (2, "")
     assert complaint.endswith("Error: Invalid value for '--max-changes': -1 is not in the range x>=0.\n")
+
+
+def test_a_plan_can_be_made_for_a_probability(folder: Path):
+    profile = noisy_rows(unlike_stages(smooth_profile(2), 1), 0.005, 12, 1)
+    frontier = solve(profile, schedules.one_f_one_b(2, 4))
+    frontier.save("frontier.npz")
+    found = json.loads(done("plan frontier.npz --slowdown 1.05 --on-time 90% -o plan.yaml --json"))
+    plan = frontier.plan_for(1.05 * frontier.baseline_time_s, on_time=0.9)
+    assert Plan.load("plan.yaml") == plan
+    sure = plan.on_time
+    assert sure is not None
+    assert found["on_time"]["saved_share"]["low"] == sure.saved_share.low
+    text = done("plan frontier.npz --slowdown 1.05 --on-time 90% -o plan.yaml")
+    assert "It takes at most 1.0500x the time of all clocks at maximum with a probability of 90 % or more.\n" in text
+    assert (
+        f"90 % intervals: {sure.time_ratio.low:.4f}x to {sure.time_ratio.high:.4f}x the time of all clocks at maximum, "
+        f"{100 * sure.saved_share.low:.2f} to {100 * sure.saved_share.high:.2f} % of its energy saved.\n"
+    ) in text
+    assert f"would save {100 * sure.safety_share:.2f} % more.\n" in text
+    assert f"{sure.interpolated} of its {sure.points} operating points were not measured but estimated.\n" in text
+    assert "no standard errors" not in text
+    text = done("plan frontier.npz --power-budget 420.5W --on-time 90% -o plan.yaml")
+    assert "It draws at most 420.500 W with a probability of 90 % or more.\n" in text
+
+
+@pytest.mark.parametrize("text", ["100%", "0%", "0.95", "sure"])
+def test_another_probability_is_refused(frontiers: tuple[Frontier, Frontier], text: str):
+    expected = f"--on-time: {text!r} is not a certainty: write a percentage above 0% and up to 99%, such as 95%"
+    assert refusal(f"plan fast.npz --slowdown 1 --on-time {text} -o plan.yaml") == (2, "", f"Error: {expected}\n")

@@ -1,0 +1,63 @@
+"""How sure a plan is that was made for a probability, by replays under joint draws of what is uncertain."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+INTERVAL = 0.9
+"""The probability of each `Interval`: the truth is below it in 5 % of cases, and above it in 5 %."""
+
+
+@dataclass(frozen=True)
+class Interval:
+    """What an uncertain number is expected to be, and the ends of its 90 % interval."""
+
+    expected: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class OnTime:
+    """How sure a plan is of its time and its saving.
+
+    Attributes:
+        probability: the probability, at least, of being within the limit.
+        limit_ratio: the longest iteration time that is on time, tolerance included, over the time with all clocks at
+            their maximum; None if the limit is a power.
+        limit_power_w: the limit of the average power, watts; None if it is a time.
+        margin: how many standard errors were added to the times of computations below their maximum clock; None if
+            all clocks are at their maximum because no other plan was sure enough.
+        time_ratio: the iteration time, over that with all clocks at their maximum.
+        saved_share: the energy saved, over that with all clocks at their maximum.
+        power_w: the average power over all GPUs of the pipeline, watts.
+        safety_share: how much more the plan without a margin is expected to save, over the same energy; a plan within a
+            switch budget has that of the plan without one.
+        points: number of operating points in use.
+        interpolated: how many of them were not measured, but estimated from others.
+        has_errors: whether the profile has standard errors, or its noise is taken from how its rows scatter.
+    """
+
+    probability: float
+    limit_ratio: float | None
+    limit_power_w: float | None
+    margin: float | None
+    time_ratio: Interval
+    saved_share: Interval
+    power_w: Interval
+    safety_share: float
+    points: int
+    interpolated: int
+    has_errors: bool
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> OnTime:
+        """Return what `dataclasses.asdict` turned into plain values.
+
+        Raises:
+            TypeError: If they are others.
+        """
+        intervals = {name: Interval(**values[name]) for name in ("time_ratio", "saved_share", "power_w")}
+        return cls(**{**values, **intervals})

@@ -1,0 +1,233 @@
+"""Plans for a probability: of being on time, or within a power, though the rows of the profile are uncertain.
+
+A plan's time is compared with that of all clocks at their maximum under the same joint draw, so that what is common to
+both cancels out. Plans are made as if computations below the maximum clock took some standard errors longer than they
+are expected to; the least such margin is searched with which a plan is on time in enough draws. The maximum clock takes
+no margin, so a plan that is no slower than all clocks at maximum stays possible.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from perseus_planner.errors import InfeasibleDeadline
+from perseus_planner.plans.drawn_replay import replay_draws
+from perseus_planner.plans.on_time import INTERVAL, Interval, OnTime
+from perseus_planner.plans.replay import time_and_energy
+from perseus_planner.schedules.dag import PipelineDag
+from perseus_planner.solver.power import fastest_within_power
+from perseus_planner.solver.solve import solve_dag
+
+if TYPE_CHECKING:
+    from perseus_planner.plans.plan import Plan
+    from perseus_planner.profiles.estimation import Draws, Estimate
+    from perseus_planner.profiles.profiles import Profile
+    from perseus_planner.profiles.smoothing import Floats
+    from perseus_planner.solver.curve import TimeEnergyCurve
+    from perseus_planner.solver.frontier import Frontier
+
+_DRAWS = 500
+_MARGINS = (0.0, 0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 2.5, 3.0, 4.0, 6.0)  #: standard errors
+_FIRST = 4  #: index of the margin that is tried after 0
+_BUDGET_TRIES = 4  #: how many margins are tried within a switch budget, from the one that is enough without
+# No model of a GPU's curves is exact, so intervals are wider than those of the draws: their ends are so many times as
+# far from the mean, and at least so far. `python benchmarks/run.py --only 19` counts how often the truth is in them.
+_WIDER_TIME, _WIDER_SAVING = 1.25, 1.5
+_LEAST_DOUBT = 7e-4  #: of a ratio or a share
+_ROUNDING = 1e-9
+
+Budget = tuple[int | None, float]
+"""The most clock changes of a rank, None for any number; and the least seconds for which a clock is held."""
+_UNLIMITED: Budget = (None, 0.0)
+
+
+class _Drawn(NamedTuple):
+    """A plan, replayed under the draws."""
+
+    plan: Plan
+    margin: float | None
+    time_s: Floats
+    energy_j: Floats
+
+
+class OnTimePlanner:
+    """Makes plans for a probability from the rows of one frontier, and remembers what it solves for them."""
+
+    def __init__(self, curve: TimeEnergyCurve) -> None:
+        self.curve = curve
+        self._frontiers: dict[tuple[float, bool], Frontier] = {}
+
+    def plan(self, deadline_s: float, probability: float, tolerance: float, budget: Budget) -> Plan:
+        """Return the plan of least effective energy that was found to be on time; see `Frontier.plan_for`.
+
+        Raises:
+            InfeasibleDeadline: If no plan that was found is on time with this probability.
+        """
+        ratio = deadline_s / self.curve.baseline_time_s
+        limit = ratio if ratio < 1 - _ROUNDING else max(ratio, 1 + tolerance)
+        within_s = limit * self._frontier(0.0).baseline_time_s
+
+        def is_on_time(drawn: _Drawn) -> bool:
+            return self._likely_ratio(drawn, probability) <= limit * (1 + _ROUNDING)
+
+        def make(margin: float, budget: Budget, *, free: bool) -> _Drawn | None:
+            try:
+                plan = self._frontier(margin, free=free).plan_for(
+                    within_s, max_changes=budget[0], min_dwell_s=budget[1]
+                )
+            except InfeasibleDeadline:
+                return None
+            return self._replayed(plan, margin, free=free)
+
+        free = found = _search(lambda margin: make(margin, _UNLIMITED, free=True), is_on_time)
+        if budget != _UNLIMITED or self.curve.profile.clock_change is not None:
+            enough = min((each.margin or 0.0 for each in free if is_on_time(each)), default=0.0)
+            found = _search_near(lambda margin: make(margin, budget, free=False), is_on_time, _MARGINS.index(enough))
+        on_time = [each for each in (*found, self._baseline) if is_on_time(each)]
+        if not on_time:
+            least = min((self._likely_ratio(each, probability) for each in found), default=1.0)
+            raise InfeasibleDeadline(deadline_s, least * self.curve.baseline_time_s)
+        best = min(on_time, key=self._effective_j)
+        free_best = min(filter(is_on_time, free), key=self._effective_j, default=self._baseline)
+        safety_j = float(np.mean(free_best.energy_j - free[0].energy_j)) if free else 0.0
+        made = replace(self._certainty(best, probability, safety_j), limit_ratio=limit)
+        return replace(best.plan, deadline_s=max(within_s, best.plan.time_s), min_dwell_s=budget[1], on_time=made)
+
+    def plan_within_power(self, power_w: float, probability: float, budget: Budget) -> Plan:
+        """Return the fastest plan found that draws at most `power_w` watts; see `Frontier.plan_within_power`.
+
+        Raises:
+            InfeasiblePower: If no plan that was found draws that little with this probability.
+        """
+
+        def likely_w(plan: Plan) -> float:
+            drawn = self._replayed(plan, 0.0)
+            return float(np.quantile(drawn.energy_j / drawn.time_s, probability))
+
+        plan = fastest_within_power(self._frontier(0.0), power_w, likely_w, *budget)
+        drawn = self._replayed(plan, 0.0)
+        made = replace(self._certainty(drawn, probability, 0.0), limit_power_w=power_w)
+        return replace(drawn.plan, deadline_s=plan.deadline_s, min_dwell_s=budget[1], on_time=made)
+
+    @cached_property
+    def _estimate(self) -> Estimate:
+        return self.curve.profile.estimated()
+
+    @cached_property
+    def _draws(self) -> Draws:
+        return self._estimate.draws(_DRAWS)
+
+    @cached_property
+    def _baseline(self) -> _Drawn:
+        """All clocks at their maximum."""
+        mean = self._frontier(0.0)
+        rows = zip(mean.dag.computations, mean.dag.baseline_measurements(), strict=True)
+        plan = mean.plan_of({str(computation): row.clock_mhz for computation, row in rows})
+        return self._replayed(plan, None)
+
+    def _frontier(self, margin: float, *, free: bool = False) -> Frontier:
+        """Return the frontier of the expected times plus the margin; if `free`, clock changes cost nothing."""
+        key = margin, free and self.curve.profile.clock_change is not None
+        if key not in self._frontiers:
+            profile = self._estimate.mean if margin == 0.0 else self._slower(margin)
+            profile = replace(profile, clock_change=None) if free else profile
+            self._frontiers[key] = solve_dag(PipelineDag(profile, self.curve.dag.iteration))
+        return self._frontiers[key]
+
+    def _slower(self, margin: float) -> Profile:
+        """Return the expected profile with times that are longer by `margin` standard errors against the top clock."""
+        measurements = {}
+        for key, rows in self._estimate.mean.measurements.items():
+            logs = np.log(self._draws.time_s[key])
+            longer = np.exp(margin * np.std(logs - logs[:1], axis=1)).tolist()
+            measurements[key] = tuple(
+                replace(row, time_s=row.time_s * factor) for row, factor in zip(rows, longer, strict=True)
+            )
+        return replace(self._estimate.mean, measurements=measurements)
+
+    def _replayed(self, plan: Plan, margin: float | None, *, free: bool = False) -> _Drawn:
+        """Return a plan of these clocks with their expected times, and its replays under the draws.
+
+        What clock changes cost is taken to be the same in all of them.
+        """
+        mean = self._frontier(0.0, free=free)
+        plan = replace(mean.plan_of(plan.clocks), profile_digest=self.curve.profile.digest)
+        time_s, energy_j = replay_draws(mean.dag, list(plan.clocks.values()), self._draws)
+        if plan.clock_change is not None:
+            points = [plan.measurement(computation) for computation in mean.dag.computations]
+            free_s, free_j = time_and_energy(mean.dag, points)
+            time_s, energy_j = time_s + (plan.time_s - free_s), energy_j + (plan.energy_j - free_j)
+        return _Drawn(plan, margin, time_s, energy_j)
+
+    def _likely_ratio(self, drawn: _Drawn, probability: float) -> float:
+        """Return the time that the plan keeps with this probability, over that with all clocks at their maximum."""
+        return float(np.quantile(drawn.time_s / self._baseline.time_s, probability))
+
+    def _effective_j(self, drawn: _Drawn) -> float:
+        return float(np.mean(drawn.energy_j - self.curve.dag.waiting_w * drawn.time_s))
+
+    def _certainty(self, drawn: _Drawn, probability: float, safety_j: float) -> OnTime:
+        """Return how sure the plan is; a plan without a margin saves `safety_j` more."""
+        base, keys = self._baseline, self.curve.dag.iteration.keys
+        in_use = set(zip(keys, drawn.plan.clocks.values(), strict=True))
+        return OnTime(
+            probability=probability,
+            limit_ratio=None,
+            limit_power_w=None,
+            margin=drawn.margin,
+            time_ratio=_interval(drawn.time_s / base.time_s, _WIDER_TIME),
+            saved_share=_interval(1 - drawn.energy_j / base.energy_j, _WIDER_SAVING),
+            power_w=_interval(drawn.energy_j / drawn.time_s, _WIDER_SAVING, drawn.plan.power_w),
+            safety_share=max(0.0, safety_j / float(np.mean(base.energy_j))),
+            points=len(in_use),
+            interpolated=sum(clock in self._estimate.interpolated[key] for key, clock in in_use),
+            has_errors=self._estimate.has_errors,
+        )
+
+
+def _search(make: Callable[[float], _Drawn | None], is_on_time: Callable[[_Drawn], bool]) -> list[_Drawn]:
+    """Return the plans that were tried to find the least margin with which one is on time; the first has no margin."""
+    found = _tried(make, 0)
+    if found and is_on_time(found[0]):
+        return found
+    low, high, middle = 0, len(_MARGINS), _FIRST
+    while high - low > 1:
+        drawn = _tried(make, middle)
+        found += drawn
+        low, high = (low, middle) if any(map(is_on_time, drawn)) else (middle, high)
+        middle = (low + high) // 2
+    return found
+
+
+def _search_near(
+    make: Callable[[float], _Drawn | None], is_on_time: Callable[[_Drawn], bool], enough: int
+) -> list[_Drawn]:
+    """Return a few plans around the margin with index `enough`: a plan takes seconds within a switch budget."""
+    found = _tried(make, enough)
+    if any(map(is_on_time, found)):
+        return found + (_tried(make, enough // 2) if enough else [])
+    for index in range(enough + 1, min(enough + _BUDGET_TRIES, len(_MARGINS))):
+        drawn = _tried(make, index)
+        found += drawn
+        if any(map(is_on_time, drawn)):
+            break
+    return found
+
+
+def _tried(make: Callable[[float], _Drawn | None], index: int) -> list[_Drawn]:
+    drawn = make(_MARGINS[index])
+    return [] if drawn is None else [drawn]
+
+
+def _interval(values: Floats, wider: float, unit: float = 1.0) -> Interval:
+    """Return the interval of what is drawn, widened; the least doubt is in `unit`."""
+    mean = float(np.mean(values))
+    ends = np.quantile(values, [(1 - INTERVAL) / 2, (1 + INTERVAL) / 2]) - mean
+    low, high = (math.hypot(wider * end, _LEAST_DOUBT * unit) for end in ends.tolist())
+    return Interval(mean, mean - low, mean + high)
