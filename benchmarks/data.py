@@ -71,6 +71,8 @@ class Size:
         hook_iterations: how often its calls are.
         engine_iterations: how often an engine with it is.
         hook_engines: how many of the engines are.
+        row_noises: relative standard errors of noisy rows.
+        noise_seeds: how many data sets have each of them.
         load_jobs: how many jobs the service has under load.
         load_pipelines: how many pipelines each has.
         load_microbatches: of their frontiers.
@@ -104,6 +106,8 @@ class Size:
     hook_engines: int = 2
     load_jobs: int = 200
     load_pipelines: int = 64
+    row_noises: tuple[float, ...] = (0.001, 0.0025, 0.005, 0.01)
+    noise_seeds: int = 8
     load_microbatches: tuple[int, ...] = (12, 24, 48, 96)
     load_leaders: int = 400
     load_per_s: float = 50.0
@@ -135,6 +139,8 @@ SMOKE = Size(
     hook_iterations=5,
     engine_iterations=5,
     hook_engines=1,
+    row_noises=(0.005,),
+    noise_seeds=1,
     load_jobs=20,
     load_pipelines=16,
     load_microbatches=(12,),

@@ -19,6 +19,7 @@ import large_pipeline
 import lowtime_ratio
 import measured_runs
 import model_fit
+import noisy_plans
 import other_pipelines
 import plan_gaps
 import plan_times
@@ -48,6 +49,7 @@ SECTIONS: dict[int, Callable[[Size], Section]] = {
     16: hook_cost.measure,
     17: emulated_training.measure,
     18: service_load.measure,
+    19: noisy_plans.measure,
 }
 _RESULTS = Path(__file__).resolve().parent / "results"
 

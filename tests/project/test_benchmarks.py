@@ -22,7 +22,9 @@ def benchmarks(*arguments: str, data: Path) -> subprocess.CompletedProcess[str]:
 
 
 # Number 17 checks times, which hold only on an idle machine.
-@pytest.mark.parametrize("numbers", [range(1, 12), range(12, 17), [18]], ids=["planning", "training", "service"])
+@pytest.mark.parametrize(
+    "numbers", [range(1, 12), range(12, 17), [18], [19]], ids=["planning", "training", "service", "noise"]
+)
 def test_a_smoke_run_passes_every_check(numbers: Sequence[int], measured_data: Path, tmp_path: Path):
     only = [f"--only={number}" for number in numbers]
     result = benchmarks("--smoke", *only, "--output", str(tmp_path), data=measured_data)
