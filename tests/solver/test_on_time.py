@@ -105,6 +105,16 @@ def test_a_higher_probability_takes_a_larger_margin():
     assert sure.safety_share < surer.safety_share
 
 
+@pytest.mark.parametrize("slowdown", SLOWDOWNS)
+def test_less_noise_saves_more_on_average(slowdown: float):
+    of_noise = []
+    for noise in (0.001, 0.02):
+        frontiers = [measured(seed, noise) for seed in range(3)]
+        plans = [each.plan_for(slowdown * each.baseline_time_s, on_time=0.95) for each in frontiers]
+        of_noise.append(np.mean([saved(seed, plan) for seed, plan in enumerate(plans)]))
+    assert of_noise[0] > of_noise[1] + 0.002
+
+
 def test_rows_without_noise_give_the_plans_of_the_rows():
     exact = truth(2)
     for slowdown in SLOWDOWNS[1:]:
