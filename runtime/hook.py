@@ -16,6 +16,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
 
 from perseus_planner.errors import PlanError
+from perseus_planner.profiles.clock_changes import changes_per_rank, with_fewer_changes
 from perseus_planner.runtime.marks import Marks, clock_request
 from perseus_planner.schedules import Computation
 
@@ -33,6 +34,8 @@ class Program:
         version: Number of the plan in this job: 1 for the first, 2 for the next, and so on.
         plan: The plan.
         rank: Rank of the plan's schedule.
+        max_changes: How many clock changes an iteration may have, for a node that cannot make those of the plan.
+            None for the plan's clocks.
 
     Raises:
         PlanError: If the schedule has no such rank.
@@ -41,6 +44,7 @@ class Program:
     version: int
     plan: Plan
     rank: int
+    max_changes: int | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < len(self.plan.schedule.ranks):
@@ -56,8 +60,14 @@ class Program:
 
     @cached_property
     def clocks(self) -> tuple[int, ...]:
-        """The value of the plan's control for each computation: MHz, or watts of a power limit."""
-        return tuple(self.plan.clocks[str(computation)] for computation in self.computations)
+        """The value for each computation, the plan's or a higher one: MHz, or watts of a power limit."""
+        planned = tuple(self.plan.clocks[str(computation)] for computation in self.computations)
+        return planned if self.max_changes is None else with_fewer_changes(planned, self.max_changes)
+
+    @cached_property
+    def changes(self) -> int:
+        """How often the clock changes in an iteration, including the change back to the first one."""
+        return changes_per_rank(self.clocks)
 
     def check_order(self, order: tuple[Computation, ...], engine: str) -> None:
         """Refuse a plan whose order of computations is not that of the engine.

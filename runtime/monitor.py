@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from perseus_planner.errors import ControllerLost, GpuError
 from perseus_planner.runs.straggler import StragglerDetection, StragglerDetector
 from perseus_planner.runtime.controller.client import HUNG_S, Connection
-from perseus_planner.runtime.controller.protocol import ControlFailure, ControlResumed, ToRank
+from perseus_planner.runtime.controller.protocol import ControlFailure, ControlResumed, Overload, ToRank
 from perseus_planner.runtime.marks import NO_REQUEST, Marks
 
 if TYPE_CHECKING:
@@ -198,7 +198,21 @@ class Monitor:
                 self._fail("controller", message.text)
             elif isinstance(message, ControlResumed):
                 self._resume()
+            elif isinstance(message, Overload):
+                self._keep_changes(message.kept)
         return messages
+
+    def _keep_changes(self, most: int) -> None:
+        """Run with at most so many changes of the clock in an iteration; warn once for each plan."""
+        program = self._follower.keep_changes(most)
+        if program is not None:
+            text = (
+                "clock changes cannot keep up, so this rank follows its plan with at most "
+                f"{program.changes} of {program.plan.changes[program.rank]} clock changes in an iteration, to the same "
+                f"deadline and for more energy; make the plan with fewer changes (--max-changes {most}), or allow more "
+                "changes per second"
+            )
+            self._warnings.warn(f"changes/{program.version}", text)
 
     def _update_dwell(self, connection: Connection) -> None:
         program = self._follower.program

@@ -72,6 +72,36 @@ def changes_per_rank(clocks_mhz: Sequence[int | None]) -> int:
     return sum(clock != before for before, clock in zip(clocks[-1:] + clocks, clocks, strict=False))
 
 
+def with_fewer_changes(clocks: Sequence[int], max_changes: int) -> tuple[int, ...]:
+    """Return clocks of a rank with at most so many changes in an iteration, none of them below the given one.
+
+    Neighbours are merged into the higher of their clocks, those first that are raised least: computations times MHz.
+    At the end one clock is left, the highest. A higher clock, or power limit, is taken to be faster, so no computation
+    takes longer, and an iteration keeps the deadline that it was planned for, at some energy.
+
+    Args:
+        clocks: the clock of each computation of the rank, in program order: MHz, or watts of a power limit.
+        max_changes: how many changes are allowed, 0 or more, with the change back for the next iteration.
+    """
+    merged = list(clocks)
+    segments = [[i] for i in range(len(merged))]  # in program order; the first one follows the last
+
+    def cost(at: int) -> int:
+        before, after = segments[at - 1], segments[at]
+        raise_by = merged[before[0]] - merged[after[0]]
+        return abs(raise_by) * len(after if raise_by > 0 else before)
+
+    while len(segments) > max(1, max_changes):
+        at = min(range(len(segments)), key=cost)  # neighbours at one clock first: they cost nothing
+        joined = segments[at] + segments[at - 1]
+        highest = max(merged[i] for i in joined)
+        for i in joined:
+            merged[i] = highest
+        segments[at - 1] = joined
+        del segments[at]
+    return tuple(merged)
+
+
 def shortest_hold_s(clocks_mhz: Sequence[int | None], starts_s: Sequence[float], time_s: float) -> float:
     """Return the shortest time for which a rank holds a clock, seconds; infinite if it never changes its clock.
 

@@ -160,6 +160,13 @@ class ControlFailure:
 
 
 @dataclass(frozen=True)
+class Overload:
+    """More than half of the last changes of the rank's GPU were overtaken; `kept` of an iteration's could be made."""
+
+    kept: int
+
+
+@dataclass(frozen=True)
 class ControlResumed:
     """The controller sets the rank's GPU again, after a failure."""
 
@@ -173,7 +180,7 @@ class DetachReply:
 
 FromRank: TypeAlias = AttachRequest | DwellRequest | DetachRequest
 ToRank: TypeAlias = (
-    AttachReply | AttachRefusal | ControlChange | GpuSample | ControlFailure | ControlResumed | DetachReply
+    AttachReply | AttachRefusal | ControlChange | GpuSample | ControlFailure | ControlResumed | Overload | DetachReply
 )
 Message: TypeAlias = FromRank | ToRank
 

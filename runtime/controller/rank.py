@@ -48,12 +48,14 @@ class ClockRequest(NamedTuple):
         value: What it wants; 0 to have its GPU reset.
         skipped: What the rank requested at the positions that it passed since the last look, as far as that is known.
         is_new_iteration: Whether the position has gone back since the last request.
+        is_new_program: Whether another value was requested at this position before.
     """
 
     position: int | None
     value: int
     skipped: tuple[int, ...]
     is_new_iteration: bool
+    is_new_program: bool = False
 
 
 class Rank:
@@ -149,9 +151,12 @@ class Rank:
         is_new_iteration = before is not None and position < before
         passed = range(0 if before is None or is_new_iteration else before + 1, position)
         skipped = [self._values[each] for each in passed if each in self._values] if len(passed) <= MAX_SKIPPED else ()
+        is_new_program = self._values.get(position, value) != value
+        if is_new_program:
+            self._values.clear()
         if position < _MAX_POSITIONS:
             self._values[position] = value
-        return ClockRequest(position, value, tuple(skipped), is_new_iteration)
+        return ClockRequest(position, value, tuple(skipped), is_new_iteration, is_new_program)
 
     def make(self, change: PendingChange) -> None:
         """Set the GPU, and tell the rank.

@@ -10,7 +10,7 @@ The rules:
 - The GPU that has waited longest is next, and a newer request keeps the place in the queue of the one it replaces. So
   while a GPU waits that may be set, no other GPU is set twice.
 
-A plan is too fast for its node if more than half of the last `JUDGED` changes of a GPU were overtaken by the next one.
+A program is too fast for its node if more than half of the last `JUDGED` changes of a GPU were overtaken by the next.
 """
 
 from __future__ import annotations
@@ -91,7 +91,11 @@ class ChangeScheduler(Generic[Key]):
         """Drop the pending change of a GPU, which is reset now, and judge it by later changes only."""
         queue = self._gpus[gpu]
         queue.pending, queue.value = None, RESET
-        queue.outcomes.clear()
+        self.judge_anew(gpu)
+
+    def judge_anew(self, gpu: Key) -> None:
+        """Judge a GPU by later changes only."""
+        self._gpus[gpu].outcomes.clear()
 
     def set_dwell(self, gpu: Key, min_dwell_s: float) -> None:
         """Change the dwell time of a GPU."""

@@ -4,10 +4,11 @@ Each turn of its loop takes in ranks that attach, detach or end; looks at every 
 is to be set, reads one; and writes a sign of life for every rank. A call of the driver takes milliseconds, so all
 requests are looked at again after each call, and the next call is for what is wanted then.
 
-When a GPU cannot be set, or its changes cannot keep up, it is reset, and set again after a pause (`backoff`). When a
-rank ends, its GPU is reset at once. When the launcher ends, all GPUs are reset and the controller ends. It also
-ends when the last rank has left. SIGINT, SIGTERM and SIGHUP do not end it, because launchers send them to every process
-they know while ranks still run. If the controller itself ends, for any reason, its guardian resets the GPUs.
+When the changes of a GPU cannot keep up, its rank is told, which goes on with fewer. When a GPU cannot be set, it is
+reset, and set again after a pause (`backoff`); so is one whose iterations have no change left to spare. When a rank
+ends, its GPU is reset at once. When the launcher ends, all GPUs are reset and the controller ends. It also ends when
+the last rank has left. SIGINT, SIGTERM and SIGHUP do not end it, because launchers send them to every process they know
+while ranks still run. If the controller itself ends, for any reason, its guardian resets the GPUs.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from perseus_planner.errors import GpuError
-from perseus_planner.runtime.controller.protocol import DetachReply, DetachRequest, DwellRequest
+from perseus_planner.runtime.controller.protocol import DetachReply, DetachRequest, DwellRequest, Overload
 from perseus_planner.runtime.controller.rank import LeaseGroup, shared_gpu_errors
 from perseus_planner.runtime.controller.scheduler import JUDGED, ChangeScheduler
 
@@ -225,11 +226,21 @@ class Controller:
                 rank.sample_due_ns = now_ns
             if not rank.is_set:
                 continue
+            if request.is_new_program:
+                self._scheduler.judge_anew(rank)
             for value in (*request.skipped, request.value):
                 self._scheduler.request(rank, value, request.position, now_ns)
             if self._scheduler.is_overloaded(rank):
-                kept = int(self._scheduler.made_share(rank) * rank.changes_per_iteration)
-                self._fail(rank, _overload_text(rank.attach_request.gpu, kept))
+                self._relieve(rank, is_new_iteration=request.is_new_iteration)
+
+    def _relieve(self, rank: Rank, *, is_new_iteration: bool) -> None:
+        """Have a rank whose changes cannot keep up go on with fewer, or reset its GPU if it has one clock only."""
+        changes = rank.changes_per_iteration
+        if changes == 0:
+            self._fail(rank, _overload_text(rank.attach_request.gpu))
+        elif is_new_iteration:  # so those of the one before are known
+            rank.send(Overload(int(self._scheduler.made_share(rank) * changes)))
+            self._scheduler.judge_anew(rank)
 
     def _note_gap(self, rank: Rank, now_ns: int) -> None:
         """Adapt the pause between turns to how often requests change."""
@@ -331,9 +342,8 @@ def _turn_away(rank: Rank, error: GpuError) -> None:
         rank.gpu.close()
 
 
-def _overload_text(gpu: str, kept: int) -> str:
+def _overload_text(gpu: str) -> str:
     return (
         f"GPU {gpu}: more than half of the last {JUDGED} changes of its clock were requested before the previous one "
-        f"had been made; make the plan with fewer changes (--max-changes {kept} would keep up), or allow more changes "
-        "per second"
+        "had been made, although its iterations have one clock; allow more changes per second"
     )

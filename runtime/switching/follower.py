@@ -1,11 +1,18 @@
-"""Decides what each iteration of a rank runs by: the plan that all ranks agreed on or, if anything fails, no clocks."""
+"""Decides what each iteration of a rank runs by: the plan that all ranks agreed on or, if anything fails, no clocks.
+
+Where a GPU's clock changes cannot keep up, its rank runs the plan with fewer of them: neighbours at the higher of their
+clocks, so that it is no later. The plan as it is gets tried again after a pause (`backoff`), and so does every new one.
+"""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from perseus_planner.errors import PlannerError
+from perseus_planner.runtime.controller.backoff import Backoff
 from perseus_planner.runtime.hook import Program
 from perseus_planner.runtime.switching.agreement import Agreement
 from perseus_planner.runtime.switching.plans import Plans
@@ -35,6 +42,7 @@ class PlanFollower:
         make_program: Returns this rank's program of a version, given the plans of all pipelines; raises a PlannerError
             if the plan does not fit.
         on_iteration_end: Called for every iteration that has ended, with the arguments of `ProgramSource.on_end`.
+        now_s: A clock, in seconds.
     """
 
     def __init__(
@@ -43,13 +51,16 @@ class PlanFollower:
         share: NodeShare,
         make_program: MakeProgram,
         on_iteration_end: OnIterationEnd,
+        now_s: Callable[[], float] = time.monotonic,
     ) -> None:
         self.agreement = Agreement(job.own_store, self._prepare, share)
         self.problem: str | None = None
         self.misfit: str | None = None
         self.deviation: str | None = None
-        self._make_program, self._on_iteration_end = make_program, on_iteration_end
+        self._make_program, self._on_iteration_end, self._now_s = make_program, on_iteration_end, now_s
         self._programs: dict[int, Program] = {}
+        self._fewer: Program | None = None  #: replaces the program of its version
+        self._backoff = Backoff()  #: of the program that it replaces
         self._current: Program | None = None
 
     @property
@@ -68,7 +79,8 @@ class PlanFollower:
         version = self.agreement.version_at(iteration)
         if self.problem is not None:
             return None
-        self._current = self._programs.get(version)
+        fewer = self._fewer
+        self._current = fewer if fewer is not None and fewer.version == version else self._programs.get(version)
         return self._current
 
     def on_end(self, iteration: int, program: Program | None, deviation: str | None) -> None:
@@ -77,9 +89,32 @@ class PlanFollower:
             self.deviation = f"iteration {iteration} ran {deviation}"
         self._on_iteration_end(iteration, program, deviation)
 
+    def keep_changes(self, most: int) -> Program | None:
+        """Run the plan with half its changes from the next iteration on, or with half of those, until at most `most`.
+
+        Returns:
+            The program with fewer changes; None if there are no more than so many already.
+        """
+        program = self._current
+        if program is None:
+            return None
+        if self._fewer is not None and self._fewer.version == program.version:
+            program = self._fewer
+        changes = program.changes
+        while changes > most:
+            changes //= 2
+        fewer = replace(program, max_changes=changes)
+        if fewer.changes == program.changes:  # the message is older than the program
+            return None
+        self._backoff.fail(self._now_s())
+        self._fewer = fewer
+        return fewer
+
     def look(self) -> None:
-        """Take part in the agreement once."""
+        """Take part in the agreement once, and go back to all changes of the plan when their pause is over."""
         self.agreement.look()
+        if self._fewer is not None and self._backoff.is_due(self._now_s()):
+            self._fewer = None
         for version in [version for version in self._programs if version < self.agreement.version]:
             del self._programs[version]
 

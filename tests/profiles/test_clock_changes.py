@@ -12,7 +12,12 @@ from hypothesis import strategies as st
 from strategies import fixed
 
 from perseus_planner.errors import ProfileError
-from perseus_planner.profiles.clock_changes import ClockChange, changes_per_rank, shortest_hold_s
+from perseus_planner.profiles.clock_changes import (
+    ClockChange,
+    changes_per_rank,
+    shortest_hold_s,
+    with_fewer_changes,
+)
 
 SEEDS = st.integers(0, 2**32 - 1)
 
@@ -45,6 +50,34 @@ def test_changes_and_holds_are_those_of_three_iterations_in_a_row(clocks: list[i
     assert changes_per_rank(clocks) == len(middle_s)
     holds_s = [then - s for s, then in pairwise(changed_s)]
     assert shortest_hold_s(clocks, starts_s, 100.0) == min(holds_s, default=math.inf)
+
+
+@pytest.mark.parametrize(
+    ("most", "merged"),
+    [
+        (4, [1410, 900, 900, 930, 1200, 1200]),
+        (3, [1410, 930, 930, 930, 1200, 1200]),
+        (2, [1410, 930, 930, 930, 1410, 1410]),  # 2 x 210 MHz, where 930 to 1200 MHz is 3 x 270
+        (1, [1410] * 6),
+        (0, [1410] * 6),
+    ],
+)
+def test_neighbours_that_are_raised_least_are_merged_first(most: int, merged: list[int]):
+    assert list(with_fewer_changes([1410, 900, 900, 930, 1200, 1200], most)) == merged
+
+
+@fixed
+@given(clocks=st.lists(st.integers(9, 14).map(lambda each: 100 * each), min_size=1, max_size=20), data=st.data())
+def test_fewer_changes_make_no_computation_slower(clocks: list[int], data: st.DataObject):
+    planned = changes_per_rank(clocks)
+    most = data.draw(st.integers(0, planned))
+    fewer = with_fewer_changes(clocks, most)
+    assert changes_per_rank(fewer) <= most
+    assert len(fewer) == len(clocks)
+    assert all(clock >= before for before, clock in zip(clocks, fewer, strict=True))
+    assert set(fewer) <= set(clocks)
+    assert with_fewer_changes(clocks, planned) == tuple(clocks)
+    assert with_fewer_changes(clocks, 0) == (max(clocks),) * len(clocks)
 
 
 @pytest.mark.parametrize("value", [-0.001, math.nan, math.inf, "5 ms", None, True])

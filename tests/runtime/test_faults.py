@@ -120,7 +120,6 @@ def survived(tmp_path_factory: pytest.TempPathFactory) -> Results:
         ("killed", "the clock controller of this node has ended; its guardian resets the GPUs that it had set"),
         ("stopped", "the clock controller gave no sign of life for 0.5 s and is killed"),
         ("lost", "simulated a100-sxm is lost: it fell off the bus, as its fault says"),
-        ("slow", "GPU emulated:a100-sxm/"),
         ("fault", "a fault of the planner, please report it: ValueError: a test breaks it"),
     ],
 )
@@ -136,6 +135,16 @@ def test_whatever_fails_training_goes_on_to_the_same_results_without_clocks_with
     assert warning.startswith(text)
     until = "" if name == "fault" else " until clocks can be set again"
     assert warning.endswith(f"; training goes on at the GPU's default clocks{until}")
+
+
+def test_where_clock_changes_cannot_keep_up_training_goes_on_with_fewer(tmp_path: Path):
+    everyone = results_of("runtime_programs:fewer_changes", 2, tmp_path)
+    for result in everyone:
+        assert result["slow"]["equal"]
+        assert result["slow"]["problem"] is None
+        assert result["slow"]["locked_mhz"] is None
+    (warning,) = warnings_of(everyone, "slow")
+    assert warning.startswith("clock changes cannot keep up, so this rank follows its plan with at most ")
 
 
 def test_a_gpu_that_was_lost_is_reset_when_the_next_job_begins(survived: Results):

@@ -307,7 +307,19 @@ def test_changes_of_an_iteration_include_the_change_back(clocks: tuple[int, ...]
         shared.request[0] = clock_request(position, clock)
         rank.poll_request()
     assert rank.changes_per_iteration == changes
+    shared.request[0] = clock_request(0, 915)  # of another program
+    rank.poll_request()
+    assert rank.changes_per_iteration == 0
     rank.close()
+
+
+def test_another_value_at_a_position_is_another_program_of_which_nothing_is_known():
+    written = [(0, 900), (1, 1200), (0, 900), (1, 915), (0, 900), (2, 7)]
+    *before, changed, again, last = requests_seen(*(clock_request(*each) for each in written))
+    assert not any(request.is_new_program for request in before if request is not None)
+    assert changed == ClockRequest(1, 915, (), is_new_iteration=False, is_new_program=True)
+    assert again == ClockRequest(0, 900, (), is_new_iteration=True)
+    assert last == ClockRequest(2, 7, (915,), is_new_iteration=False)
 
 
 @given(st.lists(st.integers(0, 2**64 - 1), max_size=40))

@@ -48,29 +48,35 @@ def no_clocks_any_more(state: str) -> None:
         with mock.patch.object(monitor, "HUNG_S", 0.5):
             result["stopped"] = _survived(warning_log, lambda _: _signal_controller(state, signal.SIGSTOP))
         result["lost"] = _survived(warning_log, lambda _: None, f"{GPU}&fault=lost@200calls")
-        result["slow"] = _survived(warning_log, lambda _: None, max_changes_per_s=20.0)
         result["fault"] = _survived(warning_log, _break_background)
         result["lost"]["locked_mhz later"] = Watch(f"{GPU}&fault=lost@200calls").gpu.locked_mhz
+
+
+def fewer_changes(state: str) -> None:
+    """Train on a node that makes too few changes, until a rank makes fewer."""
+    with job(state) as result:
+        result["slow"] = _survived(WarningLog(), lambda _: None, max_changes_per_s=20.0)
 
 
 def _survived(
     warning_log: WarningLog, inject: Callable[[Runtime], None], gpu: str = GPU, *, max_changes_per_s: float = FAST
 ) -> dict[str, Any]:
-    """Train, let something fail, go on until every rank knows, and then for two iterations."""
+    """Train, let something fail, go on until every rank knows, or one makes fewer changes, and then two iterations."""
     watch = Watch(gpu)
     pipeline, losses = Torch("1f1b", 4, watch), []
     with planner_runtime(pipeline.engine, plan=PLAN, gpu=gpu, max_changes_per_s=max_changes_per_s) as runtime:
-        watch.planned = (lambda: runtime.plan) if max_changes_per_s == FAST else None
+        is_fast = max_changes_per_s == FAST
+        watch.planned = (lambda: runtime.plan) if is_fast else None
         steps = 2
         for _ in range(steps):
             losses += pipeline.step()
         inject(runtime)
         watch.planned, watch.takes_s = None, 0.005
-        while not every_rank(runtime.problem is not None):
+        while not every_rank(runtime.problem is not None) and every_rank(not _has_fewer_changes(runtime)):
             losses += pipeline.step()
             steps += 1
         watch.takes_s = 0.0
-        if "lost" not in gpu:  # whose clock stays what it was
+        if is_fast and "lost" not in gpu:  # whose clock stays what it was
             watch.planned = lambda: None
         for _ in range(2):
             losses += pipeline.step()
@@ -83,6 +89,11 @@ def _survived(
         "warnings": warning_log.taken(),
         "locked_mhz": watch.gpu.locked_mhz,
     }
+
+
+def _has_fewer_changes(runtime: Runtime) -> bool:
+    program = runtime._follower.program
+    return program is not None and program.max_changes is not None
 
 
 def clocks_come_back(state: str) -> None:
