@@ -15,7 +15,8 @@ import numpy as np
 
 from perseus_planner import Frontier
 from perseus_planner.profiles.operating_points import OperatingPoint
-from perseus_planner.solver.network import Checkpoint
+from perseus_planner.solver.mincut import walk
+from perseus_planner.solver.network import State
 
 POINTS = 9
 
@@ -29,7 +30,8 @@ def worst_certificate(frontier: Frontier, points: int = POINTS) -> float:
     slowest, fastest = int(frontier.times[0]), int(frontier.times[-1])
     ticks = [slowest - (slowest - fastest) * part // (points - 1) for part in range(points)]
     _check_arcs(frontier)
-    return max(_certificate(frontier, at) for at in frontier.states_at(ticks))
+    steps = walk(frontier.scaled.network, ticks)
+    return max(_certificate(frontier, step.times[-1], step.state) for step in steps)
 
 
 def is_convex(frontier: Frontier) -> bool:
@@ -49,16 +51,16 @@ def _check_arcs(frontier: Frontier) -> None:
         )
 
 
-def _certificate(frontier: Frontier, at: Checkpoint) -> float:
+def _certificate(frontier: Frontier, time: int, state: State) -> float:
     dag, tick_s = frontier.dag, frontier.scaled.tick_s
-    event, time_s = at.state.event, at.time * tick_s
+    event, time_s = state.event, time * tick_s
     rank = {place: k for k, place in enumerate(dag.order)}
     waits = [(rank[other], rank[place]) for place in rank for other in dag.predecessors[place]]
     before, after = np.array(waits).T
     assert np.all(event[2 * after] >= event[2 * before + 1]), "a computation starts before one that it waits for"
     assert event[: 2 * len(rank)].min() >= 0, "a computation starts before the iteration"
-    assert event[: 2 * len(rank)].max() <= at.time, "a computation ends after the iteration"
-    price_w = _prices(frontier, at)
+    assert event[: 2 * len(rank)].max() <= time, "a computation ends after the iteration"
+    price_w = _prices(frontier, state)
     primal, dual = [], []
     for key, options in dag.points.items():
         members = np.array([rank[place] for place, c in enumerate(dag.computations) if c[:2] == key])
@@ -75,11 +77,11 @@ def _certificate(frontier: Frontier, at: Checkpoint) -> float:
     return float(max(abs(above_j - bound_j), abs(below_j - bound_j)) / bound_j)
 
 
-def _prices(frontier: Frontier, at: Checkpoint) -> np.ndarray:
+def _prices(frontier: Frontier, state: State) -> np.ndarray:
     """(computations + 1,) watts: the flow through each computation, and in all."""
-    network, flow = frontier.scaled.network, at.state.flow
+    network, flow = frontier.scaled.network, state.flow
     assert np.all(flow >= 0), "a flow below 0"
-    nodes = len(at.state.event)
+    nodes = len(state.event)
     inflow, outflow = np.zeros(nodes, np.int64), np.zeros(nodes, np.int64)
     np.add.at(inflow, network.head, flow)
     np.add.at(outflow, network.tail, flow)

@@ -85,4 +85,4 @@ def _timed(cluster: Cluster, name: str) -> tuple[Outcome, float]:
 
 
 def _walk(frontier: Frontier) -> tuple[Any, Any, Any]:
-    return frontier.times, frontier.powers, frontier.checkpoints
+    return frontier.times, frontier.powers, frontier.guides

@@ -57,7 +57,7 @@ class Size:
         lowtime_unit_s: its step in time, seconds.
         reference_microbatches: those for which the reference frontiers are compared.
         reference_points: how many plans of each reference frontier are replayed.
-        large: stages and microbatches of the large pipeline.
+        large: stages and microbatches of the large pipelines.
         measured_runs: how many of the training jobs that were run are replayed.
         budget_microbatches: of the plans with a switch budget.
         budget_slowdowns: their deadlines.
@@ -90,7 +90,7 @@ class Size:
     lowtime_unit_s: float = 1e-3
     reference_microbatches: tuple[int, ...] = (12, 24, 48, 96)
     reference_points: int = 101
-    large: tuple[int, int] = (16, 512)
+    large: tuple[tuple[int, int], ...] = ((16, 256), (32, 256), (64, 256), (32, 1024))
     measured_runs: int = 2
     budget_microbatches: int = 96
     budget_slowdowns: tuple[float, ...] = (1.00, 1.02, 1.05, 1.10)
@@ -125,7 +125,7 @@ SMOKE = Size(
     lowtime_unit_s=4e-3,
     reference_microbatches=(12,),
     reference_points=11,
-    large=(16, 24),
+    large=((16, 24),),
     measured_runs=1,
     budget_microbatches=12,
     budget_slowdowns=(1.05,),

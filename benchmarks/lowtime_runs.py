@@ -17,6 +17,7 @@ from perseus_planner.errors import UsageError
 from perseus_planner.plans.replay import end_times
 from perseus_planner.profiles.measurement import Measurement
 from perseus_planner.schedules.dag import PipelineDag
+from perseus_planner.solver.mincut import walk
 
 
 @dataclass(frozen=True)
@@ -125,8 +126,9 @@ def same_plans(fits: Fits, dag: PipelineDag, times: Iterable[int]) -> Iterator[R
     units = list(times)
     place_of = np.argsort(dag.order)
     slowest = np.array([round(frontier.dag.points[c[:2]][-1].time_s) for c in dag.computations])
-    for unit, at in zip(units, frontier.states_at([unit * to_ticks for unit in units]), strict=True):
-        event = at.state.event[: 2 * len(place_of)] // to_ticks
+    steps = walk(frontier.scaled.network, [unit * to_ticks for unit in units])
+    for unit, step in zip(units, steps, strict=True):
+        event = step.state.event[: 2 * len(place_of)] // to_ticks
         duration = np.minimum((event[1::2] - event[::2])[place_of], slowest)
         clocks = [
             fits.options[c[:2]].get_knob_for(units_given)

@@ -13,6 +13,7 @@ from results import Check, Section, Table
 
 from perseus_planner import Frontier
 from perseus_planner.plans.replay import end_times
+from perseus_planner.solver.mincut import walk
 
 _COLUMNS = {
     "profile": ("profile", ""),
@@ -111,7 +112,7 @@ def _rounded_up(frontier: Frontier, deadline_s: float) -> tuple[float, float]:
     """Return the effective energy with each relaxed duration's nearest faster option, and with slack filled, J."""
     dag, tick_s = frontier.dag, frontier.scaled.tick_s
     within = min(max(int(deadline_s / tick_s), int(frontier.times[-1])), int(frontier.times[0]))
-    event = next(frontier.states_at([within])).state.event
+    event = next(walk(frontier.scaled.network, [within])).state.event
     options = [dag.points[computation[:2]] for computation in dag.computations]
     chosen = [0] * len(options)
     for k, place in enumerate(dag.order):

@@ -6,7 +6,8 @@ them says. The begin and end of an iteration, where the pipeline fills and drain
 
 1. *No change.* For every possible pace, each rank takes its cheapest clock that keeps it, for the whole iteration.
    Annealing (`segment_search.py`) starts from the best of these plans that meets the deadline.
-2. *Two changes.* A slower pace and a faster one, one after the other, share an iteration as the deadline allows.
+2. *Two changes.* A slower pace and a faster one, one after the other, share an iteration as the deadline allows. And
+   all ranks may be fast while the pipeline fills and drains, and keep one clock each between. Both are searched.
 3. *More changes.* The levels, a fixed series of numbers of changes, are annealed in turn, each from the plan of the
    level before; it may take parts of the plans of all paces and of the plan without a budget. So a larger budget never
    gives a worse plan.
@@ -17,13 +18,13 @@ If there are few combinations of clocks, all of them are tried instead. Everythi
 from __future__ import annotations
 
 import math
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from perseus_planner.errors import InfeasibleBudget
-from perseus_planner.solver.segment_search import Goal, Heat, anneal, fastest_segments, try_all_clocks
+from perseus_planner.solver.segment_search import Goal, Heat, anneal, fastest_segments, head_pace_tail, try_all_clocks
 from perseus_planner.solver.segments import (
     SegmentProblem,
     load_state,
@@ -45,6 +46,17 @@ _EFFORT = (75_000_000, 5_000, 60_000)  #: for each level: tries times operations
 _HEAT = (3e-3, 3e-5)  #: first and last temperature, as a part of the distance to the plan without a budget
 _HEAT_OF_TIME = (1e-3, 1e-6)  #: likewise as a part of the iteration time, when the search is for the fastest plan
 _NEAR = 0.12  #: distance from the deadline of the paces whose parts may be taken, as a part of it
+_ENDS = (
+    0,
+    1,
+    2,
+    3,
+    4,
+    6,
+    8,
+    11,
+    14,
+)  #: computations that a rank runs fast at the begin, and at the end, of an iteration
 _PAIRS = 16  #: pairs of paces that are tried one after the other
 _HALVINGS = 12  #: steps to find how two paces share an iteration
 _PRICE = 1.0  #: first price of a second beyond the deadline, times what the paces around it save per second
@@ -180,9 +192,14 @@ def _candidates_by_level(
 ) -> Iterator[_Candidate | None]:
     """Yield the best plan found for each number of changes in turn."""
     measured = np.isfinite(problem.time_s).sum(axis=1)[problem.member]
-    if math.prod(measured.tolist()) > _FEW:
-        return _search_levels(problem, search, levels)
-    return (_try_all(problem, search.goal._replace(budget=level)) for level in levels)
+    if math.prod(measured.tolist()) <= _FEW:
+        yield from (_try_all(problem, search.goal._replace(budget=level)) for level in levels)
+        return
+    ends = _fast_ends(problem, search.goal.deadline_s) if levels[-1] >= 2 else []
+    constant = sum(level < 2 for level in levels)
+    others = chain([None] * constant, _search_levels(problem, search, levels[constant:], ends))
+    for found in zip(_search_levels(problem, search, levels, []), others, strict=True):
+        yield min((each for each in found if each is not None), key=_order, default=None)
 
 
 def _try_all(problem: SegmentProblem, goal: Goal) -> _Candidate | None:
@@ -190,7 +207,10 @@ def _try_all(problem: SegmentProblem, goal: Goal) -> _Candidate | None:
     return _Candidate(max(0.0, time_s - goal.deadline_s), cost_j, time_s, clock) if time_s < math.inf else None
 
 
-def _search_levels(problem: SegmentProblem, search: _Search, levels: Sequence[int]) -> Iterator[_Candidate | None]:
+def _search_levels(
+    problem: SegmentProblem, search: _Search, levels: Sequence[int], known: Sequence[_Candidate]
+) -> Iterator[_Candidate | None]:
+    """Yield the best plan found for each number of changes; `known` plans take the place of mixtures of two paces."""
     goal, unlimited, _, paces = search
     goal = goal._replace(price_w=_PRICE * _saving_per_second_w(problem, paces, goal.deadline_s))
     unlimited_j = load_state(problem, unlimited)[1]
@@ -203,7 +223,7 @@ def _search_levels(problem: SegmentProblem, search: _Search, levels: Sequence[in
         at_level = goal._replace(budget=level)
         starts = [] if best is None else [best]
         if level >= 2 and mixtures is None:
-            mixtures = _mixtures(problem, paces, goal.deadline_s)
+            mixtures = list(known) or _mixtures(problem, paces, goal.deadline_s)
             starts += mixtures
         if best is None or best.late_s > 0.0:
             clock = fastest_segments(problem, min(max(level, 1), _MOST_FAST_SEGMENTS))
@@ -279,6 +299,12 @@ def _saving_per_second_w(problem: SegmentProblem, paces: list[_Candidate], deadl
     spread_j = np.ptp(problem.cost_j[problem.member][finite])
     spread_s = np.ptp(problem.time_s[problem.member][finite])
     return float(max(spread_j, 1e-9) / max(spread_s, 1e-9)) * len(problem.usable_count)
+
+
+def _fast_ends(problem: SegmentProblem, deadline_s: float) -> list[_Candidate]:
+    """Return plans in which each rank begins and ends fast, and keeps one clock between, for heads and tails."""
+    clocks = (head_pace_tail(problem, deadline_s, head, tail) for head in _ENDS for tail in _ENDS)
+    return [_candidate(problem, clock, deadline_s) for clock in clocks]
 
 
 def _mixtures(problem: SegmentProblem, paces: list[_Candidate], deadline_s: float) -> list[_Candidate]:

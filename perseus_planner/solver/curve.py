@@ -1,7 +1,4 @@
-"""The exact time-energy curve of a pipeline iteration: data alone, without plans.
-
-The compiled kernels are loaded when the curve is walked, so that looking at it stays cheap.
-"""
+"""The exact time-energy curve of a pipeline iteration: data alone, without plans."""
 
 from __future__ import annotations
 
@@ -15,11 +12,9 @@ import numpy as np
 from perseus_planner.errors import InfeasibleDeadline
 from perseus_planner.plans.replay import end_times, time_and_energy
 from perseus_planner.quantities import TIME
-from perseus_planner.solver.network import Checkpoint, Integers, ScaledNetwork, State, scaled_network
+from perseus_planner.solver.network import Guides, Integers, ScaledNetwork, scaled_network
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-
     from numpy.typing import NDArray
 
     from perseus_planner.profiles.profiles import Profile
@@ -40,13 +35,13 @@ class TimeEnergyCurve:
         times: (points,) replayed times at which the slope changes, falling, in ticks of `scaled.tick_s`. All times in
             seconds include the profile's `overhead_s`.
         powers: (points,) minus the slope of effective energy below each time, in units of `scaled.power_unit_w`.
-        checkpoints: states along the frontier, times falling; the first one at its slow end.
+        guides: relaxed solutions along it.
     """
 
     dag: PipelineDag
     times: Integers = field(repr=False)
     powers: Integers = field(repr=False)
-    checkpoints: tuple[Checkpoint, ...] = field(repr=False)
+    guides: Guides = field(repr=False)
 
     @property
     def profile(self) -> Profile:
@@ -127,23 +122,6 @@ class TimeEnergyCurve:
     def scaled(self) -> ScaledNetwork:
         """The network in whole numbers, and its units."""
         return scaled_network(self.dag)
-
-    def states_at(self, times: Iterable[int]) -> Iterator[Checkpoint]:
-        """Yield the optimal event times and flows at `times`, in ticks, which must fall and lie on the frontier.
-
-        The arrays of a state change on the way to the next one, so copy what you keep.
-        """
-        from perseus_planner.solver.mincut import advance
-
-        at: Checkpoint | None = None
-        for time in times:
-            if at is None:
-                near = next(point for point in reversed(self.checkpoints) if point.time >= time)
-                at = Checkpoint(near.time, near.power, State(*(array.copy() for array in near.state)))
-            if time < at.time:
-                reached, powers = advance(self.scaled.network, at.state, at.time, at.power, time)
-                at = Checkpoint(reached[-1], powers[-1], at.state)
-            yield at
 
     @cached_property
     def replayed_ends_s(self) -> tuple[float, float]:

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from perseus_planner.solver.kernels import kernel
-from perseus_planner.solver.point_problem import Floats, PointProblem, compute_ends
+from perseus_planner.solver.point_problem import PointProblem, compute_ends
 
 if TYPE_CHECKING:
-    from perseus_planner.solver.network import Integers
+    from perseus_planner.solver.network import Floats, Integers
 
 _ROUNDING = 1e-11  #: relative; more than the rounding error of a sum of 1e4 floats
 

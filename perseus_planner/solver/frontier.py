@@ -141,7 +141,7 @@ class Frontier(TimeEnergyCurve, Displayable):
         Raises:
             FrontierError: If the file cannot be written.
         """
-        write_frontier(path, self.dag, (self.times, self.powers), self.checkpoints)
+        write_frontier(path, self.dag, (self.times, self.powers), self.guides)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Frontier:
@@ -150,11 +150,10 @@ class Frontier(TimeEnergyCurve, Displayable):
         Raises:
             FrontierError: If the file cannot be read, or does not hold what `save` writes.
         """
-        dag, (times, powers), checkpoints = read_frontier(path)
-        frontier = cls(dag, times, powers, checkpoints)
+        dag, (times, powers), guides = read_frontier(path)
         with checking_frontier(path):
-            check_frontier(frontier.scaled.network, times, powers, checkpoints)
-        return frontier
+            check_frontier(dag, times, powers, guides)
+        return cls(dag, times, powers, guides)
 
     def _least_time_s(self, limits: Mapping[str, Any]) -> float:
         """Return the least deadline for which there is a plan: nothing is surely faster than all clocks at maximum."""

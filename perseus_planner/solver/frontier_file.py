@@ -19,24 +19,24 @@ from perseus_planner.schedules import Computation, Schedule
 from perseus_planner.schedules.dag import PipelineDag
 from perseus_planner.schedules.iteration import Iteration, parse_operation
 from perseus_planner.schedules.iteration_text import parse_stage_kind
-from perseus_planner.solver.network import Checkpoint, Integers, State
+from perseus_planner.solver.network import Guides, Integers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 _FORMAT = "perseus-planner/frontier"
-_VERSION = 1
+_VERSION = 2
 _AGAIN = "make it again with `planner solve`"
 
-Parts = tuple[PipelineDag, tuple[Integers, Integers], tuple[Checkpoint, ...]]
-"""The parts of a frontier: the graph, (times, powers), and the checkpoints."""
+Parts = tuple[PipelineDag, tuple[Integers, Integers], Guides]
+"""The parts of a frontier: the graph, (times, powers), and the guides."""
 
 
 def write_frontier(
     path: str | os.PathLike[str],
     dag: PipelineDag,
     curve: tuple[Integers, Integers],
-    checkpoints: tuple[Checkpoint, ...],
+    guides: Guides,
 ) -> None:
     """Write the parts of a frontier to `path`; `curve` holds its times and powers.
 
@@ -51,9 +51,7 @@ def write_frontier(
         "lags_s": np.array(lags_s if dag.iteration.lags_s else (), dtype=np.float64),
         "times": curve[0],
         "powers": curve[1],
-        "checkpoints": np.array([(point.time, point.power) for point in checkpoints], dtype=np.int64),
-        "events": np.array([point.state.event for point in checkpoints]),
-        "flows": np.array([point.state.flow for point in checkpoints]),
+        **{f"guide_{name}": values for name, values in guides._asdict().items()},
     }
     rows = [row.evidence for points in dag.profile.measurements.values() for row in points]
     if any(rows):
@@ -61,7 +59,7 @@ def write_frontier(
         arrays["evidence"] = np.array(evidence, dtype=np.float64)
     arrays["digest"] = np.frombuffer(_digest(arrays).encode(), dtype=np.uint8)
     with replacing(path, FrontierError) as file:
-        np.savez_compressed(file, **arrays)  # type: ignore[arg-type]  # its stubs take the first name for a flag
+        np.savez_compressed(file, **arrays)
 
 
 def read_frontier(path: str | os.PathLike[str]) -> Parts:
@@ -162,13 +160,8 @@ def _parts(arrays: dict[str, Any]) -> Parts:
         tuple(header["kinds"]),
     )
     dag = PipelineDag(profile, iteration)
-    checkpoints = tuple(
-        Checkpoint(time, power, State(event, flow))
-        for (time, power), event, flow in zip(
-            arrays["checkpoints"].tolist(), arrays["events"], arrays["flows"], strict=True
-        )
-    )
-    return dag, (arrays["times"], arrays["powers"]), checkpoints
+    guides = Guides(*(arrays[f"guide_{name}"] for name in Guides._fields))
+    return dag, (arrays["times"], arrays["powers"]), guides
 
 
 def _evidence(numbers: Sequence[float] | None) -> Evidence | None:

@@ -24,12 +24,22 @@ its slowest vertex at no further saving, so a precedence constraint is an arc wi
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from heapq import heappop, heappush
+from typing import NamedTuple
 
 import numpy as np
 
 from perseus_planner.solver.kernels import kernel
 from perseus_planner.solver.network import UNLIMITED, Integers, Network, State
+
+
+class Step(NamedTuple):
+    """A part of the walk along the frontier."""
+
+    times: list[int]  #: where the walk began and arrived, falling, ticks
+    powers: list[int]  #: minus the slope of the frontier just below each, power units
+    state: State  #: optimal at the last time
 
 
 @kernel
@@ -280,3 +290,18 @@ def advance(network: Network, state: State, time: int, power: int, target: int) 
         if added == UNLIMITED:
             powers[-1] = UNLIMITED
             return times, powers
+
+
+def walk(network: Network, targets: Iterable[int]) -> Iterator[Step]:
+    """Yield the walk from the slow end to each of the target times in turn, in ticks; they must fall.
+
+    It ends at the fast end, whose power is UNLIMITED. The arrays of a state change on the way to the next one.
+    """
+    state = slowest_state(network)
+    time, power = int(state.event[network.sink]), 0
+    for target in targets:
+        times, powers = advance(network, state, time, power, target)
+        yield Step(times, powers, state)
+        time, power = times[-1], powers[-1]
+        if power == UNLIMITED:
+            break

@@ -22,12 +22,15 @@ if TYPE_CHECKING:
 
     from perseus_planner.schedules.dag import PipelineDag
 
+Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
 
 UNLIMITED = 2**62  #: more than any flow or time, which are at most 2**60
 _TIME_BITS = 60  #: all durations together are at most 2**60 ticks, and so is any time
 _POWER_BITS = 60  #: all slopes together are at most 2**60 units, and so is any flow
 _ENERGY_BITS = 62
+_MOST_EXACT = 4096  #: nodes up to which slopes are exact; more have coarse ones, as the walk would take minutes
+_COARSE = 5  #: a coarse unit of power is at most the mean slope / 2**5
 _SAME_TIME = 2.0**-30  #: closer than any clock measures, relative: a slope between such times would drown all others
 
 
@@ -60,12 +63,12 @@ class State(NamedTuple):
     flow: Integers  #: (arcs,) power units
 
 
-class Checkpoint(NamedTuple):
-    """A state, and where on the frontier it is optimal."""
+class Guides(NamedTuple):
+    """Relaxed solutions along the frontier, from its slow end to its fast one: what plans near them are made from."""
 
-    time: int  #: total time, ticks
-    power: int  #: flow from source to sink, power units
-    state: State
+    time_s: Floats  #: (guides,) replayed iteration time, falling
+    end_s: NDArray[np.float32]  #: (guides, n) when each node of `dag.order` ends
+    price_w: NDArray[np.float32]  #: (guides, n) price of each node's time
 
 
 @dataclass(frozen=True)
@@ -98,6 +101,9 @@ def scaled_network(dag: PipelineDag) -> ScaledNetwork:
         hulls = {key: _hull(dag.points[key], tick_s) for key in dict.fromkeys(members)}
         steepest_w = math.fsum(float(hulls[key][1][-1]) for key in members)
         power_unit_w = _power_of_two(steepest_w, _POWER_BITS) if steepest_w else 1.0
+        if len(members) > _MOST_EXACT:
+            power_unit_w = max(power_unit_w, _coarse_unit_w([hulls[key] for key in members]))
+            hulls = {key: _below(hull, Fraction(power_unit_w)) for key, hull in hulls.items()}
         math.fsum(dag.points[key][0].energy_j for key in members)  # refuse an overflow here, not later
     except (OverflowError, ZeroDivisionError) as error:
         raise ProfileError("measurements: are too large or too small to plan with; give seconds and joules") from error
@@ -122,6 +128,42 @@ def scaled_network(dag: PipelineDag) -> ScaledNetwork:
     source = 2 * len(members)
     network = make_network(source, source + 1, (ends[0], ends[1]), (spans[0], spans[1]), (curves[0], curves[1]))
     return ScaledNetwork(network, tick_s, power_unit_w)
+
+
+def _coarse_unit_w(hulls: Sequence[tuple[list[int], list[Fraction]]]) -> float:
+    """Return the largest power of two that is at most 2**-_COARSE of the mean slope of all curves, watts."""
+    costs = [sum(w * (a - b) for w, (a, b) in zip(slopes[1:], pairwise(times), strict=True)) for times, slopes in hulls]
+    spans = [times[0] - times[-1] for times, _ in hulls]
+    mean_w = float(Fraction(sum(costs)) / max(sum(spans), 1))
+    return math.ldexp(1.0, math.frexp(mean_w)[1] - 1 - _COARSE) if mean_w else 0.0
+
+
+def _below(hull: tuple[list[int], list[Fraction]], unit_w: Fraction) -> tuple[list[int], list[Fraction]]:
+    """Return the highest convex curve below a hull whose slopes are whole multiples of `unit_w`, watts.
+
+    It consists of the lines that touch the hull and have such slopes. So the least cost on it is a lower bound of the
+    least cost on the hull, and they differ by the square of the unit, not by the unit.
+    """
+    times, slopes = hull
+    steep = [slope / unit_w for slope in slopes]
+    lower_times, lower_slopes, line = list[int](), list[Fraction](), 0
+    cost, touched = Fraction(0), (Fraction(0), times[0])  # the hull's cost here, and where it was touched last
+    for vertex, time in enumerate(times):
+        if vertex:
+            cost += steep[vertex] * (times[vertex - 1] - time)
+        flattest = math.ceil(steep[vertex])
+        steepest = math.floor(steep[vertex + 1]) if vertex + 1 < len(times) else None
+        if steepest is not None and flattest > steepest:
+            continue  # no such line touches the hull here
+        if flattest > line:  # the line so far meets the first one that touches here
+            meeting = cost - touched[0] + flattest * time - line * touched[1]
+            lower_times.append(round(meeting / (flattest - line)))
+            lower_slopes.append(line * unit_w)
+        if steepest != flattest:
+            lower_times.append(time)
+            lower_slopes.append(flattest * unit_w)
+        touched, line = (cost, time), steepest or 0
+    return lower_times, lower_slopes
 
 
 def _power_of_two(total: float, bits: int) -> float:

@@ -20,10 +20,10 @@ from perseus_planner.plans.replay import replay, time_and_energy
 from perseus_planner.profiles.measurement import nearest_clock
 from perseus_planner.solver.budget import clocks_by_budget, clocks_within_budget
 from perseus_planner.solver.point_problem import PointProblem, point_problem
-from perseus_planner.solver.rounding import Anchor, anchor_deadlines, round_plan
+from perseus_planner.solver.rounding import ANCHOR_SPAN, Anchor, round_plan
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from perseus_planner.profiles.clock_changes import ClockChange
     from perseus_planner.profiles.measurement import Measurement
@@ -208,15 +208,18 @@ class Planner:
             within_s = math.nextafter(within_s, 0.0)
         return within_s
 
-    def _anchors(self, within_s: float) -> Iterator[Anchor]:
-        curve, tick_s = self.curve, self.curve.scaled.tick_s
-        count, last = len(self.dag.keys), int(curve.times[-1])
-        deadlines = anchor_deadlines(within_s, *curve.replayed_ends_s)
-        ticks = [min(max(int(time_s / tick_s), last), int(curve.times[0])) for time_s in deadlines]
-        for time_s, at in zip(deadlines, curve.states_at(ticks), strict=True):
-            end_s = np.multiply(at.state.event[1 : 2 * count : 2], tick_s, dtype=np.float64)
-            price_w = np.multiply(at.state.flow[:count], curve.scaled.power_unit_w, dtype=np.float64)
-            yield Anchor(time_s, end_s, price_w)
+    def _anchors(self, within_s: float) -> list[Anchor]:
+        """Return the relaxed solutions near a replayed time, and one at that time, between the two next to it."""
+        guides, (fastest_s, slowest_s) = self.curve.guides, self.curve.replayed_ends_s
+        times_s = np.clip(guides.time_s, fastest_s, slowest_s)
+        before = min(max(int(np.searchsorted(-times_s, -within_s)), 1), len(times_s) - 1)
+        part = (times_s[before - 1] - within_s) / max(times_s[before - 1] - times_s[before], math.ulp(within_s))
+        between = ((1 - part) * each[before - 1] + part * each[before] for each in (guides.end_s, guides.price_w))
+        near = np.flatnonzero((np.abs(times_s / within_s - 1) <= ANCHOR_SPAN) & (times_s != within_s)).tolist()
+        return [
+            Anchor(within_s, *between),
+            *(Anchor(float(times_s[i]), guides.end_s[i], guides.price_w[i]) for i in near),
+        ]
 
     def plan_of(self, clocks: Sequence[int], deadline_s: float | None) -> Plan:
         """Return the replayed plan of one clock (MHz) per computation; without a deadline, its time is its deadline."""

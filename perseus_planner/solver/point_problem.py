@@ -6,7 +6,6 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from perseus_planner.solver.kernels import kernel
 
@@ -14,9 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from perseus_planner.schedules.dag import PipelineDag
-    from perseus_planner.solver.network import Integers
-
-Floats = NDArray[np.float64]
+    from perseus_planner.solver.network import Floats, Integers
 
 
 class PointProblem(NamedTuple):

@@ -14,6 +14,7 @@ each computation: when it should end, and the price of its time in watts, which 
    iteration. That costs what the straight line between both says, and the frontier is nearly straight there.
 3. *Improvement.* The best of these plans becomes the guide: ends and prices of random groups of computations are
    changed, and plans that cost no more are kept. The number of tries and the seed are fixed: equal input, equal plan.
+4. *Polish.* The start times of single computations are moved (`polish.py`).
 """
 
 from __future__ import annotations
@@ -24,15 +25,17 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from perseus_planner.solver.dispatch import Guide, improve, mix, try_all_points
-from perseus_planner.solver.point_problem import Floats, PointProblem, compute_ends
+from perseus_planner.solver.point_problem import PointProblem, compute_ends
+from perseus_planner.solver.polish import polish
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from numpy.typing import NDArray
+
     from perseus_planner.solver.network import Integers
 
-_ANCHORS = 33  #: number of deadlines around the requested one for which plans are made
-_ANCHOR_SPAN = 0.06  #: their distance from it at most, as a part of the deadline
+ANCHOR_SPAN = 0.06  #: distance of the anchors from the deadline at most, as a part of it
 _PAIRS = 8  #: number of pairs of anchors that are mixed
 _ANCHOR_EFFORT = (80_000, 50, 100)  #: for a plan at an anchor: tries times computations, least tries, most tries
 _EFFORT = (3_000_000, 1500, 20_000)  #: for the improvement, likewise
@@ -45,15 +48,8 @@ class Anchor(NamedTuple):
     """A relaxed point near the deadline."""
 
     deadline_s: float
-    end_s: Floats  #: (n,)
-    price_w: Floats  #: (n,)
-
-
-def anchor_deadlines(deadline_s: float, least_s: float, most_s: float) -> list[float]:
-    """Return falling deadlines around `deadline_s`, including it, denser near it, and within the frontier."""
-    part = np.linspace(-1, 1, _ANCHORS)
-    around = deadline_s * (1 + _ANCHOR_SPAN * np.sign(part) * np.abs(part) ** 1.5)
-    return sorted({float(t) for t in np.clip(around, least_s, most_s)} | {deadline_s}, reverse=True)
+    end_s: NDArray[np.floating]  #: (n,)
+    price_w: NDArray[np.floating]  #: (n,)
 
 
 def round_plan(problem: PointProblem, deadline_s: float, anchors: Iterable[Anchor], known: Integers) -> Integers:
@@ -62,7 +58,7 @@ def round_plan(problem: PointProblem, deadline_s: float, anchors: Iterable[Ancho
     Args:
         problem: the problem.
         deadline_s: seconds; at least what the fastest points take.
-        anchors: relaxed points for the `anchor_deadlines`, one of them for the deadline itself.
+        anchors: relaxed points near the deadline; the first one is for the deadline itself.
         known: (n,) points of a known plan; the result costs no more than this plan if it meets the deadline.
 
     Returns:
@@ -74,13 +70,13 @@ def round_plan(problem: PointProblem, deadline_s: float, anchors: Iterable[Ancho
     plans: list[_RoundedPlan] = []
     for anchor in anchors:
         plan = _RoundedPlan(anchor.deadline_s, np.inf, problem.point_start[problem.member])
-        guide = Guide(anchor.end_s.copy(), anchor.price_w.copy(), np.array(_STIFFNESS))
+        guide = _guide(anchor.end_s, anchor.price_w, _STIFFNESS)
         cost_j = improve(
             problem, plan.deadline_s, guide, plan.chosen, np.inf, _tries(_ANCHOR_EFFORT, problem), step_s, False
         )
         plans.append(plan._replace(cost_j=cost_j))
-        if anchor.deadline_s == deadline_s:
-            best, best_guide, target = plans[-1], guide, anchor
+        if len(plans) == 1:
+            best, best_guide, target = plans[0], guide, anchor
     order = np.argsort(target.end_s)
     as_known = _RoundedPlan(deadline_s, np.inf, known)
     for first, second in [(as_known, as_known), *_mixtures(plans, best)]:
@@ -89,9 +85,13 @@ def round_plan(problem: PointProblem, deadline_s: float, anchors: Iterable[Ancho
         if cost_j < best.cost_j:
             best = best._replace(cost_j=cost_j, chosen=chosen)
             compute_ends(problem, chosen, end_s)
-            best_guide = Guide(end_s, target.price_w.copy(), np.array(_STIFF))
+            best_guide = _guide(end_s, target.price_w, _STIFF)
     improve(problem, deadline_s, best_guide, best.chosen, best.cost_j, _tries(_EFFORT, problem), step_s, True)
-    return best.chosen
+    return polish(problem, deadline_s, best.chosen)
+
+
+def _guide(end_s: NDArray[np.floating], price_w: NDArray[np.floating], stiffness: tuple[float, float]) -> Guide:
+    return Guide(np.array(end_s, dtype=np.float64), np.array(price_w, dtype=np.float64), np.array(stiffness))
 
 
 class _RoundedPlan(NamedTuple):

@@ -17,6 +17,7 @@ from perseus_planner.solver.segments import (
     replay,
     restore,
     set_clock,
+    set_range,
     shortest_dwell_s,
 )
 
@@ -179,6 +180,37 @@ def _next_clock(problem: SegmentProblem, clock: Integers, i: int) -> bool:
             clock[i] = c
             return True
     return False
+
+
+@kernel
+def head_pace_tail(problem: SegmentProblem, deadline_s: float, head: int, tail: int) -> Integers:
+    """Return a plan in which each rank runs its first and last computations fast, and the others at one clock.
+
+    That clock is the cheapest one in time, chosen rank by rank from the last one, so that two changes are enough. All
+    of a rank is fast where no clock is in time, or where it has no more than `head` + `tail` computations.
+    """
+    ranks = len(problem.usable_count)
+    clock = np.zeros(len(problem.node), dtype=np.int64)
+    for rank in range(ranks):
+        time_s = np.zeros(problem.time_s.shape[1])
+        for i in range(problem.rank_start[rank], problem.rank_start[rank + 1]):
+            time_s += problem.time_s[problem.member[i]]
+        clock[problem.rank_start[rank] : problem.rank_start[rank + 1]] = np.argmin(time_s)
+    state, _ = load_state(problem, clock)
+    for rank in range(ranks - 1, -1, -1):
+        first, stop = problem.rank_start[rank] + head, problem.rank_start[rank + 1] - tail
+        cost_j = np.zeros(problem.cost_j.shape[1])
+        for i in range(first, stop):
+            cost_j += problem.cost_j[problem.member[i]]
+        fast = state.clock[problem.rank_start[rank]]
+        for c in np.argsort(cost_j):
+            if first >= stop or c == fast or cost_j[c] == np.inf:
+                break
+            set_range(problem, state, first, stop, c)
+            if replay(problem, state) <= deadline_s:
+                break
+            set_range(problem, state, first, stop, fast)
+    return state.clock
 
 
 @kernel

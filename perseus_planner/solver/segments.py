@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from perseus_planner.schedules.dag import PipelineDag
-    from perseus_planner.solver.network import Integers
-    from perseus_planner.solver.point_problem import Floats, PointProblem
+    from perseus_planner.solver.network import Floats, Integers
+    from perseus_planner.solver.point_problem import PointProblem
 
 
 class SegmentProblem(NamedTuple):

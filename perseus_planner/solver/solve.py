@@ -11,16 +11,18 @@ from perseus_planner.plans.replay import end_times
 from perseus_planner.schedules import generate_for_stages
 from perseus_planner.schedules.dag import PipelineDag
 from perseus_planner.solver.frontier import Frontier
-from perseus_planner.solver.mincut import advance, slowest_state
-from perseus_planner.solver.network import UNLIMITED, Checkpoint, State, scaled_network
+from perseus_planner.solver.mincut import slowest_state, walk
+from perseus_planner.solver.network import Guides, scaled_network
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from numpy.typing import NDArray
+
     from perseus_planner.profiles.profiles import Profile
     from perseus_planner.schedules import Schedule
 
-_CHECKPOINTS = 16  #: states kept along the frontier, so that a plan walks only a part of it
+_PARTS = 64  #: parts of the frontier; there is a guide at each end of one
 
 
 def solve(
@@ -68,28 +70,25 @@ def solve_dag(dag: PipelineDag, *, progress: Callable[[int, int], None] | None =
     Raises:
         ProfileError: If the overhead leaves nothing of an iteration, or the measurements cannot be scaled.
     """
-    network = (scaled := scaled_network(dag)).network
-    state = slowest_state(network)
-    time, power = int(state.event[network.sink]), 0
+    scaled = scaled_network(dag)
     fastest_s = max(end_times(dag, [dag.points[key][0].time_s for key in dag.iteration.keys]))
     if fastest_s + dag.profile.overhead_s <= 0:
         raise ProfileError(
             f"overhead_s: {dag.profile.overhead_s:g} s leave nothing of an iteration that replays to {fastest_s:g} s "
             "at its fastest; calibrate with an iteration of this schedule"
         )
-    stretch = time - int(fastest_s / scaled.tick_s)
-    stops = [time - stretch * part // _CHECKPOINTS for part in range(_CHECKPOINTS)]
-    times, powers, checkpoints = [time], [power], []
-    for part, stop in enumerate([*stops[1:], 0]):
-        checkpoints.append(Checkpoint(time, power, State(*(array.copy() for array in state))))
-        reached, below = advance(network, state, time, power, stop)
-        times[-1:], powers[-1:] = reached, below
-        time, power = times[-1], powers[-1]
-        if progress is not None:
-            progress(part + 1, _CHECKPOINTS)
-        if power == UNLIMITED:
-            break
+    slowest = int(slowest_state(scaled.network).event[scaled.network.sink])
+    targets = np.linspace(slowest, int(fastest_s / scaled.tick_s), _PARTS + 1)[:-1].astype(np.int64).tolist()
+    count, times, powers = len(dag.keys), [slowest], [0]
+    guides: list[tuple[float, NDArray[Any], NDArray[Any]]] = []
+    for part, step in enumerate(walk(scaled.network, [slowest, *targets[1:], 0])):
+        times[-1:], powers[-1:] = step.times, step.powers
+        end_s = np.asarray(step.state.event[1 : 2 * count : 2] * scaled.tick_s, dtype=np.float32)
+        price_w = np.asarray(step.state.flow[:count] * scaled.power_unit_w, dtype=np.float32)
+        guides.append((times[-1] * scaled.tick_s, end_s, price_w))
+        if progress is not None and part > 0:
+            progress(part, _PARTS)
     as_array = np.array([times, powers], dtype=np.int64)
     bends = np.diff(as_array[1], prepend=0) != 0  # the slope is the same where the walk only stopped
     bends[[0, -1]] = True
-    return Frontier(dag, as_array[0, bends], as_array[1, bends], tuple(checkpoints))
+    return Frontier(dag, as_array[0, bends], as_array[1, bends], Guides(*map(np.array, zip(*guides, strict=True))))

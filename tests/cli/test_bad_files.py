@@ -109,8 +109,8 @@ def rewritten(frontier: Frontier, **changes: object) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"version": 2}, "f.npz: is of version 2 and this planner reads version 1; make it again with `planner solve`"),
-        ({"version": "1"}, "f.npz: is of version '1' and this planner reads version 1; make it again with "),
+        ({"version": 1}, "f.npz: is of version 1 and this planner reads version 2; make it again with `planner solve`"),
+        ({"version": "1"}, "f.npz: is of version '1' and this planner reads version 2; make it again with "),
         ({"format": "other"}, "f.npz: holds 'other', not a frontier; name a file that `planner solve` wrote"),
         ({"profile": {"blocking_power_w": -1}}, "f.npz: is not a frontier: blocking_power_w: -1 is not a power"),
         ({"ranks": ["0F0"]}, "f.npz: is not a frontier: "),

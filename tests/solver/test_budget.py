@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from noisy_rows import unlike_stages
 from oracles import effective_j, end_times_s, every_choice, nodes
 from strategies import dag, dags, deadline_s, fixed, job, pipeline, pipelines, shares, smooth_profile
 
@@ -134,6 +135,35 @@ def test_without_trying_all_choices_most_are_the_best_still(monkeypatch: pytest.
     monkeypatch.setattr(budget, "_FEW", 0)
     monkeypatch.setattr(budget, "_EFFORT", EFFORT)
     assert np.mean(np.array(tried_at_random(2, 60)) == 0) >= 0.9
+
+
+def fast_ends(frontier: Frontier, deadline: float, ends: int) -> Plan | None:
+    """Each rank fast for its first and last computations, and at one clock between: the cheapest one in time."""
+    problem, fastest = frontier.dag, max(m.clock_mhz for m in frontier.profile.measurements[0, "F"])
+    clocks = {str(computation): fastest for computation in problem.computations}
+    for rank in reversed(problem.schedule.ranks):
+        plans = []
+        for between in frontier.profile.measurements[0, "F"]:
+            changed = clocks | {str(computation): between.clock_mhz for computation in rank[ends : len(rank) - ends]}
+            plan = frontier.plan_of(changed)
+            plans += [(spent_j(plan, problem), changed)] if plan.time_s <= deadline else []
+        if not plans:
+            return None
+        clocks = min(plans, key=lambda entry: entry[0])[1]
+    return frontier.plan_of(clocks)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_two_changes_are_never_below_fast_ends_with_one_clock_between(seed: int):
+    frontier = solve(unlike_stages(smooth_profile(3, step_mhz=60), seed), "1f1b", microbatches=10)
+    for slowdown in (1.0, 1.02, 1.1):
+        deadline = slowdown * frontier.baseline_time_s
+        plan = frontier.plan_for(deadline, max_changes=2)
+        for ends in (0, 1, 2, 4):
+            known = fast_ends(frontier, deadline, ends)
+            if known is not None:
+                assert max(known.changes) <= 2
+                assert spent_j(plan, frontier.dag) <= spent_j(known, frontier.dag) * (1 + 1e-12)
 
 
 BUDGETS = (0, 1, 2, 3, 4, 5, 7, 8, 12, 13, None)

@@ -12,27 +12,26 @@ import pytest
 from hypothesis import given, settings
 from oracles import INFINITE, flow_range
 from strategies import fixed, graphs, jobs, pipelines, problems
-from validators import arc_cost, check_cut, check_state, critical_arcs, gaps
+from validators import Point, arc_cost, check_cut, check_state, critical_arcs, gaps, points_at
 
 from perseus_planner.profiles.profiles import Profile
 from perseus_planner.schedules import Schedule
 from perseus_planner.schedules.dag import PipelineDag
 from perseus_planner.solver.frontier import Frontier
-from perseus_planner.solver.network import UNLIMITED, Checkpoint, State
+from perseus_planner.solver.network import UNLIMITED
 from perseus_planner.solver.solve import solve, solve_dag
 
 #: Of two kinds: least and largest flows are what they are, whichever function of networkx finds them.
 FLOW_FUNCTIONS = (nx.algorithms.flow.preflow_push, nx.algorithms.flow.boykov_kolmogorov)
 
 
-def sampled(frontier: Frontier, count: int) -> Iterator[Checkpoint]:
+def sampled(frontier: Frontier, count: int) -> Iterator[Point]:
     """States at both ends, and at some points of the frontier and times between two of them."""
     rng, points = Random(0), frontier.times.tolist()
     between = [rng.randint(fast, slow) for slow, fast in pairwise(points)]
     inner = points[1:-1] + between
     times = {points[0], points[-1], *rng.sample(inner, min(count, len(inner)))}
-    for at in frontier.states_at(sorted(times, reverse=True)):
-        yield Checkpoint(at.time, at.power, State(*(array.copy() for array in at.state)))
+    return points_at(frontier, sorted(times, reverse=True))
 
 
 def power_below(frontier: Frontier, time: int) -> int:
@@ -47,15 +46,11 @@ def power_above(frontier: Frontier, time: int) -> int:
 
 
 def check_states(frontier: Frontier, count: int) -> None:
-    """At a checkpoint the flow may be any optimal one, elsewhere it is the largest."""
-    kept = [point.time for point in frontier.checkpoints]
+    """Where the walk stops, the flow is the largest one."""
     for at in sampled(frontier, count):
         check_state(frontier.scaled.network, at)
-        if at.time in kept:
-            assert power_above(frontier, at.time) <= at.power <= power_below(frontier, at.time)
-        else:
-            check_cut(frontier.scaled.network, at)
-            assert at.power == power_below(frontier, at.time)
+        check_cut(frontier.scaled.network, at)
+        assert at.power == power_below(frontier, at.time)
 
 
 @settings(fixed, max_examples=200)
@@ -78,14 +73,14 @@ def test_states_of_a_job_of_any_schedule_prove_themselves_optimal(dag: PipelineD
 
 @fixed
 @given(dag=problems(12))
-def test_checkpoints_reach_from_the_slow_end_to_the_fast_one(dag: PipelineDag):
-    frontier = solve_dag(dag)
-    times = [point.time for point in frontier.checkpoints]
-    assert times[0] == frontier.times[0]
-    assert times == sorted(times, reverse=True)
-    assert times[-1] >= frontier.times[-1]
-    for at in frontier.checkpoints:
-        check_state(frontier.scaled.network, at)
+def test_guides_reach_from_the_slow_end_to_the_fast_one(dag: PipelineDag):
+    frontier, tick_s = solve_dag(dag), solve_dag(dag).scaled.tick_s
+    guides = frontier.guides
+    assert guides.time_s[0] == frontier.times[0] * tick_s
+    assert guides.time_s[-1] == frontier.times[-1] * tick_s
+    assert (np.diff(guides.time_s) <= 0).all()
+    for time_s, end_s in zip(guides.time_s, guides.end_s, strict=True):
+        assert end_s.max() == pytest.approx(time_s)
 
 
 @fixed
@@ -93,7 +88,7 @@ def test_checkpoints_reach_from_the_slow_end_to_the_fast_one(dag: PipelineDag):
 def test_event_times_cost_exactly_the_sum_of_the_slopes(dag: PipelineDag):
     frontier = solve_dag(dag)
     network, times, powers = frontier.scaled.network, frontier.times.tolist(), frontier.powers.tolist()
-    states = (at.state for at in frontier.states_at(times))
+    states = (at.state for at in points_at(frontier, times))
     costs = [sum(arc_cost(network, *arc) for arc in enumerate(gaps(network, state))) for state in states]
     assert costs[0] == 0
     wanted = [power * (slow - fast) for power, (slow, fast) in zip(powers[:-1], pairwise(times), strict=True)]

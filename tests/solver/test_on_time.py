@@ -20,7 +20,7 @@ from perseus_planner.plans.replay import replay
 from perseus_planner.profiles.clock_changes import ClockChange
 from perseus_planner.profiles.profiles import Profile
 from perseus_planner.schedules import Schedule
-from perseus_planner.solver import budget, rounding
+from perseus_planner.solver import budget, polish, rounding
 from perseus_planner.solver.frontier import Frontier
 
 SCHEDULE = schedules.one_f_one_b(4, 8)
@@ -33,6 +33,7 @@ def _less_effort(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(budget, "_EFFORT", (1_000_000, 300, 4_000))
     monkeypatch.setattr(rounding, "_EFFORT", (100_000, 300, 2_000))
     monkeypatch.setattr(rounding, "_ANCHOR_EFFORT", (20_000, 20, 200))
+    monkeypatch.setattr(polish, "_MOVES", (300, 20_000))
 
 
 @cache

@@ -17,7 +17,15 @@ import pytest
 from perseus_planner.errors import FrontierError, InfeasibleBudget, InfeasibleDeadline, InfeasiblePower, PlannerError
 from perseus_planner.files import sha256
 from perseus_planner.service.alertmanager import AlertEffects
-from perseus_planner.service.answers import Answer, Expected, JobStatus, JobSummary, PipelineStatus, Registered
+from perseus_planner.service.answers import (
+    Answer,
+    Expected,
+    JobStatus,
+    JobSummary,
+    JobTotals,
+    PipelineStatus,
+    Registered,
+)
 from perseus_planner.service.http.app import create_app
 from perseus_planner.service.http.auth import Access, Limits
 from perseus_planner.service.model import (
@@ -131,6 +139,9 @@ class StandIn:
         self._check(job)
         times_s = tuple(1.0 + place / 1000 for place in range(1000))
         return Curve(times_s, tuple(1000.0 / each for each in times_s), 1.0, 1100.0, 100.0, 2, 4, "simulated")
+
+    def totals(self) -> tuple[JobTotals, ...]:
+        return tuple(JobTotals(each.name, each.pipelines, each.since_s, None, None, ()) for each in self.kept.values())
 
     def pipelines(self, job: str) -> tuple[int, tuple[PipelineStatus, ...]]:
         self._check(job)

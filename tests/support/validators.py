@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 import numpy as np
 from oracles import Flow, end_times_s, nodes, rank_waiting_w
@@ -13,7 +15,22 @@ from perseus_planner.plans.replay import replay
 from perseus_planner.profiles.measurement import Measurement
 from perseus_planner.schedules.dag import PipelineDag
 from perseus_planner.solver.frontier import Frontier
-from perseus_planner.solver.network import UNLIMITED, Checkpoint, Network, State
+from perseus_planner.solver.mincut import walk
+from perseus_planner.solver.network import UNLIMITED, Network, State
+
+
+class Point(NamedTuple):
+    """A time on a frontier, ticks, the flow there, power units, and an optimal state."""
+
+    time: int
+    power: int
+    state: State
+
+
+def points_at(frontier: Frontier, times: Iterable[int]) -> Iterator[Point]:
+    """The frontier at `times`, ticks, which must fall."""
+    for step in walk(frontier.scaled.network, times):
+        yield Point(step.times[-1], step.powers[-1], State(*(array.copy() for array in step.state)))
 
 
 def curve(network: Network, arc: int) -> tuple[list[int], list[int]]:
@@ -49,7 +66,7 @@ def critical_arcs(network: Network, state: State) -> list[Flow]:
     return arcs
 
 
-def check_state(network: Network, at: Checkpoint) -> None:
+def check_state(network: Network, at: Point) -> None:
     """Event times and flow are feasible, and each proves the other optimal."""
     assert at.state.event[network.source] == 0
     assert at.state.event[network.sink] == at.time
@@ -64,7 +81,7 @@ def check_state(network: Network, at: Checkpoint) -> None:
     assert at.power in (surplus[network.sink], UNLIMITED)
 
 
-def check_cut(network: Network, at: Checkpoint) -> None:
+def check_cut(network: Network, at: Point) -> None:
     """No flow is larger at this time: a cut is worth as much, or, at the fast end, a path has no bound."""
     arcs, flows = critical_arcs(network, at.state), at.state.flow.tolist()
     if at.power == UNLIMITED:

@@ -1,0 +1,180 @@
+"""Polish a plan by moving the start times of its computations: annealing (Kirkpatrick et al. 1983) with local moves.
+
+A start time for each computation gives each a window, which ends when the first of its successors starts; the cheapest
+operating point that fits its window follows. A move gives one computation, or a chain of them, another start, such that
+some window becomes exactly as long as one of its operating points takes. It changes the points of those computations
+and of their predecessors alone, so a move costs no more in a long iteration than in a short one.
+
+All times are whole numbers of ticks.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from perseus_planner.solver.kernels import kernel
+from perseus_planner.solver.point_problem import compute_ends
+
+if TYPE_CHECKING:
+    from perseus_planner.solver.network import Integers
+    from perseus_planner.solver.point_problem import PointProblem
+
+_MOVES = (3000, 3_000_000)  #: moves of each computation, and of all of them at most
+_HEAT = (0.25, 0.025)  #: first and last temperature, as a part of the median step of energy between operating points
+_STEADY = 256  #: moves at one temperature
+_TICKS = 2**45  #: ticks in a deadline
+_ROUNDING = 1e-10  #: part of a deadline, more than the rounding errors of 1e4 ticks
+_CHAINS = 0.2  #: part of the moves that take a chain along
+_LONGEST = 4  #: most computations of a chain beside the first one
+_NEAR = 0.7  #: part of the moves to a neighbouring operating point; the others are to any
+
+
+class _Ticks(NamedTuple):
+    """What a point problem takes, in ticks."""
+
+    deadline: int
+    point: Integers  #: (points,)
+    before_lag: Integers
+    after_lag: Integers
+
+
+def polish(problem: PointProblem, deadline_s: float, chosen: Integers) -> Integers:
+    """Return the points of the best plan found from the plan `chosen`, which costs no more than it.
+
+    Args:
+        problem: the problem.
+        deadline_s: seconds.
+        chosen: (n,) index of the point of each node, in time.
+    """
+    inside = np.ones(len(problem.cost_j) - 1, dtype=np.bool_)
+    inside[problem.point_start[1:-1] - 1] = False
+    steps_j = -np.diff(problem.cost_j)[inside]
+    moves = min(_MOVES[0] * len(chosen), _MOVES[1])
+    if not len(steps_j):
+        return chosen
+    for room in (_ROUNDING, -_ROUNDING):  # what fits exactly misses by a rounding error, and the other way around
+        ticks = _in_ticks(problem, deadline_s, room)
+        start = _starts(problem, ticks, chosen)
+        if start[0] < 0:
+            break
+        best = _anneal(problem, ticks, start, chosen, moves, _HEAT[0] * np.median(steps_j), _HEAT[1] / _HEAT[0])
+        if compute_ends(problem, best, np.empty(len(best))) <= deadline_s:
+            return best
+    return chosen
+
+
+def _in_ticks(problem: PointProblem, deadline_s: float, room: float) -> _Ticks:
+    """Round operating points and lags up to ticks; the deadline is longer by `room`, a part of it."""
+    tick_s = deadline_s / _TICKS
+    times_s = (problem.time_s, problem.before_lag_s, problem.after_lag_s)
+    return _Ticks(math.floor(_TICKS * (1 + room)), *(np.ceil(each_s / tick_s).astype(np.int64) for each_s in times_s))
+
+
+@kernel
+def _starts(problem: PointProblem, ticks: _Ticks, chosen: Integers) -> Integers:
+    """Return the earliest start of each node, ticks; all -1 if rounding makes the plan late."""
+    start = np.zeros(len(chosen), np.int64)
+    before_start, before, lag = problem.before_start, problem.before, ticks.before_lag
+    for k in range(len(chosen)):
+        for i in range(before_start[k], before_start[k + 1]):
+            start[k] = max(start[k], start[before[i]] + ticks.point[chosen[before[i]]] + lag[i])
+        if start[k] + ticks.point[chosen[k]] > ticks.deadline:
+            start[:] = -1
+            break
+    return start
+
+
+@kernel
+def _window(deadline: int, start: Integers, after_start: Integers, after: Integers, lag: Integers, k: int) -> int:
+    """Return how long node k may take, ticks."""
+    end = deadline
+    for i in range(after_start[k], after_start[k + 1]):
+        end = min(end, start[after[i]] - lag[i])
+    return int(end - start[k])
+
+
+@kernel
+def _take_chain(starts: Integers, others: Integers, moved: Integers) -> int:
+    """Add nodes to `moved` that follow, or precede, its first one; return how many they are in all."""
+    last = np.random.random() < 0.5  # along the other neighbour of each, or along the rank
+    count = 1
+    for _ in range(np.random.randint(_LONGEST) + 1):
+        k = moved[count - 1]
+        if starts[k + 1] == starts[k]:
+            break
+        moved[count] = others[starts[k + 1] - 1 if last else starts[k]]
+        count += 1
+    return count
+
+
+@kernel
+def _anneal(
+    problem: PointProblem, ticks: _Ticks, start: Integers, chosen: Integers, moves: int, hot_j: float, cooling: float
+) -> Integers:
+    np.random.seed(1)
+    # Local names: an array taken out of a tuple inside the loop costs more than the loop's own work.
+    member, point_start, cost_j, time = problem.member, problem.point_start, problem.cost_j, ticks.point
+    before_start, before, before_lag = problem.before_start, problem.before, ticks.before_lag
+    deadline, after_start, after, after_lag = ticks.deadline, problem.after_start, problem.after, ticks.after_lag
+    now, best, cost, least, heat_j = chosen.copy(), chosen.copy(), 0.0, 0.0, hot_j
+    moved = np.empty(_LONGEST + 1, np.int64)
+    seen = np.full(len(chosen), -1, np.int64)
+    nodes, points = np.empty(len(chosen), np.int64), np.empty(len(chosen), np.int64)
+    for move in range(moves):
+        if move % _STEADY == 0:
+            heat_j = hot_j * cooling ** (move / moves)
+        k = np.random.randint(len(start))
+        befores = before_start[k + 1] - before_start[k]
+        own = befores == 0 or np.random.random() < 0.5  # whether the window that changes is that of k or of one before
+        which = 0 if own else before_start[k] + np.random.randint(befores)
+        node = k if own else before[which]
+        first, stop = point_start[member[node]], point_start[member[node] + 1]
+        point = now[node] + (1 if np.random.random() < 0.5 else -1)
+        if np.random.random() >= _NEAR:
+            point = np.random.randint(first, stop)
+        if point < first or point >= stop:
+            continue
+        if own:
+            shift = _window(deadline, start, after_start, after, after_lag, k) - time[point]
+        else:
+            shift = start[node] + time[point] + before_lag[which] - start[k]
+        if shift == 0:
+            continue
+        moved[0], count = k, 1
+        if np.random.random() < _CHAINS:
+            count = _take_chain(before_start, before, moved) if own else _take_chain(after_start, after, moved)
+        for k in moved[:count]:
+            start[k] += shift
+        changed, added, fits = 0, 0.0, True
+        for k in moved[:count]:
+            fits = fits and start[k] >= 0
+            for i in range(before_start[k] - 1, before_start[k + 1]):
+                node = k if i < before_start[k] else before[i]
+                if not fits or seen[node] == move:
+                    continue
+                seen[node] = move
+                window = _window(deadline, start, after_start, after, after_lag, node)
+                point, first, stop = now[node], point_start[member[node]], point_start[member[node] + 1]
+                while point + 1 < stop and time[point + 1] <= window:
+                    point += 1
+                while point > first and time[point] > window:
+                    point -= 1
+                fits = time[point] <= window
+                if point != now[node]:
+                    added += cost_j[point] - cost_j[now[node]]
+                    nodes[changed], points[changed] = node, point
+                    changed += 1
+        if fits and (added <= 0.0 or np.random.random() < np.exp(-added / heat_j)):
+            for i in range(changed):
+                now[nodes[i]] = points[i]
+            cost += added
+            if cost < least - 1e-9 * hot_j:
+                least = cost
+                best[:] = now
+        else:
+            for k in moved[:count]:
+                start[k] -= shift
+    return best
