@@ -46,7 +46,7 @@ def measure(size: Size) -> Section:
     frontier = solve(profile, schedules.one_f_one_b(STAGES, _MICROBATCHES))
     pipelines, stragglers = (_PIPELINES, _STRAGGLERS) if size.cases == CASES else (4, 5)
     events = random_stragglers(0, stragglers, pipelines, STAGES, _ITERATIONS * frontier.baseline_time_s)
-    frontier.plan_for(1.001 * frontier.baseline_time_s)  # compiles what planning needs
+    frontier.plan_until(1.001 * frontier.baseline_time_s)  # compiles what planning needs
     outcomes, taken_s = [], []
     for name in _POLICIES:
         outcome, seconds = _timed(Cluster(frontier, pipelines, _ITERATIONS, events), name)

@@ -70,7 +70,7 @@ def _solve(where: Path, engine_name: str, microbatches: int) -> None:
     profile = replace(Profile.load(where / f"{engine_name}.yaml"), clock_change=CHANGE)
     frontier = solve(profile, schedules.one_f_one_b(len(DEPTHS), microbatches))
     for slowdown in SLOWDOWNS:
-        plan = frontier.plan_for(slowdown * frontier.baseline_time_s)
+        plan = frontier.plan_until(slowdown * frontier.baseline_time_s)
         plan.save(where / f"{engine_name}-{slowdown}.yaml")
 
 

@@ -111,4 +111,4 @@ def _plan(device: Any, microbatches: int) -> Plan:
         high, low, *_ = gpu.supported_clocks_mhz
     made_up = Profile({(0, "F"): (Measurement(high, 1.0, 1.0),), (0, "B"): (Measurement(low, 2.0, 2.0),)}, 0.0)
     frontier = solve(made_up, schedules.one_f_one_b(1, microbatches))
-    return frontier.plan_for(frontier.baseline_time_s)
+    return frontier.plan_until(frontier.baseline_time_s)

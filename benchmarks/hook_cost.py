@@ -67,7 +67,7 @@ def _program(size: Size) -> Program:
     first = {key: found for key, found in profile.measurements.items() if key[0] == 0}
     schedule = schedules.one_f_one_b(1, size.hook_microbatches)
     frontier = solve(Profile(first, profile.blocking_power_w), schedule)
-    return Program(1, frontier.plan_for(1.1 * frontier.baseline_time_s), 0)
+    return Program(1, frontier.plan_until(1.1 * frontier.baseline_time_s), 0)
 
 
 def _bare(program: Program, hook: Hook, shared: memoryview, iterations: int) -> tuple[list[dict[str, Any]], bool]:

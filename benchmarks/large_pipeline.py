@@ -97,13 +97,13 @@ def _peak_gb() -> float:
 def _measured(stages: int, microbatches: int, variant: str) -> dict[str, Any]:
     profile = _repeated(stages, variant)
     small = solve(profile, schedules.one_f_one_b(stages, 2))  # loads the compiled code
-    small.plan_for(small.baseline_time_s)
+    small.plan_until(small.baseline_time_s)
     begin_s = time.process_time()
     frontier = solve(profile, schedules.one_f_one_b(stages, microbatches))
     _ = frontier.energies_j
     solve_s = time.process_time() - begin_s
     begin_s = time.process_time()
-    plan = frontier.plan_for(frontier.baseline_time_s)
+    plan = frontier.plan_until(frontier.baseline_time_s)
     return {
         "size": f"{stages} x {microbatches}",
         "stages": {"scaled": "all different", "tiled": "copies of 8"}[variant],

@@ -105,7 +105,7 @@ def _plans(data: _DataSet) -> list[dict[str, Any]]:
     for slowdown in _SLOWDOWNS:
         deadline_s = slowdown * frontier.baseline_time_s
         for kind, limits in (("measured", {}), ("on time", {"on_time": _PROBABILITY, "tolerance": _TOLERANCE})):
-            plan = frontier.plan_for(min(deadline_s, frontier.max_time_s), **limits)
+            plan = frontier.plan_until(min(deadline_s, frontier.max_time_s), **limits)
             found.append({"set": data, "slowdown": slowdown, "plans": kind, **_judged(truth, plan, slowdown)})
     return found
 
@@ -141,7 +141,7 @@ def _gap(truth: Frontier, plan: Plan) -> float:
 
 
 def _possible(truth: Frontier, slowdown: float) -> float:
-    plan = truth.plan_for(min(slowdown * truth.baseline_time_s, truth.max_time_s))
+    plan = truth.plan_until(min(slowdown * truth.baseline_time_s, truth.max_time_s))
     return plan.saving_j / plan.baseline_energy_j
 
 
@@ -159,7 +159,7 @@ def _extra(data: _DataSet) -> dict[str, Any]:
     estimated = solve(rows.estimated().mean, schedule)
     extras = {}
     for slowdown in _SLOWDOWNS:
-        gaps = [_gap(truth, each.plan_for(slowdown * each.baseline_time_s)) for each in (estimated, other)]
+        gaps = [_gap(truth, each.plan_until(slowdown * each.baseline_time_s)) for each in (estimated, other)]
         extras[f"extra{slowdown:.2f}"] = 100 * (gaps[0] - gaps[1])
     compared = "measured" if data.clocks is None else "interpolated"
     return {"profile": data.case.name, "clocks": _named(data.clocks), "compared": compared, **extras}

@@ -68,7 +68,7 @@ def _rows(case: Case, microbatches: int, size: Size) -> Iterable[dict[str, Any]]
     blocked_w = case.blocking_power_w * STAGES
     for slowdown in size.slowdowns:
         deadline_s = min(slowdown * frontier.baseline_time_s, frontier.max_time_s)
-        plan, bound_j = frontier.plan_for(deadline_s), frontier.bound_j(deadline_s)
+        plan, bound_j = frontier.plan_until(deadline_s), frontier.bound_j(deadline_s)
         rounded, filled = _rounded_up(frontier, deadline_s)
 
         def above(effective_j: float | None, deadline_s: float = deadline_s, bound_j: float = bound_j) -> float | None:

@@ -42,7 +42,7 @@ t.append(time.perf_counter())
 frontier = Frontier.load(sys.argv[1])
 t.append(time.perf_counter())
 for deadline_s in map(float, sys.argv[2:]):
-    frontier.plan_for(deadline_s)
+    frontier.plan_until(deadline_s)
     t.append(time.perf_counter())
 print(json.dumps([b - a for a, b in zip(t, t[1:])]))
 """
@@ -75,11 +75,11 @@ def measure(size: Size) -> Section:
 
 def _row(case: Case, microbatches: int, path: Path, size: Size) -> dict[str, Any]:
     solved, loaded = frontier_of(case, microbatches), Frontier.load(path)
-    loaded.plan_for(_WARM_UP * loaded.baseline_time_s)
+    loaded.plan_until(_WARM_UP * loaded.baseline_time_s)
     deadlines_s = [slowdown * loaded.baseline_time_s for slowdown in size.slowdowns]
-    taken_s = [seconds(lambda deadline_s=d: loaded.plan_for(deadline_s), 1)[0] for d in deadlines_s]  # type: ignore[misc]
-    again_s = [t for d in deadlines_s for t in seconds(lambda deadline_s=d: loaded.plan_for(deadline_s), 100)]  # type: ignore[misc]
-    plans = [loaded.plan_for(deadline_s) for deadline_s in deadlines_s]
+    taken_s = [seconds(lambda deadline_s=d: loaded.plan_until(deadline_s), 1)[0] for d in deadlines_s]  # type: ignore[misc]
+    again_s = [t for d in deadlines_s for t in seconds(lambda deadline_s=d: loaded.plan_until(deadline_s), 100)]  # type: ignore[misc]
+    plans = [loaded.plan_until(deadline_s) for deadline_s in deadlines_s]
     return {
         "profile": case.name,
         "microbatches": microbatches,
@@ -88,7 +88,7 @@ def _row(case: Case, microbatches: int, path: Path, size: Size) -> dict[str, Any
         "gap": 100 * max(plan.energy_j / plan.bound_j - 1 for plan in plans),
         "again_us": 1e6 * statistics.median(again_s),
         "again_most_us": 1e6 * max(again_s),
-        "equal": all(plan == solved.plan_for(plan.deadline_s) for plan in plans),
+        "equal": all(plan == solved.plan_until(plan.deadline_s) for plan in plans),
         "in_time": all(plan.time_s <= plan.deadline_s for plan in plans),
     }
 

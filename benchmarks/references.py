@@ -119,7 +119,7 @@ def _envpipe_rows(case: Case, size: Size) -> list[dict[str, Any]]:
             continue
         frontier = frontier_of(case, microbatches)
         time_s = max(written_s, frontier.min_time_s) if written_s >= frontier.min_time_s * (1 - _WRITTEN) else written_s
-        bound_j, plan = frontier.bound_j(time_s), frontier.plan_for(time_s)
+        bound_j, plan = frontier.bound_j(time_s), frontier.plan_until(time_s)
         row = {
             "profile": case.name,
             "microbatches": microbatches,

@@ -146,8 +146,16 @@ def _make_plans(pipelines: Replicas, target: str, value: float, limits: dict[str
     if target == "power_budget":
         (frontier,) = pipelines.frontiers
         return (frontier.plan_within_power(value, **limits),)
-    only = pipelines.frontiers[0] if len(pipelines.frontiers) == 1 else None
-    return pipelines.plans_for(_deadline_s(only or pipelines, target, value, limits.get("on_time")), **limits)
+    source = pipelines.frontiers[0] if len(pipelines.frontiers) == 1 else pipelines
+    deadline_s = _deadline_s(source, target, value, limits.get("on_time"))
+    if target in ("deadline", "slowdown") and deadline_s > (least_s := _deadline_s(source, "least_energy", 0.0, None)):
+        click.echo(
+            f"planner: the plan takes {least_s:.6g} s, where an iteration needs the least energy: {deadline_s:.6g} s "
+            "would be slower and cost more; if others wait until then anyway, give --straggler-time",
+            err=True,
+        )
+        deadline_s = max(least_s, _deadline_s(source, "least_energy", 0.0, limits.get("on_time")))
+    return pipelines.plans_for(deadline_s, **limits)
 
 
 def _deadline_s(source: Frontier | Replicas, target: str, value: float, on_time: float | None) -> float:

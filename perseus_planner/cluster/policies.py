@@ -9,7 +9,7 @@ straggling pipeline, at the clocks that it keeps.
 | `one-clock`     | one for the whole job     | keeps them              | one clock for T'                      |
 | `per-stage`     | one per stage (Zeus)      | keeps them              | one per stage for T'                  |
 | `envpipe`       | EnvPipe's; no target      | keeps them              | keep them: it has one point only      |
-| `planner-fixed` | `Frontier.plan_for`       | keeps them              | keep them                             |
+| `planner-fixed` | `Frontier.plan_until`     | keeps them              | keep them                             |
 | `planner`       | `Frontier.plan_for`       | solved again if a stage | `Frontier.plan_beside_straggler(T')`  |
 |                 |                           | is slow, else keeps them|                                       |
 
@@ -167,7 +167,7 @@ class _BaselineClocks:
 
 def _clocks(frontier: Frontier, deadline_s: float) -> Clocks:
     """Return the clocks of the plan for a deadline; all deadlines beyond `max_time_s` share one plan."""
-    return tuple(frontier.plan_for(min(deadline_s, frontier.max_time_s)).clocks.values())
+    return tuple(frontier.plan_until(min(deadline_s, frontier.max_time_s)).clocks.values())
 
 
 def _checked_clocks(frontier: Frontier, clocks: Mapping[str, int]) -> Clocks:

@@ -34,7 +34,20 @@ class Frontier(TimeEnergyCurve, Displayable):
         least = f"least energy {self.energies_j.min():.6g} J at {self.least_energy_time_s:.6g} s"
         return f"<Frontier: {self.schedule}, {self.min_time_s:.6g} s to {self.max_time_s:.6g} s, {least}>"
 
-    def plan_for(
+    def plan_for(self, deadline_s: float, **limits: Any) -> Plan:
+        """Return the plan for an iteration that may take `deadline_s` seconds: as slow as saves energy, and no slower.
+
+        It is never slower than `least_energy_time_s`, as waiting costs energy too. If others wait until the deadline
+        anyway, ask for `plan_beside_straggler`. `limits` are those of `plan_until`.
+
+        Raises:
+            InfeasibleDeadline: If no choice of clocks is that fast; names the least feasible time.
+            InfeasibleBudget: If no plan found is that fast with so few changes; names the least time found.
+            UsageError: If an argument is out of range.
+        """
+        return self.plan_until(min(self.check_deadline(deadline_s), self._least_energy_deadline_s(limits)), **limits)
+
+    def plan_until(
         self,
         deadline_s: float,
         *,
@@ -43,9 +56,9 @@ class Frontier(TimeEnergyCurve, Displayable):
         on_time: float | None = None,
         tolerance: float = 0.001,
     ) -> Plan:
-        """Return the plan for an iteration that may take `deadline_s` seconds; it is never slower than `max_time_s`.
+        """Return the plan for an iteration that others end at `deadline_s` seconds; never slower than `max_time_s`.
 
-        It spends the least effective energy: the right plan if others wait until the deadline anyway.
+        It spends the least effective energy, whatever waiting costs until then.
 
         Args:
             deadline_s: seconds.
@@ -74,25 +87,30 @@ class Frontier(TimeEnergyCurve, Displayable):
     def plan_for_least_energy(self, **limits: Any) -> Plan:
         """Return the plan with the least energy per iteration, for a pipeline that does not wait for others.
 
-        `limits` are the further arguments of `plan_for`. The deadline is a hair above `least_energy_time_s`, so that a
-        plan of exactly that time is not refused because of a rounding error; with `on_time`, it is at least
-        `baseline_time_s`.
+        `limits` are those of `plan_until`.
         """
-        return self.plan_for(max(self.least_energy_time_s * (1 + 1e-9), self._least_time_s(limits)), **limits)
+        return self.plan_until(self._least_energy_deadline_s(limits), **limits)
+
+    def _least_energy_deadline_s(self, limits: Mapping[str, Any]) -> float:
+        """Return the deadline of the plan with the least energy within `limits`, seconds.
+
+        It is a hair above `least_energy_time_s`, so that a plan of exactly that time is not refused because of a
+        rounding error; with `on_time`, it is at least `baseline_time_s`.
+        """
+        return max(self.least_energy_time_s * (1 + 1e-9), self._least_time_s(limits))
 
     def plan_beside_straggler(self, straggler_time_s: float, **limits: Any) -> Plan:
         """Return the plan beside a straggler whose iteration takes `straggler_time_s` seconds.
 
         The plan is as slow as the straggler, but never slower than `max_time_s` (Perseus, SOSP'24). If the straggler is
         faster than this pipeline can be, the plan is as fast as possible; with `on_time`, if it is faster than this
-        pipeline with all clocks at maximum, the plan is as fast as that. `limits` are the further arguments of
-        `plan_for`.
+        pipeline with all clocks at maximum, the plan is as fast as that. `limits` are those of `plan_until`.
 
         Raises:
             UsageError: If an argument is out of range.
         """
         deadline_s = max(TIME.check(straggler_time_s, "straggler_time_s"), self._least_time_s(limits))
-        return self.plan_for(deadline_s, **limits)
+        return self.plan_until(deadline_s, **limits)
 
     def plan_within_power(
         self,
@@ -106,8 +124,8 @@ class Frontier(TimeEnergyCurve, Displayable):
 
         Args:
             power_w: watts.
-            max_changes: as in `plan_for`.
-            min_dwell_s: as in `plan_for`.
+            max_changes: as in `plan_until`.
+            min_dwell_s: as in `plan_until`.
             on_time: the probability, up to 0.99, of drawing no more in spite of what is uncertain about the profile.
 
         Raises:

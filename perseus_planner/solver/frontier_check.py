@@ -33,7 +33,7 @@ def check_frontier(dag: PipelineDag, times: Integers, powers: Integers, guides: 
     rising = _within(powers[:-1], _MOST) and powers[-1] == UNLIMITED and bool((powers[1:] >= powers[:-1]).all())
     _check(rising, "powers", "do not rise")
     count = len(guides.time_s)
-    shaped = guides.time_s.dtype == np.float64 and guides.time_s.shape == (count,) and count > 1
+    shaped = guides.time_s.dtype == np.float64 and guides.time_s.shape == (count,) and count > 0
     _check(shaped and bool((np.diff(guides.time_s) <= 0).all()), "guide_time_s", "does not fall")
     _check(_within(guides.time_s, _LARGE), "guide_time_s", "is not a time")
     for name, values in (("guide_end_s", guides.end_s), ("guide_price_w", guides.price_w)):

@@ -78,7 +78,7 @@ class OnTimePlanner:
 
         def make(margin: float, budget: Budget, *, free: bool) -> _Drawn | None:
             try:
-                plan = self._frontier(margin, free=free).plan_for(
+                plan = self._frontier(margin, free=free).plan_until(
                     within_s, max_changes=budget[0], min_dwell_s=budget[1]
                 )
             except InfeasibleDeadline:

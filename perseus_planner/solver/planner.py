@@ -214,6 +214,7 @@ class Planner:
         times_s = np.clip(guides.time_s, fastest_s, slowest_s)
         before = min(max(int(np.searchsorted(-times_s, -within_s)), 1), len(times_s) - 1)
         part = (times_s[before - 1] - within_s) / max(times_s[before - 1] - times_s[before], math.ulp(within_s))
+        part = min(max(part, 0.0), 1.0)
         between = ((1 - part) * each[before - 1] + part * each[before] for each in (guides.end_s, guides.price_w))
         near = np.flatnonzero((np.abs(times_s / within_s - 1) <= ANCHOR_SPAN) & (times_s != within_s)).tolist()
         return [

@@ -39,11 +39,11 @@ def fastest_within_power(
 
 
 def _plan_near(frontier: Frontier, deadline_s: float, max_changes: int | None, min_dwell_s: float) -> Plan:
-    """Return `plan_for`, or the fastest plan found if the switch budget allows none that fast."""
+    """Return `plan_until`, or the fastest plan found if the switch budget allows none that fast."""
     try:
-        return frontier.plan_for(deadline_s, max_changes=max_changes, min_dwell_s=min_dwell_s)
+        return frontier.plan_until(deadline_s, max_changes=max_changes, min_dwell_s=min_dwell_s)
     except InfeasibleBudget as error:
-        return frontier.plan_for(error.least_time_s, max_changes=max_changes, min_dwell_s=min_dwell_s)
+        return frontier.plan_until(error.least_time_s, max_changes=max_changes, min_dwell_s=min_dwell_s)
 
 
 def _fastest_within(frontier: Frontier, power_w: float) -> float | None:

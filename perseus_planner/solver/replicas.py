@@ -89,7 +89,7 @@ class Replicas:
 
         Args:
             deadline_s: seconds that an iteration may take.
-            budget: further keyword arguments of `Frontier.plan_for`.
+            budget: further keyword arguments of `Frontier.plan_until`.
 
         Raises:
             InfeasibleBudget: If no plan of some pipeline was found within its switch budget.
@@ -97,7 +97,7 @@ class Replicas:
             UsageError: If an argument is out of range.
         """
         try:
-            return tuple(frontier.plan_for(deadline_s, **budget) for frontier in self.frontiers)
+            return tuple(frontier.plan_until(deadline_s, **budget) for frontier in self.frontiers)
         except InfeasibleBudget:
             raise
         except InfeasibleDeadline as error:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import done, refusal
+from commands import done, refusal, run
 from noisy_rows import noisy_rows, unlike_stages
 from strategies import smooth_profile
 
@@ -31,7 +31,7 @@ def frontiers(folder: Path) -> tuple[Frontier, Frontier]:
 
 
 TARGETS = {
-    "--deadline 3s": lambda replicas: replicas.plans_for(3.0),
+    "--deadline 1.01s": lambda replicas: replicas.plans_for(1.01),
     "--slowdown 1.05": lambda replicas: replicas.plans_for(1.05 * replicas.baseline_time_s),
     "--straggler-time 2.9s": lambda replicas: replicas.plans_for(2.9),
     "--straggler-time 1ms": lambda replicas: replicas.plans_for(replicas.min_time_s),
@@ -48,6 +48,17 @@ def test_several_frontiers_have_the_library_s_plans(frontiers: tuple[Frontier, F
     assert (found["counts"], found["files"], found["pipelines"]) == ([3, 1], ["plan-0.yaml", "plan-1.yaml"], 4)
     assert (found["time_s"], found["energy_j"]) == replicas.time_and_energy(plans)
     assert [part["energy_j"] for part in found["plans"]] == [plan.energy_j for plan in plans]
+
+
+@pytest.mark.parametrize("target", ["--slowdown 105", "--deadline 2min"])
+def test_a_deadline_beyond_the_least_energy_stops_there_and_says_so(frontiers: tuple[Frontier, Frontier], target: str):
+    ended = run(f"plan fast.npz {target} -o plan.yaml")
+    assert (ended.exit_code, Plan.load("plan.yaml")) == (0, frontiers[0].plan_for_least_energy())
+    least_s = frontiers[0].least_energy_time_s
+    assert f"planner: the plan takes {least_s:.6g} s, where an iteration needs the least energy: " in ended.stderr
+    assert ended.stderr.endswith("if others wait until then anyway, give --straggler-time\n")
+    done(f"plan fast.npz --straggler-time {2 * least_s}s -o beside.yaml")
+    assert Plan.load("beside.yaml").time_s > least_s
 
 
 def test_one_count_each_is_the_default(frontiers: tuple[Frontier, Frontier]):
@@ -91,13 +102,13 @@ def test_the_switch_budget_is_passed_on(
     budget: dict[str, float],
 ):
     passed = []
-    plan_for = Frontier.plan_for
+    plan_until = Frontier.plan_until
 
     def noted(self: Frontier, deadline_s: float, **given: Any) -> Plan:
         passed.append(given)
-        return plan_for(self, deadline_s)
+        return plan_until(self, deadline_s)
 
-    monkeypatch.setattr(Frontier, "plan_for", noted)
+    monkeypatch.setattr(Frontier, "plan_until", noted)
     done(f"{command} --slowdown 1.1 {options}")
     assert passed == [budget] * (1 + (command == BOTH))
 

@@ -158,7 +158,7 @@ def test_a_replay_equals_stepping_through_every_iteration_and_gpu(problem: Any, 
 def test_without_stragglers_a_job_is_its_plan_over_and_over(problem: Any, slowdown: float):
     frontier = problem_of(problem)
     outcome = simulate(Cluster(frontier, 3, 7), "planner", slowdown)
-    plan = frontier.plan_for(slowdown * frontier.baseline_time_s)
+    plan = frontier.plan_until(slowdown * frontier.baseline_time_s)
     assert math.isclose(outcome.time_s, 7 * plan.time_s, rel_tol=1e-12)
     assert math.isclose(outcome.energy_j, 3 * 7 * plan.energy_j, rel_tol=1e-9)
     for rank, expected in enumerate(summarize_plan(plan).per_rank):

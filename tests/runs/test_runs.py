@@ -159,8 +159,10 @@ def test_a_late_change_and_one_that_was_never_made_are_found(plan: Plan, tmp_pat
             return replace(change, begun_ns=change.begun_ns + 3 * 10**7, ended_ns=change.ended_ns + 3 * 10**7)
         return None if iteration == 3 and change.position == place["lost"] else change
 
-    rank = max(range(3), key=lambda rank: plan.changes[rank])
-    names = [str(each) for each in plan.schedule.ranks[rank]]
+    ranks = [[str(each) for each in program] for program in plan.schedule.ranks]
+    # one that sets its first clock at the begin of each iteration, as a run has no other record of that clock
+    rank = next(rank for rank, names in enumerate(ranks) if plan.clocks[names[0]] != plan.clocks[names[-1]])
+    names = ranks[rank]
     firsts = [i for i in range(1, len(names)) if plan.clocks[names[i]] != plan.clocks[names[i - 1]]]
     place["late"], place["lost"] = firsts[0], firsts[-1]
     write_run(tmp_path, plan, 5, edit=edit)

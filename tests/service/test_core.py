@@ -193,7 +193,7 @@ def test_a_slow_stage_is_planned_exactly_and_the_others_wait_for_what_that_takes
 def test_no_plan_is_slower_than_is_of_use(one: Run):
     one.service.report("gpt", report("a", slowdown=50.0))
     planned(one.service)
-    assert plans(one.service)[0] == small_frontier().plan_for(small_frontier().max_time_s)
+    assert plans(one.service)[0] == small_frontier().plan_until(small_frontier().max_time_s)
     version = one.service.status("gpt").version
     answer = one.service.report("gpt", report("b", slowdown=60.0, source="another"))
     assert answer.version == version  # the plans are the same

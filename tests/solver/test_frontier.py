@@ -211,7 +211,7 @@ def test_no_slowdown_pays_where_it_costs_more_than_to_wait():
     points = {(0, kind): (Measurement(1410, 1.0, 100.0), Measurement(855, 2.0, 150.0)) for kind in "FB"}
     frontier = solve(Profile(points, 40.0), schedules.one_f_one_b(1, 2))
     assert frontier.min_time_s == frontier.max_time_s == frontier.least_energy_time_s
-    assert set(frontier.plan_for(100.0).clocks.values()) == {1410}
+    assert set(frontier.plan_until(100.0).clocks.values()) == {1410}
 
 
 def test_a_single_clock_leaves_a_single_point():
@@ -219,7 +219,7 @@ def test_a_single_clock_leaves_a_single_point():
     frontier = solve(Profile(points, 50.0), schedules.one_f_one_b(2, 3))
     assert frontier.min_time_s == frontier.max_time_s == frontier.baseline_time_s == frontier.least_energy_time_s
     assert math.isclose(frontier.bound_j(frontier.min_time_s), frontier.baseline_energy_j, rel_tol=1e-14)
-    assert frontier.plan_for(100.0).clocks == dict.fromkeys(map(str, frontier.schedule.computations()), 1410)
+    assert frontier.plan_until(100.0).clocks == dict.fromkeys(map(str, frontier.schedule.computations()), 1410)
 
 
 def test_a_graph_need_not_run_everything_that_was_profiled():
@@ -288,7 +288,7 @@ def test_an_infeasible_deadline_names_a_time_that_is_feasible():
             ask(0.1)
         assert (caught.value.deadline_s, caught.value.least_time_s) == (0.1, frontier.min_time_s)
         named = str(caught.value).split("the fastest takes ")[1].split(" s;")[0]
-        assert frontier.plan_for(float(named)).time_s == frontier.min_time_s
+        assert frontier.plan_until(float(named)).time_s == frontier.min_time_s
         assert float(named) < frontier.min_time_s * (1 + 1e-5)
 
 

@@ -58,7 +58,7 @@ def saved(seed: int, plan: Plan) -> float:
 
 def plan_at(seed: int, slowdown: float, clocks: int | None = None, **limits: object) -> Plan:
     frontier = measured(seed, clocks=clocks)
-    return frontier.plan_for(slowdown * frontier.baseline_time_s, **limits)  # type: ignore[arg-type]
+    return frontier.plan_until(slowdown * frontier.baseline_time_s, **limits)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("clocks", [12, None])
@@ -76,7 +76,7 @@ def test_plans_are_on_time_where_those_from_the_rows_are_late(clocks: int | None
 def test_savings_are_as_promised_and_mostly_kept(seed: int):
     for slowdown in SLOWDOWNS:
         plan = plan_at(seed, slowdown, on_time=0.95)
-        best = truth(seed).plan_for(slowdown * truth(seed).baseline_time_s)
+        best = truth(seed).plan_until(slowdown * truth(seed).baseline_time_s)
         assert plan.on_time is not None
         promised, real = plan.on_time.saved_share, saved(seed, plan)
         assert promised.low <= real <= promised.high
@@ -111,7 +111,7 @@ def test_less_noise_saves_more_on_average(slowdown: float):
     of_noise = []
     for noise in (0.001, 0.02):
         frontiers = [measured(seed, noise) for seed in range(3)]
-        plans = [each.plan_for(slowdown * each.baseline_time_s, on_time=0.95) for each in frontiers]
+        plans = [each.plan_until(slowdown * each.baseline_time_s, on_time=0.95) for each in frontiers]
         of_noise.append(np.mean([saved(seed, plan) for seed, plan in enumerate(plans)]))
     assert of_noise[0] > of_noise[1] + 0.002
 
@@ -119,8 +119,8 @@ def test_less_noise_saves_more_on_average(slowdown: float):
 def test_rows_without_noise_give_the_plans_of_the_rows():
     exact = truth(2)
     for slowdown in SLOWDOWNS[1:]:
-        plain = exact.plan_for(slowdown * exact.baseline_time_s)
-        sure = exact.plan_for(slowdown * exact.baseline_time_s, on_time=0.95)
+        plain = exact.plan_until(slowdown * exact.baseline_time_s)
+        sure = exact.plan_until(slowdown * exact.baseline_time_s, on_time=0.95)
         assert sure.energy_j <= 1.001 * plain.energy_j
         assert sure.on_time is not None
         assert (sure.on_time.has_errors, sure.on_time.interpolated) == (False, 0)
@@ -158,7 +158,7 @@ def test_an_iteration_faster_than_all_clocks_at_maximum_is_refused():
     frontier = measured(0)
     fast_s = max(frontier.min_time_s, 0.9999 * frontier.baseline_time_s)
     with pytest.raises(InfeasibleDeadline) as caught:
-        frontier.plan_for(fast_s, on_time=0.95)
+        frontier.plan_until(fast_s, on_time=0.95)
     assert caught.value.least_time_s == pytest.approx(frontier.baseline_time_s, rel=2e-3)
 
 
@@ -175,7 +175,7 @@ def test_switch_budgets_are_kept():
 
 def test_the_cost_of_clock_changes_is_included():
     frontier = solve(replace(measured(0).profile, clock_change=ClockChange(2e-3, 1e-3)), SCHEDULE)
-    plan = frontier.plan_for(1.05 * frontier.baseline_time_s, on_time=0.95)
+    plan = frontier.plan_until(1.05 * frontier.baseline_time_s, on_time=0.95)
     assert plan.on_time is not None
     assert plan.on_time.time_ratio.expected == pytest.approx(plan.time_s / plan.baseline_time_s, abs=2e-3)
     costing = solve(replace(truth(0).profile, clock_change=frontier.profile.clock_change), SCHEDULE)
@@ -184,7 +184,7 @@ def test_the_cost_of_clock_changes_is_included():
 
 def test_power_stays_within_the_budget():
     frontier = measured(0)
-    budget_w = 0.8 * frontier.plan_for(frontier.baseline_time_s).power_w
+    budget_w = 0.8 * frontier.plan_until(frontier.baseline_time_s).power_w
     plan = frontier.plan_within_power(budget_w, on_time=0.95)
     real = truth(0).plan_of(plan.clocks)
     assert 0.97 * budget_w < real.power_w < 1.001 * budget_w
@@ -198,9 +198,9 @@ def test_power_stays_within_the_budget():
 def test_plans_beside_stragglers_and_of_least_energy_are_as_sure():
     frontier = measured(0)
     beside = frontier.plan_beside_straggler(1.04 * frontier.baseline_time_s, on_time=0.95)
-    assert beside == frontier.plan_for(1.04 * frontier.baseline_time_s, on_time=0.95)
+    assert beside == frontier.plan_until(1.04 * frontier.baseline_time_s, on_time=0.95)
     fastest = frontier.plan_beside_straggler(0.5 * frontier.baseline_time_s, on_time=0.95)
-    assert fastest == frontier.plan_for(frontier.baseline_time_s, on_time=0.95)
+    assert fastest == frontier.plan_until(frontier.baseline_time_s, on_time=0.95)
     frugal = frontier.plan_for_least_energy(on_time=0.95)
     assert frugal.on_time is not None
     assert frugal.on_time.limit_ratio == pytest.approx(frontier.least_energy_time_s / frontier.baseline_time_s)
@@ -214,7 +214,7 @@ def test_any_profile_has_plans_that_are_on_time_in_expectation(problem: tuple[Pr
         return
     at_s = deadline_s(frontier, share)
     try:
-        plan = frontier.plan_for(at_s, on_time=0.9)
+        plan = frontier.plan_until(at_s, on_time=0.9)
     except InfeasibleError as error:
         assert at_s < frontier.baseline_time_s, error  # noqa: PT017  # which ones are refused
         return
@@ -250,7 +250,7 @@ def test_a_saved_frontier_has_what_it_takes(tmp_path: Path):
     )
     assert before == after
     assert None not in before
-    assert again.plan_for(again.baseline_time_s, on_time=0.95) == plan_at(0, 1.0, 12, on_time=0.95)
+    assert again.plan_until(again.baseline_time_s, on_time=0.95) == plan_at(0, 1.0, 12, on_time=0.95)
 
 
 def test_a_frontier_of_rows_without_errors_has_none(tmp_path: Path):

@@ -39,7 +39,7 @@ def test_all_are_planned_to_one_deadline(problems: list[Problem], share: float, 
     assert time_s == max(plan.time_s for plan in plans) <= deadline_s
     by_hand_j = 0.0
     for frontier, plan, count in zip(frontiers, plans, replicas.counts, strict=True):
-        assert plan == frontier.plan_for(deadline_s)
+        assert plan == frontier.plan_until(deadline_s)
         ranks = len(frontier.schedule.ranks)
         waiting_j = frontier.profile.blocking_power_w * ranks * (time_s - plan.time_s)
         by_hand_j += count * (plan.energy_j + waiting_j)
@@ -53,7 +53,7 @@ def test_the_slowest_pipeline_sets_the_time_and_the_others_save(mixed: Replicas)
     assert mixed.min_time_s == throttled.min_time_s > sound.min_time_s
     assert mixed.baseline_time_s == throttled.baseline_time_s
     plans = mixed.plans_for(mixed.baseline_time_s)
-    assert plans[0].energy_j < sound.plan_for(sound.baseline_time_s).energy_j
+    assert plans[0].energy_j < sound.plan_until(sound.baseline_time_s).energy_j
     time_s, energy_j = mixed.time_and_energy(plans)
     assert time_s <= mixed.baseline_time_s
     assert energy_j < mixed.baseline_energy_j

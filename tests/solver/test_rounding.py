@@ -63,7 +63,7 @@ class Tried:
 
         0 where it is as good. Fails where it is better, which cannot be.
         """
-        plan = self.frontier.plan_for(deadline_s)
+        plan = self.frontier.plan_until(deadline_s)
         missed_j = (
             plan.energy_j
             - waiting_w(self.frontier.dag) * plan.time_s

@@ -207,8 +207,10 @@ def _full(folder: Path) -> Iterator[None]:
     """Limit the size of files to that of this one."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     (path,) = folder.glob(f"*/iterations-{dist.get_rank()}.csv")
-    size = path.stat().st_size
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 64, before[1]))
+    size = -1
+    while path.stat().st_size != size:  # rows may be written meanwhile
+        size = path.stat().st_size
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size + 64, before[1]))
     yield
     resource.setrlimit(resource.RLIMIT_FSIZE, before)
 

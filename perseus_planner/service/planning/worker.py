@@ -133,7 +133,7 @@ def plan_text(request: PlanRequest, content: bytes) -> str:
     """
     frontier = _frontier(request.frontier, request.slow, content)
     changes, dwell_s = request.max_changes, request.min_dwell_s
-    plan = frontier.plan_for(request.time_s, max_changes=changes, min_dwell_s=dwell_s)
+    plan = frontier.plan_until(request.time_s, max_changes=changes, min_dwell_s=dwell_s)
     if request.power_w is not None and plan.power_w > request.power_w:
         try:
             plan = frontier.plan_within_power(request.power_w, max_changes=changes, min_dwell_s=dwell_s)
