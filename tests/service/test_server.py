@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
 
@@ -76,9 +77,10 @@ def a_job() -> dict[str, Any]:
 
 
 def frontier_file() -> bytes:
-    path = Path("frontier.npz")
-    solve(smooth_profile(2, 90), schedules.one_f_one_b(stages=2, microbatches=3)).save(path)
-    return path.read_bytes()
+    with TemporaryDirectory() as folder:
+        path = Path(folder, "frontier.npz")
+        solve(smooth_profile(2, 90), schedules.one_f_one_b(stages=2, microbatches=3)).save(path)
+        return path.read_bytes()
 
 
 def test_a_service_that_ended_knows_all_when_it_is_started_again(folder: Path):
