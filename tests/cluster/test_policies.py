@@ -33,7 +33,7 @@ def test_baselines_run_the_clocks_of_their_rules(smooth: Frontier):
         "one-clock": baselines.one_clock(smooth.dag, deadline_s),
         "per-stage": baselines.one_per_stage(smooth.dag, deadline_s),
         "envpipe": baselines.envpipe(smooth.dag),
-        "planner-fixed": smooth.plan_for(deadline_s).clocks,
+        "planner-fixed": smooth.plan_until(deadline_s).clocks,
     }
     cluster = Cluster(smooth, 2, 5)
     for name, clocks in expected.items():

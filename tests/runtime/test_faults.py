@@ -191,7 +191,9 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Results:
 def test_what_fails_beside_or_leaves_takes_no_clock_from_the_others(undisturbed: Results, name: str, texts: list[str]):
     for result in (rank[name] for rank in undisturbed):
         assert (result["problem"], result["locked_mhz"]) == (None, None)
-    assert [text.removesuffix(" without recording") for text in warnings_of(undisturbed, name)] == texts
+    found = [text.removesuffix(" without recording") for text in warnings_of(undisturbed, name)]
+    # Either of two files is written first; the one that is larger than the limit has another error.
+    assert [text.replace("File too large", "No space left on device") for text in found] == texts
 
 
 def test_without_the_store_training_goes_on_by_its_plan_and_no_new_one_is_taken(tmp_path: Path):

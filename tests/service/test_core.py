@@ -185,7 +185,7 @@ def test_a_slow_stage_is_planned_exactly_and_the_others_wait_for_what_that_takes
     decision = one.service.status("gpt").decision
     assert decision.straggler_time_s == max(slow.min_time_s, BASELINE_S)
     assert decision.targets[2].slow_stages == slowdowns
-    own = slow.plan_for(decision.targets[2].time_s)
+    own = slow.plan_until(decision.targets[2].time_s)
     beside = frontier.plan_beside_straggler(decision.straggler_time_s)
     assert plans(one.service) == (beside, beside, own)
 
@@ -310,7 +310,7 @@ def test_a_deadline_moves_all_pipelines_and_back(one: Run):
     answer = one.service.set_deadline("gpt", 1.1 * BASELINE_S)
     assert (answer.report, answer.version) == (None, 2)
     planned(one.service)
-    assert plans(one.service) == (small_frontier().plan_for(1.1 * BASELINE_S),) * PIPELINES
+    assert plans(one.service) == (small_frontier().plan_until(1.1 * BASELINE_S),) * PIPELINES
     one.service.set_deadline("gpt", None)
     assert plans(one.service) == calm
     for wrong, error in ((1e-6, InfeasibleDeadline), (-1.0, UsageError), (math.nan, UsageError)):

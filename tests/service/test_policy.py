@@ -535,7 +535,7 @@ def test_plans_for_what_was_decided_keep_to_it_and_save_what_was_said(slowdown: 
     saved_j = 0.0
     for target in decision.targets:
         own = numbers.slowed(target.slow_stages).frontier
-        plan, unslowed = own.plan_for(target.time_s), own.plan_beside_straggler(job.deadline_s)
+        plan, unslowed = own.plan_until(target.time_s), own.plan_beside_straggler(job.deadline_s)
         assert plan.time_s <= target.time_s <= max(job.deadline_s, decision.straggler_time_s)
         saved_j += unslowed.energy_j - plan.energy_j + own.dag.waiting_w * (plan.time_s - unslowed.time_s)
     whole_w = JOB.pipelines * numbers.frontier.baseline_energy_j / numbers.baseline_time_s
