@@ -198,28 +198,47 @@ def kind_of(path: Path) -> str | None:
     return name.removeprefix("perseus-planner/") if isinstance(name, str) else None
 
 
-def with_number(document: Document, key: str, number: float) -> str:
-    """Return the text of `document`'s file with `number` as the value of the top-level `key`, and no other change.
+def with_values(document: Document, changes: Mapping[str, Any]) -> str:
+    """Return the text of `document`'s file with other values of top-level keys, and no other change.
+
+    Args:
+        document: the document.
+        changes: key -> a number, or a mapping, which is written on the key's line; None to leave the key out.
 
     Raises:
         PlannerError: If the file is written in a way that this cannot change; of the document's type of error.
     """
-    text, written = read_text(document.path, document.error), yaml.safe_dump(number).split("\n")[0]
+    text = read_text(document.path, document.error)
+    for key, value in changes.items():
+        text = _with_value(document.path, text, key, value, document.error)
+    return text
+
+
+def _with_value(path: Path, text: str, key: str, value: Any, error: type[PlannerError]) -> str:
+    document = _parse(path, text, error)
+    if value is None and key not in document.values:
+        return text
+    written = yaml.safe_dump(value, default_flow_style=True, width=10**6, sort_keys=False).split("\n")[0]
     lines = text.splitlines(keepends=True)
     if key in document.values:
         start, end = document._nodes[key].start_mark, document._nodes[key].end_mark
         line = lines[start.line]
-        lines[start.line] = f"{line[: start.column]}{written}{line[end.column :]}"
+        if value is None:
+            del lines[start.line]
+        else:
+            lines[start.line] = f"{line[: start.column]}{written}{line[end.column :]}"
     else:
         last = lines[-1] if lines else ""
         lines += [*(["\n"] if not last.endswith("\n") else []), f"{key}: {written}\n"]
     changed = "".join(lines)
     try:
-        values = _parse(document.path, changed, document.error).values
+        values = _parse(path, changed, error).values
     except PlannerError:
         values = {}
-    if values != {**document.values, key: number}:
-        raise document.error(f"{document.path}: {key} cannot be written into it; write `{key}: {written}` yourself")
+    wanted = {**document.values, key: value}
+    if values != {name: each for name, each in wanted.items() if each is not None or name != key}:
+        remedy = "remove it" if value is None else f"write `{key}: {written}`"
+        raise error(f"{path}: {key} cannot be written into it; {remedy} yourself")
     return changed
 
 

@@ -168,3 +168,4 @@ CERTAINTY = Quantity(
     Rule(float, False, "a certainty: write a percentage above 0% and up to 99%, such as 95%", most=99.0),
     MappingProxyType({"%": Fraction(1, 100)}),
 )
+TOLERANCE = Quantity(Rule(float, True, "a tolerance: write a percentage of 0% or more, such as 0.1%"), CERTAINTY.units)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from perseus_planner.solver.replicas import Replicas
 
 _TARGETS = ("deadline", "slowdown", "straggler_time", "least_energy", "power_budget")
-_LIMITS = ("max_changes", "min_dwell_s", "on_time")
+_LIMITS = ("max_changes", "min_dwell_s", "on_time", "tolerance")
 
 
 def _counts(_: click.Context, parameter: click.Parameter, text: str | None) -> tuple[int, ...]:
@@ -93,6 +93,12 @@ def _counts(_: click.Context, parameter: click.Parameter, text: str | None) -> t
     "[default: measured times are taken for the true ones]",
 )
 @click.option(
+    "--tolerance",
+    metavar="PERCENT",
+    callback=console.quantity("TOLERANCE"),
+    help="With --on-time: how much slower than all clocks at maximum still counts as no slower.  [default: 0.1%]",
+)
+@click.option(
     "--replicas",
     metavar="COUNTS",
     callback=_counts,
@@ -111,6 +117,10 @@ def plan(frontier: tuple[Path, ...], replicas: tuple[int, ...], output: Path, as
     """
     target, value = _only_target({name: options[name] for name in _TARGETS})
     limits = {name: options[name] for name in _LIMITS if options[name] is not None}
+    if "tolerance" in limits and ("on_time" not in limits or target == "power_budget"):
+        raise UsageError(
+            "--tolerance: is of the time of a plan with --on-time; leave it out, or give --on-time as well"
+        )
     if target == "power_budget" and len(frontier) > 1:
         raise UsageError("--power-budget cannot be given with several frontiers; give --deadline or --slowdown instead")
     from perseus_planner.solver.frontier import Frontier

@@ -1,14 +1,17 @@
-"""Calibration: the overhead of a job or profile, which makes replayed iteration times equal measured ones."""
+"""Calibration: the corrections of a job or profile that make replayed iteration times equal measured ones."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import fmean
+from typing import TYPE_CHECKING, NamedTuple
 
-from perseus_planner.documents import kind_of, with_number
+from perseus_planner.documents import kind_of, with_values
 from perseus_planner.errors import UsageError
 from perseus_planner.jobs.job import Job
-from perseus_planner.jobs.settings import job_document
+from perseus_planner.jobs.regression import fit_terms
+from perseus_planner.jobs.settings import Correction, job_document, read_settings
 from perseus_planner.plans.replay import replay
 from perseus_planner.profiles.profiles import Profile, profile_document
 
@@ -16,23 +19,59 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from perseus_planner.plans.plan import Plan
+    from perseus_planner.schedules.iteration import Iteration
 
 _KEY = "overhead_s"
 _LEAST = 0.5  #: of the replayed time; less was measured with another plan
-_DIGITS = 9  #: of seconds, so that 0.1234 is not written as 0.12340000000000018
+_DIGITS = 9  #: of seconds and factors, so that 0.1234 is not written as 0.12340000000000018
+_LATENCY, _FACTOR = "hop", "all"  #: terms beside the constant; others are kinds, such as "F": their factors less 1
+_SCALES = {_LATENCY: 1e-3, **dict.fromkeys((_FACTOR, *"FBIW"), 0.1)}  #: the latency as a part of an iteration
+_LEAST_PLANS = 3
+
+
+class MeasuredPlan(NamedTuple):
+    """A plan that a job ran with, and how long an iteration took."""
+
+    plan: Plan
+    time_s: float  #: mean, seconds
+    source: str  #: the name of the measured time in error messages
+
+
+@dataclass(frozen=True)
+class CalibratedPlan:
+    """What the calibration changes for one plan; all are iteration times in seconds.
+
+    Attributes:
+        source: where the measured time is from.
+        measured_s: measured, mean over all runs with the plan.
+        replayed_s: replayed without any overhead or correction that the calibration finds.
+        predicted_before_s: predicted before the calibration.
+        predicted_s: predicted now.
+    """
+
+    source: str
+    measured_s: float
+    replayed_s: float
+    predicted_before_s: float
+    predicted_s: float
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """The calibration of a profile or job by a measured iteration time.
+    """The calibration of a profile or job by measured iteration times, which are means over the plans here.
 
     Attributes:
-        measured_s: measured iteration time with the plan, seconds.
-        replayed_s: replayed iteration time of the plan, without any overhead, seconds.
+        measured_s: measured iteration time, seconds.
+        replayed_s: replayed iteration time, without any overhead or correction, seconds.
         overhead_before_s: overhead before the calibration, seconds.
-        overhead_s: overhead now, measured minus replayed, seconds.
-        predicted_before_s: iteration time predicted with the overhead before, seconds.
+        overhead_s: overhead now: seconds of an iteration that are not replayed, whatever the plan.
+        predicted_before_s: iteration time predicted before the calibration, seconds.
         predicted_s: iteration time predicted now, seconds.
+        hop_latency_s: seconds that each transfer between stages takes beside the job's `transfer`, as found.
+        time_factors: kind, such as "F" -> how many times as long as profiled a computation takes, as found.
+        left_out_error: mean relative error of the predicted time of a plan by a calibration without it; None if there
+            is only one plan.
+        plans: the plans, each once.
     """
 
     measured_s: float
@@ -41,40 +80,183 @@ class Calibration:
     overhead_s: float
     predicted_before_s: float
     predicted_s: float
+    hop_latency_s: float = 0.0
+    time_factors: Mapping[str, float] = field(default_factory=dict)
+    left_out_error: float | None = None
+    plans: tuple[CalibratedPlan, ...] = ()
+
+    @property
+    def overhead_share(self) -> float:
+        """The overhead, over the measured iteration time."""
+        return self.overhead_s / self.measured_s
 
 
-def calibrate(path: Path, plan: Plan, measured_s: float, source: str = "--measured") -> tuple[Calibration, str]:
-    """Return the calibration by an iteration that was measured with `plan`, and the text of the file at `path` with it.
+def calibrate(path: Path, measured: Sequence[MeasuredPlan]) -> tuple[Calibration, str]:
+    """Return the calibration by iterations that were measured, and the text of the file at `path` with it.
+
+    A profile gets a constant overhead. A job whose schedule the plans have may also get a latency of transfers and
+    factors of its computations' times, if plans that are left out are then predicted clearly better.
 
     Args:
-        path: the profile.yaml, or the job file, from which the plan was made.
-        plan: the plan that the job ran with.
-        measured_s: mean iteration time, seconds.
-        source: the name of the measured time in error messages.
+        path: the profile.yaml, or the job file, from which the plans were made.
+        measured: plans that the job ran with; the runs of one plan count as one.
 
     Raises:
-        UsageError: If the plan is of another profile, or the time cannot be that of the plan.
-        PlannerError: If the file cannot be read, or its overhead cannot be changed.
+        UsageError: If a plan is of another profile, or a time cannot be that of its plan.
+        PlannerError: If the file cannot be read, or its numbers cannot be changed.
     """
     if path.suffix.lower() == ".csv":
         raise UsageError(f"{path}: a CSV does not hold an overhead; name a profile.yaml, or a job file")
+    bare, correction = None, Correction()
     if kind_of(path) == "job":
-        document, profiles = job_document(path), Job.load(path).profiles
+        document, settings = job_document(path), read_settings(path)
+        correction, bare = settings.correction, Job.of(replace(settings, correction=Correction()))
+        profiles = Job.of(settings).profiles
     else:
-        document = profile_document(path)
-        profiles = (Profile.load(path),)
-    matching = [p for p in profiles if replace(p, overhead_s=plan.overhead_s).digest == plan.profile_digest]
-    if not matching:
-        raise UsageError(
-            f"{path}: is not the profile that the plan was made from, which has the digest {plan.profile_digest[:12]}; "
-            "name the profile.yaml, or the job file, that it was made from without further options"
+        document, profiles = profile_document(path), (Profile.load(path),)
+    plans = [_replayable(path, each, profiles, bare) for each in _means(measured)]
+    jobs = [each for each in plans if isinstance(each, _PlanOfJob)]
+    is_fitted = len(jobs) == len(plans) >= _LEAST_PLANS  # fewer leave the correction as it is
+    for each in plans:
+        _check_time(each.measured, each.replayed_s(correction))
+    fit = fit_terms(
+        [each.measured.time_s for each in plans],
+        lambda values: [each.replayed_s(_correction(values, jobs) if is_fitted else correction) for each in plans],
+        _candidates(jobs[0].measured.plan.iteration) if is_fitted else (),
+        _SCALES | {_LATENCY: _SCALES[_LATENCY] * plans[0].measured.time_s},
+    )
+    now = _correction(fit.values, jobs) if is_fitted else correction
+    overhead_s, before_s = round(fit.constant_s, _DIGITS), profiles[0].overhead_s
+    calibrated = tuple(
+        CalibratedPlan(
+            each.measured.source,
+            each.measured.time_s,
+            each.replayed_s(Correction() if is_fitted else correction),
+            each.replayed_s(correction) + before_s,
+            each.replayed_s(now) + overhead_s,
         )
-    replayed_s = replay(plan).time_s - plan.overhead_s
-    if measured_s < _LEAST * replayed_s:
+        for each in plans
+    )
+    result = Calibration(
+        measured_s=fmean(each.measured_s for each in calibrated),
+        replayed_s=fmean(each.replayed_s for each in calibrated),
+        overhead_before_s=before_s,
+        overhead_s=overhead_s,
+        predicted_before_s=fmean(each.predicted_before_s for each in calibrated),
+        predicted_s=fmean(each.predicted_s for each in calibrated),
+        hop_latency_s=now.hop_latency_s,
+        time_factors=dict(now.time_factors),
+        left_out_error=fit.left_out_error,
+        plans=calibrated,
+    )
+    changes: dict[str, object] = {_KEY: overhead_s}
+    if now != correction:
+        found = {"hop_latency_s": now.hop_latency_s, "time_factors": dict(now.time_factors)}
+        changes["correction"] = {name: value for name, value in found.items() if value} or None
+    return result, with_values(document, changes)
+
+
+@dataclass(frozen=True)
+class _PlanAsMade:
+    """A measured plan that is replayed as it was made, with the correction that it was made with."""
+
+    measured: MeasuredPlan
+
+    def replayed_s(self, _: Correction) -> float:
+        """Return the iteration time without overhead, seconds."""
+        return replay(self.measured.plan).time_s - self.measured.plan.overhead_s
+
+
+@dataclass(frozen=True)
+class _PlanOfJob:
+    """A measured plan that can be replayed with any correction of its job.
+
+    Attributes:
+        measured: the plan and its time.
+        job: the job without correction.
+        kind: number of its kind of pipelines in the job.
+    """
+
+    measured: MeasuredPlan
+    job: Job
+    kind: int
+
+    def replayed_s(self, correction: Correction) -> float:
+        """Return the iteration time without overhead, seconds."""
+        plan, rows = self.measured.plan, self.job.profiles[self.kind].measurements
+        later = replace(self.job, transfer=self.job.transfer.later(correction.hop_latency_s))
+        points = {}
+        for key, clocks in plan.measurements.items():
+            factor = correction.time_factors.get(key[1].split(".")[0], 1.0)
+            points[key] = {
+                row.clock_mhz: replace(row, time_s=factor * row.time_s) for row in rows[key] if row.clock_mhz in clocks
+            }
+        iteration = later.dags()[self.kind].iteration
+        return replay(replace(plan, iteration=iteration, measurements=points, overhead_s=0.0)).time_s
+
+
+def _replayable(
+    path: Path, measured: MeasuredPlan, profiles: Sequence[Profile], bare: Job | None
+) -> _PlanAsMade | _PlanOfJob:
+    """Return the plan with what it takes to replay it: the job, if it is a plan of an iteration of that.
+
+    Args:
+        path: the file that is calibrated.
+        measured: the plan.
+        profiles: those of the file.
+        bare: the job without its correction; None if the file is a profile.
+    """
+    plan = measured.plan
+    for known in (() if bare is None else bare.profiles, profiles):
+        for kind, profile in enumerate(known):
+            if replace(profile, overhead_s=plan.overhead_s).digest != plan.profile_digest:
+                continue
+            if bare is not None and _shape(bare.dags()[kind].iteration) == _shape(plan.iteration):
+                return _PlanOfJob(measured, bare, kind)
+            if known is profiles:
+                return _PlanAsMade(measured)
+    raise UsageError(
+        f"{path}: is not the profile that the plan was made from, which has the digest {plan.profile_digest[:12]}; "
+        "name the profile.yaml, or the job file, that it was made from without further options"
+    )
+
+
+def _shape(iteration: Iteration) -> Iteration:
+    """Return an iteration without the time of transfers."""
+    return replace(iteration, lags_s=())
+
+
+def _means(measured: Sequence[MeasuredPlan]) -> list[MeasuredPlan]:
+    """Return each plan once, with the mean of its times."""
+    groups: dict[tuple[object, ...], list[MeasuredPlan]] = {}
+    for each in measured:
+        key = each.plan.profile_digest, each.plan.schedule, *each.plan.clocks.values()
+        groups.setdefault(key, []).append(each)
+    return [group[0]._replace(time_s=fmean(each.time_s for each in group)) for group in groups.values()]
+
+
+def _check_time(measured: MeasuredPlan, replayed_s: float) -> None:
+    if measured.time_s < _LEAST * replayed_s:
         raise UsageError(
-            f"{source}: {measured_s:.6g} s is less than half of the {replayed_s:.6g} s of the replay; "
+            f"{measured.source}: {measured.time_s:.6g} s is less than half of the {replayed_s:.6g} s of the replay; "
             "give the mean time of an iteration with this plan"
         )
-    before_s, overhead_s = matching[0].overhead_s, round(measured_s - replayed_s, _DIGITS)
-    result = Calibration(measured_s, replayed_s, before_s, overhead_s, replayed_s + before_s, replayed_s + overhead_s)
-    return result, with_number(document, _KEY, overhead_s)
+
+
+def _kinds(iteration: Iteration) -> tuple[str, ...]:
+    return tuple(sorted({computation.kind for computation in iteration.computations}))
+
+
+def _candidates(iteration: Iteration) -> list[tuple[str, ...]]:
+    """Return the terms that are tried, the fewest first: the transfers' latency, one factor for all kinds, or each."""
+    kinds, latency = _kinds(iteration), (_LATENCY,) if len(iteration.schedule.ranks) > 1 else ()
+    found = [latency, (_FACTOR,), kinds, (*latency, _FACTOR), (*latency, *kinds)]
+    return [terms for terms in dict.fromkeys(found) if terms]
+
+
+def _correction(values: Mapping[str, float], jobs: Sequence[_PlanOfJob]) -> Correction:
+    """Return the correction that the regression's terms stand for."""
+    kinds = _kinds(jobs[0].measured.plan.iteration)
+    factors = {kind: round(1 + values.get(kind, values.get(_FACTOR, 0.0)), _DIGITS) for kind in kinds}
+    factors = {kind: factor for kind, factor in factors.items() if factor != 1.0}
+    return Correction(round(values.get(_LATENCY, 0.0), _DIGITS), factors)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from perseus_planner import schedules
 from perseus_planner.errors import JobError, ProfileError
 from perseus_planner.jobs.settings import Power, ReplicaSettings, Settings, Source, read_settings
-from perseus_planner.profiles.groups import on_each_gpu, slowed, stage_by_stage, tensor_group
+from perseus_planner.profiles.groups import on_each_gpu, slowed, stage_by_stage, tensor_group, waiting_longer
 from perseus_planner.profiles.profiles import Profile
 from perseus_planner.schedules.dag import PipelineDag
 from perseus_planner.schedules.pipeline import FixedOperation, Transfer, Variant
@@ -92,7 +92,7 @@ class Job:
             _schedule(settings, first.stages),
             tuple(profiles.values()),
             tuple(counts.values()),
-            settings.transfer,
+            settings.transfer.later(settings.correction.hop_latency_s),
             settings.operations,
             settings.variants,
             settings.tokens_per_iteration,
@@ -139,7 +139,9 @@ def _profile(settings: Settings, replica: ReplicaSettings) -> Profile:
             for group, stage_w in zip(groups, powers_w, strict=True)
         ]
         profile = stage_by_stage([_grouped(group, None if grouped else gpus) for group in loaded])
-    return slowed(profile, slow) if slow else profile
+    profile = slowed(profile, slow) if slow else profile
+    factors = settings.correction.time_factors
+    return waiting_longer(profile, factors) if factors else profile
 
 
 def _loaded(path: Path, power_w: Power | None, settings: Settings) -> Profile:

@@ -51,6 +51,20 @@ class ReplicaSettings:
 
 
 @dataclass(frozen=True)
+class Correction:
+    """How replays of a job were corrected by measured iteration times, beside its overhead.
+
+    Attributes:
+        hop_latency_s: seconds that each transfer between stages on different ranks takes beside the job's `transfer`.
+        time_factors: kind, such as "F" -> how many times as long as profiled a computation of it takes. Its GPUs wait
+            in the time that is added.
+    """
+
+    hop_latency_s: float = 0.0
+    time_factors: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Settings:
     """The content of a job file; fields that it leaves out are None or empty.
 
@@ -71,6 +85,7 @@ class Settings:
         variants: computations that are measured apart.
         slow_stages: stage -> how many times as long its computations take now.
         overhead_s: calibrated seconds of an iteration that are not replayed; replaces the profile's.
+        correction: what the calibration found beside the overhead.
         clock_change: the cost of a clock change; replaces the profile's.
         replicas: the pipelines; empty for one.
         tokens_per_iteration: tokens that all pipelines together train on in an iteration.
@@ -97,6 +112,7 @@ class Settings:
     variants: tuple[Variant, ...] = ()
     slow_stages: Mapping[int, float] = field(default_factory=dict)
     overhead_s: float | None = None
+    correction: Correction = field(default_factory=Correction)
     clock_change: ClockChange | None = None
     replicas: tuple[ReplicaSettings, ...] = ()
     tokens_per_iteration: int | None = None
@@ -196,6 +212,15 @@ def _variant(entry: Document) -> Variant:
     return _make(entry, "microbatches", lambda: Variant(entry.values["kind"], chosen, stages))
 
 
+def _correction(document: Document, key: str) -> Correction:
+    inner = document.section(key, (), ("hop_latency_s", "time_factors"))
+    latency_s = inner.number("hop_latency_s", WAIT) if "hop_latency_s" in inner.values else 0.0
+    if "time_factors" not in inner.values:
+        return Correction(latency_s)
+    factors = inner.section("time_factors", (), tuple("FBIW"))
+    return Correction(latency_s, {kind: factors.number(kind, FACTOR) for kind in factors.values})
+
+
 def _slow_stages(document: Document, key: str) -> Mapping[int, float]:
     entries = document.table(key, "3: 1.15, stage and slowdown")
     return {STAGE.read(text, entries.where(text), JobError): entries.number(text, FACTOR) for text in entries.values}
@@ -230,6 +255,7 @@ _READERS: Mapping[str, Callable[[Document, str], Any]] = {
     "operations": _operations,
     "variants": _variants,
     "overhead_s": lambda document, key: document.number(key, OFFSET),
+    "correction": _correction,
     "clock_change": read_clock_change,
     "replicas": _replicas,
     "stage": _stage,

@@ -118,6 +118,24 @@ def slowed(profile: Profile, slowdowns: Mapping[int, float]) -> Profile:
     return replace(profile, measurements=measurements)
 
 
+def waiting_longer(profile: Profile, factors: Mapping[str, float]) -> Profile:
+    """Return the profile with computations that take longer than measured, as GPUs wait within them.
+
+    Args:
+        profile: the measured profile.
+        factors: kind of the schedule, such as "F" -> how many times as long its computations take.
+    """
+
+    def longer(key: tuple[int, str], row: Measurement) -> Measurement:
+        factor = factors.get(key[1].split(".")[0], 1.0)
+        evidence = row.evidence and replace(row.evidence, time_stderr_s=row.evidence.time_stderr_s * factor)
+        waiting_j = profile.blocking_w(key[0]) * (factor - 1) * row.time_s
+        return Measurement(row.clock_mhz, row.time_s * factor, max(0.0, row.energy_j + waiting_j), evidence)
+
+    rows = {key: tuple(longer(key, row) for row in each) for key, each in profile.measurements.items()}
+    return replace(profile, measurements=rows)
+
+
 def _first(profiles: Sequence[Profile]) -> Profile:
     if not profiles:
         raise ProfileError("no profiles: give at least one")

@@ -44,6 +44,16 @@ class Transfer:
                 checked = WAIT.check(value, where, ScheduleError)
             object.__setattr__(self, name, checked)
 
+    def later(self, latency_s: float) -> Transfer:
+        """Return the transfers that take `latency_s` seconds more, each."""
+        if latency_s == 0.0:
+            return self
+
+        def more(value: float | tuple[float, ...]) -> float | tuple[float, ...]:
+            return tuple(each + latency_s for each in value) if isinstance(value, tuple) else value + latency_s
+
+        return Transfer(more(self.forward_s), more(self.backward_s))
+
     def lag_s(self, schedule: Schedule, source: Computation, target: Computation) -> float:
         """Return the seconds from the end of `source` to the arrival of its result at `target`."""
         ranks = schedule.stage_ranks

@@ -4,6 +4,8 @@ A plan's time is compared with that of all clocks at their maximum under the sam
 both cancels out. Plans are made as if computations below the maximum clock took some standard errors longer than they
 are expected to; the least such margin is searched with which a plan is on time in enough draws. The maximum clock takes
 no margin, so a plan that is no slower than all clocks at maximum stays possible.
+
+The plans of the search are not polished and have no switch budget; the plan with the margin that is found has both.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from perseus_planner.plans.drawn_replay import replay_draws
 from perseus_planner.plans.on_time import INTERVAL, Interval, OnTime
 from perseus_planner.plans.replay import time_and_energy
 from perseus_planner.schedules.dag import PipelineDag
+from perseus_planner.solver.planner import Planner
 from perseus_planner.solver.power import fastest_within_power
 from perseus_planner.solver.solve import solve_dag
 
@@ -35,7 +38,7 @@ if TYPE_CHECKING:
 _DRAWS = 500
 _MARGINS = (0.0, 0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 2.5, 3.0, 4.0, 6.0)  #: standard errors
 _FIRST = 4  #: index of the margin that is tried after 0
-_BUDGET_TRIES = 4  #: how many margins are tried within a switch budget, from the one that is enough without
+_TRIES = 4  #: how many margins are tried for a plan with all effort, from the one that is enough for one with little
 # No model of a GPU's curves is exact, so intervals are wider than those of the draws: their ends are so many times as
 # far from the mean, and at least so far. `python benchmarks/run.py --only 19` counts how often the truth is in them.
 _WIDER_TIME, _WIDER_SAVING = 1.25, 1.5
@@ -62,6 +65,7 @@ class OnTimePlanner:
     def __init__(self, curve: TimeEnergyCurve) -> None:
         self.curve = curve
         self._frontiers: dict[tuple[float, bool], Frontier] = {}
+        self._planners: dict[tuple[float, bool], Planner] = {}
 
     def plan(self, deadline_s: float, probability: float, tolerance: float, budget: Budget) -> Plan:
         """Return the plan of least effective energy that was found to be on time; see `Frontier.plan_for`.
@@ -76,19 +80,25 @@ class OnTimePlanner:
         def is_on_time(drawn: _Drawn) -> bool:
             return self._likely_ratio(drawn, probability) <= limit * (1 + _ROUNDING)
 
-        def make(margin: float, budget: Budget, *, free: bool) -> _Drawn | None:
+        def make(margin: float, *, free: bool, polished: bool = True) -> _Drawn | None:
+            planner = self._planner(margin, free=free)
             try:
-                plan = self._frontier(margin, free=free).plan_until(
-                    within_s, max_changes=budget[0], min_dwell_s=budget[1]
-                )
+                planner.curve.check_deadline(within_s)
+                plan = planner.plan(within_s, *budget) if polished else planner.unpolished_plan(within_s)
             except InfeasibleDeadline:
                 return None
             return self._replayed(plan, margin, free=free)
 
-        free = found = _search(lambda margin: make(margin, _UNLIMITED, free=True), is_on_time)
-        if budget != _UNLIMITED or self.curve.profile.clock_change is not None:
-            enough = min((each.margin or 0.0 for each in free if is_on_time(each)), default=0.0)
-            found = _search_near(lambda margin: make(margin, budget, free=False), is_on_time, _MARGINS.index(enough))
+        is_free = budget == _UNLIMITED and self.curve.profile.clock_change is None
+        free = found = _search(lambda margin: make(margin, free=True, polished=False), is_on_time)
+        margins = [each.margin or 0.0 for each in free if is_on_time(each)]
+        if margins or not is_free:
+            enough = _MARGINS.index(min(margins, default=0.0))
+            found = _search_up(lambda margin: make(margin, free=is_free), is_on_time, enough)
+            if is_free:
+                found += free
+            elif enough and len(found) == 1 and is_on_time(found[0]):
+                found += _tried(lambda margin: make(margin, free=False), enough // 2)
         on_time = [each for each in (*found, self._baseline) if is_on_time(each)]
         if not on_time:
             least = min((self._likely_ratio(each, probability) for each in found), default=1.0)
@@ -139,6 +149,12 @@ class OnTimePlanner:
             profile = replace(profile, clock_change=None) if free else profile
             self._frontiers[key] = solve_dag(PipelineDag(profile, self.curve.dag.iteration))
         return self._frontiers[key]
+
+    def _planner(self, margin: float, *, free: bool) -> Planner:
+        key = margin, free and self.curve.profile.clock_change is not None
+        if key not in self._planners:
+            self._planners[key] = Planner(self._frontier(margin, free=free))
+        return self._planners[key]
 
     def _slower(self, margin: float) -> Profile:
         """Return the expected profile with times that are longer by `margin` standard errors against the top clock."""
@@ -205,14 +221,12 @@ def _search(make: Callable[[float], _Drawn | None], is_on_time: Callable[[_Drawn
     return found
 
 
-def _search_near(
+def _search_up(
     make: Callable[[float], _Drawn | None], is_on_time: Callable[[_Drawn], bool], enough: int
 ) -> list[_Drawn]:
-    """Return a few plans around the margin with index `enough`: a plan takes seconds within a switch budget."""
-    found = _tried(make, enough)
-    if any(map(is_on_time, found)):
-        return found + (_tried(make, enough // 2) if enough else [])
-    for index in range(enough + 1, min(enough + _BUDGET_TRIES, len(_MARGINS))):
+    """Return plans with the margin of index `enough` and a few larger ones, until one is on time."""
+    found: list[_Drawn] = []
+    for index in range(enough, min(enough + _TRIES, len(_MARGINS))):
         drawn = _tried(make, index)
         found += drawn
         if any(map(is_on_time, drawn)):

@@ -20,6 +20,7 @@ from perseus_planner.plans.replay import replay, time_and_energy
 from perseus_planner.profiles.measurement import nearest_clock
 from perseus_planner.solver.budget import clocks_by_budget, clocks_within_budget
 from perseus_planner.solver.point_problem import PointProblem, point_problem
+from perseus_planner.solver.polish import polish
 from perseus_planner.solver.rounding import ANCHOR_SPAN, Anchor, round_plan
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ class Planner:
     def __init__(self, curve: TimeEnergyCurve) -> None:
         self.curve, self.dag, self.profile = curve, curve.dag, curve.dag.profile
         self._plans: dict[tuple[float, int | None, float], Plan] = {}
+        self._rounded: dict[float, Integers] = {}
         self._unlimited: dict[float, list[int]] = {}
 
     def plan(self, deadline_s: float, max_changes: int | None, min_dwell_s: float) -> Plan:
@@ -171,19 +173,34 @@ class Planner:
     def _effective_j(self, plan: Plan) -> float:
         return plan.energy_j - self.dag.waiting_w * plan.time_s
 
+    def unpolished_plan(self, deadline_s: float) -> Plan:
+        """Return a plan without a switch budget, at a fraction of the effort of `plan`; clock changes cost nothing."""
+        return self.plan_of(self._clocks(self._round(deadline_s)), deadline_s)
+
     def _unlimited_clocks(self, deadline_s: float) -> list[int]:
         """Return the clock of each computation of `dag.computations`, MHz, without a switch budget."""
         if deadline_s not in self._unlimited:
+            chosen = self._round(deadline_s)
+            if deadline_s < self.curve.max_time_s:
+                chosen = polish(self._points, self._replayed_s(deadline_s), chosen)
+            self._unlimited[deadline_s] = self._clocks(chosen)
+        return self._unlimited[deadline_s]
+
+    def _round(self, deadline_s: float) -> Integers:
+        """Return the point of each computation in `dag.order`, before it is polished."""
+        if deadline_s not in self._rounded:
             chosen = self._points.point_start[self._points.member + 1] - 1  # the slowest of each
             if deadline_s < self.curve.max_time_s:
                 within_s = self._replayed_s(deadline_s)
                 chosen = round_plan(self._points, within_s, self._anchors(within_s), self._at_maximum_clock)
-            rank_in_class = chosen - self._points.point_start[self._points.member]
-            index = dict(zip(self.dag.order, rank_in_class.tolist(), strict=True))
-            self._unlimited[deadline_s] = [
-                self.dag.points[key][index[place]].clock_mhz for place, key in enumerate(self.dag.iteration.keys)
-            ]
-        return self._unlimited[deadline_s]
+            self._rounded[deadline_s] = chosen
+        return self._rounded[deadline_s]
+
+    def _clocks(self, chosen: Integers) -> list[int]:
+        """Return the clock of each computation of `dag.computations`, MHz."""
+        rank_in_class = chosen - self._points.point_start[self._points.member]
+        index = dict(zip(self.dag.order, rank_in_class.tolist(), strict=True))
+        return [self.dag.points[key][index[place]].clock_mhz for place, key in enumerate(self.dag.iteration.keys)]
 
     @cached_property
     def _points(self) -> PointProblem:

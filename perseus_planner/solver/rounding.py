@@ -14,7 +14,8 @@ each computation: when it should end, and the price of its time in watts, which 
    iteration. That costs what the straight line between both says, and the frontier is nearly straight there.
 3. *Improvement.* The best of these plans becomes the guide: ends and prices of random groups of computations are
    changed, and plans that cost no more are kept. The number of tries and the seed are fixed: equal input, equal plan.
-4. *Polish.* The start times of single computations are moved (`polish.py`).
+
+Plans that are kept are then polished (`polish.py`).
 """
 
 from __future__ import annotations
@@ -26,7 +27,6 @@ import numpy as np
 
 from perseus_planner.solver.dispatch import Guide, improve, mix, try_all_points
 from perseus_planner.solver.point_problem import PointProblem, compute_ends
-from perseus_planner.solver.polish import polish
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -87,7 +87,7 @@ def round_plan(problem: PointProblem, deadline_s: float, anchors: Iterable[Ancho
             compute_ends(problem, chosen, end_s)
             best_guide = _guide(end_s, target.price_w, _STIFF)
     improve(problem, deadline_s, best_guide, best.chosen, best.cost_j, _tries(_EFFORT, problem), step_s, True)
-    return polish(problem, deadline_s, best.chosen)
+    return best.chosen
 
 
 def _guide(end_s: NDArray[np.floating], price_w: NDArray[np.floating], stiffness: tuple[float, float]) -> Guide:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from perseus_planner.profiles.profiles import Profile
 
 _WARNINGS = ("warnings", "measured while too hot")  #: conditions of a profile that are always printed
+_LARGE_OVERHEAD = 0.1  #: of the measured iteration time
 _NANO, _MICRO = 10**9, 10**6
 
 
@@ -123,12 +124,34 @@ def calibration_text(result: Calibration) -> str:
     """Return the text that `planner calibrate` prints: the overhead and the predicted time, before and now."""
     before, now = numbers([result.predicted_before_s, result.predicted_s])
     overheads = [f"{value:.6g}" for value in (result.overhead_before_s, result.overhead_s)]
-    return (
-        f"Iteration time: {result.measured_s:.6g} s measured, {result.replayed_s:.6g} s replayed.\n"
-        f"Overhead: {overheads[0]} s before, {overheads[1]} s now.\n"
-        f"Predicted iteration time of this plan: {before} s before, {now} s now.\n"
-        "Existing frontiers and plans do not include it; make them again with `planner solve` and `planner plan`.\n"
+    several = len(result.plans) > 1
+    lines = [
+        f"Iteration time{f', mean of {len(result.plans)} plans' if several else ''}: {result.measured_s:.6g} s "
+        f"measured, {result.replayed_s:.6g} s replayed.",
+        f"Overhead: {overheads[0]} s before, {overheads[1]} s now.",
+    ]
+    if result.hop_latency_s:
+        lines.append(f"Latency of each transfer between stages: {result.hop_latency_s:.6g} s.")
+    if result.time_factors:
+        factors = ", ".join(f"{word_of(kind)}s {factor:.4g}x" for kind, factor in result.time_factors.items())
+        lines.append(f"Computations take longer than profiled: {factors}.")
+    lines.append(
+        f"Predicted iteration time of {'these plans' if several else 'this plan'}: {before} s before, {now} s now."
     )
+    if result.left_out_error is not None:
+        lines.append(
+            f"From the other plans, the time of a plan is predicted within {100 * result.left_out_error:.2f} %, mean."
+        )
+    if result.overhead_share > _LARGE_OVERHEAD:
+        lines.append(
+            f"Warning: {100 * result.overhead_share:.0f} % of the iteration is overhead, which counts as equal for all "
+            "plans. If computations really take longer, slower plans are later than predicted; calibrate a job file "
+            "by three plans or more, of different times, to see it."
+        )
+    lines.append(
+        "Existing frontiers and plans do not include it; make them again with `planner solve` and `planner plan`."
+    )
+    return "".join(f"{line}\n" for line in lines)
 
 
 @dataclass(frozen=True)

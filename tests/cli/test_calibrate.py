@@ -6,13 +6,17 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from commands import done, refusal
+from noisy_rows import unlike_stages
 from strategies import smooth_profile
 
 from perseus_planner import Frontier, Plan, Profile
 from perseus_planner.jobs.job import Job
+from perseus_planner.jobs.settings import Correction
 from perseus_planner.plans.replay import replay
+from perseus_planner.solver.solve import solve_dag
 
 JOB = """# the job that runs tonight
 format: perseus-planner/job
@@ -105,6 +109,9 @@ def test_it_says_the_old_and_the_new_predicted_time(work: Path):
         f"Iteration time: {plan.time_s + 0.5:.6g} s measured, {plan.time_s:.6g} s replayed.\n"
         "Overhead: 0 s before, 0.5 s now.\n"
         f"Predicted iteration time of this plan: {plan.time_s:.5f} s before, {plan.time_s + 0.5:.5f} s now.\n"
+        "Warning: 37 % of the iteration is overhead, which counts as equal for all plans. If computations really "
+        "take longer, slower plans are later than predicted; calibrate a job file by three plans or more, of different "
+        "times, to see it.\n"
         "Existing frontiers and plans do not include it; make them again with `planner solve` and `planner plan`.\n"
         "\nWrote profile.yaml\n"
     )
@@ -154,3 +161,113 @@ def test_bad_input_is_refused_in_one_line(work: Path, command: str, message: str
     expected = message.format(time_s, overhead=round(3 - time_s, 9))
     assert refusal(command) == (2, "", f"Error: {expected}\n")
     assert {file: file.read_bytes() for file in work.iterdir()} == before
+
+
+TRUTHS = {
+    "nothing else": Correction(),
+    "latency": Correction(0.0015),
+    "factor": Correction(0.0, {"B": 1.3, "F": 1.3}),
+    "a factor of each kind": Correction(0.0, {"B": 1.6, "F": 1.2}),
+}
+
+
+@pytest.fixture
+def several(folder: Path) -> str:
+    """Create a job and five plans of it, and return their names."""
+    unlike_stages(smooth_profile(4, step_mhz=90), 3).save("profile.yaml")
+    (folder / "job.yaml").write_text(
+        "format: perseus-planner/job\nversion: 1\nprofile: profile.yaml\nschedule: 1f1b\nmicrobatches: 6 # few\n"
+    )
+    frontier = solve_dag(Job.load("job.yaml").dags()[0])
+    names = []
+    for slowdown in (1.0, 1.05, 1.1, 1.2, 1.4):
+        names.append(f"plan-{slowdown}.yaml")
+        frontier.plan_until(slowdown * frontier.baseline_time_s).save(names[-1])
+    one_kind = {c: 1410 if "F" in c else 1050 for c in Plan.load(names[0]).clocks}
+    frontier.plan_of(one_kind).save("forward.yaml")
+    return " ".join([*names, "forward.yaml"])
+
+
+def true_times_s(plans: str, overhead_s: float, correction: Correction) -> list[float]:
+    """Return how long the plans take if the job is really so."""
+    truth = solve_dag(Job.load("job.yaml", overhead_s=overhead_s, correction=correction).dags()[0])
+    return [truth.plan_of(Plan.load(name).clocks).time_s for name in plans.split()]
+
+
+@pytest.mark.parametrize("name", TRUTHS)
+def test_several_plans_say_what_iterations_really_wait_for(several: str, name: str):
+    truth = TRUTHS[name]
+    times_s = true_times_s(several, 0.05, truth)
+    measured = " ".join(f"--measured {time_s!r}s" for time_s in times_s)
+    found = json.loads(done(f"calibrate job.yaml {several} {measured} --json"))
+    assert found["hop_latency_s"] == pytest.approx(truth.hop_latency_s, abs=1e-8)
+    assert found["time_factors"] == pytest.approx(dict(truth.time_factors), rel=1e-6)
+    assert found["overhead_s"] == pytest.approx(0.05, abs=1e-6)
+    assert found["left_out_error"] < 1e-6
+    assert [each["predicted_s"] for each in found["plans"]] == pytest.approx(times_s, rel=1e-7)
+    again = solve_dag(Job.load("job.yaml").dags()[0])
+    made = again.plan_until(1.1 * again.baseline_time_s)
+    made.save("again.yaml")
+    assert true_times_s("again.yaml", 0.05, truth) == pytest.approx([made.time_s], rel=1e-7)
+
+
+def test_it_says_what_several_plans_show(several: str):
+    times_s = true_times_s(several, 0.3, TRUTHS["factor"])
+    measured = " ".join(f"--measured {time_s!r}s" for time_s in times_s)
+    text = done(f"calibrate job.yaml {several} {measured}").splitlines()
+    assert text[0].startswith(f"Iteration time, mean of 6 plans: {sum(times_s) / 6:.6g} s measured, ")
+    assert text[1:3] == [
+        "Overhead: 0 s before, 0.3 s now.",
+        "Computations take longer than profiled: backwards 1.3x, forwards 1.3x.",
+    ]
+    assert text[3].startswith("Predicted iteration time of these plans: ")
+    assert text[4] == "From the other plans, the time of a plan is predicted within 0.00 %, mean."
+    assert text[5].startswith("Warning: 12 % of the iteration is overhead, which counts as equal for all plans. ")
+    content = Path("job.yaml").read_text()
+    assert content.splitlines()[-3:] == [
+        "microbatches: 6 # few",
+        "overhead_s: 0.3",
+        "correction: {time_factors: {B: 1.3, F: 1.3}}",
+    ]
+
+
+def test_a_later_calibration_begins_anew_and_one_plan_changes_only_the_overhead(several: str):
+    def calibrate(overhead_s: float, truth: str, plans: str) -> str:
+        measured = " ".join(f"--measured {time_s!r}s" for time_s in true_times_s(plans, overhead_s, TRUTHS[truth]))
+        done(f"calibrate job.yaml {plans} {measured}")
+        return Path("job.yaml").read_text().split("few\n")[1]
+
+    calibrate(0.3, "a factor of each kind", several)
+    one = calibrate(0.2, "a factor of each kind", "plan-1.1.yaml")  # made before the correction
+    assert one == "overhead_s: 0.2\ncorrection: {time_factors: {B: 1.6, F: 1.2}}\n"
+    assert calibrate(0.125, "latency", several) == "overhead_s: 0.125\ncorrection: {hop_latency_s: 0.0015}\n"
+    assert calibrate(0.125, "nothing else", several) == "overhead_s: 0.125\n"
+
+
+@pytest.mark.parametrize("noise", [0.001, 0.01])
+def test_noise_alone_gives_no_correction_that_predicts_worse(several: str, noise: float):
+    for seed in range(4):
+        errors = np.random.default_rng(seed).normal(0.0, noise, 6)
+        times_s = np.array(true_times_s(several, 0.05, Correction())) * np.exp(errors)
+        measured = " ".join(f"--measured {time_s!r}s" for time_s in times_s.tolist())
+        found = json.loads(done(f"calibrate job.yaml {several} {measured} --json"))
+        assert found["left_out_error"] < 2.5 * noise
+        truth = true_times_s(several, 0.05, Correction())
+        assert [each["predicted_s"] for each in found["plans"]] == pytest.approx(truth, rel=2 * noise)
+        Path("job.yaml").write_text(Path("job.yaml").read_text().split("overhead_s")[0])
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ("", "the measured time of an iteration is missing; give it with --measured TIME, or give the folder of a run "
+             "instead of plan-1.05.yaml"),
+        ("--measured 2s --measured 3s", "--measured: 3 times for 2 plans; give one for each"),
+        ("--measured 1ms", "plan-1.05.yaml: 0.001 s is less than half of the {:.6g} s of the replay; give the mean "
+                           "time of an iteration with this plan"),
+    ],
+)  # fmt: skip
+def test_a_time_is_given_for_each_plan(several: str, more: str, message: str):
+    expected = message.format(Plan.load("plan-1.05.yaml").time_s)
+    command = f"calibrate job.yaml plan-1.0.yaml plan-1.05.yaml --measured 2s {more}"
+    assert refusal(command) == (2, "", f"Error: {expected}\n")

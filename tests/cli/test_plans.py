@@ -186,3 +186,38 @@ def test_a_plan_can_be_made_for_a_probability(folder: Path):
 def test_another_probability_is_refused(frontiers: tuple[Frontier, Frontier], text: str):
     expected = f"--on-time: {text!r} is not a certainty: write a percentage above 0% and up to 99%, such as 95%"
     assert refusal(f"plan fast.npz --slowdown 1 --on-time {text} -o plan.yaml") == (2, "", f"Error: {expected}\n")
+
+
+def test_what_counts_as_no_slower_can_be_chosen(frontiers: tuple[Frontier, Frontier]):
+    done("plan fast.npz --slowdown 1 --on-time 95% --tolerance 0.5% -o plan.yaml")
+    assert Plan.load("plan.yaml") == frontiers[0].plan_until(
+        frontiers[0].baseline_time_s, on_time=0.95, tolerance=0.005
+    )
+    assert Plan.load("plan.yaml").on_time.limit_ratio == 1.005  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("options", ["--slowdown 1", "--power-budget 1kW --on-time 95%"])
+def test_a_tolerance_without_a_time_to_keep_is_refused(frontiers: tuple[Frontier, Frontier], options: str):
+    expected = "--tolerance: is of the time of a plan with --on-time; leave it out, or give --on-time as well"
+    assert refusal(f"plan fast.npz {options} --tolerance 0.1% -o plan.yaml") == (2, "", f"Error: {expected}\n")
+
+
+def test_another_tolerance_is_refused(frontiers: tuple[Frontier, Frontier]):
+    expected = "--tolerance: '0.001' is not a tolerance: write a percentage of 0% or more, such as 0.1%"
+    command = "plan fast.npz --slowdown 1 --on-time 95% --tolerance 0.001 -o plan.yaml"
+    assert refusal(command) == (2, "", f"Error: {expected}\n")
+
+
+@pytest.mark.parametrize("kind", ["straggler", "budget"])
+def test_plans_of_every_kind_keep_their_word(folder: Path, kind: str):
+    truth, late = solve(unlike_stages(smooth_profile(2), 1), schedules.one_f_one_b(2, 4)), []
+    for seed in range(5):
+        frontier = solve(noisy_rows(truth.profile, 0.005, 12, seed), truth.dag.schedule)
+        frontier.save("frontier.npz")
+        time_s = 1.04 * frontier.baseline_time_s
+        target = f"--straggler-time {time_s!r}" if kind == "straggler" else f"--deadline {time_s!r} --max-changes 2"
+        done(f"plan frontier.npz {target} --on-time 95% -o plan.yaml")
+        real = truth.plan_of(Plan.load("plan.yaml").clocks)
+        assert real.saving_j > 0
+        late.append(real.time_s / truth.baseline_time_s - 1.04)
+    assert max(late) < 0.001
