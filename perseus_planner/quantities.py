@@ -108,6 +108,7 @@ TIME = Rule(float, False, "a time: write finite seconds above 0, such as 0.0512"
 ENERGY = Rule(float, True, "an energy: write finite joules of 0 or more, such as 23.8")
 POWER = Rule(float, True, "a power: give finite watts of 0 or more, such as 83.64")
 WAIT = Rule(float, True, "a wait: give finite seconds of 0 or more, such as 0.002")
+MINUTES = Rule(float, False, "a number of minutes above 0, such as 30")
 OFFSET = Rule(float, True, "an overhead: write finite seconds, such as 0.12", negative=True)
 PROBABILITY = Rule(float, False, "a probability: give a number above 0 and up to 0.99, such as 0.95", most=0.99)
 SHARE = Rule(float, True, "a share: give a number of 0 or more, such as 0.001")
@@ -169,3 +170,4 @@ CERTAINTY = Quantity(
     MappingProxyType({"%": Fraction(1, 100)}),
 )
 TOLERANCE = Quantity(Rule(float, True, "a tolerance: write a percentage of 0% or more, such as 0.1%"), CERTAINTY.units)
+SHARE_WITHIN = Quantity(Rule(float, False, "a share: write a percentage above 0%, such as 0.3%"), CERTAINTY.units)

@@ -13,7 +13,7 @@ from perseus_planner.profiles.profiles import Profile
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from perseus_planner.profiler.sweep import StageRows
+    from perseus_planner.profiler.stage import StageRows
 
 
 def assemble_profile(

@@ -29,16 +29,17 @@ RowTable = Mapping[str, Mapping[int, Measurement]]
 """Kind -> setting -> its row. All kinds have the same settings."""
 
 MAX_SETTINGS = 12
-"""An adaptive sweep measures no more settings."""
+"""An adaptive sweep measures no more settings, but where `doubt.py` asks for more."""
+
+PRICES = tuple(2 ** (half / 2) for half in range(-8, 4))
+"""Prices of a second, relative to the power at the top setting: from the price where there is time to spare to one of
+nearly three times the power of the GPU. Their logarithms are evenly spaced."""
 
 _COARSE = 6  # settings of the descent, besides the top one
 _RISES = 2  # consecutive rises that end the descent
 _RISEN = 0.01  # relative to the energy: a smaller change is not a rise, nor is one within the noise
 _NOISE = 2.0  # standard errors
 _ROUGHNESS = 0.3  # relative standard deviation of time and energy over settings that differ by a factor of e
-# Prices of a second, relative to the power at the top setting: from the price where there is time to spare to one of
-# nearly three times the power of the GPU. Their logarithms are evenly spaced.
-_PRICES = tuple(2 ** (half / 2) for half in range(-8, 4))
 _NORMAL = NormalDist()
 
 
@@ -74,19 +75,27 @@ def next_setting(settings: Sequence[int], rows: RowTable, blocking_w: float, *, 
         blocking_w: Power of the GPUs while they wait, watts.
         clocks: Whether the settings are clocks in MHz, and not power limits.
     """
+    if (coarse := next_of_descent(settings, rows, blocking_w, clocks=clocks)) is not None:
+        return coarse
     measured = {setting for table in rows.values() for setting in table}
-    capped = _highest_below_cap(settings, rows) if clocks else settings[0]
-    coarse = descent(settings, capped)
-    done = [setting for setting in coarse if setting in measured]
-    if len(done) < len(coarse) and not _has_risen(done, rows, blocking_w):
-        return next(setting for setting in coarse if setting not in measured)
     if len(measured) >= MAX_SETTINGS:
         return None
+    capped = highest_below_cap(settings, rows) if clocks else settings[0]
     between = [setting for setting in settings if min(measured) < setting <= capped and setting not in measured]
     return max(between, key=lambda setting: _gain_j(setting, rows, blocking_w), default=None)
 
 
-def _highest_below_cap(settings: Sequence[int], rows: RowTable) -> int:
+def next_of_descent(settings: Sequence[int], rows: RowTable, blocking_w: float, *, clocks: bool = True) -> int | None:
+    """Return the next setting of the coarse descent, or None when it has ended; the arguments are those above."""
+    measured = {setting for table in rows.values() for setting in table}
+    coarse = descent(settings, highest_below_cap(settings, rows) if clocks else settings[0])
+    done = [setting for setting in coarse if setting in measured]
+    if len(done) < len(coarse) and not _has_risen(done, rows, blocking_w):
+        return next(setting for setting in coarse if setting not in measured)
+    return None
+
+
+def highest_below_cap(settings: Sequence[int], rows: RowTable) -> int:
     """Return the highest clock that the power cap lets some kind reach; the top one if there is no cap."""
     top = [table[settings[0]].evidence for table in rows.values() if settings[0] in table]
     if not top or any(evidence is None or "sw-power-cap" not in evidence.throttle for evidence in top):
@@ -117,7 +126,7 @@ def _kind_gain_j(setting: int, table: Mapping[int, Measurement], blocking_w: flo
     predicted = _predict(setting, table)
     top = table[max(table)]
     gain_j = 0.0
-    for price in _PRICES:
+    for price in PRICES:
         # A busy GPU does not wait, so a second costs its price less the power of waiting.
         second_w = price * top.energy_j / top.time_s - blocking_w
         least_j = min(_cost_j(row, second_w) for row in table.values())

@@ -12,8 +12,8 @@ from perseus_planner.estimate.presets import PRESETS
 from perseus_planner.gpu import open_gpu
 from perseus_planner.gpu.simulated.gpu import SimulatedGpu
 from perseus_planner.profiler.assembly import assemble_profile, with_one_power
-from perseus_planner.profiler.stage import Progress, Stage, TimedRun
-from perseus_planner.profiler.sweep import StageRows, SweepSettings, measure_stage
+from perseus_planner.profiler.stage import Progress, Stage, StageRows, TimedRun
+from perseus_planner.profiler.sweep import SweepSettings, measure_stage
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -55,7 +55,8 @@ def profile_simulated(
         for number, costs in enumerate(_small_gpt(stages)):
             stage = _simulated_stage(device, costs, split_backward)
             of_all = _progress_of_all(progress, number, stages)
-            measured.append(measure_stage(device, stage, number, settings, progress=of_all))
+            of_one = (settings or SweepSettings()).for_one_of(stages)
+            measured.append(measure_stage(device, stage, number, of_one, progress=of_all, stages=stages))
     if progress is not None:
         rows = sum(len(table) for each in measured for table in each.measurements.values())
         progress(rows, rows)

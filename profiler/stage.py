@@ -1,10 +1,13 @@
-"""A pipeline stage as the profiler sees it: functions that run its computations, and the GPUs that share it."""
+"""A pipeline stage as the profiler sees it: functions that run its computations, its GPUs, and its rows."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol, TypeVar
+
+if TYPE_CHECKING:
+    from perseus_planner.profiles.measurement import Measurement
 
 T = TypeVar("T")
 
@@ -45,6 +48,32 @@ class Stage:
     runs: Mapping[str, TimedRun]
     synchronize: Callable[[], None]
     block: Block | None = None
+
+
+@dataclass(frozen=True)
+class StageRows:
+    """The measurements of one stage. It can be pickled, so ranks can send it to each other.
+
+    Attributes:
+        stage: The number of the stage.
+        measurements: Kind -> rows, highest setting first. Times are the longest of the stage's GPUs, energies sums.
+        blocking_power_w: Power of the stage's GPUs while they wait for a neighbour, watts in all; None if the stage has
+            no neighbour.
+        gpus: How many GPUs share the stage.
+        gpu: The name of these GPUs.
+        origin: "measured" or "simulated".
+        control: What was set for each row.
+        conditions: How the rows were measured, as in `Profile.conditions`.
+    """
+
+    stage: int
+    measurements: Mapping[str, tuple[Measurement, ...]]
+    blocking_power_w: float | None
+    gpus: int
+    gpu: str
+    origin: str
+    control: str
+    conditions: Mapping[str, str] = field(default_factory=dict)
 
 
 class GpuGroup(Protocol):

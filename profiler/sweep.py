@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from random import Random
 from statistics import fmean
 from typing import TYPE_CHECKING
 
 from perseus_planner.errors import GpuError, UsageError
-from perseus_planner.profiler.choosing import MAX_SETTINGS, RowTable, next_setting
+from perseus_planner.profiler.choosing import MAX_SETTINGS, RowTable, next_of_descent, next_setting
+from perseus_planner.profiler.control import common_settings, opened_control
 from perseus_planner.profiler.lock_check import LockCheck
 from perseus_planner.profiler.row_file import RowFile
 from perseus_planner.profiler.row_meter import RowMeter
-from perseus_planner.profiler.stage import GpuGroup, Progress, SingleGpu, Stage
-from perseus_planner.profiler.windows import TRANSIENT_REASONS, subtract
+from perseus_planner.profiler.stage import GpuGroup, Progress, SingleGpu, Stage, StageRows
+from perseus_planner.profiler.windows import TRANSIENT_REASONS, merge, subtract
 from perseus_planner.profiles.csv_file import CONTROLS, unit_of
-from perseus_planner.quantities import INDEX, TIME, WAIT, check_fields
+from perseus_planner.quantities import INDEX, MINUTES, SHARE, TIME, WAIT, check_fields
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
     from perseus_planner.gpu import Gpu
     from perseus_planner.profiles.measurement import Measurement
 
-_LIMIT_STEP_W = 5
+_LEAST_SETTINGS = 2  # with one, no plan could save anything
 
 
 @dataclass(frozen=True)
@@ -38,6 +37,11 @@ class SweepSettings:
         control: What is set for each row: "clock", "power-limit", or "observed" to set nothing and measure one row of
             each kind.
         full: Whether to measure at every setting, instead of at as few as a plan needs.
+        minutes: How long each GPU measures at most, minutes, all of its stages together; None for no limit. The row in
+            progress is finished, and two settings are always measured.
+        saving_within: How far the share of energy that plans save is to be known, such as 0.003: settings are measured,
+            and measured again, until half of its 90 % interval is no more. With neither this nor `minutes`, at most 12
+            settings are measured, each once.
         window_s: The minimum length of a measuring window, seconds.
         cool_down_s: The longest wait for the GPU to cool down before each setting, seconds.
         seed: Draws when, after an update of the energy counter, each window begins.
@@ -53,37 +57,27 @@ class SweepSettings:
     cool_down_s: float = 5.0
     seed: int = 0
     allow_hot: bool = False
+    minutes: float | None = None
+    saving_within: float | None = None
 
     def __post_init__(self) -> None:
         if self.control not in CONTROLS:
             raise UsageError(f"control: {self.control!r} is unknown; choose one of: {', '.join(CONTROLS)}")
         check_fields(self, {"window_s": TIME, "cool_down_s": WAIT, "seed": INDEX})
+        for name, rule in (("minutes", MINUTES), ("saving_within", SHARE)):
+            if getattr(self, name) is not None:
+                check_fields(self, {name: rule})
+        if self.has_goal and (self.full or self.control == "observed"):
+            raise UsageError("minutes and saving_within choose what is measured; leave out full, or control='observed'")
 
+    @property
+    def has_goal(self) -> bool:
+        """Whether the sweep goes on until its time is up, or the saving is known."""
+        return self.minutes is not None or self.saving_within is not None
 
-@dataclass(frozen=True)
-class StageRows:
-    """The measurements of one stage. It can be pickled, so ranks can send it to each other.
-
-    Attributes:
-        stage: The number of the stage.
-        measurements: Kind -> rows, highest setting first. Times are the longest of the stage's GPUs, energies sums.
-        blocking_power_w: Power of the stage's GPUs while they wait for a neighbour, watts in all; None if the stage has
-            no neighbour.
-        gpus: How many GPUs share the stage.
-        gpu: The name of these GPUs.
-        origin: "measured" or "simulated".
-        control: What was set for each row.
-        conditions: How the rows were measured, as in `Profile.conditions`.
-    """
-
-    stage: int
-    measurements: Mapping[str, tuple[Measurement, ...]]
-    blocking_power_w: float | None
-    gpus: int
-    gpu: str
-    origin: str
-    control: str
-    conditions: Mapping[str, str] = field(default_factory=dict)
+    def for_one_of(self, stages: int) -> SweepSettings:
+        """Return the settings for each of so many stages that a GPU measures one after another."""
+        return self if self.minutes is None else replace(self, minutes=self.minutes / stages)
 
 
 def measure_stage(
@@ -96,6 +90,7 @@ def measure_stage(
     rows_file: Path | None = None,
     resume: bool = False,
     progress: Progress | None = None,
+    stages: int = 1,
 ) -> StageRows:
     """Measure `stage` on `gpu`. The GPU's settings are reset on return, also after an exception.
 
@@ -108,6 +103,7 @@ def measure_stage(
         rows_file: Keeps finished rows, see `rows_path`. In a group only one GPU gives it.
         resume: Go on from the rows in `rows_file` instead of deleting them. It must be the same for all of a group.
         progress: Called after every row.
+        stages: The number of stages of the pipeline: the noise of so many averages out, where `saving_within` is given.
 
     Raises:
         GpuError: If the GPU cannot be read or set, its energy counter does not move, it stays too hot, or locking its
@@ -121,7 +117,7 @@ def measure_stage(
         kept = RowFile(rows_file, number, settings.control, subject, resume=resume)
     finished = next(filter(None, group.gather(kept.finished if kept else {})), {})
     meter = RowMeter(gpu, stage.synchronize, group, settings.window_s, settings.cool_down_s)
-    result = _Sweep(gpu, stage, number, settings, group, meter, kept, finished, progress).run()
+    result = _Sweep(gpu, stage, number, settings, group, meter, kept, finished, progress, stages).run()
     return StageRows(
         stage=number,
         measurements={
@@ -144,10 +140,12 @@ class _SweepResult:
     Attributes:
         rows: All rows.
         blocking_w: Setting -> power of the blocked GPUs, watts; empty if the stage has no neighbour.
+        doubt: As in `Choice`.
     """
 
     rows: RowTable
     blocking_w: Mapping[int, float]
+    doubt: float | None
 
 
 @dataclass
@@ -163,9 +161,12 @@ class _Sweep:
     kept: RowFile | None
     finished: RowTable  # of the sweep to resume; the same on all GPUs of the group
     progress: Progress | None
+    stages: int
 
     def __post_init__(self) -> None:
         self._rows = {kind: dict(self.finished.get(kind, {})) for kind in self.stage.runs}
+        self._begin_s, self._longest_s = self.gpu.now_s(), 0.0  # of the sweep, and of measuring all kinds at a setting
+        self._doubt: float | None = None
         self._locks = {kind: LockCheck(self.gpu.text) for kind in self.stage.runs}
         for kind, table in self._rows.items():
             for setting in sorted(table, reverse=True):
@@ -175,18 +176,14 @@ class _Sweep:
         """Measure the missing rows."""
         if self.settings.control == "observed":
             return self._observe()
-        with _control(self.gpu, self.settings.control) as (own, set_to):
-            settings = _common(self.group.gather(own))
+        with opened_control(self.gpu, self.settings.control) as (own, set_to):
+            settings = common_settings(self.group.gather(own))
             set_to(settings[0])
             self._heat()
             power_w = self.meter.measure_blocking_w(self.stage.block)
             waiting_w = self.meter.measure_rest_w() if power_w is None else power_w
             while (setting := self._next_setting(settings, waiting_w)) is not None:
-                set_to(setting)
-                self.meter.cool_down()
-                for kind in self.stage.runs:
-                    if setting not in self._rows[kind]:
-                        self._add(kind, self._measure(kind, setting), self._expected(settings))
+                self._measure_all(setting, set_to, self._expected(settings))
             self._measure_hot_again(set_to)
             for lock in self._locks.values():
                 lock.finish()
@@ -197,6 +194,18 @@ class _Sweep:
             lowest_w = self.meter.measure_blocking_w(self.stage.block)
             assert lowest_w is not None
             return self._finish({settings[0]: power_w, lowest: lowest_w})
+
+    def _measure_all(self, setting: int, set_to: Callable[[int], None], expected: int) -> None:
+        """Measure the kinds that are missing at `setting`, or all of them again."""
+        begin_s = self.gpu.now_s()
+        set_to(setting)
+        self.meter.cool_down()
+        missing = [kind for kind in self.stage.runs if setting not in self._rows[kind]]
+        for kind in missing or self.stage.runs:
+            row = self._measure(kind, setting)
+            known = self._rows[kind].get(setting)
+            self._add(kind, row if known is None else merge(known, row), expected)
+        self._longest_s = max(self._longest_s, self.gpu.now_s() - begin_s)
 
     def _observe(self) -> _SweepResult:
         self._heat()
@@ -240,11 +249,41 @@ class _Sweep:
             return max(incomplete)
         if self.settings.full:
             return next((setting for setting in settings if setting not in complete), None)
-        return next_setting(settings, self._rows, waiting_w, clocks=self.settings.control == "clock")
+        if self.settings.has_goal and len(complete) >= _LEAST_SETTINGS:
+            setting = self._next_for_goal(settings, waiting_w)
+        else:
+            setting = next_setting(settings, self._rows, waiting_w, clocks=self.settings.control == "clock")
+        # GPUs that share the stage measure the same setting, whatever their clocks and the rounding say.
+        return self.group.gather(setting)[0]
+
+    def _next_for_goal(self, settings: Sequence[int], waiting_w: float) -> int | None:
+        """Return the setting to measure, perhaps again; None when the time is up or the saving is known."""
+        from perseus_planner.profiler.doubt import find_doubt
+
+        control, within = self.settings.control, self.settings.saving_within
+        if self._is_late():
+            return None
+        if (coarse := next_of_descent(settings, self._rows, waiting_w, clocks=control == "clock")) is not None:
+            return coarse
+        doubt = find_doubt(settings, self._rows, waiting_w, control=control, stages=self.stages)
+        self._doubt = doubt.share
+        if within is not None and doubt.share <= within:
+            return None
+        another = next_setting(settings, self._rows, waiting_w, clocks=control == "clock")
+        return doubt.setting if another is None else another
+
+    def _is_late(self) -> bool:
+        """Return whether another setting would take longer than there is time, less that for the blocking power."""
+        if self.settings.minutes is None:
+            return False
+        spent_s = self.gpu.now_s() - self._begin_s
+        return spent_s + self._longest_s + self.meter.window_s > 60 * self.settings.minutes
 
     def _measure(self, kind: str, setting: int | None) -> Measurement:
         timed = self.stage.runs[kind]
-        random = Random(f"{self.settings.seed} {self.number} {kind} {setting}")
+        known = self._rows[kind].get(setting) if setting is not None else None
+        before = f" {known.evidence.windows}" if known is not None and known.evidence is not None else ""
+        random = Random(f"{self.settings.seed} {self.number} {kind} {setting}{before}")
         row = self.meter.measure_row(timed.run, setting, random)
         self._check_lock(kind, row, setting, self.meter.achieved_mhz)
         if timed.includes is None:
@@ -274,7 +313,7 @@ class _Sweep:
         done = sum(map(len, self._rows.values()))
         if self.progress is not None:
             self.progress(done, done)
-        return _SweepResult(self._rows, blocking_w)
+        return _SweepResult(self._rows, blocking_w, self._doubt)
 
     def _expected(self, settings: Sequence[int]) -> int:
         """Return how many settings will be measured, approximately."""
@@ -283,22 +322,6 @@ class _Sweep:
     def _heat(self) -> None:
         # Also when resuming: the missing rows are measured on a GPU as warm as it was for the others.
         self.meter.heat(next(iter(self.stage.runs.values())).run)
-
-
-@contextmanager
-def _control(gpu: Gpu, control: str) -> Iterator[tuple[tuple[int, ...], Callable[[int], None]]]:
-    """Yield the settings of `control`, highest first, and the function that sets one; reset the GPU on leaving."""
-    set_to: Callable[[int], None]
-    if control == "clock":
-        settings, set_to, reset = gpu.supported_clocks_mhz, gpu.set_clock_mhz, gpu.reset_clocks
-    else:
-        least_w, top_w = gpu.power_limits_w[0], math.floor(gpu.power_limit_w())
-        settings = tuple(range(top_w, math.ceil(least_w) - 1, -_LIMIT_STEP_W))
-        set_to, reset = gpu.set_power_limit_w, gpu.reset_power_limit
-    try:
-        yield settings, set_to
-    finally:
-        reset()
 
 
 def _hot(rows: RowTable) -> Iterator[tuple[str, Measurement]]:
@@ -311,14 +334,6 @@ def _hot(rows: RowTable) -> Iterator[tuple[str, Measurement]]:
 
 def _row_names(rows: Sequence[tuple[str, Measurement]], control: str) -> str:
     return ", ".join(f"{kind} at {row.clock_mhz} {unit_of(control)}" for kind, row in rows)
-
-
-def _common(settings: Sequence[Sequence[int]]) -> list[int]:
-    """Return the settings that all GPUs of a group have, highest first."""
-    common = sorted(set.intersection(*map(set, settings)), reverse=True)
-    if not common:
-        raise GpuError("the GPUs of a stage have no setting in common; give a stage GPUs of one kind")
-    return common
 
 
 def _subject(gpu: Gpu, stage: Stage, number: int, settings: SweepSettings, group: GpuGroup) -> dict[str, str]:
@@ -349,6 +364,8 @@ def _conditions(gpu: Gpu, control: str, meter: RowMeter, result: _SweepResult) -
     if result.blocking_w:
         powers = (f"{power_w:.1f} W at {setting} {unit}" for setting, power_w in result.blocking_w.items())
         conditions["blocking power"] = ", ".join(powers)
+    if result.doubt is not None:
+        conditions["saving known within"] = f"{result.doubt:.2%}"
     hot = list(_hot(result.rows))
     if hot:
         conditions["measured while too hot"] = f"{_row_names(hot, control)}; cool the GPU and measure again"

@@ -108,6 +108,30 @@ def subtract(whole: Measurement, part: Measurement) -> Measurement:
     return Measurement(whole.clock_mhz, time_s, energy_j, evidence)
 
 
+def merge(row: Measurement, again: Measurement) -> Measurement:
+    """Return what two measurements of one row tell together: their mean, weighted by their windows."""
+    one, other = row.evidence, again.evidence
+    assert one is not None
+    assert other is not None
+    windows = one.windows + other.windows
+
+    def mean(first: float, second: float) -> float:
+        return (one.windows * first + other.windows * second) / windows
+
+    def error(first: float, second: float) -> float:
+        return math.hypot(one.windows * first, other.windows * second) / windows
+
+    evidence = Evidence(
+        mean(one.achieved_mhz, other.achieved_mhz),
+        error(one.time_stderr_s, other.time_stderr_s),
+        error(one.energy_stderr_j, other.energy_stderr_j),
+        windows,
+        mean(one.temperature_c, other.temperature_c),
+        _ordered({*one.throttle, *other.throttle}),
+    )
+    return Measurement(row.clock_mhz, mean(row.time_s, again.time_s), mean(row.energy_j, again.energy_j), evidence)
+
+
 def without_outliers(windows: Sequence[Window]) -> list[Window]:
     """Return the windows whose time and energy are near the medians, by the median absolute deviation (Hampel 1974)."""
     kept = set(range(len(windows)))

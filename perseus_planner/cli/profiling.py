@@ -27,6 +27,7 @@ _NEED_A_STAGE = ("blocking_power", "resume")
         "planner profile --gpu simulated:a100-sxm --stages 4 -o profile.yaml",
         "torchrun --nproc-per-node 4 -m perseus_planner profile job.yaml",
         "torchrun --nproc-per-node 4 -m perseus_planner profile job.yaml --resume",
+        "planner profile --gpu simulated:a40 --stages 4 --minutes 60 --saving-within 0.5% -o profile.yaml",
     )
 )
 @click.argument("job", type=console.PATH, required=False)
@@ -51,6 +52,20 @@ _NEED_A_STAGE = ("blocking_power", "resume")
 )
 @click.option("--observe", is_flag=True, help="Measure at the clock that the GPU runs at, without setting any.")
 @click.option("--full", is_flag=True, help="Measure every clock, instead of only those that plans need.")
+@click.option(
+    "--saving-within",
+    metavar="SHARE",
+    callback=console.quantity("SHARE_WITHIN"),
+    help="Measure clocks, and measure them again, until the share of energy that plans save is known within this, such "
+    "as 0.3%: half of its 90 % interval.",
+)
+@click.option(
+    "--minutes",
+    type=float,
+    metavar="M",
+    help="Stop measuring after so many minutes, all stages of a GPU together.  [default: no limit; without "
+    "--saving-within at most 12 clocks]",
+)
 @click.option(
     "--allow-hot", is_flag=True, help="Keep rows for which the GPU was too hot, also when they were measured again."
 )
@@ -153,8 +168,23 @@ def _measure(request: _Request, flags: Mapping[str, Any], progress: Any) -> Prof
     if flags["observe"] and flags["control"] is not None:
         raise UsageError("--observe does not set anything; leave out --control")
     control = "observed" if flags["observe"] else flags["control"] or "clock"
+    goal = {"--minutes": flags["minutes"], "--saving-within": flags["saving_within"]}
+    if control == "observed" or flags["full"]:
+        name = next((name for name, value in goal.items() if value is not None), None)
+        if name is not None:
+            fixed = "--full" if flags["full"] else "--observe"
+            raise UsageError(
+                f"{name} chooses what is measured, and {fixed} measures each row once; leave out one of them"
+            )
     window = {"window_s": flags["window"]} if flags["window"] else {}
-    settings = SweepSettings(control, full=flags["full"], allow_hot=flags["allow_hot"], **window)
+    settings = SweepSettings(
+        control,
+        full=flags["full"],
+        allow_hot=flags["allow_hot"],
+        minutes=flags["minutes"],
+        saving_within=flags["saving_within"],
+        **window,
+    )
     if request.stage is None:
         return _measure_small_gpt(request, flags, settings, progress)
     from perseus_planner.profiler.build import profile_stages

@@ -20,7 +20,7 @@ import numpy as np
 
 from perseus_planner.errors import InfeasibleDeadline
 from perseus_planner.plans.drawn_replay import replay_draws
-from perseus_planner.plans.on_time import INTERVAL, Interval, OnTime
+from perseus_planner.plans.on_time import INTERVAL, WIDER_SAVING, Interval, OnTime
 from perseus_planner.plans.replay import time_and_energy
 from perseus_planner.schedules.dag import PipelineDag
 from perseus_planner.solver.planner import Planner
@@ -41,7 +41,7 @@ _FIRST = 4  #: index of the margin that is tried after 0
 _TRIES = 4  #: how many margins are tried for a plan with all effort, from the one that is enough for one with little
 # No model of a GPU's curves is exact, so intervals are wider than those of the draws: their ends are so many times as
 # far from the mean, and at least so far. `python benchmarks/run.py --only 19` counts how often the truth is in them.
-_WIDER_TIME, _WIDER_SAVING = 1.25, 1.5
+_WIDER_TIME = 1.25
 _LEAST_DOUBT = 7e-4  #: of a ratio or a share
 _ROUNDING = 1e-9
 
@@ -198,8 +198,8 @@ class OnTimePlanner:
             limit_power_w=None,
             margin=drawn.margin,
             time_ratio=_interval(drawn.time_s / base.time_s, _WIDER_TIME),
-            saved_share=_interval(1 - drawn.energy_j / base.energy_j, _WIDER_SAVING),
-            power_w=_interval(drawn.energy_j / drawn.time_s, _WIDER_SAVING, drawn.plan.power_w),
+            saved_share=_interval(1 - drawn.energy_j / base.energy_j, WIDER_SAVING),
+            power_w=_interval(drawn.energy_j / drawn.time_s, WIDER_SAVING, drawn.plan.power_w),
             safety_share=max(0.0, safety_j / float(np.mean(base.energy_j))),
             points=len(in_use),
             interpolated=sum(clock in self._estimate.interpolated[key] for key, clock in in_use),

@@ -17,7 +17,7 @@ from perseus_planner.profiler.assembly import assemble_profile, with_one_power
 from perseus_planner.profiler.ranks.group import TIMEOUT_S, RankGroup, StageGroup
 from perseus_planner.profiler.ranks.neighbours import connect_neighbour
 from perseus_planner.profiler.row_file import delete_rows, rows_path
-from perseus_planner.profiler.sweep import StageRows, SweepSettings, measure_stage
+from perseus_planner.profiler.sweep import SweepSettings, measure_stage
 from perseus_planner.profiler.training_check import TOLERANCE, difference_from_training
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from perseus_planner.profiler.stage import Block, Progress, Stage
+    from perseus_planner.profiler.stage import Block, Progress, Stage, StageRows
     from perseus_planner.profiles.profiles import Profile
 
 _logger = logging.getLogger("perseus_planner.profiler")
@@ -82,7 +82,7 @@ def measure_alone(stages: Sequence[LocalStage], request: ProfileRequest, device:
         GpuError, ProfileError: As in `measure_stage` and `assemble_profile`.
     """
     with _lease_gpu(request, device) as gpu:
-        rows = with_one_power([_measure(gpu, stage, request) for stage in stages])
+        rows = with_one_power([_measure(gpu, stage, request, len(stages), len(stages)) for stage in stages])
     return _write_profile(rows, request)
 
 
@@ -109,6 +109,7 @@ def measure_with_ranks(
     measuring = [rank for rank, holding in enumerate(holdings) if holdings.index(holding) == rank]
     by_tensor_rank = {each: [rank for rank in measuring if holdings[rank][1] == each] for _, each in holdings}
     pipelines = [sorted(ranks, key=lambda rank: holdings[rank]) for ranks in by_tensor_rank.values()]
+    total = len({number for numbers, _ in holdings for number in numbers})
     rows: list[StageRows] = []
     messages = pipelines if request.blocking_power_w is None else []
     with connect_neighbour(group, messages, device) as neighbour:
@@ -121,7 +122,10 @@ def measure_with_ranks(
             with _lease_gpu(request, device) as gpu:
                 _refuse_shared_gpus(group.gather((socket.gethostname(), gpu.uuid, gpu.keeps_settings)))
                 with _rank_errors(group):
-                    rows = [_measure(gpu, stage, request, group, stage_group, block, tensor_rank) for stage in stages]
+                    rows = [
+                        _measure(gpu, stage, request, len(stages), total, group, stage_group, block, tensor_rank)
+                        for stage in stages
+                    ]
         rows = with_one_power(rows)
     gathered = group.gather(rows if tensor_rank == 0 else [])
     profile = None
@@ -174,6 +178,8 @@ def _measure(
     gpu: Gpu,
     stage: LocalStage,
     request: ProfileRequest,
+    local_stages: int,
+    stages: int,
     group: RankGroup | None = None,
     stage_group: StageGroup | None = None,
     block: Block | None = None,
@@ -192,11 +198,12 @@ def _measure(
             gpu,
             opened,
             stage.number,
-            request.settings,
+            request.settings.for_one_of(local_stages),
             group=stage_group,
             rows_file=rows_file,
             resume=request.resume,
             progress=progress,
+            stages=stages,
         )
     return rows if difference is None else replace(rows, conditions={**rows.conditions, "unlike training": difference})
 

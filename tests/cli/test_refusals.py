@@ -36,6 +36,14 @@ REFUSED = {
     f"{PROFILE} --tensor-parallel 2": "--tensor-parallel needs a stage that can run; add --stage MODULE:FUNCTION",
     f"{PROFILE} --blocking-power 85": "--blocking-power needs a stage that can run; add --stage MODULE:FUNCTION",
     f"{PROFILE} --observe --control clock": "--observe does not set anything; leave out --control",
+    f"{PROFILE} --full --minutes 5": (
+        "--minutes chooses what is measured, and --full measures each row once; leave out one of them"
+    ),
+    f"{PROFILE} --observe --saving-within 1%": (
+        "--saving-within chooses what is measured, and --observe measures each row once; leave out one of them"
+    ),
+    f"{PROFILE} --saving-within 0": ("--saving-within: '0' is not a share: write a percentage above 0%, such as 0.3%"),
+    f"{PROFILE} --minutes 0": "minutes: 0.0 is not a number of minutes above 0, such as 30",
     f"{PROFILE} --window 0": (
         "--window: '0' is not a duration: write seconds above 0, or a number with ms, s or min, such as 2.95s"
     ),

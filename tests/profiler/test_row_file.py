@@ -15,7 +15,8 @@ from replay_gpu import ReplayGpu
 
 from perseus_planner.errors import ProfileError
 from perseus_planner.profiler.row_file import RowFile, delete_rows, rows_path
-from perseus_planner.profiler.sweep import StageRows, SweepSettings, measure_stage
+from perseus_planner.profiler.stage import StageRows
+from perseus_planner.profiler.sweep import SweepSettings, measure_stage
 from perseus_planner.profiles.csv_file import read_table
 from perseus_planner.profiles.measurement import Evidence, Measurement
 from perseus_planner.profiles.profiles import Profile

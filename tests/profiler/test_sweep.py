@@ -24,8 +24,8 @@ from perseus_planner.gpu.simulated.model import OpCost
 from perseus_planner.gpu.simulated.options import NOISE, SimulationOptions
 from perseus_planner.profiler.assembly import assemble_profile
 from perseus_planner.profiler.simulated_pipeline import profile_simulated
-from perseus_planner.profiler.stage import Stage, TimedRun
-from perseus_planner.profiler.sweep import StageRows, SweepSettings, measure_stage
+from perseus_planner.profiler.stage import Stage, StageRows, TimedRun
+from perseus_planner.profiler.sweep import SweepSettings, measure_stage
 from perseus_planner.profiles.measurement import Measurement
 from perseus_planner.profiles.profiles import Profile
 
