@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from perseus_planner.solver.kernels import kernel
+from perseus_planner.solver.kernels import inner_kernel, kernel
 from perseus_planner.solver.point_problem import PointProblem, compute_ends
 
 if TYPE_CHECKING:
@@ -29,20 +29,21 @@ class Guide(NamedTuple):
     stiffness: Floats  #: (2,) what a second too early, and too late, costs, as a multiple of the price
 
 
-@kernel
+@inner_kernel
 def _limits(problem: PointProblem, deadline_s: float) -> Floats:
     """Return the latest end of each computation that leaves time for all its successors at their fastest."""
     after_start, after, time_s = problem.after_start, problem.after, problem.time_s
     fastest, lag_s = problem.point_start, problem.after_lag_s
-    limit_s = np.full(len(problem.member), deadline_s)
+    limit_s = np.empty(len(problem.member))
     for k in range(len(limit_s) - 1, -1, -1):
+        limit_s[k] = deadline_s
         for i in range(after_start[k], after_start[k + 1]):
             fastest_s = time_s[fastest[problem.member[after[i]]]]
             limit_s[k] = min(limit_s[k], limit_s[after[i]] - fastest_s - lag_s[i])
     return limit_s
 
 
-@kernel
+@inner_kernel
 def _dispatch(problem: PointProblem, guide: Guide, limit_s: Floats, chosen: Integers, end_s: Floats) -> None:
     """Choose a point for each computation in turn; the search begins at the points that `chosen` holds."""
     member, point_start, time_s, cost_j = problem.member, problem.point_start, problem.time_s, problem.cost_j
@@ -80,7 +81,7 @@ def _dispatch(problem: PointProblem, guide: Guide, limit_s: Floats, chosen: Inte
         end_s[k] = start_s + time_s[best]
 
 
-@kernel
+@inner_kernel
 def _fill(problem: PointProblem, deadline_s: float, chosen: Integers, end_s: Floats) -> float:
     """Slow computations into the slack behind them, last ones first; return the effective energy then, joules."""
     point_start, time_s, cost_j = problem.point_start, problem.time_s, problem.cost_j
@@ -110,12 +111,12 @@ def _fill_exactly(problem: PointProblem, deadline_s: float, chosen: Integers, en
     before = chosen.copy()
     total_j = _fill(problem, deadline_s * (1 + _ROUNDING), chosen, end_s)
     if total_j <= worth_j and compute_ends(problem, chosen, np.empty_like(end_s)) > deadline_s:
-        chosen[:] = before
+        for k in range(len(before)):
+            chosen[k] = before[k]
         total_j = _fill(problem, deadline_s * (1 - _ROUNDING), chosen, end_s)
     return total_j
 
 
-@kernel
 def mix(
     problem: PointProblem,
     deadline_s: float,
@@ -145,17 +146,19 @@ def mix(
             misses = part
 
 
-@kernel
+@inner_kernel
 def _vary_all(guide: Guide, step_s: float, size: float) -> None:
     """Change one of the two stiffnesses, or move all ends."""
     what = np.random.randint(3)
     if what < 2:
         guide.stiffness[what] *= np.exp(0.5 * size)
     else:
-        guide.end_s[:] += 0.3 * step_s * size
+        end_s, moved_s = guide.end_s, 0.3 * step_s * size
+        for k in range(len(end_s)):
+            end_s[k] += moved_s
 
 
-@kernel
+@inner_kernel
 def _vary_group(problem: PointProblem, guide: Guide, step_s: float, size: float) -> None:
     """Change the ends, or the prices, of a group: some classes, from one computation to a later one or to the last."""
     count, classes = len(problem.member), len(problem.point_start) - 1
@@ -174,9 +177,13 @@ def _vary_group(problem: PointProblem, guide: Guide, step_s: float, size: float)
                 guide.end_s[k] += moved_s
 
 
-@kernel
+@inner_kernel
 def _copy(source: Guide, target: Guide) -> None:
-    target.end_s[:], target.price_w[:], target.stiffness[:] = source.end_s, source.price_w, source.stiffness
+    from_s, from_w, to_s, to_w = source.end_s, source.price_w, target.end_s, target.price_w
+    for k in range(len(to_s)):
+        to_s[k], to_w[k] = from_s[k], from_w[k]
+    for what in range(2):
+        target.stiffness[what] = source.stiffness[what]
 
 
 @kernel
@@ -220,7 +227,8 @@ def improve(
         trial_j = _fill_exactly(problem, deadline_s, trial, end_s, cost_j)
         if trial_j <= cost_j:
             cost_j = trial_j
-            chosen[:] = trial
+            for k in range(len(trial)):
+                chosen[k] = trial[k]
             _copy(guide, best)
         else:
             _copy(best, guide)

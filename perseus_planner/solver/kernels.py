@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from numba import njit
 from numba.core import config
@@ -21,12 +21,24 @@ def kernel(function: F) -> F:
 
     Numba keeps it beside the package or in the home folder. Where it may write to neither, as in a container that runs
     under an arbitrary user, the temporary folder takes their place.
+
+    What makes compiling slow, so avoid it: a large NamedTuple as an argument, which counts as all its arrays at each
+    call; a second call of a function where a loop or a variable would do; NumPy functions and `array[:] = other`.
     """
+    return _compiled(function, no_cfunc_wrapper=True)
+
+
+def inner_kernel(function: F) -> F:
+    """Do as `kernel` does for a function that kernels alone call: it compiles faster, and Python cannot call it."""
+    return _compiled(function, no_cfunc_wrapper=True, no_cpython_wrapper=True)
+
+
+def _compiled(function: F, **options: Any) -> F:
     try:
-        return cast("F", njit(cache=True)(function))
+        return cast("F", njit(cache=True, **options)(function))
     except RuntimeError:  # Numba found no folder for its cache
         setattr(config, "CACHE_DIR", str(_temporary_cache()))  # noqa: B010  # its module has no types
-        return cast("F", njit(cache=True)(function))
+        return cast("F", njit(cache=True, **options)(function))
 
 
 def _temporary_cache() -> Path:

@@ -30,7 +30,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from perseus_planner.solver.kernels import kernel
+from perseus_planner.solver.kernels import inner_kernel, kernel
 from perseus_planner.solver.network import UNLIMITED, Integers, Network, State
 
 
@@ -66,7 +66,7 @@ def slowest_state(network: Network) -> State:
     return State(event, np.zeros(len(head), np.int64))
 
 
-@kernel
+@inner_kernel
 def _measure(network: Network, state: State, arcs: Integers, level: Integers, length: Integers, room: Integers) -> None:
     """Set how far both residual arcs of `arcs` are from being usable (ticks), and their capacity where that is 0.
 
@@ -100,16 +100,17 @@ def _measure(network: Network, state: State, arcs: Integers, level: Integers, le
             length[down] = 0 if gap == time[k] and room[down] > 0 else time[k - 1] - gap
 
 
-@kernel
-def _layers(network: Network, length: Integers, layer: Integers, queue: Integers) -> int:
+@inner_kernel
+def _layers(
+    start: Integers, other: Integers, source: int, sink: int, length: Integers, layer: Integers, queue: Integers
+) -> int:
     """Fill `layer` with the breadth-first layers of the tight residual network up to the sink.
 
     Returns the number of nodes reached, which `queue` holds: all reachable ones, unless the sink is the last of them.
     """
-    start, other = network.start, network.other
     layer[:] = -1
-    layer[network.source] = 0
-    queue[0] = network.source
+    layer[source] = 0
+    queue[0] = source
     taken, reached = 0, 1
     while taken < reached:
         node = queue[taken]
@@ -119,12 +120,12 @@ def _layers(network: Network, length: Integers, layer: Integers, queue: Integers
                 layer[other[i]] = layer[node] + 1
                 queue[reached] = other[i]
                 reached += 1
-                if other[i] == network.sink:
+                if other[i] == sink:
                     return reached
     return reached
 
 
-@kernel
+@inner_kernel
 def _augment(
     network: Network, state: State, path: Integers, level: Integers, length: Integers, room: Integers
 ) -> tuple[int, int]:
@@ -152,7 +153,7 @@ def _augment(
     return least, step
 
 
-@kernel
+@inner_kernel
 def _blocking_flow(
     network: Network, state: State, level: Integers, length: Integers, room: Integers, layer: Integers
 ) -> int:
@@ -183,18 +184,26 @@ def _blocking_flow(
             following[node] += 1
 
 
-@kernel
-def _distances(network: Network, length: Integers, queue: Integers, distance: Integers, came_by: Integers) -> int:
+@inner_kernel
+def _distances(
+    start: Integers,
+    other: Integers,
+    source: int,
+    sink: int,
+    length: Integers,
+    queue: Integers,
+    distance: Integers,
+    came_by: Integers,
+) -> int:
     """Grow the cut from the source until it meets the sink (Dijkstra); return how far events can move, ticks.
 
     Fills `distance` with how far the cut had moved when it took in each node, and `came_by` with the residual arc by
     which it did. Both are undefined for nodes whose distance is more than the result.
     """
-    start, other = network.start, network.other
     distance[:] = UNLIMITED
     settled = np.zeros(len(distance), np.bool_)
-    distance[network.source] = 0
-    queue[0] = network.source  # nodes as far as the last one taken from the heap: most nodes need no heap
+    distance[source] = 0
+    queue[0] = source  # nodes as far as the last one taken from the heap: most nodes need no heap
     taken, reached = 0, 1
     far = [(np.int64(0), np.int64(0))]
     far.pop()
@@ -207,8 +216,8 @@ def _distances(network: Network, length: Integers, queue: Integers, distance: In
         if settled[node]:
             continue
         settled[node] = True
-        if node == network.sink:
-            return int(distance[node])
+        if node == sink:
+            return distance[node]  # type: ignore[no-any-return]
         for i in range(start[node], start[node + 1]):
             beyond = distance[node] + length[i]
             if beyond < distance[other[i]]:
@@ -220,7 +229,7 @@ def _distances(network: Network, length: Integers, queue: Integers, distance: In
                     heappush(far, (beyond, other[i]))
 
 
-@kernel
+@inner_kernel
 def _move(network: Network, state: State, distance: Integers, step: int) -> Integers:
     """Move the events behind the cut `step` ticks earlier; return the arcs whose gap has changed."""
     for node in range(len(distance)):
@@ -235,7 +244,7 @@ def _move(network: Network, state: State, distance: Integers, step: int) -> Inte
     return changed[:count]
 
 
-@kernel
+@inner_kernel
 def _path(network: Network, came_by: Integers, path: Integers) -> Integers:
     """Return the residual arcs from source to sink that the search came by, in the end of `path`."""
     node, begin = network.sink, len(path)
@@ -262,17 +271,20 @@ def advance(network: Network, state: State, time: int, power: int, target: int) 
         The times at which the walk arrived (falling, ticks), and the power just below each: the frontier's slope
         between one time and the next is minus that power. Below a time with UNLIMITED power nothing is feasible.
     """
-    level = network.first.copy()
+    level, arcs = network.first.copy(), np.empty_like(network.first)
     length, room = np.empty_like(network.other), np.empty_like(network.other)
     queue, layer, path = np.empty_like(state.event), np.empty_like(state.event), np.empty_like(state.event)
     distance, came_by = np.empty_like(state.event), np.empty_like(state.event)
     times, powers = [time], [power]
-    _measure(network, state, np.arange(len(level)), level, length, room)
+    start, other, source, sink = network.start, network.other, network.source, network.sink
+    for arc in range(len(level)):
+        arcs[arc] = arc
+    _measure(network, state, arcs, level, length, room)
     while True:
-        step = _distances(network, length, queue, distance, came_by)
+        step = _distances(start, other, source, sink, length, queue, distance, came_by)
         if step == 0:  # the flow is not yet the maximum
             added = 0
-            while added < UNLIMITED and queue[_layers(network, length, layer, queue) - 1] == network.sink:
+            while added < UNLIMITED and queue[_layers(start, other, source, sink, length, layer, queue) - 1] == sink:
                 added = _blocking_flow(network, state, level, length, room, layer)
                 power += added
         else:
@@ -280,7 +292,7 @@ def advance(network: Network, state: State, time: int, power: int, target: int) 
             if time <= target:
                 return times, powers
             step = min(step, time - target)
-            meets = step == distance[network.sink]
+            meets = step == distance[sink]
             _measure(network, state, _move(network, state, distance, step), level, length, room)
             time -= step
             times.append(time)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from perseus_planner.solver.kernels import kernel
+from perseus_planner.solver.kernels import inner_kernel, kernel
 from perseus_planner.solver.point_problem import compute_ends
 
 if TYPE_CHECKING:
@@ -57,10 +57,9 @@ def polish(problem: PointProblem, deadline_s: float, chosen: Integers) -> Intege
         return chosen
     for room in (_ROUNDING, -_ROUNDING):  # what fits exactly misses by a rounding error, and the other way around
         ticks = _in_ticks(problem, deadline_s, room)
-        start = _starts(problem, ticks, chosen)
-        if start[0] < 0:
+        best = _anneal(problem, ticks, chosen, moves, _HEAT[0] * np.median(steps_j), _HEAT[1] / _HEAT[0])
+        if not len(best):
             break
-        best = _anneal(problem, ticks, start, chosen, moves, _HEAT[0] * np.median(steps_j), _HEAT[1] / _HEAT[0])
         if compute_ends(problem, best, np.empty(len(best))) <= deadline_s:
             return best
     return chosen
@@ -73,7 +72,7 @@ def _in_ticks(problem: PointProblem, deadline_s: float, room: float) -> _Ticks:
     return _Ticks(math.floor(_TICKS * (1 + room)), *(np.ceil(each_s / tick_s).astype(np.int64) for each_s in times_s))
 
 
-@kernel
+@inner_kernel
 def _starts(problem: PointProblem, ticks: _Ticks, chosen: Integers) -> Integers:
     """Return the earliest start of each node, ticks; all -1 if rounding makes the plan late."""
     start = np.zeros(len(chosen), np.int64)
@@ -87,16 +86,16 @@ def _starts(problem: PointProblem, ticks: _Ticks, chosen: Integers) -> Integers:
     return start
 
 
-@kernel
+@inner_kernel
 def _window(deadline: int, start: Integers, after_start: Integers, after: Integers, lag: Integers, k: int) -> int:
     """Return how long node k may take, ticks."""
     end = deadline
     for i in range(after_start[k], after_start[k + 1]):
         end = min(end, start[after[i]] - lag[i])
-    return int(end - start[k])
+    return end - start[k]  # type: ignore[no-any-return]
 
 
-@kernel
+@inner_kernel
 def _take_chain(starts: Integers, others: Integers, moved: Integers) -> int:
     """Add nodes to `moved` that follow, or precede, its first one; return how many they are in all."""
     last = np.random.random() < 0.5  # along the other neighbour of each, or along the rank
@@ -112,16 +111,20 @@ def _take_chain(starts: Integers, others: Integers, moved: Integers) -> int:
 
 @kernel
 def _anneal(
-    problem: PointProblem, ticks: _Ticks, start: Integers, chosen: Integers, moves: int, hot_j: float, cooling: float
+    problem: PointProblem, ticks: _Ticks, chosen: Integers, moves: int, hot_j: float, cooling: float
 ) -> Integers:
+    """Return the points of the best plan found from the plan `chosen`; no points if rounding makes that one late."""
     np.random.seed(1)
+    start = _starts(problem, ticks, chosen)
+    if start[0] < 0:
+        return start[:0]
     # Local names: an array taken out of a tuple inside the loop costs more than the loop's own work.
     member, point_start, cost_j, time = problem.member, problem.point_start, problem.cost_j, ticks.point
     before_start, before, before_lag = problem.before_start, problem.before, ticks.before_lag
     deadline, after_start, after, after_lag = ticks.deadline, problem.after_start, problem.after, ticks.after_lag
     now, best, cost, least, heat_j = chosen.copy(), chosen.copy(), 0.0, 0.0, hot_j
     moved = np.empty(_LONGEST + 1, np.int64)
-    seen = np.full(len(chosen), -1, np.int64)
+    seen = np.zeros(len(chosen), np.int64)  # 1 + the move in which each node was last looked at
     nodes, points = np.empty(len(chosen), np.int64), np.empty(len(chosen), np.int64)
     for move in range(moves):
         if move % _STEADY == 0:
@@ -153,9 +156,9 @@ def _anneal(
             fits = fits and start[k] >= 0
             for i in range(before_start[k] - 1, before_start[k + 1]):
                 node = k if i < before_start[k] else before[i]
-                if not fits or seen[node] == move:
+                if not fits or seen[node] == move + 1:
                     continue
-                seen[node] = move
+                seen[node] = move + 1
                 window = _window(deadline, start, after_start, after, after_lag, node)
                 point, first, stop = now[node], point_start[member[node]], point_start[member[node] + 1]
                 while point + 1 < stop and time[point + 1] <= window:
@@ -173,7 +176,8 @@ def _anneal(
             cost += added
             if cost < least - 1e-9 * hot_j:
                 least = cost
-                best[:] = now
+                for node in range(len(now)):
+                    best[node] = now[node]
         else:
             for k in moved[:count]:
                 start[k] -= shift

@@ -6,14 +6,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from perseus_planner.solver.kernels import kernel
+from perseus_planner.solver.kernels import inner_kernel, kernel
 from perseus_planner.solver.segment_moves import change_ranks, change_segment
 from perseus_planner.solver.segments import (
     SegmentProblem,
     SegmentState,
-    count_changes,
     load_state,
-    max_changes_of,
+    max_changes,
     replay,
     restore,
     set_clock,
@@ -22,7 +21,7 @@ from perseus_planner.solver.segments import (
 )
 
 if TYPE_CHECKING:
-    from perseus_planner.solver.network import Integers
+    from perseus_planner.solver.network import Floats, Integers
 
 _DEARER = 8.0  #: the price of being late at the end of a search, as a multiple of the first price
 
@@ -45,38 +44,30 @@ class Heat(NamedTuple):
     last_j: float
 
 
-@kernel
-def _is_within_budget(problem: SegmentProblem, clock: Integers, first_rank: int, last_rank: int, budget: int) -> bool:
-    most = 0
-    for rank in range(first_rank, last_rank + 1):
-        most = max(most, count_changes(problem, clock, rank))
-    return most <= budget
-
-
-@kernel
+@inner_kernel
 def _vary(problem: SegmentProblem, state: SegmentState, library: Integers) -> tuple[float, int, int]:
     """Make one or two random changes; return the effective energy added, and the first and last rank changed."""
     sign = 1 if np.random.random() < 0.5 else -1
-    twice = np.random.random() < 0.4
+    turns = 2 if np.random.random() < 0.4 else 1
+    first, last, added_j, ranks = 0, 0, 0.0, len(problem.usable_count)
     if np.random.random() < 0.6:
-        i = np.random.randint(len(state.clock))
-        first = last = problem.rank[i]
-        added_j = change_segment(problem, state, i, sign)
-        if twice:
-            own = np.random.random() < 0.5
-            begin, end = problem.rank_start[first], problem.rank_start[first + 1]
-            i = np.random.randint(begin, end) if own else np.random.randint(len(state.clock))
-            first, last = min(first, problem.rank[i]), max(last, problem.rank[i])
-            added_j += change_segment(problem, state, i, -sign)
+        for turn in range(turns):
+            low, high = 0, len(state.clock)
+            if turn > 0 and np.random.random() < 0.5:  # on the same rank
+                low, high = problem.rank_start[first], problem.rank_start[first + 1]
+            i = np.random.randint(low, high)
+            rank = problem.rank[i]
+            first, last = (min(first, rank), max(last, rank)) if turn > 0 else (rank, rank)
+            added_j += change_segment(problem, state, i, sign)
+            sign = -sign
         return added_j, first, last
-    ranks = len(problem.usable_count)
-    first, last = 0, ranks - 1
+    last = ranks - 1
     if np.random.random() < 0.5:
         first = np.random.randint(ranks)
         last = min(ranks - 1, first + np.random.randint(ranks))
-    added_j = change_ranks(problem, state, first, last, sign, library)
-    if twice:
-        added_j += change_ranks(problem, state, first, last, -sign, library)
+    for _ in range(turns):
+        added_j += change_ranks(problem, state, first, last, sign, library)
+        sign = -sign
     return added_j, first, last
 
 
@@ -96,6 +87,7 @@ def anneal(problem: SegmentProblem, start: Integers, goal: Goal, heat: Heat, lib
         library: (plans, m) clocks of plans, parts of which may be taken; at least one plan.
     """
     np.random.seed(1)
+    node, rank_start = problem.node, problem.rank_start
     now, cost_j = load_state(problem, start)
     time_s, scale_j = replay(problem, now), 0.0
     for i in range(len(start)):
@@ -111,7 +103,7 @@ def anneal(problem: SegmentProblem, start: Integers, goal: Goal, heat: Heat, lib
         added_j, first, last = _vary(problem, trial, library)
         most_j = worth_j - heat_j * np.log(1.0 - np.random.random())
         good = trial.touched[0] < len(now.end_s) and cost_j + added_j <= most_j
-        if good and _is_within_budget(problem, trial.clock, first, last, goal.budget):
+        if good and max_changes(rank_start, trial.clock, first, last) <= goal.budget:
             trial.touched[0] = touched = min(trial.touched[0], stale)
             trial_s = replay(problem, trial)
             trial_j = cost_j + added_j + price_w * max(0.0, trial_s - goal.deadline_s)
@@ -121,16 +113,18 @@ def anneal(problem: SegmentProblem, start: Integers, goal: Goal, heat: Heat, lib
         else:
             good = False
             trial.touched[0] = len(now.end_s)
-        begin, end = problem.rank_start[first], problem.rank_start[last + 1]
+        begin, end = rank_start[first], rank_start[last + 1]
         if not good:
-            restore(problem, now, trial, begin, end)
+            restore(node, now, trial, begin, end)
             continue
-        restore(problem, trial, now, begin, end)
+        restore(node, trial, now, begin, end)
         cost_j, time_s = cost_j + added_j, trial_s
         late = time_s > goal.deadline_s
         better = time_s < best_s if late else best_s > goal.deadline_s or cost_j < best_j - margin_j
         if better and (late or best_s > goal.deadline_s or cost_j >= goal.floor_j - margin_j):
-            best[:], best_s, best_j = now.clock, time_s, cost_j
+            best_s, best_j = time_s, cost_j
+            for i in range(len(best)):
+                best[i] = now.clock[i]
     return best
 
 
@@ -151,7 +145,7 @@ def try_all_clocks(problem: SegmentProblem, start: Integers, goal: Goal) -> tupl
     state, _ = load_state(problem, start)
     best, best_s, best_j = start.copy(), np.inf, np.inf
     while True:
-        if max_changes_of(problem, state.clock) <= goal.budget:
+        if max_changes(problem.rank_start, state.clock, 0, len(problem.usable_count) - 1) <= goal.budget:
             time_s, cost_j = replay(problem, state), 0.0
             for i in range(len(start)):
                 cost_j += problem.cost_j[problem.member[i], state.clock[i]]
@@ -171,7 +165,7 @@ def try_all_clocks(problem: SegmentProblem, start: Integers, goal: Goal) -> tupl
         set_clock(problem, state, i, start[i])
 
 
-@kernel
+@inner_kernel
 def _next_clock(problem: SegmentProblem, clock: Integers, i: int) -> bool:
     """Set `clock[i]` to its next measured clock; return False if there is none."""
     times_s = problem.time_s[problem.member[i]]
@@ -189,28 +183,47 @@ def head_pace_tail(problem: SegmentProblem, deadline_s: float, head: int, tail: 
     That clock is the cheapest one in time, chosen rank by rank from the last one, so that two changes are enough. All
     of a rank is fast where no clock is in time, or where it has no more than `head` + `tail` computations.
     """
-    ranks = len(problem.usable_count)
-    clock = np.zeros(len(problem.node), dtype=np.int64)
-    for rank in range(ranks):
-        time_s = np.zeros(problem.time_s.shape[1])
-        for i in range(problem.rank_start[rank], problem.rank_start[rank + 1]):
-            time_s += problem.time_s[problem.member[i]]
-        clock[problem.rank_start[rank] : problem.rank_start[rank + 1]] = np.argmin(time_s)
-    state, _ = load_state(problem, clock)
-    for rank in range(ranks - 1, -1, -1):
-        first, stop = problem.rank_start[rank] + head, problem.rank_start[rank + 1] - tail
-        cost_j = np.zeros(problem.cost_j.shape[1])
+    rank_start, member = problem.rank_start, problem.member
+    clock = np.zeros(len(problem.node), np.int64)
+    for rank in range(len(rank_start) - 1):
+        first, stop = rank_start[rank], rank_start[rank + 1]
+        fast = _least(_sums(problem.time_s, member, first, stop))
         for i in range(first, stop):
-            cost_j += problem.cost_j[problem.member[i]]
-        fast = state.clock[problem.rank_start[rank]]
-        for c in np.argsort(cost_j):
-            if first >= stop or c == fast or cost_j[c] == np.inf:
+            clock[i] = fast
+    state, _ = load_state(problem, clock)
+    for rank in range(len(rank_start) - 2, -1, -1):
+        first, stop = rank_start[rank] + head, rank_start[rank + 1] - tail
+        cost_j, fast = _sums(problem.cost_j, member, first, stop), state.clock[rank_start[rank]]
+        while first < stop:
+            c = _least(cost_j)
+            if c == fast or cost_j[c] == np.inf:
                 break
             set_range(problem, state, first, stop, c)
             if replay(problem, state) <= deadline_s:
                 break
             set_range(problem, state, first, stop, fast)
+            cost_j[c] = np.inf
     return state.clock
+
+
+@inner_kernel
+def _sums(table: Floats, member: Integers, first: int, stop: int) -> Floats:
+    """Return the sum of each column over the classes of the computations from `first` to before `stop`."""
+    sums = np.zeros(table.shape[1])
+    for i in range(first, stop):
+        for c in range(len(sums)):
+            sums[c] += table[member[i], c]
+    return sums
+
+
+@inner_kernel
+def _least(values: Floats) -> int:
+    """Return the index of the least value. `np.argmin` takes much longer to compile."""
+    least = 0
+    for i in range(1, len(values)):
+        if values[i] < values[least]:
+            least = i
+    return least
 
 
 @kernel
@@ -228,14 +241,17 @@ def fastest_segments(problem: SegmentProblem, segments: int) -> Integers:
         came = np.zeros((count, segments + 1, clocks), dtype=np.int64)  # 1 + the clock before, where a segment begins
         for i in range(count):
             for segment in range(segments, 0, -1):
-                before = np.argmin(least_s[segment - 1])
+                before = _least(least_s[segment - 1])
                 for c in range(clocks):
                     if least_s[segment - 1, before] < least_s[segment, c]:
                         least_s[segment, c], came[i, segment, c] = least_s[segment - 1, before], before + 1
                     least_s[segment, c] += problem.time_s[problem.member[first + i], c]
             least_s[0] = np.inf
-        segment = 1 + int(np.argmin(np.array([least_s[r].min() for r in range(1, segments + 1)])))
-        c = int(np.argmin(least_s[segment]))
+        segment = 1
+        for r in range(2, segments + 1):
+            if least_s[r].min() < least_s[segment].min():
+                segment = r
+        c = _least(least_s[segment])
         for i in range(count - 1, -1, -1):
             clock[first + i] = c
             if came[i, segment, c]:

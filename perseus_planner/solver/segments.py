@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from perseus_planner.solver.kernels import kernel
+from perseus_planner.solver.kernels import inner_kernel, kernel
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -137,13 +137,12 @@ def load_state(problem: SegmentProblem, clock: Integers) -> tuple[SegmentState, 
     return state, total_j
 
 
-@kernel
-def start_s(problem: SegmentProblem, end_s: Floats, k: int) -> float:
+@inner_kernel
+def start_s(before_start: Integers, before: Integers, before_lag_s: Floats, end_s: Floats, k: int) -> float:
     """Return when node k starts: as soon as everything that it waits for has ended, seconds."""
-    before_start, before, lag_s = problem.before_start, problem.before, problem.before_lag_s
     latest_s = 0.0
     for i in range(before_start[k], before_start[k + 1]):
-        latest_s = max(latest_s, float(end_s[before[i]] + lag_s[i]))
+        latest_s = max(latest_s, end_s[before[i]] + before_lag_s[i])
     return latest_s
 
 
@@ -160,11 +159,11 @@ def replay(problem: SegmentProblem, state: SegmentState) -> float:
     state.touched[0] = len(end_s)
     makespan_s = 0.0
     for k in problem.last:
-        makespan_s = max(makespan_s, float(end_s[k]))
+        makespan_s = max(makespan_s, end_s[k])
     return makespan_s
 
 
-@kernel
+@inner_kernel
 def set_clock(problem: SegmentProblem, state: SegmentState, i: int, clock: int) -> float:
     """Set the clock of computation i; return the effective energy added, joules, infinite if it is not measured."""
     old, member, k = state.clock[i], problem.member[i], problem.node[i]
@@ -173,10 +172,10 @@ def set_clock(problem: SegmentProblem, state: SegmentState, i: int, clock: int) 
     state.clock[i] = clock
     state.duration_s[k] = problem.time_s[member, clock]
     state.touched[0] = min(state.touched[0], k)
-    return float(problem.cost_j[member, clock] - problem.cost_j[member, old])
+    return problem.cost_j[member, clock] - problem.cost_j[member, old]  # type: ignore[no-any-return]
 
 
-@kernel
+@inner_kernel
 def set_range(problem: SegmentProblem, state: SegmentState, first: int, stop: int, clock: int) -> float:
     """Do `set_clock` for the computations from `first` to before `stop`; return the effective energy added."""
     added_j = 0.0
@@ -185,33 +184,30 @@ def set_range(problem: SegmentProblem, state: SegmentState, first: int, stop: in
     return added_j
 
 
-@kernel
-def restore(problem: SegmentProblem, source: SegmentState, target: SegmentState, first: int, stop: int) -> None:
+@inner_kernel
+def restore(node: Integers, source: SegmentState, target: SegmentState, first: int, stop: int) -> None:
     """Copy clocks and durations from `source` to `target`, for the computations from `first` to before `stop`."""
     for i in range(first, stop):
         if target.clock[i] != source.clock[i]:
-            k = problem.node[i]
             target.clock[i] = source.clock[i]
-            target.duration_s[k] = source.duration_s[k]
+            target.duration_s[node[i]] = source.duration_s[node[i]]
 
 
 @kernel
-def count_changes(problem: SegmentProblem, clock: Integers, rank: int) -> int:
-    """Return how often the rank changes its clock in an iteration, including the change back to its first clock."""
-    first, stop = problem.rank_start[rank], problem.rank_start[rank + 1]
-    count = 0
-    for i in range(first, stop):
-        count += clock[i] != clock[i - 1 if i > first else stop - 1]
-    return count
+def max_changes(rank_start: Integers, clock: Integers, first_rank: int, last_rank: int) -> int:
+    """Return the most changes of the clock in an iteration of any of these ranks, including the change back."""
+    most = 0
+    for rank in range(first_rank, last_rank + 1):
+        first, stop, count = rank_start[rank], rank_start[rank + 1], 0
+        for i in range(first, stop):
+            count += clock[i] != clock[i - 1 if i > first else stop - 1]
+        most = max(most, count)
+    return most
 
 
-@kernel
 def max_changes_of(problem: SegmentProblem, clock: Integers) -> int:
     """Return the most changes of any rank."""
-    most = 0
-    for rank in range(len(problem.usable_count)):
-        most = max(most, count_changes(problem, clock, rank))
-    return most
+    return max_changes(problem.rank_start, clock, 0, len(problem.usable_count) - 1)
 
 
 @kernel
@@ -221,13 +217,14 @@ def shortest_dwell_s(problem: SegmentProblem, state: SegmentState, makespan_s: f
     A clock is held from the start of its segment's first computation to the start of the next segment's, which may be
     in the next iteration.
     """
+    before_start, before, lag_s = problem.before_start, problem.before, problem.before_lag_s
     least_s = np.inf
     for rank in range(len(problem.usable_count)):
         first, stop = problem.rank_start[rank], problem.rank_start[rank + 1]
         first_s, last_s = np.inf, -np.inf
         for i in range(first, stop):
             if state.clock[i] != state.clock[i - 1 if i > first else stop - 1]:
-                now_s = start_s(problem, state.end_s, problem.node[i])
+                now_s = start_s(before_start, before, lag_s, state.end_s, problem.node[i])
                 if first_s == np.inf:
                     first_s = now_s
                 else:
