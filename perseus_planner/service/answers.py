@@ -29,12 +29,13 @@ class JobSummary:
     min_dwell_s: float
     power_w: float | None
     since_s: Annotated[float, Field(description="When the job was registered, seconds since the epoch.")]
+    on_time: Annotated[float | None, Field(description="Probability of being on time that plans are made for.")] = None
 
     @classmethod
     def of(cls, job: RegisteredJob) -> JobSummary:
         """Summarize `job`."""
         limits = (job.deadline_s, job.max_changes, job.min_dwell_s, job.power_w)
-        return cls(job.name, job.pipelines, job.frontier, len(job.places), *limits, job.since_s)
+        return cls(job.name, job.pipelines, job.frontier, len(job.places), *limits, job.since_s, job.on_time)
 
 
 @dataclass(frozen=True)

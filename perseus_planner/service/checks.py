@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 from perseus_planner.errors import InfeasibleDeadline, UsageError, shown
-from perseus_planner.quantities import CHANGES, COUNT, TIME, WAIT
+from perseus_planner.quantities import CHANGES, COUNT, PROBABILITY, TIME, WAIT
 from perseus_planner.service.model import Conflict, RegisteredJob, Report
 from perseus_planner.service.reports import check_scope
 
@@ -35,6 +35,8 @@ def check_job(job: RegisteredJob) -> None:
         raise UsageError(f"min_dwell_s: {shown(job.min_dwell_s)} is not {WAIT.wanted}")
     check_positive("deadline_s", job.deadline_s)
     check_positive("power_w", job.power_w)
+    if job.on_time is not None:
+        PROBABILITY.check(job.on_time, "on_time")
 
 
 def check_places(job: RegisteredJob, curve: Curve) -> None:

@@ -102,6 +102,7 @@ class RegisteredJob:
         deadline_s: Iteration time to aim for without stragglers; None for that of all clocks at maximum.
         max_changes, min_dwell_s: Switch budget of the plans, as for `Frontier.plan_for`.
         power_w: Upper bound on the average power of all GPUs of the job, watts; None for no bound.
+        on_time: The probability of the plans being on time, and within the power, as for `Frontier.plan_until`.
         since_s: When the job was registered.
     """
 
@@ -114,6 +115,7 @@ class RegisteredJob:
     min_dwell_s: float = 0.0
     power_w: float | None = None
     since_s: float = 0.0
+    on_time: float | None = None
 
 
 @dataclass(frozen=True)

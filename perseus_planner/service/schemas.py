@@ -82,6 +82,10 @@ class Registration:
     power_w: Annotated[
         Watts | None, Field(description="Upper bound on the average power of all GPUs of the job; null for none.")
     ] = None
+    on_time: Annotated[
+        float | None,
+        Field(gt=0, le=0.99, description="Probability of being on time that plans are made for; null for none."),
+    ] = None
     profile_csv: Annotated[str | None, Field(description="Instead of `frontier`: the text of profile.csv.")] = None
     profile_yaml: Annotated[str | None, Field(description="The text of the profile.yaml that names it.")] = None
     schedule: Annotated[str | None, Field(description="The name of a schedule, or a text grid.")] = None
@@ -107,6 +111,7 @@ class Registration:
             max_changes=self.max_changes,
             min_dwell_s=self.min_dwell_s or 0.0,
             power_w=self.power_w,
+            on_time=self.on_time,
         )
 
 

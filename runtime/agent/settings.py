@@ -59,14 +59,18 @@ class ServiceSettings:
         Args:
             locations: The locations of its ranks.
             pipelines: Number of data-parallel pipelines.
-            plan: The plan it starts with, which gives deadline and dwell time.
+            plan: The plan it starts with, which gives deadline, dwell time and the probability of being on time.
 
         Raises:
             FrontierError: If the file can no longer be read.
         """
         assert self.name is not None  # as checked
         assert self.frontier is not None
-        programs = Frontier.load(self.frontier).dag.schedule.ranks
+        frontier = Frontier.load(self.frontier)
+        programs, sure = frontier.dag.schedule.ranks, None if plan is None else plan.on_time
+        deadline_s = None if plan is None else plan.deadline_s
+        if sure is not None and sure.limit_ratio is not None:  # the plan's own is that of estimated times
+            deadline_s = sure.limit_ratio * frontier.baseline_time_s
         stages = [tuple(sorted({computation.stage for computation in program})) for program in programs]
         return Registration(
             name=self.name,
@@ -77,7 +81,8 @@ class ServiceSettings:
                 for each in locations
                 if each.pipeline_rank < len(stages)
             ),
-            deadline_s=None if plan is None else plan.deadline_s,
+            deadline_s=deadline_s,
             max_changes=self.max_changes,
             min_dwell_s=None if plan is None else plan.min_dwell_s,
+            on_time=None if sure is None else sure.probability,
         )

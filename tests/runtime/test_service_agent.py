@@ -460,3 +460,13 @@ def test_a_finding_that_is_numbered_but_not_yet_written_is_read_later():
     store.set("findings/1", json.dumps({"rank": 2, "straggling": {"slowdown": 1.1, "reason": "r"}}))
     assert messages.new_detections() == [Detection(2, StragglerDetection(1.1, "r"))]
     assert messages.new_detections() == []
+
+
+def test_a_job_that_starts_with_a_plan_for_a_probability_asks_for_such_plans(frontier: tuple[Path, Frontier]):
+    path, found = frontier
+    served = ServiceSettings("http://localhost:1", "gpt3", path)
+    plan = found.plan_until(1.05 * found.baseline_time_s, on_time=0.9)
+    asked = served.registration([], 1, plan)
+    assert (asked.on_time, asked.deadline_s) == (0.9, pytest.approx(1.05 * found.baseline_time_s, rel=1e-12))
+    assert served.registration([], 1, found.plan_until(found.baseline_time_s)).on_time is None
+    assert served.registration([], 1, None).on_time is None

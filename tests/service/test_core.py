@@ -23,6 +23,7 @@ import psutil
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from noisy_rows import noisy_rows, unlike_stages
 from services import (
     NOW_S,
     PIPELINES,
@@ -37,8 +38,9 @@ from services import (
     small_frontier,
     versions_told,
 )
+from strategies import smooth_profile
 
-from perseus_planner import Frontier, Plan
+from perseus_planner import Frontier, Plan, schedules, solve
 from perseus_planner.errors import FrontierError, InfeasibleDeadline, InfeasiblePower, UsageError
 from perseus_planner.profiles.groups import slowed
 from perseus_planner.schedules.dag import PipelineDag
@@ -55,7 +57,7 @@ from perseus_planner.service.model import (
 from perseus_planner.service.planning import worker
 from perseus_planner.service.planning.cache import NotPlanned, Processes
 from perseus_planner.service.planning.curves import Curve, KnownNumbers
-from perseus_planner.service.planning.worker import curve_of
+from perseus_planner.service.planning.worker import PlanRequest, curve_of, nearest_plan_text
 from perseus_planner.service.schemas import Counters, to_json
 from perseus_planner.service.service import Service
 from perseus_planner.service.store import tables, writer
@@ -141,6 +143,7 @@ BASELINE_S = baseline_s()
         (job(min_dwell_s=math.nan), UsageError, "min_dwell_s: nan"),
         (job(deadline_s=math.inf), UsageError, "deadline_s: inf"),
         (job(power_w=0.0), UsageError, "power_w: 0.0"),
+        (job(on_time=1.0), UsageError, "on_time: 1.0 is not a probability"),
         (job(deadline_s=0.01 * BASELINE_S), InfeasibleDeadline, "no plan finishes an iteration within"),
         (job(max_changes=0, min_dwell_s=1e9, deadline_s=0.9999 * BASELINE_S), InfeasibleDeadline, "no plan"),
         (job(power_w=1.0), InfeasiblePower, "no plan draws 1 W or less"),
@@ -172,6 +175,36 @@ def test_beside_a_slow_pipeline_the_others_take_as_long_and_go_back_when_it_reco
         assert (back.version, back.takes_effect) == (3, "next iteration")  # those plans are known
         assert plans(one.service) == calm
     assert told == {"gpt": [2, 3]}
+
+
+def test_plans_for_a_probability_keep_deadline_straggler_and_power_in_spite_of_noise(tmp_path: Path):
+    schedule = schedules.one_f_one_b(STAGES, 6)
+    truth = solve(unlike_stages(smooth_profile(STAGES), 1), schedule)
+    budget_w = 0.85 * truth.plan_for(truth.baseline_time_s).power_w
+    for seed in range(3):
+        noisy = solve(noisy_rows(truth.profile, 0.005, 12, seed), schedule)
+        noisy.save(tmp_path / "frontier.npz")
+        with running(tmp_path / f"{seed}.sqlite") as run:
+            run.service.register(job(on_time=0.95), (tmp_path / "frontier.npz").read_bytes())
+            sure = plans(run.service)[0]
+            assert sure == noisy.plan_for(noisy.baseline_time_s, on_time=0.95)
+            assert truth.plan_of(sure.clocks).time_s < 1.002 * truth.baseline_time_s
+            run.service.report("gpt", report("a", pipeline=1, slowdown=1.06))
+            planned(run.service)
+            beside = truth.plan_of(plans(run.service)[0].clocks)
+            assert 1.03 * truth.baseline_time_s < beside.time_s < 1.061 * truth.baseline_time_s
+            run.service.clear("gpt", "a")
+            run.service.set_power("gpt", PIPELINES * budget_w)
+            planned(run.service)
+            within = plans(run.service)[0]
+            assert 0.97 * budget_w < truth.plan_of(within.clocks).power_w < 1.001 * budget_w
+            assert within.on_time is not None
+
+
+def test_a_job_without_a_plan_that_is_surely_fast_enough_runs_at_maximum(one: Run):
+    fast = PlanRequest(one.service.status("gpt").job.frontier, 0.999 * BASELINE_S, (), None, None, 0.0, 0.95)
+    plan = Plan.loads(nearest_plan_text(fast, frontier_file()))
+    assert plan.time_s <= 1.001 * BASELINE_S
 
 
 def test_a_slow_stage_is_planned_exactly_and_the_others_wait_for_what_that_takes(one: Run):

@@ -40,6 +40,7 @@ STATUS = {
         "min_dwell_s": 0.0,
         "power_w": 5000.0,
         "since_s": 1.0,
+        "on_time": None,
     },
     "decision": {
         "targets": [

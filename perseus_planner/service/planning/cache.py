@@ -205,7 +205,7 @@ def requests_of(job: RegisteredJob, curve: Curve, decision: Decision) -> tuple[P
     @cache  # most pipelines have the same target
     def request(time_s: float, slow: Slow, power_w: float | None) -> PlanRequest:
         within_s = time_s if slow else min(time_s, curve.max_time_s)
-        return PlanRequest(job.frontier, within_s, slow, power_w, job.max_changes, job.min_dwell_s)
+        return PlanRequest(job.frontier, within_s, slow, power_w, job.max_changes, job.min_dwell_s, job.on_time)
 
     return tuple(request(each.time_s, slow_of(each.slow_stages), each.power_w) for each in decision.targets)
 

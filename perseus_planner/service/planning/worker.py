@@ -17,7 +17,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from perseus_planner.errors import (
     FrontierError,
@@ -68,6 +68,7 @@ class PlanRequest(NamedTuple):
         slow: Stages that are slower than profiled.
         power_w: Upper bound on the average power of the pipeline, watts, which goes before `time_s`; None for no bound.
         max_changes, min_dwell_s: Switch budget, as for `Frontier.plan_for`.
+        on_time: The probability of keeping the deadline or the power, likewise.
     """
 
     frontier: str
@@ -76,6 +77,7 @@ class PlanRequest(NamedTuple):
     power_w: float | None
     max_changes: int | None
     min_dwell_s: float
+    on_time: float | None = None
 
 
 def prepare_process(service: Connection) -> None:
@@ -132,13 +134,15 @@ def plan_text(request: PlanRequest, content: bytes) -> str:
         InfeasibleBudget: If none was found within the switch budget.
     """
     frontier = _frontier(request.frontier, request.slow, content)
-    changes, dwell_s = request.max_changes, request.min_dwell_s
-    plan = frontier.plan_until(request.time_s, max_changes=changes, min_dwell_s=dwell_s)
-    if request.power_w is not None and plan.power_w > request.power_w:
+    limits: dict[str, Any] = {name: getattr(request, name) for name in ("max_changes", "min_dwell_s", "on_time")}
+    plan = frontier.plan_until(request.time_s, **limits)
+    power_w = plan.power_w if plan.on_time is None else plan.on_time.power_w.high
+    if request.power_w is not None and power_w > request.power_w:
         try:
-            plan = frontier.plan_within_power(request.power_w, max_changes=changes, min_dwell_s=dwell_s)
+            within = frontier.plan_within_power(request.power_w, **limits)
         except InfeasiblePower as error:
-            plan = frontier.plan_within_power(error.least_power_w, max_changes=changes, min_dwell_s=dwell_s)
+            within = frontier.plan_within_power(error.least_power_w, **limits)
+        plan = within if request.on_time is None else max(plan, within, key=lambda each: each.time_s)
     return plan.dumps()
 
 
@@ -147,7 +151,10 @@ def nearest_plan_text(request: PlanRequest, content: bytes) -> str:
     try:
         return plan_text(request, content)
     except InfeasibleDeadline as error:
-        return plan_text(request._replace(time_s=error.least_time_s), content)
+        least_s = error.least_time_s
+        if request.on_time is not None:  # all clocks at maximum are surely as fast as that
+            least_s = max(least_s, _frontier(request.frontier, request.slow, content).baseline_time_s)
+        return plan_text(request._replace(time_s=least_s), content)
 
 
 _frontiers: OrderedDict[tuple[str, Slow], Frontier] = OrderedDict()
