@@ -27,6 +27,7 @@ import references
 import service_load
 import sweep_quality
 import switch_budgets
+import unlike_stages
 from data import FULL, SMOKE, MissingError, Size, folder
 from results import Section, environment, failed, write
 
@@ -50,6 +51,7 @@ SECTIONS: dict[int, Callable[[Size], Section]] = {
     17: emulated_training.measure,
     18: service_load.measure,
     19: noisy_plans.measure,
+    20: unlike_stages.measure,
 }
 _RESULTS = Path(__file__).resolve().parent / "results"
 

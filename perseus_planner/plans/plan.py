@@ -38,7 +38,7 @@ _KEYS = (
     "digest", "profile", "gpu", "origin", "control", "gpus_per_stage", "schedule", "blocking_power_w", "overhead_s",
     *_NUMBERS, "clock_change", "min_dwell_s", "changes", "measurements", "ranks",
 )  # fmt: skip
-_OPTIONAL_KEYS = (*ITERATION_KEYS, "on_time")
+_OPTIONAL_KEYS = (*ITERATION_KEYS, "point_bound_j", "on_time")
 _DUMPER: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 
 
@@ -67,6 +67,8 @@ class Plan(Displayable):
         min_dwell_s: the requested least time for which a clock is held, seconds.
         control: what the profile set: "clock"; "power-limit", and the clocks here are limits in watts; or "observed":
             nothing was set and nothing will be.
+        point_bound_j: a closer bound, for plans of measured clocks alone, joules; no plan of `time_s` is below it. None
+            if the clocks were given, not chosen.
         on_time: how sure it is of its time and its saving, if it was made for a probability. Its numbers are expected
             ones then, and operating points in `measurements` may be estimates.
 
@@ -92,6 +94,7 @@ class Plan(Displayable):
     clock_change: ClockChange | None = None
     min_dwell_s: float = 0.0
     control: str = "clock"
+    point_bound_j: float | None = None
     on_time: OnTime | None = None
     _keys: Mapping[Computation, tuple[int, str]] = field(init=False, repr=False, compare=False)
 
@@ -222,6 +225,7 @@ class Plan(Displayable):
             **{name: getattr(self, name) for name in _NUMBERS},
             "clock_change": None if self.clock_change is None else asdict(self.clock_change),
             "min_dwell_s": self.min_dwell_s,
+            **({} if self.point_bound_j is None else {"point_bound_j": self.point_bound_j}),
             **({} if self.on_time is None else {"on_time": asdict(self.on_time)}),
             "changes": list(self.changes),
             "measurements": {
@@ -259,6 +263,7 @@ def _from_content(values: Mapping[str, Any], name: str) -> Plan:
             overhead_s=float(values["overhead_s"]),
             clock_change=None if values["clock_change"] is None else ClockChange(**values["clock_change"]),
             min_dwell_s=float(values["min_dwell_s"]),
+            point_bound_j=float(values["point_bound_j"]) if "point_bound_j" in values else None,
             on_time=OnTime.from_dict(values["on_time"]) if "on_time" in values else None,
             **{name: float(values[name]) for name in _NUMBERS},
         )

@@ -153,6 +153,19 @@ class Frontier(TimeEnergyCurve, Displayable):
             chosen.append(clock)
         return self._planner.plan_of(chosen, None)
 
+    def point_bound_j(self, deadline_s: float) -> float:
+        """Return a bound on the energy of an iteration of that time in which every clock is a measured one, joules.
+
+        It is at least `bound_j`, which also allows what lies between two measured clocks, and no plan of that time is
+        below it. Waiting is included, on all GPUs. It is tighter where ranks wait for each other in every microbatch,
+        as in 1F1B, and their stages are unlike (`solver/point_bound.py`).
+
+        Raises:
+            InfeasibleDeadline: If no iteration is that fast.
+            UsageError: If `deadline_s` is not a time.
+        """
+        return self._planner.point_bound_j(self.check_deadline(deadline_s))
+
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write one file that `load` reads; equal frontiers give equal bytes.
 

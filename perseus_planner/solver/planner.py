@@ -19,6 +19,7 @@ from perseus_planner.plans.plan import Plan
 from perseus_planner.plans.replay import replay, time_and_energy
 from perseus_planner.profiles.measurement import nearest_clock
 from perseus_planner.solver.budget import clocks_by_budget, clocks_within_budget
+from perseus_planner.solver.point_bound import PRICE_ROUNDING, find_windows, point_bound_gain_j
 from perseus_planner.solver.point_problem import PointProblem, point_problem
 from perseus_planner.solver.polish import polish
 from perseus_planner.solver.rounding import ANCHOR_SPAN, Anchor, round_plan
@@ -30,8 +31,10 @@ if TYPE_CHECKING:
     from perseus_planner.profiles.measurement import Measurement
     from perseus_planner.solver.curve import TimeEnergyCurve
     from perseus_planner.solver.network import Integers
+    from perseus_planner.solver.point_bound import Window
 
 _LEVELS = (0, 2, 4, 8, 16, 32)  #: numbers of changes that are tried, beside any number, if changes cost time
+_BOUND_GUIDES = (5, 10_000)  #: relaxed solutions of which the bound for operating points is made; nodes of them all
 _RETRIES = 2  #: how often a plan that clock changes make late is made again for an earlier deadline
 
 Key = tuple[int, str]
@@ -61,7 +64,9 @@ class Planner:
         key = deadline_s, max_changes, min_dwell_s
         if key not in self._plans:
             make = self._plan if self.profile.clock_change is None else self._plan_with_costs
-            self._plans[key] = replace(make(*key), min_dwell_s=min_dwell_s)
+            plan = make(*key)
+            bound_j = self.point_bound_j(max(plan.time_s, self.curve.min_time_s))
+            self._plans[key] = replace(plan, min_dwell_s=min_dwell_s, point_bound_j=bound_j)
         return self._plans[key]
 
     def _plan(self, deadline_s: float, max_changes: int | None, min_dwell_s: float) -> Plan:
@@ -216,6 +221,25 @@ class Planner:
         }
         above = np.array([last.get(self.dag.keys[place], 0) for place in self.dag.order], dtype=np.int64)
         return np.add(self._points.point_start[self._points.member], above)
+
+    def point_bound_j(self, deadline_s: float) -> float:
+        """Return a bound on the energy of an iteration of that time that runs at operating points alone, joules."""
+        curve, guides, within_s = self.curve, self.curve.guides, self._replayed_s(deadline_s)
+        sources, bounds_j = np.diff(self._points.before_start) == 0, [curve.bound_j(deadline_s)]
+        count = max(1, min(_BOUND_GUIDES[0], _BOUND_GUIDES[1] // len(sources)))
+        for i in np.argsort(np.abs(guides.time_s - within_s), kind="stable")[:count].tolist():
+            at_s, price_w = float(guides.time_s[i]), guides.price_w[i].astype(np.float64)
+            guide_s = min(max(at_s + self.profile.overhead_s, curve.min_time_s), curve.max_time_s)
+            later_s, price_of_all_w = deadline_s - guide_s, float(price_w[sources].sum())
+            tangent_j = curve.bound_j(guide_s) + (self.dag.waiting_w - price_of_all_w) * later_s
+            rounding_j = PRICE_ROUNDING * price_of_all_w * abs(later_s)
+            bounds_j.append(tangent_j - rounding_j + point_bound_gain_j(self._points, self._windows, price_w))
+        return max(bounds_j)
+
+    @cached_property
+    def _windows(self) -> list[Window]:
+        ranks = self.dag.iteration.rank_of
+        return find_windows(self._points, [ranks[place] for place in self.dag.order])
 
     def _replayed_s(self, deadline_s: float) -> float:
         """Return the longest replayed time that, with the overhead, rounds to at most `deadline_s`."""

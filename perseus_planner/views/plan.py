@@ -63,6 +63,8 @@ class PlanSummary(Comparison):
         power_w: average power of all GPUs, watts.
         bound_j: the least energy that a plan of this time can have, joules.
         above_bound_share: energy above the bound, over the bound.
+        point_bound_j: a closer bound, for plans of measured clocks alone, joules; None if it is not known.
+        above_point_bound_share: energy above that bound, over it, or None.
         most_changes: clock changes of the rank that changes its clock most often.
         per_rank: the ranks.
         beside_straggler: the comparison where both wait for the straggler that the plan was made for, or None.
@@ -74,6 +76,8 @@ class PlanSummary(Comparison):
     power_w: float
     bound_j: float
     above_bound_share: float
+    point_bound_j: float | None
+    above_point_bound_share: float | None
     most_changes: int
     per_rank: tuple[RankSummary, ...]
     beside_straggler: Comparison | None
@@ -131,6 +135,10 @@ def summarize_plan(plan: Plan, straggler_time_s: float | None = None) -> PlanSum
         power_w=plan.power_w,
         bound_j=plan.bound_j,
         above_bound_share=share(plan.energy_j - plan.bound_j, plan.bound_j),
+        point_bound_j=plan.point_bound_j,
+        above_point_bound_share=None
+        if plan.point_bound_j is None
+        else share(plan.energy_j - plan.point_bound_j, plan.point_bound_j),
         most_changes=max(plan.changes),
         per_rank=tuple(_rank(plan, timeline, number) for number in range(len(plan.schedule.ranks))),
         beside_straggler=None if straggler_time_s is None else _beside_straggler(plan, straggler_time_s),
@@ -191,7 +199,7 @@ def plan_sheet(summary: PlanSummary) -> Sheet:
     changes = f" more than {summary.most_changes} times per iteration" if summary.most_changes else ""
     notes = [
         f"It saves {saving_text(summary)} compared with {summary.baseline}, at {summary.time_ratio:.4f}x the time.",
-        f"Its energy is {100 * summary.above_bound_share:.3f} % above the bound, the least of any plan of that time.",
+        _bound_note(summary),
         f"No GPU changes its clock{changes}.",
     ]
     if (beside := summary.beside_straggler) is not None:
@@ -206,6 +214,14 @@ def plan_sheet(summary: PlanSummary) -> Sheet:
         columns,
         "\n".join(notes),
     )
+
+
+def _bound_note(summary: PlanSummary) -> str:
+    note = f"Its energy is {100 * summary.above_bound_share:.3f} % above the bound, the least of any plan of that time"
+    if summary.above_point_bound_share is None:
+        return f"{note}."
+    above_share = 100 * summary.above_point_bound_share
+    return f"{note}, and {above_share:.3f} % above a closer bound, for plans of measured clocks alone."
 
 
 def _certainty_notes(sure: OnTime, baseline: str) -> list[str]:

@@ -103,6 +103,15 @@ def test_a_plan_saves_energy_and_more_where_there_is_more_time(frontier: Frontie
         assert plan.energy_j <= 1.005 * plan.bound_j
 
 
+def test_a_plan_holds_the_closer_bound_for_measured_clocks_and_so_does_its_file(frontier: Frontier, tmp_path: Path):
+    plan = frontier.plan_until(1.05 * frontier.baseline_time_s)
+    assert plan.point_bound_j == frontier.point_bound_j(plan.time_s)
+    assert plan.bound_j <= plan.point_bound_j <= plan.energy_j
+    plan.save(tmp_path / "plan.yaml")
+    assert Plan.load(tmp_path / "plan.yaml") == plan
+    assert frontier.plan_of(plan.clocks).point_bound_j is None
+
+
 @settings(fixed, max_examples=60)
 @given(dag=jobs(), slowdown=st.floats(1.0, 3.0))
 def test_more_time_than_saves_energy_gives_the_plan_of_least_energy(dag: PipelineDag, slowdown: float):

@@ -23,7 +23,7 @@ def benchmarks(*arguments: str, data: Path) -> subprocess.CompletedProcess[str]:
 
 # Number 17 checks times, which hold only on an idle machine.
 @pytest.mark.parametrize(
-    "numbers", [range(1, 12), range(12, 17), [18], [19]], ids=["planning", "training", "service", "noise"]
+    "numbers", [range(1, 12), range(12, 17), [18], [19, 20]], ids=["planning", "training", "service", "noise"]
 )
 def test_a_smoke_run_passes_every_check(numbers: Sequence[int], measured_data: Path, tmp_path: Path):
     only = [f"--only={number}" for number in numbers]

@@ -101,6 +101,16 @@ Beside a straggler of 20.0000 s it saves 600.000 J (7.45 %); both wait for it.
     )
 
 
+def test_a_plan_says_how_far_it_is_above_the_closer_bound_for_measured_clocks_too(plan: Plan):
+    summary = summarize_plan(replace(plan, point_bound_j=6395.0))
+    assert summary.point_bound_j == 6395.0
+    assert summary.above_point_bound_share == pytest.approx(5.0 / 6395.0)
+    assert (
+        "0.156 % above the bound, the least of any plan of that time, and 0.078 % above a closer bound, for plans of "
+        "measured clocks alone.\n" in plan_text(summary)
+    )
+
+
 def test_the_timeline_is_a_line_per_rank(plan: Plan):
     _, _, stages = timeline_text(summarize_timeline(plan)).partition("times per iteration.\n\n")
     assert (
