@@ -177,6 +177,10 @@ class CudaMarks:
         except (GpuError, RuntimeError):
             pass  # the device is lost, and its memory with it
 
+    def ended_s(self) -> None:
+        """See `Marks.ended_s`."""
+        return
+
     def load(self, requests: Sequence[int]) -> None:
         """See `Marks.load`; requests that are enqueued already stay as they are."""
         self._requests = (*requests, NO_REQUEST)

@@ -7,11 +7,13 @@ The rules:
 - A new plan takes effect at the begin of an iteration, and so does a return to the plan after a deviation.
 - If an engine runs something that is not in the plan, the GPU is reset for the rest of the iteration. The plan is
   followed again after an iteration that ran as planned.
+- What an iteration runs is noted if it has no program or deviates from it, so that a program can be made for it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
 
@@ -26,9 +28,52 @@ if TYPE_CHECKING:
 _NO_REQUEST_INDEX = -1
 
 
+class RankProgram(Protocol):
+    """What one rank runs in an iteration, and the clock of each computation."""
+
+    @property
+    def version(self) -> int:
+        """Number of the program in this job: 1 for the first, 2 for the next, and so on."""
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan that it is a part of; None for a program of the autopilot."""
+
+    @property
+    def computations(self) -> tuple[Computation, ...]:
+        """What the rank runs, in order."""
+
+    @property
+    def clocks(self) -> tuple[int, ...]:
+        """The value for each computation: MHz, or watts of a power limit."""
+
+    @property
+    def changes(self) -> int:
+        """How often the clock changes in an iteration, including the change back to the first one."""
+
+    @property
+    def microbatches(self) -> int:
+        """Number of microbatches of an iteration."""
+
+    @property
+    def time_s(self) -> float:
+        """Expected time of an iteration, seconds."""
+
+    @property
+    def control(self) -> str:
+        """What the values set, as `Plan.control`."""
+
+    @property
+    def min_dwell_s(self) -> float:
+        """Shortest time for which a value is held, seconds."""
+
+    def with_changes(self, most: int) -> RankProgram:
+        """Return the program with at most so many changes in an iteration, at the same clocks or higher ones."""
+
+
 @dataclass(frozen=True)
 class Program:
-    """The part of a plan that one rank runs in an iteration.
+    """The part of a plan that one rank runs in an iteration; see `RankProgram`.
 
     Attributes:
         version: Number of the plan in this job: 1 for the first, 2 for the next, and so on.
@@ -69,6 +114,30 @@ class Program:
         """How often the clock changes in an iteration, including the change back to the first one."""
         return changes_per_rank(self.clocks)
 
+    @property
+    def microbatches(self) -> int:
+        """Number of microbatches of the plan."""
+        return self.plan.schedule.microbatches
+
+    @property
+    def time_s(self) -> float:
+        """Time of an iteration by the plan, seconds."""
+        return self.plan.time_s
+
+    @property
+    def control(self) -> str:
+        """The plan's control."""
+        return self.plan.control
+
+    @property
+    def min_dwell_s(self) -> float:
+        """The plan's dwell time, seconds."""
+        return self.plan.min_dwell_s
+
+    def with_changes(self, most: int) -> Program:
+        """Return the program with at most so many changes in an iteration."""
+        return replace(self, max_changes=most)
+
     def check_order(self, order: tuple[Computation, ...], engine: str) -> None:
         """Refuse a plan whose order of computations is not that of the engine.
 
@@ -94,14 +163,27 @@ def _at(order: tuple[Computation, ...], position: int) -> str:
     return str(order[position]) if position < len(order) else "missing"
 
 
+Order = Sequence[tuple[int, str, int]]
+"""What a rank ran in an iteration: stage, kind and microbatch of each computation."""
+
+
 class ProgramSource(Protocol):
     """Decides at each iteration which program this rank runs by; all methods are called on the training thread."""
 
-    def program_for(self, iteration: int) -> Program | None:
+    def program_for(self, iteration: int) -> RankProgram | None:
         """Return the program of an iteration, or None to run without clocks; must not wait long, or raise."""
 
-    def on_end(self, iteration: int, program: Program | None, deviation: str | None) -> None:
-        """The iteration has ended; `deviation` is what the engine ran that is not in the program, if anything."""
+    def on_end(
+        self, iteration: int, program: RankProgram | None, deviation: str | None, order: Order | None = None
+    ) -> None:
+        """The iteration has ended.
+
+        Args:
+            iteration: Its number.
+            program: What it ran by, as planned or not.
+            deviation: What the engine ran that is not in the program, if anything.
+            order: What it ran, if that is not the program's; None if it was not noted.
+        """
 
 
 class Hook:
@@ -113,13 +195,14 @@ class Hook:
         first: Program of the first iteration; its first clock is requested at once.
     """
 
-    def __init__(self, marks: Marks, source: ProgramSource, first: Program | None) -> None:
+    def __init__(self, marks: Marks, source: ProgramSource, first: RankProgram | None) -> None:
         self._marks, self._source = marks, source
         self._iteration = -1
         self._is_inside = False
         self._position = 0
         self._is_unclocked = True  #: no clock is requested
         self._deviation: str | None = None
+        self._noted: list[tuple[int, str, int]] = []  #: what ran that is not as in a program
         self._load(first)
 
     @property
@@ -141,18 +224,22 @@ class Hook:
         program = self._source.program_for(self._iteration)
         if program is not self._program:
             self._load(program)
-        self._position, self._deviation = 0, None
+        elif self._deviation is not None and program is not None:
+            self._order, self._count = program.computations, len(program.computations)
+        self._position, self._deviation, self._noted = 0, None, []
         self._marks.begin_iteration(self._iteration)
-        if program is not None and microbatches is not None and microbatches != program.plan.schedule.microbatches:
-            self._deviate(f"{microbatches} microbatches, and the plan has {program.plan.schedule.microbatches}")
+        if program is not None and microbatches is not None and microbatches != program.microbatches:
+            self._deviate(f"{microbatches} microbatches, and the plan has {program.microbatches}")
 
     def begin(self, stage: int, kind: str, microbatch: int) -> None:
         """Begin a computation."""
         self._marks.begin()
         position = self._position
         planned = self._order[position] if position < self._count else None
-        if planned != (stage, kind, microbatch) and self._deviation is None and self._program is not None:
-            self._deviate(f"{Computation(stage, kind, microbatch)}, where the plan has {planned or 'nothing more'}")
+        if planned != (stage, kind, microbatch):
+            if self._deviation is None and self._program is not None:
+                self._deviate(f"{Computation(stage, kind, microbatch)}, where the plan has {planned or 'nothing more'}")
+            self._noted.append((stage, kind, microbatch))
 
     def end(self) -> None:
         """End the computation, and request the next clock."""
@@ -169,7 +256,8 @@ class Hook:
         if self._deviation is None and self._program is not None and self._position != self._count:
             self._deviate(f"{self._position} computations, and the plan has {self._count}")
         self._marks.end_iteration()
-        self._source.on_end(self._iteration, self._program, self._deviation)
+        order = self._noted if self._deviation is not None or self._program is None else None
+        self._source.on_end(self._iteration, self._program, self._deviation, order)
         if self._deviation is None and self._is_unclocked and self._program is not None:
             self._is_unclocked = False
             self._marks.request(0)
@@ -181,9 +269,9 @@ class Hook:
         self._is_inside = False
         self._load(None)
         self._marks.end_iteration()
-        self._source.on_end(self._iteration, None, None)
+        self._source.on_end(self._iteration, None, None, None)
 
-    def _load(self, program: Program | None) -> None:
+    def _load(self, program: RankProgram | None) -> None:
         self._program = program
         self._order = program.computations if program is not None else ()
         self._count = len(self._order)
@@ -193,4 +281,6 @@ class Hook:
 
     def _deviate(self, what: str) -> None:
         self._deviation, self._is_unclocked = what, True
+        self._noted = list(self._order[: self._position])
+        self._order, self._count = (), 0  # so that all that follows is noted
         self._marks.request(_NO_REQUEST_INDEX)

@@ -52,6 +52,9 @@ class IterationTimes:
 class Marks(Protocol):
     """Requests clocks and takes times; all methods but `finished` are called on the training thread."""
 
+    def ended_s(self) -> float | None:
+        """Return how long the iteration took that has just ended, in seconds; None if the device may still run it."""
+
     def load(self, requests: Sequence[int]) -> None:
         """Make `request(i)` mean `requests[i]` from now on."""
 
@@ -93,8 +96,13 @@ class HostMarks:
         self._number = 0
         self._iteration_begin_ns = 0
         self._begin_ns = 0
+        self._ended_s = 0.0
         self._spans_ns: list[tuple[int, int]] = []
         self._finished: deque[IterationTimes] = deque(maxlen=KEPT)
+
+    def ended_s(self) -> float:
+        """See `Marks.ended_s`."""
+        return self._ended_s
 
     def load(self, requests: Sequence[int]) -> None:
         """See `Marks.load`."""
@@ -118,8 +126,9 @@ class HostMarks:
 
     def end_iteration(self) -> None:
         """See `Marks.end_iteration`."""
-        spans_ns = tuple(self._spans_ns)
-        self._finished.append(IterationTimes(self._number, self._iteration_begin_ns, spans_ns, time.monotonic_ns()))
+        end_ns = time.monotonic_ns()
+        self._ended_s = (end_ns - self._iteration_begin_ns) / 1e9
+        self._finished.append(IterationTimes(self._number, self._iteration_begin_ns, tuple(self._spans_ns), end_ns))
 
     def finished(self) -> list[IterationTimes]:
         """See `Marks.finished`."""

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from perseus_planner.runtime.attachment import Reattachment
     from perseus_planner.runtime.hook import Hook
     from perseus_planner.runtime.job import JobWarnings
+    from perseus_planner.runtime.learning.part import LearningRank
     from perseus_planner.runtime.switching.follower import PlanFollower
     from perseus_planner.runtime.telemetry.counters import Counts
     from perseus_planner.runtime.telemetry.telemetry import Telemetry
@@ -117,6 +118,7 @@ class Monitor:
         reattachment: Connects it again after the controller was lost; None without a connection.
         on_straggling: Called when this rank's GPU turns out slow, and when it has recovered.
         on_counts: Called with what this rank has counted, every few seconds and at the end; must not raise.
+        learning: This rank's part in the autopilot; None without.
     """
 
     def __init__(
@@ -130,12 +132,13 @@ class Monitor:
         reattachment: Reattachment | None,
         on_straggling: Callable[[StragglerDetection], None] | None,
         on_counts: Callable[[Sequence[Counts]], None] | None = None,
+        learning: LearningRank | None = None,
     ) -> None:
         self._follower, self._hook, self._marks, self._telemetry = follower, hook, marks, telemetry
         self._warnings, self._connection, self._reattachment = warnings, connection, reattachment
         self._is_lost = False  #: the controller has ended, and there is no new one yet
         self._is_final = follower.problem is not None  #: no clock is ever set again
-        self._on_straggling, self._on_counts = on_straggling, on_counts
+        self._on_straggling, self._on_counts, self._learning = on_straggling, on_counts, learning
         self._counts: Sequence[Counts] = ()  #: reported last
         self._detector, self._hang_detector = StragglerDetector(), _HangDetector()
         self._min_dwell_s: float | None = None
@@ -143,15 +146,19 @@ class Monitor:
 
     def descriptors(self) -> list[int]:
         """Return the descriptors that wake the thread."""
-        return [] if self._connection is None or self._is_lost else [self._connection.fileno()]
+        of_controller = [] if self._connection is None or self._is_lost else [self._connection.fileno()]
+        return of_controller if self._learning is None else [*of_controller, *self._learning.descriptors()]
 
     def run_round(self) -> None:
         """Do one round; never raises."""
         try:
             messages: Sequence[ToRank] = [] if self._connection is None else self._receive(self._connection)
             self._reset_if_quiet()
+            times = self._marks.finished()
+            if self._learning is not None:
+                self._learning.look(times, messages)
             self._follower.look()
-            self._report_straggling(self._telemetry.update(self._marks.finished(), messages))
+            self._report_straggling(self._telemetry.update(times, messages))
             self._report_counts()
             self._warn()
         except GpuError as error:
@@ -166,6 +173,8 @@ class Monitor:
             if self._connection is not None:
                 messages = self._connection.messages()
             self._telemetry.update(self._marks.finished(), messages)
+        if self._learning is not None:
+            self._learning.close()
         self._telemetry.close()
         self._report_counts()
         self._warn()
@@ -204,20 +213,25 @@ class Monitor:
 
     def _keep_changes(self, most: int) -> None:
         """Run with at most so many changes of the clock in an iteration; warn once for each plan."""
+        before = self._follower.planned
         program = self._follower.keep_changes(most)
         if program is not None:
+            key, asked = "changes", before.changes if before is not None else program.changes
+            remedy = f"give planner_runtime max_changes={most}"
+            if program.plan is not None:
+                key = f"changes/{program.version}"
+                remedy = f"make the plan with fewer changes (--max-changes {most})"
             text = (
                 "clock changes cannot keep up, so this rank follows its plan with at most "
-                f"{program.changes} of {program.plan.changes[program.rank]} clock changes in an iteration, to the same "
-                f"deadline and for more energy; make the plan with fewer changes (--max-changes {most}), or allow more "
-                "changes per second"
+                f"{program.changes} of {asked} clock changes in an iteration, to the same deadline and for more "
+                f"energy; {remedy}, or allow more changes per second"
             )
-            self._warnings.warn(f"changes/{program.version}", text)
+            self._warnings.warn(key, text)
 
     def _update_dwell(self, connection: Connection) -> None:
         program = self._follower.program
-        if program is not None and program.plan.min_dwell_s != self._min_dwell_s:
-            self._min_dwell_s = program.plan.min_dwell_s
+        if program is not None and program.min_dwell_s != self._min_dwell_s:
+            self._min_dwell_s = program.min_dwell_s
             connection.set_dwell(self._min_dwell_s)
 
     def _reset_if_quiet(self) -> None:
@@ -230,7 +244,7 @@ class Monitor:
             self._progress, self._progressed_s = progress, now_s
         if program is None or self._connection is None:
             return
-        if now_s - self._progressed_s > QUIET * program.plan.time_s + QUIET_S:
+        if now_s - self._progressed_s > QUIET * program.time_s + QUIET_S:
             self._connection.request[0] = NO_REQUEST
 
     def _report_straggling(self, records: Sequence[IterationRecord]) -> None:

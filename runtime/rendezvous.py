@@ -41,7 +41,7 @@ class RuntimeSettings:
     """What the caller of `planner_runtime` chose.
 
     Attributes:
-        plan: The plan or its file; that of rank 0 counts.
+        plan: The plan or its file, or None for the autopilot; that of rank 0 counts.
         gpu: The GPU, as for `gpu_text`.
         dry_run: See `planner_runtime`.
         max_changes_per_s: See `planner_runtime`.
@@ -49,7 +49,7 @@ class RuntimeSettings:
         served: The job as a service should know it; None without a service. That of rank 0 counts.
     """
 
-    plan: GivenPlan
+    plan: GivenPlan | None
     gpu: str
     dry_run: bool
     max_changes_per_s: float
@@ -70,6 +70,8 @@ class RankContext:
         attachment: Its part in the clock controller of its node.
         attempt: The attempt of the job, for the run folder; None if rank 0 is missing.
         share: Its part in the looks of its node for new plans.
+        places: For each rank of the job, its pipeline and its rank there; None for absent ranks.
+        is_piloted: Whether the autopilot makes the programs.
     """
 
     engine: Engine
@@ -80,6 +82,8 @@ class RankContext:
     attachment: attachment.Attachment
     attempt: Attempt | None
     share: NodeShare
+    places: Sequence[tuple[int, int] | None]
+    is_piloted: bool
 
 
 @dataclass(frozen=True)
@@ -89,7 +93,7 @@ class _RankInfo:
     node: str
     pipeline: int | None
     peers: tuple[int, ...]
-    plans: str | None = None  #: of rank 0
+    plans: str | None = None  #: of rank 0; None if the autopilot makes the programs
     attempt: Attempt | None = None  #: of rank 0
 
     @classmethod
@@ -144,15 +148,16 @@ def join_job(
         pipeline, pipelines = _pipelines(info, infos)
         plans = infos[0].plans if infos[0] is not None else None
         program = None if plans is None else program_of(adapter, Plans.loads(plans.encode()), 1, pipeline)
-    if program is None:
+        places = _places(infos)
+    if infos[0] is None:
         warnings.warn("no plan", "there is no plan: rank 0 is missing; training goes on without setting clocks")
     with _step(job, "gpus", present, 2 * attachment.ATTACH_S) as step:
         if settings.dry_run and not text.startswith("dry-run:"):
             text = f"dry-run:{text}"
         neighbours = [rank for rank, each in enumerate(infos) if each is not None and each.node == info.node]
         controller = attachment.NodeController(job, neighbours, settings.max_changes_per_s)
-        control = "clock" if program is None else cast("Control", program.plan.control)
-        min_dwell_s = 0.0 if program is None else program.plan.min_dwell_s
+        control = "clock" if program is None else cast("Control", program.control)
+        min_dwell_s = 0.0 if program is None else program.min_dwell_s
         attached = attachment.attach(controller, text, control, min_dwell_s, stack)
         if program is not None and attached.gpu is not None:
             check_gpu(program, attached.gpu, control)
@@ -166,7 +171,8 @@ def join_job(
     if attached.problem is not None:
         warnings.warn("attach", f"{attached.problem}; training goes on without setting clocks")
     attempt = None if infos[0] is None else infos[0].attempt
-    return RankContext(adapter, pipeline, pipelines, program, control, attached, attempt, share)
+    is_piloted = infos[0] is not None and plans is None
+    return RankContext(adapter, pipeline, pipelines, program, control, attached, attempt, share, places, is_piloted)
 
 
 def _node_share(
@@ -257,7 +263,7 @@ def _rank_info(engine: Engine, job: TrainingJob, settings: RuntimeSettings) -> _
     if job.rank == 0:
         if settings.served is not None:
             settings.served.check()
-        plans = Plans.load(settings.plan).dumps().decode()
+        plans = None if settings.plan is None else Plans.load(settings.plan).dumps().decode()
         attempt = Attempt.next_in(settings.record)
     return _RankInfo(node(), position.pipeline, position.peers, plans, attempt)
 
@@ -275,3 +281,11 @@ def _pipelines(info: _RankInfo, infos: Sequence[_RankInfo | None]) -> tuple[int,
     """Return this rank's pipeline, as its engine numbers it or else by its first rank, and the number of pipelines."""
     everyone = sorted({each.peers if each.pipeline is None else (each.pipeline,) for each in infos if each is not None})
     return everyone.index(info.peers) if info.pipeline is None else info.pipeline, len(everyone)
+
+
+def _places(infos: Sequence[_RankInfo | None]) -> list[tuple[int, int] | None]:
+    """Return the pipeline of each rank, and its rank there; None for absent ranks."""
+    return [
+        None if each is None else (_pipelines(each, infos)[0], each.peers.index(rank))
+        for rank, each in enumerate(infos)
+    ]

@@ -1,4 +1,4 @@
-"""Runs training under a plan: `with planner_runtime(engine, plan="plan.yaml"):` around the loop, on every rank."""
+"""Runs training under a plan, or learns one: `with planner_runtime(engine):` around the loop, on every rank."""
 
 from __future__ import annotations
 
@@ -11,9 +11,14 @@ from typing import TYPE_CHECKING, Any
 from perseus_planner.errors import GpuError, UsageError
 from perseus_planner.runs.recording import RankFiles
 from perseus_planner.runtime.attachment import Reattachment
+from perseus_planner.runtime.autopilot.job import AutopilotSettings
 from perseus_planner.runtime.controller.client import DETACH_S, Connection
 from perseus_planner.runtime.hook import Hook
 from perseus_planner.runtime.job import JobWarnings, this_job, wait_for_others
+from perseus_planner.runtime.learning.part import LearningOptions, LearningRank
+from perseus_planner.runtime.learning.piloted import PilotedRank
+from perseus_planner.runtime.learning.programs import AutopilotProgram, AutopilotStatus, Programs
+from perseus_planner.runtime.learning.state import STATE_FILE
 from perseus_planner.runtime.marks import NO_REQUEST, HostMarks, Marks
 from perseus_planner.runtime.monitor import BackgroundThread, Monitor
 from perseus_planner.runtime.rendezvous import RuntimeSettings, check_gpu, join_job, program_of
@@ -30,7 +35,7 @@ if TYPE_CHECKING:
     from perseus_planner.runs.straggler import StragglerDetection
     from perseus_planner.runtime.agent.agent import ServiceLink
     from perseus_planner.runtime.engines.engine import Engine
-    from perseus_planner.runtime.hook import Program
+    from perseus_planner.runtime.hook import Program, RankProgram
     from perseus_planner.runtime.job import TrainingJob
     from perseus_planner.runtime.switching.agreement import Proposal
 
@@ -51,15 +56,26 @@ class Runtime:
         telemetry: Telemetry,
         check: Callable[[Plans], None],
         wake: Callable[[], None],
+        learning: LearningRank | None = None,
     ) -> None:
         self._pipeline, self._follower, self._telemetry = pipeline, follower, telemetry
-        self._check, self._wake = check, wake
+        self._check, self._wake, self._learning = check, wake, learning
 
     @property
     def plan(self) -> Plan | None:
-        """The plan that this rank's pipeline runs by; None if there is none."""
+        """The plan that this rank's pipeline runs by; None if there is none, or the autopilot makes its programs."""
         program = self._follower.program
         return None if program is None else program.plan
+
+    @property
+    def autopilot(self) -> AutopilotStatus | None:
+        """What the autopilot knows; on other ranks than 0, what it knew at their newest program. None with a plan."""
+        if self._learning is None:
+            return None
+        if self._learning.pilot is not None:
+            return self._learning.pilot.status
+        program = self._follower.program
+        return program.status if isinstance(program, AutopilotProgram) else AutopilotStatus()
 
     @property
     def pipeline(self) -> int:
@@ -88,7 +104,10 @@ class Runtime:
 
         Raises:
             PlanError: If the plan cannot be read, is not what the engine runs, or is missing for a pipeline.
+            UsageError: If the autopilot makes the programs of this training.
         """
+        if self._learning is not None:
+            raise UsageError("the autopilot decides the clocks of this training; begin it with a plan to switch plans")
         plans = Plans.load(plan)
         self._check(plans)
         proposal = self._follower.agreement.propose(plans.dumps())
@@ -100,7 +119,7 @@ class Runtime:
 def planner_runtime(
     engine: Any,
     *,
-    plan: GivenPlan,
+    plan: GivenPlan | None = None,
     gpu: str = "cuda",
     dry_run: bool = False,
     record: str | os.PathLike[str] | None = None,
@@ -110,8 +129,17 @@ def planner_runtime(
     job: str | None = None,
     frontier: str | os.PathLike[str] | None = None,
     max_changes: int | None = None,
+    slowdown: float = 1.0,
+    max_slowdown: float = 0.005,
+    learn: bool = True,
+    state: str | os.PathLike[str] | None = STATE_FILE,
 ) -> Iterator[Runtime]:
-    """Train `engine` by a plan inside the block, with each computation at its clock; reset the clocks on leaving.
+    """Train `engine` with each computation at its clock inside the block; reset the clocks on leaving.
+
+    With a plan, its clocks are set. Without one, the autopilot learns from the iterations of the training itself what
+    clocks cost, and plans on it: the first iterations run at full clocks, which is the reference, and those after them
+    may together be longer by `max_slowdown` than `slowdown` allows, and no more: each rank keeps a ledger of its own
+    iterations, and runs at full clocks while more is owed.
 
     Enter and leave the block on every rank. Training never waits for a clock. If clocks can no longer be set, training
     goes on without them, and one warning is given through the logger `perseus_planner.runtime`; they are tried again
@@ -120,8 +148,8 @@ def planner_runtime(
     Args:
         engine: A DeepSpeed PipelineEngine; a Megatron-core model, or the list of its chunks; or a schedule of
             torch.distributed.pipelining.
-        plan: A plan or its file for all pipelines, or one for each pipeline by its number. The plan of rank 0 counts
-            and is sent to all ranks.
+        plan: A plan or its file for all pipelines, or one for each pipeline by its number; None for the autopilot. The
+            plan of rank 0 counts and is sent to all ranks.
         gpu: GPU of each rank, as for `open_gpu`, or only a back-end: "cuda", "nvml", "zeusd", "command".
         dry_run: Do everything except setting clocks.
         record: A folder in which the ranks record the run, for `planner show` and `planner calibrate`. Give each job
@@ -136,7 +164,14 @@ def planner_runtime(
             or as in "embedded:8400" or "embedded:0.0.0.0:8400", which needs PLANNER_SERVICE_TOKENS.
         job: Name of this training in the service.
         frontier: The file that `planner solve` wrote, from which the service plans.
-        max_changes: Switch budget of the service's plans, as for `planner plan`; None for any number of changes.
+        max_changes: Switch budget, as for `planner plan`: how often a GPU may change its clock in an iteration, by the
+            autopilot or by the service's plans. None for 8 with the autopilot, and for any number with the service.
+        slowdown: For the autopilot: the iteration time that you accept, as a multiple of that at full clocks.
+        max_slowdown: For the autopilot: how much longer iterations may be on average, as a share of the time at full
+            clocks, while it learns and because times vary.
+        learn: Whether the autopilot tries clocks that it does not know; otherwise it plans on `state` alone.
+        state: For the autopilot: the file of what it has learnt, a profile, from which the next start goes on. A
+            relative path is in the folder `record`, or else where rank 0 was started. None to keep nothing.
 
     Raises:
         PlanError: If the plan cannot be read, or is not what the engine runs; names the first difference.
@@ -146,9 +181,13 @@ def planner_runtime(
         RankError: If another rank has refused; names the rank and its reason.
     """
     this, process = this_job(), os.getpid()
+    if plan is None and service is not None:
+        raise UsageError("service= needs plan=, a plan to begin with; leave it out to have the autopilot plan")
     warnings = JobWarnings(this)
     link = None if service is None else _service_link(service, job, frontier, max_changes, this, warnings)
     folder = None if record is None else Path(record)
+    changes = AutopilotSettings.max_changes if max_changes is None else max_changes
+    options = LearningOptions.of(AutopilotSettings(slowdown, max_slowdown, changes, learn), state, folder)
     settings = RuntimeSettings(plan, gpu, dry_run, max_changes_per_s, folder, None if link is None else link.settings)
     with ExitStack() as stack:
         context = join_job(engine, this, settings, warnings, stack)
@@ -164,32 +203,47 @@ def planner_runtime(
         connection, gpu_reply = attachment.connection, attachment.gpu
         telemetry.update([], [] if gpu_reply is None else [gpu_reply])
         background = BackgroundThread()
+        piloted = PilotedRank() if context.is_piloted else None
 
-        def make_program(version: int, plans: Plans) -> Program:
+        def make_program(version: int, data: bytes) -> RankProgram:
+            if piloted is not None:
+                place = adapter.pipeline_rank.rank
+                return Programs.program_of(data, version, context.pipeline, place, piloted.orders)
+            return plan_program(version, Plans.loads(data))
+
+        def plan_program(version: int, plans: Plans) -> Program:
             program = program_of(adapter, plans, version, context.pipeline)
             if gpu_reply is not None:
                 check_gpu(program, gpu_reply, context.control)
             return program
 
         def check(plans: Plans) -> None:
-            make_program(0, plans)
+            plan_program(0, plans)
             for pipeline in range(context.pipelines):
                 program_of(adapter, plans, 0, pipeline)
 
-        follower = PlanFollower(this, context.share, make_program, telemetry.on_end)
+        follower = PlanFollower(this, context.share, make_program, telemetry.on_end, is_prompt=piloted is not None)
         follower.start(context.program)
         marks, problem = _make_marks(adapter, connection, warnings, stack)
         follower.problem = attachment.problem or problem
-        hook = Hook(marks, follower, context.program)
+        learning = None
+        if piloted is not None:
+            piloted.follow(follower, marks.ended_s)
+            learning = LearningRank.begin(
+                context, this, piloted, follower.agreement, warnings, options, dry_run=dry_run
+            )
+        hook = Hook(marks, piloted or follower, context.program)
         on_slow = on_straggling if link is None else link.on_straggling(on_straggling)
         on_counts = None if link is None else link.counted
         reattachment = None if connection is None else Reattachment(attachment.controller, connection)
-        monitor = Monitor(follower, hook, marks, telemetry, warnings, connection, reattachment, on_slow, on_counts)
+        monitor = Monitor(
+            follower, hook, marks, telemetry, warnings, connection, reattachment, on_slow, on_counts, learning
+        )
         end_s = 0.0  # after an exception nobody is waited for
         try:
             with adapter.attached(hook):
                 background.start(monitor.run_round, monitor.descriptors)
-                runtime = Runtime(context.pipeline, follower, telemetry, check, background.wake)
+                runtime = Runtime(context.pipeline, follower, telemetry, check, background.wake, learning)
                 if link is not None:
                     link.begin(context, runtime.plan, runtime.switch_to)
                 yield runtime

@@ -4,10 +4,16 @@
 threads, sockets, torch or the time of day. Each rank carries a `Ledger`, which bounds what learning may cost.
 """
 
-from perseus_planner.runtime.autopilot.autopilot import Autopilot, Decision, Phase
-from perseus_planner.runtime.autopilot.job import AutopilotJob, AutopilotSettings
-from perseus_planner.runtime.autopilot.ledger import Ledger
-from perseus_planner.runtime.autopilot.observations import ComputationObservation, RankObservation
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from perseus_planner.runtime.autopilot.autopilot import Autopilot, Decision, Phase
+    from perseus_planner.runtime.autopilot.job import AutopilotJob, AutopilotSettings
+    from perseus_planner.runtime.autopilot.ledger import Ledger
+    from perseus_planner.runtime.autopilot.observations import ComputationObservation, RankObservation
 
 __all__ = [
     "Autopilot",
@@ -19,3 +25,14 @@ __all__ = [
     "Phase",
     "RankObservation",
 ]
+_MODULES = ("job", "ledger", "observations", "autopilot")
+
+
+def __getattr__(name: str) -> Any:
+    # Loaded on first use: ranks need the ledger, and not the solver.
+    if name in __all__:
+        for each in _MODULES:
+            module = import_module(f"{__name__}.{each}")
+            if hasattr(module, name):
+                return getattr(module, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -46,6 +46,7 @@ LOOKS_PER_S = 1500.0
 """How often the nodes of a job look at its store at most, together: a store serves about 90,000 operations a second."""
 
 _PASS_S = 0.1  #: from the begin of an iteration until all ranks of a node know what one of them has read
+_AHEAD = 0.25  #: share of an iteration by which a rank may be ahead of another one
 _SUPERSEDED = "a newer plan was proposed before this one"
 
 
@@ -101,6 +102,8 @@ class Agreement:
         store: The same store for all ranks, under a prefix that nothing else uses.
         prepare: Called with a version and its plan, on the thread that looks, before this rank may run by it.
         share: This rank's part in the looks of its node.
+        is_prompt: Whether plans come one after the other, made from what has just been observed: then nodes look by
+            time, not once in an iteration, and a plan begins as early as they can have read it.
         now_s: A clock, in seconds.
 
     Attributes:
@@ -114,12 +117,13 @@ class Agreement:
         prepare: Callable[[int, bytes], None],
         share: NodeShare | None = None,
         *,
+        is_prompt: bool = False,
         now_s: Callable[[], float] = time.monotonic,
     ) -> None:
         self.lost: str | None = None
         self.version = 1
         self._store, self._prepare, self._now_s = store, prepare, now_s
-        self._share = share or NodeShare()
+        self._share, self._is_prompt = share or NodeShare(), is_prompt
         self._state = SharedState(store)
         self._queued: deque[tuple[Proposal, bytes]] = deque()
         # Written by the training thread alone:
@@ -183,7 +187,7 @@ class Agreement:
             self._announce()
         elif not self._share.looks:
             return None if self._share.plans is None else self._share.plans.read(self._known[-1].version)
-        elif self._begun <= self._looked or self._now_s() < self._looked_s + self._period_s:
+        elif self._now_s() < self._looked_s + self._period_s or (self._begun <= self._looked and not self._is_prompt):
             return None
         else:
             self._looked, self._looked_s = self._begun, self._now_s()
@@ -216,15 +220,30 @@ class Agreement:
         replaced = version
         while self._state.seen.version < version:
             replaced = self._state.seen.version
-            self._state.change(AgreedState(version, self._begun + self._lead()))
+            self._state.change(AgreedState(version, self.since_if_proposed()))
         is_newest = self._state.seen.version == version
         self._store.delete_key(f"plans/{replaced if is_newest else version}")
         self._queued.popleft()
         proposal.settle(Acceptance(version, self._state.seen.since) if is_newest else Rejection(_SUPERSEDED))
 
+    def since_if_proposed(self) -> int:
+        """Return from which iteration on a plan is run by that is proposed now."""
+        return self._begun + (self._shortest_lead() if self._is_prompt else self._lead())
+
     def _lead(self) -> int:
         """Return after how many iterations all ranks know what is proposed now, if none is ahead by more than one."""
         return 2 + max(1, math.ceil((self._period_s + _PASS_S) / max(self._lasts_s, 1e-3)))
+
+    def _shortest_lead(self) -> int:
+        """Return after how many iterations nearly all ranks know what is proposed now.
+
+        A rank that is ahead, or hears of it late, takes it an iteration later: that costs a mixed iteration at worst.
+        """
+        lasts_s = max(self._lasts_s, 1e-3)
+        if not math.isfinite(lasts_s):
+            return 2
+        left_s = self._begun_s + (1.0 - _AHEAD) * lasts_s - self._now_s()
+        return 1 + max(0, math.ceil((self._period_s + _PASS_S - left_s) / lasts_s))
 
     def _reject_queued(self, text: str) -> None:
         while self._queued:

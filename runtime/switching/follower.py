@@ -8,21 +8,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from perseus_planner.errors import PlannerError
 from perseus_planner.runtime.controller.backoff import Backoff
-from perseus_planner.runtime.hook import Program
+from perseus_planner.runtime.hook import Order, RankProgram
 from perseus_planner.runtime.switching.agreement import Agreement
-from perseus_planner.runtime.switching.plans import Plans
 
 if TYPE_CHECKING:
     from perseus_planner.runtime.job import TrainingJob
     from perseus_planner.runtime.switching.node_plans import NodeShare
 
-MakeProgram = Callable[[int, Plans], Program]
-OnIterationEnd = Callable[[int, Program | None, str | None], None]
+MakeProgram = Callable[[int, bytes], RankProgram]
+OnIterationEnd = Callable[[int, RankProgram | None, str | None], None]
 
 
 class PlanFollower:
@@ -35,13 +33,15 @@ class PlanFollower:
         problem: Why no clocks are set now; None while they are.
         misfit: The newest plan that this rank cannot run, and why.
         deviation: What an engine ran that was not in the plan.
+        is_prompt: As for `Agreement`. What does not fit is not a problem then: the next plan will.
 
     Args:
         job: The job.
         share: This rank's part in the looks of its node.
-        make_program: Returns this rank's program of a version, given the plans of all pipelines; raises a PlannerError
-            if the plan does not fit.
+        make_program: Returns this rank's program of a version, given what was proposed; raises a PlannerError if that
+            does not fit.
         on_iteration_end: Called for every iteration that has ended, with the arguments of `ProgramSource.on_end`.
+        is_prompt: As for `Agreement`.
         now_s: A clock, in seconds.
     """
 
@@ -51,30 +51,38 @@ class PlanFollower:
         share: NodeShare,
         make_program: MakeProgram,
         on_iteration_end: OnIterationEnd,
+        *,
+        is_prompt: bool = False,
         now_s: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.agreement = Agreement(job.own_store, self._prepare, share)
+        self.is_prompt = is_prompt
+        self.agreement = Agreement(job.own_store, self._prepare, share, is_prompt=is_prompt)
         self.problem: str | None = None
         self.misfit: str | None = None
         self.deviation: str | None = None
         self._make_program, self._on_iteration_end, self._now_s = make_program, on_iteration_end, now_s
-        self._programs: dict[int, Program] = {}
-        self._fewer: Program | None = None  #: replaces the program of its version
+        self._programs: dict[int, RankProgram] = {}
+        self._fewer: RankProgram | None = None  #: replaces the program of its version
         self._backoff = Backoff()  #: of the program that it replaces
-        self._current: Program | None = None
+        self._current: RankProgram | None = None
 
     @property
-    def program(self) -> Program | None:
+    def program(self) -> RankProgram | None:
         """The program of the last iteration that was to have clocks; None if this rank cannot run its plan."""
         return self._current
 
-    def start(self, first: Program | None) -> None:
+    @property
+    def planned(self) -> RankProgram | None:
+        """The program of the last iteration with all its changes, also if it ran with fewer."""
+        return self._programs.get(self.agreement.version)
+
+    def start(self, first: RankProgram | None) -> None:
         """Begin with a program of version 1; called before training."""
         if first is not None:
             self._programs[1] = first
         self._current = first
 
-    def program_for(self, iteration: int) -> Program | None:
+    def program_for(self, iteration: int) -> RankProgram | None:
         """See `ProgramSource.program_for`."""
         version = self.agreement.version_at(iteration)
         if self.problem is not None:
@@ -83,13 +91,15 @@ class PlanFollower:
         self._current = fewer if fewer is not None and fewer.version == version else self._programs.get(version)
         return self._current
 
-    def on_end(self, iteration: int, program: Program | None, deviation: str | None) -> None:
+    def on_end(
+        self, iteration: int, program: RankProgram | None, deviation: str | None, order: Order | None = None
+    ) -> None:
         """See `ProgramSource.on_end`."""
-        if deviation is not None:
+        if deviation is not None and not self.is_prompt:
             self.deviation = f"iteration {iteration} ran {deviation}"
         self._on_iteration_end(iteration, program, deviation)
 
-    def keep_changes(self, most: int) -> Program | None:
+    def keep_changes(self, most: int) -> RankProgram | None:
         """Run the plan with half its changes from the next iteration on, or with half of those, until at most `most`.
 
         Returns:
@@ -103,7 +113,7 @@ class PlanFollower:
         changes = program.changes
         while changes > most:
             changes //= 2
-        fewer = replace(program, max_changes=changes)
+        fewer = program.with_changes(changes)
         if fewer.changes == program.changes:  # the message is older than the program
             return None
         self._backoff.fail(self._now_s())
@@ -120,6 +130,7 @@ class PlanFollower:
 
     def _prepare(self, version: int, data: bytes) -> None:
         try:
-            self._programs[version] = self._make_program(version, Plans.loads(data))
+            self._programs[version] = self._make_program(version, data)
         except PlannerError as error:
-            self.misfit = f"plan {version} is not for this rank: {error}"
+            if not self.is_prompt:
+                self.misfit = f"plan {version} is not for this rank: {error}"

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from perseus_planner.runs.recording import RankFiles
     from perseus_planner.runs.records import ComputationRecord, IterationRecord
-    from perseus_planner.runtime.hook import Program
+    from perseus_planner.runtime.hook import RankProgram
 
 WRITTEN_AFTER_S = 5.0
 """How long rows may wait in memory; a killed rank loses them."""
@@ -48,12 +48,15 @@ class RunRecorder:
         self._period: int | None = None
         self._write_s = now_s()  #: when rows are written next; the first one at once
 
-    def add(self, record: IterationRecord, program: Program | None, computations: Sequence[ComputationRecord]) -> None:
+    def add(
+        self, record: IterationRecord, program: RankProgram | None, computations: Sequence[ComputationRecord]
+    ) -> None:
         """Take an iteration that has ended; `computations` are those of the last iterations."""
-        if program is not None and program.version != self._version and self._writes_plans:
+        plan = None if program is None else program.plan
+        if program is not None and plan is not None and program.version != self._version and self._writes_plans:
             self._version = program.version
             pipeline = record.pipeline if self._own_plans else None
-            self._do(lambda files: files.save_plan(program.plan, program.version, pipeline))
+            self._do(lambda files: files.save_plan(plan, program.version, pipeline))
         if self._files is not None:
             self._files.add_iteration(record)
         period = int(record.end_s // _PERIOD_S)

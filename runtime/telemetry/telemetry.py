@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from perseus_planner.runs.recording import RankFiles
     from perseus_planner.runtime.engines.engine import PipelineRank
-    from perseus_planner.runtime.hook import Program
+    from perseus_planner.runtime.hook import RankProgram
     from perseus_planner.runtime.marks import IterationTimes
 
 _PATIENCE = 4  #: iterations that may wait for a sample
@@ -77,7 +77,7 @@ class Telemetry:
             self._recorder = RunRecorder(files, writes_plans=writes_plans, own_plans=own_plans, warn=warn, now_s=now_s)
         self._iterations: tuple[IterationRecord, ...] = ()
         self._computations: deque[tuple[ComputationRecord, ...]] = deque(maxlen=_KEPT)
-        self._ended: deque[tuple[int, Program | None, str | None]] = deque(maxlen=capacity)
+        self._ended: deque[tuple[int, RankProgram | None, str | None]] = deque(maxlen=capacity)
         self._times: deque[IterationTimes] = deque()
         self._samples = GpuSamples()
         self._counter = IterationCounter()
@@ -86,7 +86,7 @@ class Telemetry:
         self._origin: str | None = None
         self._since_epoch_ns = offset_ns()
         # Of the previous iteration:
-        self._program: Program | None = None
+        self._program: RankProgram | None = None
         self._has_deviated = False  #: whether the engine ran something that is not in the program
         self._requested_ns = 0  #: when the first clock of the next iteration was requested
         self._end_ns: int | None = None
@@ -106,7 +106,7 @@ class Telemetry:
         """What was counted since training began, at a few of the last iterations; may be read by any thread."""
         return self._counter.checkpoints
 
-    def on_end(self, iteration: int, program: Program | None, deviation: str | None) -> None:
+    def on_end(self, iteration: int, program: RankProgram | None, deviation: str | None) -> None:
         """See `ProgramSource.on_end`."""
         self._ended.append((iteration, program, deviation))
 
@@ -169,7 +169,7 @@ class Telemetry:
         energy_j = self._samples.energy_j(begin_ns, times.end_ns)
         self._counter.add(record, (times.end_ns - begin_ns) / 1e9, energy_j)
 
-    def _take_ended(self, number: int) -> tuple[Program | None, str | None]:
+    def _take_ended(self, number: int) -> tuple[RankProgram | None, str | None]:
         """Return the program and the deviation of an iteration, and forget those before it."""
         while self._ended and self._ended[0][0] < number:
             self._ended.popleft()
@@ -179,9 +179,9 @@ class Telemetry:
         return program, deviation
 
     def _match_computations(
-        self, times: IterationTimes, program: Program, *, is_unclocked: bool
+        self, times: IterationTimes, program: RankProgram, *, is_unclocked: bool
     ) -> tuple[ComputationRecord, ...]:
-        is_requested = not is_unclocked and program.plan.control != "observed"
+        is_requested = not is_unclocked and program.control != "observed"
         return match_changes(
             times.number,
             program.computations,
@@ -204,14 +204,14 @@ class Telemetry:
     def _record(
         self,
         times: IterationTimes,
-        program: Program | None,
+        program: RankProgram | None,
         deviation: str | None,
         computations: Sequence[ComputationRecord],
     ) -> IterationRecord:
         after = self._samples.first_after(times.end_ns)
         planned_s = baseline_j = None
-        if program is not None and deviation is None:
-            plan = program.plan
+        plan = None if program is None else program.plan
+        if plan is not None and deviation is None:
             gpus = len(plan.schedule.ranks) * plan.gpus_per_stage
             baseline_j = plan.baseline_j((times.end_ns - times.begin_ns) / 1e9) / gpus
             planned_s = math.fsum(plan.measurement(each.computation).time_s for each in computations)
@@ -234,7 +234,7 @@ class Telemetry:
         )
 
     def _prepare_next(
-        self, times: IterationTimes, program: Program | None, *, has_deviated: bool, was_unclocked: bool
+        self, times: IterationTimes, program: RankProgram | None, *, has_deviated: bool, was_unclocked: bool
     ) -> None:
         """Keep what the next iteration needs, by the rules of the hook, and forget the rest."""
         spans_ns = times.spans_ns or ((times.begin_ns, times.end_ns),)

@@ -67,8 +67,8 @@ class Node:
         self.monitor = Monitor(self.follower, self.hook, marks, telemetry, warnings, self.connection, unused, None)
 
     @staticmethod
-    def _program(version: int, plans: Plans) -> Program:
-        return Program(version, plans.of_pipeline(0), 0)
+    def _program(version: int, data: bytes) -> Program:
+        return Program(version, Plans.loads(data).of_pipeline(0), 0)
 
     def run_iterations(self, count: int) -> list[Program | None]:
         """Train; return what each iteration ran by."""

@@ -24,8 +24,8 @@ PLAN = solve(smooth_profile(2), "1f1b", microbatches=2).plan_for_least_energy()
 def follower_of(store: HashStore) -> PlanFollower:
     """Return the follower of a job's only rank, which has begun with a plan."""
 
-    def make_program(version: int, plans: Plans) -> Program:
-        return Program(version, plans.of_pipeline(0), 0)
+    def make_program(version: int, data: bytes) -> Program:
+        return Program(version, Plans.loads(data).of_pipeline(0), 0)
 
     follower = PlanFollower(TrainingJob(store, 0, 1), NodeShare(), make_program, lambda *_: None)
     follower.start(Program(1, PLAN, 0))

@@ -112,7 +112,7 @@ class Recorder:
         self.asked.append(iteration)
         return self.programs[iteration]
 
-    def on_end(self, iteration: int, program: Program | None, deviation: str | None) -> None:
+    def on_end(self, iteration: int, program: Program | None, deviation: str | None, *_: object) -> None:
         self.endings.append((iteration, program, deviation))
 
 

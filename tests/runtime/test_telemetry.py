@@ -87,7 +87,7 @@ class Session:
     def program_for(self, iteration: int) -> Program | None:
         return self.programs[iteration]
 
-    def on_end(self, iteration: int, program: Program | None, deviation: str | None) -> None:
+    def on_end(self, iteration: int, program: Program | None, deviation: str | None, *_: object) -> None:
         self.ends.append((iteration, program, deviation))
 
 

@@ -29,7 +29,9 @@ def train(name: str) -> None:
     results = []
     for on_gpus in (False, True):
         torch.manual_seed(0)
-        engine, step, modules = {"torch": _torch, "interleaved": _interleaved, "deepspeed": _deepspeed}[name]()
+        engine, step, modules = {"torch": torch_pipeline, "interleaved": _interleaved, "deepspeed": deepspeed_pipeline}[
+            name
+        ]()
         losses = _stepped(step)
         with emulate(engine, "emulated:a100-sxm?slower=20000") if on_gpus else nullcontext() as gpu:
             for _ in range(2):
@@ -85,7 +87,7 @@ def _check(profile: Profile, modules: list[Any], gpu: EmulatedGpu, seconds: tupl
     assert least_j - 0.01 * busy_j <= joules <= most_j + 0.01 * busy_j, (least_j, joules, most_j, busy_j)
 
 
-def _torch() -> tuple[Any, Any, list[Any]]:
+def torch_pipeline() -> tuple[Any, Any, list[Any]]:
     return _schedule(pipelining.Schedule1F1B, 1)
 
 
@@ -116,7 +118,7 @@ def _schedule(kind: Any, chunks: int) -> tuple[Any, Any, list[Any]]:
     return schedule, step, [stage.submod for stage in stages]
 
 
-def _deepspeed() -> tuple[Any, Any, list[Any]]:
+def deepspeed_pipeline() -> tuple[Any, Any, list[Any]]:
     import deepspeed
     from deepspeed.pipe import PipelineModule
 

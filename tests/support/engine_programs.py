@@ -81,7 +81,7 @@ class Watched(Hook):
     def program_for(self, _: int) -> Program:
         return self.program
 
-    def on_end(self, _: int, program: Program | None, deviation: str | None) -> None:
+    def on_end(self, _: int, program: Program | None, deviation: str | None, *__: object) -> None:
         self.deviations.append(deviation)
 
 

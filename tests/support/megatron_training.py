@@ -65,7 +65,7 @@ class RecordedMarks:
     def program_for(self, iteration: int) -> Any:
         return self.program
 
-    def on_end(self, iteration: int, program: Any, deviation: str | None) -> None:
+    def on_end(self, iteration: int, program: Any, deviation: str | None, *_: object) -> None:
         self.ends.append(deviation)
 
     def nothing(self, *_: Any) -> None:

@@ -1,0 +1,164 @@
+"""What a rank tells the autopilot of each iteration: made from its marks and from the messages of its controller."""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from perseus_planner.runtime.controller.protocol import ControlChange, GpuSample
+from perseus_planner.runtime.learning.frames import Frame
+from perseus_planner.runtime.telemetry.samples import GpuSamples
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from torch.distributed import Store
+
+    from perseus_planner.runtime.controller.protocol import ToRank
+    from perseus_planner.runtime.learning.piloted import Ended, PilotedRank
+    from perseus_planner.runtime.marks import IterationTimes
+
+SETTLE_NS = 900_000
+"""How long a clock takes to settle after the call that sets it: the mean on an A800."""
+NOTHING = b""
+"""What a rank has in the store before its first iteration has ended."""
+_PATIENCE = 1  #: iterations that may wait for a sample of the GPU
+
+
+def observed_key(rank: int) -> str:
+    """Return the key of what a rank observed last."""
+    return f"observed/{rank}"
+
+
+def rank_key(rank: int) -> str:
+    """Return the key of what a rank runs, and on which GPU."""
+    return f"learns/{rank}"
+
+
+@dataclass(frozen=True)
+class ObservedGpu:
+    """The GPU of a rank.
+
+    Attributes:
+        name: Its name.
+        origin: "measured" or "simulated".
+        clocks_mhz: The clocks that may be set, highest first.
+    """
+
+    name: str
+    origin: str
+    clocks_mhz: tuple[int, ...]
+
+
+class Observer:
+    """Writes what a rank observes into the job's store, for rank 0. All methods are called by the background thread.
+
+    Args:
+        store: The job's store; through a connection of the background thread.
+        rank: Rank in the whole job.
+        piloted: The rank.
+        gpu: The rank's GPU; None if no clock can be set.
+        every: Only every so many iterations are written, and
+        turn: those whose number modulo `every` is this.
+        is_written: Whether anything is written; otherwise another rank observes the same.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        piloted: PilotedRank,
+        gpu: ObservedGpu | None,
+        *,
+        every: int = 1,
+        turn: int = 0,
+        is_written: bool = True,
+    ) -> None:
+        self._store, self._rank, self._piloted, self._gpu = store, rank, piloted, gpu
+        self._every, self._turn, self._is_written = every, turn, is_written
+        self._samples = GpuSamples()
+        self._changes: deque[tuple[int, int]] = deque(maxlen=4096)  #: since when (ns), and which clock
+        self._times: deque[IterationTimes] = deque(maxlen=64)
+        self._last_ns: int | None = None  #: end of the last computation of the iteration before
+        self._told = 0  #: number of the order that was told last
+        if is_written:
+            self._set(observed_key(rank), NOTHING)
+
+    def take(self, times: Iterable[IterationTimes], messages: Iterable[ToRank]) -> None:
+        """Take in new times and messages, and write the iterations that are known now."""
+        for message in messages:
+            if isinstance(message, ControlChange):
+                self._changes.append((message.ended_ns + SETTLE_NS, message.value))
+            elif isinstance(message, GpuSample):
+                self._samples.add(message)
+        self._times.extend(times)
+        while self._times and (ended := self._ended_of(self._times[0])) is not None:
+            if ended.program is not None and len(self._times) <= _PATIENCE and not self._is_sampled(self._times[0]):
+                return
+            self._piloted.ended.popleft()
+            self._finish(self._times.popleft(), ended)
+
+    def _ended_of(self, times: IterationTimes) -> Ended | None:
+        """Return how an iteration ended, which the training thread says after its times are known."""
+        ended = self._piloted.ended
+        while ended and ended[0].iteration < times.number:
+            ended.popleft()
+        while ended and self._times and self._times[0].number < ended[0].iteration:  # its end was not kept
+            self._times.popleft()
+        return ended[0] if ended and self._times and self._times[0].number == ended[0].iteration else None
+
+    def _is_sampled(self, times: IterationTimes) -> bool:
+        return bool(times.spans_ns) and self._samples.first_after(times.spans_ns[-1][1]) is not None
+
+    def _finish(self, times: IterationTimes, ended: Ended) -> None:
+        time_s = (times.end_ns - times.begin_ns) / 1e9
+        program = ended.program
+        if program is not None:
+            self._piloted.ledger.add(times.number, time_s, full_clocks=program.decision == 0)
+        if self._is_written and times.number % self._every == self._turn:
+            if ended.order != self._told and ended.order:
+                self._tell(ended.order)
+            self._set(observed_key(self._rank), self._frame(times, ended, time_s).pack())
+        last_ns = times.spans_ns[-1][1] if times.spans_ns else times.end_ns
+        self._last_ns = last_ns
+        self._samples.forget_before(last_ns)
+        while len(self._changes) > 1 and self._changes[1][0] <= times.end_ns:
+            self._changes.popleft()
+
+    def _frame(self, times: IterationTimes, ended: Ended, time_s: float) -> Frame:
+        program, begin_ns = ended.program, times.begin_ns
+        if program is None or len(times.spans_ns) != len(program.computations):
+            return Frame(self._rank, ended.order, times.number, 0, time_s)
+        last_ns = times.spans_ns[-1][1]
+        energy_j, throttled_s = None, 0.0
+        if self._last_ns is not None and self._is_sampled(times):
+            # From the end of the last computation to the next one's: then the GPU is sampled, as its request changes.
+            energy_j = self._samples.energy_j(self._last_ns, last_ns)
+            throttled_s = max(self._samples.throttled_s(self._last_ns, last_ns).values(), default=0.0)
+        before = [clock for at_ns, clock in self._changes if at_ns <= begin_ns]
+        inside = [((at_ns - begin_ns) / 1e9, clock) for at_ns, clock in self._changes if begin_ns < at_ns < last_ns]
+        spans_s = tuple((at_ns - begin_ns) / 1e9 for span in times.spans_ns for at_ns in span)
+        changes = ((0.0, before[-1] if before else 0), *inside)
+        return Frame(
+            self._rank, ended.order, times.number, program.decision, time_s, spans_s, changes, energy_j, throttled_s
+        )
+
+    def _tell(self, number: int) -> None:
+        """Say what this rank runs."""
+        order = self._piloted.orders.get(number)
+        if order is None:
+            return
+        gpu = self._gpu
+        values = {
+            "order": [tuple(each) for each in order],
+            "gpu": None if gpu is None else [gpu.name, gpu.origin, gpu.clocks_mhz],
+        }
+        self._set(rank_key(self._rank), json.dumps(values).encode())
+        self._told = number
+
+    def _set(self, key: str, value: bytes) -> None:
+        with suppress(RuntimeError):  # the store may be gone; then the agreement says so
+            self._store.set(key, value)

@@ -1,0 +1,121 @@
+"""What a rank does for the autopilot on its background thread."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from perseus_planner.errors import GpuError
+from perseus_planner.gpu import open_gpu
+from perseus_planner.runtime.learning.observer import ObservedGpu, Observer
+from perseus_planner.runtime.learning.pilot import Pilot, Places
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from perseus_planner.runtime.autopilot.job import AutopilotSettings
+    from perseus_planner.runtime.controller.protocol import AttachReply, ToRank
+    from perseus_planner.runtime.job import JobWarnings, TrainingJob
+    from perseus_planner.runtime.learning.piloted import PilotedRank
+    from perseus_planner.runtime.marks import IterationTimes
+    from perseus_planner.runtime.rendezvous import RankContext
+    from perseus_planner.runtime.switching.agreement import Agreement
+
+
+@dataclass(frozen=True)
+class LearningOptions:
+    """What the caller of `planner_runtime` chose for the autopilot.
+
+    Attributes:
+        settings: The settings of the autopilot.
+        state: File of what is learnt; None to keep nothing.
+    """
+
+    settings: AutopilotSettings
+    state: Path | None
+
+    @classmethod
+    def of(
+        cls, settings: AutopilotSettings, state: str | os.PathLike[str] | None, folder: Path | None
+    ) -> LearningOptions:
+        """Return the options; a relative path of the state is in the run folder, or where the rank was started."""
+        if state is None:
+            return cls(settings, None)
+        return cls(settings, (Path.cwd() / (folder or "") / state))
+
+
+class LearningRank:
+    """The part of one rank.
+
+    Args:
+        observer: Tells what the rank has observed.
+        pilot: Rank 0's part; None on all others.
+    """
+
+    def __init__(self, observer: Observer, pilot: Pilot | None) -> None:
+        self._observer, self._pilot = observer, pilot
+
+    @classmethod
+    def begin(
+        cls,
+        context: RankContext,
+        job: TrainingJob,
+        piloted: PilotedRank,
+        agreement: Agreement,
+        warnings: JobWarnings,
+        options: LearningOptions,
+        *,
+        dry_run: bool,
+    ) -> LearningRank:
+        """Begin the part of this rank, before training."""
+        places = Places.among(context.places)
+        place = places.of.get(job.rank)
+        observer = Observer(
+            job.own_store,
+            job.rank,
+            piloted,
+            _observed(context.attachment.gpu, warnings),
+            every=places.every,
+            turn=0 if place is None else place[0] % places.every,
+            is_written=place is not None,
+        )
+        if job.rank != 0:
+            return cls(observer, None)
+        state = None if options.state is None else str(options.state)
+        settings = asdict(options.settings)
+        sets_clocks = not dry_run
+        pilot = Pilot(job.own_store, places, settings, agreement, warnings, sets_clocks=sets_clocks, state=state)
+        return cls(observer, pilot)
+
+    @property
+    def pilot(self) -> Pilot | None:
+        """Rank 0's part; None on other ranks."""
+        return self._pilot
+
+    def descriptors(self) -> list[int]:
+        """Return the descriptors that wake the thread."""
+        return [] if self._pilot is None else self._pilot.descriptors()
+
+    def look(self, times: Sequence[IterationTimes], messages: Sequence[ToRank]) -> None:
+        """Do one round, with the times and the messages of the controller that are new in it."""
+        self._observer.take(times, messages)
+        if self._pilot is not None:
+            self._pilot.look()
+
+    def close(self) -> None:
+        """End the rank's part."""
+        if self._pilot is not None:
+            self._pilot.close()
+
+
+def _observed(gpu: AttachReply | None, warnings: JobWarnings) -> ObservedGpu | None:
+    if gpu is None:
+        return None
+    try:
+        with open_gpu(gpu.gpu) as opened:
+            return ObservedGpu(gpu.name, gpu.origin, opened.supported_clocks_mhz)
+    except GpuError as error:
+        warnings.warn("autopilot clocks", f"the autopilot has no clocks to choose from: {error}")
+        return None

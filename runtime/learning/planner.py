@@ -1,0 +1,170 @@
+"""What the autopilot's process does: it learns from what ranks observe, and answers with programs for all ranks."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from perseus_planner.errors import PlannerError, UsageError
+from perseus_planner.runtime.autopilot import Autopilot, AutopilotJob, AutopilotSettings
+from perseus_planner.runtime.learning.job_messages import JobDescription, read_observed
+from perseus_planner.runtime.learning.messages import JOB, LOG, OBSERVED, PROGRAMS, STATUS, WARNING, Message
+from perseus_planner.runtime.learning.programs import AutopilotStatus, Programs, order_number, order_of
+from perseus_planner.runtime.learning.state import State
+from perseus_planner.schedules import Schedule, check_pipeline
+from perseus_planner.schedules.pipeline import pipeline_iteration
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from perseus_planner.profiles.profiles import Profile
+    from perseus_planner.runtime.autopilot import Decision
+    from perseus_planner.runtime.learning.frames import Frame
+
+LOG_S = 60.0
+"""Time between two lines of the log while the autopilot learns, in seconds."""
+COUNTER_STEP_S = 0.1
+"""How often the energy counters of NVIDIA's GPUs move, in seconds; those of simulated GPUs do so all the time."""
+
+
+class Planner:
+    """Answers the messages of rank 0.
+
+    Args:
+        now_s: A clock, in seconds.
+    """
+
+    def __init__(self, now_s: Callable[[], float] = time.monotonic) -> None:
+        self._now_s = now_s
+        self._job: JobDescription | None = None
+        self._autopilot: Autopilot | None = None
+        self._orders: tuple[int, ...] = ()
+        self._step_s = COUNTER_STEP_S
+        self._state = State(None)
+        self._sent: tuple[Any, ...] | None = None
+        self._logged_s, self._logged_phase = -LOG_S, ""
+
+    def take(self, messages: Sequence[Message]) -> list[Message]:
+        """Take messages, and return the answers.
+
+        Raises:
+            PlannerError: If the autopilot cannot go on.
+        """
+        replies: list[Message] = []
+        since: int | None = None
+        for kind, content in messages:
+            if kind == JOB:
+                replies += self._begin(JobDescription.loads(content))
+                since = 0
+            elif kind == OBSERVED and self._autopilot is not None:
+                since, frames = read_observed(content)
+                self._observe(frames)
+        if self._autopilot is not None and since is not None:
+            replies += self._answers(self._autopilot.decide(since))
+        return replies
+
+    def save(self) -> list[Message]:
+        """Write what was learnt; return a warning if that fails."""
+        profile = self._learned()
+        if profile is None:
+            return []
+        try:
+            self._state.save(profile)
+        except PlannerError as error:
+            return [(WARNING, f"what was learnt cannot be saved: {error}".encode())]
+        return []
+
+    def _learned(self) -> Profile | None:
+        if self._autopilot is None:
+            return None
+        try:
+            return self._autopilot.learned()
+        except PlannerError:  # nothing is known yet
+            return None
+
+    def _begin(self, job: JobDescription) -> list[Message]:
+        """Begin with a job, or with another order of its computations."""
+        of_place = {place: job.told[rank] for rank, place in job.places.items() if rank in job.told}
+        try:
+            told = [of_place[0, rank] for rank in range(len({place for _, place in job.places.values()}))]
+            ranks = tuple(order_of(each["order"]) for each in told)
+            schedule = Schedule("as trained", ranks)
+            check_pipeline(schedule)
+            name, origin, clocks = _gpu_of(told)
+            offered = clocks[: None if job.sets_clocks else 1]
+            described = AutopilotJob(
+                pipeline_iteration(schedule),
+                offered,
+                job.pipelines,
+                gpus_per_stage=job.gpus_per_stage,
+                gpu=name,
+            )
+            learned = self._learned()
+            self._state = State(None if job.state is None else Path(job.state))
+            prior, notes = self._state.prior_of(described) if learned is None else (learned, [])
+            self._autopilot = Autopilot(described, AutopilotSettings(**job.settings), prior)
+        except (PlannerError, KeyError, ValueError) as error:
+            self._autopilot = None
+            text = f"the autopilot cannot plan what this job runs: {error}"
+            return [(WARNING, text.encode()), (STATUS, json.dumps(asdict(AutopilotStatus("stopped"))).encode())]
+        self._job, self._sent = job, None
+        self._orders = tuple(map(order_number, ranks))
+        self._step_s = COUNTER_STEP_S if origin == "measured" else 0.0
+        return [(LOG, note.encode()) for note in notes]
+
+    def _observe(self, frames: Sequence[Frame]) -> None:
+        assert self._job is not None
+        assert self._autopilot is not None
+        seen = []
+        for frame in frames:
+            pipeline, rank = self._job.places[frame.rank]
+            if frame.spans_s and frame.order == self._orders[rank]:
+                seen.append(frame.observation(pipeline, rank, self._job.gpus_per_stage, self._step_s))
+        if seen:
+            self._autopilot.observe(seen)
+
+    def _answers(self, decision: Decision) -> list[Message]:
+        assert self._job is not None
+        assert self._autopilot is not None
+        ledger = decision.ledger
+        status = AutopilotStatus(
+            decision.phase,
+            decision.iteration,
+            None if ledger is None else ledger.reference_s,
+            None if ledger is None else decision.saving,
+            None if ledger is None else decision.saving_stderr,
+            0.0 if ledger is None else ledger.owed_s,
+            0.0 if ledger is None else ledger.burst_s,
+            decision.trials,
+            decision.unknown,
+        )
+        replies = [(STATUS, json.dumps(asdict(status)).encode()), *self._log(status)]
+        news = (decision.clocks, decision.phase, None if ledger is None else ledger.reference_s)
+        if news != self._sent:
+            self._sent = news
+            time_s = decision.time_s or (0.0 if ledger is None else ledger.reference_s)
+            top_mhz = self._autopilot.job.clocks_mhz[0]
+            programs = Programs(decision.version, self._orders, decision.clocks, top_mhz, time_s, ledger, status)
+            replies.append((PROGRAMS, programs.dumps()))
+        return replies
+
+    def _log(self, status: AutopilotStatus) -> list[Message]:
+        """Return a line a minute while the autopilot learns, and one when that is over."""
+        now_s, was_learning = self._now_s(), self._logged_phase != "following"
+        has_learned = status.phase == "following" and was_learning
+        if not has_learned and (now_s - self._logged_s < LOG_S or not was_learning):
+            return []
+        self._logged_s, self._logged_phase = now_s, status.phase
+        return [(LOG, str(status).encode())]
+
+
+def _gpu_of(told: Sequence[Mapping[str, Any]]) -> tuple[str, str, tuple[int, ...]]:
+    """Return name and origin of the GPUs of a pipeline, and the clocks that all of them support, highest first."""
+    if any(each["gpu"] is None for each in told):
+        raise UsageError("the clocks that a GPU supports are not known")
+    name, origin, _ = told[0]["gpu"]
+    clocks = set.intersection(*(set(each["gpu"][2]) for each in told))
+    return name, origin, tuple(sorted(clocks, reverse=True))

@@ -1,0 +1,198 @@
+"""The programs of the autopilot, as they are sent to all ranks, and as each rank runs its own."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+from perseus_planner.errors import PlanError, PlannerError
+from perseus_planner.profiles.clock_changes import changes_per_rank, with_fewer_changes
+from perseus_planner.runtime.autopilot.ledger import Ledger
+from perseus_planner.schedules import Computation
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+Clocks = tuple[tuple[int, ...], ...]
+"""The clock of each computation, for each rank of a pipeline."""
+
+
+@dataclass(frozen=True)
+class AutopilotStatus:
+    """What the autopilot knew when it made the program that a rank runs.
+
+    Attributes:
+        phase: "watching" until the first program; then as `Decision.phase`: "reference", "learning", "following",
+            "audit" or "paying"; "stopped" if the autopilot cannot go on.
+        iteration: The iteration that the program was made for; -1 before the first.
+        reference_s: Seconds of an iteration at full clocks; None while that is not known.
+        saving: Energy saved, as a share of that of an iteration at full clocks; None while that is not known.
+        saving_stderr: Its standard error.
+        owed_s: Seconds that the ledger owes; negative for credit.
+        burst_s: Seconds that it may owe.
+        trials: Number of operating points that the iteration tries.
+        unknown: Number of operating points that a plan might use and that were not measured yet.
+    """
+
+    phase: str = "watching"
+    iteration: int = -1
+    reference_s: float | None = None
+    saving: float | None = None
+    saving_stderr: float | None = None
+    owed_s: float = 0.0
+    burst_s: float = 0.0
+    trials: int = 0
+    unknown: int = 0
+
+    def __str__(self) -> str:
+        if self.reference_s is None or self.saving is None:
+            return self.phase
+        error = "" if self.saving_stderr is None else f" ± {100 * self.saving_stderr:.1f}"
+        return (
+            f"{self.phase}, saving {100 * self.saving:.1f}{error} % of the energy at full clocks, "
+            f"{self.owed_s:+.3f} s on the ledger, {self.trials} trials, {self.unknown} points unknown"
+        )
+
+
+def order_number(order: Iterable[tuple[int, str, int]]) -> int:
+    """Return a number that tells orders of computations apart."""
+    return zlib.crc32(" ".join(f"{stage}{kind}{microbatch}" for stage, kind, microbatch in order).encode())
+
+
+@dataclass(frozen=True)
+class Programs:
+    """What all ranks run in an iteration, as the autopilot sends it.
+
+    Attributes:
+        decision: `Decision.version`: 0 for full clocks.
+        orders: For each rank of a pipeline, the number of its order of computations.
+        clocks: For each pipeline, the clocks of its ranks.
+        top_mhz: The clock that counts as full.
+        time_s: Expected time of an iteration, seconds.
+        ledger: The reference and the limits for the ledger of each rank; None before the reference is known.
+        status: What the autopilot knew.
+    """
+
+    decision: int
+    orders: tuple[int, ...]
+    clocks: tuple[Clocks, ...]
+    top_mhz: int
+    time_s: float
+    ledger: Ledger | None
+    status: AutopilotStatus
+
+    def dumps(self) -> bytes:
+        """Return the programs as bytes: runs of equal clocks, and equal pipelines once."""
+        kinds = list(dict.fromkeys(self.clocks))
+        values = {
+            "decision": self.decision,
+            "orders": self.orders,
+            "clocks": [[_runs(rank) for rank in clocks] for clocks in kinds],
+            "pipelines": [kinds.index(clocks) for clocks in self.clocks],
+            "top_mhz": self.top_mhz,
+            "time_s": self.time_s,
+            "ledger": None if self.ledger is None else self.ledger.to_dict(),
+            "status": asdict(self.status),
+        }
+        return json.dumps(values, separators=(",", ":")).encode()
+
+    @staticmethod
+    def program_of(
+        data: bytes, version: int, pipeline: int, rank: int, orders: Mapping[int, tuple[Computation, ...]]
+    ) -> AutopilotProgram:
+        """Return the program of one rank, from what `dumps` returned; nothing else in it is decoded.
+
+        Args:
+            data: What was sent.
+            version: Number of the program in this job.
+            pipeline: The rank's pipeline.
+            rank: The rank in its pipeline.
+            orders: By number, the orders that the rank has run.
+
+        Raises:
+            PlanError: If it is not for what this rank runs.
+        """
+        try:
+            values = json.loads(data)
+            number = int(values["orders"][rank])
+            runs = values["clocks"][values["pipelines"][pipeline]][rank]
+            ledger = None if values["ledger"] is None else Ledger(**values["ledger"])
+            status = AutopilotStatus(**values["status"])
+            top_mhz, decision, time_s = int(values["top_mhz"]), int(values["decision"]), float(values["time_s"])
+            clocks = tuple(clock for clock, count in runs for _ in range(count))
+        except (ValueError, TypeError, KeyError, IndexError, PlannerError) as error:
+            raise PlanError(
+                f"the autopilot's program cannot be read: {error}; use the same version of the planner on all ranks"
+            ) from error
+        order = orders.get(number)
+        if order is None or len(order) != len(clocks):
+            raise PlanError("the autopilot's program is for another order of computations")
+        return AutopilotProgram(version, decision, number, order, clocks, time_s, top_mhz, ledger, status)
+
+
+def _runs(clocks: Sequence[int]) -> list[tuple[int, int]]:
+    return [(clock, len(list(group))) for clock, group in groupby(clocks)]
+
+
+@dataclass(frozen=True)
+class AutopilotProgram:
+    """What one rank runs in an iteration by the autopilot; see `RankProgram`.
+
+    Attributes:
+        version: Number of the program in this job.
+        decision: `Decision.version`: 0 for full clocks.
+        order: Number of the order of computations.
+        computations: What the rank runs, in order.
+        clocks: The clock of each, MHz.
+        time_s: Expected time of an iteration, seconds.
+        top_mhz: The clock that counts as full, MHz.
+        ledger: Reference and limits for the rank's ledger; None before the reference is known.
+        status: What the autopilot knew.
+    """
+
+    version: int
+    decision: int
+    order: int
+    computations: tuple[Computation, ...] = field(repr=False)
+    clocks: tuple[int, ...] = field(repr=False)
+    time_s: float
+    top_mhz: int
+    ledger: Ledger | None
+    status: AutopilotStatus
+    plan: None = None
+    control: str = "clock"
+    min_dwell_s: float = 0.0
+
+    @cached_property
+    def changes(self) -> int:
+        """How often the clock changes in an iteration, including the change back to the first one."""
+        return changes_per_rank(self.clocks)
+
+    @cached_property
+    def microbatches(self) -> int:
+        """Number of microbatches of an iteration."""
+        return 1 + max(each.microbatch for each in self.computations)
+
+    @cached_property
+    def at_full_clocks(self) -> AutopilotProgram:
+        """The same with the highest clock for each computation.
+
+        It is locked, not only left to the GPU: so an iteration at full clocks runs at a clock that is known, and its
+        times are those of a row of the profile.
+        """
+        if self.decision == 0:
+            return self
+        return replace(self, decision=0, clocks=(self.top_mhz,) * len(self.clocks))
+
+    def with_changes(self, most: int) -> AutopilotProgram:
+        """Return the program with at most so many changes in an iteration."""
+        return replace(self, clocks=with_fewer_changes(self.clocks, most))
+
+
+def order_of(noted: Iterable[Any]) -> tuple[Computation, ...]:
+    """Return an order of computations that was noted or sent as (stage, kind, microbatch)."""
+    return tuple(Computation(int(stage), str(kind), int(microbatch)) for stage, kind, microbatch in noted)

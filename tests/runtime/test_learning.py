@@ -1,0 +1,306 @@
+"""What ranks and the autopilot tell each other, and how a rank runs the autopilot's programs."""
+# ruff: noqa: TID253 - these tests are there for torch
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from unittest.mock import Mock
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+pytest.importorskip("torch")
+
+from torch.distributed import HashStore
+
+from perseus_planner import Profile
+from perseus_planner.errors import PlanError
+from perseus_planner.runtime.autopilot import ComputationObservation, Ledger
+from perseus_planner.runtime.controller.protocol import ControlChange, GpuSample
+from perseus_planner.runtime.hook import Hook, RankProgram
+from perseus_planner.runtime.learning.frames import Frame
+from perseus_planner.runtime.learning.job_messages import JobDescription, observed_message
+from perseus_planner.runtime.learning.messages import JOB, LOG, OBSERVED, PROGRAMS, STATUS, WARNING
+from perseus_planner.runtime.learning.observer import SETTLE_NS, ObservedGpu, Observer, observed_key, rank_key
+from perseus_planner.runtime.learning.pilot import Places
+from perseus_planner.runtime.learning.piloted import PilotedRank
+from perseus_planner.runtime.learning.planner import Planner
+from perseus_planner.runtime.learning.programs import AutopilotStatus, Programs, order_number
+from perseus_planner.runtime.marks import NO_REQUEST, HostMarks, IterationTimes, parse_clock_request
+from perseus_planner.schedules import Computation, one_f_one_b
+
+RANKS = one_f_one_b(2, 3).ranks
+ORDERS = {order_number(order): order for order in RANKS}
+TOP_MHZ = 1410
+MS = 1_000_000
+
+
+def programs(clocks: Sequence[Sequence[Sequence[int]]], decision: int = 1, ledger: Ledger | None = None) -> Programs:
+    """Return programs of one clock for each computation of each rank, of each pipeline."""
+    of_pipelines = tuple(tuple(map(tuple, pipeline)) for pipeline in clocks)
+    return Programs(decision, tuple(ORDERS), of_pipelines, TOP_MHZ, 0.5, ledger, AutopilotStatus("learning", 7))
+
+
+CLOCKS = st.tuples(*(st.lists(st.sampled_from([1410, 1200, 210]), min_size=6, max_size=6) for _ in RANKS))
+
+
+@given(st.lists(CLOCKS, min_size=1, max_size=3))
+def test_each_rank_decodes_its_own_program(clocks):
+    sent = programs(clocks, ledger=Ledger(0.5, burst_s=0.001))
+    for pipeline, expected in enumerate(clocks):
+        for rank, order in enumerate(RANKS):
+            program = Programs.program_of(sent.dumps(), 9, pipeline, rank, ORDERS)
+            assert (program.computations, program.clocks) == (order, tuple(expected[rank]))
+            assert (program.version, program.decision, program.microbatches) == (9, 1, 3)
+            assert (program.ledger, program.status) == (sent.ledger, sent.status)
+            assert set(program.at_full_clocks.clocks) == {TOP_MHZ}
+            assert program.at_full_clocks.decision == 0
+
+
+@pytest.mark.parametrize(
+    ("data", "orders", "said"),
+    [
+        (b"{", ORDERS, "cannot be read"),
+        (b'{"orders":[1,2]}', ORDERS, "cannot be read"),
+        (programs([[[1410] * 6] * 2]).dumps(), {}, "for another order"),
+        (programs([[[1410] * 5] * 2]).dumps(), ORDERS, "for another order"),
+    ],
+)
+def test_a_program_that_is_not_for_this_rank_is_refused(data, orders, said):
+    with pytest.raises(PlanError, match=said):
+        Programs.program_of(data, 2, 0, 0, orders)
+
+
+class Follower:
+    """Gives out programs from a list."""
+
+    def __init__(self, given: Sequence[RankProgram | None]) -> None:
+        self.given, self.ends = given, []
+
+    def program_for(self, iteration: int) -> RankProgram | None:
+        return self.given[iteration]
+
+    def on_end(self, iteration: int, program: RankProgram | None, deviation: str | None) -> None:
+        self.ends.append((iteration, program, deviation))
+
+
+def trained(given: Sequence[RankProgram | None], runs: Sequence[Sequence[Computation]], times_s: Sequence[float]):
+    """Run iterations on a rank that the autopilot pilots; return the rank, and the clocks asked for in each."""
+    piloted, shared, asked = PilotedRank(), memoryview(bytearray(8)).cast("Q"), []
+    marks = HostMarks(shared)
+    lasting = iter(times_s)
+    piloted.follow(Follower(given), lambda: next(lasting))  # type: ignore[arg-type]
+    hook = Hook(marks, piloted, None)
+    for run in runs:
+        hook.begin_iteration()
+        clocks = []
+        for computation in run:
+            hook.begin(*computation)
+            clocks.append(parse_clock_request(shared[0])[1])
+            hook.end()
+        hook.end_iteration()
+        asked.append(clocks)
+    return piloted, asked
+
+
+def test_a_rank_whose_ledger_is_overdrawn_runs_the_next_iteration_at_full_clocks_until_it_is_paid():
+    ledger = Ledger(1.0, max_slowdown=0.01, burst_s=0.02)
+    program = Programs.program_of(programs([[[1200] * 6] * 2], ledger=ledger).dumps(), 2, 0, 0, ORDERS)
+    times_s = [1.0, 1.05, 1.0, 1.0, 1.0, 1.0]
+    piloted, asked = trained([program] * 6, [RANKS[0]] * 6, times_s)
+    full = [clocks[1] == TOP_MHZ for clocks in asked]
+    assert full == [False, False, True, True, False, False]
+    assert [set(clocks[1:]) for clocks in asked] == [{TOP_MHZ} if each else {1200} for each in full]
+    assert [each.program.decision for each in piloted.ended if each.program] == [0 if each else 1 for each in full]
+
+
+def test_a_newer_program_brings_terms_and_leaves_what_is_owed():
+    old, new = (Ledger(reference_s, max_slowdown=0.01, burst_s=0.02) for reference_s in (1.0, 2.0))
+    first, second = (
+        Programs.program_of(programs([[[1200] * 6] * 2], ledger=ledger).dumps(), version, 0, 0, ORDERS)
+        for version, ledger in enumerate((old, new), 2)
+    )
+    piloted, _ = trained([first, second], [RANKS[0]] * 2, [1.02, 2.0])
+    assert piloted.ledger.ledger is not None
+    assert piloted.ledger.ledger.reference_s == 2.0
+    assert piloted.ledger.ledger.owed_s == pytest.approx(0.01 - 0.02)
+
+
+def test_what_an_iteration_ran_is_noted_without_a_program_and_after_a_deviation():
+    program = Programs.program_of(programs([[[1200] * 6] * 2]).dumps(), 2, 0, 0, ORDERS)
+    other = one_f_one_b(2, 5).ranks[0]
+    shorter = RANKS[0][:-2]
+    ran = [RANKS[0], RANKS[0], other, RANKS[0], shorter]
+    piloted, asked = trained([None, program, program, program, program], ran, [1.0] * 5)
+    assert [each.order for each in piloted.ended] == list(map(order_number, ran))
+    assert [each.program is not None for each in piloted.ended] == [False, True, False, True, False]
+    assert set(piloted.orders.values()) == {RANKS[0], other, shorter}
+    assert set(asked[2][5:]) == {NO_REQUEST}  # the first difference
+
+
+FRAMES = st.builds(
+    Frame,
+    rank=st.integers(0, 2**20),
+    order=st.integers(0, 2**32 - 1),
+    iteration=st.integers(0, 2**40),
+    decision=st.integers(0, 2**40),
+    time_s=st.floats(0.0, 100.0),
+    spans_s=st.lists(st.floats(0.0, 100.0)).map(tuple),
+    changes=st.lists(st.tuples(st.floats(0.0, 100.0), st.integers(0, 3000))).map(tuple),
+    energy_j=st.none() | st.floats(0.0, 1e6),
+    throttled_s=st.floats(0.0, 10.0),
+)
+
+
+@given(FRAMES, st.data())
+def test_a_frame_arrives_as_it_was_sent_or_not_at_all(frame, data):
+    packed = frame.pack()
+    assert Frame.unpack(packed) == frame
+    with pytest.raises(ValueError, match="cut off"):
+        Frame.unpack(packed[: data.draw(st.integers(0, len(packed) - 1))])
+
+
+def test_each_computation_has_the_clock_in_force_and_the_change_that_came_into_it():
+    spans_s = (0.0, 1.0, 1.0, 2.0, 2.0, 3.0, 3.0, 4.0, 4.0, 5.0)
+    changes = ((0.0, 1410), (1.0, 1200), (2.5, 900), (3.1, 600), (3.2, 1410), (4.0, 0))
+    seen = Frame(0, 1, 5, 2, 5.0, spans_s, changes, 7.0).observation(1, 3, 2, 0.1)
+    assert seen[:5] == (1, 3, 5, 2, 5.0)
+    assert (seen.energy_j, seen.energy_step_s) == (14.0, 0.1)
+    assert seen.computations == (
+        ComputationObservation(0.0, 1.0, 1410),
+        ComputationObservation(1.0, 2.0, 1200),
+        ComputationObservation(2.0, 3.0, 1200, 2.5, 900),
+        ComputationObservation(3.0, 4.0, None),  # two changes came into it
+        ComputationObservation(4.0, 5.0, None),  # the clock was reset, and is not known
+    )
+
+
+def test_an_observer_writes_times_changes_and_the_energy_between_two_samples():
+    store, piloted = HashStore(), PilotedRank()
+    observer = Observer(store, 3, piloted, ObservedGpu("a GPU", "simulated", (1410, 1200)))
+    program = Programs.program_of(programs([[[1200] * 6] * 2]).dumps(), 2, 0, 0, ORDERS)
+    lasting = iter([0.065] * 4)
+    piloted.follow(Follower([None, program, program, program]), lambda: next(lasting))  # type: ignore[arg-type]
+    hook, times = Hook(HostMarks(memoryview(bytearray(8)).cast("Q")), piloted, None), []
+    for number in range(4):
+        hook.begin_iteration()
+        for computation in RANKS[0]:
+            hook.begin(*computation)
+            hook.end()
+        hook.end_iteration()
+        begin_ns = 100 * number * MS
+        spans_ns = tuple((begin_ns + 10 * i * MS, begin_ns + 10 * (i + 1) * MS) for i in range(6))
+        times.append(IterationTimes(number, begin_ns, spans_ns, begin_ns + 65 * MS))
+    observer.take(times[:1], [])
+    assert Frame.unpack(store.get(observed_key(3))) == Frame(3, order_number(RANKS[0]), 0, 0, 0.065)
+    told = json.loads(store.get(rank_key(3)))
+    assert told == {"order": [list(each) for each in RANKS[0]], "gpu": ["a GPU", "simulated", [1410, 1200]]}
+
+    def set_at(ms: int, value: int) -> ControlChange:
+        return ControlChange(0, value, 0, 0, ms * MS - SETTLE_NS, None)
+
+    def sample(ms: int, energy_j: float) -> GpuSample:
+        return GpuSample(0, ms * MS, energy_j, None, None, None, {"sw-thermal": ms / 1000})
+
+    observer.take(times[1:2], [set_at(95, 1200), set_at(125, 900), sample(60, 5.0)])
+    assert Frame.unpack(store.get(observed_key(3))).iteration == 0  # not sampled yet
+    observer.take([], [sample(160, 25.0)])
+    frame = Frame.unpack(store.get(observed_key(3)))
+    assert (frame.iteration, frame.decision, frame.energy_j) == (1, 1, 20.0)
+    assert frame.throttled_s == pytest.approx(0.1)
+    assert frame.changes == ((0.0, 1200), (0.025, 900))
+    assert frame.spans_s[:4] == (0.0, 0.01, 0.01, 0.02)
+    observer.take(times[2:], [])  # a sample is missing: the iteration is told without energy once the next has ended
+    frame = Frame.unpack(store.get(observed_key(3)))
+    assert (frame.iteration, frame.energy_j, frame.changes) == (2, None, ((0.0, 900),))
+
+
+@pytest.mark.parametrize(
+    ("pipelines", "ranks", "gpus", "every", "observing"),
+    [(1, 4, 1, 1, 4), (4, 2, 1, 1, 8), (2, 2, 3, 1, 4), (40, 8, 1, 5, 64), (3, 100, 1, 3, 100)],
+)
+def test_in_large_jobs_pipelines_take_turns(pipelines: int, ranks: int, gpus: int, every: int, observing: int):
+    everyone = [(pipeline, rank) for pipeline in range(pipelines) for rank in range(ranks) for _ in range(gpus)]
+    places = Places.among(everyone)
+    assert (places.pipelines, places.gpus_per_stage, places.every) == (pipelines, gpus, every)
+    turns = [places.observed_in(iteration) for iteration in range(every)]
+    assert len(turns[0]) == observing
+    assert sorted(rank for turn in turns for rank in turn) == list(range(0, len(everyone), gpus))
+
+
+def description(state: Path | None = None, **changed: object) -> JobDescription:
+    """Return a job of one pipeline on a GPU with three clocks."""
+    told = {
+        rank: {"order": [tuple(each) for each in order], "gpu": ["a GPU", "simulated", [1410, 1200, 900]]}
+        for rank, order in enumerate(RANKS)
+    }
+    settings = {"slowdown": 1.5, "max_slowdown": 0.005, "max_changes": 8, "learn": True, "seed": 0}
+    places = {0: (0, 0), 1: (0, 1)}
+    job = JobDescription(settings, places, 1, 1, told, sets_clocks=True, state=None if state is None else str(state))
+    return replace(job, **changed)
+
+
+def observed(iteration: int, decision: int, clocks: Sequence[Sequence[int]]) -> tuple[bytes, bytes]:
+    """Return the message of an iteration in which each computation takes 0.1 s at the top, and as much more below."""
+    frames = []
+    for rank, (order, mhz) in enumerate(zip(RANKS, clocks, strict=True)):
+        ends, spans, changes = 0.0, list[float](), list[tuple[float, int]]()
+        for clock in mhz:
+            changes.append((ends, clock))
+            spans += [ends, ends + 0.1 * TOP_MHZ / clock]
+            ends = spans[-1]
+        frame = Frame(rank, order_number(order), iteration, decision, ends, tuple(spans), tuple(changes), 100.0)
+        frames.append(frame.pack())
+    return OBSERVED, observed_message(iteration, iteration + 2, frames)
+
+
+def test_the_planner_answers_a_job_with_full_clocks_and_observations_with_programs(tmp_path: Path):
+    state = tmp_path / "made" / "autopilot.yaml"
+    planner = Planner(Mock(side_effect=range(10**6)))
+    replies = planner.take([(JOB, description(state).dumps())])
+    first = Programs.program_of(dict(replies)[PROGRAMS], 2, 0, 0, ORDERS)
+    assert (first.decision, set(first.clocks)) == (0, {TOP_MHZ})
+    seen = set()
+    clocks, decision = [[TOP_MHZ] * 6] * 2, 0
+    for iteration in range(12):
+        replies = planner.take([observed(iteration, decision, clocks)])
+        status = AutopilotStatus(**json.loads(dict(replies)[STATUS]))
+        assert status.iteration == iteration + 2
+        seen.add(status.phase)
+        if PROGRAMS in dict(replies):
+            ran = [Programs.program_of(dict(replies)[PROGRAMS], 2, 0, rank, ORDERS) for rank in range(2)]
+            clocks, decision = [list(each.clocks) for each in ran], ran[0].decision
+    assert "learning" in seen
+    assert planner.save() == []
+    profile = Profile.load(state)
+    assert profile.gpu == "a GPU"
+    assert {len(rows) for rows in profile.measurements.values()} <= {1, 2, 3}
+    replies = Planner().take([(JOB, description(state).dumps())])
+    assert f"rows that were learnt before, from {state}" in replies[0][1].decode()
+    told = description(state).told
+    other = {rank: {**each, "gpu": ["another", "simulated", [1410, 1200]]} for rank, each in told.items()}
+    replies = Planner().take([(JOB, description(state, told=other).dumps())])
+    text = f"what was learnt before is not used: {state} is of the GPU 'a GPU', and this job has 'another'"
+    assert replies[0] == (LOG, text.encode())
+
+
+def test_the_planner_says_what_it_cannot_plan():
+    told = {rank: {"order": [tuple(each) for each in order[1:]], "gpu": None} for rank, order in enumerate(RANKS)}
+    replies = dict(Planner().take([(JOB, description(told=told).dumps())]))
+    assert replies[WARNING].decode().startswith("the autopilot cannot plan what this job runs: ")
+    assert json.loads(replies[STATUS])["phase"] == "stopped"
+    assert PROGRAMS not in replies
+
+
+def test_a_dry_run_observes_full_clocks_alone():
+    planner = Planner()
+    planner.take([(JOB, description(sets_clocks=False).dumps())])
+    for iteration in range(6):
+        replies = dict(planner.take([observed(iteration, 0, [[TOP_MHZ] * 6] * 2)]))
+        if PROGRAMS in replies:
+            assert set(Programs.program_of(replies[PROGRAMS], 2, 0, 0, ORDERS).clocks) == {TOP_MHZ}
+    assert json.loads(replies[STATUS])["reference_s"] is not None

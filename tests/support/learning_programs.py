@@ -1,0 +1,55 @@
+"""Programs of ranks that train without a plan, on emulated GPUs; launching.py runs them as "learning_programs:NAME"."""
+# ruff: noqa: TID253 - the process in which this runs is there for torch
+
+from __future__ import annotations
+
+import os
+import time
+from contextlib import nullcontext
+from itertools import count
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from emulation_programs import deepspeed_pipeline, torch_pipeline
+from runtime_training import LONG_S, WarningLog, every_rank, job
+
+from perseus_planner.runtime import planner_runtime
+from perseus_planner.runtime.emulation import emulate
+from perseus_planner.runtime.learning.programs import AutopilotProgram
+
+GPU = "emulated:a100-sxm?slower=300000&call=1ms"
+TRIED = 4  #: iterations by programs with other clocks than the highest
+MADE = {"torch": torch_pipeline, "deepspeed": deepspeed_pipeline}
+
+
+def learns(state: str, name: str) -> None:
+    """Train with the autopilot until it has tried clocks, and as long without it."""
+    with job(state) as result:
+        warning_log = WarningLog()
+        losses, phases, iterations = _trained(name, with_autopilot=True)
+        expected, _, _ = _trained(name, with_autopilot=False, iterations=iterations)
+        result["equal"] = len(losses) == len(expected) and all(map(torch.equal, losses, expected))
+        result["phases"] = phases
+        result["warnings"] = warning_log.taken()
+        result["state"] = os.path.exists("autopilot.yaml")
+
+
+def _trained(name: str, *, with_autopilot: bool, iterations: int = 0) -> tuple[list[Any], list[str], int]:
+    torch.manual_seed(dist.get_rank())
+    engine, step, modules = MADE[name]()
+    losses, phases = list[Any](), list[str]()
+    with emulate(engine, GPU) as gpu:
+        with planner_runtime(engine, gpu=GPU) if with_autopilot else nullcontext() as runtime:
+            deadline_s, tried = time.monotonic() + LONG_S, 0
+            for number in count():
+                losses += [each.detach().clone() for each in step() or ()]
+                if runtime is not None:
+                    phases += [runtime.autopilot.phase][runtime.autopilot.phase in phases :]
+                    program = runtime._follower.program
+                    tried += isinstance(program, AutopilotProgram) and program.decision > 0
+                if every_rank(tried >= TRIED if with_autopilot else number + 1 == iterations):
+                    break
+                assert time.monotonic() < deadline_s, phases
+        assert gpu.locked_mhz is None
+    return [*losses, *(each.detach().clone() for part in modules for each in part.parameters())], phases, number + 1
