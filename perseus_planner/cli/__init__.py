@@ -18,6 +18,7 @@ from perseus_planner.cli.plan import plan
 from perseus_planner.cli.profiling import profile
 from perseus_planner.cli.report import report
 from perseus_planner.cli.reset import reset
+from perseus_planner.cli.run import run
 from perseus_planner.cli.serve import serve
 from perseus_planner.cli.show import show
 from perseus_planner.cli.simulate import simulate
@@ -52,6 +53,7 @@ main.add_command(profile)
 main.add_command(estimate)
 main.add_command(solve)
 main.add_command(plan)
+main.add_command(run)
 main.add_command(show)
 main.add_command(report)
 main.add_command(calibrate)

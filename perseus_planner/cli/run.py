@@ -1,0 +1,120 @@
+"""`planner run`: runs a command whose Python processes train by a plan, without a change to the script."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+from click.core import ParameterSource
+
+from perseus_planner.cli import console
+from perseus_planner.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+@click.command(
+    context_settings={"allow_interspersed_args": False},
+    epilog=console.examples(
+        "planner run --plan plan.yaml -- torchrun --nproc-per-node 8 train.py",
+        "planner run --plan plan.yaml --dry-run --record run -- deepspeed train.py",
+        "srun planner run --plan plan.yaml -- python train.py",
+    ),
+)
+@click.option(
+    "--plan", type=console.PATH, required=True, envvar="PLANNER_PLAN", metavar="FILE", help="Plan to train by."
+)
+@click.option(
+    "--gpu",
+    envvar="PLANNER_GPU",
+    metavar="GPU",
+    help="GPU of each rank, or only a back-end such as zeusd.  [default: cuda]",
+)
+@click.option("--dry-run", is_flag=True, envvar="PLANNER_DRY_RUN", help="Do everything except setting clocks.")
+@click.option(
+    "--record",
+    type=console.PATH,
+    envvar="PLANNER_RECORD",
+    metavar="FOLDER",
+    help="Record the run there, for `planner show` and `planner calibrate`.",
+)
+@click.option(
+    "--service", envvar="PLANNER_SERVICE", metavar="URL", help="Follow this service, or one of the job's own: embedded."
+)
+@click.option("--job", envvar="PLANNER_JOB", metavar="NAME", help="Name of this training in the service.")
+@click.option(
+    "--frontier",
+    type=console.PATH,
+    envvar="PLANNER_FRONTIER",
+    metavar="FILE",
+    help="Frontier from which the service plans.",
+)
+@click.option(
+    "--max-changes",
+    type=click.IntRange(min=0),
+    envvar="PLANNER_MAX_CHANGES",
+    metavar="N",
+    help="The most clock changes of a GPU per iteration in the service's plans.",
+)
+@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
+@click.pass_context
+def run(context: click.Context, /, command: tuple[str, ...], **options: Any) -> None:
+    """Run COMMAND, and train by a plan in each of its Python processes that trains.
+
+    The script stays as it is: the runtime attaches when a DeepSpeed PipelineEngine, a schedule of
+    torch.distributed.pipelining or Megatron-core first trains, and leaves when the process exits. Where it cannot, it
+    says so once, and training goes on without it. The exit code is that of COMMAND.
+
+    Each option can be given as an environment variable too, such as PLANNER_PLAN for --plan.
+    """
+    from perseus_planner.plans.plan import Plan
+    from perseus_planner.runtime.unmodified.options import write_options
+
+    Plan.load(options["plan"])
+    _check_service(context, options)
+    ignoring = _flag_that_ignores(command)
+    if ignoring is not None:
+        click.echo(f"planner: {command[0]} {ignoring} ignores PYTHONPATH, so its training has no planner", err=True)
+    given = {name: _absolute(value) for name, value in options.items()}
+    environment = {**os.environ, **write_options(given), "PYTHONPATH": _modules(os.environ.get("PYTHONPATH"))}
+    try:
+        os.execvpe(command[0], command, environment)
+    except OSError as error:
+        raise UsageError(f"{command[0]}: cannot be run: {error.strerror}; write the command after `--`") from error
+
+
+def _check_service(context: click.Context, options: dict[str, Any]) -> None:
+    """Check that the service can be told what trains; PLANNER_SERVICE alone is there for other commands."""
+    is_wanted = options["job"] or context.get_parameter_source("service") is ParameterSource.COMMANDLINE
+    missing = next((name for name in ("job", "frontier") if not options[name]), None)
+    if options["service"] and is_wanted and missing is not None:
+        raise UsageError(f"--service {options['service']}: needs --{missing}; give it, or leave out the service")
+
+
+def _absolute(value: object) -> object:
+    """Return paths as they are found from any folder, and switches that are off as not given."""
+    return value.absolute() if isinstance(value, Path) else None if value is False else value
+
+
+def _modules(given: str | None) -> str:
+    """Return PYTHONPATH with the folder of our `sitecustomize` first."""
+    from perseus_planner.runtime import unmodified
+
+    startup = str(Path(unmodified.__file__).absolute().with_name("startup"))
+    others = [] if given is None else [each for each in given.split(os.pathsep) if each != startup]
+    return os.pathsep.join([startup, *others])
+
+
+def _flag_that_ignores(command: Sequence[str]) -> str | None:
+    """Return the option of a Python interpreter by which it does not load `sitecustomize`; None if there is none."""
+    if re.fullmatch(r"python[\d.]*", Path(command[0]).name):
+        for word in command[1:]:
+            if not re.fullmatch(r"-[a-zA-Z]+", word) or word[1] in "cm":
+                break
+            if set(word) & set("IES"):
+                return word
+    return None

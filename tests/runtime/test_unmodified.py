@@ -1,0 +1,336 @@
+"""`planner run` trains scripts by a plan that know nothing of it, with every engine and launcher."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from gpu_owners import WITHIN_S
+from launching import Ended, ended, free_port, ranks, started
+
+from perseus_planner import Run, runtime
+from perseus_planner.gpu.simulated.emulated import open_emulated
+from perseus_planner.runs.recording import attempt_path, attempts_in
+from perseus_planner.runtime.unmodified.training import UnmodifiedTraining
+
+SUPPORT = Path(__file__).parents[1] / "support"
+SCRIPT = str(SUPPORT / "plain_training.py")
+GPU = "emulated:a100-sxm?call=0"
+PLANNER = ("-m", "perseus_planner", "run")
+IMPORTS = {
+    "torch": ("torch.distributed.pipelining",),
+    "deepspeed": ("deepspeed.pipe",),
+    "megatron": ("megatron.core.models.gpt", "megatron.core.pipeline_parallel"),
+}  #: engine -> modules of it that are slow to import
+LONG_S = 60.0
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a plan for two ranks, whose ranks also have their state there."""
+    _need("torch")
+    from runtime_training import plan_of, schedule_of
+
+    for size in (1, 2):
+        plan_of(schedule_of("1f1b", size, 4)).save(tmp_path / f"plan-{size}.yaml")
+    monkeypatch.setenv("PLANNER_STATE_DIR", str(tmp_path / "state"))
+    return tmp_path
+
+
+def _need(engine: str) -> None:
+    """Skip if the engine is not installed. It is only looked up: importing it takes seconds and warns."""
+    for name in ("torch", engine):
+        if find_spec(name) is None:
+            pytest.skip(f"{name} is not installed")
+
+
+def torchrun(folder: Path, run: Sequence[str], engine: str) -> list[Ended]:
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1")
+    (folder / "fails").touch()
+    # Otherwise ranks that torchrun starts again may read addresses of the ranks before them.
+    store = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    return [ended(started([*run, sys.executable, *launcher, SCRIPT, engine, str(folder)], folder, **store))]
+
+
+def deepspeed(folder: Path, run: Sequence[str], engine: str) -> list[Ended]:
+    launcher = ("-m", "deepspeed.launcher.runner", "--num_gpus", "2", "--master_port", str(free_port()))
+    return [ended(started([*run, sys.executable, *launcher, SCRIPT, engine, str(folder)], folder))]
+
+
+def processes(folder: Path, run: Sequence[str], engine: str) -> list[Ended]:
+    """Start each rank by itself, as srun does."""
+    job = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    command = [*run, sys.executable, SCRIPT, engine, str(folder)]
+    begun = [started(command, folder, **job, RANK=str(rank), LOCAL_RANK=str(rank)) for rank in range(2)]
+    return [ended(each) for each in begun]
+
+
+def results(folder: Path, count: int = 2) -> list[str]:
+    """Return what the ranks have written, and remove it."""
+    files = [folder / f"results-{rank}" for rank in range(count)]
+    texts = [file.read_text() for file in files]
+    for file in files:
+        file.unlink()
+    return texts
+
+
+def forked(folder: Path, engine: str, count: int = 2) -> list[str]:
+    """Return the results of ranks without the planner, forked from a process with the engine imported."""
+    everyone = ranks("script", count, folder, SCRIPT, engine, str(folder), imports=IMPORTS[engine])
+    assert [each.code for each in everyone] == [0] * count, [each.stderr for each in everyone]
+    return results(folder, count)
+
+
+def locked_mhz(rank: int) -> int | None:
+    with closing(open_emulated(f"a100-sxm/{rank}?call=0")) as gpu:
+        return gpu.locked_mhz
+
+
+@pytest.mark.parametrize(
+    ("engine", "launch", "attempts"),
+    [
+        pytest.param("torch", torchrun, 2, id="torch, torchrun with a restart"),
+        pytest.param("deepspeed", deepspeed, 1, id="DeepSpeed and its launcher"),
+        pytest.param("megatron", processes, 1, id="Megatron's training loop, ranks by themselves"),
+    ],
+)
+@pytest.mark.timeout(300)
+def test_a_script_that_knows_no_planner_trains_by_a_plan(
+    folder: Path, engine: str, launch: Callable[[Path, Sequence[str], str], list[Ended]], attempts: int
+):
+    _need(engine)
+    run = [*PLANNER, "--plan", "plan-2.yaml", "--gpu", GPU, "--record", "run", "--"]
+    found = launch(folder, run, engine)
+    assert [each.code for each in found] == [0] * len(found), [each.stderr for each in found]
+    assert not [line for each in found for line in each.stderr.splitlines() if line.startswith("planner")]
+    recorded = attempts_in(folder / "run")
+    assert len(recorded) == attempts
+    last = Run.load(attempt_path(folder / "run", recorded[-1]))
+    assert [[row.is_as_planned for row in rank.iterations] for rank in last.ranks] == [[True] * 4] * 2
+    assert [locked_mhz(rank) for rank in range(2)] == [None, None]
+    assert results(folder) == forked(folder, engine)
+
+
+@pytest.mark.timeout(200)
+def test_a_plan_that_does_not_fit_is_said_once_and_training_goes_on(folder: Path):
+    job = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    command = [*PLANNER, "--plan", "plan-2.yaml", "--gpu", GPU, "--", sys.executable, SCRIPT, "torch", str(folder)]
+    found = ended(started(command, folder, **job, MASTER_PORT=str(free_port())))
+    assert found.code == 0, found.stderr
+    assert [line for line in found.stderr.splitlines() if "planner" in line] == [
+        "planner: the plan is for pipelines of 2 ranks, and torch.distributed.pipelining runs pipelines of 1; solve "
+        "for the schedule that you train with; training goes on without the planner"
+    ]
+    assert results(folder, 1) == forked(folder, "torch", 1)
+
+
+@pytest.mark.timeout(200)
+def test_a_module_that_is_terminated_leaves_no_clock(folder: Path):
+    job = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "PYTHONPATH": str(SUPPORT)}
+    script = [sys.executable, "-m", "plain_training", "torch", str(folder), "1000000"]
+    command = [*PLANNER, "--plan", "plan-1.yaml", "--gpu", GPU, "--", *script]
+    with closing(open_emulated("a100-sxm/0?call=0")) as gpu:
+        process = started(command, folder, **job, MASTER_PORT=str(free_port()))
+        try:
+            _await(lambda: gpu.locked_mhz is not None or process.poll() is not None, LONG_S)
+            process.send_signal(signal.SIGTERM)
+            assert ended(process).code == -signal.SIGTERM  # planner has become the script
+            _await(lambda: gpu.locked_mhz is None, WITHIN_S)
+        finally:
+            process.kill()
+
+
+def _await(is_so: Callable[[], bool], timeout_s: float) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while not is_so():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+
+
+# What Python loads when it starts
+
+STARTUP = str(Path(runtime.__file__).absolute().parent / "unmodified" / "startup")
+
+
+def python(code: str, cwd: Path, modules: Sequence[str]) -> Any:
+    """Return what `code` prints as JSON in an interpreter that finds modules in these folders first."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(modules)}
+    found = subprocess.run(
+        [sys.executable, "-c", code], cwd=cwd, env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert (found.returncode, found.stderr) == (0, "")
+    return json.loads(found.stdout)
+
+
+STATE = "import json, sys; print(json.dumps([sorted(sys.modules), sys.path]))"
+
+
+def test_a_process_that_trains_nothing_has_one_module_more(tmp_path: Path):
+    plain_modules, plain_path = python(STATE, tmp_path, [str(tmp_path)])
+    modules, path = python(STATE, tmp_path, [STARTUP, str(tmp_path)])
+    assert {*modules} - {*plain_modules} <= {"sitecustomize", "__future__"}
+    assert {*plain_modules} <= {*modules}
+    assert path == plain_path
+
+
+def test_an_engine_that_is_imported_but_trains_nothing_loads_no_numpy_and_no_session(tmp_path: Path):
+    engine = tmp_path / "deepspeed" / "runtime" / "pipe"
+    engine.mkdir(parents=True)
+    for folder in (engine, *engine.parents[:2]):
+        (folder / "__init__.py").touch()
+    (engine / "engine.py").write_text("class PipelineEngine:\n    def train_batch(self):\n        return __name__\n")
+    code = (
+        "import deepspeed.runtime.pipe.engine as engine, json, sys\n"
+        "names = [each for each in sys.modules if each.startswith('perseus')]\n"
+        "train = engine.PipelineEngine.train_batch\n"
+        "print(json.dumps([names, type(engine.__loader__).__name__, train.__wrapped__.__name__]))"
+    )
+    names, loader, wrapped = python(code, tmp_path, [STARTUP, str(tmp_path)])
+    unmodified = "perseus_planner.runtime.unmodified"
+    assert names == ["perseus_planner", "perseus_planner.runtime", unmodified, f"{unmodified}.engines"]
+    assert (loader, wrapped) == ("SourceFileLoader", "train_batch")
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_processes_that_a_script_starts_are_followed_too(method: str, tmp_path: Path):
+    (tmp_path / "script.py").write_text(
+        "import json, multiprocessing, sys\n"
+        "def finders(_):\n"
+        "    return [type(each).__name__ for each in sys.meta_path if hasattr(each, 'find_spec')]\n"
+        "if __name__ == '__main__':\n"
+        f"    with multiprocessing.get_context({method!r}).Pool(1) as pool:\n"
+        "        print(json.dumps(pool.map(finders, [0])[0]))\n"
+    )
+    code = "import runpy; runpy.run_path('script.py', run_name='__main__')"
+    if method == "spawn":  # which loads the script by its path
+        code = "import subprocess, sys; sys.exit(subprocess.call([sys.executable, 'script.py']))"
+    assert "_EngineFinder" in python(code, tmp_path, [STARTUP])
+
+
+def test_a_sitecustomize_that_was_there_is_loaded_too(tmp_path: Path):
+    (tmp_path / "sitecustomize.py").write_text("found = __file__\n")
+    code = "import json, sitecustomize, sys; print(json.dumps([sitecustomize.found, len(sys.meta_path)]))"
+    found, finders = python(code, tmp_path, [STARTUP, str(tmp_path)])
+    assert found == str(tmp_path / "sitecustomize.py")
+    assert finders == python(code, tmp_path, [str(tmp_path)])[1] + 1
+
+
+def test_a_sitecustomize_that_fails_fails_as_it_does_without(tmp_path: Path):
+    (tmp_path / "sitecustomize.py").write_text("import nothing_like_this\n")
+    messages = []
+    for modules in ([str(tmp_path)], [STARTUP, str(tmp_path)]):
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(modules)}
+        command = [sys.executable, "-c", "print(len(__import__('sys').meta_path))"]
+        found = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+        messages.append((found.returncode, found.stderr, int(found.stdout)))
+    (code, stderr, finders), started_up = messages
+    assert "nothing_like_this" in stderr
+    assert started_up == (code, stderr, finders + 1)
+
+
+# What happens at the first training call, with a runtime that only counts
+
+
+class CountedRuntime:
+    """A stand-in for `planner_runtime`."""
+
+    def __init__(self) -> None:
+        self.entered: list[tuple[Any, dict[str, Any]]] = []
+        self.left = 0
+        self.refusal: Exception | None = None
+
+    @contextmanager
+    def __call__(self, engine: Any, **options: Any) -> Iterator[None]:
+        if self.refusal is not None:
+            raise self.refusal
+        self.entered.append((engine, options))
+        yield
+        self.left += 1
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> CountedRuntime:
+    made = CountedRuntime()
+    monkeypatch.setattr(runtime, "planner_runtime", made, raising=False)
+    monkeypatch.setattr("atexit.register", lambda _: None)
+    monkeypatch.setenv("PLANNER_PLAN", "plan.yaml")
+    monkeypatch.setenv("PLANNER_DRY_RUN", "1")
+    return made
+
+
+def test_only_the_first_call_attaches_with_the_options_of_the_environment(counted: CountedRuntime):
+    training, engine = UnmodifiedTraining(), SimpleNamespace()
+    assert [training.begin(engine), training.begin(engine)] == [True, False]
+    assert counted.entered == [(engine, {"plan": "plan.yaml", "dry_run": True})]
+
+
+def test_a_second_engine_ends_the_runtime(counted: CountedRuntime, caplog: pytest.LogCaptureFixture):
+    training, engine = UnmodifiedTraining(), SimpleNamespace()
+    training.begin(engine)
+    assert [training.begin(each) for each in (SimpleNamespace(), engine, SimpleNamespace())] == [False] * 3
+    assert (len(counted.entered), counted.left) == (1, 1)
+    assert caplog.messages == [
+        "planner: a second SimpleNamespace trains in this process, and only one can be planned; training goes on "
+        "without the planner"
+    ]
+
+
+def test_a_list_of_chunks_is_the_same_engine_in_another_list(counted: CountedRuntime):
+    training, chunks = UnmodifiedTraining(), [SimpleNamespace(), SimpleNamespace()]
+    training.begin(chunks)
+    training.begin(list(chunks))
+    assert counted.left == 0
+    training.begin(chunks[:1])
+    assert counted.left == 1
+
+
+@pytest.mark.parametrize(("rank", "count"), [("0", 1), ("1", 0)])
+def test_a_refusal_is_said_by_rank_0_and_not_tried_again(
+    rank: str, count: int, counted: CountedRuntime, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("RANK", rank)
+    counted.refusal = RuntimeError("no")
+    training, engine = UnmodifiedTraining(), SimpleNamespace()
+    assert [training.begin(engine), training.begin(engine), training.begin(SimpleNamespace())] == [False] * 3
+    assert caplog.messages == ["planner: no; training goes on without the planner"] * count
+
+
+def test_a_forked_process_attaches_nothing_and_leaves_nothing(counted: CountedRuntime, monkeypatch: pytest.MonkeyPatch):
+    training = UnmodifiedTraining()
+    training.begin(SimpleNamespace())
+    monkeypatch.setattr("os.getpid", lambda: -1)
+    assert not training.begin(SimpleNamespace())
+    training._end()
+    assert (len(counted.entered), counted.left) == (1, 0)
+
+
+def test_the_runtime_is_left_with_the_exception_that_ends_the_process(
+    counted: CountedRuntime, monkeypatch: pytest.MonkeyPatch
+):
+    seen: list[BaseException] = []
+
+    @contextmanager
+    def watched(engine: Any, **_: Any) -> Iterator[None]:
+        try:
+            yield
+        except ArithmeticError as error:
+            seen.append(error)
+            raise
+
+    monkeypatch.setattr(runtime, "planner_runtime", watched, raising=False)
+    training, error = UnmodifiedTraining(), ArithmeticError("this rank fails")
+    training.begin(SimpleNamespace())
+    monkeypatch.setattr(sys, "last_value", error, raising=False)
+    training._end()
+    assert seen == [error]
