@@ -61,6 +61,8 @@ class Size:
         measured_runs: how many of the training jobs that were run are replayed.
         budget_microbatches: of the plans with a switch budget.
         budget_slowdowns: their deadlines.
+        cell_microbatches: of the plans with few changes beside trivial ones.
+        cell_slowdowns: their deadlines.
         costly_slowdowns: deadlines of the plans in which clock changes cost time.
         interleaved: ranks, virtual stages and microbatches.
         slowed_microbatches: of the pipeline in which a stage becomes slower.
@@ -94,6 +96,8 @@ class Size:
     measured_runs: int = 2
     budget_microbatches: int = 96
     budget_slowdowns: tuple[float, ...] = (1.00, 1.02, 1.05, 1.10)
+    cell_microbatches: tuple[int, ...] = (24, 96)
+    cell_slowdowns: tuple[float, ...] = (1.00, 1.0005, 1.01, 1.02, 1.05, 1.10)
     costly_slowdowns: tuple[float, ...] = (1.00, 1.05)
     interleaved: tuple[int, int, int] = (8, 4, 64)
     slowed_microbatches: int = 96
@@ -129,6 +133,8 @@ SMOKE = Size(
     measured_runs=1,
     budget_microbatches=12,
     budget_slowdowns=(1.05,),
+    cell_microbatches=(12,),
+    cell_slowdowns=(1.00,),
     costly_slowdowns=(1.05,),
     interleaved=(8, 2, 8),
     slowed_microbatches=12,

@@ -10,6 +10,7 @@ import random
 import resource
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,10 @@ from certificates import is_convex, worst_certificate
 from data import CASES, MissingError, Size, profile_of
 from results import Check, Section, Table
 
-from perseus_planner import Profile, schedules, solve
+from perseus_planner import Frontier, Profile, schedules, solve
 from perseus_planner.profiles.measurement import Measurement
 
+_SLOWDOWN = 1.1
 _COLUMNS = {
     "size": ("stages x microbatches", ""),
     "stages": ("stages", ""),
@@ -28,6 +30,7 @@ _COLUMNS = {
     "unit_w": ("step of prices, W", ".3g"),
     "solve_s": ("whole frontier, CPU s", ".2f"),
     "plan_s": ("a plan at 1.00, CPU s", ".2f"),
+    "straggler_s": (f"loaded, a plan beside a straggler of {_SLOWDOWN:.1f}x, CPU s", ".2f"),
     "peak_gb": ("peak memory, GB", ".2f"),
     "gap": ("plan above the bound, %", ".3f"),
     "certificate": ("bound to certificates, relative", ".1e"),
@@ -62,7 +65,7 @@ def measure(size: Size) -> Section:
                 f"(limit 1e-9), where prices are coarse to {max(coarse, default=0.0):.1e} (limit 5e-4)",
                 max(exact, default=0.0) <= 1e-9 and max(coarse, default=0.0) <= 5e-4,
             ),
-            Check("the plans at 1.00 meet their deadline", all(row["in_time"] for row in rows)),
+            Check("the plans meet their deadlines", all(row["in_time"] for row in rows)),
             Check("no plan is below its bound", min(row["gap"] for row in rows) >= -1e-10),
             Check(f"no process takes more than {_MOST_GB:g} GB", max(row["peak_gb"] for row in rows) <= _MOST_GB),
         ],
@@ -104,16 +107,23 @@ def _measured(stages: int, microbatches: int, variant: str) -> dict[str, Any]:
     solve_s = time.process_time() - begin_s
     begin_s = time.process_time()
     plan = frontier.plan_until(frontier.baseline_time_s)
+    plan_s = time.process_time() - begin_s
+    with tempfile.TemporaryDirectory() as folder:
+        frontier.save(Path(folder) / "frontier.npz")
+        loaded = Frontier.load(Path(folder) / "frontier.npz")
+    begin_s = time.process_time()
+    beside = loaded.plan_beside_straggler(_SLOWDOWN * loaded.baseline_time_s)
     return {
         "size": f"{stages} x {microbatches}",
         "stages": {"scaled": "all different", "tiled": "copies of 8"}[variant],
         "breakpoints": len(frontier.times),
         "unit_w": frontier.scaled.power_unit_w,
         "solve_s": solve_s,
-        "plan_s": time.process_time() - begin_s,
+        "plan_s": plan_s,
+        "straggler_s": time.process_time() - begin_s,
         "peak_gb": _peak_gb(),
         "gap": 100 * (plan.energy_j / plan.bound_j - 1),
-        "in_time": plan.time_s <= plan.deadline_s,
+        "in_time": all(each.time_s <= each.deadline_s for each in (plan, beside)),
         "convex": is_convex(frontier),
         "certificate": worst_certificate(frontier, _CERTIFIED),
     }

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import budget_cells
 import cluster_replay
 import controller_latency
 import emulated_training
@@ -52,6 +53,7 @@ SECTIONS: dict[int, Callable[[Size], Section]] = {
     18: service_load.measure,
     19: noisy_plans.measure,
     20: unlike_stages.measure,
+    budget_cells.NUMBER: budget_cells.measure,
 }
 _RESULTS = Path(__file__).resolve().parent / "results"
 
