@@ -1,4 +1,4 @@
-"""`planner run`: runs a command whose Python processes train by a plan, without a change to the script."""
+"""`planner run`: runs a command whose Python processes save energy in training, without a change to the script."""
 
 from __future__ import annotations
 
@@ -17,22 +17,65 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
+def _share(_: click.Context, parameter: click.Parameter, text: str | None) -> float | None:
+    from perseus_planner.quantities import SHARE
+
+    share: float | None = None if text is None else SHARE.read(text, parameter.opts[0])
+    return share
+
+
 @click.command(
     context_settings={"allow_interspersed_args": False},
     epilog=console.examples(
-        "planner run --plan plan.yaml -- torchrun --nproc-per-node 8 train.py",
-        "planner run --plan plan.yaml --dry-run --record run -- deepspeed train.py",
-        "srun planner run --plan plan.yaml -- python train.py",
+        "planner run -- torchrun --nproc-per-node 8 pretrain_gpt.py",
+        "planner run --slowdown 1.05 --record run -- deepspeed train.py",
+        "planner run --plan plan.yaml --dry-run -- torchrun --nproc-per-node 8 train.py",
+        "srun planner run -- python train.py",
     ),
 )
 @click.option(
-    "--plan", type=console.PATH, required=True, envvar="PLANNER_PLAN", metavar="FILE", help="Plan to train by."
+    "--plan",
+    type=console.PATH,
+    envvar="PLANNER_PLAN",
+    metavar="FILE",
+    help="Plan to train by; without one, training plans itself.",
 )
 @click.option(
-    "--gpu",
-    envvar="PLANNER_GPU",
-    metavar="GPU",
-    help="GPU of each rank, or only a back-end such as zeusd.  [default: cuda]",
+    "--slowdown",
+    envvar="PLANNER_SLOWDOWN",
+    metavar="RATIO",
+    callback=console.quantity("SLOWDOWN"),
+    help="Without a plan: how long an iteration may take, as a multiple of that at full clocks.  [default: 1.00]",
+)
+@click.option(
+    "--max-slowdown",
+    envvar="PLANNER_MAX_SLOWDOWN",
+    metavar="SHARE",
+    callback=_share,
+    help="Without a plan: how much longer iterations may be on average while it learns.  [default: 0.005]",
+)
+@click.option(
+    "--max-changes",
+    type=click.IntRange(min=0),
+    envvar="PLANNER_MAX_CHANGES",
+    metavar="N",
+    help="The most clock changes of a GPU per iteration, without a plan or in the service's plans.  [default: 8]",
+)
+@click.option(
+    "--learn/--no-learn",
+    default=None,
+    envvar="PLANNER_LEARN",
+    help="Without a plan: whether to try clocks, or plan on what is known.  [default: learn]",
+)
+@click.option(
+    "--state",
+    type=console.PATH,
+    envvar="PLANNER_STATE",
+    metavar="FILE",
+    help="Without a plan: profile of what was learnt, from which the next start goes on.  [default: autopilot.yaml]",
+)
+@click.option(
+    "--gpu", envvar="PLANNER_GPU", metavar="GPU", help="GPU of each rank, or only a back-end.  [default: cuda]"
 )
 @click.option("--dry-run", is_flag=True, envvar="PLANNER_DRY_RUN", help="Do everything except setting clocks.")
 @click.option(
@@ -42,10 +85,10 @@ if TYPE_CHECKING:
     metavar="FOLDER",
     help="Record the run there, for `planner show` and `planner calibrate`.",
 )
+@click.option("--job", envvar="PLANNER_JOB", metavar="NAME", help="Name of this training in a service.")
 @click.option(
     "--service", envvar="PLANNER_SERVICE", metavar="URL", help="Follow this service, or one of the job's own: embedded."
 )
-@click.option("--job", envvar="PLANNER_JOB", metavar="NAME", help="Name of this training in the service.")
 @click.option(
     "--frontier",
     type=console.PATH,
@@ -53,33 +96,28 @@ if TYPE_CHECKING:
     metavar="FILE",
     help="Frontier from which the service plans.",
 )
-@click.option(
-    "--max-changes",
-    type=click.IntRange(min=0),
-    envvar="PLANNER_MAX_CHANGES",
-    metavar="N",
-    help="The most clock changes of a GPU per iteration in the service's plans.",
-)
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 @click.pass_context
 def run(context: click.Context, /, command: tuple[str, ...], **options: Any) -> None:
-    """Run COMMAND, and train by a plan in each of its Python processes that trains.
+    """Run COMMAND, and save energy in each of its Python processes that trains.
 
-    The script stays as it is: the runtime attaches when a DeepSpeed PipelineEngine, a schedule of
-    torch.distributed.pipelining or Megatron-core first trains, and leaves when the process exits. Where it cannot, it
-    says so once, and training goes on without it. The exit code is that of COMMAND.
+    Training plans itself, or follows a plan. The script stays as it is: the runtime attaches when a DeepSpeed
+    PipelineEngine, a schedule of torch.distributed.pipelining or Megatron-core first trains, and leaves when the
+    process exits. Where it cannot, it says so once, and training goes on without it. The exit code is that of COMMAND.
 
     Each option can be given as an environment variable too, such as PLANNER_PLAN for --plan.
     """
     from perseus_planner.plans.plan import Plan
     from perseus_planner.runtime.unmodified.options import write_options
 
-    Plan.load(options["plan"])
+    if options["plan"] is not None:
+        Plan.load(options["plan"])
     _check_service(context, options)
     ignoring = _flag_that_ignores(command)
     if ignoring is not None:
         click.echo(f"planner: {command[0]} {ignoring} ignores PYTHONPATH, so its training has no planner", err=True)
-    given = {name: _absolute(value) for name, value in options.items()}
+    options["dry_run"] = options["dry_run"] or None
+    given = {name: value.absolute() if isinstance(value, Path) else value for name, value in options.items()}
     environment = {**os.environ, **write_options(given), "PYTHONPATH": _modules(os.environ.get("PYTHONPATH"))}
     try:
         os.execvpe(command[0], command, environment)
@@ -90,14 +128,9 @@ def run(context: click.Context, /, command: tuple[str, ...], **options: Any) -> 
 def _check_service(context: click.Context, options: dict[str, Any]) -> None:
     """Check that the service can be told what trains; PLANNER_SERVICE alone is there for other commands."""
     is_wanted = options["job"] or context.get_parameter_source("service") is ParameterSource.COMMANDLINE
-    missing = next((name for name in ("job", "frontier") if not options[name]), None)
+    missing = next((name for name in ("job", "frontier", "plan") if not options[name]), None)
     if options["service"] and is_wanted and missing is not None:
         raise UsageError(f"--service {options['service']}: needs --{missing}; give it, or leave out the service")
-
-
-def _absolute(value: object) -> object:
-    """Return paths as they are found from any folder, and switches that are off as not given."""
-    return value.absolute() if isinstance(value, Path) else None if value is False else value
 
 
 def _modules(given: str | None) -> str:

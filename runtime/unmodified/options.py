@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Any
 
 from perseus_planner.errors import UsageError
-from perseus_planner.quantities import CHANGES
+from perseus_planner.quantities import CHANGES, FACTOR, SHARE
 
 _WORDS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 
@@ -24,9 +24,11 @@ def _read_text(text: str, _: str) -> str:
 
 _READ: Mapping[str, Callable[[str, str], Any]] = MappingProxyType(
     {
-        **dict.fromkeys(("plan", "gpu", "record", "service", "job", "frontier"), _read_text),
+        **dict.fromkeys(("plan", "gpu", "record", "state", "service", "job", "frontier"), _read_text),
+        "slowdown": FACTOR.read,
+        "max_slowdown": SHARE.read,
         "max_changes": CHANGES.read,
-        "dry_run": _read_switch,
+        **dict.fromkeys(("dry_run", "learn"), _read_switch),
     }
 )  #: arguments of `planner_runtime` that are options of `planner run` -> how they are read from text
 

@@ -23,7 +23,7 @@ _LOG = logging.getLogger("perseus_planner.runtime")
 
 
 class UnmodifiedTraining:
-    """The training of this process, in which one engine runs by a plan."""
+    """The training of this process, in which one engine has the runtime."""
 
     def __init__(self) -> None:
         self._process: int | None = None  #: that has called `begin`
@@ -53,6 +53,7 @@ class UnmodifiedTraining:
             from perseus_planner.runtime import planner_runtime
             from perseus_planner.runtime.unmodified.options import read_options
 
+            _show_log()
             self._runtime.enter_context(planner_runtime(engine, **read_options(os.environ)))
         except Exception as error:
             _say(str(error) or repr(error))
@@ -66,6 +67,14 @@ class UnmodifiedTraining:
         if self._process == os.getpid():
             error = getattr(sys, "last_value", None)  # what ends this process, if it is an exception
             self._runtime.__exit__(type(error) if error else None, error, error.__traceback__ if error else None)
+
+
+def _show_log() -> None:
+    """Print on stderr what the runtime logs, unless the script has decided what becomes of logs."""
+    if not _LOG.hasHandlers():
+        _LOG.addHandler(logging.StreamHandler())
+        _LOG.setLevel(logging.INFO)
+        _LOG.propagate = False  # the script may still decide, and would print all twice
 
 
 def _are_same(parts: Sequence[Any], others: Sequence[Any]) -> bool:

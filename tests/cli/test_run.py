@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import subprocess
 import sys
@@ -13,7 +14,8 @@ from commands import refusal, run
 from strategies import smooth_profile
 
 from perseus_planner import runtime, schedules, solve
-from perseus_planner.runtime.unmodified.options import read_options, write_options
+from perseus_planner.cli.run import run as run_command
+from perseus_planner.runtime.unmodified.options import read_options, variable, write_options
 
 STARTUP = str(Path(runtime.__file__).absolute().parent / "unmodified" / "startup")
 
@@ -81,9 +83,29 @@ def test_variables_are_options_and_options_come_first(became, folder: Path, monk
         }
 
 
+def test_training_may_plan_itself(became, folder: Path):
+    run_to_the_end("run --slowdown 1.05x --max-slowdown 0.002 --no-learn --state learnt.yaml true")
+    options = {"slowdown": 1.05, "max_slowdown": 0.002, "learn": False, "state": f"{folder}/learnt.yaml"}
+    assert read_options(became.pop()[1]) == options
+    run_to_the_end("run --learn true")
+    assert read_options(became.pop()[1]) == {"learn": True}
+    run_to_the_end("run true")
+    assert read_options(became.pop()[1]) == {}
+
+
 def test_options_are_read_as_they_were_written():
     options = {"plan": Path("/a/plan.yaml"), "dry_run": True, "max_changes": 0, "service": None}
     assert read_options(write_options(options)) == {"plan": "/a/plan.yaml", "dry_run": True, "max_changes": 0}
+
+
+def test_every_option_is_an_argument_of_the_runtime_and_each_but_two_is_an_option():
+    arguments = {*inspect.signature(runtime.planner_runtime).parameters} - {"engine"}
+    assert {each.name for each in run_command.params} - {"command"} == arguments - {
+        "max_changes_per_s",
+        "on_straggling",
+    }
+    every = {variable(name): "1" for name in arguments}
+    assert {*read_options(every)} == arguments - {"max_changes_per_s", "on_straggling"}
 
 
 def test_the_service_of_other_commands_is_not_that_of_the_job(became, monkeypatch: pytest.MonkeyPatch):
@@ -150,6 +172,11 @@ def test_the_exit_code_is_that_of_the_command():
             "--plan plan.yaml --service http://localhost:8400 true",
             "--service http://localhost:8400: needs --job; give it, or leave out the service",
         ),
+        (
+            "--service embedded --job a --frontier frontier.npz true",
+            "--service embedded: needs --plan; give it, or leave out the service",
+        ),
+        ("--max-slowdown x true", "--max-slowdown: 'x' is not a share: give a number of 0 or more, such as 0.001"),
         (
             "--plan plan.yaml --service embedded --job a true",
             "--service embedded: needs --frontier; give it, or leave out the service",
