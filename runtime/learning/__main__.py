@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import queue
 import signal
 import socket
@@ -13,9 +14,11 @@ import time
 from perseus_planner.processes import WatchedProcess, is_readable
 from perseus_planner.runtime.learning.messages import END, WARNING, Message, Stream
 from perseus_planner.runtime.learning.planner import Planner
+from perseus_planner.runtime.learning.process import DESCRIPTOR
 
 _SAVE_S = 60.0
-_OWNER_S = 0.5
+_OWNER_S = 0.5  #: between two looks at the process of rank 0
+_END_S = 5.0  #: for the end of a plan that is being made
 
 
 def main() -> int:
@@ -23,11 +26,14 @@ def main() -> int:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # launchers send them to all processes while ranks still run
     parser = argparse.ArgumentParser(prog="python -m perseus_planner.runtime.learning", description=__doc__)
-    parser.add_argument("--descriptor", type=int, required=True, help="descriptor of the socket to rank 0")
     parser.add_argument("--owner", type=int, required=True, help="process of rank 0")
     options = parser.parse_args()
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for descriptor in (1, 2):  # so that whoever reads the output of rank 0 does not wait for this process
+        os.dup2(nowhere, descriptor)
+    os.chdir("/")  # so that no file system is kept from being unmounted
     owner = WatchedProcess(options.owner)
-    stream = Stream(socket.socket(fileno=options.descriptor), is_blocking=True)
+    stream = Stream(socket.socket(fileno=DESCRIPTOR), is_blocking=True)
     received: queue.SimpleQueue[Message] = queue.SimpleQueue()
     threading.Thread(target=_receive, args=(stream, owner, received), daemon=True).start()
     planner, saved_s = Planner(), time.monotonic()
@@ -52,7 +58,10 @@ def main() -> int:
 
 
 def _receive(stream: Stream, owner: WatchedProcess, received: queue.SimpleQueue[Message]) -> None:
-    """Pass messages on until rank 0 has ended: a child that it has forked may keep the socket open."""
+    """Pass messages on until rank 0 has ended: a child that it has forked may keep the socket open.
+
+    Then this process ends too, soon even if it plans.
+    """
     try:
         while not owner.has_ended():
             if is_readable(stream.fileno(), _OWNER_S):
@@ -61,6 +70,8 @@ def _receive(stream: Stream, owner: WatchedProcess, received: queue.SimpleQueue[
     except EOFError:
         pass
     received.put((END, b""))
+    time.sleep(_END_S)
+    os._exit(1)
 
 
 def _taken(received: queue.SimpleQueue[Message]) -> list[Message]:

@@ -3,56 +3,57 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
-import subprocess
 import sys
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from perseus_planner.processes import child_environment
+from perseus_planner.processes import WatchedProcess, child_environment, is_readable
 from perseus_planner.runtime.learning.messages import END, Message, Stream
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-NICENESS = 10
-"""A tenth of the share of a training thread where cores are scarce."""
+NICENESS = 5
+"""A third of the share of a training thread where cores are scarce."""
+DESCRIPTOR = 3
+"""The descriptor at which the process finds its end of the connection."""
+
+_POLL_S = 0.05  #: between two looks at a process whose end the kernel does not report
 
 
 class AutopilotProcess:
     """A running process of the autopilot.
+
+    It is spawned, not started by `subprocess`, which waits for the end of a pipe: children that the training forks at
+    the same time would keep it open, and the thread would wait for them.
 
     Raises:
         OSError: If it cannot be started.
     """
 
     def __init__(self) -> None:
+        if not sys.executable:
+            raise OSError("sys.executable does not name the Python to start it with")
         here, there = socket.socketpair()
         try:
-            self._process = subprocess.Popen(
-                [
-                    *(sys.executable, "-m", "perseus_planner.runtime.learning"),
-                    *("--descriptor", str(there.fileno()), "--owner", str(os.getpid())),
-                ],
-                stdin=subprocess.DEVNULL,
-                pass_fds=[there.fileno()],
-                cwd="/",  # so that it keeps no file system mounted
-                env=child_environment(),
-                start_new_session=True,  # Ctrl-C interrupts training, which then ends it
-            )
+            arguments = [sys.executable, "-m", "perseus_planner.runtime.learning", "--owner", str(os.getpid())]
+            actions = [
+                (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
+                (os.POSIX_SPAWN_DUP2, there.fileno(), DESCRIPTOR),
+            ]
+            # In a session of its own: Ctrl-C interrupts training, which then ends it.
+            self.pid = os.posix_spawn(sys.executable, arguments, child_environment(), file_actions=actions, setsid=True)
         except OSError:
             here.close()
             raise
         finally:
             there.close()
         with suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, self._process.pid, NICENESS)
+            os.setpriority(os.PRIO_PROCESS, self.pid, NICENESS)
+        self._process = WatchedProcess(self.pid)
         self._stream = Stream(here, is_blocking=False)
-
-    @property
-    def pid(self) -> int:
-        """Number of the process."""
-        return self._process.pid
 
     def fileno(self) -> int:
         """Return the descriptor that becomes readable when a message arrives."""
@@ -73,14 +74,24 @@ class AutopilotProcess:
             EOFError: If the process has ended.
         """
         self._stream.flush()
-        return self._stream.receive()
+        messages = self._stream.receive()
+        if not messages and self._process.has_ended():  # a child of the training may hold the connection open
+            raise EOFError
+        return messages
 
     def end(self, timeout_s: float) -> None:
         """Have it write its state and end; kill it if that takes longer than `timeout_s` seconds."""
         with suppress(EOFError):
             self._stream.send(END)
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(timeout_s)
-        self._process.kill()
-        self._process.wait()
+        if self._process.descriptor is not None:
+            is_readable(self._process.descriptor, timeout_s)
+        else:
+            for _ in range(round(timeout_s / _POLL_S)):
+                if not self._process.has_ended():
+                    is_readable(self._stream.fileno(), _POLL_S)
+        if not self._process.has_ended():
+            os.kill(self.pid, signal.SIGKILL)
+        with suppress(ChildProcessError):  # the training may have its children waited for
+            os.waitpid(self.pid, 0)
+        self._process.close()
         self._stream.close()

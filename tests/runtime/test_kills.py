@@ -20,7 +20,7 @@ import pytest
 from commands import run
 from gpu_owners import WITHIN_S, await_end, files, owner
 from launching import deepspeed, results_of, torchrun
-from planner_processes import CONTROLLER, GUARDIAN, has_not_ended, planner_processes
+from planner_processes import AUTOPILOT, CONTROLLER, GUARDIAN, has_not_ended, planner_processes
 
 from perseus_planner.gpu.lease.lease import recover
 from perseus_planner.gpu.simulated.emulated import open_emulated
@@ -72,6 +72,7 @@ class Job:
             "rank 1": self.ranks[1:],
             "controller": planner_processes(state, CONTROLLER),
             "guardian": planner_processes(state, GUARDIAN),
+            "autopilot": planner_processes(state, AUTOPILOT),
         }
         living = {role: [each for each in processes if has_not_ended(each)] for role, processes in found.items()}
         return {role: processes for role, processes in living.items() if processes}
@@ -101,9 +102,11 @@ def job(folder: Path, launcher: int) -> Iterator[Job]:
 
 
 @contextmanager
-def forked_job(folder: Path) -> Iterator[Job]:
+def forked_job(folder: Path, *, unplanned: bool = False) -> Iterator[Job]:
     """Start a job from a process that has done its imports."""
     folder.mkdir()
+    if unplanned:
+        (folder / "unplanned").touch()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         request = {"folder": str(folder), "port": str(free.getsockname()[1])}
@@ -196,6 +199,30 @@ def test_no_clock_is_locked_two_seconds_after_a_kill(victims: tuple[str, ...], f
         check_leaves_nothing(job)
         if not any("rank" in role for role in victims):  # a rank that has lost another one may say more
             assert len(job.warnings()) == (victims != ("guardian",))
+
+
+@pytest.mark.parametrize(
+    "victims", [("rank 0",), ("rank 1",), ("launcher",), ("autopilot", "controller")], ids=" and ".join
+)
+def test_no_clock_is_locked_two_seconds_after_a_kill_while_training_learns(victims: tuple[str, ...], folder: Path):
+    with forked_job(folder, unplanned=True) as job:
+        trains(job)
+        assert job.processes().keys() == {*ROLES, "autopilot"}
+        check_reset_when_killed(job, victims)
+        if "rank 0" in victims:  # a child that it has forked holds all that it had open
+            eventually(lambda: "autopilot" not in job.processes())
+        check_leaves_nothing(job)
+
+
+def test_training_goes_on_by_the_last_program_when_the_autopilot_is_killed(folder: Path):
+    with forked_job(folder, unplanned=True) as job:
+        trains(job)
+        kill(job.processes()["autopilot"])
+        eventually(lambda: len(job.warnings()) > 0)
+        trains(job)
+        check_leaves_nothing(job)
+        (warning,) = job.warnings()
+        assert "the process of the autopilot has ended; training goes on with its last program" in warning
 
 
 def test_a_second_job_is_refused_on_all_ranks_for_as_long_as_the_first_one_lives(folder: Path):

@@ -7,6 +7,7 @@ from contextlib import suppress
 import psutil
 
 CONTROLLER, GUARDIAN = "perseus_planner.runtime.controller", "perseus_planner.gpu.lease.guardian"
+AUTOPILOT = "perseus_planner.runtime.learning"
 
 
 def planner_processes(state: str, *modules: str) -> list[psutil.Process]:

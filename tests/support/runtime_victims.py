@@ -27,7 +27,7 @@ SLOW_S = 0.02  #: how long a computation waits for its clock; it need not come
 
 
 def train(folder: str) -> None:
-    """Train until a file `stop` exists."""
+    """Train until a file `stop` exists; without a plan if a file `unplanned` does."""
     os.environ["PLANNER_STATE_DIR"] = f"{folder}/state"
     # Do not wait long for ranks that are killed at the start.
     rendezvous.RENDEZVOUS_S, attachment.ATTACH_S = 3.0, 10.0
@@ -37,7 +37,8 @@ def train(folder: str) -> None:
     watch = Watch(VICTIM_GPU)
     pipeline = Torch("1f1b", 4, lambda *computation: _follow(watch, runtime, *computation))
     stop = Path(folder, "stop")
-    with planner_runtime(pipeline.engine, plan=PLAN, gpu=VICTIM_GPU, max_changes_per_s=FAST) as runtime:
+    plan = None if Path(folder, "unplanned").exists() else PLAN
+    with planner_runtime(pipeline.engine, plan=plan, gpu=VICTIM_GPU, max_changes_per_s=FAST) as runtime:
         if not os.fork():  # as a loader of data is, and lives on when its rank is killed
             while not stop.exists():
                 time.sleep(0.05)
