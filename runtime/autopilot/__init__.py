@@ -10,7 +10,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from perseus_planner.runtime.autopilot.autopilot import Autopilot, Decision, Phase
+    from perseus_planner.runtime.autopilot.autopilot import Autopilot
+    from perseus_planner.runtime.autopilot.decision import Decision, Phase
     from perseus_planner.runtime.autopilot.job import AutopilotJob, AutopilotSettings
     from perseus_planner.runtime.autopilot.ledger import Ledger
     from perseus_planner.runtime.autopilot.observations import ComputationObservation, RankObservation
@@ -25,7 +26,7 @@ __all__ = [
     "Phase",
     "RankObservation",
 ]
-_MODULES = ("job", "ledger", "observations", "autopilot")
+_MODULES = ("job", "ledger", "observations", "decision", "autopilot")
 
 
 def __getattr__(name: str) -> Any:

@@ -3,71 +3,51 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from collections.abc import Sequence
+from itertools import zip_longest
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
 
 from perseus_planner.errors import UsageError
-from perseus_planner.plans.replay import end_times
-from perseus_planner.profiles.clock_changes import with_fewer_changes
-from perseus_planner.profiles.measurement import Evidence, Measurement
-from perseus_planner.profiles.profiles import Profile
+from perseus_planner.runtime.autopilot.decision import Decision, Phase
 from perseus_planner.runtime.autopilot.job import AutopilotJob, AutopilotSettings
+from perseus_planner.runtime.autopilot.learning import Learner
 from perseus_planner.runtime.autopilot.ledger import Ledger
-from perseus_planner.runtime.autopilot.observations import RankObservation, time_at_last_clock
-from perseus_planner.schedules.dag import PipelineDag
-from perseus_planner.solver.solve import solve_dag
+from perseus_planner.runtime.autopilot.planning import Costs, Searcher
 
 if TYPE_CHECKING:
-    from perseus_planner.plans.plan import Plan
+    from numpy.typing import NDArray
 
-Phase: TypeAlias = Literal["reference", "learning", "following", "audit", "paying"]
-Key: TypeAlias = "tuple[int, str]"
-Clocks: TypeAlias = "tuple[tuple[int, ...], ...]"
+    from perseus_planner.profiles.profiles import Profile
+    from perseus_planner.runtime.autopilot.observations import RankObservation
+
+    Integers = NDArray[np.int64]
 
 _REFERENCES = 2  #: iterations at full clocks before the first trial
+_AUDIT = 200  #: iterations between two at full clocks that check the reference
 _BURST = 0.005  #: what the ledger may owe, as a share of the reference
-_TRIAL = 0.003  #: how much longer an iteration with trials may be, as a share of the reference
-_IDLE_SHARE = 0.2  #: of the highest power, while a GPU waits, before anything is known of it
-_GUESSED_W = 400.0  #: the highest power, likewise
+_TIGHT = 0.0005  #: how much longer than agreed a plan may be, as a share of the reference
+_TRIAL, _LATE_TRIAL, _EARLY = 0.003, 0.0015, 12  #: likewise with trials, and how many iterations are early
+_LATE = 0.002  #: how much longer than replayed iterations may be before plans are made shorter for it
+_DOUBT, _MORE_DOUBT = 0.01, 0.002  #: how much longer it may be if rows are over the bound; and while trials are ahead
+_CORRECTED = 0.01  #: relative change of the reference that the last iteration had already
+_REPEAT = 6  #: iterations before a trial is tried again
+_GROWTH, _TARGET_GROWTH = 1.15, 1.4  #: how many more rows are worth a new plan, or a new target
 
 
-@dataclass(frozen=True)
-class Decision:
-    """What the ranks of all pipelines run in one iteration.
+class _Ran(NamedTuple):
+    """What was decided for an iteration that was not observed yet."""
 
-    Attributes:
-        iteration: its number, from 0.
-        version: the number of the program: 0 for full clocks, and equal for equal clocks one after the other.
-        phase: "reference" while nothing but full clocks was run, "learning" with trials, "following" without,
-            "audit" for an iteration at full clocks that checks the reference, "paying" for one that pays the ledger.
-        clocks: for each pipeline and rank, the clock of each computation in the order of its program, MHz.
-        ledger: the ledger after the iterations that were observed; None before the first one. A rank takes its
-            reference and limits, with `Ledger.renewed`.
-        trials: number of operating points that the iteration runs though they were not measured.
-        unknown: number of operating points that a plan might use and that were not measured yet.
-        time_s: the expected time of the iteration, seconds; None before the first one was observed.
-        saving: energy saved by the plan, as a share of that of an iteration at full clocks.
-        saving_stderr: its standard error.
-    """
-
-    iteration: int
     version: int
-    phase: Phase
-    clocks: tuple[Clocks, ...] = field(repr=False)
-    ledger: Ledger | None
-    trials: int = 0
-    unknown: int = 0
-    time_s: float | None = None
-    saving: float = 0.0
-    saving_stderr: float = 0.0
+    programs: tuple[Integers, ...]
 
 
 class Autopilot:
     """Decides the clocks of a training job's iterations while it learns what they cost.
 
-    Call `observe` for each iteration that has ended and `decide` for each one ahead. Decisions may be several
-    iterations ahead of observations. Equal calls give equal decisions.
+    Call `observe` for each iteration that has ended and `decide` for each one ahead, both in order. Decisions may be
+    several iterations ahead of observations. Equal calls give equal decisions.
 
     Args:
         job: the job.
@@ -78,16 +58,22 @@ class Autopilot:
     def __init__(
         self, job: AutopilotJob, settings: AutopilotSettings | None = None, prior: Profile | None = None
     ) -> None:
-        self.job, self.settings, self.prior = job, settings or AutopilotSettings(), prior
-        self._keys = [
-            [job.iteration.keys[place] for place in program if place < len(job.iteration.keys)]
-            for program in job.iteration.programs
-        ]
-        self._log_times: dict[tuple[Key, int], list[float]] = {}
+        self.job, self.settings = job, settings or AutopilotSettings()
+        self._search = Searcher(job, self.settings.max_changes)
+        self._learner = Learner(job, self._search.keys, self._search.class_rank, prior)
+        self._random = np.random.default_rng([self.settings.seed, 1])
         self._ledger: Ledger | None = None
-        self._iteration_s: list[float] = []
-        self._version, self._last = 0, self._full()
-        self._decided = 0
+        self._plan: dict[tuple[float, ...], Integers] = {}  # the running plan of each group of equal pipelines
+        self._target: Integers | None = None  # what the plan would be if all rows cost what is hoped
+        self._solved_rows = self._target_rows = 0.0  # how many rows were known when they were solved for
+        self._last = (self._search.full(),) * job.pipelines
+        self._version = 0
+        self._ahead: dict[int, _Ran] = {}
+        self._tried: dict[tuple[int, int], int] = {}  # (rank, clock) -> the iteration of its last trial
+        self._full_ratio, self._full_count = 1.0, 0.0  # iterations at full clocks over replayed ones
+        self._late, self._late_count = 0.0, 4.0  # how much larger that is under plans
+        self._observed = -1
+        self._audited = 0
 
     def observe(self, observations: Sequence[RankObservation]) -> None:
         """Learn from what ranks observed of one iteration; ranks that observed nothing may be left out.
@@ -97,151 +83,224 @@ class Autopilot:
         """
         if len({seen.iteration for seen in observations}) > 1:
             raise UsageError("observations: are of more than one iteration; give those of one at a time")
-        for seen in observations:
-            self._learn_times(seen)
         if observations:
-            time_s = max(seen.time_s for seen in observations)
-            full = all(seen.version == 0 for seen in observations)
-            if full:
-                self._iteration_s.append(time_s)
-            if self._ledger is None:
-                limits = (self.settings.slowdown, self.settings.max_slowdown, _BURST * time_s)
-                self._ledger = Ledger(time_s, *limits)
-            self._ledger = self._ledger.add(time_s, full_clocks=full)
+            self._learner.observe(observations)
+            self._account(observations)
+            self._observed = observations[0].iteration
 
-    def _learn_times(self, seen: RankObservation) -> None:
-        keys = self._keys[seen.rank]
-        if seen.computations and len(seen.computations) != len(keys):
-            raise UsageError(
-                f"observations, rank {seen.rank}: has {len(seen.computations)} computations and its program "
-                f"{len(keys)}; give one for each, or none"
-            )
-        if seen.throttled_s > 0.0:
+    def _account(self, observations: Sequence[RankObservation]) -> None:
+        """Add an iteration to the ledger, and learn how much longer iterations are than replayed ones."""
+        iteration, time_s = observations[0].iteration, max(seen.time_s for seen in observations)
+        ran = self._ahead.pop(iteration, None)
+        for earlier in [number for number in self._ahead if number < iteration]:
+            del self._ahead[earlier]
+        full = all(seen.version == 0 for seen in observations)
+        if not self._learner.is_ready:
+            limits = self.settings.slowdown, self.settings.max_slowdown, _BURST * time_s
+            self._ledger = (self._ledger or Ledger(time_s, *limits)).add(time_s, full_clocks=full)
             return
-        for key, each in zip(keys, seen.computations, strict=False):
-            known = {clock: math.exp(_mean(logs)) for (other, clock), logs in self._log_times.items() if other == key}
-            found = time_at_last_clock(each, known)
-            if found is not None:
-                self._log_times.setdefault((key, found[0]), []).append(math.log(found[1]))
+        costs = self._learner.costs()
+        clean = not any(seen.throttled_s for seen in observations)
+        reference_s = max(self._search.replay(self._search.full(), each)[0] for each in costs)
+        if full and clean:
+            self._full_count = min(self._full_count + 1, 20)
+            self._full_ratio += (time_s / reference_s - self._full_ratio) / self._full_count
+        elif clean and ran is not None and all(seen.version == ran.version for seen in observations):
+            replayed_s = max(self._search.replay(p, each)[0] for p, each in zip(ran.programs, costs, strict=True))
+            self._late_count = min(self._late_count + 1, 20)
+            self._late += (time_s / replayed_s / self._full_ratio - 1 - self._late) / self._late_count
+        reference_s *= self._full_ratio
+        limits = self.settings.slowdown, self.settings.max_slowdown, _BURST * reference_s
+        ledger = self._ledger or Ledger(reference_s, *limits)
+        count = 1 if abs(reference_s / ledger.reference_s - 1) > _CORRECTED else 0
+        self._ledger = ledger.add(time_s, full_clocks=full).corrected(reference_s, _BURST * reference_s, count)
 
     def decide(self, iteration: int) -> Decision:
-        """Return what all ranks run in `iteration`."""
-        top = self.job.clocks_mhz[0]
-        if (
-            self._ledger is None
-            or self._decided < _REFERENCES
-            or any((k, top) not in self._log_times for k in self._all)
-        ):
-            self._decided += 1
-            return self._decision(iteration, "reference", self._full())
+        """Return what all ranks run in `iteration`, which is still ahead."""
+        full = (self._search.full(),) * self.job.pipelines
+        if not self._learner.is_ready or iteration < _REFERENCES or self._ledger is None or self._observed < 0:
+            return self._decision(iteration, "reference", full)
         if self._ledger.is_overdrawn:
-            return self._decision(iteration, "paying", self._full())
-        plan = self._plan()
-        clocks, trials = self._with_trials(plan, iteration) if self.settings.learn else (self._of_plan(plan), 0)
-        saving = plan.saving_j / plan.baseline_energy_j
-        phase: Phase = "learning" if trials else "following"
-        return self._decision(iteration, phase, clocks, trials=trials, time_s=plan.time_s, saving=saving)
+            return self._decision(iteration, "paying", full)
+        if iteration - self._audited >= _AUDIT:
+            self._audited = iteration
+            return self._decision(iteration, "audit", full)
+        return self._planned(iteration)
 
-    @property
-    def _all(self) -> set[Key]:
-        return set(self.job.iteration.keys)
+    def _planned(self, iteration: int) -> Decision:
+        settings, search = self.settings, self._search
+        rows = float(self._learner.times.known.sum())
+        optimism = 1.0 if iteration < _EARLY else 0.3
+        mean, plan = self._learner.costs(), self._learner.costs("plan", optimism)
+        full = search.full()
+        reference_s = max(search.replay(full, each)[0] for each in mean)
+        deadline_s = reference_s * (settings.slowdown + _TIGHT - max(0.0, self._late - _LATE))
+        programs: list[Integers] = []
+        solve = rows >= _GROWTH * self._solved_rows
+        plans: dict[tuple[float, ...], Integers] = {}
+        for pipeline, costs in enumerate(plan):
+            group = self._group(pipeline)
+            if group not in plans:
+                plans[group] = self._best(group, costs, mean[pipeline], deadline_s, iteration, solve=solve)
+            programs.append(plans[group])
+        self._plan = plans
+        if solve:
+            self._solved_rows = rows
+        more = _TRIAL if iteration < _EARLY else _LATE_TRIAL
+        trials, limit_s = 0, reference_s * (settings.slowdown + more - max(0.0, self._late - _LATE))
+        run = list(programs)
+        if settings.learn:
+            self._aim(mean, rows, programs[0], deadline_s, iteration)
+            safe, doubt = self._learner.costs("safe"), self._learner.costs("doubt")
+            doubt_s = limit_s + reference_s * (_DOUBT if self._trials_seen() else _MORE_DOUBT)
+            for pipeline, program in enumerate(programs):
+                wanted, is_open = self._wanted(iteration, pipeline)
+                limits = ((safe[pipeline], limit_s), (doubt[pipeline], doubt_s))
+                run[pipeline], tried = search.with_trials(program, limits, wanted, is_open, self._random)
+                for rank, clock in tried:
+                    self._tried[rank, clock] = iteration
+                    trials += int((~self._learner.times.known[search.classes[rank], clock]).sum())
+        run = [search.joined(p, before) for p, before in zip(run, self._last, strict=True)]
+        time_s = max(search.replay(p, each)[0] for p, each in zip(run, mean, strict=True))
+        saving, error = self._saving(programs[0], mean[0])
+        return self._decision(
+            iteration,
+            "learning" if trials else "following",
+            tuple(run),
+            trials=trials,
+            time_s=time_s * self._full_ratio * (1 + self._late),
+            saving=(saving, error),
+        )
 
-    def _full(self) -> Clocks:
-        return tuple((self.job.clocks_mhz[0],) * len(keys) for keys in self._keys)
+    def _trials_seen(self) -> bool:
+        """Whether all trials so far were observed."""
+        return max(self._tried.values(), default=-1) <= self._observed
+
+    def _group(self, pipeline: int) -> tuple[float, ...]:
+        """Pipelines with equal groups have equal plans."""
+        ranks = self.job.ranks
+        return tuple(
+            round(f, 2) for f in self._learner.times.factor[pipeline * ranks : (pipeline + 1) * ranks].tolist()
+        )
+
+    def _best(
+        self,
+        group: tuple[float, ...],
+        costs: Costs,
+        mean: Costs,
+        deadline_s: float,
+        iteration: int,
+        *,
+        solve: bool,
+    ) -> Integers:
+        """Return the best of the running plan, polished, and a fresh one, polished too."""
+        search = self._search
+        before = self._plan.get(group)
+        if before is None:
+            before = next(iter(self._plan.values()), search.full())
+            solve = solve or bool(self._plan)
+        starts = [before] if search.is_usable(before, costs) else [self._repaired(before, costs)]
+        if solve:
+            fresh = search.solve(costs, deadline_s)
+            starts += [] if fresh is None else [fresh]
+        seed = int(self._random.integers(2**31))
+        found = [search.polish(start, costs, deadline_s, seed) for start in starts]
+        in_time = [each for each in found if each[1] <= deadline_s * (1 + 1e-3)]
+        full = search.full()
+        full_j = search.replay(full, mean)[1]
+        best = min(in_time, key=lambda each: each[2] + 200 * max(0.0, each[1] / deadline_s - 1) * each[2], default=None)
+        return full if best is None or best[2] >= full_j else best[0]
+
+    def _repaired(self, program: Integers, costs: Costs) -> Integers:
+        """Return the program with the next higher clock wherever one may not be planned on."""
+        usable, counts = self._search._usable(costs)
+        repaired, rank_of = program.copy(), self._search.layout.rank
+        for k, clock in enumerate(program.tolist()):
+            good = usable[rank_of[k], : counts[rank_of[k]]]
+            repaired[k] = max((int(c) for c in good if c <= clock), default=0)
+        return repaired
+
+    def _aim(self, mean: Sequence[Costs], rows: float, program: Integers, deadline_s: float, iteration: int) -> None:
+        """Find what the plan would be if all rows cost what is expected of them, or a little less."""
+        hopeful = self._learner.costs("mean", 1.0)[0]
+        if self._target is None or rows >= _TARGET_GROWTH * self._target_rows:
+            self._target_rows = rows
+            self._target = self._search.solve(hopeful, deadline_s)
+        start = program if self._target is None else self._target
+        seed = int(self._random.integers(2**31))
+        self._target = self._search.polish(start, hopeful, deadline_s, seed)[0]
+
+    def _wanted(self, iteration: int, pipeline: int) -> tuple[list[list[int]], NDArray[np.bool_]]:
+        """Return the clocks that each rank should try, those first that the best plan might use; and which it may."""
+        known, search = self._learner.times.known, self._search
+        clocks = len(self.job.clocks_mhz)
+        sweep = _bit_reversed(clocks)
+        wanted, is_open = [], np.zeros((self.job.ranks, clocks), dtype=bool)
+        for rank, classes in enumerate(search.classes):
+            first, stop = search.layout.rank_start[rank : rank + 2]
+            for clock in range(clocks):
+                recent = iteration - self._tried.get((rank, clock), -_REPEAT) < _REPEAT
+                is_open[rank, clock] = not recent and not known[classes, clock].all()
+            used = np.bincount(self._target[first:stop], minlength=clocks) if self._target is not None else sweep
+            hoped = [c for c in np.argsort(-np.asarray(used), kind="stable").tolist() if used[c] and is_open[rank, c]]
+            begin = (rank * 5 + pipeline * 3 + iteration) % clocks
+            turned = [sweep[(begin + i) % clocks] for i in range(clocks)]
+            some = [c for c in turned if is_open[rank, c] and c not in hoped]
+            if iteration < _EARLY:
+                wanted.append([c for pair in zip_longest(hoped[:4], some[:4]) for c in pair if c is not None])
+            elif (iteration + rank) % (2 if iteration < 3 * _EARLY else 8) == 0:
+                wanted.append([*hoped[:2], *some[:1]])
+            else:
+                wanted.append([])
+        return wanted, is_open
+
+    def _saving(self, program: Integers, costs: Costs) -> tuple[float, float]:
+        """Return the share of energy that a program saves, and its standard error."""
+        member, rank = self._search.layout.member, self._search.layout.rank
+        found = []
+        for each in (program, self._search.full()):
+            seconds, waiting_s = np.zeros_like(costs.time_s), np.zeros(self.job.ranks)
+            computed = member >= 0
+            np.add.at(seconds, (member[computed], each[computed]), costs.time_s[member[computed], each[computed]])
+            np.add.at(waiting_s, rank[computed], -costs.time_s[member[computed], each[computed]])
+            waiting_s += self._search.replay(each, costs)[0]
+            found.append(self._learner.powers.energy(seconds, waiting_s))
+        (plan_j, plan_slope), (full_j, full_slope) = found
+        slope = plan_slope / full_j - full_slope * (plan_j / full_j**2)
+        return 1 - plan_j / full_j, math.sqrt(self._learner.powers.variance(slope))
 
     def _decision(
         self,
         iteration: int,
         phase: Phase,
-        clocks: Clocks,
+        programs: tuple[Integers, ...],
         *,
         trials: int = 0,
         time_s: float | None = None,
-        saving: float = 0.0,
+        saving: tuple[float, float] = (0.0, 0.0),
     ) -> Decision:
-        if clocks != self._last:
+        if any((a != b).any() for a, b in zip(programs, self._last, strict=True)):
             self._version += 1
-            self._last = clocks
-        version = 0 if clocks == self._full() else self._version
-        unknown = len(self._all) * len(self.job.clocks_mhz) - len(self._log_times)
-        every = (clocks,) * self.job.pipelines
-        return Decision(iteration, version, phase, every, self._ledger, trials, unknown, time_s, saving)
-
-    def _plan(self) -> Plan:
-        dag = PipelineDag(self.learned(), self.job.iteration)
-        frontier = solve_dag(dag)
-        deadline_s = max(frontier.baseline_time_s * self.settings.slowdown, frontier.min_time_s)
-        return frontier.plan_for(deadline_s, max_changes=self.settings.max_changes)
-
-    def _of_plan(self, plan: Plan) -> Clocks:
-        return tuple(tuple(plan.clocks[str(c)] for c in program) for program in plan.schedule.ranks)
-
-    def _with_trials(self, plan: Plan, iteration: int) -> tuple[Clocks, int]:
-        """Return the plan's clocks with a trial on each rank where it surely fits, and how many there are."""
-        clocks = [list(rank) for rank in self._of_plan(plan)]
-        limit_s = plan.baseline_time_s * (self.settings.slowdown + _TRIAL)
-        trials = 0
-        dag = PipelineDag(plan_profile := self.learned(), self.job.iteration)
-        for rank, keys in enumerate(self._keys):
-            wanted = [c for c in self.job.clocks_mhz if any((key, c) not in self._log_times for key in keys)]
-            if not wanted or not self._fits(dag, clocks, limit_s):
-                continue
-            clock = wanted[(iteration * 7 + rank * 3) % len(wanted)]
-            kept = list(clocks[rank])
-            begin = (len(keys) - 4) // 2
-            clocks[rank][max(begin, 0) : begin + 4] = [clock] * len(kept[max(begin, 0) : begin + 4])
-            most = self.settings.max_changes
-            within = most is None or tuple(clocks[rank]) == with_fewer_changes(clocks[rank], most)
-            if within and self._fits(dag, clocks, limit_s):
-                trials += len({key for key in keys if (key, clock) not in self._log_times})
-            else:
-                clocks[rank] = kept
-        del plan_profile
-        return tuple(tuple(rank) for rank in clocks), trials
-
-    def _fits(self, dag: PipelineDag, clocks: Sequence[Sequence[int]], limit_s: float) -> bool:
-        durations_s = [
-            self._at_most_s(key, clock)
-            for keys, rank in zip(self._keys, clocks, strict=True)
-            for key, clock in zip(keys, rank, strict=True)
-        ]
-        return max(end_times(dag, durations_s)) <= limit_s
-
-    def _at_most_s(self, key: Key, clock: int) -> float:
-        """Return the time of a row if it was measured, else the longest it can be: a clock bounds it from above."""
-        times = {c: math.exp(_mean(logs)) for (other, c), logs in self._log_times.items() if other == key}
-        return times[clock] if clock in times else min(t * c / clock for c, t in times.items() if c > clock)
+        self._last = programs
+        version = 0 if not any(program.any() for program in programs) else self._version
+        self._ahead[iteration] = _Ran(version, programs)
+        clocks = tuple(self._search.clocks_mhz(program) for program in programs)
+        unknown = int((~self._learner.times.known).sum())
+        return Decision(iteration, version, phase, clocks, self._ledger, trials, unknown, time_s, *saving)
 
     def learned(self) -> Profile:
-        """Return what was learnt as a profile, with standard errors.
+        """Return what was learnt as a profile: measured rows, with standard errors.
+
+        Times are those of the first pipeline's GPUs.
 
         Raises:
-            UsageError: If no iteration was observed yet.
+            UsageError: If not every stage was observed at full clocks yet.
         """
-        if self._ledger is None:
-            raise UsageError("the autopilot has not observed an iteration; nothing is known yet")
-        top, table = self.job.clocks_mhz[0], dict[Key, list[Measurement]]()
-        for (key, clock), logs in self._log_times.items():
-            time_s = math.exp(_mean(logs))
-            energy_j = _GUESSED_W * (0.3 + 0.7 * (clock / top) ** 2) * time_s
-            error = time_s * _stderr(logs)
-            evidence = Evidence(clock, error, 0.05 * energy_j, len(logs), 0.0)
-            table.setdefault(key, []).append(Measurement(clock, time_s, energy_j, evidence))
-        measurements: Mapping[Key, tuple[Measurement, ...]] = {key: tuple(rows) for key, rows in table.items()}
-        return Profile(
-            measurements,
-            _IDLE_SHARE * _GUESSED_W,
-            gpu=self.job.gpu,
-            gpus_per_stage=self.job.gpus_per_stage,
-            conditions={"learnt": "while training"},
-        )
+        return self._learner.profile()
 
 
-def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values)
-
-
-def _stderr(values: Sequence[float]) -> float:
-    mean = _mean(values)
-    spread = math.fsum((value - mean) ** 2 for value in values) / max(1, len(values) - 1)
-    return math.sqrt(spread / len(values))
+def _bit_reversed(count: int) -> list[int]:
+    """Return 0 to `count` - 1 in the order of their reversed bits, so that any few of them are spread out."""
+    bits = max(1, (count - 1).bit_length())
+    order = sorted(range(2**bits), key=lambda i: int(f"{i:0{bits}b}"[::-1], 2))
+    return [i for i in order if i < count]

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from perseus_planner.errors import UsageError
-from perseus_planner.quantities import TIME, WAIT, Rule, check_fields
+from perseus_planner.quantities import INDEX, TIME, WAIT, Rule, check_fields
 
 _SLOWDOWN = Rule(float, False, "a slowdown: give the longest iteration as a multiple of one at full clocks, such as 1")
 _CREDIT = 4.0  #: the most that fast iterations earn for later ones, as a multiple of `burst_s`
+_RECENT = 16  #: iterations that are added again when the reference changes
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,8 @@ class Ledger:
         max_slowdown: how much longer iterations may be on average, as a share of the reference.
         burst_s: how much may be owed, seconds.
         owed_s: what is owed now; negative for credit, of at most four bursts.
+        iterations: how many iterations were added.
+        recent: the last ones of them, up to 16: seconds, and whether it ran at full clocks.
 
     Raises:
         UsageError: If a number is out of range.
@@ -41,25 +45,23 @@ class Ledger:
     max_slowdown: float = 0.005
     burst_s: float = 0.0
     owed_s: float = 0.0
+    iterations: int = 0
+    recent: tuple[tuple[float, bool], ...] = ()
 
     def __post_init__(self) -> None:
-        rules = {"reference_s": TIME, "slowdown": _SLOWDOWN, "max_slowdown": WAIT, "burst_s": WAIT}
+        rules = {"reference_s": TIME, "slowdown": _SLOWDOWN, "max_slowdown": WAIT, "burst_s": WAIT, "iterations": INDEX}
         check_fields(self, rules, UsageError, "ledger, ")
         if self.slowdown < 1.0:
             raise UsageError(f"ledger, slowdown: {self.slowdown} is not {_SLOWDOWN.wanted} or more")
+        object.__setattr__(self, "recent", tuple((float(time_s), bool(full)) for time_s, full in self.recent))
 
     @property
     def is_overdrawn(self) -> bool:
         """Whether more is owed than the burst, so that the next iteration runs at full clocks."""
         return self.owed_s > self.burst_s
 
-    @property
-    def allowed_s(self) -> float:
-        """Seconds of an iteration that leaves the ledger as it is."""
-        return (self.slowdown + self.max_slowdown) * self.reference_s
-
     def add(self, time_s: float, *, full_clocks: bool = False) -> Ledger:
-        """Return the ledger after an iteration.
+        """Return the ledger after one more iteration.
 
         Args:
             time_s: seconds that it took.
@@ -67,16 +69,51 @@ class Ledger:
         """
         share = self.slowdown + self.max_slowdown
         change_s = (1.0 - share) * time_s if full_clocks else time_s - share * self.reference_s
-        return replace(self, owed_s=max(self.owed_s + change_s, -_CREDIT * self.burst_s))
+        return replace(
+            self,
+            owed_s=max(self.owed_s + change_s, -_CREDIT * self.burst_s),
+            iterations=self.iterations + 1,
+            recent=(*self.recent, (time_s, full_clocks))[-_RECENT:],
+        )
 
     def renewed(self, terms: Ledger) -> Ledger:
-        """Return the ledger with the reference and limits of `terms`, and what is owed by this one.
+        """Return the ledger that comes with a program, with the iterations added that this rank has run since.
 
-        A rank does so with the ledger that comes with a program: that one has the better reference, but its iterations
-        end before those that the rank has run since.
+        A rank takes over the reference of `terms`, which is the better one, and what is owed by it.
+
+        Args:
+            terms: a ledger to which the first iterations of this one were added, or all.
         """
-        return replace(terms, owed_s=max(self.owed_s, -_CREDIT * terms.burst_s))
+        later = self.iterations - terms.iterations
+        if not 0 <= later <= len(self.recent):
+            return replace(terms, owed_s=self.owed_s, iterations=self.iterations, recent=self.recent)
+        ledger = terms
+        for time_s, full_clocks in self.recent[len(self.recent) - later :]:
+            ledger = ledger.add(time_s, full_clocks=full_clocks)
+        return ledger
+
+    def corrected(self, reference_s: float, burst_s: float, count: int) -> Ledger:
+        """Return the ledger with a new reference, which the last `count` iterations had already.
+
+        Args:
+            reference_s: seconds of an iteration at full clocks.
+            burst_s: how much may be owed, seconds.
+            count: number of iterations; those of `recent` count.
+        """
+        owed_s, share = self.owed_s, self.slowdown + self.max_slowdown
+        for _, full_clocks in self.recent[max(0, len(self.recent) - count) :]:
+            owed_s -= 0.0 if full_clocks else share * (reference_s - self.reference_s)
+        return replace(self, reference_s=reference_s, burst_s=burst_s, owed_s=max(owed_s, -_CREDIT * burst_s))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the ledger as plain values; `Ledger(**values)` is an equal one."""
+        """Return the ledger as plain values, which JSON can hold."""
         return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Ledger:
+        """Return the ledger of which `to_dict` returned these values.
+
+        Raises:
+            UsageError: If a number is out of range.
+        """
+        return cls(**values)

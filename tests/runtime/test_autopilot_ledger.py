@@ -1,5 +1,7 @@
 """The ledger's guarantee: whatever iterations take, their sum is bounded."""
 
+import json
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -43,11 +45,35 @@ def test_an_overdrawn_ledger_is_paid_by_iterations_at_full_clocks():
     assert paid == 2  # 0.15 s owed, 0.05 s paid by each until no more than the burst is owed
 
 
-def test_terms_of_a_later_ledger_keep_what_is_owed():
-    own = Ledger(10.0, burst_s=0.05).add(10.1)
-    renewed = own.renewed(Ledger(11.0, burst_s=0.055))
-    assert (renewed.reference_s, renewed.owed_s) == (11.0, own.owed_s)
-    assert Ledger(**renewed.to_dict()) == renewed
+def test_terms_that_come_late_count_the_iterations_since():
+    own = Ledger(10.0, burst_s=0.05)
+    for time_s in (10.0, 11.5, 11.5, 11.5):
+        own = own.add(time_s)
+    assert own.is_overdrawn
+    terms = Ledger(11.5, burst_s=0.0575).add(10.0).add(11.5)  # since then it is known that the GPU became slower
+    renewed = own.renewed(terms)
+    assert not renewed.is_overdrawn
+    assert renewed == terms.add(11.5).add(11.5)
+
+
+def test_terms_of_iterations_that_are_forgotten_keep_what_is_owed():
+    own = Ledger(10.0, burst_s=0.05)
+    for _ in range(40):
+        own = own.add(10.06)
+    renewed = own.renewed(Ledger(11.0, burst_s=0.055).add(10.0))
+    assert (renewed.reference_s, renewed.owed_s, renewed.iterations) == (11.0, own.owed_s, 40)
+
+
+def test_a_reference_is_corrected_for_the_last_iterations():
+    ledger = Ledger(10.0, burst_s=0.05).add(10.0).add(11.5)
+    corrected = ledger.corrected(11.5, 0.0575, 1)
+    assert corrected.owed_s == pytest.approx(ledger.owed_s - 1.005 * 1.5)
+    assert corrected.reference_s == 11.5
+
+
+def test_a_ledger_is_plain_values():
+    ledger = Ledger(10.0, burst_s=0.05).add(10.1).add(10.0, full_clocks=True)
+    assert Ledger.from_dict(json.loads(json.dumps(ledger.to_dict()))) == ledger
 
 
 def test_credit_is_limited():

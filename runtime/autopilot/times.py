@@ -1,0 +1,176 @@
+"""What clocks cost in time: measured rows, what they say about the others, and what bounds the rest."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    Floats = NDArray[np.float64]
+
+_MEMORY = 400.0  #: observations of a row that count; older ones fade
+_NOISE = 0.006  #: standard deviation of an observed time, relative, before it is known
+_LEAST_NOISE = 1e-4
+_BENDS, _STEPS = (0.01, 0.03, 0.1), (0.0007, 0.002, 0.005, 0.015, 0.05, 0.15)  #: that are tried; see `_covariance`
+_SLOPE, _SLOPE_DOUBT, _OWN_SLOPE = 0.6, 0.4, 0.1  #: of log time over log clock: expected, its doubt, and between stages
+_OWN = 0.4  #: how much of bends and steps is a stage's own
+_ENOUGH = 12  #: measured rows of a kind from which the process is trusted to bound others
+_DOUBT, _FADING = 0.3, 10.0  #: how far over the physical bound a row may be before any is known, and after how many
+
+
+class TimeTables(NamedTuple):
+    """(classes, clocks) each: seconds of a computation."""
+
+    mean_s: Floats  #: expected
+    plan_s: Floats  #: expected and a margin; infinite where it is too uncertain to plan on
+    safe_s: Floats  #: most likely at most, for a trial
+    doubt_s: Floats  #: at most, even if rows are over the physical bound, which nothing tells yet
+    stderr: Floats  #: standard error of the logarithm of the expected time
+
+
+class TimeRows:
+    """Observed times by (class, clock).
+
+    Times of equal GPUs are taken together. `factor` is how much slower each GPU is than its rows say.
+
+    Args:
+        clocks_mhz: all clocks, highest first.
+        kinds: the number of the kind of each class; classes of one kind are alike.
+        gpus: number of GPUs.
+    """
+
+    def __init__(self, clocks_mhz: Sequence[int], kinds: Sequence[int], gpus: int) -> None:
+        self._x = np.log(clocks_mhz[0] / np.asarray(clocks_mhz, dtype=np.float64))
+        self._kinds = np.asarray(kinds)
+        shape = len(kinds), len(clocks_mhz)
+        self.count, self.mean, self._square = np.zeros(shape), np.zeros(shape), np.zeros(shape)
+        self.factor = np.ones(gpus)
+        self._scales: dict[int, tuple[float, float]] = {}
+
+    def add(self, row: int, clock: int, time_s: float, weight: float = 1.0) -> None:
+        """Count an observed time of a row, seconds, with the GPU's factor taken out."""
+        count = min(self.count[row, clock], _MEMORY) + weight
+        miss = np.log(time_s) - self.mean[row, clock] if self.count[row, clock] else 0.0
+        if not self.count[row, clock]:
+            self.mean[row, clock] = np.log(time_s)
+        self.mean[row, clock] += weight / count * miss
+        self._square[row, clock] += weight * miss * (miss - weight / count * miss)
+        self.count[row, clock] = count
+
+    @property
+    def noise(self) -> float:
+        """Standard deviation of an observed time, relative."""
+        many = self.count >= 3
+        freedom = float((self.count[many] - 1).sum())
+        return max(_LEAST_NOISE, float(np.sqrt((self._square[many].sum() + 4 * _NOISE**2) / (freedom + 4))))
+
+    @property
+    def known(self) -> NDArray[np.bool_]:
+        """(classes, clocks) whether a row was measured."""
+        return self.count > 0
+
+    def tables(self, *, refit: bool) -> TimeTables:
+        """Return the times of all rows; every class was measured at the highest clock.
+
+        Args:
+            refit: whether to find the scales of the process again.
+        """
+        mean, error = np.empty_like(self.mean), np.empty_like(self.mean)
+        enough = np.zeros(self.mean.shape[0], dtype=bool)
+        for kind in np.unique(self._kinds):
+            rows = np.flatnonzero(self._kinds == kind)
+            mean[rows], error[rows] = self._process(int(kind), rows, refit=refit)
+            enough[rows] = self.known[rows][:, 1:].sum() >= _ENOUGH
+        bound, beta = self.bound()
+        known, top = self.known, mean[:, :1]
+        fading = float(np.exp(-known[:, 1:].sum() / _FADING))
+        plan = mean + error
+        plan[:, 0] = mean[:, 0]
+        least = bound + np.log(beta)
+        safe = np.maximum(np.where(enough[:, None], np.minimum(mean + 3 * error, least), least), top)
+        usable = known | ((error < _USABLE) & enough[:, None])
+        planned = np.where(known, plan, np.minimum(plan, safe))
+        safe = np.where(usable, np.minimum(planned, mean + error), safe)
+        doubt = np.where(usable, safe, np.maximum(safe, bound + np.log(max(beta, 1.0 + _DOUBT * fading))))
+        plan = np.where(usable, planned, np.inf)
+        return TimeTables(np.exp(mean), np.exp(plan), np.exp(safe), np.exp(doubt), error)
+
+    def bound(self) -> tuple[Floats, float]:
+        """Return the logarithm of the longest physical time of each row, from measured ones, and the worst excess.
+
+        A computation at a clock takes at most its time at a higher one times the ratio of the clocks; if a measured row
+        took longer, others may too, by as much.
+        """
+        known, over = self.known, np.where(self.known, self.mean - self._x, np.inf)
+        before = np.minimum.accumulate(np.concatenate([np.full((len(over), 1), np.inf), over[:, :-1]], axis=1), axis=1)
+        bound = before + self._x
+        bound[:, 0] = self.mean[:, 0]
+        bounded = known[:, 1:]
+        excess = (self.mean - bound)[:, 1:][bounded]
+        worst = float(np.exp(excess.max(initial=0.0)))
+        return bound, worst
+
+    def _process(self, kind: int, rows: NDArray[np.int64], *, refit: bool) -> tuple[Floats, Floats]:
+        """Return mean and standard error of the log times of classes of one kind: a Gaussian process over the clock."""
+        known, x = self.known[rows], self._x
+        top = self.mean[rows, 0]
+        stage, clock = np.nonzero(known)
+        value = self.mean[rows][known] - top[stage] - _SLOPE * x[clock]
+        noise = self.noise**2 / self.count[rows][known]
+        if refit or kind not in self._scales:
+            found = [(self._improbable(x, stage, clock, value, noise, *each), each) for each in product(_BENDS, _STEPS)]
+            self._scales[kind] = min(found)[1]
+        scales = self._scales[kind]
+        root = np.linalg.cholesky(_covariance(x, stage, clock, stage, clock, *scales) + np.diag(noise))
+        every = np.repeat(np.arange(len(rows)), len(x)), np.tile(np.arange(len(x)), len(rows))
+        half = np.linalg.solve(root, _covariance(x, stage, clock, *every, *scales))
+        mean = half.T @ np.linalg.solve(root, value)
+        own = _variance(x[every[1]], *scales)
+        error = np.sqrt(np.maximum(own - (half**2).sum(axis=0), 1e-10))
+        shape = len(rows), len(x)
+        expected: Floats = top[:, None] + _SLOPE * x + mean.reshape(shape)
+        return expected, error.reshape(shape)
+
+    def _improbable(
+        self, x: Floats, stage: NDArray[np.int64], clock: NDArray[np.int64], value: Floats, noise: Floats,
+        bend: float, step: float,
+    ) -> float:  # fmt: skip
+        root = np.linalg.cholesky(_covariance(x, stage, clock, stage, clock, bend, step) + np.diag(noise))
+        missed = np.linalg.solve(root, value)
+        return float(np.log(np.diag(root)).sum() + 0.5 * missed @ missed)
+
+
+_USABLE = 0.006  #: the largest relative standard error of a row that was not measured and may be planned on
+
+
+def _covariance(
+    x: Floats,
+    stage: NDArray[np.int64],
+    clock: NDArray[np.int64],
+    other_stage: NDArray[np.int64],
+    other_clock: NDArray[np.int64],
+    bend: float,
+    step: float,
+) -> Floats:
+    """Return the covariance of log times, less the level of the top clock, between two lists of rows.
+
+    Stages share a line, Brownian bends and a step at each clock; each has a share of them for itself.
+    """
+    a, b = x[clock], x[other_clock]
+    same = stage[:, None] == other_stage
+    there = (clock[:, None] == other_clock) & (clock[:, None] > 0)
+    wave = bend**2 * np.minimum.outer(a, b) + step**2 * there
+    found: Floats = _SLOPE_DOUBT**2 * np.outer(a, b) + wave + same * (_OWN_SLOPE**2 * np.outer(a, b) + _OWN**2 * wave)
+    return found
+
+
+def _variance(x: Floats, bend: float, step: float) -> Floats:
+    wave = bend**2 * x + step**2 * (x > 0)
+    found: Floats = (_SLOPE_DOUBT**2 + _OWN_SLOPE**2) * x * x + (1 + _OWN**2) * wave
+    return found
