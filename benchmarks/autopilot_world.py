@@ -13,6 +13,7 @@ import heapq
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -66,7 +67,7 @@ class _Gpu:
 
 @dataclass(frozen=True)
 class Ran:
-    """An iteration that ran: its time, its true energy over all GPUs, what ranks observed, and most changes of a GPU."""
+    """An iteration that ran: its time, its true energy over all GPUs, what was observed, the most changes of a GPU."""
 
     time_s: float
     energy_j: float
@@ -105,7 +106,7 @@ class World:
             for other, lag_s in before:
                 self._successors[other].append((place, lag_s))
         for program in iteration.programs:
-            for earlier, later in zip(program, program[1:], strict=False):
+            for earlier, later in pairwise(program):
                 if all(other != earlier for other, _ in iteration.waits[later]):
                     self._successors[earlier].append((later, 0.0))
                     self._waits[later] += 1

@@ -97,7 +97,7 @@ class Autopilot:
         full = all(seen.version == 0 for seen in observations)
         if not self._learner.is_ready:
             limits = self.settings.slowdown, self.settings.max_slowdown, _BURST * time_s
-            self._ledger = (self._ledger or Ledger(time_s, *limits)).add(time_s, full_clocks=full)
+            self._ledger = (self._ledger or Ledger(time_s, *limits)).add(time_s, full_clocks=full, iteration=iteration)
             return
         costs = self._learner.costs()
         clean = not any(seen.throttled_s for seen in observations)
@@ -113,7 +113,9 @@ class Autopilot:
         limits = self.settings.slowdown, self.settings.max_slowdown, _BURST * reference_s
         ledger = self._ledger or Ledger(reference_s, *limits)
         count = 1 if abs(reference_s / ledger.reference_s - 1) > _CORRECTED else 0
-        self._ledger = ledger.add(time_s, full_clocks=full).corrected(reference_s, _BURST * reference_s, count)
+        self._ledger = ledger.add(time_s, full_clocks=full, iteration=iteration).corrected(
+            reference_s, _BURST * reference_s, count
+        )
 
     def decide(self, iteration: int) -> Decision:
         """Return what all ranks run in `iteration`, which is still ahead."""

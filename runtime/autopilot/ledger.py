@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from perseus_planner.errors import UsageError
-from perseus_planner.quantities import INDEX, TIME, WAIT, Rule, check_fields
+from perseus_planner.quantities import TIME, WAIT, Rule, check_fields
 
 _SLOWDOWN = Rule(float, False, "a slowdown: give the longest iteration as a multiple of one at full clocks, such as 1")
 _CREDIT = 4.0  #: the most that fast iterations earn for later ones, as a multiple of `burst_s`
@@ -33,8 +33,8 @@ class Ledger:
         max_slowdown: how much longer iterations may be on average, as a share of the reference.
         burst_s: how much may be owed, seconds.
         owed_s: what is owed now; negative for credit, of at most four bursts.
-        iterations: how many iterations were added.
-        recent: the last ones of them, up to 16: seconds, and whether it ran at full clocks.
+        last: the number of the iteration that was added last; -1 for none.
+        recent: the last ones that were added, up to 16: number, seconds, and whether it ran at full clocks.
 
     Raises:
         UsageError: If a number is out of range.
@@ -45,35 +45,39 @@ class Ledger:
     max_slowdown: float = 0.005
     burst_s: float = 0.0
     owed_s: float = 0.0
-    iterations: int = 0
-    recent: tuple[tuple[float, bool], ...] = ()
+    last: int = -1
+    recent: tuple[tuple[int, float, bool], ...] = ()
 
     def __post_init__(self) -> None:
-        rules = {"reference_s": TIME, "slowdown": _SLOWDOWN, "max_slowdown": WAIT, "burst_s": WAIT, "iterations": INDEX}
+        rules = {"reference_s": TIME, "slowdown": _SLOWDOWN, "max_slowdown": WAIT, "burst_s": WAIT}
         check_fields(self, rules, UsageError, "ledger, ")
         if self.slowdown < 1.0:
             raise UsageError(f"ledger, slowdown: {self.slowdown} is not {_SLOWDOWN.wanted} or more")
-        object.__setattr__(self, "recent", tuple((float(time_s), bool(full)) for time_s, full in self.recent))
+        object.__setattr__(
+            self, "recent", tuple((int(n), float(time_s), bool(full)) for n, time_s, full in self.recent)
+        )
 
     @property
     def is_overdrawn(self) -> bool:
         """Whether more is owed than the burst, so that the next iteration runs at full clocks."""
         return self.owed_s > self.burst_s
 
-    def add(self, time_s: float, *, full_clocks: bool = False) -> Ledger:
+    def add(self, time_s: float, *, full_clocks: bool = False, iteration: int | None = None) -> Ledger:
         """Return the ledger after one more iteration.
 
         Args:
             time_s: seconds that it took.
             full_clocks: whether all of it ran at full clocks.
+            iteration: its number; None for the next one.
         """
+        number = self.last + 1 if iteration is None else iteration
         share = self.slowdown + self.max_slowdown
         change_s = (1.0 - share) * time_s if full_clocks else time_s - share * self.reference_s
         return replace(
             self,
             owed_s=max(self.owed_s + change_s, -_CREDIT * self.burst_s),
-            iterations=self.iterations + 1,
-            recent=(*self.recent, (time_s, full_clocks))[-_RECENT:],
+            last=number,
+            recent=(*self.recent, (number, time_s, full_clocks))[-_RECENT:],
         )
 
     def renewed(self, terms: Ledger) -> Ledger:
@@ -82,14 +86,15 @@ class Ledger:
         A rank takes over the reference of `terms`, which is the better one, and what is owed by it.
 
         Args:
-            terms: a ledger to which the first iterations of this one were added, or all.
+            terms: a ledger of the first iterations of this one, or all. If it ends before what this one remembers, what
+                is owed stays.
         """
-        later = self.iterations - terms.iterations
-        if not 0 <= later <= len(self.recent):
-            return replace(terms, owed_s=self.owed_s, iterations=self.iterations, recent=self.recent)
+        later = [each for each in self.recent if each[0] > terms.last]
+        if len(later) == _RECENT:
+            return replace(terms, owed_s=max(self.owed_s, -_CREDIT * terms.burst_s), last=self.last, recent=self.recent)
         ledger = terms
-        for time_s, full_clocks in self.recent[len(self.recent) - later :]:
-            ledger = ledger.add(time_s, full_clocks=full_clocks)
+        for number, time_s, full_clocks in later:
+            ledger = ledger.add(time_s, full_clocks=full_clocks, iteration=number)
         return ledger
 
     def corrected(self, reference_s: float, burst_s: float, count: int) -> Ledger:
@@ -101,7 +106,7 @@ class Ledger:
             count: number of iterations; those of `recent` count.
         """
         owed_s, share = self.owed_s, self.slowdown + self.max_slowdown
-        for _, full_clocks in self.recent[max(0, len(self.recent) - count) :]:
+        for _, _, full_clocks in self.recent[max(0, len(self.recent) - count) :]:
             owed_s -= 0.0 if full_clocks else share * (reference_s - self.reference_s)
         return replace(self, reference_s=reference_s, burst_s=burst_s, owed_s=max(owed_s, -_CREDIT * burst_s))
 

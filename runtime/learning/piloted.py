@@ -69,7 +69,7 @@ class RankLedger:
         with self._lock:
             if self._ledger is not None and iteration > self._last:
                 self._last = iteration
-                self._ledger = self._ledger.add(time_s, full_clocks=full_clocks)
+                self._ledger = self._ledger.add(time_s, full_clocks=full_clocks, iteration=iteration)
 
 
 class PilotedRank:

@@ -61,7 +61,7 @@ def test_terms_of_iterations_that_are_forgotten_keep_what_is_owed():
     for _ in range(40):
         own = own.add(10.06)
     renewed = own.renewed(Ledger(11.0, burst_s=0.055).add(10.0))
-    assert (renewed.reference_s, renewed.owed_s, renewed.iterations) == (11.0, own.owed_s, 40)
+    assert (renewed.reference_s, renewed.owed_s, renewed.last) == (11.0, own.owed_s, 39)
 
 
 def test_a_reference_is_corrected_for_the_last_iterations():

@@ -118,8 +118,9 @@ def test_a_rank_whose_ledger_is_overdrawn_runs_the_next_iteration_at_full_clocks
     assert [each.program.decision for each in piloted.ended if each.program] == [0 if each else 1 for each in full]
 
 
-def test_a_newer_program_brings_terms_and_leaves_what_is_owed():
-    old, new = (Ledger(reference_s, max_slowdown=0.01, burst_s=0.02) for reference_s in (1.0, 2.0))
+def test_a_newer_program_brings_terms_that_count_the_iterations_before():
+    old = Ledger(1.0, max_slowdown=0.01, burst_s=0.02)
+    new = Ledger(2.0, max_slowdown=0.01, burst_s=0.02, owed_s=0.01, last=0)
     first, second = (
         Programs.program_of(programs([[[1200] * 6] * 2], ledger=ledger).dumps(), version, 0, 0, ORDERS)
         for version, ledger in enumerate((old, new), 2)
