@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from perseus_planner.errors import GpuError, UsageError
+from perseus_planner.runs.autopilot import AutopilotStatus
 from perseus_planner.runs.recording import RankFiles
 from perseus_planner.runtime.attachment import Reattachment
 from perseus_planner.runtime.autopilot.job import AutopilotSettings
@@ -17,7 +18,7 @@ from perseus_planner.runtime.hook import Hook
 from perseus_planner.runtime.job import JobWarnings, this_job, wait_for_others
 from perseus_planner.runtime.learning.part import LearningOptions, LearningRank
 from perseus_planner.runtime.learning.piloted import PilotedRank
-from perseus_planner.runtime.learning.programs import AutopilotProgram, AutopilotStatus, Programs
+from perseus_planner.runtime.learning.programs import AutopilotProgram, Programs
 from perseus_planner.runtime.learning.state import STATE_FILE
 from perseus_planner.runtime.marks import NO_REQUEST, HostMarks, Marks
 from perseus_planner.runtime.monitor import BackgroundThread, Monitor
@@ -232,6 +233,8 @@ def planner_runtime(
             learning = LearningRank.begin(
                 context, this, piloted, follower.agreement, warnings, options, dry_run=dry_run
             )
+            if learning.pilot is not None:
+                learning.pilot.on_status = telemetry.on_status
         hook = Hook(marks, piloted or follower, context.program)
         on_slow = on_straggling if link is None else link.on_straggling(on_straggling)
         on_counts = None if link is None else link.counted

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 
     from matplotlib.figure import Figure
 
+    from perseus_planner.runs.autopilot import AutopilotStatus
+    from perseus_planner.runs.run import Run
+
 #: the keys of `views.report.report.FIGURES`, which is not loaded for --help
 FIGURES = ("points", "timeline", "timeline-clock", "curves")
 
@@ -168,6 +171,8 @@ def _run_view(folder: Path) -> _View:
     from perseus_planner.views.traces import trace_run
 
     run = Run.load(folder)
+    if run.autopilot is not None and not run.versions:
+        return _unplanned_view(run, run.autopilot)
     summary = summarize_run(run)
 
     def draw() -> Figure:
@@ -177,3 +182,14 @@ def _run_view(folder: Path) -> _View:
         return draw_gantt(chart_run_beside_plan(run), summary.context.control)
 
     return _View(summary, run_text(summary), draw, lambda path: trace_run(run, path))
+
+
+def _unplanned_view(run: Run, status: AutopilotStatus) -> _View:
+    from perseus_planner.views.unplanned import summarize_unplanned, unplanned_text
+
+    summary = summarize_unplanned(run, status)
+
+    def draw() -> Figure:
+        raise UsageError(f"{run.folder}: was trained without a plan, so there is no figure of it; leave --plot out")
+
+    return _View(summary, unplanned_text(summary), draw, None)

@@ -4,6 +4,7 @@ Each start of the job, by its user or by torchrun, is an *attempt*: a sub-folder
 
     totals-3.csv                       rank 3: sums over iterations whose rows are gone, by attempt and plan
     attempt-20261122T133502/
+        autopilot.json                 what the autopilot knew last, if there was no plan
         plan-1.yaml                    a plan; plan-1-pipeline-0.yaml if each pipeline has its own
         iterations-3.csv               the last iterations of rank 3, a row for each
         iterations-3.old.csv           the rows before these, once there are many
@@ -31,6 +32,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from perseus_planner.errors import RunError
 from perseus_planner.files import replacing
+from perseus_planner.runs.autopilot import save_status
 from perseus_planner.runs.tables import COMPUTATIONS, ITERATIONS, TOTALS
 from perseus_planner.runs.totals import RankTotals
 
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
     from typing import BinaryIO
 
     from perseus_planner.plans.plan import Plan
+    from perseus_planner.runs.autopilot import AutopilotStatus
     from perseus_planner.runs.records import ComputationRecord, IterationRecord
 
 MAX_BYTES = 2**20
@@ -147,6 +150,11 @@ class RankFiles:
         while len(self._plans) > PLANS_KEPT:
             self._plans.pop(min(self._plans)).unlink(missing_ok=True)
 
+    def save_autopilot(self, status: AutopilotStatus) -> None:
+        """Replace what the autopilot knew last."""
+        self._path.mkdir(parents=True, exist_ok=True)
+        save_status(self._path, status)
+
     def close(self) -> None:
         """Close the file of rows, without the rows that were not written."""
         if self._file is not None:
@@ -160,8 +168,8 @@ class RankFiles:
                 with suppress(RunError):  # of damaged rows, which are left to be looked at
                     _add_up(self.folder, number, rank)
             if self._rank == 0:
-                for plan in path.glob("plan-*.yaml"):
-                    plan.unlink(missing_ok=True)
+                for file in (*path.glob("plan-*.yaml"), *path.glob("autopilot.json")):
+                    file.unlink(missing_ok=True)
             with suppress(OSError):  # other ranks still have files there
                 path.rmdir()
         self._totals = read_totals(self.folder, self._rank)

@@ -129,7 +129,8 @@ class IterationRecord(ChangeStatistics):
         planned_busy_s: Seconds of its computations by the measurements in the plan; None if it did not run as planned.
         energy_j: Joules of this rank's GPU from begin to end.
         baseline_j: Joules of a GPU with all clocks at maximum, by the profile, in an iteration that takes as long: the
-            mean over the GPUs of the pipeline. None if it did not run as planned.
+            mean over the GPUs of the pipeline. With the autopilot, the mean over the last iterations of this GPU that
+            ran so. None if it did not run as planned.
         temperature_c: Degrees Celsius at its end.
         throttled_s: Throttle reason -> seconds in which it held the GPU back, for the reasons that the GPU counts.
         deviation: What was not as planned; None if it ran as planned.

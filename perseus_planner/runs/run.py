@@ -17,6 +17,7 @@ from perseus_planner.errors import RunError
 from perseus_planner.files import reading
 from perseus_planner.plans.plan import Plan
 from perseus_planner.runs import recording
+from perseus_planner.runs.autopilot import AutopilotStatus, read_status
 from perseus_planner.runs.recording import attempt_of, attempt_path, attempts_in, plan_path, ranks_in, read_totals
 from perseus_planner.runs.tables import COMPUTATIONS, ITERATIONS, ends_whole
 from perseus_planner.runs.totals import Total, of_all_ranks
@@ -77,6 +78,7 @@ class Run(Displayable):
         ranks: The ranks of the attempt, in order.
         attempt: Number of the attempt.
         totals: What ran by each plan in each attempt, oldest first.
+        autopilot: What the autopilot knew last; None if the attempt was trained by plans.
     """
 
     folder: Path
@@ -84,6 +86,7 @@ class Run(Displayable):
     ranks: tuple[RankRecord, ...]
     attempt: int
     totals: tuple[Total, ...] = field(repr=False)
+    autopilot: AutopilotStatus | None = None
 
     @classmethod
     def load(cls, folder: str | os.PathLike[str]) -> Run:
@@ -111,7 +114,7 @@ class Run(Displayable):
             for match in filter(None, map(_PLAN.fullmatch, sorted(os.listdir(path))))
         }
         ranks = tuple(_rank(path, rank, found) for rank, found in rows[newest].items())
-        run = cls(folder, plans, ranks, newest, _totals(root, rows, only=attempt))
+        run = cls(folder, plans, ranks, newest, _totals(root, rows, only=attempt), read_status(path))
         run._check()
         return run
 
@@ -127,6 +130,20 @@ class Run(Displayable):
         oldest = min(kept) if len(kept) >= recording.PLANS_KEPT else 0
         found = {row.version for rank in self.ranks for row in rank.iterations if row.version is not None}
         return tuple(sorted(version for version in found if version >= oldest))
+
+    @property
+    def newest_version(self) -> int:
+        """Version of the newest plan that iterations ran by.
+
+        Raises:
+            RunError: If the attempt was trained without a plan.
+        """
+        if not self.versions:
+            raise RunError(
+                f"{self.folder}: was trained without a plan, so there is none beside which to see it; `planner show` "
+                "says what it learnt and saved"
+            )
+        return self.versions[-1]
 
     def plan(self, version: int, pipeline: int) -> Plan:
         """Return the plan of a version that a pipeline ran by.
@@ -156,7 +173,7 @@ class Run(Displayable):
         for number in range(numbers[-1]):
             if number not in numbers:
                 raise RunError(f"{self.folder}: has no iterations of rank {number}, but of other ranks; {_REMEDY}")
-        if not self.versions:
+        if not self.versions and self.autopilot is None:
             raise RunError(f"{self.folder}: no iteration has run by a plan; try again when one has")
         rank_counts = Counter((rank.pipeline, rank.pipeline_rank) for rank in self.ranks)
         for pipeline, _ in list(rank_counts):
@@ -186,7 +203,7 @@ def calibration_of(run: Run) -> MeasuredIteration:
     Raises:
         RunError: If no iteration counts.
     """
-    version = run.versions[-1]
+    version = run.newest_version
     time_s = run.time_s(version)
     if time_s is None:
         raise RunError(

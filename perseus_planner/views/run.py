@@ -149,7 +149,7 @@ class RunSummary:
 
 def summarize_run(run: Run) -> RunSummary:
     """Summarize a run."""
-    version = max((each for each in run.versions if run.time_s(each) is not None), default=run.versions[-1])
+    version = max((each for each in run.versions if run.time_s(each) is not None), default=run.newest_version)
     plan = run.plan(version, next(rank.pipeline for rank in run.ranks if rank.iterations_by(version)))
     origins = {rank.iterations[-1].origin for rank in run.ranks}
     return RunSummary(

@@ -15,7 +15,7 @@ from perseus_planner.views.columns import Sheet, column, numbers, table
 from perseus_planner.views.context import ALL_MAXIMUM, pipeline_text
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from perseus_planner.views.run import Deviation, RankOfRun, RunSummary
 
@@ -51,7 +51,7 @@ def run_text(summary: RunSummary) -> str:
         "the request until\nthe clock was set.",
         *_deviations_text(summary.deviations),
         *_cut_off_text(summary.cut_off),
-        _totals_text(summary),
+        totals_text(summary.totals, summary.total, ALL_MAXIMUM),
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -133,18 +133,17 @@ def _cut_off_text(ranks: tuple[int, ...]) -> Iterator[str]:
         yield f"Not counted: the last row of rank{'s' * (len(ranks) > 1)} {_listed(ranks)}, which was cut off."
 
 
-def _totals_text(summary: RunSummary) -> str:
-    """Return a table of what each attempt ran and saved, with their sum at the end."""
-    attempts = [reduce(Total.plus, totals) for _, totals in groupby(summary.totals, key=lambda each: each.attempt)]
+def totals_text(totals: Sequence[Total], total: Total, baseline: str) -> str:
+    """Return a table of what each attempt ran and saved against the baseline, with their sum at the end."""
+    attempts = [reduce(Total.plus, group) for _, group in groupby(totals, key=lambda each: each.attempt)]
     shown = attempts[-_MOST_ATTEMPTS:]
     if (older := attempts[:-_MOST_ATTEMPTS]) != []:
         shown.insert(0, reduce(Total.plus, older))
     names = ["older" if each.attempt == 0 else attempt_path(Path(), each.attempt).name for each in shown]
-    total = summary.total
     if len(shown) > 1:
         names, shown = [*names, "all"], [*shown, total]
     lines = [
-        f"All attempts, energy {total.origin or 'unknown'}, saved against {ALL_MAXIMUM} in as much time:\n",
+        f"All attempts, energy {total.origin or 'unknown'}, saved against {baseline} in as much time:\n",
         table(
             [
                 ["attempt", *names],

@@ -13,13 +13,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from perseus_planner.runs.autopilot import AutopilotStatus
 from perseus_planner.runtime.controller.backoff import Backoff
 from perseus_planner.runtime.learning.frames import iteration_of
 from perseus_planner.runtime.learning.job_messages import JobDescription, observed_message
 from perseus_planner.runtime.learning.messages import JOB, LOG, OBSERVED, PROGRAMS, STATUS, WARNING
 from perseus_planner.runtime.learning.observer import observed_key, rank_key
 from perseus_planner.runtime.learning.process import AutopilotProcess
-from perseus_planner.runtime.learning.programs import AutopilotStatus
 from perseus_planner.runtime.switching.shared_state import read
 
 if TYPE_CHECKING:

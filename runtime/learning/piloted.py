@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from perseus_planner.runtime.learning.programs import AutopilotProgram, order_number, order_of
@@ -45,6 +45,7 @@ class RankLedger:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._ledger: Ledger | None = None
+        self._terms: Ledger | None = None  #: taken last
         self._last = -1  #: iteration that was added last
 
     @property
@@ -59,10 +60,11 @@ class RankLedger:
         return ledger is not None and ledger.is_overdrawn
 
     def renew(self, ledger: Ledger | None) -> None:
-        """Take reference and limits; what is owed stays."""
-        if ledger is not None:
+        """Take reference, limits, and what is owed at the autopilot; what this rank has run since is added."""
+        if ledger is not None and ledger is not self._terms:
             with self._lock:
-                self._ledger = replace(ledger, owed_s=0.0) if self._ledger is None else self._ledger.renewed(ledger)
+                self._terms = ledger
+                self._ledger = ledger if self._ledger is None else self._ledger.renewed(ledger)
 
     def add(self, iteration: int, time_s: float, *, full_clocks: bool) -> None:
         """Add an iteration that ran by a program, unless it was added before."""

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from perseus_planner.errors import PlannerError, UsageError
+from perseus_planner.runs.autopilot import AutopilotStatus
 from perseus_planner.runtime.autopilot import Autopilot, AutopilotJob, AutopilotSettings
 from perseus_planner.runtime.learning.job_messages import JobDescription, read_observed
 from perseus_planner.runtime.learning.messages import JOB, LOG, OBSERVED, PROGRAMS, STATUS, WARNING, Message
-from perseus_planner.runtime.learning.programs import AutopilotStatus, Programs, order_number, order_of
+from perseus_planner.runtime.learning.programs import Programs, order_number, order_of
 from perseus_planner.runtime.learning.state import State
 from perseus_planner.schedules import Schedule, check_pipeline
 from perseus_planner.schedules.pipeline import pipeline_iteration
@@ -42,7 +43,7 @@ class Planner:
         self._job: JobDescription | None = None
         self._autopilot: Autopilot | None = None
         self._orders: tuple[int, ...] = ()
-        self._step_s = COUNTER_STEP_S
+        self._step_s, self._origin = COUNTER_STEP_S, "measured"
         self._state = State(None)
         self._sent: tuple[Any, ...] | None = None
         self._logged_s, self._logged_phase = -LOG_S, ""
@@ -81,7 +82,7 @@ class Planner:
         if self._autopilot is None:
             return None
         try:
-            return self._autopilot.learned()
+            return replace(self._autopilot.learned(), origin=self._origin)
         except PlannerError:  # nothing is known yet
             return None
 
@@ -112,6 +113,7 @@ class Planner:
             return [(WARNING, text.encode()), (STATUS, json.dumps(asdict(AutopilotStatus("stopped"))).encode())]
         self._job, self._sent = job, None
         self._orders = tuple(map(order_number, ranks))
+        self._origin = origin
         self._step_s = COUNTER_STEP_S if origin == "measured" else 0.0
         return [(LOG, note.encode()) for note in notes]
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from perseus_planner.errors import PlanError, PlannerError
 from perseus_planner.profiles.clock_changes import changes_per_rank, with_fewer_changes
+from perseus_planner.runs.autopilot import AutopilotStatus
 from perseus_planner.runtime.autopilot.ledger import Ledger
 from perseus_planner.schedules import Computation
 
@@ -19,43 +20,6 @@ if TYPE_CHECKING:
 
 Clocks = tuple[tuple[int, ...], ...]
 """The clock of each computation, for each rank of a pipeline."""
-
-
-@dataclass(frozen=True)
-class AutopilotStatus:
-    """What the autopilot knew when it made the program that a rank runs.
-
-    Attributes:
-        phase: "watching" until the first program; then as `Decision.phase`: "reference", "learning", "following",
-            "audit" or "paying"; "stopped" if the autopilot cannot go on.
-        iteration: The iteration that the program was made for; -1 before the first.
-        reference_s: Seconds of an iteration at full clocks; None while that is not known.
-        saving: Energy saved, as a share of that of an iteration at full clocks; None while that is not known.
-        saving_stderr: Its standard error.
-        owed_s: Seconds that the ledger owes; negative for credit.
-        burst_s: Seconds that it may owe.
-        trials: Number of operating points that the iteration tries.
-        unknown: Number of operating points that a plan might use and that were not measured yet.
-    """
-
-    phase: str = "watching"
-    iteration: int = -1
-    reference_s: float | None = None
-    saving: float | None = None
-    saving_stderr: float | None = None
-    owed_s: float = 0.0
-    burst_s: float = 0.0
-    trials: int = 0
-    unknown: int = 0
-
-    def __str__(self) -> str:
-        if self.reference_s is None or self.saving is None:
-            return self.phase
-        error = "" if self.saving_stderr is None else f" ± {100 * self.saving_stderr:.1f}"
-        return (
-            f"{self.phase}, saving {100 * self.saving:.1f}{error} % of the energy at full clocks, "
-            f"{self.owed_s:+.3f} s on the ledger, {self.trials} trials, {self.unknown} points unknown"
-        )
 
 
 def order_number(order: Iterable[tuple[int, str, int]]) -> int:

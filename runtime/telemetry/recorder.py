@@ -10,6 +10,7 @@ from perseus_planner.errors import PlannerError
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from perseus_planner.runs.autopilot import AutopilotStatus
     from perseus_planner.runs.recording import RankFiles
     from perseus_planner.runs.records import ComputationRecord, IterationRecord
     from perseus_planner.runtime.hook import RankProgram
@@ -46,6 +47,7 @@ class RunRecorder:
         self._writes_plans, self._own_plans = writes_plans, own_plans
         self._version = 0  #: of the plan that was written last
         self._period: int | None = None
+        self._status: AutopilotStatus | None = None  #: not written yet
         self._write_s = now_s()  #: when rows are written next; the first one at once
 
     def add(
@@ -64,17 +66,28 @@ class RunRecorder:
             self._replace_computations(computations)
         self._period = period
 
+    def take_status(self, status: AutopilotStatus) -> None:
+        """Take what the autopilot knows, which is written with the next rows."""
+        self._status = status
+
     def write_if_due(self) -> None:
         """Write the rows that wait, every few seconds."""
         if self._now_s() >= self._write_s and self._files is not None and self._files.has_rows:
             self._do(lambda files: files.write())
+            self._write_status()
             self._write_s = self._now_s() + WRITTEN_AFTER_S
 
     def close(self, computations: Sequence[ComputationRecord]) -> None:
         """Write everything that is left."""
         self._do(lambda files: files.write())
+        self._write_status()
         self._replace_computations(computations)
         self._do(lambda files: files.close())
+
+    def _write_status(self) -> None:
+        status, self._status = self._status, None
+        if status is not None:
+            self._do(lambda files: files.save_autopilot(status))
 
     def _replace_computations(self, computations: Sequence[ComputationRecord]) -> None:
         if computations:

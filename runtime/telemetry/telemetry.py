@@ -10,11 +10,13 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
+from statistics import fmean
 from typing import TYPE_CHECKING
 
 from perseus_planner.runs.matching import ClockSample, SetCall, match_changes
 from perseus_planner.runs.records import ChangeStatistics, ComputationRecord, IterationRecord
 from perseus_planner.runtime.controller.protocol import AttachReply, ControlChange, GpuSample, ToRank
+from perseus_planner.runtime.learning.programs import AutopilotProgram
 from perseus_planner.runtime.telemetry.counters import Counts, IterationCounter, is_pause
 from perseus_planner.runtime.telemetry.recorder import RunRecorder
 from perseus_planner.runtime.telemetry.samples import GpuSamples
@@ -22,12 +24,14 @@ from perseus_planner.runtime.telemetry.samples import GpuSamples
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
+    from perseus_planner.runs.autopilot import AutopilotStatus
     from perseus_planner.runs.recording import RankFiles
     from perseus_planner.runtime.engines.engine import PipelineRank
     from perseus_planner.runtime.hook import RankProgram
     from perseus_planner.runtime.marks import IterationTimes
 
 _PATIENCE = 4  #: iterations that may wait for a sample
+_FULL = 32  #: iterations at full clocks with which those of the autopilot are compared
 _KEPT = 8  #: iterations whose computations are kept
 _MAX_CHANGES = 20_000  #: clock changes that are kept
 _UNCLOCKED = "it ran without clocks, because the iteration before was not as planned"
@@ -87,6 +91,8 @@ class Telemetry:
         self._since_epoch_ns = offset_ns()
         # Of the previous iteration:
         self._program: RankProgram | None = None
+        self._is_at_full_clocks = False
+        self._at_full_j: deque[float] = deque(maxlen=_FULL)  #: energies of the last iterations at full clocks
         self._has_deviated = False  #: whether the engine ran something that is not in the program
         self._requested_ns = 0  #: when the first clock of the next iteration was requested
         self._end_ns: int | None = None
@@ -105,6 +111,11 @@ class Telemetry:
     def counts(self) -> tuple[Counts, ...]:
         """What was counted since training began, at a few of the last iterations; may be read by any thread."""
         return self._counter.checkpoints
+
+    def on_status(self, status: AutopilotStatus) -> None:
+        """Record what the autopilot knows; called on rank 0."""
+        if self._recorder is not None:
+            self._recorder.take_status(status)
 
     def on_end(self, iteration: int, program: RankProgram | None, deviation: str | None) -> None:
         """See `ProgramSource.on_end`."""
@@ -210,22 +221,28 @@ class Telemetry:
     ) -> IterationRecord:
         after = self._samples.first_after(times.end_ns)
         planned_s = baseline_j = None
+        energy_j = self._samples.energy_j(times.begin_ns, times.end_ns)
         plan = None if program is None else program.plan
         if plan is not None and deviation is None:
             gpus = len(plan.schedule.ranks) * plan.gpus_per_stage
             baseline_j = plan.baseline_j((times.end_ns - times.begin_ns) / 1e9) / gpus
             planned_s = math.fsum(plan.measurement(each.computation).time_s for each in computations)
+        elif isinstance(program, AutopilotProgram) and deviation is None:
+            if program.decision == 0 and self._is_at_full_clocks and energy_j is not None:
+                self._at_full_j.append(energy_j)
+            self._is_at_full_clocks = program.decision == 0
+            baseline_j = fmean(self._at_full_j) if self._at_full_j else None
         return IterationRecord(
             **vars(ChangeStatistics.of(computations)),
             iteration=times.number,
-            version=None if program is None else program.version,
+            version=None if program is None or plan is None else program.version,
             pipeline=self._pipeline,
             pipeline_rank=self._pipeline_rank,
             begin_s=self._epoch_s(times.begin_ns),
             end_s=self._epoch_s(times.end_ns),
             busy_s=sum(end_ns - begin_ns for begin_ns, end_ns in times.spans_ns) / 1e9,
             planned_busy_s=planned_s,
-            energy_j=self._samples.energy_j(times.begin_ns, times.end_ns),
+            energy_j=energy_j,
             baseline_j=baseline_j,
             temperature_c=None if after is None else after.temperature_c,
             throttled_s=self._samples.throttled_s(times.begin_ns, times.end_ns),

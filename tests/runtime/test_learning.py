@@ -19,6 +19,7 @@ from torch.distributed import HashStore
 
 from perseus_planner import Profile
 from perseus_planner.errors import PlanError
+from perseus_planner.runs.autopilot import AutopilotStatus
 from perseus_planner.runtime.autopilot import ComputationObservation, Ledger
 from perseus_planner.runtime.controller.protocol import ControlChange, GpuSample
 from perseus_planner.runtime.hook import Hook, RankProgram
@@ -29,7 +30,7 @@ from perseus_planner.runtime.learning.observer import SETTLE_NS, ObservedGpu, Ob
 from perseus_planner.runtime.learning.pilot import Places
 from perseus_planner.runtime.learning.piloted import PilotedRank
 from perseus_planner.runtime.learning.planner import Planner
-from perseus_planner.runtime.learning.programs import AutopilotStatus, Programs, order_number
+from perseus_planner.runtime.learning.programs import Programs, order_number
 from perseus_planner.runtime.marks import NO_REQUEST, HostMarks, IterationTimes, parse_clock_request
 from perseus_planner.schedules import Computation, one_f_one_b
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from commands import run
 from launching import results_of
 
 from perseus_planner import Profile
@@ -31,7 +33,15 @@ def test_training_learns_what_clocks_cost_and_its_results_stay_the_same(engine: 
         assert "reference" in result["phases"]
         assert result["warnings"] == []
         assert result["state"]
-    profile = Profile.load(tmp_path / "autopilot.yaml")
-    assert profile.gpu == "simulated a100-sxm slower=300000"
+    profile = Profile.load(tmp_path / "run" / "autopilot.yaml")
+    assert profile.origin == "simulated"
+    assert profile.gpu == "simulated a100-sxm slower=1000000"
     assert max(map(len, profile.measurements.values())) > 1
     assert all(row.evidence is not None for rows in profile.measurements.values() for row in rows)
+    shown = run(f"show {tmp_path / 'run'}")
+    assert "Run of 2 ranks without a plan." in shown.stdout, shown.stderr
+    assert "energy simulated, saved against the last iterations at full clocks" in shown.stdout
+    status = json.loads(run(f"show {tmp_path / 'run'} --json").stdout)["autopilot"]
+    assert status["reference_s"] > 0.0
+    refused = run(f"calibrate {tmp_path / 'run' / 'autopilot.yaml'} {tmp_path / 'run'}")
+    assert "was trained without a plan" in refused.stderr

@@ -18,7 +18,7 @@ from perseus_planner.runtime import planner_runtime
 from perseus_planner.runtime.emulation import emulate
 from perseus_planner.runtime.learning.programs import AutopilotProgram
 
-GPU = "emulated:a100-sxm?slower=300000&call=1ms"
+GPU = "emulated:a100-sxm?slower=1000000&call=1ms"
 TRIED = 4  #: iterations by programs with other clocks than the highest
 MADE = {"torch": torch_pipeline, "deepspeed": deepspeed_pipeline}
 
@@ -32,7 +32,7 @@ def learns(state: str, name: str) -> None:
         result["equal"] = len(losses) == len(expected) and all(map(torch.equal, losses, expected))
         result["phases"] = phases
         result["warnings"] = warning_log.taken()
-        result["state"] = os.path.exists("autopilot.yaml")
+        result["state"] = os.path.exists("run/autopilot.yaml")
 
 
 def _trained(name: str, *, with_autopilot: bool, iterations: int = 0) -> tuple[list[Any], list[str], int]:
@@ -40,7 +40,7 @@ def _trained(name: str, *, with_autopilot: bool, iterations: int = 0) -> tuple[l
     engine, step, modules = MADE[name]()
     losses, phases = list[Any](), list[str]()
     with emulate(engine, GPU) as gpu:
-        with planner_runtime(engine, gpu=GPU) if with_autopilot else nullcontext() as runtime:
+        with planner_runtime(engine, gpu=GPU, record="run") if with_autopilot else nullcontext() as runtime:
             deadline_s, tried = time.monotonic() + LONG_S, 0
             for number in count():
                 losses += [each.detach().clone() for each in step() or ()]

@@ -1,0 +1,80 @@
+"""What the autopilot of a training without a plan knows, and the file in which a run keeps the last of it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+from perseus_planner.errors import RunError
+from perseus_planner.files import reading, replacing
+from perseus_planner.strict_json import read_fields
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+_NAME = "autopilot.json"
+
+
+@dataclass(frozen=True)
+class AutopilotStatus:
+    """What the autopilot knew when it made a program.
+
+    Attributes:
+        phase: "watching" until the first program; then "reference", "learning", "following",
+            "audit" or "paying"; "stopped" if the autopilot cannot go on.
+        iteration: The iteration that the program was made for; -1 before the first.
+        reference_s: Seconds of an iteration at full clocks; None while that is not known.
+        saving: Energy saved, as a share of that of an iteration at full clocks; None while that is not known.
+        saving_stderr: Its standard error.
+        owed_s: Seconds that the ledger owes; negative for credit.
+        burst_s: Seconds that it may owe.
+        trials: Number of operating points that the iteration tries.
+        unknown: Number of operating points that a plan might use and that were not measured yet.
+    """
+
+    phase: str = "watching"
+    iteration: int = -1
+    reference_s: float | None = None
+    saving: float | None = None
+    saving_stderr: float | None = None
+    owed_s: float = 0.0
+    burst_s: float = 0.0
+    trials: int = 0
+    unknown: int = 0
+
+    def __str__(self) -> str:
+        if self.reference_s is None or self.saving is None:
+            return self.phase
+        error = "" if self.saving_stderr is None else f" ± {100 * self.saving_stderr:.1f}"
+        return (
+            f"{self.phase}, saving {100 * self.saving:.1f}{error} % of the energy at full clocks, "
+            f"{self.owed_s:+.3f} s on the ledger, {self.trials} trials, {self.unknown} points unknown"
+        )
+
+
+def save_status(attempt: Path, status: AutopilotStatus) -> None:
+    """Replace the status in the folder of an attempt.
+
+    Raises:
+        OSError: If it cannot be written.
+    """
+    with replacing(attempt / _NAME) as file:
+        file.write(json.dumps(asdict(status), indent=1).encode() + b"\n")
+
+
+def read_status(attempt: Path) -> AutopilotStatus | None:
+    """Return the status in the folder of an attempt; None if it was trained by plans.
+
+    Raises:
+        RunError: If the file is damaged.
+    """
+    path = attempt / _NAME
+    if not path.exists():
+        return None
+    with reading(path, RunError):
+        text = path.read_text()
+    try:
+        return read_fields(AutopilotStatus, json.loads(text))
+    except ValueError as error:
+        raise RunError(f"{path}: is damaged: {error}; remove it to see the rest of the run") from error
