@@ -29,6 +29,7 @@ from perseus_planner.runtime.telemetry.telemetry import Telemetry
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from contextlib import AbstractContextManager
 
     from perseus_planner.plans.plan import Plan
     from perseus_planner.runs import IterationRecord
@@ -93,6 +94,14 @@ class Runtime:
         """The last iterations of this rank, as measured."""
         return self._telemetry.iterations
 
+    def iteration(self) -> AbstractContextManager[None]:
+        """Run one training iteration inside the block: for training without an engine, which needs no call else.
+
+        Raises:
+            UsageError: If the runtime was given an engine, which shows its iterations by itself.
+        """
+        raise UsageError("the engine shows its iterations by itself; leave out runtime.iteration()")
+
     def switch_to(self, plan: GivenPlan) -> Proposal:
         """Move all ranks of all pipelines to another plan, at the same iteration; call it on any one rank.
 
@@ -118,7 +127,7 @@ class Runtime:
 
 @contextmanager
 def planner_runtime(
-    engine: Any,
+    engine: Any = None,
     *,
     plan: GivenPlan | None = None,
     gpu: str = "cuda",
@@ -148,7 +157,8 @@ def planner_runtime(
 
     Args:
         engine: A DeepSpeed PipelineEngine; a Megatron-core model, or the list of its chunks; or a schedule of
-            torch.distributed.pipelining.
+            torch.distributed.pipelining. None for training without a pipeline: all GPUs then get one clock for the
+            whole iteration, and each is to run inside `with runtime.iteration():`.
         plan: A plan or its file for all pipelines, or one for each pipeline by its number; None for the autopilot. The
             plan of rank 0 counts and is sent to all ranks.
         gpu: GPU of each rank, as for `open_gpu`, or only a back-end: "cuda", "nvml", "zeusd", "command".
@@ -181,6 +191,10 @@ def planner_runtime(
         FrontierError: If the frontier cannot be read.
         RankError: If another rank has refused; names the rank and its reason.
     """
+    if engine is None:
+        with _without_engine(gpu, plan, dry_run=dry_run, slowdown=slowdown, max_slowdown=max_slowdown) as iterations:
+            yield iterations
+        return
     this, process = this_job(), os.getpid()
     if plan is None and service is not None:
         raise UsageError("service= needs plan=, a plan to begin with; leave it out to have the autopilot plan")
@@ -259,6 +273,16 @@ def planner_runtime(
                 wait_for_others(this, "training", this.ranks, end_s)
                 if link is not None:
                     link.close()
+
+
+def _without_engine(
+    gpu: str, plan: GivenPlan | None, *, dry_run: bool, slowdown: float, max_slowdown: float
+) -> AbstractContextManager[Runtime]:
+    from perseus_planner.runtime.whole.session import training_device, whole_iterations
+
+    if plan is not None:
+        raise UsageError("plan= is for pipelines; give planner_runtime the engine that runs it, or leave out the plan")
+    return whole_iterations(gpu, training_device(), dry_run=dry_run, slowdown=slowdown, max_slowdown=max_slowdown)
 
 
 def _service_link(

@@ -1,4 +1,7 @@
-"""Wraps the calls by which engines train, so that `training.begin` is called before each."""
+"""Wraps the calls by which engines train, so that `training.begin` is called before each.
+
+Optimizers have a hook of their own after each step, which calls `training.stepped`.
+"""
 
 from __future__ import annotations
 
@@ -72,8 +75,18 @@ def _forward_backward(original: Callable[..., Any]) -> Callable[..., Any]:
     return forward_backward
 
 
+def _wrap_optimizers(module: Any) -> None:
+    def stepped(optimizer: Any, *_: Any) -> None:
+        from perseus_planner.runtime.unmodified.training import stepped
+
+        stepped(optimizer)
+
+    module.register_optimizer_step_post_hook(stepped)
+
+
 _WRAP = {
     "deepspeed.runtime.pipe.engine": _wrap_deepspeed,
     "torch.distributed.pipelining.schedules": _wrap_torch,
     "megatron.core.pipeline_parallel.schedules": _wrap_megatron,
+    "torch.optim.optimizer": _wrap_optimizers,
 }

@@ -11,23 +11,32 @@ import logging
 import operator
 import os
 import sys
+import weakref
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from perseus_planner.training.engine_kinds import megatron_chunks
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
+
+    from perseus_planner.runtime.whole.session import IterationRuntime
+
+_MOST_STEPS = 100
+"""So many steps of other optimizers mean that the first one no longer trains."""
 
 _LOG = logging.getLogger("perseus_planner.runtime")
 
 
 class UnmodifiedTraining:
-    """The training of this process, in which one engine has the runtime."""
+    """The training of this process, in which one engine has the runtime; or one optimizer, if no engine trains."""
 
     def __init__(self) -> None:
-        self._process: int | None = None  #: that has called `begin`
+        self._process: int | None = None  #: that has trained
         self._parts: Sequence[Any] = ()  #: of the engine that has the runtime
+        self._iterations: IterationRuntime | None = None  #: without an engine
+        self._optimizer: Callable[[], Any] = lambda: None  #: whose steps end the iterations
+        self._steps = 0  #: of other optimizers since
         self._runtime = ExitStack()
 
     def begin(self, engine: Any) -> bool:
@@ -39,34 +48,69 @@ class UnmodifiedTraining:
             engine: As for `planner_runtime`.
         """
         parts = megatron_chunks(engine)
-        if self._process is None:
-            self._process = os.getpid()
-            return self._attach(engine, parts)
+        if self._process is None or (self._iterations is not None and self._process == os.getpid()):
+            self._runtime.close()
+            self._iterations = None
+            if self._attach(engine) is not None:
+                self._parts = parts
+            return bool(self._parts)
         if self._parts and self._process == os.getpid() and not _are_same(parts, self._parts):
             self._parts = ()
             self._runtime.close()
             _say(f"a second {type(engine).__name__} trains in this process, and only one can be planned")
         return False  # also in a process that was forked from one that trains
 
-    def _attach(self, engine: Any, parts: Sequence[Any]) -> bool:
+    def stepped(self, optimizer: Any) -> None:
+        """End an iteration of training without an engine: the optimizer has made a step."""
+        if self._process is None:
+            if _is_on_a_gpu(optimizer):
+                self._iterations = self._attach(None)
+        elif self._iterations is None or self._process != os.getpid():
+            return
+        if self._iterations is None:
+            return
+        followed = self._optimizer()
+        if followed is None:
+            self._optimizer = weakref.ref(optimizer)
+        elif followed is not optimizer:
+            self._steps += 1
+            if self._steps > _MOST_STEPS:
+                self._iterations = None
+                self._runtime.close()
+                _say("another optimizer trains instead of the first one, so that iterations cannot be told apart")
+            return
+        self._steps = 0
+        self._iterations.end_iteration()
+
+    def _attach(self, engine: Any) -> Any:
+        """Enter the runtime; return it, or None if it cannot be entered."""
+        self._process = os.getpid()
         try:
             from perseus_planner.runtime import planner_runtime
             from perseus_planner.runtime.unmodified.options import read_options
 
             _show_log()
-            self._runtime.enter_context(planner_runtime(engine, **read_options(os.environ)))
+            runtime = self._runtime.enter_context(planner_runtime(engine, **read_options(os.environ)))
         except Exception as error:
             _say(str(error) or repr(error))
-            return False
-        self._parts = parts
+            return None
         atexit.register(self._end)
-        return True
+        return runtime
 
     def _end(self) -> None:
         """Detach the runtime at the end of the process; a forked process leaves that to its parent."""
         if self._process == os.getpid():
             error = getattr(sys, "last_value", None)  # what ends this process, if it is an exception
             self._runtime.__exit__(type(error) if error else None, error, error.__traceback__ if error else None)
+
+
+def _is_on_a_gpu(optimizer: Any) -> bool:
+    """Whether an optimizer without a pipeline is to be followed: no plan is given, and a GPU computes for it."""
+    if os.environ.get("PLANNER_PLAN"):
+        return False
+    if os.environ.get("PLANNER_GPU", "").removeprefix("dry-run:").startswith(("emulated:", "simulated:")):
+        return True
+    return any(each.device.type == "cuda" for group in optimizer.param_groups for each in group["params"][:1])
 
 
 def _show_log() -> None:
@@ -86,4 +130,5 @@ def _say(problem: str) -> None:
         _LOG.warning("planner: %s; training goes on without the planner", problem)
 
 
-begin = UnmodifiedTraining().begin
+_TRAINING = UnmodifiedTraining()
+begin, stepped = _TRAINING.begin, _TRAINING.stepped

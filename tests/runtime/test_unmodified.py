@@ -139,11 +139,18 @@ def test_a_plan_that_does_not_fit_is_said_once_and_training_goes_on(folder: Path
     assert results(folder, 1) == forked(folder, "torch", 1)
 
 
+@pytest.mark.parametrize(
+    ("engine", "plan"),
+    [
+        pytest.param("torch", ["--plan", "plan-1.yaml"], id="a pipeline"),
+        pytest.param("single", [], id="an optimizer without a pipeline"),
+    ],
+)
 @pytest.mark.timeout(200)
-def test_a_module_that_is_terminated_leaves_no_clock(folder: Path):
+def test_a_module_that_is_terminated_leaves_no_clock(engine: str, plan: Sequence[str], folder: Path):
     job = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "PYTHONPATH": str(SUPPORT)}
-    script = [sys.executable, "-m", "plain_training", "torch", str(folder), "1000000"]
-    command = [*PLANNER, "--plan", "plan-1.yaml", "--gpu", GPU, "--", *script]
+    script = [sys.executable, "-m", "plain_training", engine, str(folder), "1000000"]
+    command = [*PLANNER, *plan, "--gpu", GPU, "--", *script]
     with closing(open_emulated("a100-sxm/0?call=0")) as gpu:
         process = started(command, folder, **job, MASTER_PORT=str(free_port()))
         try:
@@ -251,16 +258,19 @@ class CountedRuntime:
 
     def __init__(self) -> None:
         self.entered: list[tuple[Any, dict[str, Any]]] = []
-        self.left = 0
+        self.left = self.iterations = 0
         self.refusal: Exception | None = None
 
     @contextmanager
-    def __call__(self, engine: Any, **options: Any) -> Iterator[None]:
+    def __call__(self, engine: Any, **options: Any) -> Iterator[CountedRuntime]:
         if self.refusal is not None:
             raise self.refusal
         self.entered.append((engine, options))
-        yield
+        yield self
         self.left += 1
+
+    def end_iteration(self) -> None:
+        self.iterations += 1
 
 
 @pytest.fixture
@@ -325,9 +335,9 @@ def test_the_runtime_is_left_with_the_exception_that_ends_the_process(
     seen: list[BaseException] = []
 
     @contextmanager
-    def watched(engine: Any, **_: Any) -> Iterator[None]:
+    def watched(engine: Any, **_: Any) -> Iterator[int]:
         try:
-            yield
+            yield 1
         except ArithmeticError as error:
             seen.append(error)
             raise
@@ -338,3 +348,67 @@ def test_the_runtime_is_left_with_the_exception_that_ends_the_process(
     monkeypatch.setattr(sys, "last_value", error, raising=False)
     training._end()
     assert seen == [error]
+
+
+class Optimizer:
+    """Has parameters on a device."""
+
+    def __init__(self, device: str = "cuda") -> None:
+        self.param_groups = [{"params": [SimpleNamespace(device=SimpleNamespace(type=device))]}]
+
+
+@pytest.fixture
+def stepping(counted: CountedRuntime, monkeypatch: pytest.MonkeyPatch) -> CountedRuntime:
+    monkeypatch.delenv("PLANNER_PLAN")
+    return counted
+
+
+def test_without_a_pipeline_the_steps_of_the_first_optimizer_are_iterations(stepping: CountedRuntime):
+    training, first, second = UnmodifiedTraining(), Optimizer(), Optimizer()
+    for optimizer in (first, second, first, second, first):
+        training.stepped(optimizer)
+    assert [engine for engine, _ in stepping.entered] == [None]
+    assert stepping.iterations == 3
+    del first, optimizer
+    training.stepped(second)  # takes the place of one that is gone
+    assert stepping.iterations == 4
+
+
+def test_an_optimizer_that_trains_instead_of_the_first_ends_the_runtime(
+    stepping: CountedRuntime, caplog: pytest.LogCaptureFixture
+):
+    training, first, second = UnmodifiedTraining(), Optimizer(), Optimizer()
+    training.stepped(first)
+    for _ in range(300):
+        training.stepped(second)
+    assert (stepping.iterations, stepping.left, len(stepping.entered), len(caplog.messages)) == (1, 1, 1, 1)
+
+
+def test_the_optimizer_of_a_pipeline_is_not_followed(stepping: CountedRuntime):
+    training, engine, optimizer = UnmodifiedTraining(), SimpleNamespace(), Optimizer()
+    training.begin(engine)
+    training.stepped(optimizer)
+    assert ([each for each, _ in stepping.entered], stepping.iterations) == ([engine], 0)
+
+
+def test_a_pipeline_that_trains_later_takes_the_place_of_the_optimizer(stepping: CountedRuntime):
+    training, engine, optimizer = UnmodifiedTraining(), SimpleNamespace(), Optimizer()
+    training.stepped(optimizer)
+    assert training.begin(engine)
+    assert not training.begin(engine)
+    training.stepped(optimizer)
+    assert ([each for each, _ in stepping.entered], stepping.left, stepping.iterations) == ([None, engine], 1, 1)
+
+
+def test_an_optimizer_on_the_cpu_or_with_a_plan_for_pipelines_is_not_followed(
+    stepping: CountedRuntime, monkeypatch: pytest.MonkeyPatch
+):
+    training, optimizer = UnmodifiedTraining(), Optimizer("cpu")
+    training.stepped(optimizer)
+    monkeypatch.setenv("PLANNER_PLAN", "plan.yaml")
+    training.stepped(Optimizer())
+    assert stepping.entered == []
+    monkeypatch.delenv("PLANNER_PLAN")
+    monkeypatch.setenv("PLANNER_GPU", "emulated:a100-sxm")
+    training.stepped(optimizer)
+    assert stepping.iterations == 1

@@ -102,13 +102,35 @@ class DeepSpeedTraining:
             yield torch.randn(ROWS, WIDTH, generator=generator), torch.randn(ROWS, WIDTH, generator=generator)
 
 
+class SingleTraining:
+    """A model on one GPU."""
+
+    def __init__(self) -> None:
+        dist.init_process_group("gloo")
+        self._layer = Layer()
+        self._optimizer = torch.optim.AdamW(self._layer.parameters(), lr=0.01)
+
+    def step(self) -> list[Any]:
+        loss = self._layer(torch.ones(ROWS, WIDTH)).square().mean()
+        loss.backward()
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        return [loss]
+
+    def evaluate(self) -> list[Any]:
+        return []
+
+    def weights(self) -> list[Any]:
+        return list(self._layer.parameters())
+
+
 def _megatron() -> Any:
     from plain_megatron import MegatronTraining
 
     return MegatronTraining()
 
 
-ENGINES = {"torch": TorchTraining, "deepspeed": DeepSpeedTraining, "megatron": _megatron}
+ENGINES = {"single": SingleTraining, "torch": TorchTraining, "deepspeed": DeepSpeedTraining, "megatron": _megatron}
 
 
 def main(engine: str, folder: str, iterations: str = str(ITERATIONS)) -> None:

@@ -21,6 +21,7 @@ _ENGINES = (
     "deepspeed.runtime.pipe.engine",
     "megatron.core.pipeline_parallel.schedules",
     "torch.distributed.pipelining.schedules",
+    "torch.optim.optimizer",
 )
 
 

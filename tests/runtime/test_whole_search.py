@@ -1,0 +1,97 @@
+"""One clock for whole iterations, in virtual time: the least energy, and never slower than the ledger allows."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from whole_world import CLOCKS, TOP_MHZ, World, trained
+
+from perseus_planner.errors import UsageError
+from perseus_planner.runtime.whole.rank import RankPart, Terms
+from perseus_planner.runtime.whole.search import STEP, ValueSearch, Window
+
+
+@pytest.mark.parametrize("memory", [0.2, 0.6, 0.97])
+@pytest.mark.parametrize("slowdown", [1.0, 1.05, 1.2])
+@pytest.mark.parametrize("seed", range(3))
+def test_the_search_comes_close_to_the_least_energy(memory: float, slowdown: float, seed: int):
+    world = World(memory, seed=seed)
+    found = trained(world, 1500, slowdown)
+    top_j = world.cost_j(TOP_MHZ)
+    reached, best = (
+        1.0 - world.cost_j(c) / top_j for c in (found.search.values[found.search.best], world.best_mhz(slowdown))
+    )
+    assert reached >= best - 0.025
+    assert sum(world.times_s) <= (slowdown + 0.005) * sum(world.top_times_s)
+
+
+def test_the_search_pays_little_where_every_clock_is_too_slow():
+    world = World(0.0)
+    trained(world, 600, 1.0)
+    assert sum(world.times_s) <= 1.001 * sum(world.top_times_s)
+
+
+@st.composite
+def worlds(draw: st.DrawFn) -> World:
+    """A job in which up to 30 % of clocks are slower than physics allows, and that changes its size once."""
+    slow = set(draw(st.lists(st.sampled_from(CLOCKS[1:]), max_size=len(CLOCKS) * 3 // 10)))
+    by, size = draw(st.floats(1.0, 1.4)), draw(st.sampled_from([1.0, 0.8, 1.3, 2.5]))
+    step = draw(st.integers(1, 400))
+
+    def factor(iteration: int, clock: int) -> float:
+        return (by if clock in slow else 1.0) * (size if iteration >= step else 1.0)
+
+    jitter = draw(st.sampled_from([0.0, 0.003, 0.01]))
+    return World(draw(st.floats(0.0, 1.0)), jitter=jitter, factor=factor, seed=draw(st.integers(0, 99)))
+
+
+@given(worlds(), st.sampled_from([1.0, 1.05]))
+def test_whatever_the_physics_a_rank_owes_no_more_than_the_burst_and_one_iteration(world: World, slowdown: float):
+    found = trained(world, 500, slowdown)
+    assert found.owed_s <= found.burst_s + found.excess_s
+
+
+@given(worlds(), st.sampled_from([1.0, 1.05, 1.2]))
+def test_with_the_right_reference_training_is_as_fast_as_agreed(world: World, slowdown: float):
+    world.jitter, physics = 0.0, world.factor
+    world.factor = lambda _, clock: physics(0, clock)
+    found = trained(world, 500, slowdown)
+    allowed_s = (slowdown + 0.005) * sum(world.top_times_s) + found.burst_s + found.excess_s
+    assert sum(world.times_s) <= allowed_s * (1.0 + 1e-9)
+
+
+def test_a_job_that_has_changed_is_measured_anew():
+    world = World(0.6, factor=lambda iteration, _: 2.5 if iteration >= 700 else 1.0)
+    found = trained(world, 1800, 1.05)
+    assert found.search.reference_s == pytest.approx(2.5 * world.top_s, rel=0.01)
+    assert found.search.best > 0
+
+
+def test_values_are_as_far_apart_as_is_worth_a_try():
+    values = ValueSearch(CLOCKS, 1.0, 0.005).values
+    assert values[0] == TOP_MHZ
+    assert all(low <= (1.0 - STEP) * high for high, low in pairwise(values))
+    with pytest.raises(UsageError, match="values: is empty"):
+        ValueSearch((), 1.0, 0.005)
+
+
+def test_without_energy_nothing_but_the_highest_value_is_used():
+    search, part = ValueSearch(CLOCKS, 1.2, 0.005), RankPart(1.2, 0.005)
+    for _ in range(5):
+        window = search.decide(part.ledger)
+        assert window.index == 0
+        search.observe(window, 0.5, None)
+        part.follow(Terms(window, TOP_MHZ, 0, search.reference_s, TOP_MHZ))
+
+
+def test_a_pause_of_training_is_no_iteration():
+    part = RankPart(1.0, 0.005)
+    part.follow(Terms(Window(0, 0, 4, "reference"), TOP_MHZ, 0, 0.5, TOP_MHZ))
+    for time_s in (0.5, 0.5, 600.0, 0.5, 0.5):
+        part.end(time_s, at_top=True)
+    assert part.result() == (0.5, True)
+    assert part.ledger is not None
+    assert not part.ledger.is_overdrawn
