@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 _MOST_STEPS = 100
 """So many steps of other optimizers mean that the first one no longer trains."""
 
+_SESSION = "perseus_planner.runtime.session"
+"""Only a script that uses `planner_runtime` itself has loaded this module before its training begins."""
+
 _LOG = logging.getLogger("perseus_planner.runtime")
 
 
@@ -83,8 +86,10 @@ class UnmodifiedTraining:
         self._iterations.end_iteration()
 
     def _attach(self, engine: Any) -> Any:
-        """Enter the runtime; return it, or None if it cannot be entered."""
+        """Enter the runtime; return it, or None if it cannot be entered, or the script does so itself."""
         self._process = os.getpid()
+        if _SESSION in sys.modules:
+            return None
         try:
             from perseus_planner.runtime import planner_runtime
             from perseus_planner.runtime.unmodified.options import read_options

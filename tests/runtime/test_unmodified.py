@@ -277,6 +277,7 @@ class CountedRuntime:
 def counted(monkeypatch: pytest.MonkeyPatch) -> CountedRuntime:
     made = CountedRuntime()
     monkeypatch.setattr(runtime, "planner_runtime", made, raising=False)
+    monkeypatch.delitem(sys.modules, "perseus_planner.runtime.session")
     monkeypatch.setattr("atexit.register", lambda _: None)
     monkeypatch.setenv("PLANNER_PLAN", "plan.yaml")
     monkeypatch.setenv("PLANNER_DRY_RUN", "1")
@@ -287,6 +288,14 @@ def test_only_the_first_call_attaches_with_the_options_of_the_environment(counte
     training, engine = UnmodifiedTraining(), SimpleNamespace()
     assert [training.begin(engine), training.begin(engine)] == [True, False]
     assert counted.entered == [(engine, {"plan": "plan.yaml", "dry_run": True})]
+
+
+def test_a_script_that_uses_the_runtime_itself_is_left_alone(
+    counted: CountedRuntime, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setitem(sys.modules, "perseus_planner.runtime.session", runtime)
+    assert not UnmodifiedTraining().begin(SimpleNamespace())
+    assert (counted.entered, caplog.messages) == ([], [])
 
 
 def test_a_second_engine_ends_the_runtime(counted: CountedRuntime, caplog: pytest.LogCaptureFixture):
