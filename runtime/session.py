@@ -218,7 +218,7 @@ def planner_runtime(
         connection, gpu_reply = attachment.connection, attachment.gpu
         telemetry.update([], [] if gpu_reply is None else [gpu_reply])
         background = BackgroundThread()
-        piloted = PilotedRank() if context.is_piloted else None
+        piloted = PilotedRank(is_first=adapter.pipeline_rank.rank == 0) if context.is_piloted else None
 
         def make_program(version: int, data: bytes) -> RankProgram:
             if piloted is not None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Sequence
 from itertools import zip_longest
+from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -30,6 +32,8 @@ _BURST = 0.005  #: what the ledger may owe, as a share of the reference
 _TIGHT = 0.0005  #: how much longer than agreed a plan may be, as a share of the reference
 _TRIAL, _LATE_TRIAL, _EARLY = 0.003, 0.0015, 12  #: likewise with trials, and how many iterations are early
 _LATE = 0.002  #: how much longer than replayed iterations may be before plans are made shorter for it
+_MOST_SHORTER = 0.0015  #: how much shorter at most, as a share of the reference
+_REMEMBERED = 20  #: iterations from which it is known how much longer they are than replayed
 _DOUBT, _MORE_DOUBT = 0.01, 0.002  #: how much longer it may be if rows are over the bound; and while trials are ahead
 _CORRECTED = 0.01  #: relative change of the reference that the last iteration had already
 _REPEAT = 6  #: iterations before a trial is tried again
@@ -70,8 +74,9 @@ class Autopilot:
         self._version = 0
         self._ahead: dict[int, _Ran] = {}
         self._tried: dict[tuple[int, int], int] = {}  # (rank, clock) -> the iteration of its last trial
-        self._full_ratio, self._full_count = 1.0, 0.0  # iterations at full clocks over replayed ones
-        self._late, self._late_count = 0.0, 4.0  # how much larger that is under plans
+        # Medians, as a pause in an iteration says nothing of the others.
+        self._full_ratios: deque[float] = deque(maxlen=_REMEMBERED)  # iterations at full clocks over replayed ones
+        self._lates: deque[float] = deque([0.0] * 4, maxlen=_REMEMBERED)  # how much larger that is under plans
         self._observed = -1
         self._audited = 0
 
@@ -103,12 +108,10 @@ class Autopilot:
         clean = not any(seen.throttled_s for seen in observations)
         reference_s = max(self._search.replay(self._search.full(), each)[0] for each in costs)
         if full and clean:
-            self._full_count = min(self._full_count + 1, 20)
-            self._full_ratio += (time_s / reference_s - self._full_ratio) / self._full_count
+            self._full_ratios.append(time_s / reference_s)
         elif clean and ran is not None and all(seen.version == ran.version for seen in observations):
             replayed_s = max(self._search.replay(p, each)[0] for p, each in zip(ran.programs, costs, strict=True))
-            self._late_count = min(self._late_count + 1, 20)
-            self._late += (time_s / replayed_s / self._full_ratio - 1 - self._late) / self._late_count
+            self._lates.append(time_s / replayed_s / self._full_ratio - 1)
         reference_s *= self._full_ratio
         limits = self.settings.slowdown, self.settings.max_slowdown, _BURST * reference_s
         ledger = self._ledger or Ledger(reference_s, *limits)
@@ -136,7 +139,7 @@ class Autopilot:
         mean, plan = self._learner.costs(), self._learner.costs("plan", optimism)
         full = search.full()
         reference_s = max(search.replay(full, each)[0] for each in mean)
-        deadline_s = reference_s * (settings.slowdown + _TIGHT - max(0.0, self._late - _LATE))
+        deadline_s = reference_s * (settings.slowdown + _TIGHT - self._shorter)
         programs: list[Integers] = []
         solve = rows >= _GROWTH * self._solved_rows
         plans: dict[tuple[float, ...], Integers] = {}
@@ -149,7 +152,7 @@ class Autopilot:
         if solve:
             self._solved_rows = rows
         more = _TRIAL if iteration < _EARLY else _LATE_TRIAL
-        trials, limit_s = 0, reference_s * (settings.slowdown + more - max(0.0, self._late - _LATE))
+        trials, limit_s = 0, reference_s * (settings.slowdown + more - self._shorter)
         run = list(programs)
         if settings.learn:
             self._aim(mean, rows, programs[0], deadline_s, iteration)
@@ -173,6 +176,22 @@ class Autopilot:
             time_s=time_s * self._full_ratio * (1 + self._late),
             saving=(saving, error),
         )
+
+    @property
+    def _full_ratio(self) -> float:
+        return median(self._full_ratios) if self._full_ratios else 1.0
+
+    @property
+    def _late(self) -> float:
+        return median(self._lates)
+
+    @property
+    def _shorter(self) -> float:
+        """By how much plans are made shorter because iterations are longer than replayed, as a share of the reference.
+
+        A plan that is much shorter than an iteration at full clocks does not exist.
+        """
+        return min(max(0.0, self._late - _LATE), _MOST_SHORTER)
 
     def _trials_seen(self) -> bool:
         """Whether all trials so far were observed."""

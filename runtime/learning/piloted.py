@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from perseus_planner.runtime.switching.follower import PlanFollower
     from perseus_planner.schedules import Computation
 
+PHASE = 0.02
+"""Share of an iteration by which that of a rank may seem longer than that of its pipeline."""
+
 _KEPT_ORDERS = 8
 _KEPT_ENDS = 64  #: iterations whose times may become known late
 
@@ -39,10 +42,19 @@ class Ended:
 class RankLedger:
     """The ledger of this rank: times are added as soon as they are known, in the order in which iterations ended.
 
+    The first rank of a pipeline begins an iteration first and ends it last, so its ledger is that of the pipeline.
+    Other ranks begin early and wait, and when programs change, their iterations seem longer or shorter for once than
+    those of the pipeline. So they overlook `PHASE` of an iteration until the autopilot's ledger, which comes with its
+    programs, says what is really owed.
+
     The training thread calls `renew` and `is_overdrawn`, any thread `add`.
+
+    Args:
+        is_first: Whether this is the first rank of a pipeline.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_first: bool = True) -> None:
+        self._overlooked = 0.0 if is_first else PHASE
         self._lock = threading.Lock()
         self._ledger: Ledger | None = None
         self._terms: Ledger | None = None  #: taken last
@@ -57,7 +69,7 @@ class RankLedger:
     def is_overdrawn(self) -> bool:
         """Whether the next iteration has to run at full clocks."""
         ledger = self._ledger
-        return ledger is not None and ledger.is_overdrawn
+        return ledger is not None and ledger.owed_s > ledger.burst_s + self._overlooked * ledger.reference_s
 
     def renew(self, ledger: Ledger | None) -> None:
         """Take reference, limits, and what is owed at the autopilot; what this rank has run since is added."""
@@ -77,14 +89,17 @@ class RankLedger:
 class PilotedRank:
     """The `ProgramSource` of a rank whose clocks the autopilot decides; see `PlanFollower`.
 
+    Args:
+        is_first: Whether this is the first rank of a pipeline.
+
     Attributes:
         ledger: The rank's ledger.
         orders: By number, the last orders of computations that the rank has run; replaced, never changed.
         ended: Iterations that have ended, for the `Observer`.
     """
 
-    def __init__(self) -> None:
-        self.ledger = RankLedger()
+    def __init__(self, *, is_first: bool = True) -> None:
+        self.ledger = RankLedger(is_first=is_first)
         self.orders: dict[int, tuple[Computation, ...]] = {}
         self.ended: deque[Ended] = deque(maxlen=_KEPT_ENDS)
         self._time_s: Callable[[], float | None] = lambda: None

@@ -45,6 +45,7 @@ class Planner:
         self._orders: tuple[int, ...] = ()
         self._step_s, self._origin = COUNTER_STEP_S, "measured"
         self._state = State(None)
+        self._first: int | None = None  #: iteration that the autopilot saw first, and counts from
         self._sent: tuple[Any, ...] | None = None
         self._logged_s, self._logged_phase = -LOG_S, ""
 
@@ -62,9 +63,11 @@ class Planner:
                 since = 0
             elif kind == OBSERVED and self._autopilot is not None:
                 since, frames = read_observed(content)
+                if self._first is None and frames:
+                    self._first = frames[0].iteration
                 self._observe(frames)
         if self._autopilot is not None and since is not None:
-            replies += self._answers(self._autopilot.decide(since))
+            replies += self._answers(self._autopilot.decide(max(0, since - (self._first or 0))))
         return replies
 
     def save(self) -> list[Message]:
@@ -111,7 +114,7 @@ class Planner:
             self._autopilot = None
             text = f"the autopilot cannot plan what this job runs: {error}"
             return [(WARNING, text.encode()), (STATUS, json.dumps(asdict(AutopilotStatus("stopped"))).encode())]
-        self._job, self._sent = job, None
+        self._job, self._sent, self._first = job, None, None
         self._orders = tuple(map(order_number, ranks))
         self._origin = origin
         self._step_s = COUNTER_STEP_S if origin == "measured" else 0.0
@@ -120,21 +123,29 @@ class Planner:
     def _observe(self, frames: Sequence[Frame]) -> None:
         assert self._job is not None
         assert self._autopilot is not None
+        places = self._job.places
+        # The first rank of a pipeline begins first and ends last. The others begin early and wait, so that an iteration
+        # by another program seems longer or shorter there than it is.
+        times_s = {places[frame.rank][0]: frame.time_s for frame in frames if places[frame.rank][1] == 0}
         seen = []
         for frame in frames:
-            pipeline, rank = self._job.places[frame.rank]
-            if frame.spans_s and frame.order == self._orders[rank]:
-                seen.append(frame.observation(pipeline, rank, self._job.gpus_per_stage, self._step_s))
+            pipeline, rank = places[frame.rank]
+            if frame.spans_s and frame.order == self._orders[rank] and pipeline in times_s:
+                observation = frame.observation(pipeline, rank, self._job.gpus_per_stage, self._step_s)
+                number = frame.iteration - (self._first or 0)
+                seen.append(observation._replace(iteration=number, time_s=times_s[pipeline]))
         if seen:
             self._autopilot.observe(seen)
 
     def _answers(self, decision: Decision) -> list[Message]:
         assert self._job is not None
         assert self._autopilot is not None
-        ledger = decision.ledger
+        ledger, first = decision.ledger, self._first or 0
+        if ledger is not None:
+            ledger = replace(ledger, last=ledger.last + first, recent=())
         status = AutopilotStatus(
             decision.phase,
-            decision.iteration,
+            decision.iteration + first,
             None if ledger is None else ledger.reference_s,
             None if ledger is None else decision.saving,
             None if ledger is None else decision.saving_stderr,

@@ -28,7 +28,7 @@ from perseus_planner.runtime.learning.job_messages import JobDescription, observ
 from perseus_planner.runtime.learning.messages import JOB, LOG, OBSERVED, PROGRAMS, STATUS, WARNING
 from perseus_planner.runtime.learning.observer import SETTLE_NS, ObservedGpu, Observer, observed_key, rank_key
 from perseus_planner.runtime.learning.pilot import Places
-from perseus_planner.runtime.learning.piloted import PilotedRank
+from perseus_planner.runtime.learning.piloted import PilotedRank, RankLedger
 from perseus_planner.runtime.learning.planner import Planner
 from perseus_planner.runtime.learning.programs import Programs, order_number
 from perseus_planner.runtime.marks import NO_REQUEST, HostMarks, IterationTimes, parse_clock_request
@@ -117,6 +117,21 @@ def test_a_rank_whose_ledger_is_overdrawn_runs_the_next_iteration_at_full_clocks
     assert full == [False, False, True, True, False, False]
     assert [set(clocks[1:]) for clocks in asked] == [{TOP_MHZ} if each else {1200} for each in full]
     assert [each.program.decision for each in piloted.ended if each.program] == [0 if each else 1 for each in full]
+
+
+def test_a_rank_that_is_not_the_first_overlooks_that_an_iteration_ends_later_than_its_pipeline():
+    ledgers = [RankLedger(is_first=is_first) for is_first in (True, False)]
+    for ledger in ledgers:
+        ledger.renew(Ledger(1.0, max_slowdown=0.01, burst_s=0.02))
+    overdrawn = []
+    for iteration, time_s in enumerate((1.035, 1.025)):  # 0.025 s are owed, then 0.04 s
+        for ledger in ledgers:
+            ledger.add(iteration, time_s, full_clocks=False)
+            ledger.add(iteration, time_s, full_clocks=False)  # as another thread does
+        overdrawn.append([each.is_overdrawn for each in ledgers])
+    ledgers[1].add(2, 1.02, full_clocks=False)
+    assert overdrawn == [[True, False], [True, False]]
+    assert ledgers[1].is_overdrawn
 
 
 def test_a_newer_program_brings_terms_that_count_the_iterations_before():
