@@ -126,6 +126,26 @@ def test_a_script_that_knows_no_planner_trains_with_it(
     assert results(folder) == forked(folder, engine)
 
 
+@pytest.mark.skipif(
+    "PLANNER_MEGATRON_LM" not in os.environ, reason="PLANNER_MEGATRON_LM names no folder of Megatron-LM"
+)
+@pytest.mark.timeout(300)
+def test_megatron_lm_itself_trains_by_a_plan_and_evaluates_between_iterations(folder: Path):
+    script = [str(SUPPORT / "megatron_lm.py"), os.environ["PLANNER_MEGATRON_LM"], str(folder / "results")]
+    run = [*PLANNER, "--plan", "plan-2.yaml", "--gpu", GPU, "--record", "run", "--", sys.executable]
+    losses = []
+    for command in (script, [*run, *script]):
+        job = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        begun = [started(command, folder, **job, RANK=str(rank), LOCAL_RANK=str(rank)) for rank in range(2)]
+        found = [ended(each) for each in begun]
+        assert [each.code for each in found] == [0, 0], [each.stderr for each in found]
+        losses.append(results(folder))
+    assert losses[0] == losses[1]
+    assert len(json.loads(losses[0][1])) > 6 * 4  # of evaluations too
+    last = Run.load(folder / "run")
+    assert [[row.is_as_planned for row in rank.iterations] for rank in last.ranks] == [[True] * 6] * 2
+
+
 @pytest.mark.timeout(200)
 def test_a_plan_that_does_not_fit_is_said_once_and_training_goes_on(folder: Path):
     job = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
