@@ -20,6 +20,7 @@ from perseus_planner.runtime.learning.job_messages import JobDescription, observ
 from perseus_planner.runtime.learning.messages import JOB, LOG, OBSERVED, PROGRAMS, STATUS, WARNING
 from perseus_planner.runtime.learning.observer import observed_key, rank_key
 from perseus_planner.runtime.learning.process import AutopilotProcess
+from perseus_planner.runtime.learning.programs import order_number
 from perseus_planner.runtime.switching.shared_state import read
 
 if TYPE_CHECKING:
@@ -172,35 +173,40 @@ class Pilot:
         for rank, frame in zip(ranks, self._store.multi_get(keys), strict=True):
             if not frame:
                 continue
-            iteration, order = iteration_of(frame)
+            iteration, _ = iteration_of(frame)
             newest = max(newest, iteration)
             if self._seen.get(rank) != iteration:
                 self._seen[rank] = iteration
                 self._pending.setdefault(iteration, {})[rank] = frame
-                if order and self._orders.get(rank) != order:
-                    self._learn_order(process, rank, order)
         for iteration in sorted(self._pending):
             frames = self._pending[iteration]
             if len(frames) == len(self._places.observed_in(iteration)):
+                self._learn_orders(process, frames)
                 since = self._agreement.since_if_proposed()
                 process.send(OBSERVED, observed_message(iteration, since, frames.values()))
                 del self._pending[iteration]
             elif iteration < newest - self._places.every:
                 del self._pending[iteration]  # a rank was too late
 
-    def _learn_order(self, process: AutopilotProcess, rank: int, order: int) -> None:
-        """Tell the process the job once all ranks of a pipeline have said what they run."""
-        said = read(self._store, rank_key(rank))
-        if said is None:
+    def _learn_orders(self, process: AutopilotProcess, frames: Mapping[int, bytes]) -> None:
+        """Tell the process what the ranks have run in an iteration, if that is new, and known of all ranks."""
+        new = {rank: order for rank, frame in frames.items() if (order := iteration_of(frame)[1])}
+        if all(self._orders.get(rank) == order for rank, order in new.items()):
             return
-        self._orders[rank], self._told[rank] = order, json.loads(said)
+        for rank, order in new.items():
+            said = read(self._store, rank_key(rank))
+            told = {} if said is None else json.loads(said)
+            if order_number(told.get("order", ())) != order:
+                return  # the rank runs something else by now
+            self._told[rank] = told
+        self._orders |= new
         if len(self._orders) < len(self._places.of):
             return
         of_place: dict[int, set[int]] = {}
         for each, number in self._orders.items():
             of_place.setdefault(self._places.of[each][1], set()).add(number)
         if any(len(numbers) > 1 for numbers in of_place.values()):
-            return  # the pipelines do not run the same, or not all of them are there yet
+            return  # the pipelines do not run the same
         told = {each: self._told[each] for each, (pipeline, _) in self._places.of.items() if pipeline == 0}
         description = JobDescription(
             self._settings,

@@ -45,6 +45,7 @@ class Planner:
         self._orders: tuple[int, ...] = ()
         self._step_s, self._origin = COUNTER_STEP_S, "measured"
         self._state = State(None)
+        self._prior: Profile | None = None  #: what was known before
         self._first: int | None = None  #: iteration that the autopilot saw first, and counts from
         self._sent: tuple[Any, ...] | None = None
         self._logged_s, self._logged_phase = -LOG_S, ""
@@ -86,8 +87,8 @@ class Planner:
             return None
         try:
             return replace(self._autopilot.learned(), origin=self._origin)
-        except PlannerError:  # nothing is known yet
-            return None
+        except PlannerError:  # nothing has been observed yet
+            return self._prior
 
     def _begin(self, job: JobDescription) -> list[Message]:
         """Begin with a job, or with another order of its computations."""
@@ -108,7 +109,8 @@ class Planner:
             )
             learned = self._learned()
             self._state = State(None if job.state is None else Path(job.state))
-            prior, notes = self._state.prior_of(described) if learned is None else (learned, [])
+            prior, notes = self._state.prior_of(described, learned)
+            self._prior = prior
             self._autopilot = Autopilot(described, AutopilotSettings(**job.settings), prior)
         except (PlannerError, KeyError, ValueError) as error:
             self._autopilot = None

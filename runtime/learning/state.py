@@ -36,8 +36,15 @@ class State:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             profile.save(self._path)
 
-    def prior_of(self, job: AutopilotJob) -> tuple[Profile | None, list[str]]:
-        """Return the profile in the file if it is one of this job's stages and GPUs, and what there is to say of it."""
+    def prior_of(self, job: AutopilotJob, learned: Profile | None) -> tuple[Profile | None, list[str]]:
+        """Return what is known of this job's stages and GPUs, and what there is to say of it.
+
+        Args:
+            job: The job.
+            learned: What this process has learnt before, by another order; None if nothing.
+        """
+        if learned is not None and _difference(learned, job) is None:
+            return learned, []
         if self._path is None or not self._path.exists():
             return None, []
         try:

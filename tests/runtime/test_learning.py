@@ -305,6 +305,27 @@ def test_the_planner_answers_a_job_with_full_clocks_and_observations_with_progra
     assert replies[0] == (LOG, text.encode())
 
 
+def test_another_order_is_planned_with_what_is_known():
+    planner = Planner()
+    planner.take([(JOB, description().dumps())])
+    for iteration in range(3):
+        planner.take([observed(iteration, 0, [[TOP_MHZ] * 6] * 2)])
+    longer = {order_number(order): order for order in one_f_one_b(2, 5).ranks}
+    told = {
+        rank: {**description().told[rank], "order": [tuple(each) for each in order]}
+        for rank, order in enumerate(longer.values())
+    }
+    replies = dict(planner.take([(JOB, description(told=told).dumps())]))
+    program = Programs.program_of(replies[PROGRAMS], 2, 0, 1, longer)
+    assert (program.microbatches, program.decision) == (5, 0)
+    assert LOG not in replies or b"not used" not in replies[LOG]
+    assert planner.take([observed(3, 0, [[TOP_MHZ] * 6] * 2)])  # ranks that still run the other order teach nothing
+    profile = planner._learned()
+    assert profile is not None
+    times_s = [row.time_s for rows in profile.measurements.values() for row in rows]
+    assert times_s == [pytest.approx(0.1, rel=0.01)] * len(times_s)
+
+
 def test_the_planner_says_what_it_cannot_plan():
     told = {rank: {"order": [tuple(each) for each in order[1:]], "gpu": None} for rank, order in enumerate(RANKS)}
     replies = dict(Planner().take([(JOB, description(told=told).dumps())]))

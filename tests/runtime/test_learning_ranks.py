@@ -45,3 +45,19 @@ def test_training_learns_what_clocks_cost_and_its_results_stay_the_same(engine: 
     assert status["reference_s"] > 0.0
     refused = run(f"calibrate {tmp_path / 'run' / 'autopilot.yaml'} {tmp_path / 'run'}")
     assert "was trained without a plan" in refused.stderr
+
+
+def test_all_schedules_and_other_numbers_of_microbatches_are_learnt_by_watching(tmp_path: Path):
+    names = ["1f1b", "zbv", "dry"]
+    for result in results_of("learning_programs:references", 2, tmp_path, *names):
+        for name in names:
+            found = result[name]
+            assert found["planned"] == ([4, 6] if name == "1f1b" else [4])
+            assert found["was locked"] == (name != "dry")
+            assert (found["after"], found["warnings"]) == (None, [])
+
+
+@pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core is not installed")
+def test_what_megatron_runs_is_learnt_by_watching(tmp_path: Path):
+    for result in results_of("megatron_programs:learned", 2, tmp_path):
+        assert result["megatron"] == {"planned": [4], "was locked": True, "after": None, "warnings": []}

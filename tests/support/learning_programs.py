@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from itertools import count
 from typing import Any
@@ -12,7 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from emulation_programs import deepspeed_pipeline, torch_pipeline
-from runtime_training import LONG_S, WarningLog, every_rank, job
+from runtime_training import GPU as RUNTIME_GPU
+from runtime_training import LONG_S, Torch, WarningLog, Watch, every_rank, job
 
 from perseus_planner.runtime import planner_runtime
 from perseus_planner.runtime.emulation import emulate
@@ -53,3 +55,31 @@ def _trained(name: str, *, with_autopilot: bool, iterations: int = 0) -> tuple[l
                 assert time.monotonic() < deadline_s, phases
         assert gpu.locked_mhz is None
     return [*losses, *(each.detach().clone() for part in modules for each in part.parameters())], phases, number + 1
+
+
+def references(state: str, *names: str) -> None:
+    """Train until the time at full clocks is known, 1F1B with two numbers of microbatches; "dry" is a dry run of it."""
+    with job(state) as result:
+        for name in names:
+            result[name] = referenced(lambda watch, name=name: Torch("1f1b" if name == "dry" else name, 4, watch), name)
+
+
+def referenced(made: Callable[[Watch], Any], name: str) -> dict[str, Any]:
+    """Return which clocks were locked while the reference was measured, and the microbatches that were planned."""
+    warning_log, watch = WarningLog(), Watch()
+    watch.takes_s = 0.002
+    pipeline, planned, locked = made(watch), set[int](), set[int | None]()
+    with planner_runtime(pipeline.engine, gpu=RUNTIME_GPU, state=None, dry_run=name == "dry") as runtime:
+        for microbatches in (6, 4) if name == "1f1b" else (4,):
+            if name == "1f1b":
+                pipeline.change(microbatches)
+            deadline_s = time.monotonic() + LONG_S
+            while not every_rank(microbatches in planned):
+                pipeline.step()
+                program = runtime._follower.program
+                if runtime.autopilot.reference_s is not None and program is not None:
+                    planned.add(program.microbatches)
+                    locked.add(watch.gpu.locked_mhz)
+                assert time.monotonic() < deadline_s, (planned, runtime.autopilot)
+    after, texts = watch.gpu.locked_mhz, warning_log.taken()
+    return {"planned": sorted(planned), "was locked": locked != {None}, "after": after, "warnings": texts}

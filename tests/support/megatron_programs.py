@@ -344,6 +344,16 @@ def planned(state: str) -> None:
         said["interleaved-1f1b"] = followed(lambda watch: _Planned(schedule, watch), plan_of(schedule))
 
 
+def learned(state: str) -> None:
+    """Train without a plan as in learning_programs.py."""
+    from learning_programs import referenced
+    from runtime_training import job
+
+    with job(state) as said, parallel(2):
+        schedule = interleaved_1f1b(dist.get_world_size(), 2, 4)
+        said["megatron"] = referenced(lambda watch: _Planned(schedule, watch), "megatron")
+
+
 class _Planned:
     """A training with the interface of the pipelines in runtime_training.py."""
 
