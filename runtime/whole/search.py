@@ -4,13 +4,14 @@ This is what the power limit optimizer of Zeus does, with a bound on what the se
 
 1. The reference is the iteration time at the highest value. It is measured first, and audited every few hundred
    iterations. If it has changed, all that was measured is forgotten.
-2. The search goes down by steps of at least `STEP`. An iteration at a value v takes at most its time at a measured
-   value g > v times g / v, which holds for clocks, and for power limits while a lower one saves energy. So a probe of
-   two iterations is made only if the ledger can pay for it at that time.
+2. The search goes down by steps of at least `STEP`, and halves the last one as often as it can. An iteration at a value
+   v takes at most its time at a measured value g > v times g / v, which holds for clocks, and for power limits while a
+   lower one saves energy. So a probe of two iterations is made only if the ledger can pay for it at that time.
 3. If the probe is as fast as agreed, a window that is long beside the steps of the energy counter measures the energy.
-   The search ends at the first value that is too slow, or that takes clearly more energy than the best one.
+   The search ends between a value that is fast enough and the next one, which is not; or at a value that takes clearly
+   more energy than the best one.
 4. Training then runs at the value of least energy among those that are on average as fast as agreed. Its windows go on
-   being measured. With each audit, the value below it is probed again.
+   being measured. With each audit, the value at which the search ended is probed again.
 
 It is pure: it sees no GPU and no time of day.
 """
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 Purpose = Literal["reference", "probe", "measure", "follow", "audit"]
 
 STEP = 0.025
-"""Least relative distance of two values that are tried."""
+"""Relative distance of the first values that are tried."""
 WINDOW_S = 5.0
 """Length of a window that measures energy: an energy counter that moves every 0.1 s is then exact to 2 %."""
 PROBE = 2
@@ -100,13 +101,17 @@ class ValueSearch:
     def __init__(self, values: Sequence[int], slowdown: float, max_slowdown: float) -> None:
         if not values:
             raise UsageError("values: is empty; give the clocks or power limits that the GPUs support")
-        self.values = _spread(sorted({LIMIT.check(value, "values") for value in values}, reverse=True))
-        self._share, self._limit = slowdown + max_slowdown, slowdown + max_slowdown / 2
+        least = _SHORTEST * max(values)
+        self.values: Sequence[int] = sorted(
+            {LIMIT.check(value, "values") for value in values if value >= least}, reverse=True
+        )
+        self._share: float = slowdown + max_slowdown
+        self._limit: float = slowdown + max_slowdown / 2  # of a mean, so that the ledger is not overdrawn
         self._rows: dict[int, _Row] = {}
         self._next: Purpose = "reference"
         self._number = self._since_audit = 0
-        self._is_descending = True
         self._probed = 0
+        self._is_retrying = False  #: since the last audit, until a value is too slow
         self._too_slow: dict[int, int] = {}  #: how often each value was
 
     @property
@@ -154,7 +159,7 @@ class ValueSearch:
         row = self._rows.get(window.index)
         has_drifted = time_s is None or (row is not None and abs(time_s / row.time_s - 1.0) > _DRIFTED)
         if window.purpose == "audit":
-            self._since_audit, self._is_descending = 0, True
+            self._since_audit, self._is_retrying = 0, True
             if time_s is not None and row is not None and abs(time_s / row.time_s - 1.0) > _CHANGED:
                 self._rows, self._too_slow, row = {}, {}, None
         if time_s is not None:
@@ -170,30 +175,35 @@ class ValueSearch:
         index = window.index
         if window.purpose == "reference":
             return "audit"  # whose window is long enough for the energy
-        if window.purpose == "probe" and self._is_fast(index):
+        if window.purpose == "probe" and self._is_fast(index, self._share):
             self._probed = index
             return "measure"
         if window.purpose in ("probe", "measure") and not self._is_fast(index):
             self._too_slow[index] = self._too_slow.get(index, 0) + 1
-            self._is_descending = False
+            self._is_retrying = False
         if window.purpose == "follow" and (has_drifted or self._since_audit >= AUDIT_EVERY):
             return "audit"
         return "follow"
 
-    def _is_fast(self, index: int) -> bool:
-        reference_s = self.reference_s
-        row = self._rows.get(index)
-        return reference_s is not None and row is not None and row.time_s <= self._limit * reference_s
+    def _is_fast(self, index: int, limit: float | None = None) -> bool:
+        """Whether a value is known to be as fast as agreed, or as a limit: a multiple of the reference."""
+        reference_s, row = self.reference_s, self._rows.get(index)
+        if reference_s is None or row is None:
+            return False
+        return row.time_s <= (self._limit if limit is None else limit) * reference_s
 
     def _candidate(self, lowest: int) -> int | None:
         """Return the value to probe next; None while none is to be probed."""
-        candidate = lowest + 1
-        if not self._is_descending or candidate >= len(self.values):
-            return None
         lowest_j, best_j = self._rows[lowest].energy_j, self._rows[self.best].energy_j
         if lowest_j is None or best_j is None or lowest_j > (1.0 + _RISEN) * best_j:
             return None
-        return candidate if self._too_slow.get(candidate, 0) < _ATTEMPTS else None
+        slow = min((index for index in (*self._rows, *self._too_slow) if index > lowest), default=None)
+        if slow is None:
+            below = (1.0 - STEP) * self.values[lowest]
+            return next((index for index, value in enumerate(self.values) if value <= below), None)
+        if slow > lowest + 1:
+            return (lowest + slow) // 2
+        return slow if self._is_retrying and self._too_slow.get(slow, 0) < _ATTEMPTS else None
 
     def _can_pay(self, lowest: int, candidate: int, ledger: Ledger) -> bool:
         """Whether a probe overdraws no ledger if it is as slow as it can be."""
@@ -204,12 +214,3 @@ class ValueSearch:
     def _window(self, index: int, iterations: int, purpose: Purpose) -> Window:
         self._number += 1
         return Window(self._number - 1, index, iterations, purpose)
-
-
-def _spread(values: Sequence[int]) -> tuple[int, ...]:
-    """Return the highest value and those below it that are far enough from each other and not too low."""
-    chosen = [values[0]]
-    for value in values:
-        if value >= _SHORTEST * values[0] and value <= chosen[-1] * (1.0 - STEP):
-            chosen.append(value)
-    return tuple(chosen)

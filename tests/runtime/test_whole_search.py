@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,7 +9,7 @@ from whole_world import CLOCKS, TOP_MHZ, World, trained
 
 from perseus_planner.errors import UsageError
 from perseus_planner.runtime.whole.rank import RankPart, Terms
-from perseus_planner.runtime.whole.search import STEP, ValueSearch, Window
+from perseus_planner.runtime.whole.search import ValueSearch, Window
 
 
 @pytest.mark.parametrize("memory", [0.2, 0.6, 0.97])
@@ -24,7 +22,7 @@ def test_the_search_comes_close_to_the_least_energy(memory: float, slowdown: flo
     reached, best = (
         1.0 - world.cost_j(c) / top_j for c in (found.search.values[found.search.best], world.best_mhz(slowdown))
     )
-    assert reached >= best - 0.025
+    assert reached >= best - 0.005
     assert sum(world.times_s) <= (slowdown + 0.005) * sum(world.top_times_s)
 
 
@@ -70,10 +68,7 @@ def test_a_job_that_has_changed_is_measured_anew():
     assert found.search.best > 0
 
 
-def test_values_are_as_far_apart_as_is_worth_a_try():
-    values = ValueSearch(CLOCKS, 1.0, 0.005).values
-    assert values[0] == TOP_MHZ
-    assert all(low <= (1.0 - STEP) * high for high, low in pairwise(values))
+def test_without_values_there_is_no_search():
     with pytest.raises(UsageError, match="values: is empty"):
         ValueSearch((), 1.0, 0.005)
 

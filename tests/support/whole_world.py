@@ -50,8 +50,11 @@ class World:
         return self.ranks * self.time_s(clock) * self.power_w(clock)
 
     def best_mhz(self, slowdown: float) -> int:
-        """The clock of least energy that the slowdown allows."""
-        return min((c for c in CLOCKS if self.time_s(c) <= slowdown * self.top_s * (1 + 1e-9)), key=self.cost_j)
+        """The clock of least energy that the slowdown allows, among those that are tried."""
+        return min(
+            (c for c in CLOCKS if c >= 0.3 * TOP_MHZ and self.time_s(c) <= slowdown * self.top_s * (1 + 1e-9)),
+            key=self.cost_j,
+        )
 
     def run(self, clock: int) -> float:
         """Run an iteration; return its time."""
