@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import autopilot
 import budget_cells
 import cluster_replay
 import controller_latency
@@ -54,6 +55,7 @@ SECTIONS: dict[int, Callable[[Size], Section]] = {
     19: noisy_plans.measure,
     20: unlike_stages.measure,
     budget_cells.NUMBER: budget_cells.measure,
+    autopilot.NUMBER: autopilot.measure,
 }
 _RESULTS = Path(__file__).resolve().parent / "results"
 

@@ -37,7 +37,7 @@ _REMEMBERED = 20  #: iterations from which it is known how much longer they are 
 _DOUBT, _MORE_DOUBT = 0.01, 0.002  #: how much longer it may be if rows are over the bound; and while trials are ahead
 _CORRECTED = 0.01  #: relative change of the reference that the last iteration had already
 _REPEAT = 6  #: iterations before a trial is tried again
-_GROWTH, _TARGET_GROWTH = 1.15, 1.4  #: how many more rows are worth a new plan, or a new target
+_GROWTH, _TARGET_GROWTH = 1.25, 1.6  #: how many more rows are worth a new plan, or a new target
 
 
 class _Ran(NamedTuple):
