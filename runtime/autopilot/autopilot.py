@@ -64,7 +64,7 @@ class Autopilot:
     ) -> None:
         self.job, self.settings = job, settings or AutopilotSettings()
         self._search = Searcher(job, self.settings.max_changes)
-        self._learner = Learner(job, self._search.keys, self._search.class_rank, prior)
+        self._learner = Learner(job, self._search.keys, self._search.class_rank, prior, learn=self.settings.learn)
         self._random = np.random.default_rng([self.settings.seed, 1])
         self._ledger: Ledger | None = None
         self._plan: dict[tuple[float, ...], Integers] = {}  # the running plan of each group of equal pipelines

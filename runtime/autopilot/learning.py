@@ -41,9 +41,13 @@ class Learner:
         keys: (stage, kind) of each class, by number.
         class_rank: (classes,) the rank of each class.
         prior: a profile whose rows count as measured until iterations tell otherwise.
+        learn: whether rows that were not measured may be planned on.
     """
 
-    def __init__(self, job: AutopilotJob, keys: Sequence[Key], class_rank: Integers, prior: Profile | None) -> None:
+    def __init__(
+        self, job: AutopilotJob, keys: Sequence[Key], class_rank: Integers, prior: Profile | None, *, learn: bool
+    ) -> None:
+        self._learn = learn
         self.job, self._keys, self._class_rank, self._prior = job, keys, class_rank, prior
         gpus = job.pipelines * job.ranks
         self._class_of = {key: i for i, key in enumerate(keys)}
@@ -148,7 +152,8 @@ class Learner:
     def costs(self, kind: Literal["mean", "plan", "safe", "doubt"] = "mean", optimism: float = 0.0) -> list[Costs]:
         """Return the costs for each pipeline."""
         if self._tables is None:
-            self._tables = self.times.tables(refit=self._iterations % 4 == 0 or self._iterations < 4)
+            refit = self._iterations % 4 == 0 or self._iterations < 4
+            self._tables = self.times.tables(refit=refit, between=self._learn)
         tables = self._tables
         table = {"mean": tables.mean_s, "plan": tables.plan_s, "safe": tables.safe_s, "doubt": tables.doubt_s}[kind]
         power_w, error_w, waiting_w = self.powers.tables() if self.powers.top_w else _unknown_power(table)

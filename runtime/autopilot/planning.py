@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _WORK = 1_200_000  #: nodes that the polishing of one plan replays
 _TRIES = (600, 4000)  #: least and most programs that it tries
 _HEAT = 3e-5
-_BLOCK = 4  #: computations of a trial that is not a whole phase
+_BLOCK = 4  #: most computations of a trial that is not a whole phase, and at most a twelfth of the rank's
 _MOST_TRIALS = 4  #: clocks that are tried on one rank in an iteration
 
 
@@ -265,7 +265,8 @@ class Searcher:
         borders = [first, *(k for k in range(first + 1, stop) if program[k] != program[k - 1]), stop]
         phases = sorted(pairwise(borders), key=lambda phase: (abs(int(program[phase[0]]) - clock), phase))
         yield from (phase for phase in phases[:4] if phase[1] - phase[0] <= max(_BLOCK * 3, (stop - first) // 4))
-        for length in (_BLOCK, 2):
+        block = min(_BLOCK, max(1, (stop - first) // 12))
+        for length in sorted({block, max(1, block // 2)}, reverse=True):
             for begin, end in phases[:3]:
                 if end - begin > length:
                     yield from ((begin, begin + length), (end - length, end))

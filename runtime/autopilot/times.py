@@ -75,11 +75,12 @@ class TimeRows:
         """(classes, clocks) whether a row was measured."""
         return self.count > 0
 
-    def tables(self, *, refit: bool) -> TimeTables:
+    def tables(self, *, refit: bool, between: bool) -> TimeTables:
         """Return the times of all rows; every class was measured at the highest clock.
 
         Args:
             refit: whether to find the scales of the process again.
+            between: whether rows that were not measured may be planned on where measured ones tell enough of them.
         """
         mean, error = np.empty_like(self.mean), np.empty_like(self.mean)
         enough = np.zeros(self.mean.shape[0], dtype=bool)
@@ -94,7 +95,7 @@ class TimeRows:
         plan[:, 0] = mean[:, 0]
         least = bound + np.log(beta)
         safe = np.maximum(np.where(enough[:, None], np.minimum(mean + 3 * error, least), least), top)
-        usable = known | ((error < _USABLE) & enough[:, None])
+        usable = known | (between & (error < _USABLE) & enough[:, None])
         planned = np.where(known, plan, np.minimum(plan, safe))
         safe = np.where(usable, np.minimum(planned, mean + error), safe)
         doubt = np.where(usable, safe, np.maximum(safe, bound + np.log(max(beta, 1.0 + _DOUBT * fading))))

@@ -19,7 +19,8 @@ from perseus_planner.profiles.clock_changes import changes_per_rank
 from perseus_planner.profiles.measurement import Measurement
 from perseus_planner.runtime.autopilot import Autopilot, AutopilotSettings, ComputationObservation, RankObservation
 
-TRUTH = smooth_profile(4, step_mhz=45)
+TRUTH = smooth_profile(3, step_mhz=45)
+LARGER = smooth_profile(4, step_mhz=45)  #: with 8 microbatches
 QUIET = Physics(jitter=0.0, drift=0.0)
 
 
@@ -38,23 +39,23 @@ def scaled(profile: Profile, stage: int, factor: float) -> Profile:
 
 @pytest.fixture(scope="module")
 def trained() -> Training:
-    return train(TRUTH, 24)
+    return train(LARGER, 24, microbatches=8)
 
 
 def test_it_saves_energy_within_the_agreed_time(trained: Training):
-    full_s, full_j = steady(TRUTH, job_of(TRUTH, 8).iteration, Physics(), full_clocks(TRUTH))
-    given_all = train(TRUTH, 4, prior=TRUTH, settings=AutopilotSettings(learn=False), physics=QUIET)
+    full_s, full_j = steady(LARGER, job_of(LARGER, 8).iteration, Physics(), full_clocks(LARGER, 8))
+    given_all = train(LARGER, 4, microbatches=8, prior=LARGER, settings=AutopilotSettings(learn=False), physics=QUIET)
     assert given_all.decisions[-1].phase == "following"
     best = given_all.saved()
     assert best > 0.04
-    last = steady(TRUTH, job_of(TRUTH, 8).iteration, Physics(), trained.programs[-1][0])
+    last = steady(LARGER, job_of(LARGER, 8).iteration, Physics(), trained.programs[-1][0])
     assert 1 - last[1] / full_j > 0.75 * best
     assert max(ran.time_s for ran in trained.ran) < 1.01 * full_s
     assert np.mean([ran.time_s for ran in trained.ran]) < 1.004 * full_s
 
 
-def full_clocks(truth: Profile) -> list[list[int]]:
-    return list(World(truth, job_of(truth, 8).iteration, Physics()).full()[0])
+def full_clocks(truth: Profile, microbatches: int = 6) -> list[list[int]]:
+    return list(World(truth, job_of(truth, microbatches).iteration, Physics()).full()[0])
 
 
 def test_iterations_at_full_clocks_come_first_then_trials(trained: Training):
@@ -70,61 +71,62 @@ def test_what_it_learns_is_near_the_truth_and_a_profile(trained: Training, tmp_p
     assert Profile.load(tmp_path / "learned.yaml") == learned
     assert learned.conditions["learnt"] == "while training"
     rows = [(key, m) for key, ms in learned.measurements.items() for m in ms]
-    assert len(rows) > 0.5 * sum(map(len, TRUTH.measurements.values()))
+    assert len(rows) > 0.4 * sum(map(len, LARGER.measurements.values()))
     for key, m in rows:
-        truth = next(each for each in TRUTH.measurements[key] if each.clock_mhz == m.clock_mhz)
+        truth = next(each for each in LARGER.measurements[key] if each.clock_mhz == m.clock_mhz)
         assert m.evidence is not None
         assert abs(m.time_s / truth.time_s - 1) < 0.003 + 4 * m.evidence.time_stderr_s / m.time_s
         assert m.energy_j == pytest.approx(truth.energy_j, rel=0.12)
-    assert learned.blocking_w(0) == pytest.approx(TRUTH.blocking_w(0), rel=0.6)
+    assert learned.blocking_w(0) == pytest.approx(LARGER.blocking_w(0), rel=0.6)
 
 
 def test_the_saving_that_it_reports_is_the_true_one_within_its_standard_error(trained: Training):
     last = trained.decisions[-1]
-    iteration = job_of(TRUTH, 8).iteration
-    full_j = steady(TRUTH, iteration, Physics(), full_clocks(TRUTH))[1]
-    true = 1 - steady(TRUTH, iteration, Physics(), trained.programs[-1][0])[1] / full_j
+    iteration = job_of(LARGER, 8).iteration
+    full_j = steady(LARGER, iteration, Physics(), full_clocks(LARGER, 8))[1]
+    true = 1 - steady(LARGER, iteration, Physics(), trained.programs[-1][0])[1] / full_j
     assert abs(last.saving - true) < 4 * last.saving_stderr + 0.01
 
 
-@pytest.mark.parametrize("most", [0, 2, 5])
+@pytest.mark.parametrize("most", [0, 3])
 def test_no_gpu_changes_its_clock_more_often_than_allowed_trials_and_joins_included(most: int):
-    done = train(TRUTH, 12, settings=AutopilotSettings(max_changes=most))
+    done = train(TRUTH, 8, settings=AutopilotSettings(max_changes=most))
     assert max(ran.changes for ran in done.ran) <= max(most, 1)  # a join of two constant programs is a change
     counts = [changes_per_rank(clocks) for programs in done.programs for clocks in programs[0]]
     assert max(counts) <= most
 
 
 def test_equal_calls_give_equal_decisions():
-    first, second = (train(TRUTH, 6) for _ in range(2))
+    first, second = (train(TRUTH, 5) for _ in range(2))
     assert [each.clocks for each in first.decisions] == [each.clocks for each in second.decisions]
-    other = train(TRUTH, 6, settings=AutopilotSettings(seed=5))
+    other = train(TRUTH, 5, settings=AutopilotSettings(seed=5))
     assert [each.clocks for each in first.decisions] != [each.clocks for each in other.decisions]
 
 
 def test_replicas_share_rows_and_explore_different_ones():
     one, four = (train(TRUTH, 6, pipelines=n) for n in (1, 4))
-    assert four.decisions[-1].unknown < 0.8 * one.decisions[-1].unknown
+    rows = sum(map(len, TRUTH.measurements.values()))
+    assert rows - four.decisions[-1].unknown > 1.3 * (rows - one.decisions[-1].unknown)
     learning = next(each for each in four.decisions if each.phase == "learning")
     assert len(set(learning.clocks)) == 4
 
 
 @pytest.mark.parametrize("late", [1, 3])
 def test_a_stage_that_becomes_slower_is_planned_for_at_once(late: int):
-    at, slower = 14, scaled(TRUTH, 2, 1.15)
+    at, slower = 12, scaled(TRUTH, 1, 1.15)
 
     def before(number: int, world: World) -> None:
         if number == at:
             world.set_truth(slower)
 
-    done = train(TRUTH, 20 + late, late=late, before=before)
-    full_s, full_j = steady(slower, job_of(TRUTH, 8).iteration, Physics(), full_clocks(slower))
+    done = train(TRUTH, 17 + late, late=late, before=before)
+    full_s, full_j = steady(slower, job_of(TRUTH, 6).iteration, Physics(), full_clocks(slower))
     late_ones = [number for number, ran in enumerate(done.ran) if number >= at and ran.time_s > 1.005 * full_s]
     assert len(late_ones) <= 2
     assert all(ledger is not None and not ledger.is_overdrawn for ledger in done.ledgers)
     assert done.decisions[-1].ledger is not None
     assert done.decisions[-1].ledger.reference_s == pytest.approx(full_s, rel=0.005)
-    last_j = steady(slower, job_of(TRUTH, 8).iteration, Physics(), done.programs[-1][0])[1]
+    last_j = steady(slower, job_of(TRUTH, 6).iteration, Physics(), done.programs[-1][0])[1]
     assert 1 - last_j / full_j > 0.05
 
 
@@ -163,7 +165,7 @@ def test_an_audit_runs_at_full_clocks(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_a_throttled_iteration_teaches_nothing():
-    job = job_of(TRUTH, 8)
+    job = job_of(TRUTH, 6)
     world = World(TRUTH, job.iteration, Physics())
     autopilot = Autopilot(job)
     for _ in range(2):
@@ -175,9 +177,9 @@ def test_a_throttled_iteration_teaches_nothing():
 
 
 def test_observations_that_do_not_fit_are_refused():
-    autopilot = Autopilot(job_of(TRUTH, 8))
+    autopilot = Autopilot(job_of(TRUTH, 6))
     seen = RankObservation(0, 0, 0, 0, 1.0, (ComputationObservation(0.0, 0.1, 1410),))
-    with pytest.raises(UsageError, match=r"^observations, rank 0: has 1 computations and its program 16; give one"):
+    with pytest.raises(UsageError, match=r"^observations, rank 0: has 1 computations and its program 12; give one"):
         autopilot.observe([seen])
     with pytest.raises(UsageError, match=r"^observations: are of more than one iteration; give those of one"):
         autopilot.observe([seen, seen._replace(iteration=1)])
@@ -185,11 +187,11 @@ def test_observations_that_do_not_fit_are_refused():
         autopilot.learned()
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(
     seed=st.integers(0, 2**16),
     over=st.sampled_from([0.0, 0.3, 1.0]),
-    worse_from=st.integers(2, 12),
+    worse_from=st.integers(2, 9),
     late=st.integers(1, 3),
     slowdown=st.sampled_from([1.0, 1.05]),
 )
@@ -199,7 +201,7 @@ def test_the_guarantee_holds_whatever_clocks_cost(seed: int, over: float, worse_
 
     def adverse(factor: float) -> Profile:
         table = {}
-        for key, rows in smooth_profile(3, step_mhz=90).measurements.items():
+        for key, rows in smooth_profile(2, step_mhz=90).measurements.items():
             slower = [1.0, *(1 + (random.uniform(0.15, 0.3) if random.random() < over else 0.0) for _ in rows[1:])]
             table[key] = tuple(
                 Measurement(m.clock_mhz, m.time_s * s * (factor if i else 1.0), m.energy_j * s)
@@ -215,7 +217,7 @@ def test_the_guarantee_holds_whatever_clocks_cost(seed: int, over: float, worse_
 
     settings = AutopilotSettings(slowdown=slowdown, seed=seed)
     physics = Physics(jitter=0.0)
-    done = train(truth, 16, microbatches=6, late=late, settings=settings, physics=physics, before=before)
+    done = train(truth, 11, microbatches=4, late=late, settings=settings, physics=physics, before=before)
     full_s = done.ran[0].time_s
     share = slowdown + settings.max_slowdown
     total_s, tripping_s = 0.0, 0.0

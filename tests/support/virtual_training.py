@@ -40,7 +40,7 @@ def train(
     truth: Profile,
     iterations: int,
     *,
-    microbatches: int = 8,
+    microbatches: int = 6,
     late: int = 1,
     pipelines: int = 1,
     settings: AutopilotSettings | None = None,

@@ -1,0 +1,124 @@
+"""What the autopilot learns of rows: times, powers, and the replay that its plans are searched with."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from strategies import smooth_profile
+
+from perseus_planner import schedules
+from perseus_planner.plans.clock_replay import Task
+from perseus_planner.plans.replay import end_times, iteration_energy_j, replay_changes
+from perseus_planner.profiles.clock_changes import ClockChange
+from perseus_planner.runtime.autopilot import ComputationObservation
+from perseus_planner.runtime.autopilot.observations import time_at_last_clock
+from perseus_planner.runtime.autopilot.power import PowerRows
+from perseus_planner.runtime.autopilot.search import layout, replay
+from perseus_planner.runtime.autopilot.times import TimeRows
+from perseus_planner.schedules.dag import PipelineDag
+
+CLOCKS = tuple(range(1410, 840, -45))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(0, 2**16),
+    st.sampled_from([1, 2, 4]),
+    st.sampled_from([ClockChange(0.0), ClockChange(0.0045, 0.0009), ClockChange(0.02, 0.005, 2)]),
+)
+def test_the_compiled_replay_is_the_replay_of_plans(seed: int, stages: int, change: ClockChange):
+    random, profile = np.random.default_rng(seed), smooth_profile(stages, step_mhz=45)
+    dag = PipelineDag.from_schedule(profile, schedules.one_f_one_b(stages, 5))
+    clocks = np.repeat(random.integers(0, len(CLOCKS), 5 * stages), 2)
+    points = [profile.measurements[key] for key in dag.iteration.keys]
+    tasks = [
+        Task({m.clock_mhz: m for m in rows}, rows[c].clock_mhz) for rows, c in zip(points, clocks.tolist(), strict=True)
+    ]
+    wanted = replay_changes(dag.iteration, tasks, change, dag.rank_waiting_w, 1)
+    time_s = max(wanted.ends_s)
+    joules = iteration_energy_j(
+        dag.iteration.rank_of, wanted.durations_s, wanted.energies_j, dag.rank_waiting_w, time_s
+    )
+
+    waiting_w = np.array(dag.rank_waiting_w)
+    laid, places = layout(dag.iteration, change, 1, waiting_w)
+    keys = sorted(set(dag.iteration.keys))
+    times_s = np.array([[m.time_s for m in profile.measurements[key]] for key in keys])
+    powers_w = np.array([[m.energy_j / m.time_s for m in profile.measurements[key]] for key in keys])
+    planned = end_times(dag, [rows[c].time_s for rows, c in zip(points, clocks.tolist(), strict=True)])
+    tail_s = np.array([max(planned) - planned[program[-1]] for program in dag.iteration.programs])
+    ends_s = np.zeros(len(places))
+    found_s, found_j = replay(laid, times_s, powers_w, waiting_w, clocks[places], tail_s, ends_s)
+    assert found_s == pytest.approx(time_s, rel=1e-9)
+    assert found_j == pytest.approx(joules, rel=1e-9)
+    assert ends_s.tolist() == pytest.approx([wanted.ends_s[place] for place in places])
+
+
+@pytest.mark.parametrize("change_s", [0.01, 0.04])
+def test_a_computation_in_which_the_clock_changes_tells_its_time_at_the_new_one(change_s: float):
+    old_s, new_s = 0.10, 0.14
+    end_s = change_s + (1 - change_s / old_s) * new_s
+    seen = ComputationObservation(0.0, end_s, 1410, change_s, 1000)
+    assert time_at_last_clock(seen, {1410: old_s}) == (1000, pytest.approx(new_s))
+    assert time_at_last_clock(seen, {}) is None
+    late = ComputationObservation(0.0, 0.09 + 0.1 * new_s, 1410, 0.09, 1000)
+    assert time_at_last_clock(late, {1410: old_s}) is None  # a tenth of it tells too little
+    assert time_at_last_clock(ComputationObservation(0.0, 0.1, None), {1410: old_s}) is None
+
+
+def times_of(measured: dict[int, float], stages: int = 2) -> TimeRows:
+    """Rows of one kind, of equal stages: clock -> seconds."""
+    rows = TimeRows(CLOCKS, [0] * stages, stages)
+    for row in range(stages):
+        for clock, time_s in measured.items():
+            for miss in (-1e-3, 1e-3, 0.0):
+                rows.add(row, CLOCKS.index(clock), time_s * (1 + miss))
+    return rows
+
+
+def test_a_row_that_was_not_measured_is_bounded_by_the_clock():
+    rows = times_of({1410: 0.10, 1230: 0.11})
+    tables = rows.tables(refit=True, between=True)
+    at = CLOCKS.index(870)
+    assert tables.safe_s[0, at] == pytest.approx(0.11 * 1230 / 870, rel=0.01)
+    assert tables.doubt_s[0, at] > 1.1 * tables.safe_s[0, at]  # two rows do not tell that all keep to the bound
+    assert np.isinf(tables.plan_s[0, at])
+    assert np.isfinite(tables.plan_s[0, CLOCKS.index(1230)])
+
+
+def test_a_measured_row_over_the_bound_makes_all_others_doubtful():
+    tables = times_of({1410: 0.10, 1230: 0.10 * 1410 / 1230 * 1.2}).tables(refit=True, between=True)
+    at = CLOCKS.index(1320)
+    assert tables.safe_s[0, at] == pytest.approx(0.10 * 1410 / 1320 * 1.2, rel=0.01)
+
+
+def test_rows_between_measured_ones_are_planned_on_only_if_that_is_allowed():
+    rows = times_of({clock: 0.02 + 110 / clock for clock in CLOCKS[::2]}, stages=3)
+    between = CLOCKS.index(CLOCKS[3])
+    tables = rows.tables(refit=True, between=True)
+    assert tables.plan_s[0, between] == pytest.approx(0.02 + 110 / CLOCKS[3], rel=0.01)
+    assert np.isinf(rows.tables(refit=False, between=False).plan_s[0, between])
+
+
+def test_powers_are_found_from_energies_of_whole_iterations():
+    random = np.random.default_rng(3)
+    ranks, x = 3, np.array(CLOCKS) / CLOCKS[0]
+    kinds, stages = [0, 1] * ranks, [stage for stage in range(ranks) for _ in range(2)]
+    scale = random.uniform(0.95, 1.05, (2 * ranks, 1))
+    true_w, waiting_w = 400 * scale * (0.25 + 0.75 * x**2.4), 80.0
+    powers = PowerRows(CLOCKS, kinds, stages, stages, ranks)
+    for iteration in range(40):
+        for rank in range(ranks):
+            seconds = np.zeros((2 * ranks, len(CLOCKS)))
+            for row in (2 * rank, 2 * rank + 1):
+                seconds[row] = random.dirichlet(np.ones(len(CLOCKS)) * 0.2) * (1 + row % 2)
+            joules = float((seconds * true_w).sum()) + 0.5 * waiting_w
+            if iteration == 0 and rank == 0:
+                powers.start(joules, 3.0, 0.5)
+            powers.add(rank, seconds, 0.5, joules, 0.0)
+    found_w, error_w, _ = powers.tables()
+    assert np.abs(found_w / true_w - 1).max() < 0.10
+    assert np.abs(found_w / true_w - 1).mean() < 0.03  # what waiting draws is not told apart from it
+    assert (np.abs(found_w - true_w) < 4 * error_w + 8).mean() > 0.95
