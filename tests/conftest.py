@@ -35,6 +35,7 @@ FIRST = (
     "plans/test_plan",
     "runtime/test_kills",
     "runtime/test_restarts",
+    "runtime/test_unmodified",
     "runtime/test_runtime",
     "runtime/test_faults",
     "service/test_core",

@@ -126,6 +126,19 @@ class ValueSearch:
         known = [index for index in usable if self._rows[index].energy_j is not None]
         return min(known, key=lambda index: self._rows[index].energy_j or 0.0, default=0)
 
+    @property
+    def effect(self) -> tuple[float, float] | None:
+        """What `best` does beside the highest value: its time as a multiple, and the share of energy that it saves.
+
+        None while one of them is not measured.
+        """
+        rows = (self._rows.get(0), self._rows.get(self.best))
+        known = [(row.time_s, row.energy_j) for row in rows if row is not None and row.energy_j]
+        if len(known) < len(rows):
+            return None
+        (top_s, top_j), (best_s, best_j) = known
+        return best_s / top_s, 1.0 - best_j / top_j
+
     def decide(self, ledger: Ledger | None) -> Window:
         """Return the next window.
 

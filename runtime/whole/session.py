@@ -8,6 +8,7 @@ nothing else; clocks are set, counters read and messages sent on the thread of t
 from __future__ import annotations
 
 import json
+import logging
 import math
 import threading
 import time
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 PATIENCE_S = 60.0
 """How long rank 0 waits for what other ranks measured; then it goes on with those that answered."""
 
+_LOG = logging.getLogger("perseus_planner.runtime")
 _PERIOD_S = 0.05  #: between two rounds of a thread, in jobs with few ranks
 _LOOKS_PER_S = 1500.0  #: at the store, of all ranks together
 _LEAD_S = 0.2  #: in which all ranks have read a window and set its value
@@ -141,24 +143,45 @@ def whole_iterations(
         text = f"dry-run:{text}"
     with ExitStack() as stack:
         opened = stack.enter_context(open_gpu(text))
-        values, set_value = _settable(opened)
+        values, unit, set_value = _settable(opened)
         search = ValueSearch(values[:1] if dry_run else values, slowdown, max_slowdown)
-        stack.enter_context(lease_gpus([opened]))
-        rank = _Rank(job, opened, RankPart(slowdown, max_slowdown), set_value, search if job.rank == 0 else None)
+        stack.enter_context(_leased(opened, job, power_limit=unit == "W"))
+        part = RankPart(slowdown, max_slowdown)
+        rank = _Rank(job, opened, part, set_value, unit, search if job.rank == 0 else None)
         stack.callback(rank.stop)
         rank.start()
         yield IterationRuntime(rank)
 
 
-def _settable(gpu: Gpu) -> tuple[list[int], Callable[[int], None]]:
-    """Return the clocks of a GPU, or its power limits if it has none that can be locked; and what sets one."""
+@contextmanager
+def _leased(gpu: Gpu, job: TrainingJob, *, power_limit: bool) -> Iterator[None]:
+    """Lease the GPU inside the block; if it cannot be reset afterwards, warn, and keep the record for `recover`."""
+    with ExitStack() as stack:
+        stack.enter_context(lease_gpus([gpu], power_limit=power_limit))
+        leased = stack.pop_all()
     try:
-        return list(gpu.supported_clocks_mhz), gpu.set_clock_mhz
+        yield
+    finally:
+        try:
+            leased.close()
+        except GpuError as error:
+            JobWarnings(job).warn("reset", str(error))
+
+
+def _settable(gpu: Gpu) -> tuple[list[int], str, Callable[[int], None]]:
+    """Return the clocks of a GPU, or its power limits if it has none that can be locked; their unit, and what sets one.
+
+    Raises:
+        GpuError: If it has neither.
+    """
+    try:
+        return list(gpu.supported_clocks_mhz), "MHz", gpu.set_clock_mhz
     except GpuNotSupported:
         smallest_w, largest_w = gpu.power_limits_w
         count = int(math.log(smallest_w / largest_w) / math.log(_LIMIT_STEP)) + 1
         limits = [int(largest_w * _LIMIT_STEP**number) for number in range(count)]
-        return [limit for limit in limits if limit >= smallest_w], lambda limit: gpu.set_power_limit_w(float(limit))
+        usable = [limit for limit in limits if limit >= smallest_w]
+        return usable, "W", lambda limit: gpu.set_power_limit_w(float(limit))
 
 
 class _Rank:
@@ -176,10 +199,11 @@ class _Rank:
         gpu: Gpu,
         part: RankPart,
         set_value: Callable[[int], None],
+        unit: str,
         search: ValueSearch | None,
     ) -> None:
         self._job, self._gpu, self.part, self._set_value, self._search = job, gpu, part, set_value, search
-        self._warnings = JobWarnings(job)
+        self._unit, self._warnings = unit, JobWarnings(job)
         self._lock, self._wake, self._is_stopped = threading.Lock(), threading.Event(), False
         self._thread = threading.Thread(target=self._run, daemon=True, name="perseus-planner iterations")
         self.problem: str | None = None
@@ -191,6 +215,7 @@ class _Rank:
         self._absent: set[int] = set()
         self._period_s = max(_PERIOD_S, job.ranks / _LOOKS_PER_S)
         self._backoff = Backoff()
+        self._reported: int | None = None  #: the value that was last logged as the best
         self._begin_s: float | None = None
         self._began_at_top = False
 
@@ -261,7 +286,7 @@ class _Rank:
         self.problem = problem
         self._warnings.warn("whole", f"{problem}; training goes on without setting clocks, and tries again later")
         with suppress(GpuError):
-            self._gpu.reset_clocks()
+            self._gpu.reset_clocks() if self._unit == "MHz" else self._gpu.reset_power_limit()
         self.value, self.part.set_index = None, 0
 
     def _count(self) -> tuple[float, float] | None:
@@ -307,10 +332,25 @@ class _Rank:
                 math.fsum(energies_j) if len(energies_j) == len(answers) else None,
                 is_whole=all(each.is_whole for each in answers),
             )
+            self._report(search)
         window, reference_s = search.decide(self.part.ledger), search.reference_s
         lead = 1 + math.ceil(max(_LEAD_S, 2 * self._period_s) / reference_s) if reference_s else 1
         terms = Terms(window, search.values[window.index], self.part.iteration + lead, reference_s, search.values[0])
         self._job.own_store.set("whole/window", json.dumps(asdict(terms)))
+
+    def _report(self, search: ValueSearch) -> None:
+        """Log on rank 0 what is best now, if that has changed."""
+        best, effect = search.values[search.best], search.effect
+        if best != self._reported and effect is not None:
+            self._reported = best
+            time, saving = effect
+            _LOG.info(
+                "planner: at %d %s an iteration takes %.3fx, and %.1f %% less energy",
+                best,
+                self._unit,
+                time,
+                100 * saving,
+            )
 
     def _answers(self, number: int) -> list[_Answer] | None:
         """Return what the ranks measured in a window; None while answers are missing that may still come."""

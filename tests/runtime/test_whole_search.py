@@ -23,6 +23,8 @@ def test_the_search_comes_close_to_the_least_energy(memory: float, slowdown: flo
         1.0 - world.cost_j(c) / top_j for c in (found.search.values[found.search.best], world.best_mhz(slowdown))
     )
     assert reached >= best - 0.005
+    clock = found.search.values[found.search.best]
+    assert found.search.effect == pytest.approx((world.time_s(clock) / world.top_s, reached), abs=0.02)
     assert sum(world.times_s) <= (slowdown + 0.005) * sum(world.top_times_s)
 
 
