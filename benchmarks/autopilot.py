@@ -153,7 +153,7 @@ def _kind(run: Run) -> str:
 
 def _runs(size: Size) -> Iterator[Run]:
     if size.noise_seeds == 1:
-        yield Run(0, size.microbatches[0], _SEEDS[0], iterations=12)
+        yield Run(0, size.microbatches[0], _SEEDS[0], iterations=6)
         return
     cases = range(len(CASES))
     yield from (Run(case, 24, seed) for case in cases for seed in _SEEDS)

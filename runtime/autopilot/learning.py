@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 Key: TypeAlias = "tuple[int, str]"
 _OUTLIER = 0.01  #: relative difference of a GPU's times from its rows that is not noise
+_FEW = 3  #: computations of a row, or of a GPU, that say nothing of the others
 _PRIOR_DOUBT = 0.03  #: relative standard error of the energies of a profile that is given
 _PRIOR_COUNT = 2.0  #: how many observations one of its times counts for
 
@@ -125,12 +126,21 @@ class Learner:
             for row, clock, time_s in rows
             if times.count[row, clock] >= 2
         ]
-        if len(misses) >= 3:
+        if len(misses) >= _FEW:
             miss = float(np.median(misses))
             if abs(miss) > max(_OUTLIER, 4 * times.noise / math.sqrt(len(misses))):
                 times.factor[gpu] *= math.exp(miss)
+        by_row: dict[tuple[int, int], list[float]] = {}
         for row, clock, time_s in rows:
-            times.add(row, clock, time_s / float(times.factor[gpu]))
+            by_row.setdefault((row, clock), []).append(time_s / float(times.factor[gpu]))
+        for (row, clock), found in by_row.items():
+            # A row that changed while others did not, as after a change of the power limit, is learnt anew.
+            miss = float(np.median(np.log(found))) - float(times.mean[row, clock])
+            limit = max(_OUTLIER, 4 * times.noise / math.sqrt(len(found)))
+            if times.count[row, clock] >= _FEW <= len(found) and abs(miss) > limit:
+                times.forget(row, clock)
+            for each in found:
+                times.add(row, clock, each)
 
     def _start_powers(self, found: Sequence[tuple[RankObservation, Floats]]) -> None:
         counted = [(seen, seconds) for seen, seconds in found if seen.energy_j and seen.computations]

@@ -63,6 +63,10 @@ class TimeRows:
         self._square[row, clock] += weight * miss * (miss - weight / count * miss)
         self.count[row, clock] = count
 
+    def forget(self, row: int, clock: int) -> None:
+        """Count a row as not measured."""
+        self.count[row, clock] = self.mean[row, clock] = self._square[row, clock] = 0.0
+
     @property
     def noise(self) -> float:
         """Standard deviation of an observed time, relative."""

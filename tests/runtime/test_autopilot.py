@@ -130,6 +130,28 @@ def test_a_stage_that_becomes_slower_is_planned_for_at_once(late: int):
     assert 1 - last_j / full_j > 0.05
 
 
+def test_rows_that_become_slower_while_others_do_not_are_learnt_anew():
+    """As after a lower power limit, which holds only the highest clocks back."""
+
+    def limited(rows: tuple[Measurement, ...]) -> tuple[Measurement, ...]:
+        return tuple(replace(m, time_s=m.time_s * (1.06 if m.clock_mhz > 1300 else 1.0)) for m in rows)
+
+    after = replace(TRUTH, measurements={key: limited(rows) for key, rows in TRUTH.measurements.items()})
+    job = job_of(TRUTH, 6)
+    world, autopilot = World(TRUTH, job.iteration, Physics()), Autopilot(job_of(TRUTH, 6))
+    for _ in range(6):
+        autopilot.observe(world.run(world.full()).observations)
+    mixed = [[[1410] * 4 + [1185] * 8] * 3]
+    for _ in range(2):
+        autopilot.observe(world.run(mixed).observations)
+    world.set_truth(after)
+    autopilot.observe(world.run(mixed).observations)
+    for clock in (1410, 1185):
+        (found,) = (m for m in autopilot.learned().measurements[0, "F"] if m.clock_mhz == clock)
+        (true,) = (m for m in after.measurements[0, "F"] if m.clock_mhz == clock)
+        assert found.time_s == pytest.approx(true.time_s, rel=0.01)
+
+
 def test_a_replica_that_is_slower_has_a_plan_of_its_own_and_the_others_slow_down_to_it():
     def before(number: int, world: World) -> None:
         if number == 8:
