@@ -30,7 +30,7 @@ class FixedProgram:
         """See `ProgramSource.program_for`."""
         return self.program
 
-    def on_end(self, iteration: int, program: Program | None, deviation: str | None) -> None:
+    def on_end(self, iteration: int, program: Program | None, deviation: str | None, *_: object) -> None:
         """See `ProgramSource.on_end`."""
         if deviation is not None:
             self.deviations.append(deviation)

@@ -116,7 +116,7 @@ class _Program:
     def __init__(self, schedule: Any, rank: int) -> None:
         self.computations = schedule.ranks[rank]
         self.clocks = (1000,) * len(self.computations)
-        self.plan = type("Plan", (), {"schedule": schedule})
+        self.microbatches = schedule.microbatches
 
 
 def unknown() -> None:
