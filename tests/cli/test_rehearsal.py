@@ -180,6 +180,8 @@ def test_dcgm_on_the_node_is_named(tmp_path: Path):
     program.symlink_to(shutil.which("sleep") or "/bin/sleep")
     with subprocess.Popen([str(program), "600"]) as process:
         try:
+            while Path(f"/proc/{process.pid}/comm").read_text() != "nv-hostengine\n":
+                pass  # it is named a little after `Popen` has returned
             (remark,) = [text for text in rehearsal._surroundings() if text.startswith("DCGM")]
         finally:
             process.kill()

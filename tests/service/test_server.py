@@ -410,7 +410,7 @@ def test_the_service_leaves_no_thread_behind():
         assert httpx.get(f"{url}/v1/jobs").status_code == 200
     for thread in set(threading.enumerate()) - before:
         thread.join(timeout=10)
-    assert set(threading.enumerate()) == before
+    assert set(threading.enumerate()) <= before  # a thread of an earlier test may end meanwhile
 
 
 @pytest.mark.parametrize("sent", [b"", b"GET /heal", b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\nGET /he"])
