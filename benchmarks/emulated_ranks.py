@@ -45,7 +45,7 @@ Span = tuple[float, float]
 def main(engine_name: str, gpu: str, microbatches: str, rounds: str, folder: str) -> None:
     """Profile, solve on rank 0, then train with all clocks at maximum and by each plan, in several rounds."""
     torch.set_num_threads(1)
-    engine, step = {"torch": _torch, "deepspeed": _deepspeed}[engine_name](int(microbatches))
+    engine, step = {"torch": torch_pipeline, "deepspeed": _deepspeed}[engine_name](int(microbatches))
     where = Path(folder)
     with open_gpu(f"emulated:{gpu.replace('?', f'/{dist.get_rank()}?')}") as device:
         assert isinstance(device, EmulatedGpu)
@@ -88,7 +88,8 @@ def _measured(step: Step, gpu: EmulatedGpu) -> list[Span]:
     return [(spans[0][0], sum(energy_j for _, energy_j in spans)) for spans in zip(*of_ranks, strict=True)]
 
 
-def _torch(microbatches: int) -> tuple[Any, Step]:
+def torch_pipeline(microbatches: int) -> tuple[Any, Step]:
+    """Return this rank's schedule of torch.distributed.pipelining, and what runs one iteration."""
     dist.init_process_group("gloo")
     rank, size = dist.get_rank(), dist.get_world_size()
     given, sent = torch.empty(WIDTH, WIDTH), torch.empty(WIDTH, WIDTH, requires_grad=True)

@@ -69,7 +69,7 @@ def measure(size: Size) -> Section:
 
 def _rows(engine: str, microbatches: int, rounds: int) -> Iterator[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
-        _train(engine, microbatches, rounds, Path(folder))
+        run_ranks("emulated_ranks.py", [engine, _GPU, str(microbatches), str(rounds), folder], Path(folder))
         spans = json.loads((Path(folder) / f"{engine}.json").read_text())
         plans = {str(each): Plan.load(Path(folder) / f"{engine}-{each}.yaml") for each in SLOWDOWNS}
     took = {name: tuple(map(median, zip(*each, strict=True))) for name, each in spans.items()}
@@ -95,8 +95,8 @@ def _rows(engine: str, microbatches: int, rounds: int) -> Iterator[dict[str, Any
         }
 
 
-def _train(engine: str, microbatches: int, rounds: int, folder: Path) -> None:
-    """Run all ranks until they have ended.
+def run_ranks(script: str, arguments: list[str], folder: Path) -> None:
+    """Run a script of this folder on all ranks until they have ended.
 
     Raises:
         MissingError: If torch or the engine is not installed.
@@ -109,8 +109,7 @@ def _train(engine: str, microbatches: int, rounds: int, folder: Path) -> None:
         **{"WORLD_SIZE": str(len(DEPTHS)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
         **{"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PLANNER_STATE_DIR": str(folder / "state")},
     }
-    program = [sys.executable, str(Path(__file__).with_name("emulated_ranks.py"))]
-    command = [*program, engine, _GPU, str(microbatches), str(rounds), str(folder)]
+    command = [sys.executable, str(Path(__file__).with_name(script)), *arguments]
     ranks = [
         subprocess.Popen(
             command,

@@ -18,6 +18,7 @@ import estimates
 import frontier_times
 import hook_cost
 import large_pipeline
+import learning_training
 import lowtime_ratio
 import measured_runs
 import model_fit
@@ -56,6 +57,7 @@ SECTIONS: dict[int, Callable[[Size], Section]] = {
     20: unlike_stages.measure,
     budget_cells.NUMBER: budget_cells.measure,
     autopilot.NUMBER: autopilot.measure,
+    learning_training.NUMBER: learning_training.measure,
 }
 _RESULTS = Path(__file__).resolve().parent / "results"
 

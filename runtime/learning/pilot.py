@@ -164,18 +164,17 @@ class Pilot:
 
     def _read(self, process: AutopilotProcess) -> None:
         """Read what the ranks have observed, and pass on the iterations of which all is known."""
-        ranks = list(self._places.of)
+        last = self._agreement.begun - 1
+        ranks = [rank for rank in self._places.observed_in(last) if self._seen.get(rank, -1) < last]
+        if last < 0 or not ranks:
+            return
         keys = list(map(observed_key, ranks))
-        self._are_there = self._are_there or self._store.check(keys)
+        self._are_there = self._are_there or self._store.check(list(map(observed_key, self._places.of)))
         if not self._are_there:
             return
-        newest = -1
         for rank, frame in zip(ranks, self._store.multi_get(keys), strict=True):
-            if not frame:
-                continue
-            iteration, _ = iteration_of(frame)
-            newest = max(newest, iteration)
-            if self._seen.get(rank) != iteration:
+            iteration = iteration_of(frame)[0] if frame else -1
+            if iteration > self._seen.get(rank, -1):
                 self._seen[rank] = iteration
                 self._pending.setdefault(iteration, {})[rank] = frame
         for iteration in sorted(self._pending):
@@ -185,7 +184,7 @@ class Pilot:
                 since = self._agreement.since_if_proposed()
                 process.send(OBSERVED, observed_message(iteration, since, frames.values()))
                 del self._pending[iteration]
-            elif iteration < newest - self._places.every:
+            elif iteration < last - self._places.every:
                 del self._pending[iteration]  # a rank was too late
 
     def _learn_orders(self, process: AutopilotProcess, frames: Mapping[int, bytes]) -> None:

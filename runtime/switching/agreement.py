@@ -135,6 +135,11 @@ class Agreement:
         self._looked_s = -math.inf
         self._period_s = max(LOOK_S, self._share.nodes / LOOKS_PER_S)
 
+    @property
+    def begun(self) -> int:
+        """The iteration that this rank has begun last; -1 before the first."""
+        return self._begun
+
     def version_at(self, iteration: int) -> int:
         """Return the version that this rank runs `iteration` by, which begins now. Versions never go back."""
         now_s = self._now_s()

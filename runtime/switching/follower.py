@@ -1,7 +1,8 @@
 """Decides what each iteration of a rank runs by: the plan that all ranks agreed on or, if anything fails, no clocks.
 
 Where a GPU's clock changes cannot keep up, its rank runs the plan with fewer of them: neighbours at the higher of their
-clocks, so that it is no later. The plan as it is gets tried again after a pause (`backoff`), and so does every new one.
+clocks, so that it is no later. The plan as it is gets tried again after a pause (`backoff`), and so does every new one,
+but for those of the autopilot, which come one after the other.
 """
 
 from __future__ import annotations
@@ -130,7 +131,10 @@ class PlanFollower:
 
     def _prepare(self, version: int, data: bytes) -> None:
         try:
-            self._programs[version] = self._make_program(version, data)
+            program, fewer = self._make_program(version, data), self._fewer
+            self._programs[version] = (
+                program.with_changes(fewer.changes) if self.is_prompt and fewer is not None else program
+            )
         except PlannerError as error:
             if not self.is_prompt:
                 self.misfit = f"plan {version} is not for this rank: {error}"

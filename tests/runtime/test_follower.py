@@ -21,13 +21,13 @@ from perseus_planner.runtime.switching.plans import Plans
 PLAN = solve(smooth_profile(2), "1f1b", microbatches=2).plan_for_least_energy()
 
 
-def follower_of(store: HashStore) -> PlanFollower:
+def follower_of(store: HashStore, *, is_prompt: bool = False) -> PlanFollower:
     """Return the follower of a job's only rank, which has begun with a plan."""
 
     def make_program(version: int, data: bytes) -> Program:
         return Program(version, Plans.loads(data).of_pipeline(0), 0)
 
-    follower = PlanFollower(TrainingJob(store, 0, 1), NodeShare(), make_program, lambda *_: None)
+    follower = PlanFollower(TrainingJob(store, 0, 1), NodeShare(), make_program, lambda *_: None, is_prompt=is_prompt)
     follower.start(Program(1, PLAN, 0))
     return follower
 
@@ -60,3 +60,21 @@ def test_programs_of_plans_that_were_replaced_are_dropped():
         assert program.version == version
         follower.look()
         assert list(follower._programs) == [version]
+
+
+@pytest.mark.parametrize("is_prompt", [False, True])
+def test_plans_that_come_one_after_the_other_have_as_few_changes_as_can_be_made(is_prompt: bool):
+    plan = solve(smooth_profile(2), "1f1b", microbatches=6).plan_for(1.05 * PLAN.baseline_time_s * 3)
+    follower = follower_of(HashStore(), is_prompt=is_prompt)
+    changes, fewest = [], []
+    for _ in range(2):
+        proposal = follower.agreement.propose(Plans.load(plan).dumps())
+        follower.look()
+        assert isinstance(proposal.outcome, Acceptance)
+        program = follower.program_for(proposal.outcome.iteration)
+        assert program is not None
+        changes.append(program.changes)
+        fewer = follower.keep_changes(2)
+        fewest.append(2 if fewer is None else fewer.changes)
+    assert plan.changes[0] > 2 >= fewest[0]
+    assert changes == [plan.changes[0], fewest[0] if is_prompt else plan.changes[0]]

@@ -7,6 +7,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -18,8 +19,9 @@ pytest.importorskip("torch")
 from torch.distributed import HashStore
 
 from perseus_planner import Profile
-from perseus_planner.errors import PlanError
+from perseus_planner.errors import PlanError, UsageError
 from perseus_planner.runs.autopilot import AutopilotStatus
+from perseus_planner.runtime import planner_runtime
 from perseus_planner.runtime.autopilot import ComputationObservation, Ledger
 from perseus_planner.runtime.controller.protocol import ControlChange, GpuSample
 from perseus_planner.runtime.hook import Hook, RankProgram
@@ -332,6 +334,19 @@ def test_the_planner_says_what_it_cannot_plan():
     assert replies[WARNING].decode().startswith("the autopilot cannot plan what this job runs: ")
     assert json.loads(replies[STATUS])["phase"] == "stopped"
     assert PROGRAMS not in replies
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"service": "http://127.0.0.1:1"}, "needs plan=, a plan to begin with"),
+        ({"slowdown": 0.9}, "slowdown"),
+        ({"max_changes": -1}, "max_changes"),
+    ],
+)
+def test_options_that_do_not_go_with_the_autopilot_are_refused(options: dict[str, Any], said: str):
+    with pytest.raises(UsageError, match=said), planner_runtime(object(), **options):
+        pass
 
 
 def test_a_dry_run_observes_full_clocks_alone():

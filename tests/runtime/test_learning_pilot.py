@@ -1,0 +1,167 @@
+"""Rank 0's part in the autopilot: which keys it reads, what it passes on, and what follows when the process ends."""
+# ruff: noqa: TID253 - these tests are there for torch
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+from torch.distributed import HashStore
+
+from perseus_planner.runtime.controller.backoff import FIRST_PAUSE_S
+from perseus_planner.runtime.learning import pilot as module
+from perseus_planner.runtime.learning.frames import Frame
+from perseus_planner.runtime.learning.job_messages import JobDescription, read_observed
+from perseus_planner.runtime.learning.messages import JOB, OBSERVED, PROGRAMS
+from perseus_planner.runtime.learning.observer import NOTHING, observed_key, rank_key
+from perseus_planner.runtime.learning.pilot import Pilot, Places
+from perseus_planner.runtime.learning.programs import order_number
+
+ORDER = [(0, "F", 0), (0, "B", 0)]
+OTHER = [(0, "F", 0), (0, "F", 1), (0, "B", 0), (0, "B", 1)]
+
+
+class Store(HashStore):
+    """Counts the keys that are read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read: list[int] = []
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        self.read.append(len(keys))
+        found: list[bytes] = super().multi_get(keys)
+        return found
+
+
+class Process:
+    """Stands for the process of the autopilot."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[bytes, bytes]] = []
+        self.replies: list[tuple[bytes, bytes]] = []
+        self.has_ended = False
+
+    def send(self, kind: bytes, content: bytes) -> None:
+        self.sent.append((kind, content))
+
+    def messages(self) -> list[tuple[bytes, bytes]]:
+        if self.has_ended:
+            raise EOFError
+        replies, self.replies = self.replies, []
+        return replies
+
+    def end(self, timeout_s: float) -> None:
+        self.has_ended = True
+
+
+class Job:
+    """Pipelines of one rank, rank 0's part in the autopilot, and what it does."""
+
+    def __init__(self, pipelines: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.store, self.now_s, self.begun = Store(), 0.0, -1
+        self.started: list[Process] = []
+        self.warned: list[str] = []
+        self.proposed: list[bytes] = []
+        self.lost = None
+        monkeypatch.setattr(module, "AutopilotProcess", self._start)
+        places = Places.among([(pipeline, 0) for pipeline in range(pipelines)])
+        self.pilot = Pilot(
+            self.store,
+            places,
+            {},
+            self,  # type: ignore[arg-type]
+            self,  # type: ignore[arg-type]
+            sets_clocks=True,
+            state=None,
+            now_s=lambda: self.now_s,
+        )
+        for rank in range(pipelines):
+            self.store.set(observed_key(rank), NOTHING)
+
+    def _start(self) -> Process:
+        self.started.append(Process())
+        return self.started[-1]
+
+    def since_if_proposed(self) -> int:
+        return self.begun + 2
+
+    def propose(self, blob: bytes) -> None:
+        self.proposed.append(blob)
+
+    def warn(self, key: str, text: str, **_: Any) -> None:
+        self.warned.append(text)
+
+    def observe(self, rank: int, iteration: int, order: list[tuple[int, str, int]] = ORDER) -> None:
+        self.store.set(rank_key(rank), json.dumps({"order": order, "gpu": None}))
+        self.store.set(observed_key(rank), Frame(rank, order_number(order), iteration, 0, 1.0).pack())
+
+    def look(self) -> list[tuple[bytes, bytes]]:
+        """Look once; return what the process is told."""
+        self.now_s += 1.0
+        self.pilot.look()
+        sent, self.started[-1].sent = self.started[-1].sent, []
+        return sent
+
+
+def test_an_iteration_is_passed_on_once_when_all_have_told_it(monkeypatch: pytest.MonkeyPatch):
+    job = Job(2, monkeypatch)
+    assert job.look() == []
+    job.observe(0, 0)
+    job.begun = 1
+    assert job.look() == []
+    job.observe(1, 0)
+    (first, told), (second, observed) = job.look()
+    assert (first, second) == (JOB, OBSERVED)
+    assert JobDescription.loads(told).told == {0: {"order": [list(each) for each in ORDER], "gpu": None}}
+    since, frames = read_observed(observed)
+    assert (since, [frame.rank for frame in frames]) == (3, [0, 1])
+    reads = len(job.store.read)
+    assert job.look() == []
+    assert len(job.store.read) == reads  # nothing is left to be told
+
+
+def test_another_order_is_told_when_all_pipelines_run_it(monkeypatch: pytest.MonkeyPatch):
+    job = Job(2, monkeypatch)
+    kinds = []
+    for iteration, orders in enumerate([(ORDER, ORDER), (OTHER, ORDER), (OTHER, OTHER), (OTHER, OTHER)]):
+        for rank, order in enumerate(orders):
+            job.observe(rank, iteration, order)
+        job.begun = iteration + 1
+        kinds.append([kind for kind, _ in job.look()])
+    assert kinds == [[JOB, OBSERVED], [OBSERVED], [JOB, OBSERVED], [OBSERVED]]
+
+
+def test_in_a_large_job_only_those_whose_turn_it_is_are_read(monkeypatch: pytest.MonkeyPatch):
+    job = Job(200, monkeypatch)
+    for iteration in range(8):
+        for rank in range(200):
+            if rank % 4 == iteration % 4:
+                job.observe(rank, iteration)
+        job.begun = iteration + 1
+        kinds = [kind for kind, _ in job.look()]
+        assert kinds == ([JOB, OBSERVED] if iteration == 3 else [OBSERVED])
+    assert job.store.read == [50] * 8
+
+
+def test_programs_are_proposed_and_a_process_that_ends_is_started_again_after_a_pause(monkeypatch: pytest.MonkeyPatch):
+    job = Job(1, monkeypatch)
+    job.look()
+    job.started[0].replies = [(PROGRAMS, b"programs")]
+    job.look()
+    assert job.proposed == [b"programs"]
+    job.started[0].has_ended = True
+    job.look()
+    (text,) = job.warned
+    assert "the process of the autopilot has ended; training goes on with its last program" in text
+    job.look()
+    assert len(job.started) == 1
+    job.now_s += FIRST_PAUSE_S
+    job.observe(0, 0)
+    job.begun = 1
+    assert [kind for kind, _ in job.look()] == [JOB, OBSERVED]
+    assert len(job.started) == 2
