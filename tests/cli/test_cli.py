@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -118,8 +119,8 @@ def test_the_examples_of_all_helps_work_in_order(work: Path, nvml: StandIn, monk
         for command, line in examples:
             # Those do not end, or become another program.
             if line.startswith("  planner ") and command.name not in ("serve", "run") and "--watch" not in line:
-                if "run" in line.split():
-                    write_run(work / "run", Plan.load("plan.yaml"), 3)
+                for run in re.findall(r"\brun(?:-\d)?\b", line):
+                    write_run(work / run, Plan.load("plan.yaml"), 3)
                 text = done(line.strip().removeprefix("planner "))
                 assert "Wrote" in text or command.name in silent or "show" in line
             elif "torchrun" in line and command.name != "run":  # the examples are what runs that

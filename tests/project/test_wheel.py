@@ -54,6 +54,8 @@ def test_the_installed_package_is_the_one_of_the_wheel(environment: Path, tmp_pa
     found = Path(output_of(environment / "bin" / "python", "-c", code, cwd=tmp_path).strip())
     assert found.is_relative_to(environment)
     assert output_of(environment / "bin" / "planner", "--version", cwd=tmp_path).startswith("planner")
+    run = (environment / "bin" / "planner", "run", environment / "bin" / "python", "-c")
+    assert output_of(*run, "import sys; print(type(sys.meta_path[0]).__name__)", cwd=tmp_path) == "_EngineFinder\n"
 
 
 @pytest.mark.timeout(300)
