@@ -36,6 +36,7 @@ _MOST_SHORTER = 0.0015  #: how much shorter at most, as a share of the reference
 _REMEMBERED = 20  #: iterations from which it is known how much longer they are than replayed
 _DOUBT, _MORE_DOUBT = 0.01, 0.002  #: how much longer it may be if rows are over the bound; and while trials are ahead
 _CORRECTED = 0.01  #: relative change of the reference that the last iteration had already
+_AGAIN = 8  #: iterations between two solutions for the same rows, whose powers are known better by then
 _REPEAT = 6  #: iterations before a trial is tried again
 _GROWTH, _TARGET_GROWTH = 1.25, 1.6  #: how many more rows are worth a new plan, or a new target
 
@@ -141,7 +142,7 @@ class Autopilot:
         reference_s = max(search.replay(full, each)[0] for each in mean)
         deadline_s = reference_s * (settings.slowdown + _TIGHT - self._shorter)
         programs: list[Integers] = []
-        solve = rows >= _GROWTH * self._solved_rows
+        solve = rows >= _GROWTH * self._solved_rows or iteration % _AGAIN == 0
         plans: dict[tuple[float, ...], Integers] = {}
         for pipeline, costs in enumerate(plan):
             group = self._group(pipeline)
@@ -222,7 +223,7 @@ class Autopilot:
             solve = solve or bool(self._plan)
         starts = [before] if search.is_usable(before, costs) else [self._repaired(before, costs)]
         if solve:
-            fresh = search.solve(costs, deadline_s)
+            fresh = search.solve(costs, deadline_s, iteration)
             starts += [] if fresh is None else [fresh]
         seed = int(self._random.integers(2**31))
         found = [search.polish(start, costs, deadline_s, seed) for start in starts]
@@ -246,7 +247,7 @@ class Autopilot:
         hopeful = self._learner.costs("mean", 1.0)[0]
         if self._target is None or rows >= _TARGET_GROWTH * self._target_rows:
             self._target_rows = rows
-            self._target = self._search.solve(hopeful, deadline_s)
+            self._target = self._search.solve(hopeful, deadline_s, iteration)
         start = program if self._target is None else self._target
         seed = int(self._random.integers(2**31))
         self._target = self._search.polish(start, hopeful, deadline_s, seed)[0]

@@ -106,8 +106,11 @@ class Searcher:
             for rank, (first, stop) in enumerate(pairwise(self.layout.rank_start))
         )
 
-    def solve(self, costs: Costs, deadline_s: float) -> Integers | None:
-        """Return the plan of the project's solver, as if clock changes cost nothing; None if there is none in time."""
+    def solve(self, costs: Costs, deadline_s: float, attempt: int) -> Integers | None:
+        """Return the plan of the project's solver, as if clock changes cost nothing; None if there is none in time.
+
+        Attempts begin with different numbers of changes, so that several of them find different plans.
+        """
         from perseus_planner.solver.budget import clocks_by_budget
         from perseus_planner.solver.point_problem import point_problem
 
@@ -131,7 +134,7 @@ class Searcher:
         except InfeasibleDeadline:
             return None
         if self._max_changes is not None:
-            levels = sorted({self._max_changes // 2, self._max_changes})
+            levels = sorted({self._max_changes * (2 + attempt % 3) // 8, self._max_changes})
             found = clocks_by_budget(dag, point_problem(dag), within_s, clocks, levels, 0.0)
             if self._max_changes not in found:
                 return None

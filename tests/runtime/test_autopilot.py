@@ -119,7 +119,7 @@ def test_a_stage_that_becomes_slower_is_planned_for_at_once(late: int):
         if number == at:
             world.set_truth(slower)
 
-    done = train(TRUTH, 17 + late, late=late, before=before)
+    done = train(TRUTH, 21 + late, late=late, before=before)
     full_s, full_j = steady(slower, job_of(TRUTH, 6).iteration, Physics(), full_clocks(slower))
     late_ones = [number for number, ran in enumerate(done.ran) if number >= at and ran.time_s > 1.005 * full_s]
     assert len(late_ones) <= 2
