@@ -35,7 +35,7 @@ _LATE = 0.002  #: how much longer than replayed iterations may be before plans a
 _MOST_SHORTER = 0.0015  #: how much shorter at most, as a share of the reference
 _REMEMBERED = 20  #: iterations from which it is known how much longer they are than replayed
 _DOUBT, _MORE_DOUBT = 0.01, 0.002  #: how much longer it may be if rows are over the bound; and while trials are ahead
-_CORRECTED = 0.01  #: relative change of the reference that the last iteration had already
+_EVENT = 0.01  #: relative change of the replayed time at full clocks that is an event, as a GPU that became slower
 _AGAIN = 8  #: iterations between two solutions for the same rows, whose powers are known better by then
 _REPEAT = 6  #: iterations before a trial is tried again
 _GROWTH, _TARGET_GROWTH = 1.25, 1.6  #: how many more rows are worth a new plan, or a new target
@@ -76,10 +76,12 @@ class Autopilot:
         self._ahead: dict[int, _Ran] = {}
         self._tried: dict[tuple[int, int], int] = {}  # (rank, clock) -> the iteration of its last trial
         # Medians, as a pause in an iteration says nothing of the others.
-        self._full_ratios: deque[float] = deque(maxlen=_REMEMBERED)  # iterations at full clocks over replayed ones
+        self._full_s: deque[float] = deque(maxlen=_REMEMBERED)  # iterations at full clocks since the last event
+        self._replayed_s = 0.0  # the replayed time at full clocks when the last of them ended
+        self._full_ratio = 1.0  # the reference over the replayed time at full clocks
         self._lates: deque[float] = deque([0.0] * 4, maxlen=_REMEMBERED)  # how much larger that is under plans
         self._observed = -1
-        self._audited = 0
+        self._audited = self._audits_due = 0
 
     def observe(self, observations: Sequence[RankObservation]) -> None:
         """Learn from what ranks observed of one iteration; ranks that observed nothing may be left out.
@@ -107,19 +109,33 @@ class Autopilot:
             return
         costs = self._learner.costs()
         clean = not any(seen.throttled_s for seen in observations)
-        reference_s = max(self._search.replay(self._search.full(), each)[0] for each in costs)
+        replayed_s = max(self._search.replay(self._search.full(), each)[0] for each in costs)
+        is_event = self._is_event(replayed_s)
         if full and clean:
-            self._full_ratios.append(time_s / reference_s)
-        elif clean and ran is not None and all(seen.version == ran.version for seen in observations):
-            replayed_s = max(self._search.replay(p, each)[0] for p, each in zip(ran.programs, costs, strict=True))
-            self._lates.append(time_s / replayed_s / self._full_ratio - 1)
-        reference_s *= self._full_ratio
+            self._full_s.append(time_s)
+            self._replayed_s = replayed_s
+        reference_s = median(self._full_s) if self._full_s else replayed_s * self._full_ratio
+        self._full_ratio = reference_s / replayed_s
+        if not full and clean and ran is not None and all(seen.version == ran.version for seen in observations):
+            planned_s = max(self._search.replay(p, each)[0] for p, each in zip(ran.programs, costs, strict=True))
+            self._lates.append(time_s / planned_s / self._full_ratio - 1)
         limits = self.settings.slowdown, self.settings.max_slowdown, _BURST * reference_s
         ledger = self._ledger or Ledger(reference_s, *limits)
-        count = 1 if abs(reference_s / ledger.reference_s - 1) > _CORRECTED else 0
         self._ledger = ledger.add(time_s, full_clocks=full, iteration=iteration).corrected(
-            reference_s, _BURST * reference_s, count
+            reference_s, _BURST * reference_s, 1 if is_event else 0
         )
+
+    def _is_event(self, replayed_s: float) -> bool:
+        """Return whether iterations take another time than before, for example because a GPU has become slower.
+
+        The reference is what iterations at full clocks took, and not what replays of learnt rows say, which err. It
+        follows them only after an event, and until it is measured again.
+        """
+        if not self._replayed_s or abs(replayed_s / self._replayed_s - 1) <= _EVENT:
+            return False
+        self._full_s.clear()
+        self._replayed_s, self._audits_due = replayed_s, _REFERENCES
+        return True
 
     def decide(self, iteration: int) -> Decision:
         """Return what all ranks run in `iteration`, which is still ahead."""
@@ -128,8 +144,8 @@ class Autopilot:
             return self._decision(iteration, "reference", full)
         if self._ledger.is_overdrawn:
             return self._decision(iteration, "paying", full)
-        if iteration - self._audited >= _AUDIT:
-            self._audited = iteration
+        if self._audits_due or iteration - self._audited >= _AUDIT:
+            self._audited, self._audits_due = iteration, max(0, self._audits_due - 1)
             return self._decision(iteration, "audit", full)
         return self._planned(iteration)
 
@@ -177,10 +193,6 @@ class Autopilot:
             time_s=time_s * self._full_ratio * (1 + self._late),
             saving=(saving, error),
         )
-
-    @property
-    def _full_ratio(self) -> float:
-        return median(self._full_ratios) if self._full_ratios else 1.0
 
     @property
     def _late(self) -> float:

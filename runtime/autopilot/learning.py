@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 Key: TypeAlias = "tuple[int, str]"
 _OUTLIER = 0.01  #: relative difference of a GPU's times from its rows that is not noise
+_SURE = 0.0025  #: relative standard error of rows from which it is told that a GPU has become slower
 _FEW = 3  #: computations of a row, or of a GPU, that say nothing of the others
 _PRIOR_DOUBT = 0.03  #: relative standard error of the energies of a profile that is given
 _PRIOR_COUNT = 2.0  #: how many observations one of its times counts for
@@ -124,7 +125,7 @@ class Learner:
         misses = [
             math.log(time_s / times.factor[gpu]) - float(times.mean[row, clock])
             for row, clock, time_s in rows
-            if times.count[row, clock] >= 2
+            if times.count[row, clock] >= max(2.0, (times.noise / _SURE) ** 2)
         ]
         if len(misses) >= _FEW:
             miss = float(np.median(misses))
@@ -136,8 +137,9 @@ class Learner:
         for (row, clock), found in by_row.items():
             # A row that changed while others did not, as after a change of the power limit, is learnt anew.
             miss = float(np.median(np.log(found))) - float(times.mean[row, clock])
-            limit = max(_OUTLIER, 4 * times.noise / math.sqrt(len(found)))
-            if times.count[row, clock] >= _FEW <= len(found) and abs(miss) > limit:
+            count = float(times.count[row, clock])
+            limit = max(_OUTLIER, 4 * times.noise * math.sqrt(1 / len(found) + 1 / max(count, 1.0)))
+            if count >= _FEW <= len(found) and abs(miss) > limit:
                 times.forget(row, clock)
             for each in found:
                 times.add(row, clock, each)

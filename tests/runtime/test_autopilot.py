@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 
 import numpy as np
 import pytest
@@ -86,6 +87,17 @@ def test_the_saving_that_it_reports_is_the_true_one_within_its_standard_error(tr
     full_j = steady(LARGER, iteration, Physics(), full_clocks(LARGER, 8))[1]
     true = 1 - steady(LARGER, iteration, Physics(), trained.programs[-1][0])[1] / full_j
     assert abs(last.saving - true) < 4 * last.saving_stderr + 0.01
+
+
+def test_the_reference_is_what_iterations_at_full_clocks_took_and_not_what_learnt_rows_say():
+    done = train(LARGER, 16, microbatches=8, physics=Physics(jitter=0.01))
+    ledger = done.decisions[-1].ledger
+    assert ledger is not None
+    phases = [decision.phase for decision in done.decisions]
+    assert phases.count("reference") + phases.count("audit") < 8
+    full_s = [ran.time_s for ran, each in zip(done.ran[:-1], done.decisions, strict=False) if each.version == 0]
+    assert ledger.reference_s == pytest.approx(median(full_s), rel=1e-12)
+    assert (done.autopilot._learner.times.factor == 1.0).all()  # no GPU became slower
 
 
 @pytest.mark.parametrize("most", [0, 3])
