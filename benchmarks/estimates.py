@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from statistics import fmean
@@ -15,7 +16,7 @@ from perseus_planner.estimate.calibration import StageCalibration, stage_calibra
 from perseus_planner.estimate.estimate import estimate
 from perseus_planner.estimate.op_costs import TransformerPipeline
 from perseus_planner.estimate.presets import PRESETS
-from perseus_planner.gpu.simulated.catalog import CATALOG
+from perseus_planner.estimate.system import SYSTEMS
 from perseus_planner.profiles.csv_file import word_of
 
 _MAX_ERRORS = (0.01, 0.10)  #: mean over the clocks, without a head and with it, calibrated on all clocks
@@ -26,12 +27,16 @@ _PIPELINES: Mapping[str, tuple[str, TransformerPipeline]] = {
             "gpt3-175b",
             replace(PRESETS["gpt3-175b"], sequence=1024, microbatch=2, tensor_degree=8, attention="plain"),
             (12,) * 8,
+            math.inf,  # traffic does not seem to be in the data
         ),
     ),
     "bloom": (
         "a40",
         TransformerPipeline(
-            "bloom-176b", replace(PRESETS["bloom-176b"], tensor_degree=8, attention="plain"), (9, 9, 9, 9, 9, 9, 9, 7)
+            "bloom-176b",
+            replace(PRESETS["bloom-176b"], tensor_degree=8, attention="plain"),
+            (9, 9, 9, 9, 9, 9, 9, 7),
+            math.inf,
         ),
     ),
 }
@@ -95,11 +100,11 @@ def measure(size: Size) -> Section:
 
 def _rows(case: Case) -> Iterator[dict[str, Any]]:
     measured, (name, pipeline) = profile_of(case), _PIPELINES[case.model]
-    gpu = CATALOG[name]
-    middle = stage_calibration(measured, pipeline, gpu)
+    system = SYSTEMS[name]
+    middle = stage_calibration(measured, pipeline, system)
     calibrations = {"none": (), "top": (_top(middle),), "all": (middle,)}
     for wanted, chosen in calibrations.items():
-        estimated = estimate(pipeline, gpu, chosen)
+        estimated = estimate(pipeline, system, chosen)
         for kind in "FB":
             errors = {what: _errors(measured, estimated, kind, what) for what in ("time", "energy")}
             row: dict[str, Any] = {

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from perseus_planner.cli import console
-from perseus_planner.errors import GpuError, UsageError
+from perseus_planner.errors import UsageError
 
 if TYPE_CHECKING:
     from perseus_planner.estimate.calibration import StageCalibration
     from perseus_planner.estimate.op_costs import TransformerPipeline
-    from perseus_planner.gpu.simulated.model import GpuModel
+    from perseus_planner.estimate.system import System
 
 
 @click.command(
@@ -46,7 +46,13 @@ if TYPE_CHECKING:
     "--link",
     type=float,
     metavar="GB/S",
-    help="Bandwidth between the GPUs of a tensor group.  [default: traffic takes no time]",
+    help="Bandwidth between the GPUs of a tensor group; inf for none.  [default: the GPU's]",
+)
+@click.option(
+    "--power-limit",
+    metavar="POWER",
+    callback=console.quantity("POWER_BUDGET"),
+    help="Power limit of each GPU, e.g. 500W.  [default: the GPU's]",
 )
 @click.option(
     "--calibrate",
@@ -64,35 +70,39 @@ if TYPE_CHECKING:
 @click.option("--split-backward", is_flag=True, help="Also estimate the gradients of inputs and of weights separately.")
 @console.output("the profile, .yaml; its table goes beside it, .csv")
 @console.as_json
-def estimate(gpu: str, calibrate: tuple[str, ...], calibrate_stage: int | None, output: Path, **rest: Any) -> None:
+def estimate(
+    gpu: str,
+    power_limit: float | None,
+    calibrate: tuple[str, ...],
+    calibrate_stage: int | None,
+    output: Path,
+    **rest: Any,
+) -> None:
     """Estimate the profile of a model without a GPU.
 
-    FLOPs and bytes of every stage follow from the dimensions of the model, time and energy from a model of the GPU,
-    which you can calibrate with one measured stage. The profile is marked as simulated; `planner solve` reads it like
-    any other.
+    The operations of every stage follow from the dimensions of the model, time and energy from a model of the GPU and
+    its links, which you can calibrate with one measured stage. The profile is marked as simulated; `planner solve`
+    reads it like any other.
     """
     from perseus_planner.estimate import estimate as estimating
     from perseus_planner.estimate.summary import estimate_text, summarize_estimate
 
     as_json, split_backward = rest.pop("as_json"), rest.pop("split_backward")
     console.refuse_same([Path(rest["model"])], output)
-    model, pipeline = _gpu_model(gpu), _pipeline(**rest)
+    system, pipeline = _system(gpu, power_limit), _pipeline(**rest)
     if calibrate_stage is not None and not calibrate:
         raise UsageError("--calibrate-stage: works only with --calibrate; give both or neither")
-    calibrations = [_calibration(text, calibrate_stage, pipeline, model, output) for text in calibrate]
-    profile = estimating.estimate(pipeline, model, calibrations, split_backward=split_backward)
+    calibrations = [_calibration(text, calibrate_stage, pipeline, system, output) for text in calibrate]
+    profile = estimating.estimate(pipeline, system, calibrations, split_backward=split_backward)
     profile.save(output)
     summary = summarize_estimate(profile, pipeline, [calibration.source for calibration in calibrations])
     console.report(summary, estimate_text(summary), [output, output.with_suffix(".csv")], as_json=as_json)
 
 
-def _gpu_model(text: str) -> GpuModel:
-    from perseus_planner.gpu.simulated.catalog import CATALOG
+def _system(gpu: str, power_limit_w: float | None) -> System:
+    from perseus_planner.estimate.system import system_of
 
-    name = text.removeprefix("simulated:")
-    if name not in CATALOG:
-        raise GpuError(f"--gpu: there is no GPU {text!r}; choose one of: {', '.join(CATALOG)}")
-    return CATALOG[name]
+    return system_of(gpu).limited(power_limit_w)
 
 
 def _pipeline(
@@ -123,7 +133,7 @@ def _numbers(text: str) -> list[int]:
 
 
 def _calibration(
-    text: str, stage: int | None, pipeline: TransformerPipeline, model: GpuModel, output: Path
+    text: str, stage: int | None, pipeline: TransformerPipeline, system: System, output: Path
 ) -> StageCalibration:
     from perseus_planner.estimate.calibration import stage_calibration
     from perseus_planner.profiles.profiles import Profile
@@ -134,8 +144,8 @@ def _calibration(
     if tokens is not None:
         pipeline = replace(pipeline, transformer=replace(pipeline.transformer, sequence=tokens))
     # A CSV does not contain the blocking power, so that of the GPU model is used.
-    power_w = model.blocking_power_w if path.suffix.lower() == ".csv" else None
-    return stage_calibration(Profile.load(path, power_w), pipeline, model, stage, str(path))
+    power_w = system.gpu.blocking_power_w if path.suffix.lower() == ".csv" else None
+    return stage_calibration(Profile.load(path, power_w), pipeline, system, stage, str(path))
 
 
 def _split_tokens(text: str) -> tuple[Path, int | None]:

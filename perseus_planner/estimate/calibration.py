@@ -27,7 +27,8 @@ from perseus_planner.profiles.csv_file import word_of
 from perseus_planner.profiles.measurement import Measurement
 
 if TYPE_CHECKING:
-    from perseus_planner.gpu.simulated.model import GpuModel, OpCost
+    from perseus_planner.estimate.system import System
+    from perseus_planner.gpu.simulated.model import Load
     from perseus_planner.profiles.profiles import Profile
 
 Factors = Mapping[str, tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]]
@@ -36,10 +37,10 @@ Factors = Mapping[str, tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]]
 
 @dataclass(frozen=True)
 class StageCalibration:
-    """A measured stage, with its FLOPs and bytes.
+    """A measured stage, with what the model predicts for it.
 
     Attributes:
-        op_costs: Cost of each kind on one GPU.
+        loads: Predicted time and power of each kind on one GPU.
         measurements: Measurements of each kind on one GPU, at one clock or more. B may be given as I and W.
         sequence: Tokens of a sequence.
         source: What was measured, for messages, such as "stage 3 of profile.yaml".
@@ -49,7 +50,7 @@ class StageCalibration:
         UsageError: If the forward or the backward is missing, or an energy is 0.
     """
 
-    op_costs: Mapping[str, OpCost]
+    loads: Mapping[str, Load]
     measurements: Mapping[str, tuple[Measurement, ...]]
     sequence: int
     source: str
@@ -77,7 +78,7 @@ class StageCalibration:
 
 
 def stage_calibration(
-    profile: Profile, pipeline: TransformerPipeline, gpu: GpuModel, stage: int | None = None, source: str = "profile"
+    profile: Profile, pipeline: TransformerPipeline, system: System, stage: int | None = None, source: str = "profile"
 ) -> StageCalibration:
     """Return the calibration by one stage of a measured profile.
 
@@ -86,7 +87,7 @@ def stage_calibration(
             of its stage `stage` alone, or of the same model on another number of stages, which then share the layers
             evenly.
         pipeline: The pipeline that was measured.
-        gpu: Model of the GPU that was measured.
+        system: GPUs that were measured.
         stage: Number of the stage; None for one in the middle, which has neither embedding nor head if there are three.
         source: Where the profile is from, for error messages and `Profile.conditions`.
 
@@ -109,7 +110,7 @@ def stage_calibration(
         )
     row_stage = 0 if profile.stages == 1 else number
     return StageCalibration(
-        op_costs=pipeline.op_costs(gpu)[number],
+        loads=pipeline.loads(system)[number],
         measurements={
             kind: tuple(replace(row, energy_j=row.energy_j / gpus) for row in rows)
             for (of, kind), rows in profile.measurements.items()
@@ -121,7 +122,7 @@ def stage_calibration(
     )
 
 
-def correction_factors(calibrations: Sequence[StageCalibration], gpu: GpuModel, sequence: int) -> Factors:
+def correction_factors(calibrations: Sequence[StageCalibration], clocks_mhz: Sequence[int], sequence: int) -> Factors:
     """Return the ratios of measured to modelled values for sequences of `sequence` tokens; all 1 without calibrations.
 
     Raises:
@@ -133,28 +134,28 @@ def correction_factors(calibrations: Sequence[StageCalibration], gpu: GpuModel, 
         )
     if len({calibration.sequence for calibration in calibrations}) < len(calibrations):
         raise UsageError("both measured stages have the same sequence length; give only one")
-    ones = np.ones(len(gpu.clocks_mhz))
+    ones = np.ones(len(clocks_mhz))
     if not calibrations:
         return dict.fromkeys(KINDS, (ones, ones))
     found = {}
     for kind in KINDS:
-        times, energies = zip(*(_stage_factors(one, kind, gpu) for one in calibrations), strict=True)
+        times, energies = zip(*(_stage_factors(one, kind, clocks_mhz) for one in calibrations), strict=True)
         lengths = [calibration.sequence for calibration in calibrations]
         found[kind] = (_at(sequence, lengths, times), _at(sequence, lengths, energies))
     return found
 
 
 def _stage_factors(
-    calibration: StageCalibration, kind: str, gpu: GpuModel
+    calibration: StageCalibration, kind: str, clocks_mhz: Sequence[int]
 ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
     """Return the ratios for one measured stage; I and W have those of B if they were not measured."""
     kind = kind if calibration.rows(kind) else "B"
     rows = sorted(calibration.rows(kind), key=lambda row: row.clock_mhz)
-    load = gpu.load(calibration.op_costs[kind])
+    load = calibration.loads[kind]
     clocks = [row.clock_mhz for row in rows]
     times = [row.time_s / load.time_s(row.clock_mhz) for row in rows]
     energies = [row.energy_j / load.energy_j(row.clock_mhz) for row in rows]
-    return np.interp(gpu.clocks_mhz, clocks, times), np.interp(gpu.clocks_mhz, clocks, energies)
+    return np.interp(clocks_mhz, clocks, times), np.interp(clocks_mhz, clocks, energies)
 
 
 def _at(sequence: int, lengths: Sequence[int], found: Sequence[npt.NDArray[np.float64]]) -> npt.NDArray[np.float64]:

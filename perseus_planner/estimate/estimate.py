@@ -1,6 +1,6 @@
 """Estimates the profile of a transformer pipeline from its dimensions and a model of its GPU.
 
-The GPU model predicts time and energy of each computation from its FLOPs and bytes (`op_costs.py`), and measured stages
+The system predicts time and energy of each computation from its operations (`kernel_times.py`), and measured stages
 correct the prediction (`calibration.py`).
 """
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from perseus_planner.estimate.op_costs import TransformerPipeline
-    from perseus_planner.gpu.simulated.model import GpuModel
+    from perseus_planner.estimate.system import System
 
 
 def estimate(
     pipeline: TransformerPipeline,
-    gpu: GpuModel,
+    system: System,
     calibrations: Sequence[StageCalibration] = (),
     *,
     split_backward: bool = False,
@@ -31,7 +31,7 @@ def estimate(
 
     Args:
         pipeline: The model and its stages. With a tensor degree above 1, energies are sums over the GPUs of a stage.
-        gpu: Model of each GPU.
+        system: GPUs and their links.
         calibrations: A measured stage, two with different sequence lengths, or none. The blocking power is that of the
             first calibration that has one.
         split_backward: Whether to estimate the gradients of inputs and of weights separately as well.
@@ -39,11 +39,12 @@ def estimate(
     Raises:
         UsageError: If the calibrations contradict each other.
     """
-    factors = correction_factors(calibrations, gpu, pipeline.transformer.sequence)
+    gpu = system.gpu
+    factors = correction_factors(calibrations, gpu.clocks_mhz, pipeline.transformer.sequence)
     measurements = {}
-    for stage, costs in enumerate(pipeline.op_costs(gpu)):
+    for stage, loads in enumerate(pipeline.loads(system)):
         for kind in "FBIW" if split_backward else "FB":
-            load, (times, energies) = gpu.load(costs[kind]), factors[kind]
+            load, (times, energies) = loads[kind], factors[kind]
             measurements[stage, kind] = tuple(
                 Measurement(
                     clock, load.time_s(clock) * float(times[index]), load.energy_j(clock) * float(energies[index])
@@ -56,18 +57,20 @@ def estimate(
         blocking_power_w=(powers_w or [gpu.blocking_power_w])[0],
         gpu=f"simulated {gpu.name}",
         origin="simulated",
-        conditions=_conditions(pipeline, calibrations),
+        conditions=_conditions(pipeline, system, calibrations),
     )
     return on_each_gpu(one_gpu, pipeline.transformer.tensor_degree)
 
 
-def _conditions(pipeline: TransformerPipeline, calibrations: Sequence[StageCalibration]) -> dict[str, str]:
-    shape, link = pipeline.transformer, pipeline.link_bytes_per_s
+def _conditions(
+    pipeline: TransformerPipeline, system: System, calibrations: Sequence[StageCalibration]
+) -> dict[str, str]:
+    shape, link = pipeline.transformer, pipeline.on(system).link_bytes_per_s
     return {
-        "estimate": "FLOPs and bytes in closed form, on a model of the GPU; nothing was measured on these stages",
+        "estimate": "operations in closed form, on a model of the system; nothing was measured on these stages",
         "workload": f"{pipeline.name}, {shape.microbatch} x {shape.sequence} tokens a microbatch, "
         f"layers {','.join(map(str, pipeline.split))}, tensor degree {shape.tensor_degree}, "
         f"{shape.attention} attention, recomputation {shape.recomputation}",
-        "tensor_traffic": "not counted" if link is None else f"at {link / 1e9:g} GB/s",
+        "tensor_traffic": f"at {link / 1e9:g} GB/s",
         "calibration": "; ".join(f"{found.source} at {found.sequence} tokens" for found in calibrations) or "none",
     }

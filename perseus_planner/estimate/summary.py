@@ -114,7 +114,7 @@ def estimate_text(summary: EstimateSummary) -> str:
     lines = [
         f"Estimate of {summary.model} ({size}) on {summary.stages} stages of {summary.gpus_per_stage} GPUs, "
         f"{summary.gpu}.",
-        "SIMULATED: from FLOPs and bytes in closed form and a model of the GPU; no GPU was used.",
+        "SIMULATED: from operations in closed form and a model of the system; no GPU was used.",
         f"Per GPU and microbatch, at {summary.top_clock_mhz} MHz:",
         "",
         f"stage  layers  {'computation':<15}  {'TFLOPs':>9}  {'GB':>8}  {'ms':>9}  {'J':>9}  x fastest",
@@ -176,7 +176,5 @@ def _remarks(profile: Profile, pipeline: TransformerPipeline, calibrated_by: Seq
             "Not calibrated: times and energies may be far off, all by a similar factor; measure one stage and give "
             "its profile with --calibrate."
         )
-    if pipeline.transformer.tensor_degree > 1 and pipeline.link_bytes_per_s is None:
-        yield "Traffic within a tensor group takes no time here; give its bandwidth with --link to include it."
     if profile.gpus_per_stage > 1:
         yield f"Energies in the profile are sums over the {profile.gpus_per_stage} GPUs of a stage."

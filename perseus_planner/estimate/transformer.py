@@ -15,6 +15,7 @@ CHOICES = {
     "positions": ("learned", "rotary", "alibi"),
     "recomputation": ("none", "selective", "full"),
     "attention": ("plain", "flash", "flash-causal"),
+    "precision": ("bf16", "fp16", "fp8"),
 }
 """Values of the text attributes of a `Transformer`."""
 
@@ -39,14 +40,16 @@ class Transformer:
         tied: Whether the language-model head uses the matrix of the embedding.
         embedding_norm: Whether a norm follows the embedding.
         positions: "learned", "rotary" or "alibi".
-        tensor_degree: Number of GPUs that share each layer as in Megatron without sequence parallelism: heads,
-            feed-forward block and vocabulary are divided, norms and residuals are not.
+        tensor_degree: Number of GPUs that share each layer as in Megatron: heads, feed-forward block and vocabulary are
+            divided.
+        sequence_parallel: Whether these GPUs divide norms and residuals too, by tokens (Korthikanti et al., 2022).
         recomputation: What the backward recomputes (Korthikanti et al., "Reducing activation recomputation in large
             transformer models", 2022): "none", "selective" (the products of scores and values) or "full" (the layers).
         attention: "plain" writes the scores of all pairs of tokens to memory; "flash" keeps them on the chip, and
             recomputes them in the backward (Dao et al., "FlashAttention", 2022); "flash-causal" also skips the pairs
             that a causal mask hides.
         element_bytes: Bytes of an activation, 2 in bf16.
+        precision: Of the layers' products with weights; "fp8" leaves attention and head in bf16.
 
     Raises:
         UsageError: If the values contradict each other; the text begins with the attribute's name.
@@ -67,9 +70,11 @@ class Transformer:
     embedding_norm: bool = False
     positions: str = "learned"
     tensor_degree: int = 1
+    sequence_parallel: bool = False
     recomputation: str = "none"
     attention: str = "flash-causal"
     element_bytes: int = 2
+    precision: str = "bf16"
 
     def __post_init__(self) -> None:
         for field in fields(self):

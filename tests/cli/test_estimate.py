@@ -14,7 +14,7 @@ from perseus_planner import Profile
 from perseus_planner.estimate.estimate import estimate
 from perseus_planner.estimate.op_costs import TransformerPipeline, stage_op_costs
 from perseus_planner.estimate.presets import PRESETS
-from perseus_planner.gpu.simulated.catalog import CATALOG
+from perseus_planner.estimate.system import SYSTEMS
 from perseus_planner.profiles.measurement import Measurement
 
 GPT = "estimate --model gpt3-1.3b --gpu a100-sxm -o new.yaml"
@@ -38,7 +38,7 @@ def test_the_profile_is_that_of_python_and_can_be_planned_on(folder: Path):
     shape = replace(PRESETS["gpt3-1.3b"], tensor_degree=2, microbatch=4, sequence=1024, recomputation="full")
     work = TransformerPipeline("gpt3-1.3b", shape, (5, 7, 6, 6), 250e9)
     profile = Profile.load("new.yaml")
-    assert profile == estimate(work, CATALOG["a100-sxm"])
+    assert profile == estimate(work, SYSTEMS["a100-sxm"])
     assert (profile.origin, profile.gpus_per_stage) == ("simulated", 2)
     assert "nothing was measured" in profile.conditions["estimate"]
     done("solve new.yaml --schedule 1f1b --microbatches 8 -o frontier.npz")
@@ -71,7 +71,6 @@ def test_it_says_what_each_stage_does_and_that_it_is_simulated(folder: Path):
     text = done(f"{GPT} --stages 4 --tensor-parallel 2")
     assert "SIMULATED" in text.splitlines()[1]
     assert "Not calibrated" in text
-    assert "--link" in text
     assert text.endswith("Wrote new.yaml\nWrote new.csv\n")
     rows = [line.split() for line in text.splitlines() if line.strip()[:1].isdigit()]
     assert [row[:3] for row in rows] == [[str(s), "6", word] for s in range(4) for word in ("forward", "backward")]
@@ -120,7 +119,7 @@ def test_a_measured_stage_calibrates(folder: Path, file: str, power_w: float | N
     for key, rows in measured.measurements.items():
         for row, like in zip(rows, own.measurements[key], strict=True):
             assert (like.time_s, like.energy_j) == (pytest.approx(row.time_s), pytest.approx(row.energy_j))
-    assert own.blocking_power_w == (power_w or CATALOG["a100-sxm"].blocking_power_w)
+    assert own.blocking_power_w == (power_w or SYSTEMS["a100-sxm"].gpu.blocking_power_w)
     assert own.origin == "simulated"
 
 
@@ -143,7 +142,7 @@ def test_a_stage_of_another_sequence_length_calibrates(folder: Path):
 
 
 NAMES = ", ".join(PRESETS)
-GPUS = ", ".join(CATALOG)
+GPUS = ", ".join(SYSTEMS)
 REFUSED = {
     GPT: "give either --stages, the number of stages, or --layers, the layers of each",
     f"{GPT} --stages 4 --layers 12,12": ("give either --stages, the number of stages, or --layers, the layers of each"),
@@ -159,6 +158,9 @@ REFUSED = {
     f"{GPT} --stages 4 --microbatch 0": "microbatch: 0 is not a whole number of at least 1",
     f"{GPT} --stages 4 --recompute some": "recomputation: 'some' is unknown; give none or selective or full",
     f"{GPT} --stages 4 --attention eager": "attention: 'eager' is unknown; give plain or flash or flash-causal",
+    f"{GPT} --stages 4 --power-limit 50W": (
+        "a100-sxm: a power limit of 50 W is out of range; give one from 100 to 400 W"
+    ),
     f"{GPT} --stages 4 --link 0": "link: 0.0 is not a bandwidth; give one above 0",
     f"{GPT} --stages 4 --link nan": "link: nan is not a bandwidth; give one above 0",
     f"{GPT} --stages 4 --gpu nvml:0": f"--gpu: there is no GPU 'nvml:0'; choose one of: {GPUS}",

@@ -16,8 +16,8 @@ from perseus_planner.estimate.calibration import StageCalibration, stage_calibra
 from perseus_planner.estimate.estimate import estimate
 from perseus_planner.estimate.op_costs import TransformerPipeline, stage_traffic
 from perseus_planner.estimate.presets import PRESETS
+from perseus_planner.estimate.system import SYSTEMS
 from perseus_planner.estimate.transformer import split_layers
-from perseus_planner.gpu.simulated.catalog import CATALOG
 from perseus_planner.profiles.measurement import Measurement
 
 SMALL = PRESETS["gpt3-1.3b"]
@@ -45,19 +45,21 @@ def same(profile: Profile, other: Profile, rel: float = 1e-9) -> bool:
     )
 
 
-@pytest.mark.parametrize("name", CATALOG)
+@pytest.mark.parametrize("name", SYSTEMS)
 def test_without_a_calibration_it_is_the_model_of_the_gpu(name: str):
-    gpu, work = CATALOG[name], workload()
+    gpu, work = SYSTEMS[name], workload()
     profile = estimate(work, gpu, split_backward=True)
-    assert (profile.origin, profile.stages, profile.blocking_power_w) == ("simulated", 4, gpu.blocking_power_w)
+    assert (profile.origin, profile.stages, profile.blocking_power_w) == ("simulated", 4, gpu.gpu.blocking_power_w)
     for (stage, kind), rows in profile.measurements.items():
-        load = gpu.load(work.op_costs(gpu)[stage][kind])
-        assert rows == tuple(Measurement(clock, load.time_s(clock), load.energy_j(clock)) for clock in gpu.clocks_mhz)
+        load = work.loads(gpu)[stage][kind]
+        assert rows == tuple(
+            Measurement(clock, load.time_s(clock), load.energy_j(clock)) for clock in gpu.gpu.clocks_mhz
+        )
 
 
 @settings(max_examples=20)
 @given(
-    name=st.sampled_from(sorted(CATALOG)),
+    name=st.sampled_from(sorted(SYSTEMS)),
     stage=st.integers(0, 3),
     time=factors,
     energy=factors,
@@ -67,7 +69,7 @@ def test_without_a_calibration_it_is_the_model_of_the_gpu(name: str):
 def test_any_stage_calibrates_all_others_where_the_model_is_off_alike(
     name: str, stage: int, time: float, energy: float, step: int, degree: int
 ):
-    gpu, work = CATALOG[name], workload(tensor_degree=degree)
+    gpu, work = SYSTEMS[name], workload(tensor_degree=degree)
     truth = off_by(estimate(work, gpu, split_backward=True), time, energy)
     calibration = stage_calibration(off_by(truth, 1, 1, step), work, gpu, stage)
     assert same(estimate(work, gpu, [calibration], split_backward=True), truth)
@@ -76,13 +78,13 @@ def test_any_stage_calibrates_all_others_where_the_model_is_off_alike(
 @settings(max_examples=20)
 @given(data=st.data())
 def test_the_stage_that_calibrates_is_met_at_each_clock_that_was_measured(data: st.DataObject):
-    gpu, work = CATALOG["a100-sxm"], workload()
-    stage, clocks = data.draw(st.integers(0, 3)), data.draw(st.sets(st.sampled_from(gpu.clocks_mhz), min_size=1))
+    gpu, work = SYSTEMS["a100-sxm"], workload()
+    stage, clocks = data.draw(st.integers(0, 3)), data.draw(st.sets(st.sampled_from(gpu.gpu.clocks_mhz), min_size=1))
     size = st.floats(1e-3, 10.0)
     rows = {
         kind: tuple(Measurement(clock, data.draw(size), data.draw(size)) for clock in sorted(clocks)) for kind in "FB"
     }
-    calibration = StageCalibration(work.op_costs(gpu)[stage], rows, SMALL.sequence, "drawn")
+    calibration = StageCalibration(work.loads(gpu)[stage], rows, SMALL.sequence, "drawn")
     estimated = estimate(work, gpu, [calibration])
     for kind, wanted in rows.items():
         found = {row.clock_mhz: row for row in estimated.measurements[stage, kind]}
@@ -94,7 +96,7 @@ def test_the_stage_that_calibrates_is_met_at_each_clock_that_was_measured(data: 
 @settings(max_examples=8)
 @given(lengths=st.lists(st.sampled_from([512, 1024, 4096, 8192]), min_size=2, max_size=2, unique=True), data=st.data())
 def test_two_sequence_lengths_give_a_power_of_the_length(lengths: list[int], data: st.DataObject):
-    gpu, off = CATALOG["h100-sxm"], [(data.draw(factors), data.draw(factors)) for _ in lengths]
+    gpu, off = SYSTEMS["h100-sxm"], [(data.draw(factors), data.draw(factors)) for _ in lengths]
     calibrations = [
         stage_calibration(off_by(estimate(workload(sequence=length), gpu), *by), workload(sequence=length), gpu)
         for length, by in zip(lengths, off, strict=True)
@@ -107,7 +109,7 @@ def test_two_sequence_lengths_give_a_power_of_the_length(lengths: list[int], dat
 
 
 def test_forward_and_backward_are_calibrated_apart():
-    gpu, work = CATALOG["a100-sxm"], workload()
+    gpu, work = SYSTEMS["a100-sxm"], workload()
     plain = estimate(work, gpu)
     table = {
         key: rows if key[1] == "F" else off_by(plain, 2, 3).measurements[key]
@@ -120,13 +122,13 @@ def test_forward_and_backward_are_calibrated_apart():
 
 
 def test_a_backward_measured_in_two_parts_calibrates_the_whole_one():
-    gpu, work = CATALOG["a100-sxm"], workload()
+    gpu, work = SYSTEMS["a100-sxm"], workload()
     rows = {
         "F": (Measurement(1005, 1.0, 2.0),),
         "I": (Measurement(1005, 3.0, 4.0),),
         "W": (Measurement(1005, 5.0, 6.0),),
     }
-    found = estimate(work, gpu, [StageCalibration(work.op_costs(gpu)[1], rows, 2048, "parts")], split_backward=True)
+    found = estimate(work, gpu, [StageCalibration(work.loads(gpu)[1], rows, 2048, "parts")], split_backward=True)
     at = {kind: next(row for row in found.measurements[1, kind] if row.clock_mhz == 1005) for kind in "FBIW"}
     assert {kind: (row.time_s, row.energy_j) for kind, row in at.items()} == {
         "F": (pytest.approx(1.0), pytest.approx(2.0)),
@@ -137,55 +139,63 @@ def test_a_backward_measured_in_two_parts_calibrates_the_whole_one():
 
 
 def test_a_single_measured_stage_stands_for_the_middle_one_of_a_pipeline():
-    gpu, work = CATALOG["a100-sxm"], workload(8)
+    gpu, work = SYSTEMS["a100-sxm"], workload(8)
     truth = off_by(estimate(work, gpu), 1.3, 0.7)
     alone = replace(truth, measurements={(0, kind): truth.measurements[3, kind] for kind in "FB"})
     assert same(estimate(work, gpu, [stage_calibration(alone, work, gpu)]), truth)
 
 
 def test_another_number_of_stages_calibrates_by_its_own_layers():
-    gpu, before, after = CATALOG["a100-sxm"], workload(3), workload(8)
+    gpu, before, after = SYSTEMS["a100-sxm"], workload(3), workload(8)
     measured = off_by(estimate(before, gpu), 1.3, 0.7)
     assert same(
         estimate(after, gpu, [stage_calibration(measured, before, gpu)]), off_by(estimate(after, gpu), 1.3, 0.7)
     )
-    assert stage_calibration(measured, after, gpu).op_costs == before.op_costs(gpu)[1]
+    assert stage_calibration(measured, after, gpu).loads == before.loads(gpu)[1]
 
 
 def test_what_waiting_draws_is_the_measured_power_of_the_gpus_of_a_stage():
-    gpu, work = CATALOG["a40"], workload(tensor_degree=4)
+    gpu, work = SYSTEMS["a40"], workload(tensor_degree=4)
     measured = replace(estimate(work, gpu), blocking_power_w=(40.0, 44.0, 48.0, 52.0))
     assert estimate(work, gpu, [stage_calibration(measured, work, gpu)]).blocking_power_w == pytest.approx(44.0)
-    assert estimate(work, gpu).blocking_power_w == pytest.approx(4 * gpu.blocking_power_w)
+    assert estimate(work, gpu).blocking_power_w == pytest.approx(4 * gpu.gpu.blocking_power_w)
 
 
 def test_a_tensor_group_of_n_takes_the_energy_of_n_gpus():
-    gpu, work = CATALOG["a100-sxm"], workload(tensor_degree=4)
+    gpu, work = SYSTEMS["a100-sxm"], workload(tensor_degree=4)
     profile = estimate(work, gpu)
     assert profile.gpus_per_stage == 4
-    load = gpu.load(work.op_costs(gpu)[1]["F"])
+    load = work.loads(gpu)[1]["F"]
     assert profile.measurements[1, "F"][0].energy_j == pytest.approx(4 * load.energy_j(1410))
     assert profile.measurements[1, "F"][0].time_s == pytest.approx(load.time_s(1410))
 
 
 def test_traffic_takes_its_bytes_over_the_bandwidth_of_the_link():
-    gpu, work = CATALOG["a100-sxm"], workload(tensor_degree=4)
-    linked = replace(work, link_bytes_per_s=250e9)
+    gpu, work = SYSTEMS["a100-sxm"], workload(tensor_degree=4, microbatch=8)
+    slower = replace(work, link_bytes_per_s=150e9)
     traffic = stage_traffic(work.transformer, work.split)
-    plain, with_it = estimate(work, gpu), estimate(linked, gpu)
-    for (stage, kind), rows in plain.measurements.items():
-        for row, slower in zip(rows, with_it.measurements[stage, kind], strict=True):
-            if row.clock_mhz <= 1000:  # no power limit holds the clock back
-                assert slower.time_s - row.time_s == pytest.approx(traffic[stage][kind] / 250e9)
+    plain, with_it = work.loads(gpu), slower.loads(gpu)
+    for stage in range(4):
+        longer_s = with_it[stage]["F"].memory_s - plain[stage]["F"].memory_s
+        assert longer_s == pytest.approx(traffic[stage]["F"] * (1 / 150e9 - 1 / 300e9), rel=1e-3)
+
+
+def test_a_lower_power_limit_moves_the_highest_clocks_and_leaves_the_lowest():
+    system, work = SYSTEMS["h100-sxm"], workload(microbatch=4)
+    free, limited = estimate(work, system), estimate(work, system.limited(400.0))
+    assert limited.measurements[1, "F"][0].time_s > 1.05 * free.measurements[1, "F"][0].time_s
+    assert limited.measurements[1, "F"][-1] == free.measurements[1, "F"][-1]
+    powers_w = [row.energy_j / row.time_s for row in limited.measurements[1, "F"]]
+    assert max(powers_w) == pytest.approx(0.985 * 400.0)
 
 
 def test_the_conditions_say_that_nothing_was_measured_and_from_what_it_was_made():
-    gpu, work = CATALOG["a100-sxm"], workload(tensor_degree=2)
+    gpu, work = SYSTEMS["a100-sxm"], workload(tensor_degree=2)
     assert dict(estimate(work, gpu, [stage_calibration(estimate(work, gpu), work, gpu, 2, "old.yaml")]).conditions) == {
-        "estimate": "FLOPs and bytes in closed form, on a model of the GPU; nothing was measured on these stages",
+        "estimate": "operations in closed form, on a model of the system; nothing was measured on these stages",
         "workload": "gpt3-1.3b, 1 x 2048 tokens a microbatch, layers 6,6,6,6, tensor degree 2, flash-causal attention, "
         "recomputation none",
-        "tensor_traffic": "not counted",
+        "tensor_traffic": "at 300 GB/s",
         "calibration": "stage 2 of old.yaml (simulated) at 2048 tokens",
     }
 
@@ -200,7 +210,7 @@ MEASURED = {
 def test_one_measured_stage_foretells_the_others(measured_data: Path, file: str):
     name, gpu_name, split, changes = MEASURED[file]
     shape = replace(PRESETS[name], tensor_degree=8, attention="plain", **changes)
-    gpu, work = CATALOG[gpu_name], TransformerPipeline(name, shape, split)
+    gpu, work = SYSTEMS[gpu_name], TransformerPipeline(name, shape, split, math.inf)
     measured = Profile.load(measured_data / "perseus_sosp24" / "stage_profile" / file, 80.0)
     estimated = estimate(work, gpu, [stage_calibration(measured, work, gpu)])
     for (stage, kind), rows in measured.measurements.items():
@@ -211,12 +221,12 @@ def test_one_measured_stage_foretells_the_others(measured_data: Path, file: str)
             assert found[row.clock_mhz].energy_j / 8 == pytest.approx(row.energy_j, rel=near)
 
 
-GPU = CATALOG["a100-sxm"]
+GPU = SYSTEMS["a100-sxm"]
 ONE = Measurement(1410, 1.0, 1.0)
 
 
 def calibration(**rows: tuple[Measurement, ...]) -> StageCalibration:
-    return StageCalibration(workload().op_costs(GPU)[1], rows, 2048, "that file")
+    return StageCalibration(workload().loads(GPU)[1], rows, 2048, "that file")
 
 
 def measured(**changes: object) -> StageCalibration:

@@ -26,6 +26,7 @@ _EFFICIENCY = 0.62
 _RIDGE = 0.77
 _SLOPE = 1.06  # of the voltage, over the whole range of clocks
 _MEMORY_ACTIVITY = 0.5
+_HELD_SHARE = 0.985  # median of bf16 products of 0.3 ms and more on H200 and B200 (NVIDIA aiconfigurator); H100 assumed
 
 
 def _model(
@@ -41,6 +42,7 @@ def _model(
     blocking_power_w: float | None = None,
     capped_at: float = 0.9,
     sensor_s: float = 1.0,
+    held_share: float = 1.0,
 ) -> GpuModel:
     """Return a GPU whose default power limit is the largest, and is reached by dense arithmetic at `capped_at`.
 
@@ -56,6 +58,7 @@ def _model(
         blocking_power_w: As in `GpuModel`; None for the assumption of this module.
         capped_at: Share of the top clock.
         sensor_s: As in `GpuModel`. By nvml.h an average over 1 s, but instant power on A100 and older.
+        held_share: As in `GpuModel`.
     """
     limit_w, top_mhz = power_limits_w[1], clocks_mhz[0]
     static_w = 65 / 50 * idle_power_w if static_power_w is None else static_power_w
@@ -80,6 +83,7 @@ def _model(
         warming_s=36.0,
         slowdown_c=85.0,
         sensor_s=sensor_s,
+        held_share=held_share,
     )
 
 
@@ -163,6 +167,7 @@ _MODELS = (
         power_limits_w=(200.0, 700.0),
         idle_power_w=75.0,
         capped_at=1590 / 1980,
+        held_share=_HELD_SHARE,
     ),
     _model(
         "h200",
@@ -174,6 +179,7 @@ _MODELS = (
         power_limits_w=(200.0, 700.0),
         idle_power_w=75.0,
         capped_at=1590 / 1980,
+        held_share=_HELD_SHARE,
     ),
     _model(
         "b200",
@@ -186,6 +192,7 @@ _MODELS = (
         power_limits_w=(400.0, 1000.0),
         idle_power_w=140.0,
         capped_at=1590 / 1980,
+        held_share=_HELD_SHARE,
     ),
 )
 

@@ -186,7 +186,7 @@ class Chip:
         if self._faults.throttled_at(self.meter.now_s):
             wanted_mhz *= _THROTTLED
             reasons.add("hw-thermal")
-        set_w = math.inf if self.limit_w is None else self.limit_w
+        set_w = math.inf if self.limit_w is None else self._model.held_share * self.limit_w
         limit_w, reason = min((min(load.power_limit_w, set_w), "sw-power-cap"), (self._thermal_limit_w(), "sw-thermal"))
         warmth = 1 + self._options.drift * self._model.leakage_per_k * (self.temperature_c - REFERENCE_C)
         limited = replace(load, static_w=load.static_w * warmth, power_limit_w=limit_w)

@@ -1,0 +1,179 @@
+"""Times of a layer, the embedding and the head on a system, by phases.
+
+A matrix product takes the longer of its arithmetic and of loading its factors; elementwise operations take their bytes
+at the bandwidth of the memory; a ring of t GPUs sends 2 (t - 1) / t of a tensor to sum it. Where GPUs of several nodes
+share a layer, they sum in each node first and then between nodes. A host that launches kernels more slowly than the GPU
+runs them leaves it idle: the time is (gpu^4 + host^4)^(1/4), near the larger of the two.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from perseus_planner.estimate.operations import (
+    ACCUMULATED,
+    Accumulation,
+    Exchange,
+    Operation,
+    Pass,
+    Product,
+    embedding_operations,
+    head_operations,
+    layer_operations,
+)
+from perseus_planner.estimate.system import KernelKey
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from perseus_planner.estimate.system import System
+    from perseus_planner.estimate.transformer import Transformer
+    from perseus_planner.gpu.simulated.model import Load
+
+
+@dataclass(frozen=True)
+class Phases:
+    """What the time of a computation consists of.
+
+    Attributes:
+        megacycles: Cycles of arithmetic, in millions.
+        memory_s: Seconds that wait for memory.
+        exchange_s: Seconds of traffic in the tensor group.
+        idle_s: Seconds in which the GPU waits for its host.
+    """
+
+    megacycles: float = 0.0
+    memory_s: float = 0.0
+    exchange_s: float = 0.0
+    idle_s: float = 0.0
+
+    def __add__(self, other: Phases) -> Phases:
+        """Return both, one after the other."""
+        return Phases(
+            self.megacycles + other.megacycles,
+            self.memory_s + other.memory_s,
+            self.exchange_s + other.exchange_s,
+            self.idle_s + other.idle_s,
+        )
+
+    def __mul__(self, times: float) -> Phases:
+        """Return `times` such computations."""
+        return Phases(self.megacycles * times, self.memory_s * times, self.exchange_s * times, self.idle_s * times)
+
+    def time_s(self, clock_mhz: float) -> float:
+        """Return the seconds at a clock that no power limit lowers."""
+        return self.megacycles / clock_mhz + self.memory_s + self.exchange_s + self.idle_s
+
+    def load(self, system: System) -> Load:
+        """Return time and power over clocks on a GPU of `system`."""
+        return system.gpu.phases(self.megacycles, self.memory_s, self.exchange_s, self.idle_s)
+
+
+@dataclass(frozen=True)
+class LayerTimes:
+    """Phases of each kind, F, B, I and W, on one GPU of a tensor group, for one microbatch."""
+
+    layer: Mapping[str, Phases]
+    embedding: Mapping[str, Phases]
+    head: Mapping[str, Phases]
+
+    def stage(self, layers: int, *, first: bool, last: bool, system: System) -> dict[str, Phases]:
+        """Return the phases of a stage with so many layers, and with embedding and head where it is first or last."""
+        beside = Phases(idle_s=system.microbatch_s / 2)
+        found = {}
+        for kind, layer in self.layer.items():
+            phases = layer * layers + (beside * 0.5 if kind in "IW" else beside)
+            phases = phases + self.embedding[kind] if first else phases
+            found[kind] = phases + self.head[kind] if last else phases
+        return found
+
+
+def layer_times(shape: Transformer, system: System) -> LayerTimes:
+    """Return the times of the parts of a model for one microbatch; measured ones where `system` has them."""
+    parts = {}
+    for name, operations in (
+        ("layer", layer_operations(shape)),
+        ("embedding", embedding_operations(shape)),
+        ("head", head_operations(shape)),
+    ):
+        passes = system.loss_passes if name == "head" else system.passes
+        parts[name] = {kind: phases_of(some, shape, system, passes) for kind, some in operations.items()}
+        parts[name]["B"] = parts[name]["I"] + parts[name]["W"]
+    shared = system.host_exchange_s if shape.tensor_degree > 1 else 0.0
+    forward_s, backward_s = system.host_forward_s + shared, system.host_backward_s + shared
+    if shape.recomputation == "full":
+        backward_s += forward_s
+    hosts_s = {"F": forward_s, "B": backward_s, "I": backward_s / 2, "W": backward_s / 2}
+    layer = {kind: _with_host(parts["layer"][kind], host_s, system) for kind, host_s in hosts_s.items()}
+    times = LayerTimes(layer, parts["embedding"], parts["head"])
+    return _measured(times, shape, system)
+
+
+def phases_of(operations: Iterable[Operation], shape: Transformer, system: System, passes: float) -> Phases:
+    """Return the phases of operations, one after the other, whose elementwise ones take `passes` times the fewest."""
+    megacycles = memory_s = exchange_s = idle_s = 0.0
+    bytes_per_s = system.memory_share * system.gpu.bytes_per_s
+    for each in operations:
+        if isinstance(each, Product):
+            low = each.weights and shape.precision == "fp8"
+            cycles = product_megacycles(each, system, fp8=low)
+            loaded = 1 if low else shape.element_bytes
+            size = 0.0 if each.fused else loaded * (each.m + each.n) * each.k + shape.element_bytes * each.m * each.n
+            load_s = each.number * size / bytes_per_s
+            if load_s * system.top_mhz > cycles:
+                memory_s += load_s
+            else:
+                megacycles += cycles
+            idle_s += system.launch_s
+        elif isinstance(each, Pass):
+            memory_s += passes * each.bytes / bytes_per_s
+        elif isinstance(each, Accumulation):
+            memory_s += ACCUMULATED * each.weights / bytes_per_s
+        elif isinstance(each, Exchange):
+            exchange_s += each.sums * sum_s(each.bytes, shape.tensor_degree, system)
+    return Phases(megacycles, memory_s, exchange_s, idle_s)
+
+
+def product_megacycles(product: Product, system: System, *, fp8: bool = False) -> float:
+    """Return the cycles of a product's arithmetic, in millions."""
+    rate = system.product_flops_per_cycle * (system.fp8_speedup if fp8 else 1.0)
+    rate *= system.fused_share if product.fused else 1.0
+    return product.flops / rate * (1 + (0.0 if product.fused else system.ramp / product.k)) / 1e6
+
+
+def sum_s(size: float, gpus: int, system: System) -> float:
+    """Return the seconds in which `gpus` GPUs sum tensors of `size` bytes."""
+    near = min(gpus, system.gpus_per_node)
+    nodes = gpus / near
+    inside_s = system.exchange_s + system.exchange_per_gpu_s * (near - 1)
+    inside_s += 2 * (near - 1) / near * size / system.link_bytes_per_s
+    if nodes <= 1:
+        return inside_s if gpus > 1 else 0.0
+    return inside_s + system.network_s / 2 + 2 * (nodes - 1) / nodes * size / system.node_bytes_per_s
+
+
+def _with_host(phases: Phases, host_s: float, system: System) -> Phases:
+    gpu_s = phases.time_s(system.top_mhz)
+    idle_s = (gpu_s**4 + host_s**4) ** 0.25 - gpu_s
+    return phases + Phases(idle_s=idle_s)
+
+
+def _measured(times: LayerTimes, shape: Transformer, system: System) -> LayerTimes:
+    """Scale the phases to the measured times, if there are any for this shape."""
+    key = KernelKey(shape.hidden, shape.sequence, shape.tensor_degree, shape.microbatch, shape.recomputation)
+    found = system.kernels.get(key)
+    if found is None:
+        return times
+    wanted_s = {"F": found.layer_forward_s, "B": found.layer_backward_s}
+    ratios = {kind: seconds / _top_s(times.layer[kind], system) for kind, seconds in wanted_s.items()}
+    layer = {kind: phases * ratios["F" if kind == "F" else "B"] for kind, phases in times.layer.items()}
+    ends_s = sum(_top_s(part[kind], system) for part in (times.embedding, times.head) for kind in "FB")
+    ratio = found.head_s / ends_s
+    embedding, head = ({k: p * ratio for k, p in part.items()} for part in (times.embedding, times.head))
+    return LayerTimes(layer, embedding, head)
+
+
+def _top_s(phases: Phases, system: System) -> float:
+    """Return the seconds at the top clock that is set, under the power limit."""
+    return phases.load(system).time_s(system.top_mhz)

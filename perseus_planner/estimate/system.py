@@ -1,0 +1,275 @@
+"""Systems: GPUs, the links between them, and how fast the kernels of training run there.
+
+Constants of the A100 are fitted to measured iteration times of GPT models on 2 to 512 A100s (vTrain, MICRO 2024) by
+`benchmarks/time_fit.py`; they hold for its unfused kernels and full recomputation. Other GPUs have the same shares of
+their own peaks, which is an assumption unless an entry says otherwise.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields, replace
+from types import MappingProxyType
+from typing import TYPE_CHECKING, NamedTuple
+
+from perseus_planner.errors import GpuError
+from perseus_planner.gpu.simulated.catalog import CATALOG
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from perseus_planner.gpu.simulated.model import GpuModel
+
+
+class KernelKey(NamedTuple):
+    """What a measured kernel time is for: the shape of a layer, and how GPUs share it."""
+
+    hidden: int
+    sequence: int
+    tensor_degree: int
+    microbatch: int
+    recomputation: str
+
+
+class KernelTimes(NamedTuple):
+    """Measured seconds at the top clock on each GPU of a tensor group, traffic in the group included.
+
+    The backward of a layer includes its recomputation; the head includes embedding and loss.
+    """
+
+    layer_forward_s: float
+    layer_backward_s: float
+    head_s: float
+
+
+@dataclass(frozen=True)
+class System:
+    """GPUs, their links, and the speed of kernels.
+
+    Attributes:
+        gpu: Model of each GPU: clocks, memory bandwidth, power.
+        memory_bytes: Device memory of each GPU.
+        product_flops_per_cycle: bf16 FLOPs of long matrix products, over all SMs.
+        fp8_speedup: How many times as fast products in FP8 are.
+        fused_share: Speed of flash attention, as a share of that of products.
+        ramp: Length of sums at which a product reaches half of its speed.
+        memory_share: Share of the memory's bandwidth that kernels reach.
+        passes: How often elementwise kernels pass over their tensors, as a multiple of the fewest passes.
+        loss_passes: The same for the passes of head and loss over the logits.
+        launch_s: Fixed time of a kernel.
+        host_forward_s: Time in which the host launches the forward of a layer.
+        host_backward_s: Time in which the host launches the backward of a layer.
+        host_exchange_s: Additional host time of a layer, forward or backward, where GPUs share it.
+        exchange_s: Fixed time of a collective in a node.
+        exchange_per_gpu_s: Additional time for each further GPU.
+        link_bytes_per_s: Bandwidth of a GPU to the others of its node, each way.
+        gpus_per_node: GPUs of a node.
+        node_bytes_per_s: Bandwidth of a node's network, each way.
+        network_s: Fixed time of a message between nodes.
+        microbatch_s: Time of a stage for a microbatch beside its kernels.
+        iteration_s: Time of an iteration beside everything else.
+        reduction_bytes: Bytes of a parameter that data-parallel GPUs send, times (d - 1) / d; 8 for sums in float32.
+        optimizer_bytes: Bytes that the optimizer's step reads and writes for a parameter.
+        node_overhead_w: Power of a node beside its GPUs, watts.
+        kernels: Measured times, which replace those of the model.
+    """
+
+    gpu: GpuModel
+    memory_bytes: float
+    product_flops_per_cycle: float
+    fp8_speedup: float
+    fused_share: float
+    ramp: float
+    memory_share: float
+    passes: float
+    loss_passes: float
+    launch_s: float
+    host_forward_s: float
+    host_backward_s: float
+    host_exchange_s: float
+    exchange_s: float
+    exchange_per_gpu_s: float
+    link_bytes_per_s: float
+    gpus_per_node: int
+    node_bytes_per_s: float
+    network_s: float
+    microbatch_s: float
+    iteration_s: float
+    reduction_bytes: float
+    optimizer_bytes: float
+    node_overhead_w: float
+    kernels: Mapping[KernelKey, KernelTimes] = field(default_factory=dict)
+
+    @property
+    def top_mhz(self) -> float:
+        """Highest clock of the GPUs."""
+        return float(self.gpu.clocks_mhz[0])
+
+    def limited(self, power_limit_w: float | None) -> System:
+        """Return the system with this power limit on each GPU, watts; itself for None.
+
+        Raises:
+            GpuError: If the GPU cannot have this limit.
+        """
+        if power_limit_w is None:
+            return self
+        least_w, most_w = self.gpu.power_limits_w
+        if not least_w <= power_limit_w <= most_w:
+            raise GpuError(
+                f"{self.gpu.name}: a power limit of {power_limit_w:g} W is out of range; give one from {least_w:g} to "
+                f"{most_w:g} W"
+            )
+        return replace(self, gpu=replace(self.gpu, power_limit_w=power_limit_w))
+
+
+NUMBERS = tuple(each.name for each in fields(System) if each.name not in ("gpu", "kernels"))
+"""The attributes that are numbers, as a system file has them."""
+
+
+def _system(
+    name: str,
+    *,
+    memory_gb: float,
+    peak_flops: float,
+    peak_mhz: float,
+    link_gb_per_s: float,
+    node_gb_per_s: float,
+    node_overhead_w: float,
+    efficiency: float = 0.80,
+    fp8_speedup: float = 1.0,
+) -> System:
+    """Return the system of one kind of GPU.
+
+    Args:
+        name: The GPU in the catalogue of simulated GPUs.
+        memory_gb: Device memory, GB.
+        peak_flops: Dense bf16 FLOPS of the datasheet.
+        peak_mhz: Clock that the datasheet assumes.
+        link_gb_per_s: Bandwidth between the GPUs of a node that collectives reach, GB/s.
+        node_gb_per_s: Bandwidth between nodes that transfers reach, GB/s.
+        node_overhead_w: As in `System`.
+        efficiency: Share of the peak that long products reach.
+        fp8_speedup: As in `System`.
+    """
+    return System(
+        gpu=CATALOG[name],
+        memory_bytes=memory_gb * 1e9,
+        product_flops_per_cycle=efficiency * peak_flops / (peak_mhz * 1e6),
+        fp8_speedup=fp8_speedup,
+        fused_share=0.7,  # FlashAttention-2's 225 TFLOPS of the A100's 312 (Dao, 2023)
+        ramp=50.0,
+        memory_share=0.85,  # assumed
+        passes=1.45,
+        loss_passes=2.7,
+        launch_s=3e-6,
+        host_forward_s=0.45e-3,
+        host_backward_s=2.17e-3,
+        host_exchange_s=0.09e-3,
+        exchange_s=10e-6,
+        exchange_per_gpu_s=41e-6,
+        link_bytes_per_s=link_gb_per_s * 1e9,
+        gpus_per_node=8,
+        node_bytes_per_s=node_gb_per_s * 1e9,
+        network_s=15e-6,
+        microbatch_s=0.25e-3,
+        iteration_s=0.45e-3,
+        reduction_bytes=8.0,
+        optimizer_bytes=30.0,  # Adam: four in float32 read, three written, the parameter written in bf16
+        node_overhead_w=node_overhead_w,
+    )
+
+
+_SYSTEMS = (
+    # Datasheet of 80 GB: 312 TFLOPS; NVLink 300 GB/s each way, network 4 x 200 Gb/s a node, of which the fit
+    # finds 72 %. Efficiency fitted.
+    _system(
+        "a100-sxm",
+        memory_gb=80,
+        peak_flops=312e12,
+        peak_mhz=1410,
+        efficiency=0.825,
+        link_gb_per_s=300,
+        node_gb_per_s=72,
+        node_overhead_w=1500,
+    ),
+    # Datasheet: 989.4 TFLOPS dense, NVLink 450 GB/s each way (half as fast again as the A100's), 8 x 400 Gb/s a node.
+    # Clocks and cap as in the catalogue. FP8: see B200. The overhead of a node: 10.2 kW at most (DGX H100) less 5.6 kW
+    # of GPUs are 4.6 kW with fans at full speed; 1.7 kW assumed in the mean.
+    _system(
+        "h100-sxm",
+        memory_gb=80,
+        peak_flops=989.4e12,
+        peak_mhz=1830,
+        link_gb_per_s=450,
+        node_gb_per_s=288,
+        node_overhead_w=1700,
+        fp8_speedup=1.5,
+    ),
+    # As the H100. Long bf16 products reach 691 TFLOPS (median of those at the power limit, NVIDIA aiconfigurator),
+    # which is 80 % of the peak at 1590 MHz.
+    _system(
+        "h200",
+        memory_gb=141,
+        peak_flops=989.4e12,
+        peak_mhz=1830,
+        link_gb_per_s=450,
+        node_gb_per_s=288,
+        node_overhead_w=1700,
+        fp8_speedup=1.5,
+    ),
+    # Datasheet of the HGX: 2250 TFLOPS dense; NVLink 900 GB/s each way. Long bf16 products reach 1399 TFLOPS at the
+    # power limit and block-scaled FP8 2116 (medians, NVIDIA aiconfigurator): 1.5 times as fast.
+    _system(
+        "b200",
+        memory_gb=180,
+        peak_flops=2250e12,
+        peak_mhz=1850,
+        link_gb_per_s=900,
+        node_gb_per_s=288,
+        node_overhead_w=2500,
+        efficiency=0.73,
+        fp8_speedup=1.5,
+    ),
+    # Datasheets; links are PCIe 4.0 x16 at 80 % (NVLink on V100), networks 100 Gb/s a node. No FP8 but on the L40S.
+    _system(
+        "a100-pcie",
+        memory_gb=80,
+        peak_flops=312e12,
+        peak_mhz=1410,
+        link_gb_per_s=25,
+        node_gb_per_s=9,
+        node_overhead_w=1000,
+    ),
+    _system(
+        "a40", memory_gb=48, peak_flops=149.7e12, peak_mhz=1740, link_gb_per_s=25, node_gb_per_s=9, node_overhead_w=1000
+    ),
+    _system(
+        "l40s",
+        memory_gb=48,
+        peak_flops=362e12,
+        peak_mhz=2520,
+        link_gb_per_s=25,
+        node_gb_per_s=9,
+        node_overhead_w=1000,
+        fp8_speedup=1.5,
+    ),
+    _system(
+        "v100", memory_gb=32, peak_flops=125e12, peak_mhz=1530, link_gb_per_s=120, node_gb_per_s=9, node_overhead_w=1000
+    ),
+)
+
+SYSTEMS: Mapping[str, System] = MappingProxyType(
+    {name: each for name in CATALOG for each in _SYSTEMS if each.gpu.name == name}
+)
+"""The systems by the name of their GPU."""
+
+
+def system_of(gpu: str) -> System:
+    """Return the system of a kind of GPU.
+
+    Raises:
+        GpuError: If there is none.
+    """
+    name = gpu.removeprefix("simulated:")
+    if name not in SYSTEMS:
+        raise GpuError(f"--gpu: there is no GPU {gpu!r}; choose one of: {', '.join(SYSTEMS)}")
+    return SYSTEMS[name]

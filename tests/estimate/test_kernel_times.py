@@ -1,0 +1,166 @@
+"""Times of layers and iterations follow from operations, and agree with measured iterations."""
+
+from __future__ import annotations
+
+import csv
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from perseus_planner.errors import UsageError
+from perseus_planner.estimate.configuration import Configuration
+from perseus_planner.estimate.kernel_times import Phases, layer_times, sum_s
+from perseus_planner.estimate.operations import Exchange, Product, layer_operations
+from perseus_planner.estimate.presets import PRESETS
+from perseus_planner.estimate.system import SYSTEMS, KernelKey, KernelTimes
+from perseus_planner.estimate.transformer import Transformer, split_layers
+from perseus_planner.plans.replay import end_times
+from perseus_planner.profiles.measurement import Measurement
+from perseus_planner.profiles.profiles import Profile
+from perseus_planner.schedules.dag import PipelineDag
+
+SMALL, A100 = PRESETS["gpt3-1.3b"], SYSTEMS["a100-sxm"]
+
+
+def layer_s(shape: Transformer, kind: str = "F") -> float:
+    return layer_times(shape, A100).layer[kind].time_s(1410)
+
+
+def test_fp8_shortens_products_with_weights_and_nothing_else():
+    shape, system = replace(SMALL, microbatch=8), SYSTEMS["h100-sxm"]
+    plain = layer_times(shape, system).layer["F"]
+    low = layer_times(replace(shape, precision="fp8"), system).layer["F"]
+    linear = [each for each in layer_operations(shape)["F"] if isinstance(each, Product) and each.weights]
+    cycles = sum(each.flops * (1 + system.ramp / each.k) for each in linear) / system.product_flops_per_cycle / 1e6
+    assert plain.megacycles - low.megacycles == pytest.approx(cycles * (1 - 1 / system.fp8_speedup))
+    assert low.memory_s == plain.memory_s
+    assert layer_times(replace(shape, precision="fp16"), system).layer["F"] == plain
+
+
+@pytest.mark.parametrize("kind", ["F", "B"])
+def test_more_recomputation_and_plain_attention_take_longer(kind: str):
+    times = [layer_s(replace(SMALL, microbatch=8, recomputation=what), kind) for what in ("none", "selective", "full")]
+    assert times == sorted(times)
+    assert (times[0] < times[1]) == (kind == "B")
+    assert layer_s(replace(SMALL, microbatch=8, attention="plain"), kind) > times[0]
+
+
+def test_sequence_parallelism_divides_norms_and_gathers_once_more():
+    shape = replace(SMALL, tensor_degree=4, microbatch=8)
+    shared = replace(shape, sequence_parallel=True)
+    plain, divided = layer_times(shape, A100).layer, layer_times(shared, A100).layer
+    assert divided["F"].memory_s < plain["F"].memory_s
+    assert divided["F"].exchange_s == plain["F"].exchange_s
+    one_s = sum_s(shape.tokens * shape.hidden * 2, 4, A100)
+    assert divided["B"].exchange_s - plain["B"].exchange_s == pytest.approx(one_s)
+    sums = sum(each.sums for each in layer_operations(shape)["I"] if isinstance(each, Exchange))
+    assert sums == 2
+
+
+def test_a_group_over_two_nodes_takes_longer_than_in_one():
+    inside_s, across_s = (sum_s(1e8, gpus, A100) for gpus in (8, 16))
+    assert across_s - inside_s == pytest.approx(A100.network_s / 2 + 1e8 / A100.node_bytes_per_s)
+    assert sum_s(1e8, 1, A100) == 0
+
+
+def test_a_slow_host_bounds_small_layers():
+    tiny = replace(SMALL, hidden=256, heads=4, kv_heads=4, head_size=64, ffn=1024, sequence=128)
+    assert layer_s(tiny) == pytest.approx(A100.host_forward_s, rel=0.01)
+    assert layer_times(replace(SMALL, microbatch=16), A100).layer["F"].idle_s < 0.001
+
+
+def test_measured_kernels_replace_the_model():
+    shape = replace(SMALL, tensor_degree=2)
+    key = KernelKey(shape.hidden, shape.sequence, 2, 1, "none")
+    system = replace(A100, kernels={key: KernelTimes(0.01, 0.03, 0.02)})
+    found = layer_times(shape, system)
+    seconds = {kind: phases.load(system).time_s(1410) for kind, phases in found.layer.items()}
+    assert seconds["F"] == pytest.approx(0.01)
+    assert seconds["B"] == pytest.approx(0.03)
+    ends = (found.head, found.embedding)
+    assert sum(part[k].load(system).time_s(1410) for part in ends for k in "FB") == pytest.approx(0.02, rel=0.05)
+
+
+@given(
+    ranks=st.integers(1, 5),
+    more=st.integers(0, 30),
+    schedule=st.sampled_from([("1f1b", 1), ("interleaved-1f1b", 2), ("gpipe", 1), ("zb-h1", 1)]),
+    data=st.data(),
+)
+@settings(max_examples=15, deadline=None)
+def test_the_fast_replay_is_that_of_the_graph(ranks: int, more: int, schedule: tuple[str, int], data: st.DataObject):
+    name, virtual = schedule
+    stages = ranks * virtual
+    microbatches = ranks * (1 + more) if virtual > 1 else ranks + more
+    job = Configuration(replace(SMALL, layers=stages), (1,) * stages, 2, microbatches, name, virtual)
+    times = [{kind: data.draw(st.floats(0.01, 0.05)) for kind in "FIW"} for _ in range(stages)]
+    for each in times:
+        each["B"] = each["I"] + each["W"]
+    rows = {
+        (stage, kind): (Measurement(1410, each[kind], 1.0),) for stage, each in enumerate(times) for kind in job.kinds
+    }
+    iteration = job.iteration(A100, [sum(times[s]["B"] for s in range(r, stages, ranks)) for r in range(ranks)])
+    dag = PipelineDag(Profile(rows, blocking_power_w=80.0), iteration)
+    exact_s = max(end_times(dag, [dag.points[key][0].time_s for key in iteration.keys]))
+    assert job.replay_s(A100, times) - A100.iteration_s == pytest.approx(exact_s, rel=2e-3)
+
+
+def test_virtual_stages_must_divide_the_stages():
+    with pytest.raises(UsageError) as refusal:
+        Configuration(SMALL, split_layers(24, 6), 1, 8, "interleaved-1f1b", 4)
+    assert str(refusal.value) == "virtual_stages: 4 does not divide the 6 stages; choose a divisor"
+
+
+def test_phases_add_up():
+    assert Phases(1, 2, 3, 4) + Phases(1, 1, 1, 1) * 2 == Phases(3, 4, 5, 6)
+    assert Phases(1000, 0.1, 0.2, 0.3).time_s(1000) == pytest.approx(1.6)
+
+
+def measured(path: Path) -> list[tuple[Configuration, float]]:
+    """Return the configurations of a table of measured iterations, and their seconds."""
+    found = []
+    with path.open() as file:
+        for row in csv.DictReader(file):
+            size = {key: float(value) for key, value in row.items()}
+            hidden, heads, layers, tensor, data, micro = (
+                int(size[key])
+                for key in ("hidden", "heads", "layers", "tensor_parallel", "data_parallel", "microbatch")
+            )
+            shape = Transformer(
+                layers,
+                hidden,
+                heads,
+                heads,
+                head_size=hidden // heads,
+                ffn=4 * hidden,
+                vocabulary=-(-50257 // (128 * tensor)) * 128 * tensor,
+                sequence=int(size["sequence"]),
+                microbatch=micro,
+                tensor_degree=tensor,
+                recomputation="full",
+                attention="plain",
+            )
+            split = split_layers(layers, int(size["pipeline_parallel"]))
+            job = Configuration(shape, split, data, int(size["global_batch"]) // (micro * data))
+            found.append((job, size["iteration_s"]))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("file", "layers", "limit"),
+    [
+        ("gpt_2_to_8_gpus.csv", None, 0.07),
+        ("gpt_64_to_512_gpus.csv", 30, 0.072),
+        ("gpt_64_to_512_gpus.csv", 48, 0.075),
+    ],
+)
+def test_uncalibrated_iteration_times_are_near_the_measured_ones(
+    measured_data: Path, file: str, layers: int | None, limit: float
+):
+    rows = [row for row in measured(measured_data / "iteration_times" / file) if layers in (None, row[0].shape.layers)]
+    times = {shape: layer_times(shape, A100) for shape in {job.shape for job, _ in rows}}
+    assert fmean(abs(job.time_s(A100, times[job.shape]) / seconds - 1) for job, seconds in rows) <= limit
