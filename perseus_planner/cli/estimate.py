@@ -109,7 +109,7 @@ def _pipeline(
     model: str, stages: int | None, layers: str | None, link: float | None, recompute: str | None, **others: Any
 ) -> TransformerPipeline:
     from perseus_planner.estimate.op_costs import TransformerPipeline
-    from perseus_planner.estimate.presets import named_transformer
+    from perseus_planner.estimate.presets import name_of, named_transformer
     from perseus_planner.estimate.transformer import check_split, split_layers
 
     others["tensor_degree"], others["recomputation"] = others.pop("tensor_parallel"), recompute
@@ -122,7 +122,7 @@ def _pipeline(
         split = check_split(transformer, _numbers(layers))
     else:
         raise UsageError("give either --stages, the number of stages, or --layers, the layers of each")
-    return TransformerPipeline(Path(model).stem, transformer, split, None if link is None else link * 1e9)
+    return TransformerPipeline(name_of(model), transformer, split, None if link is None else link * 1e9)
 
 
 def _numbers(text: str) -> list[int]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 from perseus_planner.errors import UsageError
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 SPLIT_BACKWARD = ("zb-h1", "zbv", "interleaved-zb", "dualpipe-v")
 """Schedules whose computations are F, I and W instead of F and B."""
-_SETTLED = 4  # multiples of the stages after which each further microbatch takes the same time
+_SETTLED = 4  # multiples of the ranks after which each further microbatch takes the same time
 
 
 @dataclass(frozen=True)
@@ -101,6 +102,17 @@ class Configuration:
             held += words if stage == stages - 1 and (stages > 1 or not shape.tied) else 0
             found[rank] += held / shape.tensor_degree
         return tuple(found)
+
+    @property
+    def name(self) -> str:
+        """What tells it from others of the same model, in one word."""
+        shape, virtual = self.shape, f"x{self.virtual_stages}" if self.virtual_stages > 1 else ""
+        runs = [f"{layers}" if count == 1 else f"{count}*{layers}" for layers, count in _runs(self.split)]
+        even = f"({','.join(runs)})" if len(runs) > 1 else ""
+        return (
+            f"t{shape.tensor_degree}-p{self.ranks}{virtual}{even}-d{self.data_degree}-mb{shape.microbatch}-"
+            f"{self.schedule}-{shape.recomputation}"
+        )
 
     def stage_phases(self, system: System, times: LayerTimes | None = None) -> list[dict[str, Phases]]:
         """Return the phases of each kind of each stage, on one GPU."""
@@ -177,7 +189,7 @@ class Configuration:
         for stage, rank in enumerate(ranks):
             backward_s[rank] += stages[stage]["B"]
         hop_s, ends_s = self.transfer_s(system), self.end_s(system, backward_s)
-        settled = _SETTLED * len(self.split)
+        settled = _SETTLED * self.ranks
         if self.microbatches <= settled + self.ranks:
             count, more = self.microbatches, 0
         else:
@@ -208,6 +220,19 @@ def stage_ranks(schedule: str, ranks: int, virtual_stages: int) -> tuple[int, ..
     """Return the rank that holds each stage."""
     made = _schedule(schedule, ranks * virtual_stages, ranks, virtual_stages)
     return tuple(made.stage_ranks[stage] for stage in range(made.stages))
+
+
+def _runs(split: tuple[int, ...]) -> list[tuple[int, int]]:
+    """Return the layers of stages that follow each other, and how many those stages are."""
+    return [(layers, len(list(same))) for layers, same in groupby(split)]
+
+
+def computations(
+    schedule: str, stages: int, microbatches: int, virtual_stages: int
+) -> tuple[tuple[tuple[int, str], ...], ...]:
+    """Return the stage and kind of each computation, rank by rank in their order."""
+    made = _schedule(schedule, stages, microbatches, virtual_stages)
+    return tuple(tuple((each.stage, each.kind) for each in program) for program in made.ranks)
 
 
 @lru_cache(maxsize=512)

@@ -111,6 +111,11 @@ def named_transformer(text: str) -> Transformer:
     )
 
 
+def name_of(text: str) -> str:
+    """Return the name of that model: the published one, or the file's without its ending."""
+    return text if text in PRESETS else Path(text).stem
+
+
 def read_transformer(path: Path) -> Transformer:
     """Read the dimensions of a model from a YAML file.
 

@@ -128,7 +128,7 @@ NUMBERS = tuple(each.name for each in fields(System) if each.name not in ("gpu",
 def _system(
     name: str,
     *,
-    memory_gb: float,
+    memory_mib: float,
     peak_flops: float,
     peak_mhz: float,
     link_gb_per_s: float,
@@ -141,7 +141,7 @@ def _system(
 
     Args:
         name: The GPU in the catalogue of simulated GPUs.
-        memory_gb: Device memory, GB.
+        memory_mib: Device memory that nvidia-smi reports, MiB.
         peak_flops: Dense bf16 FLOPS of the datasheet.
         peak_mhz: Clock that the datasheet assumes.
         link_gb_per_s: Bandwidth between the GPUs of a node that collectives reach, GB/s.
@@ -152,7 +152,7 @@ def _system(
     """
     return System(
         gpu=CATALOG[name],
-        memory_bytes=memory_gb * 1e9,
+        memory_bytes=memory_mib * 2**20,
         product_flops_per_cycle=efficiency * peak_flops / (peak_mhz * 1e6),
         fp8_speedup=fp8_speedup,
         fused_share=0.7,  # FlashAttention-2's 225 TFLOPS of the A100's 312 (Dao, 2023)
@@ -183,7 +183,7 @@ _SYSTEMS = (
     # finds 72 %. Efficiency fitted.
     _system(
         "a100-sxm",
-        memory_gb=80,
+        memory_mib=81920,
         peak_flops=312e12,
         peak_mhz=1410,
         efficiency=0.825,
@@ -196,7 +196,7 @@ _SYSTEMS = (
     # of GPUs are 4.6 kW with fans at full speed; 1.7 kW assumed in the mean.
     _system(
         "h100-sxm",
-        memory_gb=80,
+        memory_mib=81559,
         peak_flops=989.4e12,
         peak_mhz=1830,
         link_gb_per_s=450,
@@ -208,7 +208,7 @@ _SYSTEMS = (
     # which is 80 % of the peak at 1590 MHz.
     _system(
         "h200",
-        memory_gb=141,
+        memory_mib=143771,
         peak_flops=989.4e12,
         peak_mhz=1830,
         link_gb_per_s=450,
@@ -220,7 +220,7 @@ _SYSTEMS = (
     # power limit and block-scaled FP8 2116 (medians, NVIDIA aiconfigurator): 1.5 times as fast.
     _system(
         "b200",
-        memory_gb=180,
+        memory_mib=183359,
         peak_flops=2250e12,
         peak_mhz=1850,
         link_gb_per_s=900,
@@ -232,7 +232,7 @@ _SYSTEMS = (
     # Datasheets; links are PCIe 4.0 x16 at 80 % (NVLink on V100), networks 100 Gb/s a node. No FP8 but on the L40S.
     _system(
         "a100-pcie",
-        memory_gb=80,
+        memory_mib=81920,
         peak_flops=312e12,
         peak_mhz=1410,
         link_gb_per_s=25,
@@ -240,11 +240,17 @@ _SYSTEMS = (
         node_overhead_w=1000,
     ),
     _system(
-        "a40", memory_gb=48, peak_flops=149.7e12, peak_mhz=1740, link_gb_per_s=25, node_gb_per_s=9, node_overhead_w=1000
+        "a40",
+        memory_mib=46068,
+        peak_flops=149.7e12,
+        peak_mhz=1740,
+        link_gb_per_s=25,
+        node_gb_per_s=9,
+        node_overhead_w=1000,
     ),
     _system(
         "l40s",
-        memory_gb=48,
+        memory_mib=46068,
         peak_flops=362e12,
         peak_mhz=2520,
         link_gb_per_s=25,
@@ -253,7 +259,13 @@ _SYSTEMS = (
         fp8_speedup=1.5,
     ),
     _system(
-        "v100", memory_gb=32, peak_flops=125e12, peak_mhz=1530, link_gb_per_s=120, node_gb_per_s=9, node_overhead_w=1000
+        "v100",
+        memory_mib=32768,
+        peak_flops=125e12,
+        peak_mhz=1530,
+        link_gb_per_s=120,
+        node_gb_per_s=9,
+        node_overhead_w=1000,
     ),
 )
 

@@ -111,6 +111,7 @@ def test_the_examples_of_all_helps_work_in_order(work: Path, nvml: StandIn, monk
     (work / "measured.yaml").write_text(YAML.replace("profile.csv", "one.csv"))
     (work / "job.yaml").write_text(JOB)
     (work / "mine.yaml").write_text(TRANSFORMER)
+    (work / "system.yaml").write_text("format: perseus-planner/system\nversion: 1\ngpu: a100-sxm\n")
     (work / "stragglers.csv").write_text("start,end,slowdown,pipeline,stage\n60,600,1.2,3,\n")
     silent = ("show", "doctor", "reset", "straggler", "status", "budget")  # they write no file
     examples = [(each, line) for each in (main, *main.commands.values()) for line in str(each.epilog).splitlines()]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
@@ -10,6 +9,7 @@ from statistics import fmean
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from measured_iterations import measured
 
 from perseus_planner.errors import UsageError
 from perseus_planner.estimate.configuration import Configuration
@@ -118,36 +118,6 @@ def test_virtual_stages_must_divide_the_stages():
 def test_phases_add_up():
     assert Phases(1, 2, 3, 4) + Phases(1, 1, 1, 1) * 2 == Phases(3, 4, 5, 6)
     assert Phases(1000, 0.1, 0.2, 0.3).time_s(1000) == pytest.approx(1.6)
-
-
-def measured(path: Path) -> list[tuple[Configuration, float]]:
-    """Return the configurations of a table of measured iterations, and their seconds."""
-    found = []
-    with path.open() as file:
-        for row in csv.DictReader(file):
-            size = {key: float(value) for key, value in row.items()}
-            hidden, heads, layers, tensor, data, micro = (
-                int(size[key])
-                for key in ("hidden", "heads", "layers", "tensor_parallel", "data_parallel", "microbatch")
-            )
-            shape = Transformer(
-                layers,
-                hidden,
-                heads,
-                heads,
-                head_size=hidden // heads,
-                ffn=4 * hidden,
-                vocabulary=-(-50257 // (128 * tensor)) * 128 * tensor,
-                sequence=int(size["sequence"]),
-                microbatch=micro,
-                tensor_degree=tensor,
-                recomputation="full",
-                attention="plain",
-            )
-            split = split_layers(layers, int(size["pipeline_parallel"]))
-            job = Configuration(shape, split, data, int(size["global_batch"]) // (micro * data))
-            found.append((job, size["iteration_s"]))
-    return found
 
 
 @pytest.mark.parametrize(

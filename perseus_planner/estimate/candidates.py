@@ -1,0 +1,207 @@
+"""The configurations in which a model can be trained on some GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from perseus_planner.errors import UsageError
+from perseus_planner.estimate.configuration import Configuration
+from perseus_planner.estimate.kernel_times import LayerTimes, layer_times
+from perseus_planner.estimate.memory import Memory, memory
+from perseus_planner.estimate.transformer import Transformer, split_layers
+
+if TYPE_CHECKING:
+    from perseus_planner.estimate.system import System
+
+RECOMPUTATIONS = ("none", "selective", "full")
+SCHEDULES = ("1f1b", "interleaved-1f1b", "zb-h1")
+_MAX_MICROBATCH = 64
+_VIRTUAL_STAGES = (2, 3, 4, 6)
+_MAX_RANKS = 48
+_MAX_STAGES = 64
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What may be chosen; everything else follows from the model, the GPUs and the batch.
+
+    Attributes:
+        gpus: GPUs of the job. Configurations that leave half of them unused, or three quarters and so on, count too.
+        batch: Sequences of an iteration.
+        recomputations: Kinds of recomputation.
+        schedules: Names of schedules.
+        sequence_parallel: Whether tensor groups divide norms too.
+        distributed_optimizer: As in `Configuration`.
+        overlap_reduction: As in `Configuration`.
+    """
+
+    gpus: int
+    batch: int
+    recomputations: tuple[str, ...] = RECOMPUTATIONS
+    schedules: tuple[str, ...] = SCHEDULES
+    sequence_parallel: bool = True
+    distributed_optimizer: bool = True
+    overlap_reduction: bool = True
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A configuration that fits in memory."""
+
+    job: Configuration
+    times: LayerTimes
+    memory: Memory
+
+
+def candidates(model: Transformer, system: System, choices: Choices) -> list[Candidate]:
+    """Return all configurations that fit in memory.
+
+    Raises:
+        UsageError: If there are none; the text names the nearest number of GPUs or batch that works, or the memory
+            that is missing.
+    """
+    found, least, any_full = [], None, False
+    for gpus in _parts(choices.gpus):
+        for job, times in _configurations(model, system, replace(choices, gpus=gpus)):
+            any_full = any_full or gpus == choices.gpus
+            needed = memory(job, system)
+            if needed.fits:
+                found.append(Candidate(job, times, needed))
+            elif least is None or needed.total < least[1].total:
+                least = job, needed
+    if not any_full:
+        raise UsageError(_nearest(model, choices))
+    if not found and least is not None:
+        job, needed = least
+        raise UsageError(
+            f"--gpus: {choices.gpus} GPUs of {system.memory_bytes / 1e9:.0f} GB are too few: {job.name} needs least, "
+            f"{needed.total / 1e9:.0f} GB on a GPU ({_memory_text(needed)}); give more GPUs"
+        )
+    return found
+
+
+def split_choices(model: Transformer, stages: int, times: LayerTimes, top_mhz: float) -> list[tuple[int, ...]]:
+    """Return the splits to try: as even as possible, and with fewer layers beside embedding and head.
+
+    The second one makes the slowest stage as fast as whole layers allow.
+    """
+    even = split_layers(model.layers, stages)
+    if stages == 1:
+        return [even]
+    layer_s, first_s, last_s = (
+        part["F"].time_s(top_mhz) + part["B"].time_s(top_mhz) for part in (times.layer, times.embedding, times.head)
+    )
+    beside_s = [first_s, *[0.0] * (stages - 2), last_s]
+    split = [1] * stages
+    for _ in range(model.layers - stages):
+        # Of equal stages the last ones get the layer: they keep fewer microbatches.
+        slowest = min(range(stages), key=lambda stage: (split[stage] * layer_s + beside_s[stage], -stage))
+        split[slowest] += 1
+    balanced = tuple(split)
+    return [even] if balanced == even else [even, balanced]
+
+
+def _configurations(model: Transformer, system: System, choices: Choices) -> Iterator[tuple[Configuration, LayerTimes]]:
+    """Yield the configurations that use all of the GPUs, and the times of their layers."""
+    for tensor in _divisors(min(choices.gpus, system.gpus_per_node)):
+        if choices.gpus % tensor or not _shares(model, tensor):
+            continue
+        # Frameworks pad the vocabulary, so that all GPUs of a group have a share that aligns.
+        vocabulary = -(-model.vocabulary // (128 * tensor)) * 128 * tensor
+        shared = replace(
+            model,
+            tensor_degree=tensor,
+            vocabulary=vocabulary,
+            sequence_parallel=choices.sequence_parallel and tensor > 1 and model.sequence % tensor == 0,
+        )
+        for microbatch in _divisors(choices.batch):
+            if microbatch > _MAX_MICROBATCH:
+                continue
+            for recomputation in choices.recomputations:
+                if recomputation == "selective" and model.attention != "plain":
+                    continue  # flash attention keeps no scores
+                shape = replace(shared, microbatch=microbatch, recomputation=recomputation)
+                times = layer_times(shape, system)
+                yield from ((job, times) for job in _pipelines(shape, system, times, choices))
+
+
+def _pipelines(shape: Transformer, system: System, times: LayerTimes, choices: Choices) -> Iterator[Configuration]:
+    for ranks in _divisors(choices.gpus // shape.tensor_degree):
+        data = choices.gpus // shape.tensor_degree // ranks
+        if ranks > min(shape.layers, _MAX_RANKS) or choices.batch % (data * shape.microbatch):
+            continue
+        count = choices.batch // (data * shape.microbatch)
+        if ranks == 1:
+            kinds = [("1f1b", 1)]
+        else:
+            kinds = [(name, 1) for name in choices.schedules if name != "interleaved-1f1b"]
+            if "interleaved-1f1b" in choices.schedules and count % ranks == 0:
+                kinds += [
+                    ("interleaved-1f1b", each)
+                    for each in _VIRTUAL_STAGES
+                    if each * ranks <= min(shape.layers, _MAX_STAGES)
+                ]
+        for schedule, virtual in kinds:
+            for split in split_choices(shape, ranks * virtual, times, system.top_mhz):
+                yield Configuration(
+                    shape,
+                    split,
+                    data,
+                    count,
+                    schedule,
+                    virtual,
+                    choices.distributed_optimizer and data > 1,
+                    choices.overlap_reduction and data > 1,
+                )
+
+
+def _shares(model: Transformer, tensor: int) -> bool:
+    """Return whether so many GPUs can share a layer."""
+    groups = model.kv_heads % tensor == 0 or tensor % model.kv_heads == 0
+    return model.heads % tensor == 0 and model.ffn % tensor == 0 and groups
+
+
+def _divisors(number: int) -> list[int]:
+    return [each for each in range(1, number + 1) if number % each == 0]
+
+
+def _parts(gpus: int) -> list[int]:
+    """Return the number of GPUs, its half, and so on while whole."""
+    found = [gpus]
+    while found[-1] % 2 == 0:
+        found.append(found[-1] // 2)
+    return found
+
+
+def _possible(model: Transformer, gpus: int, batch: int) -> bool:
+    return any(
+        gpus % (tensor * ranks) == 0 and batch % (gpus // (tensor * ranks)) == 0
+        for tensor in _divisors(min(gpus, 8))
+        if _shares(model, tensor)
+        for ranks in range(1, min(model.layers, _MAX_RANKS) + 1)
+    )
+
+
+def _nearest(model: Transformer, choices: Choices) -> str:
+    """Return why no configuration uses all GPUs, with the nearest number of GPUs or batch that works."""
+    gpus, batch = choices.gpus, choices.batch
+    fewer = next(each for each in range(gpus - 1, 0, -1) if _possible(model, each, batch)) if gpus > 1 else 1
+    other = next((batch + step for step in range(1, gpus + 1) if _possible(model, gpus, batch + step)), None)
+    more = "" if other is None else f", or --batch {other}"
+    return (
+        f"--gpus: {gpus} GPUs cannot share {model.heads} heads, {model.layers} layers and a batch of {batch} "
+        f"sequences; give --gpus {fewer}{more}"
+    )
+
+
+def _memory_text(needed: Memory) -> str:
+    parts = {
+        "parameters": needed.parameters,
+        "gradients": needed.gradients,
+        "optimizer": needed.optimizer,
+        "activations": needed.activations,
+        "reserve": needed.reserve,
+    }
+    return ", ".join(f"{name} {size / 1e9:.1f}" for name, size in parts.items())

@@ -1,0 +1,270 @@
+"""Time-energy curves of configurations: lower bounds in microseconds, and the exact ones.
+
+The bound: a rank runs M forwards and backwards in whatever time the pipeline leaves it. Before its first forward the
+ranks before it run one each, and after its last backward those run one backward each. Under 1F1B a rank with w ranks
+after it also waits, after its first and after its last forward, for a forward and a backward of each of them, while it
+runs w computations itself. What remains for the other M - w forwards and backwards bounds their energy from below.
+
+The exact curve of a configuration is that of `solver.solve`. In many microbatches every further one adds the same, at
+every price of time, so the curves of few microbatches give those of many.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from perseus_planner.estimate.configuration import stage_ranks
+from perseus_planner.profiles.groups import on_each_gpu
+from perseus_planner.profiles.measurement import Measurement
+from perseus_planner.profiles.operating_points import pareto_front
+from perseus_planner.profiles.profiles import Profile
+from perseus_planner.schedules.dag import PipelineDag
+from perseus_planner.solver.solve import solve_dag
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from perseus_planner.estimate.candidates import Candidate
+    from perseus_planner.estimate.configuration import Configuration
+    from perseus_planner.estimate.kernel_times import Phases
+    from perseus_planner.estimate.system import System
+    from perseus_planner.gpu.simulated.model import GpuModel
+    from perseus_planner.solver.frontier import Frontier
+
+Floats = "NDArray[np.float64]"
+_SLOPES = 200
+_POINTS = 10  # operating points of a computation while configurations are compared
+_FEW = (3, 4)  # multiples of the ranks from which many microbatches are extrapolated
+_FEWER = (2, 3)  # the same for long pipelines
+_LONG = 24  # stages
+_SOLVED_WHOLE = 1500  # computations of an iteration that is not extrapolated
+
+
+@dataclass(frozen=True, eq=False)
+class Curve:
+    """Time and energy of iterations of a whole job.
+
+    Attributes:
+        times_s: (points,) seconds, rising.
+        energies_j: (points,) least joules over all GPUs at that time, waiting included.
+    """
+
+    times_s: NDArray[np.float64]
+    energies_j: NDArray[np.float64]
+
+
+def measurements_of(phases: Phases, system: System, count: int = 0) -> tuple[Measurement, ...]:
+    """Return the operating points of a computation on one GPU, highest clock first.
+
+    A clock that the power limit does not allow is none: the lowest clock above what the limit allows stands for all of
+    them, with the time and energy of what is achieved.
+
+    Args:
+        phases: The computation.
+        system: The GPU.
+        count: Number of points to keep, evenly spaced down to the one of least effective energy; 0 for all.
+    """
+    load, gpu = phases.load(system), system.gpu
+    clocks = np.array(gpu.clocks_mhz, dtype=float)
+    top_mhz = load.achieved_mhz(clocks[0])
+    above = int(np.count_nonzero(clocks > top_mhz))
+    first = max(0, above - 1)
+    set_mhz, achieved = clocks[first:], np.minimum(clocks[first:], top_mhz)
+    arithmetic_s = load.megacycles / achieved
+    times_s = arithmetic_s + load.memory_s
+    w_per_mhz = (load.arithmetic_w_per_mhz * arithmetic_s + load.memory_w_per_mhz * load.memory_s) / times_s
+    voltage = 1 + load.voltage_slope_per_mhz * np.maximum(0.0, achieved - load.ridge_mhz)
+    energies_j = (load.static_w + w_per_mhz * achieved * voltage**2) * times_s
+    places = np.arange(len(set_mhz))
+    if count:
+        least = int(np.argmin(energies_j - gpu.blocking_power_w * times_s))
+        places = np.unique(np.linspace(0, least, count).round().astype(int))
+    rows = zip(set_mhz[places], times_s[places], energies_j[places], strict=True)
+    return tuple(Measurement(int(clock), float(time_s), float(energy_j)) for clock, time_s, energy_j in rows)
+
+
+@dataclass(frozen=True, eq=False)
+class Hull:
+    """Least effective energy over time of one or more computations: the vertices of its lower convex hull.
+
+    Attributes:
+        times_s: Seconds, rising.
+        effective_j: Energy less what waiting for that long would take, joules, falling.
+    """
+
+    times_s: NDArray[np.float64]
+    effective_j: NDArray[np.float64]
+
+    def __add__(self, other: Hull) -> Hull:
+        """Return that of both, one after the other: their segments, the steepest first."""
+        steps_s = np.concatenate([np.diff(self.times_s), np.diff(other.times_s)])
+        steps_j = np.concatenate([np.diff(self.effective_j), np.diff(other.effective_j)])
+        order = np.argsort(steps_j / steps_s, kind="stable")
+        return Hull(
+            np.cumsum([self.times_s[0] + other.times_s[0], *steps_s[order]]),
+            np.cumsum([self.effective_j[0] + other.effective_j[0], *steps_j[order]]),
+        )
+
+
+def hull_of(rows: tuple[Measurement, ...], blocking_power_w: float) -> Hull:
+    """Return the hull of one computation."""
+    kept: list[tuple[float, float]] = []
+    for point in pareto_front(rows, blocking_power_w):
+        while len(kept) >= 2:
+            (x0, y0), (x1, y1) = kept[-2:]
+            if (y1 - y0) * (point.time_s - x0) < (point.effective_j - y0) * (x1 - x0):
+                break
+            kept.pop()
+        kept.append((point.time_s, point.effective_j))
+    return Hull(*np.array(kept).T)
+
+
+class CurveMaker:
+    """Makes the curves of many configurations on one system; what they share is computed once."""
+
+    def __init__(self, system: System) -> None:
+        """Make curves on `system`."""
+        self.system = system
+        self._rows: dict[Phases, tuple[Measurement, ...]] = {}
+        self._hulls: dict[tuple[Phases, ...], Hull] = {}
+        self._frontiers: dict[Configuration, Frontier] = {}
+
+    def bound(self, candidate: Candidate, times_s: NDArray[np.float64]) -> tuple[float, NDArray[np.float64]]:
+        """Return a lower bound on the time of an iteration, and on the energy of the whole job at each of `times_s`.
+
+        The energy is infinite where the time is too short.
+        """
+        job, gpu = candidate.job, self.system.gpu
+        stages = job.stage_phases(self.system, candidate.times)
+        of_rank: list[list[int]] = [[] for _ in range(job.ranks)]
+        for stage, rank in enumerate(stage_ranks(job.schedule, job.ranks, job.virtual_stages)):
+            of_rank[rank].append(stage)
+        hulls = [self._hull(tuple(stages[s][kind] for s in own for kind in job.kinds)) for own in of_rank]
+        # Where the backward is split, gradients of weights may wait while those of inputs pass on.
+        passed = job.kinds if job.kinds == "FB" else "F"
+        both = [self._hull(tuple(stages[own[0]][kind] for kind in passed)).times_s[0] for own in of_rank]
+        ends_s = job.end_s(self.system, [self._hull((stages[own[0]]["B"],)).times_s[0] * len(own) for own in of_rank])
+        hop_s, before_s = job.transfer_s(self.system), 0.0
+        trips = [self._hull(tuple(stages[own[-1]][kind] for kind in job.kinds[:2])).times_s[0] for own in of_rank]
+        after_s = [sum(trips[rank + 1 :]) + 2 * hop_s * (job.ranks - 1 - rank) for rank in range(job.ranks)]
+        least_s, total_j = 0.0, np.zeros(len(times_s))
+        for rank, hull in enumerate(hulls):
+            fixed_s, count = before_s + ends_s[rank] + self.system.iteration_s, job.microbatches
+            # Under ZB-H1 gradients of weights fill the second wait.
+            waited_s = {"1f1b": 2.0, "zb-h1": 1.0}.get(job.schedule, 0.0) * after_s[rank]
+            waits = job.ranks - 1 - rank if waited_s and count > job.ranks - rank else 0
+            if waits:
+                least_s = max(least_s, fixed_s + waited_s + (count - waits) * hull.times_s[0])
+            least_s = max(least_s, fixed_s + count * hull.times_s[0])
+            if waits:
+                steady = count - waits
+                spare_s = (times_s - fixed_s - waited_s) / steady
+                total_j += steady * np.interp(spare_s, hull.times_s, hull.effective_j)
+                total_j += waits * hull.effective_j[-1]
+            else:
+                total_j += count * np.interp((times_s - fixed_s) / count, hull.times_s, hull.effective_j)
+            before_s += both[rank] + len(passed) * hop_s
+        gpus = job.gpus
+        energy_j = gpus / job.ranks * total_j + gpus * gpu.blocking_power_w * times_s
+        return least_s, np.where(times_s >= least_s * (1 - 1e-9), energy_j, np.inf)
+
+    def size(self, job: Configuration) -> int:
+        """Return the number of computations that the exact curve takes."""
+        return sum(len(job.kinds) * len(job.split) * count for count in self._solved_counts(job))
+
+    def exact(self, candidate: Candidate) -> Curve:
+        """Return the exact curve of the whole job."""
+        job = candidate.job
+        few = self._solved_counts(job)
+        if len(few) == 1:
+            return self._solved(candidate, job.microbatches)
+        one, two = (self._solved(candidate, count) for count in few)
+        # In many microbatches the least of energy - slope * time is linear in their number, at every slope.
+        slopes = np.concatenate([np.diff(each.energies_j) / np.diff(each.times_s) for each in (one, two)])
+        slopes = np.quantile(slopes, np.linspace(0, 1, _SLOPES))
+        values = [np.min(each.energies_j - slopes[:, np.newaxis] * each.times_s, axis=1) for each in (one, two)]
+        more = (job.microbatches - few[0]) / (few[1] - few[0])
+        value = values[0] + more * (values[1] - values[0])
+        ends_s = one.times_s[[0, -1]] + more * (two.times_s[[0, -1]] - one.times_s[[0, -1]])
+        times_s = np.linspace(ends_s[0], ends_s[1], _SLOPES)
+        return Curve(times_s, np.max(value + slopes * times_s[:, np.newaxis], axis=1))
+
+    def _solved_counts(self, job: Configuration) -> list[int]:
+        """Return the microbatches of the iterations that are solved: the job's, or two smaller numbers."""
+        few = [multiple * job.ranks for multiple in (_FEWER if len(job.split) >= _LONG else _FEW)]
+        whole = len(job.kinds) * len(job.split) * job.microbatches <= _SOLVED_WHOLE
+        return [job.microbatches] if whole or job.microbatches <= few[1] else few
+
+    def clocks_mhz(self, candidate: Candidate, slowdown: float) -> tuple[int, int]:
+        """Return the lowest and the highest clock of a plan that takes `slowdown` times the least time.
+
+        The plan is that of the microbatches that were solved, at most.
+        """
+        frontier = self._frontiers[candidate.job]
+        plan = frontier.plan_until(frontier.min_time_s * max(1.0, slowdown))
+        return min(plan.clocks.values()), max(plan.clocks.values())
+
+    def profile(self, job: Configuration, stages: list[dict[str, Phases]], *, every_clock: bool = False) -> Profile:
+        """Return the profile of one pipeline; energies are those of a tensor group."""
+        rows = {
+            (stage, kind): measurements_of(kinds[kind], self.system) if every_clock else self._points(kinds[kind])
+            for stage, kinds in enumerate(stages)
+            for kind in job.kinds
+        }
+        one_gpu = Profile(
+            rows,
+            blocking_power_w=self.system.gpu.blocking_power_w,
+            overhead_s=self.system.iteration_s,
+            gpu=f"simulated {self.system.gpu.name}",
+            origin="simulated",
+            conditions={"estimate": f"{job.name}, operations in closed form on a model of the system"},
+        )
+        return on_each_gpu(one_gpu, job.shape.tensor_degree)
+
+    def dag(self, candidate: Candidate, microbatches: int | None = None) -> PipelineDag:
+        """Return the graph of an iteration of one pipeline."""
+        job = candidate.job
+        stages = job.stage_phases(self.system, candidate.times)
+        backward_s = self._backward_s(job, stages)
+        return PipelineDag(self.profile(job, stages), job.iteration(self.system, backward_s, microbatches))
+
+    def ends_s(self, candidate: Candidate) -> list[float]:
+        """Return the seconds of each rank after its last computation."""
+        job = candidate.job
+        return job.end_s(self.system, self._backward_s(job, job.stage_phases(self.system, candidate.times)))
+
+    def _backward_s(self, job: Configuration, stages: list[dict[str, Phases]]) -> list[float]:
+        """Return the seconds of a microbatch's backward on each rank, at the top clock."""
+        backward_s = [0.0] * job.ranks
+        for stage, rank in enumerate(stage_ranks(job.schedule, job.ranks, job.virtual_stages)):
+            backward_s[rank] += self._points(stages[stage]["B"])[0].time_s
+        return backward_s
+
+    def _solved(self, candidate: Candidate, microbatches: int) -> Curve:
+        frontier = solve_dag(self.dag(candidate, microbatches))
+        self._frontiers.setdefault(candidate.job, frontier)
+        return Curve(frontier.times_s[::-1].copy(), candidate.job.data_degree * frontier.energies_j[::-1])
+
+    def _points(self, phases: Phases) -> tuple[Measurement, ...]:
+        if phases not in self._rows:
+            self._rows[phases] = measurements_of(phases, self.system, _POINTS)
+        return self._rows[phases]
+
+    def _hull(self, parts: tuple[Phases, ...]) -> Hull:
+        """Return the hull of computations that run one after the other."""
+        if parts not in self._hulls:
+            if len(parts) == 1:
+                found = hull_of(self._points(parts[0]), self._gpu.blocking_power_w)
+            else:
+                found = self._hull(parts[:1])
+                for part in parts[1:]:
+                    found = found + self._hull((part,))
+            self._hulls[parts] = found
+        return self._hulls[parts]
+
+    @property
+    def _gpu(self) -> GpuModel:
+        return self.system.gpu

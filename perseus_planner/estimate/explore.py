@@ -1,0 +1,286 @@
+"""Compare all configurations of a training job by time and energy, and keep those that can win.
+
+Every configuration has a lower bound on its time-energy curve, which costs microseconds. The exact curve is computed in
+the order of the bounds, until no bound is below what has been found: neither for the objective, nor anywhere on the
+frontier of all of them. Iterations of up to six times the least time are compared.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from perseus_planner.errors import UsageError
+from perseus_planner.estimate.candidates import Candidate, Choices, candidates
+from perseus_planner.estimate.curves import Curve, CurveMaker
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from numpy.typing import NDArray
+
+    from perseus_planner.estimate.system import System
+    from perseus_planner.estimate.transformer import Transformer
+
+FIRST = 3
+"""Configurations to measure, as no estimate ranks them surely."""
+_GRID = 64  # times at which bounds are compared
+_SLOWEST = 6.0  # of the least time, up to which the frontier is explored
+_GAIN = 1e-3  # by which a configuration must be able to lower the frontier
+_MOST_COMPUTATIONS = 80_000  # of all iterations whose exact curves are computed
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What the best configuration is: the fastest, unless one of the others is given.
+
+    Attributes:
+        deadline_s: Least energy with iterations of at most that time.
+        power_w: The fastest whose mean power over all GPUs is at most that.
+        least_energy: Least energy, whatever it takes.
+    """
+
+    deadline_s: float | None = None
+    power_w: float | None = None
+    least_energy: bool = False
+
+    def point(self, curve: Curve) -> tuple[float, float] | None:
+        """Return the time and energy of the best point of a curve, or None if it has none."""
+        times_s, energies_j = curve.times_s, curve.energies_j
+        finite = np.isfinite(energies_j)
+        times_s, energies_j = times_s[finite], energies_j[finite]
+        if len(times_s) == 0:
+            return None
+        if self.deadline_s is not None:
+            if times_s[0] > self.deadline_s:
+                return None
+            until = np.append(times_s[times_s <= self.deadline_s], min(self.deadline_s, times_s[-1]))
+            values = np.interp(until, times_s, energies_j)
+            place = int(np.argmin(values))
+            return float(until[place]), float(values[place])
+        if self.power_w is not None:
+            return _within_power(times_s, energies_j, self.power_w)
+        place = int(np.argmin(energies_j)) if self.least_energy else 0
+        return float(times_s[place]), float(energies_j[place])
+
+    def value(self, point: tuple[float, float] | None) -> tuple[float, float]:
+        """Return what is to be small: energy before time, or time before energy."""
+        if point is None:
+            return math.inf, math.inf
+        time_s, energy_j = point
+        return (energy_j, time_s) if self.least_energy or self.deadline_s is not None else (time_s, energy_j)
+
+
+@dataclass(frozen=True, eq=False)
+class Row:
+    """A configuration at one point of its exact time-energy curve.
+
+    Attributes:
+        candidate: The configuration.
+        curve: All of its curve.
+        time_s: Seconds of an iteration.
+        energy_j: Joules of an iteration over all GPUs.
+    """
+
+    candidate: Candidate
+    curve: Curve
+    time_s: float
+    energy_j: float
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens that the job trains on in a second."""
+        return self.candidate.job.tokens / self.time_s
+
+    @property
+    def j_per_token(self) -> float:
+        """Energy of all GPUs for a token, joules."""
+        return self.energy_j / self.candidate.job.tokens
+
+    @property
+    def power_w(self) -> float:
+        """Mean power over all GPUs, watts."""
+        return self.energy_j / self.time_s
+
+
+@dataclass(frozen=True, eq=False)
+class Exploration:
+    """All configurations, compared.
+
+    Attributes:
+        system: The GPUs.
+        maker: What made the curves, and makes profiles.
+        configurations: Number of configurations that fit in memory.
+        solved: Number of exact curves.
+        gap: Share by which the bound of a configuration without an exact curve is below the last of `first`, if it is;
+            0 if it is certain that these are the best by the estimate.
+        first: The best configurations by the objective, best first; at most `FIRST`.
+        frontier: The frontier of all configurations, fastest first.
+    """
+
+    system: System
+    maker: CurveMaker
+    configurations: int
+    solved: int
+    gap: float
+    first: tuple[Row, ...]
+    frontier: tuple[Row, ...]
+
+
+def explore(
+    model: Transformer,
+    system: System,
+    choices: Choices,
+    objective: Objective | None = None,
+    *,
+    progress: Callable[[int], None] | None = None,
+) -> Exploration:
+    """Return the best configurations and the frontier of all.
+
+    Args:
+        model: The model; its tensor degree, microbatch and recomputation are chosen.
+        system: The GPUs and their links.
+        choices: What may be chosen.
+        objective: What is best; the fastest if None.
+        progress: Called with the number of exact curves from time to time.
+
+    Raises:
+        UsageError: If no configuration uses the GPUs, fits in memory, or meets the objective; names what would.
+    """
+    objective, maker = objective or Objective(), CurveMaker(system)
+    found = candidates(model, system, choices)
+    least_s = np.array([maker.bound(each, np.empty(0))[0] for each in found])
+    slowest_s = max(_SLOWEST * float(least_s.min()), objective.deadline_s or 0.0)
+    grid_s = np.geomspace(float(least_s.min()), slowest_s, _GRID)
+    bounds_j = np.array([maker.bound(each, grid_s)[1] for each in found])
+    search = _Search(found, maker, objective, grid_s, least_s, bounds_j)
+    search.run(progress)
+    best = sorted(search.curves, key=lambda place: objective.value(objective.point(search.curves[place])))
+    first = [search.row(place, objective.point(search.curves[place])) for place in best[:FIRST]]
+    rows = tuple(row for row in first if row is not None)
+    if not rows:
+        raise UsageError(_out_of_reach(objective, search))
+    return Exploration(system, maker, len(found), len(search.curves), search.gap(rows), rows, search.frontier())
+
+
+class _Search:
+    """Which exact curves are computed."""
+
+    def __init__(
+        self,
+        found: list[Candidate],
+        maker: CurveMaker,
+        objective: Objective,
+        grid_s: NDArray[np.float64],
+        least_s: NDArray[np.float64],
+        bounds_j: NDArray[np.float64],
+    ) -> None:
+        self.found, self.maker, self.objective = found, maker, objective
+        self.grid_s, self.bounds_j = grid_s, bounds_j
+        self.curves: dict[int, Curve] = {}
+        self.envelope_j = np.full(len(grid_s), np.inf)
+        self.values = [
+            objective.value(objective.point(_bound_curve(least, grid_s, row)))
+            for least, row in zip(least_s.tolist(), bounds_j, strict=True)
+        ]
+
+    def run(self, progress: Callable[[int], None] | None) -> None:
+        """Compute exact curves until no bound is below what was found."""
+        computed = 0
+        while computed < _MOST_COMPUTATIONS:
+            place = self._next()
+            if place is None:
+                return
+            computed += self.maker.size(self.found[place].job)
+            curve = self.maker.exact(self.found[place])
+            self.curves[place] = curve
+            at_grid_j = np.interp(self.grid_s, curve.times_s, curve.energies_j, left=np.inf)
+            # Slower than its least energy a job waits, or runs at its least energy: it does the latter.
+            self.envelope_j = np.minimum(self.envelope_j, np.minimum.accumulate(at_grid_j))
+            if progress is not None:
+                progress(len(self.curves))
+
+    def _next(self) -> int | None:
+        """Return the configuration whose bound is best, if it can still be among the first, or on the frontier."""
+        open_places = [place for place in range(len(self.found)) if place not in self.curves]
+        if not open_places:
+            return None
+        exact = sorted(self.objective.value(self.objective.point(curve)) for curve in self.curves.values())
+        to_beat = exact[FIRST - 1] if len(exact) >= FIRST else (math.inf, math.inf)
+        place = min(open_places, key=lambda each: self.values[each])
+        if self.values[place] < to_beat:
+            return place
+        with np.errstate(invalid="ignore"):
+            bounds_j = np.minimum.accumulate(self.bounds_j[open_places], axis=1)
+            gains = np.where(np.isfinite(bounds_j), 1 - bounds_j / self.envelope_j, -np.inf).max(axis=1)
+        best = int(np.argmax(gains))
+        return open_places[best] if gains[best] > _GAIN else None
+
+    def gap(self, rows: tuple[Row, ...]) -> float:
+        """Return by how much a configuration without an exact curve may be better than the last of `rows`."""
+        last = self.objective.value((rows[-1].time_s, rows[-1].energy_j))[0]
+        others = [value[0] for place, value in enumerate(self.values) if place not in self.curves]
+        return max(0.0, 1 - min(others, default=last) / last)
+
+    def row(self, place: int, point: tuple[float, float] | None) -> Row | None:
+        """Return a configuration at a point, if there is one."""
+        return None if point is None else Row(self.found[place], self.curves[place], *point)
+
+    def frontier(self) -> tuple[Row, ...]:
+        """Return the points of all curves that no other point beats in both time and energy, fastest first."""
+        points = sorted(
+            (float(time_s), float(energy_j), place)
+            for place, curve in self.curves.items()
+            for time_s, energy_j in zip(
+                np.append(self.grid_s, curve.times_s[0]),
+                np.append(np.interp(self.grid_s, curve.times_s, curve.energies_j, left=np.inf), curve.energies_j[0]),
+                strict=True,
+            )
+            if math.isfinite(energy_j)
+        )
+        kept: list[Row] = []
+        for time_s, energy_j, place in points:
+            if not kept or energy_j < kept[-1].energy_j:
+                kept.append(Row(self.found[place], self.curves[place], time_s, energy_j))
+        return tuple(kept)
+
+
+def _bound_curve(least_s: float, grid_s: NDArray[np.float64], bounds_j: NDArray[np.float64]) -> Curve:
+    """Return the bound as a curve; between its least time and the next time of the grid it may be as low as there."""
+    finite = np.isfinite(bounds_j)
+    times_s, energies_j = grid_s[finite], bounds_j[finite]
+    if len(times_s) == 0 or least_s >= times_s[0]:
+        return Curve(times_s, energies_j)
+    return Curve(np.insert(times_s, 0, least_s), np.insert(energies_j, 0, energies_j[0]))
+
+
+def _within_power(
+    times_s: NDArray[np.float64], energies_j: NDArray[np.float64], power_w: float
+) -> tuple[float, float] | None:
+    """Return the fastest point of at most that mean power."""
+    powers_w = energies_j / times_s
+    within = np.nonzero(powers_w <= power_w)[0]
+    if len(within) == 0:
+        return None
+    place = int(within[0])
+    if place == 0:
+        return float(times_s[0]), float(energies_j[0])
+    low, high = times_s[place - 1], times_s[place]
+    for _ in range(60):
+        middle = (low + high) / 2
+        if np.interp(middle, times_s, energies_j) / middle <= power_w:
+            high = middle
+        else:
+            low = middle
+    return float(high), float(np.interp(high, times_s, energies_j))
+
+
+def _out_of_reach(objective: Objective, search: _Search) -> str:
+    if objective.deadline_s is not None:
+        least_s = min(float(curve.times_s[0]) for curve in search.curves.values())
+        return f"--deadline: no configuration is that fast; give {least_s:.4g}s or more"
+    least_w = min(float((curve.energies_j / curve.times_s).min()) for curve in search.curves.values())
+    return f"--power-budget: no configuration draws that little; give {least_w / 1e3:.4g}kW or more"

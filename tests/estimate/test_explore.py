@@ -1,0 +1,154 @@
+"""`explore` finds the best configurations, and its frontier moves the right way."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from perseus_planner.errors import UsageError
+from perseus_planner.estimate.candidates import Choices, candidates, split_choices
+from perseus_planner.estimate.curves import CurveMaker, measurements_of
+from perseus_planner.estimate.explore import Exploration, Objective, explore
+from perseus_planner.estimate.forecast import Prices, forecast
+from perseus_planner.estimate.kernel_times import layer_times
+from perseus_planner.estimate.presets import PRESETS
+from perseus_planner.estimate.system import SYSTEMS
+
+A100, H100 = SYSTEMS["a100-sxm"], SYSTEMS["h100-sxm"]
+SMALL = replace(PRESETS["gpt3-1.3b"], layers=8)
+EIGHT = Choices(8, 32)
+
+
+def least_j(found: Exploration, time_s: float) -> float:
+    """Return the least energy within a time on the curves of the frontier; infinite if nothing is that fast."""
+    within = [
+        np.append(curve.energies_j[curve.times_s <= time_s], np.interp(time_s, curve.times_s, curve.energies_j))
+        for curve in (row.curve for row in found.frontier)
+        if curve.times_s[0] <= time_s
+    ]
+    return min((float(each.min()) for each in within), default=np.inf)
+
+
+@pytest.fixture(scope="module")
+def eight() -> Exploration:
+    return explore(SMALL, A100, EIGHT)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_bounds_are_below_the_exact_curves(seed: int):
+    found, maker = candidates(SMALL, H100, EIGHT), CurveMaker(H100)
+    for each in random.Random(seed).sample(found, 8):
+        exact = maker.exact(each)
+        least_s, bounds_j = maker.bound(each, exact.times_s[1:])
+        assert least_s <= exact.times_s[0] * (1 + 1e-6)
+        assert (bounds_j <= exact.energies_j[1:] * 1.002).all()
+        assert exact.times_s[0] == pytest.approx(each.job.time_s(H100, each.times), rel=2e-3)
+
+
+def test_what_was_not_solved_is_not_faster(eight: Exploration):
+    times = sorted(each.job.time_s(A100, each.times) for each in candidates(SMALL, A100, EIGHT))
+    assert [row.time_s for row in eight.first] == pytest.approx(times[:3], rel=1e-3)
+    assert eight.gap == 0
+    assert eight.solved < eight.configurations / 20
+
+
+def test_many_microbatches_follow_from_few():
+    job = next(
+        each
+        for each in candidates(SMALL, A100, Choices(4, 1024, schedules=("1f1b",)))
+        if each.job.ranks == 4 and each.job.shape.microbatch == 4 and each.job.shape.recomputation == "none"
+    )
+    maker = CurveMaker(A100)
+    assert job.job.microbatches == 256
+    quick, whole = maker.exact(job), maker._solved(job, 256)
+    at = np.linspace(whole.times_s[0] * 1.001, 1.3 * whole.times_s[0], 20)
+    found, true = (np.interp(at, each.times_s, each.energies_j) for each in (quick, whole))
+    assert np.abs(found / true - 1).max() < 1e-3
+
+
+def test_more_gpus_never_make_it_worse(eight: Exploration):
+    more = explore(SMALL, A100, replace(EIGHT, gpus=16))
+    for row in [row for row in eight.frontier if row.time_s <= 6 * more.first[0].time_s]:  # no further is explored
+        assert least_j(more, row.time_s * 1.001) <= row.energy_j * 1.003
+    assert more.first[0].time_s <= eight.first[0].time_s
+
+
+def test_more_memory_never_makes_it_worse():
+    tight = explore(SMALL, replace(A100, memory_bytes=16e9), EIGHT)
+    roomy = explore(SMALL, A100, EIGHT)
+    assert tight.configurations < roomy.configurations
+    for row in tight.frontier:
+        assert least_j(roomy, row.time_s * 1.001) <= row.energy_j * 1.003
+
+
+def test_a_looser_deadline_never_takes_more_energy(eight: Exploration):
+    fastest_s = eight.first[0].time_s
+    energies = [
+        explore(SMALL, A100, EIGHT, Objective(deadline_s=ratio * fastest_s)).first[0].energy_j
+        for ratio in (1.0, 1.05, 1.2, 1.5)
+    ]
+    assert energies == sorted(energies, reverse=True)
+    assert energies[2] < energies[0]
+
+
+def test_a_power_budget_is_kept_and_the_least_energy_is_less_than_any(eight: Exploration):
+    budget_w = 0.8 * eight.first[0].power_w
+    within = explore(SMALL, A100, EIGHT, Objective(power_w=budget_w)).first[0]
+    assert within.power_w <= budget_w * (1 + 1e-6)
+    assert within.time_s > eight.first[0].time_s
+    least = explore(SMALL, A100, EIGHT, Objective(least_energy=True))
+    assert least.first[0].energy_j <= min(row.energy_j for row in eight.frontier) * (1 + 1e-6)
+
+
+def test_the_balanced_split_is_no_slower_and_takes_layers_from_the_head():
+    times = layer_times(PRESETS["llama3-8b"], A100)
+    even, balanced = split_choices(PRESETS["llama3-8b"], 8, times, A100.top_mhz)
+    assert even == (4,) * 8
+    assert sum(balanced) == 32
+    assert balanced[-1] == min(balanced) < 4
+
+
+def test_a_clock_that_the_power_limit_does_not_allow_is_no_operating_point():
+    phases = layer_times(replace(SMALL, microbatch=8), H100).layer["F"]
+    rows, load = measurements_of(phases, H100), phases.load(H100)
+    assert rows[0].clock_mhz < 1980
+    assert rows[0].energy_j / rows[0].time_s == pytest.approx(0.985 * 700)
+    for row in rows:
+        assert (row.time_s, row.energy_j) == pytest.approx((load.time_s(row.clock_mhz), load.energy_j(row.clock_mhz)))
+    lower = measurements_of(phases, H100.limited(500.0))
+    assert lower[0].energy_j / lower[0].time_s == pytest.approx(0.985 * 500)
+
+
+def test_a_forecast_is_energy_at_the_meter(eight: Exploration):
+    row = eight.first[0]
+    found = forecast(row, 1e12, A100, Prices(pue=1.5, per_kwh=0.2, g_per_kwh=100))
+    assert found.hours == pytest.approx(1e12 / row.tokens_per_s / 3600)
+    assert found.gpu_kwh == pytest.approx(1e12 * row.j_per_token / 3.6e6)
+    assert found.meter_kwh == pytest.approx((found.gpu_kwh + found.hours * A100.node_overhead_w / 1e3) * 1.5)
+    assert (found.cost, found.co2e_kg) == pytest.approx((0.2 * found.meter_kwh, 0.1 * found.meter_kwh))
+
+
+SHALLOW = replace(SMALL, layers=6)
+REFUSED = {
+    "--gpus: 7 GPUs cannot share 16 heads, 6 layers and a batch of 32 sequences; give --gpus 6, or --batch 35": (
+        lambda: explore(SHALLOW, A100, Choices(7, 32))
+    ),
+    "--gpus: 8 GPUs of 86 GB are too few: t8-p1-d1-mb1-1f1b-full needs least, 397 GB on a GPU (parameters 43.7, "
+    "gradients 87.3, optimizer 261.9, activations 0.8, reserve 3.7); give more GPUs": lambda: explore(
+        PRESETS["gpt3-175b"], A100, EIGHT
+    ),
+    "--power-budget: no configuration draws that little; give": lambda: explore(
+        SMALL, A100, EIGHT, Objective(power_w=100.0)
+    ),
+    "--deadline: no configuration is that fast; give": lambda: explore(SMALL, A100, EIGHT, Objective(deadline_s=0.01)),
+}
+
+
+@pytest.mark.parametrize(("message", "call"), REFUSED.items(), ids=range(len(REFUSED)))
+def test_what_cannot_be_explored_is_refused_with_what_would_work(message: str, call):
+    with pytest.raises(UsageError) as refusal:
+        call()
+    assert str(refusal.value).startswith(message)
