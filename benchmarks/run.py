@@ -15,8 +15,10 @@ import controller_latency
 import emulated_training
 import emulation
 import estimates
+import explorations
 import frontier_times
 import hook_cost
+import iteration_times
 import large_pipeline
 import learning_training
 import lowtime_ratio
@@ -26,6 +28,7 @@ import noisy_plans
 import other_pipelines
 import plan_gaps
 import plan_times
+import power_cap
 import references
 import service_load
 import sweep_quality
@@ -58,6 +61,9 @@ SECTIONS: dict[int, Callable[[Size], Section]] = {
     budget_cells.NUMBER: budget_cells.measure,
     autopilot.NUMBER: autopilot.measure,
     learning_training.NUMBER: learning_training.measure,
+    24: iteration_times.measure,
+    25: power_cap.measure,
+    26: explorations.measure,
 }
 _RESULTS = Path(__file__).resolve().parent / "results"
 

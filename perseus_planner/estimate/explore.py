@@ -29,6 +29,7 @@ FIRST = 3
 """Configurations to measure, as no estimate ranks them surely."""
 _GRID = 64  # times at which bounds are compared
 _SLOWEST = 6.0  # of the least time, up to which the frontier is explored
+_WORTH = 1.3  # of the best value, up to which the best of another tensor degree is worth measuring
 _GAIN = 1e-3  # by which a configuration must be able to lower the frontier
 _MOST_COMPUTATIONS = 80_000  # of all iterations whose exact curves are computed
 
@@ -115,9 +116,9 @@ class Exploration:
         maker: What made the curves, and makes profiles.
         configurations: Number of configurations that fit in memory.
         solved: Number of exact curves.
-        gap: Share by which the bound of a configuration without an exact curve is below the last of `first`, if it is;
-            0 if it is certain that these are the best by the estimate.
-        first: The best configurations by the objective, best first; at most `FIRST`.
+        gap: Share by which the bound of a configuration without an exact curve is below the first of `first`, if it is;
+            0 if it is certain that this is the best by the estimate.
+        first: The best configuration by the objective, and the best of other tensor degrees; at most `FIRST`.
         frontier: The frontier of all configurations, fastest first.
     """
 
@@ -158,9 +159,7 @@ def explore(
     bounds_j = np.array([maker.bound(each, grid_s)[1] for each in found])
     search = _Search(found, maker, objective, grid_s, least_s, bounds_j)
     search.run(progress)
-    best = sorted(search.curves, key=lambda place: objective.value(objective.point(search.curves[place])))
-    first = [search.row(place, objective.point(search.curves[place])) for place in best[:FIRST]]
-    rows = tuple(row for row in first if row is not None)
+    rows = search.rows()
     if not rows:
         raise UsageError(_out_of_reach(objective, search))
     return Exploration(system, maker, len(found), len(search.curves), search.gap(rows), rows, search.frontier())
@@ -208,26 +207,57 @@ class _Search:
         open_places = [place for place in range(len(self.found)) if place not in self.curves]
         if not open_places:
             return None
-        exact = sorted(self.objective.value(self.objective.point(curve)) for curve in self.curves.values())
-        to_beat = exact[FIRST - 1] if len(exact) >= FIRST else (math.inf, math.inf)
-        place = min(open_places, key=lambda each: self.values[each])
-        if self.values[place] < to_beat:
-            return place
+        exact = sorted((self._exact_value(place), place) for place in self.curves)
+        best = {self._degree(place): value for value, place in reversed(exact)}
+        nearest = min(open_places, key=lambda each: self.values[each])
+        if not exact or self.values[nearest] < exact[0][0]:
+            return nearest
+        for degree in sorted({self._degree(place) for place in open_places}):
+            nearest = min((p for p in open_places if self._degree(p) == degree), key=lambda each: self.values[each])
+            value = self.values[nearest]
+            if value < best.get(degree, (math.inf, math.inf)) and value[0] <= _WORTH * exact[0][0][0]:
+                return nearest
+        if len(self.first()) < FIRST:
+            return min(open_places, key=lambda each: self.values[each])
         with np.errstate(invalid="ignore"):
             bounds_j = np.minimum.accumulate(self.bounds_j[open_places], axis=1)
             gains = np.where(np.isfinite(bounds_j), 1 - bounds_j / self.envelope_j, -np.inf).max(axis=1)
-        best = int(np.argmax(gains))
-        return open_places[best] if gains[best] > _GAIN else None
+        most = int(np.argmax(gains))
+        return open_places[most] if gains[most] > _GAIN else None
+
+    def first(self) -> list[int]:
+        """Return the best configuration, and the best of other tensor degrees; further ones if these are too few.
+
+        What an estimate knows least are the kernels of each tensor degree, so those are to be measured.
+        """
+        ranked = sorted((place for place in self.curves if self._point(place) is not None), key=self._exact_value)
+        chosen: list[int] = []
+        for place in ranked:
+            near = self._exact_value(place)[0] <= _WORTH * self._exact_value(ranked[0])[0]
+            if near and self._degree(place) not in {self._degree(other) for other in chosen}:
+                chosen.append(place)
+        chosen += [place for place in ranked if place not in chosen]
+        return sorted(chosen[:FIRST], key=self._exact_value)
+
+    def rows(self) -> tuple[Row, ...]:
+        """Return `first` at the best points of their curves."""
+        points = [(place, self._point(place)) for place in self.first()]
+        return tuple(Row(self.found[place], self.curves[place], *point) for place, point in points if point is not None)
+
+    def _point(self, place: int) -> tuple[float, float] | None:
+        return self.objective.point(self.curves[place])
+
+    def _exact_value(self, place: int) -> tuple[float, float]:
+        return self.objective.value(self._point(place))
+
+    def _degree(self, place: int) -> int:
+        return self.found[place].job.shape.tensor_degree
 
     def gap(self, rows: tuple[Row, ...]) -> float:
-        """Return by how much a configuration without an exact curve may be better than the last of `rows`."""
-        last = self.objective.value((rows[-1].time_s, rows[-1].energy_j))[0]
+        """Return by how much a configuration without an exact curve may be better than the first of `rows`."""
+        best = self.objective.value((rows[0].time_s, rows[0].energy_j))[0]
         others = [value[0] for place, value in enumerate(self.values) if place not in self.curves]
-        return max(0.0, 1 - min(others, default=last) / last)
-
-    def row(self, place: int, point: tuple[float, float] | None) -> Row | None:
-        """Return a configuration at a point, if there is one."""
-        return None if point is None else Row(self.found[place], self.curves[place], *point)
+        return max(0.0, 1 - min(others, default=best) / best)
 
     def frontier(self) -> tuple[Row, ...]:
         """Return the points of all curves that no other point beats in both time and energy, fastest first."""

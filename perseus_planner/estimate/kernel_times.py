@@ -127,7 +127,7 @@ def phases_of(operations: Iterable[Operation], shape: Transformer, system: Syste
                 megacycles += cycles
             idle_s += system.launch_s
         elif isinstance(each, Pass):
-            memory_s += passes * each.bytes / bytes_per_s
+            memory_s += (system.score_passes if each.scores else passes) * each.bytes / bytes_per_s
         elif isinstance(each, Accumulation):
             memory_s += ACCUMULATED * each.weights / bytes_per_s
         elif isinstance(each, Exchange):

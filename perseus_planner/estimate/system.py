@@ -54,6 +54,7 @@ class System:
         ramp: Length of sums at which a product reaches half of its speed.
         memory_share: Share of the memory's bandwidth that kernels reach.
         passes: How often elementwise kernels pass over their tensors, as a multiple of the fewest passes.
+        score_passes: The same for the scores of plain attention.
         loss_passes: The same for the passes of head and loss over the logits.
         launch_s: Fixed time of a kernel.
         host_forward_s: Time in which the host launches the forward of a layer.
@@ -81,6 +82,7 @@ class System:
     ramp: float
     memory_share: float
     passes: float
+    score_passes: float
     loss_passes: float
     launch_s: float
     host_forward_s: float
@@ -158,20 +160,21 @@ def _system(
         fused_share=0.7,  # FlashAttention-2's 225 TFLOPS of the A100's 312 (Dao, 2023)
         ramp=50.0,
         memory_share=0.85,  # assumed
-        passes=1.45,
-        loss_passes=2.7,
+        passes=1.0,
+        score_passes=1.6,
+        loss_passes=2.5,
         launch_s=3e-6,
-        host_forward_s=0.45e-3,
-        host_backward_s=2.17e-3,
-        host_exchange_s=0.09e-3,
-        exchange_s=10e-6,
-        exchange_per_gpu_s=41e-6,
+        host_forward_s=0.55e-3,
+        host_backward_s=2.02e-3,
+        host_exchange_s=0.08e-3,
+        exchange_s=35e-6,
+        exchange_per_gpu_s=42e-6,
         link_bytes_per_s=link_gb_per_s * 1e9,
         gpus_per_node=8,
         node_bytes_per_s=node_gb_per_s * 1e9,
         network_s=15e-6,
         microbatch_s=0.25e-3,
-        iteration_s=0.45e-3,
+        iteration_s=0.4e-3,
         reduction_bytes=8.0,
         optimizer_bytes=30.0,  # Adam: four in float32 read, three written, the parameter written in bf16
         node_overhead_w=node_overhead_w,
@@ -186,7 +189,7 @@ _SYSTEMS = (
         memory_mib=81920,
         peak_flops=312e12,
         peak_mhz=1410,
-        efficiency=0.825,
+        efficiency=0.82,
         link_gb_per_s=300,
         node_gb_per_s=72,
         node_overhead_w=1500,

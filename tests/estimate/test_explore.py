@@ -48,9 +48,15 @@ def test_bounds_are_below_the_exact_curves(seed: int):
         assert exact.times_s[0] == pytest.approx(each.job.time_s(H100, each.times), rel=2e-3)
 
 
-def test_what_was_not_solved_is_not_faster(eight: Exploration):
-    times = sorted(each.job.time_s(A100, each.times) for each in candidates(SMALL, A100, EIGHT))
-    assert [row.time_s for row in eight.first] == pytest.approx(times[:3], rel=1e-3)
+def test_the_first_is_the_fastest_and_the_others_the_fastest_of_other_tensor_degrees(eight: Exploration):
+    least: dict[int, float] = {}
+    for each in candidates(SMALL, A100, EIGHT):
+        degree, time_s = each.job.shape.tensor_degree, each.job.time_s(A100, each.times)
+        least[degree] = min(time_s, least.get(degree, np.inf))
+    fastest = sorted(least.items(), key=lambda each: each[1])
+    worth = [degree for degree, time_s in fastest if time_s <= 1.3 * fastest[0][1]][:3]
+    found = [(row.candidate.job.shape.tensor_degree, row.time_s) for row in eight.first]
+    assert found[: len(worth)] == [(degree, pytest.approx(least[degree], rel=1e-3)) for degree in worth]
     assert eight.gap == 0
     assert eight.solved < eight.configurations / 20
 

@@ -1,0 +1,55 @@
+"""Number 26: how long it takes to compare all configurations of a job."""
+
+from __future__ import annotations
+
+import time
+
+from data import Size
+from results import Section, Table
+
+from perseus_planner.estimate.candidates import Choices
+from perseus_planner.estimate.explore import Objective, explore
+from perseus_planner.estimate.presets import PRESETS
+from perseus_planner.estimate.system import SYSTEMS
+
+_COLUMNS = {
+    "what": ("job", ""),
+    "objective": ("objective", ""),
+    "configurations": ("configurations that fit", ""),
+    "solved": ("exact frontiers", ""),
+    "cpu_s": ("CPU s", ".1f"),
+    "gap": ("a configuration without one may be better by, %", ".2f"),
+    "first": ("best", ""),
+}
+_JOBS = (
+    ("gpt3-1.3b", "a100-sxm", 8, 512),
+    ("llama3-8b", "h100-sxm", 64, 256),
+    ("llama3-70b", "h100-sxm", 512, 1024),
+    ("gpt3-175b", "h100-sxm", 1024, 2048),
+)
+
+
+def measure(size: Size) -> Section:
+    """Return the CPU time of explorations, in one process."""
+    rows = []
+    for model, gpu, gpus, batch in _JOBS if size == Size() else _JOBS[:1]:
+        for objective, word in ((Objective(), "fastest"), (Objective(least_energy=True), "least energy")):
+            begin_s = time.process_time()
+            found = explore(PRESETS[model], SYSTEMS[gpu], Choices(gpus, batch), objective)
+            rows.append(
+                {
+                    "what": f"{model}, {gpus} x {gpu}, batch {batch}",
+                    "objective": word,
+                    "configurations": found.configurations,
+                    "solved": found.solved,
+                    "cpu_s": time.process_time() - begin_s,
+                    "gap": 100 * found.gap,
+                    "first": found.first[0].candidate.job.name,
+                }
+            )
+    return Section(
+        number=26,
+        title="Exploring configurations",
+        how="*Simulated*. CPU time of one process; the first row includes loading compiled code.",
+        tables=[Table(_COLUMNS, rows)],
+    )
