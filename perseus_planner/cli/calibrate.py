@@ -1,8 +1,8 @@
-"""`planner calibrate`: correct predicted iteration times by measured ones."""
+"""`planner calibrate`: correct predicted iteration times by measured ones, or measure kernels."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -21,18 +21,38 @@ if TYPE_CHECKING:
         "planner calibrate profile.yaml plan.yaml --measured 5s",
         "planner calibrate profile.yaml run",
         "planner calibrate job.yaml run-1 run-2 run-3",
+        "planner calibrate --kernels llama3-8b --gpu h100-sxm --microbatch 1,2 -o system.yaml",
     )
 )
-@click.argument("profile_or_job", type=console.PATH)
-@click.argument("plan_or_run", type=console.PATH, nargs=-1, required=True)
+@click.argument("profile_or_job", type=console.PATH, required=False)
+@click.argument("plan_or_run", type=console.PATH, nargs=-1)
 @click.option(
     "--measured",
     metavar="TIME",
     multiple=True,
     help="Mean time of iterations that ran with the plan, e.g. 6.31s; one for each plan. Not needed for a run.",
 )
+@click.option("--kernels", metavar="MODEL", help="Measure kernels of this model instead, for `planner explore`.")
+@click.option("--gpu", metavar="GPU", help="With --kernels: kind of GPU, e.g. a100-sxm; clocks and power are its.")
+@click.option("--microbatch", default="1,2,4", show_default=True, metavar="B,B,…", help="With --kernels: microbatches.")
+@click.option("--tensor-parallel", metavar="T,T,…", help="With --kernels: GPUs of a layer.  [default: 1 and all ranks]")
+@click.option("--recompute", default="none", show_default=True, metavar="WHAT", help="With --kernels: none or full.")
+@click.option("--node-bandwidth", type=float, metavar="GB/S", help="With --kernels: network of a node, each way.")
+@click.option(
+    "--repetitions", type=click.IntRange(1), default=10, show_default=True, help="With --kernels: of a timing."
+)
+@click.option(
+    "--output", "-o", type=console.PATH, callback=console.writable, metavar="FILE", help="With --kernels: system.yaml."
+)
 @console.as_json
-def calibrate(profile_or_job: Path, plan_or_run: tuple[Path, ...], measured: tuple[str, ...], as_json: bool) -> None:
+def calibrate(
+    profile_or_job: Path | None,
+    plan_or_run: tuple[Path, ...],
+    measured: tuple[str, ...],
+    kernels: str | None,
+    as_json: bool,
+    **options: Any,
+) -> None:
     """Correct predicted iteration times by measured ones.
 
     PROFILE_OR_JOB is the profile.yaml, or the job file, that the plans were made from. Its overhead_s is set to the
@@ -43,7 +63,17 @@ def calibrate(profile_or_job: Path, plan_or_run: tuple[Path, ...], measured: tup
 
     PLAN_OR_RUN is a plan, or the folder that a training run wrote. For a run, the measured time is the mean over the
     iterations that ran as its newest plan says, except the first of them.
+
+    With --kernels, on one GPU or, started by torchrun, on the GPUs of one node: measure a layer of MODEL forward and
+    backward, its head, all-reduces and memory, and write a system file for `planner explore`. It takes about a minute.
     """
+    if kernels is not None:
+        if profile_or_job is not None or measured:
+            raise UsageError("--kernels: measures on its own; leave out profile, plan and --measured")
+        _calibrate_kernels(kernels, as_json=as_json, **options)
+        return
+    if profile_or_job is None or not plan_or_run:
+        raise UsageError("give a profile or job and a plan or run, or --kernels and a model")
     from perseus_planner.files import write_file
     from perseus_planner.jobs.calibration import calibrate as calibrate_file
     from perseus_planner.views.profiles import calibration_text
@@ -51,6 +81,56 @@ def calibrate(profile_or_job: Path, plan_or_run: tuple[Path, ...], measured: tup
     result, text = calibrate_file(profile_or_job, _measured(plan_or_run, measured))
     write_file(profile_or_job, text, UsageError)
     console.report(result, calibration_text(result), [profile_or_job], as_json=as_json)
+
+
+def _calibrate_kernels(
+    model: str,
+    *,
+    gpu: str | None,
+    microbatch: str,
+    tensor_parallel: str | None,
+    recompute: str,
+    node_bandwidth: float | None,
+    repetitions: int,
+    output: Path | None,
+    as_json: bool,
+) -> None:
+    from dataclasses import replace
+
+    from perseus_planner.estimate.presets import named_transformer
+    from perseus_planner.estimate.system import system_of
+    from perseus_planner.estimate.system_file import save_system, system_text, system_view
+    from perseus_planner.profiler.kernels import KernelPlan, measure_kernels, measured_names
+    from perseus_planner.profiler.ranks.group import process_group
+    from perseus_planner.quantities import TIME
+
+    if gpu is None or output is None:
+        raise UsageError("--kernels: needs --gpu, the kind of GPU, and --output, the system file to write")
+    system, shape = system_of(gpu), named_transformer(model)
+    if node_bandwidth is not None:
+        system = replace(system, node_bytes_per_s=1e9 * TIME.check(node_bandwidth, "--node-bandwidth", UsageError))
+    with process_group() as group:
+        rank, ranks = group or (0, 1)
+        degrees = sorted({1, ranks}) if tensor_parallel is None else _numbers("--tensor-parallel", tensor_parallel)
+        shapes = [
+            replace(shape, tensor_degree=degree, microbatch=size, recomputation=recompute)
+            for degree in degrees
+            for size in _numbers("--microbatch", microbatch)
+        ]
+        system = measure_kernels(KernelPlan(shapes, repetitions), system)
+        if rank:
+            return
+    names = (*measured_names(ranks), *(() if node_bandwidth is None else ("node_bytes_per_s",)))
+    save_system(system, output, names)
+    view = system_view(system, names)
+    console.report(view, system_text(view), [output], as_json=as_json)
+
+
+def _numbers(option: str, text: str) -> list[int]:
+    parts = text.split(",")
+    if not all(part.isascii() and part.isdecimal() and int(part) for part in parts):
+        raise UsageError(f"{option}: {text!r} is not a list of whole numbers; write one such as 1,2,4")
+    return sorted({int(part) for part in parts})
 
 
 def _measured(paths: Sequence[Path], texts: Sequence[str]) -> list[MeasuredPlan]:

@@ -207,6 +207,14 @@ class CurveMaker:
         plan = frontier.plan_until(frontier.min_time_s * max(1.0, slowdown))
         return min(plan.clocks.values()), max(plan.clocks.values())
 
+    def saved_share(self, candidate: Candidate, slowdown: float) -> float:
+        """Return the share of energy saved at `slowdown` times the least time, against all clocks at maximum.
+
+        It is that of the microbatches that were solved, at most.
+        """
+        frontier = self._frontiers[candidate.job]
+        return 1 - frontier.bound_j(frontier.min_time_s * max(1.0, slowdown)) / frontier.baseline_energy_j
+
     def profile(self, job: Configuration, stages: list[dict[str, Phases]], *, every_clock: bool = False) -> Profile:
         """Return the profile of one pipeline; energies are those of a tensor group."""
         rows = {

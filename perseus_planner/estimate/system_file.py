@@ -13,7 +13,7 @@ Numbers that a file leaves out are those of the catalogue.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import yaml
@@ -40,10 +40,42 @@ def save_system(system: System, path: Path, measured: tuple[str, ...] = ()) -> N
     Raises:
         UsageError: If the file cannot be written.
     """
-    content: dict[str, object] = {"format": _FORMAT, "version": _VERSION, "gpu": system.gpu.name}
-    content.update({name: getattr(system, name) for name in measured})
-    content["kernels"] = [{**key._asdict(), **times._asdict()} for key, times in system.kernels.items()]
+    view = system_view(system, measured)
+    content = {"format": _FORMAT, "version": _VERSION, "gpu": view.gpu, **view.measured, "kernels": [*view.kernels]}
     write_file(path, yaml.safe_dump(content, sort_keys=False), UsageError)
+
+
+@dataclass(frozen=True)
+class SystemView:
+    """What was measured of a system, for JSON.
+
+    Attributes:
+        gpu: Kind of GPU.
+        measured: Numbers by name, as in `System`.
+        kernels: Shapes with their times.
+    """
+
+    gpu: str
+    measured: dict[str, float]
+    kernels: tuple[dict[str, object], ...]
+
+
+def system_view(system: System, measured: tuple[str, ...]) -> SystemView:
+    """Return what was measured of a system."""
+    kernels = tuple({**key._asdict(), **times._asdict()} for key, times in system.kernels.items())
+    return SystemView(system.gpu.name, {name: getattr(system, name) for name in measured}, kernels)
+
+
+def system_text(view: SystemView) -> str:
+    """Return what was measured as a table."""
+    lines = [f"Measured for {view.gpu}: a layer, and embedding with head and loss, per microbatch:", ""]
+    lines.append("tensor  microbatch  recomputation  forward ms  backward ms    head ms")
+    for each in view.kernels:
+        times = "  ".join(
+            f"{1e3 * float(str(each[name])):>{width}.3f}" for name, width in zip(_TIMES, (10, 11, 9), strict=True)
+        )
+        lines.append(f"{each['tensor_degree']:>6}  {each['microbatch']:>10}  {each['recomputation']:<13}  {times}")
+    return "\n".join([*lines, "", *(f"{name}: {value:.4g}" for name, value in view.measured.items()), ""])
 
 
 def load_system(path: Path) -> System:

@@ -41,6 +41,7 @@ class RowView:
         tokens_per_s: Tokens that the job trains on in a second.
         j_per_token: Joules of all GPUs for a token.
         gpu_power_w: Mean power of a GPU, watts.
+        saved_share: Energy saved against all clocks at maximum in the same configuration; below 0 if none.
         clocks_mhz: Lowest and highest clock.
         forecast: What the whole run takes, if tokens were given.
     """
@@ -61,6 +62,7 @@ class RowView:
     tokens_per_s: float
     j_per_token: float
     gpu_power_w: float
+    saved_share: float
     clocks_mhz: tuple[int, int]
     forecast: Forecast | None
 
@@ -114,7 +116,7 @@ def exploration_text(view: ExplorationView) -> str:
         "",
         *_table(view.first, numbered=True),
         "",
-        "Frontier of all configurations:",
+        "Frontier of all configurations; energy saved is against all clocks at maximum in the same configuration:",
         "",
         *_table(view.frontier, numbered=False),
     ]
@@ -196,6 +198,7 @@ def write_job(row: Row, found: Exploration, path: Path) -> list[Path]:
 
 def _row_view(row: Row, found: Exploration, tokens: float | None, prices: Prices) -> RowView:
     job, shape = row.candidate.job, row.candidate.job.shape
+    slowdown = row.time_s / float(row.curve.times_s[0])
     return RowView(
         configuration=job.name,
         gpus=job.gpus,
@@ -213,7 +216,8 @@ def _row_view(row: Row, found: Exploration, tokens: float | None, prices: Prices
         tokens_per_s=row.tokens_per_s,
         j_per_token=row.j_per_token,
         gpu_power_w=row.power_w / job.gpus,
-        clocks_mhz=found.maker.clocks_mhz(row.candidate, row.time_s / row.curve.times_s[0]),
+        saved_share=found.maker.saved_share(row.candidate, slowdown),
+        clocks_mhz=found.maker.clocks_mhz(row.candidate, slowdown),
         forecast=None if tokens is None else forecast(row, tokens, found.system, prices),
     )
 
@@ -221,12 +225,12 @@ def _row_view(row: Row, found: Exploration, tokens: float | None, prices: Prices
 def _table(rows: Sequence[RowView], *, numbered: bool) -> list[str]:
     width = max(len(row.configuration) for row in rows)
     head = "  #  " if numbered else "     "
-    columns = "   GPUs  GB/GPU  iteration s    tokens/s   J/token  W/GPU  clocks MHz"
+    columns = "   GPUs  GB/GPU  iteration s    tokens/s   J/token  W/GPU  saved %  clocks MHz"
     lines = [f"{head}{'configuration':<{width}}{columns}"]
     lines += [
         f"{number if numbered else '':>3}  {row.configuration:<{width}}  {row.gpus:>5}  {row.memory_gb:>6.1f}  "
         f"{row.time_s:>11.4f}  {row.tokens_per_s:>10.0f}  {row.j_per_token:>8.4g}  {row.gpu_power_w:>5.0f}  "
-        f"{row.clocks_mhz[0]}-{row.clocks_mhz[1]}"
+        f"{100 * row.saved_share:>7.1f}  {row.clocks_mhz[0]}-{row.clocks_mhz[1]}"
         for number, row in enumerate(rows, 1)
     ]
     return lines

@@ -1,0 +1,321 @@
+"""Measure what estimates know least: one layer, head and embedding, all-reduces, and memory, on one GPU or one node.
+
+A layer is measured as training runs it: four in a row, forward and then backward, so that launches overlap as they do
+there. In a tensor group each GPU has its share of heads, feed-forward block and vocabulary, and sums the outputs over
+the group. Times are medians over repetitions, the longest of all ranks.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from functools import cache
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from perseus_planner.errors import UsageError
+from perseus_planner.estimate.system import KernelKey, KernelTimes, System
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import torch
+
+    from perseus_planner.estimate.transformer import Transformer
+
+_LAYERS = 4
+_EXCHANGES = (1 << 16, 1 << 26)  # bytes of the two all-reduces
+_COPIED = 1 << 28  # bytes of the copy
+
+
+@dataclass(frozen=True)
+class KernelPlan:
+    """What to measure.
+
+    Attributes:
+        shapes: The model with each tensor degree, microbatch and recomputation.
+        repetitions: How often each is timed, after as many runs to warm up, but at most three.
+        exchange_bytes: Sizes of the two all-reduces.
+        copied_bytes: Size of the copy.
+    """
+
+    shapes: Sequence[Transformer]
+    repetitions: int = 10
+    exchange_bytes: tuple[int, int] = _EXCHANGES
+    copied_bytes: int = _COPIED
+
+
+def measure_kernels(plan: KernelPlan, system: System) -> System:
+    """Return `system` with measured kernels, links and memory; every rank of a process group calls it.
+
+    Raises:
+        UsageError: If a tensor degree needs more ranks than there are.
+    """
+    ranks = _ranks()
+    for shape in plan.shapes:
+        if ranks % shape.tensor_degree:
+            raise UsageError(
+                f"--tensor-parallel: {shape.tensor_degree} GPUs do not divide the {ranks} ranks; start "
+                f"{shape.tensor_degree} with torchrun --nproc-per-node {shape.tensor_degree}"
+            )
+    kernels = {}
+    for shape in plan.shapes:
+        key = KernelKey(shape.hidden, shape.sequence, shape.tensor_degree, shape.microbatch, shape.recomputation)
+        kernels[key] = _measure_shape(shape, plan.repetitions)
+    copied = _copy_bytes_per_s(plan) / system.gpu.bytes_per_s
+    found = replace(system, kernels=kernels, memory_share=min(1.0, copied))
+    return found if ranks == 1 else _with_links(found, plan, ranks)
+
+
+def measured_names(ranks: int) -> tuple[str, ...]:
+    """Return the numbers of a system that `measure_kernels` measures on so many ranks."""
+    links = ("exchange_s", "exchange_per_gpu_s", "link_bytes_per_s")
+    return ("memory_share", *(links if ranks > 1 else ()))
+
+
+def _measure_shape(shape: Transformer, repetitions: int) -> KernelTimes:
+    import torch
+
+    device, dtype = _device()
+    group = _group(shape.tensor_degree)
+    layer, head = _Layer(shape, group), _Head(shape, group)
+    hidden = torch.randn(shape.microbatch, shape.sequence, shape.hidden, device=device, dtype=dtype, requires_grad=True)
+    words = torch.randint(shape.vocabulary_per_gpu, (shape.microbatch, shape.sequence), device=device)
+
+    def layers() -> torch.Tensor:
+        value = hidden
+        for _ in range(_LAYERS):
+            value = layer.run(value)
+        return value
+
+    forward_s, backward_s = _timed(layers, repetitions)
+    head_s = sum(_timed(lambda: head.run(words), repetitions))
+    return KernelTimes(forward_s / _LAYERS, backward_s / _LAYERS, head_s)
+
+
+def _timed(run: Callable[[], torch.Tensor], repetitions: int) -> tuple[float, float]:
+    """Return the seconds of a forward and of its backward: medians, the longest of all ranks."""
+    import torch
+
+    forwards, backwards = [], []
+    for turn in range(repetitions + min(3, repetitions)):
+        _barrier()
+        begin_s = time.perf_counter()
+        out = run()
+        _wait()
+        middle_s = time.perf_counter()
+        out.backward(torch.ones_like(out))
+        _wait()
+        end_s = time.perf_counter()
+        if turn >= min(3, repetitions):
+            forwards.append(middle_s - begin_s)
+            backwards.append(end_s - middle_s)
+    return _longest(median(forwards)), _longest(median(backwards))
+
+
+class _Layer:
+    """One GPU's share of a layer."""
+
+    def __init__(self, shape: Transformer, group: Any) -> None:
+        self._shape, self._group = shape, group
+        inner, keys = (heads * shape.head_size for heads in (shape.heads_per_gpu, shape.kv_heads_per_gpu))
+        wide = (2 if shape.gated else 1) * shape.ffn_per_gpu
+        self._norms = [_weight(shape.hidden), _weight(shape.hidden)]
+        self._qkv, self._out = _weight(inner + 2 * keys, shape.hidden), _weight(shape.hidden, inner)
+        self._up, self._down = _weight(wide, shape.hidden), _weight(shape.hidden, shape.ffn_per_gpu)
+        self._sizes = [inner, keys, keys]
+
+    def run(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Run the forward, with recomputation where the shape has it."""
+        from torch.utils.checkpoint import checkpoint
+
+        if self._shape.recomputation == "full":
+            return checkpoint(self._forward, hidden, use_reentrant=False)
+        return self._forward(hidden)
+
+    def _forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        from torch.nn import functional
+
+        shape = self._shape
+        into, summed = _exchanges(self._group)
+        normed = into(functional.layer_norm(hidden, (shape.hidden,), self._norms[0]))
+        parts = functional.linear(normed, self._qkv).split(self._sizes, -1)
+        queries, keys, values = (part.unflatten(-1, (-1, shape.head_size)).transpose(1, 2) for part in parts)
+        repeated = shape.heads_per_gpu // shape.kv_heads_per_gpu
+        if repeated > 1:
+            keys, values = keys.repeat_interleave(repeated, 1), values.repeat_interleave(repeated, 1)
+        if shape.attention == "plain":
+            attended = (queries @ keys.transpose(-1, -2) * shape.head_size**-0.5).softmax(-1) @ values
+        else:
+            causal = shape.attention == "flash-causal"
+            attended = functional.scaled_dot_product_attention(queries, keys, values, is_causal=causal)
+        hidden = hidden + summed(functional.linear(attended.transpose(1, 2).flatten(-2), self._out))
+        normed = into(functional.layer_norm(hidden, (shape.hidden,), self._norms[1]))
+        wide = functional.linear(normed, self._up)
+        if shape.gated:
+            gate, wide = wide.chunk(2, -1)
+            wide = functional.silu(gate) * wide
+        else:
+            wide = functional.gelu(wide)
+        return hidden + summed(functional.linear(wide, self._down))
+
+
+class _Head:
+    """One GPU's share of embedding, head and loss."""
+
+    def __init__(self, shape: Transformer, group: Any) -> None:
+        self._group = group
+        self._table, self._norm = _weight(shape.vocabulary_per_gpu, shape.hidden), _weight(shape.hidden)
+        self._hidden = shape.hidden
+
+    def run(self, words: torch.Tensor) -> torch.Tensor:
+        """Run embedding, norm, head and loss."""
+        from torch.nn import functional
+
+        into, summed = _exchanges(self._group)
+        hidden = summed(functional.embedding(words, self._table))
+        logits = functional.linear(into(functional.layer_norm(hidden, (self._hidden,), self._norm)), self._table)
+        return functional.cross_entropy(logits.float().flatten(0, 1), words.flatten())
+
+
+def _exchanges(group: Any) -> tuple[Callable[[torch.Tensor], torch.Tensor], Callable[[torch.Tensor], torch.Tensor]]:
+    """Return what sums gradients on the way back, and what sums outputs on the way forth; nothing without a group."""
+    if group is None:
+        return lambda value: value, lambda value: value
+    into, summed = _functions()
+    return lambda value: into.apply(value, group), lambda value: summed.apply(value, group)
+
+
+@cache
+def _functions() -> tuple[Any, Any]:
+    import torch
+    import torch.distributed as dist
+
+    class Into(torch.autograd.Function):  # type: ignore[misc]
+        """Megatron's f: the identity, whose backward sums over the group."""
+
+        @staticmethod
+        def forward(context: Any, value: torch.Tensor, group: Any) -> torch.Tensor:
+            context.group = group
+            return value.view_as(value)
+
+        @staticmethod
+        def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+            gradient = gradient.contiguous()
+            dist.all_reduce(gradient, group=context.group)
+            return gradient, None
+
+    class Summed(torch.autograd.Function):  # type: ignore[misc]
+        """Megatron's g: the sum over the group, whose backward is the identity."""
+
+        @staticmethod
+        def forward(context: Any, value: torch.Tensor, group: Any) -> torch.Tensor:
+            value = value.clone()
+            dist.all_reduce(value, group=group)
+            return value
+
+        @staticmethod
+        def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+            return gradient, None
+
+    return Into, Summed
+
+
+def _with_links(system: System, plan: KernelPlan, ranks: int) -> System:
+    """Return the system with the times of two all-reduces over all ranks: fixed time and bandwidth."""
+    import torch
+    import torch.distributed as dist
+
+    device, _ = _device()
+    times_s = []
+    for size in plan.exchange_bytes:
+        value = torch.ones(size // 4, device=device)
+        found = []
+        for _ in range(plan.repetitions + 1):
+            _barrier()
+            begin_s = time.perf_counter()
+            dist.all_reduce(value)
+            _wait()
+            found.append(time.perf_counter() - begin_s)
+        times_s.append(_longest(median(found[1:])))
+    few, many = plan.exchange_bytes
+    per_byte_s = max(times_s[1] - times_s[0], 0.01 * times_s[1]) / (many - few)
+    fixed_s = max(times_s[0] - few * per_byte_s, 1e-6)
+    return replace(
+        system,
+        link_bytes_per_s=2 * (ranks - 1) / ranks / per_byte_s,
+        exchange_s=fixed_s / 2,
+        exchange_per_gpu_s=fixed_s / 2 / (ranks - 1),
+    )
+
+
+def _copy_bytes_per_s(plan: KernelPlan) -> float:
+    import torch
+
+    device, _ = _device()
+    source = torch.ones(plan.copied_bytes, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    found = []
+    for _ in range(plan.repetitions + 1):
+        _wait()
+        begin_s = time.perf_counter()
+        target.copy_(source)
+        _wait()
+        found.append(time.perf_counter() - begin_s)
+    return 2 * plan.copied_bytes / _longest(median(found[1:]))
+
+
+def _weight(*sizes: int) -> torch.Tensor:
+    import torch
+
+    device, dtype = _device()
+    return (0.02 * torch.randn(*sizes, device=device)).to(dtype).requires_grad_()
+
+
+def _device() -> tuple[torch.device, torch.dtype]:
+    import torch
+
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device()), torch.bfloat16
+    return torch.device("cpu"), torch.float32
+
+
+def _ranks() -> int:
+    import torch.distributed as dist
+
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def _group(degree: int) -> Any:
+    """Return this rank's group of `degree` ranks; None for one. All ranks measure at once, as in training."""
+    if degree == 1:
+        return None
+    import torch.distributed as dist
+
+    return dist.new_subgroups(degree)[0]
+
+
+def _wait() -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def _barrier() -> None:
+    _wait()
+    if _ranks() > 1:
+        import torch.distributed as dist
+
+        dist.barrier()
+
+
+def _longest(seconds: float) -> float:
+    if _ranks() == 1:
+        return seconds
+    import torch
+    import torch.distributed as dist
+
+    value = torch.tensor([seconds], device=_device()[0], dtype=torch.float64)
+    dist.all_reduce(value, op=dist.ReduceOp.MAX)
+    return float(value.item())

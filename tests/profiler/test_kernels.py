@@ -1,0 +1,75 @@
+"""Kernels are measured on CPU ranks, and estimates then take the measured times."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from commands import done, refusal
+from launching import ended, torchrun
+
+from perseus_planner.estimate.kernel_times import layer_times
+from perseus_planner.estimate.presets import read_transformer
+from perseus_planner.estimate.system_file import load_system
+
+pytest.importorskip("torch")
+MODEL = """format: perseus-planner/transformer
+version: 1
+layers: 4
+hidden: 64
+heads: 4
+kv_heads: 2
+gated: true
+vocabulary: 128
+sequence: 32
+"""
+MEASURE = "calibrate --kernels small.yaml --gpu a100-sxm --repetitions 2 -o system.yaml"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    Path("small.yaml").write_text(MODEL)
+    return tmp_path
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_one_process_measures_layers_head_and_memory(folder: Path, recompute: str):
+    done(f"{MEASURE} --microbatch 1,2 --recompute {recompute} --node-bandwidth 50")
+    system = load_system(Path("system.yaml"))
+    assert [(key.tensor_degree, key.microbatch) for key in system.kernels] == [(1, 1), (1, 2)]
+    assert system.node_bytes_per_s == 50e9
+    shape = replace(read_transformer(Path("small.yaml")), microbatch=2, recomputation=recompute)
+    times = next(found for key, found in system.kernels.items() if key.microbatch == 2)
+    assert layer_times(shape, system).layer["B"].load(system).time_s(1410) == pytest.approx(times.layer_backward_s)
+    assert 0 < times.layer_forward_s < 10
+    found = done("explore small.yaml --gpus 2 --system system.yaml --batch 4")
+    assert "ESTIMATED FROM MEASURED KERNELS" in found
+
+
+def test_the_ranks_of_a_node_measure_tensor_groups_and_their_links(folder: Path):
+    run = ended(torchrun(2, folder, "-m", "perseus_planner", *MEASURE.split(), "--microbatch", "1"))
+    assert run.code == 0, run.stderr
+    system = load_system(folder / "system.yaml")
+    assert [key.tensor_degree for key in system.kernels] == [1, 2]
+    assert system.link_bytes_per_s > 0
+    assert run.stdout.count("Wrote") == 1
+
+
+REFUSED = {
+    MEASURE.replace("--gpu a100-sxm", ""): (
+        "--kernels: needs --gpu, the kind of GPU, and --output, the system file to write"
+    ),
+    f"{MEASURE} --microbatch 1,x": "--microbatch: '1,x' is not a list of whole numbers; write one such as 1,2,4",
+    f"{MEASURE} --tensor-parallel 2": (
+        "--tensor-parallel: 2 GPUs do not divide the 1 ranks; start 2 with torchrun --nproc-per-node 2"
+    ),
+    "calibrate small.yaml": "give a profile or job and a plan or run, or --kernels and a model",
+    f"{MEASURE} small.yaml small.yaml": "--kernels: measures on its own; leave out profile, plan and --measured",
+}
+
+
+@pytest.mark.parametrize(("options", "message"), REFUSED.items(), ids=range(len(REFUSED)))
+def test_bad_input_is_refused_in_one_line(folder: Path, options: str, message: str):
+    assert refusal(options) == (2, "", f"Error: {message}\n")
