@@ -7,9 +7,10 @@ BIN := .venv/bin
 help: ## list the targets
 	@awk -F ': .*## ' '/^[a-z]+:.*## / { printf "make %-6s %s\n", $$1, $$2 }' Makefile
 
-demo: .venv/installed-plot ## profile a simulated GPU, solve, plan at 1.00x and 1.10x, and replay a cluster; writes to demo/
+demo: .venv/installed-plot ## explore, profile a simulated GPU, solve, plan at 1.00x and 1.10x, and replay a cluster; writes to demo/
 	mkdir -p demo
 	$(BIN)/planner doctor simulated:a100-sxm
+	$(BIN)/planner explore gpt3-1.3b --gpus 8 --gpu a100-sxm --batch 64 --tokens 26e9 --plot demo/explored.png
 	$(BIN)/planner profile --gpu simulated:a100-sxm --stages 4 -o demo/profile.yaml
 	$(BIN)/planner solve demo/profile.yaml --schedule 1f1b --microbatches 16 -o demo/frontier.npz
 	$(BIN)/planner plan demo/frontier.npz --slowdown 1.00 -o demo/plan-1.00x.yaml
