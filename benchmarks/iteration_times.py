@@ -44,9 +44,9 @@ class Measured(NamedTuple):
 def measure(size: Size) -> Section:
     """Return errors of times, and what a choice by them costs."""
     small, large = measured("gpt_2_to_8_gpus.csv"), measured("gpt_64_to_512_gpus.csv")
-    plain = _Times(A100)
+    plain = TimeEstimates(A100)
     known, used = calibrated(small)
-    sharp, rest = _Times(known), [row for row in small if id(row) not in used]
+    sharp, rest = TimeEstimates(known), [row for row in small if id(row) not in used]
     rows = [
         _row("uncalibrated, 2-8 GPUs", small, plain, "7"),
         _row("uncalibrated, 3.6B on 64 GPUs", [row for row in large if row.job.shape.layers == 30], plain, "7"),
@@ -68,7 +68,7 @@ def measure(size: Size) -> Section:
             Check(f"{len(unfit)} of the measured configurations would not fit in 80 GB", not unfit),
         ],
         notes=[
-            "Fourteen constants of the A100 are fitted to the 1,440 and 73 rows together, with little weight on the "
+            "Eleven constants of the A100 are fitted to the 1,440 and 73 rows together, with little weight on the "
             "39.1B rows with a tensor degree of 2, which are slow for no known reason; table 5 was not fitted.",
             "Calibration takes two rows for each hidden width, tensor degree and microbatch: 12 and 24 layers, one "
             "stage, the fewest GPUs, the smallest batch. They determine the time of a layer and of the head.",
@@ -134,13 +134,14 @@ def calibrated(rows: Iterable[Measured]) -> tuple[System, set[int]]:
     return replace(A100, kernels=kernels), used
 
 
-class _Times:
+class TimeEstimates:
     """Estimated times on a system; kernels that configurations share are computed once."""
 
     def __init__(self, system: System) -> None:
         self._system, self._layers = system, dict[KernelKey, LayerTimes]()
 
     def __call__(self, job: Configuration) -> float:
+        """Return the estimated seconds of an iteration."""
         key = _key(job)
         if key not in self._layers:
             self._layers[key] = layer_times(job.shape, self._system)
