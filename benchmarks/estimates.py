@@ -69,7 +69,7 @@ def measure(size: Size) -> Section:
     return Section(
         number=13,
         title="Stages estimated from the model's dimensions and one other stage",
-        how="*Simulated* from closed-form FLOPs and bytes, against *measured* profiles. The middle stage (number 3) "
+        how="*Simulated* from operations in closed form, against *measured* profiles. The middle stage (number 3) "
         "calibrates; errors are those of the other 7, as a mean over all measured clocks.",
         tables=[Table(_COLUMNS, rows)],
         checks=[

@@ -3,8 +3,8 @@
     python benchmarks/time_fit.py
 
 Errors are those of the logarithm of time; small ones count by their squares and larger ones linearly. Every third row
-of the 1,440 on 2 to 8 GPUs is fitted, with the weight of three, and all of the 73 on 64 and 512 GPUs: those of 3.6B with
-16 times and those of 39.1B with 10 times the weight, but 0.3 of it where the tensor degree is 2 (39.1B) or the
+of the 1,440 on 2 to 8 GPUs is fitted, with the weight of three, and all of the 73 on 64 and 512 GPUs: those of 3.6B
+with 16 times and those of 39.1B with 10 times the weight, but 0.3 of it where the tensor degree is 2 (39.1B) or the
 microbatch 64, which are slow for no known reason. What is not fitted stays as it is; the catalogue has rounded values.
 """
 
