@@ -19,9 +19,8 @@ if TYPE_CHECKING:
 
 @click.command(
     epilog=console.examples(
-        "planner explore gpt3-1.3b --gpus 8 --gpu a100-sxm --plot explored.png",
-        "planner explore llama3-8b --gpus 64 --gpu h100-sxm --batch 256 --deadline 4s --tokens 1e12 -o found.yaml",
-        "planner explore mine.yaml --gpus 64 --system system.yaml --least-energy -o found.yaml",
+        "planner explore gpt3-1.3b --gpus 8 --gpu a100-sxm --batch 64 --plot explored.png",
+        "planner explore mine.yaml --gpus 8 --system system.yaml --least-energy --tokens 1e12 -o found.yaml",
     )
 )
 @click.argument("model", metavar="MODEL")
