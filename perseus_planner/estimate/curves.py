@@ -122,6 +122,14 @@ def hull_of(rows: tuple[Measurement, ...], blocking_power_w: float) -> Hull:
     return Hull(*np.array(kept).T)
 
 
+def _slopes(curve: Curve) -> NDArray[np.float64]:
+    """Return the slopes of a curve, J/s; breakpoints that are one time in floats have none between them."""
+    apart = np.flatnonzero(np.diff(curve.times_s))
+    if len(apart) == 0:
+        return np.zeros(1)
+    return np.asarray(np.diff(curve.energies_j)[apart] / np.diff(curve.times_s)[apart])
+
+
 class CurveMaker:
     """Makes the curves of many configurations on one system; what they share is computed once."""
 
@@ -183,8 +191,7 @@ class CurveMaker:
             return self._solved(candidate, job.microbatches)
         one, two = (self._solved(candidate, count) for count in few)
         # In many microbatches the least of energy - slope * time is linear in their number, at every slope.
-        slopes = np.concatenate([np.diff(each.energies_j) / np.diff(each.times_s) for each in (one, two)])
-        slopes = np.quantile(slopes, np.linspace(0, 1, _SLOPES))
+        slopes = np.quantile(np.concatenate([_slopes(one), _slopes(two)]), np.linspace(0, 1, _SLOPES))
         values = [np.min(each.energies_j - slopes[:, np.newaxis] * each.times_s, axis=1) for each in (one, two)]
         more = (job.microbatches - few[0]) / (few[1] - few[0])
         value = values[0] + more * (values[1] - values[0])

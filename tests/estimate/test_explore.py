@@ -48,6 +48,13 @@ def test_bounds_are_below_the_exact_curves(seed: int):
         assert exact.times_s[0] == pytest.approx(each.job.time_s(H100, each.times), rel=2e-3)
 
 
+@pytest.mark.filterwarnings("error")
+def test_breakpoints_that_are_one_time_in_floats_leave_curves_finite():
+    found, maker = candidates(PRESETS["gpt3-13b"], A100, Choices(7, 512)), CurveMaker(A100)
+    for each in [each for each in found if each.job.ranks == 7][:2]:
+        assert np.isfinite(maker.exact(each).energies_j).all()
+
+
 def test_the_first_is_the_fastest_and_the_others_the_fastest_of_other_tensor_degrees(eight: Exploration):
     least: dict[int, float] = {}
     for each in candidates(SMALL, A100, EIGHT):
