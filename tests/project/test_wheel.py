@@ -18,7 +18,7 @@ FOLDERS = ("perseus_planner", "profiler", "runtime")
 FILES = ("pyproject.toml", "README.md", "LICENSE")
 DEMO = {
     *("profile.yaml", "profile.csv", "frontier.npz", "frontier.json", "frontier.png"),
-    *("plan-1.00x.yaml", "plan-1.10x.yaml", "plan-1.10x-8-changes.yaml", "plan-1.00x.png"),
+    *("explored.png", "plan-1.00x.yaml", "plan-1.10x.yaml", "plan-1.10x-8-changes.yaml", "plan-1.00x.png"),
 }
 
 
