@@ -110,7 +110,7 @@ class Autopilot:
         costs = self._learner.costs()
         clean = not any(seen.throttled_s for seen in observations)
         replayed_s = max(self._search.replay(self._search.full(), each)[0] for each in costs)
-        is_event = self._is_event(replayed_s)
+        is_event = self._is_event(replayed_s, iteration)
         if full and clean:
             self._full_s.append(time_s)
             self._replayed_s = replayed_s
@@ -125,16 +125,20 @@ class Autopilot:
             reference_s, _BURST * reference_s, 1 if is_event else 0
         )
 
-    def _is_event(self, replayed_s: float) -> bool:
+    def _is_event(self, replayed_s: float, iteration: int) -> bool:
         """Return whether iterations take another time than before, for example because a GPU has become slower.
 
         The reference is what iterations at full clocks took, and not what replays of learnt rows say, which err. It
         follows them only after an event, and until it is measured again.
         """
-        if not self._replayed_s or abs(replayed_s / self._replayed_s - 1) <= _EVENT:
+        times = self._learner.times
+        limit = max(_EVENT, 4 * times.noise / math.sqrt(float(times.count[:, 0].min())))
+        if not self._replayed_s or abs(replayed_s / self._replayed_s - 1) <= limit:
             return False
         self._full_s.clear()
-        self._replayed_s, self._audits_due = replayed_s, _REFERENCES
+        self._replayed_s = replayed_s
+        if iteration - self._audited >= _AGAIN:  # else the reference waits, so that a noisy job is not only audited
+            self._audits_due = _REFERENCES
         return True
 
     def decide(self, iteration: int) -> Decision:

@@ -16,18 +16,18 @@ pytest.importorskip("torch")
 
 
 @pytest.mark.parametrize(
-    "engine",
+    ("engine", "ranks"),
     [
-        "torch",
+        ("torch", 2),
         pytest.param(
-            "deepspeed",
+            *("deepspeed", 4),  # two data-parallel pipelines
             marks=pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed"),
         ),
     ],
 )
-def test_training_learns_what_clocks_cost_and_its_results_stay_the_same(engine: str, tmp_path: Path):
+def test_training_learns_what_clocks_cost_and_its_results_stay_the_same(engine: str, ranks: int, tmp_path: Path):
     imports = ["deepspeed.pipe"] if engine == "deepspeed" else []
-    for result in results_of("learning_programs:learns", 2, tmp_path, engine, imports=imports):
+    for result in results_of("learning_programs:learns", ranks, tmp_path, engine, imports=imports):
         assert result["equal"]
         assert result["phases"][:1] == ["watching"]
         assert "reference" in result["phases"]
@@ -39,7 +39,8 @@ def test_training_learns_what_clocks_cost_and_its_results_stay_the_same(engine: 
     assert max(map(len, profile.measurements.values())) > 1
     assert all(row.evidence is not None for rows in profile.measurements.values() for row in rows)
     shown = run(f"show {tmp_path / 'run'}")
-    assert "Run of 2 ranks without a plan." in shown.stdout, shown.stderr
+    who = "2 ranks" if ranks == 2 else "4 ranks, 2 pipelines"
+    assert f"Run of {who} without a plan." in shown.stdout, shown.stderr
     assert "energy simulated, saved against the last iterations at full clocks" in shown.stdout
     status = json.loads(run(f"show {tmp_path / 'run'} --json").stdout)["autopilot"]
     assert status["reference_s"] > 0.0
