@@ -108,10 +108,13 @@ def run(context: click.Context, /, command: tuple[str, ...], **options: Any) -> 
     Each option can be given as an environment variable too, such as PLANNER_PLAN for --plan.
     """
     from perseus_planner.plans.plan import Plan
+    from perseus_planner.runtime.autopilot.job import AutopilotSettings
     from perseus_planner.runtime.unmodified.options import write_options
 
     if options["plan"] is not None:
         Plan.load(options["plan"])
+    if options["slowdown"] is not None:
+        AutopilotSettings(slowdown=options["slowdown"])  # refused here, and not by every rank
     _check_service(context, options)
     ignoring = _flag_that_ignores(command)
     if ignoring is not None:

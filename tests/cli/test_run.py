@@ -176,6 +176,11 @@ def test_the_exit_code_is_that_of_the_command():
             "--service embedded --job a --frontier frontier.npz true",
             "--service embedded: needs --plan; give it, or leave out the service",
         ),
+        (
+            "--slowdown 0.9 true",
+            "slowdown: 0.9 is not a slowdown: give the longest iteration as a multiple of one at full clocks, such as "
+            "1 or more",
+        ),
         ("--max-slowdown x true", "--max-slowdown: 'x' is not a share: give a number of 0 or more, such as 0.001"),
         (
             "--plan plan.yaml --service embedded --job a true",
