@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
     from perseus_planner.runs import IterationRecord
     from perseus_planner.runtime.attachment import Reattachment
+    from perseus_planner.runtime.autopilot.ranks.rank import AutopilotRank
     from perseus_planner.runtime.hook import Hook
     from perseus_planner.runtime.job import JobWarnings
-    from perseus_planner.runtime.learning.part import LearningRank
     from perseus_planner.runtime.switching.follower import PlanFollower
     from perseus_planner.runtime.telemetry.counters import Counts
     from perseus_planner.runtime.telemetry.telemetry import Telemetry
@@ -118,7 +118,7 @@ class Monitor:
         reattachment: Connects it again after the controller was lost; None without a connection.
         on_straggling: Called when this rank's GPU turns out slow, and when it has recovered.
         on_counts: Called with what this rank has counted, every few seconds and at the end; must not raise.
-        learning: This rank's part in the autopilot; None without.
+        autopilot: This rank's part in the autopilot; None without.
     """
 
     def __init__(
@@ -132,13 +132,13 @@ class Monitor:
         reattachment: Reattachment | None,
         on_straggling: Callable[[StragglerDetection], None] | None,
         on_counts: Callable[[Sequence[Counts]], None] | None = None,
-        learning: LearningRank | None = None,
+        autopilot: AutopilotRank | None = None,
     ) -> None:
         self._follower, self._hook, self._marks, self._telemetry = follower, hook, marks, telemetry
         self._warnings, self._connection, self._reattachment = warnings, connection, reattachment
         self._is_lost = False  #: the controller has ended, and there is no new one yet
         self._is_final = follower.problem is not None  #: no clock is ever set again
-        self._on_straggling, self._on_counts, self._learning = on_straggling, on_counts, learning
+        self._on_straggling, self._on_counts, self._autopilot = on_straggling, on_counts, autopilot
         self._counts: Sequence[Counts] = ()  #: reported last
         self._detector, self._hang_detector = StragglerDetector(), _HangDetector()
         self._min_dwell_s: float | None = None
@@ -147,7 +147,7 @@ class Monitor:
     def descriptors(self) -> list[int]:
         """Return the descriptors that wake the thread."""
         of_controller = [] if self._connection is None or self._is_lost else [self._connection.fileno()]
-        return of_controller if self._learning is None else [*of_controller, *self._learning.descriptors()]
+        return of_controller if self._autopilot is None else [*of_controller, *self._autopilot.descriptors()]
 
     def run_round(self) -> None:
         """Do one round; never raises."""
@@ -155,8 +155,8 @@ class Monitor:
             messages: Sequence[ToRank] = [] if self._connection is None else self._receive(self._connection)
             self._reset_if_quiet()
             times = self._marks.finished()
-            if self._learning is not None:
-                self._learning.look(times, messages)
+            if self._autopilot is not None:
+                self._autopilot.look(times, messages)
             self._follower.look()
             self._report_straggling(self._telemetry.update(times, messages))
             self._report_counts()
@@ -173,8 +173,8 @@ class Monitor:
             if self._connection is not None:
                 messages = self._connection.messages()
             self._telemetry.update(self._marks.finished(), messages)
-        if self._learning is not None:
-            self._learning.close()
+        if self._autopilot is not None:
+            self._autopilot.close()
         self._telemetry.close()
         self._report_counts()
         self._warn()

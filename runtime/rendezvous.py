@@ -71,7 +71,7 @@ class RankContext:
         attempt: The attempt of the job, for the run folder; None if rank 0 is missing.
         share: Its part in the looks of its node for new plans.
         places: For each rank of the job, its pipeline and its rank there; None for absent ranks.
-        is_piloted: Whether the autopilot makes the programs.
+        has_autopilot: Whether the autopilot makes the programs.
     """
 
     engine: Engine
@@ -83,7 +83,7 @@ class RankContext:
     attempt: Attempt | None
     share: NodeShare
     places: Sequence[tuple[int, int] | None]
-    is_piloted: bool
+    has_autopilot: bool
 
 
 @dataclass(frozen=True)
@@ -171,8 +171,8 @@ def join_job(
     if attached.problem is not None:
         warnings.warn("attach", f"{attached.problem}; training goes on without setting clocks")
     attempt = None if infos[0] is None else infos[0].attempt
-    is_piloted = infos[0] is not None and plans is None
-    return RankContext(adapter, pipeline, pipelines, program, control, attached, attempt, share, places, is_piloted)
+    has_autopilot = infos[0] is not None and plans is None
+    return RankContext(adapter, pipeline, pipelines, program, control, attached, attempt, share, places, has_autopilot)
 
 
 def _node_share(

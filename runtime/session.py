@@ -13,13 +13,12 @@ from perseus_planner.runs.autopilot import AutopilotStatus
 from perseus_planner.runs.recording import RankFiles
 from perseus_planner.runtime.attachment import Reattachment
 from perseus_planner.runtime.autopilot.job import AutopilotSettings
+from perseus_planner.runtime.autopilot.ranks.follower import ProgramFollower
+from perseus_planner.runtime.autopilot.ranks.programs import AutopilotProgram, Programs
+from perseus_planner.runtime.autopilot.ranks.rank import STATE_FILE, AutopilotOptions, AutopilotRank
 from perseus_planner.runtime.controller.client import DETACH_S, Connection
 from perseus_planner.runtime.hook import Hook
 from perseus_planner.runtime.job import JobWarnings, this_job, wait_for_others
-from perseus_planner.runtime.learning.part import LearningOptions, LearningRank
-from perseus_planner.runtime.learning.piloted import PilotedRank
-from perseus_planner.runtime.learning.programs import AutopilotProgram, Programs
-from perseus_planner.runtime.learning.state import STATE_FILE
 from perseus_planner.runtime.marks import NO_REQUEST, HostMarks, Marks
 from perseus_planner.runtime.monitor import BackgroundThread, Monitor
 from perseus_planner.runtime.rendezvous import RuntimeSettings, check_gpu, join_job, program_of
@@ -58,10 +57,10 @@ class Runtime:
         telemetry: Telemetry,
         check: Callable[[Plans], None],
         wake: Callable[[], None],
-        learning: LearningRank | None = None,
+        autopilot: AutopilotRank | None = None,
     ) -> None:
         self._pipeline, self._follower, self._telemetry = pipeline, follower, telemetry
-        self._check, self._wake, self._learning = check, wake, learning
+        self._check, self._wake, self._autopilot = check, wake, autopilot
 
     @property
     def plan(self) -> Plan | None:
@@ -72,10 +71,10 @@ class Runtime:
     @property
     def autopilot(self) -> AutopilotStatus | None:
         """What the autopilot knows; on other ranks than 0, what it knew at their newest program. None with a plan."""
-        if self._learning is None:
+        if self._autopilot is None:
             return None
-        if self._learning.pilot is not None:
-            return self._learning.pilot.status
+        if self._autopilot.coordinator is not None:
+            return self._autopilot.coordinator.status
         program = self._follower.program
         return program.status if isinstance(program, AutopilotProgram) else AutopilotStatus()
 
@@ -116,7 +115,7 @@ class Runtime:
             PlanError: If the plan cannot be read, is not what the engine runs, or is missing for a pipeline.
             UsageError: If the autopilot makes the programs of this training.
         """
-        if self._learning is not None:
+        if self._autopilot is not None:
             raise UsageError("the autopilot decides the clocks of this training; begin it with a plan to switch plans")
         plans = Plans.load(plan)
         self._check(plans)
@@ -202,7 +201,7 @@ def planner_runtime(
     link = None if service is None else _service_link(service, job, frontier, max_changes, this, warnings)
     folder = None if record is None else Path(record)
     changes = AutopilotSettings.max_changes if max_changes is None else max_changes
-    options = LearningOptions.of(AutopilotSettings(slowdown, max_slowdown, changes, learn), state, folder)
+    options = AutopilotOptions.of(AutopilotSettings(slowdown, max_slowdown, changes, learn), state, folder)
     settings = RuntimeSettings(plan, gpu, dry_run, max_changes_per_s, folder, None if link is None else link.settings)
     with ExitStack() as stack:
         context = join_job(engine, this, settings, warnings, stack)
@@ -218,12 +217,12 @@ def planner_runtime(
         connection, gpu_reply = attachment.connection, attachment.gpu
         telemetry.update([], [] if gpu_reply is None else [gpu_reply])
         background = BackgroundThread()
-        piloted = PilotedRank(is_first=adapter.pipeline_rank.rank == 0) if context.is_piloted else None
+        source = ProgramFollower(is_first=adapter.pipeline_rank.rank == 0) if context.has_autopilot else None
 
         def make_program(version: int, data: bytes) -> RankProgram:
-            if piloted is not None:
+            if source is not None:
                 place = adapter.pipeline_rank.rank
-                return Programs.program_of(data, version, context.pipeline, place, piloted.orders)
+                return Programs.program_of(data, version, context.pipeline, place, source.orders)
             return plan_program(version, Plans.loads(data))
 
         def plan_program(version: int, plans: Plans) -> Program:
@@ -237,30 +236,30 @@ def planner_runtime(
             for pipeline in range(context.pipelines):
                 program_of(adapter, plans, 0, pipeline)
 
-        follower = PlanFollower(this, context.share, make_program, telemetry.on_end, is_prompt=piloted is not None)
+        follower = PlanFollower(this, context.share, make_program, telemetry.on_end, is_prompt=source is not None)
         follower.start(context.program)
         marks, problem = _make_marks(adapter, connection, warnings, stack)
         follower.problem = attachment.problem or problem
-        learning = None
-        if piloted is not None:
-            piloted.follow(follower, marks.ended_s)
-            learning = LearningRank.begin(
-                context, this, piloted, follower.agreement, warnings, options, dry_run=dry_run
+        autopilot = None
+        if source is not None:
+            source.follow(follower, marks.ended_s)
+            autopilot = AutopilotRank.begin(
+                context, this, source, follower.agreement, warnings, options, dry_run=dry_run
             )
-            if learning.pilot is not None:
-                learning.pilot.on_status = telemetry.on_status
-        hook = Hook(marks, piloted or follower, context.program)
+            if autopilot.coordinator is not None:
+                autopilot.coordinator.on_status = telemetry.on_status
+        hook = Hook(marks, source or follower, context.program)
         on_slow = on_straggling if link is None else link.on_straggling(on_straggling)
         on_counts = None if link is None else link.counted
         reattachment = None if connection is None else Reattachment(attachment.controller, connection)
         monitor = Monitor(
-            follower, hook, marks, telemetry, warnings, connection, reattachment, on_slow, on_counts, learning
+            follower, hook, marks, telemetry, warnings, connection, reattachment, on_slow, on_counts, autopilot
         )
         end_s = 0.0  # after an exception nobody is waited for
         try:
             with adapter.attached(hook):
                 background.start(monitor.run_round, monitor.descriptors)
-                runtime = Runtime(context.pipeline, follower, telemetry, check, background.wake, learning)
+                runtime = Runtime(context.pipeline, follower, telemetry, check, background.wake, autopilot)
                 if link is not None:
                     link.begin(context, runtime.plan, runtime.switch_to)
                 yield runtime

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 
 from perseus_planner.runs.matching import ClockSample, SetCall, match_changes
 from perseus_planner.runs.records import ChangeStatistics, ComputationRecord, IterationRecord
+from perseus_planner.runtime.autopilot.ranks.programs import AutopilotProgram
 from perseus_planner.runtime.controller.protocol import AttachReply, ControlChange, GpuSample, ToRank
-from perseus_planner.runtime.learning.programs import AutopilotProgram
 from perseus_planner.runtime.telemetry.counters import Counts, IterationCounter, is_pause
 from perseus_planner.runtime.telemetry.recorder import RunRecorder
 from perseus_planner.runtime.telemetry.samples import GpuSamples

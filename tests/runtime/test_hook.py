@@ -119,9 +119,9 @@ class Recorder:
 @given(runs())
 def test_the_request_follows_the_rules_at_every_moment(run):
     first, behaviour = run
-    shared, pilot = memoryview(bytearray(8)).cast("Q"), Recorder([ran.program for ran in behaviour])
+    shared, source = memoryview(bytearray(8)).cast("Q"), Recorder([ran.program for ran in behaviour])
     marks = HostMarks(shared)
-    hook = Hook(marks, pilot, first)
+    hook = Hook(marks, source, first)
     assert shared[0] == (clock_request(0, first.clocks[0]) if first is not None else NO_REQUEST)
     spans = []
     for number, ran in enumerate(behaviour):
@@ -143,8 +143,8 @@ def test_the_request_follows_the_rules_at_every_moment(run):
     hook.end_iteration()
     hook.end_iteration()
     assert not behaviour or shared[0] == after(behaviour[-1])
-    assert pilot.asked == list(range(len(behaviour)))
-    endings = [(number, program, deviation is None) for number, program, deviation in pilot.endings]
+    assert source.asked == list(range(len(behaviour)))
+    endings = [(number, program, deviation is None) for number, program, deviation in source.endings]
     expected = [(i, ran.program, ran.program is None or is_clean(ran)) for i, ran in enumerate(behaviour)]
     assert endings == expected
     timed = marks.finished()
@@ -165,14 +165,14 @@ def test_the_request_follows_the_rules_at_every_moment(run):
     ],
 )
 def test_a_deviation_is_reported_once(microbatches, computations, said):
-    pilot = Recorder([program(2, "1f1b", 1.0, 1)])
-    hook = Hook(HostMarks(memoryview(bytearray(8)).cast("Q")), pilot, pilot.programs[0])
+    source = Recorder([program(2, "1f1b", 1.0, 1)])
+    hook = Hook(HostMarks(memoryview(bytearray(8)).cast("Q")), source, source.programs[0])
     hook.begin_iteration(microbatches)
     for text in computations:
         hook.begin(*Computation.parse(text))
         hook.end()
     hook.end_iteration()
-    ((_, _, deviation),) = pilot.endings
+    ((_, _, deviation),) = source.endings
     assert deviation == said
 
 
@@ -225,8 +225,8 @@ def test_an_engines_order_is_refused_at_its_first_difference(data):
 def test_an_iteration_that_raises_is_no_deviation_and_the_next_one_has_its_clocks(
     program: Program, data: st.DataObject
 ):
-    shared, pilot = memoryview(bytearray(8)).cast("Q"), Recorder([program, program])
-    hook = Hook(HostMarks(shared), pilot, program)
+    shared, source = memoryview(bytearray(8)).cast("Q"), Recorder([program, program])
+    hook = Hook(HostMarks(shared), source, program)
     hook.begin_iteration()
     for computation in program.computations[: data.draw(st.integers(0, len(program.computations)))]:
         hook.begin(*computation)
@@ -234,6 +234,6 @@ def test_an_iteration_that_raises_is_no_deviation_and_the_next_one_has_its_clock
     hook.abandon_iteration()
     hook.abandon_iteration()
     assert shared[0] == NO_REQUEST
-    assert pilot.endings == [(0, None, None)]
+    assert source.endings == [(0, None, None)]
     hook.begin_iteration()
     assert shared[0] == clock_request(0, program.clocks[0])

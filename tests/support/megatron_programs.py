@@ -345,8 +345,8 @@ def planned(state: str) -> None:
 
 
 def learned(state: str) -> None:
-    """Train without a plan as in learning_programs.py."""
-    from learning_programs import referenced
+    """Train without a plan as in autopilot_programs.py."""
+    from autopilot_programs import referenced
     from runtime_training import job
 
     with job(state) as said, parallel(2):

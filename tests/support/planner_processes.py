@@ -7,7 +7,7 @@ from contextlib import suppress
 import psutil
 
 CONTROLLER, GUARDIAN = "perseus_planner.runtime.controller", "perseus_planner.gpu.lease.guardian"
-AUTOPILOT = "perseus_planner.runtime.learning"
+AUTOPILOT = "perseus_planner.runtime.autopilot.ranks"
 
 
 def planner_processes(state: str, *modules: str) -> list[psutil.Process]:

@@ -1,4 +1,4 @@
-"""`python -m perseus_planner.runtime.learning`: the autopilot of a job; rank 0 starts it and talks to it."""
+"""`python -m perseus_planner.runtime.autopilot.ranks`: the autopilot of a job; rank 0 starts it and talks to it."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import threading
 import time
 
 from perseus_planner.processes import WatchedProcess, is_readable
-from perseus_planner.runtime.learning.messages import END, WARNING, Message, Stream
-from perseus_planner.runtime.learning.planner import Planner
-from perseus_planner.runtime.learning.process import DESCRIPTOR
+from perseus_planner.runtime.autopilot.ranks.messages import END, WARNING, Message, Stream
+from perseus_planner.runtime.autopilot.ranks.planner import Planner
+from perseus_planner.runtime.autopilot.ranks.process import DESCRIPTOR
 
 _SAVE_S = 60.0
 _OWNER_S = 0.5  #: between two looks at the process of rank 0
@@ -25,7 +25,7 @@ def main() -> int:
     """Plan until rank 0 says that it is over, or has ended."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # launchers send them to all processes while ranks still run
-    parser = argparse.ArgumentParser(prog="python -m perseus_planner.runtime.learning", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m perseus_planner.runtime.autopilot.ranks", description=__doc__)
     parser.add_argument("--owner", type=int, required=True, help="process of rank 0")
     options = parser.parse_args()
     nowhere = os.open(os.devnull, os.O_RDWR)

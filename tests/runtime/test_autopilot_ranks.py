@@ -27,7 +27,7 @@ pytest.importorskip("torch")
 )
 def test_training_learns_what_clocks_cost_and_its_results_stay_the_same(engine: str, ranks: int, tmp_path: Path):
     imports = ["deepspeed.pipe"] if engine == "deepspeed" else []
-    for result in results_of("learning_programs:learns", ranks, tmp_path, engine, imports=imports):
+    for result in results_of("autopilot_programs:learns", ranks, tmp_path, engine, imports=imports):
         assert result["equal"]
         assert result["phases"][:1] == ["watching"]
         assert "reference" in result["phases"]
@@ -50,7 +50,7 @@ def test_training_learns_what_clocks_cost_and_its_results_stay_the_same(engine: 
 
 def test_all_schedules_and_other_numbers_of_microbatches_are_learnt_by_watching(tmp_path: Path):
     names = ["1f1b", "zbv", "dry"]
-    for result in results_of("learning_programs:references", 2, tmp_path, *names):
+    for result in results_of("autopilot_programs:references", 2, tmp_path, *names):
         for name in names:
             found = result[name]
             assert found["planned"] == ([4, 6] if name == "1f1b" else [4])

@@ -9,23 +9,27 @@ from typing import TYPE_CHECKING
 
 from perseus_planner.errors import GpuError
 from perseus_planner.gpu import open_gpu
-from perseus_planner.runtime.learning.observer import ObservedGpu, Observer
-from perseus_planner.runtime.learning.pilot import Pilot, Places
+from perseus_planner.runtime.autopilot.ranks.coordinator import Coordinator, Places
+from perseus_planner.runtime.autopilot.ranks.observer import ObservedGpu, Observer
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from perseus_planner.runtime.autopilot.job import AutopilotSettings
+    from perseus_planner.runtime.autopilot.ranks.follower import ProgramFollower
     from perseus_planner.runtime.controller.protocol import AttachReply, ToRank
     from perseus_planner.runtime.job import JobWarnings, TrainingJob
-    from perseus_planner.runtime.learning.piloted import PilotedRank
     from perseus_planner.runtime.marks import IterationTimes
     from perseus_planner.runtime.rendezvous import RankContext
     from perseus_planner.runtime.switching.agreement import Agreement
 
 
+STATE_FILE = "autopilot.yaml"
+"""Its name, in the run folder or else in the folder in which rank 0 was started."""
+
+
 @dataclass(frozen=True)
-class LearningOptions:
+class AutopilotOptions:
     """What the caller of `planner_runtime` chose for the autopilot.
 
     Attributes:
@@ -39,43 +43,43 @@ class LearningOptions:
     @classmethod
     def of(
         cls, settings: AutopilotSettings, state: str | os.PathLike[str] | None, folder: Path | None
-    ) -> LearningOptions:
+    ) -> AutopilotOptions:
         """Return the options; a relative path of the state is in the run folder, or where the rank was started."""
         if state is None:
             return cls(settings, None)
         return cls(settings, (Path.cwd() / (folder or "") / state))
 
 
-class LearningRank:
+class AutopilotRank:
     """The part of one rank.
 
     Args:
         observer: Tells what the rank has observed.
-        pilot: Rank 0's part; None on all others.
+        coordinator: Rank 0's part; None on all others.
     """
 
-    def __init__(self, observer: Observer, pilot: Pilot | None) -> None:
-        self._observer, self._pilot = observer, pilot
+    def __init__(self, observer: Observer, coordinator: Coordinator | None) -> None:
+        self._observer, self._coordinator = observer, coordinator
 
     @classmethod
     def begin(
         cls,
         context: RankContext,
         job: TrainingJob,
-        piloted: PilotedRank,
+        source: ProgramFollower,
         agreement: Agreement,
         warnings: JobWarnings,
-        options: LearningOptions,
+        options: AutopilotOptions,
         *,
         dry_run: bool,
-    ) -> LearningRank:
+    ) -> AutopilotRank:
         """Begin the part of this rank, before training."""
         places = Places.among(context.places)
         place = places.of.get(job.rank)
         observer = Observer(
             job.own_store,
             job.rank,
-            piloted,
+            source,
             _observed(context.attachment.gpu, warnings),
             every=places.every,
             turn=0 if place is None else place[0] % places.every,
@@ -86,28 +90,30 @@ class LearningRank:
         state = None if options.state is None else str(options.state)
         settings = asdict(options.settings)
         sets_clocks = not dry_run
-        pilot = Pilot(job.own_store, places, settings, agreement, warnings, sets_clocks=sets_clocks, state=state)
-        return cls(observer, pilot)
+        coordinator = Coordinator(
+            job.own_store, places, settings, agreement, warnings, sets_clocks=sets_clocks, state=state
+        )
+        return cls(observer, coordinator)
 
     @property
-    def pilot(self) -> Pilot | None:
+    def coordinator(self) -> Coordinator | None:
         """Rank 0's part; None on other ranks."""
-        return self._pilot
+        return self._coordinator
 
     def descriptors(self) -> list[int]:
         """Return the descriptors that wake the thread."""
-        return [] if self._pilot is None else self._pilot.descriptors()
+        return [] if self._coordinator is None else self._coordinator.descriptors()
 
     def look(self, times: Sequence[IterationTimes], messages: Sequence[ToRank]) -> None:
         """Do one round, with the times and the messages of the controller that are new in it."""
         self._observer.take(times, messages)
-        if self._pilot is not None:
-            self._pilot.look()
+        if self._coordinator is not None:
+            self._coordinator.look()
 
     def close(self) -> None:
         """End the rank's part."""
-        if self._pilot is not None:
-            self._pilot.close()
+        if self._coordinator is not None:
+            self._coordinator.close()
 
 
 def _observed(gpu: AttachReply | None, warnings: JobWarnings) -> ObservedGpu | None:

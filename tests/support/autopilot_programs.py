@@ -1,4 +1,4 @@
-"""Programs of ranks that train without a plan, on emulated GPUs; launching.py runs them as "learning_programs:NAME"."""
+"""Programs of ranks in autopilot, on emulated GPUs; launching.py runs them as "autopilot_programs:NAME"."""
 # ruff: noqa: TID253 - the process in which this runs is there for torch
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from runtime_training import GPU as RUNTIME_GPU
 from runtime_training import LONG_S, Torch, WarningLog, Watch, every_rank, job
 
 from perseus_planner.runtime import planner_runtime
+from perseus_planner.runtime.autopilot.ranks.programs import AutopilotProgram
 from perseus_planner.runtime.emulation import emulate
-from perseus_planner.runtime.learning.programs import AutopilotProgram
 
 GPU = "emulated:a100-sxm?slower=1000000&call=1ms"
 TRIED = 4  #: iterations by programs with other clocks than the highest

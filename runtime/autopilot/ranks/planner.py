@@ -9,21 +9,29 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from perseus_planner.errors import PlannerError, UsageError
+from perseus_planner.profiles.profiles import Profile
 from perseus_planner.runs.autopilot import AutopilotStatus
 from perseus_planner.runtime.autopilot import Autopilot, AutopilotJob, AutopilotSettings
-from perseus_planner.runtime.learning.job_messages import JobDescription, read_observed
-from perseus_planner.runtime.learning.messages import JOB, LOG, OBSERVED, PROGRAMS, STATUS, WARNING, Message
-from perseus_planner.runtime.learning.programs import Programs, order_number, order_of
-from perseus_planner.runtime.learning.state import State
+from perseus_planner.runtime.autopilot.ranks.messages import (
+    JOB,
+    LOG,
+    OBSERVED,
+    PROGRAMS,
+    STATUS,
+    WARNING,
+    JobDescription,
+    Message,
+    read_observed,
+)
+from perseus_planner.runtime.autopilot.ranks.programs import Programs, order_number, order_of
 from perseus_planner.schedules import Schedule, check_pipeline
 from perseus_planner.schedules.pipeline import pipeline_iteration
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from perseus_planner.profiles.profiles import Profile
     from perseus_planner.runtime.autopilot import Decision
-    from perseus_planner.runtime.learning.frames import Frame
+    from perseus_planner.runtime.autopilot.ranks.messages import Frame
 
 LOG_S = 60.0
 """Time between two lines of the log while the autopilot learns, in seconds."""
@@ -183,3 +191,58 @@ def _gpu_of(told: Sequence[Mapping[str, Any]]) -> tuple[str, str, tuple[int, ...
     name, origin, _ = told[0]["gpu"]
     clocks = set.intersection(*(set(each["gpu"][2]) for each in told))
     return name, origin, tuple(sorted(clocks, reverse=True))
+
+
+class State:
+    """The file, and the table of its rows beside it.
+
+    Args:
+        path: The file; None to keep nothing.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+
+    def save(self, profile: Profile) -> None:
+        """Replace the file.
+
+        Raises:
+            ProfileError: If it cannot be written.
+        """
+        if self._path is not None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            profile.save(self._path)
+
+    def prior_of(self, job: AutopilotJob, learned: Profile | None) -> tuple[Profile | None, list[str]]:
+        """Return what is known of this job's stages and GPUs, and what there is to say of it.
+
+        Args:
+            job: The job.
+            learned: What this process has learnt before, by another order; None if nothing.
+        """
+        if learned is not None and _difference(learned, job) is None:
+            return learned, []
+        if self._path is None or not self._path.exists():
+            return None, []
+        try:
+            found = Profile.load(self._path)
+        except PlannerError as error:
+            return None, [f"what was learnt before is not used: {error}"]
+        difference = _difference(found, job)
+        if difference is not None:
+            return None, [f"what was learnt before is not used: {self._path} {difference}"]
+        rows = sum(map(len, found.measurements.values()))
+        return found, [f"the autopilot begins with {rows} rows that were learnt before, from {self._path}"]
+
+
+def _difference(found: Profile, job: AutopilotJob) -> str | None:
+    """Return why a profile is not one of this job; None if it is."""
+    if found.gpu != job.gpu:
+        return f"is of the GPU {found.gpu!r}, and this job has {job.gpu!r}"
+    if found.gpus_per_stage != job.gpus_per_stage:
+        return f"has {found.gpus_per_stage} GPUs in a stage, and this job {job.gpus_per_stage}"
+    if set(found.measurements) != set(job.iteration.keys):
+        return "has other stages or kinds of computations than this job"
+    if found.control != "clock":
+        return "is of power limits"
+    return None

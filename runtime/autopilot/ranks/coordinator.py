@@ -14,13 +14,21 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from perseus_planner.runs.autopilot import AutopilotStatus
+from perseus_planner.runtime.autopilot.ranks.messages import (
+    JOB,
+    LOG,
+    OBSERVED,
+    PROGRAMS,
+    STATUS,
+    WARNING,
+    JobDescription,
+    iteration_of,
+    observed_message,
+)
+from perseus_planner.runtime.autopilot.ranks.observer import observed_key, rank_key
+from perseus_planner.runtime.autopilot.ranks.process import AutopilotProcess
+from perseus_planner.runtime.autopilot.ranks.programs import order_number
 from perseus_planner.runtime.controller.backoff import Backoff
-from perseus_planner.runtime.learning.frames import iteration_of
-from perseus_planner.runtime.learning.job_messages import JobDescription, observed_message
-from perseus_planner.runtime.learning.messages import JOB, LOG, OBSERVED, PROGRAMS, STATUS, WARNING
-from perseus_planner.runtime.learning.observer import observed_key, rank_key
-from perseus_planner.runtime.learning.process import AutopilotProcess
-from perseus_planner.runtime.learning.programs import order_number
 from perseus_planner.runtime.switching.shared_state import read
 
 if TYPE_CHECKING:
@@ -77,7 +85,7 @@ class Places:
         return [rank for rank, (pipeline, _) in self.of.items() if pipeline % self.every == turn]
 
 
-class Pilot:
+class Coordinator:
     """All methods are called by rank 0's background thread, but for `status`, which any thread may read.
 
     Args:

@@ -12,14 +12,19 @@ pytest.importorskip("torch")
 
 from torch.distributed import HashStore
 
+from perseus_planner.runtime.autopilot.ranks import coordinator as module
+from perseus_planner.runtime.autopilot.ranks.coordinator import Coordinator, Places
+from perseus_planner.runtime.autopilot.ranks.messages import (
+    JOB,
+    OBSERVED,
+    PROGRAMS,
+    Frame,
+    JobDescription,
+    read_observed,
+)
+from perseus_planner.runtime.autopilot.ranks.observer import NOTHING, observed_key, rank_key
+from perseus_planner.runtime.autopilot.ranks.programs import order_number
 from perseus_planner.runtime.controller.backoff import FIRST_PAUSE_S
-from perseus_planner.runtime.learning import pilot as module
-from perseus_planner.runtime.learning.frames import Frame
-from perseus_planner.runtime.learning.job_messages import JobDescription, read_observed
-from perseus_planner.runtime.learning.messages import JOB, OBSERVED, PROGRAMS
-from perseus_planner.runtime.learning.observer import NOTHING, observed_key, rank_key
-from perseus_planner.runtime.learning.pilot import Pilot, Places
-from perseus_planner.runtime.learning.programs import order_number
 
 ORDER = [(0, "F", 0), (0, "B", 0)]
 OTHER = [(0, "F", 0), (0, "F", 1), (0, "B", 0), (0, "B", 1)]
@@ -70,7 +75,7 @@ class Job:
         self.lost = None
         monkeypatch.setattr(module, "AutopilotProcess", self._start)
         places = Places.among([(pipeline, 0) for pipeline in range(pipelines)])
-        self.pilot = Pilot(
+        self.coordinator = Coordinator(
             self.store,
             places,
             {},
@@ -103,7 +108,7 @@ class Job:
     def look(self) -> list[tuple[bytes, bytes]]:
         """Look once; return what the process is told."""
         self.now_s += 1.0
-        self.pilot.look()
+        self.coordinator.look()
         sent, self.started[-1].sent = self.started[-1].sent, []
         return sent
 

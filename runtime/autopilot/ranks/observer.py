@@ -8,8 +8,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from perseus_planner.runtime.autopilot.ranks.messages import Frame
 from perseus_planner.runtime.controller.protocol import ControlChange, GpuSample
-from perseus_planner.runtime.learning.frames import Frame
 from perseus_planner.runtime.telemetry.samples import GpuSamples
 
 if TYPE_CHECKING:
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
     from torch.distributed import Store
 
+    from perseus_planner.runtime.autopilot.ranks.follower import Ended, ProgramFollower
     from perseus_planner.runtime.controller.protocol import ToRank
-    from perseus_planner.runtime.learning.piloted import Ended, PilotedRank
     from perseus_planner.runtime.marks import IterationTimes
 
 SETTLE_NS = 900_000
@@ -59,7 +59,7 @@ class Observer:
     Args:
         store: The job's store; through a connection of the background thread.
         rank: Rank in the whole job.
-        piloted: The rank.
+        source: The rank.
         gpu: The rank's GPU; None if no clock can be set.
         every: Only every so many iterations are written, and
         turn: those whose number modulo `every` is this.
@@ -70,14 +70,14 @@ class Observer:
         self,
         store: Store,
         rank: int,
-        piloted: PilotedRank,
+        source: ProgramFollower,
         gpu: ObservedGpu | None,
         *,
         every: int = 1,
         turn: int = 0,
         is_written: bool = True,
     ) -> None:
-        self._store, self._rank, self._piloted, self._gpu = store, rank, piloted, gpu
+        self._store, self._rank, self._source, self._gpu = store, rank, source, gpu
         self._every, self._turn, self._is_written = every, turn, is_written
         self._samples = GpuSamples()
         self._changes: deque[tuple[int, int]] = deque(maxlen=4096)  #: since when (ns), and which clock
@@ -98,12 +98,12 @@ class Observer:
         while self._times and (ended := self._ended_of(self._times[0])) is not None:
             if ended.program is not None and len(self._times) <= _PATIENCE and not self._is_sampled(self._times[0]):
                 return
-            self._piloted.ended.popleft()
+            self._source.ended.popleft()
             self._finish(self._times.popleft(), ended)
 
     def _ended_of(self, times: IterationTimes) -> Ended | None:
         """Return how an iteration ended, which the training thread says after its times are known."""
-        ended = self._piloted.ended
+        ended = self._source.ended
         while ended and ended[0].iteration < times.number:
             ended.popleft()
         while ended and self._times and self._times[0].number < ended[0].iteration:  # its end was not kept
@@ -117,7 +117,7 @@ class Observer:
         time_s = (times.end_ns - times.begin_ns) / 1e9
         program = ended.program
         if program is not None:
-            self._piloted.ledger.add(times.number, time_s, full_clocks=program.decision == 0)
+            self._source.ledger.add(times.number, time_s, full_clocks=program.decision == 0)
         if self._is_written and times.number % self._every == self._turn:
             if ended.order != self._told and ended.order:
                 self._tell(ended.order)
@@ -148,7 +148,7 @@ class Observer:
 
     def _tell(self, number: int) -> None:
         """Say what this rank runs."""
-        order = self._piloted.orders.get(number)
+        order = self._source.orders.get(number)
         if order is None:
             return
         gpu = self._gpu

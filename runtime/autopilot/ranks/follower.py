@@ -7,7 +7,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from perseus_planner.runtime.learning.programs import AutopilotProgram, order_number, order_of
+from perseus_planner.runtime.autopilot.ranks.programs import AutopilotProgram, order_number, order_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -86,7 +86,7 @@ class RankLedger:
                 self._ledger = self._ledger.add(time_s, full_clocks=full_clocks, iteration=iteration)
 
 
-class PilotedRank:
+class ProgramFollower:
     """The `ProgramSource` of a rank whose clocks the autopilot decides; see `PlanFollower`.
 
     Args:
@@ -127,12 +127,12 @@ class PilotedRank:
         assert self._follower is not None  # set before training
         if order:
             self._note(order)
-        piloted = program if isinstance(program, AutopilotProgram) and deviation is None else None
-        if piloted is not None:
-            self._number = piloted.order
+        followed = program if isinstance(program, AutopilotProgram) and deviation is None else None
+        if followed is not None:
+            self._number = followed.order
             if (time_s := self._time_s()) is not None:
-                self.ledger.add(iteration, time_s, full_clocks=piloted.decision == 0)
-        self.ended.append(Ended(iteration, piloted, self._number))
+                self.ledger.add(iteration, time_s, full_clocks=followed.decision == 0)
+        self.ended.append(Ended(iteration, followed, self._number))
         self._follower.on_end(iteration, program, deviation)
 
     def _note(self, order: Order) -> None:

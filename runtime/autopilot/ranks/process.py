@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from perseus_planner.processes import WatchedProcess, child_environment, is_readable
-from perseus_planner.runtime.learning.messages import END, Message, Stream
+from perseus_planner.runtime.autopilot.ranks.messages import END, Message, Stream
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -38,7 +38,7 @@ class AutopilotProcess:
             raise OSError("sys.executable does not name the Python to start it with")
         here, there = socket.socketpair()
         try:
-            arguments = [sys.executable, "-m", "perseus_planner.runtime.learning", "--owner", str(os.getpid())]
+            arguments = [sys.executable, "-m", "perseus_planner.runtime.autopilot.ranks", "--owner", str(os.getpid())]
             actions = [
                 (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
                 (os.POSIX_SPAWN_DUP2, there.fileno(), DESCRIPTOR),

@@ -23,16 +23,24 @@ from perseus_planner.errors import PlanError, UsageError
 from perseus_planner.runs.autopilot import AutopilotStatus
 from perseus_planner.runtime import planner_runtime
 from perseus_planner.runtime.autopilot import ComputationObservation, Ledger
+from perseus_planner.runtime.autopilot.ranks.coordinator import Places
+from perseus_planner.runtime.autopilot.ranks.follower import ProgramFollower, RankLedger
+from perseus_planner.runtime.autopilot.ranks.messages import (
+    JOB,
+    LOG,
+    OBSERVED,
+    PROGRAMS,
+    STATUS,
+    WARNING,
+    Frame,
+    JobDescription,
+    observed_message,
+)
+from perseus_planner.runtime.autopilot.ranks.observer import SETTLE_NS, ObservedGpu, Observer, observed_key, rank_key
+from perseus_planner.runtime.autopilot.ranks.planner import Planner
+from perseus_planner.runtime.autopilot.ranks.programs import Programs, order_number
 from perseus_planner.runtime.controller.protocol import ControlChange, GpuSample
 from perseus_planner.runtime.hook import Hook, RankProgram
-from perseus_planner.runtime.learning.frames import Frame
-from perseus_planner.runtime.learning.job_messages import JobDescription, observed_message
-from perseus_planner.runtime.learning.messages import JOB, LOG, OBSERVED, PROGRAMS, STATUS, WARNING
-from perseus_planner.runtime.learning.observer import SETTLE_NS, ObservedGpu, Observer, observed_key, rank_key
-from perseus_planner.runtime.learning.pilot import Places
-from perseus_planner.runtime.learning.piloted import PilotedRank, RankLedger
-from perseus_planner.runtime.learning.planner import Planner
-from perseus_planner.runtime.learning.programs import Programs, order_number
 from perseus_planner.runtime.marks import NO_REQUEST, HostMarks, IterationTimes, parse_clock_request
 from perseus_planner.schedules import Computation, one_f_one_b
 
@@ -93,11 +101,11 @@ class Follower:
 
 def trained(given: Sequence[RankProgram | None], runs: Sequence[Sequence[Computation]], times_s: Sequence[float]):
     """Run iterations on a rank that the autopilot pilots; return the rank, and the clocks asked for in each."""
-    piloted, shared, asked = PilotedRank(), memoryview(bytearray(8)).cast("Q"), []
+    source, shared, asked = ProgramFollower(), memoryview(bytearray(8)).cast("Q"), []
     marks = HostMarks(shared)
     lasting = iter(times_s)
-    piloted.follow(Follower(given), lambda: next(lasting))  # type: ignore[arg-type]
-    hook = Hook(marks, piloted, None)
+    source.follow(Follower(given), lambda: next(lasting))  # type: ignore[arg-type]
+    hook = Hook(marks, source, None)
     for run in runs:
         hook.begin_iteration()
         clocks = []
@@ -107,18 +115,18 @@ def trained(given: Sequence[RankProgram | None], runs: Sequence[Sequence[Computa
             hook.end()
         hook.end_iteration()
         asked.append(clocks)
-    return piloted, asked
+    return source, asked
 
 
 def test_a_rank_whose_ledger_is_overdrawn_runs_the_next_iteration_at_full_clocks_until_it_is_paid():
     ledger = Ledger(1.0, max_slowdown=0.01, burst_s=0.02)
     program = Programs.program_of(programs([[[1200] * 6] * 2], ledger=ledger).dumps(), 2, 0, 0, ORDERS)
     times_s = [1.0, 1.05, 1.0, 1.0, 1.0, 1.0]
-    piloted, asked = trained([program] * 6, [RANKS[0]] * 6, times_s)
+    source, asked = trained([program] * 6, [RANKS[0]] * 6, times_s)
     full = [clocks[1] == TOP_MHZ for clocks in asked]
     assert full == [False, False, True, True, False, False]
     assert [set(clocks[1:]) for clocks in asked] == [{TOP_MHZ} if each else {1200} for each in full]
-    assert [each.program.decision for each in piloted.ended if each.program] == [0 if each else 1 for each in full]
+    assert [each.program.decision for each in source.ended if each.program] == [0 if each else 1 for each in full]
 
 
 def test_a_rank_that_is_not_the_first_overlooks_that_an_iteration_ends_later_than_its_pipeline():
@@ -143,10 +151,10 @@ def test_a_newer_program_brings_terms_that_count_the_iterations_before():
         Programs.program_of(programs([[[1200] * 6] * 2], ledger=ledger).dumps(), version, 0, 0, ORDERS)
         for version, ledger in enumerate((old, new), 2)
     )
-    piloted, _ = trained([first, second], [RANKS[0]] * 2, [1.02, 2.0])
-    assert piloted.ledger.ledger is not None
-    assert piloted.ledger.ledger.reference_s == 2.0
-    assert piloted.ledger.ledger.owed_s == pytest.approx(0.01 - 0.02)
+    source, _ = trained([first, second], [RANKS[0]] * 2, [1.02, 2.0])
+    assert source.ledger.ledger is not None
+    assert source.ledger.ledger.reference_s == 2.0
+    assert source.ledger.ledger.owed_s == pytest.approx(0.01 - 0.02)
 
 
 def test_what_an_iteration_ran_is_noted_without_a_program_and_after_a_deviation():
@@ -154,10 +162,10 @@ def test_what_an_iteration_ran_is_noted_without_a_program_and_after_a_deviation(
     other = one_f_one_b(2, 5).ranks[0]
     shorter = RANKS[0][:-2]
     ran = [RANKS[0], RANKS[0], other, RANKS[0], shorter]
-    piloted, asked = trained([None, program, program, program, program], ran, [1.0] * 5)
-    assert [each.order for each in piloted.ended] == list(map(order_number, ran))
-    assert [each.program is not None for each in piloted.ended] == [False, True, False, True, False]
-    assert set(piloted.orders.values()) == {RANKS[0], other, shorter}
+    source, asked = trained([None, program, program, program, program], ran, [1.0] * 5)
+    assert [each.order for each in source.ended] == list(map(order_number, ran))
+    assert [each.program is not None for each in source.ended] == [False, True, False, True, False]
+    assert set(source.orders.values()) == {RANKS[0], other, shorter}
     assert set(asked[2][5:]) == {NO_REQUEST}  # the first difference
 
 
@@ -199,12 +207,12 @@ def test_each_computation_has_the_clock_in_force_and_the_change_that_came_into_i
 
 
 def test_an_observer_writes_times_changes_and_the_energy_between_two_samples():
-    store, piloted = HashStore(), PilotedRank()
-    observer = Observer(store, 3, piloted, ObservedGpu("a GPU", "simulated", (1410, 1200)))
+    store, source = HashStore(), ProgramFollower()
+    observer = Observer(store, 3, source, ObservedGpu("a GPU", "simulated", (1410, 1200)))
     program = Programs.program_of(programs([[[1200] * 6] * 2]).dumps(), 2, 0, 0, ORDERS)
     lasting = iter([0.065] * 4)
-    piloted.follow(Follower([None, program, program, program]), lambda: next(lasting))  # type: ignore[arg-type]
-    hook, times = Hook(HostMarks(memoryview(bytearray(8)).cast("Q")), piloted, None), []
+    source.follow(Follower([None, program, program, program]), lambda: next(lasting))  # type: ignore[arg-type]
+    hook, times = Hook(HostMarks(memoryview(bytearray(8)).cast("Q")), source, None), []
     for number in range(4):
         hook.begin_iteration()
         for computation in RANKS[0]:
