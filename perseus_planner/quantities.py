@@ -171,3 +171,19 @@ CERTAINTY = Quantity(
 )
 TOLERANCE = Quantity(Rule(float, True, "a tolerance: write a percentage of 0% or more, such as 0.1%"), CERTAINTY.units)
 SHARE_WITHIN = Quantity(Rule(float, False, "a share: write a percentage above 0%, such as 0.3%"), CERTAINTY.units)
+
+_PREFIXES = ((1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""), (1e-3, "m"), (1e-6, "u"), (1e-9, "n"))
+
+
+def si_text(value: float, unit: str, digits: int = 4) -> str:
+    """Write a value in SI units with the prefix that suits it, such as "16 us", "4.2 mJ" or "35.6 kW".
+
+    Seconds only get prefixes below one.
+    """
+    prefixes = [each for each in _PREFIXES if unit != "s" or each[0] <= 1]
+    rounded = float(f"{abs(value):.{digits}g}")  # 999.96 is 1 k, not 1000
+    factor, prefix = next((each for each in prefixes if rounded >= each[0]), prefixes[-1] if rounded else (1.0, ""))
+    scaled = rounded / factor
+    decimals = max(0, digits - len(str(int(scaled))))
+    text = f"{math.copysign(scaled, value):,.{decimals}f}"
+    return f"{text.rstrip('0').rstrip('.') if '.' in text else text} {prefix}{unit}"
