@@ -1,6 +1,6 @@
 """Trains a DeepSpeed PipelineEngine: the first step is profiled, the others run by a plan.
 
-Without a GPU:  DS_ACCELERATOR=cpu torchrun --nproc-per-node 4 examples/train_deepspeed.py --gpu simulated:a100-sxm
+Without a GPU:  DS_ACCELERATOR=cpu torchrun --nproc-per-node 4 examples/train_deepspeed.py --gpu emulated:a100-sxm
 On four GPUs:   deepspeed --num_gpus 4 examples/train_deepspeed.py --layers 24 --hidden 1024 --sequence 1024
 """
 
@@ -41,8 +41,11 @@ def run(engine, args):
         schedule = schedules.one_f_one_b(dist.get_world_size(), args.microbatches)
         shared.write_plan(profiling.profile, schedule, args)
     # 3. Run all other steps by the plan.
-    with planner_runtime(engine, plan=args.plan, gpu=args.gpu, dry_run=args.dry_run, record=args.record):
+    runtime = planner_runtime(engine, plan=args.plan, gpu=args.gpu, dry_run=args.dry_run, record=args.record)
+    with shared.emulated(engine, args), runtime:
         train(engine, range(1, args.steps), args)
+    if dist.get_rank() == 0:
+        shared.say_what_next(args)
 
 
 def pipeline(args):

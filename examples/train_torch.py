@@ -1,6 +1,6 @@
 """Trains a torch.distributed.pipelining pipeline: the first step is profiled, the others run by a plan.
 
-Without a GPU:  torchrun --nproc-per-node 4 examples/train_torch.py --gpu simulated:a100-sxm
+Without a GPU:  torchrun --nproc-per-node 4 examples/train_torch.py --gpu emulated:a100-sxm
 On four GPUs:   torchrun --nproc-per-node 4 examples/train_torch.py --layers 24 --hidden 1024 --sequence 1024
 """
 
@@ -44,8 +44,11 @@ def run(training, args):
         schedule = schedules.one_f_one_b(dist.get_world_size(), args.microbatches)
         shared.write_plan(profiling.profile, schedule, args)
     # 3. Run all other steps by the plan.
-    with planner_runtime(training.schedule, plan=args.plan, gpu=args.gpu, dry_run=args.dry_run, record=args.record):
+    runtime = planner_runtime(training.schedule, plan=args.plan, gpu=args.gpu, dry_run=args.dry_run, record=args.record)
+    with shared.emulated(training.schedule, args), runtime:
         training.train(range(1, args.steps))
+    if dist.get_rank() == 0:
+        shared.say_what_next(args)
 
 
 class Training:

@@ -15,10 +15,9 @@ The real computation happens within the emulated time, so it must be shorter: ch
 take tens of milliseconds. A real computation that takes longer prolongs the emulated one, and the GPU waits meanwhile.
 
 FLOPs and bytes of a stage are counted in its first training microbatch, and again when shapes change, as the profiler
-counts them on a simulated GPU: a profile from `simulated:a100-sxm?slower=2000&noise=0&drift=0` predicts what
-`emulated:a100-sxm?slower=2000` does. A backward is timed as a whole, from the first gradient until autograd has
-finished. Schedules that compute the gradients of inputs and of weights separately are not supported. Evaluation is not
-slowed down.
+counts them. A profile of `emulated:a100-sxm?slower=2000` is made in virtual time, and predicts training there.
+A backward is timed as a whole, from the first gradient until autograd has finished. Schedules that compute the
+gradients of inputs and of weights separately are not supported. Evaluation is not slowed down.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from perseus_planner.errors import UsageError
 from perseus_planner.gpu import open_gpu
 from perseus_planner.gpu.simulated.emulated import EmulatedGpu
 from perseus_planner.gpu.torch_device import gpu_text
-from perseus_planner.training.engine_kinds import engine_kind
+from perseus_planner.training.engine_kinds import SUPPORTED_ENGINES, engine_kind, megatron_chunks
 from perseus_planner.training.op_cost import StageOpCost, stage_op_cost
 from perseus_planner.training.values import copy_tensors, is_training, tensors
 
@@ -49,19 +48,18 @@ def emulate(engine: Any, gpu: str) -> Iterator[EmulatedGpu]:
     """Make computations of `engine` on this rank take as long as on an emulated GPU, inside the block.
 
     Args:
-        engine: A DeepSpeed PipelineEngine or a schedule of torch.distributed.pipelining.
+        engine: A DeepSpeed PipelineEngine, the chunks of a Megatron-core model, or a schedule of
+            torch.distributed.pipelining.
         gpu: Text such as "emulated:a100-sxm/0?slower=2000"; without the number, the local rank is used.
 
     Raises:
         UsageError: If the engine is not supported or splits its backwards, or `gpu` is not emulated.
         GpuError: If there is no such GPU.
     """
-    find = {"torch": _torch_stages, "deepspeed": _deepspeed_stages}.get(engine_kind(engine) or "")
-    if find is None:
-        raise UsageError(
-            f"emulate was given a {type(engine).__name__}; give it a DeepSpeed PipelineEngine or a schedule of "
-            "torch.distributed.pipelining"
-        )
+    kind = engine_kind(engine)
+    if kind is None:
+        raise UsageError(f"emulate was given a {type(engine).__name__}; give it {SUPPORTED_ENGINES}")
+    find = {"torch": _torch_stages, "deepspeed": _deepspeed_stages, "megatron": _megatron_stages}[kind]
     with ExitStack() as stack:
         device = stack.enter_context(_open(gpu))
         for stage in find(engine, device):
@@ -272,6 +270,41 @@ def _deepspeed_stages(engine: Any, gpu: EmulatedGpu) -> Iterator[AbstractContext
         state=lambda: _preserve_attribute(module, "micro_offset"),
     )
     yield stage.attached(module, "loss_fn") if engine.is_last_stage() else stage.attached()
+
+
+def _megatron_stages(model: Any, gpu: EmulatedGpu) -> Iterator[AbstractContextManager[None]]:
+    from megatron.core import parallel_state as state
+
+    chunks, rank = megatron_chunks(model), state.get_pipeline_model_parallel_rank()
+    last = len(chunks) - 1 if rank == state.get_pipeline_model_parallel_world_size() - 1 else None
+    for index, chunk in enumerate(chunks):
+        yield _emulated_chunk(gpu, chunk, first=rank == index == 0, last=index == last)
+
+
+@contextmanager
+def _emulated_chunk(gpu: EmulatedGpu, chunk: Any, *, first: bool, last: bool) -> Iterator[None]:
+    """Time a chunk of Megatron-core, which gets its input by `set_input_tensor` and, if it is last, returns losses."""
+    receiver = chunk
+    while not hasattr(receiver, "set_input_tensor"):
+        receiver = receiver.module
+    receive, received = receiver.set_input_tensor, None
+
+    def remember(_: object, args: Any, __: object, ___: object) -> None:
+        nonlocal received
+        (received,) = args
+
+    @contextmanager
+    def with_copy() -> Iterator[None]:
+        receive(copy_tensors(received))
+        try:
+            yield
+        finally:
+            receive(received)
+
+    loss: Loss | None = (lambda output: output.float().mean()) if last else None
+    stage = _EmulatedStage(gpu, chunk, chunk, first=first, loss=loss, state=with_copy)
+    with _intercept(receiver, "set_input_tensor", remember), stage.attached():
+        yield
 
 
 @contextmanager

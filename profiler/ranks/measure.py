@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from perseus_planner.errors import ProfileError, UsageError
 from perseus_planner.gpu import Gpu, open_gpu
+from perseus_planner.gpu.simulated.emulated import EmulatedGpu
 from perseus_planner.gpu.torch_device import gpu_text
 from perseus_planner.profiler.assembly import assemble_profile, with_one_power
 from perseus_planner.profiler.ranks.group import TIMEOUT_S, RankGroup, StageGroup
@@ -150,8 +151,15 @@ def _rank_errors(group: RankGroup) -> Iterator[None]:
 
 @contextmanager
 def _lease_gpu(request: ProfileRequest, device: torch.device) -> Iterator[Gpu]:
-    """Open this process's GPU, which no other process of the planner can set meanwhile."""
-    with open_gpu(gpu_text(request.gpu, device)) as gpu, _lease(gpu, request.settings):
+    """Open this process's GPU, which no other process of the planner can set meanwhile.
+
+    Of an emulated GPU, open the simulated one that it behaves like: the same times and energies, without the wait.
+    """
+    gpu = open_gpu(gpu_text(request.gpu, device))
+    if isinstance(gpu, EmulatedGpu):
+        with gpu:
+            gpu = open_gpu(gpu.simulated_text)
+    with gpu, _lease(gpu, request.settings):
         yield gpu
 
 

@@ -9,8 +9,10 @@ from pathlib import Path
 from subprocess import Popen
 
 import pytest
+from click.testing import CliRunner
 from launching import EXAMPLES, deepspeed, ended, ranks, started, torchrun
 
+from perseus_planner.cli import main
 from perseus_planner.plans.plan import Plan
 from perseus_planner.profiles.profiles import Profile
 from perseus_planner.runs import Run
@@ -29,9 +31,11 @@ def losses(output: str) -> list[str]:
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.timeout(300)
-def test_an_example_profiles_plans_and_trains_with_the_same_losses(engine: str, tmp_path: Path) -> None:
+def test_an_example_profiles_plans_and_trains_with_the_same_losses(
+    engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     _need(engine)
-    example = [str(EXAMPLES / f"train_{engine}.py"), "--gpu", "simulated:a100-sxm"]
+    example = [str(EXAMPLES / f"train_{engine}.py"), "--gpu", "emulated:a100-sxm"]
     # runtime/test_kills.py starts training ranks with torchrun; here it would take long to import Megatron again.
     outputs = [_launched(deepspeed, tmp_path, example) if engine == "deepspeed" else _forked(engine, tmp_path, example)]
     if engine != "torch":  # tests of the profiler and of the runtime compare more torch schedules
@@ -39,15 +43,24 @@ def test_an_example_profiles_plans_and_trains_with_the_same_losses(engine: str, 
     assert {len(losses(each)) for each in outputs} == {4}
     assert len({tuple(losses(each)) for each in outputs}) == 1
     profile = Profile.load(tmp_path / "profile.yaml")
-    assert (profile.stages, profile.origin, profile.gpu) == (2, "simulated", "simulated a100-sxm")
+    assert (profile.stages, profile.origin, profile.gpu) == (2, "simulated", "simulated a100-sxm slower=50000")
     assert set(profile.measurements) == {(stage, kind) for stage in (0, 1) for kind in "FB"}
     assert profile.measurements[1, "F"][0].time_s > profile.measurements[0, "F"][0].time_s  # the head and the loss
     assert_ran_as_planned(tmp_path)
+    _, _, next_steps = outputs[0].partition("Wrote profile.yaml, frontier.npz, plan.yaml and the folder run. Next:\n")
+    commands = re.findall("^  planner (.*)", next_steps, re.MULTILINE)
+    assert len(commands) == 2
+    monkeypatch.chdir(tmp_path)
+    for command in commands:
+        assert CliRunner().invoke(main, command.split()).exit_code == 0
 
 
 def assert_ran_as_planned(folder: Path) -> None:
     plan, run = Plan.load(folder / "plan.yaml"), Run.load(folder / "run")
     assert len(run.ranks) == len(plan.schedule.ranks) == 2
+    time_s = run.time_s(run.newest_version)
+    assert time_s is not None
+    assert plan.time_s < time_s < 2 * plan.time_s  # on the same clock
     for rank, order in zip(run.ranks, plan.schedule.ranks, strict=True):
         assert len(rank.iterations) == 3
         for iteration in rank.iterations:
