@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from perseus_planner.errors import RunError
 from perseus_planner.files import reading, replacing
@@ -33,6 +33,8 @@ class AutopilotStatus:
         unknown: Number of operating points that a plan might use and that were not measured yet.
     """
 
+    __pydantic_config__: ClassVar = {"extra": "forbid", "allow_inf_nan": False}  #: as the service takes it
+
     phase: str = "watching"
     iteration: int = -1
     reference_s: float | None = None
@@ -49,7 +51,8 @@ class AutopilotStatus:
         error = "" if self.saving_stderr is None else f" ± {100 * self.saving_stderr:.1f}"
         return (
             f"{self.phase}, saving {100 * self.saving:.1f}{error} % of the energy at full clocks, "
-            f"{self.owed_s:+.3f} s on the ledger, {self.trials} trials, {self.unknown} points unknown"
+            f"{self.trials} operating points tried in iteration {self.iteration} and {self.unknown} not known yet, "
+            f"the ledger owes {self.owed_s:.3f} s of at most {self.burst_s:.3f} s"
         )
 
 

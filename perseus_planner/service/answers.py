@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from perseus_planner.runs.autopilot import AutopilotStatus
 from perseus_planner.service.model import Decision, Origin, RegisteredJob, Report, Taken
 
 Effect = Literal["planning", "next iteration", "already"]
@@ -151,6 +152,9 @@ class JobStatus:
     expected_saving_w: Annotated[float, Field(description="As in the answer to a report, watts.")]
     expected: Expected
     telemetry: Annotated[JobTelemetry | None, Field(description="null if the job has sent none.")]
+    autopilot: Annotated[
+        AutopilotStatus | None, Field(description="What the job's autopilot last knew; null if it runs by plans.")
+    ] = None
 
 
 @dataclass(frozen=True)

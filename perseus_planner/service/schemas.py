@@ -16,6 +16,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BeforeValidator, Field, PlainSerializer, Strict, TypeAdapter, WithJsonSchema
 
 from perseus_planner.errors import UsageError
+from perseus_planner.runs.autopilot import AutopilotStatus
 from perseus_planner.service.model import STRICT, Cause, Line, Number, Origin, Place, RegisteredJob, Report, Scope
 
 Value = TypeVar("Value")
@@ -246,6 +247,9 @@ class Counters:
     off_plan_since_s: Annotated[
         Annotated[float, Strict(), Field(ge=0.0, le=1e11)] | None,
         Field(description="Since when a rank has not followed its plan, seconds since the epoch."),
+    ] = None
+    autopilot: Annotated[
+        AutopilotStatus | None, Field(description="What the autopilot of the run knows; null for a run by plans.")
     ] = None
 
     def __post_init__(self) -> None:

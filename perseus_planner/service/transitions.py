@@ -202,6 +202,7 @@ def status_of(state: JobState, telemetry: Tally | None, now_s: float) -> JobStat
         expected_saving_w=state.saving_w,
         expected=expected(state),
         telemetry=telemetry,
+        autopilot=None if telemetry is None else telemetry.latest.autopilot,
     )
 
 

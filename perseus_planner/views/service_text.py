@@ -42,7 +42,7 @@ def jobs_text(jobs: Sequence[JobStatus]) -> str:
         column("slow", [str(len(each.decision.stragglers)) for each in jobs]),
         column("iteration s", [f"{each.decision.straggler_time_s:.6g}" for each in jobs]),
         column("saving W", [f"{each.expected_saving_w:.4g}" for each in jobs]),
-        ["", *(each.decision.reason for each in jobs)],
+        ["", *(each.decision.reason if each.autopilot is None else f"autopilot: {each.autopilot}" for each in jobs)],
     ]
     return table(columns)
 
@@ -89,6 +89,7 @@ def status_text(status: JobStatus) -> str:
         f"Plans: {_version(status)}; expected to save {status.expected_saving_w:.4g} W",
         f"Power: {_power(status)}",
         *([] if status.telemetry is None else [_telemetry(status.telemetry)]),
+        *([] if status.autopilot is None else [f"Autopilot: {status.autopilot}"]),
         decision.reason,
         "",
         table(

@@ -42,7 +42,7 @@ def unplanned_text(summary: UnplannedSummary) -> str:
     """Return the text that `planner show` prints."""
     status = summary.autopilot
     pipelines = f", {summary.pipelines} pipelines" if summary.pipelines > 1 else ""
-    lines = [f"Run of {summary.ranks} ranks{pipelines} without a plan.", "", f"Autopilot: {status}."]
+    lines = [f"Run of {summary.ranks} ranks{pipelines}, without a plan.", "", f"Autopilot: {status}."]
     if status.reference_s is not None:
         lines.append(
             f"Reference: {status.reference_s:.6g} s for an iteration at full clocks. Ledger: {status.owed_s:+.6g} s, "

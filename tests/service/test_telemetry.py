@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from service_stand_in import asking
 from services import NOW_S, PIPELINES, STAGES, Clock, at_once, frontier_file, job, planned, report, small_frontier
 
+from perseus_planner.runs.autopilot import AutopilotStatus
 from perseus_planner.service.client.client import Client
 from perseus_planner.service.http.server import Address, serving
 from perseus_planner.service.model import Conflict, Scope, UnknownJob
@@ -27,7 +28,7 @@ from perseus_planner.service.service import Service
 from perseus_planner.service.store.storage import Storage
 from perseus_planner.service.telemetry import Tally, add_counters
 from perseus_planner.service.telemetry_book import WRITTEN_AFTER_S
-from perseus_planner.views.service_text import status_text, totals_text
+from perseus_planner.views.service_text import jobs_text, status_text, totals_text
 
 httpx = pytest.importorskip("httpx")
 
@@ -485,3 +486,26 @@ def test_the_client_sends_counts_and_reads_what_follows(place: Path):
         assert "; 8000 J, measured, saved " in ran
         assert " J against all clocks at maximum; clocks set in 6 ms, 99 % in 20 ms, 5 late; " in ran
         assert "; 6 of 8 ranks follow their plan, not all since " in ran
+
+
+def test_a_job_in_autopilot_says_what_the_autopilot_knows(place: Path):
+    knows = AutopilotStatus("learning", 41, 1.25, 0.123, 0.004, -0.002, 0.006, 3, 124)
+    says = (
+        "learning, saving 12.3 ± 0.4 % of the energy at full clocks, 3 operating points tried in iteration 41 and "
+        "124 not known yet, the ledger owes -0.002 s of at most 0.006 s"
+    )
+    with (
+        Storage(place) as storage,
+        Service(storage, run=at_once) as service,
+        serving(service, Address(port=0)) as url,
+        Client(url) as client,
+    ):
+        service.register(job(), frontier_file())
+        client.telemetry("gpt", counters(10))
+        assert client.status("gpt").autopilot is None
+        client.telemetry("gpt", counters(20, autopilot=knows))
+        assert json.loads(done(f"status gpt --json --service {url}"))["autopilot"] == asdict(knows)
+        assert f"\nAutopilot: {says}\n" in done(f"status gpt --service {url}")
+        assert jobs_text(client.jobs()).endswith(f"autopilot: {says}")
+    with Storage(place) as storage, Service(storage, run=at_once) as service:
+        assert service.status("gpt").autopilot == knows
