@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import zip_longest
 from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
@@ -46,6 +47,7 @@ class _Ran(NamedTuple):
 
     version: int
     programs: tuple[Integers, ...]
+    slowdown: float
 
 
 class Autopilot:
@@ -80,6 +82,7 @@ class Autopilot:
         self._replayed_s = 0.0  # the replayed time at full clocks when the last of them ended
         self._full_ratio = 1.0  # the reference over the replayed time at full clocks
         self._lates: deque[float] = deque([0.0] * 4, maxlen=_REMEMBERED)  # how much larger that is under plans
+        self._waits_s = (0.0,) * job.pipelines  # how long each pipeline may take beside a slower one
         self._observed = -1
         self._audited = self._audits_due = 0
 
@@ -95,6 +98,24 @@ class Autopilot:
             self._learner.observe(observations)
             self._account(observations)
             self._observed = observations[0].iteration
+
+    def wait_for(self, times_s: Sequence[float]) -> None:
+        """Let pipelines take longer than agreed from the next decision on, because all wait for a slower one.
+
+        What the ledger owes by now is forgotten if one may: the slower pipeline owes it.
+
+        Args:
+            times_s: for each pipeline, the seconds of an iteration that it may take, as replayed from the learnt
+                profile; 0 for as long as agreed.
+        """
+        if tuple(times_s) != self._waits_s:
+            self._waits_s = tuple(times_s)
+            if self._ledger is not None and any(times_s):
+                self._ledger = replace(self._ledger, owed_s=min(0.0, self._ledger.owed_s))
+
+    def _slowdown(self, replayed_s: float) -> float:
+        """Return the agreed slowdown, or that of the pipeline for which others wait, if it is larger."""
+        return max(self.settings.slowdown, max(self._waits_s) / replayed_s)
 
     def _account(self, observations: Sequence[RankObservation]) -> None:
         """Add an iteration to the ledger, and learn how much longer iterations are than replayed ones."""
@@ -120,7 +141,10 @@ class Autopilot:
             planned_s = max(self._search.replay(p, each)[0] for p, each in zip(ran.programs, costs, strict=True))
             self._lates.append(time_s / planned_s / self._full_ratio - 1)
         limits = self.settings.slowdown, self.settings.max_slowdown, _BURST * reference_s
-        ledger = self._ledger or Ledger(reference_s, *limits)
+        # Ranks account for iterations that are ahead by these terms, so the largest of theirs count.
+        ahead = [each.slowdown for each in (ran, *self._ahead.values()) if each is not None]
+        slowdown = max([self._slowdown(replayed_s), *ahead])
+        ledger = replace(self._ledger or Ledger(reference_s, *limits), slowdown=slowdown)
         self._ledger = ledger.add(time_s, full_clocks=full, iteration=iteration).corrected(
             reference_s, _BURST * reference_s, 1 if is_event else 0
         )
@@ -160,12 +184,13 @@ class Autopilot:
         mean, plan = self._learner.costs(), self._learner.costs("plan", optimism)
         full = search.full()
         reference_s = max(search.replay(full, each)[0] for each in mean)
-        deadline_s = reference_s * (settings.slowdown + _TIGHT - self._shorter)
+        agreed_s = reference_s * (settings.slowdown + _TIGHT - self._shorter)
+        deadlines_s = [max(agreed_s, wait_s) for wait_s in self._waits_s]
         programs: list[Integers] = []
         solve = rows >= _GROWTH * self._solved_rows or iteration % _AGAIN == 0
         plans: dict[tuple[float, ...], Integers] = {}
         for pipeline, costs in enumerate(plan):
-            group = self._group(pipeline)
+            group, deadline_s = self._group(pipeline), deadlines_s[pipeline]
             if group not in plans:
                 plans[group] = self._best(group, costs, mean[pipeline], deadline_s, iteration, solve=solve)
             programs.append(plans[group])
@@ -176,12 +201,13 @@ class Autopilot:
         trials, limit_s = 0, reference_s * (settings.slowdown + more - self._shorter)
         run = list(programs)
         if settings.learn:
-            self._aim(mean, rows, programs[0], deadline_s, iteration)
+            self._aim(mean, rows, programs[0], max(deadlines_s), iteration)
             safe, doubt = self._learner.costs("safe"), self._learner.costs("doubt")
-            doubt_s = limit_s + reference_s * (_DOUBT if self._trials_seen() else _MORE_DOUBT)
+            doubt_s = reference_s * (_DOUBT if self._trials_seen() else _MORE_DOUBT)
             for pipeline, program in enumerate(programs):
                 wanted, is_open = self._wanted(iteration, pipeline)
-                limits = ((safe[pipeline], limit_s), (doubt[pipeline], doubt_s))
+                most_s = max(limit_s, self._waits_s[pipeline])
+                limits = ((safe[pipeline], most_s), (doubt[pipeline], most_s + doubt_s))
                 run[pipeline], tried = search.with_trials(program, limits, wanted, is_open, self._random)
                 for rank, clock in tried:
                     self._tried[rank, clock] = iteration
@@ -217,9 +243,8 @@ class Autopilot:
     def _group(self, pipeline: int) -> tuple[float, ...]:
         """Pipelines with equal groups have equal plans."""
         ranks = self.job.ranks
-        return tuple(
-            round(f, 2) for f in self._learner.times.factor[pipeline * ranks : (pipeline + 1) * ranks].tolist()
-        )
+        factors = self._learner.times.factor[pipeline * ranks : (pipeline + 1) * ranks].tolist()
+        return (*(round(factor, 2) for factor in factors), self._waits_s[pipeline])
 
     def _best(
         self,
@@ -321,7 +346,9 @@ class Autopilot:
             self._version += 1
         self._last = programs
         version = 0 if not any(program.any() for program in programs) else self._version
-        self._ahead[iteration] = _Ran(version, programs)
+        agreed = self.settings.slowdown
+        slowdown = self._slowdown(self._replayed_s) if self._replayed_s else agreed
+        self._ahead[iteration] = _Ran(version, programs, slowdown)
         clocks = tuple(self._search.clocks_mhz(program) for program in programs)
         unknown = int((~self._learner.times.known).sum())
         return Decision(iteration, version, phase, clocks, self._ledger, trials, unknown, time_s, *saving)

@@ -174,6 +174,30 @@ def test_a_replica_that_is_slower_has_a_plan_of_its_own_and_the_others_slow_down
     assert np.mean([np.mean(clocks) for clocks in fast]) < np.mean([np.mean(clocks) for clocks in slow])
 
 
+def test_pipelines_that_wait_for_a_slower_one_slow_down_until_it_is_over():
+    autopilot = Autopilot(job_of(TRUTH, 6, 2), prior=TRUTH)
+    world = World(TRUTH, job_of(TRUTH, 6).iteration, Physics(jitter=0.001), 2)
+    phases, times_s, waiting = [], [], []
+    for number in range(18):
+        if number in (6, 12):
+            autopilot.wait_for((0.0, 1.2 * times_s[0]) if number == 6 else (0.0, 0.0))
+        if number > 1:
+            autopilot.observe(waiting.pop(0))
+        decision = autopilot.decide(number)
+        ran = world.run(decision.clocks)
+        waiting.append([each._replace(version=decision.version) for each in ran.observations])
+        phases.append(decision.phase)
+        times_s.append(ran.time_s)
+        if number == 9:
+            mine, others = (np.mean([np.mean(rank) for rank in clocks]) for clocks in decision.clocks)
+            assert mine > 1.05 * others
+    full_s = times_s[0]
+    assert max(times_s[2:6] + times_s[13:]) < 1.01 * full_s
+    assert 1.15 * full_s < min(times_s[7:12])
+    assert max(times_s) < 1.22 * full_s
+    assert "paying" not in phases  # the iterations that were ahead of its end are not owed either
+
+
 def test_a_profile_that_is_given_saves_from_the_first_plan_on():
     done = train(TRUTH, 4, prior=TRUTH)
     without = train(TRUTH, 4)
