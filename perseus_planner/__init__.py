@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from perseus_planner import errors, schedules
+    from perseus_planner.gpu.monitor import Monitor
     from perseus_planner.jobs.job import Job
     from perseus_planner.plans.plan import Plan
     from perseus_planner.profiles.profiles import Profile
@@ -27,14 +28,15 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
-    "Client", "Frontier", "Job", "PipelineDag", "Plan", "Profile", "Replicas", "Run", "errors", "schedules", "solve",
-    "solve_dag",
+    "Client", "Frontier", "Job", "Monitor", "PipelineDag", "Plan", "Profile", "Replicas", "Run", "errors", "schedules",
+    "solve", "solve_dag",
 ]  # fmt: skip
 
 _HOME = {
     "Client": "service.client.client",
     "Frontier": "solver.frontier",
     "Job": "jobs.job",
+    "Monitor": "gpu.monitor",
     "PipelineDag": "schedules.dag",
     "Plan": "plans.plan",
     "Profile": "profiles.profiles",

@@ -13,7 +13,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING
 
 from perseus_planner.errors import GpuError, GpuNotSupported
-from perseus_planner.profiler.counter import EnergyCounter, RestingReading
+from perseus_planner.gpu.counter import EnergyCounter, RestingReading
 from perseus_planner.profiler.windows import MIN_WINDOWS, Window, combine, is_enough, mean_of, without_outliers
 
 if TYPE_CHECKING:

@@ -15,6 +15,7 @@ from perseus_planner.cli.calibrate import calibrate
 from perseus_planner.cli.doctor import doctor
 from perseus_planner.cli.estimate import estimate
 from perseus_planner.cli.explore import explore
+from perseus_planner.cli.measure import measure
 from perseus_planner.cli.plan import plan
 from perseus_planner.cli.profiling import profile
 from perseus_planner.cli.report import report
@@ -51,6 +52,7 @@ def main(context: click.Context) -> None:
 
 
 main.add_command(profile)
+main.add_command(measure)
 main.add_command(estimate)
 main.add_command(explore)
 main.add_command(solve)

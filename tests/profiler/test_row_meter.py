@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from replay_gpu import ReplayGpu
 
 from perseus_planner.errors import GpuError
+from perseus_planner.gpu.counter import EnergyCounter
 from perseus_planner.gpu.simulated.catalog import CATALOG
 from perseus_planner.gpu.simulated.gpu import SimulatedGpu
 from perseus_planner.gpu.simulated.model import OpCost
 from perseus_planner.gpu.simulated.options import SimulationOptions
-from perseus_planner.profiler.counter import EnergyCounter
 from perseus_planner.profiler.row_meter import RowMeter
 from perseus_planner.profiler.stage import SingleGpu
 from perseus_planner.profiler.windows import Window, subtract, without_outliers

@@ -360,6 +360,12 @@ int nvmlDeviceGetClock(Device device, unsigned type, unsigned id, unsigned *mhz)
     LEAVE(type <= 1 && id == 0 ? SUCCESS : NOT_SUPPORTED);
 }
 
+int nvmlDeviceGetArchitecture(Device device, unsigned *architecture) {
+    ENTER_DEVICE(device);
+    *architecture = 9; /* Hopper */
+    LEAVE(SUCCESS);
+}
+
 int nvmlDeviceGetTotalEnergyConsumption(Device device, unsigned long long *mj) {
     ENTER_DEVICE(device);
     *mj = (unsigned long long)energy_mj(gpu);

@@ -16,9 +16,11 @@ from typing import TYPE_CHECKING, NamedTuple
 from perseus_planner.errors import GpuError
 
 if TYPE_CHECKING:
-    from perseus_planner.gpu import Gpu
+    from perseus_planner.gpu.protocol import Gpu
 
-_POLL_S = 1e-3
+POLL_S = 1e-3
+"""How often the counter is read to find its next update, seconds."""
+
 _STUCK_S = 5.0  # every known counter updates at least once a second
 _INTERVALS = 5  # intervals that are timed to find the length of one
 _MIN_REST_S = 0.01  # the power at rest is the mean over at least this long
@@ -87,7 +89,7 @@ class EnergyCounter:
                     f"{gpu.name}: its energy counter has stood at {energy_j:.3f} J for {_STUCK_S:g} s, so energy "
                     "cannot be measured; run `planner doctor` to check the counter, and reload the driver"
                 )
-            gpu.wait(_POLL_S)
+            gpu.wait(POLL_S)
         if energy_j < before_j:
             raise GpuError(
                 f"{gpu.name}: its energy counter went back from {before_j:.3f} J to {energy_j:.3f} J, as after a "

@@ -1,0 +1,387 @@
+"""Measure the time and energy of any code: a `Monitor` watches GPUs, and its windows say what they used.
+
+    with Monitor(["nvml:0", "nvml:1"]) as monitor:
+        with monitor.window("epoch") as epoch:
+            train()
+        print(epoch.time_s, epoch.energy_j, epoch.error_j, epoch.average_w)
+
+A window takes the difference of each GPU's energy counter. Counters of data-centre GPUs are updated about every
+100 ms, so each edge of a window may miss the energy of one update: `error_j` says how much that is at most. A GPU
+without a counter, such as some AMD GPUs, is sampled in the background, and its power is integrated by the trapezoid
+rule.
+"""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from math import fsum
+from typing import TYPE_CHECKING, NamedTuple
+
+from perseus_planner.errors import GpuError, GpuNotSupported, UsageError
+from perseus_planner.gpu import open_gpu
+from perseus_planner.gpu.counter import POLL_S, EnergyCounter
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from typing_extensions import Self
+
+    from perseus_planner.gpu.protocol import Gpu
+
+SAMPLE_S = 0.1
+"""Time between two samples of the power, seconds, unless another is asked for: sensors are updated about that often."""
+
+
+@dataclass(frozen=True)
+class GpuEnergy:
+    """What one GPU used in a window.
+
+    Attributes:
+        gpu: Text that opens the GPU, e.g. "nvml:GPU-8f6b…".
+        name: Name of the product.
+        origin: "measured" or "simulated".
+        source: "counter", or "samples" of the power.
+        time_s: Length of the window on the GPU's clock, seconds.
+        energy_j: Energy, joules.
+        error_j: The energy is wrong by at most this, joules, if the GPU counts right: what the counter may not have
+            shown yet at the edges, or how much the power changed between samples.
+        peak_w: Highest power that was sampled, watts; None if the power was not sampled.
+    """
+
+    gpu: str
+    name: str
+    origin: str
+    source: str
+    time_s: float
+    energy_j: float
+    error_j: float
+    peak_w: float | None
+
+    @property
+    def average_w(self) -> float:
+        """Mean power, watts."""
+        return self.energy_j / self.time_s if self.time_s > 0 else 0.0
+
+
+class PowerSample(NamedTuple):
+    """The power of a GPU at one moment.
+
+    Attributes:
+        gpu: Text that opens the GPU.
+        time_s: When, in seconds on the GPU's clock.
+        power_w: Power by the sensor, watts.
+    """
+
+    gpu: str
+    time_s: float
+    power_w: float
+
+
+class Monitor:
+    """Measures the energy of GPUs in windows, which may nest and overlap.
+
+    Opening it takes about a second on real GPUs, in which it times the updates of their energy counters.
+
+    Args:
+        gpus: The GPUs, as texts for `open_gpu` or opened already; None for all that NVML shows. GPUs that are opened
+            here are closed with the monitor.
+        synchronize: Called at both edges of each window, for example `torch.cuda.synchronize`, so that a window ends
+            after the work that was launched in it. By default nothing waits for the device.
+        sample_s: Sample the power every so many seconds, for `peak_w` and `on_sample`. None samples only GPUs without
+            an energy counter, every `SAMPLE_S` seconds.
+        on_sample: Called with each sample, in the thread that samples.
+
+    Raises:
+        GpuError: If a GPU cannot be opened or read.
+        UsageError: If there is no GPU to measure.
+    """
+
+    def __init__(
+        self,
+        gpus: str | Gpu | Sequence[str | Gpu] | None = None,
+        *,
+        synchronize: Callable[[], None] | None = None,
+        sample_s: float | None = None,
+        on_sample: Callable[[PowerSample], None] | None = None,
+    ) -> None:
+        self._synchronize, self._on_sample = synchronize, on_sample
+        self._open: set[Window] = set()
+        self._lock = threading.Lock()  #: of what the sampling thread shares
+        self._problem: GpuError | None = None
+        self._stopping = threading.Event()
+        self._thread: threading.Thread | None = None
+        with ExitStack() as stack:
+            opened = [stack.enter_context(open_gpu(each)) if isinstance(each, str) else each for each in _listed(gpus)]
+            self._meters = _meters(opened)
+            is_sampled = sample_s is not None or on_sample is not None
+            self._sampled = [meter for meter in self._meters if is_sampled or isinstance(meter, _SampledMeter)]
+            if self._sampled:
+                self._sample()
+                self._thread = threading.Thread(
+                    target=self._keep_sampling, args=(sample_s or SAMPLE_S,), name="energy samples", daemon=True
+                )
+                self._thread.start()
+            self._stack = stack.pop_all()
+
+    @property
+    def gpus(self) -> tuple[str, ...]:
+        """Texts that open the GPUs, in the order of `Window.gpus`."""
+        return tuple(meter.gpu.text for meter in self._meters)
+
+    def window(self, name: str = "window") -> Window:
+        """Return a window to measure: use it in a `with` statement, or call its `begin` and `end`."""
+        return Window(self, name)
+
+    def close(self) -> None:
+        """Stop sampling, and close the GPUs that were opened here."""
+        self._stopping.set()
+        if self._thread is not None:
+            self._thread.join()
+        self._stack.close()
+
+    def __enter__(self) -> Self:
+        """Return the monitor itself."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close the monitor."""
+        self.close()
+
+    def _edge(self) -> list[_Edge]:
+        """Read all GPUs at the edge of a window."""
+        if self._synchronize is not None:
+            self._synchronize()
+        with self._lock:
+            if self._problem is not None:
+                raise self._problem
+            return [meter.edge() for meter in self._meters]
+
+    def _begin(self, window: Window) -> list[_Edge]:
+        begun = self._edge()
+        with self._lock:
+            self._open.add(window)
+        return begun
+
+    def _end(self, window: Window, begun: Sequence[_Edge]) -> tuple[GpuEnergy, ...]:
+        try:
+            ended = self._edge()
+        finally:
+            with self._lock:
+                self._open.discard(window)
+        return tuple(
+            meter.between(first, last, window.peaks_w.get(meter.gpu.text))
+            for meter, first, last in zip(self._meters, begun, ended, strict=True)
+        )
+
+    def _sample(self) -> None:
+        for meter in self._sampled:
+            with self._lock:
+                sample = PowerSample(meter.gpu.text, meter.gpu.now_s(), meter.sample())
+                for window in self._open:
+                    window.peaks_w[sample.gpu] = max(sample.power_w, window.peaks_w.get(sample.gpu, 0.0))
+            if self._on_sample is not None:
+                self._on_sample(sample)
+
+    def _keep_sampling(self, every_s: float) -> None:
+        while not self._stopping.wait(every_s):
+            try:
+                self._sample()
+            except GpuError as error:
+                with self._lock:
+                    self._problem = error
+                return
+
+
+class Window:
+    """A window of time, in which the energy of a monitor's GPUs is measured. `Monitor.window` makes it.
+
+    Attributes:
+        name: Its name.
+        peaks_w: Highest power of each GPU that was sampled in it, watts, by the text that opens the GPU.
+    """
+
+    def __init__(self, monitor: Monitor, name: str) -> None:
+        self.name = name
+        self.peaks_w: dict[str, float] = {}
+        self._monitor = monitor
+        self._begun: list[_Edge] | None = None
+        self._gpus: tuple[GpuEnergy, ...] | None = None
+
+    def begin(self) -> Self:
+        """Begin the window.
+
+        Raises:
+            UsageError: If it has begun already.
+            GpuError: If a GPU cannot be read.
+        """
+        if self._begun is not None:
+            raise UsageError(f"window {self.name!r}: has begun already; make a new one with `monitor.window(name)`")
+        self._begun = self._monitor._begin(self)
+        return self
+
+    def end(self) -> Self:
+        """End the window; from now on it can be read.
+
+        Raises:
+            UsageError: If it has not begun, or has ended already.
+            GpuError: If a GPU cannot be read.
+        """
+        if self._begun is None or self._gpus is not None:
+            state = "has not begun" if self._begun is None else "has ended already"
+            raise UsageError(f"window {self.name!r}: {state}; begin and end each window once")
+        self._gpus = self._monitor._end(self, self._begun)
+        return self
+
+    @property
+    def gpus(self) -> tuple[GpuEnergy, ...]:
+        """What each GPU used, in the order of `Monitor.gpus`.
+
+        Raises:
+            UsageError: If the window has not ended.
+        """
+        if self._gpus is None:
+            raise UsageError(f"window {self.name!r}: has not ended; read it after its `with` block")
+        return self._gpus
+
+    @property
+    def time_s(self) -> float:
+        """Length of the window, seconds: the longest on any GPU's clock."""
+        return max(gpu.time_s for gpu in self.gpus)
+
+    @property
+    def energy_j(self) -> float:
+        """Energy of all GPUs, joules."""
+        return fsum(gpu.energy_j for gpu in self.gpus)
+
+    @property
+    def error_j(self) -> float:
+        """The energy of all GPUs is wrong by at most this, joules; see `GpuEnergy.error_j`."""
+        return fsum(gpu.error_j for gpu in self.gpus)
+
+    @property
+    def average_w(self) -> float:
+        """Mean power of all GPUs together, watts."""
+        return fsum(gpu.average_w for gpu in self.gpus)
+
+    def __enter__(self) -> Self:
+        """Begin the window, and return it."""
+        return self.begin()
+
+    def __exit__(self, *_: object) -> None:
+        """End the window."""
+        self.end()
+
+
+class _Edge(NamedTuple):
+    """One GPU at the edge of a window.
+
+    Attributes:
+        time_s: When it was read.
+        energy_j: The energy until then.
+        error_j: For a counter, what it may not show yet. For samples, the error of the energy so far.
+    """
+
+    time_s: float
+    energy_j: float
+    error_j: float
+
+
+class _CountedMeter:
+    """A GPU with an energy counter."""
+
+    source = "counter"
+
+    def __init__(self, gpu: Gpu) -> None:
+        self.gpu = gpu
+        self._interval_s = EnergyCounter(gpu).interval_s + POLL_S
+
+    def sample(self) -> float:
+        """Return the power, watts."""
+        return self.gpu.power_w()
+
+    def edge(self) -> _Edge:
+        """Read the counter; what it does not show yet is at most an update at the power of now."""
+        try:
+            hidden_j = self._interval_s * self.gpu.power_w()
+        except GpuNotSupported:
+            hidden_j = 0.0
+        return _Edge(self.gpu.now_s(), self.gpu.energy_j(), hidden_j)
+
+    def between(self, first: _Edge, last: _Edge, peak_w: float | None) -> GpuEnergy:
+        """Return what was used between two edges."""
+        time_s, energy_j = last.time_s - first.time_s, last.energy_j - first.energy_j
+        if energy_j < 0:
+            raise GpuError(
+                f"{self.gpu.text}: its energy counter went back from {first.energy_j:.3f} to {last.energy_j:.3f} J, as "
+                "after a reload of the driver; turn persistence mode on and measure again"
+            )
+        average_j = self._interval_s * energy_j / time_s if time_s > 0 else 0.0
+        # The first edge hides energy from before the window, and the last energy of the window: only one can prevail.
+        return _used(self, time_s, energy_j, max(average_j, first.error_j, last.error_j), peak_w)
+
+
+class _SampledMeter:
+    """A GPU without an energy counter, whose sampled power is integrated."""
+
+    source = "samples"
+
+    def __init__(self, gpu: Gpu) -> None:
+        self.gpu = gpu
+        self._at_s, self._power_w = gpu.now_s(), gpu.power_w()
+        self._energy_j = self._error_j = 0.0
+
+    def sample(self) -> float:
+        """Return the power, watts, and integrate it up to now."""
+        at_s, power_w = self.gpu.now_s(), self.gpu.power_w()
+        self._energy_j += (at_s - self._at_s) * (power_w + self._power_w) / 2
+        self._error_j += (at_s - self._at_s) * abs(power_w - self._power_w) / 2
+        self._at_s, self._power_w = at_s, power_w
+        return power_w
+
+    def edge(self) -> _Edge:
+        """Sample the power."""
+        self.sample()
+        return _Edge(self._at_s, self._energy_j, self._error_j)
+
+    def between(self, first: _Edge, last: _Edge, peak_w: float | None) -> GpuEnergy:
+        """Return what was used between two edges."""
+        energy_j, error_j = last.energy_j - first.energy_j, last.error_j - first.error_j
+        return _used(self, last.time_s - first.time_s, energy_j, error_j, peak_w)
+
+
+def _used(
+    meter: _CountedMeter | _SampledMeter, time_s: float, energy_j: float, error_j: float, peak_w: float | None
+) -> GpuEnergy:
+    gpu = meter.gpu
+    return GpuEnergy(gpu.text, gpu.name, gpu.origin, meter.source, time_s, energy_j, error_j, peak_w)
+
+
+def _meters(gpus: Sequence[Gpu]) -> list[_CountedMeter | _SampledMeter]:
+    """Return a meter for each GPU; real ones are watched all at once, simulated ones may share a clock."""
+    if not all(gpu.keeps_settings for gpu in gpus):
+        return [_meter(gpu) for gpu in gpus]
+    with ThreadPoolExecutor(len(gpus)) as pool:
+        return list(pool.map(_meter, gpus))
+
+
+def _meter(gpu: Gpu) -> _CountedMeter | _SampledMeter:
+    """Return the way to measure `gpu`: its counter if there is one."""
+    try:
+        gpu.energy_j()
+    except GpuNotSupported:
+        return _SampledMeter(gpu)
+    return _CountedMeter(gpu)
+
+
+def _listed(gpus: str | Gpu | Sequence[str | Gpu] | None) -> Sequence[str | Gpu]:
+    if gpus is None:
+        from perseus_planner.gpu.nvml.discovery import visible_gpus
+
+        gpus = [gpu.text for gpu in visible_gpus() if not gpu.problem]
+    listed: Sequence[str | Gpu] = gpus if isinstance(gpus, (list, tuple)) else [gpus]  # type: ignore[list-item]
+    if not listed:
+        raise UsageError("there is no GPU to measure; name one, such as nvml:0 or emulated:a100-sxm")
+    return listed
