@@ -118,14 +118,14 @@ def test_the_examples_of_all_helps_work_in_order(work: Path, nvml: StandIn, monk
     with stand_in(api) as service:
         monkeypatch.setenv("PLANNER_SERVICE", service.address)
         for command, line in examples:
-            # Those do not end, or become another program; kernels are measured on GPUs.
-            skipped = command.name in ("serve", "run") or {"--watch", "--kernels"} & {*line.split()}
+            # Those do not end, or run another program; kernels are measured on GPUs.
+            skipped = command.name in ("serve", "run", "measure") or {"--watch", "--kernels"} & {*line.split()}
             if line.startswith("  planner ") and not skipped:
                 for run in re.findall(r"\brun(?:-\d)?\b", line):
                     write_run(work / run, Plan.load("plan.yaml"), 3)
                 text = done(line.strip().removeprefix("planner "))
                 assert "Wrote" in text or command.name in silent or "show" in line
-            elif "torchrun" in line and command.name != "run":  # the examples are what runs that
+            elif "torchrun" in line and command.name not in ("run", "measure"):  # the examples are what runs that
                 assert line.partition(" -m perseus_planner ")[2].split()[0] in main.commands
 
 

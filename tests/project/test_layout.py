@@ -126,7 +126,7 @@ print(json.dumps([package.__all__, sorted(public)]))
     listed, public = printed(code, tmp_path)
     assert listed == public
     assert listed == [
-        *("Client", "Frontier", "Job", "PipelineDag", "Plan", "Profile", "Replicas", "Run"),
+        *("Client", "Frontier", "Job", "Monitor", "PipelineDag", "Plan", "Profile", "Replicas", "Run"),
         *("errors", "schedules", "solve", "solve_dag"),
     ]
 
