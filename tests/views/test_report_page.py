@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from hashlib import sha256
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -52,6 +54,8 @@ def test_it_has_all_figures_and_no_barrier(browser, report: str, theme: str):
     with opened(browser, report, color_scheme=theme) as page:
         page.locator("#curve-5").scroll_into_view_if_needed()
         page.locator("#curve-5 svg").wait_for()
+        assert page.locator("#energy-ranks rect.bar").count() == 3 * 2 * 3  # ranks, computing and waiting, iterations
+        assert page.locator("#energy-phases rect.bar").count() == 3 * 2 * 2  # the phases of a run are not recorded
         assert page.locator("#frontier svg[role=img]").get_attribute("aria-label").startswith("Energy of an iteration")
         assert page.locator("#timelines .timeline").count() == 3
         assert page.locator("#frontier .mark").count() >= 6
@@ -99,6 +103,74 @@ def test_the_timeline_is_read_and_zoomed_by_keyboard(browser, report: str):
         assert picture(page) == whole
 
 
+def test_the_wheel_zooms_and_a_drag_selects(browser, report: str):
+    with opened(browser, report) as page:
+        canvas = page.locator("#timelines canvas").first
+        canvas.scroll_into_view_if_needed()
+        box = canvas.bounding_box()
+        whole, scrolled, y = picture(page), page.evaluate("scrollY"), box["y"] + 8
+
+        def without_pointer() -> str:
+            page.mouse.move(box["x"] + 1, box["y"] - 20)
+            return picture(page)
+
+        page.mouse.move(box["x"] + 200, y)
+        page.mouse.move(box["x"] + 300, y)
+        page.mouse.wheel(0, -300)
+        zoomed = without_pointer()
+        assert zoomed != whole
+        assert page.evaluate("scrollY") == scrolled
+        canvas.dblclick()
+        assert without_pointer() == whole
+        page.mouse.move(box["x"] + 300, y)
+        page.mouse.down()
+        page.mouse.move(box["x"] + 420, y)
+        page.mouse.up()
+        assert without_pointer() not in (whole, zoomed)
+        canvas.focus()
+        page.keyboard.press("Escape")
+        assert without_pointer() == whole
+
+
+def test_a_forward_and_a_backward_differ_in_shape(browser, report: str):
+    with opened(browser, report) as page:
+        # Rank 2 runs forward and backward in turn. Only below a forward is the panel seen.
+        blank = """() => {
+            const canvas = document.querySelector("#timelines canvas"), context = canvas.getContext("2d");
+            const row = 2 * 29 + 24, y = Math.round(row * devicePixelRatio);
+            const data = context.getImageData(40, y, canvas.width - 44, 1).data;
+            return Array.from({ length: data.length / 4 }, (_, at) => data.slice(4 * at, 4 * at + 3).join());
+        }"""
+        below = page.evaluate(blank)
+        changes = sum(one != next_one for one, next_one in pairwise([each == "255,255,255" for each in below]))
+        assert changes >= 2 * 6
+        keys = page.locator(".keys li:visible").all_inner_texts()
+        assert keys[:2] == ["forward: upper part", "backward: full height"]
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_every_point_has_a_label_that_nothing_crosses(browser, report: str, width: int):
+    with opened(browser, report, viewport={"width": width, "height": 844}) as page:
+        found = page.evaluate("""() => {
+            const all = (of) => [...document.querySelectorAll(`#frontier ${of}`)];
+            const boxes = (of) => all(of).map((each) => each.getBoundingClientRect());
+            const meet = (a, b) => a.left < b.right && b.left < a.right && a.top < b.bottom && b.top < a.bottom;
+            const [line] = all("path.line"), labels = boxes(".label"), marks = boxes(".mark");
+            const at = (share) => {
+                const point = line.getPointAtLength(share * line.getTotalLength()), matrix = line.getScreenCTM();
+                return point.matrixTransform(matrix);
+            };
+            const on = Array.from({ length: 400 }, (_, index) => at(index / 399));
+            const inside = (box, { x, y }) => box.left < x && x < box.right && box.top + 3 < y && y < box.bottom - 3;
+            const pairs = (boxes) => boxes.flatMap((a, i) => boxes.slice(i + 1).filter((b) => meet(a, b)));
+            const struck = labels.filter((box) => on.some((point) => inside(box, point)));
+            return [marks.length, labels.length, struck.length, pairs(marks).length, pairs(labels).length];
+        }""")
+        marks, labels, *troubles = found
+        assert marks == labels >= 6
+        assert troubles == [0, 0, 0]
+
+
 def test_the_colour_is_of_power_or_of_clocks(browser, report: str):
     with opened(browser, report) as page:
         by_power = picture(page, 1)  # in the pipeline before, all is at the top of both scales
@@ -142,7 +214,8 @@ def test_16_ranks_of_512_microbatches_are_usable_within_2_seconds(browser, tmp_p
 def picture(page, which: int = 0) -> str:
     """Return the picture of a timeline once it is drawn."""
     drawn = "new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))"
-    return page.evaluate(f"{drawn}.then(() => document.querySelectorAll('#timelines canvas')[{which}].toDataURL())")
+    url = page.evaluate(f"{drawn}.then(() => document.querySelectorAll('#timelines canvas')[{which}].toDataURL())")
+    return sha256(url.encode()).hexdigest()
 
 
 def plan_of(profile: Profile, iteration: Iteration, choices: int) -> Plan:

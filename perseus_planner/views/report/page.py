@@ -14,11 +14,13 @@ from jinja2.utils import htmlsafe_json_dumps
 from markupsafe import Markup
 
 from perseus_planner.profiles.csv_file import unit_of
+from perseus_planner.views.report.where import PHASES
 from perseus_planner.views.web import page_file
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
+    from perseus_planner.views.profiles import MeasuredCurve
     from perseus_planner.views.report.report import EnergyReport
 
 _NOT_KNOWN, _MINUS = "\u2013", "\u2212"
@@ -43,6 +45,7 @@ def page(report: EnergyReport) -> str:
         styles=styles,
         scripts=scripts,
         policy=_policy(scripts, styles),
+        multiples=_multiples(report.curves),
         has_errors=any(point.energy_stderr_j is not None for curve in report.curves for point in curve.points),
         data=htmlsafe_json_dumps(_data(report), dumps=json.dumps, separators=(",", ":")),
     )
@@ -82,6 +85,25 @@ def _watts(power_w: float | Iterable[float]) -> str:
     return f"{number(min(powers_w))} to {number(max(powers_w))}\u00a0W"
 
 
+def _multiples(curves: Sequence[MeasuredCurve]) -> dict[str, list[tuple[str, int]]]:
+    """Return kind of computation -> names of the stages whose curves are equal, and the index of the first of them."""
+    found: dict[str, dict[object, list[int]]] = {}
+    for index, curve in enumerate(curves):
+        found.setdefault(curve.computation, {}).setdefault((curve.points, curve.hull), []).append(index)
+    return {
+        computation: [(_stages([curves[index].stage for index in alike]), alike[0]) for alike in groups.values()]
+        for computation, groups in found.items()
+    }
+
+
+def _stages(numbers: Sequence[int]) -> str:
+    """Name stages, such as "stages 0 to 6" or "stages 0, 2, 4"."""
+    if len(numbers) == 1:
+        return f"stage {numbers[0]}"
+    is_range = list(numbers) == list(range(numbers[0], numbers[-1] + 1))
+    return f"stages {numbers[0]} to {numbers[-1]}" if is_range else f"stages {', '.join(map(str, numbers))}"
+
+
 def _report_file(name: str) -> str:
     return (files("perseus_planner.views.report") / name).read_text(encoding="utf-8")
 
@@ -104,6 +126,8 @@ def _data(report: EnergyReport) -> dict[str, Any]:
     """Return the data that the scripts draw."""
     return {
         "unit": unit_of(report.context.control),
+        "where": [asdict(each) for each in report.where.iterations],
+        "phases": PHASES,
         "frontier": asdict(report.frontier),
         "iterations": [asdict(each) for each in report.iterations],
         "ranks": [asdict(each) for each in report.ranks],

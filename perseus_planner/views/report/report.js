@@ -7,7 +7,7 @@
   const at = (id) => document.getElementById(id);
   // Each kind of point has another shape, so that colour is never the only difference. The most important first.
   const LOOKS = {
-    plan: [3, "diamond"], run: [4, "triangle"], baseline: [5, "square"], peer: [2, "cross"], landmark: [7, "circle"],
+    plan: [1, "diamond"], run: [4, "triangle"], baseline: [5, "square"], peer: [2, "cross"], landmark: [7, "circle"],
   };
 
   /** The part of the bound near the points; the rest, useful beside stragglers, may be many times as long. */
@@ -43,6 +43,19 @@
     });
   }
 
+  /** Draws joules of computing and of waiting on top, side by side for each iteration, of ranks or of phases. */
+  function energies(place, part, x, names, height) {
+    const shown = data.where.filter((each) => each[part].length);
+    const series = shown.flatMap((each) => ["computing", "waiting"].map((what) => ({
+      name: `${what}, ${each.name}`, color: LOOKS[each.kind][0], hatched: what === "waiting", onto: what === "waiting",
+      y: each[part].map((use) => use[`${what}_j`]),
+    })));
+    charts.bars(place, {
+      description: `Energy of computing and waiting of each ${x} per iteration: ${shown.map((each) => each.name).join(", ")}; the table below has the numbers`,
+      x: { label: x, unit: "" }, y: { label: "energy per iteration", unit: "J" }, names, series, table: true, height,
+    });
+  }
+
   function changes(place, ranks) {
     charts.bars(place, {
       description: "Clock changes of each rank per iteration; the table below has the numbers",
@@ -53,13 +66,15 @@
     });
   }
 
+  /** Draws a small chart; those of one kind of computation share their axes, so that stages can be compared. */
   function curve(place, each) {
-    const known = each.points.filter((point) => point.energy_stderr_j !== null).length > 0;
+    const known = each.points.some((point) => point.energy_stderr_j !== null);
     const hull = each.points.filter((point) => each.hull.includes(point.clock)).sort((a, b) => a.time_s - b.time_s);
     const of = (points, key) => points.map((point) => point[key]);
+    const alike = data.curves.filter((other) => other.computation === each.computation).flatMap((other) => other.points);
     charts.line(place, {
       description: `Energy against time of ${each.computation} of stage ${each.stage} at ${each.points.length} clocks, from ${each.points[0].clock} to ${each.points[each.points.length - 1].clock} ${data.unit}`,
-      x: { label: "time", unit: "s" }, y: { label: "energy", unit: "J" },
+      x: { label: "time", unit: "s", range: charts.range(of(alike, "time_s")) }, y: { label: "energy", unit: "J", range: charts.range(of(alike, "energy_j")) },
       series: [
         { name: "lower hull", color: 2, x: of(hull, "time_s"), y: of(hull, "energy_j") },
         {
@@ -67,8 +82,17 @@
           errors: known ? of(each.points, "energy_stderr_j") : undefined, xErrors: known ? of(each.points, "time_stderr_s") : undefined,
         },
       ],
-      legend: false, height: 200, table: true,
+      legend: false, height: 130, compact: true,
     });
+  }
+
+  /** Adds the table of a kind of computation when it is opened: it may have thousands of rows. */
+  function numbers(details) {
+    details.addEventListener("toggle", () => {
+      const rows = data.curves.filter((each) => each.computation === details.dataset.computation)
+        .flatMap((each) => each.points.map((point) => [String(each.stage), point.clock, point.time_s, point.energy_j]));
+      details.append(charts.table(["stage", data.unit, "time (s)", "energy (J)"], rows).querySelector(".scroll"));
+    }, { once: true });
   }
 
   /** Draws each figure when it comes near the viewport, or before the page is printed. */
@@ -87,8 +111,13 @@
     addEventListener("beforeprint", () => [...left.keys()].forEach(now));
   }
 
+  if (at("energy-ranks")) {
+    energies(at("energy-ranks"), "ranks", "rank", data.where[0].ranks.map((_, rank) => String(rank)));
+    if (at("energy-phases")) energies(at("energy-phases"), "phases", "phase", data.phases, 240);
+  }
   if (at("frontier")) frontier(at("frontier"), data.frontier);
   if (at("timelines")) timelines.show(at("timelines"), data.iterations, data.unit);
   if (at("changes")) changes(at("changes"), data.ranks);
-  lazily(data.curves.map((each, index) => [at(`curve-${index}`), () => curve(at(`curve-${index}`), each)]));
+  lazily(data.curves.flatMap((each, index) => at(`curve-${index}`) ? [[at(`curve-${index}`), () => curve(at(`curve-${index}`), each)]] : []));
+  for (const details of document.querySelectorAll("[data-computation]")) numbers(details);
 })();

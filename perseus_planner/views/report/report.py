@@ -22,6 +22,7 @@ from perseus_planner.views.gantt import GanttChart, chart_plan, chart_run
 from perseus_planner.views.plan import RankSummary, summarize_plan
 from perseus_planner.views.profiles import MeasuredCurve, curves_of
 from perseus_planner.views.report.savings import EnergyRates, IterationSize, Saving, pipelines_of_run, savings_of
+from perseus_planner.views.report.where import WhereEnergyGoes, where_energy_goes
 from perseus_planner.views.run import RunSummary, summarize_run
 
 if TYPE_CHECKING:
@@ -56,7 +57,8 @@ class EnergyReport:
         context: the profile and the iteration.
         rates: what a kilowatt-hour costs.
         size: the size of an iteration.
-        savings: what each plan and run saves.
+        savings: what each run and plan saves.
+        where: where the energy goes and why.
         frontier: the chart of the frontier.
         iterations: the iteration with all clocks at maximum, as planned, and as recorded.
         left_out: iterations that cannot be shown, each with the reason.
@@ -71,6 +73,7 @@ class EnergyReport:
     rates: EnergyRates
     size: IterationSize
     savings: tuple[Saving, ...]
+    where: WhereEnergyGoes
     frontier: FrontierChart
     iterations: tuple[GanttChart, ...]
     left_out: tuple[str, ...]
@@ -82,13 +85,15 @@ class EnergyReport:
 def make_report(sources: Sources, rates: EnergyRates, size: IterationSize) -> EnergyReport:
     """Make the report of `sources`. It replays other planners, which takes seconds for a large pipeline."""
     charts, left_out = chart_iterations(sources)
+    savings = savings_of(sources, rates, size)
     return EnergyReport(
         planner=__version__,
         files=sources.names,
         context=sources.context,
         rates=rates,
         size=size,
-        savings=savings_of(sources, rates, size),
+        savings=savings,
+        where=where_energy_goes(sources, savings),
         frontier=chart_sources(sources),
         iterations=charts,
         left_out=left_out,
@@ -187,6 +192,7 @@ def report_text(report: EnergyReport) -> str:
         return "There is no saving to show: no plan was given, and no run whose energy is known.\n"
     rates = report.rates
     return (
+        "".join(f"{sentence}\n" for sentence in report.where.sentences) + "\n"
         f"{table(list(_saving_columns(report)))}\n\n"
         f"Compared with {ALL_MAXIMUM}; kWh, money and CO2e are at the meter, for a day of such iterations.\n"
         f"Assumed: {rates.price_usd_per_kwh:g} USD and {rates.carbon_kg_per_kwh:g} kg of CO2e per kWh, "

@@ -133,10 +133,10 @@ class Saving(Comparison):
 
 
 def savings_of(sources: Sources, rates: EnergyRates, size: IterationSize) -> tuple[Saving, ...]:
-    """Return what each plan saves, then what each run saves by its newest plan if its energy is known."""
+    """Return what each run saves by its newest plan if its energy is known, then what each plan saves."""
     of_plans = (_plan_saving(name, plan, rates, size) for name, plan in sources.plans.items())
     of_runs = (each for name, run in sources.runs.items() for each in _run_saving(name, run, rates, size))
-    return (*of_plans, *of_runs)
+    return (*of_runs, *of_plans)
 
 
 def pipelines_of_run(run: Run, summary: RunSummary) -> int:

@@ -7,6 +7,7 @@
 
 const timelines = (() => {
   const WORDS = { F: "forward", B: "backward", I: "input gradient", W: "weight gradient" };
+  const PARTS = { F: [0, 0.6], B: [0, 1], I: [0, 1], W: [0.4, 0.6], o: [0.35, 0.3] }; // of a lane: from its top, and height
   const LEFT = 40, AXIS = 22, GAP = 3; // px: for the numbers of ranks, for the time axis, and between lanes
 
   /** Adds the start and end of each computation, and its name, to a lane. */
@@ -18,7 +19,8 @@ const timelines = (() => {
       begins[index] = at += lane.gaps_us[index];
       ends[index] = at += lane.times_us[index];
     }
-    return { ...lane, begins, ends, names: program.split(" ") };
+    const names = program.split(" ");
+    return { ...lane, begins, ends, names, kinds: names.map((name) => /^\d+([FBIW])\d+$/.exec(name)?.[1] ?? "o") };
   }
 
   /** Returns the first index whose end is after `time`, by bisection. */
@@ -72,8 +74,9 @@ const timelines = (() => {
     const lanes = all.flatMap((each) => each.lanes);
     const ranges = { power: extent(lanes, "powers_w"), clock: extent(lanes, "clocks") };
     const whole = Math.max(...all.map((each) => each.time_us), ...lanes.map((lane) => lane.ends[lane.ends.length - 1] ?? 0));
-    const view = { from: 0, to: whole, colour: ranges.power ? "power" : "clock" };
+    const view = { from: 0, to: whole, selecting: null, colour: ranges.power ? "power" : "clock" };
     const shown = all.map((each) => added(place, each));
+    for (const kind of new Set(lanes.flatMap((lane) => lane.kinds))) document.querySelector(`[data-kind=${kind}]`).hidden = false;
     let pending = false;
 
     function redraw() {
@@ -114,7 +117,7 @@ const timelines = (() => {
       });
     }
     pressed(view);
-    for (const each of shown) listen(each, view, { zoom, move, actions, redraw, unit });
+    for (const each of shown) listen(each, view, { zoom, move, actions, redraw, unit, whole });
     new ResizeObserver(redraw).observe(place);
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
     addEventListener("beforeprint", () => { document.documentElement.classList.add("printing"); draw(); });
@@ -142,7 +145,7 @@ const timelines = (() => {
   function palette() {
     const style = getComputedStyle(document.documentElement);
     const of = (name) => style.getPropertyValue(name).trim();
-    return { steps: scale(), ink: of("--ink"), soft: of("--ink-soft"), waiting: of("--waiting"), critical: of("--critical"), line: of("--line"), accent: of("--accent"), unknown: of("--series-7"), font: of("--font") };
+    return { steps: scale(), ink: of("--ink"), soft: of("--ink-soft"), waiting: of("--waiting"), panel: of("--panel"), critical: of("--critical"), line: of("--line"), accent: of("--accent"), unknown: of("--series-7"), font: of("--font") };
   }
 
   /** Sizes a canvas in CSS pixels, sharp on any screen, and returns its context. */
@@ -180,6 +183,7 @@ const timelines = (() => {
       bars(context, lane, view, x, y, place.high, range, colours);
     });
     if (selected !== null) mark(context, timeline, selected, x, place, colours);
+    if (view.selecting !== null) selection(context, view.selecting, x, place, colours);
     context.restore();
     ticks(context, view, x, place, colours);
     ranks(context, timeline, place, colours);
@@ -196,18 +200,35 @@ const timelines = (() => {
       filled = end;
       const value = values === null ? null : values[index];
       const isWide = end - begin > 3;
+      const [from, part] = PARTS[lane.kinds[index]];
+      const [top, height] = [y + Math.round(from * high), Math.max(2, Math.round(part * high))];
+      if (part < 1) { // what is left of the lane is not waiting
+        context.fillStyle = colours.panel;
+        context.fillRect(begin, y, end - begin, high);
+      }
       context.fillStyle = value === null ? colours.unknown : colours.steps[Math.round((63 * (value - range.low)) / width)];
-      context.fillRect(begin, y, end - begin - (isWide ? 1 : 0), high);
+      context.fillRect(begin, top, end - begin - (isWide ? 1 : 0), height);
       if (lane.spare_us !== null && lane.spare_us[index] === 0) {
         context.fillStyle = colours.critical;
-        context.fillRect(begin, y + high - Math.max(2, high / 7), end - begin, Math.max(2, high / 7));
+        context.fillRect(begin, top + height - Math.max(2, high / 7), end - begin, Math.max(2, high / 7));
       }
-      if (end - begin > 44 && high >= 12) {
+      if (end - begin > 44 && height >= 12) {
         context.fillStyle = "#10151a"; // legible on the scale, except at its ends, where text is white
         if (value === null || [0, 1].some((far) => Math.abs((value - (range?.low ?? 0)) / width - far) < 0.12)) context.fillStyle = "#ffffff";
-        context.fillText(lane.names[index], begin + 4, y + high / 2 + 3);
+        context.fillText(lane.names[index], begin + 4, top + height / 2 + 3);
       }
     }
+  }
+
+  /** Draws the part of the time axis that the pointer is selecting. */
+  function selection(context, { from, to }, x, place, colours) {
+    const [left, right] = [x(Math.min(from, to)), x(Math.max(from, to))];
+    context.globalAlpha = 0.25;
+    context.fillStyle = colours.accent;
+    context.fillRect(left, 0, right - left, place.height - AXIS);
+    context.globalAlpha = 1;
+    context.strokeStyle = colours.accent;
+    context.strokeRect(left, 0, right - left, place.height - AXIS);
   }
 
   function mark(context, timeline, { rank, index }, x, place, colours) {
@@ -259,11 +280,12 @@ const timelines = (() => {
 
   // --- Pointer and keyboard ------------------------------------------------------------------------------------------
 
-  function listen(shown, view, { zoom, move, actions, redraw, unit }) {
+  function listen(shown, view, { zoom, move, actions, redraw, unit, whole }) {
     const { canvas, timeline, readout } = shown;
     const pixels = () => (view.to - view.from) / geometry(shown).span;
     const time = (event) => view.from + (event.clientX - canvas.getBoundingClientRect().left - LEFT) * pixels();
-    let drag = null;
+    let drag = null; // where a move of the view began: by a finger, or with Shift; a mouse without Shift selects
+    let isPointed = false; // a page that scrolls under a resting pointer goes on scrolling
 
     function select(found) {
       shown.selected = found?.index === undefined ? null : found;
@@ -273,25 +295,41 @@ const timelines = (() => {
     }
 
     canvas.addEventListener("pointermove", (event) => {
+      if (event.movementX || event.movementY) isPointed = true;
       if (drag !== null) move(drag.from - (event.clientX - drag.x) * pixels());
-      else select(under(shown, time(event), event));
+      else if (view.selecting !== null) {
+        view.selecting.to = time(event);
+        redraw();
+      } else select(under(shown, time(event), event));
     });
     canvas.addEventListener("pointerdown", (event) => {
-      drag = { x: event.clientX, from: view.from };
+      if (event.button !== 0) return;
+      if (event.pointerType === "touch" || event.shiftKey) drag = { x: event.clientX, from: view.from };
+      else view.selecting = { from: time(event), to: time(event) };
       canvas.setPointerCapture(event.pointerId);
-      canvas.classList.add("dragged");
     });
-    for (const name of ["pointerup", "pointercancel"]) canvas.addEventListener(name, () => { drag = null; canvas.classList.remove("dragged"); });
+    for (const name of ["pointerup", "pointercancel"]) canvas.addEventListener(name, () => {
+      const range = view.selecting;
+      drag = view.selecting = null;
+      if (range !== null && name === "pointerup" && Math.abs(range.to - range.from) > 5 * pixels()) {
+        const [from, to] = [Math.min(range.from, range.to), Math.max(range.from, range.to)].map((each) => Math.min(Math.max(0, each), whole));
+        move(from, Math.max(50, to - from));
+      }
+      redraw();
+    });
     canvas.addEventListener("wheel", (event) => {
-      if (!event.ctrlKey && !event.metaKey && !event.shiftKey) return; // a plain wheel scrolls the page
+      const isAlong = event.shiftKey || Math.abs(event.deltaX) > Math.abs(event.deltaY);
+      const isWhole = view.to - view.from >= whole;
+      if (!isPointed || (isWhole && (isAlong || event.deltaY > 0))) return; // there is nothing to zoom or move: the page scrolls
       event.preventDefault();
-      zoom(Math.exp(event.deltaY * 0.002 || event.deltaX * 0.002), time(event));
+      if (isAlong) move(view.from + (event.deltaX || event.deltaY) * pixels());
+      else zoom(Math.exp(event.deltaY * 0.002), time(event));
     }, { passive: false });
-    canvas.addEventListener("dblclick", (event) => zoom(0.5, time(event)));
+    canvas.addEventListener("dblclick", actions.all);
     canvas.addEventListener("keydown", (event) => {
       const go = { ArrowLeft: [0, -1], ArrowRight: [0, 1], ArrowUp: [-1, 0], ArrowDown: [1, 0] }[event.key];
       const around = () => shown.selected === null ? undefined : timeline.lanes[shown.selected.rank].begins[shown.selected.index];
-      const keys = { "+": () => zoom(0.5, around()), "=": () => zoom(0.5, around()), "-": () => zoom(2, around()), 0: actions.all, Home: actions.all };
+      const keys = { "+": () => zoom(0.5, around()), "=": () => zoom(0.5, around()), "-": () => zoom(2, around()), 0: actions.all, Home: actions.all, Escape: actions.all };
       if (event.ctrlKey || event.metaKey || event.altKey) return;
       if (go && event.shiftKey) ({ ArrowLeft: actions.left, ArrowRight: actions.right }[event.key] ?? (() => {}))();
       else if (go) { select(stepped(timeline, shown.selected, view, go)); follow(shown, view, move); }
@@ -299,7 +337,10 @@ const timelines = (() => {
       else return;
       event.preventDefault();
     });
-    canvas.addEventListener("pointerleave", () => { if (drag === null) select(null); });
+    canvas.addEventListener("pointerleave", () => {
+      isPointed = false;
+      if (drag === null) select(null);
+    });
   }
 
   /** Returns the computation or the waiting under the pointer. */

@@ -88,7 +88,7 @@ const charts = (() => {
     state.width = width;
     const open = place.querySelector("details")?.open ?? false; // an open table stays open
     place.classList.add("chart");
-    place.replaceChildren(...state.draw(Math.max(width, 240)).filter((part) => part !== null));
+    place.replaceChildren(...state.draw(Math.max(width, 140)).filter((part) => part !== null));
     if (open && place.querySelector("details")) place.querySelector("details").open = true;
   }
 
@@ -100,13 +100,13 @@ const charts = (() => {
   function frame(width, chart, xRange, yRange, xTicks) {
     const narrow = width < NARROW;
     const height = chart.height ?? (narrow ? 280 : 340);
-    const yTicks = ticks(...yRange, narrow ? 4 : 6);
+    const yTicks = ticks(...yRange, chart.compact ? 3 : narrow ? 4 : 6);
     const texts = yTicks.values.map((value) => number(value, yTicks.digits));
     const left = 14 + 7 * Math.max(...texts.map((text) => text.length));
-    const box = { left, right: width - 14, top: 28, bottom: height - 44 };
+    const box = chart.compact ? { left, right: width - 6, top: 8, bottom: height - 22 } : { left, right: width - 14, top: 28, bottom: height - 44 };
     const x = (value) => box.left + ((value - xRange[0]) / (xRange[1] - xRange[0])) * (box.right - box.left);
     const y = (value) => box.bottom - ((value - yRange[0]) / (yRange[1] - yRange[0])) * (box.bottom - box.top);
-    const parts = [svg("text", { x: 0, y: 12 }, axisText(chart.y))];
+    const parts = chart.compact ? [] : [svg("text", { x: 0, y: 12 }, axisText(chart.y))];
     yTicks.values.forEach((value, index) => {
       parts.push(svg("line", { class: "gridline", x1: box.left, x2: box.right, y1: y(value), y2: y(value) }));
       parts.push(svg("text", { x: box.left - 7, y: y(value) + 4, "text-anchor": "end" }, texts[index]));
@@ -116,7 +116,7 @@ const charts = (() => {
       parts.push(svg("line", { class: "axis", x1: x(at), x2: x(at), y1: box.bottom, y2: box.bottom + 4 }));
       parts.push(svg("text", { x: x(at), y: box.bottom + 18, "text-anchor": "middle" }, text));
     }
-    parts.push(svg("text", { x: box.right, y: height - 6, "text-anchor": "end" }, axisText(chart.x)));
+    if (!chart.compact) parts.push(svg("text", { x: box.right, y: height - 6, "text-anchor": "end" }, axisText(chart.x)));
     return { width, height, box, x, y, parts, narrow };
   }
 
@@ -165,7 +165,8 @@ const charts = (() => {
    *             xErrors?: [..] (+- on x), steps?: false (a value lasts until the next)}],
    *   marks?: (the most important first) [{name, color: 1..8, shape, x, y, label?: text beside it, title?: text in the
    *             legend, or null to leave it out, from?: {x, y} previous position, to animate a move}],
-   *   table?: true for the numbers below, legend?: false to leave it out, height?: px
+   *   table?: true for the numbers below, legend?: false to leave it out, height?: px,
+   *   compact?: true for one of many small charts, whose axes are described once
    * }
    */
   function line(place, chart) {
@@ -176,9 +177,9 @@ const charts = (() => {
       const highs = chart.series.flatMap((each) => (each.errors ?? []).map((error, index) => each.y[index] + error));
       const xRange = chart.x.range ?? range([...chart.series.flatMap((each) => each.x), ...marks.map((mark) => mark.x)]);
       const yRange = chart.y.range ?? range([...chart.series.flatMap((each) => each.y), ...marks.map((mark) => mark.y), ...lows, ...highs]);
-      const xTicks = ticks(...xRange, width < NARROW ? 4 : 8);
+      const xTicks = ticks(...xRange, chart.compact ? 2 : width < NARROW ? 4 : 8);
       const plane = frame(width, chart, xRange, yRange, xTicks.values.map((at) => ({ at, text: number(at, xTicks.digits) })));
-      const parts = [...chart.series.flatMap((each) => curve(plane, each)), ...marked(plane, marks, isNew)];
+      const parts = [...chart.series.flatMap((each) => curve(plane, each)), ...marked(plane, marks, chart.series, isNew)];
       isNew = false;
       const readout = html("p", { class: "readout", "aria-hidden": "true" }); // for the pointer; the table has the same for everybody
       const image = picture(plane, chart, parts);
@@ -210,21 +211,39 @@ const charts = (() => {
     return [svg("g", { class: `series-${series.color}` }, ...parts)];
   }
 
-  /** Returns the marks; the first is on top and is labelled first. Labels that do not fit are left to the legend. */
-  function marked(plane, marks, moving) {
-    const taken = marks.map((mark) => ({ left: plane.x(mark.x) - 7, right: plane.x(mark.x) + 7, top: plane.y(mark.y) - 7, bottom: plane.y(mark.y) + 7 }));
-    const groups = marks.map((mark) => {
+  /** Returns the marks; the first is on top and is labelled first. Marks that would hide each other, and labels that lie
+   * on a line, a mark or another label, are moved aside, with a thin line to where they belong. */
+  function marked(plane, marks, series, moving) {
+    const size = 7; // px, of half a mark
+    const box = ({ x, y }) => ({ left: x - size, right: x + size, top: y - size, bottom: y + size });
+    const spots = [];
+    for (const mark of marks) {
       const [x, y] = [plane.x(mark.x), plane.y(mark.y)];
-      const group = svg("g", { class: `series-${mark.color}` }, svg("path", { class: "mark", d: shape(mark.shape, x, y) }));
-      const spot = mark.label ? room(plane, x, y, 6.6 * mark.label.length, taken) : null;
-      if (spot !== null) {
-        taken.push(spot);
-        group.append(svg("text", { class: "label", x: spot.left, y: spot.bottom - 4 }, mark.label));
+      const aside = [0, 1, -1, 2, -2, 3, -3].map((step) => ({ x: x + 2.2 * size * step, y }));
+      const free = (spot) => spot.x > plane.box.left - size && spot.x < plane.width - size && spots.every((other) => apart(box(spot), box(other)));
+      spots.push(aside.find(free) ?? { x, y });
+    }
+    const taken = spots.map(box);
+    const lines = series.flatMap((each) => (each.line ?? true) ? segments(each.x.map((x, index) => [plane.x(x), plane.y(each.y[index])])) : []);
+    const groups = marks.map((mark, order) => {
+      const [spot, x, y] = [spots[order], plane.x(mark.x), plane.y(mark.y)];
+      const group = svg("g", { class: `series-${mark.color}` });
+      if (spot.x !== x) group.append(svg("path", { class: "leader", d: `M${x} ${y}H${spot.x}` }));
+      const found = mark.label ? room(plane, spot, 6.6 * mark.label.length, taken, lines) : null;
+      if (found !== null) {
+        taken.push(found);
+        if (found.far) group.append(svg("path", { class: "leader", d: `M${spot.x} ${spot.y}L${Math.min(Math.max(spot.x, found.left), found.right)} ${spot.y < found.top ? found.top : found.bottom}` }));
+        group.append(svg("text", { class: "label", x: found.left, y: found.bottom - 4 }, mark.label));
       }
+      group.append(svg("path", { class: "mark", d: shape(mark.shape, spot.x, spot.y) }));
       if (moving && mark.from) move(group, plane.x(mark.from.x) - x, plane.y(mark.from.y) - y);
       return group;
     });
     return groups.reverse(); // the last one drawn lies on top
+  }
+
+  function segments(points) {
+    return points.slice(1).map((point, index) => [...points[index], ...point]);
   }
 
   /** Animates an element from (dx, dy) to its place, unless the reader prefers reduced motion. */
@@ -233,12 +252,31 @@ const charts = (() => {
     element.animate([{ transform: `translate(${dx}px, ${dy}px)` }, { transform: "none" }], { duration: 600, easing: "ease-in-out" });
   }
 
-  function room(plane, x, y, width, taken) {
-    const spots = [[x + 11, y - 8], [x - width - 11, y - 8], [x - width / 2, y - 26], [x - width / 2, y + 10], [x + 9, y - 24], [x + 9, y + 8], [x - width - 9, y - 24], [x - width - 9, y + 8]];
-    const boxes = spots.map(([left, top]) => ({ left, right: left + width, top, bottom: top + 16 }));
-    const apart = (a, b) => a.right < b.left || b.right < a.left || a.bottom < b.top || b.bottom < a.top;
+  /** Returns the nearest free box for a label of `width` pixels, or null if there is none. */
+  function room(plane, { x, y }, width, taken, lines) {
     const inside = (box) => box.left >= plane.box.left && box.right <= plane.width && box.top >= 14 && box.bottom <= plane.box.bottom;
-    return boxes.find((box) => inside(box) && taken.every((other) => apart(box, other))) ?? null;
+    const boxes = [11, 22, 36, 54, 76, 104, 140, 190].flatMap((away) => Array.from({ length: 16 }, (_, turn) => {
+      const [dx, dy] = [away * Math.cos((turn - 1) * Math.PI / 8), away * Math.sin((turn - 1) * Math.PI / 8)];
+      const left = x + dx - (dx > away / 3 ? 0 : dx < -away / 3 ? width : width / 2);
+      const top = y + dy - (dy > away / 3 ? 2 : dy < -away / 3 ? 14 : 8);
+      return { left, right: left + width, top, bottom: top + 16, far: away > 22 };
+    })).filter((box) => inside(box) && taken.every((other) => apart(box, other)));
+    return boxes.find((box) => !lines.some((line) => crosses(line, box))) ?? boxes[0] ?? null;
+  }
+
+  function apart(a, b) {
+    return a.right < b.left || b.right < a.left || a.bottom < b.top || b.bottom < a.top;
+  }
+
+  /** Tells whether a line from (x0, y0) to (x1, y1) touches a box (Liang and Barsky 1984). */
+  function crosses([x0, y0, x1, y1], box) {
+    let [from, to] = [0, 1];
+    for (const [step, room] of [[x0 - x1, x0 - box.left], [x1 - x0, box.right - x0], [y0 - y1, y0 - box.top], [y1 - y0, box.bottom - y0]]) {
+      if (step === 0 && room < 0) return false;
+      if (step < 0) from = Math.max(from, room / step);
+      if (step > 0) to = Math.min(to, room / step);
+    }
+    return from <= to;
   }
 
   function lineLegend(series, marks) {
@@ -276,25 +314,61 @@ const charts = (() => {
   /** Draws groups of bars from zero.
    *
    * chart: {description, x: {label, unit}, y: {label, unit}, names: [text of each group],
-   *         series: [{name, color: 1..8, y: [one number for each group]}], table?: boolean, height?: px}
+   *         series: [{name, color: 1..8, y: [one number for each group], onto?: true to stand on the series before it,
+   *                   hatched?: true}], table?: boolean, height?: px}
    */
   function bars(place, chart) {
-    kept(place, (width) => {
-      const high = range([0, ...chart.series.flatMap((each) => each.y)])[1];
-      const few = Math.max(1, Math.ceil((chart.names.length * 28) / width)); // so many names fit side by side
+    const [bases, stacks] = stacked(chart.series);
+    kept(place, (shown) => {
+      const width = Math.max(shown, 60 + chart.names.length * (4 + 4 * (Math.max(...stacks) + 1))); // px; what is wider scrolls
+      const tops = chart.series.flatMap((each, order) => each.y.map((value, index) => bases[order][index] + value));
+      const [low, high] = range([0, ...tops]);
+      const few = Math.max(1, Math.ceil((chart.names.length * (6 + 7 * Math.max(...chart.names.map((name) => name.length)))) / width)); // so many names fit side by side
       const xTicks = chart.names.flatMap((text, at) => (at % few === 0 ? [{ at, text }] : []));
-      const plane = frame(width, chart, [-0.5, chart.names.length - 0.5], [0, high], xTicks);
+      const plane = frame(width, chart, [-0.5, chart.names.length - 0.5], [Math.min(...tops) < 0 ? low : 0, high], xTicks);
       const step = (plane.box.right - plane.box.left) / Math.max(1, chart.names.length);
-      const wide = Math.min(28, (step * 0.8) / chart.series.length);
-      const parts = chart.series.map((each, order) => svg("g", { class: `series-${each.color}` }, ...each.y.map((value, index) => svg("rect", {
-        class: "bar",
-        x: plane.x(index) + (order - chart.series.length / 2) * wide,
-        y: plane.y(value), width: Math.max(1, wide - 1), height: plane.box.bottom - plane.y(value),
-      }))));
-      const signs = chart.series.map((each) => ({ color: each.color, text: each.name, sign: svg("rect", { x: 5, y: 1, width: 12, height: 10, fill: "currentColor" }) }));
+      const count = Math.max(...stacks) + 1;
+      const wide = Math.min(28, (step * 0.8) / count);
+      const parts = chart.series.map((each, order) => {
+        const fill = each.hatched ? hatching() : null;
+        const rects = each.y.map((value, index) => {
+          const [from, to] = [plane.y(bases[order][index]), plane.y(bases[order][index] + value)];
+          return svg("rect", {
+            class: each.hatched ? "bar hatched" : "bar", fill: fill && `url(#${fill.id})`,
+            x: plane.x(index) + (stacks[order] - count / 2) * wide, y: Math.min(from, to),
+            width: Math.max(1, wide - (wide > 3 ? 1 : 0)), height: Math.abs(from - to),
+          });
+        });
+        return svg("g", { class: `series-${each.color}` }, fill, ...rects);
+      });
+      const signs = chart.series.map((each) => {
+        const fill = each.hatched ? hatching() : null;
+        return { color: each.color, text: each.name, sign: svg("g", {}, fill, svg("rect", { class: fill ? "hatched" : null, x: 5, y: 1, width: 12, height: 10, fill: fill ? `url(#${fill.id})` : "currentColor" })) };
+      });
       const rows = chart.names.map((name, index) => [name, ...chart.series.map((each) => each.y[index])]);
-      return [picture(plane, chart, parts), legend(signs), chart.table ? table([axisText(chart.x), ...chart.series.map((each) => each.name)], rows) : null];
+      const image = picture(plane, chart, parts);
+      if (width > shown) image.setAttribute("width", width);
+      const drawn = width > shown ? html("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": axisText(chart.y) }, image) : image;
+      return [drawn, legend(signs), chart.table ? table([axisText(chart.x), ...chart.series.map((each) => axisText({ label: each.name, unit: chart.y.unit }))], rows) : null];
     });
+  }
+
+  /** Returns for each series where its bars begin, and the number of its stack. */
+  function stacked(series) {
+    const [bases, stacks] = [[], []];
+    series.forEach((each, order) => {
+      bases.push(each.y.map((_, index) => each.onto ? bases[order - 1][index] + series[order - 1].y[index] : 0));
+      stacks.push(order === 0 ? 0 : stacks[order - 1] + (each.onto ? 0 : 1));
+    });
+    return [bases, stacks];
+  }
+
+  let hatchings = 0; // for names that are unique on the page
+
+  function hatching() {
+    hatchings += 1;
+    return svg("pattern", { id: `hatching-${hatchings}`, width: 5, height: 5, patternUnits: "userSpaceOnUse", patternTransform: "rotate(45)" },
+      svg("path", { d: "M0 0V5", stroke: "currentColor", "stroke-width": 3 }));
   }
 
   return { html, svg, number, quantity, ticks, range, table, line, bars, shape };

@@ -1,0 +1,324 @@
+"""Where the energy of an iteration goes: per rank and phase, computing apart from waiting; and why, in sentences."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from statistics import fmean, median
+from typing import TYPE_CHECKING
+
+from perseus_planner.cluster import baselines
+from perseus_planner.plans.replay import end_times, replay
+from perseus_planner.quantities import si_text
+from perseus_planner.views.context import ALL_MAXIMUM, origin_label, share
+from perseus_planner.views.report.savings import pipelines_of_run
+from perseus_planner.views.run import summarize_run
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from perseus_planner.plans.plan import Plan
+    from perseus_planner.plans.replay import Span
+    from perseus_planner.runs.run import Run
+    from perseus_planner.solver.frontier import Frontier
+    from perseus_planner.views.report.savings import Saving
+    from perseus_planner.views.report.sources import Sources
+
+PHASES = ("warm-up", "steady state", "drain")
+"""A rank's warm-up lasts until its first backward begins; its drain begins when its last forward has ended."""
+
+_ALIKE = 0.005  #: ranks whose times differ by less, relative to each other, are not told apart
+_LOW = 0.995  #: of the highest clock; a rank below it runs at lower clocks
+
+
+@dataclass(frozen=True)
+class EnergyUse:
+    """Joules of computing, with operations of fixed time, and joules of waiting."""
+
+    computing_j: float
+    waiting_j: float
+
+    @property
+    def energy_j(self) -> float:
+        """Both together, joules."""
+        return self.computing_j + self.waiting_j
+
+
+@dataclass(frozen=True)
+class IterationEnergy:
+    """Where the energy of one iteration of one pipeline goes.
+
+    Attributes:
+        name: what the iteration is of.
+        kind: "baseline", "plan" or "run".
+        origin: where the numbers come from.
+        time_s: iteration time, seconds.
+        ranks: the energy of all GPUs of each rank.
+        phases: the energy of each of `PHASES`, all ranks together; empty for a run, whose phases are not recorded.
+        busy_s: seconds of computations and operations of each rank.
+        clocks: mean clock of each rank over its computations, weighted by time, MHz or watts; empty for a run.
+    """
+
+    name: str
+    kind: str
+    origin: str
+    time_s: float
+    ranks: tuple[EnergyUse, ...]
+    phases: tuple[EnergyUse, ...]
+    busy_s: tuple[float, ...]
+    clocks: tuple[float, ...]
+
+    @property
+    def computing_j(self) -> float:
+        """Joules of computing of all ranks."""
+        return math.fsum(rank.computing_j for rank in self.ranks)
+
+    @property
+    def waiting_j(self) -> float:
+        """Joules of waiting of all ranks."""
+        return math.fsum(rank.waiting_j for rank in self.ranks)
+
+
+@dataclass(frozen=True)
+class Bottleneck:
+    """The ranks whose computations take longest with all clocks at maximum.
+
+    Attributes:
+        ranks: their numbers; empty if most ranks are about as busy.
+        busy_s: seconds of computations and operations of the busiest rank.
+        excess_share: by how much that is more than the median of all ranks.
+        balanced_time_s: iteration time if every rank were as busy as the mean of all, seconds.
+        time_s: iteration time as it is, seconds.
+    """
+
+    ranks: tuple[int, ...]
+    busy_s: float
+    excess_share: float
+    balanced_time_s: float
+    time_s: float
+
+
+@dataclass(frozen=True)
+class WhereEnergyGoes:
+    """The first picture of a report.
+
+    Attributes:
+        iterations: all clocks at maximum, the first plan, and the first run, as far as they are known.
+        bottleneck: the busiest rank, or None if it is not known.
+        sentences: what the picture shows, in words; the first one says what is saved, and why.
+    """
+
+    iterations: tuple[IterationEnergy, ...]
+    bottleneck: Bottleneck | None
+    sentences: tuple[str, ...]
+
+
+def where_energy_goes(sources: Sources, savings: Sequence[Saving]) -> WhereEnergyGoes:
+    """Return where the energy goes before, by the first plan, and in the first run.
+
+    Args:
+        sources: what the report is made of.
+        savings: what each run and plan saves; the sentences are about the first.
+    """
+    before = bottleneck = None
+    if sources.frontier is not None:
+        plan = sources.frontier.plan_of(baselines.all_maximum(sources.frontier.dag))
+        before = energy_of_plan(ALL_MAXIMUM, plan, "baseline")
+        bottleneck = find_bottleneck(sources.frontier, plan, before)
+    planned = next((energy_of_plan(name, plan) for name, plan in sources.plans.items()), None)
+    ran = next(filter(None, (_energy_of_run(name, run) for name, run in sources.runs.items())), None)
+    found = tuple(each for each in (before, planned, ran) if each is not None)
+    return WhereEnergyGoes(found, bottleneck, tuple(_sentences(savings, before, planned, ran, bottleneck)))
+
+
+def energy_of_plan(name: str, plan: Plan, kind: str = "plan") -> IterationEnergy:
+    """Return where the energy of a replayed iteration goes; its sum is the plan's energy."""
+    timeline, iteration = replay(plan), plan.iteration
+    spans = list(timeline.spans.values())
+    uses: list[list[EnergyUse]] = []
+    busy_s, clocks = [], []
+    for program, waiting_w in zip(iteration.programs, plan.rank_waiting_w, strict=True):
+        ends_s = _phase_ends_s(plan, program, spans, timeline.time_s)
+        uses.append(list(_phases([spans[place] for place in program], ends_s, waiting_w)))
+        busy_s.append(math.fsum(spans[place].end_s - spans[place].start_s for place in program))
+        clocks.append(_mean_clock(plan, program, spans))
+    return IterationEnergy(
+        name,
+        kind,
+        origin_label(plan.origin),
+        timeline.time_s,
+        tuple(map(_sum, uses)),
+        tuple(map(_sum, zip(*uses, strict=True))),
+        tuple(busy_s),
+        tuple(clocks),
+    )
+
+
+def _phase_ends_s(plan: Plan, program: Sequence[int], spans: Sequence[Span], time_s: float) -> tuple[float, ...]:
+    """Return when each phase of a rank ends; without backwards, all is steady state."""
+    kinds = [
+        (plan.iteration.computations[place].kind, spans[place]) for place in program if _is_computation(plan, place)
+    ]
+    backward_s = min((span.start_s for kind, span in kinds if kind != "F"), default=0.0)
+    forward_s = max((span.end_s for kind, span in kinds if kind == "F"), default=0.0)
+    if not any(kind != "F" for kind, _ in kinds):
+        forward_s = time_s
+    return backward_s, max(backward_s, forward_s), time_s
+
+
+def _is_computation(plan: Plan, place: int) -> bool:
+    return place < len(plan.iteration.computations)
+
+
+def _phases(spans: Sequence[Span], ends_s: Sequence[float], waiting_w: float) -> Iterator[EnergyUse]:
+    begin_s = 0.0
+    for number, end_s in enumerate(ends_s):
+        is_last = (
+            number == len(ends_s) - 1
+        )  # with a negative calibrated overhead, spans begin after the iteration's end
+        inside = [span for span in spans if begin_s <= span.start_s and (is_last or span.start_s < end_s)]
+        busy_s = math.fsum(span.end_s - span.start_s for span in inside)
+        computing_j = math.fsum(span.power_w * (span.end_s - span.start_s) for span in inside)
+        yield EnergyUse(computing_j, waiting_w * (end_s - begin_s - busy_s))
+        begin_s = end_s
+
+
+def _sum(uses: Sequence[EnergyUse]) -> EnergyUse:
+    return EnergyUse(math.fsum(use.computing_j for use in uses), math.fsum(use.waiting_j for use in uses))
+
+
+def _mean_clock(plan: Plan, program: Sequence[int], spans: Sequence[Span]) -> float:
+    names = plan.iteration.names
+    timed = [
+        (plan.clocks[names[place]], spans[place].end_s - spans[place].start_s)
+        for place in program
+        if _is_computation(plan, place)
+    ]
+    return math.fsum(clock * time_s for clock, time_s in timed) / math.fsum(time_s for _, time_s in timed)
+
+
+def _energy_of_run(name: str, run: Run) -> IterationEnergy | None:
+    """Return where the energy of a run's mean iteration goes, or None if it is not known.
+
+    Only the energy of a whole iteration is read from a GPU: that of waiting is the time without computations at the
+    blocking power of the plan, and the rest is that of computing.
+    """
+    summary = summarize_run(run)
+    time_s = summary.current.time_s
+    if time_s is None or summary.current.energy_j is None:
+        return None
+    plan = run.plan(summary.version, summary.ranks[0].pipeline)
+    count = pipelines_of_run(run, summary)
+    uses, busy_s = [], []
+    for number, waiting_w in enumerate(plan.rank_waiting_w):
+        ranks = [rank for rank in summary.ranks if rank.pipeline_rank == number]
+        busy_s.append(fmean(rank.busy_s or 0.0 for rank in ranks))
+        waiting_j = waiting_w * (time_s - busy_s[-1])
+        energy_j = math.fsum(rank.energy_j or 0.0 for rank in ranks) / count
+        uses.append(EnergyUse(energy_j - waiting_j, waiting_j))
+    origin = f"time measured, energy {summary.gpu_origin or 'of unknown origin'}"
+    return IterationEnergy(name, "run", origin, time_s, tuple(uses), (), tuple(busy_s), ())
+
+
+def find_bottleneck(frontier: Frontier, plan: Plan, before: IterationEnergy) -> Bottleneck:
+    """Return the busiest ranks with all clocks at maximum, and the iteration time if all ranks were equally busy."""
+    most_s, mean_s = max(before.busy_s), fmean(before.busy_s)
+    ranks = tuple(rank for rank, busy_s in enumerate(before.busy_s) if busy_s >= (1 - _ALIKE) * most_s)
+    # Fixed operations keep their time; the computations of a rank are scaled alike.
+    balanced_s = [
+        plan.measurement(computation).time_s * mean_s / before.busy_s[rank]
+        for computation, rank in zip(plan.iteration.computations, plan.iteration.rank_of, strict=False)
+    ]
+    return Bottleneck(
+        ranks if 2 * len(ranks) <= len(before.busy_s) else (),
+        most_s,
+        most_s / median(before.busy_s) - 1,
+        max(end_times(frontier.dag, balanced_s)) + plan.overhead_s,
+        before.time_s,
+    )
+
+
+# --- In words --------------------------------------------------------------------------------------------------------
+
+
+def _sentences(
+    savings: Sequence[Saving],
+    before: IterationEnergy | None,
+    planned: IterationEnergy | None,
+    ran: IterationEnergy | None,
+    bottleneck: Bottleneck | None,
+) -> Iterator[str]:
+    after = ran or planned
+    if savings:
+        yield _saving_sentence(savings[0], before, after)
+    if before is not None:
+        waiting = 100 * share(before.waiting_j, before.waiting_j + before.computing_j)
+        yield (
+            f"With {ALL_MAXIMUM}, {waiting:.0f} % of the energy is drawn while GPUs wait for their neighbours, and "
+            f"{100 - waiting:.0f} % while they compute."
+        )
+    if bottleneck is not None and before is not None:
+        yield from _bottleneck_sentences(bottleneck, before, planned)
+    if before is not None and planned is not None:
+        yield from _phase_sentences(before, planned)
+
+
+def _saving_sentence(saving: Saving, before: IterationEnergy | None, after: IterationEnergy | None) -> str:
+    subject = f"The run ({saving.name})" if saving.is_run else saving.name
+    used = f"{subject} takes {si_text(saving.energy_j, 'J')} and {si_text(saving.time_s, 's')} per iteration"
+    more = "less" if saving.saved_j >= 0 else "more"
+    time_share = 100 * (saving.time_ratio - 1)
+    slower = (
+        f"{abs(time_share):.1f} % {'longer' if time_share > 0 else 'shorter'}" if abs(time_share) >= 0.05 else "as long"
+    )
+    text = f"{used}: {100 * abs(saving.saved_share):.1f} % {more} energy than {saving.baseline}, and {slower}"
+    if before is None or after is None:
+        return f"{text}."
+    lower = sum(clock < _LOW * most for clock, most in zip(after.clocks, before.clocks, strict=False))
+    because = f", as {lower} of {len(after.clocks)} ranks run at lower clocks" if lower else ""
+    computing_j, waiting_j = (before.computing_j - after.computing_j, before.waiting_j - after.waiting_j)
+    pipeline = " of a pipeline" if saving.pipelines > 1 else ""
+    return f"{text}. Computing{pipeline} takes {_change(computing_j)}{because}; waiting takes {_change(waiting_j)}."
+
+
+def _change(saved_j: float) -> str:
+    return f"{si_text(abs(saved_j), 'J')} {'less' if saved_j >= 0 else 'more'}"
+
+
+def _bottleneck_sentences(found: Bottleneck, before: IterationEnergy, planned: IterationEnergy | None) -> Iterator[str]:
+    busy = f"{si_text(found.busy_s, 's')} of {si_text(found.time_s, 's')}"
+    if len(before.ranks) == 1:
+        return
+    if not found.ranks:
+        yield (
+            f"No rank is the bottleneck: most compute for about as long ({busy}). They wait because the schedule fills "
+            "and empties the pipeline; more microbatches make that a smaller part."
+        )
+        return
+    first, *more = found.ranks
+    name, verb = (
+        (f"Ranks {first} and {len(more)} more are", "they compute") if more else (f"Rank {first} is", "it computes")
+    )
+    text = f"{name} the bottleneck: {verb} for {busy}, {100 * found.excess_share:.1f} % longer than the median rank"
+    shorter = 1 - found.balanced_time_s / found.time_s
+    if shorter > _ALIKE:
+        text += f"; with equal work on all ranks, an iteration would be {100 * shorter:.1f} % shorter"
+    if planned is not None:
+        parts = [clock / most for clock, most in zip(planned.clocks, before.clocks, strict=True)]
+        others = [part for rank, part in enumerate(parts) if rank not in found.ranks]
+        kept = fmean(parts[rank] for rank in found.ranks)
+        them = "them" if more else "it"
+        text += f". The plan runs {them} at {100 * kept:.0f} % of the highest clock on average, the others at "
+        text += f"{100 * fmean(others):.0f} %"
+    yield f"{text}."
+
+
+def _phase_sentences(before: IterationEnergy, planned: IterationEnergy) -> Iterator[str]:
+    saved_j = [was.energy_j - now.energy_j for was, now in zip(before.phases, planned.phases, strict=True)]
+    whole_j = math.fsum(saved_j)
+    if whole_j <= 0:
+        return
+    first, second, third = (
+        f"{100 * each / whole_j:.0f} % in the {name}" for name, each in zip(PHASES, saved_j, strict=True)
+    )
+    yield f"The plan saves {first}, {second} and {third}."

@@ -1,0 +1,130 @@
+"""Where the energy goes: its parts add up to the plan's energy, and its words say what the numbers say."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from made_runs import write_run
+from strategies import jobs, smooth_profile
+
+from perseus_planner import Frontier, Profile, schedules, solve
+from perseus_planner.plans.replay import replay
+from perseus_planner.runs.run import Run
+from perseus_planner.solver.solve import solve_dag
+from perseus_planner.views.plan import summarize_plan
+from perseus_planner.views.report.report import make_report
+from perseus_planner.views.report.savings import EnergyRates, IterationSize
+from perseus_planner.views.report.sources import Sources
+from perseus_planner.views.report.where import energy_of_plan
+
+
+def profile_of(factors: list[float]) -> Profile:
+    """Return a profile of stages that are alike but for their times and energies, which are multiplied."""
+    profile = smooth_profile(len(factors), step_mhz=150)
+    rows = {
+        (stage, kind): tuple(
+            replace(row, time_s=row.time_s * factors[stage], energy_j=row.energy_j * factors[stage])
+            for row in profile.measurements[0, kind]
+        )
+        for stage, kind in profile.measurements
+    }
+    return replace(profile, measurements=rows)
+
+
+def frontier_of(*factors: float) -> Frontier:
+    return solve(profile_of([*factors]), schedules.one_f_one_b(len(factors), 8))
+
+
+def where(**sources):
+    return make_report(Sources(**sources), EnergyRates(), IterationSize()).where
+
+
+@settings(max_examples=15)
+@given(jobs().map(solve_dag))
+def test_ranks_and_phases_add_up_to_the_energy_of_the_plan(frontier: Frontier):
+    plan = frontier.plan_for(frontier.baseline_time_s)
+    found = energy_of_plan("plan", plan)
+    size_j = math.fsum(abs(rank.computing_j) + abs(rank.waiting_j) for rank in found.ranks)
+    assert found.computing_j + found.waiting_j == pytest.approx(plan.energy_j, abs=1e-9 * size_j)
+    for part in ("computing_j", "waiting_j"):
+        of_phases = math.fsum(getattr(phase, part) for phase in found.phases)
+        assert of_phases == pytest.approx(getattr(found, part), abs=1e-9 * size_j)
+    for rank, summary in zip(found.ranks, summarize_plan(plan).per_rank, strict=True):
+        assert rank.energy_j == pytest.approx(summary.energy_j, abs=1e-9 * size_j)
+
+
+def test_phases_are_those_of_1f1b():
+    plan = frontier_of(1.0, 1.0, 1.0).plan_for(1e9)
+    spans, found = replay(plan).spans, energy_of_plan("plan", plan)
+    first = {0: "0F0 0F1 0F2", 1: "1F0 1F1", 2: "2F0"}  # before the first backward of each rank
+    computing_j = math.fsum(
+        spans[name].power_w * (spans[name].end_s - spans[name].start_s)
+        for names in first.values()
+        for name in names.split()
+    )
+    assert found.phases[0].computing_j == pytest.approx(computing_j)
+    last = {0: "0B5 0B6 0B7", 1: "1B6 1B7", 2: "2B7"}
+    computing_j = math.fsum(
+        spans[name].power_w * (spans[name].end_s - spans[name].start_s)
+        for names in last.values()
+        for name in names.split()
+    )
+    assert found.phases[2].computing_j == pytest.approx(computing_j)
+
+
+def test_the_first_sentence_says_what_is_saved_and_why():
+    frontier = frontier_of(1.0, 1.0, 1.2, 1.0)
+    plan = frontier.plan_for(1.02 * frontier.baseline_time_s)
+    found = where(frontier=frontier, plans={"plan.yaml": plan})
+    first, before, bottleneck, phases = found.sentences
+    share = 100 * plan.saving_j / plan.baseline_energy_j
+    assert f": {share:.1f} % less energy than all clocks at maximum, and 2.0 % longer. Computing takes " in first
+    assert "ranks run at lower clocks; waiting takes" in first
+    assert before.startswith("With all clocks at maximum, ")
+    assert bottleneck.startswith("Rank 2 is the bottleneck: it computes for ")
+    assert "20.0 % longer than the median rank; with equal work on all ranks, an iteration would be " in bottleneck
+    assert phases.startswith("The plan saves ")
+    assert found.bottleneck is not None
+    balanced = solve(profile_of([1.05] * 4), schedules.one_f_one_b(4, 8))
+    assert found.bottleneck.balanced_time_s == pytest.approx(balanced.baseline_time_s)
+
+
+def test_equal_ranks_have_no_bottleneck_and_a_few_share_one():
+    frontier = frontier_of(1.0, 1.0, 1.0, 1.0)
+    plans = {"plan.yaml": frontier.plan_for(frontier.baseline_time_s)}
+    assert "No rank is the bottleneck" in where(frontier=frontier, plans=plans).sentences[2]
+    frontier = frontier_of(1.1, 1.0, 1.1, 1.0)
+    plans = {"plan.yaml": frontier.plan_for(frontier.baseline_time_s)}
+    assert "Ranks 0 and 1 more are the bottleneck" in where(frontier=frontier, plans=plans).sentences[2]
+
+
+def test_a_report_with_a_run_leads_with_the_run(tmp_path: Path):
+    frontier = frontier_of(1.0, 1.1)
+    plan = frontier.plan_for(1.02 * frontier.baseline_time_s)
+    write_run(tmp_path, plan, pipelines=2)
+    report = make_report(
+        Sources(frontier=frontier, plans={"plan.yaml": plan}, runs={"run": Run.load(tmp_path)}),
+        EnergyRates(),
+        IterationSize(),
+    )
+    assert report.savings[0].is_run
+    assert report.where.sentences[0].startswith("The run (run) takes ")
+    run = report.where.iterations[-1]
+    planned = energy_of_plan("plan", plan)
+    assert (run.kind, run.phases) == ("run", ())
+    for ran, rank in zip(run.ranks, planned.ranks, strict=True):
+        assert ran.energy_j == pytest.approx(rank.energy_j, rel=1e-3)
+        assert ran.waiting_j == pytest.approx(rank.waiting_j, rel=2e-2)
+
+
+def test_a_plan_alone_says_what_it_saves(tmp_path: Path):
+    frontier = frontier_of(1.0, 1.0)
+    plan = frontier.plan_for(frontier.baseline_time_s)
+    found = where(plans={"plan.yaml": plan})
+    assert [each.kind for each in found.iterations] == ["plan"]
+    assert len(found.sentences) == 1
+    assert where(profile=smooth_profile(2)).iterations == ()
