@@ -93,6 +93,14 @@ class Registration:
     microbatches: Annotated[
         Annotated[int, Strict(), Field(ge=1, le=2**20)] | None, Field(description="For a schedule given by its name.")
     ] = None
+    take_over: Annotated[
+        bool,
+        Strict(),
+        Field(
+            description="Whether a running job of that name goes on with this frontier and these settings. Its reports "
+            "and totals stay, and so do a deadline and a power budget that were set since it was registered."
+        ),
+    ] = False
 
     def __post_init__(self) -> None:
         profile = (self.profile_csv, self.profile_yaml, self.schedule)
@@ -114,6 +122,16 @@ class Registration:
             power_w=self.power_w,
             on_time=self.on_time,
         )
+
+
+@dataclass(frozen=True)
+class ProfileTexts:
+    """A profile, as the texts of its two files."""
+
+    __pydantic_config__ = STRICT
+
+    profile_csv: Annotated[str, Field(description="The text of profile.csv.")] = field(repr=False)
+    profile_yaml: Annotated[str, Field(description="The text of the profile.yaml that names it.")] = field(repr=False)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from perseus_planner.service.alertmanager import AlertEffects, jobs_concerned, w
 from perseus_planner.service.answers import Answer, JobStatus, JobSummary, JobTotals, PipelineStatus, Registered
 from perseus_planner.service.checks import check_deadline, check_positive, check_report, check_same
 from perseus_planner.service.clock import SteadyClock
-from perseus_planner.service.model import Conflict, PlanSet, RegisteredJob, Report, Taken, UnknownReport
+from perseus_planner.service.model import Conflict, PlanSet, RegisteredJob, Report, Taken, UnknownProfile, UnknownReport
 from perseus_planner.service.planning.cache import Planning, Processes
 from perseus_planner.service.planning.replanner import Replanner, replan
 from perseus_planner.service.planning.worker import Unsolved, solve_profile
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from perseus_planner.service.planning.curves import Curve
-    from perseus_planner.service.schemas import Counters
+    from perseus_planner.service.schemas import Counters, ProfileTexts
     from perseus_planner.service.state import JobState
     from perseus_planner.service.store.storage import Storage
 
@@ -170,12 +170,13 @@ class Service:
             finally:
                 self._solver.restart()  # a large schedule leaves no memory behind
 
-    def register(self, job: RegisteredJob, frontier: bytes) -> Registered:
+    def register(self, job: RegisteredJob, frontier: bytes, *, take_over: bool = False) -> Registered:
         """Register a job, or recognize it; returns when the first version of its plans is there.
 
         Args:
             job: The service sets its `frontier` and `since_s`.
             frontier: The frontier file.
+            take_over: Whether another job of that name goes on as this one.
 
         Raises:
             Conflict: If another job of that name runs.
@@ -185,19 +186,22 @@ class Service:
         """
         job = transitions.checked(job, frontier, self._now_s())
         state = self._writer.jobs.get(job.name)
-        if state is not None:
+        if state is not None and (not take_over or transitions.is_same(state, job)):
             return transitions.registered_again(state, job)
         first = transitions.first_state(job, frontier, self._planning)
 
         def command(draft: Draft) -> Registered:
             known = draft.find(job.name)
-            if known is not None:
+            if known is not None and not take_over:
                 return transitions.registered_again(known, job)
-            draft.put(first)
             draft.frontiers[job.frontier] = frontier, first.curve
+            if known is None:
+                draft.put(first)
+            else:
+                self._reconcile(draft, transitions.taken_over(known, first))
             self._share_power(draft, job.name)
-            version = draft.state(job.name).published.version
-            return Registered(JobSummary.of(job), version, is_new=True)
+            state = draft.state(job.name)
+            return Registered(JobSummary.of(state.job), state.published.version, is_new=known is None)
 
         return self._writer.do(command)
 
@@ -329,6 +333,24 @@ class Service:
             return transitions.answer_to(before, after, report)
 
         return self._writer.do(command)
+
+    # What jobs have learnt
+
+    def learnt_profile(self, key: str) -> ProfileTexts:
+        """Return the profile that was learnt last by a job with this key.
+
+        Raises:
+            UnknownProfile: If there is none.
+        """
+        found = self._storage.learnt_profile(key)
+        if found is None:
+            raise UnknownProfile(f"no profile was learnt for {shown(key)} yet; a job in autopilot sends it")
+        return found
+
+    def keep_profile(self, key: str, profile: ProfileTexts) -> None:
+        """Keep the profile that a job has learnt, for the next one with this key; the last `PROFILES_KEPT` are kept."""
+        now_s = self._now_s()
+        self._writer.do(lambda draft: draft.learnt.update({key: (profile, now_s)}))
 
     # What a job reports about itself
 

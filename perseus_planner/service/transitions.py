@@ -73,18 +73,41 @@ def first_state(job: RegisteredJob, frontier: bytes, planning: Planning) -> JobS
     )
 
 
+def is_same(state: JobState, job: RegisteredJob) -> bool:
+    """Return whether a registration is the one of the job in `state`."""
+    return replace(job, since_s=state.registered.since_s) == state.registered
+
+
 def registered_again(state: JobState, job: RegisteredJob) -> Registered:
     """Return the answer to a repeated registration of the job in `state`.
 
     Raises:
         Conflict: If `job` is another job of that name.
     """
-    if replace(job, since_s=state.registered.since_s) != state.registered:
+    if not is_same(state, job):
         raise Conflict(
             f"another job {shown(job.name)} runs, with another frontier or other settings; end that one, or choose "
             "another name"
         )
     return Registered(JobSummary.of(state.job), state.published.version, is_new=False)
+
+
+def taken_over(state: JobState, first: JobState) -> JobState:
+    """Return the job in `state` with the frontier, settings and plans of `first`, to be reconciled with its reports."""
+    before, now = state.job, first.job
+    if before.deadline_s != state.registered.deadline_s:  # set since then
+        now = replace(now, deadline_s=before.deadline_s)
+    version = state.promised + 1
+    return replace(
+        first,
+        registered=replace(first.registered, since_s=before.since_s),
+        job=replace(now, power_w=before.power_w, since_s=before.since_s),
+        published=replace(first.published, version=version),
+        promised=version,
+        reports=state.reports,
+        past=state.past,
+        taken=state.taken,
+    )
 
 
 def reconciled(state: JobState, planning: Planning, now_s: float) -> JobState:

@@ -44,6 +44,8 @@ REQUESTS = [
     ("PUT", "/v1/jobs/gpt3/deadline", {"deadline_s": 1.0}, "operate"),
     ("PUT", "/v1/jobs/gpt3/power", {"power_w": 1e3}, "operate"),
     ("PUT", "/v1/power", {"power_w": 1e3}, "operate"),
+    ("PUT", "/v1/profiles/r1", {"profile_csv": "", "profile_yaml": ""}, "operate"),
+    ("GET", "/v1/profiles/r1", None, "read"),
     ("DELETE", "/v1/jobs/gpt3", None, "operate"),
 ]
 

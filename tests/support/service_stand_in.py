@@ -41,7 +41,7 @@ from perseus_planner.service.model import (
 )
 from perseus_planner.service.planning.curves import Curve
 from perseus_planner.service.planning.worker import Unsolved, solve_profile
-from perseus_planner.service.schemas import Counters
+from perseus_planner.service.schemas import Counters, ProfileTexts
 from perseus_planner.service.telemetry import Tally, add_counters
 
 httpx = pytest.importorskip("httpx")
@@ -74,7 +74,7 @@ class StandIn:
     def solve(self, unsolved: Unsolved, most_s: float) -> bytes:
         return solve_profile(unsolved)
 
-    def register(self, job: RegisteredJob, frontier: bytes) -> Registered:
+    def register(self, job: RegisteredJob, frontier: bytes, *, take_over: bool = False) -> Registered:
         if not frontier.startswith(b"PK"):
             raise FrontierError("frontier.npz: is not a frontier file; name one that `planner solve` wrote")
         known = self.kept.get(job.name)
@@ -85,6 +85,12 @@ class StandIn:
         if known is None:
             self._publish(job.name)
         return Registered(JobSummary.of(self.kept[job.name]), self.versions[job.name], known is None)
+
+    def keep_profile(self, key: str, profile: ProfileTexts) -> None:
+        pass
+
+    def learnt_profile(self, key: str) -> ProfileTexts:
+        return ProfileTexts("", "")
 
     def report(self, job: str, report: Report) -> Answer:
         self._check(job)

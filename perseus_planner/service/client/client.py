@@ -29,7 +29,14 @@ from perseus_planner.service.answers import (
 from perseus_planner.service.client.transport import Transport
 from perseus_planner.service.model import PlanSet, Report
 from perseus_planner.service.planning.curves import Curve
-from perseus_planner.service.schemas import DeadlineRequest, PowerRequest, TakenRequest, from_json, to_json
+from perseus_planner.service.schemas import (
+    DeadlineRequest,
+    PowerRequest,
+    ProfileTexts,
+    TakenRequest,
+    from_json,
+    to_json,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -176,6 +183,14 @@ class Client:
         """
         path = "/v1/power" if job is None else _path(job, "power")
         return self._ask(Answers, "PUT", path, to_json(PowerRequest(power_w))).answers
+
+    def learnt_profile(self, key: str) -> ProfileTexts:
+        """Return the profile that a job with this key has learnt. Refused (404) if there is none."""
+        return self._ask(ProfileTexts, "GET", f"/v1/profiles/{quote(key, safe='')}")
+
+    def keep_profile(self, key: str, profile: ProfileTexts) -> None:
+        """Keep a profile that a job has learnt, for the next job with this key."""
+        self._transport.send("PUT", f"/v1/profiles/{quote(key, safe='')}", body=to_json(profile))
 
     def metrics(self) -> str:
         """Return the metrics in the text format of Prometheus."""

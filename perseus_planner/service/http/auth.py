@@ -34,6 +34,7 @@ _OPEN_PATHS = ("/healthz", "/v1/me")  # for supervisors and the dashboard; they 
 _ELSEWHERE = ("cross-site", "same-site")  # browsers send these for pages of other sites, or of another port
 _SAFE = ("GET", "HEAD", "OPTIONS")
 _REGISTER, _ALERT = ("POST", "/v1/jobs"), ("POST", "/v1/alerts")
+_PROFILES = "/v1/profiles/"
 _HEADERS = (
     (b"cache-control", b"no-store"),
     (b"content-security-policy", b"default-src 'none'; frame-ancestors 'none'"),
@@ -87,7 +88,7 @@ class Limits:
 
     Attributes:
         body_bytes: The largest body of a request.
-        registration_bytes: The largest body of a registration, which carries a frontier.
+        registration_bytes: The largest body of a registration, which carries a frontier, and of a profile.
         alerts_bytes: The largest group of alerts, which have some 1.5 kB each.
         waiting: How many long polls and event streams may be open, over all clients.
         keep_alive_s: The longest silence of an event stream, seconds.
@@ -188,7 +189,7 @@ class Guard:
         return most
 
     def _most_bytes(self, role: Role | None, route: tuple[str, str]) -> int:
-        if route == _REGISTER and role == "operate":
+        if (route == _REGISTER or route[1].startswith(_PROFILES)) and role == "operate":
             return self._limits.registration_bytes
         if route == _ALERT and role in ("report", "operate"):
             return self._limits.alerts_bytes

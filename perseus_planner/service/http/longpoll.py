@@ -104,10 +104,10 @@ class AsyncService:
         """Call `Service.solve`, which may take minutes."""
         return await self.call(self.service.solve, unsolved, self._limits.solve_s)
 
-    async def register(self, job: RegisteredJob, frontier: bytes) -> Registered:
+    async def register(self, job: RegisteredJob, frontier: bytes, *, take_over: bool) -> Registered:
         """Call `Service.register`, a few at a time, so that threads are left for others."""
         async with self._registering:
-            return await self.change(self.service.register, job, frontier)
+            return await self.change(self.service.register, job, frontier, take_over=take_over)
 
     async def newer(self, job: str, after: int, wait_s: float) -> PlanSet | None:
         """Return the plans of `job` as soon as their version is above `after`; None if it is not within `wait_s`.

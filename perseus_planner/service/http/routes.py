@@ -41,6 +41,9 @@ async def _live(request: Request) -> AsyncService:
 
 Live = Annotated[AsyncService, Depends(_live)]
 JobName = Annotated[str, Path(pattern=schemas.NAME, description="Name of the job.")]
+ProfileKey = Annotated[
+    str, Path(pattern=schemas.KEY, description="Digest of the model's shapes, the GPU and the parallelism.")
+]
 After = Annotated[int, Query(ge=0, le=schemas.MOST_WHOLE, description="The version that the client has; 0 for none.")]
 Wait = Annotated[
     float,
@@ -153,7 +156,7 @@ async def register(sent: schemas.Registration, live: Live) -> Response:
     if frontier is None:
         unsolved = Unsolved(sent.profile_csv or "", sent.profile_yaml or "", sent.schedule or "", sent.microbatches)
         frontier = await live.solve(unsolved)
-    registered = await live.register(sent.job(), frontier)
+    registered = await live.register(sent.job(), frontier, take_over=sent.take_over)
     return _json(registered, 201 if registered.is_new else 200)
 
 
@@ -330,6 +333,21 @@ async def frontier(request: Request, job: JobName, live: Live) -> Response:
 async def pipelines(request: Request, job: JobName, live: Live) -> Response:
     """Return what each pipeline of a job is to do now, and the point of its frontier that it is planned for."""
     return await live.call(lambda: _page(answers.Pipelines(*live.service.pipelines(job)), request))
+
+
+@router.get(
+    "/v1/profiles/{key}", dependencies=_for("read"), response_model=schemas.ProfileTexts, responses=_errors(404)
+)
+async def learnt_profile(key: ProfileKey, live: Live) -> Response:
+    """Return the profile that a job with this key has learnt, so that the next one starts from it."""
+    return _json(await live.call(live.service.learnt_profile, key))
+
+
+@router.put("/v1/profiles/{key}", dependencies=_for("operate"), responses=_errors(), **_NO_CONTENT)
+async def keep_profile(key: ProfileKey, sent: schemas.ProfileTexts, live: Live) -> Response:
+    """Keep a profile that a job has learnt, for the next job with this key: the same model, GPU and parallelism."""
+    await live.call(live.service.keep_profile, key, sent)
+    return Response(status_code=204)
 
 
 @router.put("/v1/jobs/{job}/deadline", dependencies=_for("operate"), response_model=Answer, responses=_errors(404, 409))

@@ -32,7 +32,7 @@ from perseus_planner.files import sha256
 from perseus_planner.service.answers import JobTotals
 from perseus_planner.service.model import Decision, Fenced, PlanSet, StorageError
 from perseus_planner.service.planning.curves import Curve
-from perseus_planner.service.schemas import from_json, to_json
+from perseus_planner.service.schemas import ProfileTexts, from_json, to_json
 from perseus_planner.service.store.tables import (
     LAYOUT,
     TABLES,
@@ -41,6 +41,7 @@ from perseus_planner.service.store.tables import (
     frontiers,
     job_row,
     jobs,
+    learnt,
     meta,
     plans,
     state_of,
@@ -64,6 +65,9 @@ VERSIONS_KEPT = 16
 ENDED_SHOWN = 1000
 """How many of the jobs that have ended are listed; the totals of all are kept."""
 
+PROFILES_KEPT = 1000
+"""How many of the profiles that jobs have learnt are kept."""
+
 _WAIT_S = 10  # for another process that has locked the file
 _COMMITS_BETWEEN_SWEEPS = 256
 _POWER = "power_w"
@@ -86,6 +90,7 @@ class Change:
         power_w: A tuple with the new power budget of all jobs, watts or None; empty if it has not changed.
         telemetry: Name -> telemetry, for running jobs.
         ended: What jobs that have ended ran, used and saved.
+        learnt: Key -> profile that a job has learnt, and when.
     """
 
     jobs: Mapping[str, tuple[JobState | None, JobState | None]] = field(default_factory=dict)
@@ -93,6 +98,7 @@ class Change:
     power_w: tuple[float | None, ...] = ()
     telemetry: Mapping[str, Tally] = field(default_factory=dict)
     ended: Sequence[JobTotals] = ()
+    learnt: Mapping[str, tuple[ProfileTexts, float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -184,6 +190,16 @@ class Storage:
             texts = connection.scalars(select(ended.c.totals).order_by(ended.c.id.desc()).limit(ENDED_SHOWN)).all()
         return tuple(from_json(JobTotals, text) for text in texts)
 
+    def learnt_profile(self, key: str) -> ProfileTexts | None:
+        """Return the profile that was learnt last for a key; None if there is none.
+
+        Raises:
+            StorageError: If it cannot be read.
+        """
+        with self._transaction() as connection:
+            text = connection.scalar(select(learnt.c.profile).where(learnt.c.key == key))
+        return None if text is None else from_json(ProfileTexts, text)
+
     def frontier(self, digest: str) -> bytes:
         """Return the file of a frontier that a job has.
 
@@ -209,6 +225,13 @@ class Storage:
             written = self._write_jobs(connection, change)
             if change.ended:
                 connection.execute(insert(ended), [{"totals": to_json(each).decode()} for each in change.ended])
+            for key, (profile, at_s) in change.learnt.items():
+                connection.execute(delete(learnt).where(learnt.c.key == key))
+                row = {"key": key, "profile": to_json(profile).decode(), "at_s": at_s}
+                connection.execute(insert(learnt).values(row))
+            if change.learnt:
+                kept = select(learnt.c.key).order_by(learnt.c.at_s.desc()).limit(PROFILES_KEPT)
+                connection.execute(delete(learnt).where(learnt.c.key.not_in(kept)))
             for power_w in change.power_w:
                 _set_meta(connection, _POWER, None if power_w is None else repr(power_w))
             self._commits += 1
@@ -229,6 +252,8 @@ class Storage:
             else:
                 row = job_row(after, before)
                 connection.execute(update(jobs).where(jobs.c.name == name).values(row))
+                if before.job.frontier != after.job.frontier:  # its plans are of another frontier
+                    _delete_plans(connection, name)
             if before is None or before.published.version != after.published.version:
                 texts |= _add_version(connection, after)
         new = {digest: text for digest, text in texts.items() if digest not in self._known_plans}
@@ -310,10 +335,15 @@ def _add_frontier(connection: Connection, digest: str, content: bytes, curve: Cu
 
 
 def _delete_job(connection: Connection, name: str) -> None:
-    """Delete a job, and its frontier if no other job has it. Its plans are swept later."""
+    """Delete a job."""
+    connection.execute(delete(jobs).where(jobs.c.name == name))
+    _delete_plans(connection, name)
+
+
+def _delete_plans(connection: Connection, name: str) -> None:
+    """Delete the versions of a job, and frontiers that no job has any more. Plans are swept later."""
     for table in (versions, version_plans):
         connection.execute(delete(table).where(table.c.job == name))
-    connection.execute(delete(jobs).where(jobs.c.name == name))
     connection.execute(delete(frontiers).where(~exists().where(jobs.c.frontier == frontiers.c.digest)))
 
 

@@ -7,6 +7,7 @@
 | versions, version_plans, plans | the latest versions of each job's plans; every plan once |
 | ended | what each job that has ended ran, used and saved, as JSON; rows are never deleted |
 | frontiers | every frontier once, with its curve |
+| learnt | the profiles that jobs have learnt, the last one for each key |
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from sqlalchemy import Column, Index, Integer, LargeBinary, MetaData, String, Table, Text
+from sqlalchemy import Column, Float, Index, Integer, LargeBinary, MetaData, String, Table, Text
 
 from perseus_planner.service.model import Decision, PlanSet, RegisteredJob, Report, Taken
 from perseus_planner.service.planning.curves import Curve
@@ -58,6 +59,13 @@ version_plans = Table(
     Index("version_plans_plan", "plan"),
 )
 ended = Table("ended", TABLES, Column("id", Integer, primary_key=True), Column("totals", Text, nullable=False))
+learnt = Table(
+    "learnt",
+    TABLES,
+    Column("key", String(256), primary_key=True),
+    Column("profile", Text, nullable=False),
+    Column("at_s", Float, nullable=False, index=True),
+)
 plans = Table("plans", TABLES, Column("digest", String(64), primary_key=True), Column("text", Text, nullable=False))
 
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from perseus_planner.service.answers import JobTotals
     from perseus_planner.service.planning.curves import Curve
+    from perseus_planner.service.schemas import ProfileTexts
     from perseus_planner.service.telemetry import Tally
 
 Result = TypeVar("Result")
@@ -44,6 +45,7 @@ class Draft:
         self.power_w = power_w
         self.telemetry: dict[str, Tally] = {}
         self.ended: list[JobTotals] = []
+        self.learnt: dict[str, tuple[ProfileTexts, float]] = {}
         self._before = jobs
         self._changed: dict[str, JobState | None] = {}
 
@@ -85,7 +87,7 @@ class Draft:
         """Return an independent copy."""
         copy = Draft(self._before, self.power_w)
         copy.frontiers, copy._changed = dict(self.frontiers), dict(self._changed)
-        copy.telemetry, copy.ended = dict(self.telemetry), list(self.ended)
+        copy.telemetry, copy.ended, copy.learnt = dict(self.telemetry), list(self.ended), dict(self.learnt)
         return copy
 
     def change(self, power_w: float | None) -> Change:
@@ -93,7 +95,7 @@ class Draft:
         jobs = {name: (self._before.get(name), after) for name, after in self._changed.items()}
         changed = {name: pair for name, pair in jobs.items() if pair[0] != pair[1]}
         budget = () if power_w == self.power_w else (self.power_w,)
-        return Change(changed, self.frontiers, budget, self.telemetry, self.ended)
+        return Change(changed, self.frontiers, budget, self.telemetry, self.ended, self.learnt)
 
 
 class Writer:

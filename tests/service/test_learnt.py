@@ -1,0 +1,86 @@
+"""What jobs in autopilot leave at the service: profiles for the next job, and a frontier that grows while they run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from services import PIPELINES, Clock, at_once, baseline_s, frontier_file, job, planned, report
+
+from perseus_planner.errors import ServiceRefusal
+from perseus_planner.service.client.client import Client
+from perseus_planner.service.http.server import Address, serving
+from perseus_planner.service.model import Conflict, UnknownProfile
+from perseus_planner.service.schemas import Counters, ProfileTexts, Registration
+from perseus_planner.service.service import Service
+from perseus_planner.service.store import storage as storage_module
+from perseus_planner.service.store.storage import Storage
+
+pytest.importorskip("httpx")
+
+
+def test_a_job_goes_on_with_another_frontier_and_keeps_its_reports_and_totals(tmp_path: Path):
+    place = tmp_path / "service.sqlite"
+    with Storage(place) as storage, Service(storage, now_s=Clock(), run=at_once) as service:
+        first = service.register(job(), frontier_file(180))
+        service.report("gpt", report("r1"))
+        planned(service)
+        service.set_deadline("gpt", 1.1 * baseline_s())
+        planned(service)
+        service.telemetry("gpt", Counters("run", iterations=7, time_s=7.0))
+        before = service.status("gpt")
+        with pytest.raises(Conflict):
+            service.register(job(), frontier_file(90))
+        again = service.register(job(), frontier_file(90), take_over=True)
+        planned(service)
+        after = service.status("gpt")
+        assert (first.is_new, again.is_new) == (True, False)
+        assert after.version > before.version
+        assert after.job.frontier != before.job.frontier
+        assert (after.job.since_s, after.job.deadline_s) == (before.job.since_s, 1.1 * baseline_s())
+        assert [each.key for each in after.reports] == ["r1"]
+        assert after.decision.stragglers == {1: "r1"}
+        assert after.telemetry is not None
+        assert after.telemetry.iterations == 7
+        assert service.register(job(), frontier_file(90), take_over=True).version == after.version  # nothing changes
+        texts = service.plans("gpt", 0)
+    with Storage(place) as storage, Service(storage, now_s=Clock(), run=at_once) as service:
+        assert service.status("gpt").decision == after.decision
+        assert service.plans("gpt", 0) == texts
+        with pytest.raises(Exception, match="has no frontier"):
+            storage.frontier(before.job.frontier)
+
+
+def test_a_profile_is_kept_for_the_next_job_with_its_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(storage_module, "PROFILES_KEPT", 2)
+    clock, large = Clock(), ProfileTexts("stage\n" * 100_000, "gpu: a GPU\n")
+    with (
+        Storage(tmp_path / "service.sqlite") as storage,
+        Service(storage, now_s=clock, run=at_once) as service,
+        serving(service, Address(port=0)) as url,
+        Client(url) as client,
+    ):
+        with pytest.raises(ServiceRefusal, match="no profile was learnt for 'a' yet") as refused:
+            client.learnt_profile("a")
+        assert refused.value.status == 404
+        for key in ("a", "b", "a", "c"):
+            clock.now_s += 1.0
+            client.keep_profile(key, replace(large, profile_yaml=f"gpu: {key} at {clock.now_s}\n"))
+        assert client.learnt_profile("a") == replace(large, profile_yaml=f"gpu: a at {clock.now_s - 1.0}\n")
+        with pytest.raises(UnknownProfile):
+            service.learnt_profile("b")
+
+
+def test_a_registration_over_http_takes_over(tmp_path: Path):
+    with (
+        Storage(tmp_path / "service.sqlite") as storage,
+        Service(storage, run=at_once) as service,
+        serving(service, Address(port=0)) as url,
+        Client(url) as client,
+    ):
+        client.register(Registration("gpt", PIPELINES, frontier_file(180)))
+        with pytest.raises(ServiceRefusal, match="another job 'gpt' runs"):
+            client.register(Registration("gpt", PIPELINES, frontier_file(90)))
+        registered = client.register(Registration("gpt", 1, frontier_file(90), take_over=True))
+        assert (registered.job.pipelines, registered.version, registered.is_new) == (1, 2, False)
