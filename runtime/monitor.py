@@ -280,7 +280,13 @@ class Monitor:
             self._warnings.forget("controller")
 
     def _warn(self) -> None:
-        follower = self._follower
+        follower, limit_w = self._follower, self._telemetry.site_limit_w
+        if limit_w is not None:
+            text = (
+                f"the power limit of this GPU is {limit_w:g} W, below its default, so it may not reach the clocks of "
+                f"its plan; a service plans within it, else solve again with --gpu-power-limit {limit_w:g}W"
+            )
+            self._warnings.warn(f"site limit/{limit_w:g}", text)
         if follower.deviation is not None:
             text = "clocks are reset in such iterations, and set again after one that runs as planned"
             self._warnings.warn("deviation", f"{follower.deviation}; {text}")

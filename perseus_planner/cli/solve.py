@@ -107,6 +107,13 @@ def _slow_stages(_: click.Context, parameter: click.Parameter, texts: tuple[str,
     "profile.yaml.",
 )
 @click.option(
+    "--gpu-power-limit",
+    metavar="POWER",
+    callback=console.quantity("POWER_BUDGET"),
+    help="Power limit of each GPU, e.g. 500W, if it is lower than when it was profiled; clocks that it would cap are "
+    "not used.",
+)
+@click.option(
     "--overhead",
     metavar="TIME",
     callback=console.signed,
@@ -151,9 +158,8 @@ def _settings(path: Path, flags: dict[str, Any]) -> Settings:
 
     same = ("microbatches", "ranks", "virtual_stages", "microbatch_group", "stages", "tensor_parallel")
     given = {name: flags[name] for name in same}
-    given["blocking_power_w"], given["overhead_s"], given["slow_stages"] = (
-        flags[name] for name in ("blocking_power", "overhead", "slow")
-    )
+    names = {"blocking_power_w": "blocking_power", "gpu_power_limit_w": "gpu_power_limit", "overhead_s": "overhead"}
+    given |= {name: flags[flag] for name, flag in names.items()} | {"slow_stages": flags["slow"]}
     if flags["schedule"] is not None:
         given["schedule"] = schedule_of(flags["schedule"], Path())
     if flags["transfer"] is not None:

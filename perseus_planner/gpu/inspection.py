@@ -208,7 +208,7 @@ def _check_readings(gpu: GpuReader) -> tuple[ReadingCheck, ...]:
         (CLOCKS, lambda: _clocks(gpu.supported_clocks_mhz)),
         ("clock", lambda: f"{gpu.clock_mhz()} MHz"),
         ("power limits", lambda: "{:g} to {:g} W".format(*gpu.power_limits_w)),
-        ("power limit", lambda: f"{gpu.power_limit_w():g} W"),
+        ("power limit", lambda: f"{gpu.power_limit_w():g} W, by default {gpu.default_power_limit_w():g} W"),
         ("power", lambda: f"{gpu.power_w():.1f} W"),
         ("energy counter", lambda: f"{gpu.energy_j():.3f} J"),
         ("temperature", lambda: f"{gpu.temperature_c():g} degrees Celsius"),

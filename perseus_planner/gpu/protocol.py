@@ -63,6 +63,9 @@ class GpuReader(Protocol):
     def power_limit_w(self) -> float:
         """Power limit in force, watts."""
 
+    def default_power_limit_w(self) -> float:
+        """Power limit that is in force unless somebody sets another, watts."""
+
     def energy_j(self) -> float:
         """Cumulative energy counter, joules. Only differences are meaningful; it may move in steps."""
 

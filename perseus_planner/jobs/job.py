@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Any
 from perseus_planner import schedules
 from perseus_planner.errors import JobError, ProfileError
 from perseus_planner.jobs.settings import Power, ReplicaSettings, Settings, Source, read_settings
-from perseus_planner.profiles.groups import on_each_gpu, slowed, stage_by_stage, tensor_group, waiting_longer
+from perseus_planner.profiles.groups import (
+    on_each_gpu,
+    slowed,
+    stage_by_stage,
+    tensor_group,
+    waiting_longer,
+    within_power_limit,
+)
 from perseus_planner.profiles.profiles import Profile
 from perseus_planner.schedules.dag import PipelineDag
 from perseus_planner.schedules.pipeline import FixedOperation, Transfer, Variant
@@ -139,6 +146,8 @@ def _profile(settings: Settings, replica: ReplicaSettings) -> Profile:
             for group, stage_w in zip(groups, powers_w, strict=True)
         ]
         profile = stage_by_stage([_grouped(group, None if grouped else gpus) for group in loaded])
+    if settings.gpu_power_limit_w is not None:
+        profile = within_power_limit(profile, settings.gpu_power_limit_w)
     profile = slowed(profile, slow) if slow else profile
     factors = settings.correction.time_factors
     return waiting_longer(profile, factors) if factors else profile

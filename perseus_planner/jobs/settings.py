@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from perseus_planner.documents import Document, read_document
 from perseus_planner.errors import JobError, PlannerError, shown
 from perseus_planner.profiles.clock_changes import ClockChange, read_clock_change
-from perseus_planner.quantities import COUNT, ENERGY, FACTOR, OFFSET, POWER, STAGE, TIME, WAIT
+from perseus_planner.quantities import COUNT, ENERGY, FACTOR, OFFSET, POWER, POWER_BOUND, STAGE, TIME, WAIT
 from perseus_planner.schedules.pipeline import FixedOperation, Transfer, Variant
 
 if TYPE_CHECKING:
@@ -84,6 +84,8 @@ class Settings:
         operations: operations that are neither forward nor backward.
         variants: computations that are measured apart.
         slow_stages: stage -> how many times as long its computations take now.
+        gpu_power_limit_w: the power limit under which the GPUs will run, watts, if it is lower than when they were
+            profiled: clocks that it would cap are not used.
         overhead_s: calibrated seconds of an iteration that are not replayed; replaces the profile's.
         correction: what the calibration found beside the overhead.
         clock_change: the cost of a clock change; replaces the profile's.
@@ -111,6 +113,7 @@ class Settings:
     operations: tuple[FixedOperation, ...] = ()
     variants: tuple[Variant, ...] = ()
     slow_stages: Mapping[int, float] = field(default_factory=dict)
+    gpu_power_limit_w: float | None = None
     overhead_s: float | None = None
     correction: Correction = field(default_factory=Correction)
     clock_change: ClockChange | None = None
@@ -254,6 +257,7 @@ _READERS: Mapping[str, Callable[[Document, str], Any]] = {
     "transfer": _transfer,
     "operations": _operations,
     "variants": _variants,
+    "gpu_power_limit_w": lambda document, key: document.number(key, POWER_BOUND),
     "overhead_s": lambda document, key: document.number(key, OFFSET),
     "correction": _correction,
     "clock_change": read_clock_change,

@@ -1,4 +1,4 @@
-"""Make profiles of profiles: tensor-parallel groups, stages that were measured apart, stages that are slower now."""
+"""Make profiles of profiles: tensor-parallel groups, stages that were measured apart, slower stages, limited GPUs."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING
 from perseus_planner.errors import ProfileError
 from perseus_planner.profiles.csv_file import word_of
 from perseus_planner.profiles.measurement import Evidence, Measurement
-from perseus_planner.quantities import COUNT, FACTOR
+from perseus_planner.quantities import COUNT, FACTOR, POWER_BOUND
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from perseus_planner.profiles.profiles import Profile
+
+_SENSOR_ERROR = 0.02  #: a GPU that runs at its limit is read to draw a little more or less
 
 
 def tensor_group(profiles: Sequence[Profile]) -> Profile:
@@ -116,6 +118,37 @@ def slowed(profile: Profile, slowdowns: Mapping[int, float]) -> Profile:
 
     measurements = {key: tuple(map(slower(key), rows)) for key, rows in profile.measurements.items()}
     return replace(profile, measurements=measurements)
+
+
+def within_power_limit(profile: Profile, limit_w: float) -> Profile:
+    """Return the profile without the clocks that a power limit of each GPU would cap.
+
+    A computation is capped if it drew more than the limit on average, beyond the error of a power sensor. What is left
+    are its operating points under that limit, whoever sets it: a site, a job scheduler or DCGM. A profile that has none
+    to lose is returned as it is.
+
+    Args:
+        profile: measured under this limit or a higher one.
+        limit_w: watts of one GPU, above 0.
+
+    Raises:
+        ProfileError: If `limit_w` is not a power, or a computation is capped at all of its clocks.
+    """
+    POWER_BOUND.check(limit_w, "gpu_power_limit_w", ProfileError)
+    most_w = limit_w * (1 + _SENSOR_ERROR)
+
+    def power_w(row: Measurement) -> float:
+        return row.clock_mhz if profile.control == "power-limit" else row.energy_j / row.time_s / profile.gpus_per_stage
+
+    kept = {key: tuple(row for row in rows if power_w(row) <= most_w) for key, rows in profile.measurements.items()}
+    for (stage, kind), rows in kept.items():
+        if not rows:
+            least_w = min(map(power_w, profile.measurements[stage, kind]))
+            raise ProfileError(
+                f"stage {stage} {word_of(kind)}: draws {least_w:.0f} W at its least clock, and the power limit of its "
+                f"GPU is {limit_w:g} W; measure lower clocks, or raise the limit"
+            )
+    return profile if kept == profile.measurements else replace(profile, measurements=kept)
 
 
 def waiting_longer(profile: Profile, factors: Mapping[str, float]) -> Profile:

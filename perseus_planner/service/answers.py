@@ -31,12 +31,16 @@ class JobSummary:
     power_w: float | None
     since_s: Annotated[float, Field(description="When the job was registered, seconds since the epoch.")]
     on_time: Annotated[float | None, Field(description="Probability of being on time that plans are made for.")] = None
+    gpu_power_limit_w: Annotated[
+        float | None, Field(description="Power limit that something else has set on its GPUs, watts; null for none.")
+    ] = None
 
     @classmethod
     def of(cls, job: RegisteredJob) -> JobSummary:
         """Summarize `job`."""
         limits = (job.deadline_s, job.max_changes, job.min_dwell_s, job.power_w)
-        return cls(job.name, job.pipelines, job.frontier, len(job.places), *limits, job.since_s, job.on_time)
+        known = (job.name, job.pipelines, job.frontier, len(job.places))
+        return cls(*known, *limits, job.since_s, job.on_time, job.gpu_power_limit_w)
 
 
 @dataclass(frozen=True)

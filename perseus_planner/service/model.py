@@ -108,6 +108,8 @@ class RegisteredJob:
         power_w: Upper bound on the average power of all GPUs of the job, watts; None for no bound.
         on_time: The probability of the plans being on time, and within the power, as for `Frontier.plan_until`.
         since_s: When the job was registered.
+        gpu_power_limit_w: The least power limit, watts, that something else than the planner has set on one of its
+            GPUs, as the job reports it; None if none is below its default.
     """
 
     name: str
@@ -120,6 +122,7 @@ class RegisteredJob:
     power_w: float | None = None
     since_s: float = 0.0
     on_time: float | None = None
+    gpu_power_limit_w: float | None = None
 
 
 @dataclass(frozen=True)
@@ -173,6 +176,9 @@ class Target:
     power_w: Annotated[
         float | None,
         Field(description="Upper bound on the average power of the pipeline, watts; it goes before `time_s`."),
+    ] = None
+    gpu_power_limit_w: Annotated[
+        float | None, Field(description="Power limit of each GPU, watts; clocks that it would cap are not used.")
     ] = None
 
 

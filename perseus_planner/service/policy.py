@@ -141,7 +141,7 @@ def decide(
     planned_s = [target.time_s for target in before.targets] if before else [each.own_s for each in pipelines]
     calm_s = _own_s(numbers, _target_s(job, numbers))
     power_w = None if job.power_w is None else job.power_w / job.pipelines
-    slowing = _Slowing(pipelines, time_s, tuple(planned_s), power_w, settings)
+    slowing = _Slowing(pipelines, time_s, tuple(planned_s), power_w, job.gpu_power_limit_w, settings)
     held = before is not None and before.since_s > job.since_s and now_s < before.since_s + settings.holding_s
     refusal = slowing.refusal(now_s, held)
     targets = slowing.targets(slowing.kept_s if refusal else slowing.wanted_s)
@@ -178,13 +178,14 @@ _HELD = "plans were changed a moment ago"
 class _Slowing:
     """Whether to slow pipelines down beside one that takes `time_s`, after plans of `planned_s`.
 
-    Each pipeline may draw `power_w`.
+    Each pipeline may draw `power_w`, and each GPU `gpu_power_limit_w`.
     """
 
     pipelines: Sequence[_Pipeline]
     time_s: float
     planned_s: tuple[float, ...]
     power_w: float | None
+    gpu_power_limit_w: float | None
     settings: PolicySettings
 
     @cached_property
@@ -198,7 +199,8 @@ class _Slowing:
 
     def targets(self, times_s: Sequence[float]) -> tuple[Target, ...]:
         pairs = zip(self.pipelines, times_s, strict=True)
-        return tuple(Target(time_s, each.slow_stages, self.power_w) for each, time_s in pairs)
+        limits_w = (self.power_w, self.gpu_power_limit_w)
+        return tuple(Target(time_s, each.slow_stages, *limits_w) for each, time_s in pairs)
 
     def refusal(self, now_s: float, held: bool) -> str | None:
         """Return why no pipeline is slowed down although some could be; None to use the wanted times."""

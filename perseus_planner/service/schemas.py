@@ -269,6 +269,13 @@ class Counters:
     autopilot: Annotated[
         AutopilotStatus | None, Field(description="What the autopilot of the run knows; null for a run by plans.")
     ] = None
+    gpu_power_limit_w: Annotated[
+        Watts | None,
+        Field(
+            description="The least power limit of its GPUs that is below their default and that the planner has not "
+            "set; null if none is. The job is planned again whenever it changes."
+        ),
+    ] = None
 
     def __post_init__(self) -> None:
         if self.metered_iterations > self.iterations:

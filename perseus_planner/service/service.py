@@ -99,7 +99,8 @@ class Service:
             stack.enter_context(self._processes)  # ends first, so that nobody waits for results that are not needed
             self._stack = stack.pop_all()
         for name, state in self._writer.jobs.items():
-            if not state.is_planned or any(target.slow_stages for target in state.decision.targets):
+            targets = state.decision.targets
+            if not state.is_planned or any(each.slow_stages or each.gpu_power_limit_w for each in targets):
                 self._replanner.request(name)
         return self
 
@@ -374,12 +375,16 @@ class Service:
     def telemetry(self, job: str, sent: Counters) -> None:
         """Add the counters of a run of a job, as `telemetry.add_counters` does. They are on disk some seconds later.
 
+        The job is planned again if the power limit of its GPUs has changed.
+
         Raises:
             Conflict: If they contradict what the same run sent before.
         """
         state = self._state(job)
         version = None if state.taken is None else state.taken.version
         self._telemetry.add(state.job, sent, partial(transitions.baseline_j, state), self._now_s(), version)
+        if sent.gpu_power_limit_w != state.job.gpu_power_limit_w:
+            self._writer.do(lambda draft: self._limit_gpus(draft, draft.state(job), sent.gpu_power_limit_w))
 
     # News and time
 
@@ -435,6 +440,9 @@ class Service:
         after = transitions.reconciled(state, self._planning, self._now_s())
         draft.put(after)
         return after
+
+    def _limit_gpus(self, draft: Draft, state: JobState, limit_w: float | None) -> None:
+        self._reconcile(draft, replace(state, job=replace(state.job, gpu_power_limit_w=limit_w)))
 
     def _share_power(self, draft: Draft, job: str | None) -> None:
         share_power(draft, job, partial(self._reconcile, draft))

@@ -164,7 +164,9 @@ def _telemetry(sent: JobTelemetry) -> str:
 
 def _settings(job: JobSummary) -> str:
     text = "as fast as all clocks at maximum" if job.deadline_s is None else f"{job.deadline_s:.6g} s an iteration"
-    return text if job.power_w is None else f"{text}, at most {job.power_w:.6g} W"
+    text += "" if job.power_w is None else f", at most {job.power_w:.6g} W"
+    limit_w = job.gpu_power_limit_w
+    return text if limit_w is None else f"{text}, each GPU limited to {limit_w:.6g} W"
 
 
 def _ranges(numbers: Sequence[int]) -> str:

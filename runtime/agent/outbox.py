@@ -137,4 +137,5 @@ def added_up(run: str, ranks: Sequence[Counts]) -> Counters:
         off_plan_since_s=min(off_plan_s, default=None),
         set_p50_s=median(p50_s) if p50_s else None,
         set_p99_s=max(p99_s, default=None),
+        gpu_power_limit_w=min((each.site_limit_w for each in ranks if each.site_limit_w is not None), default=None),
     )

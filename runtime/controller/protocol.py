@@ -139,6 +139,8 @@ class GpuSample:
         throttled_s: Throttle reason -> seconds for which it has held; only differences are meaningful.
         overtaken: How many requested changes were replaced by a later request before they could be made.
         dropped: How many messages were dropped because the rank had not read earlier ones.
+        site_limit_w: Power limit in watts that something else than the planner has set below the GPU's default; None if
+            there is none.
     """
 
     seen_ns: int
@@ -150,6 +152,7 @@ class GpuSample:
     throttled_s: dict[str, float]
     overtaken: int = 0
     dropped: int = 0
+    site_limit_w: float | None = None
 
 
 @dataclass(frozen=True)

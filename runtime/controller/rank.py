@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from perseus_planner.errors import GpuError, GpuInUse
 from perseus_planner.gpu import open_gpu
 from perseus_planner.gpu.lease.lease import lease_gpus, recover
-from perseus_planner.gpu.lease.release import restore_power_limit
+from perseus_planner.gpu.lease.release import SAME_LIMIT_W, restore_power_limit
 from perseus_planner.processes import WatchedProcess
 from perseus_planner.runtime.controller.backoff import Backoff
 from perseus_planner.runtime.controller.protocol import (
@@ -89,6 +89,7 @@ class Rank:
         self._position: int | None = None  #: of the last request that had one
         self._values: dict[int, int] = {}  #: position -> what was requested there last
         self._initial_limit_w: float | None = None
+        self._default_limit_w: float | None = None  #: 0 if the GPU cannot tell
         self._is_attached = False
         self._news: ControlFailure | ControlResumed | None = None  #: not sent yet
         self._dropped = 0
@@ -188,6 +189,7 @@ class Rank:
             throttled_s=_throttled_s(self.gpu),
             overtaken=overtaken,
             dropped=self._dropped,
+            site_limit_w=self._site_limit_w(self.gpu),
         )
         self.send(sample)
 
@@ -230,6 +232,15 @@ class Rank:
         self.channel.close()
         for process in self.watched:
             process.close()
+
+    def _site_limit_w(self, gpu: Gpu) -> float | None:
+        """Return the power limit if it is below the default and not one that this rank sets."""
+        if self.attach_request.control == "power-limit":
+            return None
+        if self._default_limit_w is None:
+            self._default_limit_w = _read(gpu.default_power_limit_w) or 0.0
+        limit_w = _read(gpu.power_limit_w) if self._default_limit_w else None
+        return None if limit_w is None or limit_w > self._default_limit_w - SAME_LIMIT_W else limit_w
 
     def _set(self, gpu: Gpu, value: int) -> None:
         control = self.attach_request.control

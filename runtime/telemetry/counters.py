@@ -47,6 +47,7 @@ class Counts:
         set_p99_s: The same for the 99th percentiles, of which the greatest is taken.
         off_plan_since_s: Since when the rank has not followed its plan, in seconds since the epoch; None if its last
             iteration ran as planned.
+        site_limit_w: Power limit of the GPU in watts if something else has set it below the default; None if not.
     """
 
     iteration: int = -1
@@ -60,6 +61,7 @@ class Counts:
     set_p50_s: float | None = None
     set_p99_s: float | None = None
     off_plan_since_s: float | None = None
+    site_limit_w: float | None = None
 
     def plus(self, record: IterationRecord, time_s: float, energy_j: float | None) -> Counts:
         """Return the counts with one more iteration; `energy_j` is None if it is not known."""
@@ -84,12 +86,14 @@ class IterationCounter:
 
     Attributes:
         checkpoints: The last counts that were kept, the newest last. A new tuple replaces it; it is never changed.
+        site_limit_w: As in `Counts`, to be kept with the next of them.
     """
 
     def __init__(self) -> None:
         self.checkpoints: tuple[Counts, ...] = ()
         self._counts = Counts()
         self._recent: list[IterationRecord] = []  #: since the last checkpoint
+        self.site_limit_w: float | None = None
 
     def add(self, record: IterationRecord, time_s: float, energy_j: float | None) -> None:
         """Count an iteration, as `Counts.plus` does."""
@@ -106,7 +110,12 @@ class IterationCounter:
     def _keep_checkpoint(self) -> None:
         p50_s = [record.latency_p50_s for record in self._recent if record.latency_p50_s is not None]
         p99_s = [record.latency_p99_s for record in self._recent if record.latency_p99_s is not None]
-        counts = replace(self._counts, set_p50_s=median(p50_s) if p50_s else None, set_p99_s=max(p99_s, default=None))
+        counts = replace(
+            self._counts,
+            set_p50_s=median(p50_s) if p50_s else None,
+            set_p99_s=max(p99_s, default=None),
+            site_limit_w=self.site_limit_w,
+        )
         self.checkpoints = (*self.checkpoints, counts)[-CHECKPOINTS:]
         self._recent = []
 

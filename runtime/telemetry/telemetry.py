@@ -108,6 +108,11 @@ class Telemetry:
         return tuple(computation for iteration in self._computations for computation in iteration)
 
     @property
+    def site_limit_w(self) -> float | None:
+        """Power limit of the GPU, watts, if something else than the planner has set it below the default."""
+        return self._counter.site_limit_w
+
+    @property
     def counts(self) -> tuple[Counts, ...]:
         """What was counted since training began, at a few of the last iterations; may be read by any thread."""
         return self._counter.checkpoints
@@ -147,6 +152,7 @@ class Telemetry:
             self._changes.append(message)
         elif isinstance(message, GpuSample):
             self._samples.add(message)
+            self._counter.site_limit_w = message.site_limit_w
         elif isinstance(message, AttachReply):
             self._origin = message.origin
 

@@ -34,6 +34,8 @@ FLAGS = (
     "--transfer 1.5ms --slow 1=1.15 --slow 3=1.05 --blocking-power 50W --overhead=-250ms"
 )
 
+CAPS_W = 250  #: a power limit of each GPU that the highest clocks of some stages are above
+
 
 @pytest.fixture
 def work(folder: Path) -> Path:
@@ -67,6 +69,7 @@ def test_a_job_file_flags_and_calls_give_the_same_file(work: Path):
         ("--slow 0=2", "slow_stages: {0: 2}"),
         ("--blocking-power 0.07kW", "blocking_power_w: 70"),
         ("--overhead 1s", "overhead_s: 1"),
+        (f"--gpu-power-limit {CAPS_W}W", f"gpu_power_limit_w: {CAPS_W}"),
     ],
 )
 def test_a_flag_replaces_the_key_of_its_name(work: Path, flag: str, key: str):

@@ -153,6 +153,17 @@ def test_what_falsifies_a_profile_is_said(nvml: StandIn):
         assert gpu.warnings() == ()
 
 
+def test_power_smoothing_forbids_power_limits_below_its_floor(nvml: StandIn):
+    nvml.add("0 field_251 1", "0 field_255 350", "1 field_251 0", "1 field_255 350")
+    with open_gpu("nvml:0") as gpu, open_gpu("nvml:1") as other:
+        (warning,) = gpu.warnings()
+        assert warning.startswith("power smoothing is on, which keeps power above 350 W, so that lower clocks may save")
+        assert (gpu.power_limits_w, other.power_limits_w) == ((350.0, 700.0), (100.0, 700.0))
+        with pytest.raises(GpuError, match=r"cannot set its power limit to 300 W; choose 350 to 700 W"):
+            gpu.set_power_limit_w(300.0)
+        other.set_power_limit_w(300.0)
+
+
 def test_a_module_is_read_where_the_gpu_alone_cannot_be_and_that_is_said(nvml: StandIn):
     nvml.add("* module 1", "* power_w 600", "* field_83 error 3", "* field_186 error 3", "* field_191 error 3")
     nvml.fail("nvmlDeviceGetTotalEnergyConsumption", NOT_SUPPORTED)

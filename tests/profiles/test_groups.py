@@ -12,7 +12,7 @@ from strategies import fixed, profiles, smooth_profile
 
 from perseus_planner import schedules
 from perseus_planner.errors import ProfileError
-from perseus_planner.profiles.groups import on_each_gpu, slowed, stage_by_stage, tensor_group
+from perseus_planner.profiles.groups import on_each_gpu, slowed, stage_by_stage, tensor_group, within_power_limit
 from perseus_planner.profiles.measurement import Evidence, Measurement
 from perseus_planner.profiles.profiles import ClockChange, Profile
 from perseus_planner.solver.solve import solve
@@ -130,3 +130,27 @@ def test_profiles_that_do_not_fit_together_are_refused(make, message: str):
     with pytest.raises(ProfileError) as caught:
         make()
     assert str(caught.value) == message
+
+
+def test_clocks_that_a_power_limit_would_cap_are_no_operating_points():
+    limited = within_power_limit(FAST, 200.0)  # at 1400 MHz it draws 300 W, at 1000 MHz 133 W
+    assert limited.measurements[0, "F"] == (Measurement(1000, 1.5, 200.0),)
+    assert limited.digest != FAST.digest
+    assert within_power_limit(FAST, 295.0) is FAST  # a GPU at its limit is read to draw a little more
+    two = on_each_gpu(FAST, 2)
+    assert within_power_limit(two, 295.0) is two  # the limit is that of one GPU
+    frontier = solve(limited, schedules.one_f_one_b(1, 2))
+    assert frontier.plan_for(frontier.baseline_time_s, max_changes=0).time_s == frontier.min_time_s == 6.0
+    limits = replace(FAST, control="power-limit", gpu=None)
+    assert within_power_limit(limits, 1200.0).measurements[0, "F"] == (Measurement(1000, 1.5, 200.0),)
+
+
+def test_a_power_limit_under_which_nothing_can_run_is_refused():
+    with pytest.raises(ProfileError) as raised:
+        within_power_limit(FAST, 100.0)
+    assert str(raised.value) == (
+        "stage 0 forward: draws 133 W at its least clock, and the power limit of its GPU is 100 W; "
+        "measure lower clocks, or raise the limit"
+    )
+    with pytest.raises(ProfileError, match=r"gpu_power_limit_w: 0 is not a power: give finite watts above 0"):
+        within_power_limit(FAST, 0)

@@ -154,6 +154,8 @@ def test_all_ranks_together_have_the_joules_of_all_and_no_more_iterations_than_e
     assert (simulated.ranks, simulated.following, simulated.off_plan_since_s) == (2, 2, None)
     off_plan = added_up("run", [one, *(replace(one, off_plan_since_s=since_s) for since_s in (7.0, 5.0))])
     assert (off_plan.ranks, off_plan.following, off_plan.off_plan_since_s) == (3, 1, 5.0)
+    limited = added_up("run", [one, *(replace(one, site_limit_w=limit_w) for limit_w in (500.0, 400.0))])
+    assert (found.gpu_power_limit_w, limited.gpu_power_limit_w) == (None, 400.0)
     unread = added_up("run", [one, Counts(9, 10, 12.5)])
     assert (unread.metered_iterations, unread.metered_s, unread.energy_j, unread.energy_is) == (0, 0.0, 0.0, None)
 

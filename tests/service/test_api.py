@@ -67,7 +67,8 @@ def test_a_job_is_registered_once_and_known_until_it_ends():
         status = (await client.get("/v1/jobs/gpt3")).json()
         assert (status["job"]["ranks"], status["version"], status["taken"]) == (1, 1, None)
         assert status["decision"]["look_again_s"] is None  # never
-        assert status["decision"]["targets"][0] == {"time_s": 1.0, "slow_stages": {"0": 1.5}, "power_w": None}
+        target = {"time_s": 1.0, "slow_stages": {"0": 1.5}, "power_w": None, "gpu_power_limit_w": None}
+        assert status["decision"]["targets"][0] == target
         assert (await client.delete("/v1/jobs/gpt3")).status_code == 204
         assert refusal(await client.get("/v1/jobs/gpt3"))[:2] == (404, "not_found")
 

@@ -42,7 +42,7 @@ from strategies import smooth_profile
 
 from perseus_planner import Frontier, Plan, schedules, solve
 from perseus_planner.errors import FrontierError, InfeasibleDeadline, InfeasiblePower, UsageError
-from perseus_planner.profiles.groups import slowed
+from perseus_planner.profiles.groups import slowed, within_power_limit
 from perseus_planner.schedules.dag import PipelineDag
 from perseus_planner.service.clock import SteadyClock
 from perseus_planner.service.model import (
@@ -221,6 +221,42 @@ def test_a_slow_stage_is_planned_exactly_and_the_others_wait_for_what_that_takes
     own = slow.plan_until(decision.targets[2].time_s)
     beside = frontier.plan_beside_straggler(decision.straggler_time_s)
     assert plans(one.service) == (beside, beside, own)
+
+
+def test_a_power_limit_of_its_gpus_has_a_job_planned_again_within_it(tmp_path: Path):
+    frontier = small_frontier()
+    powers_w = sorted(row.energy_j / row.time_s for rows in frontier.profile.measurements.values() for row in rows)
+    limit_w = powers_w[-3] / 1.03  # caps the clocks that draw most
+    limited = solve_dag(PipelineDag(within_power_limit(frontier.profile, limit_w), frontier.dag.iteration))
+    assert limited.min_time_s > 1.001 * BASELINE_S
+    with running(tmp_path / "service.sqlite") as run:
+        run.service.register(job(), frontier_file())
+        run.service.telemetry("gpt", Counters("a", iterations=1, time_s=1.0))
+        assert run.service.status("gpt").promised == 1
+        run.service.telemetry("gpt", Counters("a", iterations=2, time_s=2.0, gpu_power_limit_w=limit_w))
+        planned(run.service)
+        assert plans(run.service) == (limited.plan_for(limited.baseline_time_s),) * PIPELINES
+        run.service.report("gpt", report("a", slowdown=1.3, scope=Scope("stage", "1", 2)))
+        planned(run.service)
+        slow = solve_dag(PipelineDag(slowed(limited.profile, {1: 1.3}), limited.dag.iteration))
+        assert plans(run.service)[2] == slow.plan_until(run.service.status("gpt").decision.targets[2].time_s)
+        run.service.clear("gpt", "a")
+    with running(tmp_path / "service.sqlite") as run:
+        planned(run.service)
+        status = run.service.status("gpt")
+        assert (status.job.gpu_power_limit_w, status.decision.targets[0].time_s) == (limit_w, limited.baseline_time_s)
+        run.service.telemetry("gpt", Counters("a", iterations=3, time_s=3.0))
+        planned(run.service)
+        assert plans(run.service)[0] == frontier.plan_for(BASELINE_S)
+
+
+def test_a_power_limit_that_nothing_can_keep_leaves_the_plans_as_they_are(one: Run):
+    before = plans(one.service)
+    one.service.telemetry("gpt", Counters("a", iterations=1, time_s=1.0, gpu_power_limit_w=1.0))
+    planned(one.service)
+    assert plans(one.service) == before
+    reason = one.service.status("gpt").decision.reason
+    assert reason.startswith("the plans stay unchanged because planning failed: stage 0 forward: draws")
 
 
 def test_no_plan_is_slower_than_is_of_use(one: Run):
@@ -507,7 +543,7 @@ def test_jobs_whose_slow_stages_are_solved_take_turns(tmp_path: Path):
     slow, solved = Slow(), list[str]()
 
     def run_one(function: Any, *arguments: Any) -> Any:
-        if function is worker.slowed_curve:
+        if function is worker.solved_curve:
             solved.append(of_frontier[arguments[0]])
         return slow(function, *arguments)
 

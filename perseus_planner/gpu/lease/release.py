@@ -11,7 +11,7 @@ from perseus_planner.gpu.protocol import Gpu
 Action = Callable[[Gpu, LeaseRecord], object]
 Failure = tuple[LeaseRecord, GpuError]
 
-_SAME_LIMIT_W = 0.5  #: smaller differences between power limits are ignored
+SAME_LIMIT_W = 0.5  #: smaller differences between power limits are ignored
 
 
 def undo(gpu: Gpu, record: LeaseRecord) -> None:
@@ -78,8 +78,8 @@ def restore_power_limit(gpu: Gpu, limit_w: float | None) -> None:
     The limit in force may be a temporary one that something else imposes. The GPU is therefore set to its default
     first, and to `limit_w` only if the default is another.
     """
-    if limit_w is not None and abs(gpu.power_limit_w() - limit_w) < _SAME_LIMIT_W:
+    if limit_w is not None and abs(gpu.power_limit_w() - limit_w) < SAME_LIMIT_W:
         return
     gpu.reset_power_limit()
-    if limit_w is not None and abs(gpu.power_limit_w() - limit_w) >= _SAME_LIMIT_W:
+    if limit_w is not None and abs(gpu.power_limit_w() - limit_w) >= SAME_LIMIT_W:
         gpu.set_power_limit_w(limit_w)

@@ -15,7 +15,7 @@ from perseus_planner.errors import GpuError, GpuNotSupported
 from perseus_planner.gpu.nvml.device import MAX_MHZ, FirstSupported, NvmlDevice, NvmlQuantity, read_or_none
 from perseus_planner.gpu.nvml.discovery import find_device
 from perseus_planner.gpu.nvml.library import NVML
-from perseus_planner.gpu.nvml.warnings import find_warnings, is_mig_on
+from perseus_planner.gpu.nvml.warnings import find_warnings, is_mig_on, smoothing_floor_w
 from perseus_planner.gpu.protocol import ClosedOnExit, check_clock, check_power_limit
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ class NvmlReader(ClosedOnExit):
 
     def warnings(self) -> tuple[str, ...]:
         """Warnings about MIG, power profiles, power smoothing, power limits, persistence and module readings."""
-        limits_w = read_or_none(lambda: (self.power_limit_w(), self._default_limit_w()))
+        limits_w = read_or_none(lambda: (self.power_limit_w(), self.default_power_limit_w()))
         return tuple(find_warnings(self._device, self._read_of_module(), limits_w))
 
     @cached_property
@@ -138,20 +138,25 @@ class NvmlReader(ClosedOnExit):
 
     @property
     def power_limits_w(self) -> tuple[float, float]:
-        """Smallest and largest power limit that can be set, watts."""
+        """Smallest and largest power limit that can be set, watts; none is below the floor of power smoothing."""
         function, what = "nvmlDeviceGetPowerManagementLimitConstraints", "read its range of power limits"
         smallest_mw, largest_mw = self._device.call(function, what=what, advice=_WITHOUT_LIMIT)
         if not 0 < smallest_mw <= largest_mw <= _MAX_MW:
             raise self._device.implausible(what, f"{smallest_mw} to {largest_mw} mW", function)
-        return _watts(smallest_mw), _watts(largest_mw)
+        floor_mw = 1000 * (smoothing_floor_w(self._device) or 0)
+        return _watts(min(max(smallest_mw, floor_mw), largest_mw)), _watts(largest_mw)
 
     def power_limit_w(self) -> float:
         """Power limit in force, watts."""
         return _watts(self._limit_mw())
 
+    def default_power_limit_w(self) -> float:
+        """Power limit when the driver is loaded, watts."""
+        return _watts(self._device.number(_DEFAULT_LIMIT_MW, "nvmlDeviceGetPowerManagementDefaultLimit"))
+
     def default_limit_to_restore_w(self) -> float | None:
         """Default power limit, watts; None if it is set already, so that restoring it needs no privilege."""
-        default_w = self._default_limit_w()
+        default_w = self.default_power_limit_w()
         set_mw = self._device.number(_LIMIT_MW, "nvmlDeviceGetPowerManagementLimit")
         return None if _watts(set_mw) == default_w else default_w
 
@@ -212,9 +217,6 @@ class NvmlReader(ClosedOnExit):
         if self._is_open:
             self._is_open = False
             NVML.release()
-
-    def _default_limit_w(self) -> float:
-        return _watts(self._device.number(_DEFAULT_LIMIT_MW, "nvmlDeviceGetPowerManagementDefaultLimit"))
 
     def _read_of_module(self) -> tuple[str, ...]:
         """Return which of energy and power are those of the GPU and its CPU together."""

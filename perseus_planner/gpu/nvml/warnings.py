@@ -11,7 +11,7 @@ from perseus_planner.gpu.nvml.library import NVML
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-_POWER_SMOOTHING = 251
+_SMOOTHING_ENABLED, _SMOOTHING_FLOOR = 251, 255
 
 _PROFILE = "NVML_POWER_PROFILE_"
 _OPERATION = "OPERATION_"  # constants with this second prefix are operations, not profiles
@@ -20,6 +20,19 @@ _OPERATION = "OPERATION_"  # constants with this second prefix are operations, n
 def is_mig_on(device: NvmlDevice) -> bool:
     """Return whether the GPU is partitioned into MIG instances; False if NVML cannot tell."""
     return read_or_none(lambda: device.call("nvmlDeviceGetMigMode", what="read its MIG mode")[0]) == 1
+
+
+def is_smoothing_on(device: NvmlDevice) -> bool:
+    """Return whether power smoothing is on; False if NVML cannot tell."""
+    return read_or_none(lambda: device.fields([_SMOOTHING_ENABLED], "read whether power smoothing is on")) == [1]
+
+
+def smoothing_floor_w(device: NvmlDevice) -> int | None:
+    """Return the power that power smoothing keeps at least, watts; None if it is off or NVML cannot tell."""
+    if not is_smoothing_on(device):
+        return None
+    floor = read_or_none(lambda: device.fields([_SMOOTHING_FLOOR], "read the floor of power smoothing"))
+    return floor[0] if floor and floor[0] > 0 else None
 
 
 def find_warnings(
@@ -46,9 +59,11 @@ def find_warnings(
             f"workload power profiles are active ({', '.join(profiles)}), which change clocks and power; clear them "
             "(see `nvidia-smi power-profiles -h`), or always train with the same"
         )
-    if read_or_none(lambda: device.fields([_POWER_SMOOTHING], "read whether power smoothing is on")) == [1]:
+    if is_smoothing_on(device):
+        floor_w = smoothing_floor_w(device)
+        floor = "a floor" if floor_w is None else f"{floor_w} W"
         yield (
-            "power smoothing is on, which keeps power above a floor, so that lower clocks may save nothing; turn it "
+            f"power smoothing is on, which keeps power above {floor}, so that lower clocks may save nothing; turn it "
             "off (see `nvidia-smi power-smoothing -h`) if you may"
         )
     if read_or_none(lambda: device.call("nvmlDeviceGetPersistenceMode", what="read its persistence mode")) == 0:

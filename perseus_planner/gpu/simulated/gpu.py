@@ -136,6 +136,11 @@ class SimulationBase(ClosedOnExit, ABC):
         limit_w = self._chip.limit_w
         return self.model.power_limit_w if limit_w is None else limit_w
 
+    def default_power_limit_w(self) -> float:
+        """Power limit unless another is set, watts."""
+        self._count_call("power-limit")
+        return self.model.power_limit_w
+
     def set_power_limit_w(self, limit_w: float) -> None:
         """Set the power limit, watts.
 

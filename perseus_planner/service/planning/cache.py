@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from perseus_planner.errors import PlannerError, UsageError
 from perseus_planner.service.planning import worker
-from perseus_planner.service.planning.curves import Curve, KnownNumbers, Slow, slow_of
+from perseus_planner.service.planning.curves import Curve, KnownNumbers, NotSolved, Slow, slow_of
 from perseus_planner.service.planning.worker import PlanRequest
 
 if TYPE_CHECKING:
@@ -146,7 +146,7 @@ class Planning:
         self._frontier = frontier
         self._run = run
         self._texts = _RecentlyUsed[PlanRequest, str](_PLANS)
-        self._curves = _RecentlyUsed[tuple[str, Slow], Curve](_CURVES)
+        self._curves = _RecentlyUsed[tuple[str, Slow, float | None], Curve](_CURVES)
 
     def curve(self, digest: str, content: bytes) -> Curve:
         """Return the curve of a frontier that no job has yet.
@@ -154,20 +154,32 @@ class Planning:
         Raises:
             FrontierError: If `content` is not a frontier file.
         """
-        known = self._curves.get((digest, ()))
+        known = self._curves.get((digest, (), None))
         if known is None:
             known = self._run(worker.curve_of, digest, content)
-            self._curves.put((digest, ()), known)
+            self._curves.put((digest, (), None), known)
         return known
 
     def numbers(self, job: RegisteredJob, curve: Curve) -> KnownNumbers:
-        """Return what the policy needs of the job's frontier, whose curve is `curve`, as far as it has been solved."""
-        return KnownNumbers(curve, lambda slow: self._curves.get((job.frontier, slow)))
+        """Return what the policy needs of the job's frontier, whose curve is `curve`, as far as it has been solved.
+
+        Raises:
+            NotSolved: If it has not been solved under the power limit of the job's GPUs.
+        """
+        limit_w = job.gpu_power_limit_w
+
+        def solved(slow: Slow) -> Curve | None:
+            return self._curves.get((job.frontier, slow, limit_w))
+
+        limited = curve if limit_w is None else solved(())
+        if limited is None:
+            raise NotSolved(())
+        return KnownNumbers(limited, solved)
 
     def solve(self, job: RegisteredJob, slow: Slow) -> None:
-        """Solve the pipeline with these slow stages, so that `numbers` can look it up."""
-        content = self._frontier(job.frontier)
-        self._curves.put((job.frontier, slow), self._run(worker.slowed_curve, job.frontier, slow, content))
+        """Solve the pipeline with these slow stages under its GPUs' power limit, so that `numbers` can look it up."""
+        key = (job.frontier, slow, job.gpu_power_limit_w)
+        self._curves.put(key, self._run(worker.solved_curve, *key, self._frontier(job.frontier)))
 
     def text(self, request: PlanRequest) -> str | None:
         """Return the requested plan, if it was made before."""
@@ -203,11 +215,14 @@ def requests_of(job: RegisteredJob, curve: Curve, decision: Decision) -> tuple[P
     """Return the plan to request for each pipeline; beyond the frontier's slow end, slower plans save nothing."""
 
     @cache  # most pipelines have the same target
-    def request(time_s: float, slow: Slow, power_w: float | None) -> PlanRequest:
-        within_s = time_s if slow else min(time_s, curve.max_time_s)
-        return PlanRequest(job.frontier, within_s, slow, power_w, job.max_changes, job.min_dwell_s, job.on_time)
+    def request(time_s: float, slow: Slow, power_w: float | None, gpu_w: float | None) -> PlanRequest:
+        within_s = time_s if slow or gpu_w is not None else min(time_s, curve.max_time_s)
+        return PlanRequest(job.frontier, within_s, slow, power_w, job.max_changes, job.min_dwell_s, job.on_time, gpu_w)
 
-    return tuple(request(each.time_s, slow_of(each.slow_stages), each.power_w) for each in decision.targets)
+    return tuple(
+        request(each.time_s, slow_of(each.slow_stages), each.power_w, each.gpu_power_limit_w)
+        for each in decision.targets
+    )
 
 
 def deduplicated(values: Iterable[Key]) -> tuple[tuple[Key, ...], tuple[int, ...]]:

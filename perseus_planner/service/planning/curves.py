@@ -104,7 +104,7 @@ class Curve:
 
 
 class NotSolved(Exception):
-    """The pipeline with these slow stages has to be solved before a decision.
+    """The pipeline with these slow stages, under its GPUs' power limit, has to be solved before a decision.
 
     Attributes:
         slow: The slow stages.

@@ -29,7 +29,7 @@ from perseus_planner.errors import (
 )
 from perseus_planner.jobs.job import Job
 from perseus_planner.jobs.settings import Settings
-from perseus_planner.profiles.groups import slowed
+from perseus_planner.profiles.groups import slowed, within_power_limit
 from perseus_planner.profiles.profiles import profile_document
 from perseus_planner.schedules import NAMES
 from perseus_planner.schedules.dag import PipelineDag
@@ -69,6 +69,7 @@ class PlanRequest(NamedTuple):
         power_w: Upper bound on the average power of the pipeline, watts, which goes before `time_s`; None for no bound.
         max_changes, min_dwell_s: Switch budget, as for `Frontier.plan_for`.
         on_time: The probability of keeping the deadline or the power, likewise.
+        gpu_power_limit_w: Power limit of each GPU, watts; None for that under which it was profiled.
     """
 
     frontier: str
@@ -78,6 +79,7 @@ class PlanRequest(NamedTuple):
     max_changes: int | None
     min_dwell_s: float
     on_time: float | None = None
+    gpu_power_limit_w: float | None = None
 
 
 def prepare_process(service: Connection) -> None:
@@ -114,16 +116,16 @@ def curve_of(digest: str, content: bytes) -> Curve:
     Raises:
         FrontierError: If `content` is not a frontier file.
     """
-    return Curve.of(_frontier(digest, (), content))
+    return Curve.of(_frontier(digest, (), None, content))
 
 
-def slowed_curve(digest: str, slow: Slow, content: bytes) -> Curve:
-    """Return the curve of the pipeline with the stages in `slow` slowed down: solved anew, exactly.
+def solved_curve(digest: str, slow: Slow, gpu_power_limit_w: float | None, content: bytes) -> Curve:
+    """Return the curve of the pipeline with some stages slowed down and its GPUs limited: solved anew, exactly.
 
     Raises:
-        ProfileError: If there is no such stage.
+        ProfileError: If there is no such stage, or no clock keeps a computation within the limit.
     """
-    return Curve.of(_frontier(digest, slow, content))
+    return Curve.of(_frontier(digest, slow, gpu_power_limit_w, content))
 
 
 def plan_text(request: PlanRequest, content: bytes) -> str:
@@ -133,7 +135,7 @@ def plan_text(request: PlanRequest, content: bytes) -> str:
         InfeasibleDeadline: If no choice of clocks is that fast.
         InfeasibleBudget: If none was found within the switch budget.
     """
-    frontier = _frontier(request.frontier, request.slow, content)
+    frontier = _frontier(request.frontier, request.slow, request.gpu_power_limit_w, content)
     limits: dict[str, Any] = {name: getattr(request, name) for name in ("max_changes", "min_dwell_s", "on_time")}
     plan = frontier.plan_until(request.time_s, **limits)
     power_w = plan.power_w if plan.on_time is None else plan.on_time.power_w.high
@@ -153,26 +155,31 @@ def nearest_plan_text(request: PlanRequest, content: bytes) -> str:
     except InfeasibleDeadline as error:
         least_s = error.least_time_s
         if request.on_time is not None:  # all clocks at maximum are surely as fast as that
-            least_s = max(least_s, _frontier(request.frontier, request.slow, content).baseline_time_s)
+            frontier = _frontier(request.frontier, request.slow, request.gpu_power_limit_w, content)
+            least_s = max(least_s, frontier.baseline_time_s)
         return plan_text(request._replace(time_s=least_s), content)
 
 
-_frontiers: OrderedDict[tuple[str, Slow], Frontier] = OrderedDict()
+_frontiers: OrderedDict[tuple[str, Slow, float | None], Frontier] = OrderedDict()
 
 
-def _frontier(digest: str, slow: Slow, content: bytes) -> Frontier:
+def _frontier(digest: str, slow: Slow, limit_w: float | None, content: bytes) -> Frontier:
     """Return a frontier, kept in memory as it caches its plans."""
-    key = (digest, slow)
+    key = (digest, slow, limit_w)
     if key not in _frontiers:
-        _frontiers[key] = _slowed(_frontier(digest, (), content), slow) if slow else _read(content)
+        is_changed = slow or limit_w is not None
+        frontier = _frontier(digest, (), None, content) if is_changed else _read(content)
+        _frontiers[key] = _changed(frontier, slow, limit_w) if is_changed else frontier
     _frontiers.move_to_end(key)
     while len(_frontiers) > _KEPT:
         _frontiers.popitem(last=False)
     return _frontiers[key]
 
 
-def _slowed(frontier: Frontier, slow: Slow) -> Frontier:
-    return solve_dag(PipelineDag(slowed(frontier.profile, dict(slow)), frontier.dag.iteration))
+def _changed(frontier: Frontier, slow: Slow, limit_w: float | None) -> Frontier:
+    profile = frontier.profile if limit_w is None else within_power_limit(frontier.profile, limit_w)
+    profile = slowed(profile, dict(slow)) if slow else profile
+    return frontier if profile is frontier.profile else solve_dag(PipelineDag(profile, frontier.dag.iteration))
 
 
 def _read(content: bytes) -> Frontier:

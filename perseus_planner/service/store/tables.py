@@ -99,6 +99,7 @@ class StateRecord:
     past: tuple[Report, ...]
     taken: Taken | None
     share: Share | None
+    gpu_power_limit_w: float | None = None
 
     @classmethod
     def of(cls, state: JobState) -> StateRecord:
@@ -113,6 +114,7 @@ class StateRecord:
             tuple(state.past.values()),
             state.taken,
             state.share,
+            state.job.gpu_power_limit_w,
         )
 
 
@@ -134,7 +136,12 @@ def state_of(row: Any, curve: Curve, newest: tuple[PlanSet, Decision]) -> JobSta
     published, planned = newest
     return JobState(
         registered=registered,
-        job=replace(registered, deadline_s=record.deadline_s, power_w=record.power_w),
+        job=replace(
+            registered,
+            deadline_s=record.deadline_s,
+            power_w=record.power_w,
+            gpu_power_limit_w=record.gpu_power_limit_w,
+        ),
         curve=curve,
         decision=record.decision,
         saving_w=record.saving_w,
