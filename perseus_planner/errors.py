@@ -10,7 +10,8 @@
     ├── InfeasibleError          a request that no choice of clocks can meet
     │   ├── InfeasibleDeadline   .deadline_s, .least_time_s
     │   │   └── InfeasibleBudget .max_changes, .min_dwell_s
-    │   └── InfeasiblePower      .power_w, .least_power_w
+    │   ├── InfeasiblePower      .power_w, .least_power_w
+    │   └── InfeasibleGpus       .gpus, .least_gpus
     ├── GpuError                 a GPU, real or simulated, that cannot carry out a request
     │   ├── GpuNotSupported      the GPU, its driver or the back-end lacks the function
     │   ├── GpuNotPermitted      this process lacks the permission
@@ -136,6 +137,23 @@ class InfeasiblePower(InfeasibleError):
         )
         self.power_w = power_w
         self.least_power_w = least_power_w
+
+
+class InfeasibleGpus(InfeasibleError):
+    """No pools of servers on so few GPUs carry the load within the latency objectives.
+
+    Attributes:
+        gpus: the number of GPUs.
+        least_gpus: the least number that carries the load.
+    """
+
+    def __init__(self, gpus: int, least_gpus: int) -> None:
+        super().__init__(
+            f"no pools on {gpus} GPUs carry this load within the latency objectives: {least_gpus} GPUs would; "
+            "give that many or more"
+        )
+        self.gpus = gpus
+        self.least_gpus = least_gpus
 
 
 class GpuError(PlannerError):

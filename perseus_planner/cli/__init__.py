@@ -15,6 +15,7 @@ from perseus_planner.cli.calibrate import calibrate
 from perseus_planner.cli.doctor import doctor
 from perseus_planner.cli.estimate import estimate
 from perseus_planner.cli.explore import explore
+from perseus_planner.cli.inference import inference
 from perseus_planner.cli.measure import measure
 from perseus_planner.cli.plan import plan
 from perseus_planner.cli.profiling import profile
@@ -68,6 +69,7 @@ main.add_command(budget)
 main.add_command(doctor)
 main.add_command(reset)
 main.add_command(serve)
+main.add_command(inference)
 
 
 def _recover_gpus() -> None:

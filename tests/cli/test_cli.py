@@ -17,6 +17,8 @@ import pytest
 from commands import done, run
 from fake_nvml import StandIn
 from http_stand_in import stand_in
+from inference_cases import PROFILE as INFERENCE
+from inference_cases import RATES, steady, write_trace
 from made_runs import write_run
 from service_answers import api
 
@@ -113,6 +115,9 @@ def test_the_examples_of_all_helps_work_in_order(work: Path, nvml: StandIn, monk
     (work / "mine.yaml").write_text(TRANSFORMER)
     (work / "system.yaml").write_text("format: perseus-planner/system\nversion: 1\ngpu: a100-sxm\n")
     (work / "stragglers.csv").write_text("start,end,slowdown,pipeline,stage\n60,600,1.2,3,\n")
+    (work / "inference.csv").write_text(INFERENCE)
+    (work / "rates.csv").write_text(RATES)
+    write_trace(work / "trace.csv", steady(60))
     silent = ("show", "doctor", "reset", "straggler", "status", "budget")  # they write no file
     examples = [(each, line) for each in (main, *main.commands.values()) for line in str(each.epilog).splitlines()]
     with stand_in(api) as service:

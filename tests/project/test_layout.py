@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("perseus_planner", "profiler", "runtime")
 ROOMS = [
     *("profiles", "schedules", "plans", "solver", "jobs", "gpu", "training", "estimate", "cluster", "runs", "service"),
+    "inference",
     "views",
 ]
 """The folders of the package, in the order of the data."""
@@ -25,7 +26,7 @@ CORE = ("displayed", "documents", "errors", "files", "processes", "quantities", 
 """The modules at its root, which all folders may import."""
 LEAVES = ("cli", "profiler", "runtime")
 """Folders that no other folder imports."""
-HEAVY = ("deepspeed", "matplotlib", "numba", "pynvml", "torch")
+HEAVY = ("deepspeed", "matplotlib", "numba", "pynvml", "scipy", "torch")
 
 
 def sources(*folders: str) -> list[Path]:

@@ -9,6 +9,8 @@ import re
 import shlex
 from pathlib import Path
 
+import click
+
 from perseus_planner.cli import main
 
 ROOT = Path(__file__).parents[2]
@@ -25,7 +27,10 @@ def check_inline(command: str) -> None:
         name = words[0]
         if name.startswith("-") or name.isupper():
             return
-        options = {option for each in main.commands[name].params for option in [*each.opts, *each.secondary_opts]}
+        shown = main.commands[name]
+        if isinstance(shown, click.Group) and len(words) > 1:
+            shown = shown.commands[words[1]]
+        options = {option for each in shown.params for option in [*each.opts, *each.secondary_opts]}
         assert {word for word in words if word.startswith("-")} <= options | {"--help", "--json"}, command
 
 

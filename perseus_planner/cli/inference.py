@@ -1,0 +1,188 @@
+"""`planner inference`: pools of servers that need the least energy within latency objectives."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from perseus_planner.cli import console
+from perseus_planner.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from perseus_planner.inference.cells import InferenceProfile
+    from perseus_planner.inference.pools import ChangeCosts
+
+
+@click.group(
+    epilog=console.examples(
+        "planner inference plan inference.csv --rates rates.csv --gpus 64 -o pools.yaml",
+        "planner inference plan inference.csv --trace trace.csv --gpus 64 -o pools.yaml",
+    )
+)
+def inference() -> None:
+    """Plan pools of servers for inference: the least energy within latency objectives."""
+
+
+def _numbers(rule: str) -> Callable[[click.Context, click.Parameter, str | None], tuple[float, ...]]:
+    """Return a callback that reads an option as quantities between commas."""
+    read = console.quantity(rule)
+
+    def parse(context: click.Context, parameter: click.Parameter, text: str | None) -> tuple[float, ...]:
+        return tuple(float(read(context, parameter, part) or 0.0) for part in text.split(",")) if text else ()
+
+    return parse
+
+
+def _bounds(_: click.Context, parameter: click.Parameter, text: str) -> tuple[int, int]:
+    from perseus_planner.quantities import COUNT
+
+    bounds = [COUNT.parse(part.strip()) for part in text.split(",")]
+    if len(bounds) != 2 or None in bounds or bounds[0] >= bounds[1]:
+        name = parameter.opts[0]
+        raise UsageError(f"{name}: {text!r} are not the most tokens of short and medium; write two, such as 256,1024")
+    return bounds[0], bounds[1]
+
+
+_OPTIONS = (
+    click.option("--gpus", type=click.IntRange(1), required=True, metavar="N", help="Number of GPUs."),
+    click.option(
+        "--ttft",
+        metavar="TIMES",
+        callback=_numbers("DURATION"),
+        help="Most time to the first token, one for each input class, e.g. 250ms,400ms,2s.  [default: those]",
+    ),
+    click.option(
+        "--tbt",
+        default="100ms",
+        show_default=True,
+        metavar="TIME",
+        callback=console.quantity("DURATION"),
+        help="Most time between tokens.",
+    ),
+    click.option(
+        "--input-bounds",
+        default="256,1024",
+        show_default=True,
+        metavar="TOKENS",
+        callback=_bounds,
+        help="Most input tokens of the classes short and medium.",
+    ),
+    click.option(
+        "--output-bounds",
+        default="100,350",
+        show_default=True,
+        metavar="TOKENS",
+        callback=_bounds,
+        help="Most output tokens of the classes short and medium.",
+    ),
+    click.option(
+        "--load",
+        type=click.FloatRange(0, min_open=True),
+        default=2000.0,
+        show_default=True,
+        metavar="TOKENS/S",
+        help="Load of an instance in profiles without the column tokens_per_s.",
+    ),
+    click.option(
+        "--new-instance",
+        default="423s",
+        show_default=True,
+        metavar="TIME",
+        callback=console.quantity("LAG"),
+        help="Time until a new instance serves.",
+    ),
+    click.option(
+        "--resharding",
+        default="33s",
+        show_default=True,
+        metavar="TIME",
+        callback=console.quantity("LAG"),
+        help="Time until an instance of another tensor degree serves.",
+    ),
+    click.option(
+        "--clock-change",
+        default="50ms",
+        show_default=True,
+        metavar="TIME",
+        callback=console.quantity("LAG"),
+        help="Time of a clock change.",
+    ),
+    click.option(
+        "--change-power",
+        default="100W",
+        show_default=True,
+        metavar="POWER",
+        callback=console.quantity("BLOCKING_POWER"),
+        help="Power of each GPU while it changes.",
+    ),
+)
+
+
+def _with_options(command: Callable[..., None]) -> Callable[..., None]:
+    for option in reversed(_OPTIONS):
+        command = option(command)
+    return command
+
+
+def _profile_and_costs(path: Path, options: dict[str, Any]) -> tuple[InferenceProfile, ChangeCosts]:
+    from perseus_planner.inference.cells import Objectives, read_inference_profile
+    from perseus_planner.inference.pools import Change, ChangeCosts
+
+    times_s = [options[name] for name in ("new_instance", "resharding", "clock_change")]
+    costs = ChangeCosts(*(Change(time_s, time_s * options["change_power"]) for time_s in times_s))
+    profile = read_inference_profile(
+        path,
+        Objectives(options["ttft"], options["tbt"]),
+        input_bounds=options["input_bounds"],
+        output_bounds=options["output_bounds"],
+        load_tokens_per_s=options["load"],
+    )
+    if profile.assumed_load:
+        click.echo(f"planner: {path} has no column tokens_per_s: its load is taken for {options['load']:g}", err=True)
+    return profile, costs
+
+
+@inference.command()
+@click.argument("profile", type=console.PATH)
+@click.option("--trace", type=console.PATH, metavar="FILE", help="CSV of requests, e.g. an Azure LLM inference trace.")
+@click.option("--rates", type=console.PATH, metavar="FILE", help="CSV with the requests and tokens of each class.")
+@click.option(
+    "--epoch",
+    default="30min",
+    show_default=True,
+    metavar="TIME",
+    callback=console.quantity("DURATION"),
+    help="How long pools stay as they are.",
+)
+@_with_options
+@console.output("the plan, .yaml")
+@console.as_json
+def plan(
+    profile: Path, trace: Path | None, rates: Path | None, epoch: float, output: Path, as_json: bool, **options: Any
+) -> None:
+    """Choose instances, tensor degree and clock of the pools that serve each class of requests.
+
+    PROFILE is a CSV with the columns input, output, tensor_degree, clock_mhz (or power_limit_w) and energy_j (or
+    energy_wh) of one request, empty where the latency objective is violated. Give a --trace or --rates.
+    """
+    from perseus_planner.inference.plan import make_plan
+    from perseus_planner.inference.workload import periods_of, read_rates, read_trace
+    from perseus_planner.views.inference import plan_text, plan_view
+
+    if (trace is None) == (rates is None):
+        raise UsageError("give one of --trace and --rates")
+    console.refuse_same(filter(None, (profile, trace, rates)), output)
+    measured, costs = _profile_and_costs(profile, options)
+    if trace is not None:
+        periods = periods_of(read_trace(trace), measured, epoch)
+    elif rates is not None:
+        periods = [(0.0, epoch, read_rates(rates, measured))]
+    with console.progress("Planning"):
+        made = make_plan(measured, periods, options["gpus"], costs)
+    made.save(output)
+    view = plan_view(made)
+    console.report(view, plan_text(view), [output], as_json=as_json)

@@ -1,0 +1,1 @@
+"""Pools of servers under latency objectives: instances, tensor degrees and clocks for each class of requests."""

@@ -1,0 +1,258 @@
+"""Inference profiles: joules of a request by its class, tensor degree, clock (or power limit) and load; their CSV.
+
+The columns are `input`, `output`, `tensor_degree`, `clock_mhz` or `power_limit_w`, and `energy_j` or `energy_wh`: of
+one request, all GPUs of the instance. Leave the energy empty where the latency objective is violated. Optional columns:
+`tokens_per_s`, the load of the instance, input and output tokens; `ttft_s` and `tbt_s`, time to the first token and
+between tokens; `idle_w`, the power of the instance without requests.
+
+`input` and `output` name the class of a request: short, medium and long, or the most tokens of the class, such as 256.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from perseus_planner.errors import ProfileError, UsageError, shown
+from perseus_planner.files import by_column, csv_rows, sha256
+from perseus_planner.quantities import CLOCK, COUNT, ENERGY, LIMIT, POWER, TIME, Rule
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+INPUT_BOUNDS, OUTPUT_BOUNDS = (256, 1024), (100, 350)
+"""Most tokens of the classes short and medium, those of DynamoLLM."""
+LOAD_TOKENS_PER_S = 2000.0
+"""The load of a row without `tokens_per_s`: that of table I of DynamoLLM."""
+_WORDS = ("short", "medium", "long")
+_HEADER = "input,output,tensor_degree,clock_mhz,energy_j"
+_LOAD = Rule(float, False, "a load: write tokens per second above 0, such as 2000")
+_SETTINGS = {"clock_mhz": ("clock", CLOCK), "power_limit_w": ("power-limit", LIMIT)}
+_ENERGIES = {"energy_j": 1.0, "energy_wh": 3600.0}
+_OPTIONAL = {"tokens_per_s": _LOAD, "ttft_s": TIME, "tbt_s": TIME, "idle_w": POWER}
+_ENERGY = ENERGY._replace(zero=False, wanted="an energy: write a number above 0, or nothing where it is too slow")
+
+
+@dataclass(frozen=True, order=True)
+class RequestClass:
+    """Requests of similar length.
+
+    Attributes:
+        input_tokens: most input tokens; infinite if there is no most.
+        output_tokens: most output tokens; infinite if there is no most.
+        name: how the profile names it, such as "short/medium".
+    """
+
+    input_tokens: float
+    output_tokens: float
+    name: str = field(compare=False)
+
+    def covers(self, other: RequestClass) -> bool:
+        """Return whether no request of `other` is longer, in input or output, than those of this class may be."""
+        return other.input_tokens <= self.input_tokens and other.output_tokens <= self.output_tokens
+
+
+class Configuration(NamedTuple):
+    """How an instance runs: on how many GPUs, and at which clock in MHz (or power limit in watts)."""
+
+    tensor_degree: int
+    setting: int
+
+
+class Cell(NamedTuple):
+    """An instance under load, as measured.
+
+    Attributes:
+        tokens_per_s: input and output tokens of all requests of the instance in a second.
+        energy_j: joules of one request, all GPUs of the instance; None where the objective is violated.
+        ttft_s: time to the first token, seconds; None if unknown.
+        tbt_s: time between tokens, seconds; None if unknown.
+        idle_w: watts of the instance without requests; 0 if unknown.
+    """
+
+    tokens_per_s: float
+    energy_j: float | None
+    ttft_s: float | None = None
+    tbt_s: float | None = None
+    idle_w: float = 0.0
+
+
+@dataclass(frozen=True)
+class Objectives:
+    """The latency that requests must meet.
+
+    Attributes:
+        ttft_s: time to the first token, seconds, for each input class, shortest first; or one number for all. Empty:
+            0.25 s for inputs of up to 256 tokens, 0.4 s up to 1,024, 2 s beyond, as in DynamoLLM.
+        tbt_s: time between tokens, seconds.
+    """
+
+    ttft_s: tuple[float, ...] = ()
+    tbt_s: float = 0.1
+
+
+@dataclass(frozen=True)
+class InferenceProfile:
+    """What requests cost, and which configurations meet the objectives.
+
+    Attributes:
+        cells: class and configuration -> its measurements, by load.
+        control: "clock" or "power-limit": what is set.
+        objectives: the latency objectives.
+        digest: of what was read.
+        assumed_load: whether the file has no loads, so that one was assumed.
+    """
+
+    cells: Mapping[tuple[RequestClass, Configuration], tuple[Cell, ...]]
+    control: str
+    objectives: Objectives
+    digest: str
+    assumed_load: bool = False
+
+    def __post_init__(self) -> None:
+        given, inputs = self.objectives.ttft_s, sorted({each.input_tokens for each in self.classes})
+        if len(given) not in (0, 1, len(inputs)):
+            raise UsageError(f"--ttft: has {len(given)} times for {len(inputs)} input classes; give one each, or one")
+        published = [0.25 if tokens <= 256 else 0.4 if tokens <= 1024 else 2.0 for tokens in inputs]
+        times_s = published if not given else given * len(inputs) if len(given) == 1 else given
+        object.__setattr__(self, "_ttft_s", dict(zip(inputs, times_s, strict=True)))
+        object.__setattr__(self, "_feasible", self._feasible_cells())
+
+    @cached_property
+    def classes(self) -> list[RequestClass]:
+        """All classes, shortest first."""
+        return sorted({each for each, _ in self.cells})
+
+    @cached_property
+    def configurations(self) -> list[Configuration]:
+        """All configurations."""
+        return sorted({each for _, each in self.cells})
+
+    def ttft_s(self, of: RequestClass) -> float:
+        """Return the objective of the time to the first token, seconds."""
+        times_s: dict[float, float] = self.__dict__["_ttft_s"]
+        return times_s[of.input_tokens]
+
+    def feasible(self, of: RequestClass, at: Configuration) -> tuple[Cell, ...]:
+        """Return the measurements that meet the objectives, by load; none if the configuration never does."""
+        found: dict[tuple[RequestClass, Configuration], tuple[Cell, ...]] = self.__dict__["_feasible"]
+        return found.get((of, at), ())
+
+    def idle_w(self, at: Configuration) -> float:
+        """Return the power of an instance without requests, watts; 0 if unknown."""
+        return max(cell.idle_w for (_, each), cells in self.cells.items() if each == at for cell in cells)
+
+    def _feasible_cells(self) -> dict[tuple[RequestClass, Configuration], tuple[Cell, ...]]:
+        return {
+            key: tuple(
+                cell
+                for cell in sorted(cells, key=lambda cell: cell.tokens_per_s)
+                if cell.energy_j is not None
+                and (cell.ttft_s is None or cell.ttft_s <= self.ttft_s(key[0]))
+                and (cell.tbt_s is None or cell.tbt_s <= self.objectives.tbt_s)
+            )
+            for key, cells in self.cells.items()
+        }
+
+
+def read_inference_profile(
+    path: Path,
+    objectives: Objectives = Objectives(),
+    *,
+    input_bounds: Sequence[int] = INPUT_BOUNDS,
+    output_bounds: Sequence[int] = OUTPUT_BOUNDS,
+    load_tokens_per_s: float = LOAD_TOKENS_PER_S,
+) -> InferenceProfile:
+    """Read the CSV of an inference profile.
+
+    Args:
+        path: the file.
+        objectives: what rows with latencies must meet.
+        input_bounds: most input tokens of the classes short and medium.
+        output_bounds: most output tokens of the classes short and medium.
+        load_tokens_per_s: load of the rows if the file has no column `tokens_per_s`.
+
+    Raises:
+        ProfileError: If the file cannot be read, or a row is wrong.
+    """
+    lines = csv_rows(path, ProfileError)
+    where, header = next(lines, ("", []))
+    if not header:
+        raise ProfileError(f"{path}: is empty; write the header {_HEADER} and a row for each measurement")
+    setting, energy = _checked_header(where, header)
+    cells: dict[tuple[RequestClass, Configuration], dict[float, Cell]] = {}
+    rows: list[str] = []
+    for where, texts in lines:
+        row = by_column(where, header, texts, ProfileError)
+        labels = [
+            _bound(row[column], f"{where}, column {column!r}", bounds)
+            for column, bounds in (("input", input_bounds), ("output", output_bounds))
+        ]
+        of = RequestClass(labels[0], labels[1], f"{row['input']}/{row['output']}")
+        degree = _number(where, "tensor_degree", COUNT, row)
+        at = Configuration(degree, _number(where, setting, _SETTINGS[setting][1], row))
+        extra = {name: _number(where, name, rule, row) for name, rule in _OPTIONAL.items() if row.get(name)}
+        load = extra.pop("tokens_per_s", load_tokens_per_s)
+        joules = _number(where, energy, _ENERGY, row) * _ENERGIES[energy] if row[energy] else None
+        known = cells.setdefault((of, at), {})
+        if load in known:
+            unit = "MHz" if setting == "clock_mhz" else "W"
+            raise ProfileError(
+                f"{where}: {of.name} at tensor degree {degree}, {at.setting} {unit} and {load:g} tokens/s is there "
+                "twice; keep one of them"
+            )
+        known[load] = Cell(load, joules, **extra)
+        rows.append(",".join(texts))
+    if not cells:
+        raise ProfileError(f"{path}: has no rows; write one for each class, tensor degree and {setting}")
+    _check_labels(path, [of for of, _ in cells])
+    digest = sha256(",".join(header).encode(), *map(str.encode, rows))
+    frozen = {key: tuple(by_load.values()) for key, by_load in cells.items()}
+    return InferenceProfile(frozen, _SETTINGS[setting][0], objectives, digest, "tokens_per_s" not in header)
+
+
+def _checked_header(where: str, header: Sequence[str]) -> tuple[str, str]:
+    """Return the columns of the setting and of the energy."""
+    for column in header:
+        if header.count(column) > 1:
+            raise ProfileError(f"{where}: column {column!r} is there twice; keep one of them")
+    missing = [column for column in ("input", "output", "tensor_degree") if column not in header]
+    choices = [[column for column in known if column in header] for known in (_SETTINGS, _ENERGIES)]
+    for known, found in zip((tuple(_SETTINGS), tuple(_ENERGIES)), choices, strict=True):
+        if len(found) > 1:
+            raise ProfileError(f"{where}: has the columns {' and '.join(map(repr, found))}; keep one of them")
+        missing += [] if found else [" or ".join(known)]
+    if missing:
+        raise ProfileError(
+            f"{where}: no column {', '.join(map(repr, missing))} in the header {shown(','.join(header))}; "
+            f"write {_HEADER}, separated by commas"
+        )
+    return choices[0][0], choices[1][0]
+
+
+def _bound(label: str, place: str, bounds: Sequence[int]) -> float:
+    """Return the most tokens of the class that `label` names."""
+    if label in _WORDS:
+        return (*bounds, math.inf)[_WORDS.index(label)]
+    tokens = COUNT.parse(label)
+    if tokens is None:
+        raise ProfileError(
+            f"{place}: {shown(label)} is not a class of requests; write short, medium or long, or the most tokens of "
+            "the class, such as 256"
+        )
+    return float(tokens)
+
+
+def _check_labels(path: Path, classes: Sequence[RequestClass]) -> None:
+    names: dict[RequestClass, str] = {}
+    for each in classes:
+        other = names.setdefault(each, each.name)
+        if other != each.name:
+            raise ProfileError(f"{path}: {other} and {each.name} are one class; write it in one way")
+
+
+def _number(where: str, column: str, rule: Rule, row: Mapping[str, str]) -> Any:
+    return rule.read(row[column], f"{where}, column {column!r}", ProfileError)

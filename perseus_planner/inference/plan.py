@@ -1,0 +1,274 @@
+"""Plans of pools, epoch by epoch, beside other ways to choose them; their file, inference.yaml."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from perseus_planner.documents import read_document
+from perseus_planner.errors import InfeasibleGpus, PlanError, UsageError
+from perseus_planner.files import sha256, write_file
+from perseus_planner.inference.cells import Configuration, RequestClass
+from perseus_planner.inference.pools import PUBLISHED, ChangeCosts, Pool, PoolPlan
+from perseus_planner.inference.programme import plan_pools
+from perseus_planner.inference.workload import Load
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Mapping, Sequence
+
+    from perseus_planner.inference.cells import InferenceProfile
+
+POLICIES = MappingProxyType(
+    {
+        "highest": "highest clock, largest tensor degree",
+        "clock": "best clock alone",
+        "degree": "best tensor degree alone",
+        "hierarchical": "tensor degree first, then the clock",
+        "planner": "planner",
+    }
+)
+"""How configurations are chosen; the first one is the baseline, the last one is what is planned."""
+BASELINE = next(iter(POLICIES))
+_FORMAT, _VERSION = "perseus-planner/inference", 1
+_KEYS = ("digest", "profile", "control", "gpus", "classes", "policies", "epochs")
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """A period with one set of pools.
+
+    Attributes:
+        start_s: when it begins, seconds after the first request.
+        length_s: how long it is, seconds.
+        demand: load of each class.
+        plan: the pools.
+    """
+
+    start_s: float
+    length_s: float
+    demand: Mapping[RequestClass, Load]
+    plan: PoolPlan
+
+
+@dataclass(frozen=True)
+class PolicyTotal:
+    """What one way to choose configurations needs over all epochs.
+
+    Attributes:
+        energy_j: joules; None if it meets the objectives with no number of GPUs.
+        gpus: most GPUs in use; more than there are if it needs more.
+    """
+
+    energy_j: float | None
+    gpus: int
+
+
+@dataclass(frozen=True)
+class InferencePlan:
+    """Pools for each epoch.
+
+    Attributes:
+        epochs: in the order of time.
+        policies: name in `POLICIES` -> its total.
+        gpus: how many GPUs there are.
+        control: "clock" or "power-limit".
+        profile_digest: of the inference profile.
+    """
+
+    epochs: tuple[Epoch, ...]
+    policies: Mapping[str, PolicyTotal]
+    gpus: int
+    control: str
+    profile_digest: str
+
+    @property
+    def energy_j(self) -> float:
+        """Energy of all epochs, joules, changes included."""
+        return sum(epoch.plan.energy_j for epoch in self.epochs)
+
+    @property
+    def gap(self) -> float:
+        """The largest gap of an epoch."""
+        return max(epoch.plan.gap for epoch in self.epochs)
+
+    def saved_share(self, policy: str = "planner") -> float | None:
+        """Return the saving against the baseline, relative; None if one of them is impossible."""
+        baseline_j, energy_j = self.policies[BASELINE].energy_j, self.policies[policy].energy_j
+        return None if baseline_j is None or energy_j is None else 1 - energy_j / baseline_j
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan as YAML; equal plans give equal bytes.
+
+        Raises:
+            PlanError: If the file cannot be written.
+        """
+        content = self._content()
+        document = {"format": _FORMAT, "version": _VERSION, "digest": _digest(content), **content}
+        write_file(path, yaml.safe_dump(document, sort_keys=False, width=120, default_flow_style=None), PlanError)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> InferencePlan:
+        """Read a file that `save` wrote.
+
+        Raises:
+            PlanError: If the file cannot be read, or is not exactly what was written.
+        """
+        document = read_document(Path(path), _FORMAT, _VERSION, _KEYS, (), PlanError)
+        content = {key: value for key, value in document.values.items() if key not in ("format", "version", "digest")}
+        if document.values["digest"] != _digest(content):
+            raise PlanError(
+                f"{document.where('digest')}: does not match the content, so the file was changed after it was "
+                "written; make the plan again with `planner inference plan`"
+            )
+        return _from_content(content)
+
+    def _content(self) -> dict[str, Any]:
+        classes = {of for epoch in self.epochs for of in epoch.demand}
+        return {
+            "profile": self.profile_digest,
+            "control": self.control,
+            "gpus": self.gpus,
+            "classes": {of.name: [_finite(of.input_tokens), _finite(of.output_tokens)] for of in sorted(classes)},
+            "policies": {
+                name: {"energy_j": total.energy_j, "gpus": total.gpus} for name, total in self.policies.items()
+            },
+            "epochs": [_epoch_content(epoch) for epoch in self.epochs],
+        }
+
+
+def make_plan(
+    profile: InferenceProfile,
+    periods: Sequence[tuple[float, float, Mapping[RequestClass, Load]]],
+    gpus: int,
+    costs: ChangeCosts = PUBLISHED,
+) -> InferencePlan:
+    """Plan each period, by every policy; changes are paid from one period to the next.
+
+    Args:
+        profile: what requests cost.
+        periods: start and length of each, seconds, and its demand; those without demand are left out.
+        gpus: how many there are.
+        costs: of changes.
+
+    Raises:
+        InfeasibleGpus: If there are too few GPUs.
+        UsageError: If a class has no configuration that meets its objective.
+    """
+    totals: dict[str, PolicyTotal] = {}
+    for name in POLICIES:
+        epochs: list[Epoch] = []
+        for start_s, length_s, demand in periods:
+            before = epochs[-1].plan.pools if epochs else None
+            try:
+                plan = plan_policy(name, profile, demand, gpus, length_s, before, costs)
+            except InfeasibleGpus:
+                if name == "planner":
+                    raise
+                plan = plan_policy(name, profile, demand, None, length_s, before, costs)
+            except UsageError:
+                if name == "planner":
+                    raise
+                break
+            epochs.append(Epoch(start_s, length_s, demand, plan))
+        complete = len(epochs) == len(periods)
+        energy_j = sum(epoch.plan.energy_j for epoch in epochs) if complete else None
+        totals[name] = PolicyTotal(energy_j, max((epoch.plan.gpus for epoch in epochs), default=0))
+    return InferencePlan(tuple(epochs), totals, gpus, profile.control, profile.digest)
+
+
+def plan_policy(
+    policy: str,
+    profile: InferenceProfile,
+    demand: Mapping[RequestClass, Load],
+    gpus: int | None,
+    period_s: float,
+    before: Sequence[Pool] | None = None,
+    costs: ChangeCosts = PUBLISHED,
+) -> PoolPlan:
+    """Return the pools of least energy among those that a policy allows; arguments and errors as in `plan_pools`."""
+    only = allowed(policy, profile, demand)
+    if policy == "hierarchical":
+        first = plan_pools(profile, demand, gpus, period_s, only=allowed("degree", profile, demand))
+        degrees = {of: {pool.at.tensor_degree for pool in first.pools if of in pool.serves} for of in demand}
+        only = {of: [at for at in profile.configurations if at.tensor_degree in degrees[of]] for of in demand}
+    return plan_pools(profile, demand, gpus, period_s, only=only, before=before, costs=costs)
+
+
+def allowed(
+    policy: str, profile: InferenceProfile, demand: Mapping[RequestClass, Load]
+) -> dict[RequestClass, list[Configuration]] | None:
+    """Return the configurations that a policy allows each class; None for all."""
+    every = profile.configurations
+    degree, setting = max(at.tensor_degree for at in every), max(at.setting for at in every)
+    fixed_degree, fixed_setting = policy in (BASELINE, "clock"), policy in (BASELINE, "degree")
+    if not (fixed_degree or fixed_setting):
+        return None
+    chosen = [at for at in every if at.tensor_degree == degree or not fixed_degree]
+    chosen = [at for at in chosen if at.setting == setting or not fixed_setting]
+    return dict.fromkeys(demand, chosen)
+
+
+def _finite(tokens: float) -> int | None:
+    return None if tokens == math.inf else int(tokens)
+
+
+def _tokens(bound: int | None) -> float:
+    return math.inf if bound is None else float(bound)
+
+
+def _digest(content: Mapping[str, Any]) -> str:
+    return sha256(json.dumps(content, sort_keys=True, default=str).encode())
+
+
+def _epoch_content(epoch: Epoch) -> dict[str, Any]:
+    plan = epoch.plan
+    return {
+        "start_s": epoch.start_s,
+        "length_s": epoch.length_s,
+        "power_w": plan.power_w,
+        "change_j": plan.change_j,
+        "energy_j": plan.energy_j,
+        "bound_j": plan.bound_j,
+        "demand": {of.name: load._asdict() for of, load in epoch.demand.items()},
+        "pools": [
+            {
+                "longest": pool.longest.name,
+                "tensor_degree": pool.at.tensor_degree,
+                "setting": pool.at.setting,
+                "instances": pool.instances,
+                "serves": {of.name: tokens for of, tokens in pool.serves.items()},
+            }
+            for pool in plan.pools
+        ],
+    }
+
+
+def _from_content(content: Mapping[str, Any]) -> InferencePlan:
+    """Return the plan of a content whose digest is right, so that this planner wrote it."""
+    classes = {
+        name: RequestClass(_tokens(first), _tokens(second), name)
+        for name, (first, second) in content["classes"].items()
+    }
+    epochs = []
+    for each in content["epochs"]:
+        pools = tuple(
+            Pool(
+                classes[pool["longest"]],
+                Configuration(pool["tensor_degree"], pool["setting"]),
+                pool["instances"],
+                {classes[name]: tokens for name, tokens in pool["serves"].items()},
+            )
+            for pool in each["pools"]
+        )
+        plan = PoolPlan(pools, each["power_w"], each["change_j"], each["energy_j"], each["bound_j"])
+        demand = {classes[name]: Load(**load) for name, load in each["demand"].items()}
+        epochs.append(Epoch(each["start_s"], each["length_s"], demand, plan))
+    policies = {name: PolicyTotal(**total) for name, total in content["policies"].items()}
+    return InferencePlan(tuple(epochs), policies, content["gpus"], content["control"], content["profile"])

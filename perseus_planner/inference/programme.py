@@ -1,0 +1,256 @@
+"""The pools of least energy, by an exact integer programme.
+
+A pool is made of equal instances: so many GPUs each, at one clock. It serves one class of requests, and may serve
+shorter ones as well. The variables are the instances of every possible pool (integers) and the share of an instance
+that each class has in it at each measured load; power between two measured loads lies on the line between them.
+Minimised is the energy of a period: of requests, of idle instances, and of what has to change since the period before.
+
+    min   period * (sum power * share + sum idle * (instances - shares)) + cost of changes
+    with  sum load * share = demand of each class
+          sum peak * share <= instances of each pool
+          sum GPUs of an instance * instances <= GPUs
+
+HiGHS solves it by branch and bound; its dual bound is the certificate. Pools at one configuration are then joined where
+that leaves an instance over.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from perseus_planner.errors import InfeasibleGpus, PlannerError, UsageError
+from perseus_planner.inference.pools import PUBLISHED, SAME, ChangeCosts, Pool, PoolPlan, gpus_by
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping, Sequence
+
+    import numpy.typing as npt
+
+    from perseus_planner.inference.cells import Cell, Configuration, InferenceProfile, RequestClass
+    from perseus_planner.inference.workload import Load
+
+INSTALL = "install it with: pip install 'perseus-planner[inference]'"
+_LIMIT_S = 20.0  #: of a solve; a plan that is not proved best by then says so by its gap
+_GAP = 1e-7  #: between a plan's energy and the bound, relative, at which it counts as best
+_ROUNDING = 1e-6  #: of an instance, that the solver's arithmetic may be off
+
+
+def plan_pools(
+    profile: InferenceProfile,
+    demand: Mapping[RequestClass, Load],
+    gpus: int | None,
+    period_s: float,
+    *,
+    only: Mapping[RequestClass, Collection[Configuration]] | None = None,
+    before: Sequence[Pool] | None = None,
+    costs: ChangeCosts = PUBLISHED,
+) -> PoolPlan:
+    """Return the pools of least energy.
+
+    Args:
+        profile: what requests cost.
+        demand: load of each class; not empty.
+        gpus: how many there are; None for any number.
+        period_s: length of the period, seconds.
+        only: class -> configurations that may serve it; None: any.
+        before: the pools of the period before; None if changes cost nothing, as at the start.
+        costs: of changes.
+
+    Raises:
+        InfeasibleGpus: If there are too few GPUs.
+        UsageError: If a class has no configuration that meets its objective.
+    """
+    model = _Model(profile, demand, period_s, only, before, costs)
+    answer = model.solve(model.energies_j, gpus)
+    if answer is None:
+        least = model.solve(model.gpus, None)
+        raise InfeasibleGpus(gpus or 0, 0 if least is None else model.plan(least).gpus)
+    return model.plan(answer)
+
+
+def largest_share(
+    profile: InferenceProfile,
+    demand: Mapping[RequestClass, Load],
+    gpus: int,
+    only: Mapping[RequestClass, Collection[Configuration]] | None = None,
+) -> float:
+    """Return the largest share of the demand, up to 1, that the GPUs carry; the arguments are those of `plan_pools`."""
+    model = _Model(profile, demand, 1.0, only, None, PUBLISHED, least_share=0.0)
+    answer = model.solve({model.share: -1.0}, gpus)
+    return 0.0 if answer is None else float(answer.values[model.share])
+
+
+class _Entry(NamedTuple):
+    """A variable: what share of an instance of `pool` serves the class `of`, at the load of `cell`."""
+
+    column: int
+    pool: int
+    of: RequestClass
+    cell: Cell
+
+
+class _Answer(NamedTuple):
+    values: npt.NDArray[np.float64]
+    bound: float
+
+
+class _Model:
+    """Columns with their least and most value, and rows with theirs: an integer programme, without its objective."""
+
+    def __init__(
+        self,
+        profile: InferenceProfile,
+        demand: Mapping[RequestClass, Load],
+        period_s: float,
+        only: Mapping[RequestClass, Collection[Configuration]] | None,
+        before: Sequence[Pool] | None,
+        costs: ChangeCosts,
+        least_share: float = 1.0,
+    ) -> None:
+        self.demand, self.period_s, self.before, self.costs = dict(sorted(demand.items())), period_s, before, costs
+        self.idle_w = {at: profile.idle_w(at) for at in profile.configurations}
+        self._columns: list[tuple[float, float, bool]] = []
+        self._rows: list[tuple[dict[int, float], float, float]] = []
+        self.energies_j: dict[int, float] = {}  # column -> joules of one, less what idle instances cost anyhow
+        self.gpus: dict[int, float] = {}
+        self.share = self._add(least_share, 1.0)
+        self.pools: list[tuple[int, RequestClass, Configuration]] = []
+        self.entries: list[_Entry] = []
+        for longest in self.demand:
+            for at in profile.configurations:
+                self._add_pool(profile, longest, at, only)
+        for of, load in self.demand.items():
+            row = {entry.column: entry.cell.tokens_per_s for entry in self.entries if entry.of == of}
+            if not row:
+                among = "" if only is None else " of those allowed"
+                raise UsageError(
+                    f"class {of.name}: no configuration{among} meets its latency objective; measure a higher clock or "
+                    "tensor degree, or loosen the objective"
+                )
+            self._rows.append(({**row, self.share: -load.tokens_per_s}, 0.0, 0.0))
+        if before is not None:
+            self._add_changes(before)
+
+    def _add(self, least: float = 0.0, most: float = math.inf, *, integer: bool = False) -> int:
+        self._columns.append((least, most, integer))
+        return len(self._columns) - 1
+
+    def _add_pool(
+        self,
+        profile: InferenceProfile,
+        longest: RequestClass,
+        at: Configuration,
+        only: Mapping[RequestClass, Collection[Configuration]] | None,
+    ) -> None:
+        """Add the instances of a pool, and their shares; no class is served at a higher load than `longest` may be."""
+        most = max((cell.tokens_per_s for cell in profile.feasible(longest, at)), default=0.0)
+        allowed = [of for of in self.demand if longest.covers(of) and (only is None or at in only[of])]
+        cells = [(of, cell) for of in allowed for cell in profile.feasible(of, at) if cell.tokens_per_s <= most]
+        if not cells:
+            return
+        instances, idle_j = self._add(integer=True), self.idle_w[at] * self.period_s
+        self.pools.append((instances, longest, at))
+        self.gpus[instances] = float(at.tensor_degree)
+        self.energies_j[instances] = idle_j
+        filled = {instances: -1.0}
+        for of, cell in cells:
+            entry = _Entry(self._add(), instances, of, cell)
+            self.entries.append(entry)
+            self.energies_j[entry.column] = busy_w(cell, self.demand[of]) * self.period_s - idle_j
+            filled[entry.column] = self.demand[of].peak
+        self._rows.append((filled, -math.inf, 0.0))
+
+    def _add_changes(self, before: Sequence[Pool]) -> None:
+        """Add the GPUs that have to change, as in `ChangeCosts.between`."""
+        for key, price_j in zip(SAME, self.costs.prices_j, strict=True):
+            had = gpus_by(key, before)
+            rows: dict[object, dict[int, float]] = defaultdict(dict)
+            for number, _, at in self.pools:
+                rows[key(at)][number] = float(at.tensor_degree)
+            for group, row in rows.items():
+                more = self._add()
+                self.energies_j[more] = price_j
+                self._rows.append(({**row, more: -1.0}, -math.inf, float(had[group])))
+
+    def solve(self, objective: Mapping[int, float], gpus: int | None) -> _Answer | None:
+        """Return the columns for which the objective is least, and a bound on it; None if there are none.
+
+        Raises:
+            UsageError: If scipy is not installed.
+            PlannerError: If the solver finds neither within `_LIMIT_S`.
+        """
+        try:
+            from scipy.optimize import Bounds, LinearConstraint, milp
+            from scipy.sparse import csr_array
+        except ImportError as error:
+            raise UsageError(f"plans for inference need scipy, which is not installed; {INSTALL}") from error
+        rows = self._rows if gpus is None else [*self._rows, (self.gpus, -math.inf, float(gpus))]
+        where = [(number, column) for number, (row, _, _) in enumerate(rows) for column in row]
+        values = [value for row, _, _ in rows for value in row.values()]
+        matrix = csr_array((values, tuple(zip(*where, strict=True))), shape=(len(rows), len(self._columns)))
+        least, most, integer = zip(*self._columns, strict=True)
+        scale = max([abs(value) for value in objective.values()], default=0.0) or 1.0
+        weights = np.zeros(len(self._columns))
+        weights[list(objective)] = [value / scale for value in objective.values()]
+        found = milp(
+            weights,
+            integrality=np.array(integer, float),
+            bounds=Bounds(least, most),
+            constraints=LinearConstraint(matrix, [row[1] for row in rows], [row[2] for row in rows]),
+            options={"mip_rel_gap": _GAP, "time_limit": _LIMIT_S},
+        )
+        if found.x is None:
+            if found.status == 2:  # infeasible
+                return None
+            raise PlannerError(f"no pools were found: {found.message}; give more GPUs, or fewer configurations")
+        return _Answer(found.x, float(found.mip_dual_bound) * scale)
+
+    def plan(self, answer: _Answer) -> PoolPlan:
+        """Return the pools of an answer, with no more instances than their shares need."""
+        filled: dict[int, float] = defaultdict(float)
+        serves: dict[int, dict[RequestClass, float]] = defaultdict(dict)
+        power_w = 0.0
+        for column, pool, of, cell in self.entries:
+            share = float(answer.values[column])
+            if share * self.demand[of].peak > _ROUNDING / 100:
+                filled[pool] += share * self.demand[of].peak
+                serves[pool][of] = serves[pool].get(of, 0.0) + share * cell.tokens_per_s
+            power_w += share * self.energies_j[column] / self.period_s
+        pools = _joined(
+            [(longest, at, filled[number], serves[number]) for number, longest, at in self.pools if number in filled]
+        )
+        power_w += sum(pool.instances * self.idle_w[pool.at] for pool in pools)
+        change_j = 0.0 if self.before is None else self.costs.between(self.before, pools)
+        energy_j = power_w * self.period_s + change_j
+        return PoolPlan(pools, power_w, change_j, energy_j, min(answer.bound, energy_j))
+
+
+def _joined(found: list[tuple[RequestClass, Configuration, float, dict[RequestClass, float]]]) -> tuple[Pool, ...]:
+    """Return pools with so many instances as are filled; join two where fewer do for both."""
+    pools, rest = [], sorted(found, key=lambda each: (each[1], each[0]), reverse=True)
+    while rest:
+        longest, at, filled, serves = rest.pop(0)
+        for other in list(rest):
+            fewer = _instances(filled + other[2]) < _instances(filled) + _instances(other[2])
+            if other[1] == at and longest.covers(other[0]) and fewer:
+                filled, serves = filled + other[2], _added(serves, other[3])
+                rest.remove(other)
+        pools.append(Pool(longest, at, _instances(filled), dict(sorted(serves.items()))))
+    return tuple(sorted(pools, key=lambda pool: (pool.longest, pool.at)))
+
+
+def _instances(filled: float) -> int:
+    return max(1, math.ceil(filled - _ROUNDING))
+
+
+def _added(one: dict[RequestClass, float], other: dict[RequestClass, float]) -> dict[RequestClass, float]:
+    return {of: one.get(of, 0.0) + other.get(of, 0.0) for of in {**one, **other}}
+
+
+def busy_w(cell: Cell, load: Load) -> float:
+    """Return the power of an instance at the load of `cell`, of requests like those of `load`, watts."""
+    return (cell.energy_j or 0.0) * cell.tokens_per_s * load.requests_per_s / load.tokens_per_s

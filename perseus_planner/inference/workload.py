@@ -1,0 +1,238 @@
+"""What is asked of a cluster: traces of requests, rates by class, and the demand of a period; their CSV files.
+
+A trace has a row for each request, in the order of time: its time, in seconds or as a date, its input tokens and its
+output tokens. The columns are `time`, `input_tokens` and `output_tokens`, or those of the Azure LLM inference traces,
+`TIMESTAMP`, `ContextTokens` and `GeneratedTokens`.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from datetime import datetime, timedelta, timezone
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from perseus_planner.errors import UsageError, shown
+from perseus_planner.files import by_column, csv_rows
+from perseus_planner.quantities import INDEX, WAIT, Rule
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    import numpy.typing as npt
+
+    from perseus_planner.inference.cells import InferenceProfile, RequestClass
+
+_COLUMNS = {
+    "time": ("time", "timestamp"),
+    "input": ("input_tokens", "contexttokens"),
+    "output": ("output_tokens", "generatedtokens"),
+}
+_DATE = re.compile(r"(\d{4}-\d\d-\d\d)[T ](\d\d:\d\d:\d\d)(\.\d+)?(?:(Z)|([+-])(\d\d):?(\d\d))?")
+_TIME = "a time: write seconds such as 12.5, or a date such as 2023-11-16 18:17:03.979"
+_TOKENS = INDEX._replace(wanted="a number of tokens: write a whole number of 0 or more")
+_RATE = Rule(float, True, "a rate: write a number of 0 or more in a second, such as 12.5")
+_BUSIEST_S = 60.0
+"""The period whose load instances must carry: the busiest minute."""
+
+
+class Load(NamedTuple):
+    """The requests of one class.
+
+    Attributes:
+        requests_per_s: how many arrive in a second.
+        tokens_per_s: their input and output tokens in a second.
+        peak: load of the busiest minute over the mean, 1 or more.
+    """
+
+    requests_per_s: float
+    tokens_per_s: float
+    peak: float = 1.0
+
+
+@dataclass(frozen=True, eq=False)
+class Trace:
+    """Requests in the order of time.
+
+    Attributes:
+        times_s: when each arrives, seconds after the first one.
+        input_tokens: of each request.
+        output_tokens: of each request.
+    """
+
+    times_s: npt.NDArray[np.float64]
+    input_tokens: npt.NDArray[np.int64]
+    output_tokens: npt.NDArray[np.int64]
+
+    @property
+    def tokens(self) -> npt.NDArray[np.int64]:
+        """Input and output tokens of each request."""
+        return self.input_tokens + self.output_tokens
+
+    @property
+    def end_s(self) -> float:
+        """When the last request arrives, seconds after the first."""
+        return float(self.times_s[-1])
+
+    def classes(self, profile: InferenceProfile) -> npt.NDArray[np.int64]:
+        """Return the class of each request, as its place in `profile.classes`.
+
+        A request that is longer than any class counts as one of the longest.
+
+        Raises:
+            UsageError: If the profile lacks a class.
+        """
+        places = []
+        bounds = [
+            sorted(set(each))
+            for each in zip(*((of.input_tokens, of.output_tokens) for of in profile.classes), strict=True)
+        ]
+        for tokens, known in zip((self.input_tokens, self.output_tokens), bounds, strict=True):
+            places.append(np.minimum(np.searchsorted(known, tokens), len(known) - 1))
+        order = {(of.input_tokens, of.output_tokens): number for number, of in enumerate(profile.classes)}
+        table = np.array([[order.get((first, second), -1) for second in bounds[1]] for first in bounds[0]])
+        found = table[places[0], places[1]]
+        if found.min() < 0:
+            request = int(np.argmin(found))
+            raise UsageError(
+                f"request {request + 1} of the trace has {self.input_tokens[request]} input and "
+                f"{self.output_tokens[request]} output tokens, but the profile has no class for it; measure one of up "
+                f"to {bounds[0][places[0][request]]:g} and {bounds[1][places[1][request]]:g} tokens"
+            )
+        return found
+
+    def demand(
+        self, profile: InferenceProfile, classes: npt.NDArray[np.int64], begin_s: float, end_s: float
+    ) -> dict[RequestClass, Load]:
+        """Return the load of each class that has requests from `begin_s` to before `end_s`.
+
+        Args:
+            profile: the profile that has the classes.
+            classes: of each request, as `classes` returned them.
+            begin_s: seconds after the first request.
+            end_s: seconds after the first request.
+        """
+        first, last = np.searchsorted(self.times_s, (begin_s, end_s))
+        length_s = end_s - begin_s
+        slots = max(1, round(length_s / _BUSIEST_S))
+        slot = np.minimum(((self.times_s[first:last] - begin_s) * slots / length_s).astype(int), slots - 1)
+        found = {}
+        for number in np.unique(classes[first:last]):
+            chosen = classes[first:last] == number
+            tokens = self.tokens[first:last][chosen]
+            busiest = np.bincount(slot[chosen], weights=tokens).max() * slots
+            total = max(float(tokens.sum()), 1.0)
+            load = Load(len(tokens) / length_s, total / length_s, max(float(busiest) / total, 1.0))
+            found[profile.classes[number]] = load
+        return found
+
+
+def periods_of(
+    trace: Trace, profile: InferenceProfile, epoch_s: float
+) -> list[tuple[float, float, dict[RequestClass, Load]]]:
+    """Return start and length of each period with requests, seconds, and its demand.
+
+    Periods are `epoch_s` long, but the last one goes on to the end of the trace: up to half an epoch more or less.
+    """
+    count = max(1, round(trace.end_s / epoch_s))
+    starts = [number * epoch_s for number in range(count)]
+    ends = [*starts[1:], max(trace.end_s, starts[-1] + 1.0) * (1 + 1e-9)]
+    classes = trace.classes(profile)
+    found = [
+        (begin, end - begin, trace.demand(profile, classes, begin, end))
+        for begin, end in zip(starts, ends, strict=True)
+    ]
+    return [period for period in found if period[2]]
+
+
+def read_trace(path: Path) -> Trace:
+    """Read the CSV of a trace.
+
+    Raises:
+        UsageError: If the file cannot be read, a row is wrong, or rows are out of order.
+    """
+    lines = csv_rows(path, UsageError)
+    where, header = next(lines, ("", []))
+    lower = [column.lower() for column in header]
+    columns = {}
+    for name, known in _COLUMNS.items():
+        found = [header[number] for number, column in enumerate(lower) if column in known]
+        if len(found) != 1:
+            problem = f"columns {' and '.join(map(repr, found))}" if found else f"no column {known[0]!r}"
+            raise UsageError(
+                f"{where or path}: has {problem}; write the header time,input_tokens,output_tokens, or "
+                "TIMESTAMP,ContextTokens,GeneratedTokens"
+            )
+        columns[name] = found[0]
+    times: list[float] = []
+    inputs: list[int] = []
+    outputs: list[int] = []
+    kinds: set[bool] = set()
+    for where, texts in lines:
+        row = by_column(where, header, texts, UsageError)
+        place = f"{where}, column {columns['time']!r}"
+        time_s, is_date = _seconds(row[columns["time"]], place)
+        kinds.add(is_date)
+        if len(kinds) > 1:
+            raise UsageError(f"{place}: {shown(row[columns['time']])} is another kind of time than before; write one")
+        if times and time_s < times[-1]:
+            raise UsageError(f"{where}: is {times[-1] - time_s:.6g} s before the row above; sort the rows by time")
+        times.append(time_s)
+        for name, tokens in (("input", inputs), ("output", outputs)):
+            tokens.append(_TOKENS.read(row[columns[name]], f"{where}, column {columns[name]!r}"))
+    if not times:
+        raise UsageError(f"{path}: has no requests; write a row for each")
+    return Trace(np.array(times) - times[0], np.array(inputs), np.array(outputs))
+
+
+def read_rates(path: Path, profile: InferenceProfile) -> dict[RequestClass, Load]:
+    """Read a CSV with the columns `input,output,requests_per_s,tokens_per_s`, a row for each class.
+
+    Raises:
+        UsageError: If the file cannot be read, a row is wrong, or the profile has no such class.
+    """
+    lines = csv_rows(path, UsageError)
+    where, header = next(lines, ("", []))
+    wanted = ("input", "output", "requests_per_s", "tokens_per_s")
+    if sorted(header) != sorted(wanted):
+        raise UsageError(f"{where or path}: is not a header of rates; write {','.join(wanted)}")
+    names = {each.name: each for each in profile.classes}
+    found: dict[RequestClass, Load] = {}
+    for where, texts in lines:
+        row = by_column(where, header, texts, UsageError)
+        name = f"{row['input']}/{row['output']}"
+        if name not in names or names[name] in found:
+            problem = "is there twice" if name in names else f"is no class of the profile, which has {', '.join(names)}"
+            raise UsageError(f"{where}: {name} {problem}; correct the row")
+        requests, tokens = (_RATE.read(row[key], f"{where}, column {key!r}") for key in wanted[2:])
+        if (requests > 0) != (tokens > 0):
+            raise UsageError(f"{where}: has requests without tokens, or tokens without requests; correct the row")
+        if requests > 0:
+            found[names[name]] = Load(requests, tokens)
+    if not found:
+        raise UsageError(f"{path}: has no requests; write a row for each class")
+    return found
+
+
+def scaled(demand: Mapping[RequestClass, Load], share: float) -> dict[RequestClass, Load]:
+    """Return the demand with `share` of all rates."""
+    return {each: Load(load[0] * share, load[1] * share, load.peak) for each, load in demand.items()}
+
+
+def _seconds(text: str, place: str) -> tuple[float, bool]:
+    """Return the time that `text` writes, seconds, and whether it is a date."""
+    if (seconds := WAIT.parse(text)) is not None:
+        return seconds, False
+    found = _DATE.fullmatch(text)
+    if found is None:
+        raise UsageError(f"{place}: {shown(text)} is not {_TIME}")
+    try:
+        moment = datetime.strptime(f"{found[1]} {found[2]}", "%Y-%m-%d %H:%M:%S").replace(tzinfo=timezone.utc)
+        offset = timedelta(hours=int(found[6] or 0), minutes=int(found[7] or 0))
+    except ValueError:
+        raise UsageError(f"{place}: {shown(text)} is not {_TIME}") from None
+    ahead_s = offset.total_seconds() * (-1 if found[5] == "-" else 1)
+    return moment.timestamp() - ahead_s + float(found[3] or 0), True

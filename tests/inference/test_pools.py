@@ -1,0 +1,130 @@
+"""The pools of least energy are those that trying everything finds, and no relaxation costs energy."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from inference_cases import LONG, SHORT, demands, least_energy_j, profiles
+
+from perseus_planner.errors import InfeasibleGpus, UsageError
+from perseus_planner.inference.cells import Cell, Configuration, InferenceProfile, Objectives, RequestClass
+from perseus_planner.inference.plan import POLICIES, plan_policy
+from perseus_planner.inference.pools import Change, ChangeCosts, Pool
+from perseus_planner.inference.programme import plan_pools
+from perseus_planner.inference.workload import Load
+
+Demand = dict[RequestClass, Load]
+_PERIOD_S = 600.0
+
+
+def energy_j(profile: InferenceProfile, demand: Demand, gpus: int, **options: object) -> float:
+    """Return the energy of a period; infinite if the GPUs are too few."""
+    try:
+        return plan_pools(profile, demand, gpus, _PERIOD_S, **options).energy_j
+    except InfeasibleGpus:
+        return math.inf
+
+
+@settings(max_examples=15)
+@given(profile=profiles(), demand=demands(), gpus=st.integers(2, 4), changes=st.booleans())
+def test_no_other_pools_need_less_energy(profile: InferenceProfile, demand: Demand, gpus: int, changes: bool):
+    before = [Pool(SHORT, Configuration(1, 1000), 1), Pool(LONG, Configuration(2, 1000), 1)] if changes else None
+    least_j = least_energy_j(profile, demand, gpus, _PERIOD_S, before)
+    assert energy_j(profile, demand, gpus, before=before) == pytest.approx(least_j, rel=1e-6)
+
+
+@settings(max_examples=15)
+@given(profile=profiles(), demand=demands(), gpus=st.integers(3, 6))
+def test_a_plan_carries_its_load_on_its_gpus_and_is_not_below_its_bound(
+    profile: InferenceProfile, demand: Demand, gpus: int
+):
+    if energy_j(profile, demand, gpus) == math.inf:
+        with pytest.raises(InfeasibleGpus) as refused:
+            plan_pools(profile, demand, gpus, _PERIOD_S)
+        assert gpus < refused.value.least_gpus
+        gpus = refused.value.least_gpus
+    plan = plan_pools(profile, demand, gpus, _PERIOD_S)
+    assert plan.gpus <= gpus
+    assert plan.bound_j <= plan.energy_j <= plan.bound_j * (1 + 1e-6)
+    for of, load in demand.items():
+        assert sum(pool.serves.get(of, 0.0) for pool in plan.pools) == pytest.approx(load.tokens_per_s)
+    for pool in plan.pools:
+        most = profile.feasible(pool.longest, pool.at)[-1].tokens_per_s * pool.instances
+        assert sum(tokens * demand[of].peak for of, tokens in pool.serves.items()) <= most * (1 + 1e-5)
+        assert all(pool.longest.covers(of) and profile.feasible(of, pool.at) for of in pool.serves)
+
+
+@settings(max_examples=15)
+@given(profile=profiles(), demand=demands(), gpus=st.integers(3, 6))
+def test_more_gpus_and_looser_objectives_never_cost_energy(profile: InferenceProfile, demand: Demand, gpus: int):
+    here_j = energy_j(profile, demand, gpus)
+    assert energy_j(profile, demand, gpus + 1) <= here_j * (1 + 1e-6)
+    loose = replace(profile, objectives=Objectives(ttft_s=(5.0,)))
+    assert energy_j(loose, demand, gpus) <= here_j * (1 + 1e-6)
+
+
+@settings(max_examples=10)
+@given(profile=profiles(), demand=demands(), share=st.floats(0.0, 1.0))
+def test_cheaper_changes_never_cost_energy(profile: InferenceProfile, demand: Demand, share: float):
+    before = [Pool(LONG, Configuration(2, 2000), 2)]
+    costs = [Change(1.0, joules) for joules in (90000.0, 30000.0, 10.0)]
+    cheap = ChangeCosts(*(Change(cost.time_s, cost.energy_j * share) for cost in costs))
+    dear_j = energy_j(profile, demand, 6, before=before, costs=ChangeCosts(*costs))
+    assert energy_j(profile, demand, 6, before=before, costs=cheap) <= dear_j * (1 + 1e-6)
+
+
+@settings(max_examples=10)
+@given(profile=profiles(), demand=demands())
+def test_no_policy_needs_less_than_the_planner(profile: InferenceProfile, demand: Demand):
+    """A policy with a class that it cannot serve is left out; every class has two GPUs at the highest clock."""
+    energies_j = {name: plan_policy(name, profile, demand, None, _PERIOD_S).energy_j for name in POLICIES}
+    assert min(energies_j.values()) >= energies_j["planner"] * (1 - 1e-6)
+    assert energies_j["highest"] >= max(energies_j["clock"], energies_j["degree"]) * (1 - 1e-6)
+    assert energies_j["degree"] >= energies_j["hierarchical"] * (1 - 1e-6)
+
+
+def profile_of(*cells: tuple[RequestClass, Configuration, float | None]) -> InferenceProfile:
+    """Return a profile of cells at 1000 tokens/s whose instances draw 10 W without requests."""
+    found = {(of, at): (Cell(1000.0, joules, None, None, 10.0),) for of, at, joules in cells}
+    return InferenceProfile(found, "clock", Objectives(), "")
+
+
+def test_a_class_shares_the_pool_of_a_longer_one_where_that_saves_an_idle_instance():
+    at = Configuration(2, 1000)
+    profile = profile_of((SHORT, at, 5.0), (LONG, at, 50.0))
+    (pool,) = plan_pools(profile, {SHORT: Load(1, 200), LONG: Load(1, 700)}, 8, 60.0).pools
+    assert (pool.longest, pool.instances, set(pool.serves)) == (LONG, 1, {SHORT, LONG})
+
+
+def test_a_class_without_a_configuration_is_refused_by_name():
+    at = Configuration(2, 1000)
+    expected = (
+        "class 4096/100: no configuration meets its latency objective; measure a higher clock or tensor degree, or "
+        "loosen the objective"
+    )
+    with pytest.raises(UsageError, match=f"^{re.escape(expected)}$"):
+        plan_pools(profile_of((SHORT, at, 5.0), (LONG, at, None)), {LONG: Load(1, 700)}, 8, 60.0)
+
+
+def test_too_few_gpus_are_refused_with_the_least_that_would_do():
+    profile = profile_of((LONG, Configuration(2, 1000), 50.0))
+    expected = "no pools on 5 GPUs carry this load within the latency objectives: 6 GPUs would; give that many or more"
+    with pytest.raises(InfeasibleGpus, match=f"^{re.escape(expected)}$") as refused:
+        plan_pools(profile, {LONG: Load(1, 2001)}, 5, 60.0)
+    assert (refused.value.gpus, refused.value.least_gpus) == (5, 6)
+    assert plan_pools(profile, {LONG: Load(1, 2001)}, 6, 60.0).gpus == 6
+
+
+def test_pools_stay_where_changing_them_costs_more_than_it_saves():
+    slow, fast = Configuration(2, 1000), Configuration(2, 2000)
+    profile = profile_of((LONG, slow, 50.0), (LONG, fast, 51.0))
+    demand, before = {LONG: Load(1, 700)}, [Pool(LONG, fast, 1)]
+    costs = ChangeCosts(clock=Change(0.05, 300.0))
+    assert [pool.at for pool in plan_pools(profile, demand, 8, 599.0, before=before, costs=costs).pools] == [fast]
+    plan = plan_pools(profile, demand, 8, 601.0, before=before, costs=costs)
+    assert ([pool.at for pool in plan.pools], plan.change_j) == ([slow], 600.0)
