@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 @click.option("--sequence", type=int, metavar="TOKENS", help="Tokens of a sequence.  [default: the model's]")
 @click.option("--precision", metavar="TYPE", help="bf16, fp16 or fp8.  [default: bf16, or the file's]")
 @click.option("--attention", metavar="KIND", help="plain, flash or flash-causal.  [default: the model's]")
+@click.option("--overlap-traffic", is_flag=True, help="Tensor groups send while their products run.")
 @click.option("--schedule", "schedules", multiple=True, help="Schedule to consider; can be given more than once.")
 @click.option(
     "--recompute", "recomputations", multiple=True, help="none, selective or full; can be given more than once."
@@ -85,6 +86,8 @@ def explore(model: str, gpus: int, gpu: str | None, system_file: Path | None, as
 
         check_figure_path(plot, "--plot")
     changes = {key: options[key] for key in ("sequence", "precision", "attention") if options[key] is not None}
+    if options["overlap_traffic"]:
+        changes["overlap_traffic"] = True
     shape = replace(named_transformer(model), **changes)  # type: ignore[arg-type]
     system = _system(gpu, system_file).limited(options["power_limit"])  # type: ignore[arg-type]
     objective = _objective(options)

@@ -196,7 +196,9 @@ class CurveMaker:
         more = (job.microbatches - few[0]) / (few[1] - few[0])
         value = values[0] + more * (values[1] - values[0])
         ends_s = one.times_s[[0, -1]] + more * (two.times_s[[0, -1]] - one.times_s[[0, -1]])
-        times_s = np.linspace(ends_s[0], ends_s[1], _SLOPES)
+        apart = np.diff(slopes) > 0
+        turns_s = (np.diff(-value)[apart] / np.diff(slopes)[apart]).clip(*ends_s)
+        times_s = np.unique([ends_s[0], *turns_s, ends_s[1]])
         return Curve(times_s, np.max(value + slopes * times_s[:, np.newaxis], axis=1))
 
     def _solved_counts(self, job: Configuration) -> list[int]:

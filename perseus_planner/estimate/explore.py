@@ -67,12 +67,16 @@ class Objective:
         place = int(np.argmin(energies_j)) if self.least_energy else 0
         return float(times_s[place]), float(energies_j[place])
 
-    def value(self, point: tuple[float, float] | None) -> tuple[float, float]:
-        """Return what is to be small: energy before time, or time before energy."""
-        if point is None:
-            return math.inf, math.inf
-        time_s, energy_j = point
-        return (energy_j, time_s) if self.least_energy or self.deadline_s is not None else (time_s, energy_j)
+    def value(self, curve: Curve) -> tuple[float, float]:
+        """Return what is to be small: energy before time, or time before energy.
+
+        If no point of the curve is allowed, the first is infinite, and the second the least deadline or power that is.
+        """
+        point = self.point(curve)
+        if point is not None:
+            return point[::-1] if self.least_energy or self.deadline_s is not None else point
+        wanted = curve.times_s if self.deadline_s is not None else curve.energies_j / curve.times_s
+        return math.inf, float(wanted.min(initial=math.inf))
 
 
 @dataclass(frozen=True, eq=False)
@@ -162,7 +166,7 @@ def explore(
     rows = search.rows()
     if not rows:
         raise UsageError(_out_of_reach(objective, search))
-    return Exploration(system, maker, len(found), len(search.curves), search.gap(rows), rows, search.frontier())
+    return Exploration(system, maker, len(found), len(search.curves), search.gap(), rows, search.frontier())
 
 
 class _Search:
@@ -180,9 +184,10 @@ class _Search:
         self.found, self.maker, self.objective = found, maker, objective
         self.grid_s, self.bounds_j = grid_s, bounds_j
         self.curves: dict[int, Curve] = {}
+        self.exact_values: dict[int, tuple[float, float]] = {}
         self.envelope_j = np.full(len(grid_s), np.inf)
         self.values = [
-            objective.value(objective.point(_bound_curve(least, grid_s, row)))
+            objective.value(_bound_curve(least, grid_s, row))
             for least, row in zip(least_s.tolist(), bounds_j, strict=True)
         ]
 
@@ -195,7 +200,7 @@ class _Search:
                 return
             computed += self.maker.size(self.found[place].job)
             curve = self.maker.exact(self.found[place])
-            self.curves[place] = curve
+            self.curves[place], self.exact_values[place] = curve, self.objective.value(curve)
             at_grid_j = np.interp(self.grid_s, curve.times_s, curve.energies_j, left=np.inf)
             # Slower than its least energy a job waits, or runs at its least energy: it does the latter.
             self.envelope_j = np.minimum(self.envelope_j, np.minimum.accumulate(at_grid_j))
@@ -207,7 +212,7 @@ class _Search:
         open_places = [place for place in range(len(self.found)) if place not in self.curves]
         if not open_places:
             return None
-        exact = sorted((self._exact_value(place), place) for place in self.curves)
+        exact = sorted((value, place) for place, value in self.exact_values.items())
         best = {self._degree(place): value for value, place in reversed(exact)}
         nearest = min(open_places, key=lambda each: self.values[each])
         if not exact or self.values[nearest] < exact[0][0]:
@@ -217,8 +222,9 @@ class _Search:
             value = self.values[nearest]
             if value < best.get(degree, (math.inf, math.inf)) and value[0] <= _WORTH * exact[0][0][0]:
                 return nearest
-        if len(self.first()) < FIRST:
-            return min(open_places, key=lambda each: self.values[each])
+        nearest = min(open_places, key=lambda each: self.values[each])
+        if len(self.first()) < FIRST and math.isfinite(self.values[nearest][0]):
+            return nearest
         with np.errstate(invalid="ignore"):
             bounds_j = np.minimum.accumulate(self.bounds_j[open_places], axis=1)
             gains = np.where(np.isfinite(bounds_j), 1 - bounds_j / self.envelope_j, -np.inf).max(axis=1)
@@ -230,32 +236,27 @@ class _Search:
 
         What an estimate knows least are the kernels of each tensor degree, so those are to be measured.
         """
-        ranked = sorted((place for place in self.curves if self._point(place) is not None), key=self._exact_value)
+        allowed = [place for place, value in self.exact_values.items() if math.isfinite(value[0])]
+        ranked = sorted(allowed, key=self.exact_values.__getitem__)
         chosen: list[int] = []
         for place in ranked:
-            near = self._exact_value(place)[0] <= _WORTH * self._exact_value(ranked[0])[0]
+            near = self.exact_values[place][0] <= _WORTH * self.exact_values[ranked[0]][0]
             if near and self._degree(place) not in {self._degree(other) for other in chosen}:
                 chosen.append(place)
         chosen += [place for place in ranked if place not in chosen]
-        return sorted(chosen[:FIRST], key=self._exact_value)
+        return sorted(chosen[:FIRST], key=self.exact_values.__getitem__)
 
     def rows(self) -> tuple[Row, ...]:
         """Return `first` at the best points of their curves."""
-        points = [(place, self._point(place)) for place in self.first()]
+        points = [(place, self.objective.point(self.curves[place])) for place in self.first()]
         return tuple(Row(self.found[place], self.curves[place], *point) for place, point in points if point is not None)
-
-    def _point(self, place: int) -> tuple[float, float] | None:
-        return self.objective.point(self.curves[place])
-
-    def _exact_value(self, place: int) -> tuple[float, float]:
-        return self.objective.value(self._point(place))
 
     def _degree(self, place: int) -> int:
         return self.found[place].job.shape.tensor_degree
 
-    def gap(self, rows: tuple[Row, ...]) -> float:
-        """Return by how much a configuration without an exact curve may be better than the first of `rows`."""
-        best = self.objective.value((rows[0].time_s, rows[0].energy_j))[0]
+    def gap(self) -> float:
+        """Return by how much a configuration without an exact curve may be better than the best one."""
+        best = min(self.exact_values.values())[0]
         others = [value[0] for place, value in enumerate(self.values) if place not in self.curves]
         return max(0.0, 1 - min(others, default=best) / best)
 
@@ -309,8 +310,7 @@ def _within_power(
 
 
 def _out_of_reach(objective: Objective, search: _Search) -> str:
+    least = min(search.exact_values.values())[1]
     if objective.deadline_s is not None:
-        least_s = min(float(curve.times_s[0]) for curve in search.curves.values())
-        return f"--deadline: no configuration is that fast; give {least_s:.4g}s or more"
-    least_w = min(float((curve.energies_j / curve.times_s).min()) for curve in search.curves.values())
-    return f"--power-budget: no configuration draws that little; give {least_w / 1e3:.4g}kW or more"
+        return f"--deadline: no configuration is that fast; give {least:.4g}s or more"
+    return f"--power-budget: no configuration draws that little; give {least / 1e3:.4g}kW or more"

@@ -2,13 +2,13 @@
 
 A matrix product takes the longer of its arithmetic and of loading its factors; elementwise operations take their bytes
 at the bandwidth of the memory; a ring of t GPUs sends 2 (t - 1) / t of a tensor to sum it. Where GPUs of several nodes
-share a layer, they sum in each node first and then between nodes. A host that launches kernels more slowly than the GPU
-runs them leaves it idle: the time is (gpu^4 + host^4)^(1/4), near the larger of the two.
+share a layer, they sum in each node first and then between nodes. A layer takes the longer of its kernels and of the
+host that launches them.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from perseus_planner.estimate.operations import (
@@ -91,7 +91,7 @@ class LayerTimes:
 
 def layer_times(shape: Transformer, system: System) -> LayerTimes:
     """Return the times of the parts of a model for one microbatch; measured ones where `system` has them."""
-    parts = {}
+    parts: dict[str, dict[str, Phases]] = {}
     for name, operations in (
         ("layer", layer_operations(shape)),
         ("embedding", embedding_operations(shape)),
@@ -99,6 +99,8 @@ def layer_times(shape: Transformer, system: System) -> LayerTimes:
     ):
         passes = system.loss_passes if name == "head" else system.passes
         parts[name] = {kind: phases_of(some, shape, system, passes) for kind, some in operations.items()}
+        if name == "layer" and shape.overlap_traffic:
+            parts[name] = {kind: _overlapped(some, shape, system) for kind, some in parts[name].items()}
         parts[name]["B"] = parts[name]["I"] + parts[name]["W"]
     shared = system.host_exchange_s if shape.tensor_degree > 1 else 0.0
     forward_s, backward_s = system.host_forward_s + shared, system.host_backward_s + shared
@@ -139,6 +141,7 @@ def product_megacycles(product: Product, system: System, *, fp8: bool = False) -
     """Return the cycles of a product's arithmetic, in millions."""
     rate = system.product_flops_per_cycle * (system.fp8_speedup if fp8 else 1.0)
     rate *= system.fused_share if product.fused else 1.0
+    rate *= 1.0 if product.aligned else system.unaligned_share
     return product.flops / rate * (1 + (0.0 if product.fused else system.ramp / product.k)) / 1e6
 
 
@@ -153,10 +156,19 @@ def sum_s(size: float, gpus: int, system: System) -> float:
     return inside_s + system.network_s / 2 + 2 * (nodes - 1) / nodes * size / system.node_bytes_per_s
 
 
+def _overlapped(phases: Phases, shape: Transformer, system: System) -> Phases:
+    """Return the phases with traffic behind the products.
+
+    Factors and results are sent in as many pieces as there are GPUs, of which one waits for nothing to hide it
+    (Wang et al., "Overlap communication with dependent computation via decomposition", ASPLOS 2023).
+    """
+    hidden_s = min(phases.megacycles / system.top_mhz, phases.exchange_s * (1 - 1 / shape.tensor_degree))
+    return replace(phases, exchange_s=phases.exchange_s - hidden_s)
+
+
 def _with_host(phases: Phases, host_s: float, system: System) -> Phases:
-    gpu_s = phases.time_s(system.top_mhz)
-    idle_s = (gpu_s**4 + host_s**4) ** 0.25 - gpu_s
-    return phases + Phases(idle_s=idle_s)
+    """Return the phases, and the idle time of a GPU that is faster than its host."""
+    return phases + Phases(idle_s=max(0.0, host_s - phases.time_s(system.top_mhz)))
 
 
 def _measured(times: LayerTimes, shape: Transformer, system: System) -> LayerTimes:

@@ -46,6 +46,11 @@ class Product(NamedTuple):
         """FLOPs, two for each multiply-add."""
         return 2 * self.m * self.n * self.k * self.number
 
+    @property
+    def aligned(self) -> bool:
+        """Whether all rows of the matrices begin at multiples of 16 bytes, as tensor cores load them best."""
+        return self.fused or (self.n % 8, self.k % 8) == (0, 0)
+
 
 class Pass(NamedTuple):
     """Bytes that elementwise operations read and write, which no arithmetic hides.

@@ -51,6 +51,7 @@ class System:
         product_flops_per_cycle: bf16 FLOPs of long matrix products, over all SMs.
         fp8_speedup: How many times as fast products in FP8 are.
         fused_share: Speed of flash attention, as a share of that of products.
+        unaligned_share: Speed of products with a size that is no multiple of 8, as a share of that of others.
         ramp: Length of sums at which a product reaches half of its speed.
         memory_share: Share of the memory's bandwidth that kernels reach.
         passes: How often elementwise kernels pass over their tensors, as a multiple of the fewest passes.
@@ -79,6 +80,7 @@ class System:
     product_flops_per_cycle: float
     fp8_speedup: float
     fused_share: float
+    unaligned_share: float
     ramp: float
     memory_share: float
     passes: float
@@ -158,17 +160,18 @@ def _system(
         product_flops_per_cycle=efficiency * peak_flops / (peak_mhz * 1e6),
         fp8_speedup=fp8_speedup,
         fused_share=0.7,  # FlashAttention-2's 225 TFLOPS of the A100's 312 (Dao, 2023)
+        unaligned_share=0.46,
         ramp=50.0,
         memory_share=0.85,  # assumed
         passes=1.0,
-        score_passes=1.6,
-        loss_passes=2.5,
+        score_passes=1.75,
+        loss_passes=1.0,
         launch_s=3e-6,
-        host_forward_s=0.55e-3,
-        host_backward_s=2.02e-3,
-        host_exchange_s=0.08e-3,
-        exchange_s=35e-6,
-        exchange_per_gpu_s=42e-6,
+        host_forward_s=0.475e-3,
+        host_backward_s=2.21e-3,
+        host_exchange_s=0.05e-3,
+        exchange_s=200e-6,
+        exchange_per_gpu_s=20e-6,
         link_bytes_per_s=link_gb_per_s * 1e9,
         gpus_per_node=8,
         node_bytes_per_s=node_gb_per_s * 1e9,
@@ -183,15 +186,15 @@ def _system(
 
 _SYSTEMS = (
     # Datasheet of 80 GB: 312 TFLOPS; NVLink 300 GB/s each way, network 4 x 200 Gb/s a node, of which the fit
-    # finds 72 %. Efficiency fitted.
+    # finds 80 %. Efficiency fitted.
     _system(
         "a100-sxm",
         memory_mib=81920,
         peak_flops=312e12,
         peak_mhz=1410,
-        efficiency=0.82,
+        efficiency=0.825,
         link_gb_per_s=300,
-        node_gb_per_s=72,
+        node_gb_per_s=80,
         node_overhead_w=1500,
     ),
     # Datasheet: 989.4 TFLOPS dense, NVLink 450 GB/s each way (half as fast again as the A100's), 8 x 400 Gb/s a node.

@@ -43,6 +43,7 @@ class Transformer:
         tensor_degree: Number of GPUs that share each layer as in Megatron: heads, feed-forward block and vocabulary are
             divided.
         sequence_parallel: Whether these GPUs divide norms and residuals too, by tokens (Korthikanti et al., 2022).
+        overlap_traffic: Whether what these GPUs send is sent in pieces during the layers' matrix products.
         recomputation: What the backward recomputes (Korthikanti et al., "Reducing activation recomputation in large
             transformer models", 2022): "none", "selective" (the products of scores and values) or "full" (the layers).
         attention: "plain" writes the scores of all pairs of tokens to memory; "flash" keeps them on the chip, and
@@ -71,6 +72,7 @@ class Transformer:
     positions: str = "learned"
     tensor_degree: int = 1
     sequence_parallel: bool = False
+    overlap_traffic: bool = False
     recomputation: str = "none"
     attention: str = "flash-causal"
     element_bytes: int = 2

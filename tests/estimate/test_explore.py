@@ -107,6 +107,12 @@ def test_a_looser_deadline_never_takes_more_energy(eight: Exploration):
     assert energies[2] < energies[0]
 
 
+def test_a_deadline_that_one_configuration_meets_costs_few_exact_curves(eight: Exploration):
+    found = explore(SMALL, A100, EIGHT, Objective(deadline_s=eight.first[0].time_s))
+    assert len(found.first) == 1
+    assert found.solved <= 20
+
+
 def test_a_power_budget_is_kept_and_the_least_energy_is_less_than_any(eight: Exploration):
     budget_w = 0.8 * eight.first[0].power_w
     within = explore(SMALL, A100, EIGHT, Objective(power_w=budget_w)).first[0]
