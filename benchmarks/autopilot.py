@@ -108,7 +108,7 @@ def measure(size: Size) -> Section:
     runs = list(_runs(size))
     with ProcessPoolExecutor(_PROCESSES, get_context("spawn")) as pool:
         rows = []
-        for run, row in zip(runs, pool.map(_row, runs), strict=True):
+        for run, row in zip(runs, pool.map(_row, runs) if len(runs) > 1 else map(_row, runs), strict=True):
             print(f"{run}: {row}", file=sys.stderr, flush=True)
             rows.append(row)
     by = {kind: [row for row, run in zip(rows, runs, strict=True) if _kind(run) == kind] for kind in _KINDS}
@@ -153,7 +153,7 @@ def _kind(run: Run) -> str:
 
 def _runs(size: Size) -> Iterator[Run]:
     if size.noise_seeds == 1:
-        yield Run(0, size.microbatches[0], _SEEDS[0], iterations=6)
+        yield Run(0, size.microbatches[0], _SEEDS[0], iterations=3)
         return
     cases = range(len(CASES))
     yield from (Run(case, 24, seed) for case in cases for seed in _SEEDS)

@@ -19,7 +19,6 @@ from clock_setters import CLOCKS_MHZ, WAYS
 from data import Size
 from results import Check, Section, Table
 
-_RANKS = 8
 _NAMES = {
     "controller": "one process per node, one shared request per rank",
     "thread": "a thread in each rank, queue.SimpleQueue",
@@ -43,8 +42,8 @@ RankResult = Mapping[str, Any]
 
 def measure(size: Size) -> Section:
     """Time every way at every rate, with the same GPUs."""
-    duration_s = size.setting_s
-    results = {(rate, way): _run(way, rate, duration_s) for rate in size.setting_rates_per_s for way in WAYS}
+    results = {(rate, way): _run(way, rate, size) for rate in size.setting_rates_per_s for way in WAYS}
+    count, busy_share = size.setting_ranks, _busy_share(size.setting_ranks)
     rows = []
     for (rate, way), ranks in results.items():
         row, base = _row(ranks), _row(results[rate, "controller"])
@@ -59,9 +58,9 @@ def measure(size: Size) -> Section:
     return Section(
         15,
         "Setting clocks: from the request to the clock",
-        f"**Measured** times, in processes of this machine; the GPUs are **simulated**: {_RANKS} on one lock that each "
+        f"**Measured** times, in processes of this machine; the GPUs are **simulated**: {count} on one lock that each "
         "call holds for 1.8 to 14 ms, median 4.5 ms, as measured on an A800. Each rank requests "
-        f"{len(CLOCKS_MHZ)} clocks in turn for {duration_s:g} s, and is busy in Python for {100 * _busy_share():.0f} % "
+        f"{len(CLOCKS_MHZ)} clocks in turn for {size.setting_s:g} s, and is busy in Python for {busy_share:.0%} "
         "of that time, right after each request.",
         [Table(_COLUMNS, rows)],
         [
@@ -72,16 +71,16 @@ def measure(size: Size) -> Section:
             "The controller only sets the latest value. A request that is overtaken before it can be served is not "
             "set, and has no latency; a rank is given up if most of its changes are overtaken. Queues serve all "
             "requests, so they fall behind if there are more than the lock allows, about 23 per rank and second.",
-            f"{_RANKS} ranks share {os.cpu_count()} CPUs here, and are busy for so small a share of the time that they "
+            f"{count} ranks share {os.cpu_count()} CPUs here, and are busy for so small a share of the time that they "
             "do not wait for CPUs. A training process that is always busy delays its own threads further, by up to "
             "5 ms at each switch.",
         ],
     )
 
 
-def _busy_share() -> float:
+def _busy_share(ranks: int) -> float:
     """Return the share of its time in which a rank is busy: half of the CPUs together, at most half of one."""
-    return min(0.5, 0.5 * (os.cpu_count() or 1) / _RANKS)
+    return min(0.5, 0.5 * (os.cpu_count() or 1) / ranks)
 
 
 def _row(ranks: Sequence[RankResult]) -> dict[str, float]:
@@ -116,13 +115,18 @@ def _is_same(one: int, other: int) -> bool:
     return (one - other) % len(CLOCKS_MHZ) == 0
 
 
-def _run(way: str, rate: int, duration_s: float) -> list[RankResult]:
+def _run(way: str, rate: int, size: Size) -> list[RankResult]:
     """Run all ranks, and return their results."""
-    with tempfile.NamedTemporaryFile() as lock, _served(way, lock.name) as address:
+    with tempfile.NamedTemporaryFile() as lock, _served(way, lock.name, size.setting_ranks) as address:
         ranks = []
-        for rank in range(_RANKS):
-            own = {"rank": rank, "gpu": f"simulated:a100-sxm?seed={rank}", "count": max(2, round(rate * duration_s))}
-            pace = {"period-s": 1 / rate, "busy-s": _busy_share() / rate, "address": address}
+        for rank in range(size.setting_ranks):
+            own = {
+                "rank": rank,
+                "ranks": size.setting_ranks,
+                "gpu": f"simulated:a100-sxm?seed={rank}",
+                "count": max(2, round(rate * size.setting_s)),
+            }
+            pace = {"period-s": 1 / rate, "busy-s": _busy_share(size.setting_ranks) / rate, "address": address}
             ranks.append(_start(way, lock.name, {**own, **pace}))
         try:
             for process in ranks:
@@ -138,12 +142,12 @@ def _run(way: str, rate: int, duration_s: float) -> list[RankResult]:
 
 
 @contextmanager
-def _served(way: str, lock: str) -> Iterator[str]:
+def _served(way: str, lock: str, ranks: int) -> Iterator[str]:
     """Run a controller if the way needs one; yield its address."""
     if way != "controller":
         yield ""
         return
-    with _start("serve", lock, {}) as process:
+    with _start("serve", lock, {"ranks": ranks}) as process:
         try:
             yield process.stdout.readline().strip()
         finally:
@@ -152,7 +156,7 @@ def _served(way: str, lock: str) -> Iterator[str]:
 
 def _start(way: str, lock: str, options: Mapping[str, object]) -> subprocess.Popen[str]:
     program = Path(__file__).with_name("clock_setters.py")
-    written = [f"--{name}={value}" for name, value in {"lock": lock, "ranks": _RANKS, **options}.items()]
+    written = [f"--{name}={value}" for name, value in {"lock": lock, **options}.items()]
     return subprocess.Popen(
         [sys.executable, str(program), way, *written], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )

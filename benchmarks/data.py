@@ -68,6 +68,7 @@ class Size:
         slowed_microbatches: of the pipeline in which a stage becomes slower.
         setting_s: for how long clocks are asked for, at each rate and in each way, seconds.
         setting_rates_per_s: how many each rank asks for.
+    setting_ranks: how many ranks do.
         repetitions: how often a short measurement is repeated.
         hook_microbatches: of the iteration in which the runtime's hook is timed.
         hook_iterations: how often its calls are.
@@ -75,7 +76,8 @@ class Size:
         hook_engines: how many of the engines are.
         row_noises: relative standard errors of noisy rows.
         noise_seeds: how many data sets have each of them.
-        load_jobs: how many jobs the service has under load.
+        compiles: whether compilation is timed, which takes all of it.
+    load_jobs: how many jobs the service has under load.
         load_pipelines: how many pipelines each has.
         load_microbatches: of their frontiers.
         load_leaders: how many of their pipelines have a long poll open.
@@ -103,11 +105,13 @@ class Size:
     slowed_microbatches: int = 96
     setting_s: float = 4.0
     setting_rates_per_s: tuple[int, ...] = (10, 20)
+    setting_ranks: int = 8
     repetitions: int = 7
     hook_microbatches: int = 16
     hook_iterations: int = 500
     engine_iterations: int = 200
     hook_engines: int = 2
+    compiles: bool = True
     load_jobs: int = 200
     load_pipelines: int = 64
     row_noises: tuple[float, ...] = (0.001, 0.0025, 0.005, 0.01)
@@ -140,6 +144,7 @@ SMOKE = Size(
     slowed_microbatches=12,
     setting_s=0.2,
     setting_rates_per_s=(10,),
+    setting_ranks=2,
     repetitions=2,
     hook_microbatches=4,
     hook_iterations=5,
@@ -147,6 +152,7 @@ SMOKE = Size(
     hook_engines=1,
     row_noises=(0.005,),
     noise_seeds=1,
+    compiles=False,
     load_jobs=20,
     load_pipelines=16,
     load_microbatches=(12,),

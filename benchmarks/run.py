@@ -35,6 +35,7 @@ import sweep_quality
 import switch_budgets
 import unlike_stages
 from data import FULL, SMOKE, MissingError, Size, folder
+from effort import reduce_effort
 from results import Section, environment, failed, write
 
 SECTIONS: dict[int, Callable[[Size], Section]] = {
@@ -77,6 +78,8 @@ def main() -> int:
         print(f"skipped: {error}")
         return 0
     size, about = SMOKE if options.smoke else FULL, environment()
+    if options.smoke:
+        reduce_effort()
     sections = [_section(number, size) for number in sorted(set(options.only or SECTIONS))]
     for section in sections:
         print(section.markdown(), end="\n\n")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from effort import LESS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from noisy_rows import noisy_rows, unlike_stages
@@ -21,7 +22,6 @@ from perseus_planner.plans.replay import replay
 from perseus_planner.profiles.clock_changes import ClockChange
 from perseus_planner.profiles.profiles import Profile
 from perseus_planner.schedules import Schedule
-from perseus_planner.solver import budget, polish, rounding
 from perseus_planner.solver.frontier import Frontier
 
 SCHEDULE = schedules.one_f_one_b(4, 8)
@@ -31,10 +31,8 @@ SLOWDOWNS = (1.0, 1.02, 1.1)
 @pytest.fixture(autouse=True)
 def _less_effort(monkeypatch: pytest.MonkeyPatch) -> None:
     """Search less for each plan: these plans need not be the best."""
-    monkeypatch.setattr(budget, "_EFFORT", (1_000_000, 300, 4_000))
-    monkeypatch.setattr(rounding, "_EFFORT", (100_000, 300, 2_000))
-    monkeypatch.setattr(rounding, "_ANCHOR_EFFORT", (20_000, 20, 200))
-    monkeypatch.setattr(polish, "_MOVES", (300, 20_000))
+    for module, name, value in LESS:
+        monkeypatch.setattr(module, name, value)
 
 
 @cache
