@@ -141,6 +141,25 @@ class Quantity(NamedTuple):
         raise UsageError(f"{name}: {text!r} is not {self.rule.wanted}")
 
 
+def si(value: float, unit: str, digits: int = 4) -> str:
+    """Write a quantity for people, such as "16 us", "4.2 mJ" or "35.6 kW".
+
+    There is a prefix below a tenth of the unit, and from ten thousand on. Times get none for large numbers.
+    """
+    factor, name = si_unit(abs(value), unit)
+    text = f"{value / factor:.{digits}g}"
+    return f"{float(text):.0f} {name}" if "e" in text else f"{text} {name}"
+
+
+def si_unit(largest: float, unit: str) -> tuple[float, str]:
+    """Return the unit, as a factor and a name, in which to write numbers of which `largest` is the largest."""
+    prefixes = _SMALL if 0 < largest < 0.1 else _LARGE if largest >= 1e4 and unit != "s" else ((1.0, ""),)
+    factor, prefix = next((each for each in prefixes if largest >= each[0]), prefixes[-1])
+    return factor, prefix + unit
+
+
+_SMALL = ((1e-3, "m"), (1e-6, "u"), (1e-9, "n"))
+_LARGE = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 _WATTS = MappingProxyType({"": 1, "W": 1, "kW": 1000})
 
 DURATION = Quantity(
@@ -172,19 +191,3 @@ CERTAINTY = Quantity(
 )
 TOLERANCE = Quantity(Rule(float, True, "a tolerance: write a percentage of 0% or more, such as 0.1%"), CERTAINTY.units)
 SHARE_WITHIN = Quantity(Rule(float, False, "a share: write a percentage above 0%, such as 0.3%"), CERTAINTY.units)
-
-_PREFIXES = ((1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""), (1e-3, "m"), (1e-6, "u"), (1e-9, "n"))
-
-
-def si_text(value: float, unit: str, digits: int = 4) -> str:
-    """Write a value in SI units with the prefix that suits it, such as "16 us", "4.2 mJ" or "35.6 kW".
-
-    Seconds only get prefixes below one.
-    """
-    prefixes = [each for each in _PREFIXES if unit != "s" or each[0] <= 1]
-    rounded = float(f"{abs(value):.{digits}g}")  # 999.96 is 1 k, not 1000
-    factor, prefix = next((each for each in prefixes if rounded >= each[0]), prefixes[-1] if rounded else (1.0, ""))
-    scaled = rounded / factor
-    decimals = max(0, digits - len(str(int(scaled))))
-    text = f"{math.copysign(scaled, value):,.{decimals}f}"
-    return f"{text.rstrip('0').rstrip('.') if '.' in text else text} {prefix}{unit}"

@@ -17,6 +17,7 @@ from perseus_planner.files import sha256, write_file
 from perseus_planner.plans.on_time import OnTime
 from perseus_planner.profiles.clock_changes import ClockChange, changes_per_rank
 from perseus_planner.profiles.measurement import Measurement
+from perseus_planner.quantities import si
 from perseus_planner.schedules import Computation, Schedule
 from perseus_planner.schedules.iteration_text import (
     ITERATION_KEYS,
@@ -113,8 +114,8 @@ class Plan(Displayable):
             self.measurement(computation)
 
     def __repr__(self) -> str:
-        numbers = f"{self.time_s:.6g} s and {self.energy_j:.6g} J per iteration, deadline {self.deadline_s:.6g} s"
-        return f"<Plan: {self.schedule}, {numbers}>"
+        time, energy, deadline = si(self.time_s, "s", 6), si(self.energy_j, "J", 6), si(self.deadline_s, "s", 6)
+        return f"<Plan: {self.schedule}, {time} and {energy} per iteration, deadline {deadline}>"
 
     @property
     def schedule(self) -> Schedule:

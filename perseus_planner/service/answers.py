@@ -159,6 +159,13 @@ class JobStatus:
     autopilot: Annotated[
         AutopilotStatus | None, Field(description="What the job's autopilot last knew; null if it runs by plans.")
     ] = None
+    unlike_plan: Annotated[
+        str | None,
+        Field(
+            description="A sentence, if iterations take over twice or under half as long as by the plans; then these "
+            "are of another machine, and save nothing."
+        ),
+    ] = None
 
 
 @dataclass(frozen=True)

@@ -51,6 +51,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from perseus_planner.errors import shown
+from perseus_planner.quantities import si
 from perseus_planner.service.model import Decision, Numbers, RegisteredJob, Report, Target
 from perseus_planner.service.reports import active_reports, next_turn_s, parts_concerned
 
@@ -305,10 +306,10 @@ def _reason(pipelines: Sequence[_Pipeline], time_s: float, calm_s: float, refusa
     """Explain a decision to people, by nothing that changes while the decision does not."""
     slow = [(each.takes_s, -number, each.worst) for number, each in enumerate(pipelines) if each.worst]
     if not slow:
-        return f"nothing is reported slow: iterations take {time_s:.6g} s"
+        return f"nothing is reported slow: iterations take {si(time_s, 's', 6)}"
     _, number, report = max(slow, key=lambda each: each[:2])
     culprit = f"pipeline {-number} (report {shown(report.key)} of {shown(report.source)})"
     if time_s <= calm_s:
-        return f"{culprit} is slow, but iterations still take {time_s:.6g} s"
-    text = f"iterations take {time_s:.6g} s because of {culprit}"
+        return f"{culprit} is slow, but iterations still take {si(time_s, 's', 6)}"
+    text = f"iterations take {si(time_s, 's', 6)} because of {culprit}"
     return f"{text}, and plans are for that" if refusal is None else f"{text}, but nothing is slowed down: {refusal}"

@@ -18,6 +18,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from perseus_planner.errors import shown
+from perseus_planner.runs.another_machine import of_another_machine
 from perseus_planner.service.answers import Answer, Effect, Expected, JobStatus, JobSummary, PipelineStatus, Registered
 from perseus_planner.service.checks import check_deadline, check_job, check_places
 from perseus_planner.service.model import Conflict, PlanSet, RegisteredJob
@@ -226,6 +227,9 @@ def status_of(state: JobState, telemetry: Tally | None, now_s: float) -> JobStat
         expected=expected(state),
         telemetry=telemetry,
         autopilot=None if telemetry is None else telemetry.latest.autopilot,
+        unlike_plan=None
+        if telemetry is None
+        else of_another_machine(telemetry.iteration_s, state.decision.straggler_time_s),
     )
 
 

@@ -6,7 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from perseus_planner.views.columns import Sheet, column, number, numbers
+from perseus_planner.quantities import si
+from perseus_planner.views.columns import Sheet, column, numbers, quantities
 from perseus_planner.views.context import (
     ALL_MAXIMUM,
     Context,
@@ -128,17 +129,17 @@ def cluster_text(summary: ClusterSummary) -> str:
     context, rows = summary.context, summary.policies
     columns = [
         ["policy", *(row.policy for row in rows)],
-        column("iteration s", numbers([row.iteration_s for row in rows])),
+        *quantities(["iteration {}"], "s", [row.iteration_s for row in rows]),
         column("x baseline", [f"{row.time_ratio:.4f}" for row in rows]),
         column("iterations/s", numbers([row.iterations_per_s for row in rows])),
-        column("energy MJ", numbers([row.energy_j / 1e6 for row in rows])),
-        column("power kW", numbers([row.power_w / 1e3 for row in rows])),
+        *quantities(["energy {}"], "J", [row.energy_j for row in rows]),
+        *quantities(["power {}"], "W", [row.power_w for row in rows]),
         column("idle %", [f"{100 * row.idle_share:.2f}" for row in rows]),
         column("saved %", [f"{100 * row.saved_share:.2f}" for row in rows]),
     ]
     size = f"{summary.gpus} GPUs: {summary.pipelines} pipelines x {context.ranks} ranks x {context.gpus_per_stage} GPUs"
     notes = [
-        f"x baseline: mean iteration over {number(summary.baseline_time_s)} s, {ALL_MAXIMUM} without stragglers; "
+        f"x baseline: mean iteration over {si(summary.baseline_time_s, 's', 6)}, {ALL_MAXIMUM} without stragglers; "
         f"the target is {summary.slowdown:g}x.",
         f"Baseline of every saving: {ALL_MAXIMUM} (max) with the same stragglers, for as many iterations.",
         *(f"Left out: {reason}." for reason in summary.left_out),

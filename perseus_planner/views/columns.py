@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 from xml.etree.ElementTree import Element, SubElement
+
+from perseus_planner.quantities import si_unit
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -72,10 +75,27 @@ def numbers(values: Sequence[float | None]) -> list[str]:
     return ["-" if value is None else f"{value:.{decimals}f}" for value in values]
 
 
-def ranges(pairs: Sequence[tuple[float, float]]) -> list[str]:
-    """Write each pair as "first to last"."""
-    shown = numbers([value for pair in pairs for value in pair])
-    return [f"{first} to {last}" for first, last in zip(shown[::2], shown[1::2], strict=True)]
+def quantities(names: Sequence[str], unit: str, *columns: Sequence[float | None]) -> list[list[str]]:
+    """Write columns of one quantity with one SI prefix, which the unit in the headings has, and equal digits.
+
+    Args:
+        names: the heading of each column, where {} stands for the unit.
+        unit: s, J or W.
+        columns: the values of each column.
+    """
+    known = [abs(value) for values in columns for value in values if value is not None]
+    factor, name = si_unit(max(known, default=0.0), unit)
+    cells = numbers([None if value is None else value / factor for values in columns for value in values])
+    ends = list(accumulate(map(len, columns)))
+    parts = [cells[end - len(values) : end] for end, values in zip(ends, columns, strict=True)]
+    return [column(heading.format(name), part) for heading, part in zip(names, parts, strict=True)]
+
+
+def ranges(name: str, unit: str, pairs: Sequence[tuple[float, float]]) -> list[str]:
+    """Write a column of pairs as "first to last"; its heading and its unit are as for `quantities`."""
+    (heading, *shown), *_ = quantities([name], unit, [value for pair in pairs for value in pair])
+    first, last = (list(map(str.strip, cells)) for cells in (shown[::2], shown[1::2]))
+    return column(heading.strip(), [f"{one} to {other}" for one, other in zip(first, last, strict=True)])
 
 
 def column(name: str, cells: Sequence[str]) -> list[str]:

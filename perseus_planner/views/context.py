@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from perseus_planner.views.columns import number
+from perseus_planner.quantities import si
 
 if TYPE_CHECKING:
     from perseus_planner.plans.plan import Plan
@@ -156,9 +156,9 @@ def source_text(context: Context) -> str:
     if context.operations:
         parts.append(f"{context.operations} operations of fixed time")
     if context.longest_lag_s:
-        parts.append(f"transfers of up to {context.longest_lag_s:.6g} s")
+        parts.append(f"transfers of up to {si(context.longest_lag_s, 's', 6)}")
     if context.overhead_s:
-        parts.append(f"{context.overhead_s:.6g} s of calibrated overhead")
+        parts.append(f"{si(context.overhead_s, 's', 6)} of calibrated overhead")
     included = f"\nIncluded: {', '.join(parts)}." if parts else ""
     return f"{origin_text(context.origin)}; blocking power {power_text(context.blocking_power_w)}.{included}"
 
@@ -166,10 +166,10 @@ def source_text(context: Context) -> str:
 def power_text(power_w: float | tuple[float, ...]) -> str:
     """Write the blocking power of a stage, or the range over stages that differ."""
     if not isinstance(power_w, tuple):
-        return f"{power_w:.2f} W"
-    return f"{min(power_w):.2f} to {max(power_w):.2f} W"
+        return si(power_w, "W")
+    return f"{si(min(power_w), 'W')} to {si(max(power_w), 'W')}"
 
 
 def saving_text(comparison: Comparison) -> str:
     """Write a saving in joules and percent."""
-    return f"{number(comparison.saved_j)} J ({100 * comparison.saved_share:.2f} %)"
+    return f"{si(comparison.saved_j, 'J', 6)} ({100 * comparison.saved_share:.2f} %)"

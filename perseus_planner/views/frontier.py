@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from perseus_planner.views.columns import Sheet, column, number, numbers
+from perseus_planner.quantities import si
+from perseus_planner.views.columns import Sheet, column, quantities, table
 from perseus_planner.views.context import (
     ALL_MAXIMUM,
     Comparison,
@@ -22,12 +23,14 @@ from perseus_planner.views.context import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from perseus_planner.solver.frontier import Frontier
 
 _BOUND = "The bound is the least energy of any plan of that time, on all GPUs of the pipeline, waiting included."
-_STEPS = 10  #: between the ends of a frontier, in its table
+_RATIOS = (1.01, 1.02, 1.05, 1.1, 1.2)  #: of the baseline's time, in the table
+_STRAGGLER_RATIOS = (1.05, 1.1, 1.15, 1.2, 1.3, 1.5, 2.0)  #: of the baseline's time, in the table beside stragglers
+_NEAR = 1e-3  #: a row so near to a marked one is left out
 _MOST_POINTS = 500  #: of a charted bound, far more than can be seen
 
 
@@ -54,7 +57,9 @@ class FrontierSummary:
         min_time_s: iteration time of the fastest point, seconds.
         least_energy_time_s: iteration time of the point of least energy, seconds.
         max_time_s: iteration time of the slowest useful point, seconds.
-        points: from the fastest to the slowest.
+        points: from the fastest to that of least energy.
+        beside_stragglers: slower ones, which pay only beside a straggler of that time; their baseline waits for it, and
+            their `time_ratio` is that of the straggler.
         remarks: what a reader may not expect.
     """
 
@@ -66,6 +71,7 @@ class FrontierSummary:
     least_energy_time_s: float
     max_time_s: float
     points: tuple[FrontierPoint, ...]
+    beside_stragglers: tuple[FrontierPoint, ...]
     remarks: tuple[str, ...]
 
 
@@ -87,46 +93,53 @@ def summarize_frontier(frontier: Frontier) -> FrontierSummary:
         least_energy_time_s=frontier.least_energy_time_s,
         max_time_s=frontier.max_time_s,
         points=tuple(_point(frontier, time_s, mark) for time_s, mark in _marked_times(frontier)),
+        beside_stragglers=tuple(_beside_stragglers(frontier)),
         remarks=tuple(_remarks(frontier)),
     )
 
 
 def frontier_sheet(summary: FrontierSummary) -> Sheet:
-    """Return a table of the points from the fastest to the slowest, compared with all clocks at maximum."""
-    points = summary.points
-    columns = [
-        column("time s", numbers([point.time_s for point in points])),
-        column("x baseline", [f"{point.time_ratio:.4f}" for point in points]),
-        column("bound J", numbers([point.energy_j for point in points])),
-        column("saved J", numbers([point.saved_j for point in points])),
-        column("saved %", [f"{100 * point.saved_share:.2f}" for point in points]),
-        ["", *(f"  {point.mark}" for point in points)],
-    ]
+    """Return a table of the points from the fastest to that of least energy, against all clocks at maximum."""
     baseline = (
-        f"Baseline of every saving: {ALL_MAXIMUM}, {number(summary.baseline_time_s)} s and "
-        f"{number(summary.baseline_energy_j)} J per iteration."
+        f"Baseline of every saving: {ALL_MAXIMUM}, {si(summary.baseline_time_s, 's', 6)} and "
+        f"{si(summary.baseline_energy_j, 'J', 6)} per iteration."
     )
     return Sheet(
         f"Frontier of {pipeline_text(summary.context)}; {summary.computations} computations",
         f"{source_text(summary.context)}\n{baseline}",
-        columns,
+        _point_columns("time {}", summary.points),
         "\n".join([_BOUND, *summary.remarks]),
     )
 
 
 def frontier_text(summary: FrontierSummary) -> str:
     """Return the text that `planner solve` and `planner show` print."""
-    return frontier_sheet(summary).text()
+    text = frontier_sheet(summary).text()
+    if not summary.beside_stragglers:
+        return text
+    beside = table(_point_columns("straggler {}", summary.beside_stragglers))
+    return f"{text}\nBeside a straggler (`planner plan --straggler-time`), saved against waiting for it:\n\n{beside}\n"
+
+
+def _point_columns(name: str, points: Sequence[FrontierPoint]) -> list[list[str]]:
+    energies = [point.energy_j for point in points], [point.saved_j for point in points]
+    return [
+        *quantities([name], "s", [point.time_s for point in points]),
+        column("x baseline", [f"{point.time_ratio:.4f}" for point in points]),
+        *quantities(["bound {}", "saved {}"], "J", *energies),
+        column("saved %", [f"{100 * point.saved_share:.2f}" for point in points]),
+        ["", *(f"  {point.mark}" for point in points)],
+    ]
 
 
 def _marked_times(frontier: Frontier) -> list[tuple[float, str]]:
-    """Return iteration times from the fastest to the slowest, with marks for the special ones among them."""
+    """Return iteration times from the fastest up to that of least energy, with marks for the special ones."""
+    baseline_s, least_s = frontier.baseline_time_s, frontier.least_energy_time_s
     special = sorted(
         [
             (frontier.min_time_s, "fastest"),
-            (frontier.baseline_time_s, f"no slower than {ALL_MAXIMUM}"),
-            (frontier.least_energy_time_s, "least energy"),
-            (frontier.max_time_s, "slowest useful, beside a straggler"),
+            (baseline_s, f"no slower than {ALL_MAXIMUM}"),
+            (least_s, "least energy"),
         ]
     )
     marks: list[tuple[float, str]] = []
@@ -134,10 +147,20 @@ def _marked_times(frontier: Frontier) -> list[tuple[float, str]]:
         if marks and _is_same(time_s, marks[-1][0]):
             mark = f"{marks.pop()[1]}; {mark}"
         marks.append((time_s, mark))
-    between = np.linspace(special[0][0], special[-1][0], _STEPS + 1).tolist()
-    near_s = (between[1] - between[0]) / 2
-    plain = [(time_s, "") for time_s in between if all(abs(time_s - marked_s) > near_s for marked_s, _ in marks)]
-    return sorted(marks + plain)
+    asked = [(ratio * baseline_s, "") for ratio in _RATIOS if ratio * baseline_s < least_s * (1 - _NEAR)]
+    return sorted(marks + asked)
+
+
+def _beside_stragglers(frontier: Frontier) -> Iterator[FrontierPoint]:
+    """Yield plans for stragglers that are slower than the time of least energy, against waiting for them."""
+    waiting_w, least_s, most_s = frontier.dag.waiting_w, frontier.least_energy_time_s, frontier.max_time_s
+    times_s = [ratio * frontier.baseline_time_s for ratio in _STRAGGLER_RATIOS]
+    asked = [(time_s, "") for time_s in times_s if least_s * (1 + _NEAR) < time_s < most_s * (1 - _NEAR)]
+    last = [(most_s, "slower than this, it waits")] if most_s > least_s * (1 + _NEAR) else []
+    for time_s, mark in [*asked, *last]:
+        waiting_j = frontier.baseline_energy_j + waiting_w * (time_s - frontier.baseline_time_s)
+        found = compare(time_s, frontier.bound_j(time_s), time_s, waiting_j, f"{ALL_MAXIMUM}, then waiting")
+        yield FrontierPoint(**{**vars(found), "time_ratio": time_s / frontier.baseline_time_s}, mark=mark)
 
 
 def _is_same(time_s: float, other_s: float) -> bool:
@@ -153,7 +176,7 @@ def _point(frontier: Frontier, time_s: float, mark: str) -> FrontierPoint:
 def _remarks(frontier: Frontier) -> Iterator[str]:
     profile, options = frontier.profile, frontier.dag.points
     most_waiting_w = max(map(profile.blocking_w, range(profile.stages)))
-    power = f"{most_waiting_w:g} W"
+    power = si(most_waiting_w, "W", 6)
     if all(len(rows) == 1 for rows in profile.measurements.values()):
         yield "Every computation has a single clock, so there is a single plan."
         return
@@ -168,7 +191,9 @@ def _remarks(frontier: Frontier) -> Iterator[str]:
         )
     most_w = max(row.energy_j / row.time_s for rows in profile.measurements.values() for row in rows)
     if most_waiting_w > most_w:
-        yield f"The blocking power of {power} is more than any computation draws ({most_w:.6g} W at most); check it."
+        yield (
+            f"The blocking power of {power} is more than any computation draws, {si(most_w, 'W', 6)} at most; check it."
+        )
 
 
 @dataclass(frozen=True)

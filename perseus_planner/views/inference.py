@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from perseus_planner.inference.plan import BASELINE, POLICIES, Epoch, InferencePlan
 from perseus_planner.profiles.csv_file import unit_of
-from perseus_planner.quantities import si_text
+from perseus_planner.quantities import si
 from perseus_planner.views.columns import Sheet, column, table
 
 if TYPE_CHECKING:
@@ -144,10 +144,10 @@ def plan_text(view: InferencePlanView) -> str:
     parts = []
     for epoch in view.epochs[:_MOST_EPOCHS]:
         gpus = sum(pool.gpus for pool in epoch.pools)
-        changes = f", {si_text(epoch.change_j, 'J')} of changes" if epoch.change_j else ""
+        changes = f", {si(epoch.change_j, 'J')} of changes" if epoch.change_j else ""
         parts.append(
             f"From {epoch.start_s / 60:.0f} min, for {epoch.length_s / 60:.0f} min: {gpus} GPUs, "
-            f"{si_text(epoch.power_w, 'W')}{changes}\n\n{_pool_table(epoch.pools, view.control)}"
+            f"{si(epoch.power_w, 'W')}{changes}\n\n{_pool_table(epoch.pools, view.control)}"
         )
     if len(view.epochs) > _MOST_EPOCHS:
         parts.append(f"{len(view.epochs) - _MOST_EPOCHS} more periods are in the file.")

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 from perseus_planner.plans.on_time import INTERVAL, OnTime
 from perseus_planner.plans.replay import Timeline, replay
 from perseus_planner.profiles.csv_file import WORDS, unit_of
+from perseus_planner.quantities import si
 from perseus_planner.schedules import Computation
-from perseus_planner.views.columns import Sheet, column, number, numbers, table
+from perseus_planner.views.columns import Sheet, column, quantities, table
 from perseus_planner.views.context import (
     ALL_MAXIMUM,
     Comparison,
@@ -182,20 +183,19 @@ def _beside_straggler(plan: Plan, straggler_time_s: float) -> Comparison:
         plan.energy_j + waiting_w * waiting_s[0],
         plan.baseline_time_s + waiting_s[1],
         plan.baseline_energy_j + waiting_w * waiting_s[1],
-        f"{ALL_MAXIMUM}, both waiting for a straggler of {straggler_time_s:.6g} s",
+        f"{ALL_MAXIMUM}, both waiting for a straggler of {si(straggler_time_s, 's', 6)}",
     )
 
 
 def plan_sheet(summary: PlanSummary) -> Sheet:
     """Return a table that compares the plan with all clocks at maximum."""
-    times = numbers([summary.time_s, summary.baseline_time_s])
-    energies = numbers([summary.energy_j, summary.baseline_energy_j])
-    powers = numbers([summary.power_w, summary.baseline_energy_j / summary.baseline_time_s])
-    columns = [
-        ["", "seconds per iteration", "joules per iteration", "watts on average"],
-        column("this plan", [times[0], energies[0], powers[0]]),
-        column(summary.baseline, [times[1], energies[1], powers[1]]),
+    rows = [
+        *quantities(["{} per iteration"], "s", [summary.time_s, summary.baseline_time_s]),
+        *quantities(["{} per iteration"], "J", [summary.energy_j, summary.baseline_energy_j]),
+        *quantities(["{} on average"], "W", [summary.power_w, summary.baseline_energy_j / summary.baseline_time_s]),
     ]
+    names, plan, baseline = (list(map(str.strip, cells)) for cells in zip(*rows, strict=True))
+    columns = [["", *names], column("this plan", plan), column(summary.baseline, baseline)]
     changes = f" more than {summary.most_changes} times per iteration" if summary.most_changes else ""
     notes = [
         f"It saves {saving_text(summary)} compared with {summary.baseline}, at {summary.time_ratio:.4f}x the time.",
@@ -204,12 +204,12 @@ def plan_sheet(summary: PlanSummary) -> Sheet:
     ]
     if (beside := summary.beside_straggler) is not None:
         notes.append(
-            f"Beside a straggler of {number(beside.time_s)} s it saves {saving_text(beside)}; both wait for it."
+            f"Beside a straggler of {si(beside.time_s, 's', 6)} it saves {saving_text(beside)}; both wait for it."
         )
     if summary.on_time is not None:
         notes += _certainty_notes(summary.on_time, summary.baseline)
     return Sheet(
-        f"Plan for {pipeline_text(summary.context)}, within {number(summary.deadline_s)} s",
+        f"Plan for {pipeline_text(summary.context)}, within {si(summary.deadline_s, 's', 6)}",
         source_text(summary.context),
         columns,
         "\n".join(notes),
@@ -230,7 +230,7 @@ def _certainty_notes(sure: OnTime, baseline: str) -> list[str]:
     if sure.limit_ratio is not None:
         limit = f"takes at most {sure.limit_ratio:.4f}x the time of {baseline}"
     else:
-        limit = f"draws at most {number(sure.limit_power_w or 0.0)} W"
+        limit = f"draws at most {si(sure.limit_power_w or 0.0, 'W', 6)}"
     ratio, saved = sure.time_ratio, sure.saved_share
     notes = [
         f"It {limit} with a probability of {probability} or more.",
@@ -257,12 +257,12 @@ def plan_text(summary: PlanSummary) -> str:
 
 def plans_text(summary: PlansSummary) -> str:
     """Return the text that `planner plan` prints of several plans, with their total."""
-    time, baseline = numbers([summary.time_s, summary.baseline_time_s])
-    energy, baseline_energy = numbers([summary.energy_j, summary.baseline_energy_j])
+    time, baseline = (si(each, "s", 6) for each in (summary.time_s, summary.baseline_time_s))
+    energy, baseline_energy = (si(each, "J", 6) for each in (summary.energy_j, summary.baseline_energy_j))
     return (
         "\n".join(map(plan_text, summary.plans))
-        + f"\nAll {summary.pipelines} pipelines together, each waiting for the slowest: {time} s and {energy} J per "
-        f"iteration;\nwith {summary.baseline} {baseline} s and {baseline_energy} J. "
+        + f"\nAll {summary.pipelines} pipelines together, each waiting for the slowest: {time} and {energy} per "
+        f"iteration;\nwith {summary.baseline} {baseline} and {baseline_energy}. "
         f"They save {saving_text(summary)} at {summary.time_ratio:.4f}x the time.\n"
     )
 
@@ -275,7 +275,7 @@ def timeline_text(summary: TimelineSummary) -> str:
         column(unit_of(summary.context.control), [_clock_range(rank) for rank in ranks]),
         column("changes", [str(rank.clock_changes) for rank in ranks]),
         column("busy %", [f"{100 * rank.busy_s / summary.time_s:.1f}" for rank in ranks]),
-        column("joules", numbers([rank.energy_j for rank in ranks])),
+        *quantities(["{}"], "J", [rank.energy_j for rank in ranks]),
         ["  timeline", *(f"  {strip}" for strip in _strips(summary))],
     ]
     return (

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 from perseus_planner.profiles.csv_file import unit_of, word_of
 from perseus_planner.profiles.operating_points import OperatingPoint, lower_hull, pareto_front
-from perseus_planner.views.columns import Sheet, column, numbers, ranges
+from perseus_planner.quantities import si
+from perseus_planner.views.columns import Sheet, column, ranges
 from perseus_planner.views.context import Context, context_of_profile, power_text
 
 if TYPE_CHECKING:
@@ -87,8 +88,8 @@ def profile_sheet(summary: ProfileSummary) -> Sheet:
         column("computation", [row.instruction for row in rows]),
         column("clocks", [str(row.clocks) for row in rows]),
         column(unit_of(context.control), [f"{high.clock_mhz} to {low.clock_mhz}" for high, low in ends]),
-        column("seconds", ranges([(high.time_s, low.time_s) for high, low in ends])),
-        column("joules", ranges([(high.energy_j, low.energy_j) for high, low in ends])),
+        ranges("time {}", "s", [(high.time_s, low.time_s) for high, low in ends]),
+        ranges("energy {}", "J", [(high.energy_j, low.energy_j) for high, low in ends]),
         *_error_columns(rows),
     ]
     made = "measured" if context.origin == "measured" else "simulated: no GPU was touched"
@@ -122,21 +123,21 @@ def _percent(share: float | None) -> str:
 
 def calibration_text(result: Calibration) -> str:
     """Return the text that `planner calibrate` prints: the overhead and the predicted time, before and now."""
-    before, now = numbers([result.predicted_before_s, result.predicted_s])
-    overheads = [f"{value:.6g}" for value in (result.overhead_before_s, result.overhead_s)]
+    before, now = (si(each, "s", 6) for each in (result.predicted_before_s, result.predicted_s))
+    overheads = [si(value, "s", 6) for value in (result.overhead_before_s, result.overhead_s)]
     several = len(result.plans) > 1
     lines = [
-        f"Iteration time{f', mean of {len(result.plans)} plans' if several else ''}: {result.measured_s:.6g} s "
-        f"measured, {result.replayed_s:.6g} s replayed.",
-        f"Overhead: {overheads[0]} s before, {overheads[1]} s now.",
+        f"Iteration time{f', mean of {len(result.plans)} plans' if several else ''}: {si(result.measured_s, 's', 6)} "
+        f"measured, {si(result.replayed_s, 's', 6)} replayed.",
+        f"Overhead: {overheads[0]} before, {overheads[1]} now.",
     ]
     if result.hop_latency_s:
-        lines.append(f"Latency of each transfer between stages: {result.hop_latency_s:.6g} s.")
+        lines.append(f"Latency of each transfer between stages: {si(result.hop_latency_s, 's', 6)}.")
     if result.time_factors:
         factors = ", ".join(f"{word_of(kind)}s {factor:.4g}x" for kind, factor in result.time_factors.items())
         lines.append(f"Computations take longer than profiled: {factors}.")
     lines.append(
-        f"Predicted iteration time of {'these plans' if several else 'this plan'}: {before} s before, {now} s now."
+        f"Predicted iteration time of {'these plans' if several else 'this plan'}: {before} before, {now} now."
     )
     if result.left_out_error is not None:
         lines.append(

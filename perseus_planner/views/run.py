@@ -8,6 +8,7 @@ from statistics import fmean, median
 from typing import TYPE_CHECKING
 
 from perseus_planner.plans.replay import clock_calls, replay
+from perseus_planner.runs.another_machine import of_another_machine
 from perseus_planner.runs.matching import SetCall, match_changes
 from perseus_planner.runs.records import ChangeStatistics, IterationRecord
 from perseus_planner.views.context import Context, context_of_plan
@@ -127,6 +128,7 @@ class RunSummary:
         attempt: number of the attempt that all of this is about.
         totals: what ran by each plan in each attempt, and what that saved, oldest first; see `runs.Total`.
         total: the sum of all totals.
+        unlike_plan: that the plan `version` is of another machine, in a sentence; None if it is not.
     """
 
     context: Context
@@ -140,6 +142,7 @@ class RunSummary:
     attempt: int
     totals: tuple[Total, ...]
     total: Total
+    unlike_plan: str | None
 
     @property
     def current(self) -> PlanOfRun:
@@ -152,11 +155,13 @@ def summarize_run(run: Run) -> RunSummary:
     version = max((each for each in run.versions if run.time_s(each) is not None), default=run.newest_version)
     plan = run.plan(version, next(rank.pipeline for rank in run.ranks if rank.iterations_by(version)))
     origins = {rank.iterations[-1].origin for rank in run.ranks}
+    plans = tuple(_plan(run, each) for each in run.versions)
+    current = next(each for each in plans if each.version == version)
     return RunSummary(
         context=context_of_plan(plan),
         gpu_origin=origins.pop() if len(origins) == 1 else None,
         pipelines=len({rank.pipeline for rank in run.ranks}),
-        plans=tuple(_plan(run, each) for each in run.versions),
+        plans=plans,
         version=version,
         ranks=tuple(_ranks(run, version)),
         deviations=_deviations(run),
@@ -164,6 +169,7 @@ def summarize_run(run: Run) -> RunSummary:
         attempt=run.attempt,
         totals=run.totals,
         total=run.total,
+        unlike_plan=of_another_machine(current.time_s, current.planned_time_s),
     )
 
 

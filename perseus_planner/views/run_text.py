@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from perseus_planner.profiles.csv_file import unit_of
+from perseus_planner.quantities import si
 from perseus_planner.runs.recording import attempt_path
 from perseus_planner.runs.records import LATE
 from perseus_planner.runs.totals import Total
-from perseus_planner.views.columns import Sheet, column, numbers, table
+from perseus_planner.views.columns import Sheet, column, quantities, table
 from perseus_planner.views.context import ALL_MAXIMUM, pipeline_text
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ def run_sheet(summary: RunSummary) -> Sheet:
     """Return a table of the recorded iterations beside what was planned, a row for each plan."""
     pipelines = f", {summary.pipelines} pipelines" if summary.pipelines > 1 else ""
     overhead_s = summary.context.overhead_s
-    overhead = f" The planned time includes {overhead_s:.6g} s of calibrated overhead." if overhead_s else ""
+    overhead = f" The planned time includes {si(overhead_s, 's', 6)} of calibrated overhead." if overhead_s else ""
     return Sheet(
         f"Run of {pipeline_text(summary.context)}{pipelines}",
         f"{run_origin_text(summary)}.{overhead}",
@@ -42,6 +43,7 @@ def run_text(summary: RunSummary) -> str:
     """Return the text that `planner show` prints: the run by plan, its ranks, their clock changes, and deviations."""
     counted = max((rank.iterations for rank in summary.ranks), default=0)
     parts = [
+        *([] if summary.unlike_plan is None else [f"{summary.unlike_plan}."]),
         f"{run_sheet(summary).text()}Ranks by plan {summary.version}, per iteration:",
         table(list(_load_columns(summary))),
         f"Clock changes, in all {counted} iterations that count:",
@@ -49,9 +51,9 @@ def run_text(summary: RunSummary) -> str:
         f"Late: set when more than {100 * LATE:g} % of the first computation was over. Overtaken: not set before "
         "another clock\nwas requested. Off clock: share of the computing time before the clock was set. Delay: from "
         "the request until\nthe clock was set.",
-        *_deviations_text(summary.deviations),
+        *([] if summary.unlike_plan and not summary.deviations else _deviations_text(summary.deviations)),
         *_cut_off_text(summary.cut_off),
-        totals_text(summary.totals, summary.total, ALL_MAXIMUM),
+        totals_text(summary.totals, summary.total, ALL_MAXIMUM if summary.unlike_plan is None else None),
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -71,11 +73,11 @@ def _plan_columns(summary: RunSummary) -> Iterator[list[str]]:
     yield column("plan", [str(plan.version) for plan in plans])
     yield column("iterations", [str(plan.iterations) for plan in plans])
     yield column("counted", [str(plan.counted) for plan in plans])
-    yield column("seconds", numbers([plan.time_s for plan in plans]))
-    yield column("planned", numbers([plan.planned_time_s for plan in plans]))
+    times_s = [plan.time_s for plan in plans], [plan.planned_time_s for plan in plans]
+    yield from quantities(["time {}", "planned"], "s", *times_s)
     yield column("off %", [_off(plan.time_s, plan.planned_time_s) for plan in plans])
-    yield column("joules", numbers([plan.energy_j for plan in plans]))
-    yield column("planned", numbers([plan.planned_energy_j for plan in plans]))
+    energies_j = [plan.energy_j for plan in plans], [plan.planned_energy_j for plan in plans]
+    yield from quantities(["energy {}", "planned"], "J", *energies_j)
     yield column("off %", [_off(plan.energy_j, plan.planned_energy_j) for plan in plans])
 
 
@@ -88,11 +90,11 @@ def _rank_columns(summary: RunSummary) -> Iterator[list[str]]:
 def _load_columns(summary: RunSummary) -> Iterator[list[str]]:
     ranks = summary.ranks
     yield from _rank_columns(summary)
-    yield column("busy s", numbers([rank.busy_s for rank in ranks]))
-    yield column("planned", numbers([rank.planned_busy_s for rank in ranks]))
+    busy_s = [rank.busy_s for rank in ranks], [rank.planned_busy_s for rank in ranks]
+    yield from quantities(["busy {}", "planned"], "s", *busy_s)
     yield column("off %", [_off(rank.busy_s, rank.planned_busy_s) for rank in ranks])
-    yield column("joules", numbers([rank.energy_j for rank in ranks]))
-    yield column("planned", numbers([rank.planned_energy_j for rank in ranks]))
+    energies_j = [rank.energy_j for rank in ranks], [rank.planned_energy_j for rank in ranks]
+    yield from quantities(["energy {}", "planned"], "J", *energies_j)
     yield column("off %", [_off(rank.energy_j, rank.planned_energy_j) for rank in ranks])
     yield column("deg C", ["-" if rank.temperature_c is None else f"{rank.temperature_c:.0f}" for rank in ranks])
     yield ["  throttled", *(f"  {_throttled(rank)}" for rank in ranks)]
@@ -133,8 +135,8 @@ def _cut_off_text(ranks: tuple[int, ...]) -> Iterator[str]:
         yield f"Not counted: the last row of rank{'s' * (len(ranks) > 1)} {_listed(ranks)}, which was cut off."
 
 
-def totals_text(totals: Sequence[Total], total: Total, baseline: str) -> str:
-    """Return a table of what each attempt ran and saved against the baseline, with their sum at the end."""
+def totals_text(totals: Sequence[Total], total: Total, baseline: str | None) -> str:
+    """Return a table of what each attempt ran and saved against the baseline, if any, with their sum at the end."""
     attempts = [reduce(Total.plus, group) for _, group in groupby(totals, key=lambda each: each.attempt)]
     shown = attempts[-_MOST_ATTEMPTS:]
     if (older := attempts[:-_MOST_ATTEMPTS]) != []:
@@ -142,19 +144,20 @@ def totals_text(totals: Sequence[Total], total: Total, baseline: str) -> str:
     names = ["older" if each.attempt == 0 else attempt_path(Path(), each.attempt).name for each in shown]
     if len(shown) > 1:
         names, shown = [*names, "all"], [*shown, total]
-    lines = [
-        f"All attempts, energy {total.origin or 'unknown'}, saved against {baseline} in as much time:\n",
-        table(
-            [
-                ["attempt", *names],
-                column("iterations", [str(each.iterations) for each in shown]),
-                column("seconds", numbers([each.time_s for each in shown])),
-                column("joules", numbers([each.energy_j if each.origin else None for each in shown])),
-                column("saved", numbers([each.saved_j if each.origin else None for each in shown])),
-                column("saved %", [f"{100 * each.saved_share:.2f}" if each.origin else "-" for each in shown]),
-            ]
-        ),
+    columns = [
+        ["attempt", *names],
+        column("iterations", [str(each.iterations) for each in shown]),
+        *quantities(["time {}"], "s", [each.time_s for each in shown]),
     ]
+    energies_j = [each.energy_j if each.origin else None for each in shown]
+    if baseline is None:
+        columns += quantities(["energy {}"], "J", energies_j)
+    else:
+        saved_j = [each.saved_j if each.origin else None for each in shown]
+        columns += quantities(["energy {}", "saved {}"], "J", energies_j, saved_j)
+        columns.append(column("saved %", [f"{100 * each.saved_share:.2f}" if each.origin else "-" for each in shown]))
+    saved = "" if baseline is None else f", saved against {baseline} in as much time"
+    lines = [f"All attempts, energy {total.origin or 'unknown'}{saved}:\n", table(columns)]
     if total.metered_iterations < total.iterations:
         lines.append(f"\nThe energy of {total.metered_iterations} of {total.iterations} iterations is known.")
     return "\n".join(lines)
@@ -186,4 +189,4 @@ def _ms(seconds: float | None) -> str:
 
 
 def _throttled(rank: RankOfRun) -> str:
-    return ", ".join(f"{reason} {seconds:.3g} s" for reason, seconds in rank.throttled_s.items()) or "-"
+    return ", ".join(f"{reason} {si(seconds, 's', 3)}" for reason, seconds in rank.throttled_s.items()) or "-"

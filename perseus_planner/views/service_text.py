@@ -6,6 +6,7 @@ from datetime import datetime
 from math import isinf
 from typing import TYPE_CHECKING
 
+from perseus_planner.quantities import si
 from perseus_planner.views.columns import column, table
 from perseus_planner.views.context import ALL_MAXIMUM, share
 
@@ -27,7 +28,7 @@ def answer_text(answer: Answer) -> str:
     changed = effect if answer.changed else f"nothing changes; {effect}"
     key = f"\nReport {answer.report.key}" if answer.report is not None else ""
     saved_w = answer.expected_saving_w
-    saving = "the saving is not known yet" if saved_w is None else f"expected to save {saved_w:.4g} W"
+    saving = "the saving is not known yet" if saved_w is None else f"expected to save {si(saved_w, 'W')}"
     return f"Job {answer.job}: {changed}; {saving}\n{answer.reason}{key}"
 
 
@@ -86,9 +87,10 @@ def status_text(status: JobStatus) -> str:
     lines = [
         f"Job {job.name}: {job.pipelines} pipeline{'s' * (job.pipelines > 1)}, {job.ranks} ranks known, "
         f"since {_moment(job.since_s)}; settings: {_settings(job)}",
-        f"Plans: {_version(status)}; expected to save {status.expected_saving_w:.4g} W",
+        f"Plans: {_version(status)}; expected to save {si(status.expected_saving_w, 'W')}",
         f"Power: {_power(status)}",
-        *([] if status.telemetry is None else [_telemetry(status.telemetry)]),
+        *([] if status.unlike_plan is None else [f"{status.unlike_plan}."]),
+        *([] if status.telemetry is None else [_telemetry(status.telemetry, saves=status.unlike_plan is None)]),
         *([] if status.autopilot is None else [f"Autopilot: {status.autopilot}"]),
         decision.reason,
         "",
@@ -135,26 +137,26 @@ def _power(job: JobStatus) -> str:
     expected = job.expected
     how = "replayed from a measured profile" if expected.origin == "measured" else "simulated"
     of_plans = (
-        f"{expected.power_w:.4g} W with these plans, {expected.baseline_power_w:.4g} W with all clocks at maximum"
+        f"{si(expected.power_w, 'W')} with these plans, {si(expected.baseline_power_w, 'W')} with all clocks at maximum"
     )
     recent = (
         ""
         if job.telemetry is None or job.telemetry.power_w is None
-        else (f"; recently {job.telemetry.power_w:.4g} W, {job.telemetry.energy_is}")
+        else (f"; recently {si(job.telemetry.power_w, 'W')}, {job.telemetry.energy_is}")
     )
     limits_w = [each.power_w for each in job.decision.targets if each.power_w is not None]
-    budget = f"; a power budget leaves it {sum(limits_w):.4g} W" if limits_w else ""
+    budget = f"; a power budget leaves it {si(sum(limits_w), 'W')}" if limits_w else ""
     return f"{of_plans} and iterations as long, {how}{recent}{budget}"
 
 
-def _telemetry(sent: JobTelemetry) -> str:
-    text = (
-        f"Ran: {sent.iterations} iterations, recently {sent.iteration_s:.6g} s each, until {_moment(sent.observed_s)}"
-    )
+def _telemetry(sent: JobTelemetry, *, saves: bool) -> str:
+    recent = f"recently {si(sent.iteration_s, 's', 6)} each, until {_moment(sent.observed_s)}"
+    text = f"Ran: {sent.iterations} iterations, {recent}"
     if sent.energy_is is not None:
-        text += f"; {sent.energy_j:.4g} J, {sent.energy_is}, saved {sent.saved_j:.4g} J against all clocks at maximum"
+        text += f"; {si(sent.energy_j, 'J')}, {sent.energy_is}"
+        text += f", saved {si(sent.saved_j, 'J')} against all clocks at maximum" if saves else ""
     if sent.set_p50_s is not None and sent.set_p99_s is not None:
-        text += f"; clocks set in {1e3 * sent.set_p50_s:.3g} ms, 99 % in {1e3 * sent.set_p99_s:.3g} ms"
+        text += f"; clocks set in {si(sent.set_p50_s, 's', 3)}, 99 % in {si(sent.set_p99_s, 's', 3)}"
     text += f", {sent.late_changes} late"
     if sent.off_plan_since_s is not None:
         since = _moment(sent.off_plan_since_s)
@@ -163,10 +165,12 @@ def _telemetry(sent: JobTelemetry) -> str:
 
 
 def _settings(job: JobSummary) -> str:
-    text = "as fast as all clocks at maximum" if job.deadline_s is None else f"{job.deadline_s:.6g} s an iteration"
-    text += "" if job.power_w is None else f", at most {job.power_w:.6g} W"
+    text = (
+        "as fast as all clocks at maximum" if job.deadline_s is None else f"{si(job.deadline_s, 's', 6)} an iteration"
+    )
+    text += "" if job.power_w is None else f", at most {si(job.power_w, 'W', 6)}"
     limit_w = job.gpu_power_limit_w
-    return text if limit_w is None else f"{text}, each GPU limited to {limit_w:.6g} W"
+    return text if limit_w is None else f"{text}, each GPU limited to {si(limit_w, 'W', 6)}"
 
 
 def _ranges(numbers: Sequence[int]) -> str:
@@ -185,7 +189,7 @@ def _scope(report: Report) -> str:
 
 
 def _how(report: Report) -> str:
-    return f"{report.slowdown:.4g}x" if report.slowdown is not None else f"{report.iteration_s:.6g} s"
+    return f"{report.slowdown:.4g}x" if report.slowdown is not None else si(report.iteration_s or 0.0, "s", 6)
 
 
 def _begin(report: Report) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from perseus_planner.quantities import si
 from perseus_planner.views.run_text import totals_text
 
 if TYPE_CHECKING:
@@ -45,8 +46,8 @@ def unplanned_text(summary: UnplannedSummary) -> str:
     lines = [f"Run of {summary.ranks} ranks{pipelines}, without a plan.", "", f"Autopilot: {status}."]
     if status.reference_s is not None:
         lines.append(
-            f"Reference: {status.reference_s:.6g} s for an iteration at full clocks. Ledger: {status.owed_s:+.6g} s, "
-            f"at most {status.burst_s:.6g} s."
+            f"Reference: {si(status.reference_s, 's', 6)} for an iteration at full clocks. Ledger: "
+            f"{status.owed_s:+.6g} s, at most {status.burst_s:.6g} s."
         )
     text = totals_text(summary.totals, summary.total, "the last iterations at full clocks")
     return "\n".join([*lines, "", text]) + "\n"

@@ -108,7 +108,7 @@ def test_it_says_the_old_and_the_new_predicted_time(work: Path):
     assert text == (
         f"Iteration time: {plan.time_s + 0.5:.6g} s measured, {plan.time_s:.6g} s replayed.\n"
         "Overhead: 0 s before, 0.5 s now.\n"
-        f"Predicted iteration time of this plan: {plan.time_s:.5f} s before, {plan.time_s + 0.5:.5f} s now.\n"
+        f"Predicted iteration time of this plan: {plan.time_s:.6g} s before, {plan.time_s + 0.5:.6g} s now.\n"
         "Warning: 37 % of the iteration is overhead, which counts as equal for all plans. If computations really "
         "take longer, slower plans are later than predicted; calibrate a job file by three plans or more, of different "
         "times, to see it.\n"

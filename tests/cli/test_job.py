@@ -115,7 +115,7 @@ def test_the_text_says_what_the_numbers_include(work: Path):
     assert text.startswith(
         "Frontier of interleaved-1f1b, 2 ranks x 2 virtual stages x 4 microbatches on smooth; 32 comp"
     )
-    wanted = "2 GPUs per stage, 4 operations of fixed time, transfers of up to 0.0015 s, -0.25 s of calibrated overhead"
+    wanted = "2 GPUs per stage, 4 operations of fixed time, transfers of up to 1.5 ms, -0.25 s of calibrated overhead"
     assert counted == f"Included: {wanted}."
     assert f"\nIncluded: {wanted}.\n" in done("plan out.npz --slowdown 1 -o plan.yaml")
 

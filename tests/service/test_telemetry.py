@@ -154,6 +154,19 @@ def told(ask: Callable[..., httpx.Response], name: str = "gpt") -> Any:
     return ask("GET", f"/v1/jobs/{name}").json()["telemetry"]
 
 
+def test_a_job_far_from_its_plans_is_told_so_and_saves_nothing(place: Path):
+    iteration_s = small_frontier().baseline_time_s
+    with served(place, Clock()) as (service, _):
+        service.register(job(), frontier_file())
+        for slower, is_told in ((1.5, False), (100.0, True)):
+            service.telemetry("gpt", counters(20, f"run at {slower}", each_s=slower * iteration_s))
+            status = service.status("gpt")
+            assert (status.unlike_plan is not None) == is_told
+            text = status_text(status)
+            assert ("This plan is of another machine: " in text) == is_told
+            assert (", saved " in text) != is_told
+
+
 def test_a_saving_is_against_all_clocks_at_maximum_in_iterations_as_long(place: Path):
     frontier = small_frontier()
     with served(place, Clock()) as (service, ask):

@@ -44,9 +44,9 @@ def test_the_profile_is_a_row_per_computation_from_its_highest_clock_to_its_lowe
     assert (
         profile_text(summarize_profile(PROFILE))
         == """\
-Profile of 2 stages, test GPU (measured); blocking power 100.00 W
+Profile of 2 stages, test GPU (measured); blocking power 100 W
 
-stage  computation  clocks           MHz             seconds              joules
+stage  computation  clocks           MHz              time s            energy J
     0      forward       2  1400 to 1000  1.00000 to 1.25000  300.000 to 250.000
     0     backward       2  1400 to 1000  2.00000 to 2.50000  600.000 to 500.000
     1      forward       2  1400 to 1000  1.25000 to 1.50000  375.000 to 320.000
@@ -60,43 +60,54 @@ def test_the_frontier_is_a_table_against_all_clocks_at_maximum(frontier: Frontie
         frontier_text(summarize_frontier(frontier))
         == """\
 Frontier of 1f1b, 2 stages x 3 microbatches on test GPU; 12 computations
-Replayed from a measured profile; blocking power 100.00 W.
-Baseline of every saving: all clocks at maximum, 14.2500 s and 6900.00 J per iteration.
+Replayed from a measured profile; blocking power 100 W.
+Baseline of every saving: all clocks at maximum, 14.25 s and 6900 J per iteration.
 
  time s  x baseline  bound J  saved J  saved %
-14.2500      1.0000  6450.00  450.000     6.52    fastest; no slower than all clocks at maximum
-14.5500      1.0211  6414.00  486.000     7.04
-14.8500      1.0421  6378.00  522.000     7.57
-15.1500      1.0632  6342.00  558.000     8.09
-15.4500      1.0842  6306.00  594.000     8.61
-15.7500      1.1053  6270.00  630.000     9.13
-16.0500      1.1263  6234.00  666.000     9.65
-16.3500      1.1474  6198.00  702.000    10.17
-16.6500      1.1684  6165.00  735.000    10.65
-16.9500      1.1895  6135.00  765.000    11.09
-17.2500      1.2105  6105.00  795.000    11.52    least energy; slowest useful, beside a straggler
+14.2500      1.0000  6450.00   450.00     6.52    fastest; no slower than all clocks at maximum
+14.3925      1.0100  6432.90   467.10     6.77
+14.5350      1.0200  6415.80   484.20     7.02
+14.9625      1.0500  6364.50   535.50     7.76
+15.6750      1.1000  6279.00   621.00     9.00
+17.1000      1.2000  6120.00   780.00    11.30
+17.2500      1.2105  6105.00   795.00    11.52    least energy
 
 The bound is the least energy of any plan of that time, on all GPUs of the pipeline, waiting included.
 """
     )
 
 
+def test_slower_plans_than_that_of_least_energy_are_compared_with_waiting_for_a_straggler():
+    frontier = solved(CURVES, 290.0)
+    summary = summarize_frontier(frontier)
+    assert frontier.least_energy_time_s == frontier.min_time_s == summary.points[-1].time_s
+    last = summary.beside_stragglers[-1]
+    assert (last.time_s, last.mark) == (frontier.max_time_s, "slower than this, it waits")
+    for point in summary.beside_stragglers:
+        waiting_j = 2 * 290.0 * (point.time_s - frontier.baseline_time_s)
+        assert point.baseline_energy_j == pytest.approx(frontier.baseline_energy_j + waiting_j)
+        assert point.energy_j == frontier.bound_j(point.time_s)
+        assert point.saved_j == pytest.approx(point.baseline_energy_j - point.energy_j)
+        assert point.time_ratio == pytest.approx(point.time_s / frontier.baseline_time_s)
+    assert "saved against waiting for it:\n\nstraggler s  x baseline" in frontier_text(summary)
+
+
 def test_the_plan_is_compared_with_all_clocks_at_maximum_and_the_bound(plan: Plan):
     assert (
         plan_text(summarize_plan(plan, straggler_time_s=20.0))
         == """\
-Plan for 1f1b, 2 stages x 3 microbatches on test GPU, within 18.0000 s
-Replayed from a measured profile; blocking power 100.00 W.
+Plan for 1f1b, 2 stages x 3 microbatches on test GPU, within 18 s
+Replayed from a measured profile; blocking power 100 W.
 
-                       this plan  all clocks at maximum
-seconds per iteration    14.7500                14.2500
-joules per iteration     6400.00                6900.00
-watts on average         433.898                484.211
+                 this plan  all clocks at maximum
+s per iteration    14.7500                14.2500
+J per iteration    6400.00                6900.00
+W on average       433.898                484.211
 
-It saves 500.000 J (7.25 %) compared with all clocks at maximum, at 1.0351x the time.
+It saves 500 J (7.25 %) compared with all clocks at maximum, at 1.0351x the time.
 Its energy is 0.156 % above the bound, the least of any plan of that time.
 No GPU changes its clock more than 2 times per iteration.
-Beside a straggler of 20.0000 s it saves 600.000 J (7.45 %); both wait for it.
+Beside a straggler of 20 s it saves 600 J (7.45 %); both wait for it.
 """
     )
 
@@ -116,7 +127,7 @@ def test_the_timeline_is_a_line_per_rank(plan: Plan):
     assert (
         stages
         == """\
-rank           MHz  changes  busy %   joules    timeline
+rank           MHz  changes  busy %        J    timeline
    0  1000 to 1400        2    74.6  2675.00    FFFFFFF........BBBBBBBBBFFFFBBBBBBBB....BBBBBBBB
    1          1400        0    76.3  3725.00    ...FFFFBBBBBBBBFFFFFBBBBBBBBFFFFBBBBBBBB........
 
@@ -153,7 +164,7 @@ def test_a_timeline_shows_virtual_stages_by_rank_and_fixed_operations():
     assert (
         text[text.index("rank   ") :]
         == """\
-rank          MHz  changes  busy %   joules    timeline
+rank          MHz  changes  busy %        J    timeline
    0  800 to 1000        4    79.1  2627.50    oFFFoFFF....FFIIIIWWFFFIIIIIWWIIIIWW..IIIIW.....
    1  800 to 1000        4    73.6  3138.75    .....FFFFFFFFFFFF.IIIIWIIIIWWIIIWWIIIIWooo......
 
@@ -172,7 +183,7 @@ def test_a_strip_is_as_long_as_its_moments_whatever_was_calibrated(overhead_s: f
         lines = timeline_text(summarize_timeline(plan)).splitlines()
         strips = [line.split()[-1] for line in lines if line.lstrip()[:2] in ("0 ", "1 ")]
         assert list(map(len, strips)) == [48, 48]
-        assert frontier_text(summarize_frontier(frontier)).count("blocking power 90.00 to 100.00 W") == 1
+        assert frontier_text(summarize_frontier(frontier)).count("blocking power 90 W to 100 W") == 1
 
 
 def test_a_simulated_profile_is_called_so_everywhere():
@@ -201,7 +212,7 @@ def test_points_that_coincide_share_a_row():
     marks = [point.mark for point in summarize_frontier(solved(CURVES)).points if point.mark]
     assert marks == [
         "fastest; no slower than all clocks at maximum",
-        "least energy; slowest useful, beside a straggler",
+        "least energy",
     ]
     assert len(summarize_frontier(solved(SINGLE)).points) == 1
 
@@ -216,7 +227,7 @@ TOO_LARGE = (
     "The blocking power of {} W is so large that the fastest iteration takes the least energy. "
     "Slower iterations pay only beside a straggler."
 )
-IMPLAUSIBLE = "The blocking power of 301 W is more than any computation draws (300 W at most); check it."
+IMPLAUSIBLE = "The blocking power of 301 W is more than any computation draws, 300 W at most; check it."
 ALONE = "Every computation has a single clock, so there is a single plan."
 
 
@@ -235,7 +246,8 @@ def test_surprising_frontiers_have_remarks(
 ):
     summary = summarize_frontier(solved(curves, blocking_power_w))
     assert summary.remarks == remarks
-    assert frontier_text(summary).endswith("".join(f"{remark}\n" for remark in remarks))
+    alone, _, _ = frontier_text(summary).partition("\nBeside a straggler (")
+    assert alone.endswith("".join(f"{remark}\n" for remark in remarks))
 
 
 def test_texts_name_groups_of_gpus_and_several_stages_on_a_rank():
@@ -263,11 +275,11 @@ def test_a_profile_shows_its_errors_and_warnings():
     assert (
         profile_text(summarize_profile(profile))
         == """\
-Profile of 2 stages, test GPU (measured; power limits were set); blocking power 100.00 W
+Profile of 2 stages, test GPU (measured; power limits were set); blocking power 100 W
 Warnings: MIG is on: turn it off
 Measured while too hot: F at 1400 MHz
 
-stage  computation  clocks             W             seconds              joules  time +- %  energy +- %  throttled
+stage  computation  clocks             W              time s            energy J  time +- %  energy +- %  throttled
     0      forward       2  1400 to 1000  1.00000 to 1.25000  300.000 to 250.000       0.20         0.25          1
     0     backward       2  1400 to 1000  2.00000 to 2.50000  600.000 to 500.000          -            -          0
     1      forward       2  1400 to 1000  1.25000 to 1.50000  375.000 to 320.000          -            -          0

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from perseus_planner import __version__
 from perseus_planner.cluster import baselines
 from perseus_planner.errors import RunError, UsageError
-from perseus_planner.views.columns import column, numbers, table
+from perseus_planner.views.columns import column, numbers, quantities, table
 from perseus_planner.views.context import (
     ALL_MAXIMUM,
     Context,
@@ -188,6 +188,9 @@ _CHOICES: Mapping[str, Callable[[Frontier, float], Mapping[str, int]]] = {
 
 def report_text(report: EnergyReport) -> str:
     """Return the text that `planner report` prints: the savings as a table, and the rates that they assume."""
+    unlike = [run.unlike_plan for run in report.runs.values() if run.unlike_plan is not None]
+    if unlike:
+        return f"{unlike[0]}.\n"
     if not report.savings:
         return "There is no saving to show: no plan was given, and no run whose energy is known.\n"
     rates = report.rates
@@ -204,8 +207,8 @@ def _saving_columns(report: EnergyReport) -> Iterator[list[str]]:
     rows = report.savings
     days = [row.per_day for row in rows]
     yield ["", *(row.name for row in rows)]
-    yield column("iteration s", numbers([row.time_s for row in rows]))
-    yield column("joules", numbers([row.energy_j for row in rows]))
+    yield from quantities(["iteration {}"], "s", [row.time_s for row in rows])
+    yield from quantities(["energy {}"], "J", [row.energy_j for row in rows])
     yield column("saved %", [f"{100 * row.saved_share:.2f}" for row in rows])
     yield column("kWh a day", numbers([day.kwh for day in days]))
     yield column("USD a day", numbers([day.usd for day in days]))

@@ -133,9 +133,14 @@ class Saving(Comparison):
 
 
 def savings_of(sources: Sources, rates: EnergyRates, size: IterationSize) -> tuple[Saving, ...]:
-    """Return what each run saves by its newest plan if its energy is known, then what each plan saves."""
-    of_plans = (_plan_saving(name, plan, rates, size) for name, plan in sources.plans.items())
+    """Return what each run saves by its newest plan if its energy is known, then what each plan saves.
+
+    Nothing is saved by plans of another machine than that of a run.
+    """
+    if any(summarize_run(run).unlike_plan for run in sources.runs.values()):
+        return ()
     of_runs = (each for name, run in sources.runs.items() for each in _run_saving(name, run, rates, size))
+    of_plans = (_plan_saving(name, plan, rates, size) for name, plan in sources.plans.items())
     return (*of_runs, *of_plans)
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from perseus_planner.cluster import baselines
 from perseus_planner.plans.replay import end_times, replay
-from perseus_planner.quantities import si_text
+from perseus_planner.quantities import si
 from perseus_planner.views.context import ALL_MAXIMUM, origin_label, share
 from perseus_planner.views.report.savings import pipelines_of_run
 from perseus_planner.views.run import summarize_run
@@ -259,13 +259,13 @@ def _sentences(
         )
     if bottleneck is not None and before is not None:
         yield from _bottleneck_sentences(bottleneck, before, planned)
-    if before is not None and planned is not None:
+    if before is not None and planned is not None and savings:
         yield from _phase_sentences(before, planned)
 
 
 def _saving_sentence(saving: Saving, before: IterationEnergy | None, after: IterationEnergy | None) -> str:
     subject = f"The run ({saving.name})" if saving.is_run else saving.name
-    used = f"{subject} takes {si_text(saving.energy_j, 'J')} and {si_text(saving.time_s, 's')} per iteration"
+    used = f"{subject} takes {si(saving.energy_j, 'J')} and {si(saving.time_s, 's')} per iteration"
     more = "less" if saving.saved_j >= 0 else "more"
     time_share = 100 * (saving.time_ratio - 1)
     slower = (
@@ -282,11 +282,11 @@ def _saving_sentence(saving: Saving, before: IterationEnergy | None, after: Iter
 
 
 def _change(saved_j: float) -> str:
-    return f"{si_text(abs(saved_j), 'J')} {'less' if saved_j >= 0 else 'more'}"
+    return f"{si(abs(saved_j), 'J')} {'less' if saved_j >= 0 else 'more'}"
 
 
 def _bottleneck_sentences(found: Bottleneck, before: IterationEnergy, planned: IterationEnergy | None) -> Iterator[str]:
-    busy = f"{si_text(found.busy_s, 's')} of {si_text(found.time_s, 's')}"
+    busy = f"{si(found.busy_s, 's')} of {si(found.time_s, 's')}"
     if len(before.ranks) == 1:
         return
     if not found.ranks:

@@ -62,6 +62,7 @@ const expectedDayJ = ({ expected }) => (expected.baseline_power_w - expected.pow
 
 function saved(status) {
   const { telemetry } = status;
+  if (status.unlike_plan) return { name: "Saved", value: "–", notes: [status.unlike_plan] };
   if (isMetered(status)) {
     const notes = [`${joules(telemetry.saved_j)}, ${less(telemetry.energy_j, telemetry.baseline_j)} than all clocks at maximum`, `in ${count(telemetry.iterations, "iteration")}`];
     return { name: "Saved so far", value: kilowattHours(telemetry.saved_j), origin: telemetry.energy_is, notes };
@@ -72,6 +73,7 @@ function saved(status) {
 
 function costs(status) {
   const { telemetry } = status;
+  if (status.unlike_plan) return { name: "Cost saved", value: "–", notes: [] };
   const isMeasured = isMetered(status);
   const saved_j = isMeasured ? telemetry.saved_j : expectedDayJ(status);
   const name = isMeasured ? "Cost saved so far" : "Cost saved per day";

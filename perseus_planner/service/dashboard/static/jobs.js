@@ -46,7 +46,7 @@ export function showAll(jobs) {
   const most_w = sum((status) => status.expected.baseline_power_w);
   const metered = jobs.filter((status) => status.telemetry?.energy_is).length;
   const kinds = (of) => [...new Set(jobs.map(of).filter(Boolean))].sort().join(" and ");
-  const saved_j = sum((status) => (status.telemetry?.energy_is ? status.telemetry.saved_j : 0));
+  const saved_j = sum((status) => (status.telemetry?.energy_is && !status.unlike_plan ? status.telemetry.saved_j : 0));
   const cards = [
     { name: "Jobs", value: number(jobs.length), notes: [slowJobs.length ? `${number(slowJobs.length)} with something slow` : "nothing is slow"] },
     { name: "Saves now, by plans", value: watts(sum((status) => status.expected_saving_w)), origin: kinds((status) => byPlans(status.expected.origin)), notes: ["while pipelines wait for a slower one"] },
