@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 
 Floats = "NDArray[np.float64]"
 _SLOPES = 200
-_POINTS = 10  # operating points of a computation while configurations are compared
 _FEW = (3, 4)  # multiples of the ranks from which many microbatches are extrapolated
 _FEWER = (2, 3)  # the same for long pipelines
 _LONG = 24  # stages
@@ -133,9 +132,9 @@ def _slopes(curve: Curve) -> NDArray[np.float64]:
 class CurveMaker:
     """Makes the curves of many configurations on one system; what they share is computed once."""
 
-    def __init__(self, system: System) -> None:
-        """Make curves on `system`."""
-        self.system = system
+    def __init__(self, system: System, points: int = 0) -> None:
+        """Make curves on `system` with so many operating points of a computation; 0 for all."""
+        self.system, self.points = system, points
         self._rows: dict[Phases, tuple[Measurement, ...]] = {}
         self._hulls: dict[tuple[Phases, ...], Hull] = {}
         self._frontiers: dict[Configuration, Frontier] = {}
@@ -224,13 +223,9 @@ class CurveMaker:
         frontier = self._frontiers[candidate.job]
         return 1 - frontier.bound_j(frontier.min_time_s * max(1.0, slowdown)) / frontier.baseline_energy_j
 
-    def profile(self, job: Configuration, stages: list[dict[str, Phases]], *, every_clock: bool = False) -> Profile:
+    def profile(self, job: Configuration, stages: list[dict[str, Phases]]) -> Profile:
         """Return the profile of one pipeline; energies are those of a tensor group."""
-        rows = {
-            (stage, kind): measurements_of(kinds[kind], self.system) if every_clock else self._points(kinds[kind])
-            for stage, kinds in enumerate(stages)
-            for kind in job.kinds
-        }
+        rows = {(stage, kind): self._points(kinds[kind]) for stage, kinds in enumerate(stages) for kind in job.kinds}
         one_gpu = Profile(
             rows,
             blocking_power_w=self.system.gpu.blocking_power_w,
@@ -267,7 +262,7 @@ class CurveMaker:
 
     def _points(self, phases: Phases) -> tuple[Measurement, ...]:
         if phases not in self._rows:
-            self._rows[phases] = measurements_of(phases, self.system, _POINTS)
+            self._rows[phases] = measurements_of(phases, self.system, self.points)
         return self._rows[phases]
 
     def _hull(self, parts: tuple[Phases, ...]) -> Hull:

@@ -2,7 +2,8 @@
 
 Every configuration has a lower bound on its time-energy curve, which costs microseconds. The exact curve is computed in
 the order of the bounds, until no bound is below what has been found: neither for the objective, nor anywhere on the
-frontier of all of them. Iterations of up to six times the least time are compared.
+frontier of all of them. Iterations of up to six times the least time are compared. Up to there each computation has ten
+operating points; the configurations that remain are solved again with all clocks.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 FIRST = 3
 """Configurations to measure, as no estimate ranks them surely."""
+_POINTS = 10  # operating points of a computation while configurations are compared
 _GRID = 64  # times at which bounds are compared
 _SLOWEST = 6.0  # of the least time, up to which the frontier is explored
 _WORTH = 1.3  # of the best value, up to which the best of another tensor degree is worth measuring
@@ -155,7 +157,7 @@ def explore(
     Raises:
         UsageError: If no configuration uses the GPUs, fits in memory, or meets the objective; names what would.
     """
-    objective, maker = objective or Objective(), CurveMaker(system)
+    objective, maker = objective or Objective(), CurveMaker(system, _POINTS)
     found = candidates(model, system, choices)
     least_s = np.array([maker.bound(each, np.empty(0))[0] for each in found])
     slowest_s = max(_SLOWEST * float(least_s.min()), objective.deadline_s or 0.0)
@@ -163,10 +165,11 @@ def explore(
     bounds_j = np.array([maker.bound(each, grid_s)[1] for each in found])
     search = _Search(found, maker, objective, grid_s, least_s, bounds_j)
     search.run(progress)
-    rows = search.rows()
-    if not rows:
+    if not search.first():
         raise UsageError(_out_of_reach(objective, search))
-    return Exploration(system, maker, len(found), len(search.curves), search.gap(), rows, search.frontier())
+    solved, gap = len(search.curves), search.gap()
+    search.solve_again(CurveMaker(system))
+    return Exploration(system, search.maker, len(found), solved, gap, search.rows(), search.frontier())
 
 
 class _Search:
@@ -199,13 +202,24 @@ class _Search:
             if place is None:
                 return
             computed += self.maker.size(self.found[place].job)
-            curve = self.maker.exact(self.found[place])
-            self.curves[place], self.exact_values[place] = curve, self.objective.value(curve)
+            curve = self._solve(place)
             at_grid_j = np.interp(self.grid_s, curve.times_s, curve.energies_j, left=np.inf)
             # Slower than its least energy a job waits, or runs at its least energy: it does the latter.
             self.envelope_j = np.minimum(self.envelope_j, np.minimum.accumulate(at_grid_j))
             if progress is not None:
                 progress(len(self.curves))
+
+    def solve_again(self, maker: CurveMaker) -> None:
+        """Compute the curves of the first and of the frontier once more by `maker`, and forget the others."""
+        kept = dict.fromkeys([*self.first(), *(place for _, _, place in self._frontier())])
+        self.maker, self.curves, self.exact_values = maker, {}, {}
+        for place in kept:
+            self._solve(place)
+
+    def _solve(self, place: int) -> Curve:
+        curve = self.maker.exact(self.found[place])
+        self.curves[place], self.exact_values[place] = curve, self.objective.value(curve)
+        return curve
 
     def _next(self) -> int | None:
         """Return the configuration whose bound is best, if it can still be among the first, or on the frontier."""
@@ -262,7 +276,14 @@ class _Search:
 
     def frontier(self) -> tuple[Row, ...]:
         """Return the points of all curves that no other point beats in both time and energy, fastest first."""
-        points = sorted(
+        return tuple(
+            Row(self.found[place], self.curves[place], time_s, energy_j) for time_s, energy_j, place in self._frontier()
+        )
+
+    def _frontier(self) -> list[tuple[float, float, int]]:
+        """Return time, energy and configuration of the points of the frontier."""
+        kept: list[tuple[float, float, int]] = []
+        for point in sorted(
             (float(time_s), float(energy_j), place)
             for place, curve in self.curves.items()
             for time_s, energy_j in zip(
@@ -271,12 +292,10 @@ class _Search:
                 strict=True,
             )
             if math.isfinite(energy_j)
-        )
-        kept: list[Row] = []
-        for time_s, energy_j, place in points:
-            if not kept or energy_j < kept[-1].energy_j:
-                kept.append(Row(self.found[place], self.curves[place], time_s, energy_j))
-        return tuple(kept)
+        ):
+            if not kept or point[1] < kept[-1][1]:
+                kept.append(point)
+        return kept
 
 
 def _bound_curve(least_s: float, grid_s: NDArray[np.float64], bounds_j: NDArray[np.float64]) -> Curve:

@@ -169,7 +169,7 @@ def write_job(row: Row, found: Exploration, path: Path) -> list[Path]:
     job, maker = row.candidate.job, found.maker
     profile_path = path.with_name(f"{path.stem}-profile.yaml")
     stages = job.stage_phases(found.system, row.candidate.times)
-    maker.profile(job, stages, every_clock=True).save(profile_path)
+    maker.profile(job, stages).save(profile_path)
     hop_s = job.transfer_s(found.system)
     ends_s = maker.ends_s(row.candidate)
     content: dict[str, object] = {

@@ -39,7 +39,7 @@ def eight() -> Exploration:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_bounds_are_below_the_exact_curves(seed: int):
-    found, maker = candidates(SMALL, H100, EIGHT), CurveMaker(H100)
+    found, maker = candidates(SMALL, H100, EIGHT), CurveMaker(H100, 10)
     for each in random.Random(seed).sample(found, 8):
         exact = maker.exact(each)
         least_s, bounds_j = maker.bound(each, exact.times_s[1:])
@@ -66,6 +66,12 @@ def test_the_first_is_the_fastest_and_the_others_the_fastest_of_other_tensor_deg
     assert found[: len(worth)] == [(degree, pytest.approx(least[degree], rel=1e-3)) for degree in worth]
     assert eight.gap == 0
     assert eight.solved < eight.configurations / 20
+
+
+def test_the_rows_that_are_shown_have_all_clocks(eight: Exploration):
+    for row in (*eight.first, *eight.frontier):
+        exact = CurveMaker(A100).exact(row.candidate)
+        assert row.energy_j == pytest.approx(np.interp(row.time_s, exact.times_s, exact.energies_j), rel=1e-9)
 
 
 def test_many_microbatches_follow_from_few():
