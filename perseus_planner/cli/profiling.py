@@ -34,8 +34,8 @@ _NEED_A_STAGE = ("blocking_power", "resume")
 @click.option(
     "--gpu",
     metavar="GPU",
-    help="GPU to measure on: nvml:N, cuda:N, zeusd:N, command:N or simulated:NAME, with or without dry-run: before it; "
-    "cuda is the GPU of the rank.  [default: cuda]",
+    help="GPU to measure on: nvml:N, cuda:N, zeusd:N, command:N, amd:N or simulated:NAME, with or without dry-run: "
+    "before it; cuda is the GPU of the rank.  [default: cuda]",
 )
 @click.option(
     "--stage",

@@ -48,7 +48,7 @@ class ResetReport:
     epilog=console.examples("planner reset", "planner reset nvml:0 nvml:1", "planner reset --all --power-limit")
 )
 @click.argument("gpus", nargs=-1, metavar="[GPU]...")
-@click.option("--all", "every", is_flag=True, help="Reset all GPUs that NVML shows on this node.")
+@click.option("--all", "every", is_flag=True, help="Reset all GPUs that NVML and AMD SMI show on this node.")
 @click.option("--power-limit", is_flag=True, help="Also set the power limit of these GPUs back to its default.")
 @click.option("--force", is_flag=True, help="Also reset GPUs that a living process has leased.")
 @console.as_json
@@ -76,9 +76,16 @@ def reset(gpus: tuple[str, ...], every: bool, power_limit: bool, force: bool, as
 
 
 def _all_gpus() -> Sequence[str]:
+    from perseus_planner.gpu.amd.gpu import visible_amd_gpus
     from perseus_planner.gpu.nvml.discovery import visible_gpus
 
-    return [gpu.text for gpu in visible_gpus()]
+    amd = visible_amd_gpus()
+    try:
+        return [*(gpu.text for gpu in visible_gpus()), *amd]
+    except GpuError:
+        if not amd:
+            raise
+        return amd
 
 
 def _reset_stale() -> ResetReport:

@@ -6,6 +6,7 @@ nvml:0, nvml:GPU-8f6b…    NVML index or UUID; reading and setting through NVML
 cuda:0                    CUDA device 0 of this process, through NVML
 zeusd:0                   read through NVML, set by the zeusd daemon; needs no privilege
 command:0                 read through NVML, set by commands such as `sudo nvidia-smi`; see gpu/command.py
+amd:0                     AMD SMI index, UUID or PCI bus id; reading and setting through AMD SMI, as root
 dry-run:nvml:0            reads the GPU named after `dry-run:` and only records settings
 simulated:a100-sxm        a simulated GPU in virtual time; see gpu/simulated/options.py for its options
 emulated:a100-sxm/0       the same in real time, shared by this user's processes; see gpu/simulated/emulated.py
@@ -31,6 +32,7 @@ _OPENERS = {
     "cuda": ("nvml.cuda", "open_cuda"),
     "zeusd": ("zeusd", "open_zeusd"),
     "command": ("command", "open_command"),
+    "amd": ("amd.gpu", "open_amd"),
     "dry-run": ("dry_run", "open_dry_run"),
     "simulated": ("simulated.gpu", "open_simulated"),
     "emulated": ("simulated.emulated", "open_emulated"),

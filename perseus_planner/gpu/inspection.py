@@ -243,13 +243,14 @@ def _privilege(text: str) -> str:
     back_end = text.partition(":")[0]
     if back_end in ("zeusd", "command"):
         return f"{back_end} sets it, so this process needs no privilege"
-    if back_end != "nvml":
+    if back_end not in ("nvml", "amd"):
         return "no privilege is needed"
     if _has_sys_admin():
         return "this process has CAP_SYS_ADMIN, which setting needs"
     if os.geteuid() == 0:
         return "root without CAP_SYS_ADMIN, which setting needs: start the container with --cap-add SYS_ADMIN"
-    return "setting needs root: run as root, or choose the back-end zeusd: or command:"
+    other = ", or choose the back-end zeusd: or command:" if back_end == "nvml" else ""
+    return f"setting needs root: run as root{other}"
 
 
 def _has_sys_admin() -> bool:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from fake_amd_smi import AmdStandIn, amd, rocm  # noqa: F401  # fixtures
 from fake_nvml import CUDA_SOURCE, UUIDS, StandIn, compiled, nvml, nvml_library  # noqa: F401  # fixtures
 from fake_zeusd import FakeZeusd, KeptGpu, NvmlGpu
 
@@ -24,7 +25,7 @@ from perseus_planner.gpu.dry_run import DryRunGpu
 
 SIMULATED = "simulated:a100-sxm"
 EMULATED = "emulated:a100-sxm/0"
-NAMES = ("simulated", "emulated", "nvml", "cuda", "zeusd", "command", "dry-run:nvml", "dry-run:simulated")
+NAMES = ("simulated", "emulated", "nvml", "cuda", "zeusd", "command", "amd", "dry-run:nvml", "dry-run:simulated")
 MODELS = ("simulated", "emulated", "dry-run:simulated")
 SETTING = ("nvmlDeviceSetGpuLockedClocks", "nvmlDeviceResetGpuLockedClocks", "nvmlDeviceSetPowerManagementLimit")
 READINGS: tuple[Callable[[Gpu], object], ...] = (
@@ -71,6 +72,8 @@ def case(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_pa
         if request.param in MODELS:
             monkeypatch.setenv("PLANNER_STATE_DIR", str(tmp_path / "state"))
             made = model_case(request.param)
+        elif request.param == "amd":
+            made = amd_case(request.getfixturevalue("amd"))
         else:
             made = nvml_case(request.param, request.getfixturevalue("nvml"), monkeypatch, tmp_path, stack)
         yield made
@@ -102,6 +105,23 @@ def model_case(name: str) -> Case:
         sets=gpu is inner,
     )
     return case
+
+
+def amd_case(amd: AmdStandIn) -> Case:  # noqa: F811
+    def answer(**codes: int) -> Callable[[], None]:
+        def change() -> None:
+            with amd.changed() as kept:
+                for name, code in codes.items():
+                    setattr(kept, name, code)
+
+        return change
+
+    def settings() -> tuple[int | None, float]:
+        assert amd.range_mhz(1) is None
+        found = amd.range_mhz(0)
+        return None if found is None else found[1], amd.limit_w(0)
+
+    return Case("amd:0", open_gpu("amd:0"), settings, answer(refused=10), answer(lost=31))
 
 
 def nvml_case(name: str, nvml: StandIn, monkeypatch, folder: Path, stack: ExitStack) -> Case:  # noqa: F811

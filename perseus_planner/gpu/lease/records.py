@@ -38,7 +38,7 @@ from perseus_planner.strict_json import read_fields
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-LEASED_BACK_ENDS = ("nvml", "zeusd", "command", "emulated")
+LEASED_BACK_ENDS = ("nvml", "zeusd", "command", "amd", "emulated")
 """Back-ends that may open a record's GPU. Emulated GPUs are separate for each user, in a private folder."""
 
 _LOCK_TIMEOUT_S = 10.0  #: holders of a lock make a few driver calls

@@ -1,0 +1,1 @@
+"""AMD GPUs through AMD SMI."""

@@ -1,0 +1,322 @@
+"""AMD GPUs, read and set through AMD SMI, whose binding is amdsmi and whose library comes with ROCm.
+
+It is tested against a stand-in for the library; nothing here was measured on a GPU. `planner doctor --measure-latency`
+measures how long changing a clock takes. What differs from NVML:
+
+- A clock is set as a range from the lowest one, as drivers refuse a range whose ends are equal. A busy GPU runs at its
+  upper end.
+- Only the performance level "auto" unlocks the clock, and it resets all domains: whoever had set the memory clock has
+  to set it again.
+- Energy is a counter in units that depend on the GPU, and some versions name a wrong one. So it is compared with the
+  power sensor for half a second when a GPU is opened.
+- Libraries before ROCm 7.2 do not allow calls from several threads, so there is one call at a time.
+- Seconds of throttling are not counted: asking for them takes the library 100 ms.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from contextlib import suppress
+from functools import cached_property
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+from perseus_planner.errors import GpuError, GpuNotSupported
+from perseus_planner.gpu.amd.library import AMD_SMI, UPDATE
+from perseus_planner.gpu.protocol import ClosedOnExit, check_clock, check_power_limit
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+CHECK_S = 0.5  #: for which the energy counter is compared with the power sensor when a GPU is opened
+
+_STEP_MHZ = 20  #: between two clocks; any whole MHz can be set
+_MOST_OFF = 1.5  #: times; a counter in a wrong unit is off by more, and the sensor's average lags behind by less
+_MAX_W, _MAX_MHZ = 100_000, 100_000  #: larger numbers cannot be a power or a clock
+_BDF = re.compile(r"(?:([0-9a-f]{4}):)?([0-9a-f]{2}:[0-9a-f]{2}\.[0-7])", re.IGNORECASE)
+
+_REASONS = {
+    "active_ppt_pwr": "sw-power-cap",
+    "active_socket_thrm": "sw-thermal",
+    "active_vr_thrm": "hw-thermal",
+    "active_hbm_thrm": "hw-thermal",
+    "active_prochot_thrm": "hw-slowdown",
+}
+
+
+class AmdGpu(ClosedOnExit):
+    """One AMD GPU, read and set through AMD SMI. See `Gpu` for the members and their errors.
+
+    Args:
+        index: Number of the GPU among those of the node.
+    """
+
+    origin = "measured"
+    keeps_settings = True
+
+    def __init__(self, index: int) -> None:
+        self.text = f"amd:{index}"
+        self._index, self._is_open = index, True
+        self._handle: Any = None
+        self._generation = -1
+        self.uuid = str(self._read("amdsmi_get_gpu_device_uuid", "read its UUID"))
+        self.text = f"amd:{self.uuid}"
+        self._counter_problem = self._compare_counter()
+
+    @cached_property
+    def name(self) -> str:
+        """Product name."""
+        name = self._read("amdsmi_get_gpu_asic_info", "read its name").get("market_name")
+        return str(name) if name and name != "N/A" else "AMD GPU"
+
+    @cached_property
+    def driver(self) -> str:
+        """Version of the amdgpu driver."""
+        return f"amdgpu {self._read('amdsmi_get_gpu_driver_info', 'read its driver')['driver_version']}"
+
+    def warnings(self) -> tuple[str, ...]:
+        """Warnings about partitions, a power limit below the default, and an energy counter that is off."""
+        found = [] if self._counter_problem is None else [self._counter_problem]
+        with suppress(GpuNotSupported):
+            partition = str(self._read("amdsmi_get_gpu_compute_partition", "read its partitions"))
+            if partition not in ("SPX", "", "N/A"):
+                found.append(
+                    f"it is partitioned ({partition}): clock, power and energy are those of the whole GPU, which all "
+                    "partitions share; make it one (`amd-smi set -C SPX`) before profiling"
+                )
+        with suppress(GpuNotSupported):
+            limit_w, default_w = self.power_limit_w(), self.default_power_limit_w()
+            if limit_w < default_w:
+                found.append(
+                    f"the power limit is {limit_w:g} W, below its default of {default_w:g} W, so that high clocks may "
+                    "not be reached; train under the same limit, or restore the default (`amd-smi reset --power-cap`)"
+                )
+        return tuple(found)
+
+    @cached_property
+    def supported_clocks_mhz(self) -> tuple[int, ...]:
+        """Graphics clocks in steps of 20 MHz, highest first; the lowest one alone cannot be set."""
+        least_mhz, most_mhz = self._clock("min_clk"), self._clock("max_clk")
+        if most_mhz <= least_mhz:
+            raise GpuNotSupported(
+                f"{self.text}: cannot list its supported clocks: AMD SMI returns {least_mhz} to {most_mhz} MHz; "
+                "use the power limit as the control, or set nothing (observe mode)"
+            )
+        return tuple(range(most_mhz, least_mhz, -_STEP_MHZ))
+
+    @property
+    def power_limits_w(self) -> tuple[float, float]:
+        """Smallest and largest power limit that can be set, watts."""
+        caps = self._caps()
+        least_w = caps["min_power_cap"] / 1e6
+        return max(least_w, 1.0), caps["max_power_cap"] / 1e6  # some drivers name no least limit
+
+    def power_limit_w(self) -> float:
+        """Power limit in force, watts."""
+        return float(self._caps()["power_cap"] / 1e6)
+
+    def default_power_limit_w(self) -> float:
+        """Power limit unless another is set, watts."""
+        return float(self._caps()["default_power_cap"] / 1e6)
+
+    def energy_j(self) -> float:
+        """Energy since the driver was loaded, joules.
+
+        Raises:
+            GpuNotSupported: If the counter did not agree with the power sensor when the GPU was opened.
+        """
+        if self._counter_problem is not None:
+            raise GpuNotSupported(f"{self.text}: {self._counter_problem}")
+        return self._counted_j()
+
+    def power_w(self) -> float:
+        """Power of the whole package, watts."""
+        powers = self._read("amdsmi_get_power_info", "read its power")
+        for name in ("socket_power", "current_socket_power", "average_socket_power"):
+            if isinstance(powers.get(name), int) and 0 < powers[name] < _MAX_W:
+                return float(powers[name])
+        raise GpuNotSupported(f"{self.text}: cannot read its power: AMD SMI returns none; {UPDATE}")
+
+    def clock_mhz(self) -> int:
+        """Current graphics clock, MHz."""
+        return self._clock("clk")
+
+    def temperature_c(self) -> float:
+        """Temperature of the hottest place, or of the edge, degrees Celsius."""
+        metric = AMD_SMI.constant("AmdSmiTemperatureMetric", "CURRENT")
+
+        def read(place: str) -> float:
+            kind = AMD_SMI.constant("AmdSmiTemperatureType", place)
+            return float(self._read("amdsmi_get_temp_metric", "read its temperature", kind, metric))
+
+        try:
+            return read("HOTSPOT")
+        except GpuNotSupported:
+            return read("EDGE")
+
+    def throttle_reasons(self) -> frozenset[str]:
+        """The members of `THROTTLE_REASONS` that slow the GPU down now; takes about 100 ms."""
+        status = self._read("amdsmi_get_violation_status", "read why it is throttled")
+        return frozenset(reason for name, reason in _REASONS.items() if status.get(name) is True)
+
+    def throttled_s(self) -> Mapping[str, float]:
+        """None are counted."""
+        return {}
+
+    def now_s(self) -> float:
+        """Monotonic clock of the system, seconds."""
+        return time.monotonic()
+
+    def wait(self, duration_s: float) -> None:
+        """Sleep for `duration_s` seconds."""
+        time.sleep(duration_s)
+
+    def set_clock_mhz(self, clock_mhz: int) -> None:
+        """Let the graphics clock rise to at most this one, at which a busy GPU runs."""
+        check_clock(self, clock_mhz)
+        what = f"set its graphics clock to {clock_mhz} MHz"
+        graphics = AMD_SMI.constant("AmdSmiClkType", "GFX")
+        self._read("amdsmi_set_gpu_clk_range", what, self._least_mhz, clock_mhz, graphics)
+
+    def reset_clocks(self) -> None:
+        """Give all clocks back to the driver, also those that others have set."""
+        auto = AMD_SMI.constant("AmdSmiDevPerfLevel", "AUTO")
+        self._read("amdsmi_set_gpu_perf_level", "reset its clocks", auto)
+
+    def set_power_limit_w(self, limit_w: float) -> None:
+        """Set the power limit, to the microwatt; the driver may round it to whole watts."""
+        check_power_limit(self, limit_w)
+        what = f"set its power limit to {limit_w:g} W"
+        self._read("amdsmi_set_power_cap", what, 0, round(limit_w * 1e6))
+        set_w = self.power_limit_w()
+        if abs(set_w - limit_w) >= 1.0:
+            raise GpuError(
+                f"{self.text}: its power limit was set to {limit_w:g} W, and is {set_w:g} W: stop what else sets it, "
+                "or use observe mode"
+            )
+
+    def reset_power_limit(self) -> None:
+        """Set the power limit back to its default."""
+        default_w = self.default_power_limit_w()
+        if self.power_limit_w() != default_w:
+            self.set_power_limit_w(default_w)
+
+    def close(self) -> None:
+        """Give AMD SMI back; a clock that is set stays set."""
+        if self._is_open:
+            self._is_open = False
+            AMD_SMI.release()
+
+    @cached_property
+    def _least_mhz(self) -> int:
+        return self._clock("min_clk")
+
+    def _clock(self, name: str) -> int:
+        kind = AMD_SMI.constant("AmdSmiClkType", "GFX")
+        value = self._read("amdsmi_get_clock_info", "read its graphics clock", kind).get(name)
+        if not isinstance(value, int) or not 0 < value < _MAX_MHZ:
+            raise GpuNotSupported(f"{self.text}: cannot read its graphics clock: AMD SMI returns {value}; {UPDATE}")
+        return value
+
+    def _caps(self) -> Mapping[str, int]:
+        caps: Mapping[str, int] = self._read("amdsmi_get_power_cap_info", "read its power limit")
+        if not 0 < caps["power_cap"] / 1e6 < _MAX_W:
+            raise GpuNotSupported(
+                f"{self.text}: cannot read its power limit: AMD SMI returns {caps['power_cap']} microwatts; {UPDATE}"
+            )
+        return caps
+
+    def _counted_j(self) -> float:
+        counter = self._read("amdsmi_get_energy_count", "read its energy counter")
+        return float(counter["energy_accumulator"] * counter["counter_resolution"] / 1e6)
+
+    def _compare_counter(self) -> str | None:
+        """Return what is wrong with the energy counter; None if it agrees with the sensor, or one cannot be read."""
+        powers_w: list[float] = []
+        try:
+            begun_j, begun_s = self._counted_j(), self.now_s()
+            while self.now_s() - begun_s < CHECK_S:
+                powers_w.append(self.power_w())
+                self.wait(CHECK_S / 25)
+            counted_w = (self._counted_j() - begun_j) / (self.now_s() - begun_s)
+        except GpuError:
+            return None  # who reads it next is told why it cannot be read
+        sensed_w = fmean(powers_w)
+        if sensed_w / _MOST_OFF <= counted_w <= sensed_w * _MOST_OFF:
+            return None
+        return (
+            f"its energy counter rose by {counted_w:.1f} W while its power sensor showed {sensed_w:.1f} W, so the "
+            "counter is not used: its unit is wrong in some versions of ROCm; update ROCm and the amdgpu driver"
+        )
+
+    def _read(self, function: str, what: str, *arguments: Any) -> Any:
+        return AMD_SMI.call(function, self._current_handle(), *arguments, who=self.text, what=what)
+
+    def _current_handle(self) -> Any:
+        AMD_SMI.ensure_initialised()
+        if self._handle is None or self._generation != AMD_SMI.generation:
+            self._handle = _handles(self.text)[self._index]
+            self._generation = AMD_SMI.generation
+        return self._handle
+
+
+def open_amd(which: str) -> AmdGpu:
+    """Open the GPU with an index of AMD SMI ("0"), a UUID or the unique beginning of one, or a PCI bus id.
+
+    Raises:
+        GpuError: If AMD SMI cannot be used, or shows no such GPU; the text then lists those that it shows.
+    """
+    AMD_SMI.acquire()  # the GPU releases it when it is closed
+    try:
+        return AmdGpu(_index_of(which))
+    except BaseException:
+        AMD_SMI.release()
+        raise
+
+
+def visible_amd_gpus() -> tuple[str, ...]:
+    """Return the texts of all AMD GPUs of this node; none if there is no AMD SMI."""
+    try:
+        AMD_SMI.acquire()
+    except GpuError:
+        return ()
+    try:
+        return tuple(f"amd:{uuid}" for uuid, _ in _identities())
+    finally:
+        AMD_SMI.release()
+
+
+def _index_of(which: str) -> int:
+    identities = _identities()
+    pci = _BDF.fullmatch(which)
+    if pci:
+        wanted = f"{pci[1] or '0000'}:{pci[2]}".lower()
+        found = [index for index, (_, bdf) in enumerate(identities) if bdf.lower() == wanted]
+    elif re.fullmatch("[0-9]{1,4}", which):
+        found = [int(which)] if int(which) < len(identities) else []
+    else:
+        found = [index for index, (uuid, _) in enumerate(identities) if which and uuid.startswith(which.lower())]
+    if len(found) != 1:
+        shown = "; ".join(f"{index} {uuid}" for index, (uuid, _) in enumerate(identities)) or "none"
+        said = "several such GPUs" if found else "no such GPU"
+        raise GpuError(f"amd:{which}: AMD SMI shows {said}; choose one of: {shown}")
+    return found[0]
+
+
+def _identities() -> list[tuple[str, str]]:
+    """Return UUID and PCI bus id of each GPU, in the order of AMD SMI."""
+
+    def read(function: str, index: int, handle: Any) -> str:
+        return str(AMD_SMI.call(function, handle, who=f"amd:{index}", what="identify it"))
+
+    functions = ("amdsmi_get_gpu_device_uuid", "amdsmi_get_gpu_device_bdf")
+    return [
+        (read(functions[0], index, handle), read(functions[1], index, handle))
+        for index, handle in enumerate(_handles("AMD SMI"))
+    ]
+
+
+def _handles(who: str) -> list[Any]:
+    handles = AMD_SMI.call("amdsmi_get_processor_handles", who=who, what="find the GPUs")
+    return list(handles)
