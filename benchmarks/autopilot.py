@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
-from functools import cache
 from multiprocessing import get_context
 from statistics import mean, median
 from typing import Any
@@ -107,8 +106,12 @@ def measure(size: Size) -> Section:
     """Run the simulated jobs, on two processes."""
     runs = list(_runs(size))
     with ProcessPoolExecutor(_PROCESSES, get_context("spawn")) as pool:
+        each: Any = pool.map if len(runs) > 1 else map
+        worlds = list(dict.fromkeys((run.case, run.microbatches, run.seed) for run in runs if run.event != "over"))
+        best = dict(zip(worlds, each(_best_of, *zip(*worlds, strict=True)), strict=True))
+        bests = [best.get((run.case, run.microbatches, run.seed), 0.0) for run in runs]
         rows = []
-        for run, row in zip(runs, pool.map(_row, runs) if len(runs) > 1 else map(_row, runs), strict=True):
+        for run, row in zip(runs, each(_row, runs, bests), strict=True):
             print(f"{run}: {row}", file=sys.stderr, flush=True)
             rows.append(row)
     by = {kind: [row for row, run in zip(rows, runs, strict=True) if _kind(run) == kind] for kind in _KINDS}
@@ -242,19 +245,17 @@ def best_saving(truth: Profile, iteration: Iteration) -> float:
     return max(savings)
 
 
-@cache
 def _best_of(case: int, microbatches: int, seed: int) -> float:
     run = Run(case, microbatches, seed)
     return best_saving(_truth(run), _iteration(run))
 
 
-def _row(run: Run) -> dict[str, Any]:
+def _row(run: Run, best: float) -> dict[str, Any]:
     truth, iteration, case = _truth(run), _iteration(run), CASES[run.case]
     world = World(truth, iteration, Physics(jitter=run.jitter), run.pipelines, run.seed)
     job = AutopilotJob(iteration, _clocks(truth), run.pipelines, _CHANGE)
     autopilot = Autopilot(job, AutopilotSettings(max_changes=_CHANGES, seed=run.seed))
     full_s, full_j = _full(truth, iteration)
-    best = 0.0 if run.event == "over" else _best_of(run.case, run.microbatches, run.seed)
     waiting, seen, ledger = [], [], None
     for number in range(run.iterations):
         if run.event == "slower" and number == _SLOWED_AT:

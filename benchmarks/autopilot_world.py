@@ -13,7 +13,7 @@ import heapq
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import numpy as np
 
@@ -105,6 +105,10 @@ class World:
         for place, before in enumerate(iteration.waits):
             for other, lag_s in before:
                 self._successors[other].append((place, lag_s))
+        self._computed = [  # of each rank, how many computations come before each place of its program
+            list(accumulate((place < len(iteration.keys) for place in program), initial=0))
+            for program in iteration.programs
+        ]
         for program in iteration.programs:
             for earlier, later in pairwise(program):
                 if all(other != earlier for other, _ in iteration.waits[later]):
@@ -253,8 +257,7 @@ class World:
         gpu.position += 1
         ahead = [place for place in program[gpu.position : gpu.position + 1] if place < len(self.iteration.keys)]
         if ahead:
-            computed = sum(place < len(self.iteration.keys) for place in program[: gpu.position])
-            self._request(now_s, number, clocks[computed])
+            self._request(now_s, number, clocks[self._computed[rank][gpu.position]])
         elif gpu.position == len(program):
             self._request(now_s, number, clocks[0])
 
@@ -305,7 +308,6 @@ class World:
         begin_s, seen, energy_j = self._now_s, [], 0.0
         time_s = end_s - begin_s
         for number, gpu in enumerate(self._gpus):
-            before_j = gpu.energy_j
             self._now_idle(number, end_s)
             pipeline, rank = divmod(number, self._ranks)
             read_j = self._read(number, end_s)
@@ -322,7 +324,6 @@ class World:
                 )
             )
             energy_j += gpu.energy_j
-            del before_j
         spent_j = energy_j - getattr(self, "_energy_j", 0.0)
         self._energy_j = energy_j
         self._now_s, self._number = end_s, self._number + 1

@@ -28,16 +28,16 @@ if TYPE_CHECKING:
     Integers = NDArray[np.int64]
 
 _REFERENCES = 2  #: iterations at full clocks before the first trial
-_AUDIT = 200  #: iterations between two at full clocks that check the reference
+_AUDIT, _LEAST_AUDIT = 200, 8  #: iterations between two at full clocks that check the reference, and after events
 _BURST = 0.005  #: what the ledger may owe, as a share of the reference
 _TIGHT = 0.0005  #: how much longer than agreed a plan may be, as a share of the reference
-_TRIAL, _LATE_TRIAL, _EARLY = 0.003, 0.0015, 12  #: likewise with trials, and how many iterations are early
-_LATE = 0.002  #: how much longer than replayed iterations may be before plans are made shorter for it
+_TRIAL, _LATE_TRIAL, _EARLY = 0.0027, 0.0013, 12  #: likewise with trials, and early iterations of one pipeline
+_LATE = 0.003  #: how much longer than replayed iterations may be before plans are made shorter for it
 _MOST_SHORTER = 0.0015  #: how much shorter at most, as a share of the reference
 _REMEMBERED = 20  #: iterations from which it is known how much longer they are than replayed
 _DOUBT, _MORE_DOUBT = 0.01, 0.002  #: how much longer it may be if rows are over the bound; and while trials are ahead
 _EVENT = 0.01  #: relative change of the replayed time at full clocks that is an event, as a GPU that became slower
-_AGAIN = 8  #: iterations between two solutions for the same rows, whose powers are known better by then
+_AGAIN = 4  #: iterations between two solutions for the same rows, whose powers are known better by then
 _REPEAT = 6  #: iterations before a trial is tried again
 _GROWTH, _TARGET_GROWTH = 1.25, 1.6  #: how many more rows are worth a new plan, or a new target
 
@@ -68,6 +68,7 @@ class Autopilot:
         self.job, self.settings = job, settings or AutopilotSettings()
         self._search = Searcher(job, self.settings.max_changes)
         self._learner = Learner(job, self._search.keys, self._search.class_rank, prior, learn=self.settings.learn)
+        self._early = max(1, round(_EARLY / math.sqrt(job.pipelines)))  # replicas share what they learn
         self._random = np.random.default_rng([self.settings.seed, 1])
         self._ledger: Ledger | None = None
         self._plan: dict[tuple[float, ...], Integers] = {}  # the running plan of each group of equal pipelines
@@ -161,7 +162,7 @@ class Autopilot:
             return False
         self._full_s.clear()
         self._replayed_s = replayed_s
-        if iteration - self._audited >= _AGAIN:  # else the reference waits, so that a noisy job is not only audited
+        if iteration - self._audited >= _LEAST_AUDIT:  # else it waits, so that a noisy job is not only audited
             self._audits_due = _REFERENCES
         return True
 
@@ -180,7 +181,7 @@ class Autopilot:
     def _planned(self, iteration: int) -> Decision:
         settings, search = self.settings, self._search
         rows = float(self._learner.times.known.sum())
-        optimism = 1.0 if iteration < _EARLY else 0.3
+        optimism = 1.0 if iteration < self._early else 0.3
         mean, plan = self._learner.costs(), self._learner.costs("plan", optimism)
         full = search.full()
         reference_s = max(search.replay(full, each)[0] for each in mean)
@@ -197,7 +198,7 @@ class Autopilot:
         self._plan = plans
         if solve:
             self._solved_rows = rows
-        more = _TRIAL if iteration < _EARLY else _LATE_TRIAL
+        more = _TRIAL if iteration < self._early else _LATE_TRIAL
         trials, limit_s = 0, reference_s * (settings.slowdown + more - self._shorter)
         run = list(programs)
         if settings.learn:
@@ -262,7 +263,7 @@ class Autopilot:
         if before is None:
             before = next(iter(self._plan.values()), search.full())
             solve = solve or bool(self._plan)
-        starts = [before] if search.is_usable(before, costs) else [self._repaired(before, costs)]
+        starts = [search.repaired(before, costs)]
         if solve:
             fresh = search.solve(costs, deadline_s, iteration)
             starts += [] if fresh is None else [fresh]
@@ -273,15 +274,6 @@ class Autopilot:
         full_j = search.replay(full, mean)[1]
         best = min(in_time, key=lambda each: each[2] + 200 * max(0.0, each[1] / deadline_s - 1) * each[2], default=None)
         return full if best is None or best[2] >= full_j else best[0]
-
-    def _repaired(self, program: Integers, costs: Costs) -> Integers:
-        """Return the program with the next higher clock wherever one may not be planned on."""
-        usable, counts = self._search._usable(costs)
-        repaired, rank_of = program.copy(), self._search.layout.rank
-        for k, clock in enumerate(program.tolist()):
-            good = usable[rank_of[k], : counts[rank_of[k]]]
-            repaired[k] = max((int(c) for c in good if c <= clock), default=0)
-        return repaired
 
     def _aim(self, mean: Sequence[Costs], rows: float, program: Integers, deadline_s: float, iteration: int) -> None:
         """Find what the plan would be if all rows cost what is expected of them, or a little less."""
@@ -309,9 +301,9 @@ class Autopilot:
             begin = (rank * 5 + pipeline * 3 + iteration) % clocks
             turned = [sweep[(begin + i) % clocks] for i in range(clocks)]
             some = [c for c in turned if is_open[rank, c] and c not in hoped]
-            if iteration < _EARLY:
+            if iteration < self._early:
                 wanted.append([c for pair in zip_longest(hoped[:4], some[:4]) for c in pair if c is not None])
-            elif (iteration + rank) % (2 if iteration < 3 * _EARLY else 8) == 0:
+            elif (iteration + rank) % (2 if iteration < 3 * self._early else 8) == 0:
                 wanted.append([*hoped[:2], *some[:1]])
             else:
                 wanted.append([])

@@ -98,13 +98,14 @@ class Searcher:
             usable[rank, : len(good)], counts[rank] = good, len(good)
         return usable, counts
 
-    def is_usable(self, clock: Integers, costs: Costs) -> bool:
-        """Return whether all rows of a program may be planned on, those at other clocks of the rank included."""
+    def repaired(self, program: Integers, costs: Costs) -> Integers:
+        """Return the program with the next higher clock of the rank wherever one may not be planned on."""
         usable, counts = self._usable(costs)
-        return all(
-            set(clock[first:stop].tolist()) <= set(usable[rank, : counts[rank]].tolist())
-            for rank, (first, stop) in enumerate(pairwise(self.layout.rank_start))
-        )
+        repaired = program.copy()
+        for k, (rank, clock) in enumerate(zip(self.layout.rank.tolist(), program.tolist(), strict=True)):
+            good = usable[rank, : counts[rank]]
+            repaired[k] = good[good <= clock].max(initial=0)
+        return repaired
 
     def solve(self, costs: Costs, deadline_s: float, attempt: int) -> Integers | None:
         """Return the plan of the project's solver, as if clock changes cost nothing; None if there is none in time.
@@ -112,6 +113,7 @@ class Searcher:
         Attempts begin with different numbers of changes, so that several of them find different plans.
         """
         from perseus_planner.solver.budget import clocks_by_budget
+        from perseus_planner.solver.planner import Planner
         from perseus_planner.solver.point_problem import point_problem
 
         job, table = self.job, {}
@@ -125,12 +127,13 @@ class Searcher:
                 )
                 for c in usable[rank, : counts[rank]].tolist()
             )  # fmt: skip
-        waiting_w = tuple(float(costs.waiting_w[job.iteration.schedule.stage_ranks[s]]) for s, _ in self._stages())
+        stages = sorted({stage for stage, _ in self.keys})
+        waiting_w = tuple(float(costs.waiting_w[job.iteration.schedule.stage_ranks[stage]]) for stage in stages)
         try:
             dag = PipelineDag(Profile(table, waiting_w), job.iteration)
             frontier = solve_dag(dag)
             within_s = max(deadline_s, frontier.min_time_s)
-            clocks = list(frontier.plan_until(within_s).clocks.values())
+            clocks = list(Planner(frontier).unpolished_plan(within_s).clocks.values())
         except InfeasibleDeadline:
             return None
         if self._max_changes is not None:
@@ -141,9 +144,6 @@ class Searcher:
             clocks = found[self._max_changes]
         number_of = {clock: i for i, clock in enumerate(job.clocks_mhz)}
         return self.of_clocks({i: number_of[clock] for i, clock in enumerate(clocks)})
-
-    def _stages(self) -> list[tuple[int, str]]:
-        return [(stage, "") for stage in sorted({stage for stage, _ in self.keys})]
 
     def of_clocks(self, clock_of: dict[int, int]) -> Integers:
         """Return the program of the clock of each computation, by its place in the iteration."""

@@ -21,6 +21,7 @@ _BENDS, _STEPS = (0.01, 0.03, 0.1), (0.0007, 0.002, 0.005, 0.015, 0.05, 0.15)  #
 _SLOPE, _SLOPE_DOUBT, _OWN_SLOPE = 0.6, 0.4, 0.1  #: of log time over log clock: expected, its doubt, and between stages
 _OWN = 0.4  #: how much of bends and steps is a stage's own
 _ENOUGH = 12  #: measured rows of a kind from which the process is trusted to bound others
+_OVER = 0.02  #: how far over the physical bound a measured row may be for the process to be trusted
 _DOUBT, _FADING = 0.3, 10.0  #: how far over the physical bound a row may be before any is known, and after how many
 
 
@@ -93,6 +94,7 @@ class TimeRows:
             mean[rows], error[rows] = self._process(int(kind), rows, refit=refit)
             enough[rows] = self.known[rows][:, 1:].sum() >= _ENOUGH
         bound, beta = self.bound()
+        enough &= np.log(beta) - 4 * self.noise < _OVER
         known, top = self.known, mean[:, :1]
         fading = float(np.exp(-known[:, 1:].sum() / _FADING))
         plan = mean + error
@@ -132,10 +134,10 @@ class TimeRows:
             found = [(self._improbable(x, stage, clock, value, noise, *each), each) for each in product(_BENDS, _STEPS)]
             self._scales[kind] = min(found)[1]
         scales = self._scales[kind]
-        root = np.linalg.cholesky(_covariance(x, stage, clock, stage, clock, *scales) + np.diag(noise))
+        root, missed = _factored(_covariance(x, stage, clock, stage, clock, *scales) + np.diag(noise), value)
         every = np.repeat(np.arange(len(rows)), len(x)), np.tile(np.arange(len(x)), len(rows))
         half = np.linalg.solve(root, _covariance(x, stage, clock, *every, *scales))
-        mean = half.T @ np.linalg.solve(root, value)
+        mean = half.T @ missed
         own = _variance(x[every[1]], *scales)
         error = np.sqrt(np.maximum(own - (half**2).sum(axis=0), 1e-10))
         shape = len(rows), len(x)
@@ -146,9 +148,17 @@ class TimeRows:
         self, x: Floats, stage: NDArray[np.int64], clock: NDArray[np.int64], value: Floats, noise: Floats,
         bend: float, step: float,
     ) -> float:  # fmt: skip
-        root = np.linalg.cholesky(_covariance(x, stage, clock, stage, clock, bend, step) + np.diag(noise))
-        missed = np.linalg.solve(root, value)
+        root, missed = _factored(_covariance(x, stage, clock, stage, clock, bend, step) + np.diag(noise), value)
         return float(np.log(np.diag(root)).sum() + 0.5 * missed @ missed)
+
+
+def _factored(covariance: Floats, value: Floats) -> tuple[Floats, Floats]:
+    """Return the Cholesky factor L of a covariance, and L^-1 value: the last row of the factor with a row more."""
+    size = len(value)
+    larger = np.full((size + 1, size + 1), 1e12)
+    larger[:size, :size], larger[size, :size], larger[:size, size] = covariance, value, value
+    root = np.linalg.cholesky(larger)
+    return root[:size, :size], root[size, :size]
 
 
 _USABLE = 0.006  #: the largest relative standard error of a row that was not measured and may be planned on

@@ -102,6 +102,16 @@ def test_rows_between_measured_ones_are_planned_on_only_if_that_is_allowed():
     assert np.isinf(rows.tables(refit=False, between=False).plan_s[0, between])
 
 
+def test_rows_between_measured_ones_are_not_planned_on_where_one_is_over_the_bound():
+    measured = {clock: 0.02 + 110 / clock for clock in CLOCKS[::2]}
+    between = CLOCKS.index(CLOCKS[3])
+    for factor, trusted in ((1.0, True), (1.25, False)):
+        rows = times_of({**measured, CLOCKS[8]: measured[CLOCKS[8]] * factor}, stages=3)
+        tables = rows.tables(refit=True, between=True)
+        assert bool(np.isfinite(tables.plan_s[:, between]).all()) == trusted
+        assert np.isfinite(tables.plan_s[:, CLOCKS.index(CLOCKS[2])]).all()  # measured
+
+
 def test_powers_are_found_from_energies_of_whole_iterations():
     random = np.random.default_rng(3)
     ranks, x = 3, np.array(CLOCKS) / CLOCKS[0]
