@@ -21,10 +21,11 @@ if TYPE_CHECKING:
     epilog=console.examples(
         "planner inference plan inference.csv --rates rates.csv --gpus 64 -o pools.yaml",
         "planner inference plan inference.csv --trace trace.csv --gpus 64 -o pools.yaml",
+        "planner inference simulate inference.csv trace.csv --gpus 64 --plot replay.png",
     )
 )
 def inference() -> None:
-    """Plan pools of servers for inference: the least energy within latency objectives."""
+    """Plan pools of servers for inference, and replay traces: the least energy within latency objectives."""
 
 
 def _numbers(rule: str) -> Callable[[click.Context, click.Parameter, str | None], tuple[float, ...]]:
@@ -186,3 +187,115 @@ def plan(
     made.save(output)
     view = plan_view(made)
     console.report(view, plan_text(view), [output], as_json=as_json)
+
+
+@inference.command()
+@click.argument("profile", type=console.PATH)
+@click.argument("trace", type=console.PATH)
+@click.option(
+    "--prediction",
+    type=click.Choice(["last", "perfect"]),
+    default="last",
+    show_default=True,
+    help="What a period is predicted from: the one before, or itself.",
+)
+@click.option(
+    "--mispredicted",
+    default="0%",
+    show_default=True,
+    metavar="PERCENT",
+    callback=console.quantity("TOLERANCE"),
+    help="Share of requests whose output is predicted one class too long or too short.",
+)
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of these.")
+@click.option(
+    "--instances-every",
+    default="30min",
+    show_default=True,
+    metavar="TIME",
+    callback=console.quantity("DURATION"),
+    help="Time between changes of the number of GPUs in use.",
+)
+@click.option(
+    "--sharding-every",
+    default="5min",
+    show_default=True,
+    metavar="TIME",
+    callback=console.quantity("DURATION"),
+    help="Time between changes of tensor degrees.",
+)
+@click.option(
+    "--clocks-every",
+    default="5s",
+    show_default=True,
+    metavar="TIME",
+    callback=console.quantity("DURATION"),
+    help="Time between changes of clocks.",
+)
+@click.option(
+    "--burst",
+    default="60s",
+    show_default=True,
+    metavar="TIME",
+    callback=console.quantity("LAG"),
+    help="Over how long the load of an instance may be averaged.",
+)
+@click.option(
+    "--policy",
+    "policies",
+    multiple=True,
+    metavar="NAME",
+    help="highest, clock, degree, hierarchical or planner; can be repeated.  [default: all]",
+)
+@click.option("--plot", type=console.PATH, callback=console.writable, metavar="FILE", help="Write a figure.")
+@_with_options
+@console.as_json
+def simulate(
+    profile: Path, trace: Path, policies: tuple[str, ...], plot: Path | None, as_json: bool, **options: Any
+) -> None:
+    """Replay a trace through pools that are planned again and again.
+
+    PROFILE is that of `planner inference plan`, TRACE a CSV of requests. The policy highest is always included as the
+    baseline of the others.
+    """
+    from perseus_planner.errors import InfeasibleGpus
+    from perseus_planner.inference.plan import BASELINE, POLICIES
+    from perseus_planner.inference.simulation import Settings, replay
+    from perseus_planner.inference.workload import read_trace
+    from perseus_planner.views import inference as view
+    from perseus_planner.views.figures import check_figure_path, save_figure
+
+    if plot is not None:
+        check_figure_path(plot, "--plot")
+        console.refuse_same((profile, trace), plot, "--plot")
+    for name in policies:
+        if name not in POLICIES:
+            raise UsageError(f"--policy: {name!r} is none; give {', '.join(POLICIES)}")
+    measured, costs = _profile_and_costs(profile, options)
+    settings = Settings(
+        gpus=options["gpus"],
+        costs=costs,
+        instances_s=options["instances_every"],
+        sharding_s=options["sharding_every"],
+        clocks_s=options["clocks_every"],
+        prediction=options["prediction"],
+        mispredicted=options["mispredicted"],
+        seed=options["seed"],
+        burst_s=options["burst"],
+    )
+    requests, replays, left_out = read_trace(trace), [], list[str]()
+    with console.progress("Replaying") as progress:
+        names = tuple(dict.fromkeys((BASELINE, *(policies or POLICIES))))
+        for done, name in enumerate(names):
+            try:
+                replays.append(replay(measured, requests, settings, name))
+            except (InfeasibleGpus, UsageError) as error:
+                if name in policies or name == "planner":
+                    raise
+                left_out.append(f"{POLICIES[name]}: {error}")
+            if progress is not None:
+                progress(done + 1, len(names))
+    result = view.simulation_view(requests, settings, replays, left_out)
+    if plot is not None:
+        save_figure(view.simulation_figure(result), plot)
+    console.report(result, view.simulation_text(result), [plot] if plot else [], as_json=as_json)

@@ -191,14 +191,15 @@ def plan_policy(
     period_s: float,
     before: Sequence[Pool] | None = None,
     costs: ChangeCosts = PUBLISHED,
+    gap: float = 1e-7,
 ) -> PoolPlan:
     """Return the pools of least energy among those that a policy allows; arguments and errors as in `plan_pools`."""
     only = allowed(policy, profile, demand)
     if policy == "hierarchical":
-        first = plan_pools(profile, demand, gpus, period_s, only=allowed("degree", profile, demand))
+        first = plan_pools(profile, demand, gpus, period_s, only=allowed("degree", profile, demand), gap=gap)
         degrees = {of: {pool.at.tensor_degree for pool in first.pools if of in pool.serves} for of in demand}
         only = {of: [at for at in profile.configurations if at.tensor_degree in degrees[of]] for of in demand}
-    return plan_pools(profile, demand, gpus, period_s, only=only, before=before, costs=costs)
+    return plan_pools(profile, demand, gpus, period_s, only=only, before=before, costs=costs, gap=gap)
 
 
 def allowed(

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 INSTALL = "install it with: pip install 'perseus-planner[inference]'"
 _LIMIT_S = 20.0  #: of a solve; a plan that is not proved best by then says so by its gap
 _GAP = 1e-7  #: between a plan's energy and the bound, relative, at which it counts as best
+_SHARE_GAP = 1e-3  #: of the largest share of a load
 _ROUNDING = 1e-6  #: of an instance, that the solver's arithmetic may be off
 
 
@@ -48,6 +49,7 @@ def plan_pools(
     only: Mapping[RequestClass, Collection[Configuration]] | None = None,
     before: Sequence[Pool] | None = None,
     costs: ChangeCosts = PUBLISHED,
+    gap: float = _GAP,
 ) -> PoolPlan:
     """Return the pools of least energy.
 
@@ -59,13 +61,14 @@ def plan_pools(
         only: class -> configurations that may serve it; None: any.
         before: the pools of the period before; None if changes cost nothing, as at the start.
         costs: of changes.
+        gap: how far the energy may be above the bound, relative.
 
     Raises:
         InfeasibleGpus: If there are too few GPUs.
         UsageError: If a class has no configuration that meets its objective.
     """
     model = _Model(profile, demand, period_s, only, before, costs)
-    answer = model.solve(model.energies_j, gpus)
+    answer = model.solve(model.energies_j, gpus, gap)
     if answer is None:
         least = model.solve(model.gpus, None)
         raise InfeasibleGpus(gpus or 0, 0 if least is None else model.plan(least).gpus)
@@ -80,7 +83,7 @@ def largest_share(
 ) -> float:
     """Return the largest share of the demand, up to 1, that the GPUs carry; the arguments are those of `plan_pools`."""
     model = _Model(profile, demand, 1.0, only, None, PUBLISHED, least_share=0.0)
-    answer = model.solve({model.share: -1.0}, gpus)
+    answer = model.solve({model.share: -1.0}, gpus, _SHARE_GAP)
     return 0.0 if answer is None else float(answer.values[model.share])
 
 
@@ -176,7 +179,7 @@ class _Model:
                 self.energies_j[more] = price_j
                 self._rows.append(({**row, more: -1.0}, -math.inf, float(had[group])))
 
-    def solve(self, objective: Mapping[int, float], gpus: int | None) -> _Answer | None:
+    def solve(self, objective: Mapping[int, float], gpus: int | None, gap: float = _GAP) -> _Answer | None:
         """Return the columns for which the objective is least, and a bound on it; None if there are none.
 
         Raises:
@@ -201,7 +204,7 @@ class _Model:
             integrality=np.array(integer, float),
             bounds=Bounds(least, most),
             constraints=LinearConstraint(matrix, [row[1] for row in rows], [row[2] for row in rows]),
-            options={"mip_rel_gap": _GAP, "time_limit": _LIMIT_S},
+            options={"mip_rel_gap": gap, "time_limit": _LIMIT_S},
         )
         if found.x is None:
             if found.status == 2:  # infeasible

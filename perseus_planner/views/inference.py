@@ -13,7 +13,11 @@ from perseus_planner.views.columns import Sheet, column, table
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from matplotlib.figure import Figure
+
     from perseus_planner.inference.pools import Pool
+    from perseus_planner.inference.simulation import Replay, Settings
+    from perseus_planner.inference.workload import Trace
 
 _MOST_EPOCHS = 3  #: whose pools are printed
 
@@ -169,6 +173,164 @@ def plan_text(view: InferencePlanView) -> str:
             notes.append(f"{row.description}: needs {row.gpus} GPUs, more than there are.")
     text = Sheet(f"Pools for inference on {view.gpus} GPUs", "", columns, "\n".join(notes)).text()
     return "\n\n".join([*parts, text])
+
+
+@dataclass(frozen=True)
+class ReplayView:
+    """A trace under a policy.
+
+    Attributes:
+        policy: its name.
+        description: in words.
+        energy_j: joules, changes included.
+        saved_share: saving against the baseline, relative.
+        change_j: joules of the changes.
+        late: requests that were late.
+        late_share: the share of these.
+        moved: requests that were served by a pool that was not planned for their class.
+        gpus: mean number of GPUs in use.
+        most_gpus: most GPUs in use.
+        instance_changes: how often the number of GPUs in use was changed upwards.
+        sharding_changes: how often tensor degrees were changed.
+        clock_changes: how often a pool's clock was changed.
+        short_periods: periods in which the GPUs did not carry the predicted load.
+        periods: power, GPUs, requests and late requests over time.
+    """
+
+    policy: str
+    description: str
+    energy_j: float
+    saved_share: float | None
+    change_j: float
+    late: int
+    late_share: float
+    moved: int
+    gpus: float
+    most_gpus: int
+    instance_changes: int
+    sharding_changes: int
+    clock_changes: int
+    short_periods: int
+    periods: tuple[dict[str, float], ...]
+
+
+@dataclass(frozen=True)
+class SimulationView:
+    """A trace under several policies, for JSON.
+
+    Attributes:
+        gpus: how many there are.
+        requests: how many the trace has.
+        length_s: from its first to its last, seconds.
+        prediction: "last" or "perfect".
+        mispredicted: share of requests whose output is predicted wrongly.
+        baseline: name of the policy that savings are against.
+        policies: the trace under each policy.
+        left_out: policies that cannot serve the trace, each with the reason.
+    """
+
+    gpus: int
+    requests: int
+    length_s: float
+    prediction: str
+    mispredicted: float
+    baseline: str
+    policies: tuple[ReplayView, ...]
+    left_out: tuple[str, ...]
+
+
+def simulation_view(
+    trace: Trace, settings: Settings, replays: Sequence[Replay], left_out: Sequence[str]
+) -> SimulationView:
+    """Return what is printed of replays, at least one."""
+    baseline_j = {each.policy: each.energy_j for each in replays}.get(BASELINE)
+    return SimulationView(
+        gpus=settings.gpus,
+        requests=len(trace.times_s),
+        length_s=trace.end_s,
+        prediction=settings.prediction,
+        mispredicted=settings.mispredicted,
+        baseline=BASELINE,
+        policies=tuple(_replay_view(each, baseline_j) for each in replays),
+        left_out=tuple(left_out),
+    )
+
+
+def _replay_view(replay: Replay, baseline_j: float | None) -> ReplayView:
+    return ReplayView(
+        policy=replay.policy,
+        description=POLICIES[replay.policy],
+        energy_j=replay.energy_j,
+        saved_share=1 - replay.energy_j / baseline_j if baseline_j else None,
+        change_j=replay.change_j,
+        late=replay.late,
+        late_share=replay.late / replay.requests,
+        moved=replay.moved,
+        gpus=replay.gpus,
+        most_gpus=replay.most_gpus,
+        instance_changes=replay.changes[0],
+        sharding_changes=replay.changes[1],
+        clock_changes=replay.changes[2],
+        short_periods=replay.short_periods,
+        periods=tuple(period._asdict() for period in replay.periods),
+    )
+
+
+def simulation_text(view: SimulationView) -> str:
+    """Return the table of a replay: a row for each policy."""
+    rows = view.policies
+    columns = [
+        ["chosen how", *(row.description for row in rows)],
+        column("energy kWh", [_kwh(row.energy_j) for row in rows]),
+        column("saved %", [_percent(row.saved_share) for row in rows]),
+        column("late %", [f"{100 * row.late_share:.2f}" for row in rows]),
+        column("moved %", [f"{100 * row.moved / view.requests:.2f}" for row in rows]),
+        column("GPUs", [f"{row.gpus:.0f}" for row in rows]),
+        column("most", [str(row.most_gpus) for row in rows]),
+        column("changes", [f"{r.instance_changes}/{r.sharding_changes}/{r.clock_changes}" for r in rows]),
+    ]
+    predicted = "as it will be" if view.prediction == "perfect" else "as the one before"
+    notes = [
+        f"Savings are against {POLICIES[BASELINE]}. GPUs are those in use, on average and at most; changes are of",
+        "instances, sharding and clocks.",
+        *(f"Left out: {reason}." for reason in view.left_out),
+        *(
+            f"{row.description}: the GPUs did not carry the predicted load in {row.short_periods} periods."
+            for row in rows
+            if row.short_periods
+        ),
+    ]
+    return Sheet(
+        f"{view.requests} requests in {view.length_s / 60:.0f} min on {view.gpus} GPUs",
+        f"Replayed from the inference profile. Each period is predicted {predicted}; "
+        f"{100 * view.mispredicted:g} % of the outputs wrongly.",
+        columns,
+        "\n".join(notes),
+    ).text()
+
+
+def simulation_figure(view: SimulationView) -> Figure:
+    """Return power, GPUs in use and late requests over time."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 7), layout="constrained")
+    panels = figure.subplots(3, 1, sharex=True)
+    for row in view.policies:
+        minutes = [*(period["start_s"] / 60 for period in row.periods), view.length_s / 60]
+        series = [
+            [period["power_w"] / 1e3 for period in row.periods],
+            [period["gpus"] for period in row.periods],
+            [period["late"] for period in row.periods],
+        ]
+        for axes, values in zip(panels, series, strict=True):
+            axes.step(minutes, [*values, values[-1]], where="post", label=row.description)
+    for axes, label in zip(panels, ("power (kW)", "GPUs in use", "late requests"), strict=True):
+        axes.set_ylabel(label)
+        axes.grid(alpha=0.3)
+    figure.legend(*panels[0].get_legend_handles_labels(), fontsize="small", loc="outside lower center", ncols=3)
+    panels[-1].set_xlabel("time (min)")
+    figure.suptitle(f"{view.requests} requests on {view.gpus} GPUs (replayed)", fontsize="medium")
+    return figure
 
 
 def _pool_table(pools: Sequence[PoolView], control: str) -> str:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import click
 import pytest
 from commands import done, refusal
 from inference_cases import PROFILE, RATES, steady, write_trace
 
+from perseus_planner.cli.inference import inference
 from perseus_planner.errors import PlanError
-from perseus_planner.inference.plan import InferencePlan
+from perseus_planner.inference.plan import POLICIES, InferencePlan
 
 PLAN = "inference plan inference.csv --rates rates.csv"
 
@@ -48,6 +50,51 @@ def test_periods_of_a_trace_pay_for_their_changes(folder: Path):
     found = json.loads(done("inference plan inference.csv --trace trace.csv --gpus 16 --epoch 1min -o p.yaml --json"))
     assert [epoch["start_s"] for epoch in found["epochs"]] == [0, 60, 120, 180, 240]
     assert all(epoch["change_j"] == 0 for epoch in found["epochs"])  # a steady trace needs none
+
+
+def test_a_replay_has_a_row_for_each_policy_and_a_figure(folder: Path):
+    text = done("inference simulate inference.csv trace.csv --gpus 16 --plot replay.png")
+    assert text.startswith("3000 requests in 5 min on 16 GPUs\n")
+    assert Path("replay.png").read_bytes().startswith(b"\x89PNG")
+    found = json.loads(done("inference simulate inference.csv trace.csv --gpus 16 --prediction perfect --json"))
+    assert [each["policy"] for each in found["policies"]] == list(POLICIES)
+    planner = found["policies"][-1]
+    assert planner["saved_share"] == pytest.approx(1 - planner["energy_j"] / found["policies"][0]["energy_j"])
+    assert sum(period["requests"] for period in planner["periods"]) == found["requests"] == 3000
+    assert sum(period["power_w"] for period in planner["periods"]) * 300 == pytest.approx(planner["energy_j"])
+
+
+def test_a_policy_that_cannot_serve_the_trace_is_left_out_with_the_reason(folder: Path):
+    rows = PROFILE.replace("4096,100,2,1980,3000,1000,200", "4096,100,2,1980,3000,,200")
+    Path("inference.csv").write_text(rows)
+    found = json.loads(done("inference simulate inference.csv trace.csv --gpus 16 --json"))
+    assert found["left_out"] == [
+        "highest clock, largest tensor degree: class 4096/100: no configuration of those allowed meets its latency "
+        "objective; measure a higher clock or tensor degree, or loosen the objective"
+    ]
+    assert {each["saved_share"] for each in found["policies"]} == {None}
+
+
+@pytest.mark.parametrize("command", inference.commands.values(), ids=lambda command: command.name)
+def test_help_describes_every_option(command: click.Command):
+    assert [option.name for option in command.params if isinstance(option, click.Option) and not option.help] == []
+    assert "Usage: " in done(f"inference {command.name} --help")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--policy best", "--policy: 'best' is none; give highest, clock, degree, hierarchical, planner"),
+        ("--plot a.txt", "--plot a.txt: figures are written as .png, .svg, .pdf; end the name with one of them"),
+        (
+            "--instances-every 1min",
+            "periods: instances change no more often than sharding, and that no more than clocks",
+        ),
+    ],
+)
+def test_a_wrong_replay_is_refused_in_one_line(folder: Path, options: str, message: str):
+    command = f"inference simulate inference.csv trace.csv --gpus 16 {options}"
+    assert refusal(command) == (2, "", f"Error: {message}\n")
 
 
 def test_a_changed_file_is_refused(folder: Path):
