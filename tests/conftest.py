@@ -61,6 +61,7 @@ def measured_data() -> Path:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty current folder, so that messages name files without their folder."""
+    """An empty current folder, so that messages name files without their folder; state is kept in it too."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     return tmp_path

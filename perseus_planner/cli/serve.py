@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import os
 import signal
 import threading
@@ -14,7 +16,6 @@ from perseus_planner.cli import console
 from perseus_planner.errors import UsageError
 from perseus_planner.files import read_text
 
-DATABASE = "planner-service.sqlite"
 _LOOK_S = 0.5  #: between two looks if the kernel cannot notify that a process has ended
 
 
@@ -39,12 +40,11 @@ _LOOK_S = 0.5  #: between two looks if the kernel cannot notify that a process h
 )
 @click.option(
     "--database",
-    default=DATABASE,
-    show_default=True,
     envvar="PLANNER_SERVICE_DATABASE",
     metavar="FILE|URL|@FILE",
     help="SQLite file with everything that must survive, created if needed, or a URL of SQLAlchemy. "
-    "PLANNER_SERVICE_DATABASE or a file, whose name follows an @, may hold a URL with a password.",
+    "PLANNER_SERVICE_DATABASE or a file, whose name follows an @, may hold a URL with a password.  "
+    "[default: perseus-planner/service.sqlite in $XDG_STATE_HOME or ~/.local/state]",
 )
 @click.option(
     "--workers",
@@ -64,17 +64,25 @@ _LOOK_S = 0.5  #: between two looks if the kernel cannot notify that a process h
 @click.option("--tls-cert", type=console.PATH, metavar="FILE", help="Certificate or chain, PEM, to serve HTTPS.")
 @click.option("--tls-key", type=console.PATH, metavar="FILE", help="Its private key, PEM, without a password.")
 @click.option(
+    "--log-level",
+    type=click.Choice(["debug", "info", "warning", "error"]),
+    default="info",
+    show_default=True,
+    help="What is logged to stderr, a line each: with info what happens to jobs, with debug also each request.",
+)
+@click.option(
     "--owner", type=click.IntRange(1), metavar="PID", help="End when that process has ended, however it ends."
 )
 def serve(
     host: str | None,
     port: int | None,
     unix: Path | None,
-    database: str,
+    database: str | None,
     workers: int,
     tokens: Path | None,
     tls_cert: Path | None,
     tls_key: Path | None,
+    log_level: str,
     owner: int | None,
 ) -> None:
     """Serve plans to training jobs, and take reports of stragglers.
@@ -94,16 +102,52 @@ def serve(
         raise UsageError(f"{error.name} is not installed; run `pip install 'perseus-planner[service]'`") from error
     if owner is not None:
         threading.Thread(target=_end_with, args=[owner], daemon=True).start()
-    if database.startswith("@"):
+    _log_to_stderr(log_level)
+    if database is not None and database.startswith("@"):
         database = read_text(Path(database[1:]), UsageError, "the URL of a database").strip()
     address = Address(host or "127.0.0.1", 8400 if port is None else port, unix, tls_cert, tls_key)
     with (
         listening(address, read_tokens(tokens)) as listener,
-        Storage(database) as storage,
+        Storage(database := database or _default_database()) as storage,
         Service(storage, workers=workers) as service,
     ):
         text = _listening(listener.url, len(listener.tokens), database)
         serve_at(service, listener, ready=lambda: click.echo(text))
+
+
+class LogLine(logging.Formatter):
+    """A line of `key=value` for people and programs (logfmt): the time in UTC, the level, the job if any, and what."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line, and the traceback below it if there is one."""
+        time_text = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(record.created))
+        fields = {"time": time_text, "level": record.levelname.lower()}
+        if (job := getattr(record, "job", None)) is not None:
+            fields["job"] = json.dumps(job, ensure_ascii=False)
+        fields["msg"] = json.dumps(record.getMessage(), ensure_ascii=False)
+        line = " ".join(f"{key}={value}" for key, value in fields.items())
+        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+
+
+def _log_to_stderr(level: str) -> None:
+    handler = logging.StreamHandler()
+    handler.setFormatter(LogLine())
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
+    logging.getLogger("perseus_planner").setLevel(level.upper())
+
+
+def _default_database() -> str:
+    """Return the database in the folder for state of this user, by the XDG base directory specification."""
+    named = os.environ.get("XDG_STATE_HOME", "")
+    base = Path(named) if os.path.isabs(named) else Path.home() / ".local" / "state"
+    folder = base / "perseus-planner"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(
+            f"{folder}: cannot be created: {error.strerror}; name the file of the database with --database"
+        ) from error
+    return str(folder / "service.sqlite")
 
 
 def _end_with(owner: int) -> None:

@@ -166,6 +166,7 @@ class JobStatus:
             "are of another machine, and save nothing."
         ),
     ] = None
+    gpus: Annotated[int, Field(description="Number of GPUs of all pipelines; 0 from services that do not say it.")] = 0
 
 
 @dataclass(frozen=True)

@@ -308,7 +308,8 @@ def _reason(pipelines: Sequence[_Pipeline], time_s: float, calm_s: float, refusa
     if not slow:
         return f"nothing is reported slow: iterations take {si(time_s, 's', 6)}"
     _, number, report = max(slow, key=lambda each: each[:2])
-    culprit = f"pipeline {-number} (report {shown(report.key)} of {shown(report.source)})"
+    measure = "" if report.slowdown is None else f"{report.slowdown:.4g}x, "
+    culprit = f"pipeline {-number} ({measure}reported by {shown(report.source)})"
     if time_s <= calm_s:
         return f"{culprit} is slow, but iterations still take {si(time_s, 's', 6)}"
     text = f"iterations take {si(time_s, 's', 6)} because of {culprit}"

@@ -16,6 +16,7 @@ from perseus_planner.service.alertmanager import AlertEffects, jobs_concerned, w
 from perseus_planner.service.answers import Answer, JobStatus, JobSummary, JobTotals, PipelineStatus, Registered
 from perseus_planner.service.checks import check_deadline, check_positive, check_report, check_same
 from perseus_planner.service.clock import SteadyClock
+from perseus_planner.service.history import History
 from perseus_planner.service.model import Conflict, PlanSet, RegisteredJob, Report, Taken, UnknownProfile, UnknownReport
 from perseus_planner.service.planning.cache import Planning, Processes
 from perseus_planner.service.planning.replanner import Replanner, replan
@@ -82,7 +83,7 @@ class Service:
         self._replanner = Replanner(self._replan, workers)
         self._subscriptions, self._timers = Subscriptions(), Timers()
         self._storage = storage
-        self._writer = Writer(storage, stored, self._follow_up)
+        self._writer = Writer(storage, stored, self._follow_up, self._now_s)
         self._telemetry = TelemetryBook(stored.telemetry, {name: state.job for name, state in stored.jobs.items()})
         self._statuses = Statuses()
         self._stack = ExitStack()
@@ -142,6 +143,12 @@ class Service:
         """Return a job's newest plans; None if their version is not above `after`."""
         published = self._state(job).published
         return published if published.version > after else None
+
+    def history(self, job: str) -> History:
+        """Return what has happened to a job, and how its figures went."""
+        state = self._state(job)
+        tally = self._telemetry.of(state.job)
+        return History(() if tally is None else tally.points, state.events)
 
     def now_s(self) -> float:
         """Return the time by the service's clock, seconds since the epoch."""
@@ -468,6 +475,7 @@ class Service:
         """Set timers, request plans and notify subscribers after a change is on disk."""
         for name, (before, after) in changed.items():
             self._set_timer(name, after)
+            _log_events(name, before, after)
             if after is not None and not after.is_planned:
                 self._replanner.request(name)
             if after is None and before is not None:
@@ -481,3 +489,14 @@ class Service:
                 self._telemetry.write(self._writer)
         except PlannerError as error:
             _log.warning("The telemetry of the last seconds could not be written: %s", error)
+
+
+def _log_events(name: str, before: JobState | None, after: JobState | None) -> None:
+    """Log what has happened to a job."""
+    if after is None:
+        _log.info("the job has ended", extra={"job": name})
+        return
+    known = set() if before is None else set(before.events)
+    for event in after.events:
+        if event not in known:
+            _log.info("%s", event.text, extra={"job": name})

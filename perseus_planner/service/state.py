@@ -10,6 +10,7 @@ from perseus_planner.service.model import REMEMBERED
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
+    from perseus_planner.service.history import Event
     from perseus_planner.service.model import Decision, PlanSet, RegisteredJob, Report, Taken
     from perseus_planner.service.planning.curves import Curve
 
@@ -44,6 +45,7 @@ class JobState:
         past: Key -> report, for reports that no longer count, the latest last; at most `REMEMBERED`.
         taken: The version that the job runs; None if it has not reported one.
         share: The job's share of the power budgets; None if there are none.
+        events: What has happened to it, oldest first; see `history`.
     """
 
     registered: RegisteredJob
@@ -58,6 +60,7 @@ class JobState:
     past: Mapping[str, Report] = field(default_factory=dict)
     taken: Taken | None = None
     share: Share | None = None
+    events: tuple[Event, ...] = ()
 
     @property
     def is_planned(self) -> bool:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from perseus_planner.service.answers import JobTelemetry, JobTotals, PlanTotal
+from perseus_planner.service.history import Point, with_point
 from perseus_planner.service.model import Conflict, Origin
 from perseus_planner.service.schemas import Counters
 
@@ -39,11 +40,13 @@ class Tally(JobTelemetry):
         latest: The last message of the run that counts now.
         earlier: Names of the runs before it, the latest last.
         plans: The same by version of the plans, the version taken last at the end.
+        points: How its figures went, oldest first; see `history`.
     """
 
     latest: Counters
     earlier: tuple[str, ...] = ()
     plans: tuple[PlanTotal, ...] = ()
+    points: tuple[Point, ...] = ()
 
 
 def add_counters(
@@ -82,7 +85,7 @@ def add_counters(
     base_j = new_base_j + (before.baseline_j if before else 0.0)
     time_s = sent.time_s - since.time_s
     ran = PlanTotal(version, iterations, time_s, new_energy_j, new_base_j - new_energy_j)
-    return Tally(
+    tally = Tally(
         iterations=iterations + (before.iterations if before else 0),
         time_s=time_s + (before.time_s if before else 0.0),
         iteration_s=time_s / iterations,
@@ -102,6 +105,7 @@ def add_counters(
         earlier=tuple(run for run in runs if run != sent.run)[-_RUNS:],
         plans=_by_version((*(before.plans if before else ()), ran)),
     )
+    return replace(tally, points=with_point(before.points if before else (), tally))
 
 
 def totals_of(job: RegisteredJob, tally: Tally | None, ended_s: float | None = None) -> JobTotals:

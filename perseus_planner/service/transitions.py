@@ -230,6 +230,7 @@ def status_of(state: JobState, telemetry: Tally | None, now_s: float) -> JobStat
         unlike_plan=None
         if telemetry is None
         else of_another_machine(telemetry.iteration_s, state.decision.straggler_time_s),
+        gpus=state.job.pipelines * state.curve.gpus,
     )
 
 

@@ -141,6 +141,7 @@ class EmbeddedService:
 
     def _launch(self, database: Path, log: Path) -> subprocess.Popen[bytes]:
         options = ["--host", self._host, "--port", str(self._port), "--database", str(database)]
+        options += ["--log-level", "warning"]
         with self._lock, open(log, "wb", opener=_private) as errors:
             if self._is_closed:
                 raise ServiceAway("the job is ending")

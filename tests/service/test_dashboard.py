@@ -121,7 +121,8 @@ def test_a_report_of_a_client_is_seen_as_it_comes_and_goes(browser: Any, url: st
         has(page, "#pipelines tbody tr", "slow: Pipeline 1")
         has(page, "#pipelines tbody tr", "0, 2")
         shown = page.inner_text("#reports li")
-        assert all(each in shown for each in ("ops", "data", key, "Until"))
+        assert all(each in shown for each in ("ops", "data", "Until"))
+        assert key not in shown  # names, not keys
         assert "because of pipeline 1" in page.inner_text("#reason")
         waiting, slow, _ = service.pipelines("gpt")[1]
         assert waiting.time_s > slow.time_s
@@ -269,7 +270,11 @@ def service_process(folder: Path, port: int) -> Iterator[subprocess.Popen[str]]:
 def test_a_service_that_is_killed_is_said_to_be_away_and_its_page_recovers(browser: Any, folder: Path):
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    with Storage(folder / "planner-service.sqlite") as storage, Service(storage, run=at_once) as first:
+    (folder / "state" / "perseus-planner").mkdir(parents=True)
+    with (
+        Storage(folder / "state" / "perseus-planner" / "service.sqlite") as storage,
+        Service(storage, run=at_once) as first,
+    ):
         first.register(job("gpt"), frontier_file())
     with browser.new_context() as fresh:
         page = fresh.new_page()
@@ -309,9 +314,41 @@ def test_a_job_that_ends_is_said_to_be_gone(browser: Any, url: str, service: Ser
 def test_the_jobs_in_which_something_is_slow_are_named_beside_all(browser: Any, url: str):
     post(url, SLOW)
     with opened(browser, f"{url}/#/") as page:
-        has(page, "#slow-jobs li", "gpt: iterations take")
+        has(page, "#all-jobs tr.slow", "1\u00a0pipeline slow: iterations take")
         has(page, "#all-cards", "1 with something slow")
-        assert page.locator("#slow-jobs li").count() == 1
+        assert page.locator("#all-jobs tr.slow").count() == 1
+
+
+def test_a_table_says_of_every_job_what_it_uses_and_how_it_is(browser: Any, url: str, service: Service):
+    httpx.post(f"{url}/v1/jobs/gpt/telemetry", json={**COUNTED, "ranks": 6, "following": 6}).raise_for_status()
+    post(url, SLOW)
+    for look in (LIGHT, PHONE):
+        with opened(browser, f"{url}/#/", **look) as page:
+            has(page, "#all-jobs tr.slow", "gpt")
+            cells = page.locator("#all-jobs tr", has_text="gpt").locator("td").all_inner_texts()
+            assert cells[:2] == ["6", "0.8100\u00a0s"]
+            assert cells[4] == "6 of 6"
+            assert cells[5].startswith("1\u00a0pipeline slow: iterations take")
+            assert page.locator("#all-jobs tr", has_text="calm").locator("td").last.inner_text() == "sends no telemetry"
+            assert barriers(page) == []
+            assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+
+
+def test_a_job_has_its_events_and_its_autopilot(browser: Any, url: str):
+    autopilot = {"phase": "learning", "iteration": 7, "reference_s": 0.8, "saving": 0.113, "saving_stderr": 0.012,
+                 "owed_s": -0.4, "burst_s": 2.0, "trials": 2, "unknown": 14}  # fmt: skip
+    for iterations in (100, 200):
+        sent = {"run": "first", "iterations": iterations, "time_s": 0.8 * iterations, "autopilot": autopilot}
+        httpx.post(f"{url}/v1/jobs/gpt/telemetry", json=sent).raise_for_status()
+    post(url, {**SLOW, "source": "dcgm"})
+    with looking(browser, url) as page:
+        has(page, "#events li", "pipeline 1 slow 1.3x (dcgm), 2 others moved to")
+        has(page, "#events li", "registered with 3 pipelines of 2 GPUs")
+        page.locator("#history-time svg").wait_for()
+        facts = page.inner_text("#autopilot")
+        assert "Phase: learning." in facts
+        assert "11.3 ± 1.2\u00a0%" in facts
+        assert "Ledger: time to spare" in facts
 
 
 def test_a_name_is_a_text_and_never_a_part_of_the_page(browser: Any, url: str):

@@ -315,7 +315,7 @@ def test_the_others_are_as_slow_as_a_slow_pipeline_which_goes_on():
     assert decision.stragglers == {1: "k"}
     assert (
         decision.reason
-        == "iterations take 1.224 s because of pipeline 1 (report 'k' of 'test'), and plans are for that"
+        == "iterations take 1.224 s because of pipeline 1 (1.2x, reported by 'test'), and plans are for that"
     )
 
 
@@ -332,7 +332,7 @@ def test_a_slow_stage_is_planned_anew_and_meets_the_target_if_it_can():
     decision = decided(report("stage", "0", 1.25, pipeline=1, key="k"))
     assert times_s(decision) == [CALM_S] * 3
     assert [target.slow_stages for target in decision.targets] == [{}, {0: 1.25}, {}]
-    assert decision.reason == "pipeline 1 (report 'k' of 'test') is slow, but iterations still take 1.02 s"
+    assert decision.reason == "pipeline 1 (1.25x, reported by 'test') is slow, but iterations still take 1.02 s"
     decision = decided(report("stage", "2", 1.2, pipeline=1))
     assert times_s(decision) == [1.2] * 3
     assert decision.targets[1].slow_stages == {2: 1.2}

@@ -33,6 +33,7 @@ REQUESTS = [
     ("GET", "/v1/jobs/gpt3/pipelines/0/plan", None, "read"),
     ("GET", "/v1/jobs/gpt3/frontier", None, "read"),
     ("GET", "/v1/jobs/gpt3/pipelines", None, "read"),
+    ("GET", "/v1/jobs/gpt3/history", None, "read"),
     ("GET", "/v1/totals", None, "read"),
     ("GET", "/metrics", None, "read"),
     ("POST", "/v1/jobs/gpt3/reports", SLOW, "report"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import gc
 import os
+import re
 import signal
 import socket
 import ssl
@@ -91,7 +92,12 @@ def test_a_service_that_ended_knows_all_when_it_is_started_again(folder: Path):
         assert (answer.status_code, answer.json()["changed"]) == (202, True)
         version = answer.json()["version"]
         plans = client.get("/v1/jobs/gpt3/plans", params={"after": version - 1, "wait_s": 20}).json()
-        assert ended(process, signal.SIGTERM) == (0, "", "")
+        code, said, logged = ended(process, signal.SIGTERM)
+        assert (code, said) == (0, "")
+        line = r'time=\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ level=info job="gpt3" msg="(.*)"'
+        events = [re.fullmatch(line, each)[1] for each in logged.splitlines()]
+        assert events[0] == "registered with 2 pipelines of 2 GPUs"
+        assert events[1].startswith("pipeline 1 slow 1.2x (ops), pipeline 0 moved to ")
     with planner_serve(folder, *options) as (process, url), httpx.Client(base_url=url, timeout=30) as client:
         assert client.get("/v1/jobs/gpt3/plans").json() == plans
         assert [each["key"] for each in client.get("/v1/jobs/gpt3/reports").json()["reports"]] == ["r1"]
@@ -334,6 +340,15 @@ def test_the_url_of_a_database_comes_from_a_file_or_the_environment(
     with planner_serve(folder, "--port", "0", "--workers", "2", *options) as (process, _):
         assert (folder / "named.sqlite").is_file()
         assert ended(process, signal.SIGTERM)[0] == 0
+
+
+def test_the_database_is_in_the_folder_for_state(folder: Path):
+    with planner_serve(folder, "--port", "0", "--log-level", "debug") as (process, url):
+        assert (folder / "state" / "perseus-planner" / "service.sqlite").is_file()
+        assert httpx.get(f"{url}/healthz").status_code == 200
+        code, _, logged = ended(process, signal.SIGTERM)
+        assert code == 0
+        assert re.search(r'level=debug msg="GET /healthz: 200 in [\d.]+ ms"', logged)
 
 
 def test_a_password_of_a_database_is_not_shown():

@@ -26,6 +26,7 @@ from perseus_planner.service.answers import (
     PipelineStatus,
     Registered,
 )
+from perseus_planner.service.history import Event, History
 from perseus_planner.service.http.app import create_app
 from perseus_planner.service.http.auth import Access, Limits
 from perseus_planner.service.model import (
@@ -152,6 +153,10 @@ class StandIn:
     def pipelines(self, job: str) -> tuple[int, tuple[PipelineStatus, ...]]:
         self._check(job)
         return self.versions[job], (PipelineStatus(0, 1.25, 900.0, 1.5, {0: 1.5}, "key"),)
+
+    def history(self, job: str) -> History:
+        self._check(job)
+        return History((), (Event(NOW_S, "registered"),))
 
     def status(self, job: str) -> JobStatus:
         self._check(job)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from perseus_planner.service.answers import JobStatus, JobTelemetry
+
+_log = logging.getLogger(__name__)
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
@@ -79,7 +82,9 @@ class Metrics:
                 method = scope["method"] if scope["method"] in _METHODS else "other"
                 route = getattr(scope.get("route"), "path", "other")
                 self._requests.labels(method, route, str(status)).inc()
-                self._seconds.labels(route).observe(time.perf_counter() - began_s)
+                took_s = time.perf_counter() - began_s
+                self._seconds.labels(route).observe(took_s)
+                _log.debug("%s %s: %d in %.1f ms", method, scope["path"], status, 1e3 * took_s)
 
         return counted
 

@@ -19,6 +19,7 @@ from starlette.exceptions import HTTPException
 from perseus_planner import __version__
 from perseus_planner.service import alertmanager, answers, schemas
 from perseus_planner.service.answers import Answer, JobStatus, Registered
+from perseus_planner.service.history import History
 from perseus_planner.service.http.auth import Role, check_role
 from perseus_planner.service.http.longpoll import AsyncService
 from perseus_planner.service.http.metrics import CONTENT_TYPE
@@ -348,6 +349,12 @@ async def keep_profile(key: ProfileKey, sent: schemas.ProfileTexts, live: Live) 
     """Keep a profile that a job has learnt, for the next job with this key: the same model, GPU and parallelism."""
     await live.call(live.service.keep_profile, key, sent)
     return Response(status_code=204)
+
+
+@router.get("/v1/jobs/{job}/history", dependencies=_for("read"), response_model=History, responses=_page_or_errors(404))
+async def history(request: Request, job: JobName, live: Live) -> Response:
+    """Return what has happened to a job, in words, and how its power, iteration time and saving went; both bounded."""
+    return await live.call(lambda: _page(live.service.history(job), request))
 
 
 @router.put("/v1/jobs/{job}/deadline", dependencies=_for("operate"), response_model=Answer, responses=_errors(404, 409))

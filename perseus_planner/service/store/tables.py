@@ -17,6 +17,7 @@ from typing import Any
 
 from sqlalchemy import Column, Float, Index, Integer, LargeBinary, MetaData, String, Table, Text
 
+from perseus_planner.service.history import Event
 from perseus_planner.service.model import Decision, PlanSet, RegisteredJob, Report, Taken
 from perseus_planner.service.planning.curves import Curve
 from perseus_planner.service.schemas import from_json, to_json
@@ -100,6 +101,7 @@ class StateRecord:
     taken: Taken | None
     share: Share | None
     gpu_power_limit_w: float | None = None
+    events: tuple[Event, ...] = ()
 
     @classmethod
     def of(cls, state: JobState) -> StateRecord:
@@ -115,6 +117,7 @@ class StateRecord:
             state.taken,
             state.share,
             state.job.gpu_power_limit_w,
+            state.events,
         )
 
 
@@ -152,4 +155,5 @@ def state_of(row: Any, curve: Curve, newest: tuple[PlanSet, Decision]) -> JobSta
         past={report.key: report for report in record.past},
         taken=record.taken,
         share=record.share,
+        events=record.events,
     )

@@ -14,6 +14,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from perseus_planner.errors import UsageError
+from perseus_planner.service.history import with_events
 from perseus_planner.service.model import UnknownJob
 from perseus_planner.service.state import JobState
 from perseus_planner.service.store.storage import Change, Storage, Stored
@@ -83,6 +84,13 @@ class Draft:
         self._changed[name] = None
         self.telemetry.pop(name, None)
 
+    def note(self, earlier: Draft, now_s: float) -> None:
+        """Add events for what differs from an earlier draft."""
+        for name, after in self._changed.items():
+            before = earlier.find(name)
+            if after is not None and after is not before:
+                self._changed[name] = with_events(before, after, now_s)
+
     def copy(self) -> Draft:
         """Return an independent copy."""
         copy = Draft(self._before, self.power_w)
@@ -107,7 +115,9 @@ class Writer:
         problem: Why the last transaction could not be written; None if it was.
     """
 
-    def __init__(self, storage: Storage, stored: Stored, committed: Callable[[Changed], None]) -> None:
+    def __init__(
+        self, storage: Storage, stored: Stored, committed: Callable[[Changed], None], now_s: Callable[[], float]
+    ) -> None:
         """Start from what is stored; `committed` is called with every change once it is on disk."""
         self.jobs: Mapping[str, JobState] = stored.jobs
         self.power_w = stored.power_w
@@ -115,6 +125,7 @@ class Writer:
         self._written_s = time.monotonic()
         self._storage = storage
         self._committed = committed
+        self._now_s = now_s
         self._commands: queue.SimpleQueue[tuple[Callable[[Draft], Any], Future[Any]] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._write, name="planner-writer", daemon=True)
         self._lock = threading.Lock()
@@ -177,6 +188,7 @@ class Writer:
             trial = draft.copy()
             try:
                 result = command(trial)
+                trial.note(draft, self._now_s())
             except Exception as error:
                 answers.append(lambda future=future, error=error: future.set_exception(error))  # type: ignore[misc]
             else:

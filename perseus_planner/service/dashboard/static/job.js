@@ -4,12 +4,13 @@ import { byId, fillCard, html, keyed, say, show, timed } from "./dom.js";
 import { byPlans, count, joules, kilowattHours, less, number, seconds, watts } from "./format.js";
 import { groups, showPipelines } from "./pipelines.js";
 import { assumed, carbon, money } from "./prices.js";
+import { showHistory } from "./history.js";
 import { reportsText, showReports } from "./reports.js";
 
 const DAY_S = 86_400;
 
-/** Show a job from the service's answers: {status, frontier, pipelines}. */
-export function showJob({ status, frontier, pipelines }, mayReport, clear) {
+/** Show a job from the service's answers: {status, frontier, pipelines, history}. */
+export function showJob({ status, frontier, pipelines, history }, mayReport, clear) {
   const { job, decision } = status;
   const slow = Object.keys(decision.stragglers).length;
   say(byId("job-title"), job.name);
@@ -20,6 +21,8 @@ export function showJob({ status, frontier, pipelines }, mayReport, clear) {
   keyed(byId("cards"), cards(status, frontier), (card) => card.name, () => html("li", { class: "card" }), fillCard);
   byId("origin").replaceChildren(...originOf(status, frontier));
   showPipelines(status, frontier, groups(pipelines));
+  showAutopilot(status.autopilot ?? null);
+  showHistory(history, job.since_s);
   showReports(status, mayReport, clear);
   document.title = `${slow ? `${reportsText(slow)} · ` : ""}${job.name} · Planner`;
 }
@@ -99,6 +102,22 @@ function originOf({ telemetry }, frontier) {
   if (telemetry === null) return [`This job sends no telemetry, so nothing here is measured on it. ${ofPlans}`];
   const simulated = telemetry.energy_is === "simulated" ? "Simulated: the energy is that of a model of the GPU. " : "";
   return ["The job last sent telemetry ", timed(telemetry.observed_s), `. ${simulated}${ofPlans}`];
+}
+
+/** What the autopilot of a training without a plan knows, and what it owes. */
+function showAutopilot(autopilot) {
+  show(byId("autopilot"), autopilot !== null);
+  if (autopilot === null) return;
+  const { phase, iteration, reference_s, saving, saving_stderr, owed_s, burst_s, trials, unknown } = autopilot;
+  const error = saving_stderr === null ? "" : ` ± ${number(100 * saving_stderr, 1)}`;
+  const saved = saving === null ? "not known yet" : `${number(100 * saving, 1)}${error}\u00a0% of the energy at full clocks`;
+  say(byId("autopilot-phase"), `This job learns while it trains, without a plan. Phase: ${phase}.`);
+  const facts = [
+    ["Saving", saved], ["Iteration at full clocks", reference_s === null ? "not known yet" : seconds(reference_s)],
+    [owed_s < 0 ? "Ledger: time to spare" : "Ledger: time owed", `${seconds(Math.abs(owed_s))}; it may owe ${seconds(burst_s)}`],
+    ["Operating points tried", `${number(trials)} in iteration ${number(iteration)}`], ["Not known yet", number(unknown)],
+  ];
+  byId("autopilot-facts").replaceChildren(...facts.map(([name, value]) => html("div", {}, html("dt", {}, name), html("dd", {}, value))));
 }
 
 /** Show one of the views "all", "gone" and "job"; none of them for null. */

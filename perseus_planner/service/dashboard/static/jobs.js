@@ -28,7 +28,35 @@ function made(status) {
     html("span", { class: "title" }, status.job.name), html("span", { class: "line small", "data-part": "line" })));
 }
 
-const madeSlow = (status) => html("li", {}, html("a", { href: addressOf(status.job.name) }, status.job.name), ": ", html("span", { "data-part": "reason" }));
+const COLUMNS = ["GPUs", "Iteration", "Power", "Saved", "Ranks by plan", "State"];
+
+function madeRow(status) {
+  const cells = COLUMNS.map((name) => html("td", { class: name === "State" ? null : "number", "data-label": name, "data-part": name }));
+  return html("tr", {}, html("th", { scope: "row" }, html("a", { href: addressOf(status.job.name) }, status.job.name)), ...cells);
+}
+
+function fillRow(element, status) {
+  const { telemetry, expected, gpus } = status;
+  const isMetered = telemetry !== null && telemetry.energy_is !== null;
+  const texts = [
+    gpus ? number(gpus) : "–", seconds(telemetry?.iteration_s ?? status.decision.straggler_time_s), watts(telemetry?.power_w ?? expected.power_w),
+    isMetered ? `${kilowattHours(telemetry.saved_j)}, ${number((100 * telemetry.saved_j) / telemetry.baseline_j, 1)}\u00a0%` : "–",
+    telemetry?.ranks ? `${number(telemetry.following)} of ${number(telemetry.ranks)}` : "–", stateOf(status),
+  ];
+  COLUMNS.forEach((name, index) => say(part(element, name), texts[index]));
+  element.classList.toggle("slow", slowOf(status) > 0);
+}
+
+/** Say in a few words how a job is. */
+export function stateOf(status) {
+  const { telemetry, autopilot, promised, version, taken } = status;
+  if (slowOf(status)) return `${reportsText(slowOf(status))}: ${status.decision.reason}`;
+  if (promised > version) return `planning version ${number(promised)}`;
+  if (autopilot !== null && autopilot !== undefined) return `autopilot: ${autopilot.phase}`;
+  if (telemetry === null) return "sends no telemetry";
+  if (telemetry.off_plan_since_s !== null) return `${number(telemetry.ranks - telemetry.following)} off their plan`;
+  return taken === null ? "has taken no plan" : `runs version ${number(taken.version)}`;
+}
 
 function fill(element, status, selected) {
   const slow = slowOf(status);
@@ -53,7 +81,11 @@ export function showAll(jobs) {
   ];
   if (most_w > 0) cards.push({ name: "Power, all GPUs", value: watts(now_w), origin: kinds((status) => (status.telemetry?.power_w == null ? byPlans(status.expected.origin) : status.telemetry.energy_is)), notes: [`${less(now_w, most_w)} than ${watts(most_w)} with all clocks at maximum`], bar: now_w / most_w });
   if (metered) cards.push({ name: "Saved so far", value: kilowattHours(saved_j), origin: kinds((status) => status.telemetry?.energy_is), notes: [joules(saved_j), `from the telemetry of ${count(metered, "job")}`] });
-  show(byId("all-slow"), slowJobs.length > 0);
-  keyed(byId("slow-jobs"), slowJobs, (status) => status.job.name, madeSlow, (element, status) => say(part(element, "reason"), status.decision.reason));
+  const wanted = byId("filter").value.trim().toLowerCase();
+  const found = jobs.filter((status) => status.job.name.toLowerCase().includes(wanted)).sort(byName);
+  keyed(byId("all-jobs").tBodies[0], found, (status) => status.job.name, madeRow, fillRow);
+  show(byId("all-jobs"), found.length > 0);
+  show(byId("all-none"), found.length === 0);
+  say(byId("all-none"), jobs.length ? "No job has that in its name." : "No job runs. Jobs appear here when they register.");
   keyed(byId("all-cards"), cards, (card) => card.name, () => html("li", { class: "card" }), fillCard);
 }

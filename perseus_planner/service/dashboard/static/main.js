@@ -20,7 +20,7 @@ let watching = new AbortController(); // ends when another job is selected
 let me = null; // {role, name} from the service
 let jobs = null;
 let selected = null; // name of a job
-let seen = null; // its {status, frontier, pipelines}
+let seen = null; // its {status, frontier, history, pipelines}
 let gone = false;
 
 const may = (role) => ROLES.indexOf(me?.role) >= ROLES.indexOf(role);
@@ -111,12 +111,13 @@ function watch() {
 async function askJob(name, signal) {
   const status = await ask("GET", ofJob(name), { signal });
   const known = seen?.status.job.frontier === status.job.frontier ? seen.frontier : null;
-  const [frontier, pipelines] = await Promise.all([
+  const [frontier, history, pipelines] = await Promise.all([
     known ?? ask("GET", ofJob(name, "frontier"), { signal }),
+    ask("GET", ofJob(name, "history"), { signal }),
     isAsBefore(status) ? seen.pipelines : ask("GET", ofJob(name, "pipelines"), { signal }).then((answer) => answer.pipelines),
   ]);
   const first = seen === null;
-  seen = { status, frontier, pipelines };
+  seen = { status, frontier, history, pipelines };
   draw();
   if (first && document.activeElement?.closest("#job-list")) byId("job-title").focus();
 }
@@ -194,7 +195,10 @@ byId("skip").addEventListener("click", (event) => {
   byId("main").focus();
 });
 byId("try-now").addEventListener("click", () => connection.nudge());
-byId("filter").addEventListener("input", () => showJobs(jobs, selected));
+byId("filter").addEventListener("input", () => {
+  showJobs(jobs, selected);
+  showAll(jobs);
+});
 byId("sign-out").addEventListener("click", () => askToken(new Refused(401, "")));
 byId("token-form").addEventListener("submit", (event) => {
   event.preventDefault();

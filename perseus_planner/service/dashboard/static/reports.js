@@ -24,12 +24,13 @@ export function showReports(status, mayClear, clear) {
 }
 
 function made(report, clear) {
-  const button = html("button", { type: "button", "data-part": "clear", "aria-label": `Clear: ${scopeText(report)}, ${slownessText(report)}, report ${report.key}` }, "Clear");
+  const button = html("button", { type: "button", "data-part": "clear", "aria-label": `Clear: ${scopeText(report)}, ${slownessText(report)}, reported by ${report.source}` }, "Clear");
   button.addEventListener("click", () => clear(report, button));
-  const facts = [["Source", report.source], ["Cause", report.cause], ["Since", begin(report)], ["Until", report.expires_s === null ? "cleared" : timed(report.expires_s)], ["Key", html("code", {}, report.key)]];
+  const facts = [["Source", report.source], ["Cause", report.cause], ["Since", begin(report)], ["Until", report.expires_s === null ? "cleared" : timed(report.expires_s)]];
   return html("li", {},
     html("div", {}, html("p", { class: "what" }, html("strong", {}, scopeText(report)), ` ${slownessText(report)} `, html("span", { class: "soft small", "data-part": "state" })),
-      html("dl", { class: "facts" }, ...facts.map(([name, value]) => html("div", {}, html("dt", {}, name), html("dd", {}, value))))),
+      html("dl", { class: "facts" }, ...facts.map(([name, value]) => html("div", {}, html("dt", {}, name), html("dd", {}, value)))),
+      html("details", {}, html("summary", {}, "Key, for programs"), html("code", {}, report.key))),
     button);
 }
 

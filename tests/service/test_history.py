@@ -1,0 +1,139 @@
+"""What has happened to a job: told in words, kept over restarts, and never more than so much."""
+
+from __future__ import annotations
+
+import json
+import re
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_options import ROOT
+from services import NOW_S, Clock, at_once, frontier_file, job, planned, report
+
+pytest.importorskip("fastapi")
+pytest.importorskip("sqlalchemy")
+parser = pytest.importorskip("prometheus_client.parser")
+
+from perseus_planner.service.history import EVENTS, POINTS, with_events, with_point  # noqa: E402
+from perseus_planner.service.http.metrics import Metrics  # noqa: E402
+from perseus_planner.service.schemas import Counters  # noqa: E402
+from perseus_planner.service.service import Service  # noqa: E402
+from perseus_planner.service.store.storage import Storage  # noqa: E402
+from perseus_planner.service.telemetry import Tally, add_counters  # noqa: E402
+
+
+def texts(service: Service) -> list[str]:
+    return [event.text for event in service.history("gpt").events]
+
+
+def tally_at(at_s: float, before: Tally | None = None) -> Tally:
+    number = 1 if before is None else before.iterations + 1
+    sent = Counters("run", number, time_s=2.0 * number, metered_iterations=number, metered_s=2.0 * number,
+                    energy_j=900.0 * number, energy_is="measured")  # fmt: skip
+    tally = add_counters(before, sent, lambda _: 1000.0, at_s)
+    assert tally is not None
+    return tally
+
+
+def test_what_happens_to_a_job_is_told_in_words_and_outlives_the_service(tmp_path: Path):
+    clock, place = Clock(), tmp_path / "service.sqlite"
+    with Storage(place) as storage, Service(storage, now_s=clock, run=at_once) as service:
+        service.register(job(), frontier_file())
+        calm_s = service.pipelines("gpt")[1][0].target_s
+        clock.now_s += 60.0
+        service.report("gpt", report("k", pipeline=1, slowdown=1.15, source="dcgm"))
+        planned(service)
+        service.taken("gpt", 2, 1200)
+        clock.now_s += 60.0
+        service.clear("gpt", "k")
+        planned(service)
+        service.set_deadline("gpt", 1.1 * calm_s)
+        service.set_power("gpt", 1e6)
+        registered, slow, taken, clear, deadline, power = texts(service)
+    assert registered == "registered with 3 pipelines of 2 GPUs"
+    assert slow == f"pipeline 1 slow 1.15x (dcgm), 2 others moved to {1e3 * 1.15 * calm_s:.4g} ms"
+    assert taken == "version 2 of the plans runs from iteration 1,200"
+    assert clear.startswith("pipeline 1 not slow any more")
+    assert deadline.startswith(f"deadline set to {1.1e3 * calm_s:.4g} ms")
+    assert power == "power budget 1 MW"
+    with Storage(place) as storage, Service(storage, now_s=clock, run=at_once) as service:
+        events = service.history("gpt").events
+        assert [event.text for event in events][:3] == [registered, slow, taken]
+        assert [event.at_s for event in events][:2] == [NOW_S, NOW_S + 60.0]
+        assert service.status("gpt").gpus == 6
+
+
+def test_what_has_not_changed_is_no_event(tmp_path: Path):
+    with Storage(tmp_path / "s.sqlite") as storage, Service(storage, now_s=Clock(), run=at_once) as service:
+        service.register(job(), frontier_file())
+        service.register(job(), frontier_file())
+        service.set_deadline("gpt", None)
+        service.tick()
+        state = service._writer.jobs["gpt"]
+    assert len(state.events) == 1
+    assert with_events(state, state, NOW_S) is state
+
+
+def test_events_are_bounded(tmp_path: Path):
+    with Storage(tmp_path / "s.sqlite") as storage, Service(storage, now_s=Clock(), run=at_once) as service:
+        service.register(job(), frontier_file())
+        for number in range(EVENTS + 5):
+            service.set_power("gpt", 1e6 + 1e4 * number)
+        found = texts(service)
+    assert len(found) == EVENTS
+    assert found[-1] == f"power budget {(1e6 + 1e4 * (EVENTS + 4)) / 1e6:.4g} MW"
+
+
+@pytest.mark.parametrize("count", [1, 2, POINTS, POINTS + 1, 1000, 5000])
+def test_points_are_bounded_and_cover_all_of_the_job(count: int):
+    points: Any = ()
+    tally = tally_at(NOW_S)
+    for number in range(count):
+        tally = tally_at(NOW_S + 5.0 * number, tally)
+        points = with_point(points, tally)
+    times_s = [point.at_s - NOW_S for point in points]
+    assert min(count, POINTS // 2) <= len(points) <= POINTS
+    assert (times_s[0], times_s[-1]) == (0.0, 5.0 * (count - 1))
+    gaps_s = [after - before for before, after in pairwise(times_s)]
+    assert all(gap_s > 0.0 for gap_s in gaps_s)
+    assert max(gaps_s, default=0.0) <= 4 * max(5.0, times_s[-1] / POINTS)
+
+
+def test_telemetry_leaves_points(tmp_path: Path):
+    clock, place = Clock(), tmp_path / "service.sqlite"
+    with Storage(place) as storage, Service(storage, now_s=clock, run=at_once) as service:
+        service.register(job(), frontier_file())
+        assert service.history("gpt").points == ()
+        for number in (1, 2):
+            clock.now_s += 10.0
+            service.telemetry("gpt", Counters("run", number, time_s=2.0 * number))
+        (first, second) = service.history("gpt").points
+    assert (first.at_s, second.at_s) == (NOW_S + 10.0, NOW_S + 20.0)
+    assert (second.iteration_s, second.power_w, second.saved_j) == (2.0, None, None)
+    with Storage(place) as storage, Service(storage, now_s=clock, run=at_once) as service:
+        assert service.history("gpt").points == (first, second)
+
+
+def test_every_metric_of_the_grafana_dashboard_is_exported(tmp_path: Path):
+    dashboard = json.loads((ROOT / "deploy" / "grafana.json").read_text())
+    with Storage(tmp_path / "s.sqlite") as storage, Service(storage, now_s=Clock(), run=at_once) as service:
+        service.register(job(), frontier_file())
+        service.taken("gpt", 1, 0)
+        sent = Counters("run", 1, 2.0, 1, 2.0, 900.0, "measured", 3, 0.01, 0.02)
+        service.telemetry("gpt", sent)
+        text = Metrics(lambda: 0, 0.0).text(service.jobs()).decode()
+    families = list(parser.text_string_to_metric_families(text))
+    exported = {sample.name for family in families for sample in family.samples}
+    exported |= {f"{family.name}_{end}" for family in families for end in ("total", "bucket")}  # no request yet
+    queries = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    queries += [each["query"] for each in dashboard["templating"]["list"]]
+    named = {name for query in queries for name in re.findall(r"planner_\w+", query)}
+    assert len(named) > 15
+    assert named - exported == set()
+    assert all(query.count("(") == query.count(")") for query in queries)
+    places = [tuple(panel["gridPos"].values()) for panel in dashboard["panels"]]
+    covered = [(column, row) for x, y, w, h in places for column in range(x, x + w) for row in range(y, y + h)]
+    assert len(covered) == len(set(covered))  # no panel lies on another
+    assert max(column for column, _ in covered) < 24
