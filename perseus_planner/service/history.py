@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
-from perseus_planner.quantities import si_text
+from perseus_planner.quantities import si
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -76,7 +76,12 @@ def _changes(before: JobState | None, after: JobState) -> list[str]:
     if job.deadline_s != before.job.deadline_s:
         found.append("deadline removed" if job.deadline_s is None else f"deadline set to {_time(job.deadline_s)}")
     if job.power_w != before.job.power_w:
-        found.append("power budget removed" if job.power_w is None else f"power budget {si_text(job.power_w, 'W')}")
+        found.append("power budget removed" if job.power_w is None else f"power budget {si(job.power_w, 'W')}")
+    if job.gpu_power_limit_w != before.job.gpu_power_limit_w:
+        limit_w = job.gpu_power_limit_w
+        found.append(
+            f"GPUs are limited to {si(limit_w, 'W')}" if limit_w else "no power limit is set on the GPUs any more"
+        )
     if after.decision is not before.decision:
         found += _stragglers(before, after)
         if after.published.version > before.published.version and after.planned is before.planned:
@@ -128,4 +133,4 @@ def _counted(count: int, what: str) -> str:
 
 
 def _time(time_s: float | None) -> str:
-    return "-" if time_s is None else si_text(time_s, "s")
+    return "-" if time_s is None else si(time_s, "s")

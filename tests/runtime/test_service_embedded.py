@@ -197,6 +197,7 @@ def test_what_keeps_it_from_starting_is_said(state: Path):
 def test_serve_ends_with_its_owner_even_one_that_is_killed(tmp_path: Path):
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as owner:
         command = [sys.executable, "-m", "perseus_planner", "serve", "--port", "0", "--owner", str(owner.pid)]
+        command += ["--database", "service.sqlite"]
         with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as service:
             assert service.stdout is not None
             assert service.stdout.readline().startswith("Listening at ")

@@ -53,10 +53,10 @@ def test_what_happens_to_a_job_is_told_in_words_and_outlives_the_service(tmp_pat
         service.set_power("gpt", 1e6)
         registered, slow, taken, clear, deadline, power = texts(service)
     assert registered == "registered with 3 pipelines of 2 GPUs"
-    assert slow == f"pipeline 1 slow 1.15x (dcgm), 2 others moved to {1e3 * 1.15 * calm_s:.4g} ms"
+    assert slow == f"pipeline 1 slow 1.15x (dcgm), 2 others moved to {1.15 * calm_s:.4g} s"
     assert taken == "version 2 of the plans runs from iteration 1,200"
     assert clear.startswith("pipeline 1 not slow any more")
-    assert deadline.startswith(f"deadline set to {1.1e3 * calm_s:.4g} ms")
+    assert deadline.startswith(f"deadline set to {1.1 * calm_s:.4g} s")
     assert power == "power budget 1 MW"
     with Storage(place) as storage, Service(storage, now_s=clock, run=at_once) as service:
         events = service.history("gpt").events

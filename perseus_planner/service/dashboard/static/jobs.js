@@ -37,7 +37,7 @@ function madeRow(status) {
 
 function fillRow(element, status) {
   const { telemetry, expected, gpus } = status;
-  const isMetered = telemetry !== null && telemetry.energy_is !== null;
+  const isMetered = telemetry !== null && telemetry.energy_is !== null && !status.unlike_plan;
   const texts = [
     gpus ? number(gpus) : "–", seconds(telemetry?.iteration_s ?? status.decision.straggler_time_s), watts(telemetry?.power_w ?? expected.power_w),
     isMetered ? `${kilowattHours(telemetry.saved_j)}, ${number((100 * telemetry.saved_j) / telemetry.baseline_j, 1)}\u00a0%` : "–",
@@ -51,6 +51,7 @@ function fillRow(element, status) {
 export function stateOf(status) {
   const { telemetry, autopilot, promised, version, taken } = status;
   if (slowOf(status)) return `${reportsText(slowOf(status))}: ${status.decision.reason}`;
+  if (status.unlike_plan) return status.unlike_plan;
   if (promised > version) return `planning version ${number(promised)}`;
   if (autopilot !== null && autopilot !== undefined) return `autopilot: ${autopilot.phase}`;
   if (telemetry === null) return "sends no telemetry";
