@@ -41,7 +41,7 @@ from markdown_it.token import Token
 
 from perseus_planner.cli import main
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 REASONS = {"installs", "needs a GPU", "needs a cluster", "needs root", "in the training script", "until interrupted"}
 PORT = "8400"  #: the port of the service in all pages, replaced by a free one
 _PROGRAMS = ["planner", "curl", "pip", "python", "python3", "make", "torchrun", "deepspeed", "sudo", "export", "bash"]

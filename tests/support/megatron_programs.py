@@ -385,3 +385,49 @@ class _WatchTimers:
             self._left = {kind: iter([each for each in self._row if each.kind == kind]) for kind in "FB"}
         elif name in ("forward-compute", "backward-compute"):
             self._watch(*next(self._left[name[0].upper()]))
+
+
+def bridge(state: str) -> None:
+    """Train as Megatron-Bridge's `train` does, with its callbacks; its package brings far more than they need.
+
+    An evaluation sets the timers of the config to None for a step and then to its own: see training/eval.py of
+    Megatron-Bridge 0.3. A callback is any object that has methods with the names of events: see training/callbacks.py.
+    """
+    from runtime_training import FAST, GPU, job, plan_of
+
+    from perseus_planner.runtime.megatron_bridge import PlannerCallback
+
+    with job(state), parallel(2):
+        plan = plan_of(interleaved_1f1b(dist.get_world_size(), 2, 4))
+        plain = _bridged([])
+        callback = PlannerCallback(plan=plan, gpu=GPU, max_changes_per_s=FAST, record="run")
+        found = _bridged([callback])
+        assert len(plain) == len(found) > 0
+        assert all(map(torch.equal, plain, found))
+
+
+def _bridged(callbacks: list[Any]) -> list[Any]:
+    """Return losses and weights of a training with these callbacks."""
+    training, timers = Training(2), UserTimers()
+    training.config.timers = timers
+    context = SimpleNamespace(model=training.chunks, state=SimpleNamespace(timers=timers), user_state={})
+
+    def fire(event: str) -> None:
+        for each in callbacks:
+            getattr(each, event, lambda _: None)(context)
+
+    fire("on_train_start")
+    losses = []
+    for number in range(3):
+        fire("on_train_step_start")
+        losses += training.step(4)
+        fire("on_train_step_end")
+        if number == 0:
+            fire("on_eval_start")
+            training.config.timers = None
+            training.step(4, forward_only=True)
+            training.config.timers = timers
+            fire("on_eval_end")
+    fire("on_train_end")
+    assert training.config.timers is timers
+    return [*losses, *training.weights()]
