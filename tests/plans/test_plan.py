@@ -38,7 +38,7 @@ def effective_j(frontier: Frontier, time_s: float, energy_j: float) -> float:
     return energy_j - waiting_w(frontier.dag) * time_s
 
 
-@settings(fixed, max_examples=150)
+@settings(fixed, max_examples=60)
 @given(dag=problems(30, 8), share=shares())
 def test_a_plan_holds_in_every_number_and_replays_to_it(dag: PipelineDag, share: float):
     frontier = solve_dag(dag)
@@ -47,7 +47,7 @@ def test_a_plan_holds_in_every_number_and_replays_to_it(dag: PipelineDag, share:
     check_replay(plan)
 
 
-@settings(fixed, max_examples=60)
+@settings(fixed, max_examples=30)
 @given(dag=jobs())
 @example(dag=PipelineDag.from_schedule(*pipeline(3679774297, 1, 2, 4)))  # once cost 29 % more
 def test_a_plan_in_the_time_of_maximum_clocks_costs_no_more_than_they_do(dag: PipelineDag):
@@ -58,7 +58,7 @@ def test_a_plan_in_the_time_of_maximum_clocks_costs_no_more_than_they_do(dag: Pi
     assert effective_j(frontier, plan.time_s, plan.energy_j) <= at_maximum_j + 1e-12 * abs(at_maximum_j)
 
 
-@settings(fixed, max_examples=60)
+@settings(fixed, max_examples=30)
 @given(dag=problems(20, 8), overhead_s=st.floats(0.0, 10.0), share=shares())
 def test_an_overhead_lengthens_every_iteration_and_all_gpus_wait_meanwhile(
     dag: PipelineDag, overhead_s: float, share: float
@@ -112,7 +112,7 @@ def test_a_plan_holds_the_closer_bound_for_measured_clocks_and_so_does_its_file(
     assert frontier.plan_of(plan.clocks).point_bound_j is None
 
 
-@settings(fixed, max_examples=60)
+@settings(fixed, max_examples=30)
 @given(dag=jobs(), slowdown=st.floats(1.0, 3.0))
 def test_more_time_than_saves_energy_gives_the_plan_of_least_energy(dag: PipelineDag, slowdown: float):
     frontier = solve_dag(dag)
@@ -134,7 +134,7 @@ def test_beside_a_straggler_a_pipeline_is_as_slow_but_no_slower_than_pays(fronti
     assert math.isclose(slowest.energy_j, frontier.bound_j(slowest.time_s), rel_tol=1e-12)
 
 
-@settings(fixed, max_examples=60)
+@settings(fixed, max_examples=30)
 @given(dag=jobs(), slowdown=st.floats(0.5, 2.0))
 def test_beside_a_straggler_any_job_is_as_slow_but_no_slower_than_pays(dag: PipelineDag, slowdown: float):
     frontier = solve_dag(dag)
@@ -148,7 +148,7 @@ def test_beside_a_straggler_any_job_is_as_slow_but_no_slower_than_pays(dag: Pipe
     assert math.isclose(beside.energy_j, plan.energy_j + waiting_w(dag) * waited_s, rel_tol=1e-12)
 
 
-@settings(fixed, max_examples=60)
+@settings(fixed, max_examples=30)
 @given(dag=jobs(), share=st.floats(0, 1))
 def test_any_job_keeps_within_a_power_budget_or_names_one_that_it_keeps_within(dag: PipelineDag, share: float):
     frontier = solve_dag(dag)
@@ -163,7 +163,7 @@ def test_any_job_keeps_within_a_power_budget_or_names_one_that_it_keeps_within(d
     assert plan.power_w <= budget_w
 
 
-@settings(fixed, max_examples=60)
+@settings(fixed, max_examples=30)
 @given(dag=problems(12), seed=st.integers(0, 2**32))
 def test_a_plan_of_any_clocks_holds_in_every_number(dag: PipelineDag, seed: int):
     rng, frontier = Random(seed), solve_dag(dag)
@@ -309,14 +309,17 @@ def test_a_plan_needs_a_measured_clock_for_each_computation(frontier: Frontier):
         replace(plan, clocks={**plan.clocks, "0F0": 1})
 
 
-@pytest.mark.parametrize(("microbatches", "most"), [(12, 0.005), (24, 0.003), (96, 0.003)])
+@pytest.mark.parametrize(
+    ("microbatches", "most", "ratios"),
+    [(12, 0.005, (1.0, 1.01, 1.02, 1.05, 1.1, 1.2)), (96, 0.003, (1.0, 1.05, 1.2))],  # benchmark 3 has all of both
+)
 @pytest.mark.parametrize(("name", "power_w"), [("gpt3-175b+a100_sxm_bf16", 83.64), ("bloom+a40_bf16", 70.38)])
 def test_plans_of_measured_profiles_are_near_the_bound(
-    measured_data: Path, name: str, power_w: float, microbatches: int, most: float
+    measured_data: Path, name: str, power_w: float, microbatches: int, most: float, ratios: tuple[float, ...]
 ):
     profile = Profile.load(measured_data / "perseus_sosp24" / "stage_profile" / f"{name}.csv", power_w)
     frontier = solve(profile, one_f_one_b(8, microbatches))
-    for ratio in (1.0, 1.01, 1.02, 1.05, 1.1, 1.2):
+    for ratio in ratios:
         plan = frontier.plan_until(ratio * frontier.baseline_time_s)
         check_plan(plan, frontier)
         check_replay(plan)

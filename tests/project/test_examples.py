@@ -10,7 +10,7 @@ from subprocess import Popen
 
 import pytest
 from click.testing import CliRunner
-from launching import EXAMPLES, deepspeed, ended, ranks, started, torchrun
+from launching import EXAMPLES, ended, ranks, started, torchrun
 
 from perseus_planner.cli import main
 from perseus_planner.plans.plan import Plan
@@ -36,8 +36,8 @@ def test_an_example_profiles_plans_and_trains_with_the_same_losses(
 ) -> None:
     _need(engine)
     example = [str(EXAMPLES / f"train_{engine}.py"), "--gpu", "emulated:a100-sxm"]
-    # runtime/test_kills.py starts training ranks with torchrun; here it would take long to import Megatron again.
-    outputs = [_launched(deepspeed, tmp_path, example) if engine == "deepspeed" else _forked(engine, tmp_path, example)]
+    # runtime/test_unmodified.py starts ranks with each launcher; here it would take long to import engines again.
+    outputs = [_forked(engine, tmp_path, [*example, "--local_rank=0"] if engine == "deepspeed" else example)]
     if engine != "torch":  # tests of the profiler and of the runtime compare more torch schedules
         outputs.append(_forked(engine, tmp_path, [*example, "--no-plan"]))
     assert {len(losses(each)) for each in outputs} == {4}
