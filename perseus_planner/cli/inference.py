@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from perseus_planner.cli import console
+from perseus_planner.cli.inference_profile import profile
 from perseus_planner.errors import UsageError
 
 if TYPE_CHECKING:
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
 )
 def inference() -> None:
     """Plan pools of servers for inference, and replay traces: the least energy within latency objectives."""
+
+
+inference.add_command(profile)
 
 
 def _numbers(rule: str) -> Callable[[click.Context, click.Parameter, str | None], tuple[float, ...]]:
