@@ -28,7 +28,7 @@ class _View(NamedTuple):
     summary: Any
     text: str
     draw: Callable[[], Figure]
-    write_trace: Callable[[Path], None] | None
+    write_trace: Callable[[Path, tuple[Path, ...]], None] | None
 
 
 @click.command(
@@ -59,7 +59,8 @@ class _View(NamedTuple):
     type=console.PATH,
     multiple=True,
     metavar="FILE",
-    help="Add a frontier, plan, run or profile to the --figure; can be repeated.",
+    help="Add a frontier, plan, run or profile to the --figure; can be repeated. A frontier adds the iteration with "
+    "all clocks at maximum to the --perfetto trace of a plan.",
 )
 @click.option(
     "--perfetto",
@@ -80,8 +81,8 @@ def show(
     """
     if figure is not None and plot is None:
         raise UsageError("--figure: chooses what --plot draws; add --plot FIGURE")
-    if beside and figure is None:
-        raise UsageError("--beside: adds files to --figure; add --figure NAME")
+    if beside and figure is None and perfetto is None:
+        raise UsageError("--beside: adds files to --figure or --perfetto; add --figure NAME")
     if plot is not None:
         from perseus_planner.views.figures import check_figure_path
 
@@ -96,7 +97,7 @@ def show(
 
         save_figure(view.draw() if figure is None else _draw(figure, (file, *beside)), plot)
     if perfetto is not None and view.write_trace is not None:
-        view.write_trace(perfetto)
+        view.write_trace(perfetto, beside)
     written = [path for path in (plot, perfetto) if path is not None]
     console.report(view.summary, view.text, written, as_json=as_json)
 
@@ -161,7 +162,14 @@ def _plan_view(file: Path) -> _View:
         chart = chart_plan(str(plan.schedule), plan, f"{plan.time_s:.4g} s, {plan.energy_j:.5g} J")
         return draw_gantt([chart], plan.control)
 
-    return _View(summary, timeline_text(summary), draw, lambda path: trace_plan(plan, path))
+    def write_trace(path: Path, beside: tuple[Path, ...]) -> None:
+        from perseus_planner.cluster.baselines import all_maximum
+        from perseus_planner.views.report.sources import read_sources
+
+        frontier = read_sources((file, *beside)).frontier if beside else None
+        trace_plan(plan, path, None if frontier is None else frontier.plan_of(all_maximum(frontier.dag)))
+
+    return _View(summary, timeline_text(summary), draw, write_trace)
 
 
 def _run_view(folder: Path) -> _View:
@@ -181,7 +189,7 @@ def _run_view(folder: Path) -> _View:
 
         return draw_gantt(chart_run_beside_plan(run), summary.context.control)
 
-    return _View(summary, run_text(summary), draw, lambda path: trace_run(run, path))
+    return _View(summary, run_text(summary), draw, lambda path, _: trace_run(run, path))
 
 
 def _unplanned_view(run: Run, status: AutopilotStatus) -> _View:

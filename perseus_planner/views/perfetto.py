@@ -8,6 +8,8 @@ Their requirements beyond the format's document:
 - Process 0 and thread 0 are Linux' idle ones, and Perfetto names a thread by its number alone, whatever its process. So
   all numbers are above 0, and no two processes or threads share one.
 - A counter keeps a value until its next one.
+- An arrow is a flow: it starts in the slice that encloses its start and, with `"bp":"e"`, ends in the one that encloses
+  its end. At a border that is the later slice, so a flow starts one nanosecond before the end of its slice.
 - `displayTimeUnit` is left out, because older versions of Perfetto took it for the unit of all times.
 """
 
@@ -74,12 +76,32 @@ class Counter:
 
 
 @dataclass(frozen=True)
+class Flow:
+    """An arrow from the end of a slice to the start of another one, of the same process.
+
+    Attributes:
+        name: what flows.
+        thread: place of the thread that it comes from.
+        from_ns: end of the slice that it comes from.
+        to_thread: place of the thread that it goes to.
+        to_ns: start of the slice that it goes to.
+    """
+
+    name: str
+    thread: int
+    from_ns: int
+    to_thread: int
+    to_ns: int
+
+
+@dataclass(frozen=True)
 class Process:
-    """A group of threads with their counters."""
+    """A group of threads with their counters, and the flows between them."""
 
     name: str
     threads: Sequence[Thread]
     counters: Sequence[Counter]
+    flows: Sequence[Flow] = ()
 
 
 def steps(spans: Iterable[tuple[int, float]], end_ns: int) -> list[tuple[int, float]]:
@@ -129,7 +151,7 @@ def write_trace(path: str | os.PathLike[str], processes: Sequence[Process], abou
 
 
 def _events(processes: Sequence[Process]) -> Iterator[dict[str, Any]]:
-    numbers = count(len(processes) + 1)
+    numbers, flows = count(len(processes) + 1), count(1)
     for pid, process in enumerate(processes, 1):
         yield _named("process", process.name, pid)
         threads = [(next(numbers), thread) for thread in process.threads]
@@ -139,6 +161,10 @@ def _events(processes: Sequence[Process]) -> Iterator[dict[str, Any]]:
         for tid, thread in threads:
             for each in thread.slices:
                 yield _complete(each, pid, tid)
+        for flow in process.flows:
+            what = {"name": flow.name, "cat": "transfer", "id": next(flows), "pid": pid}
+            yield {"ph": "s", **what, "tid": threads[flow.thread][0], "ts": _us(flow.from_ns - 1)}
+            yield {"ph": "f", "bp": "e", **what, "tid": threads[flow.to_thread][0], "ts": _us(flow.to_ns)}
         for counter in process.counters:
             for at_ns, value in counter.steps:
                 yield {"ph": "C", "name": counter.name, "pid": pid, "ts": _us(at_ns), "args": {counter.unit: value}}

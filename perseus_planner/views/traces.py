@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 from perseus_planner.errors import RunError
 from perseus_planner.plans.replay import Span, Timeline, replay
-from perseus_planner.profiles.csv_file import setting_of
+from perseus_planner.profiles.csv_file import setting_of, unit_of
 from perseus_planner.views.context import ALL_MAXIMUM, origin_text, pipeline_text
-from perseus_planner.views.perfetto import WAITING, Counter, Process, Slice, Thread, steps, total, write_trace
+from perseus_planner.views.perfetto import WAITING, Counter, Flow, Process, Slice, Thread, steps, total, write_trace
 from perseus_planner.views.run import NO_PLAN, summarize_run
 from perseus_planner.views.run_text import run_origin_text
 
@@ -21,21 +21,23 @@ if TYPE_CHECKING:
     from perseus_planner.runs.run import RankRecord, Run
 
 
-def trace_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
-    """Write the replayed iteration of a plan: a thread for each rank, with the power of its GPUs.
+def trace_plan(plan: Plan, path: str | os.PathLike[str], baseline: Plan | None = None) -> None:
+    """Write the replayed iteration of a plan: a thread for each rank, power and clock of its GPUs, and transfers.
 
     With a negative calibrated overhead, the trace ends with the replay, which is later than `plan.time_s`.
+
+    Args:
+        plan: the plan.
+        path: the file.
+        baseline: the plan with all clocks at maximum, which becomes a second process.
 
     Raises:
         UsageError: If the file cannot be written.
     """
-    timeline = replay(plan)
-    ranks = range(len(plan.schedule.ranks))
-    slices = [list(_planned_slices(plan, timeline, rank)) for rank in ranks]
-    counters = [_planned_power(f"rank {rank} power", slices[rank]) for rank in ranks]
-    gpus = "" if plan.gpus_per_stage == 1 else f" ({plan.gpus_per_stage} GPUs)"
-    threads = [Thread(f"rank {rank}{gpus}", slices[rank]) for rank in ranks]
     name = f"{plan.schedule}. {origin_text(plan.origin)}"
+    processes = [_planned_process(name, plan)]
+    if baseline is not None:
+        processes.append(_planned_process(f"{ALL_MAXIMUM}: {name}", baseline))
     about = {
         "what": f"one iteration of a plan for {plan.schedule}",
         "origin": origin_text(plan.origin),
@@ -50,7 +52,32 @@ def trace_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
         "baseline_energy_j": plan.baseline_energy_j,
         "power": "of all GPUs of a rank; average over each computation",
     }
-    write_trace(path, [Process(name, threads, [total(counters, "pipeline power"), *counters])], about)
+    write_trace(path, processes, about)
+
+
+def _planned_process(name: str, plan: Plan) -> Process:
+    timeline = replay(plan)
+    ranks = range(len(plan.schedule.ranks))
+    slices = [list(_planned_slices(plan, timeline, rank)) for rank in ranks]
+    powers = [_planned_power(f"rank {rank} power", slices[rank]) for rank in ranks]
+    clocks = [_planned_clock(plan, rank, slices[rank]) for rank in ranks]
+    gpus = "" if plan.gpus_per_stage == 1 else f" ({plan.gpus_per_stage} GPUs)"
+    threads = [Thread(f"rank {rank}{gpus}", slices[rank]) for rank in ranks]
+    return Process(name, threads, [total(powers, "pipeline power"), *powers, *clocks], list(_transfers(plan, timeline)))
+
+
+def _transfers(plan: Plan, timeline: Timeline) -> Iterator[Flow]:
+    """Yield what each computation gets from another rank: activations for a forward, else gradients."""
+    iteration, spans = plan.iteration, list(timeline.spans.values())
+    for place, computation in enumerate(iteration.computations):
+        for other in iteration.predecessors[place]:
+            ranks = iteration.rank_of[other], iteration.rank_of[place]
+            if other >= len(iteration.computations) or ranks[0] == ranks[1]:
+                continue
+            from_ns, to_ns = _ns(spans[other].end_s), _ns(spans[place].start_s)
+            if from_ns > _ns(spans[other].start_s):
+                name = "activations" if computation.kind == "F" else "gradients"
+                yield Flow(f"{name} of microbatch {computation.microbatch}", ranks[0], from_ns, ranks[1], to_ns)
 
 
 def _planned_slices(plan: Plan, timeline: Timeline, rank: int) -> Iterator[Slice]:
@@ -86,6 +113,18 @@ def _planned_waiting(name: str, start_s: float, end_s: float, power_w: float) ->
 
 def _planned_power(name: str, slices: list[Slice]) -> Counter:
     return Counter(name, "W", steps(((each.start_ns, each.details["watts"]) for each in slices), slices[-1].end_ns))
+
+
+def _planned_clock(plan: Plan, rank: int, slices: list[Slice]) -> Counter:
+    """Return the clock or the power limit: that of a computation lasts until the next one begins."""
+    setting = setting_of(plan.control)
+    spans = [(each.start_ns, each.details[setting]) for each in slices if setting in each.details]
+    return _clock_counter(plan, rank, [(0, spans[0][1]), *spans], slices[-1].end_ns)
+
+
+def _clock_counter(plan: Plan, rank: int, spans: Sequence[tuple[int, float]], end_ns: int) -> Counter:
+    name = "power limit" if plan.control == "power-limit" else "clock"
+    return Counter(f"rank {rank} {name}", unit_of(plan.control), steps(spans, end_ns))
 
 
 def _ns(time_s: float) -> int:
@@ -138,14 +177,16 @@ def _recorded_pipeline(run: Run, pipeline: int, first: int, sources: str) -> Pro
     ranks = sorted((rank for rank in run.ranks if rank.pipeline == pipeline), key=lambda rank: rank.pipeline_rank)
     threads: list[Thread] = []
     counters: list[Counter] = []
+    clocks: list[Counter] = []
     for rank in ranks:
         rows = _kept(rank, first)
         of_job = "" if rank.rank == rank.pipeline_rank else f" (of the job: {rank.rank})"
         threads.append(Thread(f"rank {rank.pipeline_rank}{of_job}", list(_recorded_slices(run, rank, rows))))
         counters += _recorded_power(rank, rows)
+        clocks += _recorded_clock(run, rank, rows)
     if len(counters) == len(ranks):
         counters.insert(0, total(counters, "pipeline power"))
-    return Process(f"pipeline {pipeline}. {sources}", threads, counters)
+    return Process(f"pipeline {pipeline}. {sources}", threads, [*counters, *clocks])
 
 
 def _recorded_power(rank: RankRecord, rows: Sequence[IterationRecord]) -> Iterator[Counter]:
@@ -157,6 +198,21 @@ def _recorded_power(rank: RankRecord, rows: Sequence[IterationRecord]) -> Iterat
     ]
     if len(spans) == len(rows):
         yield Counter(f"rank {rank.pipeline_rank} power", "W", steps(spans, _ns(rows[-1].end_s - rows[0].begin_s)))
+
+
+def _recorded_clock(run: Run, rank: RankRecord, rows: Sequence[IterationRecord]) -> Iterator[Counter]:
+    """Yield the clock or the power limit that was set, from when it was; nothing where no iteration ran by a plan."""
+    zero_s, spans, control = rows[0].begin_s, list[tuple[int, float]](), None
+    for row in rows:
+        if row.version is None:
+            continue
+        control = run.plan(row.version, rank.pipeline)
+        for each in rank.computations[row.iteration]:
+            if each.clock is not None and not each.is_overtaken:
+                set_s = each.begin_s if each.set_end_s is None else max(each.begin_s, each.set_end_s)
+                spans.append((max(spans[-1][0] if spans else 0, _ns(set_s - zero_s)), each.clock))
+    if control is not None and spans:
+        yield _clock_counter(control, rank.pipeline_rank, spans, max(spans[-1][0], _ns(rows[-1].end_s - zero_s)))
 
 
 def _recorded_slices(run: Run, rank: RankRecord, rows: Sequence[IterationRecord]) -> Iterator[Slice]:

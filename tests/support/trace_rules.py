@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from bisect import bisect_right
 from collections import defaultdict
 from decimal import Decimal
 from itertools import pairwise
@@ -22,6 +23,7 @@ class ReadTrace:
         threads: number -> name.
         slices: name of process and thread -> (start, end, event), in the order of their starts.
         counters: name of process, name and unit -> (time, value).
+        flows: name of process -> (name, the two slices that the arrow connects, as in `slices`).
     """
 
     def __init__(self, path: Path) -> None:
@@ -34,6 +36,7 @@ class ReadTrace:
         _check_numbers(events)
         self.slices: dict[tuple[str, str], list[tuple[int, int, dict[str, Any]]]] = defaultdict(list)
         self.counters: dict[tuple[str, str, str], list[tuple[int, float]]] = defaultdict(list)
+        flows: dict[Decimal, list[dict[str, Any]]] = defaultdict(list)
         for event in events:
             process = self.processes[event["pid"]]
             if event["ph"] == "X":
@@ -43,12 +46,32 @@ class ReadTrace:
             elif event["ph"] == "C":
                 ((unit, value),) = event["args"].items()
                 self.counters[process, event["name"], unit].append((_ns(event["ts"]), float(value)))
+            elif event["ph"] in "sf":
+                flows[event["id"]].append(event)
             else:
                 assert event["ph"] == "M"
         for row in self.slices.values():
             _check_row(row)
         for steps in self.counters.values():
             assert all(before < after for (before, _), (after, _) in pairwise(steps))
+        self.flows = defaultdict(list)
+        for start, end in flows.values():  # each has one start and one end
+            assert (start["ph"], end["ph"], end["bp"], start["name"], start["pid"]) == (
+                "s",
+                "f",
+                "e",
+                end["name"],
+                end["pid"],
+            )
+            pair = self._enclosing(start), self._enclosing(end)
+            self.flows[self.processes[start["pid"]]].append((start["name"], *pair))
+
+    def _enclosing(self, event: dict[str, Any]) -> tuple[int, int, dict[str, Any]]:
+        """Return the slice that a flow is bound to: the last one that begins no later, if it has not ended."""
+        at_ns, row = _ns(event["ts"]), self.slices[self.processes[event["pid"]], self.threads[event["tid"]]]
+        found = row[bisect_right(row, at_ns, key=lambda each: each[0]) - 1]
+        assert found[0] <= at_ns < found[1], "is not inside a slice"
+        return found
 
     @property
     def end_ns(self) -> int:

@@ -191,7 +191,7 @@ def test_show_draws_each_figure_and_shows_a_profile(folder: Path):
     assert (found["context"]["profile_digest"], found["files"]) == (Profile.load("profile.yaml").digest, [])
     for command, message in {
         "show plan.yaml --figure timeline": "--figure: chooses what --plot draws; add --plot FIGURE",
-        "show plan.yaml --beside frontier.npz": "--beside: adds files to --figure; add --figure NAME",
+        "show plan.yaml --beside frontier.npz": "--beside: adds files to --figure or --perfetto; add --figure NAME",
         "show profile.yaml --perfetto a.json": "--perfetto a.json: profile.yaml has no timeline; name a plan or a run",
         "show plan.yaml --figure points --plot a.png": (
             "--figure points: needs a frontier; name one, or add it with --beside"

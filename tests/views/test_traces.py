@@ -63,7 +63,8 @@ def test_any_plan_is_a_trace_that_readers_take_and_power_adds_up_to_its_energy(d
     drawn = {event["name"]: (start, end) for row in trace.slices.values() for start, end, event in row}
     for name, span in spans.items():
         assert drawn[name] == (round(span.start_s * 1e9), round(span.end_s * 1e9))
-    (_, *ranks_w), (whole_w, *_) = trace.counters.values(), trace.counters.values()
+    powers = [steps for (_, name, _), steps in trace.counters.items() if name.endswith("power")]
+    whole_w, *ranks_w = powers
     last_s = max(span.end_s for span in spans.values())
     after_j = math.fsum(plan.rank_waiting_w) * max(0.0, last_s - plan.time_s)  # where the overhead is below 0
     # Every border is rounded, by at most half a nanosecond.
@@ -93,6 +94,48 @@ def test_a_slice_says_what_ran_at_which_clock_for_how_many_joules(plan: Plan, tm
     assert set(optimizer["args"]) == {"joules", "watts"}
     waiting = rows["rank 0"]["waiting"]
     assert (waiting["cat"], waiting["cname"], float(waiting["args"]["watts"])) == ("waiting", "grey", 83.64)
+
+
+def test_each_transfer_is_an_arrow_between_the_computations_of_two_ranks(plan: Plan, tmp_path: Path):
+    (flows,) = read(plan, tmp_path).flows.values()
+    found = {(name, before["name"], after["name"]) for name, (*_, before), (*_, after) in flows}
+    expected = set()
+    for microbatch in range(4):
+        for stage in range(2):
+            forward, backward = (f"{name} of microbatch {microbatch}" for name in ("activations", "gradients"))
+            expected.add((forward, f"{stage}F{microbatch}", f"{stage + 1}F{microbatch}"))
+            expected.add((backward, f"{stage + 1}B{microbatch}", f"{stage}B{microbatch}"))
+    assert found == expected
+    assert len(flows) == len(expected)
+
+
+def test_the_clock_is_a_counter_that_holds_during_each_computation(plan: Plan, tmp_path: Path):
+    trace = read(plan, tmp_path)
+    ((process, _), *_) = trace.slices
+    for rank, program in enumerate(plan.schedule.ranks):
+        steps = trace.counters[process, f"rank {rank} clock", "MHz"]
+        begins = {event["name"]: start_ns for start_ns, _, event in trace.slices[process, f"rank {rank}"]}
+        for computation in program:
+            held = [mhz for at_ns, mhz in steps if at_ns <= begins[str(computation)]][-1]
+            assert held == plan.clocks[str(computation)]
+    limited = read(replace(plan, control="power-limit"), tmp_path)
+    assert {unit for _, name, unit in limited.counters if name.endswith("limit")} == {"W"}
+
+
+def test_the_baseline_is_beside_the_plan(folder: Path):
+    frontier = solve(smooth_profile(2, step_mhz=150), schedules.one_f_one_b(2, 3))
+    frontier.save("frontier.npz")
+    plan = frontier.plan_for(1.1 * frontier.baseline_time_s)
+    plan.save("plan.yaml")
+    done("show plan.yaml --perfetto plan.json --beside frontier.npz")
+    trace = ReadTrace(Path("plan.json"))
+    first, second = trace.processes.values()
+    assert second == f"all clocks at maximum: {first}"
+    whole_w = [trace.counters[process, "pipeline power", "W"] for process in (first, second)]
+    assert integral(whole_w[0]) == pytest.approx(plan.energy_j, rel=1e-6)
+    assert integral(whole_w[1]) == pytest.approx(plan.baseline_energy_j, rel=1e-6)
+    assert {mhz for _, mhz in trace.counters[second, "rank 1 clock", "MHz"]} == {1410.0}
+    assert len(trace.flows[first]) == len(trace.flows[second]) == 6
 
 
 def test_rows_are_full_from_the_start_to_the_end_of_the_iteration(plan: Plan, tmp_path: Path):
@@ -176,6 +219,8 @@ def test_a_run_is_what_each_rank_measured_of_the_iterations_it_kept(plan: Plan, 
                 begin_ns, end_ns = (round((at - zero_s) * 1e9) for at in (iteration.begin_s, iteration.end_s))
                 power_w = trace.counters[process, f"rank {rank.pipeline_rank} power", "W"]
                 assert integral(power_w, begin_ns, end_ns) == pytest.approx(iteration.energy_j, rel=1e-5)
+        clocks = [mhz for _, mhz in trace.counters[process, f"rank {rank.pipeline_rank} clock", "MHz"]]
+        assert set(clocks) == {each.clock for each in ran} - {None}
         assert (process, "pipeline power", "W") in trace.counters
 
 
@@ -213,7 +258,7 @@ def test_a_run_without_energy_or_with_overlapping_times_is_still_a_trace(plan: P
     }
     trace_run(replace(run, ranks=(replace(one, iterations=tuple(rows), computations=longer), *others)), tmp_path / "c")
     trace = ReadTrace(tmp_path / "c")
-    assert [name for _, name, _ in trace.counters] == ["rank 1 power"]
+    assert [name for _, name, _ in trace.counters if name.endswith("power")] == ["rank 1 power"]
 
 
 def test_a_run_of_which_nothing_was_kept_is_refused(plan: Plan, tmp_path: Path):
