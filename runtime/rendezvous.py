@@ -72,6 +72,7 @@ class RankContext:
         share: Its part in the looks of its node for new plans.
         places: For each rank of the job, its pipeline and its rank there; None for absent ranks.
         has_autopilot: Whether the autopilot makes the programs.
+        neighbours: Number of ranks on its node, itself included.
     """
 
     engine: Engine
@@ -84,6 +85,7 @@ class RankContext:
     share: NodeShare
     places: Sequence[tuple[int, int] | None]
     has_autopilot: bool
+    neighbours: int
 
 
 @dataclass(frozen=True)
@@ -172,7 +174,8 @@ def join_job(
         warnings.warn("attach", f"{attached.problem}; training goes on without setting clocks")
     attempt = None if infos[0] is None else infos[0].attempt
     has_autopilot = infos[0] is not None and plans is None
-    return RankContext(adapter, pipeline, pipelines, program, control, attached, attempt, share, places, has_autopilot)
+    autopilot = has_autopilot, len(neighbours)
+    return RankContext(adapter, pipeline, pipelines, program, control, attached, attempt, share, places, *autopilot)
 
 
 def _node_share(

@@ -13,6 +13,7 @@ from perseus_planner.runs.autopilot import AutopilotStatus
 from perseus_planner.runs.recording import RankFiles
 from perseus_planner.runtime.attachment import Reattachment
 from perseus_planner.runtime.autopilot.job import AutopilotSettings
+from perseus_planner.runtime.autopilot.ranks.exchange import ServiceExchange
 from perseus_planner.runtime.autopilot.ranks.follower import ProgramFollower
 from perseus_planner.runtime.autopilot.ranks.programs import AutopilotProgram, Programs
 from perseus_planner.runtime.autopilot.ranks.rank import STATE_FILE, AutopilotOptions, AutopilotRank
@@ -168,12 +169,14 @@ def planner_runtime(
         on_straggling: Called on a background thread when this rank's GPU turns out slow or throttled, and when it has
             recovered.
         service: Address of a planner service, such as "http://10.0.0.5:8400" or "unix:/run/planner.sock". Its plans are
-            followed, and slow ranks are reported to it. Only rank 0 connects to it, with the token in the environment
+            followed, and slow ranks are reported to it; the autopilot makes its own plans, as long as the service lets
+            pipelines wait for a slower one. Only rank 0 connects to it, with the token in the environment
             variable PLANNER_TOKEN. Training goes on while the service is away. With "embedded", rank 0 starts a service
             for this job alone, as a process that ends with it, and logs where it listens: on a free port of loopback,
             or as in "embedded:8400" or "embedded:0.0.0.0:8400", which needs PLANNER_SERVICE_TOKENS.
         job: Name of this training in the service.
-        frontier: The file that `planner solve` wrote, from which the service plans.
+        frontier: The file that `planner solve` wrote, from which the service plans. Without a plan it plans from what
+            the autopilot has learnt, which it keeps for the next job with the same model, GPUs and parallelism.
         max_changes: Switch budget, as for `planner plan`: how often a GPU may change its clock in an iteration, by the
             autopilot or by the service's plans. None for 8 with the autopilot, and for any number with the service.
         slowdown: For the autopilot: the iteration time that you accept, as a multiple of that at full clocks.
@@ -195,12 +198,14 @@ def planner_runtime(
             yield iterations
         return
     this, process = this_job(), os.getpid()
-    if plan is None and service is not None:
-        raise UsageError("service= needs plan=, a plan to begin with; leave it out to have the autopilot plan")
     warnings = JobWarnings(this)
-    link = None if service is None else _service_link(service, job, frontier, max_changes, this, warnings)
     folder = None if record is None else Path(record)
     changes = AutopilotSettings.max_changes if max_changes is None else max_changes
+    link = None
+    if service is not None:
+        budget = changes if plan is None else max_changes
+        served = (service, job, frontier, budget, plan is None, slowdown)
+        link = _service_link(served, this, warnings)
     options = AutopilotOptions.of(AutopilotSettings(slowdown, max_slowdown, changes, learn), state, folder)
     settings = RuntimeSettings(plan, gpu, dry_run, max_changes_per_s, folder, None if link is None else link.settings)
     with ExitStack() as stack:
@@ -240,11 +245,12 @@ def planner_runtime(
         follower.start(context.program)
         marks, problem = _make_marks(adapter, connection, warnings, stack)
         follower.problem = attachment.problem or problem
-        autopilot = None
+        autopilot = exchange = None
         if source is not None:
             source.follow(follower, marks.ended_s)
+            exchange = None if link is None else ServiceExchange()
             autopilot = AutopilotRank.begin(
-                context, this, source, follower.agreement, warnings, options, dry_run=dry_run
+                context, this, source, follower.agreement, warnings, options, exchange, dry_run=dry_run
             )
             if autopilot.coordinator is not None:
                 autopilot.coordinator.on_status = telemetry.on_status
@@ -261,7 +267,7 @@ def planner_runtime(
                 background.start(monitor.run_round, monitor.descriptors)
                 runtime = Runtime(context.pipeline, follower, telemetry, check, background.wake, autopilot)
                 if link is not None:
-                    link.begin(context, runtime.plan, runtime.switch_to)
+                    link.begin(context, runtime.plan, runtime.switch_to, exchange)
                 yield runtime
                 end_s = END_S
         finally:
@@ -284,24 +290,18 @@ def _without_engine(
     return whole_iterations(gpu, training_device(), dry_run=dry_run, slowdown=slowdown, max_slowdown=max_slowdown)
 
 
-def _service_link(
-    service: str,
-    name: str | None,
-    frontier: str | os.PathLike[str] | None,
-    max_changes: int | None,
-    job: TrainingJob,
-    warnings: JobWarnings,
-) -> ServiceLink:
+def _service_link(served: tuple[Any, ...], job: TrainingJob, warnings: JobWarnings) -> ServiceLink:
+    """Return the link to the service; `served` are the values of `ServiceSettings`."""
     try:  # loaded here with pydantic, because most jobs have no service
         from perseus_planner.runtime.agent.agent import ServiceLink
         from perseus_planner.runtime.agent.settings import ServiceSettings
     except ModuleNotFoundError as error:
         raise UsageError(
-            f"service={service!r} needs {error.name}, which is not installed; run "
+            f"service={served[0]!r} needs {error.name}, which is not installed; run "
             "`pip install 'perseus-planner[service]'` on every rank"
         ) from error
 
-    return ServiceLink(ServiceSettings(service, name, frontier, max_changes), job, warnings)
+    return ServiceLink(ServiceSettings(*served), job, warnings)
 
 
 def _files(folder: Path | None, job: TrainingJob, attempt: Attempt | None, warnings: JobWarnings) -> RankFiles | None:

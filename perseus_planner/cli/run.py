@@ -94,7 +94,7 @@ def _share(_: click.Context, parameter: click.Parameter, text: str | None) -> fl
     type=console.PATH,
     envvar="PLANNER_FRONTIER",
     metavar="FILE",
-    help="Frontier from which the service plans.",
+    help="With a plan: frontier from which the service plans.",
 )
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 @click.pass_context
@@ -131,7 +131,10 @@ def run(context: click.Context, /, command: tuple[str, ...], **options: Any) -> 
 def _check_service(context: click.Context, options: dict[str, Any]) -> None:
     """Check that the service can be told what trains; PLANNER_SERVICE alone is there for other commands."""
     is_wanted = options["job"] or context.get_parameter_source("service") is ParameterSource.COMMANDLINE
-    missing = next((name for name in ("job", "frontier", "plan") if not options[name]), None)
+    needed = ("job", "frontier") if options["plan"] else ("job",)
+    missing = next((name for name in needed if not options[name]), None)
+    if options["service"] and is_wanted and options["frontier"] and not options["plan"]:
+        raise UsageError("--frontier: is for --plan; without a plan the frontier is learnt, so leave it out")
     if options["service"] and is_wanted and missing is not None:
         raise UsageError(f"--service {options['service']}: needs --{missing}; give it, or leave out the service")
 

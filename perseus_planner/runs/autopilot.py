@@ -25,7 +25,7 @@ class AutopilotStatus:
             "audit" or "paying"; "stopped" if the autopilot cannot go on.
         iteration: The iteration that the program was made for; -1 before the first.
         reference_s: Seconds of an iteration at full clocks; None while that is not known.
-        saving: Energy saved, as a share of that of an iteration at full clocks; None while that is not known.
+        saving: Energy that the newest plan saves, as a share of that of an iteration at full clocks; None before it.
         saving_stderr: Its standard error.
         owed_s: Seconds that the ledger owes; negative for credit.
         burst_s: Seconds that it may owe.

@@ -94,13 +94,12 @@ class Registration:
         Annotated[int, Strict(), Field(ge=1, le=2**20)] | None, Field(description="For a schedule given by its name.")
     ] = None
     take_over: Annotated[
-        bool,
-        Strict(),
+        Annotated[bool, Strict()] | None,
         Field(
             description="Whether a running job of that name goes on with this frontier and these settings. Its reports "
             "and totals stay, and so do a deadline and a power budget that were set since it was registered."
         ),
-    ] = False
+    ] = None
 
     def __post_init__(self) -> None:
         profile = (self.profile_csv, self.profile_yaml, self.schedule)

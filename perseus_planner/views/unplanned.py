@@ -45,9 +45,6 @@ def unplanned_text(summary: UnplannedSummary) -> str:
     pipelines = f", {summary.pipelines} pipelines" if summary.pipelines > 1 else ""
     lines = [f"Run of {summary.ranks} ranks{pipelines}, without a plan.", "", f"Autopilot: {status}."]
     if status.reference_s is not None:
-        lines.append(
-            f"Reference: {si(status.reference_s, 's', 6)} for an iteration at full clocks. Ledger: "
-            f"{status.owed_s:+.6g} s, at most {status.burst_s:.6g} s."
-        )
+        lines.append(f"Reference: {si(status.reference_s, 's', 6)} for an iteration at full clocks.")
     text = totals_text(summary.totals, summary.total, "the last iterations at full clocks")
     return "\n".join([*lines, "", text]) + "\n"

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from perseus_planner.plans.plan import Plan
     from perseus_planner.runs.straggler import StragglerDetection
     from perseus_planner.runtime.agent.settings import ServiceSettings
+    from perseus_planner.runtime.autopilot.ranks.exchange import ServiceExchange
     from perseus_planner.runtime.job import JobWarnings, TrainingJob
     from perseus_planner.runtime.rendezvous import RankContext
     from perseus_planner.runtime.switching.plans import GivenPlan
@@ -63,13 +64,20 @@ class ServiceLink:
         self._messages = StoreMessages(job.own_store)
         self._agent: Agent | None = None
 
-    def begin(self, context: RankContext, plan: Plan | None, switch_to: Callable[[GivenPlan], Proposal]) -> None:
+    def begin(
+        self,
+        context: RankContext,
+        plan: Plan | None,
+        switch_to: Callable[[GivenPlan], Proposal],
+        exchange: ServiceExchange | None = None,
+    ) -> None:
         """Start the agent on rank 0, and pass on the location of this rank.
 
         Args:
             context: What this rank knows of itself.
             plan: The plan that its pipeline starts with.
             switch_to: That of its `Runtime`.
+            exchange: Of an autopilot; None with a plan.
         """
         gpu = "" if context.attachment.gpu is None else context.attachment.gpu.uuid
         location = RankLocation(
@@ -78,7 +86,12 @@ class ServiceLink:
         with suppress(RuntimeError):  # the job's store is gone, which training itself will report
             self._messages.write_location(location)
         if self._job.rank == 0:
-            self._agent = Agent(self.settings, self._job, context.pipelines, plan, switch_to, self._warnings)
+            if exchange is None:
+                self._agent = Agent(self.settings, self._job, context.pipelines, plan, switch_to, self._warnings)
+            else:
+                from perseus_planner.runtime.agent.learnt import LearningAgent
+
+                self._agent = LearningAgent(self.settings, self._job, context.pipelines, exchange, self._warnings)
             self._agent.start()
 
     def on_straggling(self, then: Callable[[StragglerDetection], None] | None) -> Callable[[StragglerDetection], None]:
@@ -163,7 +176,10 @@ class Agent:
         self._is_known = threading.Event()  #: the service knows the job
         self._is_new = threading.Event()  #: the service did not know the job before
         self._lock = threading.Lock()  #: of `_open` and `_away`
+        self._registering = threading.Lock()  #: while the job is being registered
         self._away: set[str] = set()  #: for which threads the service is away
+        self._registration: Registration | None = None
+        self._seen, self._wait_s = 0, 0.0  #: version of the plans, and how long to wait for a newer one
         self._open: tuple[PlanSet, Proposal, float] | None = None  #: the last proposal, and when it was made
         self._counts = JobCounts(self._messages, job.ranks)
         self._follower, self._sender = (
@@ -184,6 +200,8 @@ class Agent:
         """End, and tell the service that the job has ended, without waiting for a service that is away."""
         self.stop()
         self._sender.join(_END_S)  # the follower may still wait at the service, and does nothing after that
+        if self._registering.acquire(timeout=_END_S):  # else the job would stay there
+            self._registering.release()
         if self._is_known.is_set():
             with suppress(PlannerError), self._client(_END_S) as service:
                 with suppress(PlannerError, RuntimeError):
@@ -207,9 +225,9 @@ class Agent:
     # Plans from the service
 
     def _follow(self) -> None:
-        pauses, seen, wait_s = Pauses(), 0, 0.0
+        pauses = Pauses()
         try:
-            registration = self._registration()
+            self._prepare()
         except (PlannerError, OSError, RuntimeError) as error:  # the frontier file, or the job's store
             self._warnings.warn("service", f"the service is not used: {error}", by="rank 0")
             return
@@ -219,26 +237,37 @@ class Agent:
                 try:
                     self._start_embedded()
                     service = service or stack.enter_context(self._client())
-                    if not self._is_known.is_set():
-                        seen = self._register(service, registration, seen)
-                    found = service.plans(self._name, after=seen, wait_s=wait_s)
+                    has_waited = self._ask(service)
                 except PlannerError as error:
                     self._failed(error, "plans")
-                    wait_s = 0.0  # so that a service that is back answers at once
+                    self._wait_s = 0.0  # so that a service that is back answers at once
                     self._stopped.wait(pauses.next_s())
                     continue
                 pauses.reset()
                 self._answered("plans")
-                wait_s = POLL_S
-                if found is None:
+                self._wait_s = POLL_S
+                if has_waited:
                     self._stopped.wait(_ROUND_S)  # a service that is ending answers at once
-                elif not self._stopped.is_set():
-                    seen = found.version
-                    with self._lock:
-                        self._propose(found)
 
-    def _registration(self) -> Registration:
-        """Return the registration once all ranks have passed on their location, or time is up."""
+    def _prepare(self) -> None:
+        """Do what has to be done once, before the service is asked."""
+        self._registration = self._settings.registration(self._locations(), self._pipelines, self._plan)
+
+    def _ask(self, service: Client) -> bool:
+        """Ask the service once, and do what it says; return whether it has said nothing new."""
+        if not self._is_known.is_set():
+            assert self._registration is not None  # prepared
+            if self._register(service, self._registration):
+                self._seen = 0
+        found = service.plans(self._name, after=self._seen, wait_s=self._wait_s)
+        if found is not None and not self._stopped.is_set():
+            self._seen = found.version
+            with self._lock:
+                self._propose(found)
+        return found is None
+
+    def _locations(self) -> list[RankLocation]:
+        """Return the locations of all ranks once they have passed them on, or time is up."""
         until_s = time.monotonic() + _LOCATIONS_S
         found: dict[int, RankLocation] = {}
         while len(found) < self._job.ranks and time.monotonic() < until_s and not self._stopped.wait(0.01):
@@ -246,21 +275,24 @@ class Agent:
                 location = self._messages.location(rank)
                 if location is not None:
                     found[rank] = location
-        return self._settings.registration([found[rank] for rank in sorted(found)], self._pipelines, self._plan)
+        return [found[rank] for rank in sorted(found)]
 
-    def _register(self, service: Client, registration: Registration, seen: int) -> int:
-        """Register the job, and return the version of the plans that it has seen."""
-        try:
-            registered = service.register(registration)
-        except ServiceRefusal as error:
-            if self._embedded is None or error.status != HTTPStatus.CONFLICT:
-                raise
-            service.end(self._name)  # the job was killed and has restarted with other GPUs or another frontier
-            registered = service.register(registration)
-        if registered.is_new:
-            self._is_new.set()
-        self._is_known.set()
-        return 0 if registered.is_new else seen
+    def _register(self, service: Client, registration: Registration) -> bool:
+        """Register the job, and return whether the service did not know it."""
+        with self._registering:
+            if self._stopped.is_set():
+                return False
+            try:
+                registered = service.register(registration)
+            except ServiceRefusal as error:
+                if self._embedded is None or error.status != HTTPStatus.CONFLICT:
+                    raise
+                service.end(self._name)  # the job was killed and has restarted with other GPUs or another frontier
+                registered = service.register(registration)
+            if registered.is_new:
+                self._is_new.set()
+            self._is_known.set()
+            return registered.is_new
 
     def _propose(self, found: PlanSet) -> None:
         """Propose plans to all ranks, in place of an earlier proposal. The caller holds the lock."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from perseus_planner.errors import UsageError
 from perseus_planner.runtime.agent.embedded import Embedding
+from perseus_planner.schedules.grid import parse_grid
 from perseus_planner.service.client.client import Client
 from perseus_planner.service.model import Place
 from perseus_planner.service.schemas import Registration
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 
     from perseus_planner.plans.plan import Plan
     from perseus_planner.runtime.agent.store import RankLocation
+    from perseus_planner.runtime.autopilot.ranks.exchange import Learnt
+    from perseus_planner.schedules import Schedule
 
 
 @dataclass(frozen=True)
@@ -30,28 +33,38 @@ class ServiceSettings:
         name: Name of the job. Like `frontier`, it is not None after `check`.
         frontier: The frontier file.
         max_changes: Switch budget of the plans, as for `Frontier.plan_for`.
+        is_learning: Whether there is no plan, so that the autopilot learns the frontier.
+        slowdown: That the autopilot may plan for.
     """
 
     address: str
     name: str | None
     frontier: str | os.PathLike[str] | None
     max_changes: int | None = None
+    is_learning: bool = False
+    slowdown: float = 1.0
 
     def check(self) -> None:
         """Check that the job can be registered, without asking the service.
 
         Raises:
-            UsageError: If the name or the frontier is missing, or the address is malformed.
+            UsageError: If the name or the frontier is missing, there is a frontier without a plan, or the address is
+                malformed.
             FrontierError: If the file cannot be read.
         """
-        if not self.name or self.frontier is None:
+        if self.is_learning and self.frontier is not None:
+            raise UsageError(
+                "frontier= is for training with plan=; without a plan the frontier is learnt, so leave it out"
+            )
+        if not self.name or (self.frontier is None and not self.is_learning):
             missing = (
                 "frontier=, the file that `planner solve` wrote" if self.name else "job=, a name for this training"
             )
             raise UsageError(f"service={self.address!r} needs {missing}; give it to planner_runtime")
         if Embedding.parse(self.address) is None:
             Client(self.address).close()
-        Frontier.load(self.frontier)
+        if self.frontier is not None:
+            Frontier.load(self.frontier)
 
     def registration(self, locations: Iterable[RankLocation], pipelines: int, plan: Plan | None) -> Registration:
         """Return the registration of the job.
@@ -67,22 +80,47 @@ class ServiceSettings:
         assert self.name is not None  # as checked
         assert self.frontier is not None
         frontier = Frontier.load(self.frontier)
-        programs, sure = frontier.dag.schedule.ranks, None if plan is None else plan.on_time
+        sure = None if plan is None else plan.on_time
         deadline_s = None if plan is None else plan.deadline_s
         if sure is not None and sure.limit_ratio is not None:  # the plan's own is that of estimated times
             deadline_s = sure.limit_ratio * frontier.baseline_time_s
-        stages = [tuple(sorted({computation.stage for computation in program})) for program in programs]
         return Registration(
             name=self.name,
             pipelines=pipelines,
             frontier=Path(self.frontier).read_bytes(),
-            places=tuple(
-                Place(each.rank, each.pipeline, stages[each.pipeline_rank], each.node, each.gpu)
-                for each in locations
-                if each.pipeline_rank < len(stages)
-            ),
+            places=_places(locations, frontier.dag.schedule),
             deadline_s=deadline_s,
             max_changes=self.max_changes,
             min_dwell_s=None if plan is None else plan.min_dwell_s,
             on_time=None if sure is None else sure.probability,
         )
+
+    def learnt_registration(self, locations: Iterable[RankLocation], pipelines: int, learnt: Learnt) -> Registration:
+        """Return the registration of the job with what its autopilot has learnt.
+
+        Args:
+            locations: The locations of its ranks.
+            pipelines: Number of data-parallel pipelines.
+            learnt: What was learnt.
+        """
+        assert self.name is not None  # as checked
+        return Registration(
+            name=self.name,
+            pipelines=pipelines,
+            places=_places(locations, parse_grid(learnt.schedule, "as trained", "the schedule")),
+            deadline_s=None if self.slowdown == 1.0 else self.slowdown * learnt.time_s,
+            max_changes=self.max_changes,
+            profile_csv=learnt.profile_csv,
+            profile_yaml=learnt.profile_yaml,
+            schedule=learnt.schedule,
+            take_over=True,
+        )
+
+
+def _places(locations: Iterable[RankLocation], schedule: Schedule) -> tuple[Place, ...]:
+    stages = [tuple(sorted({computation.stage for computation in program})) for program in schedule.ranks]
+    return tuple(
+        Place(each.rank, each.pipeline, stages[each.pipeline_rank], each.node, each.gpu)
+        for each in locations
+        if each.pipeline_rank < len(stages)
+    )

@@ -22,6 +22,7 @@ from perseus_planner.runtime.autopilot.planning import Costs, Searcher
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from perseus_planner.profiles.clock_changes import ClockChange
     from perseus_planner.profiles.profiles import Profile
     from perseus_planner.runtime.autopilot.observations import RankObservation
 
@@ -113,6 +114,28 @@ class Autopilot:
             self._waits_s = tuple(times_s)
             if self._ledger is not None and any(times_s):
                 self._ledger = replace(self._ledger, owed_s=min(0.0, self._ledger.owed_s))
+
+    def set_clock_change(self, change: ClockChange) -> None:
+        """Plan with what setting a clock was measured to cost."""
+        self._search.set_clock_change(change)
+        self.job = self._learner.job = self._search.job
+
+    def busy_s(self) -> tuple[tuple[float, ...], ...]:
+        """Return the seconds that each pipeline's ranks compute by the last decision, were GPUs as fast as at first.
+
+        A GPU that takes longer has become slower. Empty if not every stage was observed at full clocks yet.
+        """
+        if not self._learner.is_ready:
+            return ()
+        member, rank, ranks = self._search.layout.member, self._search.layout.rank, self.job.ranks
+        computed = np.flatnonzero(member >= 0)
+        factors = self._learner.times.factor.reshape(self.job.pipelines, ranks)
+        return tuple(
+            tuple(
+                (np.bincount(rank[computed], costs.time_s[member[computed], program[computed]], ranks) / each).tolist()
+            )
+            for program, costs, each in zip(self._last, self._learner.costs(), factors, strict=True)
+        )
 
     def _slowdown(self, replayed_s: float) -> float:
         """Return the agreed slowdown, or that of the pipeline for which others wait, if it is larger."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -17,6 +18,7 @@ from perseus_planner.solver.solve import solve_dag
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from perseus_planner.profiles.clock_changes import ClockChange
     from perseus_planner.runtime.autopilot.job import AutopilotJob
     from perseus_planner.runtime.autopilot.search import Layout
 
@@ -60,6 +62,13 @@ class Searcher:
             sorted({int(c) for c in self.layout.member[first:stop] if c >= 0}) for first, stop in pairwise(starts)
         ]
         self._tail_s = np.zeros(ranks)
+
+    def set_clock_change(self, change: ClockChange) -> None:
+        """Replay and plan with other costs of clock changes from now on."""
+        from perseus_planner.runtime.autopilot.search import layout
+
+        self.job = replace(self.job, clock_change=change)
+        self.layout, _ = layout(self.job.iteration, change, self.job.gpus_per_stage, np.zeros(self.job.ranks))
 
     def full(self) -> Integers:
         """Return the program of full clocks."""

@@ -57,6 +57,10 @@ class DeepSpeedPipeline:
         device: torch.device = self._engine.device
         return device
 
+    def parameters(self) -> Iterator[torch.Tensor]:
+        """See `Engine.parameters`."""
+        yield from self._engine.module.parameters()
+
     def order(self) -> tuple[Computation, ...]:
         """See `Engine.order`; read from the instructions of the engine's current training schedule."""
         kinds, counts, order = _kinds(), Counter[tuple[int, str]](), []

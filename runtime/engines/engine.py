@@ -53,6 +53,9 @@ class Engine(Protocol):
     def device(self) -> torch.device:
         """The device that this process computes on."""
 
+    def parameters(self) -> Iterator[torch.Tensor]:
+        """Yield the parameters that this rank trains."""
+
     def order(self) -> tuple[Computation, ...] | None:
         """Return what this rank runs in a training iteration; None if that is only known when it runs."""
 

@@ -66,10 +66,15 @@ class MegatronModel:
         Raises:
             UsageError: If the chunks have no parameters.
         """
-        device = next((each.device for chunk in self._chunks for each in chunk.parameters()), None)
+        device = next((each.device for each in self.parameters()), None)
         if device is None:
             raise UsageError("the chunks of the Megatron-core model have no parameters; give the chunks that you train")
         return device
+
+    def parameters(self) -> Iterator[torch.Tensor]:
+        """See `Engine.parameters`."""
+        for chunk in self._chunks:
+            yield from chunk.parameters()
 
     def order(self) -> tuple[Computation, ...] | None:
         """See `Engine.order`; known if every iteration has the same number of microbatches."""

@@ -63,6 +63,11 @@ class TorchPipeline:
 
         return torch.device(self._stages[0].device)
 
+    def parameters(self) -> Iterator[torch.Tensor]:
+        """See `Engine.parameters`."""
+        for stage in self._stages:
+            yield from stage.submod.parameters()
+
     def order(self) -> tuple[Computation, ...] | None:
         """See `Engine.order`; None for user-defined schedules without a list of actions."""
         schedule, first_stage = self._schedule, self._stages[0]

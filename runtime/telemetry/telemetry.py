@@ -237,6 +237,7 @@ class Telemetry:
             if program.decision == 0 and self._is_at_full_clocks and energy_j is not None:
                 self._at_full_j.append(energy_j)
             self._is_at_full_clocks = program.decision == 0
+            planned_s = program.busy_s
             baseline_j = fmean(self._at_full_j) if self._at_full_j else None
         return IterationRecord(
             **vars(ChangeStatistics.of(computations)),

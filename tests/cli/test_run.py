@@ -174,7 +174,7 @@ def test_the_exit_code_is_that_of_the_command():
         ),
         (
             "--service embedded --job a --frontier frontier.npz true",
-            "--service embedded: needs --plan; give it, or leave out the service",
+            "--frontier: is for --plan; without a plan the frontier is learnt, so leave it out",
         ),
         (
             "--slowdown 0.9 true",

@@ -14,10 +14,14 @@ from torch.distributed import HashStore
 
 from perseus_planner.runtime.autopilot.ranks import coordinator as module
 from perseus_planner.runtime.autopilot.ranks.coordinator import Coordinator, Places
+from perseus_planner.runtime.autopilot.ranks.exchange import Learnt, ServiceExchange
 from perseus_planner.runtime.autopilot.ranks.messages import (
     JOB,
+    LEARNT,
     OBSERVED,
     PROGRAMS,
+    STATUS,
+    WAITS,
     Frame,
     JobDescription,
     read_observed,
@@ -60,14 +64,18 @@ class Process:
         replies, self.replies = self.replies, []
         return replies
 
-    def end(self, timeout_s: float) -> None:
+    def end(self, timeout_s: float) -> list[tuple[bytes, bytes]]:
         self.has_ended = True
+        return []
 
 
 class Job:
     """Pipelines of one rank, rank 0's part in the autopilot, and what it does."""
 
-    def __init__(self, pipelines: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(
+        self, pipelines: int, monkeypatch: pytest.MonkeyPatch, exchange: ServiceExchange | None = None
+    ) -> None:
+        self.exchange = exchange
         self.store, self.now_s, self.begun = Store(), 0.0, -1
         self.started: list[Process] = []
         self.warned: list[str] = []
@@ -83,6 +91,7 @@ class Job:
             self,  # type: ignore[arg-type]
             sets_clocks=True,
             state=None,
+            exchange=exchange,
             now_s=lambda: self.now_s,
         )
         for rank in range(pipelines):
@@ -151,6 +160,41 @@ def test_in_a_large_job_only_those_whose_turn_it_is_are_read(monkeypatch: pytest
         kinds = [kind for kind, _ in job.look()]
         assert kinds == ([JOB, OBSERVED] if iteration == 3 else [OBSERVED])
     assert job.store.read == [50] * 8
+
+
+def test_what_the_service_knows_is_awaited_for_a_while_and_what_it_says_is_passed_on(monkeypatch: pytest.MonkeyPatch):
+    exchange = ServiceExchange()
+    job = Job(1, monkeypatch, exchange)
+    job.look()
+    job.observe(0, 0)
+    job.begun = 1
+    assert [kind for kind, _ in job.look()] == [OBSERVED]
+    key = exchange.key
+    assert key is not None
+    exchange.known, exchange.is_answered = ("table", "yaml"), True
+    ((kind, told),) = job.look()
+    assert (kind, JobDescription.loads(told).known) == (JOB, ["table", "yaml"])
+    exchange.waits_s = (1.25,)
+    assert [job.look(), job.look()] == [[(WAITS, b"[1.25]")], []]
+    learnt = {"profile_csv": "c", "profile_yaml": "y", "schedule": "s", "rows": 4, "time_s": 1.0}
+    job.started[0].replies = [(LEARNT, json.dumps(learnt).encode()), (STATUS, b'{"phase": "learning"}')]
+    job.look()
+    assert exchange.learnt == Learnt(**learnt)
+    assert exchange.status.phase == "learning"
+    job.started[0].has_ended = True  # its successor is told all again
+    job.look()
+    job.now_s += FIRST_PAUSE_S
+    job.observe(0, 1)
+    job.begun = 2
+    assert [kind for kind, _ in job.look()] == [JOB, OBSERVED, WAITS]
+    away = Job(1, monkeypatch, ServiceExchange())
+    away.look()
+    away.observe(0, 0, OTHER)
+    away.begun = 1
+    kinds = [kind for _ in range(8) for kind, _ in away.look()]
+    assert kinds == [OBSERVED, JOB]  # the service did not answer within KNOWN_S
+    assert away.exchange is not None
+    assert away.exchange.key == key  # it runs another number of microbatches, which does not matter
 
 
 def test_programs_are_proposed_and_a_process_that_ends_is_started_again_after_a_pause(monkeypatch: pytest.MonkeyPatch):

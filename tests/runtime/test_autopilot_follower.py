@@ -24,13 +24,16 @@ from perseus_planner.runs.autopilot import AutopilotStatus
 from perseus_planner.runtime import planner_runtime
 from perseus_planner.runtime.autopilot import ComputationObservation, Ledger
 from perseus_planner.runtime.autopilot.ranks.coordinator import Places
+from perseus_planner.runtime.autopilot.ranks.exchange import Learnt
 from perseus_planner.runtime.autopilot.ranks.follower import ProgramFollower, RankLedger
 from perseus_planner.runtime.autopilot.ranks.messages import (
     JOB,
+    LEARNT,
     LOG,
     OBSERVED,
     PROGRAMS,
     STATUS,
+    WAITS,
     WARNING,
     Frame,
     JobDescription,
@@ -225,7 +228,8 @@ def test_an_observer_writes_times_changes_and_the_energy_between_two_samples():
     observer.take(times[:1], [])
     assert Frame.unpack(store.get(observed_key(3))) == Frame(3, order_number(RANKS[0]), 0, 0, 0.065)
     told = json.loads(store.get(rank_key(3)))
-    assert told == {"order": [list(each) for each in RANKS[0]], "gpu": ["a GPU", "simulated", [1410, 1200]]}
+    gpu = ["a GPU", "simulated", [1410, 1200]]
+    assert told == {"order": [list(each) for each in RANKS[0]], "gpu": gpu, "model": ""}
 
     def set_at(ms: int, value: int) -> ControlChange:
         return ControlChange(0, value, 0, 0, ms * MS - SETTLE_NS, None)
@@ -280,7 +284,8 @@ def observed(iteration: int, decision: int, clocks: Sequence[Sequence[int]]) -> 
             changes.append((ends, clock))
             spans += [ends, ends + 0.1 * TOP_MHZ / clock]
             ends = spans[-1]
-        frame = Frame(rank, order_number(order), iteration, decision, ends, tuple(spans), tuple(changes), 100.0)
+        head = (rank, order_number(order), iteration, decision, ends, tuple(spans), tuple(changes))
+        frame = Frame(*head, 100.0, call_s=0.02)
         frames.append(frame.pack())
     return OBSERVED, observed_message(iteration, iteration + 2, frames)
 
@@ -302,7 +307,11 @@ def test_the_planner_answers_a_job_with_full_clocks_and_observations_with_progra
             ran = [Programs.program_of(dict(replies)[PROGRAMS], 2, 0, rank, ORDERS) for rank in range(2)]
             clocks, decision = [list(each.clocks) for each in ran], ran[0].decision
     assert "learning" in seen
+    assert ran[0].busy_s is not None
+    assert ran[0].busy_s == pytest.approx(sum(0.1 * TOP_MHZ / clock for clock in ran[0].clocks), rel=0.1)
     assert planner.save() == []
+    assert planner._autopilot is not None
+    assert planner._autopilot.job.clock_change.call_s == 0.02  # as the ranks measured
     profile = Profile.load(state)
     assert profile.gpu == "a GPU"
     assert {len(rows) for rows in profile.measurements.values()} <= {1, 2, 3}
@@ -313,6 +322,46 @@ def test_the_planner_answers_a_job_with_full_clocks_and_observations_with_progra
     replies = Planner().take([(JOB, description(state, told=other).dumps())])
     text = f"what was learnt before is not used: {state} is of the GPU 'a GPU', and this job has 'another'"
     assert replies[0] == (LOG, text.encode())
+
+
+def test_a_service_is_told_what_is_learnt_and_its_profile_begins_the_next_job():
+    planner = Planner()
+    planner.take([(JOB, description(is_shared=True).dumps())])
+    messages = [
+        learnt
+        for iteration in range(4)
+        for learnt in planner.take([observed(iteration, 0, [[TOP_MHZ] * 6] * 2)])
+        if learnt[0] == LEARNT
+    ]
+    learnt = Learnt(**json.loads(messages[-1][1]))
+    assert len(messages) == 1  # no more rows were learnt since
+    assert learnt.rows == 4
+    assert learnt.time_s > 0.6
+    known = (learnt.profile_csv, learnt.profile_yaml)
+    replies = Planner().take([(JOB, description(known=known).dumps())])
+    assert replies[0] == (LOG, b"the autopilot begins with 4 rows that were learnt before, from the service")
+    (last,) = (content for kind, content in planner.save() if kind == LEARNT)
+    assert Learnt(**json.loads(last)).rows == 4
+
+
+def test_beside_a_slower_pipeline_the_ledger_allows_as_much():
+    planner = Planner()
+    planner.take([(JOB, description(settings={"slowdown": 1.0, "learn": False}).dumps())])
+    planner.take([observed(number, 0, [[TOP_MHZ] * 6] * 2) for number in range(3)])
+
+    def slowdown(iteration: int) -> float:
+        replies = dict(planner.take([observed(iteration, 0, [[TOP_MHZ] * 6] * 2)]))
+        ledger = Programs.program_of(replies[PROGRAMS], 2, 0, 0, ORDERS).ledger
+        assert ledger is not None
+        return ledger.slowdown
+
+    planner.take([(WAITS, b"[1.2]")])
+    assert slowdown(3) > 1.1
+    planner.take([(WAITS, b"[]")])
+    for iteration in range(4, 6):  # those that are ahead
+        planner.take([observed(iteration, 0, [[TOP_MHZ] * 6] * 2)])
+    planner._sent = None  # so that it answers with programs
+    assert slowdown(6) == 1.0
 
 
 def test_another_order_is_planned_with_what_is_known():
@@ -347,7 +396,6 @@ def test_the_planner_says_what_it_cannot_plan():
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"service": "http://127.0.0.1:1"}, "needs plan=, a plan to begin with"),
         ({"slowdown": 0.9}, "slowdown"),
         ({"max_changes": -1}, "max_changes"),
     ],

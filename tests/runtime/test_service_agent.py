@@ -371,6 +371,11 @@ def test_leaving_does_not_wait_for_a_service_that_is_silent(job: TrainingJob, fr
     [
         ({"name": None}, UsageError, "needs job=, a name for this training; give it to planner_runtime"),
         ({"frontier": None}, UsageError, "needs frontier=, the file that `planner solve` wrote"),
+        (
+            {"is_learning": True},
+            UsageError,
+            "frontier= is for training with plan=; without a plan the frontier is learnt",
+        ),
         ({"frontier": "absent.npz"}, FrontierError, "absent.npz: no such file"),
         ({"address": "host:80"}, UsageError, "the service's address 'host:80' is malformed"),
     ],
@@ -390,7 +395,7 @@ def test_a_rank_without_the_packages_of_a_service_says_what_to_install(monkeypat
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "perseus_planner.service.client.client", None)
     with pytest.raises(UsageError) as refused:
-        session._service_link("http://127.0.0.1:1", "gpt3", "frontier.npz", None, None, None)
+        session._service_link(("http://127.0.0.1:1", "gpt3", "frontier.npz", None), None, None)
     assert str(refused.value) == (
         "service='http://127.0.0.1:1' needs perseus_planner.service.client.client, which is not installed; run "
         "`pip install 'perseus-planner[service]'` on every rank"

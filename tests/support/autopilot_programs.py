@@ -3,24 +3,31 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from itertools import count
+from pathlib import Path
+from statistics import mean
 from typing import Any
 
+import service_programs
 import torch
 import torch.distributed as dist
 from emulation_programs import deepspeed_pipeline, torch_pipeline
 from runtime_training import GPU as RUNTIME_GPU
-from runtime_training import LONG_S, Torch, WarningLog, Watch, every_rank, job
+from runtime_training import LONG_S, Torch, WarningLog, Watch, any_rank, every_rank, job
 
 from perseus_planner.runtime import planner_runtime
+from perseus_planner.runtime.agent import agent
 from perseus_planner.runtime.autopilot.ranks.programs import AutopilotProgram
 from perseus_planner.runtime.emulation import emulate
+from perseus_planner.runtime.telemetry import counters
 
 GPU = "emulated:a100-sxm?slower=1000000&call=1ms"
+SERVED_GPU = "emulated:a100-sxm?slower=200000&call=1ms"
 TRIED = 4  #: iterations by programs with other clocks than the highest
 MADE = {"torch": torch_pipeline, "deepspeed": deepspeed_pipeline}
 
@@ -83,3 +90,22 @@ def referenced(made: Callable[[Watch], Any], name: str) -> dict[str, Any]:
                 assert time.monotonic() < deadline_s, (planned, runtime.autopilot)
     after, texts = watch.gpu.locked_mhz, warning_log.taken()
     return {"planned": sorted(planned), "was locked": locked != {None}, "after": after, "warnings": texts}
+
+
+def served(state: str, address: str, name: str) -> None:
+    """Train two pipelines with a service until there is a file `stop`; ranks write the mean clock of their program."""
+    logging.basicConfig(level=logging.INFO)  # on standard error
+    agent._COUNTS_S, counters.CHECKPOINT_S = 0.2, 0.2
+    with job(state) as result:
+        engine, step = service_programs._torch(init=False)
+        with (
+            emulate(engine, SERVED_GPU),
+            planner_runtime(engine, gpu=SERVED_GPU, state=None, max_slowdown=1.0, service=address, job=name) as runtime,
+        ):
+            while not any_rank(Path("stop").exists()):
+                step()
+                program = runtime._follower.program
+                if isinstance(program, AutopilotProgram):
+                    Path(f"clock-{dist.get_rank()}.new").write_text(str(mean(program.clocks)))
+                    Path(f"clock-{dist.get_rank()}.new").rename(f"clock-{dist.get_rank()}")
+        result["pipeline"] = runtime.pipeline

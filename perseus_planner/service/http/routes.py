@@ -157,7 +157,7 @@ async def register(sent: schemas.Registration, live: Live) -> Response:
     if frontier is None:
         unsolved = Unsolved(sent.profile_csv or "", sent.profile_yaml or "", sent.schedule or "", sent.microbatches)
         frontier = await live.solve(unsolved)
-    registered = await live.register(sent.job(), frontier, take_over=sent.take_over)
+    registered = await live.register(sent.job(), frontier, take_over=bool(sent.take_over))
     return _json(registered, 201 if registered.is_new else 200)
 
 

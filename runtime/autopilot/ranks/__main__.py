@@ -43,10 +43,8 @@ def main() -> int:
             replies = planner.take(messages)
         except Exception as error:  # a fault of the planner: training goes on with its last program
             replies = [(WARNING, f"a fault of the autopilot, please report it: {error!r}".encode())]
-        if any(kind == END for kind, _ in messages):
-            planner.save()
-            return 0
-        if time.monotonic() - saved_s > _SAVE_S:
+        is_over = any(kind == END for kind, _ in messages)
+        if is_over or time.monotonic() - saved_s > _SAVE_S:
             replies += planner.save()
             saved_s = time.monotonic()
         try:
@@ -54,6 +52,8 @@ def main() -> int:
                 stream.send(*reply)
         except EOFError:
             planner.save()
+            return 0
+        if is_over:
             return 0
 
 

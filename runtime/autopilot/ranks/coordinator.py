@@ -10,16 +10,20 @@ import json
 import logging
 import time
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from perseus_planner.files import sha256
 from perseus_planner.runs.autopilot import AutopilotStatus
+from perseus_planner.runtime.autopilot.ranks.exchange import Learnt
 from perseus_planner.runtime.autopilot.ranks.messages import (
     JOB,
+    LEARNT,
     LOG,
     OBSERVED,
     PROGRAMS,
     STATUS,
+    WAITS,
     WARNING,
     JobDescription,
     iteration_of,
@@ -32,10 +36,12 @@ from perseus_planner.runtime.controller.backoff import Backoff
 from perseus_planner.runtime.switching.shared_state import read
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from torch.distributed import Store
 
+    from perseus_planner.runtime.autopilot.ranks.exchange import ServiceExchange
+    from perseus_planner.runtime.autopilot.ranks.messages import Message
     from perseus_planner.runtime.job import JobWarnings
     from perseus_planner.runtime.switching.agreement import Agreement
 
@@ -45,6 +51,9 @@ END_S = 10.0
 """How long the process may take to write what was learnt, at the end."""
 READERS = 64
 """Of how many ranks rank 0 reads an iteration; in larger jobs, pipelines take turns."""
+
+KNOWN_S = 5.0
+"""How long the job trains at full clocks until the service has said what it knows, at most."""
 
 _LOOK_S = 0.02  #: between two looks at the keys
 
@@ -85,6 +94,15 @@ class Places:
         return [rank for rank, (pipeline, _) in self.of.items() if pipeline % self.every == turn]
 
 
+def profile_key(job: JobDescription) -> str:
+    """Return the key of what a job learns: equal for equal shapes of the model, GPUs and parallelism."""
+    ranks = [
+        [told.get("model"), told["gpu"] and told["gpu"][0], sorted({(stage, kind) for stage, kind, _ in told["order"]})]
+        for _, told in sorted((job.places[rank][1], told) for rank, told in job.told.items())
+    ]
+    return sha256(json.dumps([job.gpus_per_stage, ranks]).encode())
+
+
 class Coordinator:
     """All methods are called by rank 0's background thread, but for `status`, which any thread may read.
 
@@ -96,6 +114,8 @@ class Coordinator:
         warnings: Gives warnings.
         sets_clocks: Whether clocks are set.
         state: File of what is learnt; None for none.
+        exchange: Joins it to the service; None without one.
+        gpus_per_node: How many GPUs share the lock of a driver.
         now_s: A clock, in seconds.
 
     Attributes:
@@ -113,10 +133,16 @@ class Coordinator:
         *,
         sets_clocks: bool,
         state: str | None,
+        exchange: ServiceExchange | None = None,
+        gpus_per_node: int = 8,
         now_s: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store, self._places, self._settings, self._agreement = store, places, settings, agreement
         self._warnings, self._sets_clocks, self._state, self._now_s = warnings, sets_clocks, state, now_s
+        self._exchange, self._gpus_per_node = exchange, gpus_per_node
+        self._description: JobDescription | None = None  #: that the process is told when the service has answered
+        self._described_s = 0.0
+        self._waits_s: tuple[float, ...] = ()  #: that the process knows
         self.status = AutopilotStatus()
         self.on_status: Callable[[AutopilotStatus], None] | None = None
         self._process: AutopilotProcess | None = None
@@ -142,12 +168,13 @@ class Coordinator:
         try:
             if self._process is None and self._backoff.is_due(self._now_s()):
                 self._process = AutopilotProcess()
-                self._orders = {}  # so that it is told the job
+                self._orders, self._description, self._waits_s = {}, None, ()  # so that it is told the job
             if self._process is not None:
-                self._take_replies(self._process)
+                self._take_replies(self._process.messages())
                 if self._now_s() - self._looked_s >= _LOOK_S:
                     self._looked_s = self._now_s()
                     self._read(self._process)
+                    self._pass_on(self._process)
         except RuntimeError:  # the store is gone, as the agreement says
             pass
         except (EOFError, OSError) as error:
@@ -157,8 +184,8 @@ class Coordinator:
         """Have the process write what was learnt, and end it."""
         if self._process is not None:
             with suppress(EOFError):
-                self._take_replies(self._process)
-            self._process.end(END_S)
+                self._take_replies(self._process.messages())
+            self._take_replies(self._process.end(END_S))
             self._process = None
 
     def _lose(self, error: Exception) -> None:
@@ -214,8 +241,14 @@ class Coordinator:
             of_place.setdefault(self._places.of[each][1], set()).add(number)
         if any(len(numbers) > 1 for numbers in of_place.values()):
             return  # the pipelines do not run the same
+        self._description, self._described_s = self._describe(), self._now_s()
+        if self._exchange is not None:
+            self._exchange.key = profile_key(self._description)
+        self._pass_on(process)
+
+    def _describe(self) -> JobDescription:
         told = {each: self._told[each] for each, (pipeline, _) in self._places.of.items() if pipeline == 0}
-        description = JobDescription(
+        return JobDescription(
             self._settings,
             self._places.of,
             self._places.pipelines,
@@ -223,17 +256,34 @@ class Coordinator:
             told,
             self._sets_clocks,
             self._state,
+            self._gpus_per_node,
+            is_shared=self._exchange is not None,
         )
-        process.send(JOB, description.dumps())
 
-    def _take_replies(self, process: AutopilotProcess) -> None:
-        for kind, content in process.messages():
+    def _pass_on(self, process: AutopilotProcess) -> None:
+        """Tell the process the job and what comes from the service: not before it was asked what it knows."""
+        exchange, now_s = self._exchange, self._now_s()
+        if self._description is not None:
+            if exchange is None or exchange.is_answered or now_s - self._described_s > KNOWN_S:
+                known = None if exchange is None else exchange.known
+                process.send(JOB, replace(self._description, known=known).dumps())
+                self._description, self._waits_s = None, ()
+        elif exchange is not None and exchange.waits_s != self._waits_s:
+            self._waits_s = exchange.waits_s
+            process.send(WAITS, json.dumps(self._waits_s).encode())
+
+    def _take_replies(self, messages: Iterable[Message]) -> None:
+        for kind, content in messages:
             if kind == PROGRAMS:
                 self._agreement.propose(content)
             elif kind == STATUS:
                 self.status = AutopilotStatus(**json.loads(content))
                 if self.on_status is not None:
                     self.on_status(self.status)
+                if self._exchange is not None:
+                    self._exchange.status = self.status
+            elif kind == LEARNT and self._exchange is not None:
+                self._exchange.learnt = Learnt(**json.loads(content))
             elif kind == LOG:
                 _LOG.info("planner: autopilot: %s", content.decode())
             elif kind == WARNING:

@@ -21,17 +21,18 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
 _HEAD = struct.Struct("<cI")
-_FRAME = struct.Struct("<IIqqdddHH")
+_FRAME = struct.Struct("<IIqqddddHH")
 _CHANGE = struct.Struct("<di")
 _OBSERVED = struct.Struct("<qqI")
 _SIZE = struct.Struct("<I")
 LONGEST_BYTES = 64 << 20
 """Longest message, and most that is kept for a process that does not read."""
 
-JOB, OBSERVED, END = b"J", b"O", b"E"
-"""To the process: the job as JSON; what ranks observed of one iteration; write the state and end."""
-PROGRAMS, LOG, WARNING, STATUS = b"P", b"L", b"W", b"S"
-"""From the process: programs to propose; a line to log, or to warn with; the status as JSON."""
+JOB, OBSERVED, WAITS, END = b"J", b"O", b"T", b"E"
+"""To the process: the job as JSON; what ranks observed of one iteration; how long each pipeline may take, as JSON;
+write the state and end."""
+PROGRAMS, LOG, WARNING, STATUS, LEARNT = b"P", b"L", b"W", b"S", b"R"
+"""From the process: programs to propose; a line to log, or to warn with; as JSON the status, and what was learnt."""
 
 Message = tuple[bytes, bytes]
 
@@ -99,6 +100,8 @@ class Stream:
             except OSError:
                 raise EOFError from None
             if not data:
+                if messages := self._taken():
+                    return messages
                 raise EOFError
             self._unread += data
             if self._is_blocking and (messages := self._taken()):
@@ -137,6 +140,7 @@ class Frame:
             clock of 0 is not known.
         energy_j: Energy of the GPU; None if it is not known.
         throttled_s: Seconds in which the GPU was throttled.
+        call_s: How long the last calls took that set a clock, seconds, their median; 0 if that is not known.
     """
 
     rank: int
@@ -148,13 +152,15 @@ class Frame:
     changes: tuple[tuple[float, int], ...] = ()
     energy_j: float | None = None
     throttled_s: float = 0.0
+    call_s: float = 0.0
 
     def pack(self) -> bytes:
         """Return the frame as bytes."""
         energy_j = math.nan if self.energy_j is None else self.energy_j
-        head = (self.rank, self.order, self.iteration, self.decision, self.time_s, energy_j, self.throttled_s)
+        head = (self.rank, self.order, self.iteration, self.decision, self.time_s)
+        rest = (energy_j, self.throttled_s, self.call_s, len(self.spans_s), len(self.changes))
         changes = b"".join(_CHANGE.pack(*change) for change in self.changes)
-        return _FRAME.pack(*head, len(self.spans_s), len(self.changes)) + array("d", self.spans_s).tobytes() + changes
+        return _FRAME.pack(*head, *rest) + array("d", self.spans_s).tobytes() + changes
 
     @classmethod
     def unpack(cls, data: bytes) -> Frame:
@@ -165,7 +171,9 @@ class Frame:
         """
         if len(data) < _FRAME.size:
             raise ValueError("it is cut off")
-        rank, order, iteration, decision, time_s, energy_j, throttled_s, spans, changes = _FRAME.unpack_from(data)
+        rank, order, iteration, decision, time_s, energy_j, throttled_s, call_s, spans, changes = _FRAME.unpack_from(
+            data
+        )
         middle = _FRAME.size + 8 * spans
         if len(data) != middle + _CHANGE.size * changes:
             raise ValueError("it is cut off")
@@ -179,6 +187,7 @@ class Frame:
             tuple((at_s, clock) for at_s, clock in _CHANGE.iter_unpack(data[middle:])),
             None if math.isnan(energy_j) else energy_j,
             throttled_s,
+            call_s,
         )
 
     def observation(self, pipeline: int, rank: int, gpus: int, energy_step_s: float) -> RankObservation:
@@ -231,6 +240,9 @@ class JobDescription:
         told: Rank in the whole job -> what it runs and its GPU, as `Observer` writes it; of the first pipeline.
         sets_clocks: Whether clocks are set; otherwise only full clocks can be observed.
         state: File of what is learnt; None for none.
+        gpus_per_node: How many GPUs share the lock of a driver.
+        known: Table and YAML, as texts, of a profile that another job has learnt; counts if there is no file.
+        is_shared: Whether a service wants to know what is learnt.
     """
 
     settings: Mapping[str, Any]
@@ -240,6 +252,9 @@ class JobDescription:
     told: Mapping[int, Mapping[str, Any]]
     sets_clocks: bool
     state: str | None
+    gpus_per_node: int = 8
+    known: tuple[str, str] | None = None
+    is_shared: bool = False
 
     def dumps(self) -> bytes:
         """Return the description as bytes."""

@@ -6,6 +6,7 @@ import json
 from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
+from statistics import median
 from typing import TYPE_CHECKING
 
 from perseus_planner.runtime.autopilot.ranks.messages import Frame
@@ -25,6 +26,7 @@ SETTLE_NS = 900_000
 """How long a clock takes to settle after the call that sets it: the mean on an A800."""
 NOTHING = b""
 """What a rank has in the store before its first iteration has ended."""
+_CALLS = 16  #: calls that set a clock from which it is known how long they take
 _PATIENCE = 1  #: iterations that may wait for a sample of the GPU
 
 
@@ -61,6 +63,7 @@ class Observer:
         rank: Rank in the whole job.
         source: The rank.
         gpu: The rank's GPU; None if no clock can be set.
+        model: Digest of the shapes of the rank's parameters.
         every: Only every so many iterations are written, and
         turn: those whose number modulo `every` is this.
         is_written: Whether anything is written; otherwise another rank observes the same.
@@ -73,14 +76,17 @@ class Observer:
         source: ProgramFollower,
         gpu: ObservedGpu | None,
         *,
+        model: str = "",
         every: int = 1,
         turn: int = 0,
         is_written: bool = True,
     ) -> None:
         self._store, self._rank, self._source, self._gpu = store, rank, source, gpu
+        self._model = model
         self._every, self._turn, self._is_written = every, turn, is_written
         self._samples = GpuSamples()
         self._changes: deque[tuple[int, int]] = deque(maxlen=4096)  #: since when (ns), and which clock
+        self._calls_s: deque[float] = deque(maxlen=_CALLS)
         self._times: deque[IterationTimes] = deque(maxlen=64)
         self._last_ns: int | None = None  #: end of the last computation of the iteration before
         self._told = 0  #: number of the order that was told last
@@ -92,6 +98,7 @@ class Observer:
         for message in messages:
             if isinstance(message, ControlChange):
                 self._changes.append((message.ended_ns + SETTLE_NS, message.value))
+                self._calls_s.append((message.ended_ns - message.begun_ns) / 1e9)
             elif isinstance(message, GpuSample):
                 self._samples.add(message)
         self._times.extend(times)
@@ -142,9 +149,9 @@ class Observer:
         inside = [((at_ns - begin_ns) / 1e9, clock) for at_ns, clock in self._changes if begin_ns < at_ns < last_ns]
         spans_s = tuple((at_ns - begin_ns) / 1e9 for span in times.spans_ns for at_ns in span)
         changes = ((0.0, before[-1] if before else 0), *inside)
-        return Frame(
-            self._rank, ended.order, times.number, program.decision, time_s, spans_s, changes, energy_j, throttled_s
-        )
+        call_s = median(self._calls_s) if len(self._calls_s) == _CALLS else 0.0
+        head = (self._rank, ended.order, times.number, program.decision, time_s)
+        return Frame(*head, spans_s, changes, energy_j, throttled_s, call_s)
 
     def _tell(self, number: int) -> None:
         """Say what this rank runs."""
@@ -155,6 +162,7 @@ class Observer:
         values = {
             "order": [tuple(each) for each in order],
             "gpu": None if gpu is None else [gpu.name, gpu.origin, gpu.clocks_mhz],
+            "model": self._model,
         }
         self._set(rank_key(self._rank), json.dumps(values).encode())
         self._told = number

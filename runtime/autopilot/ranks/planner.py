@@ -3,28 +3,38 @@
 from __future__ import annotations
 
 import json
+import tempfile
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from perseus_planner.errors import PlannerError, UsageError
+from perseus_planner.plans.replay import time_and_energy
+from perseus_planner.profiles.clock_changes import ClockChange
 from perseus_planner.profiles.profiles import Profile
 from perseus_planner.runs.autopilot import AutopilotStatus
 from perseus_planner.runtime.autopilot import Autopilot, AutopilotJob, AutopilotSettings
+from perseus_planner.runtime.autopilot.ranks.exchange import Learnt
 from perseus_planner.runtime.autopilot.ranks.messages import (
     JOB,
+    LEARNT,
     LOG,
     OBSERVED,
     PROGRAMS,
     STATUS,
+    WAITS,
     WARNING,
     JobDescription,
     Message,
     read_observed,
 )
+from perseus_planner.runtime.autopilot.ranks.observer import SETTLE_NS
 from perseus_planner.runtime.autopilot.ranks.programs import Programs, order_number, order_of
 from perseus_planner.schedules import Schedule, check_pipeline
+from perseus_planner.schedules.dag import PipelineDag
+from perseus_planner.schedules.grid import grid_text
 from perseus_planner.schedules.pipeline import pipeline_iteration
 
 if TYPE_CHECKING:
@@ -35,8 +45,14 @@ if TYPE_CHECKING:
 
 LOG_S = 60.0
 """Time between two lines of the log while the autopilot learns, in seconds."""
+CALL_S = 0.0045
+"""How long a call that sets a clock takes until that was measured, seconds: the median on an A800."""
+TOLD_GROWTH = 1.25
+"""How many times as many rows are known before a service is told again, if not a minute has gone by."""
 COUNTER_STEP_S = 0.1
 """How often the energy counters of NVIDIA's GPUs move, in seconds; those of simulated GPUs do so all the time."""
+
+_OTHER_CALL = 0.25  #: relative difference from which calls take another time
 
 
 class Planner:
@@ -57,6 +73,9 @@ class Planner:
         self._first: int | None = None  #: iteration that the autopilot saw first, and counts from
         self._sent: tuple[Any, ...] | None = None
         self._logged_s, self._logged_phase = -LOG_S, ""
+        self._schedule = ""  #: as a text grid
+        self._saving: tuple[float, float] | None = None  #: of the last plan, and its standard error
+        self._told_rows = 0  #: how many rows were known when the service was told of them last
 
     def take(self, messages: Sequence[Message]) -> list[Message]:
         """Take messages, and return the answers.
@@ -75,20 +94,34 @@ class Planner:
                 if self._first is None and frames:
                     self._first = frames[0].iteration
                 self._observe(frames)
+            elif kind == WAITS and self._autopilot is not None:
+                self._autopilot.wait_for(json.loads(content) or [0.0] * self._autopilot.job.pipelines)
         if self._autopilot is not None and since is not None:
             replies += self._answers(self._autopilot.decide(max(0, since - (self._first or 0))))
         return replies
 
     def save(self) -> list[Message]:
-        """Write what was learnt; return a warning if that fails."""
+        """Write what was learnt; return it for the service, and a warning if it cannot be written."""
         profile = self._learned()
         if profile is None:
             return []
+        replies = self._learnt_message(profile)
         try:
             self._state.save(profile)
         except PlannerError as error:
-            return [(WARNING, f"what was learnt cannot be saved: {error}".encode())]
-        return []
+            replies.append((WARNING, f"what was learnt cannot be saved: {error}".encode()))
+        return replies
+
+    def _learnt_message(self, profile: Profile | None) -> list[Message]:
+        if self._job is None or self._autopilot is None or profile is None or not self._job.is_shared:
+            return []
+        dag = PipelineDag(profile, self._autopilot.job.iteration)
+        rows, time_s = (
+            sum(map(len, profile.measurements.values())),
+            time_and_energy(dag, dag.baseline_measurements())[0],
+        )
+        learnt = Learnt(*texts_of(profile), self._schedule, rows, time_s)
+        return [(LEARNT, json.dumps(asdict(learnt)).encode())]
 
     def _learned(self) -> Profile | None:
         if self._autopilot is None:
@@ -112,12 +145,14 @@ class Planner:
                 pipeline_iteration(schedule),
                 offered,
                 job.pipelines,
+                ClockChange(CALL_S, SETTLE_NS / 1e9, job.gpus_per_node),
                 gpus_per_stage=job.gpus_per_stage,
                 gpu=name,
             )
             learned = self._learned()
             self._state = State(None if job.state is None else Path(job.state))
-            prior, notes = self._state.prior_of(described, learned)
+            prior, notes = self._state.prior_of(described, learned, job.known)
+            self._schedule = grid_text(schedule)
             self._prior = prior
             self._autopilot = Autopilot(described, AutopilotSettings(**job.settings), prior)
         except (PlannerError, KeyError, ValueError) as error:
@@ -125,6 +160,7 @@ class Planner:
             text = f"the autopilot cannot plan what this job runs: {error}"
             return [(WARNING, text.encode()), (STATUS, json.dumps(asdict(AutopilotStatus("stopped"))).encode())]
         self._job, self._sent, self._first = job, None, None
+        self._told_rows, self._saving = 0, None
         self._orders = tuple(map(order_number, ranks))
         self._origin = origin
         self._step_s = COUNTER_STEP_S if origin == "measured" else 0.0
@@ -146,6 +182,14 @@ class Planner:
                 seen.append(observation._replace(iteration=number, time_s=times_s[pipeline]))
         if seen:
             self._autopilot.observe(seen)
+        self._use_latency([frame.call_s for frame in frames if frame.call_s])
+
+    def _use_latency(self, calls_s: Sequence[float]) -> None:
+        """Plan with what setting a clock takes here, once it was measured, and again if it has changed."""
+        assert self._autopilot is not None
+        change = self._autopilot.job.clock_change
+        if calls_s and abs(median(calls_s) - change.call_s) > _OTHER_CALL * change.call_s:
+            self._autopilot.set_clock_change(replace(change, call_s=median(calls_s)))
 
     def _answers(self, decision: Decision) -> list[Message]:
         assert self._job is not None
@@ -153,24 +197,34 @@ class Planner:
         ledger, first = decision.ledger, self._first or 0
         if ledger is not None:
             ledger = replace(ledger, last=ledger.last + first, recent=())
+        if decision.time_s is not None:  # else it runs at full clocks for once
+            self._saving = decision.saving, decision.saving_stderr
         status = AutopilotStatus(
             decision.phase,
             decision.iteration + first,
             None if ledger is None else ledger.reference_s,
-            None if ledger is None else decision.saving,
-            None if ledger is None else decision.saving_stderr,
+            None if self._saving is None else self._saving[0],
+            None if self._saving is None else self._saving[1],
             0.0 if ledger is None else ledger.owed_s,
             0.0 if ledger is None else ledger.burst_s,
             decision.trials,
             decision.unknown,
         )
         replies = [(STATUS, json.dumps(asdict(status)).encode()), *self._log(status)]
-        news = (decision.clocks, decision.phase, None if ledger is None else ledger.reference_s)
+        news = (decision.clocks, decision.phase, None if ledger is None else (ledger.reference_s, ledger.slowdown))
+        job = self._autopilot.job
+        rows = len(set(job.iteration.keys)) * len(job.clocks_mhz) - decision.unknown
+        if self._saving is not None and rows >= TOLD_GROWTH * self._told_rows:
+            self._told_rows = rows
+            replies += self._learnt_message(self._learned())
         if news != self._sent:
             self._sent = news
             time_s = decision.time_s or (0.0 if ledger is None else ledger.reference_s)
             top_mhz = self._autopilot.job.clocks_mhz[0]
-            programs = Programs(decision.version, self._orders, decision.clocks, top_mhz, time_s, ledger, status)
+            busy_s = self._autopilot.busy_s()
+            programs = Programs(
+                decision.version, self._orders, decision.clocks, top_mhz, time_s, ledger, status, busy_s
+            )
             replies.append((PROGRAMS, programs.dumps()))
         return replies
 
@@ -213,26 +267,52 @@ class State:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             profile.save(self._path)
 
-    def prior_of(self, job: AutopilotJob, learned: Profile | None) -> tuple[Profile | None, list[str]]:
+    def prior_of(
+        self, job: AutopilotJob, learned: Profile | None, known: tuple[str, str] | None = None
+    ) -> tuple[Profile | None, list[str]]:
         """Return what is known of this job's stages and GPUs, and what there is to say of it.
 
         Args:
             job: The job.
             learned: What this process has learnt before, by another order; None if nothing.
+            known: Table and YAML, as texts, of a profile that the service has; counts if there is no file.
         """
         if learned is not None and _difference(learned, job) is None:
             return learned, []
-        if self._path is None or not self._path.exists():
+        path = self._path if self._path is not None and self._path.exists() else None
+        if path is None and known is None:
             return None, []
+        place = path or "the service"
         try:
-            found = Profile.load(self._path)
+            found = Profile.load(path) if path is not None else profile_of(*(known or ()))
         except PlannerError as error:
             return None, [f"what was learnt before is not used: {error}"]
         difference = _difference(found, job)
         if difference is not None:
-            return None, [f"what was learnt before is not used: {self._path} {difference}"]
+            return None, [f"what was learnt before is not used: {place} {difference}"]
         rows = sum(map(len, found.measurements.values()))
-        return found, [f"the autopilot begins with {rows} rows that were learnt before, from {self._path}"]
+        return found, [f"the autopilot begins with {rows} rows that were learnt before, from {place}"]
+
+
+def texts_of(profile: Profile) -> tuple[str, str]:
+    """Return the texts of the two files of a profile, table and YAML."""
+    with tempfile.TemporaryDirectory(prefix="planner-profile-") as folder:
+        path = Path(folder, "profile.yaml")
+        profile.save(path)
+        return path.with_suffix(".csv").read_text(), path.read_text()
+
+
+def profile_of(profile_csv: str, profile_yaml: str) -> Profile:
+    """Return the profile of these texts, as `texts_of` returned them.
+
+    Raises:
+        ProfileError: If they are not a profile.
+    """
+    with tempfile.TemporaryDirectory(prefix="planner-profile-") as folder:
+        path = Path(folder, "profile.yaml")
+        path.write_text(profile_yaml)
+        path.with_suffix(".csv").write_text(profile_csv)
+        return Profile.load(path)
 
 
 def _difference(found: Profile, job: AutopilotJob) -> str | None:

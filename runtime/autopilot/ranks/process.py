@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -20,7 +21,8 @@ NICENESS = 5
 DESCRIPTOR = 3
 """The descriptor at which the process finds its end of the connection."""
 
-_POLL_S = 0.05  #: between two looks at a process whose end the kernel does not report
+_POLL_S = 0.05  #: between two looks at the connection while the process ends
+_END_POLL_S = 0.002  #: between two looks at a process that has closed it
 
 
 class AutopilotProcess:
@@ -79,19 +81,26 @@ class AutopilotProcess:
             raise EOFError
         return messages
 
-    def end(self, timeout_s: float) -> None:
-        """Have it write its state and end; kill it if that takes longer than `timeout_s` seconds."""
+    def end(self, timeout_s: float) -> Sequence[Message]:
+        """Have it write its state and end; kill it if that takes longer than `timeout_s` seconds.
+
+        Returns:
+            The last messages that it has sent.
+        """
+        messages: list[Message] = []
+        until_s = time.monotonic() + timeout_s
         with suppress(EOFError):
             self._stream.send(END)
-        if self._process.descriptor is not None:
-            is_readable(self._process.descriptor, timeout_s)
-        else:
-            for _ in range(round(timeout_s / _POLL_S)):
-                if not self._process.has_ended():
-                    is_readable(self._stream.fileno(), _POLL_S)
+            while time.monotonic() < until_s:  # it may wait until a long message has been read
+                self._stream.flush()
+                is_readable(self._stream.fileno(), _POLL_S)
+                messages += self._stream.receive()
+        while not self._process.has_ended() and time.monotonic() < until_s:
+            time.sleep(_END_POLL_S)  # it has closed the connection, so it ends now
         if not self._process.has_ended():
             os.kill(self.pid, signal.SIGKILL)
         with suppress(ChildProcessError):  # the training may have its children waited for
             os.waitpid(self.pid, 0)
         self._process.close()
         self._stream.close()
+        return messages

@@ -39,6 +39,7 @@ class Programs:
         time_s: Expected time of an iteration, seconds.
         ledger: The reference and the limits for the ledger of each rank; None before the reference is known.
         status: What the autopilot knew.
+        busy_s: For each pipeline, the seconds that its ranks compute, as `Autopilot.busy_s`; empty if not known.
     """
 
     decision: int
@@ -48,6 +49,7 @@ class Programs:
     time_s: float
     ledger: Ledger | None
     status: AutopilotStatus
+    busy_s: tuple[tuple[float, ...], ...] = ()
 
     def dumps(self) -> bytes:
         """Return the programs as bytes: runs of equal clocks, and equal pipelines once."""
@@ -61,6 +63,7 @@ class Programs:
             "time_s": self.time_s,
             "ledger": None if self.ledger is None else self.ledger.to_dict(),
             "status": asdict(self.status),
+            "busy_s": self.busy_s,
         }
         return json.dumps(values, separators=(",", ":")).encode()
 
@@ -88,6 +91,7 @@ class Programs:
             status = AutopilotStatus(**values["status"])
             top_mhz, decision, time_s = int(values["top_mhz"]), int(values["decision"]), float(values["time_s"])
             clocks = tuple(clock for clock, count in runs for _ in range(count))
+            busy_s = float(values["busy_s"][pipeline][rank]) if values["busy_s"] else None
         except (ValueError, TypeError, KeyError, IndexError, PlannerError) as error:
             raise PlanError(
                 f"the autopilot's program cannot be read: {error}; use the same version of the planner on all ranks"
@@ -95,7 +99,7 @@ class Programs:
         order = orders.get(number)
         if order is None or len(order) != len(clocks):
             raise PlanError("the autopilot's program is for another order of computations")
-        return AutopilotProgram(version, decision, number, order, clocks, time_s, top_mhz, ledger, status)
+        return AutopilotProgram(version, decision, number, order, clocks, time_s, top_mhz, ledger, status, busy_s)
 
 
 def _runs(clocks: Sequence[int]) -> list[tuple[int, int]]:
@@ -116,6 +120,7 @@ class AutopilotProgram:
         top_mhz: The clock that counts as full, MHz.
         ledger: Reference and limits for the rank's ledger; None before the reference is known.
         status: What the autopilot knew.
+        busy_s: Seconds that the rank computes, were its GPU as fast as at first; None if that is not known.
     """
 
     version: int
@@ -127,6 +132,7 @@ class AutopilotProgram:
     top_mhz: int
     ledger: Ledger | None
     status: AutopilotStatus
+    busy_s: float | None = None
     plan: None = None
     control: str = "clock"
     min_dwell_s: float = 0.0
@@ -150,11 +156,11 @@ class AutopilotProgram:
         """
         if self.decision == 0:
             return self
-        return replace(self, decision=0, clocks=(self.top_mhz,) * len(self.clocks))
+        return replace(self, decision=0, clocks=(self.top_mhz,) * len(self.clocks), busy_s=None)
 
     def with_changes(self, most: int) -> AutopilotProgram:
         """Return the program with at most so many changes in an iteration."""
-        return replace(self, clocks=with_fewer_changes(self.clocks, most))
+        return replace(self, clocks=with_fewer_changes(self.clocks, most), busy_s=None)
 
 
 def order_of(noted: Iterable[Any]) -> tuple[Computation, ...]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from perseus_planner.errors import GpuError
+from perseus_planner.files import sha256
 from perseus_planner.gpu import open_gpu
 from perseus_planner.runtime.autopilot.ranks.coordinator import Coordinator, Places
 from perseus_planner.runtime.autopilot.ranks.observer import ObservedGpu, Observer
@@ -16,8 +17,10 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from perseus_planner.runtime.autopilot.job import AutopilotSettings
+    from perseus_planner.runtime.autopilot.ranks.exchange import ServiceExchange
     from perseus_planner.runtime.autopilot.ranks.follower import ProgramFollower
     from perseus_planner.runtime.controller.protocol import AttachReply, ToRank
+    from perseus_planner.runtime.engines.engine import Engine
     from perseus_planner.runtime.job import JobWarnings, TrainingJob
     from perseus_planner.runtime.marks import IterationTimes
     from perseus_planner.runtime.rendezvous import RankContext
@@ -70,6 +73,7 @@ class AutopilotRank:
         agreement: Agreement,
         warnings: JobWarnings,
         options: AutopilotOptions,
+        exchange: ServiceExchange | None,
         *,
         dry_run: bool,
     ) -> AutopilotRank:
@@ -81,17 +85,23 @@ class AutopilotRank:
             job.rank,
             source,
             _observed(context.attachment.gpu, warnings),
+            model=_model(context.engine),
             every=places.every,
             turn=0 if place is None else place[0] % places.every,
             is_written=place is not None,
         )
         if job.rank != 0:
             return cls(observer, None)
-        state = None if options.state is None else str(options.state)
-        settings = asdict(options.settings)
-        sets_clocks = not dry_run
         coordinator = Coordinator(
-            job.own_store, places, settings, agreement, warnings, sets_clocks=sets_clocks, state=state
+            job.own_store,
+            places,
+            asdict(options.settings),
+            agreement,
+            warnings,
+            sets_clocks=not dry_run,
+            state=None if options.state is None else str(options.state),
+            exchange=exchange,
+            gpus_per_node=context.neighbours,
         )
         return cls(observer, coordinator)
 
@@ -114,6 +124,11 @@ class AutopilotRank:
         """End the rank's part."""
         if self._coordinator is not None:
             self._coordinator.close()
+
+
+def _model(engine: Engine) -> str:
+    """Return a digest of the shapes and types of the rank's parameters."""
+    return sha256(*(f"{tuple(each.shape)} {each.dtype};".encode() for each in engine.parameters()))
 
 
 def _observed(gpu: AttachReply | None, warnings: JobWarnings) -> ObservedGpu | None:

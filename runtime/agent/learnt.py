@@ -1,0 +1,127 @@
+"""Rank 0's agent while the autopilot plans: what is learnt goes to the service, and its stragglers come back."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from http import HTTPStatus
+from typing import TYPE_CHECKING
+
+from perseus_planner.errors import PlannerError, ServiceRefusal
+from perseus_planner.runtime.agent.agent import Agent
+from perseus_planner.service.schemas import ProfileTexts
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from perseus_planner.runtime.agent.settings import ServiceSettings
+    from perseus_planner.runtime.agent.store import RankLocation
+    from perseus_planner.runtime.autopilot.ranks.exchange import Learnt, ServiceExchange
+    from perseus_planner.runtime.job import JobWarnings, TrainingJob
+    from perseus_planner.runtime.switching.agreement import Proposal
+    from perseus_planner.runtime.switching.plans import GivenPlan
+    from perseus_planner.service.answers import PipelineStatus
+    from perseus_planner.service.client.client import Client
+
+GROWTH = 1.5
+"""How many times as many rows must be known before the service plans on them."""
+
+_POLL_S = 2.0  #: that a long poll waits at the service: a straggler may change while no plan does
+_END_S = 2.0  #: for keeping what was learnt, at the end
+_LONGER = 1e-6  #: by how much a pipeline must be allowed to take longer
+
+
+class LearningAgent(Agent):
+    """An agent that registers the job with the frontier that it has learnt, again whenever that has grown.
+
+    The plans of the service are not run: it says how long pipelines may take beside a slower one, and the autopilot
+    plans for that.
+
+    Args:
+        settings: The service.
+        job: All ranks.
+        pipelines: Number of data-parallel pipelines.
+        exchange: What the autopilot gives and is given.
+        warnings: The warnings of this rank.
+    """
+
+    def __init__(
+        self,
+        settings: ServiceSettings,
+        job: TrainingJob,
+        pipelines: int,
+        exchange: ServiceExchange,
+        warnings: JobWarnings,
+    ) -> None:
+        super().__init__(settings, job, pipelines, None, _never, warnings)
+        self._exchange = exchange
+        self._places: Sequence[RankLocation] = ()
+        self._kept: Learnt | None = None  #: that the service keeps
+        self._registered: Learnt | None = None  #: that it plans on
+
+    def close(self) -> None:
+        """See `Agent.close`; what was learnt last is kept, too."""
+        self.stop()
+        try:
+            with self._client(_END_S) as service:
+                self._keep(service)
+        except PlannerError:  # away, which the user knows
+            pass
+        super().close()
+
+    def _prepare(self) -> None:
+        self._places = self._locations()
+
+    def _ask(self, service: Client) -> bool:
+        exchange = self._exchange
+        if exchange.key is not None and not exchange.is_answered:
+            exchange.known = _known(service, exchange.key)
+            exchange.is_answered = True
+        self._keep(service)
+        learnt, before = exchange.learnt, self._registered
+        if learnt is None:
+            return True
+        if before is None or not self._is_known.is_set() or learnt.rows >= GROWTH * before.rows:
+            registration = self._settings.learnt_registration(self._places, self._pipelines, learnt)
+            if self._register(service, registration):
+                self._seen = 0
+            self._registered = learnt
+        found = service.plans(self._name, after=self._seen, wait_s=min(self._wait_s, _POLL_S))
+        exchange.waits_s = self._waits_s(service.pipelines(self._name))
+        if found is not None:
+            self._seen = found.version
+            service.taken(self._name, found.version, max(0, exchange.status.iteration))
+        return found is None
+
+    def _keep(self, service: Client) -> None:
+        learnt, key = self._exchange.learnt, self._exchange.key
+        if learnt is not None and learnt is not self._kept and key is not None:
+            service.keep_profile(key, ProfileTexts(learnt.profile_csv, learnt.profile_yaml))
+            self._kept = learnt
+
+    def _waits_s(self, pipelines: Sequence[PipelineStatus]) -> tuple[float, ...]:
+        """Return how long pipelines may take that wait; one that is slow itself is to be as fast as agreed."""
+        assert self._registered is not None
+        own_s = self._settings.slowdown * self._registered.time_s
+        allowed_s = [0.0 if each.report is not None else max(each.target_s, each.time_s) for each in pipelines]
+        waits_s = tuple(each if each > own_s * (1 + _LONGER) else 0.0 for each in allowed_s)
+        return waits_s if any(waits_s) else ()
+
+    def _send_counts(self, service: Client) -> bool:
+        counters = self._counts.take()
+        if counters is not None:
+            service.telemetry(self._name, replace(counters, autopilot=self._exchange.status))
+        return counters is not None
+
+
+def _known(service: Client, key: str) -> tuple[str, str] | None:
+    try:
+        found = service.learnt_profile(key)
+    except ServiceRefusal as error:
+        if error.status == HTTPStatus.NOT_FOUND:
+            return None
+        raise
+    return found.profile_csv, found.profile_yaml
+
+
+def _never(_: GivenPlan) -> Proposal:
+    raise AssertionError("the autopilot makes its own plans")

@@ -1,0 +1,48 @@
+"""What rank 0's part in the autopilot and its agent at the service give each other, on their own threads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from perseus_planner.runs.autopilot import AutopilotStatus
+
+
+@dataclass(frozen=True)
+class Learnt:
+    """What the autopilot has learnt.
+
+    Attributes:
+        profile_csv: Text of the table of the profile.
+        profile_yaml: Text of the file that names it.
+        schedule: What a pipeline runs, as a text grid.
+        rows: Number of measured rows.
+        time_s: Seconds of an iteration at full clocks, replayed from the profile.
+    """
+
+    profile_csv: str = field(repr=False)
+    profile_yaml: str = field(repr=False)
+    schedule: str = field(repr=False)
+    rows: int
+    time_s: float
+
+
+class ServiceExchange:
+    """Each attribute is set by one side as a whole, and read by the other.
+
+    Attributes:
+        key: By the autopilot: what profiles are kept by; None until it is known.
+        learnt: By the autopilot: what it has learnt; None for nothing yet.
+        status: By the autopilot: what it knew last.
+        known: By the agent: table and YAML, as texts, of the profile that the service has for `key`; None for none.
+        is_answered: By the agent: whether the service was asked for it.
+        waits_s: By the agent: for each pipeline, how long it may take beside a slower one, as for `Autopilot.wait_for`;
+            empty if all have to be as fast as agreed.
+    """
+
+    def __init__(self) -> None:
+        self.key: str | None = None
+        self.learnt: Learnt | None = None
+        self.status = AutopilotStatus()
+        self.known: tuple[str, str] | None = None
+        self.is_answered = False
+        self.waits_s: tuple[float, ...] = ()
