@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from data import Size
-from results import Section, Table
+from results import Check, Section, Table
 
 from perseus_planner.estimate.candidates import Choices
 from perseus_planner.estimate.explore import Objective, explore
@@ -22,34 +22,36 @@ _COLUMNS = {
     "first": ("best", ""),
 }
 _JOBS = (
-    ("gpt3-1.3b", "a100-sxm", 8, 512),
-    ("llama3-8b", "h100-sxm", 64, 256),
-    ("llama3-70b", "h100-sxm", 512, 1024),
-    ("gpt3-175b", "h100-sxm", 1024, 2048),
+    ("gpt3-1.3b", "a100-sxm", 8, 512, "fastest"),
+    ("gpt3-1.3b", "a100-sxm", 8, 512, "least energy"),
+    ("gpt3-13b", "h100-sxm", 96, 1536, "fastest"),
+    ("gpt3-175b", "h100-sxm", 1024, 2048, "fastest"),
 )
 
 
 def measure(size: Size) -> Section:
     """Return the CPU time of explorations, in one process."""
     rows = []
-    for model, gpu, gpus, batch in _JOBS if size == Size() else _JOBS[:1]:
-        for objective, word in ((Objective(), "fastest"), (Objective(least_energy=True), "least energy")):
-            begin_s = time.process_time()
-            found = explore(PRESETS[model], SYSTEMS[gpu], Choices(gpus, batch), objective)
-            rows.append(
-                {
-                    "what": f"{model}, {gpus} x {gpu}, batch {batch}",
-                    "objective": word,
-                    "configurations": found.configurations,
-                    "solved": found.solved,
-                    "cpu_s": time.process_time() - begin_s,
-                    "gap": 100 * found.gap,
-                    "first": found.first[0].candidate.job.name,
-                }
-            )
+    for model, gpu, gpus, batch, word in _JOBS if size == Size() else _JOBS[:2]:
+        begin_s = time.process_time()
+        objective = Objective(least_energy=word == "least energy")
+        found = explore(PRESETS[model], SYSTEMS[gpu], Choices(gpus, batch), objective)
+        rows.append(
+            {
+                "what": f"{model}, {gpus} x {gpu}, batch {batch}",
+                "objective": word,
+                "configurations": found.configurations,
+                "solved": found.solved,
+                "cpu_s": time.process_time() - begin_s,
+                "gap": 100 * found.gap,
+                "first": found.first[0].candidate.job.name,
+            }
+        )
+    most = max(rows, key=lambda row: row["cpu_s"])
     return Section(
         number=26,
         title="Exploring configurations",
         how="*Simulated*. CPU time of one process; the first row includes loading compiled code.",
         tables=[Table(_COLUMNS, rows)],
+        checks=[Check(f"{most['what']}: {most['cpu_s']:.0f} CPU s, limit 60", most["cpu_s"] <= 60)],
     )

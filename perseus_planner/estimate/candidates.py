@@ -28,7 +28,7 @@ class Choices:
     """What may be chosen; everything else follows from the model, the GPUs and the batch.
 
     Attributes:
-        gpus: GPUs of the job. Configurations that leave half of them unused, or three quarters and so on, count too.
+        gpus: GPUs of the job. Configurations that leave some of them unused count too: see `_parts`.
         batch: Sequences of an iteration.
         recomputations: Kinds of recomputation.
         schedules: Names of schedules.
@@ -168,11 +168,10 @@ def _divisors(number: int) -> list[int]:
 
 
 def _parts(gpus: int) -> list[int]:
-    """Return the number of GPUs, its half, and so on while whole."""
-    found = [gpus]
-    while found[-1] % 2 == 0:
-        found.append(found[-1] // 2)
-    return found
+    """Return the number of GPUs, its half and so on while whole, and fewer ones: powers of 2, and 3 times those."""
+    halves = [gpus >> step for step in range(gpus.bit_length()) if gpus % (1 << step) == 0]
+    rounds = [times << step for times in (1, 3) for step in range(gpus.bit_length()) if times << step < gpus]
+    return sorted({*halves, *rounds}, reverse=True)
 
 
 def _possible(model: Transformer, gpus: int, batch: int) -> bool:

@@ -39,6 +39,7 @@ _SLOPES = 200
 _FEW = (3, 4)  # multiples of the ranks from which many microbatches are extrapolated
 _FEWER = (2, 3)  # the same for long pipelines
 _LONG = 24  # stages
+_LARGE, _MANY = 2500, 32  # computations above which not all operating points are used, but so many
 _SOLVED_WHOLE = 1500  # computations of an iteration that is not extrapolated
 
 
@@ -133,9 +134,9 @@ class CurveMaker:
     """Makes the curves of many configurations on one system; what they share is computed once."""
 
     def __init__(self, system: System, points: int = 0) -> None:
-        """Make curves on `system` with so many operating points of a computation; 0 for all."""
+        """Make curves on `system` with so many operating points of a computation; 0 for all, or 32 in large jobs."""
         self.system, self.points = system, points
-        self._rows: dict[Phases, tuple[Measurement, ...]] = {}
+        self._rows: dict[tuple[Phases, int], tuple[Measurement, ...]] = {}
         self._hulls: dict[tuple[Phases, ...], Hull] = {}
         self._frontiers: dict[Configuration, Frontier] = {}
 
@@ -223,9 +224,11 @@ class CurveMaker:
         frontier = self._frontiers[candidate.job]
         return 1 - frontier.bound_j(frontier.min_time_s * max(1.0, slowdown)) / frontier.baseline_energy_j
 
-    def profile(self, job: Configuration, stages: list[dict[str, Phases]]) -> Profile:
-        """Return the profile of one pipeline; energies are those of a tensor group."""
-        rows = {(stage, kind): self._points(kinds[kind]) for stage, kinds in enumerate(stages) for kind in job.kinds}
+    def profile(self, job: Configuration, stages: list[dict[str, Phases]], points: int = 0) -> Profile:
+        """Return the profile of one pipeline, with so many points of a computation, or all; energies are of a group."""
+        rows = {
+            (stage, kind): self._points(kinds[kind], points) for stage, kinds in enumerate(stages) for kind in job.kinds
+        }
         one_gpu = Profile(
             rows,
             blocking_power_w=self.system.gpu.blocking_power_w,
@@ -241,7 +244,8 @@ class CurveMaker:
         job = candidate.job
         stages = job.stage_phases(self.system, candidate.times)
         backward_s = self._backward_s(job, stages)
-        return PipelineDag(self.profile(job, stages), job.iteration(self.system, backward_s, microbatches))
+        points = self.points or (_MANY if self.size(job) > _LARGE else 0)
+        return PipelineDag(self.profile(job, stages, points), job.iteration(self.system, backward_s, microbatches))
 
     def ends_s(self, candidate: Candidate) -> list[float]:
         """Return the seconds of each rank after its last computation."""
@@ -252,7 +256,7 @@ class CurveMaker:
         """Return the seconds of a microbatch's backward on each rank, at the top clock."""
         backward_s = [0.0] * job.ranks
         for stage, rank in enumerate(stage_ranks(job.schedule, job.ranks, job.virtual_stages)):
-            backward_s[rank] += self._points(stages[stage]["B"])[0].time_s
+            backward_s[rank] += self._points(stages[stage]["B"], self.points)[0].time_s
         return backward_s
 
     def _solved(self, candidate: Candidate, microbatches: int) -> Curve:
@@ -260,16 +264,17 @@ class CurveMaker:
         self._frontiers.setdefault(candidate.job, frontier)
         return Curve(frontier.times_s[::-1].copy(), candidate.job.data_degree * frontier.energies_j[::-1])
 
-    def _points(self, phases: Phases) -> tuple[Measurement, ...]:
-        if phases not in self._rows:
-            self._rows[phases] = measurements_of(phases, self.system, self.points)
-        return self._rows[phases]
+    def _points(self, phases: Phases, points: int) -> tuple[Measurement, ...]:
+        key = phases, points
+        if key not in self._rows:
+            self._rows[key] = measurements_of(phases, self.system, points)
+        return self._rows[key]
 
     def _hull(self, parts: tuple[Phases, ...]) -> Hull:
         """Return the hull of computations that run one after the other."""
         if parts not in self._hulls:
             if len(parts) == 1:
-                found = hull_of(self._points(parts[0]), self._gpu.blocking_power_w)
+                found = hull_of(self._points(parts[0], self.points), self._gpu.blocking_power_w)
             else:
                 found = self._hull(parts[:1])
                 for part in parts[1:]:
