@@ -18,6 +18,7 @@ import estimates
 import explorations
 import frontier_times
 import hook_cost
+import inference_caps
 import iteration_times
 import large_pipeline
 import learning_training
@@ -65,6 +66,7 @@ SECTIONS: dict[int, Callable[[Size], Section]] = {
     24: iteration_times.measure,
     25: power_cap.measure,
     26: explorations.measure,
+    inference_caps.NUMBER: inference_caps.measure,
 }
 _RESULTS = Path(__file__).resolve().parent / "results"
 
