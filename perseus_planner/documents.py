@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from perseus_planner.errors import PlannerError, UsageError, shown
+from perseus_planner.errors import PlannerError, UsageError, did_you_mean, shown
 from perseus_planner.files import read_text, reading
 
 if TYPE_CHECKING:
@@ -316,8 +315,8 @@ def _check_keys(document: Document, required: set[str], optional: set[str]) -> N
     known = required | optional
     for key in document.values:
         if key not in known:
-            near = difflib.get_close_matches(key, sorted(known), n=1)
-            remedy = f"did you mean {near[0]!r}?" if near else f"remove it; known keys are {', '.join(sorted(known))}"
+            near = did_you_mean(str(key), sorted(known), repr)
+            remedy = near or f"remove it; known keys are {', '.join(sorted(known))}"
             place = f"{document.path}, line {document.lines[key]}"
             raise document.error(f"{place}: unknown key {shown(key)}{document._of}; {remedy}")
     missing = sorted(required - set(document.values))

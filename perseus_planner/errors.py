@@ -30,8 +30,13 @@ Each text states what was read (file, line, field), what is wrong with it, and w
 
 from __future__ import annotations
 
+import difflib
 import math
 import reprlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
 
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 80
@@ -40,6 +45,28 @@ _SHORT.maxstring = _SHORT.maxother = 80
 def shown(value: object) -> str:
     """Return `repr(value)` as error texts quote it: shortened if it is long."""
     return _SHORT.repr(value)
+
+
+def did_you_mean(text: str, known: Iterable[str], write: Callable[[str], str] = str) -> str | None:
+    """Return the question for the known names that `text` may stand for, such as "did you mean 1f1b?"; None for none.
+
+    A name may differ by case, begin with the text or contain it, or be spelled nearly like it; `write` quotes it.
+    """
+    names, lower = list(known), text.lower()
+    if not lower:
+        return None
+    near = (
+        [name for name in names if name.lower() == lower]
+        or [name for name in names if name.lower().startswith(lower)]
+        or [name for name in names if lower in name.lower()]
+        or [name for name in names if name.lower() in difflib.get_close_matches(lower, map(str.lower, names), 1, 0.65)]
+    )
+    return f"did you mean {' or '.join(map(write, near[:3]))}?" if near else None
+
+
+def how_to_install(extra: str) -> str:
+    """Return the command that installs an extra of this package: from a clone, as there is no release on PyPI yet."""
+    return f"run `pip install '.[{extra}]'` in your clone of perseus-planner"
 
 
 class PlannerError(Exception):

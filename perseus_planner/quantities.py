@@ -160,29 +160,37 @@ def si_unit(largest: float, unit: str) -> tuple[float, str]:
 
 _SMALL = ((1e-3, "m"), (1e-6, "u"), (1e-9, "n"))
 _LARGE = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
-_WATTS = MappingProxyType({"": 1, "W": 1, "kW": 1000})
+_WATTS = MappingProxyType({"": 1, "W": 1, "w": 1, "kW": 10**3, "kw": 10**3, "KW": 10**3, "MW": 10**6})
+_PARTS = {"us": Fraction(1, 10**6), "ms": Fraction(1, 10**3)}
+_SECONDS: Mapping[str, Fraction | int] = MappingProxyType(
+    {"": 1, **_PARTS, "s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
+)
 
 DURATION = Quantity(
-    Rule(float, False, "a duration: write seconds above 0, or a number with ms, s or min, such as 2.95s"),
-    MappingProxyType({"": 1, "ms": Fraction(1, 1000), "s": 1, "min": 60}),
+    Rule(float, False, "a duration: write seconds above 0, or a number with us, ms, s, m, h or d, such as 2.95s"),
+    _SECONDS,
 )
 LAG = Quantity(
-    Rule(float, True, "a duration: write seconds of 0 or more, or a number with ms, s or min, such as 1.5ms"),
+    Rule(float, True, "a duration: write seconds of 0 or more, or a number with us, ms, s, m, h or d, such as 1.5ms"),
     DURATION.units,
 )
 SPAN = Quantity(
-    Rule(float, True, "a span of time: write seconds of 0 or more, or a number with ms, s, m, h or d, such as 30m"),
-    MappingProxyType({**DURATION.units, "m": 60, "h": 3600, "d": 86400}),
+    Rule(float, True, "a span of time: write seconds of 0 or more, or a number with us, ms, s, m, h or d, such as 30m"),
+    _SECONDS,
 )
 OVERHEAD = Quantity(
-    Rule(float, True, "a duration: write seconds, or a number with ms, s or min, such as 120ms"), DURATION.units
+    Rule(float, True, "a duration: write seconds, or a number with us, ms, s, m, h or d, such as 120ms"), DURATION.units
+)
+MINUTES_LIMIT = Quantity(
+    Rule(float, False, "a time limit: write minutes above 0, or a number with s, m, h or d, such as 30m"),
+    MappingProxyType({"": 1, "s": Fraction(1, 60), "m": 1, "min": 1, "h": 60, "d": 1440}),
 )
 SLOWDOWN = Quantity(
     Rule(float, False, "a slowdown: write a number above 0, where 1 is as fast as all clocks at maximum, such as 1.05"),
     MappingProxyType({"": 1, "x": 1}),
 )
 POWER_BUDGET = Quantity(
-    Rule(float, False, "a power: write watts above 0, or a number with W or kW, such as 5kW"), _WATTS
+    Rule(float, False, "a power: write watts above 0, or a number with W, kW or MW, such as 5kW"), _WATTS
 )
 BLOCKING_POWER = Quantity(Rule(float, True, "a power: write watts of 0 or more, such as 83.64"), _WATTS)
 CERTAINTY = Quantity(

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from perseus_planner.errors import UsageError
+from perseus_planner.errors import UsageError, how_to_install
 from perseus_planner.profiler.ranks.group import (
     TIMEOUT_S,
     RankGroup,
@@ -182,7 +182,7 @@ def require_torch() -> None:
     try:
         import torch  # noqa: F401
     except ImportError as error:
-        raise UsageError("stages are torch modules: pip install 'perseus-planner[torch]'") from error
+        raise UsageError(f"stages are torch modules: {how_to_install('torch')}") from error
 
 
 def torch_device(gpu: str) -> torch.device:

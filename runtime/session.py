@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from perseus_planner.errors import GpuError, UsageError
+from perseus_planner.errors import GpuError, UsageError, how_to_install
 from perseus_planner.runs.autopilot import AutopilotStatus
 from perseus_planner.runs.recording import RankFiles
 from perseus_planner.runtime.attachment import Reattachment
@@ -297,8 +297,8 @@ def _service_link(served: tuple[Any, ...], job: TrainingJob, warnings: JobWarnin
         from perseus_planner.runtime.agent.settings import ServiceSettings
     except ModuleNotFoundError as error:
         raise UsageError(
-            f"service={served[0]!r} needs {error.name}, which is not installed; run "
-            "`pip install 'perseus-planner[service]'` on every rank"
+            f"service={served[0]!r} needs {error.name}, which is not installed; {how_to_install('service')} on every "
+            "rank"
         ) from error
 
     return ServiceLink(ServiceSettings(*served), job, warnings)

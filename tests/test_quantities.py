@@ -7,7 +7,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from perseus_planner.errors import UsageError
-from perseus_planner.quantities import BLOCKING_POWER, DURATION, POWER_BUDGET, SLOWDOWN, SPAN, Quantity, si
+from perseus_planner.quantities import (
+    BLOCKING_POWER,
+    DURATION,
+    MINUTES_LIMIT,
+    POWER_BUDGET,
+    SLOWDOWN,
+    SPAN,
+    Quantity,
+    si,
+)
 
 
 @pytest.mark.parametrize(
@@ -20,6 +29,9 @@ from perseus_planner.quantities import BLOCKING_POWER, DURATION, POWER_BUDGET, S
         (DURATION, "0.1ms", 0.0001),
         (DURATION, "1.5min", 90.0),
         (DURATION, "1e-3s", 0.001),
+        *((DURATION, "5m", 300.0), (DURATION, "0.1h", 360.0), (DURATION, "16us", 16e-6)),
+        *((POWER_BUDGET, "4kw", 4000.0), (POWER_BUDGET, "1MW", 1e6), (MINUTES_LIMIT, "30", 30.0)),
+        *((MINUTES_LIMIT, "1h", 60.0), (MINUTES_LIMIT, "90s", 1.5)),
         (SLOWDOWN, "1.05", 1.05),
         (SLOWDOWN, "1.05x", 1.05),
         (POWER_BUDGET, "5kW", 5000.0),
@@ -46,7 +58,7 @@ def test_a_number_without_a_unit_is_taken_to_the_last_digit(value: float):
 @pytest.mark.parametrize(
     "text",
     [
-        *("", "s", "3.2 parsecs", "3.2S", "3,2s", "1m", "-1s", "0s", "0x10", "3s\n4s", "2s 950ms", "1_0s"),
+        *("", "s", "3.2 parsecs", "3.2S", "3,2s", "1y", "-1s", "0s", "0x10", "3s\n4s", "2s 950ms", "1_0s"),
         *("nan", "inf", "1e999", "1e308min", "1e-323ms"),  # the last two only once the unit is applied
     ],
 )
@@ -54,7 +66,8 @@ def test_an_invalid_duration_is_refused_with_an_example(text: str):
     with pytest.raises(UsageError) as refusal:
         DURATION.parse(text, "--deadline")
     assert str(refusal.value) == (
-        f"--deadline: {text!r} is not a duration: write seconds above 0, or a number with ms, s or min, such as 2.95s"
+        f"--deadline: {text!r} is not a duration: write seconds above 0, or "
+        "a number with us, ms, s, m, h or d, such as 2.95s"
     )
 
 
@@ -66,8 +79,8 @@ def test_an_invalid_duration_is_refused_with_an_example(text: str):
             "5%",
             "a slowdown: write a number above 0, where 1 is as fast as all clocks at maximum, such as 1.05",
         ),
-        (POWER_BUDGET, "0W", "a power: write watts above 0, or a number with W or kW, such as 5kW"),
-        (POWER_BUDGET, "5mW", "a power: write watts above 0, or a number with W or kW, such as 5kW"),
+        (POWER_BUDGET, "0W", "a power: write watts above 0, or a number with W, kW or MW, such as 5kW"),
+        (POWER_BUDGET, "5mW", "a power: write watts above 0, or a number with W, kW or MW, such as 5kW"),
         (BLOCKING_POWER, "-1", "a power: write watts of 0 or more, such as 83.64"),
     ],
 )

@@ -16,6 +16,7 @@ from perseus_planner.cli.doctor import doctor
 from perseus_planner.cli.estimate import estimate
 from perseus_planner.cli.explore import explore
 from perseus_planner.cli.inference import inference
+from perseus_planner.cli.job import run_job
 from perseus_planner.cli.measure import measure
 from perseus_planner.cli.plan import plan
 from perseus_planner.cli.profiling import profile
@@ -45,31 +46,18 @@ from perseus_planner.cli.straggler import straggler
 def main(context: click.Context) -> None:
     """Plan one GPU clock per computation of pipeline-parallel training: the same speed, the least energy.
 
-    Profile the stages, solve for the frontier of time and energy, and choose a plan on it. Run a command with --help to
-    see its options.
+    Profile the stages, solve for the frontier of time and energy, and choose a plan on it; `planner job.yaml` does all
+    three for a job file. Run a command with --help to see its options.
     """
     if context.invoked_subcommand not in ("doctor", "reset"):  # these report such GPUs themselves
         _recover_gpus()
 
 
-main.add_command(profile)
-main.add_command(measure)
-main.add_command(estimate)
-main.add_command(explore)
-main.add_command(solve)
-main.add_command(plan)
-main.add_command(run)
-main.add_command(show)
-main.add_command(report)
-main.add_command(calibrate)
-main.add_command(simulate)
-main.add_command(straggler)
-main.add_command(status)
-main.add_command(budget)
-main.add_command(doctor)
-main.add_command(reset)
-main.add_command(serve)
-main.add_command(inference)
+main.add_section("Measure", doctor, profile, measure, estimate, explore, calibrate)
+main.add_section("Plan", solve, plan, show, report, simulate)
+main.add_section("Train", run, reset)
+main.add_section("Serve", serve, status, straggler, budget, inference)
+main.for_a_file = run_job
 
 
 def _recover_gpus() -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from perseus_planner.cli import console
-from perseus_planner.errors import UsageError
+from perseus_planner.errors import UsageError, how_to_install
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,7 +32,7 @@ def open_client(address: str | None) -> Client:
     try:
         from perseus_planner.service.client.client import Client
     except ModuleNotFoundError as error:
-        raise UsageError(f"{error.name} is not installed; run `pip install 'perseus-planner[service]'`") from error
+        raise UsageError(f"{error.name} is not installed; {how_to_install('service')}") from error
     return Client(address)
 
 

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 @click.command(
     epilog=console.examples(
-        "planner calibrate profile.yaml plan.yaml --measured 5s",
+        "planner calibrate profile.yaml plan.yaml --measured 5s -o profile.yaml",
         "planner calibrate profile.yaml run",
-        "planner calibrate job.yaml run-1 run-2 run-3",
+        "planner calibrate job.yaml run-1 run-2 run-3 -o job.yaml",
         "planner calibrate --kernels llama3-8b --gpu h100-sxm --microbatch 1,2 -o system.yaml",
     )
 )
@@ -42,7 +42,13 @@ if TYPE_CHECKING:
     "--repetitions", type=click.IntRange(1), default=10, show_default=True, help="With --kernels: of a timing."
 )
 @click.option(
-    "--output", "-o", type=console.PATH, callback=console.writable, metavar="FILE", help="With --kernels: system.yaml."
+    "--output",
+    "-o",
+    type=console.PATH,
+    callback=console.writable_as(".yaml", ".yml"),
+    metavar="FILE",
+    help="File to write: the profile or job with what was found, which may be the one that is read; with --kernels a "
+    "system file.  [default: only print]",
 )
 @console.as_json
 def calibrate(
@@ -50,16 +56,17 @@ def calibrate(
     plan_or_run: tuple[Path, ...],
     measured: tuple[str, ...],
     kernels: str | None,
+    output: Path | None,
     as_json: bool,
     **options: Any,
 ) -> None:
     """Correct predicted iteration times by measured ones.
 
-    PROFILE_OR_JOB is the profile.yaml, or the job file, that the plans were made from. Its overhead_s is set to the
-    measured time minus the replayed time, the mean over the plans. With three plans or more, a job file also gets a
-    correction, if that predicts the time of a plan from the others clearly better: a latency of transfers between
-    stages, and factors of the times of computations. Nothing else in the file changes. Frontiers and plans that you
-    make from it later include this.
+    PROFILE_OR_JOB is the profile.yaml, or the job file, that the plans were made from. With --output, FILE gets its
+    text with overhead_s set to the measured time minus the replayed time, the mean over the plans. With three plans or
+    more, a job file also gets a correction, if that predicts the time of a plan from the others clearly better: a
+    latency of transfers between stages, and factors of the times of computations. Nothing else changes. Frontiers and
+    plans that you make from FILE later include this.
 
     PLAN_OR_RUN is a plan, or the folder that a training run wrote. For a run, the measured time is the mean over the
     iterations that ran as its newest plan says, except the first of them.
@@ -70,7 +77,7 @@ def calibrate(
     if kernels is not None:
         if profile_or_job is not None or measured:
             raise UsageError("--kernels: measures on its own; leave out profile, plan and --measured")
-        _calibrate_kernels(kernels, as_json=as_json, **options)
+        _calibrate_kernels(kernels, output=output, as_json=as_json, **options)
         return
     if profile_or_job is None or not plan_or_run:
         raise UsageError("give a profile or job and a plan or run, or --kernels and a model")
@@ -79,8 +86,11 @@ def calibrate(
     from perseus_planner.views.profiles import calibration_text
 
     result, text = calibrate_file(profile_or_job, _measured(plan_or_run, measured))
-    write_file(profile_or_job, text, UsageError)
-    console.report(result, calibration_text(result), [profile_or_job], as_json=as_json)
+    if output is None:
+        console.report(result, f"{calibration_text(result)}\nNothing is written; add -o FILE.", [], as_json=as_json)
+        return
+    write_file(output, text, UsageError)
+    console.report(result, calibration_text(result), [output], as_json=as_json)
 
 
 def _calibrate_kernels(

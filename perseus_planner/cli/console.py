@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from perseus_planner.errors import EndedElsewhere, PlannerError, UsageError
+from perseus_planner.errors import EndedElsewhere, PlannerError, UsageError, did_you_mean
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -36,11 +36,42 @@ class Refusal(click.ClickException):
 
 
 class Commands(click.Group):
-    """The commands in the order of their definition; turns exceptions into exit codes."""
+    """Commands in sections; turns exceptions into exit codes.
+
+    Attributes:
+        sections: Heading -> the names of the commands under it, in order.
+        for_a_file: The command that runs if a job file is named instead of a command.
+    """
+
+    sections: dict[str, list[str]]
+    for_a_file: click.Command
+
+    def add_section(self, heading: str, *commands: click.Command) -> None:
+        """Add commands under a heading of the help."""
+        self.sections = {**getattr(self, "sections", {}), heading: [str(command.name) for command in commands]}
+        for command in commands:
+            self.add_command(command)
 
     def list_commands(self, context: click.Context) -> list[str]:
         """Return the names of the commands."""
         return list(self.commands)
+
+    def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the commands by section, with whole summaries."""
+        for heading, names in self.sections.items():
+            with formatter.section(heading):
+                formatter.write_dl([(name, self.commands[name].get_short_help_str(1000)) for name in names])
+
+    def resolve_command(
+        self, context: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Return the command that is named first, or that of job files if it is one, with the rest."""
+        name = args[0]
+        if name not in self.commands and Path(name).suffix.lower() in (".yaml", ".yml"):
+            return name, self.for_a_file, args
+        if name not in self.commands and (near := did_you_mean(name, self.commands)):
+            context.fail(f"No such command {name!r}; {near}")
+        return super().resolve_command(context, args)
 
     def invoke(self, context: click.Context) -> Any:
         """Run the requested command."""
@@ -132,10 +163,51 @@ def numbered(target: Path, count: int, sources: Iterable[Path]) -> list[Path]:
     return targets
 
 
-def output(what: str) -> Callable[[Any], Any]:
-    """Return the option that names the file to write."""
-    text = f"File to write: {what}."
-    return click.option("--output", "-o", required=True, type=PATH, callback=writable, metavar="FILE", help=text)
+def output(what: str, ending: str, *others: str) -> Callable[[Any], Any]:
+    """Return the option that names the file to write, whose name must have one of the endings."""
+    text = f"File to write: {what}, {ending}."
+    return click.option(
+        "--output", "-o", required=True, type=PATH, callback=writable_as(ending, *others), metavar="FILE", help=text
+    )
+
+
+def writable_as(*endings: str) -> Callable[[click.Context, click.Parameter, Path | None], Path | None]:
+    """Return a callback that refuses a file that cannot be written, or whose name has none of the endings."""
+
+    def check(context: click.Context, parameter: click.Parameter, path: Path | None) -> Path | None:
+        writable(context, parameter, path)
+        if path is not None and path.suffix.lower() not in endings:
+            raise UsageError(f"{parameter.opts[0]} {path}: must end in {' or '.join(endings)}; rename it")
+        return path
+
+    return check
+
+
+def gpu_names() -> list[str]:
+    """Return the texts of GPUs that can be named on any node."""
+    from perseus_planner.gpu import BACK_ENDS
+    from perseus_planner.gpu.simulated.catalog import CATALOG
+
+    return [*(f"{name}:" for name in BACK_ENDS), *(f"simulated:{name}" for name in CATALOG)]
+
+
+def model_names() -> list[str]:
+    """Return the names of published models."""
+    from perseus_planner.estimate.presets import PRESETS
+
+    return list(PRESETS)
+
+
+def chip_names() -> list[str]:
+    """Return the names of kinds of GPUs."""
+    from perseus_planner.gpu.simulated.catalog import CATALOG
+
+    return list(CATALOG)
+
+
+def complete(names: Callable[[], Iterable[str]]) -> Callable[..., list[str]]:
+    """Return what completes the value of an option in the shell: those of `names`, which is called only then."""
+    return lambda _context, _parameter, begun: [name for name in names() if name.startswith(begun)]
 
 
 def report(

@@ -70,11 +70,12 @@ class Diagnosis:
     epilog=console.examples(
         "planner doctor",
         "planner doctor nvml:0",
+        "planner doctor cuda",
         "planner doctor --measure-latency",
         "torchrun --nproc-per-node 8 -m perseus_planner doctor --rehearse",
     )
 )
-@click.argument("gpus", nargs=-1, metavar="[GPU]...")
+@click.argument("gpus", nargs=-1, metavar="[GPU]...", shell_complete=console.complete(console.gpu_names))
 @click.option(
     "--measure-latency",
     is_flag=True,
@@ -107,7 +108,9 @@ def doctor(
         return
     if no_locks or stages is not None:
         raise UsageError("--no-locks and --stages are about a rehearsal; add --rehearse")
-    texts, unreadable, remarks = (gpus, (), ()) if gpus else _visible()
+    if gpus == ("cuda",):
+        gpus = _cuda()
+    texts, unreadable, remarks = _visible() if gpus in ((), ("nvml",)) else (gpus, (), ())
     with ExitStack() as stack:
         diagnosis = _diagnose([stack.enter_context(open_gpu(text)) for text in texts], measure_latency)
     diagnosis = replace(
@@ -118,6 +121,17 @@ def doctor(
     console.report(diagnosis, _text(diagnosis), [], as_json=as_json)
     if not diagnosis.verdict.observe and not diagnosis.verdict.set_clocks:
         click.get_current_context().exit(1)
+
+
+def _cuda() -> tuple[str, ...]:
+    """Return the CUDA devices that this process sees.
+
+    Raises:
+        GpuError: If there is none.
+    """
+    from perseus_planner.gpu.nvml.cuda import count_devices
+
+    return tuple(f"cuda:{number}" for number in range(count_devices()))
 
 
 def _visible() -> tuple[Sequence[str], tuple[str, ...], tuple[str, ...]]:

@@ -28,9 +28,16 @@ if TYPE_CHECKING:
     "--model",
     required=True,
     metavar="MODEL",
+    shell_complete=console.complete(console.model_names),
     help="gpt3-1.3b, -2.7b, -6.7b, -13b, -175b, llama3-8b, -70b, -405b, bloom-176b, or a YAML file of dimensions.",
 )
-@click.option("--gpu", required=True, metavar="GPU", help="Kind of GPU, e.g. a100-sxm or h100-sxm.")
+@click.option(
+    "--gpu",
+    required=True,
+    metavar="GPU",
+    shell_complete=console.complete(console.chip_names),
+    help="Kind of GPU, e.g. a100-sxm or h100-sxm.",
+)
 @click.option("--stages", type=int, metavar="S", help="Number of pipeline stages, which share the layers evenly.")
 @click.option("--layers", metavar="N,N,…", help="Number of layers of each stage, instead of --stages.")
 @click.option("--tensor-parallel", type=int, metavar="GPUS", help="GPUs of a stage.  [default: 1, or the file's]")
@@ -68,7 +75,7 @@ if TYPE_CHECKING:
     help="Stage of that profile to use; if it has one stage, the number of that stage.  [default: in the middle]",
 )
 @click.option("--split-backward", is_flag=True, help="Also estimate the gradients of inputs and of weights separately.")
-@console.output("the profile, .yaml; its table goes beside it, .csv")
+@console.output("the profile, with its table beside it, .csv;", ".yaml", ".yml")
 @console.as_json
 def estimate(
     gpu: str,

@@ -23,9 +23,14 @@ if TYPE_CHECKING:
         "planner explore mine.yaml --gpus 8 --system system.yaml --least-energy --tokens 1e12 -o found.yaml",
     )
 )
-@click.argument("model", metavar="MODEL")
+@click.argument("model", metavar="MODEL", shell_complete=console.complete(console.model_names))
 @click.option("--gpus", type=click.IntRange(1), required=True, metavar="N", help="Number of GPUs.")
-@click.option("--gpu", metavar="GPU", help="Kind of GPU, e.g. a100-sxm or h100-sxm.  [default: the system's]")
+@click.option(
+    "--gpu",
+    metavar="GPU",
+    shell_complete=console.complete(console.chip_names),
+    help="Kind of GPU, e.g. a100-sxm or h100-sxm.  [default: the system's]",
+)
 @click.option("--system", "system_file", type=console.PATH, metavar="FILE", help="System file of `planner calibrate`.")
 @click.option("--batch", type=click.IntRange(1), default=512, show_default=True, help="Sequences of an iteration.")
 @click.option("--sequence", type=int, metavar="TOKENS", help="Tokens of a sequence.  [default: the model's]")
@@ -64,7 +69,12 @@ if TYPE_CHECKING:
     "--job", type=click.IntRange(1, 3), default=1, show_default=True, help="Which of the first three to write."
 )
 @click.option(
-    "--output", "-o", type=console.PATH, callback=console.writable, metavar="FILE", help="Write its job.yaml."
+    "--output",
+    "-o",
+    type=console.PATH,
+    callback=console.writable_as(".yaml", ".yml"),
+    metavar="FILE",
+    help="Write its job.yaml.",
 )
 @console.as_json
 def explore(model: str, gpus: int, gpu: str | None, system_file: Path | None, as_json: bool, **options: object) -> None:

@@ -164,7 +164,7 @@ def _profile_and_costs(path: Path, options: dict[str, Any]) -> tuple[InferencePr
     help="How long pools stay as they are.",
 )
 @_with_options
-@console.output("the plan, .yaml")
+@console.output("the plan", ".yaml", ".yml")
 @console.as_json
 def plan(
     profile: Path, trace: Path | None, rates: Path | None, epoch: float, output: Path, as_json: bool, **options: Any

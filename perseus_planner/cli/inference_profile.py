@@ -102,7 +102,7 @@ def _numbers(_: click.Context, parameter: click.Parameter, text: str | None) -> 
 )
 @click.option("--windows", type=click.IntRange(1), default=3, show_default=True, metavar="N", help="Windows a row.")
 @click.option("--model", metavar="NAME", help="Model of the server.  [default: its first]")
-@console.output("inference profile, .csv")
+@console.output("inference profile", ".csv")
 @console.as_json
 def profile(
     target: str,

@@ -50,7 +50,12 @@ _FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
     help="Time between two samples of the power.",
 )
 @click.option(
-    "--csv", "table", type=console.PATH, callback=console.writable, metavar="FILE", help="Write all samples there."
+    "--csv",
+    "table",
+    type=console.PATH,
+    callback=console.writable_as(".csv"),
+    metavar="FILE",
+    help="Write all samples there.",
 )
 @console.as_json
 @click.argument("command", nargs=-1, required=True)

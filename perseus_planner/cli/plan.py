@@ -104,13 +104,13 @@ def _counts(_: click.Context, parameter: click.Parameter, text: str | None) -> t
     callback=_counts,
     help="The number of pipelines of each FRONTIER, e.g. 3,1.  [default: 1 each]",
 )
-@console.output("the plan, .yaml")
+@console.output("the plan", ".yaml", ".yml")
 @console.as_json
 def plan(frontier: tuple[Path, ...], replicas: tuple[int, ...], output: Path, as_json: bool, **options: Any) -> None:
     """Choose a clock for every computation.
 
     FRONTIER is a file that `planner solve` wrote. Give exactly one of --deadline, --slowdown, --straggler-time,
-    --least-energy and --power-budget. Write times in s, ms or min, and powers in W or kW.
+    --least-energy and --power-budget. Write times as 5s, 950ms or 1m, and powers as 900W or 5kW.
 
     If pipelines of different kinds train side by side, give one FRONTIER for each kind. All plans then meet one common
     deadline, and a --slowdown refers to the slowest pipeline. FILE gets -0, -1 and so on before its ending.

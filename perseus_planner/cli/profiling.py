@@ -34,6 +34,7 @@ _NEED_A_STAGE = ("blocking_power", "resume")
 @click.option(
     "--gpu",
     metavar="GPU",
+    shell_complete=console.complete(console.gpu_names),
     help="GPU to measure on: nvml:N, cuda:N, zeusd:N, command:N, amd:N or simulated:NAME, with or without dry-run: "
     "before it; cuda is the GPU of the rank.  [default: cuda]",
 )
@@ -61,8 +62,8 @@ _NEED_A_STAGE = ("blocking_power", "resume")
 )
 @click.option(
     "--minutes",
-    type=float,
     metavar="M",
+    callback=console.quantity("MINUTES_LIMIT"),
     help="Stop measuring after so many minutes, all stages of a GPU together.  [default: no limit; without "
     "--saving-within at most 12 clocks]",
 )
@@ -89,7 +90,7 @@ _NEED_A_STAGE = ("blocking_power", "resume")
     "--output",
     "-o",
     type=console.PATH,
-    callback=console.writable,
+    callback=console.writable_as(".yaml", ".yml"),
     metavar="FILE",
     help="File to write: the profile, .yaml, with its table of measurements beside it, .csv.  [default: the profile of "
     "the job file]",

@@ -71,7 +71,7 @@ if TYPE_CHECKING:
     callback=console.quantity("BLOCKING_POWER"),
     help="Power of a waiting GPU, e.g. 83.64W, for a profile that is a CSV.",
 )
-@console.output("the page, .html")
+@console.output("the page", ".html", ".htm")
 @console.as_json
 def report(
     source: tuple[Path, ...],

@@ -13,7 +13,7 @@ from pathlib import Path
 import click
 
 from perseus_planner.cli import console
-from perseus_planner.errors import UsageError
+from perseus_planner.errors import UsageError, how_to_install
 from perseus_planner.files import read_text
 
 _LOOK_S = 0.5  #: between two looks if the kernel cannot notify that a process has ended
@@ -99,7 +99,7 @@ def serve(
         from perseus_planner.service.service import Service
         from perseus_planner.service.store.storage import Storage
     except ModuleNotFoundError as error:
-        raise UsageError(f"{error.name} is not installed; run `pip install 'perseus-planner[service]'`") from error
+        raise UsageError(f"{error.name} is not installed; {how_to_install('service')}") from error
     if owner is not None:
         threading.Thread(target=_end_with, args=[owner], daemon=True).start()
     _log_to_stderr(log_level)

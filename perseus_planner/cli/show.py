@@ -65,7 +65,7 @@ class _View(NamedTuple):
 @click.option(
     "--perfetto",
     type=console.PATH,
-    callback=console.writable,
+    callback=console.writable_as(".json"),
     metavar="TRACE",
     help="Also write the timeline of a plan or run for Perfetto (ui.perfetto.dev) or chrome://tracing: .json.",
 )
@@ -75,9 +75,9 @@ def show(
 ) -> None:
     """Show a profile, a frontier, a plan with its timeline, or a training run beside its plan.
 
-    FILE is a profile.yaml, a file that `planner solve` or `planner plan` wrote, or a run folder. The run may still be
-    going on. Its figure shows the last iteration that ran as planned on all ranks; its trace has all iterations whose
-    computations were kept.
+    FILE is a profile, .yaml or .csv, a file that `planner solve` or `planner plan` wrote, or a run folder. The run may
+    still be going on. Its figure shows the last iteration that ran as planned on all ranks; its trace has all
+    iterations whose computations were kept.
     """
     if figure is not None and plot is None:
         raise UsageError("--figure: chooses what --plot draws; add --plot FIGURE")
@@ -118,11 +118,17 @@ def _view(path: Path) -> _View:
 
 
 def _profile_view(file: Path) -> _View:
+    from dataclasses import replace
+
     from perseus_planner.profiles.profiles import Profile
     from perseus_planner.views.profiles import profile_text, summarize_profile
 
-    profile = Profile.load(file)
+    beside = next((path for path in map(file.with_suffix, (".yaml", ".yml")) if path.exists()), None)
+    is_table = file.suffix.lower() == ".csv" and beside is None  # which does not hold the power of a waiting GPU
+    profile = Profile.load(file, blocking_power_w=0.0) if is_table else Profile.load(beside or file)
     summary = summarize_profile(profile)
+    if is_table:
+        summary = replace(summary, context=replace(summary.context, blocking_power_w=None))
 
     def draw() -> Figure:
         from perseus_planner.views.figures import draw_curves

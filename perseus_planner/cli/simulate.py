@@ -24,7 +24,9 @@ def _delay(_: click.Context, parameter: click.Parameter, text: str) -> float:
     """Read a duration that, unlike others, may be 0."""
     from perseus_planner.quantities import DURATION, WAIT
 
-    rule = WAIT._replace(wanted="a delay: write seconds of 0 or more, or a number with ms, s or min, such as 1s")
+    rule = WAIT._replace(
+        wanted="a delay: write seconds of 0 or more, or a number with us, ms, s, m, h or d, such as 1s"
+    )
     return DURATION._replace(rule=rule).parse(text, parameter.opts[0])
 
 
@@ -71,7 +73,7 @@ def _delay(_: click.Context, parameter: click.Parameter, text: str) -> float:
     "--csv",
     "table",
     type=console.PATH,
-    callback=console.writable,
+    callback=console.writable_as(".csv"),
     metavar="FILE",
     help="Also write a CSV with the energy, busy time and idle time of each GPU under each policy.",
 )

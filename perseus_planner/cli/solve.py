@@ -48,6 +48,7 @@ def _slow_stages(_: click.Context, parameter: click.Parameter, texts: tuple[str,
 @click.option(
     "--schedule",
     metavar="NAME|GRID",
+    shell_complete=console.complete(lambda: SCHEDULES),
     help=f"Order of the computations: {', '.join(SCHEDULES)}; or a text grid (.csv or .txt) with a line for each "
     "rank and cells such as 3F17.  [default: the one that a profile.yaml was measured in]",
 )
@@ -120,7 +121,7 @@ def _slow_stages(_: click.Context, parameter: click.Parameter, texts: tuple[str,
     help="Constant part of the iteration time that the replay does not explain, e.g. 120ms, as `planner calibrate` "
     "measures it; replaces that of a profile.yaml.",
 )
-@console.output("the frontier, which `planner plan` and `planner show` read")
+@console.output("the frontier, which `planner plan` and `planner show` read", ".npz")
 @console.as_json
 def solve(profile_or_job: Path, output: Path, as_json: bool, **flags: Any) -> None:
     """Find the least energy of an iteration for every iteration time.

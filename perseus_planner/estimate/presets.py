@@ -20,7 +20,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from perseus_planner.documents import read_document
-from perseus_planner.errors import UsageError
+from perseus_planner.errors import UsageError, did_you_mean
 from perseus_planner.estimate.transformer import Transformer
 from perseus_planner.quantities import COUNT
 
@@ -106,9 +106,9 @@ def named_transformer(text: str) -> Transformer:
         return PRESETS[text]
     if Path(text).suffix.lower() in _YAML_SUFFIXES:
         return read_transformer(Path(text))
-    raise UsageError(
-        f"model {text!r}: there is no such model; give a .yaml file with its dimensions, or one of {', '.join(PRESETS)}"
-    )
+    advice = did_you_mean(text, PRESETS)
+    advice = advice or f"give a .yaml file with its dimensions, or one of {', '.join(PRESETS)}"
+    raise UsageError(f"model {text!r}: there is no such model; {advice}")
 
 
 def name_of(text: str) -> str:

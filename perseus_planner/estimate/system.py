@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
-from perseus_planner.errors import GpuError
+from perseus_planner.errors import GpuError, did_you_mean
 from perseus_planner.gpu.simulated.catalog import CATALOG
 
 if TYPE_CHECKING:
@@ -289,5 +289,6 @@ def system_of(gpu: str) -> System:
     """
     name = gpu.removeprefix("simulated:")
     if name not in SYSTEMS:
-        raise GpuError(f"--gpu: there is no GPU {gpu!r}; choose one of: {', '.join(SYSTEMS)}")
+        advice = did_you_mean(gpu, SYSTEMS) or f"choose one of: {', '.join(SYSTEMS)}"
+        raise GpuError(f"--gpu: there is no GPU {gpu!r}; {advice}")
     return SYSTEMS[name]

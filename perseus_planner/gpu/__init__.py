@@ -19,7 +19,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from perseus_planner.errors import GpuError
+from perseus_planner.errors import GpuError, did_you_mean
 from perseus_planner.gpu.protocol import THROTTLE_REASONS, Gpu, GpuReader
 
 if TYPE_CHECKING:
@@ -50,7 +50,8 @@ def open_gpu(text: str) -> Gpu:
     """
     back_end, _, which = text.partition(":")
     if back_end not in _OPENERS:
-        raise GpuError(f"GPU {text!r}: there is no back-end {back_end!r}; choose one of: {', '.join(BACK_ENDS)}")
+        advice = did_you_mean(back_end, BACK_ENDS) or f"choose one of: {', '.join(BACK_ENDS)}"
+        raise GpuError(f"GPU {text!r}: there is no back-end {back_end!r}; {advice}")
     module, function = _OPENERS[back_end]
     # Imported on demand: what a back-end needs may not be installed.
     opener: Callable[[str], Gpu] = getattr(import_module(f"perseus_planner.gpu.{module}"), function)

@@ -16,7 +16,7 @@ import re
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from perseus_planner.errors import GpuError, GpuLost, GpuNotPermitted, GpuNotSupported, one_line
+from perseus_planner.errors import GpuError, GpuLost, GpuNotPermitted, GpuNotSupported, how_to_install, one_line
 from perseus_planner.gpu.nvml.gpu import NvmlReader, open_device
 from perseus_planner.gpu.nvml.library import LIBRARY_NOT_FOUND
 from perseus_planner.gpu.protocol import check_clock, check_power_limit
@@ -227,7 +227,7 @@ def connect() -> Daemon:
     try:
         import httpx
     except ImportError as error:
-        raise GpuError("zeusd is reached through httpx; run: pip install 'perseus-planner[zeusd]'") from error
+        raise GpuError(f"zeusd is reached through httpx; {how_to_install('zeusd')}") from error
     headers = _authorization(os.environ.get("ZEUSD_TOKEN", "").strip())
     socket, host_port = os.environ.get("ZEUSD_SOCK_PATH"), os.environ.get("ZEUSD_HOST_PORT")
     if host_port and not socket:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from perseus_planner.errors import InfeasibleGpus, PlannerError, UsageError
+from perseus_planner.errors import InfeasibleGpus, PlannerError, UsageError, how_to_install
 from perseus_planner.inference.pools import PUBLISHED, SAME, ChangeCosts, Pool, PoolPlan, gpus_by
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from perseus_planner.inference.cells import Cell, Configuration, InferenceProfile, RequestClass
     from perseus_planner.inference.workload import Load
 
-INSTALL = "install it with: pip install 'perseus-planner[inference]'"
+INSTALL = how_to_install("inference")
 _LIMIT_S = 20.0  #: of a solve; a plan that is not proved best by then says so by its gap
 _GAP = 1e-7  #: between a plan's energy and the bound, relative, at which it counts as best
 _SHARE_GAP = 1e-3  #: of the largest share of a load

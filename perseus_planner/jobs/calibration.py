@@ -14,6 +14,7 @@ from perseus_planner.jobs.regression import fit_terms
 from perseus_planner.jobs.settings import Correction, job_document, read_settings
 from perseus_planner.plans.replay import replay
 from perseus_planner.profiles.profiles import Profile, profile_document
+from perseus_planner.quantities import si
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -22,10 +23,10 @@ if TYPE_CHECKING:
     from perseus_planner.schedules.iteration import Iteration
 
 _KEY = "overhead_s"
-_LEAST = 0.5  #: of the replayed time; less was measured with another plan
 _DIGITS = 9  #: of seconds and factors, so that 0.1234 is not written as 0.12340000000000018
 _LATENCY, _FACTOR = "hop", "all"  #: terms beside the constant; others are kinds, such as "F": their factors less 1
 _SCALES = {_LATENCY: 1e-3, **dict.fromkeys((_FACTOR, *"FBIW"), 0.1)}  #: the latency as a part of an iteration
+_MOST_APART = 2.0  #: times as long or as short as the replay; beyond that, another plan or GPU was measured
 _LEAST_PLANS = 3
 
 
@@ -236,10 +237,11 @@ def _means(measured: Sequence[MeasuredPlan]) -> list[MeasuredPlan]:
 
 
 def _check_time(measured: MeasuredPlan, replayed_s: float) -> None:
-    if measured.time_s < _LEAST * replayed_s:
+    if not replayed_s / _MOST_APART <= measured.time_s <= _MOST_APART * replayed_s:
+        apart = "less than half of" if measured.time_s < replayed_s else "more than twice"
         raise UsageError(
-            f"{measured.source}: {measured.time_s:.6g} s is less than half of the {replayed_s:.6g} s of the replay; "
-            "give the mean time of an iteration with this plan"
+            f"{measured.source}: {si(measured.time_s, 's', 6)} is {apart} the {si(replayed_s, 's', 6)} of the replay; "
+            "give the mean time of an iteration with this plan, on the GPUs that were profiled"
         )
 
 

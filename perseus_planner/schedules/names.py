@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
-from perseus_planner.errors import ScheduleError, shown
+from perseus_planner.errors import ScheduleError, did_you_mean, shown
 from perseus_planner.schedules.interleaved import interleaved_1f1b, interleaved_zero_bubble, looped_bfs
 from perseus_planner.schedules.linear import gpipe, one_f_one_b, zb_h1
 from perseus_planner.schedules.v_shaped import dualpipe_v, zbv
@@ -112,7 +111,6 @@ def generate_for_stages(
 
 def _generator(name: str) -> Generator:
     if name not in NAMES:
-        near = difflib.get_close_matches(name, NAMES, n=1)
-        advice = f"did you mean {near[0]}?" if near else f"give one of {', '.join(NAMES)}"
+        advice = did_you_mean(name, NAMES) or f"give one of {', '.join(NAMES)}"
         raise ScheduleError(f"there is no schedule {shown(name)}; {advice}")
     return NAMES[name]

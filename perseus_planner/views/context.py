@@ -25,7 +25,7 @@ class Context:
         gpu: name of the GPU, or None if it is not known.
         control: what is set: "clock", "power-limit" or "observed".
         gpus_per_stage: number of GPUs of a stage.
-        blocking_power_w: power of a waiting stage, watts; one number for each stage if they differ.
+        blocking_power_w: power of a waiting stage, watts; one number for each stage if they differ; None if not known.
         overhead_s: calibrated overhead of an iteration, seconds.
         profile_digest: digest of the profile.
         stages: number of pipeline stages.
@@ -40,7 +40,7 @@ class Context:
     gpu: str | None
     control: str
     gpus_per_stage: int
-    blocking_power_w: float | tuple[float, ...]
+    blocking_power_w: float | tuple[float, ...] | None
     overhead_s: float
     profile_digest: str
     stages: int
@@ -163,8 +163,10 @@ def source_text(context: Context) -> str:
     return f"{origin_text(context.origin)}; blocking power {power_text(context.blocking_power_w)}.{included}"
 
 
-def power_text(power_w: float | tuple[float, ...]) -> str:
+def power_text(power_w: float | tuple[float, ...] | None) -> str:
     """Write the blocking power of a stage, or the range over stages that differ."""
+    if power_w is None:
+        return "not known"
     if not isinstance(power_w, tuple):
         return si(power_w, "W")
     return f"{si(min(power_w), 'W')} to {si(max(power_w), 'W')}"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from perseus_planner.errors import UsageError
+from perseus_planner.errors import UsageError, how_to_install
 from perseus_planner.files import replacing
 from perseus_planner.profiles.csv_file import unit_of
 from perseus_planner.views.gantt import NEVER, GanttChart, Lane
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from perseus_planner.profiles.profiles import Profile
     from perseus_planner.views.frontier import FrontierChart, IterationPoint
 
-INSTALL = "install it with: pip install 'perseus-planner[plot]'"
+INSTALL = how_to_install("plot")
 """What to do when matplotlib is missing."""
 # Keeps the time of day out of the file, so that equal input gives equal bytes.
 _METADATA: dict[str, dict[str, None]] = {"png": {}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}

@@ -9,7 +9,7 @@ from dataclasses import fields
 from functools import singledispatch
 from typing import TYPE_CHECKING, Any
 
-from perseus_planner.errors import UsageError
+from perseus_planner.errors import UsageError, how_to_install
 from perseus_planner.plans.plan import Plan
 from perseus_planner.plans.replay import replay
 from perseus_planner.profiles.csv_file import setting_of, word_of
@@ -150,6 +150,6 @@ def _pandas() -> Any:
     try:
         import pandas as pd
     except ImportError as error:
-        remedy = "install it with: pip install 'perseus-planner[frames]'"
+        remedy = how_to_install("frames")
         raise UsageError(f"to_frame() needs pandas, which is not installed; {remedy}") from error
     return pd

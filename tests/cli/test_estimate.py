@@ -188,7 +188,7 @@ REFUSED = {
     f"{GPT} --stages 4 -o absent/new.yaml": (
         "--output absent/new.yaml: there is no folder absent; make it, or name another"
     ),
-    f"{GPT} --stages 4 -o new.txt": "new.txt: a profile is saved as YAML with a CSV beside it; end the name with .yaml",
+    f"{GPT} --stages 4 -o new.txt": "--output new.txt: must end in .yaml or .yml; rename it",
 }
 
 

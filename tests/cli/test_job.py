@@ -143,18 +143,17 @@ REFUSED = {
     f"{SOLVE} --virtual-stages 2": "schedule 1f1b: has 1 stage per rank, not 2; leave virtual stages out",
     f"{SOLVE} --tensor-parallel 0": "tensor_parallel: 0 is not a whole number of at least 1",
     f"{SOLVE} --transfer soon": (
-        "--transfer: 'soon' is not a duration: write seconds of 0 or more, or a number with ms, s or min, such as 1.5ms"
+        "--transfer: 'soon' is not a duration: write seconds of 0 or more, or "
+        "a number with us, ms, s, m, h or d, such as 1.5ms"
     ),
     f"{SOLVE} --overhead=--5ms": (
-        "--overhead: '-5ms' is not a duration: write seconds, or a number with ms, s or min, such as 120ms"
+        "--overhead: '-5ms' is not a duration: write seconds, or a number with us, ms, s, m, h or d, such as 120ms"
     ),
     f"{SOLVE} --slow 3": "--slow: '3' is not a slow stage: write stage and slowdown, such as 3=1.15",
     f"{SOLVE} --slow 3=0": "--slow: '3=0' is not a slow stage: write stage and slowdown, such as 3=1.15",
     f"{SOLVE} --slow 3=1.1 --slow 3=1.2": "--slow: stage 3 is given twice; keep one",
     f"{SOLVE} --slow 4=1.1": "slow stage 4: does not exist; stages are 0 to 3",
-    "solve job.yaml -o job.yaml": "--output job.yaml: is the file that is read; name another",
-    "solve job.yaml -o four.yaml": "--output four.yaml: is the file that is read; name another",
-    f"{SOLVE} --schedule order.csv -o order.csv": "--output order.csv: is the file that is read; name another",
+    "solve job.yaml -o job.yaml": "--output job.yaml: must end in .npz; rename it",
     "solve bad.yaml -o new.npz": "bad.yaml, line 4: unknown key 'microbatchs'; did you mean 'microbatches'?",
 }  # fmt: skip
 

@@ -122,7 +122,8 @@ REFUSED = {
         "--power-budget cannot be given with several frontiers; give --deadline or --slowdown instead"
     ),
     f"{BOTH} --slowdown 1 --min-dwell=-1": (
-        "--min-dwell: '-1' is not a duration: write seconds of 0 or more, or a number with ms, s or min, such as 1.5ms"
+        "--min-dwell: '-1' is not a duration: write seconds of 0 or more, or "
+        "a number with us, ms, s, m, h or d, such as 1.5ms"
     ),
     f"{BOTH} --slowdown 1 --output fast.npz/plan.yaml": (
         "--output fast.npz/plan.yaml: there is no folder fast.npz; make it, or name another"

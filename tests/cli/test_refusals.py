@@ -21,7 +21,10 @@ TARGETS = "--deadline, --slowdown, --straggler-time, --least-energy, --power-bud
 # A later option of the same name wins over the one in PROFILE, SOLVE or PLAN.
 REFUSED = {
     f"{PROFILE} --gpu simulated:h100": (
-        "GPU 'simulated:h100': there is no simulated GPU 'h100'; choose one of: simulated:v100, simulated:a100-pcie, "
+        "GPU 'simulated:h100': there is no simulated GPU 'h100'; did you mean h100-sxm?"
+    ),
+    f"{PROFILE} --gpu simulated:p4": (
+        "GPU 'simulated:p4': there is no simulated GPU 'p4'; choose one of: simulated:v100, simulated:a100-pcie, "
         "simulated:a100-sxm, simulated:a40, simulated:l40s, simulated:h100-sxm, simulated:h200, simulated:b200"
     ),
     f"{PROFILE} --gpu nvml:0": (
@@ -43,9 +46,11 @@ REFUSED = {
         "--saving-within chooses what is measured, and --observe measures each row once; leave out one of them"
     ),
     f"{PROFILE} --saving-within 0": ("--saving-within: '0' is not a share: write a percentage above 0%, such as 0.3%"),
-    f"{PROFILE} --minutes 0": "minutes: 0.0 is not a number of minutes above 0, such as 30",
+    f"{PROFILE} --minutes 0": (
+        "--minutes: '0' is not a time limit: write minutes above 0, or a number with s, m, h or d, such as 30m"
+    ),
     f"{PROFILE} --window 0": (
-        "--window: '0' is not a duration: write seconds above 0, or a number with ms, s or min, such as 2.95s"
+        "--window: '0' is not a duration: write seconds above 0, or a number with us, ms, s, m, h or d, such as 2.95s"
     ),
     "profile --gpu simulated:a100-sxm -o new.yaml": "the number of pipeline stages is missing; give --stages S",
     "profile --gpu simulated:a100-sxm --stages 2": "the file to write is missing; give --output FILE",
@@ -54,7 +59,7 @@ REFUSED = {
         "nowhere.yaml, key 'profile' absent/p.yaml: there is no folder absent; make it, or name another"
     ),
     f"{PROFILE} --stages 0": "stages: 0 is not a whole number of at least 1",
-    f"{PROFILE} -o new.txt": "new.txt: a profile is saved as YAML with a CSV beside it; end the name with .yaml",
+    f"{PROFILE} -o new.txt": "--output new.txt: must end in .yaml or .yml; rename it",
     f"{PROFILE} -o absent/new.yaml": ("--output absent/new.yaml: there is no folder absent; make it, or name another"),
     SOLVE.replace("profile.yaml", "absent.yaml"): "absent.yaml: no such file; check the path",
     SOLVE.replace("profile.yaml", "profile.csv"): (
@@ -70,26 +75,28 @@ REFUSED = {
     f"{SOLVE} --blocking-power=-1": "--blocking-power: '-1' is not a power: write watts of 0 or more, such as 83.64",
     f"{SOLVE} -o absent/new.npz": "--output absent/new.npz: there is no folder absent; make it, or name another",
     f"{SOLVE} -o folder": "--output folder: is a folder; name a file in it",
-    f"{SOLVE} -o profile.yaml": "--output profile.yaml: is the file that is read; name another",
+    f"{SOLVE} -o profile.yaml": "--output profile.yaml: must end in .npz; rename it",
     PLAN: f"give exactly one of {TARGETS}; got none",
     f"{PLAN} --slowdown 1 --deadline 9s": f"give exactly one of {TARGETS}; got --deadline and --slowdown",
     f"{PLAN} --least-energy --slowdown 1": f"give exactly one of {TARGETS}; got --slowdown and --least-energy",
     f"{PLAN} --deadline 9parsecs": (
-        "--deadline: '9parsecs' is not a duration: write seconds above 0, or a number with ms, s or min, such as 2.95s"
+        "--deadline: '9parsecs' is not a duration: write seconds above 0, or "
+        "a number with us, ms, s, m, h or d, such as 2.95s"
     ),
-    f"{PLAN} --straggler-time 9h": (
-        "--straggler-time: '9h' is not a duration: write seconds above 0, or a number with ms, s or min, such as 2.95s"
+    f"{PLAN} --straggler-time 9y": (
+        "--straggler-time: '9y' is not a duration: write seconds above 0, or "
+        "a number with us, ms, s, m, h or d, such as 2.95s"
     ),
     f"{PLAN} --slowdown 5%": (
         "--slowdown: '5%' is not a slowdown: write a number above 0, where 1 is as fast as all clocks at maximum, "
         "such as 1.05"
     ),
-    f"{PLAN} --power-budget 5MW": (
-        "--power-budget: '5MW' is not a power: write watts above 0, or a number with W or kW, such as 5kW"
+    f"{PLAN} --power-budget 5GW": (
+        "--power-budget: '5GW' is not a power: write watts above 0, or a number with W, kW or MW, such as 5kW"
     ),
     f"{PLAN} --deadline 9s": "no plan finishes an iteration within 9 s: the fastest takes 15 s; ask for that or more",
     f"{PLAN} --slowdown 0.6": "no plan finishes an iteration within 9 s: the fastest takes 15 s; ask for that or more",
-    f"{PLAN} --least-energy -o frontier.npz": "--output frontier.npz: is the file that is read; name another",
+    f"{PLAN} --least-energy -o frontier.npz": "--output frontier.npz: must end in .yaml or .yml; rename it",
     f"{PLAN} --least-energy -o absent/new.yaml": (
         "--output absent/new.yaml: there is no folder absent; make it, or name another"
     ),

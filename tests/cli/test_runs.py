@@ -14,6 +14,7 @@ from strategies import smooth_profile
 
 from perseus_planner import Plan, Profile
 from perseus_planner.profiles.clock_changes import ClockChange
+from perseus_planner.quantities import si
 from perseus_planner.runs import Run
 from perseus_planner.runs.run import calibration_of
 from perseus_planner.runtime.controller.protocol import ControlChange
@@ -119,7 +120,7 @@ def test_a_run_of_which_no_iteration_was_kept_cannot_be_drawn_but_shown(plan: Pl
 def test_calibrate_takes_the_time_from_a_run(plan: Plan):
     slow = replace(plan, time_s=plan.time_s + 0.25)
     write_run(Path("run"), slow, 3)
-    found = json.loads(done("calibrate profile.yaml run --json"))
+    found = json.loads(done("calibrate profile.yaml run -o profile.yaml --json"))
     assert found["measured_s"] == calibration_of(Run.load("run")).time_s == pytest.approx(slow.time_s, abs=1e-6)
     assert Profile.load("profile.yaml").overhead_s == pytest.approx(0.25, abs=1e-6)
 
@@ -143,8 +144,8 @@ def test_what_a_run_cannot_calibrate_is_refused(plan: Plan):
         ),
         "calibrate profile.yaml empty": "empty: is empty; try again when an iteration by a plan has ended",
         "calibrate profile.yaml quick": (
-            f"quick: {quick.time_s:.6g} s is less than half of the {plan.time_s:.6g} s of the replay; "
-            "give the mean time of an iteration with this plan"
+            f"quick: {si(quick.time_s, 's', 6)} is less than half of the {plan.time_s:.6g} s of the replay; "
+            "give the mean time of an iteration with this plan, on the GPUs that were profiled"
         ),
         "calibrate profile.yaml other": (
             "profile.yaml: is not the profile that the plan was made from, which has the digest ffffffffffff; name the "

@@ -9,10 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from commands import done
 from fake_nvml import CUDA_SOURCE, UUIDS, StandIn, compiled
 
 from perseus_planner.errors import GpuError, GpuNotSupported
-from perseus_planner.gpu import open_gpu
+from perseus_planner.gpu import inspection, open_gpu
 
 DIGITS = [uuid.removeprefix("GPU-").replace("-", "") for uuid in UUIDS]
 INSTANCE = "f" * 32
@@ -43,11 +44,18 @@ def test_an_ordinal_is_mapped_by_uuid_where_the_orders_differ(nvml: StandIn, cud
     assert (nvml.locked_mhz(0), nvml.locked_mhz(1)) == (None, (1200, 1200))
 
 
+def test_doctor_shows_all_gpus_that_cuda_shows(nvml: StandIn, cuda, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(inspection, "_WATCH_S", 0.1)
+    cuda(DIGITS[1], DIGITS[0])
+    text = done("doctor cuda")
+    assert text.index(UUIDS[1]) < text.index(UUIDS[0])
+
+
 def test_the_loader_finds_the_cuda_driver(nvml: StandIn, cuda_library: Path):
     environment = nvml.environment()
     environment["LD_LIBRARY_PATH"] = f"{cuda_library.parent}:{environment['LD_LIBRARY_PATH']}"
     environment["FAKE_CUDA_UUIDS"] = DIGITS[1]
-    script = "from perseus_planner.gpu import open_gpu\nwith open_gpu('cuda:0') as gpu: print(gpu.text)"
+    script = "from perseus_planner.gpu import inspection, open_gpu\nwith open_gpu('cuda:0') as gpu: print(gpu.text)"
     run = subprocess.run(
         [sys.executable, "-c", script], cwd="/", env=environment, capture_output=True, text=True, check=True
     )
@@ -87,7 +95,7 @@ def test_an_ordinal_that_cuda_does_not_show_is_refused(nvml: StandIn, cuda, monk
         pass
 
 
-@pytest.mark.parametrize("which", ["", "x", "-1", "GPU-1", "0,1", "9" * 5000])
+@pytest.mark.parametrize("which", ["x", "-1", "GPU-1", "0,1", "9" * 5000])
 def test_what_is_no_ordinal_is_refused(which: str):
     with pytest.raises(GpuError, match="is not a CUDA ordinal; write cuda:0"), open_gpu(f"cuda:{which}"):
         pass

@@ -94,7 +94,8 @@ FAULTS = "not-permitted, not-supported:energy, lost@30s, lost@200calls, throttle
 @pytest.mark.parametrize(
     ("which", "wrong"),
     [
-        ("a100", f"there is no simulated GPU 'a100'; choose one of: {KNOWN}"),
+        ("a100", "there is no simulated GPU 'a100'; did you mean a100-pcie or a100-sxm?"),
+        ("p4", f"there is no simulated GPU 'p4'; choose one of: {KNOWN}"),
         ("", f"there is no simulated GPU ''; choose one of: {KNOWN}"),
         (
             "v100?speed=3",
@@ -111,13 +112,13 @@ FAULTS = "not-permitted, not-supported:energy, lost@30s, lost@200calls, throttle
         ("v100?drift=-1", "'-1' is not a multiple of the drift: write a number from 0 to 3, such as 0"),
         (
             "v100?step=1 week",
-            "time: '1 week' is not a duration: write seconds, or a number with ms, s or min, such as 120ms",
+            "time: '1 week' is not a duration: write seconds, or a number with us, ms, s, m, h or d, such as 120ms",
         ),
         ("v100?fault=fire", f"fault 'fire' is unknown; write one of: {FAULTS}"),
         ("v100?fault=lost", f"fault 'lost' is unknown; write one of: {FAULTS}"),
         (
             "v100?fault=lost@soon",
-            "time: 'soon' is not a duration: write seconds, or a number with ms, s or min, such as 120ms",
+            "time: 'soon' is not a duration: write seconds, or a number with us, ms, s, m, h or d, such as 120ms",
         ),
         (
             "v100?fault=throttled@60s-30s",

@@ -15,7 +15,7 @@ import pytest
 from fake_nvml import PCI, UUIDS, StandIn, nvml, nvml_library  # noqa: F401  # fixtures
 from fake_zeusd import INVALID, LOST, NOT_PERMITTED, NOT_SUPPORTED, Answer, FakeZeusd, KeptGpu, Request, token
 
-from perseus_planner.errors import GpuError, GpuLost, GpuNotPermitted, GpuNotSupported
+from perseus_planner.errors import GpuError, GpuLost, GpuNotPermitted, GpuNotSupported, how_to_install
 from perseus_planner.gpu import open_gpu
 from perseus_planner.gpu import zeusd as zeusd_module
 from perseus_planner.gpu.zeusd import pci_address
@@ -454,4 +454,4 @@ def test_without_httpx_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "httpx", None)
     with pytest.raises(GpuError) as error:
         zeusd_module.connect()
-    assert str(error.value) == "zeusd is reached through httpx; run: pip install 'perseus-planner[zeusd]'"
+    assert str(error.value) == f"zeusd is reached through httpx; {how_to_install('zeusd')}"

@@ -213,4 +213,4 @@ def test_without_torch_the_error_says_what_to_install(monkeypatch: pytest.Monkey
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(UsageError) as error:
         profile_stages("own:build_stage", QUIET, 2)
-    assert str(error.value) == "stages are torch modules: pip install 'perseus-planner[torch]'"
+    assert str(error.value) == "stages are torch modules: run `pip install '.[torch]'` in your clone of perseus-planner"

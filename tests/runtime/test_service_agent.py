@@ -397,8 +397,8 @@ def test_a_rank_without_the_packages_of_a_service_says_what_to_install(monkeypat
     with pytest.raises(UsageError) as refused:
         session._service_link(("http://127.0.0.1:1", "gpt3", "frontier.npz", None), None, None)
     assert str(refused.value) == (
-        "service='http://127.0.0.1:1' needs perseus_planner.service.client.client, which is not installed; run "
-        "`pip install 'perseus-planner[service]'` on every rank"
+        "service='http://127.0.0.1:1' needs perseus_planner.service.client.client, which is not installed; "
+        "run `pip install '.[service]'` in your clone of perseus-planner on every rank"
     )
 
 

@@ -18,7 +18,7 @@ from made_runs import any_plan, write_run
 from strategies import fixed, graphs, profiles, smooth_profile
 
 from perseus_planner import Frontier, Plan, Profile, schedules, solve, solve_dag
-from perseus_planner.errors import UsageError
+from perseus_planner.errors import UsageError, how_to_install
 from perseus_planner.plans.replay import replay
 from perseus_planner.profiles.measurement import Evidence, Measurement
 from perseus_planner.runs import Run
@@ -133,7 +133,7 @@ def test_without_matplotlib_the_table_stays_and_says_how_to_install_it(plan: Pla
     seen = ParsedHtml(plan._repr_html_())
     assert "img" not in seen.tags
     assert len(seen.rows) == 4
-    assert "A figure needs matplotlib; install it with: pip install 'perseus-planner[plot]'" in seen.words
+    assert "A figure needs matplotlib; run `pip install '.[plot]'` in your clone of perseus-planner" in seen.words
 
 
 @given(graphs(12))
@@ -258,6 +258,4 @@ def test_without_pandas_the_refusal_says_how_to_install_it(
     for frame in frames:
         with pytest.raises(UsageError) as refused:
             frame()
-        assert str(refused.value) == (
-            "to_frame() needs pandas, which is not installed; install it with: pip install 'perseus-planner[frames]'"
-        )
+        assert str(refused.value) == (f"to_frame() needs pandas, which is not installed; {how_to_install('frames')}")

@@ -154,7 +154,7 @@ def test_without_matplotlib_the_refusal_says_how_to_install_it(monkeypatch: pyte
     with pytest.raises(UsageError) as refusal:
         check_figure_path(Path("plan.png"), "--plot")
     assert str(refusal.value) == (
-        "--plot needs matplotlib, which is not installed; install it with: pip install 'perseus-planner[plot]'"
+        "--plot needs matplotlib, which is not installed; run `pip install '.[plot]'` in your clone of perseus-planner"
     )
 
 

@@ -10,9 +10,9 @@ import threading
 from contextlib import redirect_stdout, suppress
 from typing import Any
 
-from perseus_planner.errors import GpuError, GpuLost, GpuNotPermitted, GpuNotSupported
+from perseus_planner.errors import GpuError, GpuLost, GpuNotPermitted, GpuNotSupported, how_to_install
 
-_INSTALL = "run `pip install 'perseus-planner[amd]'`"
+_INSTALL = how_to_install("amd")
 _LIBRARY = (
     "libamd_smi.so comes with ROCm (package amd-smi-lib): install that, or name ROCm's folder in ROCM_PATH; in a "
     "container, pass /dev/kfd and /dev/dri on; without an AMD GPU, use nvml: or simulated:"

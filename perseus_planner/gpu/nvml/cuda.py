@@ -27,6 +27,8 @@ def open_cuda(which: str) -> NvmlGpu:
         GpuError: If there is no CUDA driver or no such ordinal, or NVML cannot open the GPU.
         GpuNotSupported: If the CUDA device is a MIG instance.
     """
+    if not which:
+        raise GpuError("cuda: the number of the GPU is missing; write cuda:0, or run `planner doctor cuda` to see all")
     if not re.fullmatch("[0-9]{1,4}", which):
         raise GpuError(f"cuda:{which}: {which!r} is not a CUDA ordinal; write cuda:0, or nvml: and a UUID")
     device = _uuid(int(which))
@@ -45,18 +47,32 @@ def open_cuda(which: str) -> NvmlGpu:
     return gpu
 
 
+def count_devices() -> int:
+    """Return how many CUDA devices this process sees.
+
+    Raises:
+        GpuError: If there is no CUDA driver, or no device.
+    """
+    count = _count(_driver(), "cuda")
+    if count == 0:
+        raise GpuError(f"cuda: CUDA shows no GPU here{_visible_devices()}; see `planner doctor`")
+    return count
+
+
+def _count(driver: Any, who: str) -> int:
+    count, code = ctypes.c_int(), driver.cuInit(0)
+    if code != _NO_DEVICE:
+        _check(code, who, "cuInit")
+        _check(driver.cuDeviceGetCount(ctypes.byref(count)), who, "cuDeviceGetCount")
+    return count.value
+
+
 def _uuid(ordinal: int) -> uuid.UUID:
     """Return the UUID of a CUDA device."""
     driver = _driver()
-    count, device, raw = ctypes.c_int(), ctypes.c_int(), (ctypes.c_ubyte * 16)()
-    code = driver.cuInit(0)
-    if code != _NO_DEVICE:
-        _check(code, f"cuda:{ordinal}", "cuInit")
-        _check(driver.cuDeviceGetCount(ctypes.byref(count)), f"cuda:{ordinal}", "cuDeviceGetCount")
-    if ordinal >= count.value:
-        raise GpuError(
-            f"cuda:{ordinal}: CUDA shows {_listed(count.value)} here{_visible_devices()}; see `planner doctor`"
-        )
+    device, raw, count = ctypes.c_int(), (ctypes.c_ubyte * 16)(), _count(driver, f"cuda:{ordinal}")
+    if ordinal >= count:
+        raise GpuError(f"cuda:{ordinal}: CUDA shows {_listed(count)} here{_visible_devices()}; see `planner doctor`")
     _check(driver.cuDeviceGet(ctypes.byref(device), ordinal), f"cuda:{ordinal}", "cuDeviceGet")
     # The newer function returns a separate UUID for a MIG instance.
     name = "cuDeviceGetUuid_v2" if hasattr(driver, "cuDeviceGetUuid_v2") else "cuDeviceGetUuid"

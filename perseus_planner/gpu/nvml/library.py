@@ -11,14 +11,14 @@ import threading
 from contextlib import suppress
 from typing import Any
 
-from perseus_planner.errors import GpuError, GpuLost, GpuNotPermitted, GpuNotSupported
+from perseus_planner.errors import GpuError, GpuLost, GpuNotPermitted, GpuNotSupported, how_to_install
 
 LIBRARY_NOT_FOUND = 12
 """Return code if libnvidia-ml.so.1 cannot be loaded."""
 
 _FUNCTION_NOT_FOUND = 13
 
-_INSTALL = "run `pip install 'perseus-planner[nvml]'`"
+_INSTALL = how_to_install("nvml")
 
 _CONTAINER = "in a container, start it with the NVIDIA runtime (`docker run --gpus all`)"
 

@@ -24,7 +24,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from perseus_planner.errors import GpuError, GpuLost
+from perseus_planner.errors import GpuError, GpuLost, did_you_mean
 from perseus_planner.gpu.simulated.catalog import CATALOG
 from perseus_planner.gpu.simulated.chip import SETTLE_S, Chip
 from perseus_planner.gpu.simulated.gpu import SimulationBase
@@ -277,7 +277,8 @@ def open_emulated(which: str) -> EmulatedGpu:
     name, _, number = path.partition("/")
     if name not in CATALOG:
         known = ", ".join(f"emulated:{known}/0" for known in CATALOG)
-        raise GpuError(f"GPU 'emulated:{which}': there is no GPU {name!r}; choose one of: {known}")
+        advice = did_you_mean(name, CATALOG) or f"choose one of: {known}"
+        raise GpuError(f"GPU 'emulated:{which}': there is no GPU {name!r}; {advice}")
     if not re.fullmatch("[0-9]{1,4}", number):
         raise GpuError(f"GPU 'emulated:{which}': the number is missing; write one, such as emulated:{name}/0")
     try:

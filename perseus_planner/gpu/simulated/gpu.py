@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from perseus_planner import __version__
-from perseus_planner.errors import GpuError, GpuLost, GpuNotPermitted, GpuNotSupported
+from perseus_planner.errors import GpuError, GpuLost, GpuNotPermitted, GpuNotSupported, did_you_mean
 from perseus_planner.gpu.protocol import ClosedOnExit, check_clock, check_power_limit
 from perseus_planner.gpu.simulated.catalog import CATALOG
 from perseus_planner.gpu.simulated.chip import LOST, Chip
@@ -340,7 +340,8 @@ def open_simulated(which: str) -> SimulatedGpu:
     name, _, options = which.partition("?")
     if name not in CATALOG:
         known = ", ".join(f"simulated:{known}" for known in CATALOG)
-        raise GpuError(f"GPU 'simulated:{which}': there is no simulated GPU {name!r}; choose one of: {known}")
+        advice = did_you_mean(name, CATALOG) or f"choose one of: {known}"
+        raise GpuError(f"GPU 'simulated:{which}': there is no simulated GPU {name!r}; {advice}")
     try:
         seed, parsed = parse_options(options)
     except GpuError as error:

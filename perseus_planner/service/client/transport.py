@@ -8,7 +8,7 @@ import ssl
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-from perseus_planner.errors import PlanError, ServiceAway, ServiceRefusal, UsageError, one_line
+from perseus_planner.errors import PlanError, ServiceAway, ServiceRefusal, UsageError, how_to_install, one_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -128,7 +128,7 @@ def _connected(address: str, token: str, timeout_s: float) -> httpx.Client:
     try:
         import httpx
     except ImportError as error:
-        raise UsageError("the client needs httpx; run: pip install 'perseus-planner[service]'") from error
+        raise UsageError(f"the client needs httpx; {how_to_install('service')}") from error
     if not re.fullmatch(r"[!-~]*", token):
         raise UsageError(
             f"{TOKEN_VARIABLE} holds a blank or a letter that is not ASCII, which tokens do not have; set it again"

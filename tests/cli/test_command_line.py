@@ -1,0 +1,135 @@
+"""What all commands share: sections of the help, endings of files, questions for misspelled names, completion."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from pathlib import Path
+
+import pytest
+from click.shell_completion import BashComplete
+from commands import done, refusal
+from strategies import smooth_profile
+
+from perseus_planner import Frontier, Plan, Profile
+from perseus_planner.cli import main
+from perseus_planner.errors import did_you_mean, how_to_install
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(autouse=True)
+def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PLANNER_STATE_DIR", str(tmp_path / "state"))
+
+
+def test_every_command_is_in_one_section_of_the_help_with_its_whole_summary():
+    names = [name for section in main.sections.values() for name in section]
+    assert sorted(names) == sorted(main.commands)
+    text = done("--help")
+    assert re.findall(r"^(\w+):$", text, re.MULTILINE) == ["Options", *main.sections]
+    assert "..." not in text.partition("Options:")[2]
+
+
+@pytest.mark.parametrize(
+    ("text", "question"),
+    [
+        ("1F1B", "did you mean 1f1b?"),
+        ("inter", "did you mean interleaved-1f1b or interleaved-zb?"),
+        ("zb", "did you mean zb-h1?"),
+        ("gipe", "did you mean gpipe?"),
+        ("nothing", None),
+        ("", None),
+    ],
+)
+def test_a_name_that_differs_by_case_an_end_or_a_letter_is_asked_for(text: str, question: str | None):
+    assert did_you_mean(text, ("gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "interleaved-zb")) == question
+
+
+@pytest.mark.parametrize(
+    ("command", "end"),
+    [
+        ("slove profile.yaml", "Error: No such command 'slove'; did you mean solve?\n"),
+        (
+            "estimate --model GPT3-1.3B --gpu a40 --stages 4 -o e.yaml",
+            "Error: model 'GPT3-1.3B': there is no such model; did you mean gpt3-1.3b?\n",
+        ),
+        (
+            "profile --gpu simulated:A100 --stages 2 -o p.yaml",
+            "Error: GPU 'simulated:A100': there is no simulated GPU 'A100'; did you mean a100-pcie or a100-sxm?\n",
+        ),
+        (
+            "profile --gpu simulated:a40 --stages 2 -o p.txt",
+            "Error: --output p.txt: must end in .yaml or .yml; rename it\n",
+        ),
+        ("solve p.yaml -o f.yaml", "Error: --output f.yaml: must end in .npz; rename it\n"),
+        ("report p.yaml -o r.pdf", "Error: --output r.pdf: must end in .html or .htm; rename it\n"),
+        (
+            "doctor cuda:",
+            "Error: cuda: the number of the GPU is missing; write cuda:0, or run `planner doctor cuda` to see all\n",
+        ),
+    ],
+)
+def test_what_is_nearly_right_is_refused_with_what_is_right(command: str, end: str):
+    code, out, error = refusal(command)
+    assert (code, out) == (2, "")
+    assert error.endswith(end)
+
+
+def test_the_table_of_a_profile_is_shown_with_the_power_beside_it_or_without():
+    smooth_profile(2).save("profile.yaml")
+    assert done("show profile.csv") == done("show profile.yaml")
+    Path("profile.yaml").rename("elsewhere.txt")
+    assert "; blocking power not known\n" in done("show profile.csv")
+    assert json.loads(done("show profile.csv --json"))["context"]["blocking_power_w"] is None
+
+
+def test_a_job_file_alone_is_profiled_solved_and_planned():
+    Path("job.yaml").write_text(
+        "format: perseus-planner/job\nversion: 1\ngpu: simulated:a100-sxm\nstages: 2\nprofile: measured.yaml\n"
+        "schedule: 1f1b\nmicrobatches: 4\n"
+    )
+    assert done("job.yaml").endswith("train with planner_runtime(engine, plan='plan.yaml')\n")
+    frontier = Frontier.load("frontier.npz")
+    assert frontier.profile.digest == Profile.load("measured.yaml").digest
+    assert Plan.load("plan.yaml") == frontier.plan_for(frontier.baseline_time_s)
+    before = Path("measured.yaml").stat().st_mtime_ns
+    said = done("job.yaml --slowdown 1.1 --max-changes 2")
+    assert said.startswith("measured.yaml is there; remove it to measure again\n")
+    assert Path("measured.yaml").stat().st_mtime_ns == before
+    assert Plan.load("plan.yaml") == frontier.plan_for(1.1 * frontier.baseline_time_s, max_changes=2)
+
+
+@pytest.mark.parametrize(
+    ("words", "last", "found"),
+    [
+        (["solve", "--schedule"], "interleaved", ["interleaved-1f1b", "interleaved-zb"]),
+        (["estimate", "--model"], "llama3-8", ["llama3-8b"]),
+        (["explore", "gpt3-1.3b", "--gpu"], "h1", ["h100-sxm"]),
+        (["profile", "--gpu"], "simulated:a4", ["simulated:a40"]),
+    ],
+)
+def test_values_are_completed(words: list[str], last: str, found: list[str]):
+    completions = BashComplete(main, {}, "planner", "_PLANNER_COMPLETE").get_completions(words, last)
+    assert [each.value for each in completions] == found
+
+
+def test_only_extras_that_exist_are_named_to_install():
+    pyproject = (ROOT / "pyproject.toml").read_text()
+    extras = re.findall(r"^([a-z]+) = \[", pyproject.partition("[project.optional-dependencies]")[2], re.MULTILINE)
+    named = set()
+    for file in (
+        path for folder in ("perseus_planner", "profiler", "runtime") for path in (ROOT / folder).rglob("*.py")
+    ):
+        text = file.read_text()
+        assert "pip install" not in text or file.name == "errors.py", file
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "how_to_install":
+                (argument,) = node.args
+                assert isinstance(argument, ast.Constant)
+                named.add(argument.value)
+    assert named
+    assert named <= set(extras)
+    assert how_to_install("plot") == "run `pip install '.[plot]'` in your clone of perseus-planner"
