@@ -19,8 +19,6 @@ from perseus_planner.estimate.candidates import Candidate, Choices, candidates
 from perseus_planner.estimate.curves import Curve, CurveMaker
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from numpy.typing import NDArray
 
     from perseus_planner.estimate.system import System
@@ -142,8 +140,6 @@ def explore(
     system: System,
     choices: Choices,
     objective: Objective | None = None,
-    *,
-    progress: Callable[[int], None] | None = None,
 ) -> Exploration:
     """Return the best configurations and the frontier of all.
 
@@ -152,7 +148,6 @@ def explore(
         system: The GPUs and their links.
         choices: What may be chosen.
         objective: What is best; the fastest if None.
-        progress: Called with the number of exact curves from time to time.
 
     Raises:
         UsageError: If no configuration uses the GPUs, fits in memory, or meets the objective; names what would.
@@ -164,7 +159,7 @@ def explore(
     grid_s = np.geomspace(float(least_s.min()), slowest_s, _GRID)
     bounds_j = np.array([maker.bound(each, grid_s)[1] for each in found])
     search = _Search(found, maker, objective, grid_s, least_s, bounds_j)
-    search.run(progress)
+    search.run()
     if not search.first():
         raise UsageError(_out_of_reach(objective, search))
     solved, gap = len(search.curves), search.gap()
@@ -194,7 +189,7 @@ class _Search:
             for least, row in zip(least_s.tolist(), bounds_j, strict=True)
         ]
 
-    def run(self, progress: Callable[[int], None] | None) -> None:
+    def run(self) -> None:
         """Compute exact curves until no bound is below what was found."""
         computed = 0
         while computed < _MOST_COMPUTATIONS:
@@ -206,8 +201,6 @@ class _Search:
             at_grid_j = np.interp(self.grid_s, curve.times_s, curve.energies_j, left=np.inf)
             # Slower than its least energy a job waits, or runs at its least energy: it does the latter.
             self.envelope_j = np.minimum(self.envelope_j, np.minimum.accumulate(at_grid_j))
-            if progress is not None:
-                progress(len(self.curves))
 
     def solve_again(self, maker: CurveMaker) -> None:
         """Compute the curves of the first and of the frontier once more by `maker`, and forget the others."""

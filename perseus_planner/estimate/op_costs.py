@@ -18,12 +18,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from perseus_planner.errors import UsageError, shown
 from perseus_planner.estimate.kernel_times import layer_times
 from perseus_planner.estimate.operations import (
-    Operations,
+    Exchange,
+    Operation,
     Pass,
     Product,
     embedding_operations,
@@ -35,10 +36,12 @@ from perseus_planner.gpu.simulated.model import OpCost
 from perseus_planner.quantities import TIME
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from perseus_planner.estimate.system import System
     from perseus_planner.gpu.simulated.model import Load
+
+_Sum = TypeVar("_Sum", OpCost, float)
 
 KINDS = ("F", "B", "I", "W")
 """The kinds of computations of a stage, in the order of a profile."""
@@ -102,16 +105,7 @@ def stage_op_costs(transformer: Transformer, stages: int | Sequence[int]) -> lis
     Raises:
         UsageError: If the layers cannot be split in this way.
     """
-    split = check_split(transformer, stages)
-    layer, costs = _costs(layer_operations(transformer)), []
-    for stage, layers in enumerate(split):
-        parts = {kind: layer[kind] * layers for kind in "FIW"}
-        if stage == 0:
-            parts = _added(parts, _costs(embedding_operations(transformer)))
-        if stage == len(split) - 1:
-            parts = _added(parts, _costs(head_operations(transformer)))
-        costs.append({**parts, "B": parts["I"] + parts["W"]})
-    return costs
+    return _by_stage(transformer, stages, _cost)
 
 
 def stage_traffic(transformer: Transformer, stages: int | Sequence[int]) -> list[dict[str, float]]:
@@ -119,31 +113,37 @@ def stage_traffic(transformer: Transformer, stages: int | Sequence[int]) -> list
 
     A layer of Megatron sums its output over the group twice in the forward, and the gradient of its input twice in the
     backward (Narayanan et al., section 2.3); embedding and head do so once. A ring sends 2 (t - 1) / t of the summed
-    tensor. With sequence parallelism the volume is the same (Korthikanti et al., section 4.2.2).
+    tensor. Sequence parallelism gathers once more in the backward (Korthikanti et al., section 4.2.2).
 
     Raises:
         UsageError: If the layers cannot be split in this way.
     """
-    split, degree = check_split(transformer, stages), transformer.tensor_degree
-    one = 2 * (degree - 1) / degree * transformer.tokens * transformer.hidden * transformer.element_bytes
-    again = 2 if transformer.recomputation == "full" else 0
-    traffic = []
+    degree = transformer.tensor_degree
+
+    def sent(operations: Iterable[Operation]) -> float:
+        return sum(2 * (degree - 1) / degree * one.bytes * one.sums for one in operations if isinstance(one, Exchange))
+
+    return _by_stage(transformer, stages, sent)
+
+
+def _by_stage(
+    transformer: Transformer, stages: int | Sequence[int], measure: Callable[[Iterable[Operation]], _Sum]
+) -> list[dict[str, _Sum]]:
+    """Return the sum over the operations of each kind on each stage."""
+    split = check_split(transformer, stages)
+    layer, embedding, head = (
+        {kind: measure(some) for kind, some in operations(transformer).items()}
+        for operations in (layer_operations, embedding_operations, head_operations)
+    )
+    found = []
     for stage, layers in enumerate(split):
-        forward = one * (2 * layers + (stage == 0))
-        backward = one * ((2 + again) * layers + (stage == len(split) - 1))
-        traffic.append({"F": forward, "B": backward, "I": backward, "W": 0.0})
-    return traffic
+        parts = {kind: layer[kind] * layers for kind in "FIW"}
+        for there, more in ((stage == 0, embedding), (stage == len(split) - 1, head)):
+            parts = {kind: parts[kind] + more[kind] for kind in "FIW"} if there else parts
+        found.append({**parts, "B": parts["I"] + parts["W"]})
+    return found
 
 
-def _costs(operations: Operations) -> dict[str, OpCost]:
-    return {
-        kind: OpCost(
-            sum(each.flops for each in some if isinstance(each, Product)),
-            sum(each.bytes for each in some if isinstance(each, Pass)),
-        )
-        for kind, some in operations.items()
-    }
-
-
-def _added(parts: Mapping[str, OpCost], more: Mapping[str, OpCost]) -> dict[str, OpCost]:
-    return {kind: cost + more[kind] for kind, cost in parts.items()}
+def _cost(operations: Iterable[Operation]) -> OpCost:
+    flops = sum(each.flops for each in operations if isinstance(each, Product))
+    return OpCost(flops, sum(each.bytes for each in operations if isinstance(each, Pass)))
