@@ -84,7 +84,7 @@ class OnTimePlanner:
             planner = self._planner(margin, free=free)
             try:
                 planner.curve.check_deadline(within_s)
-                plan = planner.plan(within_s, *budget) if polished else planner.unpolished_plan(within_s)
+                plan = planner.plan(within_s, *budget) if polished else planner.quick_plan(within_s, polished=False)
             except InfeasibleDeadline:
                 return None
             return self._replayed(plan, margin, free=free)

@@ -178,9 +178,13 @@ class Planner:
     def _effective_j(self, plan: Plan) -> float:
         return plan.energy_j - self.dag.waiting_w * plan.time_s
 
-    def unpolished_plan(self, deadline_s: float) -> Plan:
-        """Return a plan without a switch budget, at a fraction of the effort of `plan`; clock changes cost nothing."""
-        return self.plan_of(self._clocks(self._round(deadline_s)), deadline_s)
+    def quick_plan(self, deadline_s: float, *, polished: bool) -> Plan:
+        """Return a plan without a switch budget or a bound, at a fraction of the effort of `plan`.
+
+        Clock changes cost nothing. Polishing it is the larger part of the effort.
+        """
+        clocks = self._unlimited_clocks(deadline_s) if polished else self._clocks(self._round(deadline_s))
+        return self.plan_of(clocks, deadline_s)
 
     def _unlimited_clocks(self, deadline_s: float) -> list[int]:
         """Return the clock of each computation of `dag.computations`, MHz, without a switch budget."""

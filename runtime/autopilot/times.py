@@ -21,7 +21,7 @@ _BENDS, _STEPS = (0.01, 0.03, 0.1), (0.0007, 0.002, 0.005, 0.015, 0.05, 0.15)  #
 _SLOPE, _SLOPE_DOUBT, _OWN_SLOPE = 0.6, 0.4, 0.1  #: of log time over log clock: expected, its doubt, and between stages
 _OWN = 0.4  #: how much of bends and steps is a stage's own
 _ENOUGH = 12  #: measured rows of a kind from which the process is trusted to bound others
-_OVER = 0.02  #: how far over the physical bound a measured row may be for the process to be trusted
+_OVER = 0.05  #: how far over the physical bound a measured row may be for the process to be trusted
 _DOUBT, _FADING = 0.3, 10.0  #: how far over the physical bound a row may be before any is known, and after how many
 
 
