@@ -32,6 +32,7 @@ import plan_times
 import power_cap
 import references
 import service_load
+import serving_pools
 import sweep_quality
 import switch_budgets
 import unlike_stages
@@ -66,6 +67,7 @@ SECTIONS: dict[int, Callable[[Size], Section]] = {
     24: iteration_times.measure,
     25: power_cap.measure,
     26: explorations.measure,
+    27: serving_pools.measure,
     inference_caps.NUMBER: inference_caps.measure,
 }
 _RESULTS = Path(__file__).resolve().parent / "results"

@@ -24,7 +24,7 @@ def benchmarks(*arguments: str, data: Path) -> subprocess.CompletedProcess[str]:
 # Number 17 checks times, which hold only on an idle machine.
 @pytest.mark.parametrize(
     "numbers",
-    [range(1, 6), range(6, 12), range(12, 17), [18], [19, 20], [21], [22], [24, 25, 26]],
+    [range(1, 6), range(6, 12), range(12, 17), [18], [19, 20], [21], [22], [24, 25, 26, 27]],
     ids=["planning", "comparisons", "training", "service", "noise", "budgets", "autopilot", "estimates"],
 )
 def test_a_smoke_run_passes_every_check(numbers: Sequence[int], measured_data: Path, tmp_path: Path):
