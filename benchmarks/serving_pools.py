@@ -59,9 +59,9 @@ def measure(size: Size) -> Section:
     return Section(
         number=27,
         title="Pools for inference",
-        how="*Replayed* from the published energies of Llama2-70B on H100 (DynamoLLM, table I, one load) and Azure's trace "
-        "of a coding service of 2023. Planned once: one period, no changes. Replayed: instances every 30 minutes, tensor "
-        "degrees every 5, clocks every 5 seconds; a pool's load is averaged over a minute.",
+        how="*Replayed* from the published energies of Llama2-70B on H100 (DynamoLLM, table I, one load) and Azure's "
+        "trace of a coding service of 2023. Planned once: one period, no changes. Replayed: instances every 30 "
+        "minutes, tensor degrees every 5, clocks every 5 seconds; a pool's load is averaged over a minute.",
         tables=[Table(_ROWS, rows), Table(_REPLAYS, replays), Table(_TIMES, times)],
         checks=checks,
         notes=[

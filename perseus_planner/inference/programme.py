@@ -16,8 +16,12 @@ that leaves an instance over.
 
 from __future__ import annotations
 
+import ctypes
 import math
+import os
+import sys
 from collections import defaultdict
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -26,7 +30,7 @@ from perseus_planner.errors import InfeasibleGpus, PlannerError, UsageError, how
 from perseus_planner.inference.pools import PUBLISHED, SAME, ChangeCosts, Pool, PoolPlan, gpus_by
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Collection, Iterator, Mapping, Sequence
 
     import numpy.typing as npt
 
@@ -127,14 +131,15 @@ class _Model:
             for at in profile.configurations:
                 self._add_pool(profile, longest, at, only)
         for of, load in self.demand.items():
-            row = {entry.column: entry.cell.tokens_per_s for entry in self.entries if entry.of == of}
-            if not row:
+            most = max((entry.cell.tokens_per_s for entry in self.entries if entry.of == of), default=0.0)
+            if not most:
                 among = "" if only is None else " of those allowed"
                 raise UsageError(
                     f"class {of.name}: no configuration{among} meets its latency objective; measure a higher clock or "
                     "tensor degree, or loosen the objective"
                 )
-            self._rows.append(({**row, self.share: -load.tokens_per_s}, 0.0, 0.0))
+            row = {entry.column: entry.cell.tokens_per_s / most for entry in self.entries if entry.of == of}
+            self._rows.append(({**row, self.share: -load.tokens_per_s / most}, 0.0, 0.0))
         if before is not None:
             self._add_changes(before)
 
@@ -199,13 +204,15 @@ class _Model:
         scale = max([abs(value) for value in objective.values()], default=0.0) or 1.0
         weights = np.zeros(len(self._columns))
         weights[list(objective)] = [value / scale for value in objective.values()]
-        found = milp(
-            weights,
-            integrality=np.array(integer, float),
-            bounds=Bounds(least, most),
-            constraints=LinearConstraint(matrix, [row[1] for row in rows], [row[2] for row in rows]),
-            options={"mip_rel_gap": gap, "time_limit": _LIMIT_S},
-        )
+        limits = LinearConstraint(matrix, [row[1] for row in rows], [row[2] for row in rows])
+        with _without_output():
+            found = milp(
+                weights,
+                integrality=np.array(integer, float),
+                bounds=Bounds(least, most),
+                constraints=limits,
+                options={"mip_rel_gap": gap, "time_limit": _LIMIT_S},
+            )
         if found.x is None:
             if found.status == 2:  # infeasible
                 return None
@@ -230,6 +237,26 @@ class _Model:
         change_j = 0.0 if self.before is None else self.costs.between(self.before, pools)
         energy_j = power_w * self.period_s + change_j
         return PoolPlan(pools, power_w, change_j, energy_j, min(answer.bound, energy_j))
+
+
+@contextmanager
+def _without_output() -> Iterator[None]:
+    """Drop what C code prints: releases of HiGHS print a line of their own now and then, into what may be JSON."""
+    if sys.stdout is None:  # closed by the shell
+        yield
+        return
+    flush = ctypes.CDLL(None).fflush
+    sys.stdout.flush()
+    flush(None)
+    kept, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    try:
+        yield
+    finally:
+        flush(None)
+        os.dup2(kept, 1)
+        os.close(kept)
+        os.close(nowhere)
 
 
 def _joined(found: list[tuple[RequestClass, Configuration, float, dict[RequestClass, float]]]) -> tuple[Pool, ...]:
