@@ -142,7 +142,7 @@ def _times(profile: InferenceProfile, trace: Trace, size: Size) -> list[dict[str
     ((_, _, demand),) = periods_of(trace, profile, 7200.0)
     rows = []
     for times in (1, 10, 100, 1000) if size == FULL else (1,):
-        for gpus in (64 * times, 128 * times):
+        for gpus in (50 * times, 64 * times, 128 * times):
             asked = scaled(demand, times)
             begin_s = time.process_time()
             plan = plan_pools(profile, asked, gpus, 1800.0)
