@@ -1,19 +1,28 @@
-"""The files in deploy/ reset what killed jobs left."""
+"""The files in deploy/ start the service, and reset what killed jobs left; what they name exists."""
 
 from __future__ import annotations
 
+import json
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
-from command_options import ROOT
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+from command_options import ROOT, check_shell
 from documents import check_unit
-from fake_nvml import StandIn
+from fake_nvml import UUIDS, StandIn
 from gpu_owners import LOCKS_AND_WAITS, files, guardians, kill, owner
 
 DEPLOY = ROOT / "deploy"
@@ -26,13 +35,15 @@ def state(nvml: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
     return tmp_path / "state"
 
 
-def epilog(**variables: str) -> str:
-    """Run the epilog in Slurm's environment, which has few variables, and return what it prints."""
+def slurm(script: str, **variables: str) -> str:
+    """Run the prolog or epilog in Slurm's environment, which has few variables, and return what it prints."""
     environment = {**os.environ, "PLANNER": str(Path(sys.executable).with_name("planner")), **variables}
-    result = subprocess.run(
-        [DEPLOY / "slurm-epilog.sh"], env=environment, capture_output=True, text=True, timeout=60, check=True
-    )
-    return result.stdout
+    command = [DEPLOY / f"slurm-{script}.sh"]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=True).stdout
+
+
+def epilog(**variables: str) -> str:
+    return slurm("epilog", **variables)
 
 
 def test_the_epilog_resets_what_the_killed_job_left(nvml: StandIn, state: Path):
@@ -62,6 +73,16 @@ def test_the_epilog_leaves_what_another_job_has_leased_and_succeeds(nvml: StandI
     with owner(LOCKS_AND_WAITS, ["nvml:0"]):
         assert "leased to process" in epilog(SLURM_JOB_GPUS="0")
         assert nvml.locked_mhz(0) == (1500, 1500)
+
+
+def test_the_prolog_resets_what_is_left_and_says_what_the_gpus_of_the_job_can_do(nvml: StandIn, state: Path):
+    with owner(LOCKS_AND_WAITS) as process:
+        kill(*(guardian.pid for guardian in guardians(process)), process.pid)
+        process.wait()
+        text = slurm("prolog", SLURM_JOB_GPUS="1")
+    assert "Reset nvml:" in text
+    assert UUIDS[1] in text.partition("What works here:")[0]
+    assert [nvml.locked_mhz(index) for index in range(2)] == [None, None]
 
 
 @pytest.mark.parametrize("unit", sorted(DEPLOY.glob("*.service")), ids=lambda unit: unit.stem)
@@ -105,3 +126,75 @@ def test_a_pod_that_is_stopped_leaves_no_gpu_set(nvml: StandIn, state: Path, tmp
             with suppress(ProcessLookupError):
                 os.killpg(pod.pid, signal.SIGKILL)
     assert files(state) == []
+
+
+def manifests(name: str) -> dict[str, dict[str, Any]]:
+    """Return the objects of a Kubernetes manifest, by kind."""
+    return {each["kind"]: each for each in yaml.safe_load_all((DEPLOY / name).read_text())}
+
+
+@pytest.mark.parametrize("name", ["kubernetes-service.yaml", "kubernetes-daemonset.yaml"])
+def test_the_parts_of_a_manifest_fit_together(name: str):
+    objects = manifests(name)
+    workload = objects.get("Deployment") or objects["DaemonSet"]
+    pod = workload["spec"]["template"]
+    labels = pod["metadata"]["labels"]
+    assert workload["spec"]["selector"]["matchLabels"].items() <= labels.items()
+    (container,) = pod["spec"]["containers"]
+    assert [mount["name"] for mount in container["volumeMounts"]] == [each["name"] for each in pod["spec"]["volumes"]]
+    if "Service" in objects:
+        service = objects["Service"]["spec"]
+        assert service["selector"].items() <= labels.items()
+        (port,) = service["ports"]
+        ports = {each["name"]: each["containerPort"] for each in container["ports"]}
+        assert ports[port["targetPort"]] == port["port"] == 8400
+        assert container["readinessProbe"]["httpGet"]["port"] in ports
+        claims = [each.get("persistentVolumeClaim", {}).get("claimName") for each in pod["spec"]["volumes"]]
+        assert objects["PersistentVolumeClaim"]["metadata"]["name"] in claims
+        check_shell(shlex.join([*container["command"], *container["args"]]))
+
+
+def test_the_daemon_set_resets_what_a_killed_pod_left(nvml: StandIn, state: Path):
+    with owner(LOCKS_AND_WAITS) as process:
+        kill(*(guardian.pid for guardian in guardians(process)), process.pid)
+        process.wait()
+    (container,) = manifests("kubernetes-daemonset.yaml")["DaemonSet"]["spec"]["template"]["spec"]["containers"]
+    command, environment = container["command"], {**os.environ, "PATH": PATH}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True) as pod:
+        try:
+            assert "Reset nvml:" in pod.stdout.readline()
+            assert nvml.locked_mhz(0) is None
+            while "set clocks" not in pod.stdout.readline():  # the last line of the doctor
+                pass
+            pod.terminate()
+            assert pod.wait(30) == 0
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(pod.pid, signal.SIGKILL)
+
+
+def test_the_image_is_made_of_files_that_exist_and_starts_the_service():
+    lines = re.sub(r"\\\n", " ", (DEPLOY / "Dockerfile").read_text()).splitlines()
+    steps = [line.split(maxsplit=1) for line in lines if line and not line.startswith("#")]
+    of = {name: [rest for step, rest in steps if step == name] for name, _ in steps}
+    assert steps[0][0] == "FROM"
+    copied = [source for rest in of["COPY"] for source in rest.split()[:-1]]
+    assert [source for source in copied if not (ROOT / source).exists()] == []
+    assert {"pyproject.toml", "perseus_planner", "profiler", "runtime"} <= {*copied}  # what the wheel is made of
+    extras = re.search(r"\[([a-z,]+)\]", of["RUN"][0])[1].split(",")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert {*extras} <= {*project["optional-dependencies"]}
+    start = json.loads(of["ENTRYPOINT"][0]) + json.loads(of["CMD"][0])
+    check_shell(shlex.join(start))
+    compile(json.loads(of["HEALTHCHECK"][0].removeprefix("CMD "))[2], "health", "exec")
+    (service,) = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"].values()
+    assert (DEPLOY / service["build"]["context"] / service["build"]["dockerfile"]).resolve() == DEPLOY / "Dockerfile"
+    assert service["ports"] == [f"{of['EXPOSE'][0]}:{of['EXPOSE'][0]}"]
+    mounts = {volume.split(":")[1] for volume in service["volumes"]}
+    assert mounts == {*of["VOLUME"], start[start.index("--tokens") + 1]}
+
+
+@pytest.mark.parametrize("script", sorted(DEPLOY.glob("*.sh")), ids=lambda script: script.stem)
+def test_the_scripts_are_those_of_a_plain_shell(script: Path):
+    assert script.read_text().startswith("#!/bin/sh\n")
+    subprocess.run(["sh", "-n", script], check=True, timeout=30)
