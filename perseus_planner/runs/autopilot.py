@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from perseus_planner.errors import RunError
 from perseus_planner.files import reading, replacing
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 _NAME = "autopilot.json"
+_STRICT = {"extra": "forbid", "allow_inf_nan": False}  #: as the service takes it
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class AutopilotStatus:
         unknown: Number of operating points that a plan might use and that were not measured yet.
     """
 
-    __pydantic_config__: ClassVar = {"extra": "forbid", "allow_inf_nan": False}  #: as the service takes it
+    __pydantic_config__ = _STRICT
 
     phase: str = "watching"
     iteration: int = -1

@@ -143,11 +143,26 @@ def test_another_order_is_told_when_all_pipelines_run_it(monkeypatch: pytest.Mon
     job = Job(2, monkeypatch)
     kinds = []
     for iteration, orders in enumerate([(ORDER, ORDER), (OTHER, ORDER), (OTHER, OTHER), (OTHER, OTHER)]):
+        assert job.warned == []
         for rank, order in enumerate(orders):
             job.observe(rank, iteration, order)
         job.begun = iteration + 1
         kinds.append([kind for kind, _ in job.look()])
     assert kinds == [[JOB, OBSERVED], [OBSERVED], [JOB, OBSERVED], [OBSERVED]]
+
+
+def test_pipelines_that_go_on_running_different_orders_are_warned_of_once(monkeypatch: pytest.MonkeyPatch):
+    job = Job(2, monkeypatch)
+    for iteration in range(10):
+        for rank, order in enumerate([ORDER, OTHER]):
+            job.observe(rank, iteration, order)
+        job.begun = iteration + 1
+        assert [kind for kind, _ in job.look()] == [OBSERVED]
+        assert bool(job.warned) == (iteration >= module.DIFFERING)
+    assert set(job.warned) == {
+        "the pipelines of this job run different orders of computations, which the autopilot cannot plan; training "
+        "goes on as it did before"
+    }
 
 
 def test_in_a_large_job_only_those_whose_turn_it_is_are_read(monkeypatch: pytest.MonkeyPatch):

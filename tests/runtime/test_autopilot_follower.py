@@ -344,6 +344,16 @@ def test_a_service_is_told_what_is_learnt_and_its_profile_begins_the_next_job():
     assert Learnt(**json.loads(last)).rows == 4
 
 
+def test_there_is_a_line_a_minute_while_clocks_are_tried_and_then_silence():
+    clock = Mock(return_value=0.0)
+    planner, lines = Planner(clock), list[float]()
+    for second in range(0, 1000, 10):
+        clock.return_value = float(second)
+        trials = int(second < 300 or 700 <= second < 720)  # and again, as a stage has changed
+        lines += [float(second) for _ in planner._log(AutopilotStatus("learning", 1, 1.0, 0.1, trials=trials))]
+    assert lines == [0.0, 60.0, 120.0, 180.0, 240.0, 300.0, 360.0, 700.0, 760.0, 820.0]
+
+
 def test_beside_a_slower_pipeline_the_ledger_allows_as_much():
     planner = Planner()
     planner.take([(JOB, description(settings={"slowdown": 1.0, "learn": False}).dumps())])

@@ -233,7 +233,7 @@ def test_an_engine_that_is_imported_but_trains_nothing_loads_no_numpy_and_no_ses
     assert (loader, wrapped) == ("SourceFileLoader", "train_batch")
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", ["fork", "spawn", "kernel"])
 def test_processes_that_a_script_starts_are_followed_too(method: str, tmp_path: Path):
     (tmp_path / "script.py").write_text(
         "import json, multiprocessing, sys\n"
@@ -246,6 +246,14 @@ def test_processes_that_a_script_starts_are_followed_too(method: str, tmp_path: 
     code = "import runpy; runpy.run_path('script.py', run_name='__main__')"
     if method == "spawn":  # which loads the script by its path
         code = "import subprocess, sys; sys.exit(subprocess.call([sys.executable, 'script.py']))"
+    if method == "kernel":  # of a notebook: a module that is given cells
+        (tmp_path / "kernel.py").write_text(
+            "import sys\nspace = {'__name__': '__main__'}\n"
+            "for cell in sys.stdin.read().split('# %%'):\n    exec(compile(cell, '<cell>', 'exec'), space)\n"
+        )
+        cells = "import json, sys\n# %%\nprint(json.dumps([type(each).__name__ for each in sys.meta_path]))\n"
+        code = "import subprocess, sys; command = [sys.executable, '-m', 'kernel']; "
+        code += f"sys.exit(subprocess.run(command, input={cells!r}, text=True).returncode)"
     assert "_EngineFinder" in python(code, tmp_path, [STARTUP])
 
 

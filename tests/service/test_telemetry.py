@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from service_stand_in import asking
 from services import NOW_S, PIPELINES, STAGES, Clock, at_once, frontier_file, job, planned, report, small_frontier
 
-from perseus_planner.runs.autopilot import AutopilotStatus
+from perseus_planner.runs.autopilot import AutopilotStatus, read_status, save_status
 from perseus_planner.service.client.client import Client
 from perseus_planner.service.http.server import Address, serving
 from perseus_planner.service.model import Conflict, Scope, UnknownJob
@@ -501,7 +501,7 @@ def test_the_client_sends_counts_and_reads_what_follows(place: Path):
         assert "; 6 of 8 ranks follow their plan, not all since " in ran
 
 
-def test_a_job_in_autopilot_says_what_the_autopilot_knows(place: Path):
+def test_a_job_in_autopilot_says_what_the_autopilot_knows(place: Path, tmp_path: Path):
     knows = AutopilotStatus("learning", 41, 1.25, 0.123, 0.004, -0.002, 0.006, 3, 124)
     says = (
         "learning, saving 12.3 ± 0.4 % of the energy at full clocks, 3 operating points tried in iteration 41 and "
@@ -522,3 +522,5 @@ def test_a_job_in_autopilot_says_what_the_autopilot_knows(place: Path):
         assert jobs_text(client.jobs()).endswith(f"autopilot: {says}")
     with Storage(place) as storage, Service(storage, run=at_once) as service:
         assert service.status("gpt").autopilot == knows
+    save_status(tmp_path, knows)
+    assert read_status(tmp_path) == knows

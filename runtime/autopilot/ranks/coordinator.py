@@ -52,6 +52,8 @@ END_S = 10.0
 READERS = 64
 """Of how many ranks rank 0 reads an iteration; in larger jobs, pipelines take turns."""
 
+DIFFERING = 5
+"""After so many iterations in which pipelines run different orders, the user is warned."""
 KNOWN_S = 5.0
 """How long the job trains at full clocks until the service has said what it knows, at most."""
 
@@ -143,6 +145,7 @@ class Coordinator:
         self._description: JobDescription | None = None  #: that the process is told when the service has answered
         self._described_s = 0.0
         self._waits_s: tuple[float, ...] = ()  #: that the process knows
+        self._differ_since: int | None = None  #: iteration since which pipelines run different orders
         self.status = AutopilotStatus()
         self.on_status: Callable[[AutopilotStatus], None] | None = None
         self._process: AutopilotProcess | None = None
@@ -216,6 +219,7 @@ class Coordinator:
             frames = self._pending[iteration]
             if len(frames) == len(self._places.observed_in(iteration)):
                 self._learn_orders(process, frames)
+                self._warn_of_orders(last)
                 since = self._agreement.since_if_proposed()
                 process.send(OBSERVED, observed_message(iteration, since, frames.values()))
                 del self._pending[iteration]
@@ -236,15 +240,29 @@ class Coordinator:
         self._orders |= new
         if len(self._orders) < len(self._places.of):
             return
-        of_place: dict[int, set[int]] = {}
-        for each, number in self._orders.items():
-            of_place.setdefault(self._places.of[each][1], set()).add(number)
-        if any(len(numbers) > 1 for numbers in of_place.values()):
-            return  # the pipelines do not run the same
+        if self._differ():
+            return
         self._description, self._described_s = self._describe(), self._now_s()
         if self._exchange is not None:
             self._exchange.key = profile_key(self._description)
         self._pass_on(process)
+
+    def _differ(self) -> bool:
+        """Return whether pipelines run different orders."""
+        of_place: dict[int, int] = {}
+        return any(
+            of_place.setdefault(self._places.of[each][1], order) != order for each, order in self._orders.items()
+        )
+
+    def _warn_of_orders(self, iteration: int) -> None:
+        """Warn if pipelines go on running different orders; in one iteration they may while the number changes."""
+        if not self._differ():
+            self._differ_since = None
+            return
+        self._differ_since = iteration if self._differ_since is None else self._differ_since
+        if iteration - self._differ_since >= DIFFERING:
+            text = "the pipelines of this job run different orders of computations, which the autopilot cannot plan"
+            self._warnings.warn("autopilot orders", f"{text}; training goes on as it did before", by="rank 0")
 
     def _describe(self) -> JobDescription:
         told = {each: self._told[each] for each, (pipeline, _) in self._places.of.items() if pipeline == 0}

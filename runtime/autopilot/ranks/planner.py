@@ -72,7 +72,8 @@ class Planner:
         self._prior: Profile | None = None  #: what was known before
         self._first: int | None = None  #: iteration that the autopilot saw first, and counts from
         self._sent: tuple[Any, ...] | None = None
-        self._logged_s, self._logged_phase = -LOG_S, ""
+        self._logged_s = self._tried_s = -LOG_S  #: when a line was logged, and when clocks were last tried
+        self._is_silent = False
         self._schedule = ""  #: as a text grid
         self._saving: tuple[float, float] | None = None  #: of the last plan, and its standard error
         self._told_rows = 0  #: how many rows were known when the service was told of them last
@@ -229,12 +230,13 @@ class Planner:
         return replies
 
     def _log(self, status: AutopilotStatus) -> list[Message]:
-        """Return a line a minute while the autopilot learns, and one when that is over."""
-        now_s, was_learning = self._now_s(), self._logged_phase != "following"
-        has_learned = status.phase == "following" and was_learning
-        if not has_learned and (now_s - self._logged_s < LOG_S or not was_learning):
+        """Return a line a minute while clocks are tried, and a last one when that is over."""
+        now_s = self._now_s()
+        if status.trials or status.reference_s is None:
+            self._tried_s, self._is_silent = now_s, False
+        if self._is_silent or now_s - self._logged_s < LOG_S:
             return []
-        self._logged_s, self._logged_phase = now_s, status.phase
+        self._logged_s, self._is_silent = now_s, now_s - self._tried_s >= LOG_S
         return [(LOG, str(status).encode())]
 
 
