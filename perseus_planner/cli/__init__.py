@@ -29,6 +29,7 @@ from perseus_planner.cli.simulate import simulate
 from perseus_planner.cli.solve import solve
 from perseus_planner.cli.status import status
 from perseus_planner.cli.straggler import straggler
+from perseus_planner.cli.warm_up import warm_up
 
 
 @click.group(
@@ -54,7 +55,7 @@ def main(context: click.Context) -> None:
 
 
 main.add_section("Measure", doctor, profile, measure, estimate, explore, calibrate)
-main.add_section("Plan", solve, plan, show, report, simulate)
+main.add_section("Plan", solve, plan, show, report, simulate, warm_up)
 main.add_section("Train", run, reset)
 main.add_section("Serve", serve, status, straggler, budget, inference)
 main.for_a_file = run_job

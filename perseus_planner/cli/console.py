@@ -250,6 +250,10 @@ def progress(what: str) -> Iterator[Callable[[int, int], None] | None]:
     from rich.console import Console
     from rich.progress import Progress
 
+    from perseus_planner.solver.kernels import when_compiling
+
     with Progress(console=Console(stderr=True), transient=True) as bars:
         bar = bars.add_task(what, total=None)
-        yield lambda done, total: bars.update(bar, completed=done, total=total)
+        once = f"{what} (compiling once, about 10 s; see planner warm-up)"
+        with when_compiling(lambda: bars.update(bar, description=once)):
+            yield lambda done, total: bars.update(bar, completed=done, total=total)

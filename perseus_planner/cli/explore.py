@@ -101,7 +101,8 @@ def explore(model: str, gpus: int, gpu: str | None, system_file: Path | None, as
     shape = replace(named_transformer(model), **changes)  # type: ignore[arg-type]
     system = _system(gpu, system_file).limited(options["power_limit"])  # type: ignore[arg-type]
     objective = _objective(options)
-    found = exploring(shape, system, _choices(gpus, options), objective)
+    with console.progress("Exploring"):
+        found = exploring(shape, system, _choices(gpus, options), objective)
     prices = Prices(*(float(str(options[key])) for key in ("pue", "price", "carbon")))
     tokens = None if options["tokens"] is None else float(str(options["tokens"]))
     result = view.exploration_view(name_of(model), found, tokens, prices)

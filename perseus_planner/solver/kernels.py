@@ -1,19 +1,29 @@
-"""Compile the solver's kernels, and keep the compiled code where this process may write."""
+"""Compile the solver's kernels, keep the compiled code where this process may write, and tell when code is compiled."""
 
 from __future__ import annotations
 
 import os
 import tempfile
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from numba import njit
-from numba.core import config
-
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 F = TypeVar("F", bound="Callable[..., object]")
+_told: list[Callable[[], None]] = []
+_started: list[object] = []
+
+
+@contextmanager
+def when_compiling(tell: Callable[[], None]) -> Iterator[None]:
+    """Call `tell` before each compilation of a kernel in the block; kernels that are in the cache are not compiled."""
+    _told.append(tell)
+    try:
+        yield
+    finally:
+        _told.remove(tell)
 
 
 def kernel(function: F) -> F:
@@ -34,11 +44,32 @@ def inner_kernel(function: F) -> F:
 
 
 def _compiled(function: F, **options: Any) -> F:
+    from numba import njit
+    from numba.core import config
+
+    _listen()
     try:
         return cast("F", njit(cache=True, **options)(function))
     except RuntimeError:  # Numba found no folder for its cache
         setattr(config, "CACHE_DIR", str(_temporary_cache()))  # noqa: B010  # its module has no types
         return cast("F", njit(cache=True, **options)(function))
+
+
+def _listen() -> None:
+    """Have Numba call those that are to be told; once."""
+    from numba.core import event
+
+    class Listener(event.Listener):
+        def on_start(self, _: object) -> None:
+            for tell in _told:
+                tell()
+
+        def on_end(self, _: object) -> None:
+            """Do nothing."""
+
+    if not _started:
+        _started.append(Listener())
+        event.register("numba:compile", _started[0])  # type: ignore[no-untyped-call]  # untyped in Numba
 
 
 def _temporary_cache() -> Path:

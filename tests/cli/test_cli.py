@@ -25,6 +25,7 @@ from service_answers import api
 import perseus_planner
 from perseus_planner import Frontier, Plan, Profile
 from perseus_planner.cli import console, main
+from perseus_planner.solver import kernels
 from perseus_planner.views.frontier import frontier_text, summarize_frontier
 from perseus_planner.views.plan import plan_text, summarize_plan, summarize_timeline, timeline_text
 
@@ -325,7 +326,10 @@ def test_progress_is_shown_on_a_terminal_only(terminal: bool, monkeypatch: pytes
     with console.progress("Solving") as progress:
         if progress is not None:
             progress(1, 2)
+        for tell in kernels._told:
+            tell()
     assert ("Solving" in stderr.getvalue()) is terminal
+    assert ("compiling once" in stderr.getvalue()) is terminal
 
 
 @pytest.mark.parametrize(

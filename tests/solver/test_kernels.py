@@ -21,8 +21,11 @@ import numba.core.config as config
 def doubled(number):
     return 2 * number
 
-assert doubled(21) == 42
+compiled = []
+with kernels.when_compiling(lambda: compiled.append(1)):
+    assert doubled(21) == 42
 print(kernels.__file__)
+print(len(compiled))
 print(config.CACHE_DIR)
 """
 
@@ -37,8 +40,8 @@ def package(tmp_path: Path) -> Path:
     return tmp_path / "package"
 
 
-def cache_of(package: Path, temporary: Path) -> Path:
-    """Where a process without a home folder keeps what it compiles."""
+def cache_of(package: Path, temporary: Path) -> tuple[Path, int]:
+    """Where a process without a home folder keeps what it compiles, and how much it has compiled."""
     environment = {
         name: value for name, value in os.environ.items() if name not in ("NUMBA_CACHE_DIR", "XDG_CACHE_HOME")
     }
@@ -49,19 +52,20 @@ def cache_of(package: Path, temporary: Path) -> Path:
     command = [sys.executable, str(program)]
     ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
     assert ran.returncode == 0, ran.stderr
-    loaded, cache = ran.stdout.splitlines()
+    loaded, compiled, cache = ran.stdout.splitlines()
     assert Path(loaded).is_relative_to(package)
-    return Path(cache)
+    return Path(cache), int(compiled)
 
 
 def test_without_a_folder_to_write_to_the_cache_is_temporary_and_private(package: Path, tmp_path: Path):
     temporary = tmp_path / "tmp"
     temporary.mkdir()
-    cache = cache_of(package, temporary)
+    cache, compiled = cache_of(package, temporary)
     assert cache == temporary / f"perseus-planner-{os.getuid()}"
     assert stat.S_IMODE(cache.stat().st_mode) == 0o700
     assert [*cache.rglob("*.nbi")] != []
-    assert cache_of(package, temporary) == cache
+    assert compiled == 1
+    assert cache_of(package, temporary) == (cache, 0)
 
 
 def test_a_folder_that_others_can_write_to_is_not_trusted(package: Path, tmp_path: Path):
@@ -69,5 +73,5 @@ def test_a_folder_that_others_can_write_to_is_not_trusted(package: Path, tmp_pat
     planted = temporary / f"perseus-planner-{os.getuid()}"
     planted.mkdir(parents=True)
     planted.chmod(0o777)
-    assert cache_of(package, temporary) != planted
+    assert cache_of(package, temporary)[0] != planted
     assert [*planted.iterdir()] == []
