@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from perseus_planner.runs.autopilot import AutopilotStatus
-from perseus_planner.service.model import Decision, Origin, RegisteredJob, Report, Taken
+from perseus_planner.service.model import Decision, Origin, PowerStep, RegisteredJob, Report, Taken
 
 Effect = Literal["planning", "next iteration", "already"]
 
@@ -34,13 +34,17 @@ class JobSummary:
     gpu_power_limit_w: Annotated[
         float | None, Field(description="Power limit that something else has set on its GPUs, watts; null for none.")
     ] = None
+    next_power: Annotated[
+        PowerStep | None, Field(description="The power budget that comes next by a schedule; null if none does.")
+    ] = None
 
     @classmethod
     def of(cls, job: RegisteredJob) -> JobSummary:
         """Summarize `job`."""
         limits = (job.deadline_s, job.max_changes, job.min_dwell_s, job.power_w)
         known = (job.name, job.pipelines, job.frontier, len(job.places))
-        return cls(*known, *limits, job.since_s, job.on_time, job.gpu_power_limit_w)
+        next_step = job.power_schedule[0] if job.power_schedule else None
+        return cls(*known, *limits, job.since_s, job.on_time, job.gpu_power_limit_w, next_step)
 
 
 @dataclass(frozen=True)
@@ -223,6 +227,14 @@ class Jobs:
     """All running jobs."""
 
     jobs: tuple[JobStatus, ...]
+
+
+@dataclass(frozen=True)
+class PowerBudget:
+    """The power budget of all jobs together."""
+
+    power_w: Annotated[float | None, Field(description="Upper bound on their average power, watts; null for none.")]
+    schedule: Annotated[tuple[PowerStep, ...], Field(description="What replaces it later, in order.")]
 
 
 @dataclass(frozen=True)

@@ -95,6 +95,18 @@ class Place:
 
 
 @dataclass(frozen=True)
+class PowerStep:
+    """A power budget that holds from a moment on."""
+
+    __pydantic_config__ = STRICT
+
+    start_s: Annotated[float, Strict(), Field(ge=0.0, le=1e11, description="From when, seconds since the epoch.")]
+    power_w: Annotated[
+        Annotated[float, Strict(), Field(gt=0.0, le=1e12)] | None, Field(description="Watts; null for no budget.")
+    ]
+
+
+@dataclass(frozen=True)
 class RegisteredJob:
     """A training job, with the deadline and the power budget that hold now.
 
@@ -110,6 +122,7 @@ class RegisteredJob:
         since_s: When the job was registered.
         gpu_power_limit_w: The least power limit, watts, that something else than the planner has set on one of its
             GPUs, as the job reports it; None if none is below its default.
+        power_schedule: The budgets that replace `power_w` later, by their moment.
     """
 
     name: str
@@ -123,6 +136,7 @@ class RegisteredJob:
     since_s: float = 0.0
     on_time: float | None = None
     gpu_power_limit_w: float | None = None
+    power_schedule: tuple[PowerStep, ...] = ()
 
 
 @dataclass(frozen=True)

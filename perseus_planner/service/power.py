@@ -13,25 +13,30 @@ Stragglers are ignored here: a pipeline that waits for one draws less.
 
 from __future__ import annotations
 
+import logging
 import math
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from perseus_planner.errors import InfeasiblePower
+from perseus_planner.errors import InfeasibleError, InfeasiblePower
 from perseus_planner.service.state import Share
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from perseus_planner.service.model import RegisteredJob
+    from perseus_planner.service.model import PowerStep, RegisteredJob
     from perseus_planner.service.planning.curves import Curve
     from perseus_planner.service.state import JobState
     from perseus_planner.service.store.writer import Draft
 
 Floats = NDArray[np.float64]
+
+_log = logging.getLogger(__name__)
 
 
 class EnergyCurve(Protocol):
@@ -179,6 +184,66 @@ def share_power(draft: Draft, job: str | None, reconcile: Callable[[JobState], o
     for state in with_shares(draft.power_w, states):
         if state.share != draft.state(state.job.name).share:
             reconcile(state)
+
+
+def begin_budgets(draft: Draft, names: Iterable[str], now_s: float, share: Callable[[str | None], None]) -> None:
+    """Put the scheduled budgets of all jobs together, and of these jobs, in force that are due.
+
+    A budget that is less than the jobs can draw becomes the least that they can.
+
+    Args:
+        draft: Has the jobs.
+        names: Of jobs; those that do not run are skipped.
+        now_s: Seconds since the epoch.
+        share: Shares power anew, as `share_power` does.
+    """
+    due, later = _due(draft.power_schedule, now_s)
+    if due is not None:
+        draft.power_schedule = later
+        before_w = draft.power_w
+
+        def set_all(power_w: float | None) -> None:
+            draft.power_w = power_w
+
+        _begin(due, before_w, set_all, lambda: share(None), "all jobs")
+    for name in names:
+        state = draft.find(name)
+        due, later = (None, ()) if state is None else _due(state.job.power_schedule, now_s)
+        if state is None or due is None:
+            continue
+
+        def set_one(power_w: float | None, name: str = name, later: tuple[PowerStep, ...] = later) -> None:
+            state = draft.state(name)
+            draft.put(replace(state, job=replace(state.job, power_w=power_w, power_schedule=later)))
+
+        _begin(due, state.job.power_w, set_one, partial(share, name), f"job {name}")
+
+
+def _due(schedule: tuple[PowerStep, ...], now_s: float) -> tuple[PowerStep | None, tuple[PowerStep, ...]]:
+    """Return the last step that has begun, and those that have not."""
+    begun = sum(step.start_s <= now_s for step in schedule)
+    return (schedule[begun - 1] if begun else None), schedule[begun:]
+
+
+def _begin(
+    due: PowerStep,
+    before_w: float | None,
+    set_budget: Callable[[float | None], None],
+    share: Callable[[], None],
+    whose: str,
+) -> None:
+    set_budget(due.power_w)
+    try:
+        share()
+    except InfeasibleError as error:
+        # Another budget may be the one that cannot be met; then this one stays as it was.
+        power_w, text = before_w, "it stays as it was"
+        if isinstance(error, InfeasiblePower) and error.power_w == due.power_w:
+            power_w, text = error.least_power_w * (1 + 1e-9), "the least is set"
+        _log.warning("The scheduled power budget of %s cannot be met, and %s: %s", whose, text, error)
+        set_budget(power_w)
+        with suppress(InfeasibleError):
+            share()
 
 
 def with_shares(power_w: float | None, states: Iterable[JobState]) -> list[JobState]:

@@ -11,13 +11,25 @@ import math
 import uuid
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import pairwise
 from typing import Annotated, Any, TypeVar
 
 from pydantic import BeforeValidator, Field, PlainSerializer, Strict, TypeAdapter, WithJsonSchema
 
 from perseus_planner.errors import UsageError
 from perseus_planner.runs.autopilot import AutopilotStatus
-from perseus_planner.service.model import STRICT, Cause, Line, Number, Origin, Place, RegisteredJob, Report, Scope
+from perseus_planner.service.model import (
+    STRICT,
+    Cause,
+    Line,
+    Number,
+    Origin,
+    Place,
+    PowerStep,
+    RegisteredJob,
+    Report,
+    Scope,
+)
 
 Value = TypeVar("Value")
 
@@ -26,6 +38,7 @@ KEY = r"^[!-.0-~]{1,256}$"  # printable ASCII without a blank and without /, as 
 MOST_WHOLE = 2**53 - 1  #: the largest whole number that all JSON readers agree on
 MOST_SLOWDOWN = 1e6
 _MOST_ALERTS = 10_000
+_MOST_STEPS = 2_000  # of twenty days by quarters of an hour; a job's row has them
 _MOST_S = 1e9  # some thirty years; moments may have one more digit, which is enough until 2286
 
 JobName = Annotated[str, Field(pattern=NAME, description="1 to 128 letters, digits, `.`, `_` and `-`; not `.` first.")]
@@ -301,6 +314,15 @@ class PowerRequest:
     __pydantic_config__ = STRICT
 
     power_w: Annotated[Watts | None, Field(description="Upper bound on average power, watts; null for no bound.")]
+    schedule: Annotated[
+        tuple[PowerStep, ...],
+        Field(max_length=_MOST_STEPS, description="What replaces it later, in order; it replaces an earlier schedule."),
+    ] = ()
+
+    def __post_init__(self) -> None:
+        for before, after in pairwise(self.schedule):
+            if after.start_s <= before.start_s:
+                raise UsageError(f"schedule: {after.start_s:.15g} is not after {before.start_s:.15g}; sort its moments")
 
 
 def to_json(value: Any, *, without_nulls: bool = False, indent: int | None = None) -> bytes:

@@ -13,15 +13,32 @@ from typing import TYPE_CHECKING, Any
 from perseus_planner.errors import PlannerError, shown
 from perseus_planner.service import transitions
 from perseus_planner.service.alertmanager import AlertEffects, jobs_concerned, with_alerts
-from perseus_planner.service.answers import Answer, JobStatus, JobSummary, JobTotals, PipelineStatus, Registered
+from perseus_planner.service.answers import (
+    Answer,
+    JobStatus,
+    JobSummary,
+    JobTotals,
+    PipelineStatus,
+    PowerBudget,
+    Registered,
+)
 from perseus_planner.service.checks import check_deadline, check_positive, check_report, check_same
 from perseus_planner.service.clock import SteadyClock
 from perseus_planner.service.history import History
-from perseus_planner.service.model import Conflict, PlanSet, RegisteredJob, Report, Taken, UnknownProfile, UnknownReport
+from perseus_planner.service.model import (
+    Conflict,
+    PlanSet,
+    PowerStep,
+    RegisteredJob,
+    Report,
+    Taken,
+    UnknownProfile,
+    UnknownReport,
+)
 from perseus_planner.service.planning.cache import Planning, Processes
 from perseus_planner.service.planning.replanner import Replanner, replan
 from perseus_planner.service.planning.worker import Unsolved, solve_profile
-from perseus_planner.service.power import share_power
+from perseus_planner.service.power import begin_budgets, share_power
 from perseus_planner.service.statuses import Statuses
 from perseus_planner.service.store.writer import Changed, Draft, Writer, unknown_job
 from perseus_planner.service.subscriptions import Subscriptions, Timers
@@ -164,6 +181,11 @@ class Service:
         """The power budget of all jobs, watts; None for no budget."""
         return self._writer.power_w
 
+    @property
+    def power_budget(self) -> PowerBudget:
+        """The power budget of all jobs, and what replaces it later."""
+        return PowerBudget(self._writer.power_w, self._writer.power_schedule)
+
     # Jobs
 
     def solve(self, unsolved: Unsolved, most_s: float) -> bytes:
@@ -245,8 +267,12 @@ class Service:
 
         return self._writer.do(command)
 
-    def set_power(self, job: str | None, power_w: float | None) -> tuple[Answer, ...]:
+    def set_power(
+        self, job: str | None, power_w: float | None, schedule: tuple[PowerStep, ...] = ()
+    ) -> tuple[Answer, ...]:
         """Bound the average power of all GPUs of a job, or of all jobs together, watts; None removes the bound.
+
+        `schedule` has the budgets that replace it later. One that cannot be met then becomes the least that can.
 
         Returns:
             The effect on that job, or on each job.
@@ -259,11 +285,12 @@ class Service:
 
         def command(draft: Draft) -> tuple[Answer, ...]:
             if job is None:
-                draft.power_w = power_w
+                draft.power_w, draft.power_schedule = power_w, schedule
                 before = tuple(draft.jobs().values())
             else:
                 before = (draft.state(job),)
-                draft.put(replace(before[0], job=replace(before[0].job, power_w=power_w)))
+                bounded = replace(before[0].job, power_w=power_w, power_schedule=schedule)
+                draft.put(replace(before[0], job=bounded))
             self._share_power(draft, job)
             return tuple(transitions.answer_to(state, draft.state(state.job.name)) for state in before)
 
@@ -406,7 +433,7 @@ class Service:
         return self._subscriptions.add(callback)
 
     def tick(self) -> float:
-        """Do what is due by now: reports begin or expire, holding times end, telemetry is written.
+        """Do what is due by now: reports begin or expire, holding times end, budgets begin, telemetry is written.
 
         Raises:
             StorageError: If a change cannot be written.
@@ -417,10 +444,8 @@ class Service:
         now_s = self._now_s()
         due = self._timers.take_due(now_s)
         try:
-            if due:
-                self._writer.do(
-                    lambda draft: [self._reconcile(draft, state) for state in map(draft.find, due) if state]
-                )
+            if due or self._budget_s <= now_s:
+                self._writer.do(partial(self._carry_out, due, now_s))
         except PlannerError:
             for name in due:
                 self._timers.set(name, now_s)
@@ -432,7 +457,20 @@ class Service:
 
     def next_tick_s(self) -> float:
         """Return when to call `tick`, taking into account what has changed since it last said so."""
-        return -math.inf if self.problem else min(self._timers.next_s(), self._telemetry.write_s)
+        return -math.inf if self.problem else min(self._timers.next_s(), self._telemetry.write_s, self._budget_s)
+
+    @property
+    def _budget_s(self) -> float:
+        """When the next scheduled budget of all jobs together begins; infinite if there is none."""
+        schedule = self._writer.power_schedule
+        return schedule[0].start_s if schedule else math.inf
+
+    def _carry_out(self, names: Sequence[str], now_s: float, draft: Draft) -> None:
+        """Begin the budgets that are due, and reconcile these jobs."""
+        begin_budgets(draft, names, now_s, partial(self._share_power, draft))
+        for state in map(draft.find, names):
+            if state is not None:
+                self._reconcile(draft, state)
 
     def _state(self, name: str) -> JobState:
         state = self._writer.jobs.get(name)

@@ -205,7 +205,8 @@ def last_moment_s(state: JobState) -> float:
 
 def next_look_s(state: JobState, now_s: float) -> float:
     """Return when time alone may change the decision; infinite for never."""
-    return min(state.decision.look_again_s, _next_beginning_s(state, now_s))
+    budget_s = state.job.power_schedule[0].start_s if state.job.power_schedule else math.inf
+    return min(state.decision.look_again_s, _next_beginning_s(state, now_s), budget_s)
 
 
 def cleared(report: Report, now_s: float) -> Report:

@@ -169,6 +169,9 @@ def _settings(job: JobSummary) -> str:
         "as fast as all clocks at maximum" if job.deadline_s is None else f"{si(job.deadline_s, 's', 6)} an iteration"
     )
     text += "" if job.power_w is None else f", at most {si(job.power_w, 'W', 6)}"
+    if (step := job.next_power) is not None:
+        budget = "no power budget" if step.power_w is None else f"at most {si(step.power_w, 'W', 6)}"
+        text += f", {budget} from {_moment(step.start_s)}"
     limit_w = job.gpu_power_limit_w
     return text if limit_w is None else f"{text}, each GPU limited to {si(limit_w, 'W', 6)}"
 

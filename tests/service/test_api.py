@@ -455,7 +455,7 @@ def test_a_poll_that_is_none_is_refused(query, place, ask):
         ("PATCH", "/v1/jobs", 405),
         ("POST", "/v1/jobs/gpt3", 405),
         ("PUT", "/v1/jobs/gpt3/reports", 405),
-        ("GET", "/v1/power", 405),
+        ("POST", "/v1/power", 405),
         ("BREW", "/v1/jobs", 405),
         ("GET", "/v1/jobs/other/plans", 404),
         ("GET", "/v1/jobs/other/events", 404),
@@ -468,7 +468,7 @@ def test_what_is_not_there_is_refused_in_the_same_shape(method, path, status, as
 
 @pytest.mark.parametrize(
     ("path", "methods"),
-    [("/v1/jobs", "GET, POST"), ("/v1/jobs/gpt3", "DELETE, GET"), ("/v1/power", "PUT"), ("/metrics", "GET")],
+    [("/v1/jobs", "GET, POST"), ("/v1/jobs/gpt3", "DELETE, GET"), ("/v1/power", "GET, PUT"), ("/metrics", "GET")],
 )
 def test_a_method_that_an_address_does_not_take_is_refused_with_those_that_it_does(path, methods, ask):
     assert ask("PATCH", path).headers["Allow"] == methods

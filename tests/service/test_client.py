@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import socket
 from dataclasses import replace
 from importlib import import_module
@@ -73,8 +74,8 @@ def test_every_endpoint_has_a_method_that_reads_its_answer(service: StandIn, cli
         },
         "/v1/jobs/gpt3/taken": {"version": 7, "iteration": 120},
         "/v1/jobs/gpt3/deadline": {"deadline_s": 5.2},
-        "/v1/jobs/gpt3/power": {"power_w": 5000.0},
-        "/v1/power": {"power_w": None},
+        "/v1/jobs/gpt3/power": {"power_w": 5000.0, "schedule": []},
+        "/v1/power": {"power_w": None, "schedule": []},
     }
     assert "/v1/jobs/gpt3/plans?after=7&wait_s=0.5" in [each.path for each in service.asked]
 
@@ -248,6 +249,9 @@ def test_straggler_clears(service: StandIn):
          "such as 30m"),
         ("budget --job j", "give --power, --deadline or both of them, or --none"),
         ("budget --power 3kW --none", "give --power, --deadline or both of them, or --none"),
+        ("budget --power 3kW --watch", "--watch: is for a schedule; name its file with --schedule"),
+        ("budget --schedule b.csv --none",
+         "--schedule: says the power by itself; leave out --power, --deadline and --none"),
         ("budget --deadline 5s", "--deadline: is for one job; name it with --job"),
         ("status j --service host", "the service's address 'host' is malformed; write http://host:port, "
          "https://host:port or unix:/path/of/socket, such as http://127.0.0.1:8400"),
@@ -267,13 +271,28 @@ def test_budget_sets_power_and_deadline(service: StandIn):
     said = done(f"budget --job gpt3 --power 40kW --deadline 5.2s --service {service.address}")
     assert [each[1:3] for each in service.asked[-2:]] == [
         ("/v1/jobs/gpt3/deadline", {"deadline_s": 5.2}),
-        ("/v1/jobs/gpt3/power", {"power_w": 40000.0}),
+        ("/v1/jobs/gpt3/power", {"power_w": 40000.0, "schedule": []}),
     ]
     assert said.count("Job gpt3: version 7") == 2
-    assert sent(service, "budget --power none") == {"power_w": None}
-    assert sent(service, "budget --power 1.2kW") == {"power_w": 1200.0}
+    assert sent(service, "budget --power none") == {"power_w": None, "schedule": []}
+    assert sent(service, "budget --power 1.2kW") == {"power_w": 1200.0, "schedule": []}
     done(f"budget --job gpt3 --none --service {service.address} --json")
-    assert [each.body for each in service.asked[-2:]] == [{"deadline_s": None}, {"power_w": None}]
+    assert [each.body for each in service.asked[-2:]] == [
+        {"deadline_s": None},
+        {"power_w": None, "schedule": []},
+    ]
+
+
+def test_budget_sends_a_schedule_from_the_budget_that_holds_now(service: StandIn, tmp_path: Path):
+    (tmp_path / "budget.csv").write_text("start,power\n1000,40kW\n2026-01-01T00:00Z,30kW\n4000000000,none\n")
+    said = done(f"budget --schedule {tmp_path}/budget.csv --service {service.address}")
+    later = [{"start_s": 4e9, "power_w": None}]
+    assert service.asked[-1][1:3] == ("/v1/power", {"power_w": 30000.0, "schedule": later})
+    assert re.search(r"Next: no budget from 2096-10-0\d \d\d:06\.\n$", said)
+    (tmp_path / "carbon.csv").write_text("start,carbon\n0,200\n4000000000,500\n")
+    done(f"budget --job gpt3 --schedule {tmp_path}/carbon.csv --target 8 --service {service.address}")
+    later = [{"start_s": 4e9, "power_w": 16000.0}]
+    assert service.asked[-1][1:3] == ("/v1/jobs/gpt3/power", {"power_w": 40000.0, "schedule": later})
 
 
 def test_status_shows_what_the_service_knows(service: StandIn):

@@ -21,6 +21,7 @@ httpx = pytest.importorskip("httpx")
 
 from perseus_planner.service.http.auth import ROLES, TOKENS_VARIABLE, read_tokens  # noqa: E402
 from perseus_planner.service.http.server import Address, serving  # noqa: E402
+from perseus_planner.service.model import PowerStep  # noqa: E402
 from perseus_planner.service.service import Service  # noqa: E402
 from perseus_planner.service.store.storage import Storage  # noqa: E402
 
@@ -317,6 +318,20 @@ def test_the_jobs_in_which_something_is_slow_are_named_beside_all(browser: Any, 
         has(page, "#all-jobs tr.slow", "1\u00a0pipeline slow: iterations take")
         has(page, "#all-cards", "1 with something slow")
         assert page.locator("#all-jobs tr.slow").count() == 1
+
+
+def test_the_budgets_of_a_schedule_are_announced(browser: Any, url: str, service: Service):
+    later = (PowerStep(4e9, 2e6), PowerStep(4.1e9, None))
+    service.set_power("gpt", None, later)
+    service.set_power(None, 3e6, later)
+    try:
+        with looking(browser, url) as page:
+            has(page, "#cards", "at most 2,000 kW from ")
+        with opened(browser, f"{url}/#/") as page:
+            has(page, "#all-cards", "Power budget, all jobs")
+            has(page, "#all-cards", "no budget from ")
+    finally:
+        service.set_power(None, None)
 
 
 def test_a_table_says_of_every_job_what_it_uses_and_how_it_is(browser: Any, url: str, service: Service):

@@ -35,6 +35,7 @@ REQUESTS = [
     ("GET", "/v1/jobs/gpt3/pipelines", None, "read"),
     ("GET", "/v1/jobs/gpt3/history", None, "read"),
     ("GET", "/v1/totals", None, "read"),
+    ("GET", "/v1/power", None, "read"),
     ("GET", "/metrics", None, "read"),
     ("POST", "/v1/jobs/gpt3/reports", SLOW, "report"),
     ("DELETE", "/v1/jobs/gpt3/reports/r1", None, "report"),

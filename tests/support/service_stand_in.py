@@ -24,6 +24,7 @@ from perseus_planner.service.answers import (
     JobSummary,
     JobTotals,
     PipelineStatus,
+    PowerBudget,
     Registered,
 )
 from perseus_planner.service.history import Event, History
@@ -127,7 +128,9 @@ class StandIn:
         self.kept[job] = replace(self.kept[job], deadline_s=deadline_s)
         return self._changed(job, None)
 
-    def set_power(self, job: str | None, power_w: float | None) -> tuple[Answer, ...]:
+    power_budget = PowerBudget(None, ())
+
+    def set_power(self, job: str | None, power_w: float | None, schedule: Any = ()) -> tuple[Answer, ...]:
         if power_w is not None and power_w < LEAST_W:
             raise InfeasiblePower(power_w, LEAST_W)
         if job is not None:

@@ -22,12 +22,13 @@ from perseus_planner.service.answers import (
     JobStatus,
     PipelinePlan,
     Pipelines,
+    PowerBudget,
     Registered,
     Reports,
     Totals,
 )
 from perseus_planner.service.client.transport import Transport
-from perseus_planner.service.model import PlanSet, Report
+from perseus_planner.service.model import PlanSet, PowerStep, Report
 from perseus_planner.service.planning.curves import Curve
 from perseus_planner.service.schemas import (
     DeadlineRequest,
@@ -176,13 +177,19 @@ class Client:
         """Set the iteration time to aim for without stragglers, seconds; None for that of all clocks at maximum."""
         return self._ask(Answer, "PUT", _path(job, "deadline"), to_json(DeadlineRequest(deadline_s)))
 
-    def set_power(self, power_w: float | None, job: str | None = None) -> tuple[Answer, ...]:
+    def set_power(
+        self, power_w: float | None, job: str | None = None, schedule: tuple[PowerStep, ...] = ()
+    ) -> tuple[Answer, ...]:
         """Bound the average power of all GPUs of a job, or of all jobs without one, watts; None removes the bound.
 
-        Refused (409) if no plans draw so little.
+        `schedule` has the budgets that replace it later. Refused (409) if no plans draw so little.
         """
         path = "/v1/power" if job is None else _path(job, "power")
-        return self._ask(Answers, "PUT", path, to_json(PowerRequest(power_w))).answers
+        return self._ask(Answers, "PUT", path, to_json(PowerRequest(power_w, schedule))).answers
+
+    def power(self) -> PowerBudget:
+        """Return the power budget of all jobs together, and what replaces it later."""
+        return self._ask(PowerBudget, "GET", "/v1/power")
 
     def learnt_profile(self, key: str) -> ProfileTexts:
         """Return the profile that a job with this key has learnt. Refused (404) if there is none."""

@@ -368,13 +368,19 @@ async def deadline(job: JobName, sent: schemas.DeadlineRequest, live: Live) -> R
 )
 async def power(job: JobName, sent: schemas.PowerRequest, live: Live) -> Response:
     """Bound the average power of all GPUs of a job."""
-    return _json(answers.Answers(await live.change(live.service.set_power, job, sent.power_w)))
+    return _json(answers.Answers(await live.change(live.service.set_power, job, sent.power_w, sent.schedule)))
 
 
 @router.put("/v1/power", dependencies=_for("operate"), response_model=answers.Answers, responses=_errors(409))
 async def cluster_power(sent: schemas.PowerRequest, live: Live) -> Response:
     """Bound the average power of all jobs together. They slow down so that the sum fits."""
-    return _json(answers.Answers(await live.change(live.service.set_power, None, sent.power_w)))
+    return _json(answers.Answers(await live.change(live.service.set_power, None, sent.power_w, sent.schedule)))
+
+
+@router.get("/v1/power", dependencies=_for("read"), response_model=answers.PowerBudget, responses=_page_or_errors())
+async def power_budget(request: Request, live: Live) -> Response:
+    """Return the power budget of all jobs together, and what a schedule replaces it with later."""
+    return await live.call(lambda: _page(live.service.power_budget, request))
 
 
 @router.get(

@@ -30,9 +30,9 @@ from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 
 from perseus_planner.files import sha256
 from perseus_planner.service.answers import JobTotals
-from perseus_planner.service.model import Decision, Fenced, PlanSet, StorageError
+from perseus_planner.service.model import Decision, Fenced, PlanSet, PowerStep, StorageError
 from perseus_planner.service.planning.curves import Curve
-from perseus_planner.service.schemas import ProfileTexts, from_json, to_json
+from perseus_planner.service.schemas import PowerRequest, ProfileTexts, from_json, to_json
 from perseus_planner.service.store.tables import (
     LAYOUT,
     TABLES,
@@ -70,7 +70,7 @@ PROFILES_KEPT = 1000
 
 _WAIT_S = 10  # for another process that has locked the file
 _COMMITS_BETWEEN_SWEEPS = 256
-_POWER = "power_w"
+_POWER, _POWER_SCHEDULE = "power_w", "power_schedule"
 _STILL_WRITER = (
     update(meta).where(meta.c.name == "writer", meta.c.value == bindparam("writer")).values(value=bindparam("writer"))
 )
@@ -88,6 +88,7 @@ class Change:
         jobs: Name -> (state before, state after); None if the job did not run before, or has ended.
         frontiers: Digest -> file and curve, for frontiers that these jobs may be the first to have.
         power_w: A tuple with the new power budget of all jobs, watts or None; empty if it has not changed.
+        power_schedule: A tuple with what replaces it later; empty if that has not changed.
         telemetry: Name -> telemetry, for running jobs.
         ended: What jobs that have ended ran, used and saved.
         learnt: Key -> profile that a job has learnt, and when.
@@ -96,6 +97,7 @@ class Change:
     jobs: Mapping[str, tuple[JobState | None, JobState | None]] = field(default_factory=dict)
     frontiers: Mapping[str, tuple[bytes, Curve]] = field(default_factory=dict)
     power_w: tuple[float | None, ...] = ()
+    power_schedule: tuple[tuple[PowerStep, ...], ...] = ()
     telemetry: Mapping[str, Tally] = field(default_factory=dict)
     ended: Sequence[JobTotals] = ()
     learnt: Mapping[str, tuple[ProfileTexts, float]] = field(default_factory=dict)
@@ -110,12 +112,14 @@ class Stored:
         versions: Name -> the versions of its plans that are kept.
         power_w: The power budget of all jobs, watts; None for no budget.
         telemetry: Name -> telemetry, for jobs that have sent some.
+        power_schedule: What replaces the power budget of all jobs later.
     """
 
     jobs: Mapping[str, JobState]
     versions: Mapping[str, Versions]
     power_w: float | None
     telemetry: Mapping[str, Tally]
+    power_schedule: tuple[PowerStep, ...] = ()
 
 
 class Storage:
@@ -173,7 +177,9 @@ class Storage:
                 states = {row.name: state_of(row, curves[row.frontier], kept[row.name][-1]) for row in rows}
                 tallies = {row.name: from_json(Tally, row.telemetry) for row in rows if row.telemetry is not None}
                 power_w = connection.scalar(select(meta.c.value).where(meta.c.name == _POWER))
-                return Stored(states, kept, None if power_w is None else float(power_w), tallies)
+                steps = connection.scalar(select(meta.c.value).where(meta.c.name == _POWER_SCHEDULE))
+                schedule = () if steps is None else from_json(PowerRequest, steps).schedule
+                return Stored(states, kept, None if power_w is None else float(power_w), tallies, schedule)
             except (KeyError, TypeError, ValueError) as error:
                 raise StorageError(
                     f"{self._name}: holds what this planner cannot read ({_one_line(error)}); restore a copy of it, or "
@@ -234,6 +240,8 @@ class Storage:
                 connection.execute(delete(learnt).where(learnt.c.key.not_in(kept)))
             for power_w in change.power_w:
                 _set_meta(connection, _POWER, None if power_w is None else repr(power_w))
+            for steps in change.power_schedule:
+                _set_meta(connection, _POWER_SCHEDULE, to_json(PowerRequest(None, steps)).decode() if steps else None)
             self._commits += 1
             sweeps = self._commits % _COMMITS_BETWEEN_SWEEPS == 0
             if sweeps:

@@ -18,7 +18,7 @@ from typing import Any
 from sqlalchemy import Column, Float, Index, Integer, LargeBinary, MetaData, String, Table, Text
 
 from perseus_planner.service.history import Event
-from perseus_planner.service.model import Decision, PlanSet, RegisteredJob, Report, Taken
+from perseus_planner.service.model import Decision, PlanSet, PowerStep, RegisteredJob, Report, Taken
 from perseus_planner.service.planning.curves import Curve
 from perseus_planner.service.schemas import from_json, to_json
 from perseus_planner.service.state import JobState, Share
@@ -101,6 +101,7 @@ class StateRecord:
     taken: Taken | None
     share: Share | None
     gpu_power_limit_w: float | None = None
+    power_schedule: tuple[PowerStep, ...] = ()
     events: tuple[Event, ...] = ()
 
     @classmethod
@@ -117,6 +118,7 @@ class StateRecord:
             state.taken,
             state.share,
             state.job.gpu_power_limit_w,
+            state.job.power_schedule,
             state.events,
         )
 
@@ -144,6 +146,7 @@ def state_of(row: Any, curve: Curve, newest: tuple[PlanSet, Decision]) -> JobSta
             deadline_s=record.deadline_s,
             power_w=record.power_w,
             gpu_power_limit_w=record.gpu_power_limit_w,
+            power_schedule=record.power_schedule,
         ),
         curve=curve,
         decision=record.decision,

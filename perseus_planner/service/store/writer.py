@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from perseus_planner.errors import UsageError
 from perseus_planner.service.history import with_events
-from perseus_planner.service.model import UnknownJob
+from perseus_planner.service.model import PowerStep, UnknownJob
 from perseus_planner.service.state import JobState
 from perseus_planner.service.store.storage import Change, Storage, Stored
 
@@ -41,9 +41,11 @@ _log = logging.getLogger(__name__)
 class Draft:
     """The state of the service after some commands, before it is written."""
 
-    def __init__(self, jobs: Mapping[str, JobState], power_w: float | None) -> None:
+    def __init__(
+        self, jobs: Mapping[str, JobState], power_w: float | None, power_schedule: tuple[PowerStep, ...] = ()
+    ) -> None:
         self.frontiers: dict[str, tuple[bytes, Curve]] = {}
-        self.power_w = power_w
+        self.power_w, self.power_schedule = power_w, power_schedule
         self.telemetry: dict[str, Tally] = {}
         self.ended: list[JobTotals] = []
         self.learnt: dict[str, tuple[ProfileTexts, float]] = {}
@@ -93,17 +95,18 @@ class Draft:
 
     def copy(self) -> Draft:
         """Return an independent copy."""
-        copy = Draft(self._before, self.power_w)
+        copy = Draft(self._before, self.power_w, self.power_schedule)
         copy.frontiers, copy._changed = dict(self.frontiers), dict(self._changed)
         copy.telemetry, copy.ended, copy.learnt = dict(self.telemetry), list(self.ended), dict(self.learnt)
         return copy
 
-    def change(self, power_w: float | None) -> Change:
-        """Return what differs from the stored state, in which the power budget of all jobs was `power_w`."""
+    def change(self, power_w: float | None, power_schedule: tuple[PowerStep, ...]) -> Change:
+        """Return what differs from the stored state, in which these were the power budgets of all jobs."""
         jobs = {name: (self._before.get(name), after) for name, after in self._changed.items()}
         changed = {name: pair for name, pair in jobs.items() if pair[0] != pair[1]}
         budget = () if power_w == self.power_w else (self.power_w,)
-        return Change(changed, self.frontiers, budget, self.telemetry, self.ended, self.learnt)
+        later = () if power_schedule == self.power_schedule else (self.power_schedule,)
+        return Change(changed, self.frontiers, budget, later, self.telemetry, self.ended, self.learnt)
 
 
 class Writer:
@@ -112,6 +115,7 @@ class Writer:
     Attributes:
         jobs: Name -> state of every running job. All of it is on disk. It is replaced, never changed.
         power_w: The power budget of all jobs, watts; None for no budget.
+        power_schedule: What replaces it later.
         problem: Why the last transaction could not be written; None if it was.
     """
 
@@ -120,7 +124,7 @@ class Writer:
     ) -> None:
         """Start from what is stored; `committed` is called with every change once it is on disk."""
         self.jobs: Mapping[str, JobState] = stored.jobs
-        self.power_w = stored.power_w
+        self.power_w, self.power_schedule = stored.power_w, stored.power_schedule
         self.problem: str | None = None
         self._written_s = time.monotonic()
         self._storage = storage
@@ -183,7 +187,7 @@ class Writer:
             self._write_batch([each for each in batch if each is not None])
 
     def _write_batch(self, batch: list[tuple[Callable[[Draft], Any], Future[Any]]]) -> None:
-        draft, answers = Draft(self.jobs, self.power_w), list[Callable[[], None]]()
+        draft, answers = Draft(self.jobs, self.power_w, self.power_schedule), list[Callable[[], None]]()
         for command, future in batch:
             trial = draft.copy()
             try:
@@ -194,7 +198,7 @@ class Writer:
             else:
                 draft = trial
                 answers.append(lambda future=future, result=result: future.set_result(result))  # type: ignore[misc]
-        change = draft.change(self.power_w)
+        change = draft.change(self.power_w, self.power_schedule)
         try:
             if change != Change() or any(command is _check for command, _ in batch):
                 self._storage.commit(change)
@@ -204,7 +208,7 @@ class Writer:
             for _, future in batch:
                 future.set_exception(error)
             return
-        self.jobs, self.power_w = draft.jobs(), draft.power_w
+        self.jobs, self.power_w, self.power_schedule = draft.jobs(), draft.power_w, draft.power_schedule
         try:
             self._committed(change.jobs)
         except Exception:

@@ -45,6 +45,9 @@ export function span(span_s) {
   return parts.slice(first, first + 2).filter(([count]) => count > 0).map(([count, unit]) => `${number(count)}\u00a0${unit}`).join(" ");
 }
 
+/** A power budget that begins later, such as "at most 30 kW from 18:00". */
+export const budgetText = (step) => `${step.power_w === null ? "no budget" : `at most ${watts(step.power_w)}`} from ${moment(step.start_s)}`;
+
 /** A moment in the browser's locale, with the date unless it is today. */
 export function moment(at_s) {
   const at = new Date(at_s * 1000);

@@ -1,7 +1,7 @@
 // One job: what it does now, why, and what that saves.
 
 import { byId, fillCard, html, keyed, say, show, timed } from "./dom.js";
-import { byPlans, count, joules, kilowattHours, less, number, seconds, watts } from "./format.js";
+import { budgetText, byPlans, count, joules, kilowattHours, less, number, seconds, watts } from "./format.js";
 import { groups, showPipelines } from "./pipelines.js";
 import { assumed, carbon, money } from "./prices.js";
 import { showHistory } from "./history.js";
@@ -54,6 +54,7 @@ function power({ job, telemetry, expected }) {
   const most_w = expected.baseline_power_w;
   const notes = [`${less(now_w, most_w)} than ${watts(most_w)} with all clocks at maximum, ${byPlans(expected.origin)}`.replace("the same than", "the same as")];
   if (job.power_w !== null) notes.push(`at most ${watts(job.power_w)} allowed`);
+  if (job.next_power) notes.push(budgetText(job.next_power));
   return { name: "Power, all GPUs", value: watts(now_w), origin: sent_w === null ? byPlans(expected.origin) : telemetry.energy_is, notes, bar: now_w / most_w };
 }
 

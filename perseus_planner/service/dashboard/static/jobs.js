@@ -1,7 +1,7 @@
 // The list of jobs, and their totals.
 
 import { byId, fillCard, html, keyed, part, say, show } from "./dom.js";
-import { byPlans, count, joules, kilowattHours, less, number, seconds, watts } from "./format.js";
+import { budgetText, byPlans, count, joules, kilowattHours, less, number, seconds, watts } from "./format.js";
 import { reportsText } from "./reports.js";
 
 const SEARCHABLE = 8; // fewer need no search
@@ -67,8 +67,8 @@ function fill(element, status, selected) {
   say(part(element, "line"), `${seconds(status.telemetry?.iteration_s ?? status.decision.straggler_time_s)} · ${reportsText(slow)}`);
 }
 
-/** Show the totals of all jobs. */
-export function showAll(jobs) {
+/** Show the totals of all jobs, and the power budget of all of them. */
+export function showAll(jobs, budget) {
   const slowJobs = jobs.filter((status) => slowOf(status) > 0);
   const sum = (of) => jobs.reduce((total, status) => total + of(status), 0);
   const now_w = sum((status) => status.telemetry?.power_w ?? status.expected.power_w);
@@ -81,6 +81,11 @@ export function showAll(jobs) {
     { name: "Saves now, by plans", value: watts(sum((status) => status.expected_saving_w)), origin: kinds((status) => byPlans(status.expected.origin)), notes: ["while pipelines wait for a slower one"] },
   ];
   if (most_w > 0) cards.push({ name: "Power, all GPUs", value: watts(now_w), origin: kinds((status) => (status.telemetry?.power_w == null ? byPlans(status.expected.origin) : status.telemetry.energy_is)), notes: [`${less(now_w, most_w)} than ${watts(most_w)} with all clocks at maximum`], bar: now_w / most_w });
+  if (budget.power_w !== null || budget.schedule.length) {
+    const notes = budget.schedule.slice(0, 3).map(budgetText);
+    if (budget.schedule.length > 3) notes.push(`and ${number(budget.schedule.length - 3)} more later`);
+    cards.push({ name: "Power budget, all jobs", value: budget.power_w === null ? "none" : watts(budget.power_w), notes });
+  }
   if (metered) cards.push({ name: "Saved so far", value: kilowattHours(saved_j), origin: kinds((status) => status.telemetry?.energy_is), notes: [joules(saved_j), `from the telemetry of ${count(metered, "job")}`] });
   const wanted = byId("filter").value.trim().toLowerCase();
   const found = jobs.filter((status) => status.job.name.toLowerCase().includes(wanted)).sort(byName);

@@ -1,0 +1,116 @@
+"""Budget files: power budgets by their moment, or a price or carbon intensity from which they follow.
+
+A CSV with the columns `start` and one of `power`, `price` and `carbon`:
+
+| column | content |
+|---|---|
+| `start` | from when: ISO 8601, such as 2026-11-22T18:00+01:00, in this machine's zone if none is given; or seconds |
+|         | since the epoch |
+| `power` | a power budget: watts, or a number with W or kW; none for no budget |
+| `price` | money for a kWh |
+| `carbon` | gCO2 for a kWh |
+
+With a price or carbon, the power budget is what keeps an hour within a target: money, or kg of CO2.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from datetime import datetime
+from typing import TYPE_CHECKING
+
+from perseus_planner.errors import UsageError, shown
+from perseus_planner.files import by_column, csv_rows
+from perseus_planner.quantities import POWER_BUDGET, Rule
+from perseus_planner.service.model import PowerStep
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+_SIGNALS = ("power", "price", "carbon")
+_HEADER = "write start and one of power, price and carbon"
+_PRICE = Rule(float, True, "a price: write money for a kWh, such as 0.12", negative=True)
+_CARBON = Rule(float, True, "a carbon intensity: write gCO2 for a kWh, such as 230")
+
+
+def read_budgets(path: Path, target: float | None = None) -> tuple[PowerStep, ...]:
+    """Read the budgets in the file at `path`.
+
+    Args:
+        path: The file.
+        target: What an hour may cost: money for prices, kg of CO2 for carbon intensities.
+
+    Raises:
+        UsageError: If the file cannot be read, a row is wrong, or the target is missing or does not apply. The text
+            names file, line, column and remedy.
+    """
+    rows = csv_rows(path, UsageError)
+    where, header = next(rows, ("", []))
+    found = [name for name in _SIGNALS if name in header]
+    if sorted(header) != sorted(["start", *found]) or len(found) != 1:
+        raise UsageError(f"{where or path}: has the columns {', '.join(header) or 'of no header'}; {_HEADER}")
+    signal = found[0]
+    if (target is None) != (signal == "power"):
+        needed = "do not give one for powers" if signal == "power" else f"give what an hour may cost, for {signal}"
+        raise UsageError(f"--target: {needed}, as {path} has the column {signal!r}")
+    steps: list[PowerStep] = []
+    for place, cells in rows:
+        row = by_column(place, header, cells, UsageError)
+        start_s = _moment(row["start"], f"{place}, column 'start'")
+        if steps and start_s <= steps[-1].start_s:
+            raise UsageError(
+                f"{place}, column 'start': {shown(row['start'])} is not after the row before; sort the rows"
+            )
+        steps.append(PowerStep(start_s, _power_w(signal, row[signal], f"{place}, column {signal!r}", target)))
+    if not steps:
+        raise UsageError(f"{path}: has no row; write one for each budget, such as 2026-11-22T18:00,30kW")
+    return tuple(steps)
+
+
+def split_at(steps: tuple[PowerStep, ...], now_s: float) -> tuple[float | None, tuple[PowerStep, ...]]:
+    """Return the budget that holds now, watts, None if none has begun; and those that follow."""
+    begun = sum(step.start_s <= now_s for step in steps)
+    return (steps[begun - 1].power_w if begun else None), steps[begun:]
+
+
+def replaced(path: Path, wait: Callable[[], object]) -> Iterator[None]:
+    """Call `wait` again and again, and yield whenever the file at `path` is another one than before."""
+    seen = _identity(path)
+    while True:
+        wait()
+        if (now := _identity(path)) not in (None, seen):
+            seen = now
+            yield
+
+
+def _identity(path: Path) -> tuple[int, int, int] | None:
+    try:
+        found = os.stat(path)
+    except OSError:  # it is being replaced, or gone for a while
+        return None
+    return found.st_ino, found.st_mtime_ns, found.st_size
+
+
+def _moment(text: str, where: str) -> float:
+    try:
+        return float(Rule(float, True, "").read(text, where))
+    except UsageError:
+        pass
+    try:
+        return datetime.fromisoformat(text.replace("Z", "+00:00")).timestamp()
+    except (ValueError, OverflowError, OSError):
+        raise UsageError(
+            f"{where}: {shown(text)} is not a moment: write such as 2026-11-22T18:00+01:00, or seconds since the epoch"
+        ) from None
+
+
+def _power_w(signal: str, text: str, where: str, target: float | None) -> float | None:
+    if signal == "power":
+        return None if text == "none" else POWER_BUDGET.parse(text, where)
+    value = (_PRICE if signal == "price" else _CARBON).read(text, where)
+    if value <= 0 or target is None:  # energy that costs nothing needs no budget
+        return None
+    power_w = 1000.0 * target / value * (1000.0 if signal == "carbon" else 1.0)
+    return min(power_w, 1e12) if math.isfinite(power_w) else None
