@@ -194,7 +194,15 @@ def planner_runtime(
         RankError: If another rank has refused; names the rank and its reason.
     """
     if engine is None:
-        with _without_engine(gpu, plan, dry_run=dry_run, slowdown=slowdown, max_slowdown=max_slowdown) as iterations:
+        kept = AutopilotOptions.of(
+            AutopilotSettings(slowdown, max_slowdown), state, None if record is None else Path(record)
+        ).state
+        if record is not None:
+            text = "only runs of pipelines are recorded; leave out record="
+            JobWarnings(this_job()).warn("record", text, by="rank 0")
+        with _without_engine(
+            gpu, plan, kept, dry_run=dry_run, slowdown=slowdown, max_slowdown=max_slowdown
+        ) as iterations:
             yield iterations
         return
     this, process = this_job(), os.getpid()
@@ -281,13 +289,15 @@ def planner_runtime(
 
 
 def _without_engine(
-    gpu: str, plan: GivenPlan | None, *, dry_run: bool, slowdown: float, max_slowdown: float
+    gpu: str, plan: GivenPlan | None, state: Path | None, *, dry_run: bool, slowdown: float, max_slowdown: float
 ) -> AbstractContextManager[Runtime]:
     from perseus_planner.runtime.whole.session import training_device, whole_iterations
 
     if plan is not None:
         raise UsageError("plan= is for pipelines; give planner_runtime the engine that runs it, or leave out the plan")
-    return whole_iterations(gpu, training_device(), dry_run=dry_run, slowdown=slowdown, max_slowdown=max_slowdown)
+    return whole_iterations(
+        gpu, training_device(), state, dry_run=dry_run, slowdown=slowdown, max_slowdown=max_slowdown
+    )
 
 
 def _service_link(served: tuple[Any, ...], job: TrainingJob, warnings: JobWarnings) -> ServiceLink:

@@ -19,14 +19,14 @@ It is pure: it sees no GPU and no time of day.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Literal
 
 from perseus_planner.errors import UsageError
 from perseus_planner.quantities import LIMIT
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from perseus_planner.runtime.autopilot.ledger import Ledger
 
@@ -70,7 +70,7 @@ class Window:
 
 
 @dataclass
-class _Row:
+class ValueRow:
     """What is known of a value: means over its windows, per iteration."""
 
     time_s: float
@@ -78,12 +78,17 @@ class _Row:
     windows: int = 1
 
     def add(self, time_s: float, energy_j: float | None) -> None:
+        """Count one more window."""
         self.windows = min(self.windows + 1, _WINDOWS)
         self.time_s += (time_s - self.time_s) / self.windows
         if energy_j is not None:
             self.energy_j = (
                 energy_j if self.energy_j is None else self.energy_j + (energy_j - self.energy_j) / self.windows
             )
+
+    def to_dict(self) -> dict[str, float]:
+        """Return what is known as plain values."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
 
 
 class ValueSearch:
@@ -107,7 +112,8 @@ class ValueSearch:
         )
         self._share: float = slowdown + max_slowdown
         self._limit: float = slowdown + max_slowdown / 2  # of a mean, so that the ledger is not overdrawn
-        self._rows: dict[int, _Row] = {}
+        self._rows: dict[int, ValueRow] = {}
+        self._before: Mapping[int, ValueRow] = {}  #: from an earlier start, until it is audited
         self._next: Purpose = "reference"
         self._number = self._since_audit = 0
         self._probed = 0
@@ -118,6 +124,17 @@ class ValueSearch:
     def reference_s(self) -> float | None:
         """Seconds of an iteration at the highest value; None before it is measured."""
         return self._rows[0].time_s if 0 in self._rows else None
+
+    @property
+    def rows(self) -> dict[int, ValueRow]:
+        """What is known, by value."""
+        return {self.values[index]: row for index, row in self._rows.items()}
+
+    def begin_with(self, rows: Mapping[int, ValueRow]) -> None:
+        """Use what an earlier start has learnt, by value, if the first audit finds the reference that it had."""
+        known = {index: rows[value] for index, value in enumerate(self.values) if value in rows}
+        if 0 in known:
+            self._before = known
 
     @property
     def best(self) -> int:
@@ -178,9 +195,13 @@ class ValueSearch:
         if time_s is not None:
             known_j = energy_j if is_whole and window.purpose != "probe" else None
             if row is None:
-                self._rows[window.index] = _Row(time_s, known_j)
+                self._rows[window.index] = ValueRow(time_s, known_j)
             else:
                 row.add(time_s, known_j)
+        if window.purpose == "audit" and self._before:
+            before, self._before = self._before, {}
+            if time_s is not None and abs(time_s / before[0].time_s - 1.0) <= _CHANGED:
+                self._rows = {**before, 0: self._rows[0]}
         self._next = self._after(window, has_drifted=has_drifted or not is_whole)
 
     def _after(self, window: Window, *, has_drifted: bool) -> Purpose:

@@ -26,9 +26,11 @@ from perseus_planner.runtime.session import Runtime
 from perseus_planner.runtime.switching.shared_state import read
 from perseus_planner.runtime.whole.rank import RankPart, Terms
 from perseus_planner.runtime.whole.search import ValueSearch, Window
+from perseus_planner.runtime.whole.state import IterationState
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from pathlib import Path
 
     import torch
 
@@ -38,6 +40,8 @@ if TYPE_CHECKING:
     from perseus_planner.runtime.switching.agreement import Proposal
     from perseus_planner.runtime.switching.plans import GivenPlan
 
+SAVE_S = 60.0
+"""Time between two writes of what was learnt."""
 PATIENCE_S = 60.0
 """How long rank 0 waits for what other ranks measured; then it goes on with those that answered."""
 
@@ -121,13 +125,14 @@ class IterationRuntime(Runtime):
 
 @contextmanager
 def whole_iterations(
-    gpu: str, device: torch.device, *, dry_run: bool, slowdown: float, max_slowdown: float
+    gpu: str, device: torch.device, state: Path | None, *, dry_run: bool, slowdown: float, max_slowdown: float
 ) -> Iterator[IterationRuntime]:
     """Train inside the block at the value of least energy that the slowdown allows; reset the GPU on leaving.
 
     Args:
         gpu: GPU of this rank, as for `gpu_text`.
         device: The device that torch computes on.
+        state: The file of what is learnt; None to keep nothing.
         dry_run: Set nothing, and so learn no more than the reference.
         slowdown: The agreed iteration time, as a multiple of that at full clocks.
         max_slowdown: How much longer iterations may be on average, as a share of the time at full clocks.
@@ -147,7 +152,8 @@ def whole_iterations(
         search = ValueSearch(values[:1] if dry_run else values, slowdown, max_slowdown)
         stack.enter_context(_leased(opened, job, power_limit=unit == "W"))
         part = RankPart(slowdown, max_slowdown)
-        rank = _Rank(job, opened, part, set_value, unit, search if job.rank == 0 else None)
+        kept = IterationState(None if dry_run else state, opened.name, unit, job.ranks)
+        rank = _Rank(job, opened, part, set_value, unit, (search, kept) if job.rank == 0 else None)
         stack.callback(rank.stop)
         rank.start()
         yield IterationRuntime(rank)
@@ -200,9 +206,12 @@ class _Rank:
         part: RankPart,
         set_value: Callable[[int], None],
         unit: str,
-        search: ValueSearch | None,
+        deciding: tuple[ValueSearch, IterationState] | None,
     ) -> None:
-        self._job, self._gpu, self.part, self._set_value, self._search = job, gpu, part, set_value, search
+        self._job, self._gpu, self.part, self._set_value = job, gpu, part, set_value
+        self._search = None if deciding is None else deciding[0]
+        self._state = None if deciding is None else deciding[1]
+        self._saved_s = time.monotonic()
         self._unit, self._warnings = unit, JobWarnings(job)
         self._lock, self._wake, self._is_stopped = threading.Lock(), threading.Event(), False
         self._thread = threading.Thread(target=self._run, daemon=True, name="perseus-planner iterations")
@@ -234,12 +243,27 @@ class _Rank:
                 self._wake.set()
 
     def start(self) -> None:
+        if self._search is not None and self._state is not None:
+            rows, text = self._state.load()
+            self._search.begin_with(rows)
+            if text:
+                _LOG.info("planner: %s", text)
         self._thread.start()
 
     def stop(self) -> None:
         self._is_stopped = True
         self._wake.set()
         self._thread.join(_STOP_S)
+        self._save()
+
+    def _save(self) -> None:
+        """Write what was learnt, on rank 0."""
+        self._saved_s = time.monotonic()
+        if self._search is not None and self._state is not None:
+            try:
+                self._state.save(self._search.rows)
+            except (OSError, UsageError) as error:
+                self._warnings.warn("state", f"what was learnt cannot be saved: {error}")
 
     # On the thread of the rank
 
@@ -333,6 +357,8 @@ class _Rank:
                 is_whole=all(each.is_whole for each in answers),
             )
             self._report(search)
+            if time.monotonic() - self._saved_s > SAVE_S:
+                self._save()
         window, reference_s = search.decide(self.part.ledger), search.reference_s
         lead = 1 + math.ceil(max(_LEAD_S, 2 * self._period_s) / reference_s) if reference_s else 1
         terms = Terms(window, search.values[window.index], self.part.iteration + lead, reference_s, search.values[0])

@@ -25,6 +25,7 @@ def test_data_parallel_ranks_find_a_lower_clock_together_and_compute_the_same(tm
     for each in everyone:
         assert (each["equal"], each["after"], each["problem"], each["warnings"]) == (True, None, None, [])
         assert each["reference_s"] > 0.0
+        assert each["state"]
         assert min(filter(None, each["values"])) < TOP_MHZ
     # A value that ends soon may be seen on one rank alone, between two iterations of the other.
     low, high = sorted(len({*each["values"]}) for each in everyone)
@@ -50,7 +51,7 @@ def test_a_gpu_that_is_lost_does_not_stop_training(
 ):
     monkeypatch.setenv("PLANNER_STATE_DIR", str(tmp_path))
     monkeypatch.setattr(search, "WINDOW_S", 0.1)
-    with planner_runtime(gpu="emulated:a100-sxm/0?call=0&fault=lost@1s") as runtime:
+    with planner_runtime(gpu="emulated:a100-sxm/0?call=0&fault=lost@1s", state=None) as runtime:
         deadline_s = time.monotonic() + 60.0
         while runtime.problem is None and time.monotonic() < deadline_s:
             with runtime.iteration():
@@ -64,5 +65,8 @@ def test_a_gpu_that_is_lost_does_not_stop_training(
 def test_what_is_for_pipelines_is_refused_without_an_engine():
     with pytest.raises(UsageError, match="plan= is for pipelines"), planner_runtime(gpu="cuda", plan="plan.yaml"):
         pass
-    with planner_runtime(gpu="simulated:a100-sxm") as runtime, pytest.raises(UsageError, match="plans are for pipel"):
+    with (
+        planner_runtime(gpu="simulated:a100-sxm", state=None) as runtime,
+        pytest.raises(UsageError, match="plans are for pipel"),
+    ):
         runtime.switch_to("plan.yaml")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,6 +12,7 @@ from whole_world import CLOCKS, TOP_MHZ, World, trained
 from perseus_planner.errors import UsageError
 from perseus_planner.runtime.whole.rank import RankPart, Terms
 from perseus_planner.runtime.whole.search import ValueSearch, Window
+from perseus_planner.runtime.whole.state import IterationState
 
 
 @pytest.mark.parametrize("memory", [0.2, 0.6, 0.97])
@@ -68,6 +71,29 @@ def test_a_job_that_has_changed_is_measured_anew():
     found = trained(world, 1800, 1.05)
     assert found.search.reference_s == pytest.approx(2.5 * world.top_s, rel=0.01)
     assert found.search.best > 0
+
+
+def test_the_next_start_audits_what_was_learnt_and_begins_at_the_best_value(tmp_path: Path):
+    first = trained(World(0.6), 1000, 1.05)
+    state = IterationState(tmp_path / "made" / "autopilot.yaml", "a GPU", "MHz", 2)
+    assert state.load() == ({}, "")
+    state.save(first.search.rows)
+    rows, text = state.load()
+    assert rows == first.search.rows
+    assert text.startswith(f"training begins with {len(rows)} values that were learnt before, from ")
+    again = trained(World(0.6, seed=1), 60, 1.05, known=rows)
+    assert [window.purpose for window in again.windows if window.index == 0] == ["reference", "reference", "audit"]
+    follows = [window.index for window in again.windows if window.purpose == "follow"]
+    assert abs(follows[0] - first.search.best) <= 1
+    assert min(follows) > 0
+    changed = trained(World(0.6, top_s=0.7), 60, 1.05, known=rows)
+    assert changed.search.rows.keys() < rows.keys()  # from nothing
+    for other in (("another", "MHz", 2), ("a GPU", "W", 2), ("a GPU", "MHz", 3)):
+        found, text = IterationState(tmp_path / "made" / "autopilot.yaml", *other).load()
+        assert found == {}
+        assert text.startswith("what was learnt before is not used: ")
+    (tmp_path / "made" / "autopilot.yaml").write_text("format: planner-profile\n")
+    assert state.load()[0] == {}
 
 
 def test_without_values_there_is_no_search():

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -44,6 +45,7 @@ def data_parallel(state: str) -> None:
         result["values"] = values
         result["reference_s"], result["problem"] = runtime.reference_s, runtime.problem
         result["warnings"] = warning_log.taken()
+        result["state"] = os.path.exists("autopilot.yaml")
 
 
 def _trained(iteration: Callable[[], AbstractContextManager[None]], compute: Callable[[], None]) -> list[Any]:

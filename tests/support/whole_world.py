@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from perseus_planner.runtime.whole.rank import RankPart, Terms
-from perseus_planner.runtime.whole.search import ValueSearch, Window
+from perseus_planner.runtime.whole.search import ValueRow, ValueSearch, Window
 
 TOP_MHZ = 1410
 CLOCKS = tuple(range(TOP_MHZ, 200, -15))
@@ -93,9 +93,17 @@ class Trained:
     burst_s: float
 
 
-def trained(world: World, iterations: int, slowdown: float, max_slowdown: float = 0.005, lead: int = 2) -> Trained:
+def trained(
+    world: World,
+    iterations: int,
+    slowdown: float,
+    max_slowdown: float = 0.005,
+    lead: int = 2,
+    known: Mapping[int, ValueRow] | None = None,
+) -> Trained:
     """Train so many iterations; the ranks are equal, so one part stands for all."""
     search, part = ValueSearch(CLOCKS, slowdown, max_slowdown), RankPart(slowdown, max_slowdown)
+    search.begin_with(known or {})
     windows: list[Window] = []
     owed_s = excess_s = burst_s = 0.0
     while len(world.times_s) < iterations:
