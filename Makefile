@@ -7,7 +7,7 @@ BIN := .venv/bin
 help: ## list the targets
 	@awk -F ': .*## ' '/^[a-z]+:.*## / { printf "make %-6s %s\n", $$1, $$2 }' Makefile
 
-demo: .venv/installed-plot ## explore, profile a simulated GPU, solve, plan at 1.00x and 1.10x, and replay a cluster; writes to demo/
+demo: .venv/installed-plot ## explore, profile a simulated GPU, solve, plan, replay a cluster and report; writes to demo/
 	mkdir -p demo
 	$(BIN)/planner doctor simulated:a100-sxm
 	$(BIN)/planner explore gpt3-1.3b --gpus 8 --gpu a100-sxm --batch 64 --tokens 26e9 --plot demo/explored.png
@@ -17,9 +17,10 @@ demo: .venv/installed-plot ## explore, profile a simulated GPU, solve, plan at 1
 	$(BIN)/planner plan demo/frontier.npz --slowdown 1.10 -o demo/plan-1.10x.yaml
 	$(BIN)/planner plan demo/frontier.npz --slowdown 1.10 --max-changes 8 -o demo/plan-1.10x-8-changes.yaml
 	$(BIN)/planner simulate demo/frontier.npz --pipelines 16 --iterations 1000
-	$(BIN)/planner show demo/plan-1.00x.yaml --plot demo/plan-1.00x.png
+	$(BIN)/planner show demo/plan-1.00x.yaml --plot demo/plan-1.00x.png --figure timeline --beside demo/frontier.npz
 	$(BIN)/planner show demo/frontier.npz --plot demo/frontier.png --json > demo/frontier.json
-	ls -l demo
+	$(BIN)/planner report demo/frontier.npz demo/plan-1.00x.yaml demo/profile.yaml -o demo/report.html
+	@echo "Look at demo/report.html in a browser, and at the figures in demo/. Then: source $(BIN)/activate, planner --help"
 
 docs: .venv/installed-docs ## build docs/ into site/, and fail on warnings
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 from click import ClickException
 from command_options import ROOT, check_inline
-from documents import PAGES, Reader, commands_of, free_port, inline_commands, starts_service
+from documents import PAGES, Reader, blocks, commands_of, free_port, inline_commands, starts_service
 from made_runs import write_run
 from yaml import YAMLError
 
@@ -47,6 +48,14 @@ def after_readme(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reader]:
 
 def test_the_readme_runs_as_written(after_readme: Reader):
     assert Path("plan.yaml").exists()
+
+
+def test_the_readme_is_short_and_writes_no_file_twice():
+    assert len(PAGES[0].read_text().splitlines()) <= 150
+    lines = [line for block in blocks(PAGES[0]) if block.language == "sh" for line in block.lines()]
+    written = [file for line in lines for file in re.findall(r"(?:-o|--plot|--record) (\S+)", line)]
+    assert len(written) >= 5
+    assert len(set(written)) == len(written)
 
 
 @pytest.mark.parametrize("page", DOCS, ids=lambda page: page.stem)

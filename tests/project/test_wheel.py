@@ -19,6 +19,7 @@ FILES = ("pyproject.toml", "README.md", "LICENSE")
 DEMO = {
     *("profile.yaml", "profile.csv", "frontier.npz", "frontier.json", "frontier.png"),
     *("explored.png", "plan-1.00x.yaml", "plan-1.10x.yaml", "plan-1.10x-8-changes.yaml", "plan-1.00x.png"),
+    "report.html",
 }
 
 

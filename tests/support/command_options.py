@@ -25,7 +25,7 @@ def check_inline(command: str) -> None:
         assert (ROOT / words[0]).is_file(), command
     elif words:
         name = words[0]
-        if name.startswith("-") or name.isupper():
+        if name.startswith("-") or name.isupper() or name.endswith(".yaml"):  # a job file
             return
         shown = main.commands[name]
         if isinstance(shown, click.Group) and len(words) > 1:
@@ -105,4 +105,15 @@ def _training(script: str, arguments: list[str], *, is_module: bool) -> None:
         assert all(f'"{word}"' in text for word in arguments if word.startswith("-")), arguments
 
 
-_PARSERS = {"planner": _planner, "pip": _pip, "make": _make, "torchrun": _torchrun, "deepspeed": _deepspeed}
+def _source(arguments: list[str]) -> None:
+    assert arguments == [".venv/bin/activate"], f"source {arguments}: is not what `make` makes"
+
+
+_PARSERS = {
+    "planner": _planner,
+    "pip": _pip,
+    "make": _make,
+    "torchrun": _torchrun,
+    "deepspeed": _deepspeed,
+    "source": _source,
+}
