@@ -67,6 +67,9 @@ class Commands(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """Return the command that is named first, or that of job files if it is one, with the rest."""
         name = args[0]
+        if name == "help":
+            click.echo(context.get_help())
+            context.exit()
         if name not in self.commands and Path(name).suffix.lower() in (".yaml", ".yml"):
             return name, self.for_a_file, args
         if name not in self.commands and (near := did_you_mean(name, self.commands)):

@@ -207,6 +207,9 @@ def _measure(request: _Request, flags: Mapping[str, Any], progress: Any) -> Prof
 
 def _measure_small_gpt(request: _Request, flags: Mapping[str, Any], settings: Any, progress: Any) -> Profile:
     """Profile a small GPT on a simulated GPU, if no stage is given."""
+    from perseus_planner.gpu import check_back_end
+
+    check_back_end(request.gpu)
     if not request.gpu.startswith("simulated:"):
         raise UsageError(
             "the stages are missing; give --stage MODULE:FUNCTION, or profile a small GPT on a simulated GPU "

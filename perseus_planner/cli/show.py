@@ -114,7 +114,10 @@ def _view(path: Path) -> _View:
     from perseus_planner.documents import kind_of
 
     readers = {"run": _run_view, "frontier": _frontier_view, "profile": _profile_view}
-    return readers.get(kind_of(path) or "", _plan_view)(path)
+    kind = kind_of(path)
+    if kind is None and path.suffix.lower() not in (".yaml", ".yml"):
+        raise UsageError(f"{path}: is not a file of the planner; name a profile, a frontier, a plan or a run folder")
+    return readers.get(kind or "", _plan_view)(path)
 
 
 def _profile_view(file: Path) -> _View:

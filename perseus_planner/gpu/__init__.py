@@ -42,16 +42,29 @@ BACK_ENDS = tuple(_OPENERS)
 """Names of the back-ends, which precede the colon."""
 
 
+def check_back_end(text: str) -> None:
+    """Check that the text of a GPU begins with a back-end.
+
+    Raises:
+        GpuError: If it does not.
+    """
+    back_end = text.partition(":")[0]
+    if back_end not in _OPENERS:
+        from perseus_planner.gpu.simulated.catalog import CATALOG
+
+        advice = did_you_mean(back_end, BACK_ENDS) or did_you_mean(back_end, CATALOG, "simulated:{}".format)
+        advice = advice or f"choose one of: {', '.join(BACK_ENDS)}"
+        raise GpuError(f"GPU {text!r}: there is no back-end {back_end!r}; {advice}")
+
+
 def open_gpu(text: str) -> Gpu:
     """Open the GPU that `text` names, such as "nvml:0"; use it in a `with` statement, or close it.
 
     Raises:
         GpuError: If there is no such back-end or GPU, or the back-end needs something that is not installed.
     """
+    check_back_end(text)
     back_end, _, which = text.partition(":")
-    if back_end not in _OPENERS:
-        advice = did_you_mean(back_end, BACK_ENDS) or f"choose one of: {', '.join(BACK_ENDS)}"
-        raise GpuError(f"GPU {text!r}: there is no back-end {back_end!r}; {advice}")
     module, function = _OPENERS[back_end]
     # Imported on demand: what a back-end needs may not be installed.
     opener: Callable[[str], Gpu] = getattr(import_module(f"perseus_planner.gpu.{module}"), function)

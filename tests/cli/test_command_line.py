@@ -31,6 +31,7 @@ def test_every_command_is_in_one_section_of_the_help_with_its_whole_summary():
     text = done("--help")
     assert re.findall(r"^(\w+):$", text, re.MULTILINE) == ["Options", *main.sections]
     assert "..." not in text.partition("Options:")[2]
+    assert done("help").partition("\n")[2] == text.partition("\n")[2]
 
 
 @pytest.mark.parametrize(
@@ -67,12 +68,21 @@ def test_a_name_that_differs_by_case_an_end_or_a_letter_is_asked_for(text: str, 
         ("solve p.yaml -o f.yaml", "Error: --output f.yaml: must end in .npz; rename it\n"),
         ("report p.yaml -o r.pdf", "Error: --output r.pdf: must end in .html or .htm; rename it\n"),
         (
+            "profile --gpu A100-SXM --stages 2 -o p.yaml",
+            "Error: GPU 'A100-SXM': there is no back-end 'A100-SXM'; did you mean simulated:a100-sxm?\n",
+        ),
+        (
+            "show notes.txt",
+            "Error: notes.txt: is not a file of the planner; name a profile, a frontier, a plan or a run folder\n",
+        ),
+        (
             "doctor cuda:",
             "Error: cuda: the number of the GPU is missing; write cuda:0, or run `planner doctor cuda` to see all\n",
         ),
     ],
 )
 def test_what_is_nearly_right_is_refused_with_what_is_right(command: str, end: str):
+    Path("notes.txt").write_text("- a\n")
     code, out, error = refusal(command)
     assert (code, out) == (2, "")
     assert error.endswith(end)

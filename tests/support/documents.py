@@ -275,4 +275,4 @@ def starts_service(page: Path) -> bool:
 def commands_of(pages: list[Path]) -> set[str]:
     """Return the subcommands of the planner that the pages show."""
     lines = [line for page in pages for block in blocks(page) if block.language == "sh" for line in block.lines()]
-    return {found for line in lines for found in re.findall(r"(?:^|\| )planner (\w+)", line)}
+    return {found for line in lines for found in re.findall(r"(?:^|\| )planner ([\w-]+)(?=\s|$)", line)}
