@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from perseus_planner.solver.replicas import Replicas
     from perseus_planner.solver.solve import solve, solve_dag
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "Client", "Frontier", "Job", "Monitor", "PipelineDag", "Plan", "Profile", "Replicas", "Run", "errors", "schedules",
     "solve", "solve_dag",

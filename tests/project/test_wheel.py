@@ -1,8 +1,10 @@
-"""The wheel, installed into a clean environment, does what `make demo` shows."""
+"""The wheel, in a clean environment, does what `make demo` shows; the tests of the source distribution run."""
 
 from __future__ import annotations
 
+import email
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -12,10 +14,11 @@ from pathlib import Path
 import pytest
 from command_options import ROOT
 
-from perseus_planner import Frontier, Plan, Profile
+from perseus_planner import Frontier, Plan, Profile, __version__
 
 FOLDERS = ("perseus_planner", "profiler", "runtime")
-FILES = ("pyproject.toml", "README.md", "LICENSE")
+FILES = ("pyproject.toml", "setup.py", "README.md", "LICENSE")
+MOST_BYTES = 1_000_000  #: of the wheel
 DEMO = {
     *("profile.yaml", "profile.csv", "frontier.npz", "frontier.json", "frontier.png"),
     *("explored.png", "plan-1.00x.yaml", "plan-1.10x.yaml", "plan-1.10x-8-changes.yaml", "plan-1.00x.png"),
@@ -42,6 +45,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet")
     output_of(*pip, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", folder, source, cwd=folder)
     (wheel,) = folder.glob("*.whl")
+    assert wheel.stat().st_size <= MOST_BYTES
     venv.create(environment, symlinks=True)
     output_of(*pip, "--python", environment / "bin" / "python", "install", "--no-deps", "--no-index", wheel, cwd=folder)
     (packages,) = environment.glob("lib/python*/site-packages")
@@ -57,6 +61,41 @@ def test_the_installed_package_is_the_one_of_the_wheel(environment: Path, tmp_pa
     assert output_of(environment / "bin" / "planner", "--version", cwd=tmp_path).startswith("planner")
     run = (environment / "bin" / "planner", "run", environment / "bin" / "python", "-c")
     assert output_of(*run, "import sys; print(type(sys.meta_path[0]).__name__)", cwd=tmp_path) == "_EngineFinder\n"
+
+
+def test_the_description_is_complete_and_its_links_lead_to_files_at_the_tag(environment: Path):
+    (metadata,) = environment.glob("lib/python*/site-packages/perseus_planner-*.dist-info/METADATA")
+    about = email.message_from_string(metadata.read_text())
+    assert (about["Version"], about["Author"]) == (__version__, "The perseus-planner developers")
+    assert about["Description-Content-Type"] == "text/markdown"
+    urls = dict(each.split(", ") for each in about.get_all("Project-URL"))
+    assert set(urls) == {"Source", "Documentation", "Changelog", "Issues"}
+    ours = f"{urls['Source']}/"
+    links = re.findall(r"\]\(([^)]+)\)", about.get_payload())
+    assert [link for link in links if not link.startswith("https://")] == []
+    files = [re.fullmatch(rf"(?:blob|raw)/v{__version__}/([^#]+)(?:#.*)?", link.removeprefix(ours)) for link in links
+             if link.startswith(ours)]  # fmt: skip
+    assert len(files) > 10
+    assert [found for found in files if found is None or not (ROOT / found[1]).exists()] == []
+
+
+def test_the_source_distribution_holds_all_and_its_tests_run(tmp_path: Path):
+    if not (ROOT / ".git").exists():
+        pytest.skip("this is not a checkout, so what belongs to it is not known")
+    tracked = output_of("git", "ls-files", cwd=ROOT).splitlines()
+    source = tmp_path / "source"
+    for name in tracked:
+        if (ROOT / name).exists():
+            (source / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, source / name, follow_symlinks=False)
+    build = f"from setuptools import build_meta; build_meta.build_sdist({str(tmp_path)!r})"
+    output_of(sys.executable, "-c", build, cwd=source)
+    shutil.unpack_archive(next(tmp_path.glob("*.tar.gz")), tmp_path / "unpacked", filter="data")
+    (unpacked,) = (tmp_path / "unpacked").iterdir()
+    packed = {str(path.relative_to(unpacked)) for path in unpacked.rglob("*") if not path.is_dir()}
+    assert {name for name in tracked if not (ROOT / name).is_dir()} - packed == {".gitignore"}
+    tests = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_quantities.py", "tests/project/test_layout.py")
+    assert " passed" in output_of(sys.executable, *tests, cwd=unpacked)
 
 
 @pytest.mark.timeout(300)
