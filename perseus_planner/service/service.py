@@ -417,7 +417,7 @@ class Service:
         state = self._state(job)
         version = None if state.taken is None else state.taken.version
         self._telemetry.add(state.job, sent, partial(transitions.baseline_j, state), self._now_s(), version)
-        if sent.gpu_power_limit_w != state.job.gpu_power_limit_w:
+        if transitions.is_other_limit(state.job.gpu_power_limit_w, sent.gpu_power_limit_w):
             self._writer.do(lambda draft: self._limit_gpus(draft, draft.state(job), sent.gpu_power_limit_w))
 
     # News and time

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 _FORGOTTEN_AFTER_S = 3600.0
 """For so long a report that is over still keeps earlier observations that arrive late from counting."""
 _KEPT = 1024
+_LIMIT_CHANGE = 0.01
 
 
 def checked(job: RegisteredJob, frontier: bytes, now_s: float) -> RegisteredJob:
@@ -201,6 +202,16 @@ def last_moment_s(state: JobState) -> float:
     taken_s = state.job.since_s if state.taken is None else state.taken.at_s
     observed_s = (report.observed_s for report in state.reports.values())
     return max(state.job.since_s, state.decision.since_s, state.published.made_s, taken_s, *observed_s)
+
+
+def is_other_limit(planned_w: float | None, told_w: float | None) -> bool:
+    """Return whether a power limit of the GPUs differs so much from the one planned for that it is planned again.
+
+    A site may adjust its limit all the time; a difference within the error of a power sensor changes no clock.
+    """
+    if planned_w is None or told_w is None:
+        return planned_w != told_w
+    return abs(told_w - planned_w) > _LIMIT_CHANGE * planned_w
 
 
 def next_look_s(state: JobState, now_s: float) -> float:

@@ -6,6 +6,7 @@ import json
 import math
 import re
 import socket
+from collections.abc import Iterator
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -17,6 +18,7 @@ from http_stand_in import StandIn, stand_in
 from service_answers import ANSWER, KEPT, STATUS, api, refused
 
 from perseus_planner.errors import ServiceAway, ServiceRefusal, UsageError
+from perseus_planner.service.client import budget_file
 from perseus_planner.service.client.client import Client
 from perseus_planner.service.model import Decision, Place, Scope, Taken, Target
 from perseus_planner.service.schemas import Registration, ReportRequest
@@ -293,6 +295,27 @@ def test_budget_sends_a_schedule_from_the_budget_that_holds_now(service: StandIn
     done(f"budget --job gpt3 --schedule {tmp_path}/carbon.csv --target 8 --service {service.address}")
     later = [{"start_s": 4e9, "power_w": 16000.0}]
     assert service.asked[-1][1:3] == ("/v1/jobs/gpt3/power", {"power_w": 40000.0, "schedule": later})
+
+
+def test_a_schedule_that_is_replaced_is_sent_and_one_with_an_error_is_not(
+    service: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    path, texts = tmp_path / "budget.csv", ["start,power\n0,20kW\n", "start,power\n0,dear\n", "start,power\n0,30kW\n"]
+
+    def replaced(_: Path, __: object) -> Iterator[None]:
+        for text in texts[1:]:
+            path.write_text(text)
+            yield
+
+    monkeypatch.setattr(budget_file, "replaced", replaced)
+    path.write_text(texts[0])
+    code, _, stderr = refusal(f"budget --schedule {path} --watch --service {service.address}")
+    assert [each.body["power_w"] for each in service.asked[-2:]] == [20000.0, 30000.0]
+    assert code == 0
+    assert stderr == (
+        f"{path}, line 2, column 'power': 'dear' is not a power: write watts above 0, or a number with W, kW or MW, "
+        "such as 5kW; the schedule before it holds\n"
+    )
 
 
 def test_status_shows_what_the_service_knows(service: StandIn):

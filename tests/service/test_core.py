@@ -236,6 +236,9 @@ def test_a_power_limit_of_its_gpus_has_a_job_planned_again_within_it(tmp_path: P
         run.service.telemetry("gpt", Counters("a", iterations=2, time_s=2.0, gpu_power_limit_w=limit_w))
         planned(run.service)
         assert plans(run.service) == (limited.plan_for(limited.baseline_time_s),) * PIPELINES
+        version = run.service.status("gpt").version
+        run.service.telemetry("gpt", Counters("a", iterations=3, time_s=3.0, gpu_power_limit_w=0.995 * limit_w))
+        assert run.service.status("gpt").promised == version  # a site may adjust its limit all the time
         run.service.report("gpt", report("a", slowdown=1.3, scope=Scope("stage", "1", 2)))
         planned(run.service)
         slow = solve_dag(PipelineDag(slowed(limited.profile, {1: 1.3}), limited.dag.iteration))
@@ -245,7 +248,7 @@ def test_a_power_limit_of_its_gpus_has_a_job_planned_again_within_it(tmp_path: P
         planned(run.service)
         status = run.service.status("gpt")
         assert (status.job.gpu_power_limit_w, status.decision.targets[0].time_s) == (limit_w, limited.baseline_time_s)
-        run.service.telemetry("gpt", Counters("a", iterations=3, time_s=3.0))
+        run.service.telemetry("gpt", Counters("a", iterations=4, time_s=4.0))
         planned(run.service)
         assert plans(run.service)[0] == frontier.plan_for(BASELINE_S)
 

@@ -6,7 +6,7 @@ A CSV with the columns `start` and one of `power`, `price` and `carbon`:
 |---|---|
 | `start` | from when: ISO 8601, such as 2026-11-22T18:00+01:00, in this machine's zone if none is given; or seconds |
 |         | since the epoch |
-| `power` | a power budget: watts, or a number with W or kW; none for no budget |
+| `power` | a power budget: watts, or a number with W, kW or MW; none for no budget |
 | `price` | money for a kWh |
 | `carbon` | gCO2 for a kWh |
 
