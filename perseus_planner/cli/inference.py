@@ -146,9 +146,12 @@ def _profile_and_costs(path: Path, options: dict[str, Any]) -> tuple[InferencePr
         output_bounds=options["output_bounds"],
         load_tokens_per_s=options["load"],
     )
-    if profile.assumed_load:
-        click.echo(f"planner: {path} has no column tokens_per_s: its load is taken for {options['load']:g}", err=True)
     return profile, costs
+
+
+def _warn(profile: InferenceProfile, path: Path, load: float) -> None:
+    if profile.assumed_load:
+        click.echo(f"planner: {path} has no column tokens_per_s: its load is taken for {load:g}", err=True)
 
 
 @inference.command()
@@ -190,6 +193,7 @@ def plan(
         made = make_plan(measured, periods, options["gpus"], costs)
     made.save(output)
     view = plan_view(made)
+    _warn(measured, profile, options["load"])
     console.report(view, plan_text(view), [output], as_json=as_json)
 
 
@@ -299,6 +303,7 @@ def simulate(
                 left_out.append(f"{POLICIES[name]}: {error}")
             if progress is not None:
                 progress(done + 1, len(names))
+    _warn(measured, profile, options["load"])
     result = view.simulation_view(requests, settings, replays, left_out)
     if plot is not None:
         save_figure(view.simulation_figure(result), plot)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from fractions import Fraction
     from pathlib import Path
 
-    from perseus_planner.views.report.savings import IterationSize
+    from perseus_planner.views.report.savings import EnergyRates, IterationSize
     from perseus_planner.views.report.sources import Sources
 
 
@@ -87,11 +87,13 @@ def report(
 
     SOURCE is a profile, a frontier, a job file, a plan or a run folder. Give one or more, with at most one profile,
     frontier and job file; all must be for the same kind of pipeline. The report is about the first plan. Add the
-    frontier to compare with the iteration before and with other planners, and the profile to see standard errors.
+    frontier to compare with the iteration before and with other planners, and the profile to see standard errors. A
+    plan of `planner inference plan` has a report of its own.
 
     The page is one file that loads nothing. The price, the PUE and the carbon are assumptions: give the numbers of the
     place where your GPUs are.
     """
+    from perseus_planner.documents import kind_of
     from perseus_planner.files import write_file
     from perseus_planner.views.report.page import page
     from perseus_planner.views.report.report import make_report, report_text
@@ -100,11 +102,28 @@ def report(
 
     console.refuse_same(source, output)
     rates = EnergyRates(price, pue, carbon)
+    if any(kind_of(path) == "inference" for path in source):
+        _report_pools(source, rates, output, as_json=as_json)
+        return
     with console.progress("Reporting"):
         sources = read_sources(source, blocking_power)
         made = make_report(sources, rates, _size(sources, size))
         write_file(output, page(made), UsageError)
     console.report(made, report_text(made), [output], as_json=as_json)
+
+
+def _report_pools(source: tuple[Path, ...], rates: EnergyRates, output: Path, *, as_json: bool) -> None:
+    """Write the page of a plan for inference."""
+    from perseus_planner.files import write_file
+    from perseus_planner.inference.plan import InferencePlan
+    from perseus_planner.views.inference import plan_view
+    from perseus_planner.views.report.pools import make_pools_report, pools_page, pools_text
+
+    if len(source) > 1:
+        raise UsageError("a plan for inference has a report of its own; name it alone")
+    made = make_pools_report(source[0].name, plan_view(InferencePlan.load(source[0])), rates)
+    write_file(output, pools_page(made), UsageError)
+    console.report(made, pools_text(made), [output], as_json=as_json)
 
 
 def _size(sources: Sources, given: dict[str, Any]) -> IterationSize:

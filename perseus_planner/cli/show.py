@@ -75,9 +75,9 @@ def show(
 ) -> None:
     """Show a profile, a frontier, a plan with its timeline, or a training run beside its plan.
 
-    FILE is a profile, .yaml or .csv, a file that `planner solve` or `planner plan` wrote, or a run folder. The run may
-    still be going on. Its figure shows the last iteration that ran as planned on all ranks; its trace has all
-    iterations whose computations were kept.
+    FILE is a profile, .yaml or .csv, a file that `planner solve`, `planner plan` or `planner inference plan` wrote, or
+    a run folder. The run may still be going on. Its figure shows the last iteration that ran as planned on all ranks;
+    its trace has all iterations whose computations were kept.
     """
     if figure is not None and plot is None:
         raise UsageError("--figure: chooses what --plot draws; add --plot FIGURE")
@@ -113,7 +113,7 @@ def _view(path: Path) -> _View:
     """Read any kind of file; `Plan.load` says why it refuses a file that is not recognized."""
     from perseus_planner.documents import kind_of
 
-    readers = {"run": _run_view, "frontier": _frontier_view, "profile": _profile_view}
+    readers = {"run": _run_view, "frontier": _frontier_view, "profile": _profile_view, "inference": _pools_view}
     kind = kind_of(path)
     if kind is None and path.suffix.lower() not in (".yaml", ".yml"):
         raise UsageError(f"{path}: is not a file of the planner; name a profile, a frontier, a plan or a run folder")
@@ -179,6 +179,14 @@ def _plan_view(file: Path) -> _View:
         trace_plan(plan, path, None if frontier is None else frontier.plan_of(all_maximum(frontier.dag)))
 
     return _View(summary, timeline_text(summary), draw, write_trace)
+
+
+def _pools_view(file: Path) -> _View:
+    from perseus_planner.inference.plan import InferencePlan
+    from perseus_planner.views.inference import plan_figure, plan_text, plan_view
+
+    summary = plan_view(InferencePlan.load(file))
+    return _View(summary, plan_text(summary), lambda: plan_figure(summary), None)
 
 
 def _run_view(folder: Path) -> _View:

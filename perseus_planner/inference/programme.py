@@ -195,7 +195,8 @@ class _Model:
             from scipy.optimize import Bounds, LinearConstraint, milp
             from scipy.sparse import csr_array
         except ImportError as error:
-            raise UsageError(f"plans for inference need scipy, which is not installed; {INSTALL}") from error
+            remedy = how_to_install("inference")
+            raise UsageError(f"plans for inference need scipy, which is not installed; {remedy}") from error
         rows = self._rows if gpus is None else [*self._rows, (self.gpus, -math.inf, float(gpus))]
         where = [(number, column) for number, (row, _, _) in enumerate(rows) for column in row]
         values = [value for row, _, _ in rows for value in row.values()]

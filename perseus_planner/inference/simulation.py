@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 PREDICTIONS = ("last", "perfect")
 _GAP = 1e-3  #: of the energy of a period above its bound
+_LEAST_CLOCKS_S = 0.1  #: between clock changes
 _SPARE = 0.999  #: of the load that too few GPUs carry
 
 
@@ -50,7 +51,7 @@ class Settings:
         burst_s: for how long a pool may be filled ahead, seconds.
 
     Raises:
-        UsageError: If the times do not increase.
+        UsageError: If the times do not decrease, or are too short.
     """
 
     gpus: int
@@ -64,8 +65,11 @@ class Settings:
     burst_s: float = 60.0
 
     def __post_init__(self) -> None:
-        if not self.instances_s >= self.sharding_s >= self.clocks_s > 0:
-            raise UsageError("periods: instances change no more often than sharding, and that no more than clocks")
+        if not self.instances_s >= self.sharding_s >= self.clocks_s >= _LEAST_CLOCKS_S:
+            raise UsageError(
+                "periods: instances change no more often than sharding, that no more than clocks, and those no more "
+                f"than every {_LEAST_CLOCKS_S:g} s"
+            )
 
 
 class Period(NamedTuple):

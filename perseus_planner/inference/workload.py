@@ -97,10 +97,12 @@ class Trace:
         found = table[places[0], places[1]]
         if found.min() < 0:
             request = int(np.argmin(found))
+            inputs = {of.input_tokens: of.name.partition("/")[0] for of in profile.classes}
+            outputs = {of.output_tokens: of.name.partition("/")[2] for of in profile.classes}
+            missing = f"{inputs[bounds[0][places[0][request]]]}/{outputs[bounds[1][places[1][request]]]}"
             raise UsageError(
                 f"request {request + 1} of the trace has {self.input_tokens[request]} input and "
-                f"{self.output_tokens[request]} output tokens, but the profile has no class for it; measure one of up "
-                f"to {bounds[0][places[0][request]]:g} and {bounds[1][places[1][request]]:g} tokens"
+                f"{self.output_tokens[request]} output tokens, but the profile has no class {missing}; measure it"
             )
         return found
 

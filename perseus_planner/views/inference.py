@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from perseus_planner.inference.plan import BASELINE, POLICIES, Epoch, InferencePlan
 from perseus_planner.profiles.csv_file import unit_of
 from perseus_planner.quantities import si
-from perseus_planner.views.columns import Sheet, column, table
+from perseus_planner.views.columns import Sheet, column
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from perseus_planner.inference.workload import Trace
 
 _MOST_EPOCHS = 3  #: whose pools are printed
+AGAINST = "the highest clock and the largest tensor degree for all classes"
+"""The baseline of savings, in a sentence."""
 
 
 @dataclass(frozen=True)
@@ -145,16 +147,11 @@ def _pool_view(pool: Pool) -> PoolView:
 
 def plan_text(view: InferencePlanView) -> str:
     """Return the tables of a plan."""
-    parts = []
-    for epoch in view.epochs[:_MOST_EPOCHS]:
-        gpus = sum(pool.gpus for pool in epoch.pools)
-        changes = f", {si(epoch.change_j, 'J')} of changes" if epoch.change_j else ""
-        parts.append(
-            f"From {epoch.start_s / 60:.0f} min, for {epoch.length_s / 60:.0f} min: {gpus} GPUs, "
-            f"{si(epoch.power_w, 'W')}{changes}\n\n{_pool_table(epoch.pools, view.control)}"
-        )
-    if len(view.epochs) > _MOST_EPOCHS:
-        parts.append(f"{len(view.epochs) - _MOST_EPOCHS} more periods are in the file.")
+    return "\n".join(sheet.text() for sheet in plan_sheets(view))
+
+
+def plan_sheets(view: InferencePlanView) -> list[Sheet]:
+    """Return the tables of a plan: the policies, and the pools of the first periods."""
     rows = view.policies
     columns = [
         ["chosen how", *(row.description for row in rows)],
@@ -162,17 +159,52 @@ def plan_text(view: InferencePlanView) -> str:
         column("saved %", [_percent(row.saved_share) for row in rows]),
         column("GPUs", [str(row.gpus) for row in rows]),
     ]
-    notes = [
-        f"Savings are against {POLICIES[BASELINE]}, for all classes. The plan is "
-        + (f"at most {100 * view.gap:.2g} % above its bound." if view.gap > 1e-6 else "proved to be the best.")
-    ]
+    proved = f"at most {100 * view.gap:.2g} % above its bound" if view.gap > 1e-6 else "proved to be the best"
+    notes = [f"Savings are against {AGAINST}. The plan is {proved}."]
     for row in rows:
         if row.energy_j is None:
             notes.append(f"{row.description}: violates the latency objective of a class.")
         elif row.gpus > view.gpus:
             notes.append(f"{row.description}: needs {row.gpus} GPUs, more than there are.")
-    text = Sheet(f"Pools for inference on {view.gpus} GPUs", "", columns, "\n".join(notes)).text()
-    return "\n\n".join([*parts, text])
+    if len(view.epochs) > _MOST_EPOCHS:
+        notes.append(f"The file has {len(view.epochs)} periods; the pools of the first {_MOST_EPOCHS} are shown.")
+    pools = [_pool_sheet(epoch, view.control) for epoch in view.epochs[:_MOST_EPOCHS]]
+    source = "Replayed from the inference profile."
+    return [*pools, Sheet(f"Pools for inference on {view.gpus} GPUs", source, columns, "\n".join(notes))]
+
+
+def plan_figure(view: InferencePlanView) -> Figure:
+    """Return the energy of each policy as bars."""
+    from matplotlib.figure import Figure
+
+    rows = [row for row in view.policies if row.energy_j is not None]
+    figure = Figure(figsize=(8, 3.5), layout="constrained")
+    axes = figure.subplots()
+    bars = axes.barh([row.description for row in rows], [(row.energy_j or 0.0) / 3.6e6 for row in rows])
+    axes.bar_label(bars, [f"{_percent(row.saved_share)} % saved" for row in rows], padding=3, fontsize="small")
+    axes.invert_yaxis()
+    axes.margins(x=0.2)
+    axes.set_xlabel("energy (kWh)")
+    axes.set_title(f"Pools for inference on {view.gpus} GPUs (replayed)", fontsize="medium")
+    return figure
+
+
+def _pool_sheet(epoch: EpochView, control: str) -> Sheet:
+    pools = epoch.pools
+    changes = f", {si(epoch.change_j, 'J')} of changes" if epoch.change_j else ""
+    return Sheet(
+        f"From {epoch.start_s / 60:.0f} min, for {epoch.length_s / 60:.0f} min: "
+        f"{sum(pool.gpus for pool in pools)} GPUs, {si(epoch.power_w, 'W')}{changes}",
+        "",
+        [
+            ["classes", *(", ".join(pool.classes) for pool in pools)],
+            column("instances", [str(pool.instances) for pool in pools]),
+            column("TP", [str(pool.tensor_degree) for pool in pools]),
+            column(unit_of(control), [str(pool.setting) for pool in pools]),
+            column("GPUs", [str(pool.gpus) for pool in pools]),
+            column("tokens/s", [f"{pool.tokens_per_s:.0f}" for pool in pools]),
+        ],
+    )
 
 
 @dataclass(frozen=True)
@@ -291,8 +323,8 @@ def simulation_text(view: SimulationView) -> str:
     ]
     predicted = "as it will be" if view.prediction == "perfect" else "as the one before"
     notes = [
-        f"Savings are against {POLICIES[BASELINE]}. GPUs are those in use, on average and at most; changes are of",
-        "instances, sharding and clocks.",
+        f"Savings are against {AGAINST}.",
+        "GPUs are those in use, on average and at most; changes are of instances, sharding and clocks.",
         *(f"Left out: {reason}." for reason in view.left_out),
         *(
             f"{row.description}: the GPUs did not carry the predicted load in {row.short_periods} periods."
@@ -331,19 +363,6 @@ def simulation_figure(view: SimulationView) -> Figure:
     panels[-1].set_xlabel("time (min)")
     figure.suptitle(f"{view.requests} requests on {view.gpus} GPUs (replayed)", fontsize="medium")
     return figure
-
-
-def _pool_table(pools: Sequence[PoolView], control: str) -> str:
-    return table(
-        [
-            ["classes", *(", ".join(pool.classes) for pool in pools)],
-            column("instances", [str(pool.instances) for pool in pools]),
-            column("TP", [str(pool.tensor_degree) for pool in pools]),
-            column(unit_of(control), [str(pool.setting) for pool in pools]),
-            column("GPUs", [str(pool.gpus) for pool in pools]),
-            column("tokens/s", [f"{pool.tokens_per_s:.0f}" for pool in pools]),
-        ]
-    )
 
 
 def _kwh(energy_j: float | None) -> str:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 import pytest
+from browsing import barriers, chromium, opened
 from commands import done, refusal
 from inference_cases import PROFILE, RATES, steady, write_trace
 
@@ -75,6 +76,35 @@ def test_a_policy_that_cannot_serve_the_trace_is_left_out_with_the_reason(folder
     assert {each["saved_share"] for each in found["policies"]} == {None}
 
 
+def test_show_and_report_take_a_plan(folder: Path):
+    text = done(f"{PLAN} --gpus 16 -o 'po<b>ols.yaml'").partition("Wrote")[0]
+    assert text == done("show 'po<b>ols.yaml' --plot pools.svg").partition("Wrote")[0]
+    assert "planner" in Path("pools.svg").read_text()
+    found = json.loads(done("report 'po<b>ols.yaml' --price 0.2 --pue 1.5 -o page.html --json"))
+    baseline_j = found["plan"]["policies"][0]["energy_j"]
+    assert found["saved"]["kwh"] == pytest.approx(1.5 * (baseline_j - found["plan"]["energy_j"]) / 3.6e6)
+    assert found["saved"]["usd"] == pytest.approx(0.2 * found["saved"]["kwh"])
+    page = Path("page.html").read_text()
+    assert "<title>Pools for inference: po&lt;b&gt;ols.yaml</title>" in page
+    assert "script-src 'none'" in page
+    message = "Error: a plan for inference has a report of its own; name it alone\n"
+    assert refusal("report 'po<b>ols.yaml' rates.csv -o page.html") == (2, "", message)
+
+
+def test_the_page_has_no_barrier_and_fits_a_phone(folder: Path):
+    phone = {"width": 390, "height": 800}
+    done("inference plan inference.csv --trace trace.csv --gpus 16 --epoch 2min -o pools.yaml")
+    done("report pools.yaml -o page.html")
+    with (
+        chromium() as browser,
+        opened(browser, (folder / "page.html").as_uri(), color_scheme="dark", viewport=phone) as page,
+    ):
+        assert page.locator(".bars rect").count() == len(POLICIES)
+        assert page.evaluate("getComputedStyle(document.querySelector('.bars .plan')).fill") != "rgb(0, 0, 0)"
+        assert page.evaluate("document.documentElement.scrollWidth") == 390
+        assert barriers(page) == []
+
+
 @pytest.mark.parametrize("command", inference.commands.values(), ids=lambda command: command.name)
 def test_help_describes_every_option(command: click.Command):
     assert [option.name for option in command.params if isinstance(option, click.Option) and not option.help] == []
@@ -88,7 +118,8 @@ def test_help_describes_every_option(command: click.Command):
         ("--plot a.txt", "--plot a.txt: figures are written as .png, .svg, .pdf; end the name with one of them"),
         (
             "--instances-every 1min",
-            "periods: instances change no more often than sharding, and that no more than clocks",
+            "periods: instances change no more often than sharding, that no more than clocks, and those no more than "
+            "every 0.1 s",
         ),
     ],
 )

@@ -177,8 +177,7 @@ def test_a_trace_needs_a_class_of_the_profile(tmp_path: Path):
     profile = read_inference_profile(text_file(tmp_path / "a.csv", text))
     trace = read_trace(text_file(tmp_path / "t.csv", "time,input_tokens,output_tokens\n0,10,10\n1,20,300\n"))
     assert refusal_of(UsageError, trace.classes, profile) == (
-        "request 2 of the trace has 20 input and 300 output tokens, but the profile has no class for it; measure one "
-        "of up to 256 and 500 tokens"
+        "request 2 of the trace has 20 input and 300 output tokens, but the profile has no class 256/500; measure it"
     )
 
 

@@ -31,20 +31,20 @@ def page(report: EnergyReport) -> str:
 
     A content security policy in the page allows only its own scripts and styles, by their digests, and loads nothing.
     """
-    styles = [_inline(page_file("theme.css")), _inline(_report_file("report.css"))]
+    styles = [_inline(page_file("theme.css")), _inline(report_file("report.css"))]
     scripts = [
         _inline(page_file("charts.js")),
-        _inline(_report_file("timeline.js")),
-        _inline(_report_file("report.js")),
+        _inline(report_file("timeline.js")),
+        _inline(report_file("report.js")),
     ]
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters |= {"number": number, "input": _input, "share": _share, "signed": _signed, "watts": _watts}
-    return environment.from_string(_report_file("report.html.j2")).render(
+    return environment.from_string(report_file("report.html.j2")).render(
         report=report,
         unit=unit_of(report.context.control),
         styles=styles,
         scripts=scripts,
-        policy=_policy(scripts, styles),
+        policy=content_policy(scripts, styles),
         multiples=_multiples(report.curves),
         has_errors=any(point.energy_stderr_j is not None for curve in report.curves for point in curve.points),
         data=htmlsafe_json_dumps(_data(report), dumps=json.dumps, separators=(",", ":")),
@@ -104,7 +104,8 @@ def _stages(numbers: Sequence[int]) -> str:
     return f"stages {numbers[0]} to {numbers[-1]}" if is_range else f"stages {', '.join(map(str, numbers))}"
 
 
-def _report_file(name: str) -> str:
+def report_file(name: str) -> str:
+    """Return the text of a file of this folder."""
     return (files("perseus_planner.views.report") / name).read_text(encoding="utf-8")
 
 
@@ -113,8 +114,9 @@ def _inline(text: str) -> Markup:
     return Markup(text)
 
 
-def _policy(scripts: Iterable[str], styles: Iterable[str]) -> str:
-    allowed = [" ".join(f"'sha256-{_digest(text)}'" for text in texts) for texts in (scripts, styles)]
+def content_policy(scripts: Iterable[str], styles: Iterable[str]) -> str:
+    """Return a content security policy that allows these scripts and styles, by their digests, and nothing else."""
+    allowed = [" ".join(f"'sha256-{_digest(text)}'" for text in texts) or "'none'" for texts in (scripts, styles)]
     return f"default-src 'none'; script-src {allowed[0]}; style-src {allowed[1]}; base-uri 'none'; form-action 'none'"
 
 
