@@ -26,6 +26,7 @@ from fake_nvml import UUIDS, StandIn
 from gpu_owners import LOCKS_AND_WAITS, files, guardians, kill, owner
 
 DEPLOY = ROOT / "deploy"
+CACHE = "NUMBA_CACHE_DIR=/var/cache/planner"
 PATH = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
 
 
@@ -180,7 +181,14 @@ def test_the_image_is_made_of_files_that_exist_and_starts_the_service():
     assert steps[0][0] == "FROM"
     copied = [source for rest in of["COPY"] for source in rest.split()[:-1]]
     assert [source for source in copied if not (ROOT / source).exists()] == []
-    assert {"pyproject.toml", "perseus_planner", "profiler", "runtime"} <= {*copied}  # what the wheel is made of
+    assert {"pyproject.toml", "setup.py", "perseus_planner", "profiler", "runtime"} <= {
+        *copied
+    }  # what the wheel is made of
+    user, cache, warm_up = (
+        steps.index(step) for step in (["USER", "planner"], ["ENV", CACHE], ["RUN", "planner warm-up"])
+    )
+    assert user < cache < warm_up  # as the user of the containers, who may write where it goes
+    assert CACHE.partition("=")[2] in of["RUN"][0].partition("install -d -o planner ")[2].split()
     extras = re.search(r"\[([a-z,]+)\]", of["RUN"][0])[1].split(",")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert {*extras} <= {*project["optional-dependencies"]}
