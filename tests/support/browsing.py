@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 from urllib.parse import urlsplit
@@ -23,6 +23,7 @@ _OPTIONS = (
     "--no-first-run",
 )
 _SERIOUS = ("serious", "critical")
+IMPACTS = ("minor", "moderate", *_SERIOUS)
 _HERE = ("127.0.0.1", "localhost", None)  # None: of a file, or data:
 
 
@@ -66,9 +67,9 @@ def opened(browser: Any, url: str, **context: Any) -> Iterator[Any]:
         assert not messages, messages
 
 
-def barriers(page: Any) -> list[str]:
-    """Return the serious and critical accessibility problems that axe-core finds on the page."""
+def barriers(page: Any, impacts: Collection[str] = _SERIOUS) -> list[str]:
+    """Return the accessibility problems of these impacts that axe-core finds on the page."""
     from axe_playwright_python.sync_playwright import Axe
 
     found = Axe().run(page).response["violations"]
-    return [f"{each['id']}: {each['help']}" for each in found if each["impact"] in _SERIOUS]
+    return [f"{each['id']}: {each['help']}: {each['nodes'][0]['html']}" for each in found if each["impact"] in impacts]

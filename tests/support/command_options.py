@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
 import importlib
 import inspect
@@ -78,6 +79,17 @@ def _make(words: list[str]) -> None:
     assert set(words) <= _targets(), words
 
 
+def _slurm(words: list[str]) -> None:
+    """Parse the options of srun or salloc that the pages use, and check the command that follows."""
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    for name in ("--nodes", "--ntasks-per-node", "--gpus-per-node"):
+        parser.add_argument(name, type=int)
+    parser.add_argument("--exclusive", action="store_true")
+    parser.add_argument("command", nargs=argparse.REMAINDER)
+    if command := parser.parse_args(words).command:
+        _PARSERS[command[0]](command[1:])
+
+
 def _targets() -> set[str]:
     return set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 
@@ -116,4 +128,6 @@ _PARSERS = {
     "torchrun": _torchrun,
     "deepspeed": _deepspeed,
     "source": _source,
+    "srun": _slurm,
+    "salloc": _slurm,
 }
