@@ -60,7 +60,7 @@ class StragglerDetector:
         Reported once each: that the GPU is slow, that its slowdown has changed by more than `SLOW`, and that it has
         recovered. Iterations that did not run as planned are ignored.
         """
-        if not iteration.is_as_planned or not iteration.planned_busy_s or iteration.busy_s <= 0:
+        if iteration.deviation is not None or not iteration.planned_busy_s or iteration.busy_s <= 0:
             return self, None
         recent = (*self.recent, iteration)[-ENOUGH:]
         detector = replace(self, recent=recent)

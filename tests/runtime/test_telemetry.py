@@ -18,7 +18,10 @@ from made_runs import BEGIN_NS, any_plan, ns
 from strategies import fixed, smooth_profile
 
 from perseus_planner import schedules
+from perseus_planner.runs.autopilot import AutopilotStatus
 from perseus_planner.runs.recording import Attempt, RankFiles, attempt_path
+from perseus_planner.runs.straggler import StragglerDetector
+from perseus_planner.runtime.autopilot.ranks.programs import AutopilotProgram
 from perseus_planner.runtime.controller.protocol import ControlChange, GpuSample
 from perseus_planner.runtime.engines.engine import PipelineRank
 from perseus_planner.runtime.hook import Hook, Program
@@ -349,3 +352,25 @@ def test_where_the_engine_does_not_number_pipelines_their_first_ranks_do():
     telemetry.update([iteration(0, 0, 10)], [])
     (row,) = telemetry.close()
     assert (row.pipeline, row.pipeline_rank) == (4, 1)
+
+
+def test_a_gpu_that_becomes_slow_is_found_without_a_plan_by_what_its_times_were():
+    ran = program(2)
+    clocks = (HIGHEST, *(1200,) * (len(ran.computations) - 1))
+    planned = AutopilotProgram(
+        2, 1, 7, ran.computations, clocks, 1.0, HIGHEST, None, AutopilotStatus("following"), busy_s=1.0
+    )
+    telemetry, detector, found = Telemetry(0, SEAT), StragglerDetector(), []
+    each_ns, now_ns = 10**9 // len(clocks), BEGIN_NS
+    records = []
+    for number in range(18):
+        begin_ns, spans = now_ns, []
+        for _ in clocks:
+            spans.append((now_ns, now_ns + each_ns * (12 if number > 8 else 10) // 10))
+            now_ns = spans[-1][1]
+        telemetry.on_end(number, planned, None)
+        records += telemetry.update([IterationTimes(number, begin_ns, tuple(spans), now_ns)], [])
+    for record in [*records, *telemetry.close()]:
+        detector, detection = detector.after(record)
+        found += [] if detection is None else [(record.iteration, detection.slowdown)]
+    assert found == [(13, pytest.approx(1.2, rel=1e-3))]
