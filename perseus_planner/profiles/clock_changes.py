@@ -5,7 +5,6 @@ Iterations repeat, so the first computation of a rank follows its last one in al
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -100,24 +99,3 @@ def with_fewer_changes(clocks: Sequence[int], max_changes: int) -> tuple[int, ..
         segments[at - 1] = joined
         del segments[at]
     return tuple(merged)
-
-
-def shortest_hold_s(clocks_mhz: Sequence[int | None], starts_s: Sequence[float], time_s: float) -> float:
-    """Return the shortest time for which a rank holds a clock, seconds; infinite if it never changes its clock.
-
-    A clock is held from the start of the first computation at that clock to the start of the next one at another clock,
-    which may be in the next iteration.
-
-    Args:
-        clocks_mhz: the clock of each computation and operation of the rank, in program order; None for one without.
-        starts_s: when each of them starts, seconds from the start of the iteration.
-        time_s: iteration time, seconds.
-    """
-    clocked = [(clock, start_s) for clock, start_s in zip(clocks_mhz, starts_s, strict=True) if clock is not None]
-    changes_s = [
-        start_s
-        for (before, _), (clock, start_s) in zip(clocked[-1:] + clocked, clocked, strict=False)
-        if clock != before
-    ]
-    ends_s = changes_s[1:] + [start_s + time_s for start_s in changes_s[:1]]
-    return min((end_s - start_s for start_s, end_s in zip(changes_s, ends_s, strict=True)), default=math.inf)

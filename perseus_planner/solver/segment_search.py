@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -16,7 +17,6 @@ from perseus_planner.solver.segments import (
     replay,
     restore,
     set_clock,
-    set_range,
     shortest_dwell_s,
 )
 
@@ -176,44 +176,35 @@ def _next_clock(problem: SegmentProblem, clock: Integers, i: int) -> bool:
     return False
 
 
-@kernel
 def head_pace_tail(problem: SegmentProblem, deadline_s: float, head: int, tail: int) -> Integers:
     """Return a plan in which each rank runs its first and last computations fast, and the others at one clock.
 
     That clock is the cheapest one in time, chosen rank by rank from the last one, so that two changes are enough. All
     of a rank is fast where no clock is in time, or where it has no more than `head` + `tail` computations.
     """
-    rank_start, member = problem.rank_start, problem.member
-    clock = np.zeros(len(problem.node), np.int64)
-    for rank in range(len(rank_start) - 1):
-        first, stop = rank_start[rank], rank_start[rank + 1]
-        fast = _least(_sums(problem.time_s, member, first, stop))
-        for i in range(first, stop):
-            clock[i] = fast
-    state, _ = load_state(problem, clock)
-    for rank in range(len(rank_start) - 2, -1, -1):
-        first, stop = rank_start[rank] + head, rank_start[rank + 1] - tail
-        cost_j, fast = _sums(problem.cost_j, member, first, stop), state.clock[rank_start[rank]]
-        while first < stop:
-            c = _least(cost_j)
-            if c == fast or cost_j[c] == np.inf:
+    node, member = problem.node, problem.member
+    ranks = list(pairwise(problem.rank_start.tolist()))
+    fastest = [problem.time_s[member[first:stop]].sum(axis=0).argmin() for first, stop in ranks]
+    state, _ = load_state(problem, np.repeat(fastest, np.diff(problem.rank_start)))
+
+    def set_all(first: int, stop: int, clock: int) -> None:
+        state.clock[first:stop] = clock
+        state.duration_s[node[first:stop]] = problem.time_s[member[first:stop], clock]
+        state.touched[0] = min(state.touched[0], node[first:stop].min())
+
+    for fast, (begin, end) in zip(reversed(fastest), reversed(ranks), strict=True):
+        first, stop = begin + head, end - tail
+        if first >= stop:
+            continue
+        cost_j = problem.cost_j[member[first:stop]].sum(axis=0)
+        for clock in np.argsort(cost_j, kind="stable"):
+            if clock == fast or cost_j[clock] == np.inf:
                 break
-            set_range(problem, state, first, stop, c)
+            set_all(first, stop, clock)
             if replay(problem, state) <= deadline_s:
                 break
-            set_range(problem, state, first, stop, fast)
-            cost_j[c] = np.inf
+            set_all(first, stop, fast)
     return state.clock
-
-
-@inner_kernel
-def _sums(table: Floats, member: Integers, first: int, stop: int) -> Floats:
-    """Return the sum of each column over the classes of the computations from `first` to before `stop`."""
-    sums = np.zeros(table.shape[1])
-    for i in range(first, stop):
-        for c in range(len(sums)):
-            sums[c] += table[member[i], c]
-    return sums
 
 
 @inner_kernel

@@ -99,13 +99,6 @@ class PowerRows:
         value = power_w / self.top_w
         self._update(at, value, (doubt * value) ** 2)
 
-    def add_waiting(self, power_w: float, doubt: float) -> None:
-        """Learn the power of waiting, watts, known with a relative standard error."""
-        for rank in range(self._ranks):
-            at = np.zeros(len(self._mean))
-            at[self._waiting + rank] = 1.0
-            self._update(at, power_w / self.top_w, (doubt * power_w / self.top_w) ** 2)
-
     def tables(self) -> tuple[Floats, Floats, Floats]:
         """Return the power of each row and its standard error, (classes, clocks), and of waiting, (ranks,): watts."""
         size, hats = self._waiting, self._hats

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
-from random import Random
 
 import pytest
 from hypothesis import given
@@ -15,7 +14,6 @@ from perseus_planner.errors import ProfileError
 from perseus_planner.profiles.clock_changes import (
     ClockChange,
     changes_per_rank,
-    shortest_hold_s,
     with_fewer_changes,
 )
 
@@ -23,33 +21,25 @@ SEEDS = st.integers(0, 2**32 - 1)
 
 
 @pytest.mark.parametrize(
-    ("clocks", "starts_s", "changes", "hold_s"),
+    ("clocks", "changes"),
     [
-        ([1410], [0.0], 0, math.inf),
-        ([None, None], [0.0, 1.0], 0, math.inf),
-        ([1410, None, 1410], [0.0, 1.0, 2.0], 0, math.inf),
-        ([1410, 1200], [1.0, 4.0], 2, 3.0),  # 1200 MHz until 11
-        ([1410, 1200], [1.0, 9.0], 2, 2.0),
-        ([1410, 1200, 1200, 1410], [1.0, 4.0, 5.0, 9.0], 2, 5.0),
-        ([None, 1410, None, 1200, 1300], [0.0, 1.0, 2.0, 4.0, 9.0], 3, 2.0),
+        ([1410], 0),
+        ([None, None], 0),
+        ([1410, None, 1410], 0),
+        ([1410, 1200], 2),
+        ([1410, 1200, 1200, 1410], 2),
+        ([None, 1410, None, 1200, 1300], 3),
     ],
 )
-def test_changes_and_holds_by_hand(clocks, starts_s, changes, hold_s):
+def test_changes_by_hand(clocks, changes):
     assert changes_per_rank(clocks) == changes
-    assert shortest_hold_s(clocks, starts_s, time_s=10.0) == hold_s
 
 
 @fixed
-@given(clocks=st.lists(st.sampled_from((None, 900, 1200, 1410)), min_size=1, max_size=12), seed=SEEDS)
-def test_changes_and_holds_are_those_of_three_iterations_in_a_row(clocks: list[int | None], seed: int):
-    rng = Random(seed)
-    starts_s = sorted(rng.sample(range(100), len(clocks)))
-    clocked = [(s + i * 100, c) for i in range(3) for s, c in zip(starts_s, clocks, strict=True) if c is not None]
-    changed_s = [s for (_, before), (s, clock) in pairwise(clocked) if clock != before]
-    middle_s = [s for s in changed_s if 100 <= s < 200]
-    assert changes_per_rank(clocks) == len(middle_s)
-    holds_s = [then - s for s, then in pairwise(changed_s)]
-    assert shortest_hold_s(clocks, starts_s, 100.0) == min(holds_s, default=math.inf)
+@given(clocks=st.lists(st.sampled_from((None, 900, 1200, 1410)), min_size=1, max_size=12))
+def test_changes_are_those_of_the_second_of_three_iterations_in_a_row(clocks: list[int | None]):
+    clocked = [(i, clock) for i in range(3) for clock in clocks if clock is not None]
+    assert changes_per_rank(clocks) == sum(i == 1 and clock != before for (_, before), (i, clock) in pairwise(clocked))
 
 
 @pytest.mark.parametrize(
