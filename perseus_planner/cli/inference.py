@@ -52,6 +52,15 @@ def _bounds(_: click.Context, parameter: click.Parameter, text: str) -> tuple[in
     return bounds[0], bounds[1]
 
 
+def _quantity(name: str, default: str, rule: str, text: str, metavar: str = "TIME") -> Callable[[Any], Any]:
+    read = console.quantity(rule)
+    return click.option(name, default=default, show_default=True, metavar=metavar, callback=read, help=text)
+
+
+def _tokens(name: str, default: str, text: str) -> Callable[[Any], Any]:
+    return click.option(name, default=default, show_default=True, metavar="TOKENS", callback=_bounds, help=text)
+
+
 _OPTIONS = (
     click.option("--gpus", type=click.IntRange(1), required=True, metavar="N", help="Number of GPUs."),
     click.option(
@@ -60,30 +69,9 @@ _OPTIONS = (
         callback=_numbers("DURATION"),
         help="Most time to the first token, one for each input class, e.g. 250ms,400ms,2s.  [default: those]",
     ),
-    click.option(
-        "--tbt",
-        default="100ms",
-        show_default=True,
-        metavar="TIME",
-        callback=console.quantity("DURATION"),
-        help="Most time between tokens.",
-    ),
-    click.option(
-        "--input-bounds",
-        default="256,1024",
-        show_default=True,
-        metavar="TOKENS",
-        callback=_bounds,
-        help="Most input tokens of the classes short and medium.",
-    ),
-    click.option(
-        "--output-bounds",
-        default="100,350",
-        show_default=True,
-        metavar="TOKENS",
-        callback=_bounds,
-        help="Most output tokens of the classes short and medium.",
-    ),
+    _quantity("--tbt", "100ms", "DURATION", "Most time between tokens."),
+    _tokens("--input-bounds", "256,1024", "Most input tokens of the classes short and medium."),
+    _tokens("--output-bounds", "100,350", "Most output tokens of the classes short and medium."),
     click.option(
         "--load",
         type=click.FloatRange(0, min_open=True),
@@ -92,38 +80,10 @@ _OPTIONS = (
         metavar="TOKENS/S",
         help="Load of an instance in profiles without the column tokens_per_s.",
     ),
-    click.option(
-        "--new-instance",
-        default="423s",
-        show_default=True,
-        metavar="TIME",
-        callback=console.quantity("LAG"),
-        help="Time until a new instance serves.",
-    ),
-    click.option(
-        "--resharding",
-        default="33s",
-        show_default=True,
-        metavar="TIME",
-        callback=console.quantity("LAG"),
-        help="Time until an instance of another tensor degree serves.",
-    ),
-    click.option(
-        "--clock-change",
-        default="50ms",
-        show_default=True,
-        metavar="TIME",
-        callback=console.quantity("LAG"),
-        help="Time of a clock change.",
-    ),
-    click.option(
-        "--change-power",
-        default="100W",
-        show_default=True,
-        metavar="POWER",
-        callback=console.quantity("BLOCKING_POWER"),
-        help="Power of each GPU while it changes.",
-    ),
+    _quantity("--new-instance", "423s", "LAG", "Time until a new instance serves."),
+    _quantity("--resharding", "33s", "LAG", "Time until an instance of another tensor degree serves."),
+    _quantity("--clock-change", "50ms", "LAG", "Time of a clock change."),
+    _quantity("--change-power", "100W", "BLOCKING_POWER", "Power of each GPU while it changes.", "POWER"),
 )
 
 
@@ -158,14 +118,7 @@ def _warn(profile: InferenceProfile, path: Path, load: float) -> None:
 @click.argument("profile", type=console.PATH)
 @click.option("--trace", type=console.PATH, metavar="FILE", help="CSV of requests, e.g. an Azure LLM inference trace.")
 @click.option("--rates", type=console.PATH, metavar="FILE", help="CSV with the requests and tokens of each class.")
-@click.option(
-    "--epoch",
-    default="30min",
-    show_default=True,
-    metavar="TIME",
-    callback=console.quantity("DURATION"),
-    help="How long pools stay as they are.",
-)
+@_quantity("--epoch", "30min", "DURATION", "How long pools stay as they are.")
 @_with_options
 @console.output("the plan", ".yaml", ".yml")
 @console.as_json
@@ -207,47 +160,18 @@ def plan(
     show_default=True,
     help="What a period is predicted from: the one before, or itself.",
 )
-@click.option(
+@_quantity(
     "--mispredicted",
-    default="0%",
-    show_default=True,
-    metavar="PERCENT",
-    callback=console.quantity("TOLERANCE"),
-    help="Share of requests whose output is predicted one class too long or too short.",
+    "0%",
+    "TOLERANCE",
+    "Share of requests whose output is predicted one class too long or too short.",
+    "PERCENT",
 )
-@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of these.")
-@click.option(
-    "--instances-every",
-    default="30min",
-    show_default=True,
-    metavar="TIME",
-    callback=console.quantity("DURATION"),
-    help="Time between changes of the number of GPUs in use.",
-)
-@click.option(
-    "--sharding-every",
-    default="5min",
-    show_default=True,
-    metavar="TIME",
-    callback=console.quantity("DURATION"),
-    help="Time between changes of tensor degrees.",
-)
-@click.option(
-    "--clocks-every",
-    default="5s",
-    show_default=True,
-    metavar="TIME",
-    callback=console.quantity("DURATION"),
-    help="Time between changes of clocks.",
-)
-@click.option(
-    "--burst",
-    default="60s",
-    show_default=True,
-    metavar="TIME",
-    callback=console.quantity("LAG"),
-    help="Over how long the load of an instance may be averaged.",
-)
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of the choice of these.")
+@_quantity("--instances-every", "30min", "DURATION", "Time between changes of the number of GPUs in use.")
+@_quantity("--sharding-every", "5min", "DURATION", "Time between changes of tensor degrees.")
+@_quantity("--clocks-every", "5s", "DURATION", "Time between changes of clocks.")
+@_quantity("--burst", "60s", "LAG", "Over how long the load of an instance may be averaged.")
 @click.option(
     "--policy",
     "policies",

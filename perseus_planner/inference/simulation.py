@@ -51,7 +51,7 @@ class Settings:
         burst_s: for how long a pool may be filled ahead, seconds.
 
     Raises:
-        UsageError: If the times do not decrease, or are too short.
+        UsageError: If the times do not decrease or are too short, or a share is not from 0 to 1.
     """
 
     gpus: int
@@ -70,6 +70,8 @@ class Settings:
                 "periods: instances change no more often than sharding, that no more than clocks, and those no more "
                 f"than every {_LEAST_CLOCKS_S:g} s"
             )
+        if not 0 <= self.mispredicted <= 1:
+            raise UsageError(f"mispredicted: {self.mispredicted!r} is not a share of requests; give 0 to 1")
 
 
 class Period(NamedTuple):

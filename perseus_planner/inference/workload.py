@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from datetime import datetime, timedelta, timezone
+from datetime import datetime, timezone
+from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -35,6 +36,7 @@ _DATE = re.compile(r"(\d{4}-\d\d-\d\d)[T ](\d\d:\d\d:\d\d)(\.\d+)?(?:(Z)|([+-])(
 _TIME = "a time: write seconds such as 12.5, or a date such as 2023-11-16 18:17:03.979"
 _TOKENS = INDEX._replace(wanted="a number of tokens: write a whole number of 0 or more")
 _RATE = Rule(float, True, "a rate: write a number of 0 or more in a second, such as 12.5")
+_DAY_S = 86400
 _BUSIEST_S = 60.0
 """The period whose load instances must carry: the busiest minute."""
 
@@ -231,10 +233,17 @@ def _seconds(text: str, place: str) -> tuple[float, bool]:
     found = _DATE.fullmatch(text)
     if found is None:
         raise UsageError(f"{place}: {shown(text)} is not {_TIME}")
+    moment_s = _moment_s(found[1], found[2])
+    offset_s = 3600 * int(found[6] or 0) + 60 * int(found[7] or 0)
+    if moment_s is None or offset_s >= _DAY_S:
+        raise UsageError(f"{place}: {shown(text)} is not {_TIME}")
+    return moment_s - (-offset_s if found[5] == "-" else offset_s) + float(found[3] or 0), True
+
+
+@lru_cache(1024)
+def _moment_s(day: str, time: str) -> float | None:
+    """Return a date as seconds since 1970, or None if there is no such date."""
     try:
-        moment = datetime.strptime(f"{found[1]} {found[2]}", "%Y-%m-%d %H:%M:%S").replace(tzinfo=timezone.utc)
-        offset = timedelta(hours=int(found[6] or 0), minutes=int(found[7] or 0))
+        return datetime.strptime(f"{day} {time}", "%Y-%m-%d %H:%M:%S").replace(tzinfo=timezone.utc).timestamp()
     except ValueError:
-        raise UsageError(f"{place}: {shown(text)} is not {_TIME}") from None
-    ahead_s = offset.total_seconds() * (-1 if found[5] == "-" else 1)
-    return moment.timestamp() - ahead_s + float(found[3] or 0), True
+        return None

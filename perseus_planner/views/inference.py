@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from perseus_planner.inference.plan import BASELINE, POLICIES, Epoch, InferencePlan
+from perseus_planner.inference.plan import BASELINE, POLICIES, InferencePlan, epoch_content
 from perseus_planner.profiles.csv_file import unit_of
 from perseus_planner.quantities import si
 from perseus_planner.views.columns import Sheet, column
@@ -15,57 +15,12 @@ if TYPE_CHECKING:
 
     from matplotlib.figure import Figure
 
-    from perseus_planner.inference.pools import Pool
     from perseus_planner.inference.simulation import Replay, Settings
     from perseus_planner.inference.workload import Trace
 
 _MOST_EPOCHS = 3  #: whose pools are printed
 AGAINST = "the highest clock and the largest tensor degree for all classes"
 """The baseline of savings, in a sentence."""
-
-
-@dataclass(frozen=True)
-class PoolView:
-    """A pool.
-
-    Attributes:
-        classes: names of the classes that it serves, shortest first.
-        instances: how many it has.
-        tensor_degree: GPUs of an instance.
-        setting: clock in MHz, or power limit in watts.
-        gpus: GPUs of all instances.
-        tokens_per_s: input and output tokens that are planned, of all instances.
-    """
-
-    classes: tuple[str, ...]
-    instances: int
-    tensor_degree: int
-    setting: int
-    gpus: int
-    tokens_per_s: float
-
-
-@dataclass(frozen=True)
-class EpochView:
-    """A period with one set of pools.
-
-    Attributes:
-        start_s: when it begins, seconds.
-        length_s: how long it is, seconds.
-        power_w: mean power, watts, without changes.
-        change_j: energy of the changes since the period before, joules.
-        energy_j: energy, joules, changes included.
-        bound_j: no pools need less, joules.
-        pools: the pools.
-    """
-
-    start_s: float
-    length_s: float
-    power_w: float
-    change_j: float
-    energy_j: float
-    bound_j: float
-    pools: tuple[PoolView, ...]
 
 
 @dataclass(frozen=True)
@@ -99,7 +54,7 @@ class InferencePlanView:
         saved_share: saving against the baseline, relative; None if that cannot meet the objectives.
         gap: how far a period's energy is above its bound at most, relative.
         policies: the plan and other ways to choose configurations.
-        epochs: the periods.
+        epochs: the periods, as in the file of the plan.
     """
 
     gpus: int
@@ -109,7 +64,7 @@ class InferencePlanView:
     saved_share: float | None
     gap: float
     policies: tuple[PolicyView, ...]
-    epochs: tuple[EpochView, ...]
+    epochs: tuple[dict[str, Any], ...]
 
 
 def plan_view(plan: InferencePlan) -> InferencePlanView:
@@ -126,23 +81,8 @@ def plan_view(plan: InferencePlan) -> InferencePlanView:
         saved_share=plan.saved_share(),
         gap=plan.gap,
         policies=policies,
-        epochs=tuple(map(_epoch_view, plan.epochs)),
+        epochs=tuple(map(epoch_content, plan.epochs)),
     )
-
-
-def _epoch_view(epoch: Epoch) -> EpochView:
-    plan = epoch.plan
-    pools = tuple(map(_pool_view, plan.pools))
-    return EpochView(
-        epoch.start_s, epoch.length_s, plan.power_w, plan.change_j, plan.energy_j, plan.bound_j, pools
-    )  # fmt: skip
-
-
-def _pool_view(pool: Pool) -> PoolView:
-    names = tuple(of.name for of in pool.serves)
-    return PoolView(
-        names, pool.instances, pool.at.tensor_degree, pool.at.setting, pool.gpus, sum(pool.serves.values())
-    )  # fmt: skip
 
 
 def plan_text(view: InferencePlanView) -> str:
@@ -189,20 +129,21 @@ def plan_figure(view: InferencePlanView) -> Figure:
     return figure
 
 
-def _pool_sheet(epoch: EpochView, control: str) -> Sheet:
-    pools = epoch.pools
-    changes = f", {si(epoch.change_j, 'J')} of changes" if epoch.change_j else ""
+def _pool_sheet(epoch: dict[str, Any], control: str) -> Sheet:
+    pools = epoch["pools"]
+    gpus = [pool["instances"] * pool["tensor_degree"] for pool in pools]
+    changes = f", {si(epoch['change_j'], 'J')} of changes" if epoch["change_j"] else ""
     return Sheet(
-        f"From {epoch.start_s / 60:.0f} min, for {epoch.length_s / 60:.0f} min: "
-        f"{sum(pool.gpus for pool in pools)} GPUs, {si(epoch.power_w, 'W')}{changes}",
+        f"From {epoch['start_s'] / 60:.0f} min, for {epoch['length_s'] / 60:.0f} min: "
+        f"{sum(gpus)} GPUs, {si(epoch['power_w'], 'W')}{changes}",
         "",
         [
-            ["classes", *(", ".join(pool.classes) for pool in pools)],
-            column("instances", [str(pool.instances) for pool in pools]),
-            column("TP", [str(pool.tensor_degree) for pool in pools]),
-            column(unit_of(control), [str(pool.setting) for pool in pools]),
-            column("GPUs", [str(pool.gpus) for pool in pools]),
-            column("tokens/s", [f"{pool.tokens_per_s:.0f}" for pool in pools]),
+            ["classes", *(", ".join(pool["serves"]) for pool in pools)],
+            column("instances", [str(pool["instances"]) for pool in pools]),
+            column("TP", [str(pool["tensor_degree"]) for pool in pools]),
+            column(unit_of(control), [str(pool["setting"]) for pool in pools]),
+            column("GPUs", list(map(str, gpus))),
+            column("tokens/s", [f"{sum(pool['serves'].values()):.0f}" for pool in pools]),
         ],
     )
 

@@ -42,7 +42,7 @@ def test_the_json_has_pools_policies_and_the_bound(folder: Path):
     (epoch,) = found["epochs"]
     assert epoch["energy_j"] == pytest.approx(600 * epoch["power_w"])
     assert epoch["bound_j"] <= epoch["energy_j"]
-    assert sum(pool["gpus"] for pool in epoch["pools"]) <= 16
+    assert sum(pool["instances"] * pool["tensor_degree"] for pool in epoch["pools"]) <= 16
     assert {each["policy"]: each["saved_share"] for each in found["policies"]}["planner"] == found["saved_share"] > 0
     assert found["files"] == ["pools.yaml"]
 
@@ -116,6 +116,7 @@ def test_help_describes_every_option(command: click.Command):
     [
         ("--policy best", "--policy: 'best' is none; give highest, clock, degree, hierarchical, planner"),
         ("--plot a.txt", "--plot a.txt: figures are written as .png, .svg, .pdf; end the name with one of them"),
+        ("--mispredicted 101%", "mispredicted: 1.01 is not a share of requests; give 0 to 1"),
         (
             "--instances-every 1min",
             "periods: instances change no more often than sharding, that no more than clocks, and those no more than "
@@ -131,6 +132,9 @@ def test_a_wrong_replay_is_refused_in_one_line(folder: Path, options: str, messa
 def test_a_changed_file_is_refused(folder: Path):
     done(f"{PLAN} --gpus 16 -o pools.yaml")
     Path("pools.yaml").write_text(Path("pools.yaml").read_text().replace("instances: 2", "instances: 1"))
+    with pytest.raises(PlanError, match="does not match the content"):
+        InferencePlan.load("pools.yaml")
+    Path("pools.yaml").write_text(Path("pools.yaml").read_text().replace("classes:\n", "classes:\n  1: [1, 1]\n"))
     with pytest.raises(PlanError, match="does not match the content"):
         InferencePlan.load("pools.yaml")
 

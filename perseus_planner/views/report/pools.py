@@ -97,7 +97,7 @@ def _scrolling(panel: Element, name: str) -> Element:
 
 
 def _headline(report: PoolsReport) -> str:
-    plan, hours = report.plan, sum(epoch.length_s for epoch in report.plan.epochs) / 3600
+    plan, hours = report.plan, sum(epoch["length_s"] for epoch in report.plan.epochs) / 3600
     said = f"{plan.energy_j / 3.6e6:.4g} kWh of {plan.gpus} GPUs in {hours:.3g} h."
     if report.saved is None or plan.saved_share is None:
         return f"{said} The baseline violates the latency objective of a class."
