@@ -23,11 +23,16 @@ import pytest
 from launching import Ended, ranks
 from serving import Serving
 
+from perseus_planner import Frontier, solve
+from perseus_planner.gpu import open_gpu
+from perseus_planner.profiles.groups import within_power_limit
+
 pytest.importorskip("torch")
 pytest.importorskip("fastapi")
 pytest.importorskip("sqlalchemy")
 
 RANKS = 4
+GPU = "a100-sxm?slower=400000"  #: of the ranks
 LONG_S = 60.0  #: for what must come at some time: much longer than it takes
 SLOW = 1.3  #: how many times as long pipeline 1 takes
 
@@ -239,3 +244,26 @@ def _check_clocks(everyone: list[dict[str, Any]], since: int, back: int) -> None
             assert clocks[since] < between < clocks[back]  # of those very iterations most
             assert achieved[since] < between
             assert median(achieved[since:back]) == pytest.approx(slowed, rel=0.1)
+
+
+def test_a_power_limit_that_a_site_sets_has_the_job_planned_again_within_it(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("PLANNER_STATE_DIR", str(tmp_path / "state"))
+    with training("torch", server.address, tmp_path) as job:
+        taken(job, server, 1)
+        own_s = job.rows(0)[-1]["plan_s"]
+        frontier = Frontier.load(tmp_path / "frontier.npz")
+        powers_w = [row.energy_j / row.time_s for rows in frontier.profile.measurements.values() for row in rows]
+        limit_w = float(int(0.8 * max(powers_w)))
+        with open_gpu(f"emulated:{GPU.replace('?', '/3?')}") as gpu:
+            gpu.set_power_limit_w(limit_w)
+            limited = within_power_limit(frontier.profile, limit_w)
+            slower_s = solve(limited, frontier.schedule).baseline_time_s
+            assert slower_s > 1.001 * own_s
+            job.eventually(lambda: job.rows(0)[-1]["plan_s"] == pytest.approx(slower_s, rel=1e-6))
+            assert server("GET", "/e2e")["job"]["gpu_power_limit_w"] == limit_w
+            gpu.reset_power_limit()
+            job.eventually(lambda: job.rows(0)[-1]["plan_s"] == own_s)
+        warned = [text for each in job.said() for text in each["warnings"]]
+        assert any(f"the power limit of this GPU is {limit_w:g} W, below its default" in text for text in warned)
