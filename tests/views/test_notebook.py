@@ -27,7 +27,7 @@ from perseus_planner.schedules.dag import PipelineDag
 from perseus_planner.views.columns import numbers
 from perseus_planner.views.frontier import summarize_frontier
 
-few = settings(fixed, max_examples=20)
+few = settings(fixed, max_examples=8)
 
 NAME = '<script>alert("1")</script>&'
 
