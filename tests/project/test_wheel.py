@@ -79,6 +79,11 @@ def test_the_description_is_complete_and_its_links_lead_to_files_at_the_tag(envi
     assert [found for found in files if found is None or not (ROOT / found[1]).exists()] == []
 
 
+def test_the_changelog_begins_with_this_version():
+    releases = re.findall(r"^## \[(\d.*)\] - \d{4}-\d\d-\d\d$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert releases == [__version__, "0.1.0"]
+
+
 def test_the_source_distribution_holds_all_and_its_tests_run(tmp_path: Path):
     if not (ROOT / ".git").exists():
         pytest.skip("this is not a checkout, so what belongs to it is not known")
