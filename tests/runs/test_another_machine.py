@@ -48,3 +48,5 @@ def test_such_a_run_is_told_so_and_saves_nothing(tmp_path: Path):
     assert told_unlike.startswith(sentence)
     assert sentence in html_unlike
     assert "Energy saved" not in html_unlike
+    assert "Where the energy goes" in html
+    assert "Where the energy goes" not in html_unlike

@@ -116,10 +116,14 @@ class WhereEnergyGoes:
 def where_energy_goes(sources: Sources, savings: Sequence[Saving]) -> WhereEnergyGoes:
     """Return where the energy goes before, by the first plan, and in the first run.
 
+    It is not known if the plans are of another machine than that of a run.
+
     Args:
         sources: what the report is made of.
         savings: what each run and plan saves; the sentences are about the first.
     """
+    if any(summarize_run(run).unlike_plan for run in sources.runs.values()):
+        return WhereEnergyGoes((), None, ())
     before = bottleneck = None
     if sources.frontier is not None:
         plan = sources.frontier.plan_of(baselines.all_maximum(sources.frontier.dag))
