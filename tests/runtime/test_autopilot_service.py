@@ -78,8 +78,8 @@ def test_a_job_in_autopilot_is_seen_at_the_service_moves_beside_a_straggler_and_
             eventually(lambda: 0.0 < clock(first, 0) < clock(first, 1) - 50.0)
             done(f"straggler --job gpt --clear slow --service {server.address}")
             eventually(lambda: abs(clock(first, 0) - clock(first, 1)) < 50.0)
-            status = eventually(lambda: (found := client.status("gpt")).version > 2 and found)
-            assert len(client.frontier("gpt").rising_s) > 2  # it has grown with what was learnt
+            eventually(lambda: client.status("gpt").version > 2)
+            eventually(lambda: len(client.frontier("gpt").rising_s) > 2)  # it has grown with what was learnt
             assert eventually(lambda: client.status("gpt").taken).version > 1
         ((key, profile),) = sqlite3.connect(tmp_path / "service.sqlite").execute("SELECT key, profile FROM learnt")
         assert "learnt: while training" in profile
