@@ -111,8 +111,8 @@ class InfeasibleDeadline(InfeasibleError):
 
     def __init__(self, deadline_s: float, least_time_s: float) -> None:
         super().__init__(
-            f"no plan finishes an iteration within {deadline_s:.6g} s: the fastest takes "
-            f"{_rounded_up(least_time_s)} s; ask for that or more"
+            f"no plan finishes an iteration within {_si(deadline_s, 's')}: the fastest takes "
+            f"{_si(least_time_s, 's', up=True)}; ask for that or more"
         )
         self.deadline_s = deadline_s
         self.least_time_s = least_time_s
@@ -136,12 +136,12 @@ class InfeasibleBudget(InfeasibleDeadline):
         if max_changes is not None:
             budget = f"at most {max_changes} clock change{'s' if max_changes != 1 else ''} per GPU"
         if min_dwell_s > 0.0:
-            budget += f", each clock held for {min_dwell_s:.6g} s"
-        wanted = f"no plan found finishes an iteration within {deadline_s:.6g} s with {budget}"
+            budget += f", each clock held for {_si(min_dwell_s, 's')}"
+        wanted = f"no plan found finishes an iteration within {_si(deadline_s, 's')} with {budget}"
         if least_time_s is None:
             found = "some GPU has no clock at which all that it runs was measured; allow more changes"
         else:
-            found = f"the fastest found takes {_rounded_up(least_time_s)} s; ask for that, or allow more changes"
+            found = f"the fastest found takes {_si(least_time_s, 's', up=True)}; ask for that, or allow more changes"
         PlannerError.__init__(self, f"{wanted}: {found}")
         self.deadline_s = deadline_s
         self.least_time_s = math.inf if least_time_s is None else least_time_s
@@ -159,8 +159,8 @@ class InfeasiblePower(InfeasibleError):
 
     def __init__(self, power_w: float, least_power_w: float) -> None:
         super().__init__(
-            f"no plan draws {power_w:.6g} W or less on average: the most frugal draws {_rounded_up(least_power_w)} W; "
-            "ask for that or more"
+            f"no plan draws {_si(power_w, 'W')} or less on average: the most frugal draws "
+            f"{_si(least_power_w, 'W', up=True)}; ask for that or more"
         )
         self.power_w = power_w
         self.least_power_w = least_power_w
@@ -252,6 +252,14 @@ def one_line(text: str, longest: int = 300) -> str:
     return line if len(line) <= longest else f"…{line[1 - longest :]}"
 
 
-def _rounded_up(value: float) -> str:
-    """Return `value` with few digits, rounded up, so that a request for the printed value is feasible."""
-    return next(text for digits in range(6, 18) if float(text := f"{value:.{digits}g}") >= value)
+def _si(value: float, unit: str, *, up: bool = False) -> str:
+    """Write a time or a power with few digits; if `up`, rounded up, so that a request for that value is feasible."""
+    from perseus_planner.quantities import si, si_unit  # that module imports this one
+
+    factor, _ = si_unit(value, unit)
+    for digits in range(6, 18):
+        text = si(value, unit, digits)
+        number = float(text.split()[0])
+        if not up or (number * factor if factor >= 1 else number / round(1 / factor)) >= value:
+            return text
+    return f"{value!r} {unit}"

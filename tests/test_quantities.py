@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from perseus_planner.errors import UsageError
+from perseus_planner.errors import InfeasibleDeadline, UsageError
 from perseus_planner.quantities import (
     BLOCKING_POWER,
     DURATION,
@@ -100,3 +100,10 @@ def test_other_refusals_have_their_own_example(quantity: Quantity, text: str, me
 )
 def test_a_quantity_is_written_with_a_prefix(value: float, unit: str, text: str):
     assert si(value, unit, 6 if value == 123_456.0 else 4) == text
+
+
+@given(st.floats(min_value=1e-9, max_value=1e5))
+def test_the_least_time_that_a_refusal_names_is_feasible(least_s: float):
+    text = str(InfeasibleDeadline(least_s / 2, least_s))
+    named = text.partition("the fastest takes ")[2].partition(";")[0]
+    assert named.endswith("ns") or DURATION.parse(named, "--deadline") >= least_s

@@ -143,6 +143,7 @@ def _content(window: Window, counts: dict[str, float], command: Sequence[str], s
 
 
 def _text(window: Window, counts: dict[str, float]) -> str:
+    from perseus_planner.quantities import si
     from perseus_planner.views import columns
 
     def peak(peak_w: float | None) -> str:
@@ -157,12 +158,12 @@ def _text(window: Window, counts: dict[str, float]) -> str:
     table = columns.table([*listed[:2], *(columns.column(column[0], column[1:]) for column in listed[2:])])
     origins = " and ".join(sorted({gpu.origin for gpu in window.gpus}))
     lines = [
-        f"{window.name}: {window.time_s:.3f} s, {window.energy_j:.2f} J +- {window.error_j:.2f} J, "
-        f"{window.average_w:.1f} W on average ({origins})"
+        f"{window.name}: {si(window.time_s, 's')}, {si(window.energy_j, 'J', 6)} +- {si(window.error_j, 'J', 3)}, "
+        f"{si(window.average_w, 'W')} on average ({origins})"
     ]
     if window.energy_j:
         lines += [
-            f"{window.energy_j / count:.6g} J/{name}, {count / window.energy_j:.6g} {name}s/J"
+            f"{si(window.energy_j / count, 'J', 6)}/{name}, {count / window.energy_j:.6g} {name}s/J"
             for name, count in counts.items()
         ]
     return "\n".join(["", table, "", *lines])

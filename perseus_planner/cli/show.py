@@ -158,6 +158,7 @@ def _frontier_view(file: Path) -> _View:
 
 def _plan_view(file: Path) -> _View:
     from perseus_planner.plans.plan import Plan
+    from perseus_planner.quantities import si
     from perseus_planner.views.plan import summarize_timeline, timeline_text
     from perseus_planner.views.traces import trace_plan
 
@@ -168,7 +169,7 @@ def _plan_view(file: Path) -> _View:
         from perseus_planner.views.figures import draw_gantt
         from perseus_planner.views.gantt import chart_plan
 
-        chart = chart_plan(str(plan.schedule), plan, f"{plan.time_s:.4g} s, {plan.energy_j:.5g} J")
+        chart = chart_plan(str(plan.schedule), plan, f"{si(plan.time_s, 's')}, {si(plan.energy_j, 'J', 5)}")
         return draw_gantt([chart], plan.control)
 
     def write_trace(path: Path, beside: tuple[Path, ...]) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from perseus_planner.displayed import Displayable
 from perseus_planner.errors import PlanError
-from perseus_planner.quantities import CHANGES, POWER, PROBABILITY, SHARE, TIME, WAIT
+from perseus_planner.quantities import CHANGES, POWER, PROBABILITY, SHARE, TIME, WAIT, si
 from perseus_planner.solver.curve import TimeEnergyCurve
 from perseus_planner.solver.frontier_check import check_frontier
 from perseus_planner.solver.frontier_file import checking_frontier, read_frontier, write_frontier
@@ -31,8 +31,9 @@ class Frontier(TimeEnergyCurve, Displayable):
     """The exact time-energy curve of an iteration, and the plans along it."""
 
     def __repr__(self) -> str:
-        least = f"least energy {self.energies_j.min():.6g} J at {self.least_energy_time_s:.6g} s"
-        return f"<Frontier: {self.schedule}, {self.min_time_s:.6g} s to {self.max_time_s:.6g} s, {least}>"
+        fastest, best, slowest = (si(s, "s", 6) for s in (self.min_time_s, self.least_energy_time_s, self.max_time_s))
+        least = f"least energy {si(float(self.energies_j.min()), 'J', 6)} at {best}"
+        return f"<Frontier: {self.schedule}, {fastest} to {slowest}, {least}>"
 
     def plan_for(self, deadline_s: float, **limits: Any) -> Plan:
         """Return the plan for an iteration that may take `deadline_s` seconds: as slow as saves energy, and no slower.

@@ -8,6 +8,7 @@ import numpy as np
 
 from perseus_planner.errors import ProfileError, UsageError
 from perseus_planner.plans.replay import end_times
+from perseus_planner.quantities import si
 from perseus_planner.schedules import generate_for_stages
 from perseus_planner.schedules.dag import PipelineDag
 from perseus_planner.solver.frontier import Frontier
@@ -74,7 +75,8 @@ def solve_dag(dag: PipelineDag, *, progress: Callable[[int, int], None] | None =
     fastest_s = max(end_times(dag, [dag.points[key][0].time_s for key in dag.iteration.keys]))
     if fastest_s + dag.profile.overhead_s <= 0:
         raise ProfileError(
-            f"overhead_s: {dag.profile.overhead_s:g} s leave nothing of an iteration that replays to {fastest_s:g} s "
+            f"overhead_s: {si(dag.profile.overhead_s, 's', 6)} leave nothing of an iteration that replays to "
+            f"{si(fastest_s, 's', 6)} "
             "at its fastest; calibrate with an iteration of this schedule"
         )
     slowest = int(slowest_state(scaled.network).event[scaled.network.sink])

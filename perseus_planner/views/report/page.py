@@ -14,6 +14,7 @@ from jinja2.utils import htmlsafe_json_dumps
 from markupsafe import Markup
 
 from perseus_planner.profiles.csv_file import unit_of
+from perseus_planner.quantities import si
 from perseus_planner.views.report.where import PHASES
 from perseus_planner.views.web import page_file
 
@@ -38,7 +39,14 @@ def page(report: EnergyReport) -> str:
         _inline(report_file("report.js")),
     ]
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {"number": number, "input": _input, "share": _share, "signed": _signed, "watts": _watts}
+    environment.filters |= {
+        "si": _si,
+        "number": number,
+        "input": _input,
+        "share": _share,
+        "signed": _signed,
+        "watts": _watts,
+    }
     return environment.from_string(report_file("report.html.j2")).render(
         report=report,
         unit=unit_of(report.context.control),
@@ -76,6 +84,11 @@ def _share(value: float) -> str:
 def _signed(value: float) -> str:
     """Write a share in percent, with its sign."""
     return f"{100 * value:+.2f}\u00a0%".replace("-", _MINUS)
+
+
+def _si(value: float, unit: str, digits: int = 4) -> str:
+    """Write a quantity with its prefix, which stays on its line."""
+    return si(value, unit, digits).replace(" ", "\u00a0").replace("-", _MINUS)
 
 
 def _watts(power_w: float | Iterable[float]) -> str:
