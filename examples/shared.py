@@ -27,10 +27,7 @@ def parse_options(description: str) -> argparse.Namespace:
     parser.add_argument("--observe", action="store_true", help="set nothing: profile at the clock the GPU runs at")
     parser.add_argument("--dry-run", action="store_true", help="train by the plan, but set no clocks")
     parser.add_argument("--max-changes", type=int, help="clock changes of a GPU per iteration; 0 for one clock per GPU")
-    parser.add_argument("--profile", type=Path, default=Path("profile.yaml"), help="profile to write")
-    parser.add_argument("--frontier", type=Path, default=Path("frontier.npz"), help="frontier to write")
-    parser.add_argument("--plan", type=Path, default=Path("plan.yaml"), help="plan to write")
-    parser.add_argument("--record", type=Path, default=Path("run"), help="folder to record the run in")
+    parser.add_argument("--folder", type=Path, default=Path("trained"), help="where to write profile, plan and run")
     parser.add_argument("--microbatches", type=int, default=4, help="microbatches of an iteration")
     parser.add_argument("--rows", type=int, default=2, help="rows of a microbatch")
     for name in ("layers", "hidden", "heads", "sequence"):
@@ -39,6 +36,11 @@ def parse_options(description: str) -> argparse.Namespace:
     args = parser.parse_args()
     if args.gpu.startswith("emulated:") and "?" not in args.gpu:
         args.gpu += f"?slower={SLOWER}"
+    if not args.no_plan:
+        args.folder.mkdir(parents=True, exist_ok=True)
+    names = {"profile": "profile.yaml", "frontier": "frontier.npz", "plan": "plan.yaml", "record": "run"}
+    for key, name in names.items():
+        setattr(args, key, args.folder / name)
     args.size = gpt.Size(args.layers, args.hidden, args.heads, args.sequence)
     args.sweep = SweepSettings(control="observed" if args.observe else "clock")
     return args
@@ -69,6 +71,6 @@ def say_what_next(args: argparse.Namespace) -> None:
     print(
         f"Wrote {args.profile}, {args.frontier}, {args.plan} and the folder {args.record}. Next:\n"
         f"  planner show {args.record}\n"
-        f"  planner report {args.profile} {args.frontier} {args.plan} {args.record} -o report.html",
+        f"  planner report {args.record} {args.frontier} {args.plan} {args.profile} -o {args.folder / 'report.html'}",
         flush=True,
     )

@@ -42,12 +42,14 @@ def test_an_example_profiles_plans_and_trains_with_the_same_losses(
         outputs.append(_forked(engine, tmp_path, [*example, "--no-plan"]))
     assert {len(losses(each)) for each in outputs} == {4}
     assert len({tuple(losses(each)) for each in outputs}) == 1
-    profile = Profile.load(tmp_path / "profile.yaml")
+    profile = Profile.load(tmp_path / "trained" / "profile.yaml")
     assert (profile.stages, profile.origin, profile.gpu) == (2, "simulated", "simulated a100-sxm slower=50000")
     assert set(profile.measurements) == {(stage, kind) for stage in (0, 1) for kind in "FB"}
     assert profile.measurements[1, "F"][0].time_s > profile.measurements[0, "F"][0].time_s  # the head and the loss
-    assert_ran_as_planned(tmp_path)
-    _, _, next_steps = outputs[0].partition("Wrote profile.yaml, frontier.npz, plan.yaml and the folder run. Next:\n")
+    assert_ran_as_planned(tmp_path / "trained")
+    _, _, next_steps = outputs[0].partition(
+        "Wrote trained/profile.yaml, trained/frontier.npz, trained/plan.yaml and the folder trained/run. Next:\n"
+    )
     commands = re.findall("^  planner (.*)", next_steps, re.MULTILINE)
     assert len(commands) == 2
     monkeypatch.chdir(tmp_path)
