@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from perseus_planner.errors import UsageError
@@ -21,6 +23,7 @@ _MAX_MICROBATCH = 64
 _VIRTUAL_STAGES = (2, 3, 4, 6)
 _MAX_RANKS = 48
 _MAX_STAGES = 64
+_DOUBLINGS = 12  # of the GPUs at most, to find how many have enough memory
 
 
 @dataclass(frozen=True)
@@ -77,7 +80,7 @@ def candidates(model: Transformer, system: System, choices: Choices) -> list[Can
         job, needed = least
         raise UsageError(
             f"--gpus: {choices.gpus} GPUs of {system.memory_bytes / 1e9:.0f} GB are too few: {job.name} needs least, "
-            f"{needed.total / 1e9:.0f} GB on a GPU ({_memory_text(needed)}); give more GPUs"
+            f"{needed.total / 1e9:.0f} GB on a GPU ({_memory_text(needed)}); {_enough(model, system, choices)}"
         )
     return found
 
@@ -93,14 +96,22 @@ def split_choices(model: Transformer, stages: int, times: LayerTimes, top_mhz: f
     layer_s, first_s, last_s = (
         part["F"].time_s(top_mhz) + part["B"].time_s(top_mhz) for part in (times.layer, times.embedding, times.head)
     )
-    beside_s = [first_s, *[0.0] * (stages - 2), last_s]
-    split = [1] * stages
-    for _ in range(model.layers - stages):
-        # Of equal stages the last ones get the layer: they keep fewer microbatches.
-        slowest = min(range(stages), key=lambda stage: (split[stage] * layer_s + beside_s[stage], -stage))
-        split[slowest] += 1
-    balanced = tuple(split)
+    balanced = _balanced(model.layers, stages, layer_s, first_s, last_s)
     return [even] if balanced == even else [even, balanced]
+
+
+@lru_cache(maxsize=4096)
+def _balanced(layers: int, stages: int, layer_s: float, first_s: float, last_s: float) -> tuple[int, ...]:
+    """Return the split whose slowest stage is fastest, with so many seconds of a layer and beside the layers."""
+    # Of equally fast stages the last one gets the next layer: it keeps fewer microbatches.
+    free = [(layer_s + beside_s, -stage) for stage, beside_s in enumerate([first_s, *[0.0] * (stages - 2), last_s])]
+    heapq.heapify(free)
+    split = [1] * stages
+    for _ in range(layers - stages):
+        least_s, stage = free[0]
+        split[-stage] += 1
+        heapq.heapreplace(free, (least_s + layer_s, stage))
+    return tuple(split)
 
 
 def _configurations(model: Transformer, system: System, choices: Choices) -> Iterator[tuple[Configuration, LayerTimes]]:
@@ -187,12 +198,22 @@ def _nearest(model: Transformer, choices: Choices) -> str:
     """Return why no configuration uses all GPUs, with the nearest number of GPUs or batch that works."""
     gpus, batch = choices.gpus, choices.batch
     fewer = next(each for each in range(gpus - 1, 0, -1) if _possible(model, each, batch)) if gpus > 1 else 1
-    other = next((batch + step for step in range(1, gpus + 1) if _possible(model, gpus, batch + step)), None)
+    near = (each for step in range(1, gpus + 1) for each in (batch + step, batch - step) if each > 0)
+    other = next((each for each in near if _possible(model, gpus, each)), None)
     more = "" if other is None else f", or --batch {other}"
     return (
         f"--gpus: {gpus} GPUs cannot share {model.heads} heads, {model.layers} layers and a batch of {batch} "
         f"sequences; give --gpus {fewer}{more}"
     )
+
+
+def _enough(model: Transformer, system: System, choices: Choices) -> str:
+    """Return the first doubling of the GPUs that has enough memory, as advice."""
+    for times in range(1, _DOUBLINGS + 1):
+        gpus = choices.gpus << times
+        if any(memory(job, system).fits for job, _ in _configurations(model, system, replace(choices, gpus=gpus))):
+            return f"give --gpus {gpus}"
+    return "give more GPUs and a larger batch"
 
 
 def _memory_text(needed: Memory) -> str:

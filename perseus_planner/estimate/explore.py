@@ -322,7 +322,7 @@ def _within_power(
 
 
 def _out_of_reach(objective: Objective, search: _Search) -> str:
-    least = min(search.exact_values.values())[1]
+    least = min(search.exact_values.values())[1] * 1.0005  # four digits of it are no less
     if objective.deadline_s is not None:
         return f"--deadline: no configuration is that fast; give {least:.4g}s or more"
     return f"--power-budget: no configuration draws that little; give {least / 1e3:.4g}kW or more"

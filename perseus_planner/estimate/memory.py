@@ -60,7 +60,29 @@ class Memory:
 
 def memory(job: Configuration, system: System) -> Memory:
     """Return the memory of the rank that needs most."""
-    return max((_of_rank(job, system, rank) for rank in range(job.ranks)), key=lambda found: found.total)
+    shape, held = job.shape, job.rank_parameters
+    pieces = job.data_degree if job.distributed_optimizer else 1
+    # Where forwards and backwards alternate, further microbatches keep no more.
+    count = job.microbatches if job.schedule in ("gpipe", "looped-bfs") else min(job.microbatches, 2 * job.ranks)
+    counts = _in_flight(job.schedule, len(job.split), count, job.virtual_stages)
+    kept = kept_layer_bytes(shape)
+    again = _all_layer_bytes(shape, scores=shape.attention == "plain") if shape.recomputation == "full" else 0.0
+    activations = [again] * job.ranks
+    ranks = stage_ranks(job.schedule, job.ranks, job.virtual_stages)
+    for stage, rank in enumerate(ranks):
+        activations[rank] += counts[stage] * job.split[stage] * kept
+    activations[ranks[-1]] += 6 * shape.tokens * shape.vocabulary_per_gpu  # logits in bf16 and float32
+    state = _WEIGHT + _GRADIENT + _STATE / pieces
+    most = max(range(job.ranks), key=lambda rank: state * held[rank] + activations[rank])
+    return Memory(
+        rank=most,
+        parameters=_WEIGHT * held[most],
+        gradients=_GRADIENT * held[most],
+        optimizer=_STATE * held[most] / pieces,
+        activations=activations[most],
+        reserve=_RESERVE_BYTES + _RESERVE_SHARE * system.memory_bytes,
+        available=system.memory_bytes,
+    )
 
 
 def kept_layer_bytes(shape: Transformer) -> float:
@@ -81,34 +103,6 @@ def _all_layer_bytes(shape: Transformer, *, scores: bool) -> float:
 
 def _divided(shape: Transformer) -> int:
     return shape.tensor_degree if shape.sequence_parallel else 1
-
-
-def _of_rank(job: Configuration, system: System, rank: int) -> Memory:
-    shape, held = job.shape, job.rank_parameters[rank]
-    pieces = job.data_degree if job.distributed_optimizer else 1
-    stages = [
-        stage
-        for stage, of in enumerate(stage_ranks(job.schedule, job.ranks, job.virtual_stages))
-        if of == rank and job.split[stage]
-    ]
-    # Where forwards and backwards alternate, further microbatches keep no more.
-    count = job.microbatches if job.schedule in ("gpipe", "looped-bfs") else min(job.microbatches, 2 * job.ranks)
-    counts = _in_flight(job.schedule, len(job.split), count, job.virtual_stages)
-    kept = kept_layer_bytes(shape)
-    activations = sum(counts[stage] * job.split[stage] for stage in stages) * kept
-    if shape.recomputation == "full":
-        activations += _all_layer_bytes(shape, scores=shape.attention == "plain")
-    if len(job.split) - 1 in stages:  # logits in bf16 and float32, of one microbatch
-        activations += 6 * shape.tokens * shape.vocabulary_per_gpu
-    return Memory(
-        rank=rank,
-        parameters=_WEIGHT * held,
-        gradients=_GRADIENT * held,
-        optimizer=_STATE * held / pieces,
-        activations=activations,
-        reserve=_RESERVE_BYTES + _RESERVE_SHARE * system.memory_bytes,
-        available=system.memory_bytes,
-    )
 
 
 @lru_cache(maxsize=512)

@@ -6,6 +6,7 @@ This module holds data only; the kernels that walk it are in `mincut`.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import pairwise
@@ -18,7 +19,7 @@ from perseus_planner.errors import ProfileError
 from perseus_planner.profiles.operating_points import OperatingPoint, lower_hull
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from perseus_planner.schedules.dag import PipelineDag
 
@@ -102,7 +103,7 @@ def scaled_network(dag: PipelineDag) -> ScaledNetwork:
         steepest_w = math.fsum(float(hulls[key][1][-1]) for key in members)
         power_unit_w = _power_of_two(steepest_w, _POWER_BITS) if steepest_w else 1.0
         if len(members) > _MOST_EXACT:
-            power_unit_w = max(power_unit_w, _coarse_unit_w([hulls[key] for key in members]))
+            power_unit_w = max(power_unit_w, _coarse_unit_w(hulls, Counter(members)))
             hulls = {key: _below(hull, Fraction(power_unit_w)) for key, hull in hulls.items()}
         math.fsum(dag.points[key][0].energy_j for key in members)  # refuse an overflow here, not later
     except (OverflowError, ZeroDivisionError) as error:
@@ -130,11 +131,15 @@ def scaled_network(dag: PipelineDag) -> ScaledNetwork:
     return ScaledNetwork(network, tick_s, power_unit_w)
 
 
-def _coarse_unit_w(hulls: Sequence[tuple[list[int], list[Fraction]]]) -> float:
+def _coarse_unit_w(
+    hulls: Mapping[tuple[int, str], tuple[list[int], list[Fraction]]], counts: Mapping[tuple[int, str], int]
+) -> float:
     """Return the largest power of two that is at most 2**-_COARSE of the mean slope of all curves, watts."""
-    costs = [sum(w * (a - b) for w, (a, b) in zip(slopes[1:], pairwise(times), strict=True)) for times, slopes in hulls]
-    spans = [times[0] - times[-1] for times, _ in hulls]
-    mean_w = float(Fraction(sum(costs)) / max(sum(spans), 1))
+    cost, span = Fraction(0), 0
+    for key, (times, slopes) in hulls.items():
+        cost += counts[key] * sum(w * (a - b) for w, (a, b) in zip(slopes[1:], pairwise(times), strict=True))
+        span += counts[key] * (times[0] - times[-1])
+    mean_w = float(cost / max(span, 1))
     return math.ldexp(1.0, math.frexp(mean_w)[1] - 1 - _COARSE) if mean_w else 0.0
 
 

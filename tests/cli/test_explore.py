@@ -72,6 +72,33 @@ def test_bad_input_is_refused_in_one_line(folder: Path, options: str, message: s
     assert refusal(f"{SMALL} {options}") == (2, "", f"Error: {message}\n")
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            "heads.yaml --gpus 26 --batch 32",
+            "--gpus: 26 GPUs cannot share 11 heads, 8 layers and a batch of 32 sequences; "
+            "give --gpus 24, or --batch 26",
+        ),
+        ("gpt3-1.3 --gpus 8", "model 'gpt3-1.3': there is no such model; did you mean gpt3-1.3b?"),
+    ],
+)
+def test_what_cannot_be_explored_is_refused_with_the_nearest_that_can(folder: Path, options: str, message: str):
+    text = Path("small.yaml").read_text()
+    Path("heads.yaml").write_text(text.replace("hidden: 2048\nheads: 16", "hidden: 1408\nheads: 11"))
+    assert refusal(f"explore {options} --gpu a100-sxm") == (2, "", f"Error: {message}\n")
+
+
+@pytest.mark.parametrize(
+    ("option", "what"), [("--deadline 1ms", "is that fast"), ("--power-budget 100W", "draws that little")]
+)
+def test_the_least_deadline_or_power_that_is_named_can_be_met(folder: Path, option: str, what: str):
+    status, _, error = refusal(f"{SMALL} {option}")
+    assert (status, error.partition("; give ")[0]) == (2, f"Error: {option.split()[0]}: no configuration {what}")
+    least = error.partition("; give ")[2].removesuffix(" or more\n")
+    assert done(f"{SMALL} {option.split()[0]} {least}")
+
+
 def test_a_system_file_says_what_the_gpu_is(folder: Path):
     Path("system.yaml").write_text(
         "format: perseus-planner/system\nversion: 1\ngpu: a100-sxm\nkernels:\n"

@@ -164,7 +164,7 @@ REFUSED = {
         lambda: explore(SHALLOW, A100, Choices(7, 32))
     ),
     "--gpus: 8 GPUs of 86 GB are too few: t8-p1-d1-mb1-1f1b-full needs least, 397 GB on a GPU (parameters 43.7, "
-    "gradients 87.3, optimizer 261.9, activations 0.8, reserve 3.7); give more GPUs": lambda: explore(
+    "gradients 87.3, optimizer 261.9, activations 0.8, reserve 3.7); give --gpus 64": lambda: explore(
         PRESETS["gpt3-175b"], A100, EIGHT
     ),
     "--power-budget: no configuration draws that little; give": lambda: explore(
