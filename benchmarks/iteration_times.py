@@ -71,8 +71,8 @@ def measure(size: Size) -> Section:
         notes=[
             "Twelve constants of the A100 are fitted to every third of the 1,440 rows and to all 73 together, with "
             "little weight on the 39.1B rows with a tensor degree of 2, which are slow for no known reason; table 5 "
-            "was not fitted. Of fits that are about as close, the one with a good pick was kept: others pick 5 to 8 % "
-            "over the best.",
+            "was not fitted. Of fits that are about as close, the one with a good pick was kept, so the "
+            "uncalibrated pick is fragile: others pick 5 to 8 % over the best.",
             "On 2 to 8 GPUs heads of one GPU are 2.2 times as slow as those that GPUs share, but not on clusters: as "
             "if their vocabulary of 50,257 had not been padded there, which is assumed.",
             "Calibration takes two rows for each hidden width, tensor degree and microbatch: 12 and 24 layers, one "

@@ -39,7 +39,7 @@ _SLOPES = 200
 _FEW = (3, 4)  # multiples of the ranks from which many microbatches are extrapolated
 _FEWER = (2, 3)  # the same for long pipelines
 _LONG = 24  # stages
-_LARGE, _MANY = 2500, 32  # computations above which not all operating points are used, but so many
+_LARGE, _MANY = 2500, 16  # computations above which not all operating points are used, but so many
 _SOLVED_WHOLE = 1500  # computations of an iteration that is not extrapolated
 
 
@@ -134,7 +134,7 @@ class CurveMaker:
     """Makes the curves of many configurations on one system; what they share is computed once."""
 
     def __init__(self, system: System, points: int = 0) -> None:
-        """Make curves on `system` with so many operating points of a computation; 0 for all, or 32 in large jobs."""
+        """Make curves on `system` with so many operating points of a computation; 0 for all, or 16 in large jobs."""
         self.system, self.points = system, points
         self._rows: dict[tuple[Phases, int], tuple[Measurement, ...]] = {}
         self._hulls: dict[tuple[Phases, ...], Hull] = {}

@@ -3,7 +3,7 @@
 Every configuration has a lower bound on its time-energy curve, which costs microseconds. The exact curve is computed in
 the order of the bounds, until no bound is below what has been found: neither for the objective, nor anywhere on the
 frontier of all of them. Iterations of up to six times the least time are compared. Up to there each computation has ten
-operating points; the configurations that remain are solved again with all clocks, or 32 of them in large jobs.
+operating points; the configurations that remain are solved again with all clocks, or 16 of them in large jobs.
 """
 
 from __future__ import annotations
