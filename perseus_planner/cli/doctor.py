@@ -70,7 +70,6 @@ class Diagnosis:
     epilog=console.examples(
         "planner doctor",
         "planner doctor nvml:0",
-        "planner doctor cuda",
         "planner doctor --measure-latency",
         "torchrun --nproc-per-node 8 -m perseus_planner doctor --rehearse",
     )
@@ -94,6 +93,8 @@ def doctor(
     gpus: tuple[str, ...], measure_latency: bool, rehearse: bool, no_locks: bool, stages: int | None, as_json: bool
 ) -> None:
     """Show what can be read and set on all GPUs that NVML shows, or on the GPUs that you name.
+
+    `cuda` names all GPUs that CUDA shows to this process.
 
     Changes nothing without --measure-latency or --rehearse, which reset what they set. Ends with what works here; the
     exit status is 1 if GPUs can neither be measured nor set, or if a rehearsal fails.
