@@ -54,8 +54,8 @@ def main(context: click.Context) -> None:
         _recover_gpus()
 
 
-main.add_section("Measure", doctor, profile, measure, estimate, explore, calibrate)
-main.add_section("Plan", solve, plan, show, report, simulate, warm_up)
+main.add_section("Measure", doctor, profile, measure, estimate, explore)
+main.add_section("Plan", solve, plan, show, report, calibrate, simulate, warm_up)
 main.add_section("Train", run, reset)
 main.add_section("Serve", serve, status, straggler, budget, inference)
 main.for_a_file = run_job

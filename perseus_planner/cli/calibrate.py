@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 @click.command(
     epilog=console.examples(
         "planner calibrate profile.yaml plan.yaml --measured 5s -o profile.yaml",
-        "planner calibrate profile.yaml run",
+        "planner calibrate profile.yaml run -o profile.yaml",
         "planner calibrate job.yaml run-1 run-2 run-3 -o job.yaml",
         "planner calibrate --kernels llama3-8b --gpu h100-sxm --microbatch 1,2 -o system.yaml",
     )
