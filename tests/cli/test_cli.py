@@ -119,6 +119,7 @@ def test_the_examples_of_all_helps_work_in_order(work: Path, nvml: StandIn, monk
     (work / "inference.csv").write_text(INFERENCE)
     (work / "rates.csv").write_text(RATES)
     write_trace(work / "trace.csv", steady(60))
+    (work / "budget.csv").write_text("start,power\n2026-01-01T00:00Z,40kW\n")
     silent = ("show", "doctor", "reset", "straggler", "status", "budget", "warm-up")  # they write no file
     examples = [(each, line) for each in (main, *main.commands.values()) for line in str(each.epilog).splitlines()]
     with stand_in(api) as service:
