@@ -27,7 +27,7 @@ docs: .venv/installed-docs ## build docs/ into site/, and fail on warnings
 
 # A worker more than CPUs, as tests wait for their processes a third of the time.
 test: lint ## run all checks and tests
-	$(BIN)/pytest --numprocesses=$$(( $$(nproc) + 1 )) --dist=loadfile --no-loadscope-reorder
+	$(BIN)/pytest --numprocesses=logical --dist=loadfile --no-loadscope-reorder
 
 lint: .venv/installed-test ## check style, format and types
 	$(BIN)/ruff check

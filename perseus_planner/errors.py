@@ -59,6 +59,7 @@ def did_you_mean(text: str, known: Iterable[str], write: Callable[[str], str] = 
         [name for name in names if name.lower() == lower]
         or [name for name in names if name.lower().startswith(lower)]
         or [name for name in names if lower in name.lower()]
+        or [name for name in names if difflib.get_close_matches(lower, [name.lower().partition("-")[0]], 1, 0.8)]
         or [name for name in names if name.lower() in difflib.get_close_matches(lower, map(str.lower, names), 1, 0.65)]
     )
     return f"did you mean {' or '.join(map(write, near[:3]))}?" if near else None

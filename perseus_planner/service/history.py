@@ -70,7 +70,7 @@ def with_events(before: JobState | None, after: JobState, now_s: float) -> JobSt
 
 def _changes(before: JobState | None, after: JobState) -> list[str]:
     job = after.job
-    if before is None:
+    if before is None or before.job.pipelines != job.pipelines:  # it was started again with others
         return [f"registered with {_counted(job.pipelines, 'pipeline')} of {_counted(after.curve.gpus, 'GPU')}"]
     found = []
     if job.deadline_s != before.job.deadline_s:

@@ -59,7 +59,8 @@ def test_a_name_that_differs_by_case_an_end_or_a_letter_is_asked_for(text: str, 
         ),
         (
             "profile --gpu simulated:A100 --stages 2 -o p.yaml",
-            "Error: GPU 'simulated:A100': there is no simulated GPU 'A100'; did you mean a100-pcie or a100-sxm?\n",
+            "Error: GPU 'simulated:A100': there is no simulated GPU 'A100'; "
+            "did you mean simulated:a100-pcie or simulated:a100-sxm?\n",
         ),
         (
             "profile --gpu simulated:a40 --stages 2 -o p.txt",

@@ -18,14 +18,14 @@ def generate(batch, input_tokens, output_tokens):
             gpu.run(OpCost(1e9, 4e8) if step else OpCost(6e9, 1e6) * (batch * input_tokens))
             yield
 """
-MEASURE = "inference profile serving:generate --gpu emulated:a100-sxm/0?slower=60 --class 32/4"
+MEASURE = "inference profile tiny_model:generate --gpu emulated:a100-sxm/0?slower=60 --class 32/4"
 
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PLANNER_STATE_DIR", str(tmp_path / "state"))
-    Path("serving.py").write_text(SERVING)
+    Path("tiny_model.py").write_text(SERVING)
     Path("rates.csv").write_text("input,output,requests_per_s,tokens_per_s\n32,4,1,36\n")
 
 
@@ -53,6 +53,6 @@ def test_pools_are_planned_on_what_was_measured():
     ],
 )
 def test_bad_options_are_refused_before_anything_runs(arguments: str, problem: str):
-    command = f"inference profile serving:generate --gpu emulated:a100-sxm/0 {arguments}"
+    command = f"inference profile tiny_model:generate --gpu emulated:a100-sxm/0 {arguments}"
     assert refusal(command) == (2, "", f"Error: {problem}\n")
     assert [file.name for file in Path().glob("*.csv")] == ["rates.csv"]

@@ -124,7 +124,7 @@ def test_without_rocm_the_error_says_what_is_missing(rocm: Path, monkeypatch, ca
 
 def test_without_the_binding_the_error_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "amdsmi", None)
-    with pytest.raises(GpuError, match=r"AMD GPUs need amdsmi, .*run `pip install 'perseus-planner\[amd\]'`$"):
+    with pytest.raises(GpuError, match=r"AMD GPUs need amdsmi, .*run `pip install '\.\[amd\]'` in your clone"):
         open_gpu("amd:0")
 
 

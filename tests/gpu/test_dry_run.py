@@ -65,11 +65,14 @@ def test_it_says_that_nothing_is_set():
     )
 
 
-@pytest.mark.parametrize("which", ["", "a100-sxm"])
-def test_what_is_no_gpu_is_refused(which: str):
+@pytest.mark.parametrize(
+    ("which", "advice"),
+    [
+        ("", "choose one of: nvml, cuda, zeusd, command, amd, dry-run, simulated, emulated"),
+        ("a100-sxm", "did you mean simulated:a100-sxm?"),
+    ],
+)
+def test_what_is_no_gpu_is_refused(which: str, advice: str):
     with pytest.raises(GpuError) as error, open_gpu(f"dry-run:{which}"):
         pass
-    assert str(error.value) == (
-        f"GPU {which!r}: there is no back-end {which!r}; choose one of: nvml, cuda, zeusd, command, dry-run, "
-        "simulated, emulated"
-    )
+    assert str(error.value) == f"GPU {which!r}: there is no back-end {which!r}; {advice}"

@@ -162,13 +162,16 @@ def test_why_a_library_does_not_load_is_said(nvml: StandIn, monkeypatch: pytest.
 
 def test_without_the_binding_what_installs_it_is_said(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    with pytest.raises(GpuError, match=r"pip install 'perseus-planner\[nvml\]'"), open_gpu("nvml:0"):
+    with pytest.raises(GpuError, match=r"run `pip install '\.\[nvml\]'` in your clone"), open_gpu("nvml:0"):
         pass
 
 
 def test_the_unofficial_binding_of_the_same_name_is_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "pynvml", ModuleType("pynvml"))
-    with pytest.raises(GpuError, match=r"pip uninstall pynvml`, then run `pip install 'perseus"), open_gpu("nvml:0"):
+    with (
+        pytest.raises(GpuError, match=r"pip uninstall pynvml`, then run `pip install '\.\[nvml\]'`"),
+        open_gpu("nvml:0"),
+    ):
         pass
 
 

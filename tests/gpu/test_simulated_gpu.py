@@ -94,7 +94,7 @@ FAULTS = "not-permitted, not-supported:energy, lost@30s, lost@200calls, throttle
 @pytest.mark.parametrize(
     ("which", "wrong"),
     [
-        ("a100", "there is no simulated GPU 'a100'; did you mean a100-pcie or a100-sxm?"),
+        ("a100", "there is no simulated GPU 'a100'; did you mean simulated:a100-pcie or simulated:a100-sxm?"),
         ("p4", f"there is no simulated GPU 'p4'; choose one of: {KNOWN}"),
         ("", f"there is no simulated GPU ''; choose one of: {KNOWN}"),
         (

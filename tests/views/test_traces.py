@@ -285,7 +285,7 @@ def test_show_writes_traces_of_plans_and_runs_beside_what_it_says(folder: Path):
     assert done("show run --perfetto run.json").endswith("\nWrote run.json\n")
     assert ReadTrace(Path("run.json")).end_ns > ReadTrace(Path("plan.json")).end_ns
     for command, message in {
-        "show plan.yaml --perfetto plan.yaml": "--perfetto plan.yaml: is the file that is read; name another",
+        "show plan.yaml --perfetto plan.yaml": "--perfetto plan.yaml: must end in .json; rename it",
         "show plan.yaml --perfetto absent/a.json": (
             "--perfetto absent/a.json: there is no folder absent; make it, or name another"
         ),

@@ -277,7 +277,7 @@ def open_emulated(which: str) -> EmulatedGpu:
     name, _, number = path.partition("/")
     if name not in CATALOG:
         known = ", ".join(f"emulated:{known}/0" for known in CATALOG)
-        advice = did_you_mean(name, CATALOG) or f"choose one of: {known}"
+        advice = did_you_mean(name, CATALOG, "emulated:{}/0".format) or f"choose one of: {known}"
         raise GpuError(f"GPU 'emulated:{which}': there is no GPU {name!r}; {advice}")
     if not re.fullmatch("[0-9]{1,4}", number):
         raise GpuError(f"GPU 'emulated:{which}': the number is missing; write one, such as emulated:{name}/0")

@@ -340,7 +340,7 @@ def open_simulated(which: str) -> SimulatedGpu:
     name, _, options = which.partition("?")
     if name not in CATALOG:
         known = ", ".join(f"simulated:{known}" for known in CATALOG)
-        advice = did_you_mean(name, CATALOG) or f"choose one of: {known}"
+        advice = did_you_mean(name, CATALOG, "simulated:{}".format) or f"choose one of: {known}"
         raise GpuError(f"GPU 'simulated:{which}': there is no simulated GPU {name!r}; {advice}")
     try:
         seed, parsed = parse_options(options)

@@ -48,14 +48,15 @@ function iteration({ job, decision, telemetry }, frontier) {
   return { name: "Iteration time", value: seconds(telemetry?.iteration_s ?? decision.straggler_time_s), origin: telemetry ? "measured" : ofPlans, notes };
 }
 
-function power({ job, telemetry, expected }) {
+function power({ job, telemetry, expected, unlike_plan: unlike }) {
   const sent_w = telemetry?.power_w ?? null;
   const now_w = sent_w ?? expected.power_w;
   const most_w = expected.baseline_power_w;
-  const notes = [`${less(now_w, most_w)} than ${watts(most_w)} with all clocks at maximum, ${byPlans(expected.origin)}`.replace("the same than", "the same as")];
+  const saving = `${less(now_w, most_w)} than ${watts(most_w)} with all clocks at maximum, ${byPlans(expected.origin)}`;
+  const notes = unlike ? [] : [saving.replace("the same than", "the same as")];
   if (job.power_w !== null) notes.push(`at most ${watts(job.power_w)} allowed`);
   if (job.next_power) notes.push(budgetText(job.next_power));
-  return { name: "Power, all GPUs", value: watts(now_w), origin: sent_w === null ? byPlans(expected.origin) : telemetry.energy_is, notes, bar: now_w / most_w };
+  return { name: "Power, all GPUs", value: watts(now_w), origin: sent_w === null ? byPlans(expected.origin) : telemetry.energy_is, notes, bar: unlike ? null : now_w / most_w };
 }
 
 /** Whether the job has sent the energy of its GPUs. */
