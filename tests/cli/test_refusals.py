@@ -21,7 +21,7 @@ TARGETS = "--deadline, --slowdown, --straggler-time, --least-energy, --power-bud
 # A later option of the same name wins over the one in PROFILE, SOLVE or PLAN.
 REFUSED = {
     f"{PROFILE} --gpu simulated:h100": (
-        "GPU 'simulated:h100': there is no simulated GPU 'h100'; did you mean h100-sxm?"
+        "GPU 'simulated:h100': there is no simulated GPU 'h100'; did you mean simulated:h100-sxm?"
     ),
     f"{PROFILE} --gpu simulated:p4": (
         "GPU 'simulated:p4': there is no simulated GPU 'p4'; choose one of: simulated:v100, simulated:a100-pcie, "
