@@ -230,7 +230,7 @@ def _table(rows: Sequence[RowView], *, numbered: bool) -> list[str]:
     lines += [
         f"{number if numbered else '':>3}  {row.configuration:<{width}}  {row.gpus:>5}  {row.memory_gb:>6.1f}  "
         f"{row.time_s:>11.4f}  {row.tokens_per_s:>10.0f}  {row.j_per_token:>8.4g}  {row.gpu_power_w:>5.0f}  "
-        f"{100 * row.saved_share:>7.1f}  {row.clocks_mhz[0]}-{row.clocks_mhz[1]}"
+        f"{round(100 * row.saved_share, 1) + 0.0:>7.1f}  {row.clocks_mhz[0]}-{row.clocks_mhz[1]}"
         for number, row in enumerate(rows, 1)
     ]
     return lines
