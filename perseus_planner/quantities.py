@@ -122,7 +122,7 @@ class Quantity(NamedTuple):
     rule: Rule
     units: Mapping[str, Fraction | int]
 
-    def parse(self, text: str, name: str) -> float:
+    def read(self, text: str, name: str) -> float:
         """Return the value that `text` writes, in SI units.
 
         Args:
@@ -171,15 +171,16 @@ DURATION = Quantity(
     _SECONDS,
 )
 LAG = Quantity(
-    Rule(float, True, "a duration: write seconds of 0 or more, or a number with us, ms, s, m, h or d, such as 1.5ms"),
-    DURATION.units,
-)
-SPAN = Quantity(
-    Rule(float, True, "a span of time: write seconds of 0 or more, or a number with us, ms, s, m, h or d, such as 30m"),
+    Rule(
+        float,
+        True,
+        "a duration: write seconds of 0 or more, or a number with us, ms, s, m, h or d, such as 1.5ms or 30m",
+    ),
     _SECONDS,
 )
 OVERHEAD = Quantity(
-    Rule(float, True, "a duration: write seconds, or a number with us, ms, s, m, h or d, such as 120ms"), DURATION.units
+    Rule(float, True, "a duration: write seconds, or a number with us, ms, s, m, h or d, such as 120ms", negative=True),
+    _SECONDS,
 )
 MINUTES_LIMIT = Quantity(
     Rule(float, False, "a time limit: write minutes above 0, or a number with s, m, h or d, such as 30m"),

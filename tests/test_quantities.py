@@ -10,10 +10,10 @@ from perseus_planner.errors import InfeasibleDeadline, UsageError
 from perseus_planner.quantities import (
     BLOCKING_POWER,
     DURATION,
+    LAG,
     MINUTES_LIMIT,
     POWER_BUDGET,
     SLOWDOWN,
-    SPAN,
     Quantity,
     si,
 )
@@ -39,20 +39,20 @@ from perseus_planner.quantities import (
         (POWER_BUDGET, "5000W", 5000.0),
         (POWER_BUDGET, "5000", 5000.0),
         (BLOCKING_POWER, "0", 0.0),
-        (SPAN, "10", 10.0),
-        (SPAN, "0s", 0.0),
-        (SPAN, "30m", 1800.0),
-        (SPAN, "1.5h", 5400.0),
-        (SPAN, "2 d", 172800.0),
+        (LAG, "10", 10.0),
+        (LAG, "0s", 0.0),
+        (LAG, "30m", 1800.0),
+        (LAG, "1.5h", 5400.0),
+        (LAG, "2 d", 172800.0),
     ],
 )
 def test_a_quantity_is_its_number_in_si_units(quantity: Quantity, text: str, value: float):
-    assert quantity.parse(text, "--option") == value
+    assert quantity.read(text, "--option") == value
 
 
 @given(st.floats(min_value=1e-300, max_value=1e300))
 def test_a_number_without_a_unit_is_taken_to_the_last_digit(value: float):
-    assert DURATION.parse(repr(value), "--option") == DURATION.parse(f"{value!r} s", "--option") == value
+    assert DURATION.read(repr(value), "--option") == DURATION.read(f"{value!r} s", "--option") == value
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_a_number_without_a_unit_is_taken_to_the_last_digit(value: float):
 )
 def test_an_invalid_duration_is_refused_with_an_example(text: str):
     with pytest.raises(UsageError) as refusal:
-        DURATION.parse(text, "--deadline")
+        DURATION.read(text, "--deadline")
     assert str(refusal.value) == (
         f"--deadline: {text!r} is not a duration: write seconds above 0, or "
         "a number with us, ms, s, m, h or d, such as 2.95s"
@@ -86,7 +86,7 @@ def test_an_invalid_duration_is_refused_with_an_example(text: str):
 )
 def test_other_refusals_have_their_own_example(quantity: Quantity, text: str, message: str):
     with pytest.raises(UsageError) as refusal:
-        quantity.parse(text, "--option")
+        quantity.read(text, "--option")
     assert str(refusal.value) == f"--option: {text!r} is not {message}"
 
 
@@ -106,4 +106,4 @@ def test_a_quantity_is_written_with_a_prefix(value: float, unit: str, text: str)
 def test_the_least_time_that_a_refusal_names_is_feasible(least_s: float):
     text = str(InfeasibleDeadline(least_s / 2, least_s))
     named = text.partition("the fastest takes ")[2].partition(";")[0]
-    assert named.endswith("ns") or DURATION.parse(named, "--deadline") >= least_s
+    assert named.endswith("ns") or DURATION.read(named, "--deadline") >= least_s

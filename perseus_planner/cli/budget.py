@@ -82,8 +82,8 @@ def budget(
         raise UsageError("give --power, --deadline or both of them, or --none")
     if deadline is not None and job is None:
         raise UsageError("--deadline: is for one job; name it with --job")
-    deadline_s = None if deadline in (None, "none") else DURATION.parse(str(deadline), "--deadline")
-    power_w = None if power in (None, "none") else POWER_BUDGET.parse(str(power), "--power")
+    deadline_s = None if deadline in (None, "none") else DURATION.read(str(deadline), "--deadline")
+    power_w = None if power in (None, "none") else POWER_BUDGET.read(str(power), "--power")
     answers = []
     with asking.open_client(service) as client:
         if deadline is not None or (neither and job is not None):

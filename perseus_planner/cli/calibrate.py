@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
     from perseus_planner.jobs.calibration import MeasuredPlan
 
+_COUNTS = console.Listed("COUNT", "n")
+
 
 @click.command(
     epilog=console.examples(
@@ -34,8 +36,8 @@ if TYPE_CHECKING:
 )
 @click.option("--kernels", metavar="MODEL", help="Measure kernels of this model instead, for `planner explore`.")
 @click.option("--gpu", metavar="GPU", help="With --kernels: kind of GPU, e.g. a100-sxm; clocks and power are its.")
-@click.option("--microbatch", default="1,2,4", show_default=True, metavar="B,B,…", help="With --kernels: microbatches.")
-@click.option("--tensor-parallel", metavar="T,T,…", help="With --kernels: GPUs of a layer.  [default: 1 and all ranks]")
+@click.option("--microbatch", default="1,2,4", show_default=True, type=_COUNTS, help="With --kernels: microbatches.")
+@click.option("--tensor-parallel", type=_COUNTS, help="With --kernels: GPUs of a layer.  [default: 1 and all ranks]")
 @click.option("--recompute", default="none", show_default=True, metavar="WHAT", help="With --kernels: none or full.")
 @click.option("--node-bandwidth", type=float, metavar="GB/S", help="With --kernels: network of a node, each way.")
 @click.option(
@@ -44,9 +46,7 @@ if TYPE_CHECKING:
 @click.option(
     "--output",
     "-o",
-    type=console.PATH,
-    callback=console.writable_as(".yaml", ".yml"),
-    metavar="FILE",
+    type=console.OutputFile(".yaml", ".yml"),
     help="File to write: the profile or job with what was found, which may be the one that is read; with --kernels a "
     "system file.  [default: only print]",
 )
@@ -97,8 +97,8 @@ def _calibrate_kernels(
     model: str,
     *,
     gpu: str | None,
-    microbatch: str,
-    tensor_parallel: str | None,
+    microbatch: tuple[int, ...],
+    tensor_parallel: tuple[int, ...] | None,
     recompute: str,
     node_bandwidth: float | None,
     repetitions: int,
@@ -121,11 +121,11 @@ def _calibrate_kernels(
         system = replace(system, node_bytes_per_s=1e9 * TIME.check(node_bandwidth, "--node-bandwidth", UsageError))
     with process_group() as group:
         rank, ranks = group or (0, 1)
-        degrees = sorted({1, ranks}) if tensor_parallel is None else _numbers("--tensor-parallel", tensor_parallel)
+        degrees = {1, ranks} if tensor_parallel is None else set(tensor_parallel)
         shapes = [
             replace(shape, tensor_degree=degree, microbatch=size, recomputation=recompute)
-            for degree in degrees
-            for size in _numbers("--microbatch", microbatch)
+            for degree in sorted(degrees)
+            for size in sorted(set(microbatch))
         ]
         system = measure_kernels(KernelPlan(shapes, repetitions), system)
         if rank:
@@ -136,13 +136,6 @@ def _calibrate_kernels(
     console.report(view, system_text(view), [output], as_json=as_json)
 
 
-def _numbers(option: str, text: str) -> list[int]:
-    parts = text.split(",")
-    if not all(part.isascii() and part.isdecimal() and int(part) for part in parts):
-        raise UsageError(f"{option}: {text!r} is not a list of whole numbers; write one such as 1,2,4")
-    return sorted({int(part) for part in parts})
-
-
 def _measured(paths: Sequence[Path], texts: Sequence[str]) -> list[MeasuredPlan]:
     """Return the plans with the mean times of an iteration; `texts` are those of the plans that are files."""
     from perseus_planner.jobs.calibration import MeasuredPlan
@@ -150,7 +143,7 @@ def _measured(paths: Sequence[Path], texts: Sequence[str]) -> list[MeasuredPlan]
     from perseus_planner.quantities import DURATION
     from perseus_planner.runs.run import Run, calibration_of
 
-    times_s, runs = [DURATION.parse(text, "--measured") for text in texts], [path.is_dir() for path in paths]
+    times_s, runs = [DURATION.read(text, "--measured") for text in texts], [path.is_dir() for path in paths]
     if len(times_s) < runs.count(False):
         raise UsageError(
             "the measured time of an iteration is missing; give it with --measured TIME, or give the folder of a "

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 _UNPRINTABLE = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 PATH = click.Path(path_type=Path)
+PATH.name = "file"  # as the help calls it
 as_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON object, in SI units, instead of text.")
 
 
@@ -99,32 +100,64 @@ def examples(*lines: str) -> str:
     return f"\b\nExample{'s' * (len(lines) > 1)}:\n" + "\n".join(f"  {line}" for line in lines)
 
 
-def quantity(name: str) -> Callable[[click.Context, click.Parameter, str | None], float | None]:
-    """Return a callback that reads an option as the quantity of that name in `quantities`."""
+class Quantity(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.4 only
+    """The type of an option: a quantity or rule of `quantities`, which is loaded when one is read.
 
-    def read(_: click.Context, parameter: click.Parameter, text: str | None) -> float | None:
+    Args:
+        rule: Its name there.
+        name: What it is called in the help.
+    """
+
+    def __init__(self, rule: str, name: str) -> None:
+        self.rule, self.name = rule, name
+
+    def convert(self, value: Any, parameter: click.Parameter | None, context: click.Context | None) -> Any:
+        """Return the number that a text writes, in SI units."""
         from perseus_planner import quantities
 
-        return None if text is None else getattr(quantities, name).parse(text, parameter.opts[0])
-
-    return read
+        return getattr(quantities, self.rule).read(value, _option(parameter)) if isinstance(value, str) else value
 
 
-def signed(_: click.Context, parameter: click.Parameter, text: str | None) -> float | None:
-    """Read an option as a duration that may be negative."""
-    if text is None:
-        return None
-    from perseus_planner.quantities import OVERHEAD
-
-    size_s = OVERHEAD.parse(text.strip().removeprefix("-"), parameter.opts[0])
-    return -size_s if text.strip().startswith("-") else size_s
+TIME, LAG = Quantity("DURATION", "time"), Quantity("LAG", "time")
+POWER, BLOCKING_POWER = Quantity("POWER_BUDGET", "power"), Quantity("BLOCKING_POWER", "power")
+SLOWDOWN = Quantity("SLOWDOWN", "ratio")
 
 
-def writable(_: click.Context, parameter: click.Parameter, path: Path | None) -> Path | None:
-    """Refuse a file that cannot be written, before any work is done."""
-    if path is not None:
-        check_writable(path, parameter.opts[0])
-    return path
+class Listed(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.4 only
+    """The type of an option: several quantities between commas."""
+
+    def __init__(self, rule: str, name: str) -> None:
+        self.one, self.name = Quantity(rule, name), f"{name},{name},…"
+
+    def convert(self, value: Any, parameter: click.Parameter | None, context: click.Context | None) -> Any:
+        """Return the numbers that a text writes."""
+        parts = value.split(",") if isinstance(value, str) else value
+        return tuple(self.one.convert(part, parameter, context) for part in parts)
+
+
+class OutputFile(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.4 only
+    """The type of an option: a file to write, refused before any work is done if it cannot be written.
+
+    Args:
+        endings: What its name must end in; none for anything.
+    """
+
+    name = "file"
+
+    def __init__(self, *endings: str) -> None:
+        self.endings = endings
+
+    def convert(self, value: Any, parameter: click.Parameter | None, context: click.Context | None) -> Any:
+        """Return the path, which can be written."""
+        path, option = Path(value), _option(parameter)
+        check_writable(path, option)
+        if self.endings and path.suffix.lower() not in self.endings:
+            raise UsageError(f"{option} {path}: must end in {' or '.join(self.endings)}; rename it")
+        return path
+
+
+def _option(parameter: click.Parameter | None) -> str:
+    return "" if parameter is None else parameter.opts[0]
 
 
 def check_writable(path: Path, place: str) -> None:
@@ -166,24 +199,10 @@ def numbered(target: Path, count: int, sources: Iterable[Path]) -> list[Path]:
     return targets
 
 
-def output(what: str, ending: str, *others: str) -> Callable[[Any], Any]:
+def output(what: str, *endings: str) -> Callable[[Any], Any]:
     """Return the option that names the file to write, whose name must have one of the endings."""
-    text = f"File to write: {what}, {ending}."
-    return click.option(
-        "--output", "-o", required=True, type=PATH, callback=writable_as(ending, *others), metavar="FILE", help=text
-    )
-
-
-def writable_as(*endings: str) -> Callable[[click.Context, click.Parameter, Path | None], Path | None]:
-    """Return a callback that refuses a file that cannot be written, or whose name has none of the endings."""
-
-    def check(context: click.Context, parameter: click.Parameter, path: Path | None) -> Path | None:
-        writable(context, parameter, path)
-        if path is not None and path.suffix.lower() not in endings:
-            raise UsageError(f"{parameter.opts[0]} {path}: must end in {' or '.join(endings)}; rename it")
-        return path
-
-    return check
+    text = f"File to write: {what}, {endings[0]}."
+    return click.option("--output", "-o", required=True, type=OutputFile(*endings), help=text)
 
 
 def gpu_names() -> list[str]:

@@ -39,7 +39,9 @@ if TYPE_CHECKING:
     help="Kind of GPU, e.g. a100-sxm or h100-sxm.",
 )
 @click.option("--stages", type=int, metavar="S", help="Number of pipeline stages, which share the layers evenly.")
-@click.option("--layers", metavar="N,N,…", help="Number of layers of each stage, instead of --stages.")
+@click.option(
+    "--layers", type=console.Listed("COUNT", "n"), help="Number of layers of each stage, instead of --stages."
+)
 @click.option("--tensor-parallel", type=int, metavar="GPUS", help="GPUs of a stage.  [default: 1, or the file's]")
 @click.option("--microbatch", type=int, metavar="B", help="Sequences of a microbatch.  [default: 1, or the file's]")
 @click.option("--sequence", type=int, metavar="TOKENS", help="Tokens of a sequence.  [default: the model's]")
@@ -55,12 +57,7 @@ if TYPE_CHECKING:
     metavar="GB/S",
     help="Bandwidth between the GPUs of a tensor group; inf for none.  [default: the GPU's]",
 )
-@click.option(
-    "--power-limit",
-    metavar="POWER",
-    callback=console.quantity("POWER_BUDGET"),
-    help="Power limit of each GPU, e.g. 500W.  [default: the GPU's]",
-)
+@click.option("--power-limit", type=console.POWER, help="Power limit of each GPU, e.g. 500W.  [default: the GPU's]")
 @click.option(
     "--calibrate",
     multiple=True,
@@ -113,30 +110,25 @@ def _system(gpu: str, power_limit_w: float | None) -> System:
 
 
 def _pipeline(
-    model: str, stages: int | None, layers: str | None, link: float | None, recompute: str | None, **others: Any
+    model: str,
+    stages: int | None,
+    layers: tuple[int, ...] | None,
+    link: float | None,
+    recompute: str | None,
+    **others: Any,
 ) -> TransformerPipeline:
     from perseus_planner.estimate.op_costs import TransformerPipeline
     from perseus_planner.estimate.presets import name_of, named_transformer
-    from perseus_planner.estimate.transformer import check_split, split_layers
+    from perseus_planner.estimate.transformer import check_split
 
     others["tensor_degree"], others["recomputation"] = others.pop("tensor_parallel"), recompute
     transformer = replace(
         named_transformer(model), **{name: value for name, value in others.items() if value is not None}
     )
-    if stages is not None and layers is None:
-        split = split_layers(transformer.layers, stages)
-    elif layers is not None and stages is None:
-        split = check_split(transformer, _numbers(layers))
-    else:
+    if (stages is None) == (layers is None):
         raise UsageError("give either --stages, the number of stages, or --layers, the layers of each")
+    split = check_split(transformer, layers or stages or 0)
     return TransformerPipeline(name_of(model), transformer, split, None if link is None else link * 1e9)
-
-
-def _numbers(text: str) -> list[int]:
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise UsageError(f"--layers: {text!r} is not a list; write a number for each stage, such as 12,12") from None
 
 
 def _calibration(

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     shell_complete=console.complete(console.chip_names),
     help="Kind of GPU, e.g. a100-sxm or h100-sxm.  [default: the system's]",
 )
-@click.option("--system", "system_file", type=console.PATH, metavar="FILE", help="System file of `planner calibrate`.")
+@click.option("--system", "system_file", type=console.PATH, help="System file of `planner calibrate`.")
 @click.option("--batch", type=click.IntRange(1), default=512, show_default=True, help="Sequences of an iteration.")
 @click.option("--sequence", type=int, metavar="TOKENS", help="Tokens of a sequence.  [default: the model's]")
 @click.option("--precision", metavar="TYPE", help="bf16, fp16 or fp8.  [default: bf16, or the file's]")
@@ -41,41 +41,19 @@ if TYPE_CHECKING:
 @click.option(
     "--recompute", "recomputations", multiple=True, help="none, selective or full; can be given more than once."
 )
-@click.option(
-    "--deadline",
-    metavar="TIME",
-    callback=console.quantity("DURATION"),
-    help="Least energy with iterations of that time.",
-)
-@click.option(
-    "--power-budget",
-    metavar="POWER",
-    callback=console.quantity("POWER_BUDGET"),
-    help="The fastest within that mean power of all GPUs, e.g. 30kW.",
-)
+@click.option("--deadline", type=console.TIME, help="Least energy with iterations of that time.")
+@click.option("--power-budget", type=console.POWER, help="The fastest within that mean power of all GPUs, e.g. 30kW.")
 @click.option("--least-energy", is_flag=True, help="Least energy for a token, however slow.")
-@click.option(
-    "--power-limit",
-    metavar="POWER",
-    callback=console.quantity("POWER_BUDGET"),
-    help="Power limit of each GPU, e.g. 500W.",
-)
+@click.option("--power-limit", type=console.POWER, help="Power limit of each GPU, e.g. 500W.")
 @click.option("--tokens", type=float, metavar="N", help="Tokens of the whole run, for hours, kWh, cost and CO2e.")
 @click.option("--pue", type=click.FloatRange(1.0), default=1.2, show_default=True, help="Of the data center; assumed.")
 @click.option("--price", type=click.FloatRange(0.0), default=0.10, show_default=True, help="Of a kWh, in any currency.")
 @click.option("--carbon", type=click.FloatRange(0.0), default=400.0, show_default=True, help="g CO2e of a kWh.")
-@click.option("--plot", type=console.PATH, callback=console.writable, metavar="FILE", help="Write a figure.")
+@click.option("--plot", type=console.OutputFile(), help="Write a figure.")
 @click.option(
     "--job", type=click.IntRange(1, 3), default=1, show_default=True, help="Which of the first three to write."
 )
-@click.option(
-    "--output",
-    "-o",
-    type=console.PATH,
-    callback=console.writable_as(".yaml", ".yml"),
-    metavar="FILE",
-    help="Write its job.yaml.",
-)
+@click.option("--output", "-o", type=console.OutputFile(".yaml", ".yml"), help="Write its job.yaml.")
 @console.as_json
 def explore(model: str, gpus: int, gpu: str | None, system_file: Path | None, as_json: bool, **options: object) -> None:
     """Find the configurations in which MODEL trains fastest, or with the least energy.

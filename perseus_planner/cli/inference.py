@@ -32,44 +32,32 @@ def inference() -> None:
 inference.add_command(profile)
 
 
-def _numbers(rule: str) -> Callable[[click.Context, click.Parameter, str | None], tuple[float, ...]]:
-    """Return a callback that reads an option as quantities between commas."""
-    read = console.quantity(rule)
-
-    def parse(context: click.Context, parameter: click.Parameter, text: str | None) -> tuple[float, ...]:
-        return tuple(float(read(context, parameter, part) or 0.0) for part in text.split(",")) if text else ()
-
-    return parse
-
-
-def _bounds(_: click.Context, parameter: click.Parameter, text: str) -> tuple[int, int]:
-    from perseus_planner.quantities import COUNT
-
-    bounds = [COUNT.parse(part.strip()) for part in text.split(",")]
-    if len(bounds) != 2 or None in bounds or bounds[0] >= bounds[1]:
+def _bounds(_: click.Context, parameter: click.Parameter, bounds: tuple[int, ...]) -> tuple[int, ...]:
+    if len(bounds) != 2 or bounds[0] >= bounds[1]:
+        text = ",".join(map(str, bounds))
         name = parameter.opts[0]
         raise UsageError(f"{name}: {text!r} are not the most tokens of short and medium; write two, such as 256,1024")
-    return bounds[0], bounds[1]
+    return bounds
 
 
-def _quantity(name: str, default: str, rule: str, text: str, metavar: str = "TIME") -> Callable[[Any], Any]:
-    read = console.quantity(rule)
-    return click.option(name, default=default, show_default=True, metavar=metavar, callback=read, help=text)
+def _quantity(name: str, default: str, text: str, rule: console.Quantity = console.TIME) -> Callable[[Any], Any]:
+    return click.option(name, default=default, show_default=True, type=rule, help=text)
 
 
 def _tokens(name: str, default: str, text: str) -> Callable[[Any], Any]:
-    return click.option(name, default=default, show_default=True, metavar="TOKENS", callback=_bounds, help=text)
+    counts = console.Listed("COUNT", "tokens")
+    return click.option(name, default=default, show_default=True, type=counts, callback=_bounds, help=text)
 
 
 _OPTIONS = (
     click.option("--gpus", type=click.IntRange(1), required=True, metavar="N", help="Number of GPUs."),
     click.option(
         "--ttft",
-        metavar="TIMES",
-        callback=_numbers("DURATION"),
+        type=console.Listed("DURATION", "time"),
+        default=(),
         help="Most time to the first token, one for each input class, e.g. 250ms,400ms,2s.  [default: those]",
     ),
-    _quantity("--tbt", "100ms", "DURATION", "Most time between tokens."),
+    _quantity("--tbt", "100ms", "Most time between tokens."),
     _tokens("--input-bounds", "256,1024", "Most input tokens of the classes short and medium."),
     _tokens("--output-bounds", "100,350", "Most output tokens of the classes short and medium."),
     click.option(
@@ -80,10 +68,10 @@ _OPTIONS = (
         metavar="TOKENS/S",
         help="Load of an instance in profiles without the column tokens_per_s.",
     ),
-    _quantity("--new-instance", "423s", "LAG", "Time until a new instance serves."),
-    _quantity("--resharding", "33s", "LAG", "Time until an instance of another tensor degree serves."),
-    _quantity("--clock-change", "50ms", "LAG", "Time of a clock change."),
-    _quantity("--change-power", "100W", "BLOCKING_POWER", "Power of each GPU while it changes.", "POWER"),
+    _quantity("--new-instance", "423s", "Time until a new instance serves.", console.LAG),
+    _quantity("--resharding", "33s", "Time until an instance of another tensor degree serves.", console.LAG),
+    _quantity("--clock-change", "50ms", "Time of a clock change.", console.LAG),
+    _quantity("--change-power", "100W", "Power of each GPU while it changes.", console.BLOCKING_POWER),
 )
 
 
@@ -116,9 +104,9 @@ def _warn(profile: InferenceProfile, path: Path, load: float) -> None:
 
 @inference.command()
 @click.argument("profile", type=console.PATH)
-@click.option("--trace", type=console.PATH, metavar="FILE", help="CSV of requests, e.g. an Azure LLM inference trace.")
-@click.option("--rates", type=console.PATH, metavar="FILE", help="CSV with the requests and tokens of each class.")
-@_quantity("--epoch", "30min", "DURATION", "How long pools stay as they are.")
+@click.option("--trace", type=console.PATH, help="CSV of requests, e.g. an Azure LLM inference trace.")
+@click.option("--rates", type=console.PATH, help="CSV with the requests and tokens of each class.")
+@_quantity("--epoch", "30min", "How long pools stay as they are.")
 @_with_options
 @console.output("the plan", ".yaml", ".yml")
 @console.as_json
@@ -163,15 +151,14 @@ def plan(
 @_quantity(
     "--mispredicted",
     "0%",
-    "TOLERANCE",
     "Share of requests whose output is predicted one class too long or too short.",
-    "PERCENT",
+    console.Quantity("TOLERANCE", "percent"),
 )
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of the choice of these.")
-@_quantity("--instances-every", "30min", "DURATION", "Time between changes of the number of GPUs in use.")
-@_quantity("--sharding-every", "5min", "DURATION", "Time between changes of tensor degrees.")
-@_quantity("--clocks-every", "5s", "DURATION", "Time between changes of clocks.")
-@_quantity("--burst", "60s", "LAG", "Over how long the load of an instance may be averaged.")
+@_quantity("--instances-every", "30min", "Time between changes of the number of GPUs in use.")
+@_quantity("--sharding-every", "5min", "Time between changes of tensor degrees.")
+@_quantity("--clocks-every", "5s", "Time between changes of clocks.")
+@_quantity("--burst", "60s", "Over how long the load of an instance may be averaged.", console.LAG)
 @click.option(
     "--policy",
     "policies",
@@ -179,7 +166,7 @@ def plan(
     metavar="NAME",
     help="highest, clock, degree, hierarchical or planner; can be repeated.  [default: all]",
 )
-@click.option("--plot", type=console.PATH, callback=console.writable, metavar="FILE", help="Write a figure.")
+@click.option("--plot", type=console.OutputFile(), help="Write a figure.")
 @_with_options
 @console.as_json
 def simulate(

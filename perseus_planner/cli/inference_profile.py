@@ -47,14 +47,6 @@ def _shapes(_: click.Context, parameter: click.Parameter, texts: tuple[str, ...]
     return tuple(shapes)
 
 
-def _numbers(_: click.Context, parameter: click.Parameter, text: str | None) -> tuple[int, ...]:
-    from perseus_planner.quantities import COUNT
-
-    if text is None:
-        return ()
-    return tuple(COUNT.read(part.strip(), parameter.opts[0]) for part in text.split(","))
-
-
 @click.command(
     epilog=console.examples(
         "planner inference profile http://127.0.0.1:8000/v1 --gpu nvml:0 --class 256/100 --class 1024/350 --batch 1,8 "
@@ -76,7 +68,7 @@ def _numbers(_: click.Context, parameter: click.Parameter, text: str | None) -> 
     help="Class of requests: input and output tokens; repeat it for several.",
 )
 @click.option(
-    "--batch", "batches", default="1", show_default=True, metavar="N,...", callback=_numbers, help="Requests at once."
+    "--batch", "batches", default="1", show_default=True, type=console.Listed("COUNT", "n"), help="Requests at once."
 )
 @click.option(
     "--control",
@@ -88,18 +80,11 @@ def _numbers(_: click.Context, parameter: click.Parameter, text: str | None) -> 
 @click.option(
     "--at",
     "settings",
-    metavar="N,...",
-    callback=_numbers,
+    default=(),
+    type=console.Listed("COUNT", "n"),
     help="Clocks in MHz, or power limits in W.  [default: six, down to 40 % of the highest]",
 )
-@click.option(
-    "--window",
-    default="10s",
-    show_default=True,
-    metavar="TIME",
-    callback=console.quantity("DURATION"),
-    help="Least time of a window.",
-)
+@click.option("--window", default="10s", show_default=True, type=console.TIME, help="Least time of a window.")
 @click.option("--windows", type=click.IntRange(1), default=3, show_default=True, metavar="N", help="Windows a row.")
 @click.option("--model", metavar="NAME", help="Model of the server.  [default: its first]")
 @console.output("inference profile", ".csv")

@@ -42,21 +42,9 @@ _FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
     "--samples", type=click.FloatRange(0, min_open=True), metavar="N", help="Samples that the command handles."
 )
 @click.option(
-    "--every",
-    default="100ms",
-    show_default=True,
-    metavar="TIME",
-    callback=console.quantity("DURATION"),
-    help="Time between two samples of the power.",
+    "--every", default="100ms", show_default=True, type=console.TIME, help="Time between two samples of the power."
 )
-@click.option(
-    "--csv",
-    "table",
-    type=console.PATH,
-    callback=console.writable_as(".csv"),
-    metavar="FILE",
-    help="Write all samples there.",
-)
+@click.option("--csv", "table", type=console.OutputFile(".csv"), help="Write all samples there.")
 @console.as_json
 @click.argument("command", nargs=-1, required=True)
 def measure(

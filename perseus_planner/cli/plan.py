@@ -20,20 +20,6 @@ _TARGETS = ("deadline", "slowdown", "straggler_time", "least_energy", "power_bud
 _LIMITS = ("max_changes", "min_dwell_s", "on_time", "tolerance")
 
 
-def _counts(_: click.Context, parameter: click.Parameter, text: str | None) -> tuple[int, ...]:
-    """Read an option such as 3,1 as counts."""
-    if text is None:
-        return ()
-    from perseus_planner.quantities import COUNT
-
-    counts = tuple(COUNT.parse(part.strip()) for part in text.split(","))
-    if None in counts:
-        raise UsageError(
-            f"{parameter.opts[0]}: {text!r} are not counts: write a whole number for each frontier, such as 3,1"
-        )
-    return counts
-
-
 @click.command(
     epilog=console.examples(
         "planner plan frontier.npz --slowdown 1.00 -o plan.yaml",
@@ -43,22 +29,15 @@ def _counts(_: click.Context, parameter: click.Parameter, text: str | None) -> t
     )
 )
 @click.argument("frontier", type=console.PATH, nargs=-1, required=True)
-@click.option(
-    "--deadline",
-    metavar="TIME",
-    callback=console.quantity("DURATION"),
-    help="The longest that an iteration may take, e.g. 2.95s.",
-)
+@click.option("--deadline", type=console.TIME, help="The longest that an iteration may take, e.g. 2.95s.")
 @click.option(
     "--slowdown",
-    metavar="RATIO",
-    callback=console.quantity("SLOWDOWN"),
+    type=console.SLOWDOWN,
     help="The longest that an iteration may take, as a multiple of its time with all clocks at maximum, e.g. 1.05.",
 )
 @click.option(
     "--straggler-time",
-    metavar="TIME",
-    callback=console.quantity("DURATION"),
+    type=console.TIME,
     help="The iteration time of a straggler that this pipeline waits for, e.g. 3.2s.",
 )
 @click.option(
@@ -68,8 +47,7 @@ def _counts(_: click.Context, parameter: click.Parameter, text: str | None) -> t
 )
 @click.option(
     "--power-budget",
-    metavar="POWER",
-    callback=console.quantity("POWER_BUDGET"),
+    type=console.POWER,
     help="Choose the fastest plan with at most this average power of all GPUs of the pipeline, e.g. 5kW.",
 )
 @click.option(
@@ -79,29 +57,23 @@ def _counts(_: click.Context, parameter: click.Parameter, text: str | None) -> t
     help="The most clock changes of a GPU per iteration; 0 keeps one clock.",
 )
 @click.option(
-    "--min-dwell",
-    "min_dwell_s",
-    metavar="TIME",
-    callback=console.quantity("LAG"),
-    help="The least time that a GPU keeps each clock, e.g. 50ms.",
+    "--min-dwell", "min_dwell_s", type=console.LAG, help="The least time that a GPU keeps each clock, e.g. 50ms."
 )
 @click.option(
     "--on-time",
-    metavar="PERCENT",
-    callback=console.quantity("CERTAINTY"),
+    type=console.Quantity("CERTAINTY", "percent"),
     help="The probability of being on time, or within --power-budget, though the profile is uncertain, e.g. 95%.  "
     "[default: measured times are taken for the true ones]",
 )
 @click.option(
     "--tolerance",
-    metavar="PERCENT",
-    callback=console.quantity("TOLERANCE"),
+    type=console.Quantity("TOLERANCE", "percent"),
     help="With --on-time: how much slower than all clocks at maximum still counts as no slower.  [default: 0.1%]",
 )
 @click.option(
     "--replicas",
-    metavar="COUNTS",
-    callback=_counts,
+    type=console.Listed("COUNT", "n"),
+    default=(),
     help="The number of pipelines of each FRONTIER, e.g. 3,1.  [default: 1 each]",
 )
 @console.output("the plan", ".yaml", ".yml")

@@ -55,15 +55,13 @@ _NEED_A_STAGE = ("blocking_power", "resume")
 @click.option("--full", is_flag=True, help="Measure every clock, instead of only those that plans need.")
 @click.option(
     "--saving-within",
-    metavar="SHARE",
-    callback=console.quantity("SHARE_WITHIN"),
+    type=console.Quantity("SHARE_WITHIN", "share"),
     help="Measure clocks, and measure them again, until the share of energy that plans save is known within this, such "
     "as 0.3%: half of its 90 % interval.",
 )
 @click.option(
     "--minutes",
-    metavar="M",
-    callback=console.quantity("MINUTES_LIMIT"),
+    type=console.Quantity("MINUTES_LIMIT", "m"),
     help="Stop measuring after so many minutes, all stages of a GPU together.  [default: no limit; without "
     "--saving-within at most 12 clocks]",
 )
@@ -71,16 +69,10 @@ _NEED_A_STAGE = ("blocking_power", "resume")
     "--allow-hot", is_flag=True, help="Keep rows for which the GPU was too hot, also when they were measured again."
 )
 @click.option("--split-backward", is_flag=True, help="Also measure the gradients of inputs and of weights separately.")
-@click.option(
-    "--window",
-    metavar="TIME",
-    callback=console.quantity("DURATION"),
-    help="Shortest measuring window.  [default: 5s]",
-)
+@click.option("--window", type=console.TIME, help="Shortest measuring window.  [default: 5s]")
 @click.option(
     "--blocking-power",
-    metavar="POWER",
-    callback=console.quantity("BLOCKING_POWER"),
+    type=console.BLOCKING_POWER,
     help="Power of a waiting GPU, instead of measuring it; required for a single stage, which has no neighbour.",
 )
 @click.option(
@@ -89,9 +81,7 @@ _NEED_A_STAGE = ("blocking_power", "resume")
 @click.option(
     "--output",
     "-o",
-    type=console.PATH,
-    callback=console.writable_as(".yaml", ".yml"),
-    metavar="FILE",
+    type=console.OutputFile(".yaml", ".yml"),
     help="File to write: the profile, .yaml, with its table of measurements beside it, .csv.  [default: the profile of "
     "the job file]",
 )

@@ -67,8 +67,7 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--blocking-power",
-    metavar="POWER",
-    callback=console.quantity("BLOCKING_POWER"),
+    type=console.BLOCKING_POWER,
     help="Power of a waiting GPU, e.g. 83.64W, for a profile that is a CSV.",
 )
 @console.output("the page", ".html", ".htm")

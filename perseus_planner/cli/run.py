@@ -17,13 +17,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-def _share(_: click.Context, parameter: click.Parameter, text: str | None) -> float | None:
-    from perseus_planner.quantities import SHARE
-
-    share: float | None = None if text is None else SHARE.read(text, parameter.opts[0])
-    return share
-
-
 @click.command(
     context_settings={"allow_interspersed_args": False},
     epilog=console.examples(
@@ -37,21 +30,18 @@ def _share(_: click.Context, parameter: click.Parameter, text: str | None) -> fl
     "--plan",
     type=console.PATH,
     envvar="PLANNER_PLAN",
-    metavar="FILE",
     help="Plan to train by; without one, training plans itself.",
 )
 @click.option(
     "--slowdown",
     envvar="PLANNER_SLOWDOWN",
-    metavar="RATIO",
-    callback=console.quantity("SLOWDOWN"),
+    type=console.SLOWDOWN,
     help="Without a plan: how long an iteration may take, as a multiple of that at full clocks.  [default: 1.00]",
 )
 @click.option(
     "--max-slowdown",
     envvar="PLANNER_MAX_SLOWDOWN",
-    metavar="SHARE",
-    callback=_share,
+    type=console.Quantity("SHARE", "share"),
     help="Without a plan: how much longer iterations may be on average while it learns.  [default: 0.005]",
 )
 @click.option(
@@ -71,7 +61,6 @@ def _share(_: click.Context, parameter: click.Parameter, text: str | None) -> fl
     "--state",
     type=console.PATH,
     envvar="PLANNER_STATE",
-    metavar="FILE",
     help="Without a plan: profile of what was learnt, from which the next start goes on.  [default: autopilot.yaml]",
 )
 @click.option(
@@ -93,7 +82,6 @@ def _share(_: click.Context, parameter: click.Parameter, text: str | None) -> fl
     "--frontier",
     type=console.PATH,
     envvar="PLANNER_FRONTIER",
-    metavar="FILE",
     help="With a plan: frontier from which the service plans.",
 )
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)

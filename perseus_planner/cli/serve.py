@@ -57,12 +57,11 @@ _LOOK_S = 0.5  #: between two looks if the kernel cannot notify that a process h
 @click.option(
     "--tokens",
     type=console.PATH,
-    metavar="FILE",
     help="File with a line `token role name` for each client; roles are read, report and operate. "
     "Without it, the environment variable PLANNER_SERVICE_TOKENS may hold such lines.",
 )
-@click.option("--tls-cert", type=console.PATH, metavar="FILE", help="Certificate or chain, PEM, to serve HTTPS.")
-@click.option("--tls-key", type=console.PATH, metavar="FILE", help="Its private key, PEM, without a password.")
+@click.option("--tls-cert", type=console.PATH, help="Certificate or chain, PEM, to serve HTTPS.")
+@click.option("--tls-key", type=console.PATH, help="Its private key, PEM, without a password.")
 @click.option(
     "--log-level",
     type=click.Choice(["debug", "info", "warning", "error"]),

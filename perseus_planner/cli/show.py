@@ -41,13 +41,7 @@ class _View(NamedTuple):
     )
 )
 @click.argument("file", type=console.PATH)
-@click.option(
-    "--plot",
-    type=console.PATH,
-    callback=console.writable,
-    metavar="FIGURE",
-    help="Also write a figure: .png, .svg or .pdf.",
-)
+@click.option("--plot", type=console.OutputFile(), metavar="FIGURE", help="Also write a figure: .png, .svg or .pdf.")
 @click.option(
     "--figure",
     type=click.Choice(FIGURES),
@@ -58,14 +52,12 @@ class _View(NamedTuple):
     "--beside",
     type=console.PATH,
     multiple=True,
-    metavar="FILE",
     help="Add a frontier, plan, run or profile to the --figure; can be repeated. A frontier adds the iteration with "
     "all clocks at maximum to the --perfetto trace of a plan.",
 )
 @click.option(
     "--perfetto",
-    type=console.PATH,
-    callback=console.writable_as(".json"),
+    type=console.OutputFile(".json"),
     metavar="TRACE",
     help="Also write the timeline of a plan or run for Perfetto (ui.perfetto.dev) or chrome://tracing: .json.",
 )

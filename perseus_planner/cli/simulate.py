@@ -20,16 +20,6 @@ _DEFAULT = ("one-clock", "per-stage", "envpipe", "planner-fixed", "planner")
 _POLICIES = (_BASELINE, "one-clock", "per-stage", "envpipe", "planner-fixed", "planner")
 
 
-def _delay(_: click.Context, parameter: click.Parameter, text: str) -> float:
-    """Read a duration that, unlike others, may be 0."""
-    from perseus_planner.quantities import DURATION, WAIT
-
-    rule = WAIT._replace(
-        wanted="a delay: write seconds of 0 or more, or a number with us, ms, s, m, h or d, such as 1s"
-    )
-    return DURATION._replace(rule=rule).parse(text, parameter.opts[0])
-
-
 @click.command(
     epilog=console.examples(
         "planner simulate frontier.npz --pipelines 128 --csv gpus.csv",
@@ -42,7 +32,6 @@ def _delay(_: click.Context, parameter: click.Parameter, text: str) -> float:
 @click.option(
     "--stragglers",
     type=console.PATH,
-    metavar="FILE",
     help="CSV with the columns start and end (s), slowdown, pipeline and stage (empty for the whole pipeline).  "
     "[default: no stragglers]",
 )
@@ -50,16 +39,14 @@ def _delay(_: click.Context, parameter: click.Parameter, text: str) -> float:
     "--reaction-delay",
     default="1s",
     show_default=True,
-    metavar="TIME",
-    callback=_delay,
+    type=console.LAG,
     help="How late policies learn that a straggler begins or ends.",
 )
 @click.option(
     "--slowdown",
     default="1.0",
     show_default=True,
-    metavar="RATIO",
-    callback=console.quantity("SLOWDOWN"),
+    type=console.SLOWDOWN,
     help="Iteration time to meet without stragglers, as a multiple of that with all clocks at maximum.",
 )
 @click.option(
@@ -72,9 +59,7 @@ def _delay(_: click.Context, parameter: click.Parameter, text: str) -> float:
 @click.option(
     "--csv",
     "table",
-    type=console.PATH,
-    callback=console.writable_as(".csv"),
-    metavar="FILE",
+    type=console.OutputFile(".csv"),
     help="Also write a CSV with the energy, busy time and idle time of each GPU under each policy.",
 )
 @console.as_json

@@ -89,8 +89,7 @@ def _slow_stages(_: click.Context, parameter: click.Parameter, texts: tuple[str,
 )
 @click.option(
     "--transfer",
-    metavar="TIME",
-    callback=console.quantity("LAG"),
+    type=console.LAG,
     help="Time of an activation or a gradient from rank to rank, e.g. 1.5ms.  [default: 0s]",
 )
 @click.option(
@@ -102,22 +101,19 @@ def _slow_stages(_: click.Context, parameter: click.Parameter, texts: tuple[str,
 )
 @click.option(
     "--blocking-power",
-    metavar="POWER",
-    callback=console.quantity("BLOCKING_POWER"),
+    type=console.BLOCKING_POWER,
     help="Power of a waiting GPU, e.g. 83.64W; required for a profile that is a CSV, and replaces that of a "
     "profile.yaml.",
 )
 @click.option(
     "--gpu-power-limit",
-    metavar="POWER",
-    callback=console.quantity("POWER_BUDGET"),
+    type=console.POWER,
     help="Power limit of each GPU, e.g. 500W, if it is lower than when it was profiled; clocks that it would cap are "
     "not used.",
 )
 @click.option(
     "--overhead",
-    metavar="TIME",
-    callback=console.signed,
+    type=console.Quantity("OVERHEAD", "time"),
     help="Constant part of the iteration time that the replay does not explain, e.g. 120ms, as `planner calibrate` "
     "measures it; replaces that of a profile.yaml.",
 )

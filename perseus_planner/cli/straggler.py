@@ -39,31 +39,15 @@ _CAUSES = ("compute", "communication", "data", "unknown")
 @click.option("--gpu", metavar="UUID", help="UUID of a slow GPU, as nvidia-smi -L prints it.")
 @click.option("--node", metavar="NAME", help="Host name of a slow node.")
 @click.option(
-    "--slowdown",
-    metavar="RATIO",
-    callback=console.quantity("SLOWDOWN"),
-    help="Time over normal time, 1 or more; 1 means that it has recovered.",
+    "--slowdown", type=console.SLOWDOWN, help="Time over normal time, 1 or more; 1 means that it has recovered."
 )
-@click.option(
-    "--iteration-time",
-    metavar="TIME",
-    callback=console.quantity("DURATION"),
-    help="Or the expected iteration time of its pipeline.",
-)
+@click.option("--iteration-time", type=console.TIME, help="Or the expected iteration time of its pipeline.")
 @click.option("--score", type=float, metavar="SHARE", help="Or its performance over normal performance.")
-@click.option(
-    "--in", "in_s", metavar="TIME", callback=console.quantity("SPAN"), help="It begins after this time.  [default: now]"
-)
+@click.option("--in", "in_s", type=console.LAG, help="It begins after this time.  [default: now]")
 @click.option(
     "--at-iteration", type=click.IntRange(0), metavar="N", help="Or it begins with this iteration of the job."
 )
-@click.option(
-    "--ttl",
-    "ttl_s",
-    metavar="TIME",
-    callback=console.quantity("SPAN"),
-    help="How long it lasts.  [default: until it is cleared]",
-)
+@click.option("--ttl", "ttl_s", type=console.LAG, help="How long it lasts.  [default: until it is cleared]")
 @click.option("--cause", type=click.Choice(_CAUSES), default="unknown", show_default=True, help="What is slow.")
 @click.option(
     "--source",

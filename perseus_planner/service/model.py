@@ -11,16 +11,12 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Annotated, Literal, Protocol
+from typing import Annotated, Literal, Protocol
 
 from pydantic import BeforeValidator, ConfigDict, Field, Strict, WithJsonSchema
 
 from perseus_planner.errors import PlannerError, UsageError
 from perseus_planner.plans.plan import Plan
-
-if TYPE_CHECKING:
-    pass
-
 
 ScopeKind = Literal["pipeline", "stage", "rank", "gpu", "node"]
 Cause = Literal["compute", "communication", "data", "unknown"]

@@ -65,9 +65,7 @@ class Service:
 
     What a method returns and what it changes is on disk when it returns, except telemetry. If the process is killed,
     the next service with the same storage continues: the versions of a job rise by 1, and a promised version comes.
-    Plans
-        are
-    made by other processes; only `register` and `solve` wait for them.
+    Plans are made by other processes; only `register` and `solve` wait for them.
 
     Unless they say otherwise, methods raise `UnknownJob` for a job that does not run, and `StorageError` if a change
     cannot be written.

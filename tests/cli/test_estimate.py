@@ -148,7 +148,7 @@ REFUSED = {
     f"{GPT} --stages 4 --layers 12,12": ("give either --stages, the number of stages, or --layers, the layers of each"),
     f"{GPT} --stages 0": "stages is 0; give a whole number from 1 to the 24 layers of the model",
     f"{GPT} --stages 25": "stages is 25; give a whole number from 1 to the 24 layers of the model",
-    f"{GPT} --layers twelve": "--layers: 'twelve' is not a list; write a number for each stage, such as 12,12",
+    f"{GPT} --layers twelve": "--layers: 'twelve' is not a whole number of at least 1",
     f"{GPT} --layers 12,13": (
         "layers: the stages have 25 in total, but the model has 24; change the stages so that the sums agree"
     ),

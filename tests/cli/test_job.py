@@ -144,10 +144,10 @@ REFUSED = {
     f"{SOLVE} --tensor-parallel 0": "tensor_parallel: 0 is not a whole number of at least 1",
     f"{SOLVE} --transfer soon": (
         "--transfer: 'soon' is not a duration: write seconds of 0 or more, or "
-        "a number with us, ms, s, m, h or d, such as 1.5ms"
+        "a number with us, ms, s, m, h or d, such as 1.5ms or 30m"
     ),
     f"{SOLVE} --overhead=--5ms": (
-        "--overhead: '-5ms' is not a duration: write seconds, or a number with us, ms, s, m, h or d, such as 120ms"
+        "--overhead: '--5ms' is not a duration: write seconds, or a number with us, ms, s, m, h or d, such as 120ms"
     ),
     f"{SOLVE} --slow 3": "--slow: '3' is not a slow stage: write stage and slowdown, such as 3=1.15",
     f"{SOLVE} --slow 3=0": "--slow: '3=0' is not a slow stage: write stage and slowdown, such as 3=1.15",

@@ -113,17 +113,17 @@ def test_the_switch_budget_is_passed_on(
     assert passed == [budget] * (1 + (command == BOTH))
 
 
-COUNTS = "are not counts: write a whole number for each frontier, such as 3,1"
+COUNTS = "is not a whole number of at least 1"
 REFUSED = {
     f"{BOTH} --least-energy --replicas 3": "replicas: 1 counts for 2 kinds of pipelines; give one for each",
-    f"{BOTH} --least-energy --replicas 3,no": f"--replicas: '3,no' {COUNTS}",
-    f"{BOTH} --least-energy --replicas 3,0": f"--replicas: '3,0' {COUNTS}",
+    f"{BOTH} --least-energy --replicas 3,no": f"--replicas: 'no' {COUNTS}",
+    f"{BOTH} --least-energy --replicas 3,0": f"--replicas: '0' {COUNTS}",
     f"{BOTH} --power-budget 1kW": (
         "--power-budget cannot be given with several frontiers; give --deadline or --slowdown instead"
     ),
     f"{BOTH} --slowdown 1 --min-dwell=-1": (
         "--min-dwell: '-1' is not a duration: write seconds of 0 or more, or "
-        "a number with us, ms, s, m, h or d, such as 1.5ms"
+        "a number with us, ms, s, m, h or d, such as 1.5ms or 30m"
     ),
     f"{BOTH} --slowdown 1 --output fast.npz/plan.yaml": (
         "--output fast.npz/plan.yaml: there is no folder fast.npz; make it, or name another"

@@ -115,8 +115,8 @@ REFUSED = {
     f"{SIMULATE} --iterations 0": "iterations: 0 is not a whole number of at least 1",
     f"{SIMULATE} --stragglers absent.csv": "absent.csv: no such file; check the path",
     f"{SIMULATE} --reaction-delay soon": (
-        "--reaction-delay: 'soon' is not a delay: write seconds of 0 or more, or "
-        "a number with us, ms, s, m, h or d, such as 1s"
+        "--reaction-delay: 'soon' is not a duration: write seconds of 0 or more, or "
+        "a number with us, ms, s, m, h or d, such as 1.5ms or 30m"
     ),
     f"{SIMULATE} --slowdown 5%": (
         "--slowdown: '5%' is not a slowdown: write a number above 0, where 1 is as fast as all clocks at maximum, "

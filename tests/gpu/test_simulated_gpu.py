@@ -88,6 +88,9 @@ def test_its_text_opens_an_equal_one(name: str, seed: int, options: SimulationOp
 
 KNOWN = ", ".join(f"simulated:{name}" for name in CATALOG)
 SHARE = "a noise: write a share from 0 to 0.2, such as 0.01"
+NEEDS_DURATION = (
+    "is not a duration: write seconds of 0 or more, or a number with us, ms, s, m, h or d, such as 1.5ms or 30m"
+)
 FAULTS = "not-permitted, not-supported:energy, lost@30s, lost@200calls, throttled@30s-60s, counter-stuck@30s"
 
 
@@ -112,13 +115,13 @@ FAULTS = "not-permitted, not-supported:energy, lost@30s, lost@200calls, throttle
         ("v100?drift=-1", "'-1' is not a multiple of the drift: write a number from 0 to 3, such as 0"),
         (
             "v100?step=1 week",
-            "time: '1 week' is not a duration: write seconds, or a number with us, ms, s, m, h or d, such as 120ms",
+            f"time: '1 week' {NEEDS_DURATION}",
         ),
         ("v100?fault=fire", f"fault 'fire' is unknown; write one of: {FAULTS}"),
         ("v100?fault=lost", f"fault 'lost' is unknown; write one of: {FAULTS}"),
         (
             "v100?fault=lost@soon",
-            "time: 'soon' is not a duration: write seconds, or a number with us, ms, s, m, h or d, such as 120ms",
+            f"time: 'soon' {NEEDS_DURATION}",
         ),
         (
             "v100?fault=throttled@60s-30s",

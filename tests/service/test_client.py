@@ -247,8 +247,8 @@ def test_straggler_clears(service: StandIn):
         ("straggler --job j --rank 1 --slowdown 0.5", "slowdown 0.5 is not a number of 1 or more; 1 means recovered"),
         ("straggler --job j --clear k --rank 1", "--rank: is for a new report; leave it out beside --clear"),
         ("straggler --job j --rank 1 --slowdown 1.2 --ttl 3w",
-         "--ttl: '3w' is not a span of time: write seconds of 0 or more, or a number with us, ms, s, m, h or d, "
-         "such as 30m"),
+         "--ttl: '3w' is not a duration: write seconds of 0 or more, or a number with us, ms, s, m, h or d, "
+         "such as 1.5ms or 30m"),
         ("budget --job j", "give --power, --deadline or both of them, or --none"),
         ("budget --power 3kW --none", "give --power, --deadline or both of them, or --none"),
         ("budget --power 3kW --watch", "--watch: is for a schedule; name its file with --schedule"),

@@ -28,7 +28,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from perseus_planner.errors import GpuError, UsageError
-from perseus_planner.quantities import OVERHEAD, Rule
+from perseus_planner.quantities import LAG, Rule
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -259,6 +259,6 @@ def _number(option: _Option, text: str) -> float:
 
 def _seconds(text: str) -> float:
     try:
-        return OVERHEAD.parse(text, "time")
+        return LAG.read(text, "time")
     except UsageError as error:
         raise GpuError(str(error)) from None

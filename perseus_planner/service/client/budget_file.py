@@ -108,7 +108,7 @@ def _moment(text: str, where: str) -> float:
 
 def _power_w(signal: str, text: str, where: str, target: float | None) -> float | None:
     if signal == "power":
-        return None if text == "none" else POWER_BUDGET.parse(text, where)
+        return None if text == "none" else POWER_BUDGET.read(text, where)
     value = (_PRICE if signal == "price" else _CARBON).read(text, where)
     if value <= 0 or target is None:  # energy that costs nothing needs no budget
         return None
