@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
@@ -12,9 +14,6 @@ from perseus_planner.errors import PlannerError, UsageError, did_you_mean, shown
 from perseus_planner.files import read_text, reading
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
-    from pathlib import Path
-
     from perseus_planner.quantities import Rule
 
 # The C parser is ten times faster, but PyYAML can be built without it.

@@ -9,14 +9,13 @@ import csv
 import hashlib
 import os
 import tempfile
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
     from perseus_planner.errors import PlannerError
 
 _MAX_BYTES = 64 * 2**20

@@ -9,14 +9,12 @@ from __future__ import annotations
 import math
 import numbers
 import re
+from collections.abc import Callable, Mapping
 from fractions import Fraction
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from perseus_planner.errors import PlannerError, UsageError, shown
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
 
 
 class Rule(NamedTuple):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -11,8 +12,6 @@ from perseus_planner.errors import ProfileError
 from perseus_planner.profiles.profiles import Profile
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     from perseus_planner.profiler.stage import StageRows
 
 

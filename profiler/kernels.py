@@ -8,6 +8,7 @@ the group. Times are medians over repetitions, the longest of all ranks.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from statistics import median
@@ -17,8 +18,6 @@ from perseus_planner.errors import UsageError
 from perseus_planner.estimate.system import KernelKey, KernelTimes, System
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     import torch
 
     from perseus_planner.estimate.transformer import Transformer

@@ -7,13 +7,10 @@ run locks nothing, as its warnings say, so it is not checked.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Collection
 
 from perseus_planner.errors import GpuError
 from perseus_planner.gpu.protocol import LOCK_WITHOUT_EFFECT
-
-if TYPE_CHECKING:
-    from collections.abc import Collection
 
 TOLERANCE = 0.05
 """Clocks that differ by no more than this share count as equal."""

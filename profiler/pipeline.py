@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,9 +20,6 @@ from perseus_planner.profiler.sweep import SweepSettings
 from perseus_planner.training.engine_kinds import SUPPORTED_ENGINES, engine_kind, megatron_chunks
 
 if TYPE_CHECKING:
-    import os
-    from collections.abc import Callable, Iterator
-
     from perseus_planner.profiler.engines.engine_stages import EngineStages
     from perseus_planner.profiler.stage import Progress
     from perseus_planner.profiles.profiles import Profile

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import socket
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,8 +31,6 @@ from perseus_planner.profiler.torch_stage import synchronizer, torch_stage
 from perseus_planner.training.microbatch import describe_error
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
     import torch
 
     from perseus_planner.gpu import Gpu

@@ -6,16 +6,13 @@ as a whole after each row: at any moment it either holds all finished rows or do
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from pathlib import Path
 
 from perseus_planner.errors import ProfileError
 from perseus_planner.files import reading, write_file
 from perseus_planner.profiles.csv_file import Row, csv_bytes, read_table
 from perseus_planner.profiles.measurement import Measurement
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
 
 _MARK = "# "
 

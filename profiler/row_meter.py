@@ -8,6 +8,7 @@ is synchronised only at the edges of a window.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from statistics import fmean
 from typing import TYPE_CHECKING
@@ -17,7 +18,6 @@ from perseus_planner.gpu.counter import EnergyCounter, RestingReading
 from perseus_planner.profiler.windows import MIN_WINDOWS, Window, combine, is_enough, mean_of, without_outliers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
     from random import Random
 
     from perseus_planner.gpu import Gpu

@@ -10,10 +10,12 @@ from __future__ import annotations
 import csv
 import io
 import math
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -26,9 +28,6 @@ from perseus_planner.profiler.lock_check import LockCheck
 from perseus_planner.quantities import COUNT, TIME, check_fields
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-    from pathlib import Path
-
     from perseus_planner.gpu import Gpu
 
 _CLOCK_EVERY_S = 0.05

@@ -10,6 +10,7 @@ import json
 import os
 import random
 import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -17,8 +18,6 @@ from typing import TYPE_CHECKING, Any
 from perseus_planner.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
-
     import httpx
 
 _TIMEOUT_S = 600.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -16,8 +17,6 @@ from perseus_planner.profiler.stage import Progress, Stage, StageRows, TimedRun
 from perseus_planner.profiler.sweep import SweepSettings, measure_stage
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from perseus_planner.gpu.simulated.model import OpCost
     from perseus_planner.profiles.profiles import Profile
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from random import Random
 from statistics import fmean
 from typing import TYPE_CHECKING
@@ -20,9 +21,6 @@ from perseus_planner.profiles.csv_file import CONTROLS, unit_of
 from perseus_planner.quantities import INDEX, MINUTES, SHARE, TIME, WAIT, check_fields
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-    from pathlib import Path
-
     from perseus_planner.gpu import Gpu
     from perseus_planner.profiles.measurement import Measurement
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from perseus_planner.profiler.stage import Stage
 
 TOLERANCE = 0.10

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean, median, stdev
-from typing import TYPE_CHECKING
 
 from perseus_planner.errors import GpuError
 from perseus_planner.gpu import THROTTLE_REASONS
 from perseus_planner.profiles.measurement import Evidence, Measurement
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 TRANSIENT_REASONS = frozenset({"sw-thermal", "hw-thermal", "hw-slowdown", "hw-power-brake"})
 """Throttle reasons that pass, so a window that saw one is measured again. A power cap stays, in training too."""

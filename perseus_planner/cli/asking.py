@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -10,8 +11,6 @@ from perseus_planner.cli import console
 from perseus_planner.errors import UsageError, how_to_install
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from perseus_planner.service.client.client import Client
 
 service = click.option(

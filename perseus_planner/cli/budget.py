@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,8 +14,6 @@ from perseus_planner.cli import asking, console
 from perseus_planner.errors import PlannerError, ServiceAway, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from perseus_planner.service.client.client import Client
 
 _LOOK_S = 1.0  #: between two looks at a file that may be replaced

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -15,8 +16,6 @@ from perseus_planner.cli.rehearsal import rehearse_and_report
 from perseus_planner.errors import GpuError, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
     from perseus_planner.gpu.inspection import EnergyWatch, Inspection
     from perseus_planner.gpu.latency import Latency, ParallelLatency
     from perseus_planner.gpu.protocol import Gpu

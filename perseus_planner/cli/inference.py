@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -11,9 +13,6 @@ from perseus_planner.cli.inference_profile import profile
 from perseus_planner.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
     from perseus_planner.inference.cells import InferenceProfile
     from perseus_planner.inference.pools import ChangeCosts
 

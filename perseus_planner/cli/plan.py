@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -10,8 +11,6 @@ from perseus_planner.cli import console
 from perseus_planner.errors import UsageError
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from perseus_planner.plans.plan import Plan
     from perseus_planner.solver.frontier import Frontier
     from perseus_planner.solver.replicas import Replicas

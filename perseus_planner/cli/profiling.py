@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,8 +15,6 @@ from perseus_planner.errors import UsageError
 from perseus_planner.quantities import COUNT
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
     from perseus_planner.jobs.settings import Settings
     from perseus_planner.profiles.profiles import Profile
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import click
@@ -12,8 +13,6 @@ from perseus_planner.cli import console
 from perseus_planner.quantities import COUNT
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from perseus_planner.profiler.rehearsal import RankRehearsal, Rehearsal
 
 

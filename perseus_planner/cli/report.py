@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from fractions import Fraction
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -11,9 +13,6 @@ from perseus_planner.cli import console
 from perseus_planner.errors import UsageError
 
 if TYPE_CHECKING:
-    from fractions import Fraction
-    from pathlib import Path
-
     from perseus_planner.views.report.savings import EnergyRates, IterationSize
     from perseus_planner.views.report.sources import Sources
 

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 from click.core import ParameterSource
 
 from perseus_planner.cli import console
 from perseus_planner.errors import UsageError
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 
 @click.command(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
@@ -10,9 +12,6 @@ from perseus_planner.cli import console
 from perseus_planner.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
     from matplotlib.figure import Figure
 
     from perseus_planner.runs.autopilot import AutopilotStatus

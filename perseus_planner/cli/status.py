@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -12,8 +13,6 @@ from perseus_planner.cli import asking, console
 from perseus_planner.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from perseus_planner.service.answers import JobTotals
 
 _LOOK_S = 1.0  #: between two looks of --watch

@@ -9,6 +9,7 @@ energy minus what the GPUs would draw if they waited instead, since the other pi
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from perseus_planner.cluster.envpipe import reconfigure
@@ -18,8 +19,6 @@ from perseus_planner.quantities import TIME
 from perseus_planner.schedules import one_f_one_b
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
     from perseus_planner.profiles.measurement import Measurement
     from perseus_planner.schedules.dag import PipelineDag
 

@@ -26,13 +26,12 @@ Choices made here:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from perseus_planner.plans.replay import end_times
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from perseus_planner.profiles.measurement import Measurement
     from perseus_planner.schedules import Computation
     from perseus_planner.schedules.dag import PipelineDag

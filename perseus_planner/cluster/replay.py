@@ -12,6 +12,7 @@ the number of iterations. Moments are exact fractions, so that no rounding moves
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
@@ -26,8 +27,6 @@ from perseus_planner.cluster.stragglers import UNDISTURBED, Condition, Straggler
 from perseus_planner.quantities import COUNT, WAIT, check_fields
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
-
     from perseus_planner.solver.frontier import Frontier
 
 Floats = NDArray[np.float64]

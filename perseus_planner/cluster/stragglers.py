@@ -8,16 +8,14 @@ numbers from 0; leave the stage empty if the whole pipeline is slow.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from perseus_planner.errors import UsageError, shown
 from perseus_planner.files import by_column, csv_rows
 from perseus_planner.quantities import FACTOR, STAGE, TIME, WAIT, Rule, check_fields
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-    from pathlib import Path
 
 _COLUMNS = ("start", "end", "slowdown", "pipeline", "stage")
 _HEADER = ",".join(_COLUMNS)

@@ -16,14 +16,11 @@ emulated:a100-sxm/0       the same in real time, shared by this user's processes
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib import import_module
-from typing import TYPE_CHECKING
 
 from perseus_planner.errors import GpuError, did_you_mean
 from perseus_planner.gpu.protocol import THROTTLE_REASONS, Gpu, GpuReader
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 __all__ = ["BACK_ENDS", "THROTTLE_REASONS", "Gpu", "GpuReader", "open_gpu"]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean, median
@@ -13,8 +14,6 @@ from perseus_planner.gpu.lease.lease import in_use_text
 from perseus_planner.gpu.lease.records import LeaseRecord, read_records
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from perseus_planner.gpu.protocol import Gpu, GpuReader
 
 _WATCH_S = 3.0  #: at most; all known counters move at least once a second

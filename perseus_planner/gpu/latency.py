@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from statistics import median
@@ -13,8 +14,6 @@ from perseus_planner.gpu.inspection import SettingCheck, failed_check
 from perseus_planner.gpu.protocol import LOCK_WITHOUT_EFFECT
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from perseus_planner.gpu.protocol import Gpu
 
 _CLOCKS = 5  #: clocks to set, spread over the supported ones

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Protocol
 
 from perseus_planner.errors import GpuError, GpuNotSupported
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from typing_extensions import Self
 
 THROTTLE_REASONS = ("sw-power-cap", "sw-thermal", "hw-thermal", "hw-slowdown", "hw-power-brake", "sync-boost")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -17,8 +18,6 @@ from perseus_planner.profiles.profiles import Profile, profile_document
 from perseus_planner.quantities import si
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from perseus_planner.plans.plan import Plan
     from perseus_planner.schedules.iteration import Iteration
 

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from perseus_planner.documents import Document, read_document
 from perseus_planner.errors import JobError, PlannerError, shown
 from perseus_planner.profiles.clock_changes import ClockChange, read_clock_change
 from perseus_planner.quantities import COUNT, ENERGY, FACTOR, OFFSET, POWER, POWER_BOUND, STAGE, TIME, WAIT
 from perseus_planner.schedules.pipeline import FixedOperation, Transfer, Variant
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
 
 _FORMAT = "perseus-planner/job"
 _VERSION = 1

@@ -19,6 +19,7 @@ when the iteration ends is served after its end.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from itertools import pairwise
@@ -29,8 +30,6 @@ from perseus_planner.profiles.measurement import nearest_clock
 from perseus_planner.quantities import COUNT
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     from perseus_planner.profiles.clock_changes import ClockChange
     from perseus_planner.profiles.measurement import Measurement
 

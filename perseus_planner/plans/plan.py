@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -27,9 +29,6 @@ from perseus_planner.schedules.iteration_text import (
 )
 
 if TYPE_CHECKING:
-    import os
-    from collections.abc import Mapping
-
     from perseus_planner.schedules.iteration import Iteration
 
 _FORMAT = "perseus-planner/plan"

@@ -6,6 +6,7 @@ Plain Python over the rules of the schedule, independent of the solver: the refe
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -13,8 +14,6 @@ from perseus_planner.plans.clock_replay import Call, ChangeReplay, FixedCost, Ta
 from perseus_planner.profiles.clock_changes import ClockChange
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     from perseus_planner.plans.plan import Plan
     from perseus_planner.profiles.measurement import Measurement
     from perseus_planner.schedules.dag import PipelineDag

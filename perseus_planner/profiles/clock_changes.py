@@ -5,6 +5,7 @@ Iterations repeat, so the first computation of a rank follows its last one in al
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -13,8 +14,6 @@ from perseus_planner.errors import ProfileError
 from perseus_planner.quantities import COUNT, WAIT, check_fields
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from perseus_planner.documents import Document
 
 _RULES = MappingProxyType({"call_s": WAIT, "settle_s": WAIT, "gpus_per_node": COUNT})

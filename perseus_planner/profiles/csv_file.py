@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from perseus_planner.errors import ProfileError, shown
 from perseus_planner.files import by_column, csv_rows
 from perseus_planner.profiles.measurement import EVIDENCE, Evidence
 from perseus_planner.quantities import CLOCK, ENERGY, LIMIT, STAGE, TIME, Rule
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-    from pathlib import Path
 
 CONTROLS = MappingProxyType({"clock": "frequency", "power-limit": "power_limit", "observed": "observed_frequency"})
 """What was set for each measurement -> the column of its value, in MHz or watts."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -12,8 +13,6 @@ from perseus_planner.profiles.measurement import Evidence, Measurement
 from perseus_planner.quantities import COUNT, FACTOR, POWER_BOUND
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
-
     from perseus_planner.profiles.profiles import Profile
 
 _SENSOR_ERROR = 0.02  #: a GPU that runs at its limit is read to draw a little more or less

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING
 
 from perseus_planner.errors import ProfileError
 from perseus_planner.quantities import CLOCK, COUNT, ENERGY, TEMPERATURE, TIME, WAIT, Rule, check_fields
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
 
 
 @dataclass(frozen=True)

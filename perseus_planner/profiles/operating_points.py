@@ -7,12 +7,11 @@ energy: one that is slower and takes more raw energy may still be the better one
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from perseus_planner.profiles.measurement import Measurement
 
 

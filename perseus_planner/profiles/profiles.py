@@ -8,7 +8,8 @@ file beside it that holds the rest: the blocking power, the GPU, and how the num
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+import os
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from itertools import count, pairwise
@@ -28,9 +29,6 @@ from perseus_planner.profiles.measurement import Measurement
 from perseus_planner.quantities import COUNT, OFFSET, POWER, STAGE
 
 if TYPE_CHECKING:
-    import os
-    from collections.abc import Collection
-
     from perseus_planner.profiles.estimation import Estimate
 
 _FORMAT = "perseus-planner/profile"

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from perseus_planner.errors import RunError
 from perseus_planner.files import reading, replacing
 from perseus_planner.strict_json import read_fields
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 _NAME = "autopilot.json"
 _STRICT = {"extra": "forbid", "allow_inf_nan": False}  #: as the service takes it

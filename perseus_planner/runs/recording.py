@@ -26,8 +26,10 @@ from __future__ import annotations
 import errno
 import os
 import re
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import datetime, timezone
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from perseus_planner.errors import RunError
@@ -37,8 +39,6 @@ from perseus_planner.runs.tables import COMPUTATIONS, ITERATIONS, TOTALS
 from perseus_planner.runs.totals import RankTotals
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
     from typing import BinaryIO
 
     from perseus_planner.plans.plan import Plan

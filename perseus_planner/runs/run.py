@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from itertools import groupby
@@ -23,8 +24,6 @@ from perseus_planner.runs.tables import COMPUTATIONS, ITERATIONS, ends_whole
 from perseus_planner.runs.totals import Total, of_all_ranks
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     from perseus_planner.runs.records import ComputationRecord, IterationRecord
 
 _PLAN = re.compile(r"plan-([0-9]{1,9})(?:-pipeline-([0-9]{1,9}))?\.yaml")

@@ -7,13 +7,12 @@ iterations, because a profile never matches a job exactly. If the GPU is throttl
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from perseus_planner.runs import IterationRecord
 
 ENOUGH = 5

@@ -9,8 +9,10 @@ from __future__ import annotations
 import csv
 import io
 import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+from pathlib import Path
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from perseus_planner.errors import RunError, ScheduleError, shown
 from perseus_planner.files import reading
@@ -18,10 +20,6 @@ from perseus_planner.gpu.protocol import THROTTLE_REASONS
 from perseus_planner.runs.records import ComputationRecord, IterationRecord
 from perseus_planner.runs.totals import Total
 from perseus_planner.schedules import Computation
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-    from pathlib import Path
 
 _MAX_READ_BYTES = 64 * 2**20  #: far above the size of a file that a run writes
 _THROTTLED = "throttled_s_"  #: before a throttle reason, as the name of a column

@@ -6,12 +6,11 @@ iteration was the last to be added, so a row that is still there counts once, wh
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-
     from perseus_planner.runs.records import IterationRecord
 
 MOST_TOTALS = 1000

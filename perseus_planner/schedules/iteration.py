@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
@@ -12,8 +13,6 @@ from perseus_planner.errors import ScheduleError, shown
 from perseus_planner.quantities import ENERGY, TIME, WAIT
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from perseus_planner.schedules import Computation, Schedule
 
 _OPERATION = re.compile(r"(\d+)([a-z][a-z-]*)(\d+)?")

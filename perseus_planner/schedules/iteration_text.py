@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from perseus_planner.errors import PlannerError, ScheduleError
@@ -10,8 +11,6 @@ from perseus_planner.schedules.iteration import Iteration, parse_operation
 from perseus_planner.schedules.pipeline import KIND, pipeline_iteration
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from perseus_planner.schedules import Schedule
 
 _KEY = re.compile(rf"(\d+)({KIND.pattern})")

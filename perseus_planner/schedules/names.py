@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -11,8 +12,6 @@ from perseus_planner.schedules.linear import gpipe, one_f_one_b, zb_h1
 from perseus_planner.schedules.v_shaped import dualpipe_v, zbv
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
     from perseus_planner.schedules.schedule import Schedule
 
 

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from perseus_planner.errors import ScheduleError, shown
 from perseus_planner.quantities import STAGE, WAIT
 from perseus_planner.schedules import Computation, Schedule, check_pipeline, dependency_of
 from perseus_planner.schedules.iteration import Iteration, Operation
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
 
 _WHEN = re.compile(r"start|end|(before|after) [FBIW]")
 KIND = re.compile(r"[FBIW](\.[a-z0-9_-]+)?")  #: the kind of a computation in a profile

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from perseus_planner.errors import InfeasibleDeadline, UsageError, shown
@@ -11,8 +12,6 @@ from perseus_planner.service.model import Conflict, RegisteredJob, Report
 from perseus_planner.service.reports import check_scope
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from perseus_planner.service.planning.curves import Curve
     from perseus_planner.service.state import JobState
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,8 +11,6 @@ from pydantic import Field
 from perseus_planner.quantities import si
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from perseus_planner.service.model import Report
     from perseus_planner.service.state import JobState
     from perseus_planner.service.telemetry import Tally

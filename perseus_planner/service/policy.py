@@ -46,17 +46,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 from perseus_planner.errors import shown
 from perseus_planner.quantities import si
 from perseus_planner.service.model import Decision, Numbers, RegisteredJob, Report, Target
 from perseus_planner.service.reports import active_reports, next_turn_s, parts_concerned
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 _COMPUTING = ("compute", "unknown")
 _ROUNDING = 1e-9  #: a saving below this share of the energy is a rounding error

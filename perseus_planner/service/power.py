@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,8 +28,6 @@ from perseus_planner.errors import InfeasibleError, InfeasiblePower
 from perseus_planner.service.state import Share
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
-
     from perseus_planner.service.model import PowerStep, RegisteredJob
     from perseus_planner.service.planning.curves import Curve
     from perseus_planner.service.state import JobState

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from perseus_planner.errors import UsageError, shown
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from perseus_planner.service.model import RegisteredJob, Report, Scope
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 import math
 import threading
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from perseus_planner.errors import PlannerError, shown
@@ -46,9 +48,7 @@ from perseus_planner.service.telemetry import totals_of
 from perseus_planner.service.telemetry_book import TelemetryBook
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
     from concurrent.futures import Future
-    from types import TracebackType
 
     from perseus_planner.service.planning.curves import Curve
     from perseus_planner.service.schemas import Counters, ProfileTexts

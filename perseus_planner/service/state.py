@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from perseus_planner.service.model import REMEMBERED
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-
     from perseus_planner.service.history import Event
     from perseus_planner.service.model import Decision, PlanSet, RegisteredJob, Report, Taken
     from perseus_planner.service.planning.curves import Curve

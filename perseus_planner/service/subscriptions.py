@@ -6,10 +6,7 @@ import heapq
 import logging
 import math
 import threading
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from collections.abc import Callable
 
 _SPARE = 1024  # outdated heap entries that are tolerated besides as many as there are timers
 

@@ -13,6 +13,7 @@ arrives twice counts once. The service adds up the runs of a job:
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -22,8 +23,6 @@ from perseus_planner.service.model import Conflict, Origin
 from perseus_planner.service.schemas import Counters
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
     from perseus_planner.service.model import RegisteredJob
 
 _RUNS = 16  #: earlier runs that are remembered, so that their late messages do not count

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 import threading
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from perseus_planner.service.telemetry import Tally, add_counters
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
     from perseus_planner.service.model import RegisteredJob
     from perseus_planner.service.schemas import Counters
     from perseus_planner.service.store.writer import Draft, Writer

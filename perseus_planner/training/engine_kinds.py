@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
 
 SUPPORTED_ENGINES = (
     "a DeepSpeed PipelineEngine, the chunks of a Megatron-core model, or a schedule of torch.distributed.pipelining"

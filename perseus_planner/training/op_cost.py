@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from perseus_planner.gpu.simulated.model import OpCost
@@ -11,8 +12,6 @@ from perseus_planner.training.state import preserve_state
 from perseus_planner.training.values import tensors
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     import torch
 
 

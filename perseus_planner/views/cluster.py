@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -18,8 +19,6 @@ from perseus_planner.views.context import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
     from perseus_planner.cluster.replay import Cluster, Outcome
 
 _HEADER = "policy,pipeline,rank,gpu,energy_j,busy_s,idle_s\n"

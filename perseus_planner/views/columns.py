@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 from xml.etree.ElementTree import Element, SubElement
 
 from perseus_planner.quantities import si_unit
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 _DIGITS = 6  #: shown of the largest number in a column
 _MOST_ROWS = 24  #: of a table in a notebook

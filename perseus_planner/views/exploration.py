@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import yaml
@@ -12,9 +14,6 @@ from perseus_planner.estimate.forecast import Forecast, Prices, forecast
 from perseus_planner.files import write_file
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
     from matplotlib.figure import Figure
 
     from perseus_planner.estimate.explore import Exploration, Row

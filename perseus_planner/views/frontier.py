@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -23,8 +24,6 @@ from perseus_planner.views.context import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
     from perseus_planner.solver.frontier import Frontier
 
 _BOUND = "The bound is the least energy of any plan of that time, on all GPUs of the pipeline, waiting included."

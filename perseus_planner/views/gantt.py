@@ -6,6 +6,7 @@ plain lists, without an object for each computation.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -15,8 +16,6 @@ from perseus_planner.views.context import origin_label
 from perseus_planner.views.run import predict_records
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from perseus_planner.plans.plan import Plan
     from perseus_planner.runs.records import ComputationRecord
     from perseus_planner.runs.run import RankRecord, Run

@@ -6,6 +6,7 @@ All texts go through ElementTree, so that a name is never taken for HTML. Nothin
 from __future__ import annotations
 
 from base64 import b64encode
+from collections.abc import Callable
 from dataclasses import replace
 from functools import singledispatch
 from io import BytesIO
@@ -18,8 +19,6 @@ from perseus_planner.runs.run import Run
 from perseus_planner.solver.frontier import Frontier
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from matplotlib.figure import Figure
 
     from perseus_planner.views.columns import Sheet

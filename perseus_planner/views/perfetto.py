@@ -17,16 +17,14 @@ from __future__ import annotations
 
 import json
 import math
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from perseus_planner.errors import UsageError
 from perseus_planner.files import replacing
-
-if TYPE_CHECKING:
-    import os
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 WAITING = "waiting"
 """The category of slices without computation; chrome://tracing draws them in grey."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -12,8 +13,6 @@ from perseus_planner.views.columns import Sheet, column, ranges
 from perseus_planner.views.context import Context, context_of_profile, power_text
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     from perseus_planner.jobs.calibration import Calibration
     from perseus_planner.profiles.measurement import Measurement
     from perseus_planner.profiles.profiles import Profile

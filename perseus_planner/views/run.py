@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 from typing import TYPE_CHECKING
@@ -15,8 +16,6 @@ from perseus_planner.views.context import Context, context_of_plan
 from perseus_planner.views.plan import summarize_plan
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-
     from perseus_planner.plans.clock_replay import Call
     from perseus_planner.plans.plan import Plan
     from perseus_planner.runs.records import ComputationRecord

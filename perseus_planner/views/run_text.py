@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from functools import reduce
 from itertools import groupby
 from pathlib import Path
@@ -16,8 +17,6 @@ from perseus_planner.views.columns import Sheet, column, quantities, table
 from perseus_planner.views.context import ALL_MAXIMUM, pipeline_text
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
     from perseus_planner.views.run import Deviation, RankOfRun, RunSummary
 
 _MOST_REASONS = 10  #: why iterations did not run as planned

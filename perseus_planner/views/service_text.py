@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import datetime
 from math import isinf
 from typing import TYPE_CHECKING
@@ -11,8 +12,6 @@ from perseus_planner.views.columns import column, table
 from perseus_planner.views.context import ALL_MAXIMUM, share
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from perseus_planner.service.answers import Answer, JobStatus, JobSummary, JobTelemetry, JobTotals
     from perseus_planner.service.model import Report
 

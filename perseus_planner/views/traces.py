@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from perseus_planner.errors import RunError
@@ -13,9 +15,6 @@ from perseus_planner.views.run import NO_PLAN, summarize_run
 from perseus_planner.views.run_text import run_origin_text
 
 if TYPE_CHECKING:
-    import os
-    from collections.abc import Iterator, Sequence
-
     from perseus_planner.plans.plan import Plan
     from perseus_planner.runs.records import ComputationRecord, IterationRecord
     from perseus_planner.runs.run import RankRecord, Run

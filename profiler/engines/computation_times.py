@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Callable
+from typing import Any, cast
 
 from perseus_planner.training.values import tensors
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 class ComputationTimes:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from perseus_planner.profiler.engines.engine_stages import (
     EngineStages,
@@ -15,9 +16,6 @@ from perseus_planner.profiler.engines.engine_stages import (
 )
 from perseus_planner.training.state import sharding_problem
 from perseus_planner.training.values import first_device
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -15,8 +16,6 @@ from perseus_planner.training.modes import ComputeModes
 from perseus_planner.training.values import copy_tensors, first_device, is_training
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
-
     import torch
 
     from perseus_planner.gpu import Gpu

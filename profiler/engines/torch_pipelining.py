@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from perseus_planner.profiler.engines.engine_stages import (
     EngineStages,
@@ -14,10 +15,6 @@ from perseus_planner.profiler.engines.engine_stages import (
     unpacked,
 )
 from perseus_planner.training.state import sharding_problem
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-
 
 _SCHEDULES = {
     "ScheduleGPipe": "gpipe",

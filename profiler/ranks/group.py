@@ -12,6 +12,7 @@ import pickle
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import count
@@ -21,8 +22,6 @@ from perseus_planner.errors import EndedElsewhere, PlannerError, RankError, Usag
 from perseus_planner.training.microbatch import describe_error
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
     from torch.distributed import Store
 
 T = TypeVar("T")

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from perseus_planner.errors import ProfileError, UsageError
@@ -22,8 +23,6 @@ from perseus_planner.profiler.sweep import SweepSettings, measure_stage
 from perseus_planner.profiler.training_check import TOLERANCE, difference_from_training
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     import torch
 
     from perseus_planner.profiler.stage import Block, Progress, Stage, StageRows

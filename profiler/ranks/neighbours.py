@@ -5,14 +5,13 @@ from __future__ import annotations
 import pickle
 import threading
 import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-
     from perseus_planner.profiler.ranks.group import RankGroup
 
 LIMIT_S = 60.0

@@ -17,17 +17,15 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import cached_property
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from perseus_planner.errors import GpuError, GpuNotSupported
 from perseus_planner.gpu.amd.library import AMD_SMI, UPDATE
 from perseus_planner.gpu.protocol import ClosedOnExit, check_clock, check_power_limit
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 CHECK_S = 0.5  #: for which the energy counter is compared with the power sensor when a GPU is opened
 

@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from typing import IO, TYPE_CHECKING
 
@@ -24,8 +25,6 @@ from perseus_planner.gpu.lease.release import release, run_in_parallel, undo
 from perseus_planner.processes import child_environment, is_readable
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from perseus_planner.gpu.protocol import Gpu
 
 READY_S = 60.0

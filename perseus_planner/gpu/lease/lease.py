@@ -36,6 +36,7 @@ from __future__ import annotations
 
 import os
 import secrets
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
@@ -49,8 +50,6 @@ from perseus_planner.gpu.lease.release import living_lease, release, run_in_para
 from perseus_planner.processes import this_process
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
     from perseus_planner.gpu.lease.records import FoundRecord
     from perseus_planner.gpu.protocol import Gpu
 

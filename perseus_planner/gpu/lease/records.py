@@ -24,19 +24,17 @@ import json
 import os
 import re
 import stat
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn
+from typing import Any, BinaryIO, NoReturn
 from urllib.parse import quote, unquote
 
 from perseus_planner.errors import GpuError
 from perseus_planner.files import replacing
 from perseus_planner.processes import ProcessDescription, state_folder
 from perseus_planner.strict_json import read_fields
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 LEASED_BACK_ENDS = ("nvml", "zeusd", "command", "amd", "emulated")
 """Back-ends that may open a record's GPU. Emulated GPUs are separate for each user, in a private folder."""

@@ -7,14 +7,12 @@ so that the next way to read the same quantity is tried.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from perseus_planner.errors import GpuError, GpuLost, GpuNotSupported
 from perseus_planner.gpu.nvml.library import NVML, nvml_error
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
 
 Result = TypeVar("Result")
 

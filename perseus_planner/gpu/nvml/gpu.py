@@ -8,8 +8,9 @@ numbers of fields are those of nvml.h.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Mapping
 from functools import cached_property
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from perseus_planner.errors import GpuError, GpuNotSupported
 from perseus_planner.gpu.nvml.device import MAX_MHZ, FirstSupported, NvmlDevice, NvmlQuantity, read_or_none
@@ -17,9 +18,6 @@ from perseus_planner.gpu.nvml.discovery import find_device
 from perseus_planner.gpu.nvml.library import NVML
 from perseus_planner.gpu.nvml.warnings import find_warnings, is_mig_on, smoothing_floor_w
 from perseus_planner.gpu.protocol import ClosedOnExit, check_clock, check_power_limit
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
 
 _CLOCK_SM, _CLOCK_ID_CURRENT, _TEMPERATURE_GPU = 1, 0, 0
 _SCOPE_MODULE = 1

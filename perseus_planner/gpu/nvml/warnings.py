@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import ctypes
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 from perseus_planner.gpu.nvml.device import UNKNOWN, NvmlDevice, read_or_none
 from perseus_planner.gpu.nvml.library import NVML
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 _SMOOTHING_ENABLED, _SMOOTHING_FLOOR = 251, 255
 

@@ -14,13 +14,10 @@ Assumptions for all GPUs, unless an entry says otherwise:
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING
 
 from perseus_planner.gpu.simulated.model import GpuModel
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 _EFFICIENCY = 0.62
 _RIDGE = 0.77

@@ -20,9 +20,9 @@ import math
 import os
 import re
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from perseus_planner.errors import GpuError, GpuLost, did_you_mean
 from perseus_planner.gpu.simulated.catalog import CATALOG
@@ -32,9 +32,6 @@ from perseus_planner.gpu.simulated.model import GpuModel, Load, OpCost
 from perseus_planner.gpu.simulated.options import SimulationOptions, format_options, parse_options
 from perseus_planner.gpu.simulated.state_file import State, StateFile
 from perseus_planner.processes import boot_id
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 UNDISTURBED = SimulationOptions(noise=0.0, step_s=0.0, drift=0.0)
 """Default options of an emulated GPU."""

@@ -23,15 +23,13 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from perseus_planner.errors import GpuError, UsageError
 from perseus_planner.quantities import LAG, Rule
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
 
 NOISE = 0.01
 """Default noise."""

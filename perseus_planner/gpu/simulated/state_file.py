@@ -19,16 +19,14 @@ import os
 import stat
 import struct
 import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import quote
 from zlib import crc32
 
 from perseus_planner.errors import GpuError
 from perseus_planner.gpu.lease.records import open_state_folder
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 State = dict[str, Any]
 """The state of a GPU, as JSON values."""

@@ -17,17 +17,14 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Callable, Iterator
 from datetime import datetime
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from perseus_planner.errors import UsageError, shown
 from perseus_planner.files import by_column, csv_rows
 from perseus_planner.quantities import POWER_BUDGET, Rule
 from perseus_planner.service.model import PowerStep
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
 
 _SIGNALS = ("power", "price", "carbon")
 _HEADER = "write start and one of power, price and carbon"

@@ -8,8 +8,10 @@ with Client("http://127.0.0.1:8400") as service:
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from http import HTTPStatus
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import quote
 
@@ -40,9 +42,6 @@ from perseus_planner.service.schemas import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from types import TracebackType
-
     from perseus_planner.service.answers import JobTotals, PipelineStatus
     from perseus_planner.service.schemas import Counters, Registration, ReportRequest
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import re
 import ssl
+from collections.abc import Callable, Iterator
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from perseus_planner.errors import PlanError, ServiceAway, ServiceRefusal, UsageError, how_to_install, one_line
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
     import httpx
 
 Value = TypeVar("Value")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +19,6 @@ from perseus_planner.service.planning.cache import NotPlanned
 from perseus_planner.service.schemas import to_json
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     from fastapi import FastAPI
     from starlette.requests import Request
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import threading
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from starlette.responses import Response
@@ -12,8 +13,6 @@ from perseus_planner.files import sha256
 from perseus_planner.service.schemas import to_json
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from starlette.requests import Request
 
     from perseus_planner.service.answers import JobStatus

@@ -10,6 +10,7 @@ from concurrent import futures
 from concurrent.futures import CancelledError, Executor, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from functools import cache
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from perseus_planner.errors import PlannerError, UsageError
@@ -18,8 +19,6 @@ from perseus_planner.service.planning.curves import Curve, KnownNumbers, NotSolv
 from perseus_planner.service.planning.worker import PlanRequest
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     from perseus_planner.service.model import Decision, PlanSet, RegisteredJob
 
 Key = TypeVar("Key", bound=Hashable)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, cast
 
@@ -13,8 +14,6 @@ from perseus_planner.errors import InfeasibleDeadline
 from perseus_planner.service.model import Origin
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
     from numpy.typing import NDArray
 
     from perseus_planner.solver.frontier import Frontier

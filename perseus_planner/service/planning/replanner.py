@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable
+from types import TracebackType
 from typing import TYPE_CHECKING
 
 from perseus_planner.errors import PlannerError
@@ -11,9 +13,6 @@ from perseus_planner.service.planning.cache import Ending, Planning
 from perseus_planner.service.transitions import given_up, prepare, reconciled
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from types import TracebackType
-
     from perseus_planner.service.store.writer import Draft, Writer
 
 _log = logging.getLogger(__name__)

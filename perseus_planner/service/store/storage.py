@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import re
 import threading
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 from uuid import uuid4
 
@@ -51,9 +53,6 @@ from perseus_planner.service.store.tables import (
 from perseus_planner.service.telemetry import Tally
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-    from types import TracebackType
-
     from perseus_planner.service.state import JobState
 
 Synchronous = Literal["NORMAL", "FULL", "EXTRA"]

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from perseus_planner.errors import UsageError
@@ -20,8 +21,6 @@ from perseus_planner.service.state import JobState
 from perseus_planner.service.store.storage import Change, Storage, Stored
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     from perseus_planner.service.answers import JobTotals
     from perseus_planner.service.planning.curves import Curve
     from perseus_planner.service.schemas import ProfileTexts

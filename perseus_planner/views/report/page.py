@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from base64 import b64encode
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from hashlib import sha256
 from importlib.resources import files
@@ -19,8 +20,6 @@ from perseus_planner.views.report.where import PHASES
 from perseus_planner.views.web import page_file
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
     from perseus_planner.views.profiles import MeasuredCurve
     from perseus_planner.views.report.report import EnergyReport
 

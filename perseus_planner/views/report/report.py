@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
@@ -26,8 +27,6 @@ from perseus_planner.views.report.where import WhereEnergyGoes, where_energy_goe
 from perseus_planner.views.run import RunSummary, summarize_run
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
-
     from matplotlib.figure import Figure
 
     from perseus_planner.runs.run import Run

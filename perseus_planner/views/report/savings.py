@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -12,8 +13,6 @@ from perseus_planner.views.context import Comparison, compare, origin_label
 from perseus_planner.views.run import RunSummary, summarize_run
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from perseus_planner.plans.plan import Plan
     from perseus_planner.runs.run import Run
     from perseus_planner.views.report.sources import Sources

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from perseus_planner.documents import kind_of
@@ -16,9 +18,6 @@ from perseus_planner.solver.frontier import Frontier
 from perseus_planner.views.context import Context, context_of_plan, context_of_profile
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
-    from pathlib import Path
-
     from perseus_planner.schedules.iteration import Iteration
 
 T = TypeVar("T")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 from typing import TYPE_CHECKING
@@ -15,8 +16,6 @@ from perseus_planner.views.report.savings import pipelines_of_run
 from perseus_planner.views.run import summarize_run
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
     from perseus_planner.plans.plan import Plan
     from perseus_planner.plans.replay import Span
     from perseus_planner.runs.run import Run
