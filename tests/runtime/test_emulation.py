@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from virtual_time import VirtualTime
+from virtual_time import virtual_time as virtual_time
 
 from perseus_planner import Profile
 from perseus_planner.errors import UsageError
@@ -139,34 +141,10 @@ def test_the_work_is_what_a_profile_measures(gpu: EmulatedGpu, name: str):
             assert gpu.model.load(counted).time_s(1410) == pytest.approx(profiled_s, rel=0.01)
 
 
-def spans_s(
-    gpu: EmulatedGpu, module: Any, loss: Callable[[Any], Any] | None, first: bool, monkeypatch: pytest.MonkeyPatch
-) -> tuple[float, float]:
-    """Return the shortest times of a forward and of a backward, without known delays of this process."""
-    spans, late_s = [], [0.0]
-    finish = gpu.finish
-
-    def told() -> float:
-        late_s.append(finish())
-        return late_s[-1]
-
-    monkeypatch.setattr(gpu, "finish", told)
-    with emulate_stage(module, gpu, loss=loss, first=first):
-        backward(module(sample(first=first)), loss)
-        for _ in range(6):
-            x, start_s = sample(first=first), time.monotonic()
-            output = module(x)
-            forward_s, middle_s = time.monotonic() - start_s - late_s[-1], time.monotonic()
-            backward(output, loss)
-            spans.append((forward_s, time.monotonic() - middle_s - late_s[-1]))
-    forwards_s, backwards_s = zip(*spans, strict=True)
-    return min(forwards_s), min(backwards_s)
-
-
 @pytest.mark.parametrize("name", MODULES)
 @pytest.mark.parametrize("clock_mhz", [1410, 420])
 def test_forward_and_backward_take_as_long_as_the_gpu_says_at_its_clock(
-    gpu: EmulatedGpu, name: str, clock_mhz: int, monkeypatch: pytest.MonkeyPatch
+    virtual_time: VirtualTime, gpu: EmulatedGpu, name: str, clock_mhz: int
 ):
     build, loss, first = MODULES[name]
     module = build()
@@ -177,21 +155,28 @@ def test_forward_and_backward_take_as_long_as_the_gpu_says_at_its_clock(
     gpu.wait(2e-3)
     assert min(expected_s) > 0.01
     assert max(expected_s) < 0.2
-    assert spans_s(gpu, module, loss, first, monkeypatch) == pytest.approx(tuple(expected_s), rel=0.05, abs=1e-3)
+    with emulate_stage(module, gpu, loss=loss, first=first):
+        backward(module(sample(first=first)), loss)  # counts the work
+        x, moments_s = sample(first=first), [gpu.now_s()]
+        output = module(x)
+        moments_s.append(gpu.now_s())
+        backward(output, loss)
+        moments_s.append(gpu.now_s())
+    assert [*np.diff(moments_s)] == pytest.approx(expected_s, rel=1e-3)
 
 
-def test_several_outputs_are_one_backward(gpu: EmulatedGpu):
+def test_several_outputs_are_one_backward(virtual_time: VirtualTime, gpu: EmulatedGpu):
     module, mask = Two(), torch.ones(WIDTH, WIDTH)
     expected_s = gpu.model.load(stage_op_cost(module, (sample(first=False), mask)).backward).time_s(1410)
     with emulate_stage(module, gpu):
         one, two, _ = module(sample(first=False), mask)
         for retain in (True, False):  # a graph that is kept takes its time again
-            start_s = time.monotonic()
+            start_s = gpu.now_s()
             torch.autograd.backward([one.sum(), two["other"].sum()], retain_graph=retain)
-            assert time.monotonic() - start_s >= 0.99 * expected_s
+            assert gpu.now_s() - start_s == pytest.approx(expected_s, rel=1e-3)
 
 
-def test_other_shapes_are_other_work(gpu: EmulatedGpu):
+def test_other_shapes_are_other_work(virtual_time: VirtualTime, gpu: EmulatedGpu):
     module = plain()
     with emulate_stage(module, gpu):
         module(torch.randn(8, WIDTH))
@@ -199,9 +184,9 @@ def test_other_shapes_are_other_work(gpu: EmulatedGpu):
         large = stage_op_cost(module, torch.randn(64, WIDTH)).forward
         module(torch.randn(64, WIDTH))
         for rows, work in ((8, small), (64, large), (8, small)):
-            start_s = time.monotonic()
+            start_s = gpu.now_s()
             module(torch.randn(rows, WIDTH))
-            assert time.monotonic() - start_s >= 0.99 * gpu.model.load(work).time_s(1410)
+            assert gpu.now_s() - start_s == pytest.approx(gpu.model.load(work).time_s(1410), rel=1e-3)
 
 
 def test_evaluation_is_left_alone(gpu: EmulatedGpu):

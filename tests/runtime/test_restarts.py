@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 import pytest
-from gpu_owners import WITHIN_S, files
+from gpu_owners import files
 from launching import free_port, ranks, started
 from planner_processes import has_not_ended, planner_processes
 
@@ -170,15 +170,6 @@ def losses(plan_and_losses: tuple[Path, list[Any]], tmp_path: Path) -> list[Any]
     plan, losses = plan_and_losses
     shutil.copy(plan, tmp_path)
     return losses
-
-
-def test_a_rank_that_is_killed_is_started_again_with_the_others_by_torchrun(losses: list[Any], tmp_path: Path):
-    command = [*TORCHRUN, "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
-    with job(tmp_path, command, gpus=2, killed_at=6) as begun:
-        killed = begun.ranks()[1]
-        kill([killed])
-        eventually(lambda: begun.locked_mhz == [None, None], lambda: str(begun.locked_mhz), WITHIN_S)
-        begun.check_goes_on(losses)
 
 
 def test_a_node_whose_training_is_killed_trains_again_with_the_other_node(losses: list[Any], tmp_path: Path):

@@ -35,7 +35,9 @@ class Ended:
     stderr: str
 
 
-def ranks(program: str, count: int, folder: Path, *arguments: str, imports: Sequence[str] = ()) -> list[Ended]:
+def ranks(
+    program: str, count: int, folder: Path, *arguments: str, imports: Sequence[str] = (), torch_says: str = "FATAL"
+) -> list[Ended]:
     """Run `program` on `count` ranks and wait for all of them, also if one of them dies.
 
     Args:
@@ -44,6 +46,7 @@ def ranks(program: str, count: int, folder: Path, *arguments: str, imports: Sequ
         folder: The folder to run in.
         arguments: The arguments of the function.
         imports: Modules to import once before forking, which the function imports and which are slow to import.
+        torch_says: The least severity of what torch prints.
     """
     module, _, function = program.rpartition(":")
     port = free_port()
@@ -56,7 +59,7 @@ def ranks(program: str, count: int, folder: Path, *arguments: str, imports: Sequ
         "folder": str(folder),
         "environment": {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
     }
-    server = _server()
+    server = _server(torch_says)
     assert server.stdin is not None
     assert server.stdout is not None
     print(json.dumps(request), file=server.stdin, flush=True)
@@ -107,11 +110,11 @@ def deepspeed(count: int, folder: Path, *command: str) -> subprocess.Popen[str]:
 
 
 @cache
-def _server() -> subprocess.Popen[str]:
+def _server(torch_says: str) -> subprocess.Popen[str]:
     """Start the process that forks ranks; it ends when this process closes its input."""
     return subprocess.Popen(
         [sys.executable, str(Path(__file__).with_name("rank_server.py"))],
-        env={**os.environ, **_QUIET},
+        env={**os.environ, **_QUIET, "TORCH_CPP_LOG_LEVEL": torch_says},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

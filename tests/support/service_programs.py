@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from runtime_training import WarningLog, any_rank
+from runtime_training import LONG_S, WarningLog, any_rank
 from torch import nn
 from torch.distributed import pipelining
 
@@ -33,10 +33,20 @@ Step = Callable[[], object]
 def train(engine: str, address: str, state: str) -> None:
     """Two pipelines of two stages, until there is a file `stop`; every rank writes a row for each iteration.
 
-    A file `slow` says for how many seconds pipeline 1 waits for its data in each iteration.
+    A file `slow` says for how many seconds pipeline 1 waits for its data in each iteration, and `proposed` when plans
+    were last proposed.
     """
     os.environ["PLANNER_STATE_DIR"] = state
     counters.CHECKPOINT_S, agent._COUNTS_S = 1.0, 0.5  # so that who reads what was counted need not wait for long
+    agent._END_S = LONG_S  # a busy machine answers late, and makes ranks slow, of which nothing is to be said
+    agent.ServiceLink.on_straggling = lambda link, then: lambda straggling: None
+    propose = agent.Agent._propose
+
+    def noted(self: agent.Agent, found: Any) -> None:
+        Path("proposed").write_text(str(time.time()))
+        propose(self, found)
+
+    agent.Agent._propose = noted
     made, step = {"torch": _torch, "deepspeed": _deepspeed}[engine]()
     warning_log = WarningLog()
     with profile_pipeline(made, gpu=f"simulated:{GPU}&noise=0&drift=0", output="profile.yaml"):
