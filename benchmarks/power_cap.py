@@ -114,7 +114,7 @@ def _product(row: Mapping[str, str]) -> tuple[float, float, bool]:
     system = SYSTEMS[row["gpu"].removesuffix("-sxm")]
     precision = "bf16" if row["dtype"] == "bfloat16" else "fp8"
     product = Product(int(row["m"]), int(row["n"]), int(row["k"]))
-    load = phases_of((product,), replace(PRESETS["gpt3-1.3b"], precision=precision), system, 1.0).load(system)
+    load = phases_of((product,), replace(PRESETS["gpt3-1.3b"], precision=precision), system).load(system)
     time_s = load.time_s(system.top_mhz)
     power_w = load.energy_j(system.top_mhz) / time_s
     return (

@@ -68,8 +68,7 @@ def measure_kernels(plan: KernelPlan, system: System) -> System:
 
 def measured_names(ranks: int) -> tuple[str, ...]:
     """Return the numbers of a system that `measure_kernels` measures on so many ranks."""
-    links = ("exchange_s", "exchange_per_gpu_s", "link_bytes_per_s")
-    return ("memory_share", *(links if ranks > 1 else ()))
+    return ("memory_share", *(("exchange_s", "link_bytes_per_s") if ranks > 1 else ()))
 
 
 def _measure_shape(shape: Transformer, repetitions: int) -> KernelTimes:
@@ -240,12 +239,7 @@ def _with_links(system: System, plan: KernelPlan, ranks: int) -> System:
     few, many = plan.exchange_bytes
     per_byte_s = max(times_s[1] - times_s[0], 0.01 * times_s[1]) / (many - few)
     fixed_s = max(times_s[0] - few * per_byte_s, 1e-6)
-    return replace(
-        system,
-        link_bytes_per_s=2 * (ranks - 1) / ranks / per_byte_s,
-        exchange_s=fixed_s / 2,
-        exchange_per_gpu_s=fixed_s / 2 / (ranks - 1),
-    )
+    return replace(system, link_bytes_per_s=2 * (ranks - 1) / ranks / per_byte_s, exchange_s=fixed_s)
 
 
 def _copy_bytes_per_s(plan: KernelPlan) -> float:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 SPLIT_BACKWARD = ("zb-h1", "zbv", "interleaved-zb", "dualpipe-v")
 """Schedules whose computations are F, I and W instead of F and B."""
-_SETTLED = 4  # multiples of the ranks after which each further microbatch takes the same time
+_SETTLED = 12  # multiples of the ranks after which further microbatches take the same time, within 0.1 %
 
 
 @dataclass(frozen=True)
@@ -198,7 +198,7 @@ class Configuration:
         first_s = self._replayed_s(count, stages, hop_s, ends_s)
         if more:
             first_s += more * (self._replayed_s(count + self.ranks, stages, hop_s, ends_s) - first_s)
-        return first_s + system.iteration_s
+        return first_s
 
     def _replayed_s(
         self, microbatches: int, stages: Sequence[dict[str, float]], hop_s: float, ends_s: Sequence[float]

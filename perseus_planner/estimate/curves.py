@@ -160,7 +160,7 @@ class CurveMaker:
         after_s = [sum(trips[rank + 1 :]) + 2 * hop_s * (job.ranks - 1 - rank) for rank in range(job.ranks)]
         least_s, total_j = 0.0, np.zeros(len(times_s))
         for rank, hull in enumerate(hulls):
-            fixed_s, count = before_s + ends_s[rank] + self.system.iteration_s, job.microbatches
+            fixed_s, count = before_s + ends_s[rank], job.microbatches
             # Under ZB-H1 gradients of weights fill the second wait.
             waited_s = {"1f1b": 2.0, "zb-h1": 1.0}.get(job.schedule, 0.0) * after_s[rank]
             waits = job.ranks - 1 - rank if waited_s and count > job.ranks - rank else 0
@@ -232,7 +232,6 @@ class CurveMaker:
         one_gpu = Profile(
             rows,
             blocking_power_w=self.system.gpu.blocking_power_w,
-            overhead_s=self.system.iteration_s,
             gpu=f"simulated {self.system.gpu.name}",
             origin="simulated",
             conditions={"estimate": f"{job.name}, operations in closed form on a model of the system"},

@@ -80,11 +80,9 @@ class LayerTimes:
 
     def stage(self, layers: int, *, first: bool, last: bool, system: System) -> dict[str, Phases]:
         """Return the phases of a stage with so many layers, and with embedding and head where it is first or last."""
-        beside = Phases(idle_s=system.microbatch_s / 2)
         found = {}
         for kind, layer in self.layer.items():
-            phases = layer * layers + (beside * 0.5 if kind in "IW" else beside)
-            phases = phases + self.embedding[kind] if first else phases
+            phases = layer * layers + self.embedding[kind] if first else layer * layers
             found[kind] = phases + self.head[kind] if last else phases
         return found
 
@@ -97,13 +95,11 @@ def layer_times(shape: Transformer, system: System) -> LayerTimes:
         ("embedding", embedding_operations(shape)),
         ("head", head_operations(shape)),
     ):
-        passes = system.loss_passes if name == "head" else system.passes
-        parts[name] = {kind: phases_of(some, shape, system, passes) for kind, some in operations.items()}
+        parts[name] = {kind: phases_of(some, shape, system) for kind, some in operations.items()}
         if name == "layer" and shape.overlap_traffic:
             parts[name] = {kind: _overlapped(some, shape, system) for kind, some in parts[name].items()}
         parts[name]["B"] = parts[name]["I"] + parts[name]["W"]
-    shared = system.host_exchange_s if shape.tensor_degree > 1 else 0.0
-    forward_s, backward_s = system.host_forward_s + shared, system.host_backward_s + shared
+    forward_s, backward_s = system.host_forward_s, system.host_backward_s
     if shape.recomputation == "full":
         backward_s += forward_s
     hosts_s = {"F": forward_s, "B": backward_s, "I": backward_s / 2, "W": backward_s / 2}
@@ -112,8 +108,8 @@ def layer_times(shape: Transformer, system: System) -> LayerTimes:
     return _measured(times, shape, system)
 
 
-def phases_of(operations: Iterable[Operation], shape: Transformer, system: System, passes: float) -> Phases:
-    """Return the phases of operations, one after the other, whose elementwise ones take `passes` times the fewest."""
+def phases_of(operations: Iterable[Operation], shape: Transformer, system: System) -> Phases:
+    """Return the phases of operations, one after the other."""
     megacycles = memory_s = exchange_s = idle_s = 0.0
     bytes_per_s = system.memory_share * system.gpu.bytes_per_s
     for each in operations:
@@ -129,7 +125,7 @@ def phases_of(operations: Iterable[Operation], shape: Transformer, system: Syste
                 megacycles += cycles
             idle_s += system.launch_s
         elif isinstance(each, Pass):
-            memory_s += (system.score_passes if each.scores else passes) * each.bytes / bytes_per_s
+            memory_s += system.passes * each.bytes / bytes_per_s
         elif isinstance(each, Accumulation):
             memory_s += ACCUMULATED * each.weights / bytes_per_s
         elif isinstance(each, Exchange):
@@ -142,15 +138,14 @@ def product_megacycles(product: Product, system: System, *, fp8: bool = False) -
     rate = system.product_flops_per_cycle * (system.fp8_speedup if fp8 else 1.0)
     rate *= system.fused_share if product.fused else 1.0
     rate *= 1.0 if product.aligned else system.unaligned_share
-    return product.flops / rate * (1 + (0.0 if product.fused else system.ramp / product.k)) / 1e6
+    return product.flops / rate / 1e6
 
 
 def sum_s(size: float, gpus: int, system: System) -> float:
     """Return the seconds in which `gpus` GPUs sum tensors of `size` bytes."""
     near = min(gpus, system.gpus_per_node)
     nodes = gpus / near
-    inside_s = system.exchange_s + system.exchange_per_gpu_s * (near - 1)
-    inside_s += 2 * (near - 1) / near * size / system.link_bytes_per_s
+    inside_s = system.exchange_s + 2 * (near - 1) / near * size / system.link_bytes_per_s
     if nodes <= 1:
         return inside_s if gpus > 1 else 0.0
     return inside_s + system.network_s / 2 + 2 * (nodes - 1) / nodes * size / system.node_bytes_per_s

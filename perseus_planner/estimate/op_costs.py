@@ -77,7 +77,7 @@ class TransformerPipeline:
         if self.link_bytes_per_s is None:
             return system
         if math.isinf(self.link_bytes_per_s):
-            return replace(system, link_bytes_per_s=math.inf, exchange_s=0.0, exchange_per_gpu_s=0.0)
+            return replace(system, link_bytes_per_s=math.inf, exchange_s=0.0)
         return replace(system, link_bytes_per_s=self.link_bytes_per_s)
 
     def loads(self, system: System) -> list[dict[str, Load]]:

@@ -57,11 +57,9 @@ class Pass(NamedTuple):
 
     Attributes:
         bytes: Bytes.
-        scores: Whether the operations are on attention scores.
     """
 
     bytes: float
-    scores: bool = False
 
 
 class Accumulation(NamedTuple):
@@ -103,7 +101,7 @@ def layer_operations(shape: Transformer) -> Operations:
         *(Product(one.m, one.k, one.n) for one in linear),
         *products,
         _passes(shape, residual=12, gated=5, plain=3, rotary=2),
-        Pass(7 * _score_bytes(shape), scores=True),
+        Pass(7 * _score_bytes(shape)),
         *traffic,
     )
     again = {"none": (), "selective": core, "full": forward}[shape.recomputation]
@@ -168,7 +166,7 @@ def _attention(shape: Transformer) -> tuple[Operation, ...]:
     scores = Product(length, pairs, shape.head_size, count, weights=False, fused=fused)
     values = Product(length, shape.head_size, pairs, count, weights=False, fused=fused)
     # Scores written, the softmax's read and write, read with the values.
-    return (scores, values, Pass(4 * _score_bytes(shape), scores=True))
+    return (scores, values, Pass(4 * _score_bytes(shape)))
 
 
 def _score_bytes(shape: Transformer) -> int:

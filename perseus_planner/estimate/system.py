@@ -1,8 +1,8 @@
 """Systems: GPUs, the links between them, and how fast the kernels of training run there.
 
 Constants of the A100 are fitted to measured iteration times of GPT models on 2 to 512 A100s (vTrain, MICRO 2024) by
-`benchmarks/time_fit.py`; they hold for its unfused kernels and full recomputation. Other GPUs have the same shares of
-their own peaks, which is an assumption unless an entry says otherwise.
+`benchmarks/time_fit.py`; they hold for its unfused kernels. Other GPUs have the same shares of their own peaks, which
+is an assumption unless an entry says otherwise.
 """
 
 from __future__ import annotations
@@ -52,23 +52,16 @@ class System:
         fp8_speedup: How many times as fast products in FP8 are.
         fused_share: Speed of flash attention, as a share of that of products.
         unaligned_share: Speed of products with a size that is no multiple of 8, as a share of that of others.
-        ramp: Length of sums at which a product reaches half of its speed.
         memory_share: Share of the memory's bandwidth that kernels reach.
         passes: How often elementwise kernels pass over their tensors, as a multiple of the fewest passes.
-        score_passes: The same for the scores of plain attention.
-        loss_passes: The same for the passes of head and loss over the logits.
         launch_s: Fixed time of a kernel.
         host_forward_s: Time in which the host launches the forward of a layer.
         host_backward_s: Time in which the host launches the backward of a layer.
-        host_exchange_s: Additional host time of a layer, forward or backward, where GPUs share it.
         exchange_s: Fixed time of a collective in a node.
-        exchange_per_gpu_s: Additional time for each further GPU.
         link_bytes_per_s: Bandwidth of a GPU to the others of its node, each way.
         gpus_per_node: GPUs of a node.
         node_bytes_per_s: Bandwidth of a node's network, each way.
         network_s: Fixed time of a message between nodes.
-        microbatch_s: Time of a stage for a microbatch beside its kernels.
-        iteration_s: Time of an iteration beside everything else.
         reduction_bytes: Bytes of a parameter that data-parallel GPUs send, times (d - 1) / d; 8 for sums in float32.
         optimizer_bytes: Bytes that the optimizer's step reads and writes for a parameter.
         node_overhead_w: Power of a node beside its GPUs, watts.
@@ -81,23 +74,16 @@ class System:
     fp8_speedup: float
     fused_share: float
     unaligned_share: float
-    ramp: float
     memory_share: float
     passes: float
-    score_passes: float
-    loss_passes: float
     launch_s: float
     host_forward_s: float
     host_backward_s: float
-    host_exchange_s: float
     exchange_s: float
-    exchange_per_gpu_s: float
     link_bytes_per_s: float
     gpus_per_node: int
     node_bytes_per_s: float
     network_s: float
-    microbatch_s: float
-    iteration_s: float
     reduction_bytes: float
     optimizer_bytes: float
     node_overhead_w: float
@@ -140,6 +126,7 @@ def _system(
     node_overhead_w: float,
     efficiency: float = 0.80,
     fp8_speedup: float = 1.0,
+    reduction_bytes: float = 8.0,
 ) -> System:
     """Return the system of one kind of GPU.
 
@@ -153,6 +140,7 @@ def _system(
         node_overhead_w: As in `System`.
         efficiency: Share of the peak that long products reach.
         fp8_speedup: As in `System`.
+        reduction_bytes: As in `System`.
     """
     return System(
         gpu=CATALOG[name],
@@ -160,42 +148,36 @@ def _system(
         product_flops_per_cycle=efficiency * peak_flops / (peak_mhz * 1e6),
         fp8_speedup=fp8_speedup,
         fused_share=0.7,  # FlashAttention-2's 225 TFLOPS of the A100's 312 (Dao, 2023)
-        unaligned_share=0.46,
-        ramp=50.0,
+        unaligned_share=0.24,
         memory_share=0.85,  # assumed
-        passes=1.0,
-        score_passes=1.75,
-        loss_passes=1.0,
+        passes=1.86,
         launch_s=3e-6,
-        host_forward_s=0.475e-3,
-        host_backward_s=2.21e-3,
-        host_exchange_s=0.05e-3,
-        exchange_s=200e-6,
-        exchange_per_gpu_s=20e-6,
+        host_forward_s=0.72e-3,
+        host_backward_s=2.28e-3,
+        exchange_s=470e-6,
         link_bytes_per_s=link_gb_per_s * 1e9,
         gpus_per_node=8,
         node_bytes_per_s=node_gb_per_s * 1e9,
         network_s=15e-6,
-        microbatch_s=0.25e-3,
-        iteration_s=0.4e-3,
-        reduction_bytes=8.0,
+        reduction_bytes=reduction_bytes,
         optimizer_bytes=30.0,  # Adam: four in float32 read, three written, the parameter written in bf16
         node_overhead_w=node_overhead_w,
     )
 
 
 _SYSTEMS = (
-    # Datasheet of 80 GB: 312 TFLOPS; NVLink 300 GB/s each way, network 4 x 200 Gb/s a node, of which the fit
-    # finds 80 %. Efficiency fitted.
+    # Datasheet of 80 GB: 312 TFLOPS; NVLink 300 GB/s each way, network 4 x 200 Gb/s a node, of which 83 %
+    # and gradients summed in fp16 fit best. Efficiency fitted.
     _system(
         "a100-sxm",
         memory_mib=81920,
         peak_flops=312e12,
         peak_mhz=1410,
-        efficiency=0.825,
+        efficiency=0.866,
         link_gb_per_s=300,
-        node_gb_per_s=80,
+        node_gb_per_s=83,
         node_overhead_w=1500,
+        reduction_bytes=4.0,
     ),
     # Datasheet: 989.4 TFLOPS dense, NVLink 450 GB/s each way (half as fast again as the A100's), 8 x 400 Gb/s a node.
     # Clocks and cap as in the catalogue. FP8: see B200. The overhead of a node: 10.2 kW at most (DGX H100) less 5.6 kW

@@ -111,7 +111,7 @@ def test_a_system_file_says_what_the_gpu_is(folder: Path):
     assert "t1-p1-d8-mb4-1f1b-none" not in [row["configuration"] for row in found["first"]]
     message = "Error: --gpu: is h100-sxm, but system.yaml is of a100-sxm; leave it out\n"
     assert refusal(f"{options} --gpu h100-sxm") == (2, "", message)
-    Path("system.yaml").write_text("format: perseus-planner/system\nversion: 1\ngpu: a100-sxm\niteration_s: -1\n")
+    Path("system.yaml").write_text("format: perseus-planner/system\nversion: 1\ngpu: a100-sxm\nlaunch_s: -1\n")
     status, _, error = refusal(options)
     assert status == 2
-    assert error.startswith("Error: system.yaml, line 4, key 'iteration_s': -1 ")
+    assert error.startswith("Error: system.yaml, line 4, key 'launch_s': -1 ")

@@ -35,7 +35,7 @@ def test_fp8_shortens_products_with_weights_and_nothing_else():
     plain = layer_times(shape, system).layer["F"]
     low = layer_times(replace(shape, precision="fp8"), system).layer["F"]
     linear = [each for each in layer_operations(shape)["F"] if isinstance(each, Product) and each.weights]
-    cycles = sum(each.flops * (1 + system.ramp / each.k) for each in linear) / system.product_flops_per_cycle / 1e6
+    cycles = sum(each.flops for each in linear) / system.product_flops_per_cycle / 1e6
     assert plain.megacycles - low.megacycles == pytest.approx(cycles * (1 - 1 / system.fp8_speedup))
     assert low.memory_s == plain.memory_s
     assert layer_times(replace(shape, precision="fp16"), system).layer["F"] == plain
@@ -122,7 +122,7 @@ def test_the_fast_replay_is_that_of_the_graph(ranks: int, more: int, schedule: t
     iteration = job.iteration(A100, [sum(times[s]["B"] for s in range(r, stages, ranks)) for r in range(ranks)])
     dag = PipelineDag(Profile(rows, blocking_power_w=80.0), iteration)
     exact_s = max(end_times(dag, [dag.points[key][0].time_s for key in iteration.keys]))
-    assert job.replay_s(A100, times) - A100.iteration_s == pytest.approx(exact_s, rel=2e-3)
+    assert job.replay_s(A100, times) == pytest.approx(exact_s, rel=2e-3)
 
 
 def test_virtual_stages_must_divide_the_stages():

@@ -31,7 +31,7 @@ def measured(path: Path) -> list[tuple[Configuration, float]]:
                 sequence=int(size["sequence"]),
                 microbatch=micro,
                 tensor_degree=tensor,
-                recomputation="full",
+                recomputation="none" if size["gpus"] <= 8 else "full",  # assumed
                 attention="plain",
             )
             split = split_layers(layers, int(size["pipeline_parallel"]))
