@@ -16,7 +16,7 @@ from perseus_planner.errors import UsageError
 
 
 @click.command(
-    context_settings={"allow_interspersed_args": False},
+    context_settings={"allow_interspersed_args": False, "auto_envvar_prefix": "PLANNER"},
     epilog=console.examples(
         "planner run -- torchrun --nproc-per-node 8 pretrain_gpt.py",
         "planner run --slowdown 1.05 --record run -- deepspeed train.py",
@@ -24,64 +24,44 @@ from perseus_planner.errors import UsageError
         "srun planner run -- python train.py",
     ),
 )
-@click.option(
-    "--plan",
-    type=console.PATH,
-    envvar="PLANNER_PLAN",
-    help="Plan to train by; without one, training plans itself.",
-)
+@click.option("--plan", type=console.PATH, help="Plan to train by; without one, training plans itself.")
 @click.option(
     "--slowdown",
-    envvar="PLANNER_SLOWDOWN",
     type=console.SLOWDOWN,
     help="Without a plan: how long an iteration may take, as a multiple of that at full clocks.  [default: 1.00]",
 )
 @click.option(
     "--max-slowdown",
-    envvar="PLANNER_MAX_SLOWDOWN",
     type=console.Quantity("SHARE", "share"),
     help="Without a plan: how much longer iterations may be on average while it learns.  [default: 0.005]",
 )
 @click.option(
     "--max-changes",
     type=click.IntRange(min=0),
-    envvar="PLANNER_MAX_CHANGES",
     metavar="N",
     help="The most clock changes of a GPU per iteration, without a plan or in the service's plans.  [default: 8]",
 )
 @click.option(
     "--learn/--no-learn",
     default=None,
-    envvar="PLANNER_LEARN",
     help="Without a plan: whether to try clocks, or plan on what is known.  [default: learn]",
 )
 @click.option(
     "--state",
     type=console.PATH,
-    envvar="PLANNER_STATE",
     help="Without a plan: profile of what was learnt, from which the next start goes on.  [default: autopilot.yaml]",
 )
-@click.option(
-    "--gpu", envvar="PLANNER_GPU", metavar="GPU", help="GPU of each rank, or only a back-end.  [default: cuda]"
-)
-@click.option("--dry-run", is_flag=True, envvar="PLANNER_DRY_RUN", help="Do everything except setting clocks.")
+@click.option("--gpu", metavar="GPU", help="GPU of each rank, or only a back-end.  [default: cuda]")
+@click.option("--dry-run", is_flag=True, help="Do everything except setting clocks.")
 @click.option(
     "--record",
     type=console.PATH,
-    envvar="PLANNER_RECORD",
     metavar="FOLDER",
     help="Record the run there, for `planner show` and `planner calibrate`.",
 )
-@click.option("--job", envvar="PLANNER_JOB", metavar="NAME", help="Name of this training in a service.")
-@click.option(
-    "--service", envvar="PLANNER_SERVICE", metavar="URL", help="Follow this service, or one of the job's own: embedded."
-)
-@click.option(
-    "--frontier",
-    type=console.PATH,
-    envvar="PLANNER_FRONTIER",
-    help="With a plan: frontier from which the service plans.",
-)
+@click.option("--job", metavar="NAME", help="Name of this training in a service.")
+@click.option("--service", metavar="URL", help="Follow this service, or one of the job's own: embedded.")
+@click.option("--frontier", type=console.PATH, help="With a plan: frontier from which the service plans.")
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 @click.pass_context
 def run(context: click.Context, /, command: tuple[str, ...], **options: Any) -> None:

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 
 from perseus_planner.errors import GpuError, GpuLost, GpuNotPermitted, GpuNotSupported, one_line
 from perseus_planner.gpu.nvml.gpu import NvmlReader, open_device
-from perseus_planner.gpu.protocol import check_clock, check_power_limit
+from perseus_planner.gpu.protocol import check_clock
 
 if TYPE_CHECKING:
     from perseus_planner.gpu.nvml.device import NvmlDevice
@@ -71,17 +71,8 @@ class CommandGpu(NvmlReader):
         """Unlock the SM clock."""
         self._reset_clock.run(**self._fields)
 
-    def set_power_limit_w(self, limit_w: float) -> None:
-        """Set the power limit, to the milliwatt."""
-        check_power_limit(self, limit_w)
+    def _limit_power(self, limit_w: float) -> None:
         self._set_power.run(**self._fields, watts=f"{limit_w:.7g}")
-        self.check_limit_was_set(limit_w)
-
-    def reset_power_limit(self) -> None:
-        """Set the power limit back to its default."""
-        default_w = self.default_limit_to_restore_w()
-        if default_w is not None:
-            self.set_power_limit_w(default_w)
 
 
 def open_command(which: str) -> CommandGpu:

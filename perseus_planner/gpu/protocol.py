@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Protocol
 
@@ -139,6 +140,21 @@ class ClosedOnExit:
 
     def close(self) -> None:
         """Release what opening the GPU took."""
+
+
+class RealGpu(ClosedOnExit):
+    """Base class of GPUs that are there: their time is that of the system, and their settings outlive the process."""
+
+    origin = "measured"
+    keeps_settings = True
+
+    def now_s(self) -> float:
+        """Monotonic clock of the system, seconds."""
+        return time.monotonic()
+
+    def wait(self, duration_s: float) -> None:
+        """Sleep for `duration_s` seconds."""
+        time.sleep(duration_s)
 
 
 def check_clock(gpu: GpuReader, clock_mhz: int) -> None:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from perseus_planner.errors import GpuError, GpuLost, GpuNotPermitted, GpuNotSupported, how_to_install, one_line
 from perseus_planner.gpu.nvml.gpu import NvmlReader, open_device
 from perseus_planner.gpu.nvml.library import LIBRARY_NOT_FOUND
-from perseus_planner.gpu.protocol import check_clock, check_power_limit
+from perseus_planner.gpu.protocol import check_clock
 
 if TYPE_CHECKING:
     import httpx
@@ -71,17 +71,8 @@ class ZeusdGpu(NvmlReader):
         """Unlock the SM clock."""
         self._post("reset_gpu_locked_clocks")
 
-    def set_power_limit_w(self, limit_w: float) -> None:
-        """Set the power limit, to the milliwatt."""
-        check_power_limit(self, limit_w)
+    def _limit_power(self, limit_w: float) -> None:
         self._post("set_power_limit", power_limit_mw=round(1000 * limit_w))
-        self.check_limit_was_set(limit_w)
-
-    def reset_power_limit(self) -> None:
-        """Set the power limit back to its default."""
-        default_w = self.default_limit_to_restore_w()
-        if default_w is not None:
-            self.set_power_limit_w(default_w)
 
     def close(self) -> None:
         """Give NVML back, and close the connection."""

@@ -16,7 +16,6 @@ measures how long changing a clock takes. What differs from NVML:
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import cached_property
@@ -25,7 +24,7 @@ from typing import Any
 
 from perseus_planner.errors import GpuError, GpuNotSupported
 from perseus_planner.gpu.amd.library import AMD_SMI, UPDATE
-from perseus_planner.gpu.protocol import ClosedOnExit, check_clock, check_power_limit
+from perseus_planner.gpu.protocol import RealGpu, check_clock, check_power_limit
 
 CHECK_S = 0.5  #: for which the energy counter is compared with the power sensor when a GPU is opened
 
@@ -43,15 +42,12 @@ _REASONS = {
 }
 
 
-class AmdGpu(ClosedOnExit):
+class AmdGpu(RealGpu):
     """One AMD GPU, read and set through AMD SMI. See `Gpu` for the members and their errors.
 
     Args:
         index: Number of the GPU among those of the node.
     """
-
-    origin = "measured"
-    keeps_settings = True
 
     def __init__(self, index: int) -> None:
         self.text = f"amd:{index}"
@@ -161,14 +157,6 @@ class AmdGpu(ClosedOnExit):
     def throttled_s(self) -> Mapping[str, float]:
         """None are counted."""
         return {}
-
-    def now_s(self) -> float:
-        """Monotonic clock of the system, seconds."""
-        return time.monotonic()
-
-    def wait(self, duration_s: float) -> None:
-        """Sleep for `duration_s` seconds."""
-        time.sleep(duration_s)
 
     def set_clock_mhz(self, clock_mhz: int) -> None:
         """Let the graphics clock rise to at most this one, at which a busy GPU runs."""

@@ -7,7 +7,7 @@ numbers of fields are those of nvml.h.
 
 from __future__ import annotations
 
-import time
+from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import TypeVar
@@ -17,7 +17,7 @@ from perseus_planner.gpu.nvml.device import MAX_MHZ, FirstSupported, NvmlDevice,
 from perseus_planner.gpu.nvml.discovery import find_device
 from perseus_planner.gpu.nvml.library import NVML
 from perseus_planner.gpu.nvml.warnings import find_warnings, is_mig_on, smoothing_floor_w
-from perseus_planner.gpu.protocol import ClosedOnExit, check_clock, check_power_limit
+from perseus_planner.gpu.protocol import RealGpu, check_clock, check_power_limit
 
 _CLOCK_SM, _CLOCK_ID_CURRENT, _TEMPERATURE_GPU = 1, 0, 0
 _SCOPE_MODULE = 1
@@ -55,16 +55,13 @@ _REASONS = NvmlQuantity("read why it is throttled", largest=2**63, smallest=0)
 OpenedGpu = TypeVar("OpenedGpu", bound="NvmlReader")
 
 
-class NvmlReader(ClosedOnExit):
+class NvmlReader(RealGpu):
     """Reads one NVIDIA GPU; a back-end adds how to set it. See `GpuReader` for the members and their errors.
 
     Args:
         device: The GPU.
         text: Text that opens it again in any process of the node.
     """
-
-    origin = "measured"
-    keeps_settings = True
 
     def __init__(self, device: NvmlDevice, text: str) -> None:
         self.uuid, self.text = device.uuid, text
@@ -152,18 +149,26 @@ class NvmlReader(ClosedOnExit):
         """Power limit when the driver is loaded, watts."""
         return _watts(self._device.number(_DEFAULT_LIMIT_MW, "nvmlDeviceGetPowerManagementDefaultLimit"))
 
-    def default_limit_to_restore_w(self) -> float | None:
-        """Default power limit, watts; None if it is set already, so that restoring it needs no privilege."""
+    def set_power_limit_w(self, limit_w: float) -> None:
+        """Set the power limit, to the milliwatt."""
+        check_power_limit(self, limit_w)
+        self._limit_power(limit_w)
+        self._check_limit_was_set(limit_w)
+
+    def reset_power_limit(self) -> None:
+        """Set the power limit back to the value it has when the driver is loaded."""
         default_w = self.default_power_limit_w()
         set_mw = self._device.number(_LIMIT_MW, "nvmlDeviceGetPowerManagementLimit")
-        return None if _watts(set_mw) == default_w else default_w
+        if _watts(set_mw) != default_w:  # restoring what is set already needs no privilege
+            self._limit_power(default_w)
+            self._check_limit_was_set(default_w)
 
-    def check_limit_was_set(self, limit_w: float) -> None:
-        """Check that the power limit is the one that was just set, as far as NVML tells.
+    @abstractmethod
+    def _limit_power(self, limit_w: float) -> None:
+        """Set the power limit, which the GPU supports."""
 
-        Raises:
-            GpuError: If it is another.
-        """
+    def _check_limit_was_set(self, limit_w: float) -> None:
+        """Check that the power limit is the one that was just set, as far as NVML tells."""
         set_w = read_or_none(lambda: self._device.number(_LIMIT_MW, "nvmlDeviceGetPowerManagementLimit"))
         if set_w is not None and abs(_watts(set_w) - limit_w) > _SAME_LIMIT_W:
             raise GpuError(
@@ -202,14 +207,6 @@ class NvmlReader(ClosedOnExit):
         times_ns = self._device.fields(self._counted, what)
         return {_REASON_FIELDS[field]: time_ns / 1e9 for field, time_ns in zip(self._counted, times_ns, strict=True)}
 
-    def now_s(self) -> float:
-        """Monotonic clock of the system, seconds."""
-        return time.monotonic()
-
-    def wait(self, duration_s: float) -> None:
-        """Sleep for `duration_s` seconds."""
-        time.sleep(duration_s)
-
     def close(self) -> None:
         """Give NVML back; locked clocks stay locked."""
         if self._is_open:
@@ -245,22 +242,10 @@ class NvmlGpu(NvmlReader):
         """Unlock the SM clock, whichever process locked it; some libraries can lock but not unlock."""
         self._device.call("nvmlDeviceResetGpuLockedClocks", what="reset its SM clock", advice=_WITHOUT_CLOCKS)
 
-    def set_power_limit_w(self, limit_w: float) -> None:
-        """Set the power limit, to the milliwatt."""
-        check_power_limit(self, limit_w)
-        self._limit_power(limit_w)
-
-    def reset_power_limit(self) -> None:
-        """Set the power limit back to the value it has when the driver is loaded."""
-        default_w = self.default_limit_to_restore_w()
-        if default_w is not None:
-            self._limit_power(default_w)
-
     def _limit_power(self, limit_w: float) -> None:
         # Not the newer nvmlDeviceSetPowerManagementLimit_v2: the binding ignores its return code.
         function, what = "nvmlDeviceSetPowerManagementLimit", f"set its power limit to {limit_w:g} W"
         self._device.call(function, round(limit_w * 1000), what=what, advice=_WITHOUT_LIMIT)
-        self.check_limit_was_set(limit_w)
 
 
 def open_nvml(which: str) -> NvmlGpu:
