@@ -3,34 +3,29 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Mapping
 from contextlib import suppress
-from http import HTTPStatus
+from functools import partial
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, Header, Path, Query, Request, Response, Security
-from fastapi.exceptions import RequestValidationError
+from fastapi import APIRouter, Depends, Header, Path, Query, Request, Response
 from fastapi.responses import StreamingResponse
-from fastapi.routing import APIRoute
-from fastapi.security import HTTPBearer
-from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
 from perseus_planner import __version__
 from perseus_planner.service import alertmanager, answers, schemas
 from perseus_planner.service.answers import Answer, JobStatus, Registered
 from perseus_planner.service.history import History
-from perseus_planner.service.http.auth import Role, check_role
 from perseus_planner.service.http.longpoll import AsyncService
 from perseus_planner.service.http.metrics import CONTENT_TYPE
 from perseus_planner.service.http.pages import Page
+from perseus_planner.service.http.routing import CheckedRoute, add_route
 from perseus_planner.service.model import PlanSet, UnknownJob
 from perseus_planner.service.planning.curves import Curve
 from perseus_planner.service.planning.worker import Unsolved
 
 _LONGEST_POLL_S = 60.0
 _MOST_POINTS = 500
-_SMALL_BYTES = 64 * 2**10  # parsed within some milliseconds
 
 _log = logging.getLogger(__name__)
 
@@ -52,83 +47,10 @@ Wait = Annotated[
 ]
 
 
-class _Bearer(HTTPBearer):
-    """Documents the role that a route needs and the token in OpenAPI; `_Route` checks the role."""
-
-    def __init__(self, role: Role) -> None:
-        super().__init__(scheme_name="HTTPBearer", description="A token of the service, if the service has tokens.")
-        self.role = role
-
-    async def __call__(self, request: Request) -> None:  # type: ignore[override]  # the result is not used
-        pass
-
-
-class _ParsedRequest(Request):
-    """A request whose body was parsed by a thread; FastAPI takes the value as it is."""
-
-    parsed: Any
-
-    async def body(self) -> bytes:
-        return b"parsed"
-
-    async def json(self) -> Any:
-        return self.parsed
-
-
-class _Route(APIRoute):
-    """Checks the role before any of the body is read, and has large bodies parsed by a thread."""
-
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        handle = super().get_route_handler()
-        role = next((each.dependency.role for each in self.dependencies if isinstance(each.dependency, _Bearer)), None)
-        kind = self.body_field.field_info.annotation if self.body_field else None
-
-        async def checked(request: Request) -> Response:
-            if role is not None:
-                check_role(request.state.role, role)
-            is_json = request.headers.get("content-type", "").partition(";")[0] == "application/json"
-            if kind is not None and is_json:
-                parts = [part async for part in request.stream()]
-                if sum(map(len, parts)) > _SMALL_BYTES:
-                    parsed = _ParsedRequest(request.scope, request.receive)
-                    parsed.parsed = await request.app.state.service.call(_parsed, kind, parts)
-                    return await handle(parsed)
-                request._body = b"".join(parts)
-            return await handle(request)
-
-        return checked
-
-
-def _parsed(kind: type[Any], parts: list[bytes]) -> Any:
-    """Return a value of `kind` from the parts of a body.
-
-    Raises:
-        RequestValidationError: If it is not one.
-    """
-    try:
-        return schemas.from_json(kind, b"".join(parts))
-    except ValidationError as error:
-        problems = error.errors(include_url=False, include_input=False)
-        raise RequestValidationError([{**each, "loc": ("body", *each["loc"])} for each in problems]) from None
-
-
-def _for(role: Role) -> list[Any]:
-    """Return the dependencies of a route for `role` and the roles above it."""
-    return [Security(_Bearer(role))]
-
-
-def _errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """Return the error answers of a route, for OpenAPI."""
-    common = (400, 401, 403, 408, 413, 421, 422, 500, 503)
-    return {
-        status: {"model": answers.Error, "description": HTTPStatus(status).phrase}
-        for status in sorted({*common, *statuses})
-    }
-
-
-def _page_or_errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """Return the answers of a route with a tag that are not 200, for OpenAPI."""
-    return {304: {"description": "The page is the one with the tag in `If-None-Match`."}, **_errors(*statuses)}
+router = APIRouter(route_class=CheckedRoute)
+_get, _put, _post, _delete = (partial(add_route, router, method) for method in ("GET", "PUT", "POST", "DELETE"))
+_UNCHANGED: Mapping[int | str, Any] = {304: {"description": "The page is the one with the tag in `If-None-Match`."}}
+_NOTHING_NEWER: Mapping[int | str, Any] = {204: {"description": "Nothing newer within `wait_s`."}}
 
 
 def _page(value: Any, request: Request) -> Response:
@@ -141,15 +63,14 @@ def _json(value: Any, status: int = 200) -> Response:
 
 _NO_CONTENT: dict[str, Any] = {"status_code": 204, "response_class": Response}
 
-router = APIRouter(route_class=_Route)
 
-
-@router.post(
+@_post(
     "/v1/jobs",
-    dependencies=_for("operate"),
+    "operate",
+    Registered,
+    409,
+    also={200: {"model": Registered, "description": "The same job was registered before."}},
     status_code=201,
-    response_model=Registered,
-    responses={200: {"model": Registered, "description": "The same job was registered before."}, **_errors(409)},
 )
 async def register(sent: schemas.Registration, live: Live) -> Response:
     """Register a job. Its plans are there when this is answered."""
@@ -161,39 +82,33 @@ async def register(sent: schemas.Registration, live: Live) -> Response:
     return _json(registered, 201 if registered.is_new else 200)
 
 
-@router.get("/v1/jobs", dependencies=_for("read"), response_model=answers.Jobs, responses=_page_or_errors())
+@_get("/v1/jobs", "read", answers.Jobs, also=_UNCHANGED)
 async def jobs(request: Request, live: Live) -> Response:
     """List all running jobs with their status."""
     pages = request.app.state.pages
     return await live.call(lambda: pages.of(live.service.jobs()).answer(request))
 
 
-@router.get("/v1/totals", dependencies=_for("read"), response_model=answers.Totals, responses=_page_or_errors())
+@_get("/v1/totals", "read", answers.Totals, also=_UNCHANGED)
 async def totals(request: Request, live: Live) -> Response:
     """List what every job ran, used and saved since it was registered, also of jobs that have ended."""
     return await live.call(lambda: _page(answers.Totals(live.service.totals()), request))
 
 
-@router.get("/v1/jobs/{job}", dependencies=_for("read"), response_model=JobStatus, responses=_page_or_errors(404))
+@_get("/v1/jobs/{job}", "read", JobStatus, 404, also=_UNCHANGED)
 async def status(request: Request, job: JobName, live: Live) -> Response:
     """Return what a job's pipelines are to do and why, which version it runs, and its reports."""
     return await live.call(lambda: _page(live.service.status(job), request))
 
 
-@router.delete("/v1/jobs/{job}", dependencies=_for("operate"), responses=_errors(404), **_NO_CONTENT)
+@_delete("/v1/jobs/{job}", "operate", None, 404, **_NO_CONTENT)
 async def end(job: JobName, live: Live) -> Response:
     """Report that a job has ended. Requests that wait for its plans are answered with 404."""
     await live.change(live.service.end, job)
     return Response(status_code=204)
 
 
-@router.post(
-    "/v1/jobs/{job}/reports",
-    dependencies=_for("report"),
-    status_code=202,
-    response_model=Answer,
-    responses=_errors(404, 409),
-)
+@_post("/v1/jobs/{job}/reports", "report", Answer, 404, 409, status_code=202)
 async def report(
     request: Request,
     job: JobName,
@@ -215,27 +130,19 @@ async def report(
     return _json(answer, 202)
 
 
-@router.get("/v1/jobs/{job}/reports", dependencies=_for("read"), response_model=answers.Reports, responses=_errors(404))
+@_get("/v1/jobs/{job}/reports", "read", answers.Reports, 404)
 async def reports(job: JobName, live: Live) -> Response:
     """List the reports of a job that count now or will count."""
     return await live.call(lambda: _json(answers.Reports(live.service.reports(job))))
 
 
-@router.delete(
-    "/v1/jobs/{job}/reports/{key}", dependencies=_for("report"), response_model=Answer, responses=_errors(404)
-)
+@_delete("/v1/jobs/{job}/reports/{key}", "report", Answer, 404)
 async def clear(job: JobName, key: Annotated[str, Path(pattern=schemas.KEY)], live: Live) -> Response:
     """Withdraw a report."""
     return _json(await live.change(live.service.clear, job, key))
 
 
-@router.post(
-    "/v1/alerts",
-    dependencies=_for("report"),
-    response_model=answers.AlertAnswers,
-    responses=_errors(),
-    description=alertmanager.__doc__,
-)
+@_post("/v1/alerts", "report", answers.AlertAnswers, description=alertmanager.__doc__)
 async def alerts(request: Request, sent: schemas.AlertGroup, live: Live) -> Response:
     """Take the alerts that Alertmanager posts.
 
@@ -251,12 +158,7 @@ async def alerts(request: Request, sent: schemas.AlertGroup, live: Live) -> Resp
     return _json(answers.AlertAnswers(effects.answers, ignored))
 
 
-@router.get(
-    "/v1/jobs/{job}/pipelines/{pipeline}/plan",
-    dependencies=_for("read"),
-    response_model=answers.PipelinePlan,
-    responses={204: {"description": "Nothing newer within `wait_s`."}, **_errors(404)},
-)
+@_get("/v1/jobs/{job}/pipelines/{pipeline}/plan", "read", answers.PipelinePlan, 404, also=_NOTHING_NEWER)
 async def plan(
     job: JobName,
     live: Live,
@@ -274,23 +176,20 @@ async def plan(
     return _json(answers.PipelinePlan(newer.version, pipeline, newer.text(pipeline)))
 
 
-@router.get(
-    "/v1/jobs/{job}/plans",
-    dependencies=_for("read"),
-    response_model=PlanSet,
-    responses={204: {"description": "Nothing newer within `wait_s`."}, **_errors(404)},
-)
+@_get("/v1/jobs/{job}/plans", "read", PlanSet, 404, also=_NOTHING_NEWER)
 async def plans(job: JobName, live: Live, after: After = 0, wait_s: Wait = 0.0) -> Response:
     """Return the plans of all pipelines of a job, as soon as their version is above `after`."""
     newer = await live.newer(job, after, wait_s)
     return Response(status_code=204) if newer is None else _json(newer)
 
 
-@router.get(
+@_get(
     "/v1/jobs/{job}/events",
-    dependencies=_for("read"),
+    "read",
+    None,
+    404,
+    also={200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}},
     response_class=StreamingResponse,
-    responses={200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}, **_errors(404)},
 )
 async def events(job: JobName, live: Live) -> StreamingResponse:
     """Stream the version of a job's plans, now and whenever there is another, as events `version`: `{"version": n}`.
@@ -301,14 +200,14 @@ async def events(job: JobName, live: Live) -> StreamingResponse:
     return StreamingResponse(live.events(job), media_type="text/event-stream")
 
 
-@router.post("/v1/jobs/{job}/taken", dependencies=_for("report"), responses=_errors(404, 409), **_NO_CONTENT)
+@_post("/v1/jobs/{job}/taken", "report", None, 404, 409, **_NO_CONTENT)
 async def taken(job: JobName, sent: schemas.TakenRequest, live: Live) -> Response:
     """Report which version of its plans a job runs."""
     await live.call(live.service.taken, job, sent.version, sent.iteration)
     return Response(status_code=204)
 
 
-@router.post("/v1/jobs/{job}/telemetry", dependencies=_for("report"), responses=_errors(404, 409), **_NO_CONTENT)
+@_post("/v1/jobs/{job}/telemetry", "report", None, 404, 409, **_NO_CONTENT)
 async def telemetry(job: JobName, sent: schemas.Counters, live: Live) -> Response:
     """Send what a run of a job has counted since it began. The job's status then says what was saved.
 
@@ -319,75 +218,67 @@ async def telemetry(job: JobName, sent: schemas.Counters, live: Live) -> Respons
     return Response(status_code=204)
 
 
-@router.get("/v1/jobs/{job}/frontier", dependencies=_for("read"), response_model=Curve, responses=_page_or_errors(404))
+@_get("/v1/jobs/{job}/frontier", "read", Curve, 404, also=_UNCHANGED)
 async def frontier(request: Request, job: JobName, live: Live) -> Response:
     """Return the least energy of an iteration of one pipeline as profiled, at the times where its slope changes."""
     return await live.call(lambda: _page(live.service.curve(job).thinned(_MOST_POINTS), request))
 
 
-@router.get(
-    "/v1/jobs/{job}/pipelines",
-    dependencies=_for("read"),
-    response_model=answers.Pipelines,
-    responses=_page_or_errors(404),
-)
+@_get("/v1/jobs/{job}/pipelines", "read", answers.Pipelines, 404, also=_UNCHANGED)
 async def pipelines(request: Request, job: JobName, live: Live) -> Response:
     """Return what each pipeline of a job is to do now, and the point of its frontier that it is planned for."""
     return await live.call(lambda: _page(answers.Pipelines(*live.service.pipelines(job)), request))
 
 
-@router.get(
-    "/v1/profiles/{key}", dependencies=_for("read"), response_model=schemas.ProfileTexts, responses=_errors(404)
-)
+@_get("/v1/profiles/{key}", "read", schemas.ProfileTexts, 404)
 async def learnt_profile(key: ProfileKey, live: Live) -> Response:
     """Return the profile that a job with this key has learnt, so that the next one starts from it."""
     return _json(await live.call(live.service.learnt_profile, key))
 
 
-@router.put("/v1/profiles/{key}", dependencies=_for("operate"), responses=_errors(), **_NO_CONTENT)
+@_put("/v1/profiles/{key}", "operate", None, **_NO_CONTENT)
 async def keep_profile(key: ProfileKey, sent: schemas.ProfileTexts, live: Live) -> Response:
     """Keep a profile that a job has learnt, for the next job with this key: the same model, GPU and parallelism."""
     await live.call(live.service.keep_profile, key, sent)
     return Response(status_code=204)
 
 
-@router.get("/v1/jobs/{job}/history", dependencies=_for("read"), response_model=History, responses=_page_or_errors(404))
+@_get("/v1/jobs/{job}/history", "read", History, 404, also=_UNCHANGED)
 async def history(request: Request, job: JobName, live: Live) -> Response:
     """Return what has happened to a job, in words, and how its power, iteration time and saving went; both bounded."""
     return await live.call(lambda: _page(live.service.history(job), request))
 
 
-@router.put("/v1/jobs/{job}/deadline", dependencies=_for("operate"), response_model=Answer, responses=_errors(404, 409))
+@_put("/v1/jobs/{job}/deadline", "operate", Answer, 404, 409)
 async def deadline(job: JobName, sent: schemas.DeadlineRequest, live: Live) -> Response:
     """Set the iteration time to aim for without stragglers."""
     return _json(await live.change(live.service.set_deadline, job, sent.deadline_s))
 
 
-@router.put(
-    "/v1/jobs/{job}/power", dependencies=_for("operate"), response_model=answers.Answers, responses=_errors(404, 409)
-)
+@_put("/v1/jobs/{job}/power", "operate", answers.Answers, 404, 409)
 async def power(job: JobName, sent: schemas.PowerRequest, live: Live) -> Response:
     """Bound the average power of all GPUs of a job."""
     return _json(answers.Answers(await live.change(live.service.set_power, job, sent.power_w, sent.schedule)))
 
 
-@router.put("/v1/power", dependencies=_for("operate"), response_model=answers.Answers, responses=_errors(409))
+@_put("/v1/power", "operate", answers.Answers, 409)
 async def cluster_power(sent: schemas.PowerRequest, live: Live) -> Response:
     """Bound the average power of all jobs together. They slow down so that the sum fits."""
     return _json(answers.Answers(await live.change(live.service.set_power, None, sent.power_w, sent.schedule)))
 
 
-@router.get("/v1/power", dependencies=_for("read"), response_model=answers.PowerBudget, responses=_page_or_errors())
+@_get("/v1/power", "read", answers.PowerBudget, also=_UNCHANGED)
 async def power_budget(request: Request, live: Live) -> Response:
     """Return the power budget of all jobs together, and what a schedule replaces it with later."""
     return await live.call(lambda: _page(live.service.power_budget, request))
 
 
-@router.get(
+@_get(
     "/metrics",
-    dependencies=_for("read"),
+    "read",
+    None,
+    also={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}},
     response_class=Response,
-    responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}, **_errors()},
 )
 async def metrics(request: Request, live: Live) -> Response:
     """Return metrics for Prometheus."""
@@ -395,13 +286,13 @@ async def metrics(request: Request, live: Live) -> Response:
     return Response(text, media_type=CONTENT_TYPE)
 
 
-@router.get("/v1/me", response_model=answers.Me, responses=_errors())
+@_get("/v1/me", None, answers.Me)
 async def me(request: Request) -> Response:
     """Return the client's name and role; needs no token."""
     return _json(answers.Me(request.state.role, request.state.name))
 
 
-@router.get("/healthz", response_model=answers.Health, responses=_errors())
+@_get("/healthz", None, answers.Health)
 async def healthz(live: Live) -> Response:
     """Return whether the service is healthy; needs no token."""
     if live.problem is not None:

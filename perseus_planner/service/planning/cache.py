@@ -10,7 +10,6 @@ from concurrent import futures
 from concurrent.futures import CancelledError, Executor, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from functools import cache
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from perseus_planner.errors import PlannerError, UsageError
@@ -52,9 +51,7 @@ class Processes:
     def __enter__(self) -> Processes:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         with self._lock:
             self._open = False
             self._end()

@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from perseus_planner.errors import UsageError
@@ -139,9 +138,7 @@ class Writer:
         self._open = True
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         with self._lock:
             self._open = False
             self._commands.put(None)
