@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -167,6 +168,23 @@ def read_document(
     _check_format(document, name, version, error)
     _check_keys(document, {"format", "version", *required}, set(optional))
     return document
+
+
+def check_digest(document: Document, digest_of: Callable[[Mapping[str, Any]], str], command: str) -> Mapping[str, Any]:
+    """Return the content of a document, of which its key `digest` must be the digest.
+
+    Raises:
+        PlannerError: If it is another; says that `command` makes the document.
+    """
+    content = {key: value for key, value in document.values.items() if key not in ("format", "version", "digest")}
+    with suppress(TypeError):  # of a key that JSON cannot have, so it was never written
+        if document.values["digest"] == digest_of(content):
+            return content
+    raise document.refusal(
+        "digest",
+        "does not match the content, so the file was changed after it was written; make the plan again with "
+        f"`{command}`",
+    )
 
 
 def kind_of(path: Path) -> str | None:

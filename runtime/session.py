@@ -17,11 +17,11 @@ from perseus_planner.runtime.autopilot.ranks.exchange import ServiceExchange
 from perseus_planner.runtime.autopilot.ranks.follower import ProgramFollower
 from perseus_planner.runtime.autopilot.ranks.programs import AutopilotProgram, Programs
 from perseus_planner.runtime.autopilot.ranks.rank import STATE_FILE, AutopilotOptions, AutopilotRank
+from perseus_planner.runtime.background import BackgroundThread, BackgroundWork
 from perseus_planner.runtime.controller.client import DETACH_S, Connection
 from perseus_planner.runtime.hook import Hook
 from perseus_planner.runtime.job import JobWarnings, this_job, wait_for_others
 from perseus_planner.runtime.marks import NO_REQUEST, HostMarks, Marks
-from perseus_planner.runtime.monitor import BackgroundThread, Monitor
 from perseus_planner.runtime.rendezvous import RuntimeSettings, check_gpu, join_job, program_of
 from perseus_planner.runtime.switching.follower import PlanFollower
 from perseus_planner.runtime.switching.plans import GivenPlan, Plans
@@ -266,13 +266,13 @@ def planner_runtime(
         on_slow = on_straggling if link is None else link.on_straggling(on_straggling)
         on_counts = None if link is None else link.counted
         reattachment = None if connection is None else Reattachment(attachment.controller, connection)
-        monitor = Monitor(
+        work = BackgroundWork(
             follower, hook, marks, telemetry, warnings, connection, reattachment, on_slow, on_counts, autopilot
         )
         end_s = 0.0  # after an exception nobody is waited for
         try:
             with adapter.attached(hook):
-                background.start(monitor.run_round, monitor.descriptors)
+                background.start(work.run_round, work.descriptors)
                 runtime = Runtime(context.pipeline, follower, telemetry, check, background.wake, autopilot)
                 if link is not None:
                     link.begin(context, runtime.plan, runtime.switch_to, exchange)
@@ -282,7 +282,7 @@ def planner_runtime(
             if os.getpid() == process:  # a forked child leaves everything to its parent
                 if link is not None:
                     link.stop()
-                _leave(connection, background, follower, monitor, warnings)
+                _leave(connection, background, follower, work, warnings)
                 wait_for_others(this, "training", this.ranks, end_s)
                 if link is not None:
                     link.close()
@@ -324,7 +324,7 @@ def _leave(
     connection: Connection | None,
     background: BackgroundThread,
     follower: PlanFollower,
-    monitor: Monitor,
+    work: BackgroundWork,
     warnings: JobWarnings,
 ) -> None:
     """Reset this rank's GPU, before an exception of the training propagates; then finish the record."""
@@ -336,7 +336,7 @@ def _leave(
         if problem is not None and follower.problem is None:  # otherwise the user was warned before
             warnings.warn("controller", problem)
     if is_stopped:
-        monitor.close()
+        work.close()
         follower.agreement.end()
 
 

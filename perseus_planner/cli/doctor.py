@@ -136,19 +136,16 @@ def _cuda() -> tuple[str, ...]:
 
 def _visible() -> tuple[Sequence[str], tuple[str, ...], tuple[str, ...]]:
     """Return the GPUs that can be opened, why others cannot, and why there are none."""
-    from perseus_planner.gpu.amd.gpu import visible_amd_gpus
-    from perseus_planner.gpu.nvml.discovery import visible_gpus
+    from perseus_planner.gpu import all_gpus
 
-    amd = visible_amd_gpus()
     try:
-        shown = visible_gpus()
+        shown = all_gpus()
     except GpuError as error:
-        return amd, (), () if amd else (f"No GPU: {error}",)
-    if not shown and not amd:
+        return (), (), (f"No GPU: {error}",)
+    if not shown:
         remark = "No GPU: NVML shows none on this node; `planner profile --gpu simulated:a100-sxm` works without one"
         return (), (), (remark,)
-    texts = [*(gpu.text for gpu in shown if not gpu.problem), *amd]
-    return texts, tuple(gpu.problem for gpu in shown if gpu.problem), ()
+    return [gpu.text for gpu in shown if not gpu.problem], tuple(gpu.problem for gpu in shown if gpu.problem), ()
 
 
 def _diagnose(gpus: Sequence[Gpu], measure: bool) -> Diagnosis:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import click
@@ -59,8 +58,12 @@ def reset(gpus: tuple[str, ...], every: bool, power_limit: bool, force: bool, as
         raise UsageError("--all: resets every GPU; do not name GPUs as well")
     if not gpus and not every and (power_limit or force):
         raise UsageError(f"{'--force' if force else '--power-limit'}: name the GPUs to reset, or give --all")
+    if every:
+        from perseus_planner.gpu import all_gpus
+
+        gpus = tuple(gpu.text for gpu in all_gpus())
     if every or gpus:
-        report = ResetReport(tuple(_reset_one(text, power_limit, force) for text in (_all_gpus() if every else gpus)))
+        report = ResetReport(tuple(_reset_one(text, power_limit, force) for text in gpus))
         nothing = "Nothing to reset: NVML shows no GPU on this node."
     else:
         report = _reset_stale()
@@ -70,19 +73,6 @@ def reset(gpus: tuple[str, ...], every: bool, power_limit: bool, force: bool, as
         console.report(report, _text(report, nothing), [], as_json=as_json)
     if problems:
         raise GpuError("; ".join(problems))
-
-
-def _all_gpus() -> Sequence[str]:
-    from perseus_planner.gpu.amd.gpu import visible_amd_gpus
-    from perseus_planner.gpu.nvml.discovery import visible_gpus
-
-    amd = visible_amd_gpus()
-    try:
-        return [*(gpu.text for gpu in visible_gpus()), *amd]
-    except GpuError:
-        if not amd:
-            raise
-        return amd
 
 
 def _reset_stale() -> ResetReport:

@@ -18,9 +18,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib import import_module
+from typing import TYPE_CHECKING
 
 from perseus_planner.errors import GpuError, did_you_mean
 from perseus_planner.gpu.protocol import THROTTLE_REASONS, Gpu, GpuReader
+
+if TYPE_CHECKING:
+    from perseus_planner.gpu.nvml.discovery import VisibleGpu
 
 __all__ = ["BACK_ENDS", "THROTTLE_REASONS", "Gpu", "GpuReader", "open_gpu"]
 
@@ -66,3 +70,21 @@ def open_gpu(text: str) -> Gpu:
     # Imported on demand: what a back-end needs may not be installed.
     opener: Callable[[str], Gpu] = getattr(import_module(f"perseus_planner.gpu.{module}"), function)
     return opener(which)
+
+
+def all_gpus() -> tuple[VisibleGpu, ...]:
+    """Return all GPUs that NVML and AMD SMI show on this node, including those that cannot be opened.
+
+    Raises:
+        GpuError: If NVML cannot be used here, and there is no AMD GPU; the text says what to do.
+    """
+    from perseus_planner.gpu.amd.gpu import visible_amd_gpus
+    from perseus_planner.gpu.nvml.discovery import VisibleGpu, visible_gpus
+
+    amd = tuple(VisibleGpu(index, text, "", "") for index, text in enumerate(visible_amd_gpus()))
+    try:
+        return (*visible_gpus(), *amd)
+    except GpuError:
+        if not amd:
+            raise
+        return amd

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from perseus_planner.documents import read_document
+from perseus_planner.documents import check_digest, read_document
 from perseus_planner.errors import InfeasibleGpus, PlanError, UsageError
 from perseus_planner.files import sha256, write_file
 from perseus_planner.inference.cells import Configuration, RequestClass
@@ -37,7 +37,7 @@ POLICIES = MappingProxyType(
 """How configurations are chosen; the first one is the baseline, the last one is what is planned."""
 BASELINE = next(iter(POLICIES))
 _FORMAT, _VERSION = "perseus-planner/inference", 1
-_KEYS = ("digest", "profile", "control", "gpus", "classes", "policies", "epochs")
+_KEYS = ("profile", "control", "gpus", "classes", "policies", "epochs")
 
 
 @dataclass(frozen=True)
@@ -120,18 +120,8 @@ class InferencePlan:
         Raises:
             PlanError: If the file cannot be read, or is not exactly what was written.
         """
-        document = read_document(Path(path), _FORMAT, _VERSION, _KEYS, (), PlanError)
-        content = {key: value for key, value in document.values.items() if key not in ("format", "version", "digest")}
-        try:
-            intact = document.values["digest"] == _digest(content)
-        except TypeError:  # a key that JSON cannot have, so it was never written
-            intact = False
-        if not intact:
-            raise PlanError(
-                f"{document.where('digest')}: does not match the content, so the file was changed after it was "
-                "written; make the plan again with `planner inference plan`"
-            )
-        return _from_content(content)
+        document = read_document(Path(path), _FORMAT, _VERSION, ("digest", *_KEYS), (), PlanError)
+        return _from_content(check_digest(document, _digest, "planner inference plan"))
 
     def _content(self) -> dict[str, Any]:
         classes = {of for epoch in self.epochs for of in epoch.demand}

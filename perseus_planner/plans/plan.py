@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from perseus_planner.displayed import Displayable
-from perseus_planner.documents import read_document
+from perseus_planner.documents import check_digest, read_document
 from perseus_planner.errors import PlanError, PlannerError
 from perseus_planner.files import sha256, write_file
 from perseus_planner.plans.on_time import OnTime
@@ -35,7 +35,7 @@ _FORMAT = "perseus-planner/plan"
 _VERSION = 1
 _NUMBERS = ("deadline_s", "time_s", "energy_j", "bound_j", "baseline_time_s", "baseline_energy_j")
 _KEYS = (
-    "digest", "profile", "gpu", "origin", "control", "gpus_per_stage", "schedule", "blocking_power_w", "overhead_s",
+    "profile", "gpu", "origin", "control", "gpus_per_stage", "schedule", "blocking_power_w", "overhead_s",
     *_NUMBERS, "clock_change", "min_dwell_s", "changes", "measurements", "ranks",
 )  # fmt: skip
 _OPTIONAL_KEYS = (*ITERATION_KEYS, "point_bound_j", "on_time")
@@ -179,18 +179,8 @@ class Plan(Displayable):
         Raises:
             PlanError: If the file cannot be read, or is not exactly what was written.
         """
-        document = read_document(Path(path), _FORMAT, _VERSION, _KEYS, _OPTIONAL_KEYS, PlanError)
-        content = {key: value for key, value in document.values.items() if key not in ("format", "version", "digest")}
-        try:
-            intact = document.values["digest"] == _digest(content)
-        except TypeError:  # a key that JSON cannot have, so it was never written
-            intact = False
-        if not intact:
-            raise PlanError(
-                f"{document.where('digest')}: does not match the content, so the file was changed after it was "
-                "written; make the plan again with `planner plan`"
-            )
-        return _from_content(document.values, str(document.path))
+        document = read_document(Path(path), _FORMAT, _VERSION, ("digest", *_KEYS), _OPTIONAL_KEYS, PlanError)
+        return _from_content(check_digest(document, _digest, "planner plan"), str(document.path))
 
     def dumps(self) -> str:
         """Return the plan as JSON, for another process; it is ten times faster to read than the file."""
@@ -207,7 +197,7 @@ class Plan(Displayable):
             values = json.loads(text)
         except ValueError as error:
             raise PlanError(f"the plan that was sent: is not JSON: {error}") from error
-        if not isinstance(values, dict) or values.keys() - set(_OPTIONAL_KEYS) != set(_KEYS) - {"digest"}:
+        if not isinstance(values, dict) or values.keys() - set(_OPTIONAL_KEYS) != set(_KEYS):
             raise PlanError("the plan that was sent: its keys are not those of a plan; use one planner on all ranks")
         return _from_content(values, "the plan that was sent")
 

@@ -18,6 +18,7 @@ from strategies import smooth_profile
 from torch.distributed import HashStore
 
 from perseus_planner import solve
+from perseus_planner.runtime.background import BackgroundWork
 from perseus_planner.runtime.controller import server
 from perseus_planner.runtime.controller.backoff import FIRST_PAUSE_S
 from perseus_planner.runtime.controller.client import Connection
@@ -28,7 +29,6 @@ from perseus_planner.runtime.engines.engine import PipelineRank
 from perseus_planner.runtime.hook import Hook, Program
 from perseus_planner.runtime.job import JobWarnings, TrainingJob
 from perseus_planner.runtime.marks import HostMarks, clock_request
-from perseus_planner.runtime.monitor import Monitor
 from perseus_planner.runtime.switching.agreement import Acceptance
 from perseus_planner.runtime.switching.follower import PlanFollower
 from perseus_planner.runtime.switching.node_plans import NodeShare
@@ -64,7 +64,7 @@ class Node:
         self.hook = Hook(marks, self.follower, FULL)
         warnings = JobWarnings(job)
         unused = Mock()  # the controller is not lost
-        self.monitor = Monitor(self.follower, self.hook, marks, telemetry, warnings, self.connection, unused, None)
+        self.work = BackgroundWork(self.follower, self.hook, marks, telemetry, warnings, self.connection, unused, None)
 
     @staticmethod
     def _program(version: int, data: bytes) -> Program:
@@ -83,7 +83,7 @@ class Node:
                     self.controller._turn()
                 self.hook.end()
             self.hook.end_iteration()
-            self.monitor.run_round()
+            self.work.run_round()
         return programs
 
 

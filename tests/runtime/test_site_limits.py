@@ -11,11 +11,11 @@ import pytest
 from perseus_planner.errors import GpuNotSupported
 from perseus_planner.gpu import open_gpu
 from perseus_planner.gpu.protocol import Gpu
+from perseus_planner.runtime.background import BackgroundWork
 from perseus_planner.runtime.controller.protocol import AttachRequest, Control, GpuSample, SharedRequest, decode, encode
 from perseus_planner.runtime.controller.protocol import create_shared_memory as memory
 from perseus_planner.runtime.controller.rank import Rank
 from perseus_planner.runtime.engines.engine import PipelineRank
-from perseus_planner.runtime.monitor import Monitor
 from perseus_planner.runtime.telemetry.telemetry import Telemetry
 
 
@@ -57,10 +57,10 @@ def test_each_new_limit_is_warned_of_and_counted():
     )
     warnings: Any = SimpleNamespace(warn=lambda key, text, **_: warned.setdefault(key, text))
     stub: Any = nothing
-    monitor = Monitor(stub, stub, stub, telemetry, warnings, None, None, None)
+    work = BackgroundWork(stub, stub, stub, telemetry, warnings, None, None, None)
     for limit_w in (None, 300.0, 300.0, 250.0):
         telemetry.update([], [GpuSample(0, 0, None, None, None, None, {}, site_limit_w=limit_w)])
-        monitor.close()
+        work.close()
     assert list(warned.values()) == [
         f"the power limit of this GPU is {limit} W, below its default, so it may not reach the clocks of its plan; "
         f"a service plans within it, else solve again with --gpu-power-limit {limit}W"

@@ -6,11 +6,11 @@ The binding is amdsmi, which loads `libamd_smi.so` of ROCm.
 from __future__ import annotations
 
 import os
-import threading
-from contextlib import redirect_stdout, suppress
+from contextlib import redirect_stdout
 from typing import Any
 
 from perseus_planner.errors import GpuError, GpuLost, GpuNotPermitted, GpuNotSupported, how_to_install
+from perseus_planner.gpu.library import Library
 
 _INSTALL = how_to_install("amd")
 _LIBRARY = (
@@ -35,37 +35,8 @@ _ERRORS: dict[int | None, tuple[type[GpuError], str]] = {
 """Status codes of amdsmi.h -> what they mean here; others are errors without a name."""
 
 
-class AmdSmi:
-    """AMD SMI in this process: initialised while it is in use, and again in a forked child.
-
-    Attributes:
-        generation: Changes whenever it is initialised; a handle is valid for one generation.
-    """
-
-    def __init__(self) -> None:
-        self.generation = 0
-        self._users, self._is_initialised = 0, False
-        self._lock = threading.RLock()
-        os.register_at_fork(after_in_child=self._after_fork)
-
-    def acquire(self) -> None:
-        """Initialise it unless it is already; call `release` afterwards.
-
-        Raises:
-            GpuError: If the binding or the library is missing, or the driver does not answer.
-        """
-        with self._lock:
-            self._initialise()
-            self._users += 1
-
-    def release(self) -> None:
-        """Undo one `acquire`; the last release shuts it down."""
-        with self._lock:
-            self._users -= 1
-            if self._users == 0 and self._is_initialised:
-                self._is_initialised = False
-                with suppress(GpuError):  # the process ends its use of the library anyway
-                    self._call("amdsmi_shut_down", (), "AMD SMI", "shut down")
+class AmdSmi(Library):
+    """AMD SMI in this process."""
 
     def call(self, function: str, *arguments: Any, who: str, what: str) -> Any:
         """Call a function of the binding, alone, and return its result.
@@ -83,26 +54,15 @@ class AmdSmi:
             self.ensure_initialised()
             return self._call(function, arguments, who, what)
 
-    def ensure_initialised(self) -> None:
-        """Initialise it again in a child that was forked while it was in use.
-
-        Raises:
-            GpuError: If it is not in use in this process, or cannot be initialised.
-        """
-        with self._lock:
-            if self._users == 0:
-                raise GpuError("AMD SMI: this GPU was closed; open it again with open_gpu")
-            self._initialise()
-
     def constant(self, group: str, name: str) -> Any:
         """Return a constant of the binding, such as that of the graphics clock."""
         return getattr(getattr(_binding(), group), name)
 
-    def _initialise(self) -> None:
-        if not self._is_initialised:
-            self._call("amdsmi_init", (), "AMD SMI", "start")
-            self._is_initialised = True
-            self.generation += 1
+    def _start(self) -> None:
+        self._call("amdsmi_init", (), "AMD SMI", "start")
+
+    def _shut_down(self) -> None:
+        self._call("amdsmi_shut_down", (), "AMD SMI", "shut down")
 
     def _call(self, function: str, arguments: tuple[Any, ...], who: str, what: str) -> Any:
         binding = _binding()
@@ -117,13 +77,8 @@ class AmdSmi:
             said = f"'{getattr(error, 'err_info', None) or error}' (error {code})"
             raise kind(f"{who}: cannot {what}: AMD SMI returns {said} from {function}; {advice}") from error
 
-    def _after_fork(self) -> None:
-        # Another thread may have held the lock, and handles belong to the process that got them.
-        self._is_initialised = False
-        self._lock = threading.RLock()
 
-
-AMD_SMI = AmdSmi()
+AMD_SMI = AmdSmi("AMD SMI")
 """The AMD SMI of this process."""
 
 

@@ -6,12 +6,10 @@ for a vGPU, or come with a container. Whatever it returns, callers get a value o
 
 from __future__ import annotations
 
-import os
-import threading
-from contextlib import suppress
 from typing import Any
 
 from perseus_planner.errors import GpuError, GpuLost, GpuNotPermitted, GpuNotSupported, how_to_install
+from perseus_planner.gpu.library import Library
 
 LIBRARY_NOT_FOUND = 12
 """Return code if libnvidia-ml.so.1 cannot be loaded."""
@@ -72,39 +70,8 @@ _ERRORS: dict[int, tuple[type[GpuError], str]] = {
 }
 
 
-class Nvml:
-    """NVML in this process: initialised while it is in use, and again in a forked child.
-
-    Attributes:
-        generation: Changes whenever NVML is initialised; a device handle is valid for one generation.
-    """
-
-    def __init__(self) -> None:
-        self.generation = 0
-        self._users = 0
-        self._initialised = False
-        self._lock = threading.Lock()
-        os.register_at_fork(after_in_child=self._after_fork)
-
-    def acquire(self) -> None:
-        """Initialise NVML unless it is already; call `release` afterwards.
-
-        Raises:
-            GpuError: If the binding, the library or the driver is missing, or their versions do not match.
-        """
-        with self._lock:
-            if not self._initialised:
-                self._initialise()
-            self._users += 1
-
-    def release(self) -> None:
-        """Undo one `acquire`; the last release shuts NVML down."""
-        with self._lock:
-            self._users -= 1
-            if self._users == 0 and self._initialised:
-                self._initialised = False
-                with suppress(GpuError):  # the process ends its use of NVML anyway
-                    _call("nvmlShutdown", (), "NVML", "shut down")
+class Nvml(Library):
+    """NVML in this process."""
 
     def call(self, function: str, *arguments: Any, who: str, what: str, advice: str = "") -> Any:
         """Call a function of the binding, and return its result in NVML's units.
@@ -122,20 +89,6 @@ class Nvml:
         self.ensure_initialised()
         return _call(function, arguments, who, what, advice)
 
-    def ensure_initialised(self) -> None:
-        """Initialise NVML again in a child that was forked while it was in use.
-
-        Raises:
-            GpuError: If NVML is not in use in this process, or cannot be initialised.
-        """
-        if self._initialised:
-            return
-        with self._lock:
-            if self._users == 0:
-                raise GpuError("NVML: this GPU was closed; open it again with open_gpu")
-            if not self._initialised:
-                self._initialise()
-
     def structure(self, name: str) -> Any:
         """Return an empty structure of the binding, with its version filled in.
 
@@ -152,18 +105,14 @@ class Nvml:
         members = vars(_binding()).items()
         return {name.removeprefix(prefix): value for name, value in members if name.startswith(prefix)}
 
-    def _initialise(self) -> None:
+    def _start(self) -> None:
         _call("nvmlInit", (), "NVML", "start")
-        self._initialised = True
-        self.generation += 1
 
-    def _after_fork(self) -> None:
-        # The child has to initialise NVML itself, and another thread may have held the lock.
-        self._initialised = False
-        self._lock = threading.Lock()
+    def _shut_down(self) -> None:
+        _call("nvmlShutdown", (), "NVML", "shut down")
 
 
-NVML = Nvml()
+NVML = Nvml("NVML")
 """The NVML of this process."""
 
 

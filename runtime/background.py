@@ -105,7 +105,7 @@ class _HangDetector:
         return min(age_s, now_s - self._begun_s) > HUNG_S
 
 
-class Monitor:
+class BackgroundWork:
     """What the background thread does in each round.
 
     Args:
