@@ -32,7 +32,8 @@ _REFERENCES = 2  #: iterations at full clocks before the first trial
 _AUDIT, _LEAST_AUDIT = 200, 8  #: iterations between two at full clocks that check the reference, and after events
 _BURST = 0.005  #: what the ledger may owe, as a share of the reference
 _TIGHT = 0.0005  #: how much longer than agreed a plan may be, as a share of the reference
-_TRIAL, _LATE_TRIAL, _EARLY = 0.0028, 0.0014, 12  #: likewise with trials, and early iterations of one pipeline
+_TRIAL, _LATE_TRIAL = 0.0028, 0.0014  #: likewise with trials, early and later
+_EARLY, _ENOUGH = 36, 0.75  #: early are so many iterations of one pipeline, and until so many rows may be planned on
 _LATE = 0.003  #: how much longer than replayed iterations may be before plans are made shorter for it
 _MOST_SHORTER = 0.0015  #: how much shorter at most, as a share of the reference
 _REMEMBERED = 20  #: iterations from which it is known how much longer they are than replayed
@@ -204,7 +205,8 @@ class Autopilot:
     def _planned(self, iteration: int) -> Decision:
         settings, search = self.settings, self._search
         rows = float(self._learner.times.known.sum())
-        optimism = 1.0 if iteration < self._early else 0.3
+        is_early = iteration < self._early and self._learner.planned_share() < _ENOUGH
+        optimism = 1.0 if is_early else 0.3
         mean, plan = self._learner.costs(), self._learner.costs("plan", optimism)
         full = search.full()
         reference_s = max(search.replay(full, each)[0] for each in mean)
@@ -221,7 +223,7 @@ class Autopilot:
         self._plan = plans
         if solve:
             self._solved_rows = rows
-        more = _TRIAL if iteration < self._early else _LATE_TRIAL
+        more = _TRIAL if is_early else _LATE_TRIAL
         trials, limit_s = 0, reference_s * (settings.slowdown + more - self._shorter)
         run = list(programs)
         if settings.learn:
@@ -229,13 +231,14 @@ class Autopilot:
             safe, doubt = self._learner.costs("safe"), self._learner.costs("doubt")
             doubt_s = reference_s * (_DOUBT if self._trials_seen() else _MORE_DOUBT)
             for pipeline, program in enumerate(programs):
-                wanted, is_open = self._wanted(iteration, pipeline)
+                wanted, is_open = self._wanted(iteration, pipeline, is_early=is_early)
                 most_s = max(limit_s, self._waits_s[pipeline])
                 limits = ((safe[pipeline], most_s), (doubt[pipeline], most_s + doubt_s))
-                run[pipeline], tried = search.with_trials(program, limits, wanted, is_open, self._random)
+                known = self._learner.times.known
+                run[pipeline], tried = search.with_trials(program, limits, wanted, is_open, known, self._random)
                 for rank, clock in tried:
                     self._tried[rank, clock] = iteration
-                    trials += int((~self._learner.times.known[search.classes[rank], clock]).sum())
+                    trials += int((~known[search.classes[rank], clock]).sum())
         run = [search.joined(p, before) for p, before in zip(run, self._last, strict=True)]
         time_s = max(search.replay(p, each)[0] for p, each in zip(run, mean, strict=True))
         saving, error = self._saving(programs[0], mean[0])
@@ -290,13 +293,17 @@ class Autopilot:
         if solve:
             fresh = search.solve(costs, deadline_s, iteration)
             starts += [] if fresh is None else [fresh]
-        seed = int(self._random.integers(2**31))
-        found = [search.polish(start, costs, deadline_s, seed) for start in starts]
-        in_time = [each for each in found if each[1] <= deadline_s * (1 + 1e-3)]
+        best, worth_j = self._polished(starts, costs, deadline_s)
         full = search.full()
-        full_j = search.replay(full, mean)[1]
-        best = min(in_time, key=lambda each: each[2] + 200 * max(0.0, each[1] / deadline_s - 1) * each[2], default=None)
-        return full if best is None or best[2] >= full_j else best[0]
+        return full if worth_j >= search.replay(full, mean)[1] else best
+
+    def _polished(self, starts: Sequence[Integers], costs: Costs, deadline_s: float) -> tuple[Integers, float]:
+        """Return the best of programs, each polished, and its joules, with a price on what it is late."""
+        seed = int(self._random.integers(2**31))
+        found = [self._search.polish(start, costs, deadline_s, seed) for start in starts]
+        worths_j = [joules * (1 + 200 * max(0.0, time_s / deadline_s - 1)) for _, time_s, joules in found]
+        best = worths_j.index(min(worths_j))
+        return found[best][0], worths_j[best]
 
     def _aim(self, mean: Sequence[Costs], rows: float, program: Integers, deadline_s: float, iteration: int) -> None:
         """Find what the plan would be if all rows cost what is expected of them, or a little less."""
@@ -304,11 +311,9 @@ class Autopilot:
         if self._target is None or rows >= _TARGET_GROWTH * self._target_rows:
             self._target_rows = rows
             self._target = self._search.solve(hopeful, deadline_s, iteration)
-        start = program if self._target is None else self._target
-        seed = int(self._random.integers(2**31))
-        self._target = self._search.polish(start, hopeful, deadline_s, seed)[0]
+        self._target, _ = self._polished([program if self._target is None else self._target], hopeful, deadline_s)
 
-    def _wanted(self, iteration: int, pipeline: int) -> tuple[list[list[int]], NDArray[np.bool_]]:
+    def _wanted(self, iteration: int, pipeline: int, *, is_early: bool) -> tuple[list[list[int]], NDArray[np.bool_]]:
         """Return the clocks that each rank should try, those first that the best plan might use; and which it may."""
         known, search = self._learner.times.known, self._search
         clocks = len(self.job.clocks_mhz)
@@ -324,9 +329,9 @@ class Autopilot:
             begin = (rank * 5 + pipeline * 3 + iteration) % clocks
             turned = [sweep[(begin + i) % clocks] for i in range(clocks)]
             some = [c for c in turned if is_open[rank, c] and c not in hoped]
-            if iteration < self._early:
+            if is_early:
                 wanted.append([c for pair in zip_longest(hoped[:4], some[:4]) for c in pair if c is not None])
-            elif (iteration + rank) % (2 if iteration < 3 * self._early else 8) == 0:
+            elif (iteration + rank) % (2 if iteration < self._early else 8) == 0:
                 wanted.append([*hoped[:2], *some[:1]])
             else:
                 wanted.append([])

@@ -64,7 +64,6 @@ class Learner:
             for program in job.iteration.programs
         ]
         self._tables: TimeTables | None = None
-        self._iterations = 0
         for row, clock, each in self._prior_rows():
             self.times.add(row, clock, each.time_s, _PRIOR_COUNT)
 
@@ -95,7 +94,7 @@ class Learner:
                 gpu = seen.pipeline * self.job.ranks + seen.rank
                 waiting_s = max(0.0, seen.time_s - float(seconds.sum()))
                 self.powers.add(gpu, seconds, waiting_s, seen.energy_j, seen.energy_step_s)
-        self._tables, self._iterations = None, self._iterations + 1
+        self._tables = None
 
     def _rows_of(self, seen: RankObservation) -> tuple[list[tuple[int, int, float]], Floats]:
         """Return the (class, clock, seconds) that a rank's computations tell, and the seconds at each row."""
@@ -161,11 +160,14 @@ class Learner:
                 if key in self._class_of and each.clock_mhz in self._number:
                     yield self._class_of[key], self._number[each.clock_mhz], each
 
+    def planned_share(self) -> float:
+        """Return the share of all rows that may be planned on."""
+        return float(np.isfinite(self.costs("plan")[0].time_s).mean())
+
     def costs(self, kind: Literal["mean", "plan", "safe", "doubt"] = "mean", optimism: float = 0.0) -> list[Costs]:
         """Return the costs for each pipeline."""
         if self._tables is None:
-            refit = self._iterations % 4 == 0 or self._iterations < 4
-            self._tables = self.times.tables(refit=refit, between=self._learn)
+            self._tables = self.times.tables(between=self._learn)
         tables = self._tables
         table = {"mean": tables.mean_s, "plan": tables.plan_s, "safe": tables.safe_s, "doubt": tables.doubt_s}[kind]
         power_w, error_w, waiting_w = self.powers.tables() if self.powers.top_w else _unknown_power(table)

@@ -201,6 +201,7 @@ class Searcher:
         limits: Sequence[tuple[Costs, float]],
         wanted: Sequence[Sequence[int]],
         is_open: NDArray[np.bool_],
+        known: NDArray[np.bool_],
         random: np.random.Generator,
     ) -> tuple[Integers, list[tuple[int, int]]]:
         """Return the program with trials, and the (rank, clock) that are tried.
@@ -212,6 +213,7 @@ class Searcher:
             limits: what rows may cost, and the longest iteration then, seconds; each must hold.
             wanted: of each rank, the clocks to try, best first.
             is_open: (ranks, clocks) whether a clock may be tried.
+            known: (classes, clocks) whether a row was measured; a trial is where it measures the most new ones.
             random: the source of chance.
         """
         tried: list[tuple[int, int]] = []
@@ -231,8 +233,10 @@ class Searcher:
             still_open = is_open[rank].copy()
             count = 0
             for clock in wanted[rank]:
-                for first, stop in self._spots(trial, rank, clock, random):
-                    deepest = self._deepest(trial, rank, (first, stop), clock, still_open, fits)
+                spots = list(self._spots(trial, rank, clock, random))
+                news = {spot: self._news(spot, known) for spot in spots}
+                for spot in sorted(spots, key=lambda spot: -int(news[spot][clock])):
+                    deepest = self._deepest(trial, rank, spot, clock, still_open & (news[spot] > 0), fits)
                     if deepest is not None:
                         tried.append((rank, deepest))
                         still_open[deepest] = False
@@ -241,6 +245,12 @@ class Searcher:
                 if count >= _MOST_TRIALS:
                     break
         return trial, tried
+
+    def _news(self, spot: tuple[int, int], known: NDArray[np.bool_]) -> Integers:
+        """Return how many rows that are not measured yet a spot would measure at each clock: (clocks,)."""
+        members = np.unique(self.layout.member[spot[0] : spot[1]])
+        news: Integers = (~known[members[members >= 0]]).sum(axis=0)
+        return news
 
     def _deepest(
         self,

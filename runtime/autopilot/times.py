@@ -20,6 +20,7 @@ _LEAST_NOISE = 1e-4
 _BENDS, _STEPS = (0.01, 0.03, 0.1), (0.0007, 0.002, 0.005, 0.015, 0.05, 0.15)  #: that are tried; see `_covariance`
 _SLOPE, _SLOPE_DOUBT, _OWN_SLOPE = 0.6, 0.4, 0.1  #: of log time over log clock: expected, its doubt, and between stages
 _OWN = 0.4  #: how much of bends and steps is a stage's own
+_NEW_ROWS = 0.05  #: how many more rows, as a share, are worth other scales: those of few rows promise too much
 _ENOUGH = 12  #: measured rows of a kind from which the process is trusted to bound others
 _OVER = 0.05  #: how far over the physical bound a measured row may be for the process to be trusted
 _DOUBT, _FADING = 0.3, 10.0  #: how far over the physical bound a row may be before any is known, and after how many
@@ -53,6 +54,7 @@ class TimeRows:
         self.count, self.mean, self._square = np.zeros(shape), np.zeros(shape), np.zeros(shape)
         self.factor = np.ones(gpus)
         self._scales: dict[int, tuple[float, float]] = {}
+        self._fitted_rows = 0  # how many were known when the scales were found
 
     def add(self, row: int, clock: int, time_s: float, weight: float = 1.0) -> None:
         """Count an observed time of a row, seconds, with the GPU's factor taken out."""
@@ -80,13 +82,15 @@ class TimeRows:
         """(classes, clocks) whether a row was measured."""
         return self.count > 0
 
-    def tables(self, *, refit: bool, between: bool) -> TimeTables:
+    def tables(self, *, between: bool) -> TimeTables:
         """Return the times of all rows; every class was measured at the highest clock.
 
         Args:
-            refit: whether to find the scales of the process again.
             between: whether rows that were not measured may be planned on where measured ones tell enough of them.
         """
+        measured = int(self.known.sum())
+        if refit := abs(measured - self._fitted_rows) > _NEW_ROWS * self._fitted_rows:
+            self._fitted_rows = measured
         mean, error = np.empty_like(self.mean), np.empty_like(self.mean)
         enough = np.zeros(self.mean.shape[0], dtype=bool)
         for kind in np.unique(self._kinds):
@@ -130,7 +134,7 @@ class TimeRows:
         stage, clock = np.nonzero(known)
         value = self.mean[rows][known] - top[stage] - _SLOPE * x[clock]
         noise = self.noise**2 / self.count[rows][known]
-        if refit or kind not in self._scales:
+        if refit:
             found = [(self._improbable(x, stage, clock, value, noise, *each), each) for each in product(_BENDS, _STEPS)]
             self._scales[kind] = min(found)[1]
         scales = self._scales[kind]

@@ -66,6 +66,11 @@ def test_iterations_at_full_clocks_come_first_then_trials(trained: Training):
     assert trained.decisions[-1].unknown < trained.decisions[2].unknown
 
 
+def test_where_there_are_many_clocks_it_goes_on_trying_many():
+    trials = [each.trials for each in train(smooth_profile(2, step_mhz=9), 15, microbatches=4).decisions]
+    assert trials[14] > max(trials) / 2
+
+
 def test_what_it_learns_is_near_the_truth_and_a_profile(trained: Training, tmp_path: Path):
     learned = trained.autopilot.learned()
     learned.save(tmp_path / "learned.yaml")

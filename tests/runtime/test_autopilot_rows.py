@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -12,12 +14,14 @@ from perseus_planner import schedules
 from perseus_planner.plans.clock_replay import Task
 from perseus_planner.plans.replay import end_times, iteration_energy_j, replay_changes
 from perseus_planner.profiles.clock_changes import ClockChange
-from perseus_planner.runtime.autopilot import ComputationObservation
+from perseus_planner.runtime.autopilot import AutopilotJob, ComputationObservation
 from perseus_planner.runtime.autopilot.observations import time_at_last_clock
+from perseus_planner.runtime.autopilot.planning import Costs, Searcher
 from perseus_planner.runtime.autopilot.power import PowerRows
 from perseus_planner.runtime.autopilot.search import layout, replay
 from perseus_planner.runtime.autopilot.times import TimeRows
 from perseus_planner.schedules.dag import PipelineDag
+from perseus_planner.schedules.pipeline import pipeline_iteration
 
 CLOCKS = tuple(range(1410, 840, -45))
 
@@ -80,7 +84,7 @@ def times_of(measured: dict[int, float], stages: int = 2) -> TimeRows:
 
 def test_a_row_that_was_not_measured_is_bounded_by_the_clock():
     rows = times_of({1410: 0.10, 1230: 0.11})
-    tables = rows.tables(refit=True, between=True)
+    tables = rows.tables(between=True)
     at = CLOCKS.index(870)
     assert tables.safe_s[0, at] == pytest.approx(0.11 * 1230 / 870, rel=0.01)
     assert tables.doubt_s[0, at] > 1.1 * tables.safe_s[0, at]  # two rows do not tell that all keep to the bound
@@ -89,7 +93,7 @@ def test_a_row_that_was_not_measured_is_bounded_by_the_clock():
 
 
 def test_a_measured_row_over_the_bound_makes_all_others_doubtful():
-    tables = times_of({1410: 0.10, 1230: 0.10 * 1410 / 1230 * 1.2}).tables(refit=True, between=True)
+    tables = times_of({1410: 0.10, 1230: 0.10 * 1410 / 1230 * 1.2}).tables(between=True)
     at = CLOCKS.index(1320)
     assert tables.safe_s[0, at] == pytest.approx(0.10 * 1410 / 1320 * 1.2, rel=0.01)
 
@@ -97,9 +101,9 @@ def test_a_measured_row_over_the_bound_makes_all_others_doubtful():
 def test_rows_between_measured_ones_are_planned_on_only_if_that_is_allowed():
     rows = times_of({clock: 0.02 + 110 / clock for clock in CLOCKS[::2]}, stages=3)
     between = CLOCKS.index(CLOCKS[3])
-    tables = rows.tables(refit=True, between=True)
+    tables = rows.tables(between=True)
     assert tables.plan_s[0, between] == pytest.approx(0.02 + 110 / CLOCKS[3], rel=0.01)
-    assert np.isinf(rows.tables(refit=False, between=False).plan_s[0, between])
+    assert np.isinf(rows.tables(between=False).plan_s[0, between])
 
 
 def test_rows_between_measured_ones_are_not_planned_on_where_one_is_over_the_bound():
@@ -107,9 +111,37 @@ def test_rows_between_measured_ones_are_not_planned_on_where_one_is_over_the_bou
     between = CLOCKS.index(CLOCKS[3])
     for factor, trusted in ((1.0, True), (1.25, False)):
         rows = times_of({**measured, CLOCKS[8]: measured[CLOCKS[8]] * factor}, stages=3)
-        tables = rows.tables(refit=True, between=True)
+        tables = rows.tables(between=True)
         assert bool(np.isfinite(tables.plan_s[:, between]).all()) == trusted
         assert np.isfinite(tables.plan_s[:, CLOCKS.index(CLOCKS[2])]).all()  # measured
+
+
+def test_what_the_first_rows_promise_of_others_is_taken_back_when_later_ones_break_it():
+    plateau = {clock: 0.1 * (1410 / clock) ** 0.2 for clock in CLOCKS[:6]}
+    below = {clock: plateau[CLOCKS[5]] * CLOCKS[5] / clock for clock in CLOCKS[6:9]}
+    rows = times_of(plateau, stages=3)
+    assert rows.tables(between=True).stderr[0, 8] < 0.006  # as if the plateau went on
+    for row, (clock, time_s) in product((1, 2), below.items()):
+        rows.add(row, CLOCKS.index(clock), time_s)
+    assert rows.tables(between=True).stderr[0, 10] > 0.01
+
+
+def test_a_trial_is_where_it_measures_the_most_new_rows():
+    iteration = pipeline_iteration(schedules.one_f_one_b(2, 12))
+    search = Searcher(AutopilotJob(iteration, CLOCKS), 8)
+    times_s = np.array([0.1 * CLOCKS[0] / np.array(CLOCKS)] * len(search.keys))
+    costs = Costs(times_s, np.full_like(times_s, 300.0), np.full(2, 80.0))
+    known = np.ones(times_s.shape, dtype=bool)
+    forward, backward = search.keys.index((1, "F")), search.keys.index((1, "B"))
+    known[backward, 4] = False
+    program = search.full()
+    first = int(search.layout.rank_start[1])
+    program[first] = 3  # a phase of one forward, whose clock is the nearest to the wanted one
+    random = np.random.default_rng(1)
+    wanted, limits = [[], [4]], [(costs, 2 * search.replay(program, costs)[0])]
+    trial, tried = search.with_trials(program, limits, wanted, ~known[[forward, backward]], known, random)
+    assert tried == [(1, 4)]
+    assert backward in search.layout.member[np.flatnonzero(trial == 4)]
 
 
 def test_powers_are_found_from_energies_of_whole_iterations():
