@@ -38,6 +38,7 @@ class Choices:
         sequence_parallel: Whether tensor groups divide norms too.
         distributed_optimizer: As in `Configuration`.
         overlap_reduction: As in `Configuration`.
+        split_head: Whether stages may share the head.
     """
 
     gpus: int
@@ -47,6 +48,7 @@ class Choices:
     sequence_parallel: bool = True
     distributed_optimizer: bool = True
     overlap_reduction: bool = True
+    split_head: bool = True
 
 
 @dataclass(frozen=True)
@@ -155,7 +157,10 @@ def _pipelines(shape: Transformer, system: System, times: LayerTimes, choices: C
                     if each * ranks <= min(shape.layers, _MAX_STAGES)
                 ]
         for schedule, virtual in kinds:
-            for split in split_choices(shape, ranks * virtual, times, system.top_mhz):
+            splits = [(split, False) for split in split_choices(shape, ranks * virtual, times, system.top_mhz)]
+            if choices.split_head and schedule == "1f1b" and ranks > 1:
+                splits.append((split_layers(shape.layers, ranks), True))
+            for split, split_head in splits:
                 yield Configuration(
                     shape,
                     split,
@@ -165,6 +170,7 @@ def _pipelines(shape: Transformer, system: System, times: LayerTimes, choices: C
                     virtual,
                     choices.distributed_optimizer and data > 1,
                     choices.overlap_reduction and data > 1,
+                    split_head,
                 )
 
 

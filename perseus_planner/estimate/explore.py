@@ -286,7 +286,7 @@ class _Search:
             )
             if math.isfinite(energy_j)
         ):
-            if not kept or point[1] < kept[-1][1]:
+            if not kept or point[1] < kept[-1][1] * (1 - 1e-9):
                 kept.append(point)
         return kept
 

@@ -78,7 +78,18 @@ class LayerTimes:
     embedding: Mapping[str, Phases]
     head: Mapping[str, Phases]
 
-    def stage(self, layers: int, *, first: bool, last: bool, system: System) -> dict[str, Phases]:
+    def split_head(self, ranks: int, sent_s: float) -> LayerTimes:
+        """Return the times where `ranks` GPUs share the columns of the head.
+
+        Each gets the head's input, and adds up the softmax's sums and the gradient of that input with the others, in
+        `sent_s` seconds each (Yeung et al., "Balancing pipeline parallelism with vocabulary parallelism", 2024). Its
+        passes run in the gaps of the neighbours' in time, so they count where they are.
+        """
+        sent = {"F": 1.0, "B": 2.0, "I": 2.0, "W": 0.0}
+        head = {kind: each * (1 / ranks) + Phases(exchange_s=sent[kind] * sent_s) for kind, each in self.head.items()}
+        return replace(self, head=head)
+
+    def stage(self, layers: int, *, first: bool, last: bool) -> dict[str, Phases]:
         """Return the phases of a stage with so many layers, and with embedding and head where it is first or last."""
         found = {}
         for kind, layer in self.layer.items():

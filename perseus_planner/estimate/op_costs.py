@@ -87,8 +87,7 @@ class TransformerPipeline:
         return [
             {kind: phases.load(system) for kind, phases in kinds.items()}
             for kinds in (
-                times.stage(layers, first=stage == 0, last=stage == last, system=system)
-                for stage, layers in enumerate(self.split)
+                times.stage(layers, first=stage == 0, last=stage == last) for stage, layers in enumerate(self.split)
             )
         ]
 

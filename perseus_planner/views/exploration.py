@@ -34,6 +34,7 @@ class RowView:
         microbatches: Microbatches of a pipeline in an iteration.
         schedule: Name of the schedule.
         recomputation: What the backward recomputes.
+        split_head: Whether all stages share embedding and head, which few trainers can run.
         layers: Layers of each stage.
         memory_gb: Memory of a GPU of the rank that needs most, GB.
         time_s: Seconds of an iteration.
@@ -55,6 +56,7 @@ class RowView:
     microbatches: int
     schedule: str
     recomputation: str
+    split_head: bool
     layers: tuple[int, ...]
     memory_gb: float
     time_s: float
@@ -119,6 +121,12 @@ def exploration_text(view: ExplorationView) -> str:
         "",
         *_table(view.frontier, numbered=False),
     ]
+    if any(row.split_head for row in (*view.first, *view.frontier)):
+        lines += [
+            "",
+            "split-head: all stages share embedding and head (vocabulary parallelism, Yeung et al., 2024). Few "
+            "trainers can run it; --no-split-head leaves it out.",
+        ]
     if view.gap > 0:
         lines += ["", f"A configuration without an exact frontier might be better by up to {100 * view.gap:.2g} %."]
     runs = [(number, row.forecast) for number, row in enumerate(view.first, 1) if row.forecast is not None]
@@ -209,6 +217,7 @@ def _row_view(row: Row, found: Exploration, tokens: float | None, prices: Prices
         microbatches=job.microbatches,
         schedule=job.schedule,
         recomputation=shape.recomputation,
+        split_head=job.split_head,
         layers=job.split,
         memory_gb=row.candidate.memory.total / 1e9,
         time_s=row.time_s,
