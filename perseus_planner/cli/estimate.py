@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     required=True,
     metavar="MODEL",
     shell_complete=console.complete(console.model_names),
-    help="gpt3-1.3b, -2.7b, -6.7b, -13b, -175b, llama3-8b, -70b, -405b, bloom-176b, or a YAML file of dimensions.",
+    help="gpt3-1.3b, -2.7b, -6.7b, -13b, -175b, llama3-8b, -70b, -405b, bloom-176b, a YAML file of dimensions, or a "
+    "config.json.",
 )
 @click.option(
     "--gpu",

@@ -1,4 +1,4 @@
-"""Transformers by name: published models, and dimensions in a YAML file.
+"""Transformers by name: published models, dimensions in a YAML file, and a `config.json` of Hugging Face.
 
     format: perseus-planner/transformer
     version: 1
@@ -14,14 +14,16 @@ heads, heads divide the hidden width, and the feed-forward block is four times a
 
 from __future__ import annotations
 
+import json
 from dataclasses import fields
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from perseus_planner.documents import read_document
-from perseus_planner.errors import UsageError, did_you_mean
+from perseus_planner.errors import UsageError, did_you_mean, shown
 from perseus_planner.estimate.transformer import Transformer
+from perseus_planner.files import read_text
 from perseus_planner.quantities import COUNT
 
 if TYPE_CHECKING:
@@ -31,6 +33,18 @@ _FORMAT = "perseus-planner/transformer"
 _VERSION = 1
 _REQUIRED = ("layers", "hidden", "heads", "vocabulary", "sequence")
 _YAML_SUFFIXES = (".yaml", ".yml")
+_CONFIG_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+_CONFIG_KEYS = {
+    "num_hidden_layers": "layers",
+    "hidden_size": "hidden",
+    "num_attention_heads": "heads",
+    "num_key_value_heads": "kv_heads",
+    "head_dim": "head_size",
+    "intermediate_size": "ffn",
+    "vocab_size": "vocabulary",
+    "max_position_embeddings": "sequence",
+}
+_MAX_CONFIG_SEQUENCE = 8192  # models with longer contexts are mostly trained on shorter sequences
 
 
 def _gpt3(layers: int, hidden: int, heads: int) -> Transformer:
@@ -97,7 +111,7 @@ PRESETS: Mapping[str, Transformer] = MappingProxyType(
 
 
 def named_transformer(text: str) -> Transformer:
-    """Return a published model, or the model in a YAML file.
+    """Return a published model, or the model in a YAML file or a `config.json`.
 
     Raises:
         UsageError: If there is no such model, or the file is not valid.
@@ -106,14 +120,19 @@ def named_transformer(text: str) -> Transformer:
         return PRESETS[text]
     if Path(text).suffix.lower() in _YAML_SUFFIXES:
         return read_transformer(Path(text))
+    if Path(text).suffix.lower() == ".json":
+        return read_config(Path(text))
     advice = did_you_mean(text, PRESETS)
-    advice = advice or f"give a .yaml file with its dimensions, or one of {', '.join(PRESETS)}"
+    advice = advice or f"give its config.json, a .yaml file with its dimensions, or one of {', '.join(PRESETS)}"
     raise UsageError(f"model {text!r}: there is no such model; {advice}")
 
 
 def name_of(text: str) -> str:
-    """Return the name of that model: the published one, or the file's without its ending."""
-    return text if text in PRESETS else Path(text).stem
+    """Return the name of that model: the published one, or the file's without its ending, or its folder's."""
+    path = Path(text)
+    if path.name == "config.json":
+        return path.resolve().parent.name
+    return text if text in PRESETS else path.stem
 
 
 def read_transformer(path: Path) -> Transformer:
@@ -138,3 +157,38 @@ def read_transformer(path: Path) -> Transformer:
         key = str(error).partition(":")[0]
         place = f"{path}, line {document.lines[key]}" if key in document.lines else f"{path}"
         raise UsageError(f"{place}, {error}") from None
+
+
+def read_config(path: Path) -> Transformer:
+    """Read the dimensions of a dense model like Llama from its `config.json`, with sequences of at most 8,192 tokens.
+
+    Raises:
+        UsageError: If the file cannot be read, is not valid, or is of another kind of model.
+    """
+    text = read_text(path, UsageError, "a config.json")
+    try:
+        config = json.loads(text)
+    except ValueError as error:
+        raise UsageError(f"{path}: is not JSON: {error}; give the config.json of a model") from None
+    kind = config.get("model_type") if isinstance(config, dict) else None
+    if kind not in _CONFIG_TYPES:
+        raise UsageError(
+            f"{path}: a model_type of {shown(kind)} is not known; give one of {', '.join(_CONFIG_TYPES)}, or a .yaml "
+            "file with the dimensions"
+        )
+    for key, value in config.items():
+        if key in _CONFIG_KEYS and value is not None and COUNT.accept(value) is None:
+            raise UsageError(f"{path}: {key} of {shown(value)} is not {COUNT.wanted}")
+    found = {name: config[key] for key, name in _CONFIG_KEYS.items() if config.get(key) is not None}
+    optional = ("kv_heads", "head_size")
+    for key, name in _CONFIG_KEYS.items():
+        if name not in (*found, *optional):
+            raise UsageError(f"{path}: has no {key}; add it")
+    found = {"kv_heads": found["heads"], "head_size": found["hidden"] // found["heads"], **found}
+    found["sequence"] = min(found["sequence"], _MAX_CONFIG_SEQUENCE)
+    try:
+        return Transformer(
+            **found, gated=True, biases=False, tied=config.get("tie_word_embeddings") is True, positions="rotary"
+        )
+    except UsageError as error:
+        raise UsageError(f"{path}, {error}") from None

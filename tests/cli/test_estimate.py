@@ -165,7 +165,8 @@ REFUSED = {
     f"{GPT} --stages 4 --link nan": "link: nan is not a bandwidth; give one above 0",
     f"{GPT} --stages 4 --gpu nvml:0": f"--gpu: there is no GPU 'nvml:0'; choose one of: {GPUS}",
     f"{GPT} --stages 4 --model gpt5": (
-        f"model 'gpt5': there is no such model; give a .yaml file with its dimensions, or one of {NAMES}"
+        "model 'gpt5': there is no such model; give its config.json, a .yaml file with its dimensions, or one of "
+        f"{NAMES}"
     ),
     f"{GPT} --stages 4 --model absent.yaml": "absent.yaml: no such file; check the path",
     f"{GPT} --stages 2 --model odd.yaml": (
