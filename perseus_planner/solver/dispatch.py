@@ -86,7 +86,7 @@ def _fill(problem: PointProblem, deadline_s: float, chosen: Integers, end_s: Flo
     """Slow computations into the slack behind them, last ones first; return the effective energy then, joules."""
     point_start, time_s, cost_j = problem.point_start, problem.time_s, problem.cost_j
     after_start, after, lag_s = problem.after_start, problem.after, problem.after_lag_s
-    latest_start_s = np.empty_like(end_s)
+    latest_start_s = end_s.copy()
     total_j = 0.0
     for k in range(len(chosen) - 1, -1, -1):
         latest_s = deadline_s
@@ -110,7 +110,7 @@ def _fill_exactly(problem: PointProblem, deadline_s: float, chosen: Integers, en
     """
     before = chosen.copy()
     total_j = _fill(problem, deadline_s * (1 + _ROUNDING), chosen, end_s)
-    if total_j <= worth_j and compute_ends(problem, chosen, np.empty_like(end_s)) > deadline_s:
+    if total_j <= worth_j and compute_ends(problem, chosen, end_s.copy()) > deadline_s:
         for k in range(len(before)):
             chosen[k] = before[k]
         total_j = _fill(problem, deadline_s * (1 - _ROUNDING), chosen, end_s)
@@ -149,7 +149,7 @@ def mix(
 @inner_kernel
 def _vary_all(guide: Guide, step_s: float, size: float) -> None:
     """Change one of the two stiffnesses, or move all ends."""
-    what = np.random.randint(3)
+    what = np.random.randint(0, 3)
     if what < 2:
         guide.stiffness[what] *= np.exp(0.5 * size)
     else:
@@ -162,9 +162,9 @@ def _vary_all(guide: Guide, step_s: float, size: float) -> None:
 def _vary_group(problem: PointProblem, guide: Guide, step_s: float, size: float) -> None:
     """Change the ends, or the prices, of a group: some classes, from one computation to a later one or to the last."""
     count, classes = len(problem.member), len(problem.point_start) - 1
-    first = np.random.randint(count)
+    first = np.random.randint(0, count)
     stop = count if np.random.random() < 0.2 else min(count, first + int(count ** np.random.random()))
-    which, what = np.random.randint(classes), np.random.randint(4)
+    which, what = np.random.randint(0, classes), np.random.randint(0, 4)
     moved_s = 2.0 * step_s * size * np.exp(-3.0 * np.random.random())
     prices = np.random.random() < 0.25
     for k in range(first, stop):

@@ -42,28 +42,24 @@ class Step(NamedTuple):
     state: State  #: optimal at the last time
 
 
-@kernel
 def slowest_state(network: Network) -> State:
     """Return the slow end of the frontier: earliest event times with every arc at its slowest vertex, and no flow.
 
     The times are longest paths in topological order; nodes on a cycle, or behind one, would keep the time 0.
     """
-    start, residual, head = network.start, network.residual, network.head
-    waiting = np.zeros(len(start) - 1, np.int64)
-    for node in head:
-        waiting[node] += 1
-    event = np.zeros(len(start) - 1, np.int64)
-    ready = [np.int64(network.source)]
-    while len(ready) > 0:
+    start, residual, head = network.start.tolist(), network.residual.tolist(), network.head.tolist()
+    length = network.vertex_time[network.first].tolist()
+    waiting = np.bincount(network.head, minlength=len(start) - 1).tolist()
+    event, ready = [0] * len(waiting), [network.source]
+    while ready:
         node = ready.pop()
         for arc in residual[start[node] : start[node + 1]]:
             if arc >= 0:
-                earliest = event[node] + network.vertex_time[network.first[arc]]
-                event[head[arc]] = max(event[head[arc]], earliest)
+                event[head[arc]] = max(event[head[arc]], event[node] + length[arc])
                 waiting[head[arc]] -= 1
                 if waiting[head[arc]] == 0:
                     ready.append(head[arc])
-    return State(event, np.zeros(len(head), np.int64))
+    return State(np.array(event, dtype=np.int64), np.zeros(len(head), dtype=np.int64))
 
 
 @inner_kernel
@@ -160,7 +156,7 @@ def _blocking_flow(
     """Saturate every shortest path of the layered network; return the flow added, or UNLIMITED without a bound."""
     start, other = network.start, network.other
     following = start[:-1].copy()
-    path, nodes = np.empty(len(layer), np.int64), np.empty(len(layer), np.int64)
+    path, nodes = layer.copy(), layer.copy()
     steps, node, added = 0, network.source, 0
     while True:
         if node == network.sink:
@@ -201,7 +197,6 @@ def _distances(
     which it did. Both are undefined for nodes whose distance is more than the result.
     """
     distance[:] = UNLIMITED
-    settled = np.zeros(len(distance), np.bool_)
     distance[source] = 0
     queue[0] = source  # nodes as far as the last one taken from the heap: most nodes need no heap
     taken, reached = 0, 1
@@ -212,10 +207,9 @@ def _distances(
             node = queue[taken]
             taken += 1
         else:
-            node = heappop(far)[1]
-        if settled[node]:
-            continue
-        settled[node] = True
+            beyond, node = heappop(far)
+            if beyond > distance[node]:  # it was taken earlier, when it was nearer
+                continue
         if node == sink:
             return distance[node]  # type: ignore[no-any-return]
         for i in range(start[node], start[node + 1]):
@@ -236,7 +230,7 @@ def _move(network: Network, state: State, distance: Integers, step: int) -> Inte
         distance[node] = min(distance[node], step)
         state.event[node] -= distance[node]
     tail, head = network.tail, network.head
-    changed, count = np.empty(len(tail), np.int64), 0
+    changed, count = tail.copy(), 0
     for arc in range(len(tail)):
         if distance[tail[arc]] != distance[head[arc]]:
             changed[count] = arc
@@ -271,10 +265,9 @@ def advance(network: Network, state: State, time: int, power: int, target: int) 
         The times at which the walk arrived (falling, ticks), and the power just below each: the frontier's slope
         between one time and the next is minus that power. Below a time with UNLIMITED power nothing is feasible.
     """
-    level, arcs = network.first.copy(), np.empty_like(network.first)
-    length, room = np.empty_like(network.other), np.empty_like(network.other)
-    queue, layer, path = np.empty_like(state.event), np.empty_like(state.event), np.empty_like(state.event)
-    distance, came_by = np.empty_like(state.event), np.empty_like(state.event)
+    level, arcs, length, room = network.first.copy(), network.first.copy(), network.other.copy(), network.other.copy()
+    queue, layer, path = state.event.copy(), state.event.copy(), state.event.copy()
+    distance, came_by = state.event.copy(), state.event.copy()
     times, powers = [time], [power]
     start, other, source, sink = network.start, network.other, network.source, network.sink
     for arc in range(len(level)):
@@ -304,12 +297,13 @@ def advance(network: Network, state: State, time: int, power: int, target: int) 
             return times, powers
 
 
-def walk(network: Network, targets: Iterable[int]) -> Iterator[Step]:
+def walk(network: Network, targets: Iterable[int], state: State | None = None) -> Iterator[Step]:
     """Yield the walk from the slow end to each of the target times in turn, in ticks; they must fall.
 
-    It ends at the fast end, whose power is UNLIMITED. The arrays of a state change on the way to the next one.
+    It ends at the fast end, whose power is UNLIMITED. The arrays of a state change on the way to the next one; the
+    first one is `state`, the `slowest_state`.
     """
-    state = slowest_state(network)
+    state = slowest_state(network) if state is None else state
     time, power = int(state.event[network.sink]), 0
     for target in targets:
         times, powers = advance(network, state, time, power, target)

@@ -57,9 +57,11 @@ def polish(problem: PointProblem, deadline_s: float, chosen: Integers) -> Intege
         return chosen
     for room in (_ROUNDING, -_ROUNDING):  # what fits exactly misses by a rounding error, and the other way around
         ticks = _in_ticks(problem, deadline_s, room)
-        best = _anneal(problem, ticks, chosen, moves, _HEAT[0] * np.median(steps_j), _HEAT[1] / _HEAT[0])
-        if not len(best):
+        start = _starts(problem, ticks, chosen)
+        if not start:
             break
+        hot_j = _HEAT[0] * np.median(steps_j)
+        best = _anneal(problem, ticks, chosen, np.array(start), moves, hot_j, _HEAT[1] / _HEAT[0])
         if compute_ends(problem, best, np.empty(len(best))) <= deadline_s:
             return best
     return chosen
@@ -72,18 +74,14 @@ def _in_ticks(problem: PointProblem, deadline_s: float, room: float) -> _Ticks:
     return _Ticks(math.floor(_TICKS * (1 + room)), *(np.ceil(each_s / tick_s).astype(np.int64) for each_s in times_s))
 
 
-@inner_kernel
-def _starts(problem: PointProblem, ticks: _Ticks, chosen: Integers) -> Integers:
-    """Return the earliest start of each node, ticks; all -1 if rounding makes the plan late."""
-    start = np.zeros(len(chosen), np.int64)
-    before_start, before, lag = problem.before_start, problem.before, ticks.before_lag
-    for k in range(len(chosen)):
-        for i in range(before_start[k], before_start[k + 1]):
-            start[k] = max(start[k], start[before[i]] + ticks.point[chosen[before[i]]] + lag[i])
-        if start[k] + ticks.point[chosen[k]] > ticks.deadline:
-            start[:] = -1
-            break
-    return start
+def _starts(problem: PointProblem, ticks: _Ticks, chosen: Integers) -> list[int]:
+    """Return the earliest start of each node, ticks; none if rounding makes the plan late."""
+    first, before, lag = problem.before_start.tolist(), problem.before.tolist(), ticks.before_lag.tolist()
+    start, end = list[int](), list[int]()
+    for k, duration in enumerate(ticks.point[chosen].tolist()):
+        start.append(max((end[before[i]] + lag[i] for i in range(first[k], first[k + 1])), default=0))
+        end.append(start[k] + duration)
+    return start if max(end) <= ticks.deadline else []
 
 
 @inner_kernel
@@ -100,7 +98,7 @@ def _take_chain(starts: Integers, others: Integers, moved: Integers) -> int:
     """Add nodes to `moved` that follow, or precede, its first one; return how many they are in all."""
     last = np.random.random() < 0.5  # along the other neighbour of each, or along the rank
     count = 1
-    for _ in range(np.random.randint(_LONGEST) + 1):
+    for _ in range(np.random.randint(0, _LONGEST) + 1):
         k = moved[count - 1]
         if starts[k + 1] == starts[k]:
             break
@@ -111,13 +109,10 @@ def _take_chain(starts: Integers, others: Integers, moved: Integers) -> int:
 
 @kernel
 def _anneal(
-    problem: PointProblem, ticks: _Ticks, chosen: Integers, moves: int, hot_j: float, cooling: float
+    problem: PointProblem, ticks: _Ticks, chosen: Integers, start: Integers, moves: int, hot_j: float, cooling: float
 ) -> Integers:
-    """Return the points of the best plan found from the plan `chosen`; no points if rounding makes that one late."""
+    """Return the points of the best plan found from the plan `chosen`, whose nodes start at `start`."""
     np.random.seed(1)
-    start = _starts(problem, ticks, chosen)
-    if start[0] < 0:
-        return start[:0]
     # Local names: an array taken out of a tuple inside the loop costs more than the loop's own work.
     member, point_start, cost_j, time = problem.member, problem.point_start, problem.cost_j, ticks.point
     before_start, before, before_lag = problem.before_start, problem.before, ticks.before_lag
@@ -129,10 +124,10 @@ def _anneal(
     for move in range(moves):
         if move % _STEADY == 0:
             heat_j = hot_j * cooling ** (move / moves)
-        k = np.random.randint(len(start))
+        k = np.random.randint(0, len(start))
         befores = before_start[k + 1] - before_start[k]
         own = befores == 0 or np.random.random() < 0.5  # whether the window that changes is that of k or of one before
-        which = 0 if own else before_start[k] + np.random.randint(befores)
+        which = 0 if own else before_start[k] + np.random.randint(0, befores)
         node = k if own else before[which]
         first, stop = point_start[member[node]], point_start[member[node] + 1]
         point = now[node] + (1 if np.random.random() < 0.5 else -1)

@@ -79,11 +79,12 @@ def solve_dag(dag: PipelineDag, *, progress: Callable[[int, int], None] | None =
             f"{si(fastest_s, 's', 6)} "
             "at its fastest; calibrate with an iteration of this schedule"
         )
-    slowest = int(slowest_state(scaled.network).event[scaled.network.sink])
+    state = slowest_state(scaled.network)
+    slowest = int(state.event[scaled.network.sink])
     targets = np.linspace(slowest, int(fastest_s / scaled.tick_s), _PARTS + 1)[:-1].astype(np.int64).tolist()
     count, times, powers = len(dag.keys), [slowest], [0]
     guides: list[tuple[float, NDArray[Any], NDArray[Any]]] = []
-    for part, step in enumerate(walk(scaled.network, [slowest, *targets[1:], 0])):
+    for part, step in enumerate(walk(scaled.network, [slowest, *targets[1:], 0], state)):
         times[-1:], powers[-1:] = step.times, step.powers
         end_s = np.asarray(step.state.event[1 : 2 * count : 2] * scaled.tick_s, dtype=np.float32)
         price_w = np.asarray(step.state.flow[:count] * scaled.power_unit_w, dtype=np.float32)

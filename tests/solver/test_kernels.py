@@ -14,6 +14,8 @@ import pytest
 import perseus_planner
 
 PROGRAM = """
+import gc
+
 import perseus_planner.solver.kernels as kernels
 import numba.core.config as config
 
@@ -23,7 +25,11 @@ def doubled(number):
 
 compiled = []
 with kernels.when_compiling(lambda: compiled.append(1)):
-    assert doubled(21) == 42
+    with kernels.when_compiling(lambda: compiled.append(gc.isenabled())):
+        assert doubled(21) == 42
+assert True not in compiled[1::2]  # no search for garbage while Numba compiles
+assert gc.isenabled()
+compiled = compiled[::2]
 print(kernels.__file__)
 print(len(compiled))
 print(config.CACHE_DIR)
