@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 import pytest
 from commands import run
-from gpu_owners import WITHIN_S, await_end, files, owner
+from gpu_owners import await_end, files, owner, within_s
 from launching import deepspeed, results_of, torchrun
 from planner_processes import AUTOPILOT, CONTROLLER, GUARDIAN, has_not_ended, planner_processes
 
@@ -155,7 +155,7 @@ def check_reset_when_killed(job: Job, victims: Sequence[str]) -> None:
     eventually(
         lambda: all(job.locked_mhz[rank] is None for rank in concerned),
         lambda: f"{killed} were killed, and {job.locked_mhz} are locked",
-        killed_s + WITHIN_S - time.monotonic(),
+        killed_s + within_s() - time.monotonic(),
     )
 
 

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from gpu_owners import WITHIN_S
+from gpu_owners import within_s
 from launching import Ended, ended, free_port, ranks, started
 
 from perseus_planner import Run, runtime
@@ -177,7 +177,7 @@ def test_a_module_that_is_terminated_leaves_no_clock(engine: str, plan: Sequence
             _await(lambda: gpu.locked_mhz is not None or process.poll() is not None, LONG_S)
             process.send_signal(signal.SIGTERM)
             assert ended(process).code == -signal.SIGTERM  # planner has become the script
-            _await(lambda: gpu.locked_mhz is None, WITHIN_S)
+            _await(lambda: gpu.locked_mhz is None, within_s())
         finally:
             process.kill()
 
