@@ -6,6 +6,8 @@ Exit codes: 0 done, 1 a bug in the planner, 2 something that the user can correc
 
 from __future__ import annotations
 
+import os
+
 import click
 
 from perseus_planner import __version__
@@ -50,6 +52,8 @@ def main(context: click.Context) -> None:
     Profile the stages, solve for the frontier of time and energy, and choose a plan on it; `planner job.yaml` does all
     three for a job file. Run a command with --help to see its options.
     """
+    if context.invoked_subcommand not in ("run", "measure"):  # these start other programs
+        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # matrices are small here, and threads wait for each other
     if context.invoked_subcommand not in ("doctor", "reset"):  # these report such GPUs themselves
         _recover_gpus()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -96,6 +97,16 @@ finally:
     result = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert (result.returncode, result.stderr) == (0, "[]\n")
     assert "Usage:" in result.stdout
+
+
+@pytest.mark.parametrize(("command", "threads"), [("solve", "1"), ("run", None)])
+def test_matrices_have_one_thread_but_not_in_programs_that_are_run(
+    command: str, threads: str | None, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(os, "environ", {**os.environ})
+    os.environ.pop("OPENBLAS_NUM_THREADS", None)
+    done(f"{command} --help")
+    assert os.environ.get("OPENBLAS_NUM_THREADS") == threads
 
 
 @pytest.mark.parametrize("name", [None, *main.commands])
