@@ -55,13 +55,13 @@ def measure(size: Size) -> Section:
     cluster = Cluster(frontier, pipelines, _ITERATIONS, events)
     rows: list[dict[str, Any]] = [
         {
-            "policy": each.policy,
+            "policy": each["policy"],
             "seconds": seconds,
-            "time_ratio": each.time_ratio,
-            "idle": 100 * each.idle_share,
-            "saved": 100 * each.saved_share,
+            "time_ratio": each["time_ratio"],
+            "idle": 100 * each["idle_share"],
+            "saved": 100 * each["saved_share"],
         }
-        for each, seconds in zip(summarize_cluster(cluster, outcomes, 1.0).policies, taken_s, strict=True)
+        for each, seconds in zip(summarize_cluster(cluster, outcomes, 1.0)["policies"], taken_s, strict=True)
     ]
     return Section(
         10,

@@ -6,7 +6,7 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -232,7 +232,12 @@ def complete(names: Callable[[], Iterable[str]]) -> Callable[..., list[str]]:
 
 
 def report(
-    summary: DataclassInstance, text: str, files: Sequence[Path], *, as_json: bool, counts: Sequence[int] = ()
+    summary: DataclassInstance | Mapping[str, Any],
+    text: str,
+    files: Sequence[Path],
+    *,
+    as_json: bool,
+    counts: Sequence[int] = (),
 ) -> None:
     """Print the result of a command.
 
@@ -248,8 +253,9 @@ def report(
         from dataclasses import asdict
 
         of_pipelines = {"counts": list(counts)} if counts else {}
-        content = {**asdict(summary), "files": [str(file) for file in files], **of_pipelines}
-        click.echo(json.dumps(content, indent=2, allow_nan=False))
+        values = summary if isinstance(summary, Mapping) else asdict(summary)
+        content = {**values, "files": [str(file) for file in files], **of_pipelines}
+        click.echo(json.dumps(content, indent=2, allow_nan=False, default=asdict))
         return
     click.echo(text)
     for number, file in enumerate(files):

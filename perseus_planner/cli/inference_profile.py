@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,21 +15,6 @@ from perseus_planner.errors import UsageError
 
 if TYPE_CHECKING:
     from perseus_planner.profiler.serving import ServedRow, Shape
-
-
-@dataclass(frozen=True)
-class ServedSummary:
-    """What was measured.
-
-    Attributes:
-        origin: "measured" or "simulated".
-        control: "clock", "power-limit" or "observed".
-        rows: All rows.
-    """
-
-    origin: str
-    control: str
-    rows: list[ServedRow]
 
 
 def _shapes(_: click.Context, parameter: click.Parameter, texts: tuple[str, ...]) -> tuple[Shape, ...]:
@@ -118,7 +103,8 @@ def profile(
         rows = measure_serving(served, opened, chosen, stack.enter_context(console.progress("Measuring")))
         origin = opened[0].origin
     save_served(rows, control, origin, output)
-    console.report(ServedSummary(origin, control, rows), _text(rows, control, origin), [output], as_json=as_json)
+    summary = {"origin": origin, "control": control, "rows": [asdict(row) for row in rows]}
+    console.report(summary, _text(rows, control, origin), [output], as_json=as_json)
 
 
 def _text(rows: list[ServedRow], control: str, origin: str) -> str:

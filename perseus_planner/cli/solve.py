@@ -131,7 +131,7 @@ def solve(profile_or_job: Path, output: Path, as_json: bool, **flags: Any) -> No
     """
     from perseus_planner.jobs.job import Job
     from perseus_planner.solver.solve import solve_dag
-    from perseus_planner.views.frontier import FrontiersSummary, frontier_text, summarize_frontier
+    from perseus_planner.views.frontier import frontier_text, summarize_frontier
 
     console.refuse_same([profile_or_job], output)
     job = Job.of(_settings(profile_or_job, flags))
@@ -141,7 +141,7 @@ def solve(profile_or_job: Path, output: Path, as_json: bool, **flags: Any) -> No
     for frontier, target in zip(frontiers, targets, strict=True):
         frontier.save(target)
     summaries = [summarize_frontier(frontier) for frontier in frontiers]
-    summary = summaries[0] if len(summaries) == 1 else FrontiersSummary(tuple(summaries))
+    summary = summaries[0] if len(summaries) == 1 else {"frontiers": summaries}
     console.report(summary, "\n".join(map(frontier_text, summaries)), targets, as_json=as_json, counts=job.counts)
 
 

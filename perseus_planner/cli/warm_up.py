@@ -2,22 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import click
 
 from perseus_planner.cli import console
-
-
-@dataclass(frozen=True)
-class WarmUp:
-    """What was compiled.
-
-    Attributes:
-        compiled: Number of functions that were not in the cache.
-    """
-
-    compiled: int
 
 
 @click.command(
@@ -41,7 +28,7 @@ def warm_up(as_json: bool) -> None:
     with console.progress("Warming up"), when_compiling(lambda: compiled.append(1)):
         _use_all_kernels()
     text = f"Compiled {len(compiled)} functions." if compiled else "All is compiled already."
-    console.report(WarmUp(len(compiled)), text, [], as_json=as_json)
+    console.report({"compiled": len(compiled)}, text, [], as_json=as_json)
 
 
 def _use_all_kernels() -> None:

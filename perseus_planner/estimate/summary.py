@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from perseus_planner.estimate.op_costs import TransformerPipeline, stage_op_costs, stage_traffic
 from perseus_planner.profiles.csv_file import word_of
@@ -14,158 +13,95 @@ if TYPE_CHECKING:
     from perseus_planner.profiles.profiles import Profile
 
 
-@dataclass(frozen=True)
-class EstimatedComputation:
-    """One computation on one GPU of a stage.
-
-    Attributes:
-        stage: Number of the stage, from 0.
-        instruction: Name in a profile's CSV.
-        layers: Layers of the stage.
-        flops: FLOPs of matrix products.
-        bytes: Bytes moved to and from memory that no arithmetic hides.
-        sent_bytes: Bytes sent to the tensor group.
-        time_s: Time at the top clock.
-        energy_j: Energy at the top clock.
-        time_ratio: Time divided by that of the stage where this computation is fastest.
-    """
-
-    stage: int
-    instruction: str
-    layers: int
-    flops: float
-    bytes: float
-    sent_bytes: float
-    time_s: float
-    energy_j: float
-    time_ratio: float
-
-
-@dataclass(frozen=True)
-class KindEfficiency:
-    """FLOPs per second and per joule of one kind of computation at the top clock, over all stages."""
-
-    instruction: str
-    flops_per_s: float
-    flops_per_j: float
-
-
-@dataclass(frozen=True)
-class EstimateSummary:
-    """An estimated profile. Fields that `Profile` has too are documented there.
-
-    Attributes:
-        model: Name of the model.
-        parameters: Parameters of the whole model.
-        tokens: Tokens of a microbatch.
-        top_clock_mhz: Highest clock, to which times and energies refer.
-        imbalance: Time of forward and backward of the slowest stage divided by that of the fastest.
-        computations: The computations by stage and kind.
-        efficiencies: Efficiencies by kind.
-        remarks: What a reader has to know.
-    """
-
-    model: str
-    parameters: int
-    tokens: int
-    origin: str
-    gpu: str | None
-    stages: int
-    gpus_per_stage: int
-    blocking_power_w: float | tuple[float, ...]
-    digest: str
-    top_clock_mhz: int
-    imbalance: float
-    computations: tuple[EstimatedComputation, ...]
-    efficiencies: tuple[KindEfficiency, ...]
-    remarks: tuple[str, ...]
-
-
-def summarize_estimate(
-    profile: Profile, pipeline: TransformerPipeline, calibrated_by: Sequence[str]
-) -> EstimateSummary:
+def summarize_estimate(profile: Profile, pipeline: TransformerPipeline, calibrated_by: Sequence[str]) -> dict[str, Any]:
     """Summarize a profile that was estimated for `pipeline`."""
     computations = _computations(profile, pipeline)
     both_s = [
-        sum(row.time_s for row in computations if row.stage == stage and row.instruction in ("forward", "backward"))
+        sum(
+            row["time_s"]
+            for row in computations
+            if row["stage"] == stage and row["instruction"] in ("forward", "backward")
+        )
         for stage in range(profile.stages)
     ]
-    return EstimateSummary(
-        model=pipeline.name,
-        parameters=pipeline.transformer.parameters,
-        tokens=pipeline.transformer.tokens,
-        origin=profile.origin,
-        gpu=profile.gpu,
-        stages=profile.stages,
-        gpus_per_stage=profile.gpus_per_stage,
-        blocking_power_w=profile.blocking_power_w,
-        digest=profile.digest,
-        top_clock_mhz=profile.measurements[0, "F"][0].clock_mhz,
-        imbalance=max(both_s) / min(both_s),
-        computations=computations,
-        efficiencies=tuple(_efficiencies(computations)),
-        remarks=tuple(_remarks(profile, pipeline, calibrated_by)),
-    )
+    return {
+        "model": pipeline.name,
+        "parameters": pipeline.transformer.parameters,
+        "tokens": pipeline.transformer.tokens,
+        "origin": profile.origin,
+        "gpu": profile.gpu,
+        "stages": profile.stages,
+        "gpus_per_stage": profile.gpus_per_stage,
+        "blocking_power_w": profile.blocking_power_w,
+        "digest": profile.digest,
+        "top_clock_mhz": profile.measurements[0, "F"][0].clock_mhz,
+        "imbalance": max(both_s) / min(both_s),
+        "computations": computations,
+        "efficiencies": list(_efficiencies(computations)),
+        "remarks": list(_remarks(profile, pipeline, calibrated_by)),
+    }
 
 
-def estimate_text(summary: EstimateSummary) -> str:
+def estimate_text(summary: dict[str, Any]) -> str:
     """Return the summary as a table with a line for each stage and kind."""
-    size = f"{summary.parameters / 1e9:.2f} billion parameters, {summary.tokens} tokens a microbatch"
+    size = f"{summary['parameters'] / 1e9:.2f} billion parameters, {summary['tokens']} tokens a microbatch"
     lines = [
-        f"Estimate of {summary.model} ({size}) on {summary.stages} stages of {summary.gpus_per_stage} GPUs, "
-        f"{summary.gpu}.",
+        f"Estimate of {summary['model']} ({size}) on {summary['stages']} stages of {summary['gpus_per_stage']} GPUs, "
+        f"{summary['gpu']}.",
         "SIMULATED: from operations in closed form and a model of the system; no GPU was used.",
-        f"Per GPU and microbatch, at {summary.top_clock_mhz} MHz:",
+        f"Per GPU and microbatch, at {summary['top_clock_mhz']} MHz:",
         "",
         f"stage  layers  {'computation':<15}  {'TFLOPs':>9}  {'GB':>8}  {'ms':>9}  {'J':>9}  x fastest",
     ]
     lines += [
-        f"{row.stage:>5}  {row.layers:>6}  {row.instruction:<15}  {row.flops / 1e12:>9.4f}  "
-        f"{row.bytes / 1e9:>8.3f}  {row.time_s * 1e3:>9.3f}  {row.energy_j:>9.3f}  {row.time_ratio:>9.3f}"
-        for row in summary.computations
+        f"{row['stage']:>5}  {row['layers']:>6}  {row['instruction']:<15}  {row['flops'] / 1e12:>9.4f}  "
+        f"{row['bytes'] / 1e9:>8.3f}  {row['time_s'] * 1e3:>9.3f}  {row['energy_j']:>9.3f}  {row['time_ratio']:>9.3f}"
+        for row in summary["computations"]
     ]
     reached = [
-        f"{row.instruction} {row.flops_per_s / 1e12:.1f} TFLOPS and {row.flops_per_j / 1e9:.1f} GFLOPs a joule"
-        for row in summary.efficiencies
+        f"{row['instruction']} {row['flops_per_s'] / 1e12:.1f} TFLOPS and {row['flops_per_j'] / 1e9:.1f} GFLOPs a joule"
+        for row in summary["efficiencies"]
     ]
     return "\n".join(
         [
             *lines,
             "",
-            f"Imbalance: the slowest stage takes {summary.imbalance:.3f}x as long as the fastest (forward + backward).",
+            f"Imbalance: the slowest stage takes {summary['imbalance']:.3f}x as long as the fastest "
+            "(forward + backward).",
             f"Efficiency: {'; '.join(reached)}.",
-            *summary.remarks,
+            *summary["remarks"],
             "",
         ]
     )
 
 
-def _computations(profile: Profile, pipeline: TransformerPipeline) -> tuple[EstimatedComputation, ...]:
+def _computations(profile: Profile, pipeline: TransformerPipeline) -> list[dict[str, Any]]:
     costs = stage_op_costs(pipeline.transformer, pipeline.split)
     sent = stage_traffic(pipeline.transformer, pipeline.split)
     tops = {key: rows[0] for key, rows in profile.measurements.items()}
     fastest_s = {kind: min(top.time_s for (_, of), top in tops.items() if of == kind) for _, kind in tops}
-    return tuple(
-        EstimatedComputation(
-            stage=stage,
-            instruction=word_of(kind),
-            layers=pipeline.split[stage],
-            flops=costs[stage][kind].flops,
-            bytes=costs[stage][kind].bytes,
-            sent_bytes=sent[stage][kind],
-            time_s=top.time_s,
-            energy_j=top.energy_j / profile.gpus_per_stage,
-            time_ratio=top.time_s / fastest_s[kind],
-        )
+    return [
+        {
+            "stage": stage,
+            "instruction": word_of(kind),
+            "layers": pipeline.split[stage],
+            "flops": costs[stage][kind].flops,
+            "bytes": costs[stage][kind].bytes,
+            "sent_bytes": sent[stage][kind],
+            "time_s": top.time_s,
+            "energy_j": top.energy_j / profile.gpus_per_stage,
+            "time_ratio": top.time_s / fastest_s[kind],
+        }
         for (stage, kind), top in tops.items()
-    )
+    ]
 
 
-def _efficiencies(computations: Sequence[EstimatedComputation]) -> Iterable[KindEfficiency]:
-    for word in dict.fromkeys(row.instruction for row in computations):
-        same = [row for row in computations if row.instruction == word]
-        flops = sum(row.flops for row in same)
-        yield KindEfficiency(word, flops / sum(row.time_s for row in same), flops / sum(row.energy_j for row in same))
+def _efficiencies(computations: Sequence[dict[str, Any]]) -> Iterable[dict[str, Any]]:
+    for word in dict.fromkeys(row["instruction"] for row in computations):
+        same = [row for row in computations if row["instruction"] == word]
+        flops = sum(row["flops"] for row in same)
+        time_s, energy_j = (sum(row[name] for row in same) for name in ("time_s", "energy_j"))
+        yield {"instruction": word, "flops_per_s": flops / time_s, "flops_per_j": flops / energy_j}
 
 
 def _remarks(profile: Profile, pipeline: TransformerPipeline, calibrated_by: Sequence[str]) -> Iterable[str]:

@@ -13,8 +13,8 @@ Numbers that a file leaves out are those of the catalogue.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
@@ -41,41 +41,30 @@ def save_system(system: System, path: Path, measured: tuple[str, ...] = ()) -> N
         UsageError: If the file cannot be written.
     """
     view = system_view(system, measured)
-    content = {"format": _FORMAT, "version": _VERSION, "gpu": view.gpu, **view.measured, "kernels": [*view.kernels]}
+    content = {"format": _FORMAT, "version": _VERSION, "gpu": view["gpu"], **view["measured"]}
+    content["kernels"] = view["kernels"]
     write_file(path, yaml.safe_dump(content, sort_keys=False), UsageError)
 
 
-@dataclass(frozen=True)
-class SystemView:
-    """What was measured of a system, for JSON.
-
-    Attributes:
-        gpu: Kind of GPU.
-        measured: Numbers by name, as in `System`.
-        kernels: Shapes with their times.
-    """
-
-    gpu: str
-    measured: dict[str, float]
-    kernels: tuple[dict[str, object], ...]
+def system_view(system: System, measured: tuple[str, ...]) -> dict[str, Any]:
+    """Return the numbers that were measured of a system, and its kernels with their times, for JSON."""
+    return {
+        "gpu": system.gpu.name,
+        "measured": {name: getattr(system, name) for name in measured},
+        "kernels": [{**key._asdict(), **times._asdict()} for key, times in system.kernels.items()],
+    }
 
 
-def system_view(system: System, measured: tuple[str, ...]) -> SystemView:
-    """Return what was measured of a system."""
-    kernels = tuple({**key._asdict(), **times._asdict()} for key, times in system.kernels.items())
-    return SystemView(system.gpu.name, {name: getattr(system, name) for name in measured}, kernels)
-
-
-def system_text(view: SystemView) -> str:
+def system_text(view: dict[str, Any]) -> str:
     """Return what was measured as a table."""
-    lines = [f"Measured for {view.gpu}: a layer, and embedding with head and loss, per microbatch:", ""]
+    lines = [f"Measured for {view['gpu']}: a layer, and embedding with head and loss, per microbatch:", ""]
     lines.append("tensor  microbatch  recomputation  forward ms  backward ms    head ms")
-    for each in view.kernels:
+    for each in view["kernels"]:
         times = "  ".join(
             f"{1e3 * float(str(each[name])):>{width}.3f}" for name, width in zip(_TIMES, (10, 11, 9), strict=True)
         )
         lines.append(f"{each['tensor_degree']:>6}  {each['microbatch']:>10}  {each['recomputation']:<13}  {times}")
-    return "\n".join([*lines, "", *(f"{name}: {value:.4g}" for name, value in view.measured.items()), ""])
+    return "\n".join([*lines, "", *(f"{name}: {value:.4g}" for name, value in view["measured"].items()), ""])
 
 
 def load_system(path: Path) -> System:

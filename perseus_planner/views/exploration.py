@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from perseus_planner.errors import JobError
-from perseus_planner.estimate.forecast import Forecast, Prices, forecast
+from perseus_planner.estimate.forecast import Prices, forecast
 from perseus_planner.files import write_file
 
 if TYPE_CHECKING:
@@ -19,150 +18,80 @@ if TYPE_CHECKING:
     from perseus_planner.estimate.explore import Exploration, Row
 
 
-@dataclass(frozen=True)
-class RowView:
-    """A configuration at one point of its curve.
-
-    Attributes:
-        configuration: Its name.
-        gpus: GPUs that it uses.
-        tensor_degree: GPUs that share a layer.
-        ranks: Ranks of a pipeline.
-        data_degree: Data-parallel pipelines.
-        virtual_stages: Stages of each rank.
-        microbatch: Sequences of a microbatch.
-        microbatches: Microbatches of a pipeline in an iteration.
-        schedule: Name of the schedule.
-        recomputation: What the backward recomputes.
-        split_head: Whether all stages share embedding and head, which few trainers can run.
-        layers: Layers of each stage.
-        memory_gb: Memory of a GPU of the rank that needs most, GB.
-        time_s: Seconds of an iteration.
-        tokens_per_s: Tokens that the job trains on in a second.
-        j_per_token: Joules of all GPUs for a token.
-        gpu_power_w: Mean power of a GPU, watts.
-        saved_share: Energy saved against all clocks at maximum in the same configuration; below 0 if none.
-        clocks_mhz: Lowest and highest clock.
-        forecast: What the whole run takes, if tokens were given.
-    """
-
-    configuration: str
-    gpus: int
-    tensor_degree: int
-    ranks: int
-    data_degree: int
-    virtual_stages: int
-    microbatch: int
-    microbatches: int
-    schedule: str
-    recomputation: str
-    split_head: bool
-    layers: tuple[int, ...]
-    memory_gb: float
-    time_s: float
-    tokens_per_s: float
-    j_per_token: float
-    gpu_power_w: float
-    saved_share: float
-    clocks_mhz: tuple[int, int]
-    forecast: Forecast | None
-
-
-@dataclass(frozen=True)
-class ExplorationView:
-    """An exploration, for JSON.
-
-    Attributes:
-        model: Name of the model.
-        gpu: Kind of GPU.
-        origin: "simulated": nothing was measured.
-        configurations: Configurations that fit in memory.
-        solved: Configurations with an exact curve.
-        gap: As in `Exploration`.
-        first: The best ones; measure these.
-        frontier: The frontier of all configurations, fastest first.
-    """
-
-    model: str
-    gpu: str
-    origin: str
-    configurations: int
-    solved: int
-    gap: float
-    first: tuple[RowView, ...]
-    frontier: tuple[RowView, ...]
-
-
-def exploration_view(name: str, found: Exploration, tokens: float | None, prices: Prices) -> ExplorationView:
+def exploration_view(name: str, found: Exploration, tokens: float | None, prices: Prices) -> dict[str, Any]:
     """Return what is printed of an exploration."""
     view = [_row_view(row, found, tokens, prices) for row in (*found.first, *found.frontier)]
-    return ExplorationView(
-        model=name,
-        gpu=found.system.gpu.name,
-        origin="simulated" if not found.system.kernels else "estimated from measured kernels",
-        configurations=found.configurations,
-        solved=found.solved,
-        gap=found.gap,
-        first=tuple(view[: len(found.first)]),
-        frontier=tuple(view[len(found.first) :]),
-    )
+    return {
+        "model": name,
+        "gpu": found.system.gpu.name,
+        "origin": "simulated" if not found.system.kernels else "estimated from measured kernels",
+        "configurations": found.configurations,
+        "solved": found.solved,
+        "gap": found.gap,
+        "first": view[: len(found.first)],
+        "frontier": view[len(found.first) :],
+    }
 
 
-def exploration_text(view: ExplorationView) -> str:
+def exploration_text(view: dict[str, Any]) -> str:
     """Return the tables of an exploration."""
     lines = [
-        f"{view.configurations} configurations of {view.model} on {view.gpu} fit in memory; {view.solved} exact "
-        "frontiers were computed.",
-        f"{view.origin.upper()}: no estimate ranks configurations surely. Measure these:",
+        f"{view['configurations']} configurations of {view['model']} on {view['gpu']} fit in memory; "
+        f"{view['solved']} exact frontiers were computed.",
+        f"{view['origin'].upper()}: no estimate ranks configurations surely. Measure these:",
         "",
-        *_table(view.first, numbered=True),
+        *_table(view["first"], numbered=True),
         "",
         "Frontier of all configurations; energy saved is against all clocks at maximum in the same configuration:",
         "",
-        *_table(view.frontier, numbered=False),
+        *_table(view["frontier"], numbered=False),
     ]
-    if any(row.split_head for row in (*view.first, *view.frontier)):
+    if any(row["split_head"] for row in (*view["first"], *view["frontier"])):
         lines += [
             "",
             "split-head: all stages share embedding and head (vocabulary parallelism, Yeung et al., 2024). Few "
             "trainers can run it; --no-split-head leaves it out.",
         ]
-    if view.gap > 0:
-        lines += ["", f"A configuration without an exact frontier might be better by up to {100 * view.gap:.2g} %."]
-    runs = [(number, row.forecast) for number, row in enumerate(view.first, 1) if row.forecast is not None]
+    if view["gap"] > 0:
+        lines += ["", f"A configuration without an exact frontier might be better by up to {100 * view['gap']:.2g} %."]
+    runs = [(number, row["forecast"]) for number, row in enumerate(view["first"], 1) if row["forecast"] is not None]
     if runs:
         first = runs[0][1]
         lines += [
             "",
-            f"{first.tokens:.4g} tokens (nodes draw {first.node_overhead_w:g} W beside their GPUs, PUE {first.pue:g}, "
-            "both assumed unless given):",
+            f"{first.tokens:.4g} tokens (nodes draw {first.node_overhead_w:g} W beside their GPUs, "
+            f"PUE {first.pue:g}, both assumed unless given):",
             "",
             "  #      hours      GPU kWh    meter kWh         cost    t CO2e",
         ]
         lines += [
-            f"{number:>3}  {run.hours:>9.1f}  {run.gpu_kwh:>11.0f}  {run.meter_kwh:>11.0f}  {run.cost:>11.0f}  "
-            f"{run.co2e_kg / 1e3:>8.2f}"
+            f"{number:>3}  {run.hours:>9.1f}  {run.gpu_kwh:>11.0f}  {run.meter_kwh:>11.0f}  "
+            f"{run.cost:>11.0f}  {run.co2e_kg / 1e3:>8.2f}"
             for number, run in runs
         ]
     return "\n".join([*lines, ""])
 
 
-def exploration_figure(view: ExplorationView) -> Figure:
+def exploration_figure(view: dict[str, Any]) -> Figure:
     """Return tokens per second against joules per token."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
-    for name in dict.fromkeys(row.configuration for row in view.frontier):
-        rows = [row for row in view.frontier if row.configuration == name]
-        axes.plot([row.tokens_per_s for row in rows], [row.j_per_token for row in rows], "o-", label=name)
-    first = view.first
+    for name in dict.fromkeys(row["configuration"] for row in view["frontier"]):
+        rows = [row for row in view["frontier"] if row["configuration"] == name]
+        axes.plot([row["tokens_per_s"] for row in rows], [row["j_per_token"] for row in rows], "o-", label=name)
+    first = view["first"]
     axes.plot(
-        [r.tokens_per_s for r in first], [r.j_per_token for r in first], "k*", label="measure these", markersize=12
+        [r["tokens_per_s"] for r in first],
+        [r["j_per_token"] for r in first],
+        "k*",
+        label="measure these",
+        markersize=12,
     )
     axes.set_xlabel("tokens/s")
     axes.set_ylabel("GPU energy, J/token")
-    axes.set_title(f"{view.model} on {view.gpu} ({view.origin})")
+    axes.set_title(f"{view['model']} on {view['gpu']} ({view['origin']})")
     axes.legend(fontsize="small")
     return figure
 
@@ -203,42 +132,43 @@ def write_job(row: Row, found: Exploration, path: Path) -> list[Path]:
     return [path, profile_path, profile_path.with_suffix(".csv")]
 
 
-def _row_view(row: Row, found: Exploration, tokens: float | None, prices: Prices) -> RowView:
+def _row_view(row: Row, found: Exploration, tokens: float | None, prices: Prices) -> dict[str, Any]:
     job, shape = row.candidate.job, row.candidate.job.shape
     slowdown = row.time_s / float(row.curve.times_s[0])
-    return RowView(
-        configuration=job.name,
-        gpus=job.gpus,
-        tensor_degree=shape.tensor_degree,
-        ranks=job.ranks,
-        data_degree=job.data_degree,
-        virtual_stages=job.virtual_stages,
-        microbatch=shape.microbatch,
-        microbatches=job.microbatches,
-        schedule=job.schedule,
-        recomputation=shape.recomputation,
-        split_head=job.split_head,
-        layers=job.split,
-        memory_gb=row.candidate.memory.total / 1e9,
-        time_s=row.time_s,
-        tokens_per_s=row.tokens_per_s,
-        j_per_token=row.j_per_token,
-        gpu_power_w=row.power_w / job.gpus,
-        saved_share=found.maker.saved_share(row.candidate, slowdown),
-        clocks_mhz=found.maker.clocks_mhz(row.candidate, slowdown),
-        forecast=None if tokens is None else forecast(row, tokens, found.system, prices),
-    )
+    return {
+        "configuration": job.name,
+        "gpus": job.gpus,
+        "tensor_degree": shape.tensor_degree,
+        "ranks": job.ranks,
+        "data_degree": job.data_degree,
+        "virtual_stages": job.virtual_stages,
+        "microbatch": shape.microbatch,
+        "microbatches": job.microbatches,
+        "schedule": job.schedule,
+        "recomputation": shape.recomputation,
+        "split_head": job.split_head,
+        "layers": job.split,
+        "memory_gb": row.candidate.memory.total / 1e9,
+        "time_s": row.time_s,
+        "tokens_per_s": row.tokens_per_s,
+        "j_per_token": row.j_per_token,
+        "gpu_power_w": row.power_w / job.gpus,
+        "saved_share": found.maker.saved_share(row.candidate, slowdown),
+        "clocks_mhz": found.maker.clocks_mhz(row.candidate, slowdown),
+        "forecast": None if tokens is None else forecast(row, tokens, found.system, prices),
+    }
 
 
-def _table(rows: Sequence[RowView], *, numbered: bool) -> list[str]:
-    width = max(len(row.configuration) for row in rows)
+def _table(rows: Sequence[dict[str, Any]], *, numbered: bool) -> list[str]:
+    width = max(len(row["configuration"]) for row in rows)
     head = "  #  " if numbered else "     "
     columns = "   GPUs  GB/GPU  iteration s    tokens/s   J/token  W/GPU  saved %  clocks MHz"
     lines = [f"{head}{'configuration':<{width}}{columns}"]
     lines += [
-        f"{number if numbered else '':>3}  {row.configuration:<{width}}  {row.gpus:>5}  {row.memory_gb:>6.1f}  "
-        f"{row.time_s:>11.4f}  {row.tokens_per_s:>10.0f}  {row.j_per_token:>8.4g}  {row.gpu_power_w:>5.0f}  "
-        f"{round(100 * row.saved_share, 1) + 0.0:>7.1f}  {row.clocks_mhz[0]}-{row.clocks_mhz[1]}"
+        f"{number if numbered else '':>3}  {row['configuration']:<{width}}  {row['gpus']:>5}  "
+        f"{row['memory_gb']:>6.1f}  {row['time_s']:>11.4f}  {row['tokens_per_s']:>10.0f}  "
+        f"{row['j_per_token']:>8.4g}  {row['gpu_power_w']:>5.0f}  "
+        f"{round(100 * row['saved_share'], 1) + 0.0:>7.1f}  {row['clocks_mhz'][0]}-{row['clocks_mhz'][1]}"
         for number, row in enumerate(rows, 1)
     ]
     return lines

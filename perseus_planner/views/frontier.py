@@ -74,13 +74,6 @@ class FrontierSummary:
     remarks: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class FrontiersSummary:
-    """The frontiers of a job whose pipelines differ, one for each kind of pipeline."""
-
-    frontiers: tuple[FrontierSummary, ...]
-
-
 def summarize_frontier(frontier: Frontier) -> FrontierSummary:
     """Summarize a frontier."""
     return FrontierSummary(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from perseus_planner.inference.plan import BASELINE, POLICIES, InferencePlan, epoch_content
@@ -22,109 +21,71 @@ AGAINST = "the highest clock and the largest tensor degree for all classes"
 """The baseline of savings, in a sentence."""
 
 
-@dataclass(frozen=True)
-class PolicyView:
-    """One way to choose configurations.
-
-    Attributes:
-        policy: its name.
-        description: in words.
-        energy_j: energy of all periods, joules; None if it cannot meet the objectives.
-        saved_share: saving against the baseline, relative; None if one of the two cannot.
-        gpus: most GPUs in use.
-    """
-
-    policy: str
-    description: str
-    energy_j: float | None
-    saved_share: float | None
-    gpus: int
-
-
-@dataclass(frozen=True)
-class InferencePlanView:
-    """A plan of pools, for JSON.
-
-    Attributes:
-        gpus: how many there are.
-        control: "clock" or "power-limit".
-        baseline: name of the policy that savings are against.
-        energy_j: energy of all periods, joules.
-        saved_share: saving against the baseline, relative; None if that cannot meet the objectives.
-        gap: how far a period's energy is above its bound at most, relative.
-        policies: the plan and other ways to choose configurations.
-        epochs: the periods, as in the file of the plan.
-    """
-
-    gpus: int
-    control: str
-    baseline: str
-    energy_j: float
-    saved_share: float | None
-    gap: float
-    policies: tuple[PolicyView, ...]
-    epochs: tuple[dict[str, Any], ...]
-
-
-def plan_view(plan: InferencePlan) -> InferencePlanView:
-    """Return what is printed of a plan."""
-    policies = tuple(
-        PolicyView(name, POLICIES[name], total.energy_j, plan.saved_share(name), total.gpus)
+def plan_view(plan: InferencePlan) -> dict[str, Any]:
+    """Return what is printed of a plan, for JSON; shares are relative, and None where the objectives cannot be met."""
+    policies = [
+        {
+            "policy": name,
+            "description": POLICIES[name],
+            "energy_j": total.energy_j,
+            "saved_share": plan.saved_share(name),
+            "gpus": total.gpus,
+        }
         for name, total in plan.policies.items()
-    )
-    return InferencePlanView(
-        gpus=plan.gpus,
-        control=plan.control,
-        baseline=BASELINE,
-        energy_j=plan.energy_j,
-        saved_share=plan.saved_share(),
-        gap=plan.gap,
-        policies=policies,
-        epochs=tuple(map(epoch_content, plan.epochs)),
-    )
+    ]
+    return {
+        "gpus": plan.gpus,
+        "control": plan.control,
+        "baseline": BASELINE,
+        "energy_j": plan.energy_j,
+        "saved_share": plan.saved_share(),
+        "gap": plan.gap,
+        "policies": policies,
+        "epochs": [epoch_content(epoch) for epoch in plan.epochs],
+    }
 
 
-def plan_text(view: InferencePlanView) -> str:
+def plan_text(view: dict[str, Any]) -> str:
     """Return the tables of a plan."""
     return "\n".join(sheet.text() for sheet in plan_sheets(view))
 
 
-def plan_sheets(view: InferencePlanView) -> list[Sheet]:
+def plan_sheets(view: dict[str, Any]) -> list[Sheet]:
     """Return the tables of a plan: the policies, and the pools of the first periods."""
-    rows = view.policies
+    rows = view["policies"]
     columns = [
-        ["chosen how", *(row.description for row in rows)],
-        column("energy kWh", [_kwh(row.energy_j) for row in rows]),
-        column("saved %", [_percent(row.saved_share) for row in rows]),
-        column("GPUs", [str(row.gpus) for row in rows]),
+        ["chosen how", *(row["description"] for row in rows)],
+        column("energy kWh", [_kwh(row["energy_j"]) for row in rows]),
+        column("saved %", [_percent(row["saved_share"]) for row in rows]),
+        column("GPUs", [str(row["gpus"]) for row in rows]),
     ]
-    proved = f"at most {100 * view.gap:.2g} % above its bound" if view.gap > 1e-6 else "proved to be the best"
+    proved = f"at most {100 * view['gap']:.2g} % above its bound" if view["gap"] > 1e-6 else "proved to be the best"
     notes = [f"Savings are against {AGAINST}. The plan is {proved}."]
     for row in rows:
-        if row.energy_j is None:
-            notes.append(f"{row.description}: violates the latency objective of a class.")
-        elif row.gpus > view.gpus:
-            notes.append(f"{row.description}: needs {row.gpus} GPUs, more than there are.")
-    if len(view.epochs) > _MOST_EPOCHS:
-        notes.append(f"The file has {len(view.epochs)} periods; the pools of the first {_MOST_EPOCHS} are shown.")
-    pools = [_pool_sheet(epoch, view.control) for epoch in view.epochs[:_MOST_EPOCHS]]
+        if row["energy_j"] is None:
+            notes.append(f"{row['description']}: violates the latency objective of a class.")
+        elif row["gpus"] > view["gpus"]:
+            notes.append(f"{row['description']}: needs {row['gpus']} GPUs, more than there are.")
+    if len(view["epochs"]) > _MOST_EPOCHS:
+        notes.append(f"The file has {len(view['epochs'])} periods; the pools of the first {_MOST_EPOCHS} are shown.")
+    pools = [_pool_sheet(epoch, view["control"]) for epoch in view["epochs"][:_MOST_EPOCHS]]
     source = "Replayed from the inference profile."
-    return [*pools, Sheet(f"Pools for inference on {view.gpus} GPUs", source, columns, "\n".join(notes))]
+    return [*pools, Sheet(f"Pools for inference on {view['gpus']} GPUs", source, columns, "\n".join(notes))]
 
 
-def plan_figure(view: InferencePlanView) -> Figure:
+def plan_figure(view: dict[str, Any]) -> Figure:
     """Return the energy of each policy as bars."""
     from matplotlib.figure import Figure
 
-    rows = [row for row in view.policies if row.energy_j is not None]
+    rows = [row for row in view["policies"] if row["energy_j"] is not None]
     figure = Figure(figsize=(8, 3.5), layout="constrained")
     axes = figure.subplots()
-    bars = axes.barh([row.description for row in rows], [(row.energy_j or 0.0) / 3.6e6 for row in rows])
-    axes.bar_label(bars, [f"{_percent(row.saved_share)} % saved" for row in rows], padding=3, fontsize="small")
+    bars = axes.barh([row["description"] for row in rows], [(row["energy_j"] or 0.0) / 3.6e6 for row in rows])
+    axes.bar_label(bars, [f"{_percent(row['saved_share'])} % saved" for row in rows], padding=3, fontsize="small")
     axes.invert_yaxis()
     axes.margins(x=0.2)
     axes.set_xlabel("energy (kWh)")
-    axes.set_title(f"Pools for inference on {view.gpus} GPUs (replayed)", fontsize="medium")
+    axes.set_title(f"Pools for inference on {view['gpus']} GPUs (replayed)", fontsize="medium")
     return figure
 
 
@@ -147,161 +108,97 @@ def _pool_sheet(epoch: dict[str, Any], control: str) -> Sheet:
     )
 
 
-@dataclass(frozen=True)
-class ReplayView:
-    """A trace under a policy.
-
-    Attributes:
-        policy: its name.
-        description: in words.
-        energy_j: joules, changes included.
-        saved_share: saving against the baseline, relative.
-        change_j: joules of the changes.
-        late: requests that were late.
-        late_share: the share of these.
-        moved: requests that were served by a pool that was not planned for their class.
-        gpus: mean number of GPUs in use.
-        most_gpus: most GPUs in use.
-        instance_changes: how often the number of GPUs in use was changed upwards.
-        sharding_changes: how often tensor degrees were changed.
-        clock_changes: how often a pool's clock was changed.
-        short_periods: periods in which the GPUs did not carry the predicted load.
-        periods: power, GPUs, requests and late requests over time.
-    """
-
-    policy: str
-    description: str
-    energy_j: float
-    saved_share: float | None
-    change_j: float
-    late: int
-    late_share: float
-    moved: int
-    gpus: float
-    most_gpus: int
-    instance_changes: int
-    sharding_changes: int
-    clock_changes: int
-    short_periods: int
-    periods: tuple[dict[str, float], ...]
-
-
-@dataclass(frozen=True)
-class SimulationView:
-    """A trace under several policies, for JSON.
-
-    Attributes:
-        gpus: how many there are.
-        requests: how many the trace has.
-        length_s: from its first to its last, seconds.
-        prediction: "last" or "perfect".
-        mispredicted: share of requests whose output is predicted wrongly.
-        baseline: name of the policy that savings are against.
-        policies: the trace under each policy.
-        left_out: policies that cannot serve the trace, each with the reason.
-    """
-
-    gpus: int
-    requests: int
-    length_s: float
-    prediction: str
-    mispredicted: float
-    baseline: str
-    policies: tuple[ReplayView, ...]
-    left_out: tuple[str, ...]
-
-
 def simulation_view(
     trace: Trace, settings: Settings, replays: Sequence[Replay], left_out: Sequence[str]
-) -> SimulationView:
-    """Return what is printed of replays, at least one."""
+) -> dict[str, Any]:
+    """Return what is printed of replays, at least one, for JSON; the fields of a policy are those of `Replay`."""
     baseline_j = {each.policy: each.energy_j for each in replays}.get(BASELINE)
-    return SimulationView(
-        gpus=settings.gpus,
-        requests=len(trace.times_s),
-        length_s=trace.end_s,
-        prediction=settings.prediction,
-        mispredicted=settings.mispredicted,
-        baseline=BASELINE,
-        policies=tuple(_replay_view(each, baseline_j) for each in replays),
-        left_out=tuple(left_out),
-    )
+    return {
+        "gpus": settings.gpus,
+        "requests": len(trace.times_s),
+        "length_s": trace.end_s,
+        "prediction": settings.prediction,
+        "mispredicted": settings.mispredicted,
+        "baseline": BASELINE,
+        "policies": [_replay_view(each, baseline_j) for each in replays],
+        "left_out": list(left_out),
+    }
 
 
-def _replay_view(replay: Replay, baseline_j: float | None) -> ReplayView:
-    return ReplayView(
-        policy=replay.policy,
-        description=POLICIES[replay.policy],
-        energy_j=replay.energy_j,
-        saved_share=1 - replay.energy_j / baseline_j if baseline_j else None,
-        change_j=replay.change_j,
-        late=replay.late,
-        late_share=replay.late / replay.requests,
-        moved=replay.moved,
-        gpus=replay.gpus,
-        most_gpus=replay.most_gpus,
-        instance_changes=replay.changes[0],
-        sharding_changes=replay.changes[1],
-        clock_changes=replay.changes[2],
-        short_periods=replay.short_periods,
-        periods=tuple(period._asdict() for period in replay.periods),
-    )
+def _replay_view(replay: Replay, baseline_j: float | None) -> dict[str, Any]:
+    return {
+        "policy": replay.policy,
+        "description": POLICIES[replay.policy],
+        "energy_j": replay.energy_j,
+        "saved_share": 1 - replay.energy_j / baseline_j if baseline_j else None,
+        "change_j": replay.change_j,
+        "late": replay.late,
+        "late_share": replay.late / replay.requests,
+        "moved": replay.moved,
+        "gpus": replay.gpus,
+        "most_gpus": replay.most_gpus,
+        "instance_changes": replay.changes[0],
+        "sharding_changes": replay.changes[1],
+        "clock_changes": replay.changes[2],
+        "short_periods": replay.short_periods,
+        "periods": [period._asdict() for period in replay.periods],
+    }
 
 
-def simulation_text(view: SimulationView) -> str:
+def simulation_text(view: dict[str, Any]) -> str:
     """Return the table of a replay: a row for each policy."""
-    rows = view.policies
+    rows = view["policies"]
     columns = [
-        ["chosen how", *(row.description for row in rows)],
-        column("energy kWh", [_kwh(row.energy_j) for row in rows]),
-        column("saved %", [_percent(row.saved_share) for row in rows]),
-        column("late %", [f"{100 * row.late_share:.2f}" for row in rows]),
-        column("moved %", [f"{100 * row.moved / view.requests:.2f}" for row in rows]),
-        column("GPUs", [f"{row.gpus:.0f}" for row in rows]),
-        column("most", [str(row.most_gpus) for row in rows]),
-        column("changes", [f"{r.instance_changes}/{r.sharding_changes}/{r.clock_changes}" for r in rows]),
+        ["chosen how", *(row["description"] for row in rows)],
+        column("energy kWh", [_kwh(row["energy_j"]) for row in rows]),
+        column("saved %", [_percent(row["saved_share"]) for row in rows]),
+        column("late %", [f"{100 * row['late_share']:.2f}" for row in rows]),
+        column("moved %", [f"{100 * row['moved'] / view['requests']:.2f}" for row in rows]),
+        column("GPUs", [f"{row['gpus']:.0f}" for row in rows]),
+        column("most", [str(row["most_gpus"]) for row in rows]),
+        column("changes", [f"{r['instance_changes']}/{r['sharding_changes']}/{r['clock_changes']}" for r in rows]),
     ]
-    predicted = "as it will be" if view.prediction == "perfect" else "as the one before"
+    predicted = "as it will be" if view["prediction"] == "perfect" else "as the one before"
     notes = [
         f"Savings are against {AGAINST}.",
         "GPUs are those in use, on average and at most; changes are of instances, sharding and clocks.",
-        *(f"Left out: {reason}." for reason in view.left_out),
+        *(f"Left out: {reason}." for reason in view["left_out"]),
         *(
-            f"{row.description}: the GPUs did not carry the predicted load in {row.short_periods} periods."
+            f"{row['description']}: the GPUs did not carry the predicted load in {row['short_periods']} periods."
             for row in rows
-            if row.short_periods
+            if row["short_periods"]
         ),
     ]
     return Sheet(
-        f"{view.requests} requests in {view.length_s / 60:.0f} min on {view.gpus} GPUs",
+        f"{view['requests']} requests in {view['length_s'] / 60:.0f} min on {view['gpus']} GPUs",
         f"Replayed from the inference profile. Each period is predicted {predicted}; "
-        f"{100 * view.mispredicted:g} % of the outputs wrongly.",
+        f"{100 * view['mispredicted']:g} % of the outputs wrongly.",
         columns,
         "\n".join(notes),
     ).text()
 
 
-def simulation_figure(view: SimulationView) -> Figure:
+def simulation_figure(view: dict[str, Any]) -> Figure:
     """Return power, GPUs in use and late requests over time."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 7), layout="constrained")
     panels = figure.subplots(3, 1, sharex=True)
-    for row in view.policies:
-        minutes = [*(period["start_s"] / 60 for period in row.periods), view.length_s / 60]
+    for row in view["policies"]:
+        minutes = [*(period["start_s"] / 60 for period in row["periods"]), view["length_s"] / 60]
         series = [
-            [period["power_w"] / 1e3 for period in row.periods],
-            [period["gpus"] for period in row.periods],
-            [period["late"] for period in row.periods],
+            [period["power_w"] / 1e3 for period in row["periods"]],
+            [period["gpus"] for period in row["periods"]],
+            [period["late"] for period in row["periods"]],
         ]
         for axes, values in zip(panels, series, strict=True):
-            axes.step(minutes, [*values, values[-1]], where="post", label=row.description)
+            axes.step(minutes, [*values, values[-1]], where="post", label=row["description"])
     for axes, label in zip(panels, ("power (kW)", "GPUs in use", "late requests"), strict=True):
         axes.set_ylabel(label)
         axes.grid(alpha=0.3)
     figure.legend(*panels[0].get_legend_handles_labels(), fontsize="small", loc="outside lower center", ncols=3)
     panels[-1].set_xlabel("time (min)")
-    figure.suptitle(f"{view.requests} requests on {view.gpus} GPUs (replayed)", fontsize="medium")
+    figure.suptitle(f"{view['requests']} requests on {view['gpus']} GPUs (replayed)", fontsize="medium")
     return figure
 
 

@@ -47,7 +47,7 @@ def test_text_and_json_are_what_the_library_says(work: Path, frontier: Frontier)
     cluster = Cluster(frontier, 3, 100, read_stragglers(Path("slow.csv"), 3, 2), 2.0)
     summary = summarize_cluster(cluster, [simulate(cluster, name) for name in DEFAULT], 1.0)
     assert done(SIMULATE) == f"{cluster_text(summary)}\n"
-    expected = json.loads(json.dumps(asdict(summary)))
+    expected = json.loads(json.dumps(summary, default=asdict))
     assert json.loads(done(f"{SIMULATE} --json")) == {**expected, "files": []}
 
 

@@ -61,7 +61,7 @@ REFUSED = {
     MEASURE.replace("--gpu a100-sxm", ""): (
         "--kernels: needs --gpu, the kind of GPU, and --output, the system file to write"
     ),
-    f"{MEASURE} --microbatch 1,x": "--microbatch: '1,x' is not a list of whole numbers; write one such as 1,2,4",
+    f"{MEASURE} --microbatch 1,x": "--microbatch: 'x' is not a whole number of at least 1",
     f"{MEASURE} --tensor-parallel 2": (
         "--tensor-parallel: 2 GPUs do not divide the 1 ranks; start 2 with torchrun --nproc-per-node 2"
     ),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from xml.etree.ElementTree import Element, SubElement, tostring
 
 from perseus_planner.inference.plan import BASELINE
@@ -12,7 +12,6 @@ from perseus_planner.views.report.page import content_policy, report_file
 from perseus_planner.views.web import page_file
 
 if TYPE_CHECKING:
-    from perseus_planner.views.inference import InferencePlanView, PolicyView
     from perseus_planner.views.report.savings import EnergyCost, EnergyRates
 
 _STYLE = """
@@ -41,14 +40,14 @@ class PoolsReport:
     rates: EnergyRates
     cost: EnergyCost
     saved: EnergyCost | None
-    plan: InferencePlanView
+    plan: dict[str, Any]
 
 
-def make_pools_report(file: str, plan: InferencePlanView, rates: EnergyRates) -> PoolsReport:
+def make_pools_report(file: str, plan: dict[str, Any], rates: EnergyRates) -> PoolsReport:
     """Return the report of a plan."""
-    baseline_j = next(row.energy_j for row in plan.policies if row.policy == BASELINE)
-    saved = None if baseline_j is None else rates.cost(baseline_j - plan.energy_j)
-    return PoolsReport(file, rates, rates.cost(plan.energy_j), saved, plan)
+    baseline_j = next(row["energy_j"] for row in plan["policies"] if row["policy"] == BASELINE)
+    saved = None if baseline_j is None else rates.cost(baseline_j - plan["energy_j"])
+    return PoolsReport(file, rates, rates.cost(plan["energy_j"]), saved, plan)
 
 
 def pools_text(report: PoolsReport) -> str:
@@ -71,7 +70,7 @@ def pools_page(report: PoolsReport) -> str:
     main = SubElement(body, "main", {"class": "wide"})
     first = _panel(main, "Where the energy goes")
     SubElement(first, "p", {"class": "lead"}).text = _headline(report)
-    bars = _bars([row for row in report.plan.policies if row.energy_j is not None])
+    bars = _bars([row for row in report.plan["policies"] if row["energy_j"] is not None])
     _scrolling(first, "Energy of each way to choose pools").append(bars)
     SubElement(first, "p", {"class": "small soft"}).text = _assumed(report)
     for sheet in plan_sheets(report.plan)[::-1]:
@@ -97,13 +96,13 @@ def _scrolling(panel: Element, name: str) -> Element:
 
 
 def _headline(report: PoolsReport) -> str:
-    plan, hours = report.plan, sum(epoch["length_s"] for epoch in report.plan.epochs) / 3600
-    said = f"{plan.energy_j / 3.6e6:.4g} kWh of {plan.gpus} GPUs in {hours:.3g} h."
-    if report.saved is None or plan.saved_share is None:
+    plan, hours = report.plan, sum(epoch["length_s"] for epoch in report.plan["epochs"]) / 3600
+    said = f"{plan['energy_j'] / 3.6e6:.4g} kWh of {plan['gpus']} GPUs in {hours:.3g} h."
+    if report.saved is None or plan["saved_share"] is None:
         return f"{said} The baseline violates the latency objective of a class."
     saved = report.saved
     return (
-        f"{said} That is {100 * plan.saved_share:.1f} % less than with {AGAINST}: "
+        f"{said} That is {100 * plan['saved_share']:.1f} % less than with {AGAINST}: "
         f"{saved.kwh:.4g} kWh at the meter, {saved.usd:.4g} USD, {saved.co2e_kg:.4g} kg of CO2e."
     )
 
@@ -116,17 +115,17 @@ def _assumed(report: PoolsReport) -> str:
     )
 
 
-def _bars(rows: list[PolicyView]) -> Element:
+def _bars(rows: list[dict[str, Any]]) -> Element:
     """Return a bar for the energy of each policy."""
-    most = max(row.energy_j or 0.0 for row in rows)
-    told = ", ".join(f"{row.description} {(row.energy_j or 0.0) / 3.6e6:.4g} kWh" for row in rows)
+    most = max(row["energy_j"] or 0.0 for row in rows)
+    told = ", ".join(f"{row['description']} {(row['energy_j'] or 0.0) / 3.6e6:.4g} kWh" for row in rows)
     svg = Element("svg", {"class": "bars", "role": "img", "viewBox": f"0 0 640 {_ROW * len(rows)}"})
     svg.set("aria-label", f"Energy: {told}")
     for number, row in enumerate(rows):
-        kwh, width = (row.energy_j or 0.0) / 3.6e6, 300 * (row.energy_j or 0.0) / most
+        kwh, width = (row["energy_j"] or 0.0) / 3.6e6, 300 * (row["energy_j"] or 0.0) / most
         place = {"x": "250", "y": str(_ROW * number + 3), "width": f"{width:.1f}", "height": str(_ROW - 8)}
-        SubElement(svg, "rect", {**place, "class": "plan" if row.policy == "planner" else "other"})
+        SubElement(svg, "rect", {**place, "class": "plan" if row["policy"] == "planner" else "other"})
         line = str(_ROW * number + 17)
-        SubElement(svg, "text", {"x": "242", "y": line, "text-anchor": "end"}).text = row.description
+        SubElement(svg, "text", {"x": "242", "y": line, "text-anchor": "end"}).text = row["description"]
         SubElement(svg, "text", {"x": f"{256 + width:.1f}", "y": line}).text = f"{kwh:.4g} kWh"
     return svg
