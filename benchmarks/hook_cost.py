@@ -16,6 +16,10 @@ from engine_cost import ENGINES, FixedProgram, time_in_turn
 from results import Check, Section, Table
 
 from perseus_planner import Profile, schedules, solve
+from perseus_planner.runs.autopilot import AutopilotStatus
+from perseus_planner.runtime.autopilot import Ledger
+from perseus_planner.runtime.autopilot.ranks.follower import ProgramFollower
+from perseus_planner.runtime.autopilot.ranks.programs import AutopilotProgram
 from perseus_planner.runtime.hook import Hook, Program
 from perseus_planner.runtime.marks import HostMarks, clock_request
 
@@ -24,6 +28,8 @@ _COLUMNS = {
     "median_us": ("median, us", ".2f"),
     "p99_us": ("p99, us", ".2f"),
 }
+_MAX_AUTOPILOT_US = 2.0  #: more than with a plan, in the median, per computation
+_ITERATION, _AUTOPILOT = "begin and end of an iteration", "the same by the autopilot, a new program in each"
 _ENGINE_COLUMNS = {
     "engine": ("engine", ""),
     "without_us": ("a computation without the hook, us", ".0f"),
@@ -38,6 +44,8 @@ def measure(size: Size) -> Section:
     program, shared = _program(size), memoryview(bytearray(8)).cast("Q")
     hook = Hook(HostMarks(shared), FixedProgram(program), program)
     rows, is_right = _bare(program, hook, shared, size.hook_iterations)
+    median_us = {row["what"]: row["median_us"] for row in rows}
+    more_us = (median_us[_AUTOPILOT] - median_us[_ITERATION]) / len(program.computations)
     names = [name for name in list(ENGINES)[: size.hook_engines] if find_spec(ENGINES[name])]
     engines = [_engine_row(name, program, size.engine_iterations) for name in names]
     return Section(
@@ -45,13 +53,18 @@ def measure(size: Size) -> Section:
         "Cost of the hook on the training thread",
         f"Time measured on this machine, per computation, of {len(program.computations)} in an iteration; all take "
         "their turn in every iteration. First the calls alone: the begin and the end of the hook, which writes the "
-        "request that the controller polls; a message to another process per computation, as Zeus hands over its "
+        "request that the controller polls, with a plan or by the autopilot, which adds to each iteration and to no "
+        "computation; a message to another process per computation, as Zeus hands over its "
         "clocks (besides a device synchronization); a new thread for each, as EnvPipe changes clocks. Then real "
         "engines of one rank on the CPU, with a stage that does almost no work, with and without the hook. To reach: "
         "20 us in the median, 100 us at the 99th percentile. Engines that are not installed are left out.",
         [Table(_COLUMNS, rows), Table(_ENGINE_COLUMNS, engines)],
         [
             Check("after each computation the request is the next one's clock", is_right),
+            Check(
+                f"the autopilot adds at most {_MAX_AUTOPILOT_US:g} us per computation: {more_us:.2f}",
+                more_us <= _MAX_AUTOPILOT_US,
+            ),
             Check("no engine deviated from the plan", not any(row["deviations"] for row in engines)),
         ],
         [
@@ -83,7 +96,8 @@ def _bare(program: Program, hook: Hook, shared: memoryview, iterations: int) -> 
         "multiprocessing.Queue.put": (lambda *computation: queue.put((*computation, 1410)), _nothing),
         "a new thread": (lambda *_: threading.Thread(target=_nothing).start(), _nothing),
     }
-    taken_ns: dict[str, list[int]] = {way: [] for way in (*ways, "begin and end of an iteration")}
+    taken_ns: dict[str, list[int]] = {way: [] for way in (*ways, _ITERATION, _AUTOPILOT)}
+    learning = _learning_hook(program, iterations)
     is_right = True
     for _ in range(iterations):
         for way, (begin, end) in ways.items():
@@ -95,11 +109,42 @@ def _bare(program: Program, hook: Hook, shared: memoryview, iterations: int) -> 
                 spent_ns, written = _taken_ns(begin, end, each, shared)
                 taken_ns[way].append(spent_ns)
                 is_right &= written == requests[(position + 1) % len(requests)]
-            taken_ns["begin and end of an iteration"].append(begin_ns + _timed(hook.end_iteration))
+            taken_ns[_ITERATION].append(begin_ns + _timed(hook.end_iteration))
+            begin_ns = _timed(learning.begin_iteration, len(requests) // 2)
+            for each in program.computations:
+                learning.begin(*each)
+                learning.end()
+            taken_ns[_AUTOPILOT].append(begin_ns + _timed(learning.end_iteration))
     queue.put(None)
     reader.join()
     nothing_ns = statistics.median(taken_ns.pop("no hook"))
     return [_row(way, [ns - nothing_ns for ns in found]) for way, found in taken_ns.items()], is_right
+
+
+class _NewPrograms:
+    """Stands in for the `PlanFollower` of a rank: a new program of the autopilot in each iteration."""
+
+    def __init__(self, program: Program, iterations: int) -> None:
+        time_s, top_mhz, status = program.time_s, program.clocks[0], AutopilotStatus("learning", 7)
+        ledgers = [Ledger(time_s, burst_s=0.005 * time_s, last=max(-1, number - 2)) for number in range(iterations)]
+        self._programs = [
+            AutopilotProgram(i + 1, i + 1, 1, program.computations, program.clocks, time_s, top_mhz, ledger, status)
+            for i, ledger in enumerate(ledgers)
+        ]
+
+    def program_for(self, iteration: int) -> AutopilotProgram:
+        """See `PlanFollower.program_for`."""
+        return self._programs[iteration]
+
+    def on_end(self, *_: object) -> None:
+        """See `PlanFollower.on_end`."""
+
+
+def _learning_hook(program: Program, iterations: int) -> Hook:
+    """Return a hook that runs by the autopilot; its last programs are two iterations older than what it knows."""
+    source, programs = ProgramFollower(), _NewPrograms(program, iterations)
+    source.follow(programs, lambda: program.time_s)  # type: ignore[arg-type]
+    return Hook(HostMarks(memoryview(bytearray(8)).cast("Q")), source, programs.program_for(0))
 
 
 def _taken_ns(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import copy
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -70,15 +71,17 @@ class Ledger:
             full_clocks: whether all of it ran at full clocks.
             iteration: its number; None for the next one.
         """
-        number = self.last + 1 if iteration is None else iteration
-        share = self.slowdown + self.max_slowdown
-        change_s = (1.0 - share) * time_s if full_clocks else time_s - share * self.reference_s
-        return replace(
-            self,
-            owed_s=max(self.owed_s + change_s, -_CREDIT * self.burst_s),
-            last=number,
-            recent=(*self.recent, (number, time_s, full_clocks))[-_RECENT:],
-        )
+        return self._added((self.last + 1 if iteration is None else iteration, time_s, full_clocks))
+
+    def _added(self, *iterations: tuple[int, float, bool]) -> Ledger:
+        share, owed_s = self.slowdown + self.max_slowdown, self.owed_s
+        for _, time_s, full_clocks in iterations:
+            owed_s += (1.0 - share) * time_s if full_clocks else time_s - share * self.reference_s
+            owed_s = max(owed_s, -_CREDIT * self.burst_s)
+        ledger = copy(self)  # on the training thread: what was checked is not checked again
+        recent = (*self.recent, *iterations)[-_RECENT:]
+        ledger.__dict__.update(owed_s=owed_s, last=iterations[-1][0], recent=recent)
+        return ledger
 
     def renewed(self, terms: Ledger) -> Ledger:
         """Return the ledger that comes with a program, with the iterations added that this rank has run since.
@@ -92,10 +95,7 @@ class Ledger:
         later = [each for each in self.recent if each[0] > terms.last]
         if len(later) == _RECENT:
             return replace(terms, owed_s=max(self.owed_s, -_CREDIT * terms.burst_s), last=self.last, recent=self.recent)
-        ledger = terms
-        for number, time_s, full_clocks in later:
-            ledger = ledger.add(time_s, full_clocks=full_clocks, iteration=number)
-        return ledger
+        return terms._added(*later) if later else terms
 
     def corrected(self, reference_s: float, burst_s: float, count: int) -> Ledger:
         """Return the ledger with a new reference, which the last `count` iterations had already.
