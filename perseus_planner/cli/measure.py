@@ -34,7 +34,7 @@ _FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
     ),
 )
 @click.option(
-    "--gpu", "gpus", multiple=True, metavar="GPU", help="GPU to measure; repeat it for several.  [default: all of NVML]"
+    "--gpu", "gpus", multiple=True, metavar="GPU", help="GPU to measure; repeat it for several.  [default: all]"
 )
 @click.option("--tokens", type=click.FloatRange(0, min_open=True), metavar="N", help="Tokens that the command handles.")
 @click.option(

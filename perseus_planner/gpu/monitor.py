@@ -85,8 +85,8 @@ class Monitor:
     Opening it takes about a second on real GPUs, in which it times the updates of their energy counters.
 
     Args:
-        gpus: The GPUs, as texts for `open_gpu` or opened already; None for all that NVML shows. GPUs that are opened
-            here are closed with the monitor.
+        gpus: The GPUs, as texts for `open_gpu` or opened already; None for all that NVML and AMD SMI show. GPUs that
+            are opened here are closed with the monitor.
         synchronize: Called at both edges of each window, for example `torch.cuda.synchronize`, so that a window ends
             after the work that was launched in it. By default nothing waits for the device.
         sample_s: Sample the power every so many seconds, for `peak_w` and `on_sample`. None samples only GPUs without
@@ -377,9 +377,9 @@ def _meter(gpu: Gpu) -> _CountedMeter | _SampledMeter:
 
 def _listed(gpus: str | Gpu | Sequence[str | Gpu] | None) -> Sequence[str | Gpu]:
     if gpus is None:
-        from perseus_planner.gpu.nvml.discovery import visible_gpus
+        from perseus_planner.gpu import all_gpus
 
-        gpus = [gpu.text for gpu in visible_gpus() if not gpu.problem]
+        gpus = [gpu.text for gpu in all_gpus() if not gpu.problem]
     listed: Sequence[str | Gpu] = gpus if isinstance(gpus, (list, tuple)) else [gpus]  # type: ignore[list-item]
     if not listed:
         raise UsageError("there is no GPU to measure; name one, such as nvml:0 or emulated:a100-sxm")

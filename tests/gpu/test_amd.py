@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 from fake_amd_smi import UUIDS, AmdStandIn, amd, rocm  # noqa: F401  # fixtures
 
+from perseus_planner import Monitor
 from perseus_planner.errors import GpuError, GpuLost, GpuNotPermitted, GpuNotSupported
 from perseus_planner.gpu import open_gpu
 from perseus_planner.gpu.amd.gpu import visible_amd_gpus
@@ -60,6 +61,13 @@ def test_an_energy_counter_in_a_wrong_unit_is_not_used_and_clocks_can_be_reset(a
             gpu.energy_j()
         assert "so the counter is not used" in gpu.warnings()[0]
         gpu.reset_clocks()
+
+
+def test_a_monitor_measures_all_gpus_where_there_are_none_of_nvml(amd: AmdStandIn, monkeypatch):  # noqa: F811
+    monkeypatch.setenv("PLANNER_NVML_LIBRARY", "/missing/libnvidia-ml.so.1")
+    with Monitor() as monitor, monitor.window() as window:
+        pass
+    assert [gpu.gpu for gpu in window.gpus] == [f"amd:{uuid}" for uuid in UUIDS]
 
 
 def test_there_is_one_call_at_a_time(amd: AmdStandIn):  # noqa: F811

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import socket
 import subprocess
@@ -347,6 +348,16 @@ def test_a_table_says_of_every_job_what_it_uses_and_how_it_is(browser: Any, url:
             assert page.locator("#all-jobs tr", has_text="calm").locator("td").last.inner_text() == "sends no telemetry"
             assert barriers(page) == []
             assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+
+
+def test_no_saving_is_shown_of_a_job_whose_plans_are_of_another_machine(browser: Any, url: str):
+    sent = {**COUNTED, "time_s": 1e6, "metered_s": 1e6}
+    httpx.post(f"{url}/v1/jobs/gpt/telemetry", json=sent).raise_for_status()
+    for address, cards in (("#/", "#all-cards"), ("#/jobs/gpt", "#cards")):
+        with opened(browser, f"{url}/{address}") as page:
+            has(page, cards, "Power, all GPUs")
+            assert not re.search("% (less|more)", page.inner_text(cards))
+            assert page.locator(f"{cards} .meter:not(.none)").count() == 0
 
 
 def test_a_job_has_its_events_and_its_autopilot(browser: Any, url: str):

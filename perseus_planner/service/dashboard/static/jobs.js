@@ -73,14 +73,15 @@ export function showAll(jobs, budget) {
   const sum = (of) => jobs.reduce((total, status) => total + of(status), 0);
   const now_w = sum((status) => status.telemetry?.power_w ?? status.expected.power_w);
   const most_w = sum((status) => status.expected.baseline_power_w);
-  const metered = jobs.filter((status) => status.telemetry?.energy_is).length;
+  const isUnlike = jobs.some((status) => status.unlike_plan); // what all clocks at maximum would draw is not known then
+  const metered = jobs.filter((status) => status.telemetry?.energy_is && !status.unlike_plan).length;
   const kinds = (of) => [...new Set(jobs.map(of).filter(Boolean))].sort().join(" and ");
   const saved_j = sum((status) => (status.telemetry?.energy_is && !status.unlike_plan ? status.telemetry.saved_j : 0));
   const cards = [
     { name: "Jobs", value: number(jobs.length), notes: [slowJobs.length ? `${number(slowJobs.length)} with something slow` : "nothing is slow"] },
-    { name: "Saves now, by plans", value: watts(sum((status) => status.expected_saving_w)), origin: kinds((status) => byPlans(status.expected.origin)), notes: ["while pipelines wait for a slower one"] },
+    { name: "Saves now, by plans", value: watts(sum((status) => (status.unlike_plan ? 0 : status.expected_saving_w))), origin: kinds((status) => byPlans(status.expected.origin)), notes: ["while pipelines wait for a slower one"] },
   ];
-  if (most_w > 0) cards.push({ name: "Power, all GPUs", value: watts(now_w), origin: kinds((status) => (status.telemetry?.power_w == null ? byPlans(status.expected.origin) : status.telemetry.energy_is)), notes: [`${less(now_w, most_w)} than ${watts(most_w)} with all clocks at maximum`], bar: now_w / most_w });
+  if (most_w > 0) cards.push({ name: "Power, all GPUs", value: watts(now_w), origin: kinds((status) => (status.telemetry?.power_w == null ? byPlans(status.expected.origin) : status.telemetry.energy_is)), notes: isUnlike ? [] : [`${less(now_w, most_w)} than ${watts(most_w)} with all clocks at maximum`], bar: isUnlike ? null : now_w / most_w });
   if (budget.power_w !== null || budget.schedule.length) {
     const notes = budget.schedule.slice(0, 3).map(budgetText);
     if (budget.schedule.length > 3) notes.push(`and ${number(budget.schedule.length - 3)} more later`);
