@@ -48,7 +48,12 @@ if TYPE_CHECKING:
 @click.option("--power-budget", type=console.POWER, help="The fastest within that mean power of all GPUs, e.g. 30kW.")
 @click.option("--least-energy", is_flag=True, help="Least energy for a token, however slow.")
 @click.option("--power-limit", type=console.POWER, help="Power limit of each GPU, e.g. 500W.")
-@click.option("--tokens", type=float, metavar="N", help="Tokens of the whole run, for hours, kWh, cost and CO2e.")
+@click.option(
+    "--tokens",
+    type=click.FloatRange(0, min_open=True),
+    metavar="N",
+    help="Tokens of the whole run, for hours, kWh, cost and CO2e.",
+)
 @click.option("--pue", type=click.FloatRange(1.0), default=1.2, show_default=True, help="Of the data center; assumed.")
 @click.option("--price", type=click.FloatRange(0.0), default=0.10, show_default=True, help="Of a kWh, in any currency.")
 @click.option("--carbon", type=click.FloatRange(0.0), default=400.0, show_default=True, help="g CO2e of a kWh.")

@@ -64,9 +64,16 @@ def candidates(model: Transformer, system: System, choices: Choices) -> list[Can
     """Return all configurations that fit in memory.
 
     Raises:
-        UsageError: If there are none; the text names the nearest number of GPUs or batch that works, or the memory
-            that is missing.
+        UsageError: If there are none; the text names the nearest number of GPUs or batch that works, the memory that is
+            missing, or the option that allows none.
     """
+    if model.precision == "fp8" and system.fp8_speedup <= 1:
+        raise UsageError(f"--precision: {system.gpu.name} has no fp8; give bf16 or fp16")
+    if model.attention != "plain" and tuple(choices.recomputations) == ("selective",):
+        raise UsageError(
+            f"--recompute: {model.attention} attention keeps no scores that selective could recompute; give none or "
+            "full, or --attention plain"
+        )
     found, least, any_full = [], None, False
     for gpus in _parts(choices.gpus):
         for job, times in _configurations(model, system, replace(choices, gpus=gpus)):

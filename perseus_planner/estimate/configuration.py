@@ -127,11 +127,7 @@ class Configuration:
         parts = times or layer_times(self.shape, system)
         if self.split_head:
             parts = parts.split_head(self.ranks, self.transfer_s(system))
-        last = len(self.split) - 1
-        return [
-            parts.stage(layers, first=stage == 0, last=stage == last or self.split_head)
-            for stage, layers in enumerate(self.split)
-        ]
+        return parts.stages(self.split, split_head=self.split_head)
 
     def transfer_s(self, system: System) -> float:
         """Return the seconds of an activation from one rank to the next, which the tensor group shares."""

@@ -25,7 +25,7 @@ from perseus_planner.estimate.operations import (
 from perseus_planner.estimate.system import KernelKey
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
     from perseus_planner.estimate.system import System
     from perseus_planner.estimate.transformer import Transformer
@@ -89,12 +89,12 @@ class LayerTimes:
         head = {kind: each * (1 / ranks) + Phases(exchange_s=sent[kind] * sent_s) for kind, each in self.head.items()}
         return replace(self, head=head)
 
-    def stage(self, layers: int, *, first: bool, last: bool) -> dict[str, Phases]:
-        """Return the phases of a stage with so many layers, and with embedding and head where it is first or last."""
-        found = {}
-        for kind, layer in self.layer.items():
-            phases = layer * layers + self.embedding[kind] if first else layer * layers
-            found[kind] = phases + self.head[kind] if last else phases
+    def stages(self, split: Sequence[int], *, split_head: bool = False) -> list[dict[str, Phases]]:
+        """Return the phases of stages with so many layers, with the head on the last one or on all."""
+        found = [{kind: layer * layers for kind, layer in self.layer.items()} for layers in split]
+        for stages, more in ((found[:1], self.embedding), (found if split_head else found[-1:], self.head)):
+            for stage in stages:
+                stage.update({kind: phases + more[kind] for kind, phases in stage.items()})
         return found
 
 

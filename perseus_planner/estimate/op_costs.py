@@ -83,13 +83,8 @@ class TransformerPipeline:
     def loads(self, system: System) -> list[dict[str, Load]]:
         """Return time and power over clocks of each kind for one microbatch on one GPU of each stage."""
         system = self.on(system)
-        times, last = layer_times(self.transformer, system), len(self.split) - 1
-        return [
-            {kind: phases.load(system) for kind, phases in kinds.items()}
-            for kinds in (
-                times.stage(layers, first=stage == 0, last=stage == last) for stage, layers in enumerate(self.split)
-            )
-        ]
+        stages = layer_times(self.transformer, system).stages(self.split)
+        return [{kind: phases.load(system) for kind, phases in stage.items()} for stage in stages]
 
 
 def stage_op_costs(transformer: Transformer, stages: int | Sequence[int]) -> list[dict[str, OpCost]]:

@@ -167,6 +167,11 @@ REFUSED = {
     "gradients 87.3, optimizer 261.9, activations 0.8, reserve 3.7); give --gpus 64": lambda: explore(
         PRESETS["gpt3-175b"], A100, EIGHT
     ),
+    "--precision: a100-sxm has no fp8; give bf16 or fp16": lambda: explore(
+        replace(SMALL, precision="fp8"), A100, EIGHT
+    ),
+    "--recompute: flash-causal attention keeps no scores that selective could recompute; give none or full, or "
+    "--attention plain": lambda: explore(SMALL, A100, replace(EIGHT, recomputations=("selective",))),
     "--power-budget: no configuration draws that little; give": lambda: explore(
         SMALL, A100, Choices(2, 8), Objective(power_w=100.0)
     ),
