@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -44,25 +44,6 @@ class Verdict:
     observe: int
     set_clocks: int | None
     profile: int
-
-
-@dataclass(frozen=True)
-class Diagnosis:
-    """What `planner doctor` found.
-
-    Attributes:
-        verdict: What works here.
-        gpus: The GPUs that could be opened.
-        parallel: How long changing the clocks of all GPUs takes; None if not measured, or with fewer than two GPUs.
-        clock_change: Values for `clock_change` in a job file; empty if not measured.
-        remarks: Why there are no more GPUs, and invalid lease records.
-    """
-
-    verdict: Verdict
-    gpus: tuple[GpuDiagnosis, ...]
-    parallel: ParallelLatency | None
-    clock_change: dict[str, float]
-    remarks: tuple[str, ...]
 
 
 @click.command(
@@ -112,14 +93,17 @@ def doctor(
         gpus = _cuda()
     texts, unreadable, remarks = _visible() if gpus in ((), ("nvml",)) else (gpus, (), ())
     with ExitStack() as stack:
-        diagnosis = _diagnose([stack.enter_context(open_gpu(text)) for text in texts], measure_latency)
-    diagnosis = replace(
-        diagnosis,
-        verdict=_verdict(diagnosis.gpus, len(texts) + len(unreadable)),
-        remarks=(*remarks, *unreadable, *diagnosis.remarks, *read_records()[1]),
-    )
+        found, parallel, problems = _diagnose([stack.enter_context(open_gpu(text)) for text in texts], measure_latency)
+    verdict = _verdict(found, len(texts) + len(unreadable))
+    diagnosis = {
+        "verdict": verdict,
+        "gpus": found,
+        "parallel": parallel,
+        "clock_change": _clock_change(_latencies(found), parallel),
+        "remarks": [*remarks, *unreadable, *problems, *read_records()[1]],
+    }
     console.report(diagnosis, _text(diagnosis), [], as_json=as_json)
-    if not diagnosis.verdict.observe and not diagnosis.verdict.set_clocks:
+    if not verdict.observe and not verdict.set_clocks:
         click.get_current_context().exit(1)
 
 
@@ -148,8 +132,8 @@ def _visible() -> tuple[Sequence[str], tuple[str, ...], tuple[str, ...]]:
     return [gpu.text for gpu in shown if not gpu.problem], tuple(gpu.problem for gpu in shown if gpu.problem), ()
 
 
-def _diagnose(gpus: Sequence[Gpu], measure: bool) -> Diagnosis:
-    """Diagnose each GPU, and continue if one of them is lost."""
+def _diagnose(gpus: Sequence[Gpu], measure: bool) -> tuple[list[GpuDiagnosis], ParallelLatency | None, list[str]]:
+    """Diagnose each GPU and all together; return what is wrong last, and continue if one of them is lost."""
     found: list[GpuDiagnosis] = []
     settable: list[Gpu] = []
     problems = []
@@ -159,14 +143,16 @@ def _diagnose(gpus: Sequence[Gpu], measure: bool) -> Diagnosis:
             continue
         found.append(_measure(gpu, inspection) if measure else GpuDiagnosis(inspection, None))
         settable += [gpu] if found[-1].latency is not None else []
-    latencies = [diagnosis.latency for diagnosis in found if diagnosis.latency is not None]
+    parallel = None
     try:
-        parallel = _measure_parallel(settable, latencies)
+        parallel = _measure_parallel(settable, _latencies(found))
     except GpuError as error:
-        parallel = None
         problems.append(str(error))
-    verdict = _verdict(found, len(gpus))
-    return Diagnosis(verdict, tuple(found), parallel, _clock_change(latencies, parallel), tuple(problems))
+    return found, parallel, problems
+
+
+def _latencies(found: Sequence[GpuDiagnosis]) -> list[Latency]:
+    return [diagnosis.latency for diagnosis in found if diagnosis.latency is not None]
 
 
 def _inspect_all(gpus: Sequence[Gpu]) -> list[Inspection | GpuError]:
@@ -239,14 +225,14 @@ def _clock_change(latencies: Sequence[Latency], parallel: ParallelLatency | None
     return change
 
 
-def _text(diagnosis: Diagnosis) -> str:
-    parts = [_gpu_text(gpu) for gpu in diagnosis.gpus]
-    if diagnosis.parallel is not None:
-        parts.append(_parallel_text(diagnosis.parallel))
-    if diagnosis.clock_change:
-        change = ", ".join(f"{name}: {value:g}" for name, value in diagnosis.clock_change.items())
+def _text(diagnosis: dict[str, Any]) -> str:
+    parts = [_gpu_text(gpu) for gpu in diagnosis["gpus"]]
+    if diagnosis["parallel"] is not None:
+        parts.append(_parallel_text(diagnosis["parallel"]))
+    if diagnosis["clock_change"]:
+        change = ", ".join(f"{name}: {value:g}" for name, value in diagnosis["clock_change"].items())
         parts.append(f"For a job file:\n\nclock_change: {{{change}}}")
-    return "\n\n".join([*parts, *diagnosis.remarks, _verdict_text(diagnosis.verdict)])
+    return "\n\n".join([*parts, *diagnosis["remarks"], _verdict_text(diagnosis["verdict"])])
 
 
 def _verdict_text(verdict: Verdict) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import click
@@ -27,19 +28,6 @@ class GpuReset:
     problem: str | None
 
 
-@dataclass(frozen=True)
-class ResetReport:
-    """What `planner reset` did.
-
-    Attributes:
-        gpus: The result for each GPU.
-        invalid_records: What is wrong with invalid files among the lease records.
-    """
-
-    gpus: tuple[GpuReset, ...]
-    invalid_records: tuple[str, ...] = ()
-
-
 @click.command(
     epilog=console.examples("planner reset", "planner reset nvml:0 nvml:1", "planner reset --all --power-limit")
 )
@@ -63,26 +51,28 @@ def reset(gpus: tuple[str, ...], every: bool, power_limit: bool, force: bool, as
 
         gpus = tuple(gpu.text for gpu in all_gpus())
     if every or gpus:
-        report = ResetReport(tuple(_reset_one(text, power_limit, force) for text in gpus))
+        results, invalid = [_reset_one(text, power_limit, force) for text in gpus], list[str]()
         nothing = "Nothing to reset: NVML shows no GPU on this node."
     else:
-        report = _reset_stale()
+        results, invalid = _reset_stale()
         nothing = "Nothing to reset: no dead process has left a GPU set."
-    problems = [result.problem for result in report.gpus if result.problem is not None]
-    if as_json or len(problems) < len(report.gpus) or not problems:
-        console.report(report, _text(report, nothing), [], as_json=as_json)
+    problems = [result.problem for result in results if result.problem is not None]
+    if as_json or len(problems) < len(results) or not problems:
+        text = "\n".join([*(_texts(results) if results else [nothing]), *invalid])
+        console.report({"gpus": results, "invalid_records": invalid}, text, [], as_json=as_json)
     if problems:
         raise GpuError("; ".join(problems))
 
 
-def _reset_stale() -> ResetReport:
+def _reset_stale() -> tuple[list[GpuReset], list[str]]:
+    """Reset what dead processes left set; return what is wrong with invalid files among the lease records, too."""
     from perseus_planner.gpu.lease.lease import recover
     from perseus_planner.gpu.lease.records import read_records
 
-    results = tuple(
+    results = [
         GpuReset(found.record.gpu, found.record.name, str(found.record.owner), found.problem) for found in recover()
-    )
-    return ResetReport(results, tuple(read_records()[1]))
+    ]
+    return results, read_records()[1]
 
 
 def _reset_one(text: str, power_limit: bool, force: bool) -> GpuReset:
@@ -99,10 +89,9 @@ def _reset_one(text: str, power_limit: bool, force: bool) -> GpuReset:
     return GpuReset(gpu.text, name, str(removed[0].owner) if removed else None, None)
 
 
-def _text(report: ResetReport, nothing: str) -> str:
-    lines = [
+def _texts(results: Sequence[GpuReset]) -> list[str]:
+    return [
         f"Reset {result.gpu} ({result.name})" + (f", left set by {result.left_by}" if result.left_by else "")
-        for result in report.gpus
+        for result in results
         if result.problem is None
     ]
-    return "\n".join([*(lines if report.gpus else [nothing]), *report.invalid_records])
