@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -19,7 +20,6 @@ from perseus_planner.runtime.marks import NO_REQUEST
 from perseus_planner.runtime.switching.shared_state import read
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
     from contextlib import ExitStack
 
     from torch.distributed import Store

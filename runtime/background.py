@@ -10,6 +10,7 @@ import os
 import select
 import threading
 import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -20,8 +21,6 @@ from perseus_planner.runtime.controller.protocol import ControlFailure, ControlR
 from perseus_planner.runtime.marks import NO_REQUEST, Marks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from perseus_planner.runs import IterationRecord
     from perseus_planner.runtime.attachment import Reattachment
     from perseus_planner.runtime.autopilot.ranks.rank import AutopilotRank

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from perseus_planner.errors import GpuError, GpuNotSupported
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from mmap import mmap
 
 _PORTABLE_AND_MAPPED = 3

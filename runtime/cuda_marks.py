@@ -6,7 +6,9 @@ import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from perseus_planner.errors import GpuError
@@ -14,9 +16,7 @@ from perseus_planner.runtime.cuda_driver import DeviceWord, Driver
 from perseus_planner.runtime.marks import KEPT, NO_REQUEST, IterationTimes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
     from mmap import mmap
-    from types import TracebackType
 
     import torch
 

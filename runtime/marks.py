@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+from typing import Protocol
 
 NO_REQUEST = 0
 """The clock request of a rank that wants no clock, so that its GPU is reset."""

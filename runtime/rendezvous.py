@@ -7,8 +7,10 @@ not fit the engine, or a GPU that another job holds. What training can go on wit
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from perseus_planner.errors import PlanError, RankError
@@ -22,9 +24,6 @@ from perseus_planner.runtime.switching.node_plans import NodePlans, NodeShare
 from perseus_planner.runtime.switching.plans import GivenPlan, Plans
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-    from pathlib import Path
-
     from perseus_planner.runtime.agent.settings import ServiceSettings
     from perseus_planner.runtime.controller.protocol import AttachReply, Control
     from perseus_planner.runtime.engines.engine import Engine

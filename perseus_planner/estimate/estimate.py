@@ -6,6 +6,7 @@ correct the prediction (`calibration.py`).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from perseus_planner.estimate.calibration import StageCalibration, correction_factors
@@ -14,8 +15,6 @@ from perseus_planner.profiles.measurement import Measurement
 from perseus_planner.profiles.profiles import Profile
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from perseus_planner.estimate.op_costs import TransformerPipeline
     from perseus_planner.estimate.system import System
 

@@ -10,11 +10,10 @@ which comes first.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from perseus_planner.estimate.transformer import Transformer
 
 _FLOAT32 = 4

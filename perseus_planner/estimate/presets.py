@@ -15,19 +15,16 @@ heads, heads divide the hidden width, and the feed-forward block is four times a
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING
 
 from perseus_planner.documents import read_document
 from perseus_planner.errors import UsageError, did_you_mean, shown
 from perseus_planner.estimate.transformer import Transformer
 from perseus_planner.files import read_text
 from perseus_planner.quantities import COUNT
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 _FORMAT = "perseus-planner/transformer"
 _VERSION = 1

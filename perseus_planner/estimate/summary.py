@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from perseus_planner.estimate.op_costs import TransformerPipeline, stage_op_costs, stage_traffic
 from perseus_planner.profiles.csv_file import word_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
     from perseus_planner.profiles.profiles import Profile
 
 

@@ -7,6 +7,7 @@ is an assumption unless an entry says otherwise.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
@@ -15,8 +16,6 @@ from perseus_planner.errors import GpuError, did_you_mean
 from perseus_planner.gpu.simulated.catalog import CATALOG
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from perseus_planner.gpu.simulated.model import GpuModel
 
 

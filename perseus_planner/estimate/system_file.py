@@ -14,7 +14,8 @@ Numbers that a file leaves out are those of the catalogue.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -24,9 +25,6 @@ from perseus_planner.estimate.system import NUMBERS, KernelKey, KernelTimes, Sys
 from perseus_planner.estimate.transformer import CHOICES
 from perseus_planner.files import write_file
 from perseus_planner.quantities import COUNT, TIME
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 _FORMAT = "perseus-planner/system"
 _VERSION = 1

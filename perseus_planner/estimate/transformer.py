@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING
 
 from perseus_planner.errors import UsageError, shown
 from perseus_planner.quantities import COUNT
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 CHOICES = {
     "positions": ("learned", "rotary", "alibi"),

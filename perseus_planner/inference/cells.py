@@ -11,17 +11,15 @@ between tokens; `idle_w`, the power of the instance without requests.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from perseus_planner.errors import ProfileError, UsageError, shown
 from perseus_planner.files import by_column, csv_rows, sha256
 from perseus_planner.quantities import CLOCK, COUNT, ENERGY, LIMIT, POWER, TIME, Rule
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-    from pathlib import Path
 
 INPUT_BOUNDS, OUTPUT_BOUNDS = (256, 1024), (100, 350)
 """Most tokens of the classes short and medium, those of DynamoLLM."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -20,9 +22,6 @@ from perseus_planner.inference.programme import plan_pools
 from perseus_planner.inference.workload import Load
 
 if TYPE_CHECKING:
-    import os
-    from collections.abc import Mapping, Sequence
-
     from perseus_planner.inference.cells import InferenceProfile
 
 POLICIES = MappingProxyType(

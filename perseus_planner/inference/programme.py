@@ -21,6 +21,7 @@ import math
 import os
 import sys
 from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -30,8 +31,6 @@ from perseus_planner.errors import InfeasibleGpus, PlannerError, UsageError, how
 from perseus_planner.inference.pools import PUBLISHED, SAME, ChangeCosts, Pool, PoolPlan, gpus_by
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping, Sequence
-
     import numpy.typing as npt
 
     from perseus_planner.inference.cells import Cell, Configuration, InferenceProfile, RequestClass

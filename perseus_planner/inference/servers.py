@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict
+from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable
-
     from perseus_planner.inference.cells import Configuration, InferenceProfile, RequestClass
     from perseus_planner.inference.pools import Pool
 

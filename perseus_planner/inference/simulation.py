@@ -11,6 +11,7 @@ profile says that it carries more; and else the queue, where the earliest deadli
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -24,8 +25,6 @@ from perseus_planner.inference.servers import Request, Server
 from perseus_planner.inference.workload import Load, scaled
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     from perseus_planner.inference.cells import Configuration, InferenceProfile, RequestClass
     from perseus_planner.inference.workload import Trace
 

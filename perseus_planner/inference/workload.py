@@ -8,9 +8,11 @@ output tokens. The columns are `time`, `input_tokens` and `output_tokens`, or th
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from functools import lru_cache
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -20,9 +22,6 @@ from perseus_planner.files import by_column, csv_rows
 from perseus_planner.quantities import INDEX, WAIT, Rule
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
-
     import numpy.typing as npt
 
     from perseus_planner.inference.cells import InferenceProfile, RequestClass

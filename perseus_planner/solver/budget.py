@@ -18,6 +18,7 @@ If there are few combinations of clocks, all of them are tried instead. Everythi
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 from itertools import chain, pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -35,8 +36,6 @@ from perseus_planner.solver.segments import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
     from perseus_planner.schedules.dag import PipelineDag
     from perseus_planner.solver.network import Integers
     from perseus_planner.solver.point_problem import PointProblem

@@ -5,6 +5,8 @@ The planner and its compiled kernels are loaded when a plan is asked for, so tha
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -18,9 +20,6 @@ from perseus_planner.solver.frontier_file import checking_frontier, read_frontie
 from perseus_planner.solver.power import fastest_within_power
 
 if TYPE_CHECKING:
-    import os
-    from collections.abc import Mapping
-
     from perseus_planner.plans.plan import Plan
     from perseus_planner.solver.on_time import OnTimePlanner
     from perseus_planner.solver.planner import Planner

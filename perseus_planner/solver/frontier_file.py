@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -20,9 +21,6 @@ from perseus_planner.schedules.dag import PipelineDag
 from perseus_planner.schedules.iteration import Iteration, parse_operation
 from perseus_planner.schedules.iteration_text import parse_stage_kind
 from perseus_planner.solver.network import Guides, Integers
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
 
 _FORMAT = "perseus-planner/frontier"
 _VERSION = 2

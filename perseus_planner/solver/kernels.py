@@ -5,12 +5,10 @@ from __future__ import annotations
 import gc
 import os
 import tempfile
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+from typing import Any, ClassVar, TypeVar, cast
 
 F = TypeVar("F", bound="Callable[..., object]")
 _told: list[Callable[[], None]] = []

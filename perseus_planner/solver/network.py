@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import pairwise
@@ -19,8 +20,6 @@ from perseus_planner.errors import ProfileError
 from perseus_planner.profiles.operating_points import OperatingPoint, lower_hull
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     from perseus_planner.schedules.dag import PipelineDag
 
 Floats = NDArray[np.float64]

@@ -17,14 +17,13 @@ disjoint fours: ranks in disjoint pairs, all their microbatches. This is Lagrang
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from itertools import combinations, pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from perseus_planner.solver.network import Floats, Integers
     from perseus_planner.solver.point_problem import PointProblem
 

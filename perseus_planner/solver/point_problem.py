@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -10,8 +11,6 @@ import numpy as np
 from perseus_planner.solver.kernels import kernel
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from perseus_planner.schedules.dag import PipelineDag
     from perseus_planner.solver.network import Floats, Integers
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -12,8 +13,6 @@ from perseus_planner.errors import InfeasibleBudget, InfeasibleDeadline, UsageEr
 from perseus_planner.quantities import COUNT
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from perseus_planner.plans.plan import Plan
     from perseus_planner.solver.frontier import Frontier
 

@@ -21,6 +21,7 @@ Plans that are kept are then polished (`polish.py`).
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -29,8 +30,6 @@ from perseus_planner.solver.dispatch import Guide, improve, mix, try_all_points
 from perseus_planner.solver.point_problem import PointProblem, compute_ends
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
     from numpy.typing import NDArray
 
     from perseus_planner.solver.network import Integers

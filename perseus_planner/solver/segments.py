@@ -7,6 +7,7 @@ has one. Programs hold computations only, not fixed operations, which have no cl
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -15,8 +16,6 @@ import numpy as np
 from perseus_planner.solver.kernels import inner_kernel, kernel
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from perseus_planner.schedules.dag import PipelineDag
     from perseus_planner.solver.network import Floats, Integers
     from perseus_planner.solver.point_problem import PointProblem

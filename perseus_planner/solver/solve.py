@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,8 +17,6 @@ from perseus_planner.solver.mincut import slowest_state, walk
 from perseus_planner.solver.network import Guides, scaled_network
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from numpy.typing import NDArray
 
     from perseus_planner.profiles.profiles import Profile

@@ -11,6 +11,7 @@ import random
 import socket
 import threading
 import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from http import HTTPStatus
 from typing import TYPE_CHECKING
@@ -23,8 +24,6 @@ from perseus_planner.runtime.switching.agreement import Acceptance, Proposal, Re
 from perseus_planner.service.client.client import TIMEOUT_S, Client
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
     from perseus_planner.plans.plan import Plan
     from perseus_planner.runs.straggler import StragglerDetection
     from perseus_planner.runtime.agent.settings import ServiceSettings

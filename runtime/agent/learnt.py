@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from http import HTTPStatus
 from typing import TYPE_CHECKING
@@ -11,8 +12,6 @@ from perseus_planner.runtime.agent.agent import Agent
 from perseus_planner.service.schemas import ProfileTexts
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from perseus_planner.runtime.agent.settings import ServiceSettings
     from perseus_planner.runtime.agent.store import RankLocation
     from perseus_planner.runtime.autopilot.ranks.exchange import Learnt, ServiceExchange

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from statistics import median
@@ -15,8 +16,6 @@ from perseus_planner.service.clock import SteadyClock
 from perseus_planner.service.schemas import Counters
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from perseus_planner.runtime.agent.store import Detection, StoreMessages
     from perseus_planner.service.schemas import ReportRequest
 

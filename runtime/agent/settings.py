@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,9 +17,6 @@ from perseus_planner.service.schemas import Registration
 from perseus_planner.solver.frontier import Frontier
 
 if TYPE_CHECKING:
-    import os
-    from collections.abc import Iterable
-
     from perseus_planner.plans.plan import Plan
     from perseus_planner.runtime.agent.store import RankLocation
     from perseus_planner.runtime.autopilot.ranks.exchange import Learnt

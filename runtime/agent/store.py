@@ -6,6 +6,7 @@ So only rank 0 connects to the service and needs its token.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
@@ -14,8 +15,6 @@ from perseus_planner.runtime.switching.shared_state import read
 from perseus_planner.runtime.telemetry.counters import Counts
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from torch.distributed import Store
 
 

@@ -21,7 +21,7 @@ import sys
 import time
 from collections import deque
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from types import TracebackType
 
 from perseus_planner import errors
 from perseus_planner.errors import ControllerLost, GpuError
@@ -43,9 +43,6 @@ from perseus_planner.runtime.controller.protocol import (
     create_shared_memory,
     socket_name,
 )
-
-if TYPE_CHECKING:
-    from types import TracebackType
 
 HUNG_S = 10.0
 """A controller without a sign of life for this long is taken to hang and is killed, so that its guardian resets."""

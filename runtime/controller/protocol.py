@@ -17,15 +17,13 @@ import os
 import secrets
 import socket
 import struct
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple, NoReturn, TypeAlias, get_args
+from typing import Literal, NamedTuple, NoReturn, TypeAlias, get_args
 
 from perseus_planner.errors import UsageError
 from perseus_planner.strict_json import read_fields
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 MAX_LINE_BYTES = 65536
 

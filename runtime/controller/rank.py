@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -27,8 +28,6 @@ from perseus_planner.runtime.controller.scheduler import RESET
 from perseus_planner.runtime.marks import NO_REQUEST, parse_clock_request
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
-
     from perseus_planner.gpu.protocol import Gpu
     from perseus_planner.runtime.controller.protocol import Channel, SharedRequest
     from perseus_planner.runtime.controller.scheduler import PendingChange

@@ -17,6 +17,7 @@ import os
 import select
 import time
 from collections import deque
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from perseus_planner.errors import GpuError
@@ -25,8 +26,6 @@ from perseus_planner.runtime.controller.rank import LeaseGroup, shared_gpu_error
 from perseus_planner.runtime.controller.scheduler import JUDGED, ChangeScheduler
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from perseus_planner.processes import WatchedProcess
     from perseus_planner.runtime.controller.handshake import Handshakes
     from perseus_planner.runtime.controller.rank import Rank

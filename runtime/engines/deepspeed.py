@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import count
 from typing import TYPE_CHECKING, Any
@@ -11,8 +12,6 @@ from perseus_planner.runtime.engines.engine import PipelineRank, attached_once, 
 from perseus_planner.schedules import Computation
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
-
     import torch
 
     from perseus_planner.runtime.hook import Hook

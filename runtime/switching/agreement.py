@@ -26,6 +26,7 @@ import threading
 import time
 import zlib
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -33,8 +34,6 @@ from perseus_planner.runtime.switching.node_plans import NodeShare
 from perseus_planner.runtime.switching.shared_state import AgreedState, SharedState, read
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torch.distributed import Store
 
 LONGEST_PLAN_BYTES = 4 << 20

@@ -12,13 +12,12 @@ multiples of the smaller one too.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from perseus_planner.runs import IterationRecord
 
 CHECKPOINT_S = 2.0

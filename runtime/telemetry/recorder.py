@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from perseus_planner.errors import PlannerError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from perseus_planner.runs.autopilot import AutopilotStatus
     from perseus_planner.runs.recording import RankFiles
     from perseus_planner.runs.records import ComputationRecord, IterationRecord

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
-
     from perseus_planner.runtime.controller.protocol import GpuSample
 
 _MAX_SAMPLES = 1_000

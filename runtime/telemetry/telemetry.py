@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from statistics import fmean
 from typing import TYPE_CHECKING
 
@@ -22,8 +23,6 @@ from perseus_planner.runtime.telemetry.recorder import RunRecorder
 from perseus_planner.runtime.telemetry.samples import GpuSamples
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
-
     from perseus_planner.runs.autopilot import AutopilotStatus
     from perseus_planner.runs.recording import RankFiles
     from perseus_planner.runtime.engines.engine import PipelineRank

@@ -5,12 +5,10 @@ Optimizers have a hook of their own after each step, which calls `training.stepp
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import wraps
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from types import ModuleType
+from types import ModuleType
+from typing import Any
 
 
 def wrap(module: ModuleType) -> None:

@@ -12,14 +12,13 @@ import operator
 import os
 import sys
 import weakref
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from perseus_planner.training.engine_kinds import megatron_chunks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from perseus_planner.runtime.whole.session import IterationRuntime
 
 _MOST_STEPS = 100

@@ -19,6 +19,7 @@ It is pure: it sees no GPU and no time of day.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -26,8 +27,6 @@ from perseus_planner.errors import UsageError
 from perseus_planner.quantities import LIMIT
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     from perseus_planner.runtime.autopilot.ledger import Ledger
 
 Purpose = Literal["reference", "probe", "measure", "follow", "audit"]

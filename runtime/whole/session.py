@@ -12,8 +12,10 @@ import logging
 import math
 import threading
 import time
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from perseus_planner.errors import GpuError, GpuNotSupported, UsageError
@@ -29,9 +31,6 @@ from perseus_planner.runtime.whole.search import ValueSearch, Window
 from perseus_planner.runtime.whole.state import IterationState
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
     import torch
 
     from perseus_planner.gpu.protocol import Gpu

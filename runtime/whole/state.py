@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from pathlib import Path
 
 from perseus_planner.documents import read_document
 from perseus_planner.errors import PlannerError, UsageError
 from perseus_planner.files import write_file
 from perseus_planner.quantities import COUNT, ENERGY, LIMIT, TIME
 from perseus_planner.runtime.whole.search import ValueRow
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
 
 _FORMAT, _VERSION = "planner-iterations", 1
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -36,8 +37,6 @@ from perseus_planner.runtime.controller.backoff import Backoff
 from perseus_planner.runtime.switching.shared_state import read
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
-
     from torch.distributed import Store
 
     from perseus_planner.runtime.autopilot.ranks.exchange import ServiceExchange

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from perseus_planner.runtime.autopilot.ranks.programs import AutopilotProgram, order_number, order_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from perseus_planner.runtime.autopilot.ledger import Ledger
     from perseus_planner.runtime.hook import Order, RankProgram
     from perseus_planner.runtime.switching.follower import PlanFollower

@@ -11,14 +11,12 @@ import math
 import socket
 import struct
 from array import array
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from perseus_planner.runtime.autopilot.observations import ComputationObservation, RankObservation
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
 
 _HEAD = struct.Struct("<cI")
 _FRAME = struct.Struct("<IIqqddddHH")

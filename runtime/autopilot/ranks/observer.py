@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from statistics import median
@@ -14,8 +15,6 @@ from perseus_planner.runtime.controller.protocol import ControlChange, GpuSample
 from perseus_planner.runtime.telemetry.samples import GpuSamples
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from torch.distributed import Store
 
     from perseus_planner.runtime.autopilot.ranks.follower import Ended, ProgramFollower

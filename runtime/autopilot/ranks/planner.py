@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import tempfile
 import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
@@ -38,8 +39,6 @@ from perseus_planner.schedules.grid import grid_text
 from perseus_planner.schedules.pipeline import pipeline_iteration
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
     from perseus_planner.runtime.autopilot import Decision
     from perseus_planner.runtime.autopilot.ranks.messages import Frame
 

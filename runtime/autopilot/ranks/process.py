@@ -7,14 +7,11 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
 from perseus_planner.processes import WatchedProcess, child_environment, is_readable
 from perseus_planner.runtime.autopilot.ranks.messages import END, Message, Stream
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 NICENESS = 5
 """A third of the share of a training thread where cores are scarce."""

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import json
 import zlib
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from perseus_planner.errors import PlanError, PlannerError
 from perseus_planner.profiles.clock_changes import changes_per_rank, with_fewer_changes
 from perseus_planner.runs.autopilot import AutopilotStatus
 from perseus_planner.runtime.autopilot.ledger import Ledger
 from perseus_planner.schedules import Computation
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
 
 Clocks = tuple[tuple[int, ...], ...]
 """The clock of each computation, for each rank of a pipeline."""

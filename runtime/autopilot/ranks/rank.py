@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,8 +15,6 @@ from perseus_planner.runtime.autopilot.ranks.coordinator import Coordinator, Pla
 from perseus_planner.runtime.autopilot.ranks.observer import ObservedGpu, Observer
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from perseus_planner.runtime.autopilot.job import AutopilotSettings
     from perseus_planner.runtime.autopilot.ranks.exchange import ServiceExchange
     from perseus_planner.runtime.autopilot.ranks.follower import ProgramFollower
