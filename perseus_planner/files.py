@@ -80,7 +80,10 @@ def csv_rows(path: Path, error: type[PlannerError]) -> Iterator[tuple[str, list[
             for cells in filter(None, reader):
                 yield f"{path}, line {reader.line_num}", [cell.strip() for cell in cells]
         except csv.Error as reason:
-            raise error(f"{path}, line {reader.line_num}: {reason}; correct its quotes") from reason
+            wrong = f"{reason}; correct its quotes"
+            if "new-line" in wrong:
+                wrong = "has a carriage return in the middle; end rows with a line feed"
+            raise error(f"{path}, line {reader.line_num}: {wrong}") from reason
 
 
 def by_column(where: str, header: Sequence[str], cells: Sequence[str], error: type[PlannerError]) -> dict[str, str]:

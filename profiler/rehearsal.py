@@ -28,6 +28,7 @@ from perseus_planner.profiler.ranks.messages import Message, exchange
 from perseus_planner.profiler.row_meter import RowMeter
 from perseus_planner.profiler.stage import SingleGpu
 from perseus_planner.profiler.torch_stage import synchronizer, torch_stage
+from perseus_planner.quantities import si
 from perseus_planner.training.microbatch import describe_error
 
 if TYPE_CHECKING:
@@ -277,7 +278,7 @@ def _beside_others(found: RankRehearsal, shares: bool, median_s: float) -> RankR
     time_s = _bf16_s(found)
     if time_s is not None and time_s > _SLOW * median_s:
         remark = (
-            f"its matrix product took {1000 * time_s:.4g} ms, and {1000 * median_s:.4g} ms on most ranks; see whether "
+            f"its matrix product took {si(time_s, 's')}, and {si(median_s, 's')} on most ranks; see whether "
             "something else runs on this GPU, or cool it"
         )
         found = replace(found, remarks=(*found.remarks, remark))

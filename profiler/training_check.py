@@ -6,6 +6,8 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from perseus_planner.quantities import si
+
 if TYPE_CHECKING:
     from perseus_planner.profiler.stage import Stage
 
@@ -28,8 +30,7 @@ def difference_from_training(stage: Stage, number: int, trained_s: Mapping[str, 
         repeated_s = _repeated_s(stage, kind)
         if abs(repeated_s - before_s) > TOLERANCE * before_s:
             texts.append(
-                f"{kind} took {1000 * before_s:.4g} ms in the iteration and takes {1000 * repeated_s:.4g} ms when it "
-                "is repeated"
+                f"{kind} took {si(before_s, 's')} in the iteration and takes {si(repeated_s, 's')} when it is repeated"
             )
     return f"stage {number}: {'; '.join(texts)}" if texts else None
 

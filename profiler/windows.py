@@ -10,6 +10,7 @@ from statistics import fmean, median, stdev
 from perseus_planner.errors import GpuError
 from perseus_planner.gpu import THROTTLE_REASONS
 from perseus_planner.profiles.measurement import Evidence, Measurement
+from perseus_planner.quantities import si
 
 TRANSIENT_REASONS = frozenset({"sw-thermal", "hw-thermal", "hw-slowdown", "hw-power-brake"})
 """Throttle reasons that pass, so a window that saw one is measured again. A power cap stays, in training too."""
@@ -89,8 +90,9 @@ def subtract(whole: Measurement, part: Measurement) -> Measurement:
     time_s, energy_j = whole.time_s - part.time_s, whole.energy_j - part.energy_j
     if time_s <= 0 or energy_j < 0:
         raise GpuError(
-            f"at {whole.clock_mhz} both together took {whole.time_s:.4g} s and {whole.energy_j:.4g} J, and one alone "
-            f"{part.time_s:.4g} s and {part.energy_j:.4g} J; let nothing else run on the GPU, or use longer windows"
+            f"at {whole.clock_mhz} both together took {si(whole.time_s, 's')} and {si(whole.energy_j, 'J')}, and "
+            f"one alone {si(part.time_s, 's')} and {si(part.energy_j, 'J')}; let nothing else run on the GPU, or use "
+            "longer windows"
         )
     assert whole.evidence is not None
     assert part.evidence is not None

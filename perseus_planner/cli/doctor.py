@@ -14,6 +14,7 @@ import click
 from perseus_planner.cli import console
 from perseus_planner.cli.rehearsal import rehearse_and_report
 from perseus_planner.errors import GpuError, UsageError
+from perseus_planner.quantities import si
 
 if TYPE_CHECKING:
     from perseus_planner.gpu.inspection import EnergyWatch, Inspection
@@ -273,12 +274,12 @@ def _gpu_text(diagnosis: GpuDiagnosis) -> str:
 
 def _energy_rows(energy: EnergyWatch) -> Iterator[tuple[str, str]]:
     if energy.step_s is not None and energy.step_j is not None and energy.counter_w is not None:
-        yield "counter steps", f"every {1000 * energy.step_s:.3g} ms, by {energy.step_j:.3g} J"
+        yield "counter steps", f"every {si(energy.step_s, 's', 3)}, by {si(energy.step_j, 'J', 3)}"
         sensor = "the power sensor cannot be read"
         if energy.sensor_w:
             share = 100 * (energy.counter_w / energy.sensor_w - 1)
-            sensor = f"{energy.sensor_w:.1f} W by the power sensor; the counter is {share:+.1f} % off"
-        yield "mean power", f"{energy.counter_w:.1f} W by the counter, {sensor}, in {energy.watched_s:.1f} s"
+            sensor = f"{si(energy.sensor_w, 'W')} by the power sensor; the counter is {share:+.1f} % off"
+        yield "mean power", f"{si(energy.counter_w, 'W')} by the counter, {sensor}, in {si(energy.watched_s, 's', 3)}"
     if energy.problem is not None:
         yield "counter", energy.problem
 
@@ -286,11 +287,11 @@ def _energy_rows(energy: EnergyWatch) -> Iterator[tuple[str, str]]:
 def _latency_texts(latency: Latency | None) -> Iterator[str]:
     if latency is None:
         return
-    p50, p99, longest = (f"{1000 * s:.3g}" for s in (latency.call_p50_s, latency.call_p99_s, latency.call_max_s))
-    yield f"a call takes {p50} ms (median; p99 {p99} ms, longest {longest} ms; {latency.calls} calls)"
+    p50, p99, longest = (si(s, "s", 3) for s in (latency.call_p50_s, latency.call_p99_s, latency.call_max_s))
+    yield f"a call takes {p50} (median; p99 {p99}, longest {longest}; {latency.calls} calls)"
     if latency.settle_p50_s is not None:
         reached = f"{latency.settled} of {latency.waited} were reached"
-        yield f"the clock is reached {1000 * latency.settle_p50_s:.3g} ms after the call (median; {reached})"
+        yield f"the clock is reached {si(latency.settle_p50_s, 's', 3)} after the call (median; {reached})"
     else:
         yield f"the clock was not reached within {latency.timeout_s:g} s, as on an idle GPU: measure while it works"
 
@@ -298,6 +299,6 @@ def _latency_texts(latency: Latency | None) -> Iterator[str]:
 def _parallel_text(parallel: ParallelLatency) -> str:
     verdict = "they run one after another" if parallel.queue else "they do not wait for each other"
     return (
-        f"Setting {parallel.gpus} GPUs at once: {1000 * parallel.slowest_s:.3g} ms until the last call returns, "
-        f"{1000 * parallel.alone_s:.3g} ms for a call that is alone: {verdict}"
+        f"Setting {parallel.gpus} GPUs at once: {si(parallel.slowest_s, 's', 3)} until the last call returns, "
+        f"{si(parallel.alone_s, 's', 3)} for a call that is alone: {verdict}"
     )

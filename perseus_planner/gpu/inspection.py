@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from perseus_planner.errors import GpuError, GpuNotPermitted, GpuNotSupported
 from perseus_planner.gpu.lease.lease import in_use_text
 from perseus_planner.gpu.lease.records import LeaseRecord, read_records
+from perseus_planner.quantities import si
 
 if TYPE_CHECKING:
     from perseus_planner.gpu.protocol import Gpu, GpuReader
@@ -208,8 +209,8 @@ def _check_readings(gpu: GpuReader) -> tuple[ReadingCheck, ...]:
         ("clock", lambda: f"{gpu.clock_mhz()} MHz"),
         ("power limits", lambda: "{:g} to {:g} W".format(*gpu.power_limits_w)),
         ("power limit", lambda: f"{gpu.power_limit_w():g} W, by default {gpu.default_power_limit_w():g} W"),
-        ("power", lambda: f"{gpu.power_w():.1f} W"),
-        ("energy counter", lambda: f"{gpu.energy_j():.3f} J"),
+        ("power", lambda: si(gpu.power_w(), "W")),
+        ("energy counter", lambda: si(gpu.energy_j(), "J", 6)),
         ("temperature", lambda: f"{gpu.temperature_c():g} degrees Celsius"),
         ("throttled now by", lambda: ", ".join(sorted(gpu.throttle_reasons())) or "nothing"),
         ("throttled so far", lambda: _throttled(gpu)),

@@ -167,7 +167,7 @@ def read_trace(path: Path) -> Trace:
             problem = f"columns {' and '.join(map(repr, found))}" if found else f"no column {known[0]!r}"
             raise UsageError(
                 f"{where or path}: has {problem}; write the header time,input_tokens,output_tokens, or "
-                "TIMESTAMP,ContextTokens,GeneratedTokens"
+                "TIMESTAMP,ContextTokens,GeneratedTokens, separated by commas"
             )
         columns[name] = found[0]
     times: list[float] = []

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from perseus_planner.errors import RunError
 from perseus_planner.files import reading, replacing
+from perseus_planner.quantities import si
 from perseus_planner.strict_json import read_fields
 
 _NAME = "autopilot.json"
@@ -50,7 +51,7 @@ class AutopilotStatus:
         return (
             f"{self.phase}, saving {100 * self.saving:.1f}{error} % of the energy at full clocks, "
             f"{self.trials} operating points tried in iteration {self.iteration} and {self.unknown} not known yet, "
-            f"the ledger owes {self.owed_s:.3f} s of at most {self.burst_s:.3f} s"
+            f"the ledger owes {si(self.owed_s, 's', 3)} of at most {si(self.burst_s, 's', 3)}"
         )
 
 

@@ -18,6 +18,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from perseus_planner.errors import shown
+from perseus_planner.quantities import si
 from perseus_planner.runs.another_machine import of_another_machine
 from perseus_planner.service.answers import Answer, Effect, Expected, JobStatus, JobSummary, PipelineStatus, Registered
 from perseus_planner.service.checks import check_deadline, check_job, check_places
@@ -188,12 +189,14 @@ def until_it_begins(state: JobState, report: Report, now_s: float) -> str:
     """Say when a report begins and what holds until then; empty if it has begun."""
     if report.begins_iteration is None:
         left_s = report.begins_s - now_s
-        waits = f"it begins in {left_s:.3g} s" if left_s > 0.0 else ""
+        waits = f"it begins in {si(left_s, 's', 3)}" if left_s > 0.0 else ""
     elif (iteration := _iteration(state, now_s)) is None:
         waits = f"it begins with iteration {report.begins_iteration}, and the job has not reported its iteration yet"
     else:
         left_s = (report.begins_iteration - iteration) * state.decision.straggler_time_s
-        waits = f"it begins with iteration {report.begins_iteration}, in about {left_s:.3g} s" if left_s > 0.0 else ""
+        waits = (
+            f"it begins with iteration {report.begins_iteration}, in about {si(left_s, 's', 3)}" if left_s > 0.0 else ""
+        )
     return waits and f"{waits}; until then {state.decision.reason}"
 
 

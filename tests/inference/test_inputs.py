@@ -117,7 +117,7 @@ def test_traces_are_read_in_several_forms_of_time(tmp_path: Path, rows: tuple[st
         (
             "when,input_tokens,output_tokens\n",
             ", line 1: has no column 'time'; write the header time,input_tokens,output_tokens, or "
-            "TIMESTAMP,ContextTokens,GeneratedTokens",
+            "TIMESTAMP,ContextTokens,GeneratedTokens, separated by commas",
         ),
         ("time,input_tokens,output_tokens\n", ": has no requests; write a row for each"),
         (

@@ -81,6 +81,10 @@ BAD_ROWS = {
         "line 4: has a NUL byte, so the file is damaged or not text; write it again",
     ),
     "open quote": ('0,"forward,1395,0.05,20', "line 4: unexpected end of data; correct its quotes"),
+    "old line end": (
+        "0,forward,1395,0.05,20\r0,forward,1380,0.06,19",
+        "line 4: has a carriage return in the middle; end rows with a line feed",
+    ),
     "endless line": ("9" * 70000, "line 4: is longer than 65536 bytes; write one row a line"),
     "long text": (
         f"0,forward,1395,{'x' * 200},20",

@@ -505,7 +505,7 @@ def test_a_job_in_autopilot_says_what_the_autopilot_knows(place: Path, tmp_path:
     knows = AutopilotStatus("learning", 41, 1.25, 0.123, 0.004, -0.002, 0.006, 3, 124)
     says = (
         "learning, saving 12.3 ± 0.4 % of the energy at full clocks, 3 operating points tried in iteration 41 and "
-        "124 not known yet, the ledger owes -0.002 s of at most 0.006 s"
+        "124 not known yet, the ledger owes -2 ms of at most 6 ms"
     )
     with (
         Storage(place) as storage,
