@@ -25,7 +25,7 @@ class Rule(NamedTuple):
         zero: whether 0 is allowed.
         wanted: what the number must be, in words; completes the sentence "5 is not ...".
         negative: whether numbers below 0 are allowed.
-        most: the largest number that is allowed.
+        least, most: the smallest and the largest number that are allowed.
     """
 
     number_type: Callable[[Any], float]
@@ -33,6 +33,7 @@ class Rule(NamedTuple):
     wanted: str
     negative: bool = False
     most: float = math.inf
+    least: float = -math.inf
 
     def accept(self, value: object) -> Any:
         """Return `value` as a plain int or float, or None if it breaks the rule."""
@@ -44,7 +45,7 @@ class Rule(NamedTuple):
             good = math.isfinite(number) and (number > 0 or (self.zero and number == 0) or (self.negative and number))
         except OverflowError:
             return None
-        return number if good and number <= self.most else None
+        return number if good and self.least <= number <= self.most else None
 
     def parse(self, text: str) -> Any:
         """Return the number that `text` writes, or None if it is not a number or breaks the rule."""

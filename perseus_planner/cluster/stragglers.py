@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from perseus_planner.errors import UsageError, shown
+from perseus_planner.errors import UsageError
 from perseus_planner.files import by_column, csv_rows
 from perseus_planner.quantities import FACTOR, STAGE, TIME, WAIT, Rule, check_fields
 
@@ -21,7 +21,9 @@ _COLUMNS = ("start", "end", "slowdown", "pipeline", "stage")
 _HEADER = ",".join(_COLUMNS)
 _START = WAIT._replace(wanted="a start: write finite seconds of 0 or more, such as 120.5")
 _END = TIME._replace(wanted="an end: write finite seconds above 0, such as 180, or nothing for one that stays")
-_SLOWDOWN = FACTOR._replace(wanted="a slowdown: write how many times as long it takes, 1 or more, such as 1.15")
+_SLOWDOWN = FACTOR._replace(
+    wanted="a slowdown: write how many times as long it takes, 1 or more, such as 1.15", least=1.0
+)
 _PIPELINE = STAGE._replace(wanted="a pipeline: write 0 for the first one, 1 for the next, and so on")
 _STAGE = STAGE._replace(wanted="a stage: write 0 for the first one, or nothing for the whole pipeline")
 
@@ -52,8 +54,6 @@ class Straggler:
         rules |= {"end_s": _END} if self.end_s != math.inf else {}
         rules |= {"stage": _STAGE} if self.stage is not None else {}
         check_fields(self, rules, prefix="straggler, ")
-        if self.slowdown < 1:
-            raise UsageError(f"straggler, slowdown: {self.slowdown!r} is not {_SLOWDOWN.wanted}")
         if self.end_s <= self.start_s:
             raise UsageError(
                 f"straggler, end_s: {self.end_s!r} is not after its start {self.start_s!r}; correct one of them"
@@ -136,8 +136,6 @@ def _straggler(place: str, cells: Mapping[str, str]) -> Straggler:
             f"{place}, column 'end': {cells['end']!r} is not after the start {cells['start']!r}; correct one of them"
         )
     slowdown = _parsed(place, "slowdown", cells, _SLOWDOWN)
-    if slowdown < 1:
-        raise UsageError(f"{place}, column 'slowdown': {shown(cells['slowdown'])} is not {_SLOWDOWN.wanted}")
     stage = _parsed(place, "stage", cells, _STAGE) if cells["stage"] else None
     return Straggler(start_s, end_s, slowdown, _parsed(place, "pipeline", cells, _PIPELINE), stage)
 

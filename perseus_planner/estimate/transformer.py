@@ -178,5 +178,5 @@ def _check(name: str, value: object, kind: object) -> None:
         raise UsageError(f"{name}: {shown(value)} is unknown; give {' or '.join(CHOICES[name])}")
     if kind == "bool" and not isinstance(value, bool):
         raise UsageError(f"{name}: {shown(value)} is neither true nor false; give one of them")
-    if kind == "int" and COUNT.accept(value) is None:
-        raise UsageError(f"{name}: {shown(value)} is not {COUNT.wanted}")
+    if kind == "int":
+        COUNT.check(value, name)

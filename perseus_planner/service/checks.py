@@ -26,12 +26,10 @@ def check_job(job: RegisteredJob) -> None:
         UsageError: If a value cannot be used.
     """
     _check_name("name", job.name)
-    if COUNT.accept(job.pipelines) is None:
-        raise UsageError(f"pipelines: {shown(job.pipelines)} is not {COUNT.wanted}")
-    if job.max_changes is not None and CHANGES.accept(job.max_changes) is None:
-        raise UsageError(f"max_changes: {shown(job.max_changes)} is not {CHANGES.wanted}")
-    if WAIT.accept(job.min_dwell_s) is None:
-        raise UsageError(f"min_dwell_s: {shown(job.min_dwell_s)} is not {WAIT.wanted}")
+    COUNT.check(job.pipelines, "pipelines")
+    if job.max_changes is not None:
+        CHANGES.check(job.max_changes, "max_changes")
+    WAIT.check(job.min_dwell_s, "min_dwell_s")
     check_positive("deadline_s", job.deadline_s)
     check_positive("power_w", job.power_w)
     if job.on_time is not None:

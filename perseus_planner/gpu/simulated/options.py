@@ -26,7 +26,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 from perseus_planner.errors import GpuError, UsageError
 from perseus_planner.quantities import LAG, Rule
@@ -132,36 +132,34 @@ _FAULT_EXAMPLES = (
 )
 
 
-class _Option(NamedTuple):
-    """A number among the options: its field in `SimulationOptions`, and which values are allowed."""
-
-    field: str
-    rule: Rule
-    smallest: float
-    largest: float
-
-
 def _seconds_rule(what: str, example: str) -> Rule:
     return Rule(float, True, f"{what}: write seconds, or a number with ms or s, such as {example}")
 
 
-_SLOWER = Rule(float, False, "a slowdown: write a factor from 0.001 to 1e6, such as 2000")
-_NOISE = Rule(float, True, "a noise: write a share from 0 to 0.2, such as 0.01")
-_OUTLIERS = Rule(float, True, "a share of outliers: write a number from 0 to 1, such as 0.05")
-_AIR = Rule(float, True, "an air temperature: write degrees Celsius from 0 to 60, such as 30")
-_DRIFT = Rule(float, True, "a multiple of the drift: write a number from 0 to 3, such as 0")
-
-_OPTIONS: Mapping[str, _Option] = MappingProxyType(
+_OPTIONS: Mapping[str, tuple[str, Rule]] = MappingProxyType(
     {
-        "slower": _Option("slower", _SLOWER, 1e-3, 1e6),
-        "call": _Option("call_s", _seconds_rule("a duration of a call", "5ms"), 0.0, math.inf),
-        "noise": _Option("noise", _NOISE, 0.0, 0.2),
-        "outliers": _Option("outliers", _OUTLIERS, 0.0, 1.0),
-        "step": _Option("step_s", _seconds_rule("a counter step", "100ms"), 0.0, math.inf),
-        "air": _Option("air_c", _AIR, 0.0, 60.0),
-        "drift": _Option("drift", _DRIFT, 0.0, 3.0),
+        "slower": (
+            "slower",
+            Rule(float, False, "a slowdown: write a factor from 0.001 to 1e6, such as 2000", most=1e6, least=1e-3),
+        ),
+        "call": ("call_s", _seconds_rule("a duration of a call", "5ms")),
+        "noise": ("noise", Rule(float, True, "a noise: write a share from 0 to 0.2, such as 0.01", most=0.2)),
+        "outliers": (
+            "outliers",
+            Rule(float, True, "a share of outliers: write a number from 0 to 1, such as 0.05", most=1.0),
+        ),
+        "step": ("step_s", _seconds_rule("a counter step", "100ms")),
+        "air": (
+            "air_c",
+            Rule(float, True, "an air temperature: write degrees Celsius from 0 to 60, such as 30", most=60.0),
+        ),
+        "drift": (
+            "drift",
+            Rule(float, True, "a multiple of the drift: write a number from 0 to 3, such as 0", most=3.0),
+        ),
     }
 )
+"""Option -> its field in `SimulationOptions`, and what the number must be."""
 
 
 @dataclass(frozen=True)
@@ -194,12 +192,12 @@ class SimulationOptions:
     faults: Faults = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        for name, rule, smallest, largest in _OPTIONS.values():
+        for name, rule in _OPTIONS.values():
             given = getattr(self, name)
             if name == "call_s" and given is None:
                 continue
             value = rule.accept(given)
-            if value is None or not smallest <= value <= largest:
+            if value is None:
                 raise GpuError(f"{given!r} is not {rule.wanted}")
             object.__setattr__(self, name, value)
         object.__setattr__(self, "faults", Faults.parse(self.fault))
@@ -226,7 +224,7 @@ def parse_options(text: str, default: SimulationOptions | None = None) -> tuple[
     seed = values.pop("seed", "0")
     if not re.fullmatch("-?[0-9]{1,18}", seed):
         raise GpuError(f"{seed!r} is not a seed: write a whole number, such as 3")
-    numbers: dict[str, Any] = {_OPTIONS[name].field: _number(_OPTIONS[name], value) for name, value in values.items()}
+    numbers: dict[str, Any] = {_OPTIONS[name][0]: _number(*_OPTIONS[name], value) for name, value in values.items()}
     return int(seed), replace(default or SimulationOptions(), **numbers, fault=tuple(faults))
 
 
@@ -234,9 +232,9 @@ def format_options(seed: int, options: SimulationOptions, default: SimulationOpt
     """Return the text that `parse_options` reads as these, without the options that equal those of `default`."""
     default = default or SimulationOptions()
     texts = [f"seed={seed}"] if seed else []
-    for name, option in _OPTIONS.items():
-        value = getattr(options, option.field)
-        if value != getattr(default, option.field):
+    for name, (field_name, _) in _OPTIONS.items():
+        value = getattr(options, field_name)
+        if value != getattr(default, field_name):
             texts.append(f"{name}={format_number(value)}")
     return "&".join([*texts, *(f"fault={fault}" for fault in options.fault)])
 
@@ -246,12 +244,12 @@ def format_number(value: float) -> str:
     return repr(value).removesuffix(".0")
 
 
-def _number(option: _Option, text: str) -> float:
-    if option.field.endswith("_s") and re.search("[a-z]", text):
+def _number(name: str, rule: Rule, text: str) -> float:
+    if name.endswith("_s") and re.search("[a-z]", text):
         return _seconds(text)
-    value: float | None = option.rule.parse(text)
+    value: float | None = rule.parse(text)
     if value is None:
-        raise GpuError(f"{text!r} is not {option.rule.wanted}")
+        raise GpuError(f"{text!r} is not {rule.wanted}")
     return value
 
 

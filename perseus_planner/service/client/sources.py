@@ -75,9 +75,9 @@ def resiliency_reports(
     found = []
     for rank, score in sorted({**individual, **relative}.items()):
         if score * slow < 1.0:
-            found.append(_slow(RESILIENCY, rank, score, ttl_s, None))
+            found.append(_report(RESILIENCY, rank, ttl_s, None, score))
         elif rank in before:
-            found.append(_recovered(RESILIENCY, rank, ttl_s, None))
+            found.append(_report(RESILIENCY, rank, ttl_s, None))
     return found
 
 
@@ -111,9 +111,9 @@ def megatron_reports(
     score = least / most
     # If the slowest rank is not slow, no rank is; otherwise only the fastest is known to have recovered.
     recovered = set(before) if score * slow >= 1.0 else {fastest} & set(before)
-    found = [_recovered(MEGATRON, rank, ttl_s, observed_s) for rank in sorted(recovered)]
+    found = [_report(MEGATRON, rank, ttl_s, observed_s) for rank in sorted(recovered)]
     if score * slow < 1.0:
-        found.append(_slow(MEGATRON, slowest, score, ttl_s, observed_s))
+        found.append(_report(MEGATRON, slowest, ttl_s, observed_s, score))
     return found
 
 
@@ -163,21 +163,12 @@ def _scores(report: Any, name: str) -> dict[int, float]:
     return {rank: score for rank, score in found.items() if 0.0 < score < math.inf}
 
 
-def _slow(source: str, rank: int, score: float, ttl_s: float | None, observed_s: float | None) -> ReportRequest:
-    return ReportRequest(
-        source,
-        Scope("rank", str(rank)),
-        score=score,
-        cause="compute",
-        ttl_s=ttl_s,
-        observed_s=observed_s,
-    )
-
-
-def _recovered(source: str, rank: int, ttl_s: float | None, observed_s: float | None) -> ReportRequest:
-    return ReportRequest(
-        source, Scope("rank", str(rank)), slowdown=1.0, cause="compute", ttl_s=ttl_s, observed_s=observed_s
-    )
+def _report(
+    source: str, rank: int, ttl_s: float | None, observed_s: float | None, score: float | None = None
+) -> ReportRequest:
+    """Return the report of a slow rank with that score, or of a rank that has recovered without one."""
+    scope, slowdown = Scope("rank", str(rank)), 1.0 if score is None else None
+    return ReportRequest(source, scope, slowdown, None, score, cause="compute", ttl_s=ttl_s, observed_s=observed_s)
 
 
 def _local_s(text: str) -> float | None:

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from perseus_planner.errors import UsageError
 from perseus_planner.quantities import COUNT, Rule, check_fields
 from perseus_planner.views.context import Comparison, compare, origin_label
 from perseus_planner.views.run import RunSummary, summarize_run
@@ -19,7 +18,9 @@ if TYPE_CHECKING:
 
 _DAY_S = 86400.0
 _J_PER_KWH = 3.6e6
-_PUE = Rule(float, False, "a PUE: give what the building draws over what the GPUs draw, at least 1, such as 1.2")
+_PUE = Rule(
+    float, False, "a PUE: give what the building draws over what the GPUs draw, at least 1, such as 1.2", least=1.0
+)
 _SIZE = Rule(float, False, "a number above 0 that a float can hold; give one")
 _WHOLE = COUNT._replace(wanted=f"{COUNT.wanted}; give one")
 _RATE = Rule(float, True, "a rate: give a finite number of 0 or more, such as 0.12")
@@ -44,8 +45,6 @@ class EnergyRates:
 
     def __post_init__(self) -> None:
         check_fields(self, {"price_usd_per_kwh": _RATE, "pue": _PUE, "carbon_kg_per_kwh": _RATE})
-        if self.pue < 1:
-            raise UsageError(f"pue: {self.pue!r} is not {_PUE.wanted}")
 
     def cost(self, energy_j: float) -> EnergyCost:
         """Return the cost of `energy_j` joules at the GPUs, which may be negative."""
