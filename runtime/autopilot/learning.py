@@ -169,7 +169,7 @@ class Learner:
         if self._tables is None:
             self._tables = self.times.tables(between=self._learn)
         tables = self._tables
-        table = {"mean": tables.mean_s, "plan": tables.plan_s, "safe": tables.safe_s, "doubt": tables.doubt_s}[kind]
+        table: Floats = getattr(tables, f"{kind}_s")
         power_w, error_w, waiting_w = self.powers.tables() if self.powers.top_w else _unknown_power(table)
         power_w = np.maximum(power_w - optimism * error_w, 0.2 * power_w)
         ranks, found = self.job.ranks, []

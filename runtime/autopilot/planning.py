@@ -10,9 +10,14 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from perseus_planner.errors import InfeasibleDeadline
+from perseus_planner.profiles.clock_changes import with_fewer_changes
 from perseus_planner.profiles.measurement import Measurement
 from perseus_planner.profiles.profiles import Profile
+from perseus_planner.runtime.autopilot.search import anneal, changes_of, layout, replay
 from perseus_planner.schedules.dag import PipelineDag
+from perseus_planner.solver.budget import clocks_by_budget
+from perseus_planner.solver.planner import Planner
+from perseus_planner.solver.point_problem import point_problem
 from perseus_planner.solver.solve import solve_dag
 
 if TYPE_CHECKING:
@@ -20,7 +25,6 @@ if TYPE_CHECKING:
 
     from perseus_planner.profiles.clock_changes import ClockChange
     from perseus_planner.runtime.autopilot.job import AutopilotJob
-    from perseus_planner.runtime.autopilot.search import Layout
 
     Floats = NDArray[np.float64]
     Integers = NDArray[np.int64]
@@ -44,11 +48,8 @@ class Searcher:
     """Searches programs of one pipeline: (n,) clocks by number, highest first, of the nodes of a `Layout`."""
 
     def __init__(self, job: AutopilotJob, max_changes: int | None) -> None:
-        from perseus_planner.runtime.autopilot.search import layout
-
         self.job, self._max_changes = job, max_changes
         ranks = job.ranks
-        self.layout: Layout
         self.layout, self._places = layout(job.iteration, job.clock_change, job.gpus_per_stage, np.zeros(ranks))
         self.keys = list(dict.fromkeys(sorted(job.iteration.keys)))
         count = len(self._places)
@@ -65,8 +66,6 @@ class Searcher:
 
     def set_clock_change(self, change: ClockChange) -> None:
         """Replay and plan with other costs of clock changes from now on."""
-        from perseus_planner.runtime.autopilot.search import layout
-
         self.job = replace(self.job, clock_change=change)
         self.layout, _ = layout(self.job.iteration, change, self.job.gpus_per_stage, np.zeros(self.job.ranks))
 
@@ -80,16 +79,12 @@ class Searcher:
         return seconds, joules
 
     def _replayed(self, clock: Integers, costs: Costs) -> tuple[float, float, Floats]:
-        from perseus_planner.runtime.autopilot.search import replay
-
         end_s = np.zeros(len(clock))
         seconds, joules = replay(self.layout, *costs, clock, self._tail_s, end_s)
         return seconds, joules, end_s
 
     def polish(self, clock: Integers, costs: Costs, deadline_s: float, seed: int) -> tuple[Integers, float, float]:
         """Return a program that is better than `clock`, if one is found, its seconds and its joules."""
-        from perseus_planner.runtime.autopilot.search import anneal
-
         seconds, _, end_s = self._replayed(clock, costs)
         self._tail_s = np.maximum(0.0, seconds - end_s[self.layout.rank_start[1:] - 1])
         usable, counts = self._usable(costs)
@@ -121,10 +116,6 @@ class Searcher:
 
         Attempts begin with different numbers of changes, so that several of them find different plans.
         """
-        from perseus_planner.solver.budget import clocks_by_budget
-        from perseus_planner.solver.planner import Planner
-        from perseus_planner.solver.point_problem import point_problem
-
         job, table = self.job, {}
         usable, counts = self._usable(costs)
         for number, key in enumerate(self.keys):
@@ -173,22 +164,14 @@ class Searcher:
             for first, stop in pairwise(self.layout.rank_start)
         )
 
-    def changes(self, program: Integers, rank: int) -> int:
-        """Return how often a rank changes its clock in an iteration that repeats."""
-        first, stop = self.layout.rank_start[rank : rank + 2]
-        part = program[first:stop]
-        return int((part != np.roll(part, 1)).sum())
-
     def joined(self, program: Integers, before: Integers) -> Integers:
         """Return the program with one change less where the step from the one before to it would be one too many."""
-        from perseus_planner.profiles.clock_changes import with_fewer_changes
-
         if self._max_changes is None:
             return program
         joined = program.copy()
-        for rank, (first, stop) in enumerate(pairwise(self.layout.rank_start)):
+        for first, stop in pairwise(self.layout.rank_start):
             steps = int(program[first] != before[first])
-            if self.changes(program, rank) + steps <= self._max_changes:
+            if changes_of(program, first, stop) + steps <= self._max_changes:
                 continue
             most = self._max_changes - 1
             slower = [-c for c in program[first:stop].tolist()]  # a lower number is a higher clock
@@ -217,21 +200,16 @@ class Searcher:
             random: the source of chance.
         """
         tried: list[tuple[int, int]] = []
-        trial = program.copy()
+        trial, starts = program.copy(), self.layout.rank_start
 
         def fits(first: int, stop: int, rank: int, clock: int) -> bool:
-            kept = trial[first:stop].copy()
             trial[first:stop] = clock
-            good = self.changes(trial, rank) <= self._budget[rank] and all(
+            return bool(changes_of(trial, starts[rank], starts[rank + 1]) <= self._budget[rank]) and all(
                 self.replay(trial, costs)[0] <= limit_s for costs, limit_s in limits
             )
-            if not good:
-                trial[first:stop] = kept
-            return good
 
         for rank in random.permutation(self.job.ranks).tolist():
             still_open = is_open[rank].copy()
-            count = 0
             for clock in wanted[rank]:
                 spots = list(self._spots(trial, rank, clock, random))
                 news = {spot: self._news(spot, known) for spot in spots}
@@ -240,9 +218,8 @@ class Searcher:
                     if deepest is not None:
                         tried.append((rank, deepest))
                         still_open[deepest] = False
-                        count += 1
                         break
-                if count >= _MOST_TRIALS:
+                if int((is_open[rank] & ~still_open).sum()) >= _MOST_TRIALS:
                     break
         return trial, tried
 
