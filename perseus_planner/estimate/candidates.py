@@ -30,14 +30,13 @@ _DOUBLINGS = 12  # of the GPUs at most, to find how many have enough memory
 class Choices:
     """What may be chosen; everything else follows from the model, the GPUs and the batch.
 
+    Tensor groups divide norms too, the optimizer is distributed, and gradients are summed during the backward.
+
     Attributes:
         gpus: GPUs of the job. Configurations that leave some of them unused count too: see `_parts`.
         batch: Sequences of an iteration.
         recomputations: Kinds of recomputation.
         schedules: Names of schedules.
-        sequence_parallel: Whether tensor groups divide norms too.
-        distributed_optimizer: As in `Configuration`.
-        overlap_reduction: As in `Configuration`.
         split_head: Whether stages may share the head.
     """
 
@@ -45,9 +44,6 @@ class Choices:
     batch: int
     recomputations: tuple[str, ...] = RECOMPUTATIONS
     schedules: tuple[str, ...] = SCHEDULES
-    sequence_parallel: bool = True
-    distributed_optimizer: bool = True
-    overlap_reduction: bool = True
     split_head: bool = True
 
 
@@ -134,7 +130,7 @@ def _configurations(model: Transformer, system: System, choices: Choices) -> Ite
             model,
             tensor_degree=tensor,
             vocabulary=vocabulary,
-            sequence_parallel=choices.sequence_parallel and tensor > 1 and model.sequence % tensor == 0,
+            sequence_parallel=tensor > 1 and model.sequence % tensor == 0,
         )
         for microbatch in _divisors(choices.batch):
             if microbatch > _MAX_MICROBATCH:
@@ -175,9 +171,9 @@ def _pipelines(shape: Transformer, system: System, times: LayerTimes, choices: C
                     count,
                     schedule,
                     virtual,
-                    choices.distributed_optimizer and data > 1,
-                    choices.overlap_reduction and data > 1,
-                    split_head,
+                    distributed_optimizer=data > 1,
+                    overlap_reduction=data > 1,
+                    split_head=split_head,
                 )
 
 
