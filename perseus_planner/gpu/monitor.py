@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from perseus_planner.errors import GpuError, GpuNotSupported, UsageError
 from perseus_planner.gpu import open_gpu
 from perseus_planner.gpu.counter import POLL_S, EnergyCounter
+from perseus_planner.gpu.protocol import ClosedOnExit
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -79,7 +80,7 @@ class PowerSample(NamedTuple):
     power_w: float
 
 
-class Monitor:
+class Monitor(ClosedOnExit):
     """Measures the energy of GPUs in windows, which may nest and overlap.
 
     Opening it takes about a second on real GPUs, in which it times the updates of their energy counters.
@@ -140,14 +141,6 @@ class Monitor:
         if self._thread is not None:
             self._thread.join()
         self._stack.close()
-
-    def __enter__(self) -> Self:
-        """Return the monitor itself."""
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Close the monitor."""
-        self.close()
 
     def _edge(self) -> list[_Edge]:
         """Read all GPUs at the edge of a window."""

@@ -128,18 +128,18 @@ class Gpu(GpuReader, GpuSetter, Protocol):
 
 
 class ClosedOnExit:
-    """Base class that closes a GPU at the end of a `with` statement."""
+    """Base class of what is closed at the end of a `with` statement."""
 
     def __enter__(self) -> Self:
-        """Return the GPU itself."""
+        """Return the object itself."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close the GPU."""
+        """Close it."""
         self.close()
 
     def close(self) -> None:
-        """Release what opening the GPU took."""
+        """Release what opening it took."""
 
 
 class RealGpu(ClosedOnExit):
