@@ -175,7 +175,7 @@ def test_two_processes_write_the_same_bytes(tmp_path: Path, frontier: Frontier, 
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
         command = [sys.executable, "-c", MAKE, str(Path(__file__).parent / "support")]
-        subprocess.run(command, cwd=tmp_path / name, check=True, timeout=100)
+        subprocess.run(command, cwd=tmp_path / name, check=True, timeout=300)
         for file in ("frontier.npz", "plan.yaml"):
             assert (tmp_path / name / file).read_bytes() == (tmp_path / file).read_bytes()
 

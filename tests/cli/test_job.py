@@ -169,7 +169,7 @@ def test_bad_options_are_refused_in_one_line(work: Path, command: str, message: 
 def test_the_installed_command_solves_a_job(work: Path):
     planner = "from perseus_planner.cli import main; main()"
     command = [sys.executable, "-c", planner, "solve", "job.yaml", "-o", "out.npz", "--json"]
-    result = subprocess.run(command, cwd=work, capture_output=True, text=True, timeout=100)
+    result = subprocess.run(command, cwd=work, capture_output=True, text=True, timeout=300)
     assert (result.returncode, result.stderr) == (0, "")
     assert json.loads(result.stdout)["context"]["ranks"] == 2
 

@@ -24,7 +24,7 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def measured(*arguments: str) -> subprocess.CompletedProcess[str]:
     """Run `planner measure` in a process of its own, since the command writes to its standard output."""
     command = [sys.executable, "-m", "perseus_planner", "measure", "--gpu", GPU, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, capture_output=True, text=True, timeout=300)
 
 
 def test_the_energy_of_a_command_is_printed_beside_its_output(tmp_path: Path):

@@ -152,7 +152,7 @@ def test_the_exit_code_is_that_of_the_command():
         "-c",
         script,
     ]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert (result.returncode, result.stdout, result.stderr) == (1, "", "ended\n")
 
 

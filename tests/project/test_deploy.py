@@ -40,7 +40,7 @@ def slurm(script: str, **variables: str) -> str:
     """Run the prolog or epilog in Slurm's environment, which has few variables, and return what it prints."""
     environment = {**os.environ, "PLANNER": str(Path(sys.executable).with_name("planner")), **variables}
     command = [DEPLOY / f"slurm-{script}.sh"]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=True).stdout
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=True).stdout
 
 
 def epilog(**variables: str) -> str:

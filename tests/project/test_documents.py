@@ -18,7 +18,6 @@ from perseus_planner import Plan
 from perseus_planner.cli import main
 
 DOCS = PAGES[1:]
-pytestmark = pytest.mark.timeout(300)  # the first solve in a new environment compiles, perhaps on a busy machine
 
 
 def _before(command: str) -> None:

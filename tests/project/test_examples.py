@@ -30,7 +30,6 @@ def losses(output: str) -> list[str]:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.timeout(300)
 def test_an_example_profiles_plans_and_trains_with_the_same_losses(
     engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -103,7 +102,6 @@ def clone(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.timeout(300)
 def test_the_job_of_the_examples_is_profiled_in_a_bare_clone_by_a_rank_for_each_stage(clone: Path) -> None:
     _need("torch")
     found = ended(started(["-c", "import perseus_planner.runtime.hook as hook; print(hook.__file__)"], clone))

@@ -44,7 +44,7 @@ def imported(node: ast.AST) -> Iterator[str]:
 
 def python(code: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     """Run `code` in a new interpreter, which finds modules in `cwd` first."""
-    return subprocess.run([sys.executable, "-c", code], cwd=cwd, capture_output=True, text=True, timeout=60)
+    return subprocess.run([sys.executable, "-c", code], cwd=cwd, capture_output=True, text=True, timeout=300)
 
 
 def printed(code: str, cwd: Path) -> object:

@@ -59,7 +59,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
         env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},  # a warning about future releases of mkdocs
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
     )
     assert (built.returncode, built.stdout, built.stderr) == (0, "", "")
     return folder

@@ -13,7 +13,7 @@ from planner_processes import planner_processes
 
 pytest.importorskip("torch")
 
-SOON_S = 8.0
+SOON_S = 60.0
 """Within which a refusal must be everywhere; whoever waited for another rank would wait longer than that."""
 
 

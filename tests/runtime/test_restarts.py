@@ -24,7 +24,6 @@ from perseus_planner.gpu.simulated.emulated import EmulatedGpu, open_emulated
 from perseus_planner.runs.recording import attempt_path, attempts_in
 
 pytest.importorskip("torch")
-pytestmark = pytest.mark.timeout(400)  # each test starts two launchers and four ranks, which all import torch
 
 SCRIPT = Path(__file__).parents[1] / "support" / "restarted_training.py"
 CHECKPOINT_EVERY = 4  #: iterations

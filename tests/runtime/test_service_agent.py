@@ -38,7 +38,7 @@ from perseus_planner.runtime.job import JobWarnings, TrainingJob
 from perseus_planner.runtime.switching.agreement import Acceptance, Proposal, Rejection
 from perseus_planner.runtime.telemetry.counters import Counts
 
-LONG_S = 20.0
+LONG_S = 60.0
 
 
 def eventually(holds: Callable[[], Any]) -> Any:

@@ -28,7 +28,7 @@ pytest.importorskip("httpx")
 pytest.importorskip("fastapi")
 pytest.importorskip("sqlalchemy")
 
-LONG_S = 60.0  #: for what must come at some time: much longer than it takes
+LONG_S = 200.0  #: for what must come at some time: much longer than it takes
 REPORT = ReportRequest("ops", Scope("stage", "1"), slowdown=1.2, key="k", cause="compute")
 
 

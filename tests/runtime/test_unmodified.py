@@ -105,7 +105,6 @@ def locked_mhz(rank: int) -> int | None:
         pytest.param("megatron", processes, ["--plan", "plan-2.yaml"], 1, id="Megatron's loop, ranks by themselves"),
     ],
 )
-@pytest.mark.timeout(300)
 def test_a_script_that_knows_no_planner_trains_with_it(
     folder: Path,
     engine: str,
@@ -129,7 +128,6 @@ def test_a_script_that_knows_no_planner_trains_with_it(
 @pytest.mark.skipif(
     "PLANNER_MEGATRON_LM" not in os.environ, reason="PLANNER_MEGATRON_LM names no folder of Megatron-LM"
 )
-@pytest.mark.timeout(300)
 def test_megatron_lm_itself_trains_by_a_plan_and_evaluates_between_iterations(folder: Path):
     script = [str(SUPPORT / "megatron_lm.py"), os.environ["PLANNER_MEGATRON_LM"], str(folder / "results")]
     run = [*PLANNER, "--plan", "plan-2.yaml", "--gpu", GPU, "--record", "run", "--", sys.executable]
@@ -146,7 +144,6 @@ def test_megatron_lm_itself_trains_by_a_plan_and_evaluates_between_iterations(fo
     assert [[row.is_as_planned for row in rank.iterations] for rank in last.ranks] == [[True] * 6] * 2
 
 
-@pytest.mark.timeout(200)
 def test_a_plan_that_does_not_fit_is_said_once_and_training_goes_on(folder: Path):
     job = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     command = [*PLANNER, "--plan", "plan-2.yaml", "--gpu", GPU, "--", sys.executable, SCRIPT, "torch", str(folder)]
@@ -166,7 +163,6 @@ def test_a_plan_that_does_not_fit_is_said_once_and_training_goes_on(folder: Path
         pytest.param("single", [], id="an optimizer without a pipeline"),
     ],
 )
-@pytest.mark.timeout(200)
 def test_a_module_that_is_terminated_leaves_no_clock(engine: str, plan: Sequence[str], folder: Path):
     job = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "PYTHONPATH": str(SUPPORT)}
     script = [sys.executable, "-m", "plain_training", engine, str(folder), "1000000"]
@@ -198,7 +194,7 @@ def python(code: str, cwd: Path, modules: Sequence[str]) -> Any:
     """Return what `code` prints as JSON in an interpreter that finds modules in these folders first."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(modules)}
     found = subprocess.run(
-        [sys.executable, "-c", code], cwd=cwd, env=environment, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", code], cwd=cwd, env=environment, capture_output=True, text=True, timeout=300
     )
     assert (found.returncode, found.stderr) == (0, "")
     return json.loads(found.stdout)
@@ -271,7 +267,7 @@ def test_a_sitecustomize_that_fails_fails_as_it_does_without(tmp_path: Path):
     for modules in ([str(tmp_path)], [STARTUP, str(tmp_path)]):
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(modules)}
         command = [sys.executable, "-c", "print(len(__import__('sys').meta_path))"]
-        found = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+        found = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
         messages.append((found.returncode, found.stderr, int(found.stdout)))
     (code, stderr, finders), started_up = messages
     assert "nothing_like_this" in stderr

@@ -20,7 +20,6 @@ from perseus_planner.runtime.whole.session import _settable
 TOP_MHZ = 1410
 
 
-@pytest.mark.timeout(300)
 def test_data_parallel_ranks_find_a_lower_clock_together_and_compute_the_same(tmp_path: Path):
     everyone = results_of("whole_programs:data_parallel", 2, tmp_path)
     for each in everyone:

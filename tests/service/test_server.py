@@ -116,7 +116,7 @@ def test_a_request_whose_planning_processes_are_killed_is_answered_with_503_and_
         Storage(folder / "kept.sqlite") as storage,
         Service(storage) as service,
         serving(service, Address(port=0)) as url,
-        httpx.Client(base_url=url, timeout=60) as client,
+        httpx.Client(base_url=url, timeout=300) as client,
     ):
         answer = client.post("/v1/jobs", json=a_job())
         assert (answer.status_code, answer.headers["Retry-After"]) == (503, "1")
@@ -367,8 +367,8 @@ def test_who_waits_is_answered_when_the_service_ends():
     service.register(RegisteredJob("gpt3", 2, ""), b"PK")
     path = "/v1/jobs/gpt3/plans?after=1&wait_s=60"
     with ThreadPoolExecutor(4) as pool, serving(service, Address(port=0)) as url, httpx.Client(base_url=url) as client:
-        polls = [pool.submit(httpx.get, f"{url}{path}", timeout=60) for _ in range(3)]
-        stream = pool.submit(httpx.get, f"{url}/v1/jobs/gpt3/events", timeout=60)
+        polls = [pool.submit(httpx.get, f"{url}{path}", timeout=300) for _ in range(3)]
+        stream = pool.submit(httpx.get, f"{url}/v1/jobs/gpt3/events", timeout=300)
         until(client, 4)
     assert [poll.result().status_code for poll in polls] == [204] * 3
     assert stream.result().text == 'id: 1\nevent: version\ndata: {"version":1}\n\n'

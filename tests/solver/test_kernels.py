@@ -56,7 +56,7 @@ def cache_of(package: Path, temporary: Path) -> tuple[Path, int]:
     program.write_text(PROGRAM)
     (package / "__pycache__").touch()
     command = [sys.executable, str(program)]
-    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert ran.returncode == 0, ran.stderr
     loaded, compiled, cache = ran.stdout.splitlines()
     assert Path(loaded).is_relative_to(package)

@@ -220,7 +220,7 @@ def _bash(line: str, place: str) -> str:
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
     )
     assert ran.returncode == 0, f"{place}: {line}\n{ran.stdout}{ran.stderr}"
     return ran.stdout

@@ -21,7 +21,7 @@ from perseus_planner.runtime import attachment, planner_runtime, rendezvous
 
 def refusals(state: str) -> None:
     """Something is wrong on one or all ranks: no rank begins, and no rank waits for another."""
-    rendezvous.RENDEZVOUS_S = attachment.ATTACH_S = 100 * LONG_S
+    rendezvous.RENDEZVOUS_S = rendezvous.REFUSAL_S = attachment.ATTACH_S = 100 * LONG_S
     with job(state) as result:
         log, engine = WarningLog(), Torch("1f1b", 2).engine
         fits, is_first = plan_of(schedule_of("1f1b", 2, 2)), dist.get_rank() == 0
