@@ -33,7 +33,7 @@ from runtime_training import (
     schedule_of,
 )
 
-from perseus_planner.runtime import Runtime, monitor, planner_runtime, rendezvous
+from perseus_planner.runtime import Runtime, background, planner_runtime, rendezvous
 from perseus_planner.runtime.controller import backoff
 from perseus_planner.runtime.switching.agreement import Rejection
 
@@ -45,7 +45,7 @@ def no_clocks_any_more(state: str) -> None:
     with job(state) as result:
         warning_log = WarningLog()
         result["killed"] = _survived(warning_log, lambda _: _signal_controller(state, signal.SIGKILL))
-        with mock.patch.object(monitor, "HUNG_S", 0.5):
+        with mock.patch.object(background, "HUNG_S", 0.5):
             result["stopped"] = _survived(warning_log, lambda _: _signal_controller(state, signal.SIGSTOP))
         result["lost"] = _survived(warning_log, lambda _: None, f"{GPU}&fault=lost@200calls")
         result["fault"] = _survived(warning_log, _break_background)
@@ -99,14 +99,14 @@ def _has_fewer_changes(runtime: Runtime) -> bool:
 def clocks_come_back(state: str) -> None:
     """Kill the controller, train until a new one sets all clocks, and do so again."""
     resumed: list[None] = []
-    resume = monitor.Monitor._resume
+    resume = background.BackgroundWork._resume
 
-    def resume_noted(this: monitor.Monitor) -> None:
+    def resume_noted(this: background.BackgroundWork) -> None:
         resume(this)
         resumed.append(None)
 
     short = mock.patch.object(backoff, "FIRST_PAUSE_S", 0.1)
-    with job(state) as result, short, mock.patch.object(monitor.Monitor, "_resume", resume_noted):
+    with job(state) as result, short, mock.patch.object(background.BackgroundWork, "_resume", resume_noted):
         warning_log, watch = WarningLog(), Watch()
         pipeline = Torch("1f1b", 4, watch)
         losses: list[list[Any]] = []
@@ -170,7 +170,7 @@ def clocks_go_on(state: str) -> None:
         result["trace full"] = _recorded(warning_log, Path("full"), _full)
         result["left early"] = _left_early(warning_log)
         result["forked"] = _forked(warning_log)
-        with mock.patch.object(monitor, "HUNG_S", 1.0):
+        with mock.patch.object(background, "HUNG_S", 1.0):
             result["suspended"] = _suspended(warning_log, state)
 
 
