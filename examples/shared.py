@@ -68,6 +68,11 @@ def write_plan(profile: Profile, schedule: Schedule, args: argparse.Namespace) -
 
 def say_what_next(args: argparse.Namespace) -> None:
     """Name the files that were written, and the commands that show them."""
+    if args.gpu.startswith("emulated:"):
+        print(
+            "Computations are emulated; messages, the optimizer and all else are real work of this machine, so that "
+            "iterations take longer than planned, and much longer while it is busy."
+        )
     print(
         f"Wrote {args.profile}, {args.frontier}, {args.plan} and the folder {args.record}. Next:\n"
         f"  planner show {args.record}\n"

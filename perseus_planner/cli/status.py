@@ -14,7 +14,9 @@ from perseus_planner.errors import UsageError
 
 if TYPE_CHECKING:
     from perseus_planner.service.answers import JobTotals
+    from perseus_planner.service.history import Event
 
+_EVENTS = 10  #: that are shown, the latest
 _LOOK_S = 1.0  #: between two looks of --watch
 _CLEAR = "\033[2J\033[H"  #: clears a terminal
 
@@ -36,7 +38,8 @@ def status(job: str | None, watch: bool, totals: bool, service: str | None, as_j
         while not totals:
             found = client.jobs() if job is None else (client.status(job),)
             if found != before:
-                _print(found, in_full=job is not None, as_json=as_json, clear=watch and sys.stdout.isatty())
+                events = () if job is None or as_json else client.history(job).events[-_EVENTS:]
+                _print(found, events, in_full=job is not None, as_json=as_json, clear=watch and sys.stdout.isatty())
             if not watch:
                 return
             before = found
@@ -54,12 +57,12 @@ def _print_totals(jobs: Sequence[JobTotals], *, as_json: bool) -> None:
         click.echo(console.printable(totals_text(jobs)))
 
 
-def _print(jobs: Sequence[Any], *, in_full: bool, as_json: bool, clear: bool) -> None:
+def _print(jobs: Sequence[Any], events: Sequence[Event], *, in_full: bool, as_json: bool, clear: bool) -> None:
     from perseus_planner.service.answers import Jobs
     from perseus_planner.views.service_text import jobs_text, status_text
 
     if as_json:
         asking.print_json(jobs[0] if in_full else Jobs(tuple(jobs)))
         return
-    text = console.printable(status_text(jobs[0]) if in_full else jobs_text(jobs))
+    text = console.printable(status_text(jobs[0], events) if in_full else jobs_text(jobs))
     click.echo(_CLEAR + text if clear else text)

@@ -13,6 +13,7 @@ from perseus_planner.views.context import ALL_MAXIMUM, share
 
 if TYPE_CHECKING:
     from perseus_planner.service.answers import Answer, JobStatus, JobSummary, JobTelemetry, JobTotals
+    from perseus_planner.service.history import Event
     from perseus_planner.service.model import Report
 
 
@@ -71,8 +72,8 @@ def _sums(sent: JobTelemetry | None) -> tuple[float, ...]:
     return (0, 0.0, 0.0, 0.0) if sent is None else (sent.iterations, sent.time_s, sent.energy_j, sent.saved_j)
 
 
-def status_text(status: JobStatus) -> str:
-    """Describe one job in full."""
+def status_text(status: JobStatus, events: Sequence[Event] = ()) -> str:
+    """Describe one job in full, with the events that are given, oldest first."""
     job, decision = status.job, status.decision
     targets = list(dict.fromkeys((each.time_s, tuple(each.slow_stages.items())) for each in decision.targets))
     numbers = [
@@ -103,6 +104,8 @@ def status_text(status: JobStatus) -> str:
     ]
     if status.reports:
         lines += ["", _reports(status)]
+    if events:
+        lines += ["", *(f"{_moment(each.at_s)}  {each.text}" for each in events)]
     return "\n".join(lines)
 
 

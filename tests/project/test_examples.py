@@ -46,6 +46,7 @@ def test_an_example_profiles_plans_and_trains_with_the_same_losses(
     assert set(profile.measurements) == {(stage, kind) for stage in (0, 1) for kind in "FB"}
     assert profile.measurements[1, "F"][0].time_s > profile.measurements[0, "F"][0].time_s  # the head and the loss
     assert_ran_as_planned(tmp_path / "trained")
+    assert "so that iterations take longer than planned, and much longer while it is busy.\n" in outputs[0]
     _, _, next_steps = outputs[0].partition(
         "Wrote trained/profile.yaml, trained/frontier.npz, trained/plan.yaml and the folder trained/run. Next:\n"
     )

@@ -325,6 +325,8 @@ def test_status_shows_what_the_service_knows(service: StandIn):
     whole = done(f"status gpt3 --service {service.address}")
     for text in ("2 pipelines, 4 ranks known", "at most 5000 W", "stage 2 of pipeline 3", "1.2x", "1: 1.5x", "cleared"):
         assert text in whole
+    assert whole.endswith("  pipeline 1 is slow\n")
+    assert whole.count("  1 pipeline moved to 18.03 s\n") == 9
     assert json.loads(done(f"status gpt3 --service {service.address} --json"))["decision"]["look_again_s"] is None
     assert json.loads(done(f"status --service {service.address} --json"))["jobs"][0]["job"]["name"] == "gpt3"
 
@@ -350,7 +352,9 @@ def test_status_is_watched_until_the_service_says_no_more(monkeypatch: pytest.Mo
     monkeypatch.setattr(import_module("perseus_planner.cli.status"), "_LOOK_S", 0.0)
     told = iter([{**STATUS, "version": version} for version in (7, 7, 9)])
 
-    def answers(*_: Any) -> tuple[int, Any]:
+    def answers(method: str, path: str, body: Any) -> tuple[int, Any]:
+        if path.endswith("/history"):
+            return api(method, path, body)
         status = next(told, None)
         return refused(404, "it has ended") if status is None else (200, status)
 

@@ -70,6 +70,9 @@ def refused(status: int, message: str) -> tuple[int, Any]:
     return status, {"error": {"code": "a_code", "message": message}}
 
 
+HAPPENED = [{"at_s": 1.0, "text": "1 pipeline moved to 18.03 s"}] * 10 + [{"at_s": 2.0, "text": "pipeline 1 is slow"}]
+
+
 def api(method: str, path: str, body: Any) -> tuple[int, Any]:
     """The addresses of the API, each with one answer."""
     path = path.partition("?")[0]
@@ -83,6 +86,7 @@ def api(method: str, path: str, body: Any) -> tuple[int, Any]:
         ("POST", "/v1/jobs"): (201, {"job": STATUS["job"], "version": 1}),
         ("GET", "/v1/jobs"): (200, {"jobs": [STATUS]}),
         ("GET", "/v1/jobs/gpt3"): (200, STATUS),
+        ("GET", "/v1/jobs/gpt3/history"): (200, {"points": [], "events": HAPPENED}),
         ("GET", "/v1/totals"): (200, {"jobs": [{"name": name, **ended}]}),
         ("DELETE", "/v1/jobs/gpt3"): (204, None),
         ("POST", "/v1/jobs/gpt3/reports"): (202, EFFECT),

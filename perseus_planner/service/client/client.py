@@ -29,6 +29,7 @@ from perseus_planner.service.answers import (
     Totals,
 )
 from perseus_planner.service.client.transport import Transport
+from perseus_planner.service.history import History
 from perseus_planner.service.model import PlanSet, PowerStep, Report
 from perseus_planner.service.planning.curves import Curve
 from perseus_planner.service.schemas import (
@@ -103,6 +104,10 @@ class Client:
     def status(self, job: str) -> JobStatus:
         """Return the status of one job."""
         return self._ask(JobStatus, "GET", _path(job))
+
+    def history(self, job: str) -> History:
+        """Return the events and figures of one job, oldest first."""
+        return self._ask(History, "GET", _path(job, "history"))
 
     def end(self, job: str) -> None:
         """Report that a job has ended; the service keeps its totals alone."""
