@@ -23,6 +23,7 @@ _MAX_MICROBATCH = 64
 _VIRTUAL_STAGES = (2, 3, 4, 6)
 _MAX_RANKS = 48
 _MAX_STAGES = 64
+_ALL_PARTS = 24  # GPUs, of which any part is explored
 _DOUBLINGS = 12  # of the GPUs at most, to find how many have enough memory
 
 
@@ -188,10 +189,13 @@ def _divisors(number: int) -> list[int]:
 
 
 def _parts(gpus: int) -> list[int]:
-    """Return the number of GPUs, its half and so on while whole, and fewer ones: powers of 2, and 3 times those."""
+    """Return the numbers of GPUs to use, so that few more GPUs make nothing worse.
+
+    All up to 24; beyond, the number itself, its half and so on while whole, powers of 2, and 3 times those.
+    """
     halves = [gpus >> step for step in range(gpus.bit_length()) if gpus % (1 << step) == 0]
     rounds = [times << step for times in (1, 3) for step in range(gpus.bit_length()) if times << step < gpus]
-    return sorted({*halves, *rounds}, reverse=True)
+    return sorted({*range(1, min(gpus, _ALL_PARTS) + 1), *halves, *rounds}, reverse=True)
 
 
 def _possible(model: Transformer, gpus: int, batch: int) -> bool:

@@ -98,6 +98,11 @@ def test_more_gpus_never_make_it_worse(eight: Exploration):
         assert more.first[0].time_s <= fewer.first[0].time_s * (1 + 1e-9)
 
 
+def test_more_gpus_than_divide_the_batch_leave_some_unused():
+    thirteen, sixteen = (explore(SMALL, A100, Choices(gpus, 13)) for gpus in (13, 16))
+    assert sixteen.first[0].time_s <= thirteen.first[0].time_s * (1 + 1e-9)
+
+
 def test_more_memory_never_makes_it_worse():
     tight = explore(SMALL, replace(A100, memory_bytes=16e9), EIGHT)
     roomy = explore(SMALL, A100, EIGHT)
