@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from command_options import ROOT
+from packaging.metadata import Metadata
 
 from perseus_planner import Frontier, Plan, Profile, __version__
 
@@ -69,6 +70,7 @@ def test_the_installed_package_is_the_one_of_the_wheel(environment: Path, tmp_pa
 
 def test_the_description_is_complete_and_its_links_lead_to_files_at_the_tag(environment: Path):
     (metadata,) = environment.glob("lib/python*/site-packages/perseus_planner-*.dist-info/METADATA")
+    Metadata.from_email(metadata.read_bytes(), validate=True)  # as the index checks it, which `twine check` does not
     about = email.message_from_string(metadata.read_text())
     assert (about["Version"], about["Author"]) == (__version__, "The perseus-planner developers")
     assert about["Description-Content-Type"] == "text/markdown"
