@@ -41,9 +41,7 @@ if TYPE_CHECKING:
 @click.option(
     "--recompute", "recomputations", multiple=True, help="none, selective or full; can be given more than once."
 )
-@click.option(
-    "--no-split-head", is_flag=True, help="Leave out heads that all stages share, which few trainers can run."
-)
+@click.option("--split-head", is_flag=True, help="Also try heads that all stages share, which few trainers can run.")
 @click.option("--deadline", type=console.TIME, help="Least energy with iterations of that time.")
 @click.option("--power-budget", type=console.POWER, help="The fastest within that mean power of all GPUs, e.g. 30kW.")
 @click.option("--least-energy", is_flag=True, help="Least energy for a token, however slow.")
@@ -135,7 +133,7 @@ def _choices(gpus: int, options: dict[str, object]) -> Choices:
         int(str(options["batch"])),
         _known("--recompute", options["recomputations"], RECOMPUTATIONS),
         _known("--schedule", options["schedules"], SCHEDULES),
-        split_head=not options["no_split_head"],
+        split_head=bool(options["split_head"]),
     )
 
 

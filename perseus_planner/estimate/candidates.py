@@ -38,14 +38,14 @@ class Choices:
         batch: Sequences of an iteration.
         recomputations: Kinds of recomputation.
         schedules: Names of schedules.
-        split_head: Whether stages may share the head.
+        split_head: Whether stages may also share the head, which few trainers can run.
     """
 
     gpus: int
     batch: int
     recomputations: tuple[str, ...] = RECOMPUTATIONS
     schedules: tuple[str, ...] = SCHEDULES
-    split_head: bool = True
+    split_head: bool = False
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,7 @@ def exploration_text(view: dict[str, Any]) -> str:
         lines += [
             "",
             "split-head: all stages share embedding and head (vocabulary parallelism, Yeung et al., 2024). Few "
-            "trainers can run it; --no-split-head leaves it out.",
+            "trainers can run it.",
         ]
     if view["gap"] > 0:
         lines += ["", f"A configuration without an exact frontier might be better by up to {100 * view['gap']:.2g} %."]
