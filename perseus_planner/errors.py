@@ -35,6 +35,8 @@ import math
 import reprlib
 from collections.abc import Callable, Iterable
 
+from perseus_planner.prefixes import si, si_unit
+
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 80
 
@@ -252,8 +254,6 @@ def one_line(text: str, longest: int = 300) -> str:
 
 def _si(value: float, unit: str, *, up: bool = False) -> str:
     """Write a time or a power with few digits; if `up`, rounded up, so that a request for that value is feasible."""
-    from perseus_planner.quantities import si, si_unit  # that module imports this one
-
     factor, _ = si_unit(value, unit)
     for digits in range(6, 18):
         text = si(value, unit, digits)

@@ -21,6 +21,7 @@ from perseus_planner.errors import GpuError, GpuNotPermitted, GpuNotSupported, P
 from perseus_planner.gpu import open_gpu
 from perseus_planner.gpu.lease.lease import lease_gpus
 from perseus_planner.gpu.torch_device import gpu_text
+from perseus_planner.prefixes import si
 from perseus_planner.profiler.build import require_torch, torch_device
 from perseus_planner.profiler.lock_check import LockCheck
 from perseus_planner.profiler.ranks.group import RankGroup, process_group
@@ -28,7 +29,6 @@ from perseus_planner.profiler.ranks.messages import Message, exchange
 from perseus_planner.profiler.row_meter import RowMeter
 from perseus_planner.profiler.stage import SingleGpu
 from perseus_planner.profiler.torch_stage import synchronizer, torch_stage
-from perseus_planner.quantities import si
 from perseus_planner.training.microbatch import describe_error
 
 if TYPE_CHECKING:

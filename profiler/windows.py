@@ -9,8 +9,8 @@ from statistics import fmean, median, stdev
 
 from perseus_planner.errors import GpuError
 from perseus_planner.gpu import THROTTLE_REASONS
+from perseus_planner.prefixes import si
 from perseus_planner.profiles.measurement import Evidence, Measurement
-from perseus_planner.quantities import si
 
 TRANSIENT_REASONS = frozenset({"sw-thermal", "hw-thermal", "hw-slowdown", "hw-power-brake"})
 """Throttle reasons that pass, so a window that saw one is measured again. A power cap stays, in training too."""

@@ -94,7 +94,7 @@ def budget(
 
 def _send(path: Path, target: float | None, job: str | None, client: Client, *, as_json: bool) -> None:
     """Read a schedule, send it, and print what it does now and next."""
-    from perseus_planner.quantities import si
+    from perseus_planner.prefixes import si
     from perseus_planner.service.client.budget_file import read_budgets, split_at
 
     power_w, later = split_at(read_budgets(path, target), time.time())

@@ -54,7 +54,7 @@ _OPTIONS = (
         "--ttft",
         type=console.Listed("DURATION", "time"),
         default=(),
-        help="Most time to the first token, one for each input class, e.g. 250ms,400ms,2s.  [default: those, assumed]",
+        help="Most time to the first token, one for each input class, e.g. 250ms,400ms,2s.  [default: DynamoLLM's]",
     ),
     _quantity("--tbt", "100ms", "Most time between tokens."),
     _tokens("--input-bounds", "256,1024", "Most input tokens of the classes short and medium."),

@@ -130,7 +130,7 @@ def _content(window: Window, counts: dict[str, float], command: Sequence[str], s
 
 
 def _text(window: Window, counts: dict[str, float]) -> str:
-    from perseus_planner.quantities import si
+    from perseus_planner.prefixes import si
     from perseus_planner.views import columns
 
     def peak(peak_w: float | None) -> str:

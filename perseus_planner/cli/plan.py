@@ -130,7 +130,7 @@ def _make_plans(pipelines: Replicas, target: str, value: float, limits: dict[str
     source = pipelines.frontiers[0] if len(pipelines.frontiers) == 1 else pipelines
     deadline_s = _deadline_s(source, target, value, limits.get("on_time"))
     if target in ("deadline", "slowdown") and deadline_s > (least_s := _deadline_s(source, "least_energy", 0.0, None)):
-        from perseus_planner.quantities import si
+        from perseus_planner.prefixes import si
 
         click.echo(
             f"planner: the plan takes {si(least_s, 's', 6)}, where an iteration needs the least energy: "

@@ -149,7 +149,7 @@ def _frontier_view(file: Path) -> _View:
 
 def _plan_view(file: Path) -> _View:
     from perseus_planner.plans.plan import Plan
-    from perseus_planner.quantities import si
+    from perseus_planner.prefixes import si
     from perseus_planner.views.plan import summarize_timeline, timeline_text
     from perseus_planner.views.traces import trace_plan
 

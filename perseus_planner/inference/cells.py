@@ -84,7 +84,7 @@ class Objectives:
 
     Attributes:
         ttft_s: time to the first token, seconds, for each input class, shortest first; or one number for all. Empty:
-            0.25 s for inputs of up to 256 tokens, 0.4 s up to 1,024, 2 s beyond, which are assumptions.
+            0.25 s for inputs of up to 256 tokens, 0.4 s up to 1,024, 2 s beyond, as later papers quote DynamoLLM.
         tbt_s: time between tokens, seconds.
     """
 

@@ -14,8 +14,8 @@ from perseus_planner.jobs.job import Job
 from perseus_planner.jobs.regression import fit_terms
 from perseus_planner.jobs.settings import Correction, job_document, read_settings
 from perseus_planner.plans.replay import replay
+from perseus_planner.prefixes import si
 from perseus_planner.profiles.profiles import Profile, profile_document
-from perseus_planner.quantities import si
 
 if TYPE_CHECKING:
     from perseus_planner.plans.plan import Plan

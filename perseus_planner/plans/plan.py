@@ -17,9 +17,9 @@ from perseus_planner.documents import check_digest, read_document
 from perseus_planner.errors import PlanError, PlannerError
 from perseus_planner.files import sha256, write_file
 from perseus_planner.plans.on_time import OnTime
+from perseus_planner.prefixes import si
 from perseus_planner.profiles.clock_changes import ClockChange, changes_per_rank
 from perseus_planner.profiles.measurement import Measurement
-from perseus_planner.quantities import si
 from perseus_planner.schedules import Computation, Schedule
 from perseus_planner.schedules.iteration_text import (
     ITERATION_KEYS,

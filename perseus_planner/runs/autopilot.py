@@ -8,7 +8,7 @@ from pathlib import Path
 
 from perseus_planner.errors import RunError
 from perseus_planner.files import reading, replacing
-from perseus_planner.quantities import si
+from perseus_planner.prefixes import si
 from perseus_planner.strict_json import read_fields
 
 _NAME = "autopilot.json"

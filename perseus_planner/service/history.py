@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
-from perseus_planner.quantities import si
+from perseus_planner.prefixes import si
 
 if TYPE_CHECKING:
     from perseus_planner.service.model import Report

@@ -18,7 +18,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from perseus_planner.errors import shown
-from perseus_planner.quantities import si
+from perseus_planner.prefixes import si
 from perseus_planner.runs.another_machine import of_another_machine
 from perseus_planner.service.answers import Answer, Effect, Expected, JobStatus, JobSummary, PipelineStatus, Registered
 from perseus_planner.service.checks import check_deadline, check_job, check_places

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from perseus_planner.displayed import Displayable
 from perseus_planner.errors import PlanError
-from perseus_planner.quantities import CHANGES, POWER, PROBABILITY, SHARE, TIME, WAIT, si
+from perseus_planner.prefixes import si
+from perseus_planner.quantities import CHANGES, POWER, PROBABILITY, SHARE, TIME, WAIT
 from perseus_planner.solver.curve import TimeEnergyCurve
 from perseus_planner.solver.frontier_check import check_frontier
 from perseus_planner.solver.frontier_file import checking_frontier, read_frontier, write_frontier

@@ -9,7 +9,7 @@ import numpy as np
 
 from perseus_planner.errors import ProfileError, UsageError
 from perseus_planner.plans.replay import end_times
-from perseus_planner.quantities import si
+from perseus_planner.prefixes import si
 from perseus_planner.schedules import generate_for_stages
 from perseus_planner.schedules.dag import PipelineDag
 from perseus_planner.solver.frontier import Frontier

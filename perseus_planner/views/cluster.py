@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from perseus_planner.quantities import si
+from perseus_planner.prefixes import si
 from perseus_planner.views.columns import Sheet, column, numbers, quantities
 from perseus_planner.views.context import (
     ALL_MAXIMUM,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from perseus_planner.quantities import si
+from perseus_planner.prefixes import si
 
 if TYPE_CHECKING:
     from perseus_planner.plans.plan import Plan

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from perseus_planner.quantities import si
+from perseus_planner.prefixes import si
 from perseus_planner.views.columns import Sheet, column, quantities, table
 from perseus_planner.views.context import (
     ALL_MAXIMUM,

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from perseus_planner.plans.on_time import INTERVAL, OnTime
 from perseus_planner.plans.replay import Timeline, replay
+from perseus_planner.prefixes import si
 from perseus_planner.profiles.csv_file import WORDS, unit_of
-from perseus_planner.quantities import si
 from perseus_planner.schedules import Computation
 from perseus_planner.views.columns import Sheet, column, quantities, table
 from perseus_planner.views.context import (

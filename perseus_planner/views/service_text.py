@@ -7,7 +7,7 @@ from datetime import datetime
 from math import isinf
 from typing import TYPE_CHECKING
 
-from perseus_planner.quantities import si
+from perseus_planner.prefixes import si
 from perseus_planner.views.columns import column, table
 from perseus_planner.views.context import ALL_MAXIMUM, share
 

@@ -22,7 +22,7 @@ ROOMS = [
     "views",
 ]
 """The folders of the package, in the order of the data."""
-CORE = ("displayed", "documents", "errors", "files", "processes", "quantities", "strict_json")
+CORE = ("displayed", "documents", "errors", "files", "prefixes", "processes", "quantities", "strict_json")
 """The modules at its root, which all folders may import."""
 LEAVES = ("cli", "profiler", "runtime")
 """Folders that no other folder imports."""

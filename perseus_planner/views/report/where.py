@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from perseus_planner.cluster import baselines
 from perseus_planner.plans.replay import end_times, replay
-from perseus_planner.quantities import si
+from perseus_planner.prefixes import si
 from perseus_planner.views.context import ALL_MAXIMUM, origin_label, share
 from perseus_planner.views.report.savings import pipelines_of_run
 from perseus_planner.views.run import summarize_run
