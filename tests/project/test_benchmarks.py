@@ -21,11 +21,19 @@ def benchmarks(*arguments: str, data: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
 
 
-# Number 17 checks times, which hold only on an idle machine.
+# Number 17 checks times, which hold only on an idle machine. What takes long even so is among the soaks.
 @pytest.mark.parametrize(
     "numbers",
-    [range(1, 6), range(6, 12), range(12, 17), [18], [19, 20], [21], [22], [24, 25, 26, 27]],
-    ids=["planning", "comparisons", "training", "service", "noise", "budgets", "autopilot", "estimates"],
+    [
+        pytest.param(range(1, 6), id="planning"),
+        pytest.param(range(6, 12), id="comparisons", marks=pytest.mark.soak),
+        pytest.param(range(12, 17), id="training", marks=pytest.mark.soak),
+        pytest.param([18], id="service", marks=pytest.mark.soak),
+        pytest.param([19, 20], id="noise", marks=pytest.mark.soak),
+        pytest.param([21], id="budgets"),
+        pytest.param([22], id="autopilot"),
+        pytest.param([24, 25, 26, 27], id="estimates", marks=pytest.mark.soak),
+    ],
 )
 def test_a_smoke_run_passes_every_check(numbers: Sequence[int], measured_data: Path, tmp_path: Path):
     only = [f"--only={number}" for number in numbers]

@@ -147,7 +147,7 @@ def first_by(job: Job, rank: int, plan_s: float) -> int:
     return [row["plan_s"] for row in job.rows(rank)].index(plan_s)
 
 
-@pytest.mark.parametrize("engine", ["torch", "deepspeed"])
+@pytest.mark.parametrize("engine", ["torch", pytest.param("deepspeed", marks=pytest.mark.soak)])
 def test_a_straggler_that_is_reported_lets_the_others_save_what_was_promised_and_back(
     engine: str, server: Server, tmp_path: Path
 ):

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from browsing import barriers, chromium, opened
+from browsing import LONG_MS, barriers, chromium, opened
 from services import at_once, frontier_file, job, small_frontier
 
 pytest.importorskip("fastapi")
@@ -89,7 +89,7 @@ def post(url: str, content: dict[str, Any]) -> str:
 
 def has(page: Any, place: str, text: str) -> None:
     """Wait until that text is shown there."""
-    page.locator(place).filter(has_text=text).first.wait_for(timeout=15_000)
+    page.locator(place).filter(has_text=text).first.wait_for(timeout=LONG_MS)
 
 
 def tab_to(page: Any, wanted: str) -> None:
@@ -279,6 +279,7 @@ def test_a_service_that_is_killed_is_said_to_be_away_and_its_page_recovers(brows
     ):
         first.register(job("gpt"), frontier_file())
     with browser.new_context() as fresh:
+        fresh.set_default_timeout(LONG_MS)
         page = fresh.new_page()
         with service_process(folder, port) as process:
             page.goto(f"http://127.0.0.1:{port}/")
@@ -304,6 +305,7 @@ def test_a_service_that_is_killed_is_said_to_be_away_and_its_page_recovers(brows
 def test_a_job_that_ends_is_said_to_be_gone(browser: Any, url: str, service: Service):
     service.register(job("short"), frontier_file())
     with browser.new_context() as fresh:  # its console tells of the answer 404
+        fresh.set_default_timeout(LONG_MS)
         page = fresh.new_page()
         page.goto(f"{url}/#/jobs/short")
         has(page, "#job-title", "short")

@@ -23,6 +23,7 @@ _OPTIONS = (
     "--no-first-run",
 )
 _SERIOUS = ("serious", "critical")
+LONG_MS = 150_000.0  #: much longer than a page takes on a busy machine
 IMPACTS = ("minor", "moderate", *_SERIOUS)
 _HERE = ("127.0.0.1", "localhost", None)  # None: of a file, or data:
 
@@ -54,6 +55,7 @@ def opened(browser: Any, url: str, **context: Any) -> Iterator[Any]:
     messages: list[str] = []
     requests: list[str] = []
     with browser.new_context(**context) as fresh:
+        fresh.set_default_timeout(LONG_MS)
         page = fresh.new_page()
         page.on(
             "console", lambda message: messages.append(message.text) if message.type in ("error", "warning") else None
