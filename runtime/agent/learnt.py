@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from http import HTTPStatus
@@ -55,7 +56,9 @@ class LearningAgent(Agent):
         self._exchange = exchange
         self._places: Sequence[RankLocation] = ()
         self._kept: Learnt | None = None  #: that the service keeps
-        self._registered: Learnt | None = None  #: that it plans on
+        self._asked: Learnt | None = None  #: with which the job is being registered
+        self._registered: Learnt | None = None  #: that the service plans on
+        self._growing = threading.Thread()  #: registers the job again, while this one is followed
 
     def close(self) -> None:
         """See `Agent.close`; what was learnt last is kept, too."""
@@ -76,20 +79,39 @@ class LearningAgent(Agent):
             exchange.known = _known(service, exchange.key)
             exchange.is_answered = True
         self._keep(service)
-        learnt, before = exchange.learnt, self._registered
+        learnt = exchange.learnt
         if learnt is None:
             return True
-        if before is None or not self._is_known.is_set() or learnt.rows >= GROWTH * before.rows:
-            registration = self._settings.learnt_registration(self._places, self._pipelines, learnt)
-            if self._register(service, registration):
-                self._seen = 0
-            self._registered = learnt
+        if self._registered is None or not self._is_known.is_set():
+            self._register_learnt(service, learnt)
+        elif learnt.rows >= GROWTH * self._registered.rows and not self._growing.is_alive():
+            self._growing = threading.Thread(target=self._grow, args=(learnt,), daemon=True)
+            self._growing.start()
         found = service.plans(self._name, after=self._seen, wait_s=min(self._wait_s, _POLL_S))
         exchange.waits_s = self._waits_s(service.pipelines(self._name))
         if found is not None:
             self._seen = found.version
             service.taken(self._name, found.version, max(0, exchange.status.iteration))
         return found is None
+
+    def _register_learnt(self, service: Client, learnt: Learnt) -> None:
+        """Register the job with what was learnt; after a try without an answer, with the same as then."""
+        self._asked = asked = self._asked or learnt
+        try:
+            if self._register(service, self._settings.learnt_registration(self._places, self._pipelines, asked)):
+                self._seen = 0
+        except ServiceRefusal:
+            self._asked = None
+            raise
+        self._asked, self._registered = None, asked
+
+    def _grow(self, learnt: Learnt) -> None:
+        try:
+            with self._client() as service:
+                self._register_learnt(service, learnt)
+            self._answered("growth")
+        except PlannerError as error:
+            self._failed(error, "growth")
 
     def _keep(self, service: Client) -> None:
         learnt, key = self._exchange.learnt, self._exchange.key

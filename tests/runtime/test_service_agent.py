@@ -31,9 +31,11 @@ from perseus_planner.profiles.measurement import Measurement
 from perseus_planner.runs.straggler import StragglerDetection
 from perseus_planner.runtime.agent import agent as agent_module
 from perseus_planner.runtime.agent.agent import LONGEST_PAUSE_S, Agent, Pauses
+from perseus_planner.runtime.agent.learnt import LearningAgent
 from perseus_planner.runtime.agent.outbox import TTL_S, Detections
 from perseus_planner.runtime.agent.settings import ServiceSettings
 from perseus_planner.runtime.agent.store import Detection, RankLocation, StoreMessages
+from perseus_planner.runtime.autopilot.ranks.exchange import Learnt, ServiceExchange
 from perseus_planner.runtime.job import JobWarnings, TrainingJob
 from perseus_planner.runtime.switching.agreement import Acceptance, Proposal, Rejection
 from perseus_planner.runtime.telemetry.counters import Counts
@@ -370,6 +372,56 @@ def test_leaving_does_not_wait_for_a_service_that_is_silent(job: TrainingJob, fr
         assert time.monotonic() - begin_s < agent_module.TIMEOUT_S  # which it waits for an answer
     for thread in threading.enumerate():
         assert thread.daemon or not thread.name.startswith("perseus-planner service")
+
+
+def learnt(rows: int) -> Learnt:
+    grid = schedules.grid_text(schedules.one_f_one_b(2, 3))
+    return Learnt(f"table of {rows} rows", "yaml", grid, rows, time_s=1.0)
+
+
+def test_while_a_job_is_registered_again_with_what_it_has_learnt_stragglers_are_heard_of(job: TrainingJob):
+    go_on, away, slow_s = threading.Event(), threading.Event(), [1.0]
+
+    def answers(method: str, path: str, body: Any) -> tuple[int, Any]:
+        url = urlsplit(path)
+        if (method, url.path) == ("POST", "/v1/jobs"):
+            if "20" in body["profile_csv"]:
+                if not away.is_set():
+                    away.set()
+                    return refused(503, "it is too busy")
+                assert go_on.wait(300)
+            return 201, {"job": STATUS["job"], "version": 1}
+        if url.path.endswith("/plans"):
+            time.sleep(0.02)  # as a long poll would, much longer
+            return 204, None
+        if url.path.endswith("/pipelines"):
+            one = {"time_s": 1.0, "energy_j": 1.0, "target_s": slow_s[0], "slow_stages": {}, "report": None}
+            return 200, {"version": 1, "pipelines": [{"pipeline": 0, **one}]}
+        return 204, None
+
+    exchange = ServiceExchange()
+    exchange.learnt = learnt(10)
+    with stand_in(answers) as service:
+        agent = LearningAgent(ServiceSettings(service.address, "gpt3", None), job, 1, exchange, JobWarnings(job))
+        agent.start()
+        try:
+            eventually(lambda: len(bodies(service, "POST", "/v1/jobs")) == 1)
+            exchange.learnt = learnt(20)
+            eventually(away.is_set)
+            exchange.learnt = learnt(30)
+            eventually(lambda: len(bodies(service, "POST", "/v1/jobs")) == 3)
+            slow_s[0] = 1.3
+            eventually(lambda: exchange.waits_s == (1.3,))
+            slow_s[0] = 1.0
+            eventually(lambda: exchange.waits_s == ())
+            go_on.set()
+            exchange.learnt = learnt(50)
+            eventually(lambda: len(bodies(service, "POST", "/v1/jobs")) == 4)
+        finally:
+            go_on.set()
+            agent.close()
+    sent = [each["profile_csv"] for each in bodies(service, "POST", "/v1/jobs")]
+    assert sent == [f"table of {rows} rows" for rows in (10, 20, 20, 50)]  # until it is answered, the same
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import gc
+import json
 import os
 import re
 import signal
@@ -33,9 +35,11 @@ from perseus_planner.errors import UsageError
 from perseus_planner.files import sha256
 from perseus_planner.service.http import server
 from perseus_planner.service.http.auth import TOKENS_VARIABLE, Limits, read_tokens
+from perseus_planner.service.http.longpoll import AsyncService
 from perseus_planner.service.http.server import Address, listening, serving
 from perseus_planner.service.model import RegisteredJob
 from perseus_planner.service.planning import worker
+from perseus_planner.service.planning.worker import Unsolved
 from perseus_planner.service.service import Service
 from perseus_planner.service.store.storage import Storage
 
@@ -154,6 +158,57 @@ def test_a_job_may_be_registered_with_its_profile_and_schedule(folder: Path):
             assert refused.json()["error"]["message"].startswith(complaint)
     assert service.kept["gpt3"].frontier == sha256(frontier_file())  # as `planner solve` has it, to the byte
     assert list(service.kept) == ["gpt3", "grid"]
+
+
+class _Slow(StandIn):
+    """Solves when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun, self.go_on = threading.Event(), threading.Event()
+        self.solved: list[str] = []
+
+    def solve(self, unsolved: Unsolved, most_s: float) -> bytes:
+        self.solved.append(unsolved.profile_csv)
+        self.begun.set()
+        assert self.go_on.wait(300)
+        return unsolved.profile_csv.encode()
+
+
+def test_profiles_that_wait_to_be_solved_take_no_threads_and_each_is_solved_once():
+    service = _Slow()
+
+    async def asked() -> list[bytes]:
+        live = AsyncService(service, Limits(), service.now_s)  # type: ignore[arg-type]
+        async with live.running():
+            each = [Unsolved(str(number), "", "1f1b", 3) for number in (*range(40), *range(40))]
+            solutions = [asyncio.create_task(live.solve(unsolved)) for unsolved in each]
+            await live.call(service.begun.wait, 300)
+            assert await asyncio.wait_for(live.call(service.jobs), 300) == ()
+            solutions.pop().cancel()  # who asks for the same gets it nevertheless
+            assert service.solved == ["0"]
+            service.go_on.set()
+            return await asyncio.gather(*solutions)
+
+    assert asyncio.run(asked()) == [str(number).encode() for number in (*range(40), *range(39))]
+    assert sorted(service.solved, key=int) == [str(number) for number in range(40)]
+
+
+def test_a_job_whose_client_goes_away_while_its_profile_is_solved_is_not_registered(folder: Path):
+    service = _Slow()
+    sent = {"name": "gone", "pipelines": 2, "profile_csv": "PK", "profile_yaml": "", "schedule": "1f1b"}
+    with serving(service, Address(port=0)) as url, httpx.Client(base_url=url, timeout=300) as client:
+        with socket.create_connection(("127.0.0.1", httpx.URL(url).port)) as impatient:
+            body = json.dumps({**sent, "microbatches": 3})
+            head = "POST /v1/jobs HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+            impatient.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
+            assert service.begun.wait(300)
+        assert client.get("/v1/jobs").json() == {"jobs": []}
+        with ThreadPoolExecutor(1) as other:
+            again = other.submit(client.post, "/v1/jobs", json={**sent, "name": "stays", "microbatches": 3})
+            service.go_on.set()
+            assert again.result().status_code == 201
+    assert list(service.kept) == ["stays"]
 
 
 def test_a_unix_socket_is_its_owner_s_alone_and_gone_afterwards(folder: Path):

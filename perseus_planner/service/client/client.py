@@ -49,6 +49,7 @@ Value = TypeVar("Value")
 
 TIMEOUT_S = 10.0
 """How long a client waits for an answer, besides what a long poll waits."""
+_REGISTERING_S = 120.0  # for which a profile is solved and plans are made
 
 
 class Client:
@@ -88,8 +89,13 @@ class Client:
         self._transport.close()
 
     def register(self, job: Registration) -> Registered:
-        """Register a job; the same registration again changes nothing. Refused (409) if another job has its name."""
-        response = self._transport.send("POST", "/v1/jobs", body=to_json(job, without_nulls=True))
+        """Register a job; the same registration again changes nothing. Refused (409) if another job has its name.
+
+        The answer, which may take 2 minutes, comes when the job has plans.
+        """
+        short_s = self._transport.timeout_s
+        waiting = (short_s, max(short_s, _REGISTERING_S), short_s, short_s)  # to connect, read, write, for a connection
+        response = self._transport.send("POST", "/v1/jobs", body=to_json(job, without_nulls=True), timeout=waiting)
         registered = self._transport.read(lambda text: from_json(Registered, text), response)
         return replace(registered, is_new=response.status_code == HTTPStatus.CREATED)
 

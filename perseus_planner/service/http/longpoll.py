@@ -53,6 +53,8 @@ class AsyncService:
         self._ended = False
         self._changes: WeakValueDictionary[str, asyncio.Future[None]] = WeakValueDictionary()
         self._registering = asyncio.Semaphore(_REGISTERING)
+        self._solving = asyncio.Semaphore()
+        self._solutions: dict[Unsolved, asyncio.Task[bytes]] = {}  # that are awaited
         self._next_tick_s = math.inf
 
     @property
@@ -101,8 +103,15 @@ class AsyncService:
                 self._wake_clock.set()
 
     async def solve(self, unsolved: Unsolved) -> bytes:
-        """Call `Service.solve`, which may take minutes."""
-        return await self.call(self.service.solve, unsolved, self._limits.solve_s)
+        """Call `Service.solve`, which may take minutes, once for all who ask for the same meanwhile."""
+        if unsolved not in self._solutions:
+            solution = self._solutions[unsolved] = asyncio.create_task(self._solved(unsolved))
+            solution.add_done_callback(lambda _: self._solutions.pop(unsolved))
+        return await asyncio.shield(self._solutions[unsolved])
+
+    async def _solved(self, unsolved: Unsolved) -> bytes:
+        async with self._solving:  # who waits takes no thread
+            return await self.call(self.service.solve, unsolved, self._limits.solve_s)
 
     async def register(self, job: RegisteredJob, frontier: bytes, *, take_over: bool) -> Registered:
         """Call `Service.register`, a few at a time, so that threads are left for others."""

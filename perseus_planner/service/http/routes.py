@@ -72,12 +72,18 @@ _NO_CONTENT: dict[str, Any] = {"status_code": 204, "response_class": Response}
     also={200: {"model": Registered, "description": "The same job was registered before."}},
     status_code=201,
 )
-async def register(sent: schemas.Registration, live: Live) -> Response:
-    """Register a job. Its plans are there when this is answered."""
+async def register(request: Request, sent: schemas.Registration, live: Live) -> Response:
+    """Register a job. Its plans are there when this is answered.
+
+    A profile is solved first. The same request may be sent again while that lasts, and a job whose client does not wait
+    for it is not registered.
+    """
     frontier = sent.frontier
     if frontier is None:
         unsolved = Unsolved(sent.profile_csv or "", sent.profile_yaml or "", sent.schedule or "", sent.microbatches)
         frontier = await live.solve(unsolved)
+        if await request.is_disconnected():
+            raise HTTPException(503, "the client did not wait until the profile was solved; send it again")
     registered = await live.register(sent.job(), frontier, take_over=bool(sent.take_over))
     return _json(registered, 201 if registered.is_new else 200)
 
