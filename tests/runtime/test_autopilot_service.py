@@ -23,7 +23,7 @@ pytest.importorskip("torch")
 pytest.importorskip("fastapi")
 pytest.importorskip("sqlalchemy")
 
-RANKS, LONG_S = 4, 300.0
+RANKS, LONG_S = 4, 600.0
 
 
 @contextmanager
