@@ -174,6 +174,7 @@ class Agent:
         self._stopped = threading.Event()
         self._is_known = threading.Event()  #: the service knows the job
         self._is_new = threading.Event()  #: the service did not know the job before
+        self._has_left = threading.Event()  #: the end of the job was told, if the service knew it
         self._lock = threading.Lock()  #: of `_open` and `_away`
         self._registering = threading.Lock()  #: while the job is being registered
         self._away: set[str] = set()  #: for which threads the service is away
@@ -199,8 +200,9 @@ class Agent:
         """End, and tell the service that the job has ended, without waiting for a service that is away."""
         self.stop()
         self._sender.join(_END_S)  # the follower may still wait at the service, and does nothing after that
-        if self._registering.acquire(timeout=_END_S):  # else the job would stay there
+        if self._registering.acquire(timeout=_END_S):
             self._registering.release()
+        self._has_left.set()
         if self._is_known.is_set():
             with suppress(PlannerError), self._client(_END_S) as service:
                 with suppress(PlannerError, RuntimeError):
@@ -291,6 +293,8 @@ class Agent:
             if registered.is_new:
                 self._is_new.set()
             self._is_known.set()
+            if self._has_left.is_set():
+                service.end(self._name)
             return registered.is_new
 
     def _propose(self, found: PlanSet) -> None:

@@ -424,6 +424,27 @@ def test_while_a_job_is_registered_again_with_what_it_has_learnt_stragglers_are_
     assert sent == [f"table of {rows} rows" for rows in (10, 20, 20, 50)]  # until it is answered, the same
 
 
+def test_a_job_that_is_registered_when_its_training_has_ended_is_ended_too(
+    job: TrainingJob, frontier: tuple[Path, Frontier], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(agent_module, "_END_S", 0.01)
+    path, found = frontier
+    known, asked, go_on = Service(found.plan_for(found.baseline_time_s)), threading.Event(), threading.Event()
+
+    def answers(method: str, path: str, body: Any) -> tuple[int, Any]:
+        if (method, path) == ("POST", "/v1/jobs"):
+            asked.set()
+            assert go_on.wait(300)
+        return known(method, path, body)
+
+    with stand_in(answers) as service:
+        with running(service.address, job, Training(), path, None):
+            assert asked.wait(300)
+        assert bodies(service, "DELETE", "/gpt3") == []
+        go_on.set()
+        eventually(lambda: len(bodies(service, "DELETE", "/gpt3")) == 1)
+
+
 @pytest.mark.parametrize(
     ("fields", "error", "text"),
     [
