@@ -130,24 +130,28 @@ class Configuration:
         return parts.stages(self.split, split_head=self.split_head)
 
     def transfer_s(self, system: System) -> float:
-        """Return the seconds of an activation from one rank to the next, which the tensor group shares."""
+        """Return the seconds of an activation from one rank to the next; between nodes the tensor group shares it."""
         if self.ranks == 1:
             return 0.0
-        size = self.shape.tokens * self.shape.hidden * self.shape.element_bytes / self.shape.tensor_degree
+        size = self.shape.tokens * self.shape.hidden * self.shape.element_bytes
         if self.gpus > system.gpus_per_node:
-            return system.gpus_per_node * size / system.node_bytes_per_s + system.network_s
-        return size / system.link_bytes_per_s + system.network_s / 3
+            share = size / self.shape.tensor_degree
+            return system.gpus_per_node * share / system.node_bytes_per_s + system.network_s
+        return size / system.transfer_bytes_per_s
 
     def reduction_s(self, system: System) -> list[float]:
-        """Return the seconds in which each rank sums its gradients over the pipelines."""
-        share = (self.data_degree - 1) / self.data_degree
+        """Return the seconds in which each rank sums its gradients over the pipelines.
+
+        In a node two GPUs were measured to take as long as eight.
+        """
         # With a distributed optimizer gradients are scattered and parameters gathered in bf16.
         sent = system.reduction_bytes / 2 + 2 if self.distributed_optimizer else system.reduction_bytes
         if self.gpus > system.gpus_per_node:
-            per_byte_s = min(self.shape.tensor_degree, system.gpus_per_node) / system.node_bytes_per_s
+            share = (self.data_degree - 1) / self.data_degree
+            per_byte_s = share * min(self.shape.tensor_degree, system.gpus_per_node) / system.node_bytes_per_s
         else:
-            per_byte_s = 1 / system.link_bytes_per_s
-        return [sent * held * share * per_byte_s for held in self.rank_parameters]
+            per_byte_s = (self.data_degree > 1) / system.link_bytes_per_s
+        return [sent * held * per_byte_s for held in self.rank_parameters]
 
     def optimizer_s(self, system: System) -> list[float]:
         """Return the seconds of the optimizer's step on each rank."""

@@ -106,7 +106,9 @@ def layer_times(shape: Transformer, system: System) -> LayerTimes:
         ("embedding", embedding_operations(shape)),
         ("head", head_operations(shape)),
     ):
-        parts[name] = {kind: phases_of(some, shape, system) for kind, some in operations.items()}
+        # The list of the embedding's passes is complete; that of a layer lacks copies and dropout.
+        on = replace(system, passes=1.0) if name == "embedding" else system
+        parts[name] = {kind: phases_of(some, shape, on) for kind, some in operations.items()}
         if name == "layer" and shape.overlap_traffic:
             parts[name] = {kind: _overlapped(some, shape, system) for kind, some in parts[name].items()}
         parts[name]["B"] = parts[name]["I"] + parts[name]["W"]

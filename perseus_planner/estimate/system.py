@@ -52,16 +52,18 @@ class System:
         fused_share: Speed of flash attention, as a share of that of products.
         unaligned_share: Speed of products with a size that is no multiple of 8, as a share of that of others.
         memory_share: Share of the memory's bandwidth that kernels reach.
-        passes: How often elementwise kernels pass over their tensors, as a multiple of the fewest passes.
+        passes: How often elementwise kernels of layers and head pass over their tensors, as a multiple of the fewest.
         launch_s: Fixed time of a kernel.
         host_forward_s: Time in which the host launches the forward of a layer.
         host_backward_s: Time in which the host launches the backward of a layer.
         exchange_s: Fixed time of a collective in a node.
         link_bytes_per_s: Bandwidth of a GPU to the others of its node, each way.
+        transfer_bytes_per_s: Bandwidth of a transfer from one stage to the next in a node.
         gpus_per_node: GPUs of a node.
         node_bytes_per_s: Bandwidth of a node's network, each way.
         network_s: Fixed time of a message between nodes.
-        reduction_bytes: Bytes of a parameter that data-parallel GPUs send, times (d - 1) / d; 8 for sums in float32.
+        reduction_bytes: Bytes of a parameter that data-parallel GPUs send, between nodes times (d - 1) / d; 8 for sums
+            in float32.
         optimizer_bytes: Bytes that the optimizer's step reads and writes for a parameter.
         node_overhead_w: Power of a node beside its GPUs, watts.
         kernels: Measured times, which replace those of the model.
@@ -80,6 +82,7 @@ class System:
     host_backward_s: float
     exchange_s: float
     link_bytes_per_s: float
+    transfer_bytes_per_s: float
     gpus_per_node: int
     node_bytes_per_s: float
     network_s: float
@@ -147,14 +150,15 @@ def _system(
         product_flops_per_cycle=efficiency * peak_flops / (peak_mhz * 1e6),
         fp8_speedup=fp8_speedup,
         fused_share=0.7,  # FlashAttention-2's 225 TFLOPS of the A100's 312 (Dao, 2023)
-        unaligned_share=0.24,
+        unaligned_share=0.254,
         memory_share=0.85,  # assumed
-        passes=1.86,
+        passes=1.88,
         launch_s=3e-6,
-        host_forward_s=0.72e-3,
+        host_forward_s=0.71e-3,
         host_backward_s=2.28e-3,
-        exchange_s=470e-6,
+        exchange_s=460e-6,
         link_bytes_per_s=link_gb_per_s * 1e9,
+        transfer_bytes_per_s=15e9,  # NCCL's send and receive on measured A100s
         gpus_per_node=8,
         node_bytes_per_s=node_gb_per_s * 1e9,
         network_s=15e-6,
@@ -172,7 +176,7 @@ _SYSTEMS = (
         memory_mib=81920,
         peak_flops=312e12,
         peak_mhz=1410,
-        efficiency=0.866,
+        efficiency=0.87,
         link_gb_per_s=300,
         node_gb_per_s=83,
         node_overhead_w=1500,

@@ -83,6 +83,22 @@ def test_a_group_over_two_nodes_takes_longer_than_in_one():
     assert sum_s(1e8, 1, A100) == 0
 
 
+def test_in_a_node_two_gpus_sum_gradients_as_slowly_as_eight_and_transfers_are_not_divided():
+    def job(data: int, tensor: int = 1) -> Configuration:
+        return Configuration(replace(SMALL, tensor_degree=tensor), (12, 12), data, 8)
+
+    assert job(1).reduction_s(A100) == [0, 0]
+    assert job(2).reduction_s(A100) == job(4).reduction_s(A100)
+    assert job(8).reduction_s(A100) < job(64).reduction_s(A100)  # between nodes more send more
+    assert job(1, 4).transfer_s(A100) == job(1).transfer_s(A100) == 2048 * 2048 * 2 / A100.transfer_bytes_per_s
+    assert job(8, 4).transfer_s(A100) < job(8).transfer_s(A100)
+
+
+def test_the_embedding_passes_over_its_tensors_as_often_as_listed():
+    found = layer_times(replace(SMALL, positions="rotary"), A100).embedding["F"]
+    assert found.memory_s == 2 * 2048 * 2048 * 2 / (A100.memory_share * A100.gpu.bytes_per_s)
+
+
 def test_a_slow_host_bounds_small_layers():
     tiny = replace(SMALL, hidden=256, heads=4, kv_heads=4, head_size=64, ffn=1024, sequence=128)
     assert layer_s(tiny) == pytest.approx(A100.host_forward_s, rel=0.01)
