@@ -202,7 +202,7 @@ def _candidates_by_level(
 
 
 def _try_all(problem: SegmentProblem, goal: Goal) -> _Candidate | None:
-    clock, time_s, cost_j = try_all_clocks(problem, np.zeros(len(problem.node), dtype=np.int64), goal)
+    clock, time_s, cost_j = try_all_clocks(problem, goal)
     return _Candidate(max(0.0, time_s - goal.deadline_s), cost_j, time_s, clock) if time_s < math.inf else None
 
 

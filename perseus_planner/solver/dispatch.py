@@ -30,17 +30,15 @@ class Guide(NamedTuple):
 
 
 @inner_kernel
-def _limits(problem: PointProblem, deadline_s: float) -> Floats:
-    """Return the latest end of each computation that leaves time for all its successors at their fastest."""
+def _set_limits(problem: PointProblem, deadline_s: float, limit_s: Floats) -> None:
+    """Fill `limit_s` with the latest end of each computation that leaves time for all successors at their fastest."""
     after_start, after, time_s = problem.after_start, problem.after, problem.time_s
     fastest, lag_s = problem.point_start, problem.after_lag_s
-    limit_s = np.empty(len(problem.member))
     for k in range(len(limit_s) - 1, -1, -1):
         limit_s[k] = deadline_s
         for i in range(after_start[k], after_start[k + 1]):
             fastest_s = time_s[fastest[problem.member[after[i]]]]
             limit_s[k] = min(limit_s[k], limit_s[after[i]] - fastest_s - lag_s[i])
-    return limit_s
 
 
 @inner_kernel
@@ -83,36 +81,43 @@ def _dispatch(problem: PointProblem, guide: Guide, limit_s: Floats, chosen: Inte
 
 @inner_kernel
 def _fill(problem: PointProblem, deadline_s: float, chosen: Integers, end_s: Floats) -> float:
-    """Slow computations into the slack behind them, last ones first; return the effective energy then, joules."""
+    """Slow computations into the slack behind them, last ones first; return the effective energy then, joules.
+
+    `end_s` then holds their latest starts.
+    """
     point_start, time_s, cost_j = problem.point_start, problem.time_s, problem.cost_j
     after_start, after, lag_s = problem.after_start, problem.after, problem.after_lag_s
-    latest_start_s = end_s.copy()
     total_j = 0.0
     for k in range(len(chosen) - 1, -1, -1):
         latest_s = deadline_s
         for i in range(after_start[k], after_start[k + 1]):
-            latest_s = min(latest_s, latest_start_s[after[i]] - lag_s[i])
+            latest_s = min(latest_s, end_s[after[i]] - lag_s[i])
         point, slowest = chosen[k], point_start[problem.member[k] + 1] - 1
         room_s = latest_s - (end_s[k] - time_s[point])
         while point < slowest and time_s[point + 1] <= room_s:
             point += 1
         chosen[k] = point
-        latest_start_s[k] = latest_s - time_s[point]
+        end_s[k] = latest_s - time_s[point]
         total_j += cost_j[point]
     return total_j
 
 
 @kernel
-def _fill_exactly(problem: PointProblem, deadline_s: float, chosen: Integers, end_s: Floats, worth_j: float) -> float:
+def _fill_exactly(
+    problem: PointProblem, deadline_s: float, chosen: Integers, end_s: Floats, before: Integers, worth_j: float
+) -> float:
     """Do as `_fill` does, but take what fits exactly, and not what misses by a rounding error.
 
-    This is checked only if the effective energy is at most `worth_j`; otherwise the plan may be late.
+    This is checked only if the effective energy is at most `worth_j`; otherwise the plan may be late. `before` is
+    scratch space.
     """
-    before = chosen.copy()
+    for k in range(len(before)):
+        before[k] = chosen[k]
     total_j = _fill(problem, deadline_s * (1 + _ROUNDING), chosen, end_s)
-    if total_j <= worth_j and compute_ends(problem, chosen, end_s.copy()) > deadline_s:
+    if total_j <= worth_j and compute_ends(problem, chosen, end_s) > deadline_s:
         for k in range(len(before)):
             chosen[k] = before[k]
+        compute_ends(problem, chosen, end_s)
         total_j = _fill(problem, deadline_s * (1 - _ROUNDING), chosen, end_s)
     return total_j
 
@@ -139,7 +144,7 @@ def mix(
         chosen[order[part:]] = late[order[part:]]
         in_time = compute_ends(problem, chosen, end_s) <= deadline_s
         if part == fits:
-            return _fill_exactly(problem, deadline_s, chosen, end_s, np.inf) if in_time else np.inf
+            return _fill_exactly(problem, deadline_s, chosen, end_s, order.copy(), np.inf) if in_time else np.inf
         if in_time:
             fits = part
         else:
@@ -186,7 +191,6 @@ def _copy(source: Guide, target: Guide) -> None:
         target.stiffness[what] = source.stiffness[what]
 
 
-@kernel
 def improve(
     problem: PointProblem,
     deadline_s: float,
@@ -212,10 +216,30 @@ def improve(
     Returns:
         The effective energy of the final `chosen`, joules.
     """
-    np.random.seed(1)
-    limit_s = _limits(problem, deadline_s * (1 - _ROUNDING))
-    end_s, trial = np.empty(len(chosen)), chosen.copy()
     best = Guide(guide.end_s.copy(), guide.price_w.copy(), guide.stiffness.copy())
+    plans, times_s = np.array([chosen, chosen, chosen]), np.empty((2, len(chosen)))
+    cost_j = _improve(problem, deadline_s, guide, best, plans, times_s, cost_j, tries, step_s, group)
+    chosen[:] = plans[0]
+    return cost_j
+
+
+@kernel
+def _improve(
+    problem: PointProblem,
+    deadline_s: float,
+    guide: Guide,
+    best: Guide,
+    plans: Integers,
+    times_s: Floats,
+    cost_j: float,
+    tries: int,
+    step_s: float,
+    group: bool,
+) -> float:
+    """Do as `improve` does, with equal guides; the best plan is the first one of `plans`."""
+    np.random.seed(1)
+    chosen, trial, before, limit_s, end_s = plans[0], plans[1], plans[2], times_s[0], times_s[1]
+    _set_limits(problem, deadline_s * (1 - _ROUNDING), limit_s)
     for attempt in range(tries):
         if attempt > 0:
             size = np.random.normal()
@@ -224,7 +248,7 @@ def improve(
             else:
                 _vary_all(guide, step_s, size)
         _dispatch(problem, guide, limit_s, trial, end_s)
-        trial_j = _fill_exactly(problem, deadline_s, trial, end_s, cost_j)
+        trial_j = _fill_exactly(problem, deadline_s, trial, end_s, before, cost_j)
         if trial_j <= cost_j:
             cost_j = trial_j
             for k in range(len(trial)):
@@ -235,19 +259,29 @@ def improve(
     return cost_j
 
 
-@kernel
 def try_all_points(problem: PointProblem, deadline_s: float) -> Integers:
     """Return the best combination of points by trying all of them."""
-    fastest, slowest = problem.point_start[problem.member], problem.point_start[problem.member + 1] - 1
-    trial, best, best_j, end_s = fastest.copy(), fastest.copy(), np.inf, np.empty(len(fastest))
-    while True:
-        trial_j = problem.cost_j[trial].sum()
+    best = problem.point_start[problem.member]
+    _try_all(problem, deadline_s, best.copy(), best, np.empty(len(best)))
+    return best
+
+
+@kernel
+def _try_all(problem: PointProblem, deadline_s: float, trial: Integers, best: Integers, end_s: Floats) -> None:
+    """Count `trial` up from the fastest points, and keep the `best` one."""
+    point_start, member, cost_j, best_j = problem.point_start, problem.member, problem.cost_j, np.inf
+    k = 0
+    while k < len(trial):
+        trial_j = 0.0
+        for point in trial:
+            trial_j += cost_j[point]
         if trial_j < best_j and compute_ends(problem, trial, end_s) <= deadline_s:
-            best[:], best_j = trial, trial_j
+            best_j = trial_j
+            for k in range(len(trial)):
+                best[k] = trial[k]
         k = 0
-        while k < len(trial) and trial[k] == slowest[k]:
-            trial[k] = fastest[k]
+        while k < len(trial) and trial[k] == point_start[member[k] + 1] - 1:
+            trial[k] = point_start[member[k]]
             k += 1
-        if k == len(trial):
-            return best
-        trial[k] += 1
+        if k < len(trial):
+            trial[k] += 1

@@ -31,28 +31,37 @@ def kernel(function: F) -> F:
     Numba keeps it beside the package or in the home folder. Where it may write to neither, as in a container that runs
     under an arbitrary user, the temporary folder takes their place.
 
+    It may not allocate: it changes arrays that its caller made, and returns numbers. So Numba need not count the
+    references to arrays, code that took a fifth of the compilation.
+
     What makes compiling slow, so avoid it: a large NamedTuple as an argument, which counts as all its arrays at each
-    call; a second call of a function where a loop or a variable would do; NumPy functions and `array[:] = other`: for
-    an empty array, copy one of its size. What is not in a loop can be Python.
+    call; a second call of a function where a loop or a variable would do; NumPy functions and `array[:] = other`. What
+    is not in a loop can be Python.
     """
-    return _compiled(function, no_cfunc_wrapper=True)
+    return _compiled(function, _nrt=False)
 
 
 def inner_kernel(function: F) -> F:
     """Do as `kernel` does for a function that kernels alone call: it compiles faster, and Python cannot call it."""
-    return _compiled(function, no_cfunc_wrapper=True, no_cpython_wrapper=True)
+    return _compiled(function, _nrt=False, no_cpython_wrapper=True)
+
+
+def allocating_kernel(function: F) -> F:
+    """Do as `kernel` does for a function that makes arrays."""
+    return _compiled(function)
 
 
 def _compiled(function: F, **options: Any) -> F:
     from numba import njit
     from numba.core import config
 
+    options |= {"cache": True, "no_cfunc_wrapper": True}
     _listen()
     try:
-        return cast("F", njit(cache=True, **options)(function))
+        return cast("F", njit(**options)(function))
     except RuntimeError:  # Numba found no folder for its cache
         setattr(config, "CACHE_DIR", str(_temporary_cache()))  # noqa: B010  # its module has no types
-        return cast("F", njit(cache=True, **options)(function))
+        return cast("F", njit(**options)(function))
 
 
 def _listen() -> None:

@@ -25,13 +25,15 @@ its slowest vertex at no further saving, so a precedence constraint is an arc wi
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from heapq import heappop, heappush
 from typing import NamedTuple
 
 import numpy as np
 
+from perseus_planner.solver.heap import pop, push
 from perseus_planner.solver.kernels import inner_kernel, kernel
 from perseus_planner.solver.network import UNLIMITED, Integers, Network, State
+
+_MOST_STEPS = 4096  #: that one call of the kernel records
 
 
 class Step(NamedTuple):
@@ -123,9 +125,9 @@ def _layers(
 
 @inner_kernel
 def _augment(
-    network: Network, state: State, path: Integers, level: Integers, length: Integers, room: Integers
+    network: Network, state: State, path: Integers, level: Integers, length: Integers, room: Integers, arcs: Integers
 ) -> tuple[int, int]:
-    """Send what fits along the tight `path`.
+    """Send what fits along the tight `path`; `arcs` is scratch space.
 
     Returns how much that was (UNLIMITED if there is no bound; nothing is sent then), and the first step of the path
     that is no longer usable.
@@ -135,14 +137,12 @@ def _augment(
         least = min(least, room[i])
     if least == UNLIMITED:
         return least, 0
-    arcs = network.residual[path]
+    residual, flow = network.residual, state.flow
     for step in range(len(path)):
-        if arcs[step] >= 0:
-            state.flow[arcs[step]] += least
-        else:
-            arcs[step] = ~arcs[step]
-            state.flow[arcs[step]] -= least
-    _measure(network, state, arcs, level, length, room)
+        arc = residual[path[step]]
+        arcs[step] = arc if arc >= 0 else ~arc
+        flow[arcs[step]] += least if arc >= 0 else -least
+    _measure(network, state, arcs[: len(path)], level, length, room)
     step = 0
     while length[path[step]] == 0:
         step += 1
@@ -151,16 +151,24 @@ def _augment(
 
 @inner_kernel
 def _blocking_flow(
-    network: Network, state: State, level: Integers, length: Integers, room: Integers, layer: Integers
+    network: Network,
+    state: State,
+    level: Integers,
+    length: Integers,
+    room: Integers,
+    layer: Integers,
+    arcs: Integers,
+    scratch: Integers,
 ) -> int:
     """Saturate every shortest path of the layered network; return the flow added, or UNLIMITED without a bound."""
     start, other = network.start, network.other
-    following = start[:-1].copy()
-    path, nodes = layer.copy(), layer.copy()
+    following, path, nodes = scratch[0], scratch[1], scratch[2]
+    for node in range(len(following)):
+        following[node] = start[node]
     steps, node, added = 0, network.source, 0
     while True:
         if node == network.sink:
-            sent, steps = _augment(network, state, path[:steps], level, length, room)
+            sent, steps = _augment(network, state, path[:steps], level, length, room, arcs)
             if sent == UNLIMITED:
                 return UNLIMITED
             added += sent
@@ -190,6 +198,7 @@ def _distances(
     queue: Integers,
     distance: Integers,
     came_by: Integers,
+    heap: Integers,
 ) -> int:
     """Grow the cut from the source until it meets the sink (Dijkstra); return how far events can move, ticks.
 
@@ -199,15 +208,16 @@ def _distances(
     distance[:] = UNLIMITED
     distance[source] = 0
     queue[0] = source  # nodes as far as the last one taken from the heap: most nodes need no heap
-    taken, reached = 0, 1
-    far = [(np.int64(0), np.int64(0))]
-    far.pop()
+    taken, reached, waiting = 0, 1, 0
+    far, far_node = heap[0], heap[1]  # a binary heap of distances, and the nodes there
     while True:
         if taken < reached:
             node = queue[taken]
             taken += 1
         else:
-            beyond, node = heappop(far)
+            beyond, node = far[0], far_node[0]
+            waiting -= 1
+            pop(far, far_node, waiting)
             if beyond > distance[node]:  # it was taken earlier, when it was nearer
                 continue
         if node == sink:
@@ -220,81 +230,99 @@ def _distances(
                     queue[reached] = other[i]
                     reached += 1
                 else:
-                    heappush(far, (beyond, other[i]))
+                    push(far, far_node, waiting, beyond, other[i])
+                    waiting += 1
 
 
 @inner_kernel
-def _move(network: Network, state: State, distance: Integers, step: int) -> Integers:
-    """Move the events behind the cut `step` ticks earlier; return the arcs whose gap has changed."""
+def _move(network: Network, state: State, distance: Integers, step: int, changed: Integers) -> int:
+    """Move the events behind the cut `step` ticks earlier; return how many arcs have `changed` their gap."""
     for node in range(len(distance)):
         distance[node] = min(distance[node], step)
         state.event[node] -= distance[node]
     tail, head = network.tail, network.head
-    changed, count = tail.copy(), 0
+    count = 0
     for arc in range(len(tail)):
         if distance[tail[arc]] != distance[head[arc]]:
             changed[count] = arc
             count += 1
-    return changed[:count]
+    return count
 
 
 @inner_kernel
-def _path(network: Network, came_by: Integers, path: Integers) -> Integers:
-    """Return the residual arcs from source to sink that the search came by, in the end of `path`."""
+def _path(network: Network, came_by: Integers, path: Integers) -> int:
+    """Put the residual arcs that the search came by to the sink in the end of `path`; return where they begin."""
     node, begin = network.sink, len(path)
     while node != network.source:
         begin -= 1
         path[begin] = came_by[node]
         arc = network.residual[came_by[node]]
         node = network.tail[arc] if arc >= 0 else network.head[~arc]
-    return path[begin:]
+    return begin
 
 
 @kernel
-def advance(network: Network, state: State, time: int, power: int, target: int) -> tuple[list[int], list[int]]:
-    """Move `state` along the frontier from total time `time` down to `target`, or to its fast end.
+def _advance(
+    network: Network,
+    state: State,
+    by_node: Integers,
+    by_arc: Integers,
+    by_residual: Integers,
+    target: int,
+    times: Integers,
+    powers: Integers,
+) -> int:
+    """Move `state` along the frontier down to `target`, to its fast end, or until `times` is full.
 
     Args:
         network: the network.
-        state: optimal at `time`; changed in place, and optimal at the last time returned.
-        time: total time of `state`, ticks.
-        power: flow from source to sink in `state`, power units.
+        state: optimal at `times[0]`; changed in place, and optimal at the last time.
+        by_node: (8, nodes) scratch space.
+        by_arc: (2, arcs) scratch space.
+        by_residual: (4, 2 * arcs) scratch space.
         target: where to stop, ticks.
+        times: the total time of `state`, ticks; then the times at which the walk arrives, falling.
+        powers: the flow from source to sink in `state`, power units; then the power just below each time: the
+            frontier's slope between one time and the next is minus that power. Below a time with UNLIMITED power
+            nothing is feasible.
 
     Returns:
-        The times at which the walk arrived (falling, ticks), and the power just below each: the frontier's slope
-        between one time and the next is minus that power. Below a time with UNLIMITED power nothing is feasible.
+        How many times there are.
     """
-    level, arcs, length, room = network.first.copy(), network.first.copy(), network.other.copy(), network.other.copy()
-    queue, layer, path = state.event.copy(), state.event.copy(), state.event.copy()
-    distance, came_by = state.event.copy(), state.event.copy()
-    times, powers = [time], [power]
+    queue, layer, path, distance, came_by = by_node[0], by_node[1], by_node[2], by_node[3], by_node[4]
+    level, arcs = by_arc[0], by_arc[1]
+    length, room, heap = by_residual[0], by_residual[1], by_residual[2:]
     start, other, source, sink = network.start, network.other, network.source, network.sink
-    for arc in range(len(level)):
-        arcs[arc] = arc
+    time, power, count = times[0], powers[0], 1
+    for arc in range(len(arcs)):
+        level[arc], arcs[arc] = network.first[arc], arc
     _measure(network, state, arcs, level, length, room)
     while True:
-        step = _distances(start, other, source, sink, length, queue, distance, came_by)
+        step = _distances(start, other, source, sink, length, queue, distance, came_by, heap)
         if step == 0:  # the flow is not yet the maximum
             added = 0
             while added < UNLIMITED and queue[_layers(start, other, source, sink, length, layer, queue) - 1] == sink:
-                added = _blocking_flow(network, state, level, length, room, layer)
+                added = _blocking_flow(network, state, level, length, room, layer, arcs, by_node[5:])
                 power += added
         else:
-            powers[-1] = power
-            if time <= target:
-                return times, powers
+            powers[count - 1] = power
+            if time <= target or count == len(times):
+                return count
             step = min(step, time - target)
             meets = step == distance[sink]
-            _measure(network, state, _move(network, state, distance, step), level, length, room)
+            changed = _move(network, state, distance, step, arcs)
+            _measure(network, state, arcs[:changed], level, length, room)
             time -= step
-            times.append(time)
-            powers.append(power)
-            added = _augment(network, state, _path(network, came_by, path), level, length, room)[0] if meets else 0
+            times[count], powers[count] = time, power
+            count += 1
+            added = 0
+            if meets:
+                begin = _path(network, came_by, path)
+                added = _augment(network, state, path[begin:], level, length, room, arcs)[0]
             power += added
         if added == UNLIMITED:
-            powers[-1] = UNLIMITED
-            return times, powers
+            powers[count - 1] = UNLIMITED
+            return count
 
 
 def walk(network: Network, targets: Iterable[int], state: State | None = None) -> Iterator[Step]:
@@ -304,9 +332,16 @@ def walk(network: Network, targets: Iterable[int], state: State | None = None) -
     first one is `state`, the `slowest_state`.
     """
     state = slowest_state(network) if state is None else state
+    nodes, arcs = len(state.event), len(state.flow)
+    by_node, by_arc, by_residual = (np.empty(shape, np.int64) for shape in ((8, nodes), (2, arcs), (4, 2 * arcs)))
+    part = np.empty((2, _MOST_STEPS), np.int64)
     time, power = int(state.event[network.sink]), 0
     for target in targets:
-        times, powers = advance(network, state, time, power, target)
+        times, powers, count = [time], [power], _MOST_STEPS
+        while count == _MOST_STEPS:
+            part[:, 0] = times[-1], powers[-1]
+            count = _advance(network, state, by_node, by_arc, by_residual, target, part[0], part[1])
+            times[-1:], powers[-1:] = part[:, :count].tolist()
         yield Step(times, powers, state)
         time, power = times[-1], powers[-1]
         if power == UNLIMITED:

@@ -61,7 +61,9 @@ def polish(problem: PointProblem, deadline_s: float, chosen: Integers) -> Intege
         if not start:
             break
         hot_j = _HEAT[0] * np.median(steps_j)
-        best = _anneal(problem, ticks, chosen, np.array(start), moves, hot_j, _HEAT[1] / _HEAT[0])
+        best = chosen.copy()
+        scratch = np.zeros((5, max(len(chosen), _LONGEST + 1)), np.int64)
+        _anneal(problem, ticks, best, np.array(start), scratch, moves, hot_j, _HEAT[1] / _HEAT[0])
         if compute_ends(problem, best, np.empty(len(best))) <= deadline_s:
             return best
     return chosen
@@ -109,18 +111,26 @@ def _take_chain(starts: Integers, others: Integers, moved: Integers) -> int:
 
 @kernel
 def _anneal(
-    problem: PointProblem, ticks: _Ticks, chosen: Integers, start: Integers, moves: int, hot_j: float, cooling: float
-) -> Integers:
-    """Return the points of the best plan found from the plan `chosen`, whose nodes start at `start`."""
+    problem: PointProblem,
+    ticks: _Ticks,
+    best: Integers,
+    start: Integers,
+    scratch: Integers,
+    moves: int,
+    hot_j: float,
+    cooling: float,
+) -> None:
+    """Change `best`, whose nodes start at `start`, into the points of the best plan found from it."""
     np.random.seed(1)
     # Local names: an array taken out of a tuple inside the loop costs more than the loop's own work.
     member, point_start, cost_j, time = problem.member, problem.point_start, problem.cost_j, ticks.point
     before_start, before, before_lag = problem.before_start, problem.before, ticks.before_lag
     deadline, after_start, after, after_lag = ticks.deadline, problem.after_start, problem.after, ticks.after_lag
-    now, best, cost, least, heat_j = chosen.copy(), chosen.copy(), 0.0, 0.0, hot_j
-    moved = np.empty(_LONGEST + 1, np.int64)
-    seen = np.zeros(len(chosen), np.int64)  # 1 + the move in which each node was last looked at
-    nodes, points = np.empty(len(chosen), np.int64), np.empty(len(chosen), np.int64)
+    now, cost, least, heat_j = scratch[0], 0.0, 0.0, hot_j
+    seen = scratch[1]  # 1 + the move in which each node was last looked at
+    moved, nodes, points = scratch[2], scratch[3], scratch[4]
+    for node in range(len(best)):
+        now[node] = best[node]
     for move in range(moves):
         if move % _STEADY == 0:
             heat_j = hot_j * cooling ** (move / moves)
@@ -171,9 +181,8 @@ def _anneal(
             cost += added
             if cost < least - 1e-9 * hot_j:
                 least = cost
-                for node in range(len(now)):
+                for node in range(len(best)):
                     best[node] = now[node]
         else:
             for k in moved[:count]:
                 start[k] -= shift
-    return best

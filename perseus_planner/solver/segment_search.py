@@ -21,7 +21,7 @@ from perseus_planner.solver.segments import (
 )
 
 if TYPE_CHECKING:
-    from perseus_planner.solver.network import Floats, Integers
+    from perseus_planner.solver.network import Integers
 
 _DEARER = 8.0  #: the price of being late at the end of a search, as a multiple of the first price
 
@@ -71,7 +71,6 @@ def _vary(problem: SegmentProblem, state: SegmentState, library: Integers) -> tu
     return added_j, first, last
 
 
-@kernel
 def anneal(problem: SegmentProblem, start: Integers, goal: Goal, heat: Heat, library: Integers) -> Integers:
     """Return the best clocks found by simulated annealing (Kirkpatrick et al. 1983), which may be those of `start`.
 
@@ -86,15 +85,31 @@ def anneal(problem: SegmentProblem, start: Integers, goal: Goal, heat: Heat, lib
         heat: effort and temperatures.
         library: (plans, m) clocks of plans, parts of which may be taken; at least one plan.
     """
+    (now, cost_j), (trial, _), best = load_state(problem, start), load_state(problem, start), start.copy()
+    time_s = max(replay(problem, now), replay(problem, trial))
+    _anneal(problem, now, trial, best, time_s, cost_j, goal, heat, library)
+    return best
+
+
+@kernel
+def _anneal(
+    problem: SegmentProblem,
+    now: SegmentState,
+    trial: SegmentState,
+    best: Integers,
+    time_s: float,
+    cost_j: float,
+    goal: Goal,
+    heat: Heat,
+    library: Integers,
+) -> None:
+    """Do as `anneal` does, with two equal states of the start, whose clocks are `best`, its makespan and energy."""
     np.random.seed(1)
-    node, rank_start = problem.node, problem.rank_start
-    now, cost_j = load_state(problem, start)
-    time_s, scale_j = replay(problem, now), 0.0
-    for i in range(len(start)):
-        scale_j += abs(problem.cost_j[problem.member[i], start[i]])
+    node, rank_start, scale_j = problem.node, problem.rank_start, 0.0
+    for i in range(len(best)):
+        scale_j += abs(problem.cost_j[problem.member[i], best[i]])
     margin_j = 1e-10 * scale_j
-    trial = SegmentState(now.clock.copy(), now.duration_s.copy(), now.end_s.copy(), now.touched.copy())
-    best, best_s, best_j = start.copy(), time_s, cost_j
+    best_s, best_j = time_s, cost_j
     stale = len(now.end_s)  # the first node whose end in `trial` differs from `now`
     for attempt in range(heat.tries):
         heat_j = heat.first_j * (heat.last_j / heat.first_j) ** (attempt / heat.tries)
@@ -125,26 +140,25 @@ def anneal(problem: SegmentProblem, start: Integers, goal: Goal, heat: Heat, lib
             best_s, best_j = time_s, cost_j
             for i in range(len(best)):
                 best[i] = now.clock[i]
-    return best
 
 
-@kernel
-def try_all_clocks(problem: SegmentProblem, start: Integers, goal: Goal) -> tuple[Integers, float, float]:
+def try_all_clocks(problem: SegmentProblem, goal: Goal) -> tuple[Integers, float, float]:
     """Return the best clocks, their makespan (seconds) and effective energy (joules), by trying every combination.
 
     If none meets the deadline, the energy is infinite, and the clocks are the fastest within budget and dwell time.
-
-    Args:
-        problem: the problem.
-        start: (m,) scratch space; changed in place.
-        goal: the limits.
     """
-    for i in range(len(start)):
-        start[i] = -1
-        _next_clock(problem, start, i)
-    state, _ = load_state(problem, start)
-    best, best_s, best_j = start.copy(), np.inf, np.inf
-    while True:
+    start = np.isfinite(problem.time_s).argmax(axis=1)[problem.member]
+    best = start.copy()
+    return best, *_try_all(problem, load_state(problem, start)[0], start, best, goal)
+
+
+@kernel
+def _try_all(
+    problem: SegmentProblem, state: SegmentState, start: Integers, best: Integers, goal: Goal
+) -> tuple[float, float]:
+    """Count up from the first clocks, `start`; put the best ones in `best`, and return their makespan and energy."""
+    best_s, best_j, i = np.inf, np.inf, 0
+    while i < len(start):
         if max_changes(problem.rank_start, state.clock, 0, len(problem.usable_count) - 1) <= goal.budget:
             time_s, cost_j = replay(problem, state), 0.0
             for i in range(len(start)):
@@ -153,16 +167,18 @@ def try_all_clocks(problem: SegmentProblem, start: Integers, goal: Goal) -> tupl
             if (cost_j < best_j if in_time else best_j == np.inf and time_s < best_s) and (
                 goal.dwell_s <= 0.0 or shortest_dwell_s(problem, state, time_s) >= goal.dwell_s
             ):
-                best[:], best_s, best_j = state.clock, time_s, cost_j if in_time else np.inf
+                best_s, best_j = time_s, cost_j if in_time else np.inf
+                for i in range(len(best)):
+                    best[i] = start[i]
         i = 0
         while i < len(start) and not _next_clock(problem, start, i):
             start[i] = -1
             _next_clock(problem, start, i)
             set_clock(problem, state, i, start[i])
             i += 1
-        if i == len(start):
-            return best, best_s, best_j
-        set_clock(problem, state, i, start[i])
+        if i < len(start):
+            set_clock(problem, state, i, start[i])
+    return best_s, best_j
 
 
 @inner_kernel
@@ -207,44 +223,29 @@ def head_pace_tail(problem: SegmentProblem, deadline_s: float, head: int, tail: 
     return state.clock
 
 
-@inner_kernel
-def _least(values: Floats) -> int:
-    """Return the index of the least value. `np.argmin` takes much longer to compile."""
-    least = 0
-    for i in range(1, len(values)):
-        if values[i] < values[least]:
-            least = i
-    return least
-
-
-@kernel
 def fastest_segments(problem: SegmentProblem, segments: int) -> Integers:
     """Return clocks in at most so many segments per rank with the least sum of durations, by dynamic programming.
 
     If that few segments are impossible, some of the clocks are not measured ones.
     """
     clocks = problem.time_s.shape[1]
-    clock = np.zeros(len(problem.node), dtype=np.int64)
-    for rank in range(len(problem.usable_count)):
-        first, count = problem.rank_start[rank], problem.rank_start[rank + 1] - problem.rank_start[rank]
+    chosen = list[int]()
+    for first, stop in pairwise(problem.rank_start.tolist()):
         least_s = np.full((segments + 1, clocks), np.inf)  # [segments so far, clock of the last one]
         least_s[0] = 0.0
-        came = np.zeros((count, segments + 1, clocks), dtype=np.int64)  # 1 + the clock before, where a segment begins
-        for i in range(count):
-            for segment in range(segments, 0, -1):
-                before = _least(least_s[segment - 1])
-                for c in range(clocks):
-                    if least_s[segment - 1, before] < least_s[segment, c]:
-                        least_s[segment, c], came[i, segment, c] = least_s[segment - 1, before], before + 1
-                    least_s[segment, c] += problem.time_s[problem.member[first + i], c]
+        came = np.zeros((stop - first, segments + 1, clocks), dtype=np.int64)  # 1 + the clock before a segment's begin
+        for i, time_s in enumerate(problem.time_s[problem.member[first:stop]]):
+            before, before_s = least_s[:-1].argmin(axis=1), least_s[:-1].min(axis=1)
+            begins = before_s[:, None] < least_s[1:]
+            came[i, 1:] = np.where(begins, before[:, None] + 1, 0)
+            least_s[1:] = np.where(begins, before_s[:, None], least_s[1:]) + time_s
             least_s[0] = np.inf
-        segment = 1
-        for r in range(2, segments + 1):
-            if least_s[r].min() < least_s[segment].min():
-                segment = r
-        c = _least(least_s[segment])
-        for i in range(count - 1, -1, -1):
-            clock[first + i] = c
-            if came[i, segment, c]:
-                segment, c = segment - 1, came[i, segment, c] - 1
-    return clock
+        segment = int(least_s[1:].min(axis=1).argmin()) + 1
+        clock = int(least_s[segment].argmin())
+        backwards = list[int]()
+        for i in range(stop - first - 1, -1, -1):
+            backwards.append(clock)
+            if came[i, segment, clock]:
+                segment, clock = segment - 1, int(came[i, segment, clock]) - 1
+        chosen += reversed(backwards)
+    return np.array(chosen, dtype=np.int64)

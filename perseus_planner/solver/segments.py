@@ -124,16 +124,12 @@ def _waves(problem: SegmentProblem, clock: Integers) -> Floats:
     return middle
 
 
-@kernel
 def load_state(problem: SegmentProblem, clock: Integers) -> tuple[SegmentState, float]:
     """Return a state with these clocks, not yet replayed, and its effective energy, joules."""
-    count = len(problem.fixed_s)
-    state = SegmentState(clock.copy(), problem.fixed_s.copy(), np.zeros(count), np.zeros(1, dtype=np.int64))
-    total_j = 0.0
-    for i in range(len(clock)):
-        state.duration_s[problem.node[i]] = problem.time_s[problem.member[i], clock[i]]
-        total_j += problem.cost_j[problem.member[i], clock[i]]
-    return state, total_j
+    duration_s = problem.fixed_s.copy()
+    duration_s[problem.node] = problem.time_s[problem.member, clock]
+    state = SegmentState(clock.copy(), duration_s, np.zeros(len(duration_s)), np.zeros(1, dtype=np.int64))
+    return state, float(np.cumsum(problem.cost_j[problem.member, clock])[-1])
 
 
 @inner_kernel

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from perseus_planner.solver.kernels import kernel
+from perseus_planner.solver.kernels import allocating_kernel
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -80,7 +80,7 @@ def layout(
     ), places
 
 
-@kernel
+@allocating_kernel
 def replay(
     layout: Layout, time_s: Floats, power_w: Floats, waiting_w: Floats, clock: Integers, tail_s: Floats, end_s: Floats
 ) -> tuple[float, float]:
@@ -185,7 +185,7 @@ def replay(
     return total_s, joules
 
 
-@kernel
+@allocating_kernel
 def changes_of(clock: Integers, first: int, stop: int) -> int:
     """Return how often the clock changes from node `first` to before `stop`, with the change back to the first one."""
     count = 0
@@ -194,7 +194,7 @@ def changes_of(clock: Integers, first: int, stop: int) -> int:
     return count
 
 
-@kernel
+@allocating_kernel
 def _vary(layout: Layout, usable: Integers, counts: Integers, clock: Integers, up: int) -> int:
     """Change the clocks of a rank at random, slower if `up` is 1, else faster; return the rank."""
     rank_start = layout.rank_start
@@ -233,7 +233,7 @@ def _vary(layout: Layout, usable: Integers, counts: Integers, clock: Integers, u
     return int(r)
 
 
-@kernel
+@allocating_kernel
 def anneal(
     layout: Layout,
     time_s: Floats,

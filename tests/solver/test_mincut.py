@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from oracles import INFINITE, flow_range
-from strategies import fixed, graphs, jobs, pipelines, problems
+from strategies import fixed, graphs, jobs, pipelines, problems, smooth_profile
 from validators import Point, arc_cost, check_cut, check_state, critical_arcs, gaps, points_at
 
 from perseus_planner.profiles.profiles import Profile
 from perseus_planner.schedules import Schedule
 from perseus_planner.schedules.dag import PipelineDag
+from perseus_planner.solver import mincut
 from perseus_planner.solver.frontier import Frontier
 from perseus_planner.solver.network import UNLIMITED
 from perseus_planner.solver.solve import solve, solve_dag
@@ -43,6 +44,17 @@ def power_above(frontier: Frontier, time: int) -> int:
     """The slope of the frontier just above `time`."""
     above = np.flatnonzero(frontier.times > time)
     return int(frontier.powers[above[-1]]) if len(above) else 0
+
+
+def test_a_walk_of_more_steps_than_one_call_records_is_the_same(monkeypatch: pytest.MonkeyPatch):
+    profile = smooth_profile(3)
+    whole = solve(profile, "1f1b", microbatches=6)
+    monkeypatch.setattr(mincut, "_MOST_STEPS", 2)
+    parted = solve(profile, "1f1b", microbatches=6)
+    assert len(whole.times) > 100
+    assert whole.times.tolist() == parted.times.tolist()
+    assert whole.powers.tolist() == parted.powers.tolist()
+    assert [each.tolist() for each in whole.guides] == [each.tolist() for each in parted.guides]
 
 
 def check_states(frontier: Frontier, count: int) -> None:
