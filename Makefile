@@ -26,9 +26,11 @@ docs: .venv/installed-docs ## build docs/ into site/, and fail on warnings
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 # A worker more than CPUs, as tests wait for their processes a third of the time; but one thread for each, as threads of
-# several workers wait for each other. tests/conftest.py has the order of the files.
+# several workers wait for each other. Bytecode is written, or each worker and its processes would compile all anew.
+# tests/conftest.py has the order of the files.
 test: lint ## run all checks and tests
-	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses=$$(($$(nproc) + 1)) --dist=loadfile --no-loadscope-reorder
+	env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 \
+		$(BIN)/pytest --numprocesses=$$(($$(nproc) + 1)) --dist=loadfile --no-loadscope-reorder
 
 lint: .venv/installed-test ## check style, format and types
 	$(BIN)/ruff check

@@ -13,6 +13,7 @@ import yaml
 from commands import done, refusal
 from fake_nvml import UUIDS, StandIn
 from gpu_owners import LOCKS_AND_WAITS, files, guardians, kill, owner
+from waiting import LONG_S
 
 from perseus_planner.gpu import inspection, open_gpu
 from perseus_planner.gpu.inspection import watch_energy
@@ -227,7 +228,7 @@ def test_only_lost_gpus_are_a_failure(nvml: StandIn):
 
 
 def test_all_gpus_are_looked_at_at_once(nvml: StandIn, monkeypatch: pytest.MonkeyPatch):
-    both = threading.Barrier(2, timeout=30)
+    both = threading.Barrier(2, timeout=LONG_S)
 
     def watch(_: object) -> inspection.EnergyWatch:
         both.wait()

@@ -135,7 +135,7 @@ print(recover(), flush=True)
 """
     with container(LOCKS_AND_WAITS, "pod-a"):
         result = subprocess.run(
-            [*CONTAINER, sys.executable, "-c", resets], cwd="/", capture_output=True, text=True, check=True, timeout=30
+            [*CONTAINER, sys.executable, "-c", resets], cwd="/", capture_output=True, text=True, check=True, timeout=300
         )
         assert result.stdout == "()\n"
         assert nvml.locked_mhz(0) == (1500, 1500)

@@ -9,6 +9,7 @@ from random import Random
 
 import pytest
 from fake_nvml import StandIn
+from waiting import LONG_S
 
 from perseus_planner import Monitor
 from perseus_planner.errors import GpuError, GpuLost, UsageError
@@ -94,7 +95,7 @@ def wait_for_samples(samples: Queue[PowerSample]) -> None:
     """Return when both GPUs have been sampled several times more."""
     samples.queue.clear()
     for _ in range(16):
-        samples.get(timeout=30)
+        samples.get(timeout=LONG_S)
 
 
 def test_the_device_is_synchronised_only_where_that_is_asked_for(monitor: Monitor):

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from replay_gpu import ReplayGpu
+from waiting import LONG_S
 
 from perseus_planner.errors import GpuError
 from perseus_planner.gpu.counter import EnergyCounter
@@ -334,7 +335,7 @@ class ThreadGroup:
     def __init__(self, size: int) -> None:
         self.size = size
         self._values: list[object] = [None] * size
-        self._barrier = threading.Barrier(size, timeout=20)
+        self._barrier = threading.Barrier(size, timeout=LONG_S)
         self._number = threading.local()
 
     def join(self, number: int) -> None:

@@ -10,17 +10,16 @@ from pathlib import Path
 import psutil
 import pytest
 from controller_ranks import (
-    LONG_S,
     RANK_OF_ITS_OWN,
     attached,
     awaited,
-    eventually,
     locked,
     process_of,
     set_clock,
 )
 from fake_nvml import StandIn
-from gpu_owners import await_end, files, kill, owner, within_s
+from gpu_owners import await_end, files, kill, owner
+from waiting import LONG_S, eventually, soon
 
 from perseus_planner.errors import ControllerLost, GpuError
 from perseus_planner.runtime.controller import server as controller
@@ -51,7 +50,7 @@ def test_a_killed_ranks_gpu_is_reset_in_time_and_no_other(nvml: StandIn, state: 
         set_clock(second, 900)
         assert locked(nvml) == [1200, 900]
         kill(rank.pid)
-        eventually(lambda: nvml.locked_mhz(0) is None, within_s())
+        soon(lambda: nvml.locked_mhz(0) is None)
         assert locked(nvml) == [None, 900]
         set_clock(second, 1005)
 
@@ -62,7 +61,7 @@ def test_a_forked_child_that_has_the_socket_does_not_hide_the_ranks_death(nvml: 
         child = int(rank.stdout.readline().split()[1])
         assert locked(nvml) == [1200, None]
         kill(rank.pid)
-        eventually(lambda: nvml.locked_mhz(0) is None, within_s())
+        soon(lambda: nvml.locked_mhz(0) is None)
         assert psutil.pid_exists(child)
         kill(child)
     eventually(lambda: files(state) == [])
@@ -73,7 +72,7 @@ def test_a_killed_controllers_guardian_resets_all_in_time(nvml: StandIn, state: 
         set_clock(first, 1200)
         set_clock(second, 900)
         kill(process_of(first).pid)
-        eventually(lambda: locked(nvml) == [None, None], within_s())
+        soon(lambda: locked(nvml) == [None, None])
         eventually(lambda: files(state) == [])
         eventually(lambda: _is_lost(first))
         assert (
@@ -100,7 +99,7 @@ def test_a_controller_that_hangs_grows_old_and_can_be_killed(nvml: StandIn, stat
         assert connection.detach(0.05) is not None  # it does not answer, and this does not wait for it
         assert locked(nvml) == [1200, None]
         process.kill()
-        eventually(lambda: locked(nvml) == [None, None], within_s())
+        soon(lambda: locked(nvml) == [None, None])
 
 
 def test_a_rank_kills_a_controller_that_hangs(nvml: StandIn, state: Path):
@@ -109,7 +108,7 @@ def test_a_rank_kills_a_controller_that_hangs(nvml: StandIn, state: Path):
         assert connection.age_s() < 5.0
         process_of(connection).suspend()
         connection.kill()
-        eventually(lambda: locked(nvml) == [None, None], within_s())
+        soon(lambda: locked(nvml) == [None, None])
         eventually(lambda: _is_lost(connection))
         connection.kill()  # harmless
 
@@ -225,7 +224,7 @@ def test_without_pidfd_processes_are_polled(nvml: StandIn, state: Path, monkeypa
     with owner(RANK_OF_ITS_OWN, [handshakes.address, "0", "nvml:0", "1200", "1"]) as rank:
         child = int(rank.stdout.readline().split()[1])
         kill(rank.pid)
-        eventually(lambda: nvml.locked_mhz(0) is None, within_s())
+        soon(lambda: nvml.locked_mhz(0) is None)
         kill(child)
     thread.join(LONG_S)
     assert not thread.is_alive()

@@ -8,7 +8,6 @@ import random
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
@@ -18,9 +17,10 @@ from pathlib import Path
 import psutil
 import pytest
 from commands import run
-from gpu_owners import await_end, files, owner, within_s
-from launching import deepspeed, results_of, torchrun
+from gpu_owners import await_end, files, owner
+from launching import deepspeed, forking, results_of, torchrun
 from planner_processes import AUTOPILOT, CONTROLLER, GUARDIAN, has_not_ended, planner_processes
+from waiting import eventually, idle_s, soon
 
 from perseus_planner.gpu.lease.lease import recover
 from perseus_planner.gpu.simulated.emulated import open_emulated
@@ -29,8 +29,6 @@ pytest.importorskip("torch")
 
 SCRIPT = Path(__file__).parents[1] / "support" / "runtime_victims.py"
 GPUS = [f"a100-sxm/{rank}?call=1ms" for rank in range(2)]
-LONG_S = 60.0
-"""In which whatever is to come must come; longer is to hang."""
 WHOLE_S = 3.0  #: about as long as a job takes that is stopped as soon as it trains
 
 STARTS_A_CONTROLLER = """
@@ -118,22 +116,7 @@ def forked_job(folder: Path, *, unplanned: bool = False) -> Iterator[Job]:
 
 @cache
 def _server() -> subprocess.Popen[str]:
-    """Start the process that forks jobs; it ends with this one, which closes its input."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "TORCH_CPP_LOG_LEVEL": "FATAL"}
-    return subprocess.Popen(
-        [sys.executable, str(SCRIPT), "serve"],
-        env=environment,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-
-
-def eventually(holds: Callable[[], bool], said: Callable[[], str] = lambda: "", within_s: float = LONG_S) -> None:
-    deadline_s = time.monotonic() + within_s
-    while not holds():
-        assert time.monotonic() < deadline_s, said()
-        time.sleep(0.005)  # between two looks
+    return forking(str(SCRIPT), "serve")
 
 
 def kill(processes: Sequence[psutil.Process]) -> None:
@@ -147,15 +130,15 @@ def check_reset_when_killed(job: Job, victims: Sequence[str]) -> None:
     found = job.processes()
     killed, processes = found.keys() & set(victims), [each for role in victims for each in found.get(role, [])]
     kill(processes)
-    killed_s = time.monotonic()
+    since_s = idle_s()
     if {"controller", "guardian"} <= killed:  # their records are left for the next command
         eventually(lambda: not any(map(has_not_ended, processes)))
         recover()
     concerned = [rank for rank in range(2) if killed & {"controller", "launcher", f"rank {rank}"}]
-    eventually(
+    soon(
         lambda: all(job.locked_mhz[rank] is None for rank in concerned),
         lambda: f"{killed} were killed, and {job.locked_mhz} are locked",
-        killed_s + within_s() - time.monotonic(),
+        since_s,
     )
 
 

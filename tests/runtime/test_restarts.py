@@ -7,8 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,10 @@ import pytest
 from gpu_owners import files
 from launching import free_port, ranks, started
 from planner_processes import has_not_ended, planner_processes
+from waiting import LONG_S, eventually
 
 from perseus_planner import Run
+from perseus_planner.errors import RunError
 from perseus_planner.gpu.simulated.emulated import EmulatedGpu, open_emulated
 from perseus_planner.runs.recording import attempt_path, attempts_in
 
@@ -28,7 +29,6 @@ pytest.importorskip("torch")
 SCRIPT = Path(__file__).parents[1] / "support" / "restarted_training.py"
 CHECKPOINT_EVERY = 4  #: iterations
 FIRST_MHZ = 1410  #: clock of the first computation of a rank; no other has it
-LONG_S = 120.0
 """In which whatever is to come must come; longer is to hang."""
 
 # Otherwise ranks that torchrun starts again may read addresses of the ranks before them, and not reach each other.
@@ -80,8 +80,10 @@ class Job:
     def recorded(self) -> list[list[int]]:
         """Return how many iterations each rank has recorded in each attempt."""
         folder = self.folder / "run"
-        attempts = [Run.load(attempt_path(folder, each)) for each in attempts_in(folder)]
-        return [[len(rank.iterations) for rank in attempt.ranks] for attempt in attempts]
+        with suppress(RunError):  # what an attempt has written is not enough yet
+            attempts = [Run.load(attempt_path(folder, each)) for each in attempts_in(folder)]
+            return [[len(rank.iterations) for rank in attempt.ranks] for attempt in attempts]
+        return []
 
     def planner_processes(self) -> list[psutil.Process]:
         return [each for state in self.launchers for each in planner_processes(str(state))]
@@ -146,13 +148,6 @@ def kill(processes: Sequence[psutil.Process]) -> None:
     for process in processes:
         with suppress(psutil.NoSuchProcess):
             process.send_signal(signal.SIGKILL)
-
-
-def eventually(holds: Callable[[], bool], said: Callable[[], str] = lambda: "", within_s: float = LONG_S) -> None:
-    deadline_s = time.monotonic() + within_s
-    while not holds():
-        assert time.monotonic() < deadline_s, said()
-        time.sleep(0.005)  # between two looks
 
 
 @pytest.fixture(scope="module")

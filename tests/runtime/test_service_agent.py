@@ -10,7 +10,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from select import select
@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 from service_answers import EFFECT, STATUS, refused
 from serving import Serving
 from strategies import fixed
+from waiting import eventually
 
 from perseus_planner import Frontier, Plan, Profile, schedules, solve
 from perseus_planner.errors import FrontierError, PlanError, UsageError
@@ -39,16 +40,6 @@ from perseus_planner.runtime.autopilot.ranks.exchange import Learnt, ServiceExch
 from perseus_planner.runtime.job import JobWarnings, TrainingJob
 from perseus_planner.runtime.switching.agreement import Acceptance, Proposal, Rejection
 from perseus_planner.runtime.telemetry.counters import Counts
-
-LONG_S = 60.0
-
-
-def eventually(holds: Callable[[], Any]) -> Any:
-    until_s = time.monotonic() + LONG_S
-    while not (found := holds()):
-        assert time.monotonic() < until_s, "it never came"
-        time.sleep(0.005)  # between two looks
-    return found
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,6 @@ import json
 import shutil
 import signal
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -22,6 +21,7 @@ from urllib.request import Request, urlopen
 import pytest
 from launching import Ended, ranks
 from serving import Serving
+from waiting import LONG_S, eventually
 
 from perseus_planner import Frontier, solve
 from perseus_planner.gpu import open_gpu
@@ -35,7 +35,6 @@ pytest.importorskip("sqlalchemy")
 RANKS = 4
 MODEL = "a100-sxm"
 GPU = f"{MODEL}?slower=400000"  #: of the ranks
-LONG_S = 200.0  #: for what must come at some time: much longer than it takes
 SLOW = 1.3  #: how many times as long pipeline 1 takes
 
 
@@ -62,12 +61,12 @@ class Job:
 
     def eventually(self, holds: Callable[[], Any]) -> Any:
         """Wait for what nothing tells of."""
-        until_s = time.monotonic() + LONG_S
-        while not (found := holds()):
+
+        def found() -> Any:
             assert not self._ended.done(), self._ended.result()
-            assert time.monotonic() < until_s, "it never came"
-            time.sleep(0.02)  # between two looks
-        return found
+            return holds()
+
+        return eventually(found)
 
     def slow(self, wait_s: float | None) -> None:
         """Let pipeline 1 wait so long for its data in every iteration, or no more."""

@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -16,7 +15,9 @@ from typing import Any
 
 import psutil
 import pytest
+import waiting
 from launching import Ended, ranks
+from waiting import LONG_S
 
 from perseus_planner.errors import ServiceAway, ServiceRefusal, UsageError
 from perseus_planner.runtime.agent.embedded import TOKENS_VARIABLE, EmbeddedService, Embedding
@@ -28,18 +29,16 @@ pytest.importorskip("httpx")
 pytest.importorskip("fastapi")
 pytest.importorskip("sqlalchemy")
 
-LONG_S = 200.0  #: for what must come at some time: much longer than it takes
 REPORT = ReportRequest("ops", Scope("stage", "1"), slowdown=1.2, key="k", cause="compute")
 
 
-def eventually(holds: Callable[[], Any], within_s: float = LONG_S) -> Any:
-    until_s = time.monotonic() + within_s
-    while True:
+def eventually(holds: Callable[[], Any]) -> Any:
+    def found() -> Any:
         with suppress(ServiceAway, ServiceRefusal):  # it begins, or the job does
-            if found := holds():
-                return found
-        assert time.monotonic() < until_s, "it never came"
-        time.sleep(0.02)  # between two looks
+            return holds()
+        return None
+
+    return waiting.eventually(found)
 
 
 class Run:

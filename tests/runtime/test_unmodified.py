@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from importlib.util import find_spec
@@ -16,8 +15,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from gpu_owners import within_s
 from launching import Ended, ended, free_port, ranks, started
+from waiting import eventually, soon
 
 from perseus_planner import Run, runtime
 from perseus_planner.gpu.simulated.emulated import open_emulated
@@ -33,7 +32,6 @@ IMPORTS = {
     "deepspeed": ("deepspeed.pipe",),
     "megatron": ("megatron.core.models.gpt", "megatron.core.pipeline_parallel"),
 }  #: engine -> modules of it that are slow to import
-LONG_S = 60.0
 
 
 @pytest.fixture
@@ -170,19 +168,12 @@ def test_a_module_that_is_terminated_leaves_no_clock(engine: str, plan: Sequence
     with closing(open_emulated("a100-sxm/0?call=0")) as gpu:
         process = started(command, folder, **job, MASTER_PORT=str(free_port()))
         try:
-            _await(lambda: gpu.locked_mhz is not None or process.poll() is not None, LONG_S)
+            eventually(lambda: gpu.locked_mhz is not None or process.poll() is not None)
             process.send_signal(signal.SIGTERM)
             assert ended(process).code == -signal.SIGTERM  # planner has become the script
-            _await(lambda: gpu.locked_mhz is None, within_s())
+            soon(lambda: gpu.locked_mhz is None)
         finally:
             process.kill()
-
-
-def _await(is_so: Callable[[], bool], timeout_s: float) -> None:
-    deadline_s = time.monotonic() + timeout_s
-    while not is_so():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)
 
 
 # What Python loads when it starts

@@ -39,6 +39,7 @@ from services import (
     versions_told,
 )
 from strategies import smooth_profile
+from waiting import LONG_S
 
 from perseus_planner import Frontier, Plan, schedules, solve
 from perseus_planner.errors import FrontierError, InfeasibleDeadline, InfeasiblePower, UsageError
@@ -992,7 +993,7 @@ def test_processes_plan_are_replaced_when_killed_and_end_with_the_service(tmp_pa
             (second,) = children()
             assert second.pid != first.pid
             assert second.nice() >= psutil.Process().nice()
-        assert psutil.wait_procs([second], timeout=30.0)[1] == []
+        assert psutil.wait_procs([second], timeout=LONG_S)[1] == []
 
 
 def test_errors_come_back_from_another_process_as_they_are():

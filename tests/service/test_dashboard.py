@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from browsing import LONG_MS, barriers, chromium, opened
 from services import at_once, frontier_file, job, small_frontier
+from waiting import LONG_S
 
 pytest.importorskip("fastapi")
 pytest.importorskip("sqlalchemy")
@@ -82,7 +83,7 @@ def looking(browser: Any, url: str, name: str = "gpt", **context: Any) -> Iterat
 
 def post(url: str, content: dict[str, Any]) -> str:
     """Report something as any client does; its key."""
-    answer = httpx.post(f"{url}/v1/jobs/gpt/reports", json=content)
+    answer = httpx.post(f"{url}/v1/jobs/gpt/reports", json=content, timeout=LONG_S)
     assert answer.status_code == 202, answer.text
     return answer.json()["report"]["key"]
 
@@ -130,7 +131,7 @@ def test_a_report_of_a_client_is_seen_as_it_comes_and_goes(browser: Any, url: st
         assert waiting.time_s > slow.time_s
         has(page, "#pipelines tbody tr", f"{waiting.time_s:.4f}")
         assert page.evaluate("window.moves") > 0  # the points of 0 and 2
-        httpx.delete(f"{url}/v1/jobs/gpt/reports/{key}")
+        httpx.delete(f"{url}/v1/jobs/gpt/reports/{key}", timeout=LONG_S)
         page.wait_for_selector("#no-reports:not([hidden])")
         has(page, "#reason", "Nothing is reported slow")
 
@@ -338,7 +339,9 @@ def test_the_budgets_of_a_schedule_are_announced(browser: Any, url: str, service
 
 
 def test_a_table_says_of_every_job_what_it_uses_and_how_it_is(browser: Any, url: str, service: Service):
-    httpx.post(f"{url}/v1/jobs/gpt/telemetry", json={**COUNTED, "ranks": 6, "following": 6}).raise_for_status()
+    httpx.post(
+        f"{url}/v1/jobs/gpt/telemetry", json={**COUNTED, "ranks": 6, "following": 6}, timeout=LONG_S
+    ).raise_for_status()
     post(url, SLOW)
     for look in (LIGHT, PHONE):
         with opened(browser, f"{url}/#/", **look) as page:
@@ -354,7 +357,7 @@ def test_a_table_says_of_every_job_what_it_uses_and_how_it_is(browser: Any, url:
 
 def test_no_saving_is_shown_of_a_job_whose_plans_are_of_another_machine(browser: Any, url: str):
     sent = {**COUNTED, "time_s": 1e6, "metered_s": 1e6}
-    httpx.post(f"{url}/v1/jobs/gpt/telemetry", json=sent).raise_for_status()
+    httpx.post(f"{url}/v1/jobs/gpt/telemetry", json=sent, timeout=LONG_S).raise_for_status()
     for address, cards in (("#/", "#all-cards"), ("#/jobs/gpt", "#cards")):
         with opened(browser, f"{url}/{address}") as page:
             has(page, cards, "Power, all GPUs")
@@ -367,7 +370,7 @@ def test_a_job_has_its_events_and_its_autopilot(browser: Any, url: str):
                  "owed_s": -0.4, "burst_s": 2.0, "trials": 2, "unknown": 14}  # fmt: skip
     for iterations in (100, 200):
         sent = {"run": "first", "iterations": iterations, "time_s": 0.8 * iterations, "autopilot": autopilot}
-        httpx.post(f"{url}/v1/jobs/gpt/telemetry", json=sent).raise_for_status()
+        httpx.post(f"{url}/v1/jobs/gpt/telemetry", json=sent, timeout=LONG_S).raise_for_status()
     post(url, {**SLOW, "source": "dcgm"})
     with looking(browser, url) as page:
         has(page, "#events li", "pipeline 1 slow 1.3x (dcgm), 2 others moved to")
@@ -401,7 +404,9 @@ def test_nothing_keeps_people_from_using_it(browser: Any, url: str, look: dict[s
 
 
 def test_two_hundred_jobs_are_found_by_name(browser: Any, url: str, service: Service):
-    (known,) = (each for each in httpx.get(f"{url}/v1/jobs").json()["jobs"] if each["job"]["name"] == "calm")
+    (known,) = (
+        each for each in httpx.get(f"{url}/v1/jobs", timeout=LONG_S).json()["jobs"] if each["job"]["name"] == "calm"
+    )
     many = [{**known, "job": {**known["job"], "name": f"run-{number}"}} for number in range(200)]
     with opened(browser, f"{url}/#/") as page:
         page.route("**/v1/jobs", lambda route: route.fulfill(json={"jobs": many}))
@@ -418,8 +423,8 @@ def test_two_hundred_jobs_are_found_by_name(browser: Any, url: str, service: Ser
 
 
 def test_what_is_saved_says_where_it_comes_from_and_what_it_costs(browser: Any, url: str):
-    assert httpx.post(f"{url}/v1/jobs/gpt/telemetry", json=COUNTED).status_code == 204
-    told = httpx.get(f"{url}/v1/jobs/gpt").json()["telemetry"]
+    assert httpx.post(f"{url}/v1/jobs/gpt/telemetry", json=COUNTED, timeout=LONG_S).status_code == 204
+    told = httpx.get(f"{url}/v1/jobs/gpt", timeout=LONG_S).json()["telemetry"]
     kwh = told["saved_j"] / 3.6e6
     with looking(browser, url) as page:
         cards = {

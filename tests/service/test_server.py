@@ -28,6 +28,7 @@ from click.core import ParameterSource
 from commands import refusal
 from service_stand_in import StandIn
 from strategies import smooth_profile
+from waiting import LONG_S
 
 from perseus_planner import Plan, schedules, solve
 from perseus_planner.cli.serve import _listening, serve
@@ -73,7 +74,7 @@ def planner_serve(folder: Path, *options: str) -> Iterator[tuple[subprocess.Pope
 def ended(process: subprocess.Popen[str], number: int) -> tuple[int, str, str]:
     """How a process ends on a signal: its exit code, and what else it said."""
     process.send_signal(number)
-    said, complained = process.communicate(timeout=30)
+    said, complained = process.communicate(timeout=LONG_S)
     return process.returncode, said, complained
 
 
@@ -90,19 +91,19 @@ def frontier_file() -> bytes:
 
 def test_a_service_that_ended_knows_all_when_it_is_started_again(folder: Path):
     options = ("--port", "0", "--database", "kept.sqlite")
-    with planner_serve(folder, *options) as (process, url), httpx.Client(base_url=url, timeout=30) as client:
+    with planner_serve(folder, *options) as (process, url), httpx.Client(base_url=url, timeout=LONG_S) as client:
         assert client.post("/v1/jobs", json=a_job()).json()["version"] == 1
         answer = client.post("/v1/jobs/gpt3/reports", json=SLOW)
         assert (answer.status_code, answer.json()["changed"]) == (202, True)
         version = answer.json()["version"]
-        plans = client.get("/v1/jobs/gpt3/plans", params={"after": version - 1, "wait_s": 20}).json()
+        plans = client.get("/v1/jobs/gpt3/plans", params={"after": version - 1, "wait_s": 60}).json()
         code, said, logged = ended(process, signal.SIGTERM)
         assert (code, said) == (0, "")
         line = r'time=\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ level=info job="gpt3" msg="(.*)"'
         events = [re.fullmatch(line, each)[1] for each in logged.splitlines()]
         assert events[0] == "registered with 2 pipelines of 2 GPUs"
         assert events[1].startswith("pipeline 1 slow 1.2x (ops), pipeline 0 moved to ")
-    with planner_serve(folder, *options) as (process, url), httpx.Client(base_url=url, timeout=30) as client:
+    with planner_serve(folder, *options) as (process, url), httpx.Client(base_url=url, timeout=LONG_S) as client:
         assert client.get("/v1/jobs/gpt3/plans").json() == plans
         assert [each["key"] for each in client.get("/v1/jobs/gpt3/reports").json()["reports"]] == ["r1"]
         assert client.post("/v1/jobs", json=a_job()).status_code == 200
@@ -120,7 +121,7 @@ def test_a_request_whose_planning_processes_are_killed_is_answered_with_503_and_
         Storage(folder / "kept.sqlite") as storage,
         Service(storage) as service,
         serving(service, Address(port=0)) as url,
-        httpx.Client(base_url=url, timeout=300) as client,
+        httpx.Client(base_url=url, timeout=LONG_S) as client,
     ):
         answer = client.post("/v1/jobs", json=a_job())
         assert (answer.status_code, answer.headers["Retry-After"]) == (503, "1")
@@ -140,7 +141,7 @@ def test_a_job_may_be_registered_with_its_profile_and_schedule(folder: Path):
     grid = schedules.grid_text(schedules.one_f_one_b(stages=2, microbatches=3))
     evil = texts["profile_yaml"].replace("measured.csv", "../../measured.csv")
     service = StandIn()
-    with serving(service, Address(port=0)) as url, httpx.Client(base_url=url, timeout=30) as client:
+    with serving(service, Address(port=0)) as url, httpx.Client(base_url=url, timeout=LONG_S) as client:
         assert client.post("/v1/jobs", json=sent).status_code == 201
         by_grid = {**sent, "name": "grid", "schedule": grid, "microbatches": None}
         assert client.post("/v1/jobs", json=by_grid).status_code == 201
@@ -218,8 +219,10 @@ def test_a_unix_socket_is_its_owner_s_alone_and_gone_afterwards(folder: Path):
     with serving(StandIn(), Address(unix=path)) as url:
         assert url == f"unix:{path}"
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
-        with httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), base_url="http://any") as client:
-            assert client.get("/v1/jobs").json() == {"jobs": []}
+        with httpx.Client(
+            transport=httpx.HTTPTransport(uds=str(path)), base_url="http://any", timeout=LONG_S
+        ) as client:
+            assert client.get("/v1/jobs", timeout=LONG_S).json() == {"jobs": []}
         code, _, complaint = refusal(f"serve --unix {path}")
         assert (code, complaint) == (
             2,
@@ -285,11 +288,11 @@ def test_with_tls_files_it_speaks_https_alone(certificate: tuple[Path, Path]):
     with serving(StandIn(), address) as url:
         assert url.startswith("https://127.0.0.1:")
         trust = ssl.create_default_context(cafile=str(certificate[0]))
-        assert httpx.get(f"{url}/healthz", verify=trust).status_code == 200
+        assert httpx.get(f"{url}/healthz", verify=trust, timeout=LONG_S).status_code == 200
         with pytest.raises(httpx.ConnectError, match="certificate verify failed"):
-            httpx.get(f"{url}/healthz")
+            httpx.get(f"{url}/healthz", timeout=LONG_S)
         with pytest.raises(httpx.HTTPError):
-            httpx.get(f"{url.replace('https', 'http')}/healthz")
+            httpx.get(f"{url.replace('https', 'http')}/healthz", timeout=LONG_S)
 
 
 def test_off_loopback_it_listens_with_tokens_alone():
@@ -299,8 +302,10 @@ def test_off_loopback_it_listens_with_tokens_alone():
     with serving(StandIn(), Address("0.0.0.0", 0), tokens) as url:
         assert url.startswith("http://0.0.0.0:")
         at = url.replace("0.0.0.0", "127.0.0.1")
-        assert httpx.get(f"{at}/v1/jobs").status_code == 401
-        assert httpx.get(f"{at}/v1/jobs", headers={"Authorization": f"Bearer {TOKEN}"}).status_code == 200
+        assert httpx.get(f"{at}/v1/jobs", timeout=LONG_S).status_code == 401
+        assert (
+            httpx.get(f"{at}/v1/jobs", headers={"Authorization": f"Bearer {TOKEN}"}, timeout=LONG_S).status_code == 200
+        )
 
 
 @pytest.mark.parametrize(
@@ -373,10 +378,10 @@ def test_the_examples_of_the_help_are_taken_as_they_stand(line: str):
 def test_a_service_ends_when_another_has_opened_its_database(folder: Path):
     options = ("--port", "0", "--database", "kept.sqlite")
     with planner_serve(folder, *options) as (first, url), planner_serve(folder, *options) as (second, _):
-        answer = httpx.put(f"{url}/v1/power", json={"power_w": 1e6}, timeout=30)
+        answer = httpx.put(f"{url}/v1/power", json={"power_w": 1e6}, timeout=LONG_S)
         assert answer.status_code == 503
         assert "another service has opened it" in answer.json()["error"]["message"]
-        _, complaint = first.communicate(timeout=30)
+        _, complaint = first.communicate(timeout=LONG_S)
         assert (first.returncode, complaint.splitlines()[-1]) == (
             2,
             "Error: kept.sqlite: another service has opened it, so this one writes no more; run one of them",
@@ -400,7 +405,7 @@ def test_the_url_of_a_database_comes_from_a_file_or_the_environment(
 def test_the_database_is_in_the_folder_for_state(folder: Path):
     with planner_serve(folder, "--port", "0", "--log-level", "debug") as (process, url):
         assert (folder / "state" / "perseus-planner" / "service.sqlite").is_file()
-        assert httpx.get(f"{url}/healthz").status_code == 200
+        assert httpx.get(f"{url}/healthz", timeout=LONG_S).status_code == 200
         code, _, logged = ended(process, signal.SIGTERM)
         assert code == 0
         assert re.search(r'level=debug msg="GET /healthz: 200 in [\d.]+ ms"', logged)
@@ -421,9 +426,13 @@ def test_who_waits_is_answered_when_the_service_ends():
     service = StandIn()
     service.register(RegisteredJob("gpt3", 2, ""), b"PK")
     path = "/v1/jobs/gpt3/plans?after=1&wait_s=60"
-    with ThreadPoolExecutor(4) as pool, serving(service, Address(port=0)) as url, httpx.Client(base_url=url) as client:
-        polls = [pool.submit(httpx.get, f"{url}{path}", timeout=300) for _ in range(3)]
-        stream = pool.submit(httpx.get, f"{url}/v1/jobs/gpt3/events", timeout=300)
+    with (
+        ThreadPoolExecutor(4) as pool,
+        serving(service, Address(port=0)) as url,
+        httpx.Client(base_url=url, timeout=LONG_S) as client,
+    ):
+        polls = [pool.submit(httpx.get, f"{url}{path}", timeout=LONG_S) for _ in range(3)]
+        stream = pool.submit(httpx.get, f"{url}/v1/jobs/gpt3/events", timeout=LONG_S)
         until(client, 4)
     assert [poll.result().status_code for poll in polls] == [204] * 3
     assert stream.result().text == 'id: 1\nevent: version\ndata: {"version":1}\n\n'
@@ -434,7 +443,7 @@ def test_a_stream_of_events_has_every_version_keeps_alive_and_ends_with_the_job(
     service.register(RegisteredJob("gpt3", 2, ""), b"PK")
     with (
         serving(service, Address(port=0), limits=Limits(keep_alive_s=0.05)) as url,
-        httpx.stream("GET", f"{url}/v1/jobs/gpt3/events") as answer,
+        httpx.stream("GET", f"{url}/v1/jobs/gpt3/events", timeout=LONG_S) as answer,
     ):
         assert answer.headers["Content-Type"].startswith("text/event-stream")
         lines = answer.iter_lines()
@@ -449,8 +458,8 @@ def test_a_stream_of_events_has_every_version_keeps_alive_and_ends_with_the_job(
 def test_whoever_goes_away_from_a_stream_waits_no_longer():
     service = StandIn()
     service.register(RegisteredJob("gpt3", 2, ""), b"PK")
-    with serving(service, Address(port=0)) as url, httpx.Client(base_url=url) as client:
-        with httpx.stream("GET", f"{url}/v1/jobs/gpt3/events"):
+    with serving(service, Address(port=0)) as url, httpx.Client(base_url=url, timeout=LONG_S) as client:
+        with httpx.stream("GET", f"{url}/v1/jobs/gpt3/events", timeout=LONG_S):
             until(client, 1)
         until(client, 0)
 
@@ -467,26 +476,26 @@ def test_whoever_goes_away_from_a_stream_waits_no_longer():
 def test_bytes_that_are_no_http_harm_nobody(sent):
     with serving(StandIn(), Address(port=0)) as url:
         host, port = url.removeprefix("http://").split(":")
-        with socket.create_connection((host, int(port)), timeout=10) as raw:
+        with socket.create_connection((host, int(port)), timeout=LONG_S) as raw:
             raw.sendall(sent)
             raw.shutdown(socket.SHUT_WR)
             assert raw.recv(65536)[:10] in (b"", b"HTTP/1.1 4")
-        assert httpx.get(f"{url}/healthz").status_code == 200
+        assert httpx.get(f"{url}/healthz", timeout=LONG_S).status_code == 200
 
 
 def test_the_service_leaves_no_thread_behind():
     before = set(threading.enumerate())
     with serving(StandIn(), Address(port=0)) as url:
-        assert httpx.get(f"{url}/v1/jobs").status_code == 200
+        assert httpx.get(f"{url}/v1/jobs", timeout=LONG_S).status_code == 200
     for thread in set(threading.enumerate()) - before:
-        thread.join(timeout=10)
+        thread.join(timeout=LONG_S)
     assert set(threading.enumerate()) <= before  # a thread of an earlier test may end meanwhile
 
 
 @pytest.mark.parametrize("sent", [b"", b"GET /heal", b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\nGET /he"])
 def test_a_connection_without_a_whole_head_is_closed(monkeypatch: pytest.MonkeyPatch, sent: bytes):
     monkeypatch.setattr(server, "HEAD_S", 0.3)
-    with serving(StandIn(), Address(port=0)) as url, socket.create_connection(where(url), timeout=20) as client:
+    with serving(StandIn(), Address(port=0)) as url, socket.create_connection(where(url), timeout=LONG_S) as client:
         client.sendall(sent)
         with suppress(ConnectionResetError):
             while client.recv(1000):  # until it is closed; else this times out
@@ -497,12 +506,12 @@ def test_a_body_that_stays_out_is_answered_and_a_long_poll_is_not_cut_short(monk
     monkeypatch.setattr(server, "HEAD_S", 0.3)
     service = StandIn()
     limits = Limits(body_s=0.2)
-    with serving(service, Address(port=0), limits=limits) as url, httpx.Client(base_url=url, timeout=20) as client:
+    with serving(service, Address(port=0), limits=limits) as url, httpx.Client(base_url=url, timeout=LONG_S) as client:
         assert client.post("/v1/jobs", json=a_job()).status_code == 201
         polled = client.get("/v1/jobs/gpt3/plans", params={"after": 1, "wait_s": 1.0})
         assert polled.status_code == 204
         head = b"POST /v1/jobs/gpt3/reports HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-        with socket.create_connection(where(url), timeout=20) as half:
+        with socket.create_connection(where(url), timeout=LONG_S) as half:
             half.sendall(head + b"Content-Length: 1000\r\n\r\n{")
             assert half.recv(100).startswith(b"HTTP/1.1 408 ")
 

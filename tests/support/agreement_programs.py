@@ -14,6 +14,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+from waiting import LONG_S
 
 from perseus_planner.runtime.switching.agreement import Acceptance, Agreement
 
@@ -112,7 +113,7 @@ def host_dies() -> None:
 
 
 def _go_on(training: Training) -> None:
-    until_s = time.monotonic() + 20.0
+    until_s = time.monotonic() + LONG_S
     while training.agreement.lost is None and time.monotonic() < until_s:
         training.iterate()
     for _ in range(100):
@@ -121,7 +122,7 @@ def _go_on(training: Training) -> None:
 
 
 def _tcp_store() -> Any:
-    port, timeout = int(os.environ["MASTER_PORT"]), timedelta(seconds=20)
+    port, timeout = int(os.environ["MASTER_PORT"]), timedelta(seconds=LONG_S)
     return dist.TCPStore(os.environ["MASTER_ADDR"], port, SIZE, _rank() == 0, timeout)
 
 

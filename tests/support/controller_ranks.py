@@ -12,13 +12,11 @@ from weakref import WeakKeyDictionary
 
 import psutil
 from fake_nvml import StandIn
+from waiting import LONG_S, eventually
 
 from perseus_planner.runtime.controller.client import Connection, start_controller
 from perseus_planner.runtime.controller.protocol import AttachRequest, Control, ControlChange, ToRank
 from perseus_planner.runtime.marks import clock_request
-
-LONG_S = 30.0
-"""For what must come at some time: much longer than it takes."""
 
 RANK_OF_ITS_OWN = """
 import os, signal, sys
@@ -89,14 +87,6 @@ def set_clock(connection: Connection, value: int, place: int = 0) -> ControlChan
     """Request a value, wait until it is set, and return the message."""
     connection.request[0] = clock_request(place, value)
     return awaited(connection, ControlChange, lambda changed: changed.value == value)
-
-
-def eventually(holds: Callable[[], bool], within_s: float = LONG_S) -> None:
-    """Wait for a condition that no message reports."""
-    deadline_s = time.monotonic() + within_s
-    while not holds():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.002)  # between two looks
 
 
 def process_of(connection: Connection) -> psutil.Process:

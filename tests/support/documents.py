@@ -137,7 +137,7 @@ class Reader:
         """Stop the service that a page has started."""
         for process in self._served:
             process.send_signal(signal.SIGINT)
-            process.communicate(timeout=30)
+            process.communicate(timeout=300)
         self._served.clear()
 
     def _read(self, block: Block) -> None:
@@ -220,7 +220,7 @@ def _bash(line: str, place: str) -> str:
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=3000,
     )
     assert ran.returncode == 0, f"{place}: {line}\n{ran.stdout}{ran.stderr}"
     return ran.stdout

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import os
-import select
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
+from planner_processes import has_not_ended
+from waiting import soon
 
 _BEGIN = """
 import os, signal, sys
@@ -48,11 +48,6 @@ SETS_FOR_EVER = f"""{_BEGIN}
 """Prints `begun`, then leases, sets and releases its GPUs repeatedly."""
 
 TEXTS = ("nvml:0", "nvml:1")
-
-
-def within_s() -> float:
-    """Return how long a guardian may take to reset all GPUs: two seconds, and longer where processes have to queue."""
-    return 2.0 * max(1.0, 2.0 * os.getloadavg()[0] / (os.cpu_count() or 1))
 
 
 @contextmanager
@@ -101,15 +96,7 @@ def kill(*pids: int) -> None:
 
 def await_end(processes: Sequence[psutil.Process]) -> None:
     """Wait for processes to end, reaped or not, and fail if that takes too long."""
-    deadline_s = time.monotonic() + within_s()
-    for process in processes:
-        with suppress(ProcessLookupError):
-            end = os.pidfd_open(process.pid)
-            try:
-                ended, _, _ = select.select([end], [], [], max(0.0, deadline_s - time.monotonic()))
-            finally:
-                os.close(end)
-            assert ended
+    soon(lambda: not any(map(has_not_ended, processes)))
 
 
 def files(folder: Path) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import socket
@@ -109,16 +110,22 @@ def deepspeed(count: int, folder: Path, *command: str) -> subprocess.Popen[str]:
     return started([*launcher, *command], folder)
 
 
-@cache
-def _server(torch_says: str) -> subprocess.Popen[str]:
-    """Start the process that forks ranks; it ends when this process closes its input."""
-    return subprocess.Popen(
-        [sys.executable, str(Path(__file__).with_name("rank_server.py"))],
-        env={**os.environ, **_QUIET, "TORCH_CPP_LOG_LEVEL": torch_says},
+def forking(*command: str, **environment: str) -> subprocess.Popen[str]:
+    """Start a process that forks what each line of its input asks for, until this one ends and closes that input."""
+    process = subprocess.Popen(
+        [sys.executable, *command],
+        env={**os.environ, **_QUIET, **environment},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
     )
+    atexit.register(process.__exit__, None, None, None)  # closes its input and waits
+    return process
+
+
+@cache
+def _server(torch_says: str) -> subprocess.Popen[str]:
+    return forking(str(Path(__file__).with_name("rank_server.py")), TORCH_CPP_LOG_LEVEL=torch_says)
 
 
 def _taken(path: Path) -> str:

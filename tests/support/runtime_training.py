@@ -17,6 +17,8 @@ import torch.distributed as dist
 from schedule_engines import TORCH
 from torch import nn
 from torch.distributed import pipelining
+from waiting import LONG_S as LONG_S
+from waiting import eventually as eventually
 
 from perseus_planner.gpu import open_gpu
 from perseus_planner.gpu.simulated.emulated import EmulatedGpu
@@ -30,7 +32,6 @@ WIDTH, ROWS = 8, 2
 GPU = "emulated:a100-sxm?call=0"
 NAME = "simulated a100-sxm"  #: of such a GPU
 FAST = 1e6  #: changes per second, more than are requested
-LONG_S = 200.0  #: timeout, much longer than anything takes
 TOP_MHZ, STEP_MHZ = 1410, 15
 
 Watcher = Callable[[int, str, int], None]
@@ -119,14 +120,6 @@ class Watch:
         """Return what ran since the last call."""
         ran, self._ran = self._ran, []
         return ran
-
-
-def eventually(holds: Callable[[], object], describe: Callable[[], str] = lambda: "it never came") -> None:
-    """Wait until a condition holds."""
-    deadline_s = time.monotonic() + LONG_S
-    while not holds():
-        assert time.monotonic() < deadline_s, describe()
-        time.sleep(0.0005)  # between two looks
 
 
 def any_rank(holds: bool) -> bool:
