@@ -111,13 +111,9 @@ class InferenceProfile:
     assumed_load: bool = False
 
     def __post_init__(self) -> None:
-        given, inputs = self.objectives.ttft_s, sorted({each.input_tokens for each in self.classes})
-        if len(given) not in (0, 1, len(inputs)):
-            raise UsageError(f"--ttft: has {len(given)} times for {len(inputs)} input classes; give one each, or one")
-        published = [0.25 if tokens <= 256 else 0.4 if tokens <= 1024 else 2.0 for tokens in inputs]
-        times_s = published if not given else given * len(inputs) if len(given) == 1 else given
-        object.__setattr__(self, "_ttft_s", dict(zip(inputs, times_s, strict=True)))
-        object.__setattr__(self, "_feasible", self._feasible_cells())
+        given, classes = len(self.objectives.ttft_s), len(self._inputs)
+        if given not in (0, 1, classes):
+            raise UsageError(f"--ttft: has {given} times for {classes} input classes; give one each, or one")
 
     @cached_property
     def classes(self) -> list[RequestClass]:
@@ -131,27 +127,32 @@ class InferenceProfile:
 
     def ttft_s(self, of: RequestClass) -> float:
         """Return the objective of the time to the first token, seconds."""
-        times_s: dict[float, float] = self.__dict__["_ttft_s"]
-        return times_s[of.input_tokens]
+        given = self.objectives.ttft_s
+        if not given:
+            return 0.25 if of.input_tokens <= 256 else 0.4 if of.input_tokens <= 1024 else 2.0
+        return given[self._inputs.index(of.input_tokens) if len(given) > 1 else 0]
 
     def feasible(self, of: RequestClass, at: Configuration) -> tuple[Cell, ...]:
         """Return the measurements that meet the objectives, by load; none if the configuration never does."""
-        found: dict[tuple[RequestClass, Configuration], tuple[Cell, ...]] = self.__dict__["_feasible"]
-        return found.get((of, at), ())
+        return self._feasible.get((of, at), ())
 
     def idle_w(self, at: Configuration) -> float:
         """Return the power of an instance without requests, watts; 0 if unknown."""
         return max(cell.idle_w for (_, each), cells in self.cells.items() if each == at for cell in cells)
 
-    def _feasible_cells(self) -> dict[tuple[RequestClass, Configuration], tuple[Cell, ...]]:
+    @cached_property
+    def _inputs(self) -> list[float]:
+        return sorted({each.input_tokens for each in self.classes})
+
+    @cached_property
+    def _feasible(self) -> dict[tuple[RequestClass, Configuration], tuple[Cell, ...]]:
+        def meets(cell: Cell, ttft_s: float) -> bool:
+            latencies = ((cell.ttft_s, ttft_s), (cell.tbt_s, self.objectives.tbt_s))
+            return cell.energy_j is not None and all(took is None or took <= most for took, most in latencies)
+
+        ttft_s = {of: self.ttft_s(of) for of in self.classes}
         return {
-            key: tuple(
-                cell
-                for cell in sorted(cells, key=lambda cell: cell.tokens_per_s)
-                if cell.energy_j is not None
-                and (cell.ttft_s is None or cell.ttft_s <= self.ttft_s(key[0]))
-                and (cell.tbt_s is None or cell.tbt_s <= self.objectives.tbt_s)
-            )
+            key: tuple(sorted((cell for cell in cells if meets(cell, ttft_s[key[0]])), key=lambda cell: cell[0]))
             for key, cells in self.cells.items()
         }
 
@@ -182,14 +183,13 @@ def read_inference_profile(
         raise ProfileError(f"{path}: is empty; write the header {_HEADER} and a row for each measurement")
     setting, energy = _checked_header(where, header)
     cells: dict[tuple[RequestClass, Configuration], dict[float, Cell]] = {}
-    rows: list[str] = []
+    rows, names = list[str](), dict[RequestClass, str]()
     for where, texts in lines:
         row = by_column(where, header, texts, ProfileError)
-        labels = [
-            _bound(row[column], f"{where}, column {column!r}", bounds)
-            for column, bounds in (("input", input_bounds), ("output", output_bounds))
-        ]
-        of = RequestClass(labels[0], labels[1], f"{row['input']}/{row['output']}")
+        longest = _bound(where, "input", input_bounds, row), _bound(where, "output", output_bounds, row)
+        of = RequestClass(*longest, f"{row['input']}/{row['output']}")
+        if (other := names.setdefault(of, of.name)) != of.name:
+            raise ProfileError(f"{path}: {other} and {of.name} are one class; write it in one way")
         degree = _number(where, "tensor_degree", COUNT, row)
         at = Configuration(degree, _number(where, setting, _SETTINGS[setting][1], row))
         extra = {name: _number(where, name, rule, row) for name, rule in _OPTIONAL.items() if row.get(name)}
@@ -206,7 +206,6 @@ def read_inference_profile(
         rows.append(",".join(texts))
     if not cells:
         raise ProfileError(f"{path}: has no rows; write one for each class, tensor degree and {setting}")
-    _check_labels(path, [of for of, _ in cells])
     digest = sha256(",".join(header).encode(), *map(str.encode, rows))
     frozen = {key: tuple(by_load.values()) for key, by_load in cells.items()}
     return InferenceProfile(frozen, _SETTINGS[setting][0], objectives, digest, "tokens_per_s" not in header)
@@ -214,9 +213,8 @@ def read_inference_profile(
 
 def _checked_header(where: str, header: Sequence[str]) -> tuple[str, str]:
     """Return the columns of the setting and of the energy."""
-    for column in header:
-        if header.count(column) > 1:
-            raise ProfileError(f"{where}: column {column!r} is there twice; keep one of them")
+    if twice := [column for column in header if header.count(column) > 1]:
+        raise ProfileError(f"{where}: column {twice[0]!r} is there twice; keep one of them")
     missing = [column for column in ("input", "output", "tensor_degree") if column not in header]
     choices = [[column for column in known if column in header] for known in (_SETTINGS, _ENERGIES)]
     for known, found in zip((tuple(_SETTINGS), tuple(_ENERGIES)), choices, strict=True):
@@ -231,25 +229,18 @@ def _checked_header(where: str, header: Sequence[str]) -> tuple[str, str]:
     return choices[0][0], choices[1][0]
 
 
-def _bound(label: str, place: str, bounds: Sequence[int]) -> float:
-    """Return the most tokens of the class that `label` names."""
+def _bound(where: str, column: str, bounds: Sequence[int], row: Mapping[str, str]) -> float:
+    """Return the most tokens of the class that the row names."""
+    label = row[column]
     if label in _WORDS:
         return (*bounds, math.inf)[_WORDS.index(label)]
     tokens = COUNT.parse(label)
     if tokens is None:
         raise ProfileError(
-            f"{place}: {shown(label)} is not a class of requests; write short, medium or long, or the most tokens of "
-            "the class, such as 256"
+            f"{where}, column {column!r}: {shown(label)} is not a class of requests; write short, medium or long, or "
+            "the most tokens of the class, such as 256"
         )
     return float(tokens)
-
-
-def _check_labels(path: Path, classes: Sequence[RequestClass]) -> None:
-    names: dict[RequestClass, str] = {}
-    for each in classes:
-        other = names.setdefault(each, each.name)
-        if other != each.name:
-            raise ProfileError(f"{path}: {other} and {each.name} are one class; write it in one way")
 
 
 def _number(where: str, column: str, rule: Rule, row: Mapping[str, str]) -> Any:

@@ -161,14 +161,12 @@ def make_plan(
             before = epochs[-1].plan.pools if epochs else None
             try:
                 plan = plan_policy(name, profile, demand, gpus, length_s, before, costs)
-            except InfeasibleGpus:
+            except (InfeasibleGpus, UsageError) as error:
                 if name == "planner":
                     raise
+                if isinstance(error, UsageError):
+                    break
                 plan = plan_policy(name, profile, demand, None, length_s, before, costs)
-            except UsageError:
-                if name == "planner":
-                    raise
-                break
             epochs.append(Epoch(start_s, length_s, demand, plan))
         complete = len(epochs) == len(periods)
         energy_j = sum(epoch.plan.energy_j for epoch in epochs) if complete else None

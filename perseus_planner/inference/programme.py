@@ -194,8 +194,7 @@ class _Model:
             from scipy.optimize import Bounds, LinearConstraint, milp
             from scipy.sparse import csr_array
         except ImportError as error:
-            remedy = how_to_install("inference")
-            raise UsageError(f"plans for inference need scipy, which is not installed; {remedy}") from error
+            raise UsageError(f"plans for inference need scipy, which is not installed; {INSTALL}") from error
         rows = self._rows if gpus is None else [*self._rows, (self.gpus, -math.inf, float(gpus))]
         where = [(number, column) for number, (row, _, _) in enumerate(rows) for column in row]
         values = [value for row, _, _ in rows for value in row.values()]
@@ -206,13 +205,9 @@ class _Model:
         weights[list(objective)] = [value / scale for value in objective.values()]
         limits = LinearConstraint(matrix, [row[1] for row in rows], [row[2] for row in rows])
         with _without_output():
-            found = milp(
-                weights,
-                integrality=np.array(integer, float),
-                bounds=Bounds(least, most),
-                constraints=limits,
-                options={"mip_rel_gap": gap, "time_limit": _LIMIT_S},
-            )
+            options = {"mip_rel_gap": gap, "time_limit": _LIMIT_S}
+            whole = np.array(integer, float)
+            found = milp(weights, integrality=whole, bounds=Bounds(least, most), constraints=limits, options=options)
         if found.x is None:
             if found.status == 2:  # infeasible
                 return None
@@ -248,15 +243,15 @@ def _without_output() -> Iterator[None]:
     flush = ctypes.CDLL(None).fflush
     sys.stdout.flush()
     flush(None)
-    kept, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 1)
+    kept = os.dup(1)
+    with open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), 1)
     try:
         yield
     finally:
         flush(None)
         os.dup2(kept, 1)
         os.close(kept)
-        os.close(nowhere)
 
 
 def _joined(found: list[tuple[RequestClass, Configuration, float, dict[RequestClass, float]]]) -> tuple[Pool, ...]:
@@ -267,7 +262,8 @@ def _joined(found: list[tuple[RequestClass, Configuration, float, dict[RequestCl
         for other in list(rest):
             fewer = _instances(filled + other[2]) < _instances(filled) + _instances(other[2])
             if other[1] == at and longest.covers(other[0]) and fewer:
-                filled, serves = filled + other[2], _added(serves, other[3])
+                filled += other[2]
+                serves = {of: serves.get(of, 0.0) + other[3].get(of, 0.0) for of in {**serves, **other[3]}}
                 rest.remove(other)
         pools.append(Pool(longest, at, _instances(filled), dict(sorted(serves.items()))))
     return tuple(sorted(pools, key=lambda pool: (pool.longest, pool.at)))
@@ -275,10 +271,6 @@ def _joined(found: list[tuple[RequestClass, Configuration, float, dict[RequestCl
 
 def _instances(filled: float) -> int:
     return max(1, math.ceil(filled - _ROUNDING))
-
-
-def _added(one: dict[RequestClass, float], other: dict[RequestClass, float]) -> dict[RequestClass, float]:
-    return {of: one.get(of, 0.0) + other.get(of, 0.0) for of in {**one, **other}}
 
 
 def busy_w(cell: Cell, load: Load) -> float:

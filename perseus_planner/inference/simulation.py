@@ -10,8 +10,8 @@ profile says that it carries more; and else the queue, where the earliest deadli
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -285,15 +285,18 @@ class _Cluster:
         """Let other pools serve; those that go on keep what they have begun, and what waits is queued again."""
         self.planned.clear()
         before = {(server.pool.longest, server.at.tensor_degree): server for server in self.servers}
-        had = dict(_instances(self.servers))
+        had = Counter[int]()
+        for server in self.servers:
+            had[server.at.tensor_degree] += server.pool.instances
         waiting = [request for server in self.servers for request in server.queue]
         self.late.update(*(server.late for server in self.servers))
         self.servers = []
         for pool in pools:
             server = Server(self.profile, pool, self.settings.burst_s, self.mean_tokens)
-            ready = min(pool.instances, had.get(pool.at.tensor_degree, 0)) if unready else pool.instances
-            had[pool.at.tensor_degree] = had.get(pool.at.tensor_degree, 0) - ready
-            same = before.get((pool.longest, pool.at.tensor_degree))
+            degree = pool.at.tensor_degree
+            ready = min(pool.instances, had[degree]) if unready else pool.instances
+            had[degree] -= ready
+            same = before.get((pool.longest, degree))
             server.instances = same.instances if same is not None else ready
             server.filled_s = same.filled_s if same is not None else now_s
             server.resize(ready, now_s)
@@ -329,14 +332,6 @@ class _Cluster:
                 self._set_clock(server, at)
                 return server
         return min(ladder or self.servers, key=lambda server: server.wait_s(now_s))
-
-
-def _instances(servers: Sequence[Server]) -> Mapping[int, int]:
-    """Return how many instances there are of each tensor degree."""
-    found: dict[int, int] = defaultdict(int)
-    for server in servers:
-        found[server.at.tensor_degree] += server.pool.instances
-    return found
 
 
 def _mispredicted(

@@ -86,21 +86,18 @@ class Trace:
         Raises:
             UsageError: If the profile lacks a class.
         """
-        places = []
-        bounds = [
-            sorted(set(each))
-            for each in zip(*((of.input_tokens, of.output_tokens) for of in profile.classes), strict=True)
-        ]
-        for tokens, known in zip((self.input_tokens, self.output_tokens), bounds, strict=True):
-            places.append(np.minimum(np.searchsorted(known, tokens), len(known) - 1))
+        inputs = {of.input_tokens: of.name.partition("/")[0] for of in profile.classes}
+        outputs = {of.output_tokens: of.name.partition("/")[2] for of in profile.classes}
         order = {(of.input_tokens, of.output_tokens): number for number, of in enumerate(profile.classes)}
-        table = np.array([[order.get((first, second), -1) for second in bounds[1]] for first in bounds[0]])
-        found = table[places[0], places[1]]
+        table = np.array([[order.get((first, second), -1) for second in sorted(outputs)] for first in sorted(inputs)])
+        place, other = (
+            np.minimum(np.searchsorted(sorted(known), tokens), len(known) - 1)
+            for known, tokens in ((inputs, self.input_tokens), (outputs, self.output_tokens))
+        )
+        found = table[place, other]
         if found.min() < 0:
             request = int(np.argmin(found))
-            inputs = {of.input_tokens: of.name.partition("/")[0] for of in profile.classes}
-            outputs = {of.output_tokens: of.name.partition("/")[2] for of in profile.classes}
-            missing = f"{inputs[bounds[0][places[0][request]]]}/{outputs[bounds[1][places[1][request]]]}"
+            missing = f"{inputs[sorted(inputs)[place[request]]]}/{outputs[sorted(outputs)[other[request]]]}"
             raise UsageError(
                 f"request {request + 1} of the trace has {self.input_tokens[request]} input and "
                 f"{self.output_tokens[request]} output tokens, but the profile has no class {missing}; measure it"
@@ -144,10 +141,7 @@ def periods_of(
     starts = [number * epoch_s for number in range(count)]
     ends = [*starts[1:], max(trace.end_s, starts[-1] + 1.0) * (1 + 1e-9)]
     classes = trace.classes(profile)
-    found = [
-        (begin, end - begin, trace.demand(profile, classes, begin, end))
-        for begin, end in zip(starts, ends, strict=True)
-    ]
+    found = ((a, b - a, trace.demand(profile, classes, a, b)) for a, b in zip(starts, ends, strict=True))
     return [period for period in found if period[2]]
 
 
@@ -159,10 +153,9 @@ def read_trace(path: Path) -> Trace:
     """
     lines = csv_rows(path, UsageError)
     where, header = next(lines, ("", []))
-    lower = [column.lower() for column in header]
     columns = {}
     for name, known in _COLUMNS.items():
-        found = [header[number] for number, column in enumerate(lower) if column in known]
+        found = [column for column in header if column.lower() in known]
         if len(found) != 1:
             problem = f"columns {' and '.join(map(repr, found))}" if found else f"no column {known[0]!r}"
             raise UsageError(
@@ -170,10 +163,7 @@ def read_trace(path: Path) -> Trace:
                 "TIMESTAMP,ContextTokens,GeneratedTokens, separated by commas"
             )
         columns[name] = found[0]
-    times: list[float] = []
-    inputs: list[int] = []
-    outputs: list[int] = []
-    kinds: set[bool] = set()
+    times, inputs, outputs, kinds = list[float](), list[int](), list[int](), set[bool]()
     for where, texts in lines:
         row = by_column(where, header, texts, UsageError)
         place = f"{where}, column {columns['time']!r}"
@@ -230,11 +220,9 @@ def _seconds(text: str, place: str) -> tuple[float, bool]:
     if (seconds := WAIT.parse(text)) is not None:
         return seconds, False
     found = _DATE.fullmatch(text)
-    if found is None:
-        raise UsageError(f"{place}: {shown(text)} is not {_TIME}")
-    moment_s = _moment_s(found[1], found[2])
-    offset_s = 3600 * int(found[6] or 0) + 60 * int(found[7] or 0)
-    if moment_s is None or offset_s >= _DAY_S:
+    moment_s = _moment_s(found[1], found[2]) if found else None
+    offset_s = 3600 * int(found[6] or 0) + 60 * int(found[7] or 0) if found else 0
+    if found is None or moment_s is None or offset_s >= _DAY_S:
         raise UsageError(f"{place}: {shown(text)} is not {_TIME}")
     return moment_s - (-offset_s if found[5] == "-" else offset_s) + float(found[3] or 0), True
 
