@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from perseus_planner.cli import console
+from perseus_planner.prefixes import si
 from perseus_planner.quantities import COUNT
 
 if TYPE_CHECKING:
@@ -55,10 +56,10 @@ def _columns(ranks: Sequence[RankRehearsal]) -> list[list[str]]:
         "node": [rank.node for rank in ranks],
         "GPU": [rank.name or "-" for rank in ranks],
         "locked -> achieved": [_clocks(rank) for rank in ranks],
-        "power": [", ".join(f"{run.power_w:.0f} W" for run in rank.runs if run.precision == "bf16") for rank in ranks],
-        "counter": [_scaled(rank.counter_step_s, 1e3, "ms") for rank in ranks],
-        "fp32": [_time(rank, "fp32") for rank in ranks],
-        "bf16": [_time(rank, "bf16") for rank in ranks],
+        "power": [", ".join(si(run.power_w, "W", 3) for run in rank.runs if run.precision == "bf16") for rank in ranks],
+        "counter": [_time(rank.counter_step_s) for rank in ranks],
+        "fp32": [_time(_run_s(rank, "fp32")) for rank in ranks],
+        "bf16": [_time(_run_s(rank, "bf16")) for rank in ranks],
         "free memory": [_memory(rank) for rank in ranks],
         "messages from": [_messages(rank) for rank in ranks],
     }
@@ -74,8 +75,8 @@ def _clocks(rank: RankRehearsal) -> str:
     )
 
 
-def _time(rank: RankRehearsal, precision: str) -> str:
-    return _scaled(next((run.time_s for run in rank.runs if run.precision == precision), None), 1e3, "ms")
+def _run_s(rank: RankRehearsal, precision: str) -> float | None:
+    return next((run.time_s for run in rank.runs if run.precision == precision), None)
 
 
 def _memory(rank: RankRehearsal) -> str:
@@ -85,11 +86,11 @@ def _memory(rank: RankRehearsal) -> str:
 
 
 def _messages(rank: RankRehearsal) -> str:
-    return ", ".join(f"{each.sender}: {each.size_bytes / each.time_s / 1e9:.3g} GB/s" for each in rank.received)
+    return ", ".join(f"{each.sender}: {si(each.size_bytes / each.time_s, 'B/s', 3)}" for each in rank.received)
 
 
-def _scaled(value: float | None, factor: float, unit: str) -> str:
-    return "" if value is None else f"{factor * value:.3g} {unit}"
+def _time(time_s: float | None) -> str:
+    return "" if time_s is None else si(time_s, "s", 3)
 
 
 def _by_ranks(lines: Sequence[tuple[int, str]]) -> list[str]:

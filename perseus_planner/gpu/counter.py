@@ -14,6 +14,7 @@ from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
 from perseus_planner.errors import GpuError
+from perseus_planner.prefixes import si
 
 if TYPE_CHECKING:
     from perseus_planner.gpu.protocol import Gpu
@@ -86,13 +87,13 @@ class EnergyCounter:
         while (energy_j := gpu.energy_j()) == before_j:
             if gpu.now_s() >= give_up_s:
                 raise GpuError(
-                    f"{gpu.name}: its energy counter has stood at {energy_j:.3f} J for {_STUCK_S:g} s, so energy "
+                    f"{gpu.name}: its energy counter has stood at {si(energy_j, 'J', 9)} for {_STUCK_S:g} s, so energy "
                     "cannot be measured; run `planner doctor` to check the counter, and reload the driver"
                 )
             gpu.wait(POLL_S)
         if energy_j < before_j:
             raise GpuError(
-                f"{gpu.name}: its energy counter went back from {before_j:.3f} J to {energy_j:.3f} J, as after a "
-                "reload of the driver; turn persistence mode on and measure again"
+                f"{gpu.name}: its energy counter went back from {si(before_j, 'J', 9)} to {si(energy_j, 'J', 9)}, as "
+                "after a reload of the driver; turn persistence mode on and measure again"
             )
         return gpu.now_s(), energy_j

@@ -231,7 +231,7 @@ def _clocks(clocks_mhz: Sequence[int]) -> str:
 
 def _throttled(gpu: GpuReader) -> str:
     counted = gpu.throttled_s()
-    return ", ".join(f"{reason} {counted[reason]:.3f} s" for reason in sorted(counted)) or "not counted"
+    return ", ".join(f"{reason} {si(counted[reason], 's')}" for reason in sorted(counted)) or "not counted"
 
 
 def _hint(text: str) -> str:

@@ -25,6 +25,7 @@ from perseus_planner.errors import GpuError, GpuNotSupported, UsageError
 from perseus_planner.gpu import open_gpu
 from perseus_planner.gpu.counter import POLL_S, EnergyCounter
 from perseus_planner.gpu.protocol import ClosedOnExit
+from perseus_planner.prefixes import si
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -307,8 +308,9 @@ class _CountedMeter:
         time_s, energy_j = last.time_s - first.time_s, last.energy_j - first.energy_j
         if energy_j < 0:
             raise GpuError(
-                f"{self.gpu.text}: its energy counter went back from {first.energy_j:.3f} to {last.energy_j:.3f} J, as "
-                "after a reload of the driver; turn persistence mode on and measure again"
+                f"{self.gpu.text}: its energy counter went back from {si(first.energy_j, 'J', 9)} to "
+                f"{si(last.energy_j, 'J', 9)}, as after a reload of the driver; turn persistence mode on and measure "
+                "again"
             )
         average_j = self._interval_s * energy_j / time_s if time_s > 0 else 0.0
         # The first edge hides energy from before the window, and the last energy of the window: only one can prevail.

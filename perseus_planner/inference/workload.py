@@ -19,6 +19,7 @@ import numpy as np
 
 from perseus_planner.errors import UsageError, shown
 from perseus_planner.files import by_column, csv_rows
+from perseus_planner.prefixes import si
 from perseus_planner.quantities import INDEX, WAIT, Rule
 
 if TYPE_CHECKING:
@@ -172,7 +173,8 @@ def read_trace(path: Path) -> Trace:
         if len(kinds) > 1:
             raise UsageError(f"{place}: {shown(row[columns['time']])} is another kind of time than before; write one")
         if times and time_s < times[-1]:
-            raise UsageError(f"{where}: is {times[-1] - time_s:.6g} s before the row above; sort the rows by time")
+            back = si(times[-1] - time_s, "s", 6)
+            raise UsageError(f"{where}: is {back} before the row above; sort the rows by time")
         times.append(time_s)
         for name, tokens in (("input", inputs), ("output", outputs)):
             tokens.append(_TOKENS.read(row[columns[name]], f"{where}, column {columns[name]!r}"))
