@@ -14,7 +14,6 @@ from functools import cache
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from perseus_planner.errors import UsageError
 from perseus_planner.estimate.system import KernelKey, KernelTimes, System
 
 if TYPE_CHECKING:
@@ -32,7 +31,7 @@ class KernelPlan:
     """What to measure.
 
     Attributes:
-        shapes: The model with each tensor degree, microbatch and recomputation.
+        shapes: The model with each tensor degree, which divides the ranks, microbatch and recomputation.
         repetitions: How often each is timed, after as many runs to warm up, but at most three.
         exchange_bytes: Sizes of the two all-reduces.
         copied_bytes: Size of the copy.
@@ -45,18 +44,8 @@ class KernelPlan:
 
 
 def measure_kernels(plan: KernelPlan, system: System) -> System:
-    """Return `system` with measured kernels, links and memory; every rank of a process group calls it.
-
-    Raises:
-        UsageError: If a tensor degree needs more ranks than there are.
-    """
+    """Return `system` with measured kernels, links and memory; every rank of a process group calls it."""
     ranks = _ranks()
-    for shape in plan.shapes:
-        if ranks % shape.tensor_degree:
-            raise UsageError(
-                f"--tensor-parallel: {shape.tensor_degree} GPUs do not divide the {ranks} ranks; start "
-                f"{shape.tensor_degree} with torchrun --nproc-per-node {shape.tensor_degree}"
-            )
     kernels = {}
     for shape in plan.shapes:
         key = KernelKey(shape.hidden, shape.sequence, shape.tensor_degree, shape.microbatch, shape.recomputation)

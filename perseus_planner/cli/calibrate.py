@@ -108,19 +108,32 @@ def _calibrate_kernels(
 
     from perseus_planner.estimate.presets import named_transformer
     from perseus_planner.estimate.system import system_of
-    from perseus_planner.estimate.system_file import save_system, system_text, system_view
+    from perseus_planner.estimate.system_file import save_system, system_view
     from perseus_planner.profiler.kernels import KernelPlan, measure_kernels, measured_names
     from perseus_planner.profiler.ranks.group import process_group
     from perseus_planner.quantities import TIME
+    from perseus_planner.views.estimate import system_text
 
     if gpu is None or output is None:
         raise UsageError("--kernels: needs --gpu, the kind of GPU, and --output, the system file to write")
+    if recompute not in ("none", "full"):
+        raise UsageError(f"--recompute: {recompute!r} is not measured; give none or full")
     system, shape = system_of(gpu), named_transformer(model)
     if node_bandwidth is not None:
         system = replace(system, node_bytes_per_s=1e9 * TIME.check(node_bandwidth, "--node-bandwidth", UsageError))
     with process_group() as group:
+        import torch
+
         rank, ranks = group or (0, 1)
         degrees = {1, ranks} if tensor_parallel is None else set(tensor_parallel)
+        for degree in degrees:
+            if ranks % degree:
+                raise UsageError(
+                    f"--tensor-parallel: {degree} GPUs do not divide the {ranks} ranks; start {degree} with torchrun "
+                    f"--nproc-per-node {degree}"
+                )
+        if rank == 0 and not torch.cuda.is_available():
+            click.echo("planner: torch finds no GPU: processors are measured, which may take hours", err=True)
         shapes = [
             replace(shape, tensor_degree=degree, microbatch=size, recomputation=recompute)
             for degree in sorted(degrees)

@@ -90,7 +90,7 @@ def estimate(
     reads it like any other.
     """
     from perseus_planner.estimate import estimate as estimating
-    from perseus_planner.estimate.summary import estimate_text, summarize_estimate
+    from perseus_planner.views.estimate import estimate_text, summarize_estimate
 
     as_json, split_backward = rest.pop("as_json"), rest.pop("split_backward")
     console.refuse_same([Path(rest["model"])], output)

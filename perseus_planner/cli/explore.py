@@ -64,10 +64,10 @@ if TYPE_CHECKING:
 def explore(model: str, gpus: int, gpu: str | None, system_file: Path | None, as_json: bool, **options: object) -> None:
     """Find the configurations in which MODEL trains fastest, or with the least energy.
 
-    MODEL is the name of a published model, a YAML file of dimensions, or a config.json of Hugging Face. Tensor,
-    pipeline and data degree, microbatch, schedule, virtual stages, recomputation and the split of the layers are
-    chosen; the result is the frontier of tokens per second and joules per token of whole jobs, at the best clocks of
-    each. It is an estimate: measure the first three.
+    MODEL is the name of a published model, a YAML file of dimensions, or a config.json of Hugging Face or its folder.
+    Tensor, pipeline and data degree, microbatch, schedule, virtual stages, recomputation and the split of the layers
+    are chosen; the result is the frontier of tokens per second and joules per token of whole jobs, at the best clocks
+    of each. It is an estimate: measure the first three.
     """
     from perseus_planner.estimate.explore import explore as exploring
     from perseus_planner.estimate.forecast import Prices

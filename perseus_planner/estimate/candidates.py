@@ -13,6 +13,7 @@ from perseus_planner.estimate.configuration import Configuration
 from perseus_planner.estimate.kernel_times import LayerTimes, layer_times
 from perseus_planner.estimate.memory import Memory, memory
 from perseus_planner.estimate.transformer import Transformer, split_layers
+from perseus_planner.prefixes import si
 
 if TYPE_CHECKING:
     from perseus_planner.estimate.system import System
@@ -85,8 +86,8 @@ def candidates(model: Transformer, system: System, choices: Choices) -> list[Can
     if not found and least is not None:
         job, needed = least
         raise UsageError(
-            f"--gpus: {choices.gpus} GPUs of {system.memory_bytes / 1e9:.0f} GB are too few: {job.name} needs least, "
-            f"{needed.total / 1e9:.0f} GB on a GPU ({_memory_text(needed)}); {_enough(model, system, choices)}"
+            f"--gpus: {choices.gpus} GPUs of {si(system.memory_bytes, 'B', 3)} are too few: {job.name} needs least, "
+            f"{si(needed.total, 'B', 3)} on a GPU ({_memory_text(needed)}); {_enough(model, system, choices)}"
         )
     return found
 
@@ -230,11 +231,5 @@ def _enough(model: Transformer, system: System, choices: Choices) -> str:
 
 
 def _memory_text(needed: Memory) -> str:
-    parts = {
-        "parameters": needed.parameters,
-        "gradients": needed.gradients,
-        "optimizer": needed.optimizer,
-        "activations": needed.activations,
-        "reserve": needed.reserve,
-    }
-    return ", ".join(f"{name} {size / 1e9:.1f}" for name, size in parts.items())
+    parts = ("parameters", "gradients", "optimizer", "activations", "reserve")
+    return ", ".join(f"{name} {si(getattr(needed, name), 'B', 3)}" for name in parts)

@@ -17,6 +17,7 @@ import numpy as np
 from perseus_planner.errors import UsageError
 from perseus_planner.estimate.candidates import Candidate, Choices, candidates
 from perseus_planner.estimate.curves import Curve, CurveMaker
+from perseus_planner.prefixes import si
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -324,5 +325,5 @@ def _within_power(
 def _out_of_reach(objective: Objective, search: _Search) -> str:
     least = min(search.exact_values.values())[1] * 1.0005  # four digits of it are no less
     if objective.deadline_s is not None:
-        return f"--deadline: no configuration is that fast; give {least:.4g}s or more"
-    return f"--power-budget: no configuration draws that little; give {least / 1e3:.4g}kW or more"
+        return f"--deadline: no configuration is that fast; give {si(least, 's').replace(' ', '')} or more"
+    return f"--power-budget: no configuration draws that little; give {si(least, 'W').replace(' ', '')} or more"

@@ -108,28 +108,32 @@ PRESETS: Mapping[str, Transformer] = MappingProxyType(
 
 
 def named_transformer(text: str) -> Transformer:
-    """Return a published model, or the model in a YAML file or a `config.json`.
+    """Return a published model, or the model in a YAML file, a `config.json` or a folder with one.
 
     Raises:
         UsageError: If there is no such model, or the file is not valid.
     """
+    path = Path(text)
     if text in PRESETS:
         return PRESETS[text]
-    if Path(text).suffix.lower() in _YAML_SUFFIXES:
-        return read_transformer(Path(text))
-    if Path(text).suffix.lower() == ".json":
-        return read_config(Path(text))
-    advice = did_you_mean(text, PRESETS)
-    advice = advice or f"give its config.json, a .yaml file with its dimensions, or one of {', '.join(PRESETS)}"
-    raise UsageError(f"model {text!r}: there is no such model; {advice}")
+    if path.suffix.lower() in _YAML_SUFFIXES:
+        return read_transformer(path)
+    if (path / "config.json").exists():
+        return read_config(path / "config.json")
+    if path.suffix.lower() == ".json":
+        return read_config(path)
+    advice = f"give its config.json, a .yaml file with its dimensions, or one of {', '.join(PRESETS)}"
+    if text and path.is_dir():
+        raise UsageError(f"model {text!r}: is a folder without a config.json; {advice}")
+    raise UsageError(f"model {text!r}: there is no such model; {did_you_mean(path.name, PRESETS) or advice}")
 
 
 def name_of(text: str) -> str:
     """Return the name of that model: the published one, or the file's without its ending, or its folder's."""
-    path = Path(text)
-    if path.name == "config.json":
-        return path.resolve().parent.name
-    return text if text in PRESETS else path.stem
+    path = Path(text).resolve()
+    if text in PRESETS or path.is_dir():
+        return path.name
+    return path.parent.name if path.name == "config.json" else path.stem
 
 
 def read_transformer(path: Path) -> Transformer:

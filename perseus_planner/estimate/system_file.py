@@ -53,18 +53,6 @@ def system_view(system: System, measured: tuple[str, ...]) -> dict[str, Any]:
     }
 
 
-def system_text(view: dict[str, Any]) -> str:
-    """Return what was measured as a table."""
-    lines = [f"Measured for {view['gpu']}: a layer, and embedding with head and loss, per microbatch:", ""]
-    lines.append("tensor  microbatch  recomputation  forward ms  backward ms    head ms")
-    for each in view["kernels"]:
-        times = "  ".join(
-            f"{1e3 * float(str(each[name])):>{width}.3f}" for name, width in zip(_TIMES, (10, 11, 9), strict=True)
-        )
-        lines.append(f"{each['tensor_degree']:>6}  {each['microbatch']:>10}  {each['recomputation']:<13}  {times}")
-    return "\n".join([*lines, "", *(f"{name}: {value:.4g}" for name, value in view["measured"].items()), ""])
-
-
 def load_system(path: Path) -> System:
     """Read a system file.
 

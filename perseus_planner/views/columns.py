@@ -67,23 +67,26 @@ def number(value: float) -> str:
     return f"{value:.{_decimals(abs(value))}f}"
 
 
-def numbers(values: Sequence[float | None]) -> list[str]:
-    """Write `values` with as many decimals as give the largest six digits; None becomes a hyphen."""
-    decimals = _decimals(max((abs(value) for value in values if value is not None), default=0.0))
+def numbers(values: Sequence[float | None], digits: int = _DIGITS) -> list[str]:
+    """Write `values` with as many decimals as give the largest so many digits; None becomes a hyphen."""
+    decimals = _decimals(max((abs(value) for value in values if value is not None), default=0.0), digits)
     return ["-" if value is None else f"{value:.{decimals}f}" for value in values]
 
 
-def quantities(names: Sequence[str], unit: str, *columns: Sequence[float | None]) -> list[list[str]]:
+def quantities(
+    names: Sequence[str], unit: str, *columns: Sequence[float | None], digits: int = _DIGITS
+) -> list[list[str]]:
     """Write columns of one quantity with one SI prefix, which the unit in the headings has, and equal digits.
 
     Args:
         names: the heading of each column, where {} stands for the unit.
         unit: s, J or W.
         columns: the values of each column.
+        digits: digits of the largest value.
     """
     known = [abs(value) for values in columns for value in values if value is not None]
     factor, name = si_unit(max(known, default=0.0), unit)
-    cells = numbers([None if value is None else value / factor for values in columns for value in values])
+    cells = numbers([None if value is None else value / factor for values in columns for value in values], digits)
     ends = list(accumulate(map(len, columns)))
     parts = [cells[end - len(values) : end] for end, values in zip(ends, columns, strict=True)]
     return [column(heading.format(name), part) for heading, part in zip(names, parts, strict=True)]
@@ -111,6 +114,6 @@ def table(columns: Sequence[Sequence[str]]) -> str:
     )
 
 
-def _decimals(largest: float) -> int:
+def _decimals(largest: float, digits: int = _DIGITS) -> int:
     magnitude = math.floor(math.log10(largest)) if largest > 0 else 0
-    return min(max(_DIGITS - 1 - magnitude, 0), 12)
+    return min(max(digits - 1 - magnitude, 0), 12)

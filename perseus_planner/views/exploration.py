@@ -11,11 +11,14 @@ import yaml
 from perseus_planner.errors import JobError
 from perseus_planner.estimate.forecast import Prices, forecast
 from perseus_planner.files import write_file
+from perseus_planner.views.columns import column, numbers, quantities, table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from perseus_planner.estimate.explore import Exploration, Row
+
+_DIGITS = 4  # of an estimate
 
 
 def exploration_view(name: str, found: Exploration, tokens: float | None, prices: Prices) -> dict[str, Any]:
@@ -40,11 +43,11 @@ def exploration_text(view: dict[str, Any]) -> str:
         f"{view['solved']} exact frontiers were computed.",
         f"{view['origin'].upper()}: no estimate ranks configurations surely. Measure these:",
         "",
-        *_table(view["first"], numbered=True),
+        _table(view["first"], numbered=True),
         "",
         "Frontier of all configurations; energy saved is against all clocks at maximum in the same configuration:",
         "",
-        *_table(view["frontier"], numbered=False),
+        _table(view["frontier"], numbered=False),
     ]
     if any(row["split_head"] for row in (*view["first"], *view["frontier"])):
         lines += [
@@ -56,18 +59,28 @@ def exploration_text(view: dict[str, Any]) -> str:
         lines += ["", f"A configuration without an exact frontier might be better by up to {100 * view['gap']:.2g} %."]
     runs = [(number, row["forecast"]) for number, row in enumerate(view["first"], 1) if row["forecast"] is not None]
     if runs:
-        first = runs[0][1]
+        numbered, forecasts = zip(*runs, strict=True)
+        first = forecasts[0]
         lines += [
             "",
-            f"{first.tokens:.4g} tokens (nodes draw {first.node_overhead_w:g} W beside their GPUs, "
+            f"{first.tokens:,.0f} tokens (nodes draw {first.node_overhead_w:g} W beside their GPUs, "
             f"PUE {first.pue:g}, both assumed unless given):",
             "",
-            "  #      hours      GPU kWh    meter kWh         cost    t CO2e",
-        ]
-        lines += [
-            f"{number:>3}  {run.hours:>9.1f}  {run.gpu_kwh:>11.0f}  {run.meter_kwh:>11.0f}  "
-            f"{run.cost:>11.0f}  {run.co2e_kg / 1e3:>8.2f}"
-            for number, run in runs
+            table(
+                [
+                    column("#", list(map(str, numbered))),
+                    column("hours", numbers([run.hours for run in forecasts], _DIGITS)),
+                    *quantities(
+                        ["GPU {}", "meter {}"],
+                        "Wh",
+                        [1e3 * run.gpu_kwh for run in forecasts],
+                        [1e3 * run.meter_kwh for run in forecasts],
+                        digits=_DIGITS,
+                    ),
+                    column("cost", numbers([run.cost for run in forecasts], _DIGITS)),
+                    column("t CO2e", numbers([run.co2e_kg / 1e3 for run in forecasts], _DIGITS)),
+                ]
+            ),
         ]
     return "\n".join([*lines, ""])
 
@@ -159,16 +172,21 @@ def _row_view(row: Row, found: Exploration, tokens: float | None, prices: Prices
     }
 
 
-def _table(rows: Sequence[dict[str, Any]], *, numbered: bool) -> list[str]:
-    width = max(len(row["configuration"]) for row in rows)
-    head = "  #  " if numbered else "     "
-    columns = "   GPUs  GB/GPU  iteration s    tokens/s   J/token  W/GPU  saved %  clocks MHz"
-    lines = [f"{head}{'configuration':<{width}}{columns}"]
-    lines += [
-        f"{number if numbered else '':>3}  {row['configuration']:<{width}}  {row['gpus']:>5}  "
-        f"{row['memory_gb']:>6.1f}  {row['time_s']:>11.4f}  {row['tokens_per_s']:>10.0f}  "
-        f"{row['j_per_token']:>8.4g}  {row['gpu_power_w']:>5.0f}  "
-        f"{round(100 * row['saved_share'], 1) + 0.0:>7.1f}  {row['clocks_mhz'][0]}-{row['clocks_mhz'][1]}"
-        for number, row in enumerate(rows, 1)
-    ]
-    return lines
+def _table(rows: Sequence[dict[str, Any]], *, numbered: bool) -> str:
+    def of(name: str) -> list[Any]:
+        return [row[name] for row in rows]
+
+    return table(
+        [
+            *([column("#", [str(number) for number in range(1, len(rows) + 1)])] if numbered else []),
+            ["configuration", *of("configuration")],
+            column("GPUs", list(map(str, of("gpus")))),
+            column("GB/GPU", [f"{size:.1f}" for size in of("memory_gb")]),
+            *quantities(["iteration {}"], "s", of("time_s"), digits=_DIGITS),
+            column("tokens/s", [f"{rate:.0f}" for rate in of("tokens_per_s")]),
+            *quantities(["{}"], "J/token", of("j_per_token"), digits=_DIGITS),
+            column("W/GPU", [f"{power:.0f}" for power in of("gpu_power_w")]),
+            column("saved %", [f"{round(100 * share, 1) + 0.0:.1f}" for share in of("saved_share")]),
+            column("clocks MHz", [f"{low}-{high}" for low, high in of("clocks_mhz")]),
+        ]
+    )

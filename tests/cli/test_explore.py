@@ -29,7 +29,8 @@ def test_it_names_the_first_three_and_their_frontier(folder: Path):
     text = done(f"{SMALL} --tokens 1e9")
     assert "SIMULATED: no estimate ranks configurations surely. Measure these:" in text
     assert text.count("t1-p1-d8-mb4-1f1b-none") >= 2
-    assert "1e+09 tokens (nodes draw 1500 W beside their GPUs, PUE 1.2, both assumed unless given):" in text
+    assert "iteration s  tokens/s  mJ/token  W/GPU" in text
+    assert "1,000,000,000 tokens (nodes draw 1500 W beside their GPUs, PUE 1.2, both assumed unless given):" in text
 
 
 def test_the_json_holds_rows_and_forecasts_in_si_units(folder: Path):
@@ -90,6 +91,12 @@ def test_bad_input_is_refused_in_one_line(folder: Path, options: str, message: s
             "give --gpus 24, or --batch 26",
         ),
         ("gpt3-1.3 --gpus 8", "model 'gpt3-1.3': there is no such model; did you mean gpt3-1.3b?"),
+        ("org/Llama-3-8B --gpus 8", "model 'org/Llama-3-8B': there is no such model; did you mean llama3-8b?"),
+        (
+            ". --gpus 8",
+            "model '.': is a folder without a config.json; give its config.json, a .yaml file with its dimensions, or "
+            f"one of {', '.join(PRESETS)}",
+        ),
     ],
 )
 def test_what_cannot_be_explored_is_refused_with_the_nearest_that_can(folder: Path, options: str, message: str):

@@ -168,8 +168,8 @@ REFUSED = {
     "--gpus: 7 GPUs cannot share 16 heads, 6 layers and a batch of 32 sequences; give --gpus 6, or --batch 35": (
         lambda: explore(SHALLOW, A100, Choices(7, 32))
     ),
-    "--gpus: 8 GPUs of 86 GB are too few: t8-p1-d1-mb1-1f1b-full needs least, 397 GB on a GPU (parameters 43.7, "
-    "gradients 87.3, optimizer 261.9, activations 0.8, reserve 3.7); give --gpus 64": lambda: explore(
+    "--gpus: 8 GPUs of 85.9 GB are too few: t8-p1-d1-mb1-1f1b-full needs least, 397 GB on a GPU (parameters 43.7 GB, "
+    "gradients 87.3 GB, optimizer 262 GB, activations 790 MB, reserve 3.72 GB); give --gpus 64": lambda: explore(
         PRESETS["gpt3-175b"], A100, EIGHT
     ),
     "--precision: a100-sxm has no fp8; give bf16 or fp16": lambda: explore(

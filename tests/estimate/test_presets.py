@@ -32,7 +32,8 @@ def write(path: Path, **changes: object) -> str:
 def test_a_config_is_the_model_that_it_describes(tmp_path: Path):
     path = tmp_path / "config.json"
     assert named_transformer(write(path)) == PRESETS["llama3-8b"]
-    assert name_of(str(path)) == tmp_path.name
+    assert name_of(str(path)) == name_of(str(tmp_path)) == tmp_path.name
+    assert named_transformer(str(tmp_path)) == PRESETS["llama3-8b"]
     short = write(path, num_key_value_heads=None, head_dim=256, max_position_embeddings=4096, tie_word_embeddings=True)
     wanted = replace(PRESETS["llama3-8b"], kv_heads=32, head_size=256, sequence=4096, tied=True)
     assert named_transformer(short) == wanted

@@ -1,4 +1,4 @@
-"""The summary that `planner estimate` prints, as text or JSON."""
+"""What `planner estimate` and `planner calibrate --kernels` print: the summary of an estimate, measured kernels."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from perseus_planner.estimate.op_costs import TransformerPipeline, stage_op_costs, stage_traffic
+from perseus_planner.prefixes import si
 from perseus_planner.profiles.csv_file import word_of
+from perseus_planner.views.columns import Sheet, column, quantities, table
 
 if TYPE_CHECKING:
     from perseus_planner.profiles.profiles import Profile
@@ -44,26 +46,29 @@ def summarize_estimate(profile: Profile, pipeline: TransformerPipeline, calibrat
 def estimate_text(summary: dict[str, Any]) -> str:
     """Return the summary as a table with a line for each stage and kind."""
     size = f"{summary['parameters'] / 1e9:.2f} billion parameters, {summary['tokens']} tokens a microbatch"
-    lines = [
-        f"Estimate of {summary['model']} ({size}) on {summary['stages']} stages of {summary['gpus_per_stage']} GPUs, "
-        f"{summary['gpu']}.",
-        "SIMULATED: from operations in closed form and a model of the system; no GPU was used.",
-        f"Per GPU and microbatch, at {summary['top_clock_mhz']} MHz:",
-        "",
-        f"stage  layers  {'computation':<15}  {'TFLOPs':>9}  {'GB':>8}  {'ms':>9}  {'J':>9}  x fastest",
-    ]
-    lines += [
-        f"{row['stage']:>5}  {row['layers']:>6}  {row['instruction']:<15}  {row['flops'] / 1e12:>9.4f}  "
-        f"{row['bytes'] / 1e9:>8.3f}  {row['time_s'] * 1e3:>9.3f}  {row['energy_j']:>9.3f}  {row['time_ratio']:>9.3f}"
-        for row in summary["computations"]
+    rows, gpus = summary["computations"], summary["gpus_per_stage"]
+    columns = [
+        column("stage", [str(row["stage"]) for row in rows]),
+        column("layers", [str(row["layers"]) for row in rows]),
+        ["computation", *(row["instruction"] for row in rows)],
+        *(
+            quantities(["{}"], unit, [row[name] for row in rows])[0]
+            for name, unit in (("flops", "FLOPs"), ("bytes", "B"), ("time_s", "s"), ("energy_j", "J"))
+        ),
+        column("x fastest", [f"{row['time_ratio']:.3f}" for row in rows]),
     ]
     reached = [
-        f"{row['instruction']} {row['flops_per_s'] / 1e12:.1f} TFLOPS and {row['flops_per_j'] / 1e9:.1f} GFLOPs a joule"
+        f"{row['instruction']} {si(row['flops_per_s'], 'FLOPS')} and {si(row['flops_per_j'], 'FLOPs')} a joule"
         for row in summary["efficiencies"]
     ]
     return "\n".join(
         [
-            *lines,
+            f"Estimate of {summary['model']} ({size}) on {summary['stages']} stages of {gpus} GPU{'s' * (gpus > 1)}, "
+            f"{summary['gpu']}.",
+            "SIMULATED: from operations in closed form and a model of the system; no GPU was used.",
+            f"Per GPU and microbatch, at {summary['top_clock_mhz']} MHz:",
+            "",
+            table(columns),
             "",
             f"Imbalance: the slowest stage takes {summary['imbalance']:.3f}x as long as the fastest "
             "(forward + backward).",
@@ -72,6 +77,26 @@ def estimate_text(summary: dict[str, Any]) -> str:
             "",
         ]
     )
+
+
+def system_text(view: dict[str, Any]) -> str:
+    """Return what was measured of a system, as a table."""
+    kernels = view["kernels"]
+    columns = [
+        column("tensor", [str(each["tensor_degree"]) for each in kernels]),
+        column("microbatch", [str(each["microbatch"]) for each in kernels]),
+        ["recomputation", *(each["recomputation"] for each in kernels)],
+        *quantities(
+            ["forward {}", "backward {}", "head {}"],
+            "s",
+            *([each[name] for each in kernels] for name in ("layer_forward_s", "layer_backward_s", "head_s")),
+            digits=4,
+        ),
+    ]
+    title = f"Measured for {view['gpu']}: a layer, and embedding with head and loss, per microbatch:"
+    return Sheet(
+        title, "", columns, "\n".join(f"{name}: {value:.4g}" for name, value in view["measured"].items())
+    ).text()
 
 
 def _computations(profile: Profile, pipeline: TransformerPipeline) -> list[dict[str, Any]]:
