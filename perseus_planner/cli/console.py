@@ -72,8 +72,11 @@ class Commands(click.Group):
             context.exit()
         if name not in self.commands and Path(name).suffix.lower() in (".yaml", ".yml"):
             return name, self.for_a_file, args
-        if name not in self.commands and (near := did_you_mean(name, self.commands)):
-            context.fail(f"No such command {name!r}; {near}")
+        if name not in self.commands:
+            near = did_you_mean(name, self.commands)
+            if near or Path(name).exists():
+                hint = near or f"to look at a file of the planner, write `planner show {name}`"
+                context.fail(f"No such command {name!r}; {hint}")
         return super().resolve_command(context, args)
 
     def invoke(self, context: click.Context) -> Any:

@@ -28,7 +28,7 @@ def answer_text(answer: Answer) -> str:
     changed = effect if answer.changed else f"nothing changes; {effect}"
     key = f"\nReport {answer.report.key}" if answer.report is not None else ""
     saved_w = answer.expected_saving_w
-    saving = "the saving is not known yet" if saved_w is None else f"expected to save {si(saved_w, 'W')}"
+    saving = "the saving is not known yet" if saved_w is None else f"reports are expected to save {si(saved_w, 'W')}"
     return f"Job {answer.job}: {changed}; {saving}\n{answer.reason}{key}"
 
 
@@ -87,7 +87,7 @@ def status_text(status: JobStatus, events: Sequence[Event] = ()) -> str:
     lines = [
         f"Job {job.name}: {job.pipelines} pipeline{'s' * (job.pipelines > 1)}, {job.ranks} ranks known, "
         f"since {_moment(job.since_s)}; settings: {_settings(job)}",
-        f"Plans: {_version(status)}; expected to save {si(status.expected_saving_w, 'W')}",
+        f"Plans: {_version(status)}; reports are expected to save {si(status.expected_saving_w, 'W')}",
         f"Power: {_power(status)}",
         *([] if status.unlike_plan is None else [f"{status.unlike_plan}."]),
         *([] if status.telemetry is None else [_telemetry(status.telemetry, saves=status.unlike_plan is None)]),

@@ -54,6 +54,12 @@ def test_a_name_that_differs_by_case_an_end_or_a_letter_is_asked_for(text: str, 
     [
         ("slove profile.yaml", "Error: No such command 'slove'; did you mean solve?\n"),
         (
+            "status --service http://127.0.0.1:1",
+            "Error: there is no answer from the service at http://127.0.0.1:1 (Connection refused); start it with "
+            "`planner serve`, or name another in PLANNER_SERVICE or --service\n",
+        ),
+        ("/", "Error: No such command '/'; to look at a file of the planner, write `planner show /`\n"),
+        (
             "estimate --model GPT3-1.3B --gpu a40 --stages 4 -o e.yaml",
             "Error: model 'GPT3-1.3B': there is no such model; did you mean gpt3-1.3b?\n",
         ),

@@ -221,7 +221,7 @@ def test_straggler_sends_what_its_options_say(
 def test_straggler_says_what_follows(service: StandIn):
     command = f"straggler --job gpt3 --pipeline 3 --slowdown 1.2 --service {service.address}"
     assert done(command) == (
-        "Job gpt3: version 7 of its plans is taken at the next iteration; expected to save 812.5 W\n"
+        "Job gpt3: version 7 of its plans is taken at the next iteration; reports are expected to save 812.5 W\n"
         "pipeline 3 takes 1.2 times as long\nReport k1\n"
     )
     said = json.loads(done(f"{command} --json"))

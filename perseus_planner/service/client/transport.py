@@ -96,9 +96,10 @@ class Transport:
             return ServiceAway(
                 f"the service at {self.address} did not answer {path} in time; check whether it still runs, and its log"
             )
+        reason = one_line(str(error), 80).rpartition("] ")[2] or type(error).__name__  # without [Errno 111]
         return ServiceAway(
-            f"there is no answer from the service at {self.address} ({one_line(str(error), 80) or type(error).__name__}"
-            f"); start it with `planner serve`, or name another in {ADDRESS_VARIABLE} or --service"
+            f"there is no answer from the service at {self.address} ({reason}); start it with `planner serve`, or "
+            f"name another in {ADDRESS_VARIABLE} or --service"
         )
 
     def _refuse(self, path: str, response: httpx.Response) -> NoReturn:
