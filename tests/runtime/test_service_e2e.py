@@ -237,6 +237,7 @@ def _check_clocks(everyone: list[dict[str, Any]], since: int, back: int) -> None
         assert changed[-2:] == [since, back]
         assert all(is_as_planned for _, is_as_planned, *_ in said["ran"])
     warnings = [text for said in everyone for text in said["warnings"]]
+    assert len(warnings) == 2, warnings
     away, again = [text.partition(": ")[2] for text in warnings]
     assert away.startswith("there is no answer from the service at http")
     assert again.endswith(" answers again")

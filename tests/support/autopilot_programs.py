@@ -22,6 +22,7 @@ from runtime_training import LONG_S, Torch, WarningLog, Watch, any_rank, every_r
 
 from perseus_planner.runtime import planner_runtime
 from perseus_planner.runtime.agent import agent
+from perseus_planner.runtime.autopilot.ranks import coordinator
 from perseus_planner.runtime.autopilot.ranks.programs import AutopilotProgram
 from perseus_planner.runtime.emulation import emulate
 from perseus_planner.runtime.telemetry import counters
@@ -33,7 +34,8 @@ MADE = {"torch": torch_pipeline, "deepspeed": deepspeed_pipeline}
 
 
 def learns(state: str, name: str) -> None:
-    """Train with the autopilot until it has tried clocks, and as long without it."""
+    """Train with the autopilot until it has tried clocks and knows what they cost, and as long without it."""
+    coordinator.END_S = LONG_S  # a busy machine writes late what was learnt
     with job(state) as result:
         warning_log = WarningLog()
         losses, phases, iterations = _trained(name, with_autopilot=True)
@@ -50,14 +52,16 @@ def _trained(name: str, *, with_autopilot: bool, iterations: int = 0) -> tuple[l
     losses, phases = list[Any](), list[str]()
     with emulate(engine, GPU) as gpu:
         with planner_runtime(engine, gpu=GPU, record="run") if with_autopilot else nullcontext() as runtime:
-            deadline_s, tried = time.monotonic() + LONG_S, 0
+            deadline_s, tried, unknown = time.monotonic() + LONG_S, 0, 0
             for number in count():
                 losses += [each.detach().clone() for each in step() or ()]
                 if runtime is not None:
                     phases += [runtime.autopilot.phase][runtime.autopilot.phase in phases :]
                     program = runtime._follower.program
                     tried += isinstance(program, AutopilotProgram) and program.decision > 0
-                if every_rank(tried >= TRIED if with_autopilot else number + 1 == iterations):
+                    unknown = unknown or runtime.autopilot.unknown * (runtime.autopilot.reference_s is not None)
+                has_learnt = runtime is not None and tried >= TRIED and runtime.autopilot.unknown < unknown
+                if every_rank(has_learnt if with_autopilot else number + 1 == iterations):
                     break
                 assert time.monotonic() < deadline_s, phases
         assert gpu.locked_mhz is None
