@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -61,7 +61,7 @@ if TYPE_CHECKING:
 )
 @click.option("--output", "-o", type=console.OutputFile(".yaml", ".yml"), help="Write its job.yaml.")
 @console.as_json
-def explore(model: str, gpus: int, gpu: str | None, system_file: Path | None, as_json: bool, **options: object) -> None:
+def explore(model: str, gpus: int, gpu: str | None, system_file: Path | None, as_json: bool, **options: Any) -> None:
     """Find the configurations in which MODEL trains fastest, or with the least energy.
 
     MODEL is the name of a published model, a YAML file of dimensions, or a config.json of Hugging Face or its folder.
@@ -73,32 +73,26 @@ def explore(model: str, gpus: int, gpu: str | None, system_file: Path | None, as
     from perseus_planner.estimate.forecast import Prices
     from perseus_planner.estimate.presets import name_of, named_transformer
     from perseus_planner.views import exploration as view
+    from perseus_planner.views.figures import check_figure_path, save_figure
 
     plot, output = options["plot"], options["output"]
-    if isinstance(plot, Path):
-        from perseus_planner.views.figures import check_figure_path
-
+    if plot is not None:
         check_figure_path(plot, "--plot")
     changes = {key: options[key] for key in ("sequence", "precision", "attention") if options[key] is not None}
     if options["overlap_traffic"]:
         changes["overlap_traffic"] = True
-    shape = replace(named_transformer(model), **changes)  # type: ignore[arg-type]
-    system = _system(gpu, system_file).limited(options["power_limit"])  # type: ignore[arg-type]
-    objective = _objective(options)
+    shape = replace(named_transformer(model), **changes)
+    system, objective = _system(gpu, system_file).limited(options["power_limit"]), _objective(options)
     with console.progress("Exploring"):
         found = exploring(shape, system, _choices(gpus, options), objective)
-    prices = Prices(*(float(str(options[key])) for key in ("pue", "price", "carbon")))
-    tokens = None if options["tokens"] is None else float(str(options["tokens"]))
-    result = view.exploration_view(name_of(model), found, tokens, prices)
+    prices = Prices(options["pue"], options["price"], options["carbon"])
+    result = view.exploration_view(name_of(model), found, options["tokens"], prices)
     written: list[Path] = []
-    if isinstance(plot, Path):
-        from perseus_planner.views.figures import save_figure
-
+    if plot is not None:
         save_figure(view.exploration_figure(result), plot)
         written.append(plot)
-    if isinstance(output, Path):
-        row = min(int(str(options["job"])), len(found.first)) - 1
-        written += view.write_job(found.first[row], found, output)
+    if output is not None:
+        written += view.write_job(found.first[min(options["job"], len(found.first)) - 1], found, output)
     console.report(result, view.exploration_text(result), written, as_json=as_json)
 
 
@@ -116,31 +110,30 @@ def _system(gpu: str | None, path: Path | None) -> System:
     return system_of(gpu)
 
 
-def _objective(options: dict[str, object]) -> Objective:
+def _objective(options: dict[str, Any]) -> Objective:
     from perseus_planner.estimate.explore import Objective
 
-    deadline_s, power_w, least = options["deadline"], options["power_budget"], bool(options["least_energy"])
+    deadline_s, power_w, least = options["deadline"], options["power_budget"], options["least_energy"]
     if sum((deadline_s is not None, power_w is not None, least)) > 1:
         raise UsageError("give one of --deadline, --power-budget and --least-energy, or none for the fastest")
-    return Objective(deadline_s, power_w, least)  # type: ignore[arg-type]
+    return Objective(deadline_s, power_w, least)
 
 
-def _choices(gpus: int, options: dict[str, object]) -> Choices:
+def _choices(gpus: int, options: dict[str, Any]) -> Choices:
     from perseus_planner.estimate.candidates import RECOMPUTATIONS, SCHEDULES, Choices
 
     return Choices(
         gpus,
-        int(str(options["batch"])),
+        options["batch"],
         _known("--recompute", options["recomputations"], RECOMPUTATIONS),
         _known("--schedule", options["schedules"], SCHEDULES),
-        split_head=bool(options["split_head"]),
+        options["split_head"],
     )
 
 
-def _known(option: str, given: object, known: tuple[str, ...]) -> tuple[str, ...]:
+def _known(option: str, given: tuple[str, ...], known: tuple[str, ...]) -> tuple[str, ...]:
     """Return what was given, all of which must be known; everything if nothing was given."""
-    words = tuple(map(str, given)) if isinstance(given, tuple) else ()
-    for word in words:
+    for word in given:
         if word not in known:
             raise UsageError(f"{option}: {word!r} is not explored; give {' or '.join(known)}")
-    return words or known
+    return given or known

@@ -180,7 +180,7 @@ class Configuration:
             FixedOperation("step", "end", end_s, where=(rank,))
             for rank, end_s in enumerate(self.end_s(system, backward_s))
         ]
-        schedule = _schedule(self.schedule, len(self.split), microbatches or self.microbatches, self.virtual_stages)
+        schedule = schedule_of(self.schedule, len(self.split), microbatches or self.microbatches, self.virtual_stages)
         return pipeline_iteration(schedule, transfer=Transfer(hop_s, hop_s), operations=ends)
 
     def time_s(self, system: System, times: LayerTimes | None = None) -> float:
@@ -228,7 +228,7 @@ class Configuration:
 @lru_cache(maxsize=256)
 def stage_ranks(schedule: str, ranks: int, virtual_stages: int) -> tuple[int, ...]:
     """Return the rank that holds each stage."""
-    made = _schedule(schedule, ranks * virtual_stages, ranks, virtual_stages)
+    made = schedule_of(schedule, ranks * virtual_stages, ranks, virtual_stages)
     return tuple(made.stage_ranks[stage] for stage in range(made.stages))
 
 
@@ -237,16 +237,9 @@ def _runs(split: tuple[int, ...]) -> list[tuple[int, int]]:
     return [(layers, len(list(same))) for layers, same in groupby(split)]
 
 
-def computations(
-    schedule: str, stages: int, microbatches: int, virtual_stages: int
-) -> tuple[tuple[tuple[int, str], ...], ...]:
-    """Return the stage and kind of each computation, rank by rank in their order."""
-    made = _schedule(schedule, stages, microbatches, virtual_stages)
-    return tuple(tuple((each.stage, each.kind) for each in program) for program in made.ranks)
-
-
 @lru_cache(maxsize=512)
-def _schedule(name: str, stages: int, microbatches: int, virtual_stages: int) -> Schedule:
+def schedule_of(name: str, stages: int, microbatches: int, virtual_stages: int) -> Schedule:
+    """Return the schedule of a pipeline."""
     virtual = virtual_stages if virtual_stages > 1 else None
     return generate_for_stages(
         name, stages, microbatches=microbatches, ranks=stages // virtual_stages, virtual_stages=virtual
@@ -262,7 +255,7 @@ def _nodes(
     A computation is its place, stage and kind, the place before it on its rank (or -1), and the place whose result it
     takes, with whether that is on another rank.
     """
-    iteration = pipeline_iteration(_schedule(name, stages, microbatches, virtual_stages))
+    iteration = pipeline_iteration(schedule_of(name, stages, microbatches, virtual_stages))
     previous: dict[int, int] = {}
     for program in iteration.programs:
         previous.update(zip(program, (-1, *program), strict=False))

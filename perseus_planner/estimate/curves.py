@@ -19,7 +19,7 @@ import numpy as np
 from perseus_planner.estimate.configuration import stage_ranks
 from perseus_planner.profiles.groups import on_each_gpu
 from perseus_planner.profiles.measurement import Measurement
-from perseus_planner.profiles.operating_points import pareto_front
+from perseus_planner.profiles.operating_points import lower_hull, pareto_front
 from perseus_planner.profiles.profiles import Profile
 from perseus_planner.schedules.dag import PipelineDag
 from perseus_planner.solver.solve import solve_dag
@@ -111,15 +111,8 @@ class Hull:
 
 def hull_of(rows: tuple[Measurement, ...], blocking_power_w: float) -> Hull:
     """Return the hull of one computation."""
-    kept: list[tuple[float, float]] = []
-    for point in pareto_front(rows, blocking_power_w):
-        while len(kept) >= 2:
-            (x0, y0), (x1, y1) = kept[-2:]
-            if (y1 - y0) * (point.time_s - x0) < (point.effective_j - y0) * (x1 - x0):
-                break
-            kept.pop()
-        kept.append((point.time_s, point.effective_j))
-    return Hull(*np.array(kept).T)
+    front = pareto_front(rows, blocking_power_w)
+    return Hull(*np.array(lower_hull((point.time_s, point.effective_j) for point in front)).T)
 
 
 def _slopes(curve: Curve) -> NDArray[np.float64]:

@@ -312,14 +312,10 @@ def _within_power(
     place = int(within[0])
     if place == 0:
         return float(times_s[0]), float(energies_j[0])
-    low, high = times_s[place - 1], times_s[place]
-    for _ in range(60):
-        middle = (low + high) / 2
-        if np.interp(middle, times_s, energies_j) / middle <= power_w:
-            high = middle
-        else:
-            low = middle
-    return float(high), float(np.interp(high, times_s, energies_j))
+    (low_s, high_s), (low_j, high_j) = times_s[place - 1 : place + 1], energies_j[place - 1 : place + 1]
+    slope_w = (high_j - low_j) / (high_s - low_s)
+    time_s = float((low_j - slope_w * low_s) / (power_w - slope_w))
+    return time_s, power_w * time_s
 
 
 def _out_of_reach(objective: Objective, search: _Search) -> str:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from perseus_planner.estimate.configuration import computations, stage_ranks
+from perseus_planner.estimate.configuration import schedule_of, stage_ranks
 
 if TYPE_CHECKING:
     from perseus_planner.estimate.configuration import Configuration
@@ -113,13 +113,13 @@ def _divided(shape: Transformer) -> int:
 def _in_flight(schedule: str, stages: int, microbatches: int, virtual_stages: int) -> tuple[int, ...]:
     """Return the microbatches of each stage whose activations its rank keeps when it keeps most."""
     found = [0] * stages
-    for program in computations(schedule, stages, microbatches, virtual_stages):
-        counts, most = dict.fromkeys({stage for stage, _ in program}, 0), 0
-        last = "W" if any(kind == "W" for _, kind in program) else "B"
-        for stage, kind in program:
-            counts[stage] += (kind == "F") - (kind == last)
+    for program in schedule_of(schedule, stages, microbatches, virtual_stages).ranks:
+        counts, most = dict.fromkeys({each.stage for each in program}, 0), 0
+        last = "W" if any(each.kind == "W" for each in program) else "B"
+        for each in program:
+            counts[each.stage] += (each.kind == "F") - (each.kind == last)
             if sum(counts.values()) > most:
                 most = sum(counts.values())
-                for each, count in counts.items():
-                    found[each] = count
+                for stage, count in counts.items():
+                    found[stage] = count
     return tuple(found)

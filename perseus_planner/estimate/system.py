@@ -119,10 +119,10 @@ NUMBERS = tuple(each.name for each in fields(System) if each.name not in ("gpu",
 
 def _system(
     name: str,
-    *,
     memory_mib: float,
     peak_flops: float,
     peak_mhz: float,
+    *,
     link_gb_per_s: float,
     node_gb_per_s: float,
     node_overhead_w: float,
@@ -173,47 +173,33 @@ _SYSTEMS = (
     # and gradients summed in fp16 fit best. Efficiency fitted.
     _system(
         "a100-sxm",
-        memory_mib=81920,
-        peak_flops=312e12,
-        peak_mhz=1410,
-        efficiency=0.87,
+        81920,
+        312e12,
+        1410,
         link_gb_per_s=300,
         node_gb_per_s=83,
         node_overhead_w=1500,
+        efficiency=0.87,
         reduction_bytes=4.0,
     ),
     # Datasheet: 989.4 TFLOPS dense, NVLink 450 GB/s each way (half as fast again as the A100's), 8 x 400 Gb/s a node.
     # Clocks and cap as in the catalogue. FP8: see B200. The overhead of a node: 10.2 kW at most (DGX H100) less 5.6 kW
     # of GPUs are 4.6 kW with fans at full speed; 1.7 kW assumed in the mean.
     _system(
-        "h100-sxm",
-        memory_mib=81559,
-        peak_flops=989.4e12,
-        peak_mhz=1830,
-        link_gb_per_s=450,
-        node_gb_per_s=288,
-        node_overhead_w=1700,
-        fp8_speedup=1.5,
+        "h100-sxm", 81559, 989.4e12, 1830, link_gb_per_s=450, node_gb_per_s=288, node_overhead_w=1700, fp8_speedup=1.5
     ),
     # As the H100. Long bf16 products reach 691 TFLOPS (median of those at the power limit, NVIDIA aiconfigurator),
     # which is 80 % of the peak at 1590 MHz.
     _system(
-        "h200",
-        memory_mib=143771,
-        peak_flops=989.4e12,
-        peak_mhz=1830,
-        link_gb_per_s=450,
-        node_gb_per_s=288,
-        node_overhead_w=1700,
-        fp8_speedup=1.5,
+        "h200", 143771, 989.4e12, 1830, link_gb_per_s=450, node_gb_per_s=288, node_overhead_w=1700, fp8_speedup=1.5
     ),
     # Datasheet of the HGX: 2250 TFLOPS dense; NVLink 900 GB/s each way. Long bf16 products reach 1399 TFLOPS at the
     # power limit and block-scaled FP8 2116 (medians, NVIDIA aiconfigurator): 1.5 times as fast.
     _system(
         "b200",
-        memory_mib=183359,
-        peak_flops=2250e12,
-        peak_mhz=1850,
+        183359,
+        2250e12,
+        1850,
         link_gb_per_s=900,
         node_gb_per_s=288,
         node_overhead_w=2500,
@@ -221,43 +207,10 @@ _SYSTEMS = (
         fp8_speedup=1.5,
     ),
     # Datasheets; links are PCIe 4.0 x16 at 80 % (NVLink on V100), networks 100 Gb/s a node. No FP8 but on the L40S.
-    _system(
-        "a100-pcie",
-        memory_mib=81920,
-        peak_flops=312e12,
-        peak_mhz=1410,
-        link_gb_per_s=25,
-        node_gb_per_s=9,
-        node_overhead_w=1000,
-    ),
-    _system(
-        "a40",
-        memory_mib=46068,
-        peak_flops=149.7e12,
-        peak_mhz=1740,
-        link_gb_per_s=25,
-        node_gb_per_s=9,
-        node_overhead_w=1000,
-    ),
-    _system(
-        "l40s",
-        memory_mib=46068,
-        peak_flops=362e12,
-        peak_mhz=2520,
-        link_gb_per_s=25,
-        node_gb_per_s=9,
-        node_overhead_w=1000,
-        fp8_speedup=1.5,
-    ),
-    _system(
-        "v100",
-        memory_mib=32768,
-        peak_flops=125e12,
-        peak_mhz=1530,
-        link_gb_per_s=120,
-        node_gb_per_s=9,
-        node_overhead_w=1000,
-    ),
+    _system("a100-pcie", 81920, 312e12, 1410, link_gb_per_s=25, node_gb_per_s=9, node_overhead_w=1000),
+    _system("a40", 46068, 149.7e12, 1740, link_gb_per_s=25, node_gb_per_s=9, node_overhead_w=1000),
+    _system("l40s", 46068, 362e12, 2520, link_gb_per_s=25, node_gb_per_s=9, node_overhead_w=1000, fp8_speedup=1.5),
+    _system("v100", 32768, 125e12, 1530, link_gb_per_s=120, node_gb_per_s=9, node_overhead_w=1000),
 )
 
 SYSTEMS: Mapping[str, System] = MappingProxyType(

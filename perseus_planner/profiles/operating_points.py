@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
     from perseus_planner.profiles.measurement import Measurement
+
+Number = TypeVar("Number", int, float)
 
 
 @dataclass(frozen=True)
@@ -50,16 +52,16 @@ def pareto_front(measurements: Iterable[Measurement], blocking_power_w: float) -
     return tuple(kept)
 
 
-def lower_hull(points: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return the exact lower convex hull of points whose first coordinate rises (Andrew 1979, the lower chain).
+def lower_hull(points: Iterable[tuple[Number, Number]]) -> list[tuple[Number, Number]]:
+    """Return the lower convex hull of points whose first coordinate rises (Andrew 1979, the lower chain).
 
     Args:
-        points: (time, cost) as whole numbers, cost falling.
+        points: (time, cost), cost falling; the hull of whole numbers is exact.
 
     Returns:
         Its vertices, from first to last; cost falls ever less steeply along them.
     """
-    hull: list[tuple[int, int]] = []
+    hull: list[tuple[Number, Number]] = []
     for x, y in points:
         while len(hull) >= 2:
             (x0, y0), (x1, y1) = hull[-2:]

@@ -9,7 +9,8 @@ from statistics import fmean
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from measured_iterations import measured
+from iteration_times import calibrated
+from measured_iterations import TimeEstimates, measured
 
 from perseus_planner.errors import UsageError
 from perseus_planner.estimate.configuration import Configuration
@@ -177,6 +178,15 @@ def test_phases_add_up():
 def test_uncalibrated_iteration_times_are_near_the_measured_ones(
     measured_data: Path, file: str, layers: int | None, limit: float
 ):
-    rows = [row for row in measured(measured_data / "iteration_times" / file) if layers in (None, row[0].shape.layers)]
-    times = {shape: layer_times(shape, A100) for shape in {job.shape for job, _ in rows}}
-    assert fmean(abs(job.time_s(A100, times[job.shape]) / seconds - 1) for job, seconds in rows) <= limit
+    rows = [row for row in measured(file) if layers in (None, row[0].shape.layers)]
+    times = TimeEstimates(A100)
+    assert fmean(abs(times(job) / seconds - 1) for job, seconds in rows) <= limit
+
+
+def test_a_layer_and_a_head_measured_on_the_fewest_gpus_give_all_other_configurations(measured_data: Path):
+    rows = measured("gpt_2_to_8_gpus.csv")
+    system, used = calibrated(rows)
+    times = TimeEstimates(system)
+    errors = [abs(times(row.job) / row.time_s - 1) for row in rows if id(row) not in used]
+    assert fmean(errors) <= 0.006
+    assert max(errors) <= 0.05

@@ -64,4 +64,4 @@ def test_a_distributed_optimizer_shares_its_state():
 
 @pytest.mark.parametrize("file", ["gpt_2_to_8_gpus.csv", "gpt_64_to_512_gpus.csv"])
 def test_what_was_measured_fits(measured_data: Path, file: str):
-    assert all(memory(job, A100).fits for job, _ in measured(measured_data / "iteration_times" / file))
+    assert all(memory(job, A100).fits for job, _ in measured(file))
