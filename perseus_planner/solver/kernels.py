@@ -42,8 +42,8 @@ def kernel(function: F) -> F:
 
 
 def inner_kernel(function: F) -> F:
-    """Do as `kernel` does for a function that kernels alone call: it compiles faster, and Python cannot call it."""
-    return _compiled(function, _nrt=False, no_cpython_wrapper=True)
+    """Do as `kernel` does for a function that kernels alone call, of whose code it becomes a part; it is not kept."""
+    return _compiled(function, _nrt=False, no_cpython_wrapper=True, cache=False)
 
 
 def allocating_kernel(function: F) -> F:
@@ -55,7 +55,7 @@ def _compiled(function: F, **options: Any) -> F:
     from numba import njit
     from numba.core import config
 
-    options |= {"cache": True, "no_cfunc_wrapper": True}
+    options = {"cache": True, "no_cfunc_wrapper": True} | options
     _listen()
     try:
         return cast("F", njit(**options)(function))

@@ -19,9 +19,13 @@ import gc
 import perseus_planner.solver.kernels as kernels
 import numba.core.config as config
 
+@kernels.inner_kernel
+def sum_of(number, other):
+    return number + other
+
 @kernels.kernel
 def doubled(number):
-    return 2 * number
+    return sum_of(number, number)
 
 compiled = []
 with kernels.when_compiling(lambda: compiled.append(1)):
@@ -69,8 +73,10 @@ def test_without_a_folder_to_write_to_the_cache_is_temporary_and_private(package
     cache, compiled = cache_of(package, temporary)
     assert cache == temporary / f"perseus-planner-{os.getuid()}"
     assert stat.S_IMODE(cache.stat().st_mode) == 0o700
-    assert [*cache.rglob("*.nbi")] != []
-    assert compiled == 1
+    assert [each.name.partition("-")[0] for each in cache.rglob("*.nbi")] == [
+        "program.doubled"
+    ]  # which holds the other
+    assert compiled == 2
     assert cache_of(package, temporary) == (cache, 0)
 
 
