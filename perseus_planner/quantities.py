@@ -173,6 +173,10 @@ SLOWDOWN = Quantity(
 POWER_BUDGET = Quantity(
     Rule(float, False, "a power: write watts above 0, or a number with W, kW or MW, such as 5kW"), _WATTS
 )
+TOKENS = Quantity(
+    Rule(float, False, "a number of tokens: write one above 0, such as 26e9, 26B or 1.4T"),
+    MappingProxyType({"": 1, "M": 10**6, "B": 10**9, "T": 10**12}),
+)
 BLOCKING_POWER = Quantity(Rule(float, True, "a power: write watts of 0 or more, such as 83.64"), _WATTS)
 CERTAINTY = Quantity(
     Rule(float, False, "a certainty: write a percentage above 0% and up to 99%, such as 95%", most=99.0),

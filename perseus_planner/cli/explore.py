@@ -48,9 +48,8 @@ if TYPE_CHECKING:
 @click.option("--power-limit", type=console.POWER, help="Power limit of each GPU, e.g. 500W.")
 @click.option(
     "--tokens",
-    type=click.FloatRange(0, min_open=True),
-    metavar="N",
-    help="Tokens of the whole run, for hours, kWh, cost and CO2e.",
+    type=console.Quantity("TOKENS", "n"),
+    help="Tokens of the whole run, e.g. 26B, for hours, kWh, cost and CO2e.",
 )
 @click.option("--pue", type=click.FloatRange(1.0), default=1.2, show_default=True, help="Of the data center; assumed.")
 @click.option("--price", type=click.FloatRange(0.0), default=0.10, show_default=True, help="Of a kWh, in any currency.")

@@ -226,11 +226,10 @@ class _Search:
         if not exact or self.values[nearest] < exact[0][0]:
             return nearest
         for degree in sorted({self._degree(place) for place in open_places}):
-            nearest = min((p for p in open_places if self._degree(p) == degree), key=lambda each: self.values[each])
-            value = self.values[nearest]
+            near = min((p for p in open_places if self._degree(p) == degree), key=lambda each: self.values[each])
+            value = self.values[near]
             if value < best.get(degree, (math.inf, math.inf)) and value[0] <= _WORTH * exact[0][0][0]:
-                return nearest
-        nearest = min(open_places, key=lambda each: self.values[each])
+                return near
         if len(self.first()) < FIRST and math.isfinite(self.values[nearest][0]):
             return nearest
         with np.errstate(invalid="ignore"):

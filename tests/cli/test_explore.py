@@ -26,7 +26,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_it_names_the_first_three_and_their_frontier(folder: Path):
-    text = done(f"{SMALL} --tokens 1e9")
+    text = done(f"{SMALL} --tokens 1B")
     assert "SIMULATED: no estimate ranks configurations surely. Measure these:" in text
     assert text.count("t1-p1-d8-mb4-1f1b-none") >= 2
     assert "iteration s  tokens/s  mJ/token  W/GPU" in text
@@ -75,6 +75,10 @@ def test_heads_that_stages_share_are_tried_when_asked_for_and_marked(folder: Pat
         ),
         ("--schedule 1f2b", "--schedule: '1f2b' is not explored; give 1f1b or interleaved-1f1b or zb-h1"),
         ("--power-limit 10W", "a100-sxm: a power limit of 10 W is out of range; give one from 100 to 400 W"),
+        (
+            "--tokens many",
+            "--tokens: 'many' is not a number of tokens: write one above 0, such as 26e9, 26B or 1.4T",
+        ),
         ("--precision int8", "precision: 'int8' is unknown; give bf16 or fp16 or fp8"),
     ],
 )
