@@ -15,7 +15,7 @@ from fake_nvml import UUIDS, StandIn
 from gpu_owners import LOCKS_AND_WAITS, files, guardians, kill, owner
 from waiting import LONG_S
 
-from perseus_planner.gpu import inspection, open_gpu
+from perseus_planner.gpu import inspection, latency, open_gpu
 from perseus_planner.gpu.inspection import watch_energy
 from perseus_planner.gpu.latency import measure_latency
 from perseus_planner.profiles.clock_changes import ClockChange
@@ -138,14 +138,15 @@ def test_who_holds_a_gpu_and_who_left_it_is_said(nvml: StandIn, state: Path, sho
     assert nvml.locked_mhz(0) == (1500, 1500), "doctor only reports"
 
 
-def test_latency_is_measured_and_all_is_reset(nvml: StandIn, state: Path, short):
-    nvml.set(f"latency_us_{SET}", 5000)
+def test_latency_is_measured_and_all_is_reset(nvml: StandIn, state: Path, short, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(latency, "_ROUNDS", 1)
+    nvml.set(f"latency_us_{SET}", 50_000)  # so long that a busy machine adds little
     text = done("doctor --measure-latency")
     assert [nvml.locked_mhz(index) for index in range(2)] == [None, None]
     assert files(state) == []
     change = clock_change(text)
     assert ClockChange(**change).gpus_per_node == 2, "the stand-in's calls queue behind one lock, as the driver's do"
-    assert 0.005 <= change["call_s"] < 0.05
+    assert 0.05 <= change["call_s"] < 0.5
     assert "they run one after another" in text
     assert {setting.high for setting in nvml.settings() if setting.function == SET} >= {1980, 210}
 

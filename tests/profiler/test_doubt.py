@@ -132,9 +132,9 @@ def test_gpus_that_share_a_stage_measure_alike_though_their_clocks_differ():
 
         def gather(self, value: T) -> list[T]:
             gathered[self.rank] = value
-            barrier.wait(60)
+            barrier.wait(300)
             values = list(gathered)
-            barrier.wait(60)
+            barrier.wait(300)
             return values
 
     def measure(gpu: WatchedGpu, rank: int) -> None:

@@ -63,7 +63,7 @@ def test_neighbours_that_block_on_each_other_end(
     later: float, one_queue: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each begins its message before the other one's has come."""
-    both = pair(monkeypatch, FakeNccl(one_queue=one_queue, limit_s=5.0))
+    both = pair(monkeypatch, FakeNccl(one_queue=one_queue, limit_s=300.0))
     for each in both:
         each.start()
     try:

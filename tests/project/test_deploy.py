@@ -122,7 +122,7 @@ def test_a_pod_that_is_stopped_leaves_no_gpu_set(nvml: StandIn, state: Path, tmp
             assert nvml.locked_mhz(0) == (1500, 1500)
             subprocess.run(stop, env=environment, capture_output=True, timeout=300, check=True)
             assert nvml.locked_mhz(0) is None
-            assert pod.wait(30) == 128 + signal.SIGTERM
+            assert pod.wait(300) == 128 + signal.SIGTERM
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(pod.pid, signal.SIGKILL)
@@ -168,7 +168,7 @@ def test_the_daemon_set_resets_what_a_killed_pod_left(nvml: StandIn, state: Path
             while "set clocks" not in pod.stdout.readline():  # the last line of the doctor
                 pass
             pod.terminate()
-            assert pod.wait(30) == 0
+            assert pod.wait(300) == 0
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(pod.pid, signal.SIGKILL)

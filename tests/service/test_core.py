@@ -516,7 +516,7 @@ class Slow:
 
     def __call__(self, function: Any, *arguments: Any) -> Any:
         self.begun.set()
-        assert self.let.wait(30.0)
+        assert self.let.wait(LONG_S)
         return function(*arguments)
 
 
@@ -528,7 +528,7 @@ def test_nobody_waits_for_plans_that_are_being_made(tmp_path: Path):
         slow.let.clear()
         slow.begun.clear()
         first = run.service.report("gpt", report("a", slowdown=1.2))
-        assert slow.begun.wait(30.0)
+        assert slow.begun.wait(LONG_S)
         # What comes meanwhile joins it: one version has it all.
         second = run.service.report("gpt", report("b", pipeline=2, slowdown=1.4))
         assert (first.version, second.version, second.takes_effect) == (2, 2, "planning")
@@ -561,7 +561,7 @@ def test_jobs_whose_slow_stages_are_solved_take_turns(tmp_path: Path):
         for pipeline, slowdown in enumerate((1.1, 1.2, 1.3)):
             scope = Scope("stage", "1", pipeline)
             run.service.report("gpt", report(f"a{pipeline}", slowdown=slowdown, source=f"{pipeline}", scope=scope))
-        assert slow.begun.wait(30.0)
+        assert slow.begun.wait(LONG_S)
         run.service.report("bloom", report("b", scope=Scope("stage", "0", 0)))
         slow.let.set()
         planned(run.service)
@@ -715,7 +715,7 @@ def test_plans_that_cannot_be_written_are_written_later(one: Run, monkeypatch: p
 
     monkeypatch.setattr(Storage, "commit", full_once)
     one.service.report("gpt", report("a"))
-    assert refused.wait(30.0)
+    assert refused.wait(LONG_S)
     while math.isinf(one.service.tick()):  # until the thread has put down when to try again
         pass
     one.clock.now_s += 1.0
@@ -729,7 +729,7 @@ def test_reports_that_come_together_are_written_together(one: Run, monkeypatch: 
 
     def slow(self: Storage, change: Change) -> None:
         commits.append(change)
-        assert go.wait(30.0)
+        assert go.wait(LONG_S)
         commit(self, change)
 
     monkeypatch.setattr(Storage, "commit", slow)

@@ -62,7 +62,7 @@ def train(store: Any, rank: int) -> Training:
             if rank == 2 and len(training.versions) in (11, 20):
                 training.iterate(0.2)
         if rank == 1:
-            outcome = proposal.wait(10.0)
+            outcome = proposal.wait(LONG_S)
             assert isinstance(outcome, Acceptance)
             assert training.versions.index(2) == outcome.iteration
     assert training.agreement.lost is None

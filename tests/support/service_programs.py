@@ -22,6 +22,7 @@ from perseus_planner.runtime import planner_runtime
 from perseus_planner.runtime.agent import agent
 from perseus_planner.runtime.emulation import emulate
 from perseus_planner.runtime.telemetry import counters
+from perseus_planner.service.client.client import Client
 
 WIDTH, ROWS, MICROBATCHES = 64, 8, 4
 STAGES = PIPELINES = 2
@@ -39,6 +40,7 @@ def train(engine: str, address: str, state: str) -> None:
     os.environ["PLANNER_STATE_DIR"] = state
     counters.CHECKPOINT_S, agent._COUNTS_S = 1.0, 0.5  # so that who reads what was counted need not wait for long
     agent._END_S = LONG_S  # a busy machine answers late, and makes ranks slow, of which nothing is to be said
+    agent.Client = lambda address, token, timeout_s: Client(address, token, timeout_s=LONG_S)
     agent.ServiceLink.on_straggling = lambda link, then: lambda straggling: None
     propose = agent.Agent._propose
 
