@@ -1,5 +1,5 @@
 .DELETE_ON_ERROR:
-.PHONY: help demo docs test lint clean
+.PHONY: help demo docs test lint compiled clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -25,10 +25,12 @@ demo: .venv/installed-plot ## explore, profile a simulated GPU, solve, plan, rep
 docs: .venv/installed-docs ## build docs/ into site/, and fail on warnings
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
+# What is compiled once is compiled while mypy checks types, which takes one CPU, and not by each worker that needs it.
 # A worker more than CPUs, as tests wait for their processes a third of the time; but one thread for each, as threads of
 # several workers wait for each other. Bytecode is written, or each worker and its processes would compile all anew.
 # tests/conftest.py has the order of the files.
-test: lint ## run all checks and tests
+test: .venv/installed-test ## run all checks and tests
+	$(MAKE) --no-print-directory --jobs=2 lint compiled
 	env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 \
 		$(BIN)/pytest --numprocesses=$$(($$(nproc) + 1)) --dist=loadfile --no-loadscope-reorder
 
@@ -36,6 +38,9 @@ lint: .venv/installed-test ## check style, format and types
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy -p perseus_planner
+
+compiled: .venv/installed-test
+	env -u PYTHONDONTWRITEBYTECODE $(BIN)/planner warm-up
 
 clean: ## remove the environment, the demo and all caches
 	rm -rf .venv build demo site *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache

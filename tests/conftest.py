@@ -20,8 +20,7 @@ settings.register_profile("ci", deadline=None, derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "planner")
 
 
-#: The slowest files, which run first so that all workers end together. The first one compiles the solver while the next
-#: ones, which do not plan, keep the other workers busy; then files that compute are beside files that wait.
+#: The slowest files, which run first so that all workers end together; files that compute are beside files that wait.
 FIRST = (
     "solver/test_budget",
     "schedules/test_engines",
