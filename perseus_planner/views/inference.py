@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from perseus_planner.inference.plan import BASELINE, POLICIES, InferencePlan, epoch_content
@@ -24,13 +25,7 @@ AGAINST = "the highest clock and the largest tensor degree for all classes"
 def plan_view(plan: InferencePlan) -> dict[str, Any]:
     """Return what is printed of a plan, for JSON; shares are relative, and None where the objectives cannot be met."""
     policies = [
-        {
-            "policy": name,
-            "description": POLICIES[name],
-            "energy_j": total.energy_j,
-            "saved_share": plan.saved_share(name),
-            "gpus": total.gpus,
-        }
+        {"policy": name, "description": POLICIES[name], **asdict(total), "saved_share": plan.saved_share(name)}
         for name, total in plan.policies.items()
     ]
     return {
@@ -54,9 +49,7 @@ def plan_sheets(view: dict[str, Any]) -> list[Sheet]:
     """Return the tables of a plan: the policies, and the pools of the first periods."""
     rows = view["policies"]
     columns = [
-        ["chosen how", *(row["description"] for row in rows)],
-        column("energy kWh", [_kwh(row["energy_j"]) for row in rows]),
-        column("saved %", [_percent(row["saved_share"]) for row in rows]),
+        *_saving_columns(rows),
         column("GPUs", [str(row["gpus"]) for row in rows]),
     ]
     proved = f"at most {100 * view['gap']:.2g} % above its bound" if view["gap"] > 1e-6 else "proved to be the best"
@@ -126,21 +119,15 @@ def simulation_view(
 
 
 def _replay_view(replay: Replay, baseline_j: float | None) -> dict[str, Any]:
+    names = ("instance_changes", "sharding_changes", "clock_changes")
+    fields = {name: value for name, value in vars(replay).items() if name not in ("requests", "changes", "periods")}
     return {
-        "policy": replay.policy,
+        **fields,
+        **dict(zip(names, replay.changes, strict=True)),
         "description": POLICIES[replay.policy],
-        "energy_j": replay.energy_j,
         "saved_share": 1 - replay.energy_j / baseline_j if baseline_j else None,
-        "change_j": replay.change_j,
-        "late": replay.late,
         "late_share": replay.late / replay.requests,
-        "moved": replay.moved,
         "gpus": replay.gpus,
-        "most_gpus": replay.most_gpus,
-        "instance_changes": replay.changes[0],
-        "sharding_changes": replay.changes[1],
-        "clock_changes": replay.changes[2],
-        "short_periods": replay.short_periods,
         "periods": [period._asdict() for period in replay.periods],
     }
 
@@ -149,9 +136,7 @@ def simulation_text(view: dict[str, Any]) -> str:
     """Return the table of a replay: a row for each policy."""
     rows = view["policies"]
     columns = [
-        ["chosen how", *(row["description"] for row in rows)],
-        column("energy kWh", [_kwh(row["energy_j"]) for row in rows]),
-        column("saved %", [_percent(row["saved_share"]) for row in rows]),
+        *_saving_columns(rows),
         column("late %", [f"{100 * row['late_share']:.2f}" for row in rows]),
         column("moved %", [f"{100 * row['moved'] / view['requests']:.2f}" for row in rows]),
         column("GPUs", [f"{row['gpus']:.0f}" for row in rows]),
@@ -202,8 +187,13 @@ def simulation_figure(view: dict[str, Any]) -> Figure:
     return figure
 
 
-def _kwh(energy_j: float | None) -> str:
-    return "-" if energy_j is None else f"{energy_j / 3.6e6:.4g}"
+def _saving_columns(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
+    energies_kwh = ["-" if row["energy_j"] is None else f"{row['energy_j'] / 3.6e6:.4g}" for row in rows]
+    return [
+        ["chosen how", *(row["description"] for row in rows)],
+        column("energy kWh", energies_kwh),
+        column("saved %", [_percent(row["saved_share"]) for row in rows]),
+    ]
 
 
 def _percent(share: float | None) -> str:
