@@ -62,8 +62,10 @@ def write_plan(profile: Profile, schedule: Schedule, args: argparse.Namespace) -
     frontier.save(args.frontier)
     plan = frontier.plan_for(frontier.baseline_time_s, max_changes=args.max_changes)
     plan.save(args.plan)
-    saved = 1 - plan.energy_j / plan.baseline_energy_j
-    print(f"plan: {plan.time_s:.4g} s, {saved:.1%} less energy than all clocks at maximum ({plan.origin})", flush=True)
+    saved = 100 * (1 - plan.energy_j / plan.baseline_energy_j)
+    print(
+        f"plan: {plan.time_s:.4g} s, {saved:.1f} % less energy than all clocks at maximum ({plan.origin})", flush=True
+    )
 
 
 def say_what_next(args: argparse.Namespace) -> None:
