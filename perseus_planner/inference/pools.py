@@ -89,11 +89,7 @@ def changed_gpus(before: Sequence[Pool], after: Sequence[Pool]) -> tuple[int, in
     return changed, resharded, new
 
 
-SAME: tuple[Callable[[Configuration], object], ...] = (
-    lambda at: at,
-    lambda at: at.tensor_degree,
-    lambda at: None,
-)
+SAME: tuple[Callable[[Configuration], object], ...] = (lambda at: at, lambda at: at.tensor_degree, lambda at: None)
 """What GPUs have in common between which nothing changes; no other degree; nothing new."""
 
 

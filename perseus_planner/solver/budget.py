@@ -45,17 +45,7 @@ _EFFORT = (75_000_000, 5_000, 60_000)  #: for each level: tries times operations
 _HEAT = (3e-3, 3e-5)  #: first and last temperature, as a part of the distance to the plan without a budget
 _HEAT_OF_TIME = (1e-3, 1e-6)  #: likewise as a part of the iteration time, when the search is for the fastest plan
 _NEAR = 0.12  #: distance from the deadline of the paces whose parts may be taken, as a part of it
-_ENDS = (
-    0,
-    1,
-    2,
-    3,
-    4,
-    6,
-    8,
-    11,
-    14,
-)  #: computations that a rank runs fast at the begin, and at the end, of an iteration
+_ENDS = (0, 1, 2, 3, 4, 6, 8, 11, 14)  #: computations that a rank runs fast at the begin, and at the end
 _PAIRS = 16  #: pairs of paces that are tried one after the other
 _HALVINGS = 12  #: steps to find how two paces share an iteration
 _PRICE = 1.0  #: first price of a second beyond the deadline, times what the paces around it save per second

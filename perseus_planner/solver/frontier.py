@@ -114,12 +114,7 @@ class Frontier(TimeEnergyCurve, Displayable):
         return self.plan_until(deadline_s, **limits)
 
     def plan_within_power(
-        self,
-        power_w: float,
-        *,
-        max_changes: int | None = None,
-        min_dwell_s: float = 0.0,
-        on_time: float | None = None,
+        self, power_w: float, *, max_changes: int | None = None, min_dwell_s: float = 0.0, on_time: float | None = None
     ) -> Plan:
         """Return the fastest plan found whose average power over all GPUs of the pipeline is at most `power_w` watts.
 

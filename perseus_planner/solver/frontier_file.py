@@ -31,10 +31,7 @@ Parts = tuple[PipelineDag, tuple[Integers, Integers], Guides]
 
 
 def write_frontier(
-    path: str | os.PathLike[str],
-    dag: PipelineDag,
-    curve: tuple[Integers, Integers],
-    guides: Guides,
+    path: str | os.PathLike[str], dag: PipelineDag, curve: tuple[Integers, Integers], guides: Guides
 ) -> None:
     """Write the parts of a frontier to `path`; `curve` holds its times and powers.
 

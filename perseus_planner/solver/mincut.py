@@ -272,22 +272,12 @@ def _advance(
     times: Integers,
     powers: Integers,
 ) -> int:
-    """Move `state` along the frontier down to `target`, to its fast end, or until `times` is full.
+    """Move `state` along the frontier from `times[0]` down to `target`, to its fast end, or until `times` is full.
 
-    Args:
-        network: the network.
-        state: optimal at `times[0]`; changed in place, and optimal at the last time.
-        by_node: (8, nodes) scratch space.
-        by_arc: (2, arcs) scratch space.
-        by_residual: (4, 2 * arcs) scratch space.
-        target: where to stop, ticks.
-        times: the total time of `state`, ticks; then the times at which the walk arrives, falling.
-        powers: the flow from source to sink in `state`, power units; then the power just below each time: the
-            frontier's slope between one time and the next is minus that power. Below a time with UNLIMITED power
-            nothing is feasible.
-
-    Returns:
-        How many times there are.
+    `times` gets the total times at which the walk arrives, falling, and `powers`, whose first one is the flow of
+    `state`, the power just below each: the frontier's slope between one time and the next is minus that power. Below a
+    time with UNLIMITED power nothing is feasible. `by_node` (8 rows), `by_arc` (2) and `by_residual` (4) are scratch
+    space. Returns how many times there are.
     """
     queue, layer, path, distance, came_by = by_node[0], by_node[1], by_node[2], by_node[3], by_node[4]
     level, arcs = by_arc[0], by_arc[1]

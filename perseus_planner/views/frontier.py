@@ -128,11 +128,7 @@ def _marked_times(frontier: Frontier) -> list[tuple[float, str]]:
     """Return iteration times from the fastest up to that of least energy, with marks for the special ones."""
     baseline_s, least_s = frontier.baseline_time_s, frontier.least_energy_time_s
     special = sorted(
-        [
-            (frontier.min_time_s, "fastest"),
-            (baseline_s, f"no slower than {ALL_MAXIMUM}"),
-            (least_s, "least energy"),
-        ]
+        [(frontier.min_time_s, "fastest"), (baseline_s, f"no slower than {ALL_MAXIMUM}"), (least_s, "least energy")]
     )
     marks: list[tuple[float, str]] = []
     for time_s, mark in special:

@@ -48,10 +48,7 @@ def plan_text(view: dict[str, Any]) -> str:
 def plan_sheets(view: dict[str, Any]) -> list[Sheet]:
     """Return the tables of a plan: the policies, and the pools of the first periods."""
     rows = view["policies"]
-    columns = [
-        *_saving_columns(rows),
-        column("GPUs", [str(row["gpus"]) for row in rows]),
-    ]
+    columns = [*_saving_columns(rows), column("GPUs", [str(row["gpus"]) for row in rows])]
     proved = f"at most {100 * view['gap']:.2g} % above its bound" if view["gap"] > 1e-6 else "proved to be the best"
     notes = [f"Savings are against {AGAINST}. The plan is {proved}."]
     for row in rows:

@@ -32,11 +32,7 @@ def page(report: EnergyReport) -> str:
     A content security policy in the page allows only its own scripts and styles, by their digests, and loads nothing.
     """
     styles = [_inline(page_file("theme.css")), _inline(report_file("report.css"))]
-    scripts = [
-        _inline(page_file("charts.js")),
-        _inline(report_file("timeline.js")),
-        _inline(report_file("report.js")),
-    ]
+    scripts = [_inline(page_file("charts.js")), _inline(report_file("timeline.js")), _inline(report_file("report.js"))]
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters |= {
         "si": _si,
