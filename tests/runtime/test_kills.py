@@ -237,8 +237,10 @@ def test_when_a_launcher_is_killed_its_ranks_go_on_and_clocks_are_reset(launched
 def test_what_is_left_when_all_are_killed_with_their_guardian_is_reset_by_the_next_command(folder: Path):
     with forked_job(folder) as job:
         trains(job)
-        kill([process for role in reversed(ROLES) for process in job.processes().get(role, [])])
+        killed = [process for role in reversed(ROLES) for process in job.processes().get(role, [])]
+        kill(killed)
         eventually(lambda: not job.processes())
+        eventually(lambda: not any(map(has_not_ended, killed)))  # and their files are closed, which loses their locks
         assert len(files(folder / "state")) == 2
         said = run("show absent.yaml").stderr
         assert said.count("left set by process") == said.count("is reset") == 2
