@@ -317,7 +317,7 @@ class Autopilot:
         """Return the clocks that each rank should try, those first that the best plan might use; and which it may."""
         known, search = self._learner.times.known, self._search
         clocks = len(self.job.clocks_mhz)
-        sweep, seldom = _bit_reversed(clocks), 2 if iteration < self._early else 8
+        sweep = _bit_reversed(clocks)
         wanted, is_open = [], np.zeros((self.job.ranks, clocks), dtype=bool)
         for rank, classes in enumerate(search.classes):
             first, stop = search.layout.rank_start[rank : rank + 2]
@@ -331,7 +331,7 @@ class Autopilot:
             some = [c for c in turned if is_open[rank, c] and c not in hoped]
             if is_early:
                 wanted.append([c for pair in zip_longest(hoped[:4], some[:4]) for c in pair if c is not None])
-            elif (iteration + rank + seldom * pipeline) % (seldom * self.job.pipelines) == 0:  # pipelines take turns
+            elif (iteration + rank) % (2 if iteration < self._early else 8) == 0:
                 wanted.append([*hoped[:2], *some[:1]])
             else:
                 wanted.append([])

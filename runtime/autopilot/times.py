@@ -58,8 +58,6 @@ class TimeRows:
 
     def add(self, row: int, clock: int, time_s: float, weight: float = 1.0) -> None:
         """Count an observed time of a row, seconds, with the GPU's factor taken out."""
-        if self.count[row, clock] > _MEMORY:
-            self._square[row, clock] *= _MEMORY / self.count[row, clock]
         count = min(self.count[row, clock], _MEMORY) + weight
         miss = np.log(time_s) - self.mean[row, clock] if self.count[row, clock] else 0.0
         if not self.count[row, clock]:

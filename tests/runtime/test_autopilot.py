@@ -131,18 +131,6 @@ def test_replicas_share_rows_and_explore_different_ones():
     assert len(set(learning.clocks)) == 4
 
 
-def test_replicas_take_turns_to_try_clocks_once_most_may_be_planned_on():
-    autopilot = train(TRUTH, 3, pipelines=4).autopilot
-    for rank in range(3):
-        turns = [
-            pipeline
-            for iteration in range(40, 72)
-            for pipeline in range(4)
-            if autopilot._wanted(iteration, pipeline, is_early=False)[0][rank]
-        ]
-        assert sorted(turns) == [0, 1, 2, 3]  # of 32 iterations
-
-
 @pytest.mark.parametrize("late", [1, 3])
 def test_a_stage_that_becomes_slower_is_planned_for_at_once(late: int):
     at, slower = 12, scaled(TRUTH, 1, 1.15)

@@ -82,13 +82,6 @@ def times_of(measured: dict[int, float], stages: int = 2) -> TimeRows:
     return rows
 
 
-def test_the_noise_of_a_row_stays_what_it_is_however_often_the_row_is_observed():
-    rows = TimeRows(CLOCKS, [0], 1)
-    for number in range(4000):
-        rows.add(0, 0, 0.1 * (1 + (-1) ** number * 0.004))
-    assert rows.noise == pytest.approx(0.004, rel=0.05)
-
-
 def test_a_row_that_was_not_measured_is_bounded_by_the_clock():
     rows = times_of({1410: 0.10, 1230: 0.11})
     tables = rows.tables(between=True)
