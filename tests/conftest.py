@@ -28,7 +28,6 @@ FIRST = (
     "runtime/test_megatron",
     "runtime/test_kills",
     "project/test_benchmarks",
-    "runtime/test_autopilot_service",
     "project/test_documents",
     "runtime/test_service_e2e",
     "project/test_wheel",

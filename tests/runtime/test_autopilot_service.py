@@ -57,6 +57,7 @@ def clock(folder: Path, pipeline: int) -> float:
     return mean(float(file.read_text()) for file in files) if all(file.exists() for file in files) else 0.0
 
 
+@pytest.mark.soak  # in real time: beside noise of the processors the autopilot tries few clocks, sometimes for minutes
 def test_a_job_in_autopilot_is_seen_at_the_service_moves_beside_a_straggler_and_leaves_what_it_learnt(tmp_path: Path):
     server, first, second = Serving(tmp_path), tmp_path / "first", tmp_path / "second"
     server.start()
